@@ -1,0 +1,40 @@
+# `make help` lists the targets. All work in .venv, made by the first that needs it.
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format golden ci clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(BIN)/pytest: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -c constraints.txt -e '.[test]'
+	@touch $@
+
+demo: $(BIN)/pytest ## train a small GPT on 4 local ranks and draw its plan
+	$(BIN)/autoshard demo
+
+test: $(BIN)/pytest ## run the tests
+	$(BIN)/pytest
+
+check: $(BIN)/pytest ## style, format, types, one-way imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports
+
+format: $(BIN)/pytest ## rewrite the code in the house format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+golden: $(BIN)/pytest ## rewrite golden files with what the tests get; read the diff
+	$(BIN)/pytest --update-golden
+
+ci: ## everything CI does, in a fresh copy and a fresh environment
+	.ci/run
+
+clean: ## remove the environment and caches
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .ruff_cache .import_linter_cache

@@ -1,0 +1,180 @@
+"""The `autoshard` command: demo, plan, show, diff, verify, profile."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from cost_model.errors import AutoshardError, ShardingError
+from cost_model.mesh import MeshSpec
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; 0 on success, 1 when it reports a difference or an error, 2 for bad usage."""
+    arguments = _parser().parse_args(argv)
+    command: Callable[[argparse.Namespace], int] = arguments.command
+    try:
+        return command(arguments)
+    except AutoshardError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="autoshard", description="Run a PyTorch model in parallel by its best plan.")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    _add_demo(commands)
+    _add_plan(commands)
+    _add_show(commands)
+    _add_diff(commands)
+    _add_verify(commands)
+    _add_profile(commands)
+    return parser
+
+
+def _add_demo(commands: Any) -> None:
+    demo = commands.add_parser("demo", help="train a small GPT on 4 local ranks beside one process")
+    demo.add_argument("--ranks", type=int, default=4)
+    demo.add_argument("--steps", type=int, default=20)
+    demo.add_argument("--backend", default="inductor", help="inductor, eager, or any torch.compile backend")
+    demo.add_argument("--output", type=Path, default=Path("autoshard-demo.svg"), help="the drawing of the plan")
+    demo.set_defaults(command=_demo)
+
+
+def _add_plan(commands: Any) -> None:
+    plan = commands.add_parser("plan", help="find the plan of a model, offline")
+    _add_model(plan)
+    plan.add_argument("--mesh", required=True, type=parse_mesh, help="axis=size,..., such as dp=32,tp=8")
+    plan.add_argument("--device", default="cuda", help="device type of the mesh (default cuda)")
+    plan.add_argument("--profile", help="a profile's path, or a shipped one's name")
+    plan.add_argument("--memory-limit", help='per device, such as "70GB"')
+    plan.add_argument("--output", "-o", type=Path, help="where to save the plan (JSON)")
+    plan.set_defaults(command=_plan)
+
+
+def _add_show(commands: Any) -> None:
+    show = commands.add_parser("show", help="print or draw a saved plan")
+    show.add_argument("plan", type=Path)
+    show.add_argument("--graph", action="store_true", help="the whole graph in text form")
+    show.add_argument("--node", help="explain one node, parameter or module")
+    show.add_argument("--draw", type=Path, help="draw to .svg, .dot, .html, .json or .graphml")
+    show.set_defaults(command=_show)
+
+
+def _add_diff(commands: Any) -> None:
+    diff = commands.add_parser("diff", help="compare two saved plans")
+    diff.add_argument("plan", type=Path)
+    diff.add_argument("other", type=Path)
+    diff.set_defaults(command=_diff)
+
+
+def _add_verify(commands: Any) -> None:
+    verify = commands.add_parser("verify", help="simulate every rank of a plan and compare with the model")
+    _add_model(verify)
+    verify.add_argument("plan", type=Path)
+    verify.set_defaults(command=_verify)
+
+
+def _add_profile(commands: Any) -> None:
+    profile = commands.add_parser("profile", help="list the shipped profiles, or print one")
+    profile.add_argument("name", nargs="?", help="a shipped profile's name or a profile's path")
+    profile.set_defaults(command=_profile)
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", help="module:function; the function returns (model, example_inputs) and may use the meta device"
+    )
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """"dp=32,tp=8" -> {"dp": 32, "tp": 8}; argparse's error for anything else."""
+    try:
+        pairs = [part.split("=") for part in text.split(",")]
+        return {name.strip(): int(size) for name, size in pairs}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no mesh; write axis=size,..., such as dp=32,tp=8") from None
+
+
+def load_model(reference: str) -> tuple[Any, Any]:
+    """(model, example_inputs) from "module:function". ShardingError naming what is wrong."""
+    module_name, _, function_name = reference.partition(":")
+    sys.path.insert(0, "")
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ShardingError(
+            f"cannot load model {reference!r}: {error}\n  try: module:function, with the module importable from here"
+        ) from None
+    finally:
+        sys.path.remove("")
+    built = function()
+    if not isinstance(built, tuple) or len(built) != 2:
+        raise ShardingError(f"{reference} returned a {type(built).__name__}; it must return (model, example_inputs)")
+    return built
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from autoshard.demo import run_demo
+
+    return run_demo(arguments.ranks, arguments.steps, arguments.backend, arguments.output)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from autoshard.planning import find_plan
+
+    model, example_inputs = load_model(arguments.model)
+    mesh = MeshSpec(arguments.mesh, device_type=arguments.device)
+    plan = find_plan(
+        model, mesh, example_inputs, profile=arguments.profile, memory_limit=arguments.memory_limit
+    )
+    print(plan.explain(), end="")
+    if arguments.output is not None:
+        plan.save(arguments.output)
+        print(f"saved {arguments.output}")
+    return 0
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    from autoshard.plan import Plan
+
+    plan = Plan.load(arguments.plan)
+    if arguments.draw is not None:
+        print(f"drew {plan.draw(arguments.draw)}")
+    if arguments.graph:
+        print(plan.to_text(), end="")
+    elif arguments.draw is None or arguments.node is not None:
+        print(plan.explain(arguments.node), end="")
+    return 0
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    from autoshard.plan import Plan
+
+    print(Plan.load(arguments.plan).diff(Plan.load(arguments.other)), end="")
+    return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from autoshard.plan import Plan
+    from autoshard.verify import verify
+
+    model, example_inputs = load_model(arguments.model)
+    report = verify(model, Plan.load(arguments.plan), example_inputs)
+    print(report)
+    return 0 if report.ok else 1
+
+
+def _profile(arguments: argparse.Namespace) -> int:
+    from cost_model.profile import Profile
+
+    names = Profile.names() if arguments.name is None else [arguments.name]
+    for name in names:
+        print(Profile.load(name).summary(), end="\n\n" if arguments.name is None else "\n")
+    return 0

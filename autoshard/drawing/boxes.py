@@ -1,0 +1,172 @@
+"""What is written in a box: title, collectives, parameters, ops and results of a group."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal
+
+import networkx as nx
+
+from autoshard.drawing.collectives import colour, split_collectives
+from autoshard.drawing.groups import OWN_BOX, Group, Grouping
+from cost_model.units import format_bytes
+from passes.graph_text import format_seconds
+
+__all__ = ["CHAR_WIDTH", "LINE_HEIGHT", "PADDING", "Box", "Line", "make_box"]
+
+CHAR_WIDTH = 6.7  # of the 11 px monospace font that the lines are set in
+LINE_HEIGHT = 16.0
+PADDING = 9.0
+MOST_CHARS = 58
+MOST_LINES = 9  # of one kind
+MOST_TOOLTIP = 40
+
+LineKind = Literal["title", "chip", "param", "ops", "result"]
+
+
+@dataclass(frozen=True)
+class Line:
+    """left is set flush left, right flush right. A chip has `left` on a background of `colour`."""
+
+    kind: LineKind
+    left: str
+    right: str = ""
+    colour: str = ""
+
+    @property
+    def chars(self) -> int:
+        return len(self.left) + (2 + len(self.right) if self.right else 0) + (2 if self.kind == "chip" else 0)
+
+
+@dataclass(frozen=True)
+class Box:
+    """One group drawn. share: seconds of its ops as a part of the whole step's; tooltip: all ops."""
+
+    group: Group
+    lines: tuple[Line, ...]
+    tooltip: str
+    share: float
+
+    @property
+    def width(self) -> float:
+        return 2 * PADDING + CHAR_WIDTH * max(line.chars for line in self.lines)
+
+    @property
+    def height(self) -> float:
+        return 2 * PADDING + LINE_HEIGHT * len(self.lines) - 4
+
+
+def make_box(graph: nx.DiGraph, grouping: Grouping, group: Group, step_seconds: float) -> Box:
+    """The box of `group`; step_seconds: all ops of the graph together, to say what part these are."""
+    repeat = graph.nodes[group.members[0]].get("repeat", 1)
+    seconds = sum(graph.nodes[node]["seconds"] for node in group.members)
+    lines = [
+        _title(graph, group, seconds, repeat),
+        *_chips(graph, grouping, group),
+        *_few([_held(graph, node) for node in group.holds]),
+        *_ops(graph, group),
+        *_few([Line("result", "→ " + _short(layout)) for layout in _results(graph, grouping, group)], most=3),
+    ]
+    share = seconds * repeat / step_seconds if step_seconds > 0 else 0.0
+    return Box(group, tuple(lines), _tooltip(graph, group), share)
+
+
+def _title(graph: nx.DiGraph, group: Group, seconds: float, repeat: int) -> Line:
+    first = graph.nodes[group.members[0]]
+    name = first["module"] if len(group.members) == 1 else group.key
+    if first["kind"] in OWN_BOX:
+        name = f"{first['kind']} {first['label'].removeprefix(first['kind'] + ' ')}"
+    times = f"{repeat} × " if repeat > 1 else ""
+    price = format_seconds(seconds) if seconds > 0 else ""
+    return Line("title", _short(name) or "(model)", (times + price).removesuffix("× "))
+
+
+def _chips(graph: nx.DiGraph, grouping: Grouping, group: Group) -> list[Line]:
+    """The collectives in front of the group's ops, and those that bring its results to the graph's end."""
+    found: Counter[tuple[str, str, str]] = Counter()
+    members = set(group.members)
+    for node in group.members:
+        for source, _, edge in graph.in_edges(node, data=True):
+            _count(found, edge, _value_name(graph, source))
+        for _, reader, edge in graph.out_edges(node, data=True):
+            if reader not in grouping.of and reader not in members:
+                _count(found, edge, "result")
+    return _few(
+        [
+            Line("chip", text + (f" ×{count}" if count > 1 else ""), right, colour(text))
+            for (text, _, right), count in found.items()
+        ]
+    )
+
+
+def _count(found: Counter[tuple[str, str, str]], edge: dict[str, object], value: str) -> None:
+    texts = split_collectives(edge)
+    for position, text in enumerate(texts):
+        price = f"{format_bytes(int(str(edge['nbytes'])))} {format_seconds(float(str(edge['seconds'])))}"
+        found[text.partition("(")[0], value, f"{value} {price if position == 0 else ''}".strip()] += 1
+
+
+def _value_name(graph: nx.DiGraph, source: str) -> str:
+    data = graph.nodes[source]
+    return data["label"].rpartition(".")[2] if data["kind"] in ("param", "buffer") else ""
+
+
+def _held(graph: nx.DiGraph, node: str) -> Line:
+    data = graph.nodes[node]
+    name = data["label"].rpartition(".")[2] if data["kind"] in ("param", "buffer") else data["label"]
+    return Line("param", _short(f"{name}: {data['layout']}"))
+
+
+def _ops(graph: nx.DiGraph, group: Group) -> list[Line]:
+    """The ops, repeats counted, on as many lines as they need (at most 3)."""
+    if graph.nodes[group.members[0]]["kind"] in OWN_BOX:
+        return []
+    names = [graph.nodes[node]["label"].rpartition("aten.")[2] for node in group.members]
+    counted = [name if count == 1 else f"{count} {name}" for name, count in Counter(names).items()]
+    lines, line = [], ""
+    for text in counted:
+        joined = f"{line} · {text}" if line else text
+        if len(joined) > MOST_CHARS - 10 and line:
+            lines.append(line + " ·")
+            joined = text
+        line = joined
+    lines.append(line)
+    shown = lines if len(lines) <= 3 else [*lines[:2], f"{lines[2]} …"]
+    return [Line("ops", _short(text)) for text in shown]
+
+
+def _results(graph: nx.DiGraph, grouping: Grouping, group: Group) -> list[str]:
+    """Layouts of the values that leave the group."""
+    leaving = (
+        graph.nodes[node]["layout"]
+        for node in group.members
+        if any(grouping.of.get(reader) != group.index for reader in graph.succ[node])
+    )
+    return [layout for layout in dict.fromkeys(leaving) if layout]
+
+
+def _few(lines: list[Line], most: int = MOST_LINES) -> list[Line]:
+    if len(lines) <= most:
+        return lines
+    return [*lines[: most - 1], Line("ops", f"… and {len(lines) - most + 1} more")]
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= MOST_CHARS else text[: MOST_CHARS - 1] + "…"
+
+
+def _tooltip(graph: nx.DiGraph, group: Group) -> str:
+    lines: list[str] = []
+    for node in [*group.holds, *group.members]:
+        data = graph.nodes[node]
+        price = f"  {format_seconds(data['seconds'])}" if data["seconds"] > 0 else ""
+        lines.append(f"{node}: {data['layout']} = {data['label']}{price}")
+        for source, _, edge in graph.in_edges(node, data=True):
+            if edge["collective"]:
+                moved = f"{format_bytes(edge['nbytes'])}, {format_seconds(edge['seconds'])}"
+                lines.append(f"    {source} through {edge['collective']}: {moved}")
+    if len(lines) > MOST_TOOLTIP:
+        lines = [*lines[:MOST_TOOLTIP], f"… and {len(lines) - MOST_TOOLTIP} more lines"]
+    sources = sorted({str(graph.nodes[node].get("source", "")) for node in group.members} - {""})
+    return "\n".join([*lines, *sources[:3]])

@@ -1,0 +1,126 @@
+"""Group the ops of a plan's graph by module, so that a large model stays legible."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import networkx as nx
+
+__all__ = ["OWN_BOX", "Group", "Grouping", "group_by_module"]
+
+# Placeholders drawn as boxes of their own; the others are lines in the box of their first reader.
+OWN_BOX = frozenset({"input", "tangent"})
+
+
+@dataclass
+class Group:
+    """One box. key: what forward and backward of a module have in common; members: ops in order;
+    holds: parameters and other placeholders that a member is the first to read."""
+
+    index: int
+    key: str
+    phase: str
+    members: list[str] = field(default_factory=list)
+    holds: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """groups by index; `of` says which group a node is in. The groups form an acyclic graph."""
+
+    groups: list[Group]
+    of: dict[str, int]
+
+    def edges(self, graph: nx.DiGraph) -> list[tuple[int, int]]:
+        """(from, to) of groups between which a value passes, without repeats."""
+        pairs = (
+            (self.of[source], self.of[reader])
+            for source, reader in graph.edges
+            if source in self.of and reader in self.of
+        )
+        return list(dict.fromkeys((a, b) for a, b in pairs if a != b))
+
+
+def group_by_module(graph: nx.DiGraph, most_ops: int = 48, most_groups: int = 200) -> Grouping:
+    """One group per op if there are at most `most_ops`; else per module, at the greatest depth of
+    module paths that gives at most `most_groups` (or depth 1, whatever it gives)."""
+    order = list(nx.lexicographical_topological_sort(graph, key=_positions(graph)))
+    ops = [node for node in order if graph.nodes[node]["kind"] not in ("param", "buffer", "output")]
+    if len(ops) <= most_ops:
+        return _group(graph, order, lambda node: node)
+    deepest = max(str(graph.nodes[node]["module"]).count(".") + 1 for node in order)
+    grouping = _group(graph, order, _module_at(graph, deepest))
+    for depth in range(deepest - 1, 0, -1):
+        if len(grouping.groups) <= most_groups:
+            break
+        grouping = _group(graph, order, _module_at(graph, depth))
+    return grouping
+
+
+def _positions(graph: nx.DiGraph) -> Callable[[str], int]:
+    place = {node: index for index, node in enumerate(graph)}
+    return lambda node: place[node]
+
+
+def _module_at(graph: nx.DiGraph, depth: int) -> Callable[[str], str]:
+    return lambda node: ".".join(str(graph.nodes[node]["module"]).split(".")[:depth])
+
+
+def _group(graph: nx.DiGraph, order: list[str], key_of: Callable[[str], str]) -> Grouping:
+    """Walk the nodes in order; each joins the latest group of its key and phase unless that would
+    make the groups cyclic, and then begins a new one."""
+    builder = _Builder(graph)
+    for node in order:
+        data = graph.nodes[node]
+        if data["kind"] in OWN_BOX:
+            builder.open(node, data["label"], data["phase"])
+        elif data["kind"] == "output" or not (graph.pred[node] or data["kind"] == "op"):
+            continue  # drawn inside the boxes that it is read or computed in
+        else:
+            builder.place(node, key_of(node), data["phase"])
+    for node in order:
+        if node not in builder.of and graph.nodes[node]["kind"] != "output":
+            readers = [builder.of[reader] for reader in graph.succ[node] if reader in builder.of]
+            if readers:
+                builder.groups[min(readers)].holds.append(node)
+    return Grouping(builder.groups, builder.of)
+
+
+class _Builder:
+    """Groups under construction, with the set of each one's ancestors as a bit mask."""
+
+    def __init__(self, graph: nx.DiGraph) -> None:
+        self.graph = graph
+        self.groups: list[Group] = []
+        self.of: dict[str, int] = {}
+        self._above: list[int] = []
+        self._latest: dict[tuple[str, str], int] = {}
+
+    def open(self, node: str, key: str, phase: str) -> None:
+        index = len(self.groups)
+        self.groups.append(Group(index, key, phase, [node]))
+        self._above.append(0)
+        self.of[node] = index
+
+    def place(self, node: str, key: str, phase: str) -> None:
+        sources = {self.of[source] for source in self.graph.pred[node] if source in self.of}
+        index = self._latest.get((key, phase))
+        # Joining closes a cycle exactly if a source outside the group is below the group.
+        if index is None or any(s != index and self._above[s] >> index & 1 for s in sources):
+            self.open(node, key, phase)
+            index = self._latest[key, phase] = self.of[node]
+        else:
+            self.groups[index].members.append(node)
+            self.of[node] = index
+        self._add_above(index, sources - {index})
+
+    def _add_above(self, index: int, sources: set[int]) -> None:
+        new = 0
+        for source in sources:
+            new |= self._above[source] | 1 << source
+        if new & ~self._above[index]:
+            self._above[index] |= new
+            for other, above in enumerate(self._above):
+                if above >> index & 1:
+                    self._above[other] |= self._above[index]

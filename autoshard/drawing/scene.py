@@ -1,0 +1,150 @@
+"""Everything that a drawing shows, with coordinates: boxes, edges, and the size of the whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import networkx as nx
+
+from autoshard.drawing.boxes import Box, make_box
+from autoshard.drawing.collectives import split_collectives
+from autoshard.drawing.columns import Column, place_column
+from autoshard.drawing.fold import fold_repeats
+from autoshard.drawing.groups import Grouping, group_by_module
+from autoshard.drawing.rows import assign_rows
+
+__all__ = ["Edge", "PlacedBox", "Scene", "make_scene"]
+
+MARGIN = 28.0
+HEADER = 124.0
+ROW_GAP = 34.0
+PHASE_GAP = 130.0
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class PlacedBox:
+    """left, top: of the box, in pixels."""
+
+    box: Box
+    left: float
+    top: float
+
+    @property
+    def centre(self) -> float:
+        return self.left + self.box.width / 2
+
+
+@dataclass(frozen=True)
+class Edge:
+    """points: from one box through lanes to the other. collective: of the values passed, the text of
+    the first collective, or "". saved: from forward to backward."""
+
+    source: int
+    target: int
+    points: tuple[Point, ...]
+    collective: str
+    saved: bool
+
+
+@dataclass(frozen=True)
+class Scene:
+    """mesh: title. phases: (name, left, right) of each phase that has boxes."""
+
+    mesh: str
+    graph: nx.DiGraph
+    boxes: dict[int, PlacedBox]
+    edges: tuple[Edge, ...]
+    phases: tuple[tuple[str, float, float], ...]
+    width: float
+    height: float
+
+
+def make_scene(graph: nx.DiGraph) -> Scene:
+    """Fold, group and place the graph of a plan."""
+    folded = fold_repeats(graph)
+    grouping = group_by_module(folded)
+    edges = grouping.edges(folded)
+    rows = assign_rows(grouping.groups, edges)
+    step_seconds = sum(data["seconds"] * data.get("repeat", 1) for _, data in folded.nodes(data=True))
+    boxes = [make_box(folded, grouping, group, step_seconds) for group in grouping.groups]
+    tops, bottom = _row_tops(boxes, rows)
+
+    placed: dict[int, PlacedBox] = {}
+    lanes: dict[tuple[int, int], list[Point]] = {}
+    phases: list[tuple[str, float, float]] = []
+    left = MARGIN
+    for phase in ("forward", "backward"):
+        column = _column(boxes, rows, edges, phase)
+        if not column.centre:
+            continue
+        shift = left - column.left
+        for index, x in column.centre.items():
+            placed[index] = PlacedBox(boxes[index], x + shift - boxes[index].width / 2, tops[rows[index]])
+        for edge, points in column.lanes.items():
+            lanes[edge] = [(x + shift, tops[row]) for row, x in points]
+        phases.append((phase, left, column.right + shift))
+        left = column.right + shift + PHASE_GAP
+    width = max(left - PHASE_GAP + MARGIN, 760.0)
+    drawn = tuple(_edge(folded, grouping, placed, lanes, edge) for edge in edges)
+    return Scene(
+        str(graph.graph.get("mesh", "")), folded, placed, drawn, tuple(phases), width, bottom + MARGIN
+    )
+
+
+def _row_tops(boxes: list[Box], rows: list[int]) -> tuple[list[float], float]:
+    heights = [0.0] * (1 + max(rows, default=0))
+    for box, row in zip(boxes, rows, strict=True):
+        heights[row] = max(heights[row], box.height)
+    tops, y = [], HEADER
+    for height in heights:
+        tops.append(y)
+        y += height + ROW_GAP
+    return tops, y - ROW_GAP
+
+
+def _column(boxes: list[Box], rows: list[int], edges: list[tuple[int, int]], phase: str) -> Column:
+    inside = {box.group.index for box in boxes if box.group.phase == phase}
+    downward = [
+        edge if phase == "forward" else (edge[1], edge[0])
+        for edge in edges
+        if edge[0] in inside and edge[1] in inside
+    ]
+    return place_column(
+        {index: rows[index] for index in sorted(inside)}, {i: boxes[i].width for i in inside}, downward
+    )
+
+
+def _edge(
+    graph: nx.DiGraph,
+    grouping: Grouping,
+    placed: dict[int, PlacedBox],
+    lanes: dict[tuple[int, int], list[Point]],
+    edge: tuple[int, int],
+) -> Edge:
+    source, target = (placed[index] for index in edge)
+    collective = _first_collective(graph, grouping, edge)
+    if source.box.group.phase != target.box.group.phase:
+        points = (
+            (source.left + source.box.width, source.top + 14),
+            (target.left, target.top + 14),
+        )
+        return Edge(*edge, points, collective, saved=True)
+    if source.box.group.phase == "forward":
+        middle = [point for x, y in lanes.get(edge, []) for point in ((x, y), (x, y + 24))]
+        ends = (source.centre, source.top + source.box.height), (target.centre, target.top)
+    else:
+        middle = [p for x, y in reversed(lanes.get((edge[1], edge[0]), [])) for p in ((x, y + 24), (x, y))]
+        ends = (source.centre, source.top), (target.centre, target.top + target.box.height)
+    return Edge(*edge, (ends[0], *middle, ends[1]), collective, saved=False)
+
+
+def _first_collective(graph: nx.DiGraph, grouping: Grouping, edge: tuple[int, int]) -> str:
+    for node in grouping.groups[edge[1]].members:
+        for source, _, data in graph.in_edges(node, data=True):
+            if grouping.of.get(source) == edge[0]:
+                texts = split_collectives(data)
+                if texts:
+                    return texts[0]
+    return ""

@@ -1,0 +1,156 @@
+"""A plan as a picture: one SVG text, drawn without graphviz."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from xml.sax.saxutils import escape, quoteattr
+
+import networkx as nx
+
+from autoshard.drawing.boxes import CHAR_WIDTH, LINE_HEIGHT, PADDING, Line
+from autoshard.drawing.collectives import colour, totals
+from autoshard.drawing.scene import HEADER, MARGIN, Edge, PlacedBox, Scene, make_scene
+from cost_model.units import format_bytes
+from passes.graph_text import format_seconds
+
+__all__ = ["svg_text"]
+
+STYLE = """
+text { font: 11px ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace; fill: #1f2937; }
+.head { font-size: 17px; font-weight: 600; }
+.phase { font-size: 13px; font-weight: 600; fill: #6b7280; }
+.title { font-weight: 700; }
+.ops, .right { fill: #6b7280; }
+.param { fill: #3730a3; }
+.result { fill: #374151; }
+.chip { fill: #ffffff; font-weight: 600; }
+.frame { stroke-width: 1; }
+.forward .frame { fill: #f5f9ff; stroke: #a9c1e8; }
+.backward .frame { fill: #fffaf2; stroke: #e3c391; }
+.forward .bar { fill: #5b8def; }
+.backward .bar { fill: #e19a38; }
+.edge { fill: none; stroke: #9aa3b2; stroke-width: 1.2; }
+.saved { fill: none; stroke: #b8a4d8; stroke-width: 1; stroke-dasharray: 3 4; opacity: 0.55; }
+""".strip()
+
+
+def svg_text(graph: nx.DiGraph) -> str:
+    """The graph of a plan (see `plan_graph`): forward down the left, backward up the right, a module's
+    two boxes side by side, repeated layers folded, collectives coloured by kind."""
+    scene = make_scene(graph)
+    width, height = f"{scene.width:.0f}", f"{scene.height:.0f}"
+    size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size}>',
+        f"<style>{STYLE}</style>",
+        *_arrow_heads(scene),
+        '<rect width="100%" height="100%" fill="#ffffff"/>',
+        *(
+            _edge(edge)
+            for edge in sorted(scene.edges, key=lambda edge: (not edge.saved, bool(edge.collective)))
+        ),
+        *_header(scene),
+        *(part for box in scene.boxes.values() for part in _box(box)),
+        "</svg>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _arrow_heads(scene: Scene) -> Iterator[str]:
+    colours = {"#9aa3b2", *(colour(edge.collective) for edge in scene.edges if edge.collective)}
+    yield "<defs>"
+    for tint in sorted(colours):
+        yield (
+            f'<marker id="arrow-{tint[1:]}" viewBox="0 0 8 8" refX="7" refY="4" orient="auto" '
+            f'markerWidth="7" markerHeight="7" markerUnits="userSpaceOnUse">'
+            f'<path d="M0 0.5 L8 4 L0 7.5 z" fill="{tint}"/></marker>'
+        )
+    yield "</defs>"
+
+
+def _header(scene: Scene) -> Iterator[str]:
+    ops = sum(data["seconds"] * data.get("repeat", 1) for _, data in scene.graph.nodes(data=True))
+    moved = sum(total.seconds for total in totals(scene.graph))
+    summary = f"{format_seconds(ops)} compute + {format_seconds(moved)} communication"
+    yield _text(MARGIN, 34, scene.mesh or "plan", "head")
+    yield _text(MARGIN + 12 + 10.4 * len(scene.mesh or "plan"), 34, summary, "right")
+    yield from _legend(scene)
+    for phase, left, right in scene.phases:
+        direction = "forward ↓" if phase == "forward" else "backward ↑"
+        yield _text((left + right) / 2 - 36, HEADER - 14, direction, "phase")
+
+
+def _legend(scene: Scene) -> Iterator[str]:
+    """A chip and the totals of every kind of collective: forward on one line, backward on the next."""
+    left, line = {"forward": MARGIN, "backward": MARGIN}, {"forward": 58, "backward": 78}
+    for total in totals(scene.graph):
+        x, y = left[total.phase], line[total.phase]
+        if x == MARGIN:
+            yield _text(x, y, total.phase, "right")
+            x += CHAR_WIDTH * 10
+        price = f"×{total.count} {format_bytes(total.nbytes)} {format_seconds(total.seconds)}"
+        yield _chip(x, y, total.kind, colour(total.kind))
+        x += CHAR_WIDTH * (len(total.kind) + 2) + 6
+        yield _text(x, y, price, "right")
+        left[total.phase] = x + CHAR_WIDTH * len(price) + 18
+    if max(left.values()) == MARGIN:
+        yield _text(MARGIN, 58, "no collectives", "right")
+
+
+def _box(placed: PlacedBox) -> Iterator[str]:
+    box = placed.box
+    group, name = box.group, quoteattr(box.lines[0].left)
+    yield f'<g class="box {group.phase}" data-index="{group.index}" data-name={name}>'
+    yield f"<title>{escape(box.tooltip)}</title>"
+    frame = f'x="{placed.left:.1f}" y="{placed.top:.1f}" width="{box.width:.1f}" height="{box.height:.1f}"'
+    yield f'<rect class="frame" {frame} rx="5"/>'
+    if box.share >= 0.005:  # the part of the step's compute that this box is
+        yield (
+            f'<rect class="bar" x="{placed.left + 1:.1f}" y="{placed.top + box.height - 3.5:.1f}" '
+            f'width="{max(2.0, (box.width - 2) * box.share):.1f}" height="2.5" rx="1"/>'
+        )
+    for row, line in enumerate(box.lines):
+        baseline = placed.top + PADDING + LINE_HEIGHT * row + 10
+        yield from _line(line, placed.left + PADDING, placed.left + box.width - PADDING, baseline)
+    yield "</g>"
+
+
+def _line(line: Line, left: float, right: float, baseline: float) -> Iterator[str]:
+    if line.kind == "chip":
+        yield _chip(left, baseline, line.left, line.colour)
+    else:
+        yield _text(left, baseline, line.left, line.kind)
+    if line.right:
+        yield _text(right, baseline, line.right, "right", anchor="end")
+
+
+def _chip(x: float, baseline: float, text: str, tint: str) -> str:
+    width = CHAR_WIDTH * (len(text) + 2)
+    return (
+        f'<rect x="{x:.1f}" y="{baseline - 10.5:.1f}" width="{width:.1f}" height="14" rx="7" fill="{tint}"/>'
+        + _text(x + CHAR_WIDTH, baseline, text, "chip")
+    )
+
+
+def _text(x: float, y: float, text: str, kind: str, anchor: str = "start") -> str:
+    end = ' text-anchor="end"' if anchor == "end" else ""
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}"{end}>{escape(text)}</text>'
+
+
+def _edge(edge: Edge) -> str:
+    ends = f'data-from="{edge.source}" data-to="{edge.target}"'
+    tint = colour(edge.collective) if edge.collective else "#9aa3b2"
+    paint = f'style="stroke:{tint};stroke-width:2.2;opacity:1"' if edge.collective else ""
+    if edge.saved:
+        (x0, y0), (x1, y1) = edge.points[0], edge.points[-1]
+        bend = max(40.0, (x1 - x0) / 2)
+        path = f"M{x0:.1f} {y0:.1f} C{x0 + bend:.1f} {y0:.1f} {x1 - bend:.1f} {y1:.1f} {x1:.1f} {y1:.1f}"
+        return f'<path class="saved" {ends} {paint} d="{path}"/>'
+    path = f"M{edge.points[0][0]:.1f} {edge.points[0][1]:.1f}"
+    for (x0, y0), (x1, y1) in zip(edge.points, edge.points[1:], strict=False):
+        if x0 == x1:
+            path += f" L{x1:.1f} {y1:.1f}"
+        else:
+            middle = (y0 + y1) / 2
+            path += f" C{x0:.1f} {middle:.1f} {x1:.1f} {middle:.1f} {x1:.1f} {y1:.1f}"
+    return f'<path class="edge" {ends} {paint} marker-end="url(#arrow-{tint[1:]})" d="{path}"/>'

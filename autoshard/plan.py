@@ -1,0 +1,249 @@
+"""`Plan`: what the search found, as one file: layouts, prices, proof, and what it was found for."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import networkx as nx
+from torch.distributed.tensor import Placement
+
+from autoshard.draw import draw
+from autoshard.explain import Collective, collectives_of, explain_node, explain_plan, plan_difference
+from autoshard.plan_graph import plan_graph
+from cost_model.errors import PlanError
+from cost_model.mesh import MeshSpec
+from passes.assignment import Assignment
+from passes.describe import graph_hash
+from passes.graph_text import format_graph
+from passes.joint import JointGraph
+from passes.layout import Layout
+from passes.placements import layout_to_placements
+from passes.records import (
+    NodeRecord,
+    layout_from_json,
+    layout_to_json,
+    layouts_of,
+    record_from_json,
+    record_to_json,
+)
+
+__all__ = ["SCHEMA_VERSION", "Plan", "PlanOrigin"]
+
+SCHEMA_VERSION = 1
+
+Resolve = Callable[[str, Layout], "Plan"]
+
+
+@dataclass(frozen=True)
+class PlanOrigin:
+    """What a plan was found for and with.
+
+    profile, profile_hash, nominal: the prices; nominal ones were never measured.
+    graph_hash: of the canonical joint graph. autoshard, torch: versions.
+    """
+
+    profile: str
+    profile_hash: str
+    nominal: bool
+    graph_hash: str
+    autoshard: str
+    torch: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The fastest plan under its profile's prices.
+
+    cost:        seconds of one training step, forward, backward and optimizer update.
+    lower_bound: seconds no plan can beat under the same prices. gap: (cost - lower_bound) / cost.
+    status:      "optimal", or "feasible" if the time limit ended the proof.
+    step_time:   predicted seconds of a step. peak_memory: predicted bytes on the fullest device.
+    parameter_layouts: parameter name -> layout (tied names included).
+    inputs, outputs: layout per tensor input and output of a call, by position.
+    fallbacks:   ops without a rule, which run replicated.
+    """
+
+    mesh: MeshSpec
+    cost: float
+    lower_bound: float
+    status: str
+    peak_memory: int
+    peak_node: str
+    memory_limit: int | None
+    records: tuple[NodeRecord, ...]
+    parameter_layouts: Mapping[str, Layout]
+    inputs: Mapping[int, Layout]
+    outputs: Mapping[int, Layout | None]
+    fallbacks: tuple[str, ...]
+    origin: PlanOrigin
+    resolve: Resolve | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def gap(self) -> float:
+        return 0.0 if self.cost <= 0 else max(0.0, (self.cost - self.lower_bound) / self.cost)
+
+    @property
+    def step_time(self) -> float:
+        return self.cost
+
+    @cached_property
+    def assignment(self) -> Assignment:
+        """Layouts by node name: what the partition reads."""
+        return layouts_of(self.records)
+
+    @cached_property
+    def parameters(self) -> dict[str, tuple[Placement, ...]]:
+        """Parameter name -> one torch placement per mesh axis."""
+        return {n: layout_to_placements(layout, self.mesh) for n, layout in self.parameter_layouts.items()}
+
+    @cached_property
+    def collectives(self) -> tuple[Collective, ...]:
+        """Every collective of a step, in order."""
+        return collectives_of(self.records)
+
+    def to_text(self, *, seconds: bool = True) -> str:
+        """The planned graph in the text form of docs/plans.md."""
+        return format_graph(self.records, self.mesh, seconds=seconds)
+
+    def to_networkx(self) -> nx.DiGraph:
+        """Nodes are ops, edges values; layouts, seconds and transfers are attributes."""
+        return plan_graph(self.records, self.mesh)
+
+    def draw(self, path: str | os.PathLike[str]) -> Path:
+        """Draw the plan; the suffix chooses: .svg .dot .html .json .graphml."""
+        return draw(self.to_networkx(), path)
+
+    def explain(self, node: str | None = None) -> str:
+        """Where the time and the bytes go; with `node`, one op, parameter or module."""
+        return explain_plan(self) if node is None else explain_node(self, node)
+
+    def why_not(self, parameter: str, placements: Any) -> str:
+        """The plan found again with `parameter` pinned to `placements`, and what it costs more.
+
+        Needs the plan that `find_plan` or `autoshard` returned; a loaded one cannot search: PlanError.
+        """
+        if self.resolve is None:
+            raise PlanError(
+                f"why_not({parameter!r}) must search again, and this plan was loaded from a file\n"
+                "  try: plan = find_plan(model, mesh, example_inputs), then plan.why_not(...)"
+            )
+        other = self.resolve(parameter, placements)
+        return plan_difference(self, other)
+
+    def diff(self, other: Plan) -> str:
+        """Parameters and collectives in which two plans differ, with their prices."""
+        return plan_difference(self, other)
+
+    def check_graph(self, joint: JointGraph) -> None:
+        """PlanError, saying what changed, unless the plan was made for `joint`."""
+        found = graph_hash(joint)
+        if found == self.origin.graph_hash:
+            return
+        raise PlanError(f"the plan was made for another model, inputs or code\n{self._changes(joint)}")
+
+    def _changes(self, joint: JointGraph) -> str:
+        mine = {(r.op, r.text): r.results[0] for r in self.records if r.op in ("param", "buffer", "input")}
+        theirs = {
+            (spec.kind, f"{spec.kind} {spec.name}"): tuple(node.meta["val"].shape)
+            for node, spec in zip(joint.placeholders, joint.inputs, strict=True)
+            if spec.kind in ("param", "buffer", "input")
+        }
+        lines = [f"  {text}: in the plan, not in the model" for _, text in mine.keys() - theirs.keys()]
+        lines += [f"  {text}: in the model, not in the plan" for _, text in theirs.keys() - mine.keys()]
+        lines += [
+            f"  {key[1]}: {tuple(mine[key].shape)} in the plan, {shape} in the model"
+            for key, shape in theirs.items()
+            if key in mine and tuple(mine[key].shape) != shape
+        ]
+        lines.sort()
+        if not lines:
+            from torch import __version__ as torch_version
+
+            lines = [
+                "  parameters and inputs agree; the computation differs",
+                f"  plan: torch {self.origin.torch}; here: torch {torch_version}",
+            ]
+        return "\n".join([*lines[:8], "  try: find_plan(...) again and save the new plan"])
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Plan:
+        """Read a saved plan. PlanError if it is missing, not a plan, or of another schema version."""
+        try:
+            data = json.loads(Path(path).read_text())
+        except OSError as error:
+            raise PlanError(f"cannot read plan {os.fspath(path)!r}: {error.strerror}") from None
+        except ValueError as error:
+            raise PlanError(f"{os.fspath(path)!r} is no JSON file: {error}") from None
+        return Plan.from_json(data, where=os.fspath(path))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "mesh": {"axes": dict(zip(self.mesh.names, self.mesh.sizes, strict=True)), "device": self.mesh.device_type},
+            "origin": vars(self.origin),
+            "cost_seconds": self.cost,
+            "lower_bound_seconds": self.lower_bound,
+            "status": self.status,
+            "peak_memory_bytes": self.peak_memory,
+            "peak_node": self.peak_node,
+            "memory_limit_bytes": self.memory_limit,
+            "parameters": {name: layout_to_json(layout) for name, layout in self.parameter_layouts.items()},
+            "inputs": {str(i): layout_to_json(layout) for i, layout in self.inputs.items()},
+            "outputs": {
+                str(i): None if layout is None else layout_to_json(layout) for i, layout in self.outputs.items()
+            },
+            "fallbacks": list(self.fallbacks),
+            "nodes": [record_to_json(record) for record in self.records],
+        }
+
+    @staticmethod
+    def from_json(data: Any, *, where: str = "plan") -> Plan:
+        """Inverse of `to_json`. PlanError for anything else; NaN and negative prices are refused."""
+        if not isinstance(data, dict) or "schema_version" not in data:
+            raise PlanError(f"{where} is no autoshard plan: it has no schema_version")
+        if data["schema_version"] != SCHEMA_VERSION:
+            raise PlanError(
+                f"{where} has plan schema {data['schema_version']}; this version reads {SCHEMA_VERSION}\n"
+                "  try: find_plan(...) again and save the new plan"
+            )
+        try:
+            plan = _plan_from(data)
+        except (KeyError, TypeError, ValueError, AttributeError, AssertionError) as error:
+            raise PlanError(f"{where} is a damaged plan: {type(error).__name__} {error}") from None
+        plan._check_prices(where)
+        return plan
+
+    def _check_prices(self, where: str) -> None:
+        prices = [("cost", self.cost), ("lower_bound", self.lower_bound)]
+        prices += [(record.name, record.seconds) for record in self.records]
+        prices += [(c.node, c.seconds) for c in self.collectives]
+        for name, seconds in prices:
+            if not 0.0 <= seconds < float("inf"):
+                raise PlanError(f"{where}: the price of {name} is {seconds} seconds; a price is finite and not negative")
+
+
+def _plan_from(data: Mapping[str, Any]) -> Plan:
+    return Plan(
+        mesh=MeshSpec(data["mesh"]["axes"], data["mesh"]["device"]),
+        cost=float(data["cost_seconds"]),
+        lower_bound=float(data["lower_bound_seconds"]),
+        status=data["status"],
+        peak_memory=data["peak_memory_bytes"],
+        peak_node=data["peak_node"],
+        memory_limit=data["memory_limit_bytes"],
+        records=tuple(record_from_json(record) for record in data["nodes"]),
+        parameter_layouts={name: layout_from_json(layout) for name, layout in data["parameters"].items()},
+        inputs={int(i): layout_from_json(layout) for i, layout in data["inputs"].items()},
+        outputs={int(i): None if layout is None else layout_from_json(layout) for i, layout in data["outputs"].items()},
+        fallbacks=tuple(data["fallbacks"]),
+        origin=PlanOrigin(**data["origin"]),
+    )

@@ -1,0 +1,122 @@
+"""A plan as a networkx graph: what `Plan.to_networkx` returns and every drawing is made from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import networkx as nx
+
+from cost_model.mesh import MeshSpec
+from passes.records import NodeRecord, OperandRecord, Transfer
+
+__all__ = ["LOCAL_STEPS", "PLACEHOLDERS", "plan_graph"]
+
+# Steps of a redistribution that move nothing between ranks.
+LOCAL_STEPS = frozenset({"slice", "to_partial", "reshard"})
+PLACEHOLDERS = frozenset({"param", "buffer", "constant", "input", "tangent", "seed"})
+
+
+def plan_graph(records: Sequence[NodeRecord], mesh: MeshSpec) -> nx.DiGraph:
+    """Nodes are ops, placeholders and the output, edges the values they read. All attributes are plain
+    strings and numbers, so the graph can be written in any format.
+
+    graph: mesh. Nodes, in the order of execution:
+        label    the op ("aten.mm"), or what a placeholder stands for ("up.weight")
+        kind     "op", "use", "output", or a placeholder's "param", "buffer", "input", ...
+        layout   of the results ("f32[8@dp, 64@tp]"), "; " between several
+        seconds  of the op itself, without the transfers in front of it
+        phase, module, source
+    Edges:
+        layout      as the reader needs it ("[@dp, @tp]")
+        collective  "reduce_scatter[tp](dim=1)", "; " between several, "" if the value is read as it is
+        seconds, nbytes  of those collectives together
+
+    A `use` (one redistribution for several readers) stays where it has both; otherwise its readers
+    read the value itself, through its transfers.
+    """
+    by_name = {record.name: record for record in records}
+    skipped = _transparent_uses(records)
+    graph = nx.DiGraph(mesh=str(mesh))
+    for record in records:
+        if record.name not in skipped:
+            graph.add_node(record.name, **_node_attributes(record, records))
+    for record in records:
+        if record.name not in skipped:
+            for operand in record.operands:
+                _add_edge(graph, record.name, operand, by_name, skipped)
+    return graph
+
+
+def _node_attributes(record: NodeRecord, records: Sequence[NodeRecord]) -> dict[str, str | float]:
+    placeholder = record.op in PLACEHOLDERS
+    label = (
+        record.text.replace("{{", "{").replace("}}", "}").removeprefix(f"{record.op} ")
+        if placeholder
+        else record.op
+    )
+    module = record.module
+    if not module and record.op in ("param", "buffer"):
+        module = label.rpartition(".")[0]
+    if not module and record.op == "use":
+        readers = (r for r in records if any(o.source == record.name for o in r.operands))
+        module = next((r.module for r in readers), "")
+    return {
+        "label": label,
+        "kind": record.op if placeholder or record.op in ("use", "output") else "op",
+        "layout": "; ".join(str(result) for result in record.results),
+        "seconds": record.seconds,
+        "phase": record.phase,
+        "module": module,
+        "source": record.source,
+    }
+
+
+def _transparent_uses(records: Sequence[NodeRecord]) -> frozenset[str]:
+    """`use` nodes that redistribute nothing, or for one reader only."""
+    readers: dict[str, int] = {}
+    for record in records:
+        for operand in record.operands:
+            readers[operand.source] = readers.get(operand.source, 0) + 1
+    return frozenset(
+        record.name
+        for record in records
+        if record.op == "use" and (not record.operands[0].transfers or readers.get(record.name, 0) < 2)
+    )
+
+
+def _add_edge(
+    graph: nx.DiGraph,
+    reader: str,
+    operand: OperandRecord,
+    by_name: dict[str, NodeRecord],
+    skipped: frozenset[str],
+) -> None:
+    source, transfers = operand.source, operand.transfers
+    while source in skipped:
+        through = by_name[source].operands[0]
+        source, transfers = through.source, (*through.transfers, *transfers)
+    edge = _edge_attributes(str(operand.layout), transfers)
+    if graph.has_edge(source, reader):  # the same value read twice, perhaps in two layouts
+        edge = _merged(graph.edges[source, reader], edge)
+    graph.add_edge(source, reader, **edge)
+
+
+def _edge_attributes(layout: str, transfers: Sequence[Transfer]) -> dict[str, str | float]:
+    moved = [transfer for transfer in transfers if transfer.kind not in LOCAL_STEPS]
+    return {
+        "layout": layout,
+        "collective": "; ".join(transfer.text for transfer in moved),
+        "seconds": float(sum(transfer.seconds for transfer in moved)),
+        "nbytes": sum(transfer.nbytes for transfer in moved),
+    }
+
+
+def _merged(first: dict[str, str | float], second: dict[str, str | float]) -> dict[str, str | float]:
+    texts = {str(edge["layout"]): None for edge in (first, second)}
+    collectives = [str(edge["collective"]) for edge in (first, second) if edge["collective"]]
+    return {
+        "layout": "; ".join(texts),
+        "collective": "; ".join(collectives),
+        "seconds": float(first["seconds"]) + float(second["seconds"]),
+        "nbytes": int(first["nbytes"]) + int(second["nbytes"]),
+    }

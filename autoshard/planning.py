@@ -1,0 +1,270 @@
+"""From a model and a mesh to a plan: `find_plan`, and the steps that `autoshard` shares with it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autoshard.pins import Constraints, resolve_pins
+from autoshard.plan import Plan, PlanOrigin
+from autoshard.signature import as_call, matched_placements, tensor_names
+from autoshard.version import __version__
+from cost_model.collectives import CollectivePrices
+from cost_model.compute import ComputePrices
+from cost_model.errors import ShardingError
+from cost_model.memory import ADAMW, parse_bytes
+from cost_model.mesh import MeshSpec
+from cost_model.profile import Profile
+from passes.canonicalize import canonicalize
+from passes.capture import Captured, capture
+from passes.describe import describe, fallback_ops, graph_hash
+from passes.joint import JointGraph
+from passes.layout import Layout
+from passes.placements import placements_to_layout
+from passes.redistribute import Redistributor
+from passes.search.boundary import boundary_of
+from passes.search.find import find_assignment
+from passes.search.space import Prices
+
+__all__ = ["CallLayouts", "find_plan", "mesh_spec", "prices_of", "search_plan"]
+
+ProfileLike = Profile | str | os.PathLike[str] | None
+
+
+@dataclass(frozen=True)
+class CallLayouts:
+    """How a call's tensors are laid out: by position, the layout of inputs that are not global and
+    of outputs that are not; None leaves an output to the search."""
+
+    inputs: Mapping[int, Layout]
+    outputs: Mapping[int, Layout | None]
+
+
+def mesh_spec(mesh: DeviceMesh | MeshSpec) -> MeshSpec:
+    """Names and sizes of a mesh; unnamed DeviceMesh axes are called "axis0", "axis1", ..."""
+    if isinstance(mesh, MeshSpec):
+        return mesh
+    if not isinstance(mesh, DeviceMesh):
+        raise ShardingError(
+            f"mesh is a {type(mesh).__name__}\n"
+            "  try: torch.distributed.device_mesh.init_device_mesh('cuda', (8,), mesh_dim_names=('dp',))"
+        )
+    names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
+    return MeshSpec(dict(zip(names, mesh.mesh.shape, strict=True)), mesh.device_type)
+
+
+def load_profile(profile: ProfileLike, mesh: MeshSpec) -> Profile:
+    """`profile` itself, or read; without one the shipped nominal profile of the device type."""
+    if isinstance(profile, Profile):
+        return profile
+    if profile is not None:
+        return Profile.load(os.fspath(profile))
+    return Profile.load("h100" if mesh.device_type == "cuda" else "cpu")
+
+
+def prices_of(profile: Profile, mesh: MeshSpec) -> Prices:
+    """Collectives, kernels and the AdamW update of one device, from `profile`."""
+    compute = ComputePrices(profile, mesh.device_type)
+    return Prices(
+        mesh=mesh,
+        compute=compute,
+        redistributor=Redistributor(mesh, CollectivePrices(profile, mesh)),
+        optimizer_seconds=lambda nbytes: compute.memory_seconds(ADAMW.passes * nbytes),
+    )
+
+
+def find_plan(
+    model: nn.Module,
+    mesh: DeviceMesh | MeshSpec,
+    example_inputs: Any,
+    *,
+    profile: ProfileLike = None,
+    memory_limit: int | str | None = None,
+    in_placements: Any = None,
+    out_placements: Any = None,
+    constraints: Constraints | None = None,
+    time_limit: float = 600.0,
+) -> Plan:
+    """The fastest plan for training `model` on `mesh`, with proof; nothing is run or changed.
+
+    model:          any nn.Module, `meta` included.
+    mesh:           a DeviceMesh, or a MeshSpec: then no process group and no device is needed.
+    example_inputs: a tuple of the call's arguments, or (tuple, dict). Tensors with `in_placements`
+                    are one rank's shards, all ranks' alike.
+    profile:        a Profile, a path, or a shipped name; None: the nominal one of the device type.
+    memory_limit:   bytes per device, or "70GB" / "64GiB".
+    in_placements:  pytree of placements per tensor input; None: replicated (global).
+    out_placements: the same for outputs; "keep": as the plan leaves them; None: replicated (global).
+    constraints:    {parameter name or pattern: placements} pins.
+    time_limit:     seconds for the search; when it ends first, the best plan so far with its gap.
+
+    Raises ShardingError for arguments that do not fit the model or mesh, CaptureError if the model
+    cannot be traced, ProfileError, and InfeasibleError if no plan meets the pins and the limit.
+    """
+    spec = mesh_spec(mesh)
+    loaded = load_profile(profile, spec)
+    limit = None if memory_limit is None else parse_bytes(memory_limit)
+    pins = resolve_pins(constraints, named_parameters(model), spec)
+    args, kwargs = as_call(example_inputs)
+    layouts, args, kwargs = global_call(args, kwargs, spec, in_placements)
+    captured = canonical_capture(model, args, kwargs)
+    call = CallLayouts(layouts, output_layouts(captured, spec, out_placements))
+    return search_plan(captured, loaded, spec, call, pins, limit, time_limit)
+
+
+def canonical_capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+    """The model's canonical joint graph for one call at global shapes."""
+    captured = capture(model, args, kwargs)
+    return replace(captured, joint=canonicalize(captured.joint))
+
+
+def named_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter by every name it has: tied ones appear under all of them."""
+    return dict(model.named_parameters(remove_duplicate=False))
+
+
+def search_plan(
+    captured: Captured,
+    profile: Profile,
+    mesh: MeshSpec,
+    call: CallLayouts,
+    pins: Mapping[str, Layout],
+    memory_limit: int | None,
+    time_limit: float,
+) -> Plan:
+    """Search the canonical graph in `captured` under the given ends and prices."""
+    joint = captured.joint
+    prices = prices_of(profile, mesh)
+    boundary = boundary_of(joint, parameters=_by_first_name(pins, captured), inputs=call.inputs, outputs=call.outputs)
+    found = find_assignment(joint, prices, boundary, memory_limit=memory_limit, time_limit=time_limit)
+
+    def resolve(parameter: str, placements: Any) -> Plan:
+        pinned = {**pins, **resolve_pins({parameter: placements}, parameter_shapes(captured), mesh)}
+        return search_plan(captured, profile, mesh, call, pinned, memory_limit, time_limit)
+
+    return Plan(
+        mesh=mesh,
+        cost=found.seconds,
+        lower_bound=found.lower_bound,
+        status=found.status,
+        peak_memory=found.peak_nbytes,
+        peak_node=found.peak_node,
+        memory_limit=memory_limit,
+        records=describe(joint, found.assignment, prices),
+        parameter_layouts=_parameter_layouts(joint, found.assignment, captured),
+        inputs=call.inputs,
+        outputs=_output_layouts(joint, found.assignment),
+        fallbacks=fallback_ops(joint),
+        origin=PlanOrigin(
+            profile=profile.name,
+            profile_hash=profile.hash(),
+            nominal=profile.nominal,
+            graph_hash=graph_hash(joint),
+            autoshard=__version__,
+            torch=torch.__version__,
+        ),
+        resolve=resolve,
+    )
+
+
+def global_call(
+    args: tuple[Any, ...], kwargs: dict[str, Any], mesh: MeshSpec, in_placements: Any
+) -> tuple[dict[int, Layout], tuple[Any, ...], dict[str, Any]]:
+    """(layout per sharded input, args, kwargs at global shapes) of a call with one rank's tensors.
+
+    DTensors know their global shape; a plain shard is taken to be as large on every other rank.
+    """
+    names, tensors, rebuild = tensor_names(args, kwargs)
+    given = matched_placements(in_placements, names, mesh, argument="in_placements")
+    layouts: dict[int, Layout] = {}
+    for position, tensor in enumerate(tensors):
+        placements = tensor.placements if isinstance(tensor, DTensor) else given.get(position)
+        if placements is None:
+            continue
+        shape = tuple(tensor.shape) if isinstance(tensor, DTensor) else _unsharded(tensor, placements, mesh, names[position])
+        layouts[position] = placements_to_layout(placements, shape, mesh, what=f"input {names[position]}")
+        tensors[position] = _stand_in(tensor, shape)
+    return layouts, *rebuild(tensors)
+
+
+def _unsharded(tensor: torch.Tensor, placements: Any, mesh: MeshSpec, name: str) -> tuple[int, ...]:
+    local = placements_to_layout(placements, tuple(tensor.shape), mesh, what=f"input {name}")
+    return tuple(length * mesh.size(*axes) for length, axes in zip(tensor.shape, local.dims, strict=True))
+
+
+def _stand_in(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor of the global shape for tracing only; its values are never read."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return torch.zeros(shape, dtype=local.dtype, device=local.device).requires_grad_(tensor.requires_grad)
+
+
+def output_layouts(captured: Captured, mesh: MeshSpec, out_placements: Any) -> dict[int, Layout | None]:
+    """Layout per output that is not global; None where the plan may keep it as it likes."""
+    joint = captured.joint
+    values = {
+        spec.index: result.meta["val"]
+        for spec, result in zip(joint.outputs, joint.results, strict=True)
+        if spec.kind == "output" and result is not None
+    }
+    if isinstance(out_placements, str):
+        if out_placements != "keep":
+            raise ShardingError(f"out_placements is {out_placements!r}\n  try: 'keep', None, or placements per output")
+        return dict.fromkeys(values)
+    names = [f"output {i}" for i in sorted(values)]
+    given = matched_placements(out_placements, names, mesh, argument="out_placements")
+    return {
+        i: placements_to_layout(placements, tuple(values[i].shape), mesh, what=f"output {i}")
+        for i, placements in given.items()
+        if placements is not None
+    }
+
+
+def parameter_shapes(captured: Captured) -> dict[str, torch.Tensor]:
+    """Every parameter name, tied ones included, to a tensor of its shape."""
+    joint = captured.joint
+    found: dict[str, torch.Tensor] = {}
+    for spec, node in zip(joint.inputs, joint.placeholders, strict=True):
+        if spec.kind == "param":
+            for name in (spec.name, *captured.aliases.get(spec.name, ())):
+                found[name] = node.meta["val"]
+    return found
+
+
+def _by_first_name(pins: Mapping[str, Layout], captured: Captured) -> dict[str, Layout]:
+    """Pins by the name the graph knows; ShardingError if two names of one tied parameter disagree."""
+    first = {alias: name for name, aliases in captured.aliases.items() for alias in aliases}
+    resolved: dict[str, Layout] = {}
+    for name, layout in pins.items():
+        known = first.get(name, name)
+        if resolved.get(known, layout) != layout:
+            raise ShardingError(
+                f"{name} and {known} are one tied parameter, pinned in two ways\n  try: pin it by one name"
+            )
+        resolved[known] = layout
+    return resolved
+
+
+def _parameter_layouts(joint: JointGraph, assignment: Any, captured: Captured) -> dict[str, Layout]:
+    layouts: dict[str, Layout] = {}
+    for spec, node in zip(joint.inputs, joint.placeholders, strict=True):
+        if spec.kind == "param":
+            for name in (spec.name, *captured.aliases.get(spec.name, ())):
+                layouts[name] = assignment[node.name].results[0]
+    return layouts
+
+
+def _output_layouts(joint: JointGraph, assignment: Any) -> dict[int, Layout | None]:
+    ends = iter(assignment["output"].operands)
+    found: dict[int, Layout | None] = {}
+    for spec, result in zip(joint.outputs, joint.results, strict=True):
+        layout = None if result is None else next(ends)
+        if spec.kind == "output":
+            found[spec.index] = layout
+    return found

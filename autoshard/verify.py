@@ -1,0 +1,252 @@
+"""`verify`: run a plan on simulated ranks in this process and compare with the unsharded model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autoshard.plan import Plan
+from autoshard.planning import canonical_capture, load_profile, prices_of
+from autoshard.signature import as_call
+from cost_model.errors import PlanError
+from cost_model.mesh import MeshSpec
+from passes.joint import JointGraph, result_index
+from passes.layout import Layout
+from passes.partition import RankGraph, partition
+from passes.reference import eager_results, graph_values, reference_inputs
+from passes.simulate import simulate, simulated_groups
+
+__all__ = ["Divergence", "VerifyReport", "verify"]
+
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+_NODE_SLACK = 10.0
+"""An intermediate may cancel where the results do not: it counts as diverged at ten times the tolerance."""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first node whose sharded value differs. error: largest |difference| / largest |value|."""
+
+    node: str
+    op: str
+    error: float
+    module: str
+    source: str
+
+    def __str__(self) -> str:
+        where = " ".join(part for part in (self.module, self.source) if part)
+        return f"{self.node} = {self.op} ({where or 'unknown source'}): relative error {self.error:.3g}"
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """ok: every output and gradient agrees with the unsharded model within the dtype's tolerance.
+
+    errors: relative error per output, buffer and gradient by name. max_error: the largest.
+    first_divergence: the first node of the graph whose value differs, if any does.
+    """
+
+    ok: bool
+    max_error: float
+    errors: Mapping[str, float]
+    first_divergence: Divergence | None
+
+    def __str__(self) -> str:
+        verdict = "ok" if self.ok else "DIFFERS"
+        first = "" if self.first_divergence is None else f"\n  first divergence: {self.first_divergence}"
+        return f"verify: {verdict}, largest relative error {self.max_error:.3g} over {len(self.errors)} results{first}"
+
+
+def verify(model: nn.Module, plan: Plan | str, example_inputs: Any, *, seed: int = 0) -> VerifyReport:
+    """Simulate every rank of `plan` in lockstep, forward and backward, against the unsharded model.
+
+    example_inputs: as for `find_plan`: a tuple of arguments, or (tuple, dict of keyword arguments).
+    Output gradients are random (`seed`), so every gradient path counts. Dropout draws the same
+    global numbers on both sides. `model` must hold values (not be on `meta`); it is not changed.
+
+    Raises PlanError if the plan belongs to another model, inputs or code.
+    """
+    plan = Plan.load(plan) if isinstance(plan, str) else plan
+    args, kwargs = as_call(example_inputs)
+    captured = canonical_capture(model, args, kwargs)
+    joint = captured.joint
+    plan.check_graph(joint)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise PlanError("verify() runs the model, and its parameters are on `meta`\n  try: model.to_empty(device='cpu'), then init")
+    tensors, _ = captured.call.flatten(args, kwargs)
+    values = reference_inputs(joint, model, tensors, seed=seed)
+    results, nodes = graph_values(joint, values)
+    wanted = results if _is_random(joint) else eager_results(joint, model, lambda: _tensors(captured, model, args, kwargs), values)
+    graphs = _rank_graphs(joint, plan)
+    watcher = _Watcher(joint, plan, nodes)
+    errors = _compared(joint, plan, _simulated(joint, plan, graphs, values, watcher), wanted)
+    worst = max(errors.values(), default=0.0)
+    limit = _tolerance(wanted)
+    return VerifyReport(worst <= limit, worst, errors, watcher.first(limit * _NODE_SLACK))
+
+
+def _is_random(joint: JointGraph) -> bool:
+    """Whether the model draws random numbers: eager torch draws others, so only the graph can be compared."""
+    return any(spec.kind == "seed" for spec in joint.inputs)
+
+
+def _tolerance(values: Sequence[torch.Tensor | None]) -> float:
+    """The loosest of the dtypes that occur."""
+    return max((_TOLERANCE.get(v.dtype, 0.0) for v in values if v is not None), default=1e-4)
+
+
+def _rank_graphs(joint: JointGraph, plan: Plan) -> list[RankGraph]:
+    # Steps are chosen by prices; any prices give correct steps.
+    redistributor = prices_of(load_profile(None, plan.mesh), plan.mesh).redistributor
+    groups = simulated_groups(plan.mesh)
+    ranks = range(plan.mesh.device_count)
+    return [partition(joint, plan.assignment, plan.mesh, rank, groups, redistributor) for rank in ranks]
+
+
+def _simulated(
+    joint: JointGraph, plan: Plan, graphs: Sequence[RankGraph], values: Sequence[torch.Tensor], watcher: _Watcher
+) -> list[tuple[torch.Tensor | None, ...]]:
+    mesh = plan.mesh
+    shards = [
+        [
+            shard_of(value, plan.assignment[node.name].results[0], mesh, rank)
+            for node, value in zip(joint.placeholders, values, strict=True)
+        ]
+        for rank in range(mesh.device_count)
+    ]
+    watcher.attach(graphs)
+    return simulate([graph.module for graph in graphs], shards, mesh, observer=watcher)
+
+
+def shard_of(value: torch.Tensor, layout: Layout, mesh: MeshSpec, rank: int) -> torch.Tensor:
+    """The part of a global `value` that `rank` holds; a partial layout holds it on index 0 of the axis."""
+    part = value
+    for dim in range(value.ndim):
+        lo, hi = layout.interval(value.shape, mesh, dim, rank)
+        part = part.narrow(dim, lo, hi - lo)
+    here = mesh.coordinate(rank)
+    if any(here[axis] != 0 for axis, op in layout.partial if op == "sum"):
+        return torch.zeros_like(part)
+    return part.contiguous()
+
+
+def _compared(
+    joint: JointGraph,
+    plan: Plan,
+    results: Sequence[tuple[torch.Tensor | None, ...]],
+    wanted: Sequence[torch.Tensor | None],
+) -> dict[str, float]:
+    ends = iter(plan.assignment["output"].operands)
+    errors: dict[str, float] = {}
+    for position, (spec, value) in enumerate(zip(joint.outputs, joint.results, strict=True)):
+        if value is None:
+            continue
+        layout, expected = next(ends), wanted[position]
+        if expected is None:
+            continue
+        pieces = [result[position] for result in results]
+        errors[f"{spec.kind} {spec.name}"] = max(
+            _piece_error(pieces, expected, layout, plan.mesh, rank) for rank in range(plan.mesh.device_count)
+        )
+    return errors
+
+
+def _piece_error(
+    pieces: Sequence[torch.Tensor | None], expected: torch.Tensor, layout: Layout, mesh: MeshSpec, rank: int
+) -> float:
+    """Relative error of one rank's shard, its pending reductions done first."""
+    axes = [axis for axis, _ in layout.partial]
+    got = _reduced([pieces[r] for r in mesh.group(rank, axes)], layout)
+    part = expected
+    for dim in range(expected.ndim):
+        lo, hi = layout.interval(expected.shape, mesh, dim, rank)
+        part = part.narrow(dim, lo, hi - lo)
+    if got.shape != part.shape:
+        return float("inf")
+    return relative_error(got, part, expected)
+
+
+def _reduced(pieces: Sequence[torch.Tensor | None], layout: Layout) -> torch.Tensor:
+    present = [piece for piece in pieces if piece is not None]
+    if len(present) == 1:
+        return present[0]
+    operation = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[layout.partial[0][1]]
+    total = present[0]
+    for piece in present[1:]:
+        total = operation(total, piece)
+    return total
+
+
+def relative_error(got: torch.Tensor, part: torch.Tensor, whole: torch.Tensor) -> float:
+    """Largest |got - part| over the largest finite |whole| (1 if that is 0); inf where NaN or inf differ."""
+    if got.numel() == 0:
+        return 0.0
+    if not got.is_floating_point():
+        return 0.0 if torch.equal(got, part) else float("inf")
+    same = (got == part) | (got.isnan() & part.isnan())
+    if bool(same.all()):
+        return 0.0
+    difference = torch.where(same, 0.0, (got.double() - part.double()).abs())
+    if not bool(difference.isfinite().all()):
+        return float("inf")
+    finite = whole[whole.isfinite()]
+    scale = float(finite.abs().max()) if finite.numel() else 0.0
+    return float(difference.max()) / (scale or 1.0)
+
+
+class _Watcher:
+    """Collects every rank's value of every global node and notes where they differ."""
+
+    def __init__(self, joint: JointGraph, plan: Plan, expected: Mapping[str, torch.Tensor]) -> None:
+        self._plan = plan
+        self._expected = expected
+        self._order = [node for node in joint.graph.nodes if node.op == "call_function"]
+        self._globals: list[dict[str, list[str]]] = []
+        self._pieces: dict[str, dict[int, torch.Tensor]] = {}
+        self._errors: dict[str, float] = {}
+        self._layouts = {node.name: _layout(plan, node) for node in self._order if _is_single(node)}
+
+    def attach(self, graphs: Sequence[RankGraph]) -> None:
+        for graph in graphs:
+            names: dict[str, list[str]] = {}
+            for global_name, local_name in graph.values.items():
+                if global_name in self._layouts:
+                    names.setdefault(local_name, []).append(global_name)
+            self._globals.append(names)
+
+    def __call__(self, rank: int, node: fx.Node, value: Any) -> None:
+        for name in self._globals[rank].get(node.name, ()):
+            pieces = self._pieces.setdefault(name, {})
+            pieces[rank] = value
+            if len(pieces) == len(self._globals):
+                self._finish(name, self._pieces.pop(name))
+
+    def _finish(self, name: str, pieces: Mapping[int, torch.Tensor]) -> None:
+        expected = self._expected.get(name)
+        if expected is None:
+            return
+        ordered = [pieces[rank] for rank in range(len(pieces))]
+        mesh, layout = self._plan.mesh, self._layouts[name]
+        self._errors[name] = max(_piece_error(ordered, expected, layout, mesh, r) for r in range(len(ordered)))
+
+    def first(self, limit: float) -> Divergence | None:
+        for node in self._order:
+            error = self._errors.get(node.name, 0.0)
+            if error > limit:
+                meta = node.meta
+                return Divergence(node.name, str(node.target), error, meta.get("module", ""), meta.get("source", ""))
+        return None
+
+
+def _is_single(node: fx.Node) -> bool:
+    return not isinstance(node.meta["val"], (tuple, list))
+
+
+def _layout(plan: Plan, node: fx.Node) -> Layout:
+    producer, index = result_index(node)
+    return plan.assignment[producer.name].results[index]
+

@@ -1,0 +1,183 @@
+"""Seconds of one collective on one group of a mesh: `CollectivePrices`.
+
+`nbytes` is the size of *one rank's* largest buffer:
+
+| kind           | nbytes                                             |
+| all_gather     | the gathered result                                |
+| reduce_scatter | the input, before it is scattered                  |
+| all_reduce     | the array                                          |
+| all_to_all     | the input of one rank                              |
+| broadcast      | the array                                          |
+| point_to_point | what each rank sends to its neighbour in the group |
+
+All groups along the axes are taken to communicate at the same time, as they do in a sharded program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Literal
+
+from cost_model.curve import Curve
+from cost_model.groups import GroupShape, Occupancy, group_shape, mesh_occupancies
+from cost_model.link_model import Line, check_kind, floor_slope, model_lines
+from cost_model.measurements import CollectiveSamples
+from cost_model.mesh import MeshSpec
+from cost_model.profile import Profile
+
+__all__ = ["CollectivePrices", "Confidence", "Price", "collective_seconds", "confidence"]
+
+Price = Callable[[float], float]
+"""nbytes -> seconds."""
+
+Confidence = Literal["measured", "extrapolated", "modelled", "nominal"]
+"""Where a price comes from. Everything but "measured" is low confidence, and plans show it:
+
+measured      this kind on this group shape, at sizes around this one
+extrapolated  measured, but beyond the measured sizes
+modelled      from the profile's link levels; this group was not measured
+nominal       the profile is not of the user's machine
+"""
+
+
+class CollectivePrices:
+    """Prices of every collective on `mesh` under `profile`, resolved once per (kind, axes).
+
+        prices = CollectivePrices(Profile.named("h100"), MeshSpec({"dp": 32, "tp": 8}))
+        prices.seconds("all_reduce", ("tp",), 2**20)
+
+    A measured group is priced from its measured curve. Another gets the link model, held between the
+    measured prices of the same stride with fewer and with more ranks. Prices never fall with bytes, nor
+    with ranks at one stride as long as every node holds the same number of the group's ranks.
+    """
+
+    def __init__(self, profile: Profile, mesh: MeshSpec) -> None:
+        self.profile = profile
+        self.mesh = mesh
+        self._prices: dict[tuple[str, tuple[str, ...]], Price] = {}
+
+    def seconds(self, kind: str, axes: tuple[str, ...], nbytes: float) -> float:
+        """Price of `kind` over the groups along `axes`; 0 for a group of one rank.
+
+        `axes` is a tuple, in any order. Raises UnsupportedOpError for an unknown kind, ShardingError
+        for an unknown axis, ProfileError if the profile's links do not reach the whole group.
+        """
+        price = self._prices.get((kind, axes))
+        if price is None:
+            price = self.price(kind, axes)
+        return price(nbytes)
+
+    def price(self, kind: str, axes: tuple[str, ...]) -> Price:
+        """The function nbytes -> seconds itself, for loops; same errors as `seconds`."""
+        price = self._prices.get((kind, axes))
+        if price is None:
+            price = self._prices[kind, axes] = _resolve(self.profile, self.mesh, kind, tuple(sorted(axes)))
+        return price
+
+    def confidence(self, kind: str, axes: tuple[str, ...], nbytes: float | None = None) -> Confidence | None:
+        """How far to trust `seconds`; None for a group of one rank, whose price 0 is exact."""
+        check_kind(kind)
+        shape = group_shape(self.mesh, axes)
+        if not shape:
+            return None
+        if self.profile.nominal:
+            return "nominal"
+        samples = _samples(self.profile, kind).get(shape)
+        if samples is None:
+            return "modelled"
+        inside = nbytes is None or samples.nbytes[0] <= nbytes <= samples.nbytes[-1]
+        return "measured" if inside else "extrapolated"
+
+
+@lru_cache(maxsize=64)
+def _cached(profile: Profile, mesh: MeshSpec) -> CollectivePrices:
+    return CollectivePrices(profile, mesh)
+
+
+def collective_seconds(
+    profile: Profile, kind: str, mesh: MeshSpec, axes: Sequence[str], nbytes: float
+) -> float:
+    """One price (see `CollectivePrices.seconds`). In a loop, keep a `CollectivePrices` instead."""
+    return _cached(profile, mesh).seconds(kind, tuple(axes), nbytes)
+
+
+def confidence(
+    profile: Profile, kind: str, mesh: MeshSpec, axes: Sequence[str], nbytes: float | None = None
+) -> Confidence | None:
+    """How far to trust one price (see `CollectivePrices.confidence`)."""
+    return _cached(profile, mesh).confidence(kind, tuple(axes), nbytes)
+
+
+def _resolve(profile: Profile, mesh: MeshSpec, kind: str, axes: tuple[str, ...]) -> Price:
+    """The price function of `kind` along `axes`."""
+    check_kind(kind)
+    assert len(set(axes)) == len(axes), f"an axis is used twice: {axes}"
+    shape = group_shape(mesh, axes)
+    if not shape:
+        return _free
+    groups = mesh_occupancies(mesh, axes, profile.link_domains)
+    slope = max(floor_slope(kind, group, profile.links) for group in groups)
+    measured = _samples(profile, kind)
+    own = measured.get(shape)
+    price = _model(profile, kind, groups) if own is None else _measured(own, slope)
+    return _between(price, measured, shape, slope, cap=own is None)
+
+
+def _free(nbytes: float) -> float:
+    """Price on a group of one rank."""
+    return 0.0
+
+
+def _samples(profile: Profile, kind: str) -> dict[GroupShape, CollectiveSamples]:
+    return {samples.group: samples for samples in profile.collectives if samples.kind == kind}
+
+
+def _model(profile: Profile, kind: str, groups: frozenset[Occupancy]) -> Price:
+    """The slowest of the groups decides: they meet again at the next collective."""
+    launch = profile.collective_launch_seconds
+    return _slowest([_fastest(model_lines(kind, group, profile.links, launch)) for group in groups])
+
+
+def _measured(samples: CollectiveSamples, floor: float) -> Price:
+    """The measured curve, and outside the measured sizes alpha + beta * nbytes.
+
+    beta is taken from the two nearest points: below, at most what reaches 0 at 0 bytes; above, at least
+    `floor`, the seconds per byte at the links' peak.
+    """
+    sizes, times = samples.nbytes, samples.seconds
+    below = min((times[1] - times[0]) / (sizes[1] - sizes[0]), times[0] / sizes[0])
+    above = max((times[-1] - times[-2]) / (sizes[-1] - sizes[-2]), floor)
+    return Curve(sizes, times, below, above)
+
+
+def _between(
+    price: Price, measured: dict[GroupShape, CollectiveSamples], shape: GroupShape, floor: float, cap: bool
+) -> Price:
+    """Hold `price` above what fewer ranks at the same stride took and, if `cap`, below what more took.
+
+    Only for groups of one stride; several strides have no order.
+    """
+    if len(shape) != 1:
+        return price
+    ((ranks, stride),) = shape
+    along = {s[0][0]: _measured(v, floor) for s, v in measured.items() if len(s) == 1 and s[0][1] == stride}
+    fewer = [along[n] for n in along if n < ranks]
+    more = min((n for n in along if n > ranks), default=None)
+    if cap and more is not None:
+        price = _fastest([price, _slowest([*fewer, along[more]])])
+    return _slowest([*fewer, price])
+
+
+def _fastest(prices: Sequence[Price] | Sequence[Line]) -> Price:
+    if len(prices) == 1:
+        return prices[0]
+    options = tuple(prices)
+    return lambda nbytes: min([option(nbytes) for option in options])
+
+
+def _slowest(prices: Sequence[Price]) -> Price:
+    if len(prices) == 1:
+        return prices[0]
+    parts = tuple(prices)
+    return lambda nbytes: max([part(nbytes) for part in parts])

@@ -1,0 +1,39 @@
+"""Every error that autoshard raises on purpose. All derive from `AutoshardError`."""
+
+__all__ = [
+    "AutoshardError",
+    "CaptureError",
+    "InfeasibleError",
+    "PlanError",
+    "ProfileError",
+    "ShardingError",
+    "UnsupportedOpError",
+]
+
+
+class AutoshardError(Exception):
+    """Base of all errors raised by autoshard, passes and cost_model."""
+
+
+class CaptureError(AutoshardError):
+    """The model could not be traced to one graph."""
+
+
+class ShardingError(AutoshardError, ValueError):
+    """A pin, placement, mesh or input asks for a sharding that cannot be."""
+
+
+class InfeasibleError(AutoshardError):
+    """No plan satisfies the pins and the memory limit."""
+
+
+class UnsupportedOpError(AutoshardError):
+    """An op, collective or dtype that autoshard cannot handle."""
+
+
+class ProfileError(AutoshardError, ValueError):
+    """A bandwidth profile is malformed, impossible, or lacks a needed measurement."""
+
+
+class PlanError(AutoshardError, ValueError):
+    """A plan is malformed, stale, or belongs to another model or mesh."""

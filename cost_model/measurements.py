@@ -1,0 +1,65 @@
+"""What a profile holds: link levels, measured collective times, and rates of one device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cost_model.groups import GroupShape
+
+__all__ = ["KINDS", "CollectiveSamples", "DeviceRates", "LinkLevel", "MatmulRates"]
+
+KINDS = ("all_gather", "all_reduce", "all_to_all", "broadcast", "point_to_point", "reduce_scatter")
+"""Every collective that has a price. What `nbytes` means for each is in `cost_model.collectives`."""
+
+
+@dataclass(frozen=True)
+class LinkLevel:
+    """One level of the network, inner levels first: NVLink in a node, then InfiniBand between nodes.
+
+    ranks:                 how many consecutive ranks this level joins (8 for a node of 8 GPUs);
+                           None joins everything, and only the outermost level may say it.
+    latency_seconds:       of one hop (one step of a ring) over this level.
+    bytes_per_second:      what one rank reaches, each direction, *while every rank of the mesh is
+                           sending*. With one network card per GPU that is the card's rate; where
+                           ranks share a card it is their share of it.
+    peak_bytes_per_second: the physical limit of the same. A measured time that would need more
+                           is refused.
+    """
+
+    name: str
+    ranks: int | None
+    latency_seconds: float
+    bytes_per_second: float
+    peak_bytes_per_second: float
+
+
+@dataclass(frozen=True)
+class CollectiveSamples:
+    """Measured times of one collective on one group shape, all such groups of the mesh at once.
+
+    nbytes:  sizes, increasing, in the convention of `cost_model.collectives`.
+    seconds: time of each, not decreasing.
+    """
+
+    kind: str
+    group: GroupShape
+    nbytes: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class MatmulRates:
+    """Matrix-product rate of a dtype by size: `flops` (2 m n k) increasing, `flops_per_second` of each."""
+
+    dtype: str
+    flops: tuple[float, ...]
+    flops_per_second: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class DeviceRates:
+    """One device: kernel launch time, memory bandwidth (bytes read plus written), matrix products."""
+
+    launch_seconds: float
+    memory_bytes_per_second: float
+    matmul: tuple[MatmulRates, ...]

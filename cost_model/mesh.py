@@ -1,0 +1,94 @@
+"""A mesh of devices by names and sizes alone: no process group, no GPU."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from cost_model.errors import ShardingError
+
+__all__ = ["MeshSpec"]
+
+
+@dataclass(frozen=True, init=False)
+class MeshSpec:
+    """Named axes of a device mesh, major (slowest varying rank) first.
+
+        MeshSpec({"dp": 32, "tp": 8}, device_type="cuda")
+
+    Ranks are numbered row-major over the axes, as `torch.distributed.device_mesh.init_device_mesh`
+    numbers them: with the mesh above rank = 8 * dp + tp, so "tp" groups are adjacent ranks.
+
+    Raises ShardingError for an empty mesh, a size below 1 or a name that is not an identifier.
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    device_type: str
+
+    def __init__(self, axes: Mapping[str, int], device_type: str = "cpu") -> None:
+        if not axes:
+            raise ShardingError("mesh has no axes\n  try: MeshSpec({'dp': 8})")
+        for name, size in axes.items():
+            if not name.isidentifier():
+                raise ShardingError(f"mesh axis name {name!r} is not an identifier")
+            if not isinstance(size, int) or size < 1:
+                raise ShardingError(f"mesh axis {name!r} has size {size!r}; a size is an integer >= 1")
+        object.__setattr__(self, "names", tuple(axes))
+        object.__setattr__(self, "sizes", tuple(axes.values()))
+        object.__setattr__(self, "device_type", device_type)
+
+    @property
+    def device_count(self) -> int:
+        return math.prod(self.sizes)
+
+    def size(self, *axes: str) -> int:
+        """Number of devices along `axes` together (1 for no axes)."""
+        return math.prod(self.sizes[self.index(axis)] for axis in axes)
+
+    def index(self, axis: str) -> int:
+        """Position of `axis`; ShardingError if the mesh has no such axis."""
+        try:
+            return self.names.index(axis)
+        except ValueError:
+            raise ShardingError(
+                f"mesh has no axis {axis!r}\n  its axes are {', '.join(map(repr, self.names))}"
+            ) from None
+
+    def stride(self, axis: str) -> int:
+        """Rank distance of neighbours along `axis`."""
+        return math.prod(self.sizes[self.index(axis) + 1 :])
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Where `rank` sits: axis name -> index along that axis."""
+        return {n: rank // self.stride(n) % s for n, s in zip(self.names, self.sizes, strict=True)}
+
+    def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
+        """The ranks that share all of `rank`'s coordinates except along `axes`.
+
+        Ordered with the first of `axes` varying slowest: position i in the group is the linear
+        index (major to minor) along `axes`.
+        """
+        home = self.coordinate(rank)
+        base = rank - sum(home[a] * self.stride(a) for a in axes)
+        return tuple(
+            base + sum(i * self.stride(a) for i, a in zip(index, axes, strict=True))
+            for index in itertools.product(*(range(self.size(a)) for a in axes))
+        )
+
+    def linear_index(self, rank: int, axes: Sequence[str]) -> int:
+        """Position of `rank` within `group(rank, axes)`."""
+        home = self.coordinate(rank)
+        position = 0
+        for axis in axes:
+            position = position * self.size(axis) + home[axis]
+        return position
+
+    def real_axes(self) -> tuple[str, ...]:
+        """Axes with more than one device: the others change nothing."""
+        return tuple(n for n, s in zip(self.names, self.sizes, strict=True) if s > 1)
+
+    def __str__(self) -> str:
+        return "mesh (" + ", ".join(f"{n}={s}" for n, s in zip(self.names, self.sizes, strict=True)) + ")"

@@ -1,0 +1,147 @@
+"""Read the parts of a profile's JSON; every mistake is a ProfileError naming file, field and remedy."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn, cast
+
+from cost_model.errors import ProfileError
+from cost_model.measurements import CollectiveSamples, DeviceRates, LinkLevel, MatmulRates
+
+__all__ = ["Fields", "read_collective", "read_device", "read_link"]
+
+
+class Fields:
+    """The fields of one JSON object, by type.
+
+    where: the file, `path`: place of the object in it ("links[0]."), both for messages. `close` refuses
+    fields that nobody read: a misspelt field must not be ignored.
+    """
+
+    def __init__(self, where: str, path: str, data: object) -> None:
+        self._where = where
+        self._path = path
+        if not isinstance(data, dict):
+            self._refuse(path.rstrip("."), f"is {data!r}, not an object")
+        self._data = cast("dict[str, Any]", data)
+        self._read: set[str] = set()
+
+    def _refuse(self, field: str, problem: str) -> NoReturn:
+        raise ProfileError(
+            f"{self._where}: field {field or '(top)'} {problem}\n"
+            "  try: correct it, or measure the profile again"
+        )
+
+    def _get(self, field: str) -> Any:
+        self._read.add(field)
+        if field not in self._data:
+            self._refuse(self._path + field, "is missing")
+        return self._data[field]
+
+    def text(self, field: str) -> str:
+        value = self._get(field)
+        if not isinstance(value, str):
+            self._refuse(self._path + field, f"is {value!r}, not a text")
+        return value
+
+    def flag(self, field: str) -> bool:
+        value = self._get(field)
+        if not isinstance(value, bool):
+            self._refuse(self._path + field, f"is {value!r}, neither true nor false")
+        return value
+
+    def number(self, field: str) -> float:
+        return self._number(self._path + field, self._get(field))
+
+    def count_or_none(self, field: str) -> int | None:
+        value = self._get(field)
+        return None if value is None else self._count(self._path + field, value)
+
+    def numbers(self, field: str) -> tuple[float, ...]:
+        return tuple(self._number(f"{self._path}{field}[{i}]", v) for i, v in enumerate(self._list(field)))
+
+    def counts(self, field: str) -> tuple[int, ...]:
+        return tuple(self._count(f"{self._path}{field}[{i}]", v) for i, v in enumerate(self._list(field)))
+
+    def pairs(self, field: str) -> tuple[tuple[int, int], ...]:
+        """A list of two-element lists of integers."""
+        result: list[tuple[int, int]] = []
+        for i, pair in enumerate(self._list(field)):
+            place = f"{self._path}{field}[{i}]"
+            if not isinstance(pair, list) or len(cast("list[object]", pair)) != 2:
+                self._refuse(place, f"is {pair!r}, not a pair [ranks, stride]")
+            result.append((self._count(f"{place}[0]", pair[0]), self._count(f"{place}[1]", pair[1])))
+        return tuple(result)
+
+    def texts(self, field: str) -> tuple[str, ...]:
+        values = self._list(field)
+        if not all(isinstance(value, str) for value in values):
+            self._refuse(self._path + field, f"is {values!r}, not a list of texts")
+        return tuple(values)
+
+    def texts_by_name(self, field: str) -> tuple[tuple[str, str], ...]:
+        value = self._get(field)
+        if not isinstance(value, dict):
+            self._refuse(self._path + field, f"is {value!r}, not an object of texts")
+        items = cast("dict[str, object]", value)
+        return tuple((name, str(text)) for name, text in items.items())
+
+    def entry(self, field: str) -> Fields:
+        return Fields(self._where, f"{self._path}{field}.", self._get(field))
+
+    def entries(self, field: str) -> list[Fields]:
+        items = self._list(field)
+        return [Fields(self._where, f"{self._path}{field}[{i}].", item) for i, item in enumerate(items)]
+
+    def close(self, *also_read: str) -> None:
+        unknown = sorted(self._data.keys() - self._read - set(also_read))
+        if unknown:
+            self._refuse(self._path + unknown[0], "is not a field of a profile")
+
+    def _list(self, field: str) -> list[Any]:
+        value = self._get(field)
+        if not isinstance(value, list):
+            self._refuse(self._path + field, f"is {value!r}, not a list")
+        return cast("list[Any]", value)
+
+    def _number(self, place: str, value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            self._refuse(place, f"is {value!r}, not a number")
+        return float(value)
+
+    def _count(self, place: str, value: object) -> int:
+        if isinstance(value, bool) or not isinstance(value, int):
+            self._refuse(place, f"is {value!r}, not an integer")
+        return value
+
+
+def read_link(fields: Fields) -> LinkLevel:
+    link = LinkLevel(
+        fields.text("name"),
+        fields.count_or_none("ranks"),
+        fields.number("latency_seconds"),
+        fields.number("bytes_per_second"),
+        fields.number("peak_bytes_per_second"),
+    )
+    fields.close()
+    return link
+
+
+def read_collective(fields: Fields) -> CollectiveSamples:
+    samples = CollectiveSamples(
+        fields.text("kind"), fields.pairs("group"), fields.counts("nbytes"), fields.numbers("seconds")
+    )
+    fields.close()
+    return samples
+
+
+def read_device(fields: Fields) -> DeviceRates:
+    matmul = tuple(_read_matmul(entry) for entry in fields.entries("matmul"))
+    device = DeviceRates(fields.number("launch_seconds"), fields.number("memory_bytes_per_second"), matmul)
+    fields.close()
+    return device
+
+
+def _read_matmul(fields: Fields) -> MatmulRates:
+    rates = MatmulRates(fields.text("dtype"), fields.numbers("flops"), fields.numbers("flops_per_second"))
+    fields.close()
+    return rates

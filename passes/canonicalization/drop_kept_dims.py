@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from passes.base import GraphPass
+from passes.joint import JointGraph
+from passes.rewrite import emit, erase_dead, replace, shape_of
+
+__all__ = ["DropKeptDims"]
+
+aten = torch.ops.aten
+
+_REDUCTIONS = (aten.sum.dim_IntList, aten.amax.default, aten.amin.default, aten.any.dims, aten.all.dims)
+
+
+@dataclass(frozen=True)
+class DropKeptDims(GraphPass):
+    """Let a reduction drop its dims where a reshape would drop them right after.
+
+    %s: f32[1, 1, 16] = aten.sum(%x, [0, 1], True)        // %x: f32[4, 8, 16]
+    %g: f32[16]       = aten.reshape(%s, [16])
+    ->
+    %g: f32[16]       = aten.sum(%x, [0, 1], False)
+    """
+
+    def __call__(self, joint: JointGraph) -> JointGraph:
+        for node in list(joint.graph.nodes):
+            if node.target is aten.reshape.default and _drops_kept(node):
+                reduction: fx.Node = node.args[0]  # type: ignore[assignment]
+                x, dims, _ = reduction.args
+                new = emit(reduction, reduction.target, x, dims, False, **reduction.kwargs)  # type: ignore[arg-type]
+                replace(node, new)
+        erase_dead(joint.graph)
+        return joint
+
+
+def _drops_kept(node: fx.Node) -> bool:
+    reduction = node.args[0]
+    if not isinstance(reduction, fx.Node) or reduction.target not in _REDUCTIONS or len(reduction.users) > 1:
+        return False
+    x, dims, keep = reduction.args
+    left = [size for d, size in enumerate(shape_of(x)) if d not in dims]  # type: ignore[arg-type, operator]
+    return bool(keep) and left == list(shape_of(node))

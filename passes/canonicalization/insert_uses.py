@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+import passes.ops.use  # noqa: F401  (registers autoshard::use)
+from passes.base import GraphPass
+from passes.joint import JointGraph
+
+__all__ = ["InsertUses"]
+
+
+@dataclass(frozen=True)
+class InsertUses(GraphPass):
+    """Put one `use` between a value and its readers of a phase, where there are two or more.
+
+        %q: f32[8, 16] = contract(%x, %wq, ...)
+        %k: f32[8, 16] = contract(%x, %wk, ...)
+        ->
+        %u: f32[8, 8]  = use(%x)
+        %q: f32[8, 16] = contract(%u, %wq, ...)
+        %k: f32[8, 16] = contract(%u, %wk, ...)
+
+    A `use` is the identity: the layout that one phase's readers share. Without it, a value gathered
+    for three readers would be priced as three gathers, though it runs as one. A reader that wants
+    another layout still redistributes from the use's. The returned tuple is not a reader.
+
+    Last of the pipeline: no other pass looks through a `use`.
+    """
+
+    def __call__(self, joint: JointGraph) -> JointGraph:
+        order = {node: position for position, node in enumerate(joint.graph.nodes)}
+        for node in list(order):
+            if node.op in ("placeholder", "call_function") and isinstance(node.meta["val"], torch.Tensor):
+                _insert(node, order)
+        return joint
+
+
+def _insert(node: fx.Node, order: dict[fx.Node, int]) -> None:
+    readers = sorted((user for user in node.users if user.op == "call_function"), key=order.__getitem__)
+    for phase in ("forward", "backward"):
+        group = [reader for reader in readers if reader.meta["phase"] == phase]
+        if len(group) < 2:
+            continue
+        with node.graph.inserting_before(group[0]):
+            use = node.graph.call_function(torch.ops.autoshard.use.default, (node,))
+        origin = group[0] if node.op == "placeholder" else node
+        use.meta = {"val": node.meta["val"], "phase": phase}
+        use.meta.update({key: origin.meta[key] for key in ("module", "source") if key in origin.meta})
+        for reader in group:
+            reader.replace_input_with(node, use)

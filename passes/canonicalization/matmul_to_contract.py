@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import passes.ops.contract  # noqa: F401  (registers autoshard::contract)
+from passes.base import GraphPass
+from passes.joint import JointGraph
+
+__all__ = ["MatmulToContract"]
+
+aten = torch.ops.aten
+
+_EQUATIONS: dict[Any, str] = {
+    aten.mm.default: "m k, k n -> m n",
+    aten.bmm.default: "b m k, b k n -> b m n",
+    aten.mv.default: "m k, k -> m",
+    aten.dot.default: "k, k -> ",
+}
+
+
+@dataclass(frozen=True)
+class MatmulToContract(GraphPass):
+    """Write every matrix product as a `contract`, which names its loops.
+
+        %y: f32[8, 32] = aten.mm(%x, %w)
+        ->
+        %y: f32[8, 32] = contract(%x, %w, "m k, k n -> m n")
+
+    m: rows, n: columns, k: summed, b: batch. Later passes give the operands their dims back.
+    """
+
+    def __call__(self, joint: JointGraph) -> JointGraph:
+        for node in joint.graph.nodes:
+            if node.op == "call_function" and node.target in _EQUATIONS:
+                node.args = (*node.args, _EQUATIONS[node.target])
+                node.target = torch.ops.autoshard.contract.default
+        return joint

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.base import GraphPass
+from passes.joint import JointGraph
+from passes.rewrite import replace
+
+__all__ = ["MergeDuplicates"]
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class MergeDuplicates(GraphPass):
+    """Compute a common subexpression (same op, same arguments) once, where it first appears.
+
+        %a: f32[8] = aten.exp(%x)
+        %b: f32[8] = aten.exp(%x)
+        %y: f32[8] = aten.add(%a, %b)
+        ->
+        %a: f32[8] = aten.exp(%x)
+        %y: f32[8] = aten.add(%a, %a)
+
+    A backward op merges into its forward twin: whether to save the value or to compute it again is
+    decided when the phases are split. Not merged: random ops; `clone`, kept only where identity
+    matters; constants with dims, which are free and should each take the layout of their reader.
+    """
+
+    def __call__(self, joint: JointGraph) -> JointGraph:
+        first: dict[Hashable, fx.Node] = {}
+        for node in list(joint.graph.nodes):
+            if node.op != "call_function" or not _mergeable(node):
+                continue
+            twin = first.setdefault((node.target, _key(node.args), _key(node.kwargs)), node)
+            if twin is not node:
+                replace(node, twin)
+        return joint
+
+
+def _mergeable(node: fx.Node) -> bool:
+    if node.target is aten.full.default:
+        return not node.args[0]
+    tags = getattr(node.target, "tags", ())
+    return node.target is not aten.clone.default and torch.Tag.nondeterministic_seeded not in tags
+
+
+def _key(argument: Any) -> Hashable:
+    """Equal keys mean the same argument: 1, 1.0 and True differ, and so do 0.0 and -0.0."""
+    if isinstance(argument, (list, tuple)):
+        return tuple(map(_key, argument))
+    if isinstance(argument, dict):
+        return tuple((name, _key(value)) for name, value in sorted(argument.items()))
+    if isinstance(argument, float):
+        return float, repr(argument)
+    return type(argument), argument

@@ -1,0 +1,249 @@
+"""How each op computes on the finer dims of its operands: the table that `PushViews` reads.
+
+A rule gets a node some operand of which is a `Flat`. It emits the op on finer operands and returns
+the result as a `Flat` (a list of them for an op with several results), or None if it cannot.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.canonicalization.dim_groups import Group, flatten, resolve
+from passes.canonicalization.push_sweep import Flat, PushRule, Sweep
+from passes.canonicalization.sink_expands import is_pointwise
+from passes.joint import tensor_operands
+from passes.ops.contract import format_equation, parse_equation
+from passes.rewrite import emit, shape_of
+
+__all__ = ["push_rule"]
+
+aten = torch.ops.aten
+
+
+def push_rule(node: fx.Node) -> PushRule | None:
+    rule = _TABLE.get(node.target)
+    return rule or (_pointwise if is_pointwise(node) else None)
+
+
+def _operand(node: fx.Node, position: int = 0) -> fx.Node:
+    operand = node.args[position]
+    assert isinstance(operand, fx.Node), f"argument {position} of {node.format_node()} is no tensor"
+    return operand
+
+
+def _ints(node: fx.Node, position: int) -> list[int]:
+    return list(node.args[position])  # type: ignore[arg-type]
+
+
+def _pointwise(sweep: Sweep, node: fx.Node) -> Flat:
+    shape, operands = shape_of(node), node.all_input_nodes
+    partners: list[list[Group]] = [[] for _ in shape]
+    for operand in operands:
+        groups = sweep.flat(operand).groups
+        for dim, group in enumerate(groups, len(shape) - len(groups)):
+            if group.size == shape[dim]:
+                partners[dim].append(group)
+    result = tuple(resolve(groups) for groups in partners)
+    fitted: dict[fx.Node, fx.Node] = {}
+    for operand in operands:
+        own = shape_of(operand)
+        wanted = [
+            group if size == group.size else group.ones
+            for size, group in zip(own, result[len(result) - len(own) :], strict=True)
+        ]
+        fitted[operand] = sweep.fitted(operand, wanted, node)
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), fitted.__getitem__)
+    return Flat(emit(node, node.target, *args, **kwargs), result)  # type: ignore[arg-type]
+
+
+def _reduction(sweep: Sweep, node: fx.Node) -> Flat:
+    flat, dims, keep = sweep.flat(_operand(node)), _ints(node, 1), bool(node.args[2])
+    fine = [d for dim in dims for d in flat.span(dim)]
+    new = emit(node, node.target, flat.node, fine, keep, **node.kwargs)  # type: ignore[arg-type]
+    groups = [
+        group if d not in dims else group.ones for d, group in enumerate(flat.groups) if keep or d not in dims
+    ]
+    return Flat(new, tuple(groups))
+
+
+def _full_reduction(sweep: Sweep, node: fx.Node) -> Flat:
+    flat = sweep.flat(_operand(node))
+    return Flat(emit(node, node.target, flat.node, **node.kwargs), ())  # type: ignore[arg-type]
+
+
+def _permute(sweep: Sweep, node: fx.Node) -> Flat:
+    flat, order = sweep.flat(_operand(node)), _ints(node, 1)
+    fine = [d for dim in order for d in flat.span(dim)]
+    return Flat(emit(node, aten.permute.default, flat.node, fine), tuple(flat.groups[d] for d in order))
+
+
+def _expand(sweep: Sweep, node: fx.Node) -> Flat:
+    operand, shape = _operand(node), shape_of(node)
+    own = sweep.flat(operand).groups
+    lead = len(shape) - len(own)
+    grown = [d for d, group in enumerate(own) if group.size != shape[lead + d]]
+    flat = sweep.whole(operand, grown, node)
+    groups = tuple(
+        flat.groups[d - lead] if d >= lead and d - lead not in grown else Group((size,))
+        for d, size in enumerate(shape)
+    )
+    return Flat(emit(node, aten.expand.default, flat.node, list(flatten(groups))), groups)
+
+
+def _with_size(groups: Sequence[Group], dim: int, size: int) -> tuple[Group, ...]:
+    return (*groups[:dim], Group((size,)), *groups[dim + 1 :])
+
+
+def _slice(sweep: Sweep, node: fx.Node) -> Flat:
+    x, dim, *rest = node.args
+    flat = sweep.whole(_operand(node), [int(dim)], node)  # type: ignore[arg-type]
+    at = flat.span(int(dim)).start  # type: ignore[arg-type]
+    groups = _with_size(flat.groups, int(dim), shape_of(node)[int(dim)])  # type: ignore[arg-type]
+    return Flat(emit(node, aten.slice.Tensor, flat.node, at, *rest), groups)
+
+
+def _select(sweep: Sweep, node: fx.Node) -> Flat:
+    dim = int(node.args[1])  # type: ignore[arg-type]
+    flat = sweep.whole(_operand(node), [dim], node)
+    new = emit(node, aten.select.int, flat.node, flat.span(dim).start, node.args[2])
+    return Flat(new, (*flat.groups[:dim], *flat.groups[dim + 1 :]))
+
+
+def _one_dim(position: int) -> PushRule:
+    """An op that keeps the shape and works along the one dim at argument `position`."""
+
+    def rule(sweep: Sweep, node: fx.Node) -> Flat:
+        dim = int(node.args[position])  # type: ignore[arg-type]
+        flat = sweep.whole(_operand(node), [dim], node)
+        args = [flat.node, *node.args[1:]]
+        args[position] = flat.span(dim).start
+        return Flat(emit(node, node.target, *args, **node.kwargs), flat.groups)  # type: ignore[arg-type]
+
+    return rule
+
+
+def _agreed(sweep: Sweep, operands: Sequence[fx.Node], apart: int | None) -> list[Group]:
+    """Per dim, the group that all operands (of one rank, equal in size) agree on; `apart` is whole."""
+    columns = zip(*(sweep.flat(operand).groups for operand in operands), strict=True)
+    return [groups[0].whole if d == apart else resolve(groups) for d, groups in enumerate(columns)]
+
+
+def _cat(sweep: Sweep, node: fx.Node) -> Flat | None:
+    pieces, dim = tensor_operands(node), int(node.args[1])  # type: ignore[arg-type]
+    if len({len(shape_of(piece)) for piece in pieces}) > 1:
+        return None
+    groups = _agreed(sweep, pieces, dim)
+    fitted = [
+        sweep.fitted(piece, _with_size(groups, dim, shape_of(piece)[dim]), node) for piece in pieces
+    ]
+    at = len(flatten(groups[:dim]))
+    return Flat(emit(node, aten.cat.default, fitted, at), _with_size(groups, dim, shape_of(node)[dim]))
+
+
+def _pad(sweep: Sweep, node: fx.Node) -> Flat:
+    operand, pads = _operand(node), _ints(node, 1)
+    ndim = len(shape_of(operand))
+    pairs = [(0, 0)] * (ndim - len(pads) // 2) + list(zip(pads[::2], pads[1::2], strict=True))[::-1]
+    padded = [d for d, pair in enumerate(pairs) if any(pair)]
+    flat = sweep.whole(operand, padded, node)
+    groups = tuple(Group((size,)) if d in padded else flat.groups[d] for d, size in enumerate(shape_of(node)))
+    fine = [pair if i == 0 else (0, 0) for pair, g in zip(pairs, groups, strict=True) for i in range(len(g.sizes))]
+    new_pads = [p for pair in reversed(fine) for p in pair]
+    return Flat(emit(node, aten.constant_pad_nd.default, flat.node, new_pads, *node.args[2:]), groups)
+
+
+def _gather(sweep: Sweep, node: fx.Node) -> Flat | None:
+    x, dim, index = _operand(node), int(node.args[1]), _operand(node, 2)  # type: ignore[arg-type]
+    a, b = shape_of(x), shape_of(index)
+    if any(a[d] != b[d] for d in range(len(a)) if d != dim):
+        return None
+    groups = _agreed(sweep, (x, index), dim)
+    own = sweep.fitted(x, _with_size(groups, dim, a[dim]), node)
+    picked = _with_size(groups, dim, b[dim])
+    at = len(flatten(groups[:dim]))
+    return Flat(emit(node, aten.gather.default, own, at, sweep.fitted(index, picked, node)), picked)
+
+
+def _split(sweep: Sweep, node: fx.Node) -> list[Flat]:
+    sizes, dim = _ints(node, 1), int(node.args[2])  # type: ignore[arg-type]
+    flat = sweep.whole(_operand(node), [dim], node)
+    new = emit(node, node.target, flat.node, sizes, flat.span(dim).start)  # type: ignore[arg-type]
+    items = [emit(node, operator.getitem, new, i) for i in range(len(sizes))]
+    return [Flat(item, _with_size(flat.groups, dim, size)) for item, size in zip(items, sizes, strict=True)]
+
+
+def _embedding(sweep: Sweep, node: fx.Node) -> Flat:
+    weight = sweep.whole(_operand(node), (0, 1), node)
+    index = sweep.flat(_operand(node, 1))
+    new = emit(node, node.target, weight.node, index.node, *node.args[2:], **node.kwargs)  # type: ignore[arg-type]
+    return Flat(new, (*index.groups, weight.groups[1]))
+
+
+def _embedding_backward(sweep: Sweep, node: fx.Node) -> Flat:
+    grad, index = _operand(node), _operand(node, 1)
+    *tokens, channels = sweep.flat(grad).groups
+    groups = [resolve(pair) for pair in zip(tokens, sweep.flat(index).groups, strict=True)]
+    fitted = sweep.fitted(grad, (*groups, channels.whole), node), sweep.fitted(index, groups, node)
+    new = emit(node, node.target, *fitted, *node.args[2:], **node.kwargs)  # type: ignore[arg-type]
+    return sweep.flat(new)
+
+
+def _contract(sweep: Sweep, node: fx.Node) -> Flat:
+    """Every word of the equation becomes one word per finer dim: "m k" -> "m0 m1 k".
+
+    A word that only one operand has, flattened but not from tokens, stays flat unless the product is
+    reshaped next: the gradient of a weight then has the weight's own dims.
+    """
+    operands = (_operand(node), _operand(node, 1))
+    terms = parse_equation(str(node.args[2]))
+    partners: dict[str, list[Group]] = {}
+    for operand, term in zip(operands, terms[:2], strict=True):
+        for word, group in zip(term, sweep.flat(operand).groups, strict=True):
+            partners.setdefault(word, []).append(group)
+    split_next = _reshaped_next(node)
+    groups = {word: resolve(found) for word, found in partners.items()}
+    for word, found in partners.items():
+        if len(found) == 1 and not found[0].firm and not split_next:
+            groups[word] = found[0].whole
+    finer = {
+        word: [f"{word}{i}" for i in range(len(g.sizes))] if len(g.sizes) > 1 else [word]
+        for word, g in groups.items()
+    }
+    equation = format_equation(*([f for word in term for f in finer[word]] for term in terms))
+    fitted = [
+        sweep.fitted(operand, [groups[word] for word in term], node)
+        for operand, term in zip(operands, terms[:2], strict=True)
+    ]
+    return Flat(emit(node, node.target, *fitted, equation), tuple(groups[word] for word in terms[2]))  # type: ignore[arg-type]
+
+
+def _reshaped_next(node: fx.Node) -> bool:
+    """Whether a reader of `node`, looking through permutes, is a reshape."""
+    return any(
+        user.target is aten.reshape.default or (user.target is aten.permute.default and _reshaped_next(user))
+        for user in node.users
+    )
+
+
+_TABLE: dict[Any, PushRule] = {
+    **{op: _reduction for op in (aten.sum.dim_IntList, aten.amax.default, aten.amin.default)},
+    **{op: _reduction for op in (aten.any.dims, aten.all.dims)},
+    **{op: _full_reduction for op in (aten.sum.default, aten.any.default, aten.all.default)},
+    aten.permute.default: _permute,
+    aten.expand.default: _expand,
+    aten.slice.Tensor: _slice,
+    aten.select.int: _select,
+    aten.cumsum.default: _one_dim(1),
+    aten.cat.default: _cat,
+    aten.constant_pad_nd.default: _pad,
+    aten.gather.default: _gather,
+    aten.split_with_sizes.default: _split,
+    aten.embedding.default: _embedding,
+    aten.embedding_dense_backward.default: _embedding_backward,
+    torch.ops.autoshard.contract.default: _contract,
+}

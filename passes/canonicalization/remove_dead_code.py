@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from passes.base import GraphPass
+from passes.joint import JointGraph
+from passes.rewrite import erase_dead
+
+__all__ = ["RemoveDeadCode"]
+
+
+@dataclass(frozen=True)
+class RemoveDeadCode(GraphPass):
+    """Erase ops whose results nothing reads. Placeholders stay: they are the calling convention.
+
+    %unused: f32[8] = aten.relu(%x)
+    ->
+    (nothing)
+    """
+
+    def __call__(self, joint: JointGraph) -> JointGraph:
+        erase_dead(joint.graph)
+        return joint

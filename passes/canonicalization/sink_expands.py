@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.base import GraphPass
+from passes.joint import JointGraph
+from passes.rewrite import emit, erase_dead, replace, shape_of
+
+__all__ = ["SinkExpands", "is_pointwise"]
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class SinkExpands(GraphPass):
+    """Let pointwise ops broadcast by themselves; expand what they compute, if that is still needed.
+
+        %e: f32[8, 16] = aten.expand(%x, [8, 16])        // %x: f32[8, 1]
+        %d: f32[8, 16] = aten.div(%e, 16)
+        %y: f32[8, 16] = aten.mul(%d, %z)                // %z: f32[8, 16]
+        ->
+        %d: f32[8, 1]  = aten.div(%x, 16)
+        %y: f32[8, 16] = aten.mul(%d, %z)
+
+    A constant with dims (`full`) counts as an expanded number. The gradients of means and norms come
+    expanded out of autograd; unexpanded they are smaller to compute, to save and to send.
+    """
+
+    def __call__(self, joint: JointGraph) -> JointGraph:
+        for node in list(joint.graph.nodes):
+            if is_pointwise(node):
+                _sink(node)
+        erase_dead(joint.graph)
+        return joint
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """An op with one result whose every element depends on one (broadcast) element of each operand."""
+    if node.op != "call_function" or not isinstance(node.meta["val"], torch.Tensor):
+        return False
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.pointwise in tags or node.target is aten._to_copy.default
+
+
+def _sink(node: fx.Node) -> None:
+    small = {operand: _unexpanded(operand) for operand in node.all_input_nodes}
+    if all(source is operand for operand, source in small.items()):
+        return
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), small.__getitem__)
+    new = emit(node, node.target, *args, **kwargs)  # type: ignore[arg-type]
+    if new.meta["val"].dtype != node.meta["val"].dtype:  # numbers promote less than tensors
+        node.graph.erase_node(new)
+    elif shape_of(new) == shape_of(node):
+        replace(node, new)
+    else:
+        replace(node, emit(node, aten.expand.default, new, list(shape_of(node))))
+
+
+def _unexpanded(operand: fx.Node) -> fx.Node:
+    if operand.target is aten.expand.default:
+        return operand.args[0]  # type: ignore[return-value]
+    if operand.target is aten.full.default and operand.args[0]:
+        kwargs: dict[str, Any] = dict(operand.kwargs)
+        return emit(operand, aten.full.default, [], operand.args[1], **kwargs)
+    return operand

@@ -1,0 +1,104 @@
+"""Slices written into and gathered from tensors, as cat, pad, select, expand and reshape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["SHAPES"]
+
+aten = torch.ops.aten
+
+
+def _bounds(size: int, start: int | None, end: int | None) -> tuple[int, int]:
+    """Python's slice bounds, clipped to [0, size], end at least start."""
+    low, high, _ = slice(start, end).indices(size)
+    return low, max(low, high)
+
+
+def _pad(x: Tensor, dim: int, before: int, after: int) -> Tensor:
+    return aten.constant_pad_nd.default(x, [0, 0] * (x.ndim - 1 - dim) + [before, after], 0)
+
+
+def slice_backward(grad: Tensor, shape: Sequence[int], dim: int, start: int, end: int, step: int) -> Tensor:
+    """The gradient padded back with zeros to `shape`."""
+    if step != 1:
+        return NotImplemented
+    dim %= len(shape)
+    low, high = _bounds(shape[dim], start, end)
+    return _pad(grad, dim, low, shape[dim] - high)
+
+
+def select_backward(grad: Tensor, shape: Sequence[int], dim: int, index: int) -> Tensor:
+    dim %= len(shape)
+    index %= shape[dim]
+    return _pad(grad.unsqueeze(dim), dim, index, shape[dim] - 1 - index)
+
+
+def slice_scatter(
+    x: Tensor, src: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Tensor:
+    """x[..., start:end, ...] = src, as the three pieces side by side."""
+    if step != 1:
+        return NotImplemented
+    dim %= x.ndim
+    size = x.shape[dim]
+    low, high = _bounds(size, start, end)
+    window = [*x.shape]
+    window[dim] = high - low
+    pieces = [src.to(x.dtype).expand(window)]
+    if low > 0:
+        pieces.insert(0, aten.slice.Tensor(x, dim, 0, low))
+    if high < size:
+        pieces.append(aten.slice.Tensor(x, dim, high, size))
+    return pieces[0].clone() if len(pieces) == 1 else torch.cat(pieces, dim)
+
+
+def select_scatter(x: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
+    dim %= x.ndim
+    index %= x.shape[dim]
+    return slice_scatter(x, src.unsqueeze(dim), dim, index, index + 1)
+
+
+def unbind(x: Tensor, dim: int = 0) -> list[Tensor]:
+    return [aten.select.int(x, dim, i) for i in range(x.shape[dim])]
+
+
+def repeat(x: Tensor, repeats: Sequence[int]) -> Tensor:
+    """Every dim of n repeated r times is [r, n] with r broadcast, flattened."""
+    x = x.reshape([*([1] * (len(repeats) - x.ndim)), *x.shape])
+    paired = [s for n in x.shape for s in (1, n)]
+    spread = [s for r, n in zip(repeats, x.shape, strict=True) for s in (r, n)]
+    result = [r * n for r, n in zip(repeats, x.shape, strict=True)]
+    return x.reshape(paired).expand(spread).reshape(result).clone()
+
+
+def roll(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
+    if not dims:
+        return roll(x.reshape(-1), shifts, [0]).reshape(x.shape)
+    for shift, dim in zip(shifts, dims, strict=True):
+        size = x.shape[dim]
+        cut = -shift % size if size else 0
+        if cut:
+            x = torch.cat([aten.slice.Tensor(x, dim, cut, size), aten.slice.Tensor(x, dim, 0, cut)], dim)
+    return x.clone()
+
+
+def copy(x: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
+    """The functional form of `x.copy_(src)`."""
+    return src.to(dtype=x.dtype, device=x.device).expand(x.shape).clone()
+
+
+SHAPES: dict[Any, Callable[..., Any]] = {
+    aten.slice_backward.default: slice_backward,
+    aten.select_backward.default: select_backward,
+    aten.slice_scatter.default: slice_scatter,
+    aten.select_scatter.default: select_scatter,
+    aten.unbind.int: unbind,
+    aten.repeat.default: repeat,
+    aten.roll.default: roll,
+    aten.copy.default: copy,
+}

@@ -1,0 +1,217 @@
+"""A planned joint graph written down as records: every node, its layouts, prices and transfers."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from passes.assignment import Assignment, NodeLayouts
+from passes.joint import GraphInput, JointGraph, map_operands, node_value, result_index, tensor_operands
+from passes.layout import Layout
+from passes.pricing import strategy_seconds, traffic
+from passes.records import NodeRecord, OperandRecord, ResultRecord, Transfer
+from passes.redistribute import AllGather, AllReduce, AllToAll, Redistributor, ReduceScatter, Reshard, Slice, Step
+from passes.rules.registry import RuleTable, is_fallback, rule_for
+from passes.search.space import Prices
+
+__all__ = ["describe", "fallback_ops", "graph_hash", "short_dtype"]
+
+
+def describe(
+    joint: JointGraph, assignment: Assignment, prices: Prices, rules: RuleTable | None = None
+) -> tuple[NodeRecord, ...]:
+    """One record per node of `joint`, `getitem`s left out, in the graph's order.
+
+    Prices come from the assignment itself, not from the search: the sum of all seconds is the
+    plan's cost, counted a second way.
+    """
+    kinds = dict(zip(joint.placeholders, joint.inputs, strict=True))
+    trained = joint.trained
+    records: list[NodeRecord] = []
+    for node in joint.graph.nodes:
+        if node.op == "placeholder":
+            records.append(_placeholder(node, kinds[node], assignment[node.name], prices, node in trained))
+        elif node.op == "output":
+            records.append(_output(node, assignment, prices.redistributor))
+        elif result_index(node)[0] is node:
+            records.append(_op(node, assignment, prices, rules))
+    return tuple(records)
+
+
+def fallback_ops(joint: JointGraph) -> tuple[str, ...]:
+    """Ops of the graph that no rule describes; they run replicated, their inputs gathered."""
+    nodes = (n for n in joint.graph.nodes if n.op == "call_function" and result_index(n)[0] is n)
+    return tuple(sorted({str(node.target) for node in nodes if is_fallback(node)}))
+
+
+def graph_hash(joint: JointGraph) -> str:
+    """Hash of everything a plan depends on: ops, arguments, shapes, dtypes, inputs and outputs.
+
+    Devices are left out: a plan made on a laptop is valid on a cluster.
+    """
+    digest = hashlib.sha256()
+    for node in joint.graph.nodes:
+        arguments = map_operands(node, [f"%{operand.name}" for operand in tensor_operands(node)])
+        digest.update(f"{node.name} {node.op} {_portable(arguments)} {_portable(node.target)}".encode())
+        if node.op != "output":
+            digest.update(str([(v, d) for v, d in _shapes(node)]).encode())
+    for end in (*joint.inputs, *joint.outputs):
+        digest.update(repr(end).encode())
+    return digest.hexdigest()[:16]
+
+
+def short_dtype(dtype: torch.dtype) -> str:
+    """torch.float32 -> "f32"."""
+    name = str(dtype).removeprefix("torch.")
+    for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
+        if name.startswith(long):
+            return short + name.removeprefix(long)
+    return "b8" if name == "bool" else name
+
+
+def _shapes(node: fx.Node) -> list[tuple[tuple[int, ...], str]]:
+    value = node.meta["val"]
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return [((), "none") if v is None else (tuple(v.shape), short_dtype(v.dtype)) for v in values]
+
+
+def _portable(value: Any) -> str:
+    """repr without devices."""
+    if isinstance(value, torch.device):
+        return "device"
+    if isinstance(value, (tuple, list)):
+        return "(" + ", ".join(_portable(v) for v in value) + ")"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k}: {_portable(v)}" for k, v in sorted(value.items())) + "}"
+    return str(value)
+
+
+def _placeholder(node: fx.Node, spec: GraphInput, layouts: NodeLayouts, prices: Prices, trained: bool) -> NodeRecord:
+    value, layout = node_value(node), layouts.results[0]
+    text = spec.name if spec.kind in ("tangent", "seed") else f"{spec.kind} {spec.name}"
+    shard = int(np.prod(layout.max_local_shape(value.shape, prices.mesh))) * value.element_size()
+    seconds = prices.optimizer_seconds(shard) if trained else 0.0
+    phase = "backward" if spec.kind == "tangent" else "forward"
+    return NodeRecord(node.name, spec.kind, _escaped(text), (), _results(node, layouts), (), seconds, phase, "", "")
+
+
+def _op(node: fx.Node, assignment: Assignment, prices: Prices, rules: RuleTable | None) -> NodeRecord:
+    layouts = assignment[node.name]
+    rule = rule_for(node, rules)
+    seconds = strategy_seconds(node, rule, [layouts], traffic(node), prices.mesh, prices.compute)
+    return NodeRecord(
+        name=node.name,
+        op=_op_name(node),
+        text=_op_text(node),
+        operands=_operands(node, layouts, assignment, prices.redistributor),
+        results=_results(node, layouts),
+        splits=layouts.splits,
+        seconds=float(seconds[0]),
+        phase=node.meta.get("phase", "forward"),
+        module=node.meta.get("module", ""),
+        source=node.meta.get("source", ""),
+    )
+
+
+def _output(node: fx.Node, assignment: Assignment, redistributor: Redistributor) -> NodeRecord:
+    operands = _operands(node, assignment["output"], assignment, redistributor)
+    return NodeRecord("output", "output", "", operands, (), (), 0.0, "backward", "", "")
+
+
+def _operands(
+    node: fx.Node, layouts: NodeLayouts, assignment: Assignment, redistributor: Redistributor
+) -> tuple[OperandRecord, ...]:
+    found: list[OperandRecord] = []
+    for operand, wanted in zip(tensor_operands(node), layouts.operands, strict=True):
+        producer, index = result_index(operand)
+        held = assignment[producer.name].results[index]
+        value = node_value(operand)
+        found.append(
+            OperandRecord(producer.name, index, wanted, _transfers(held, wanted, value, redistributor))
+        )
+    return tuple(found)
+
+
+def _transfers(
+    held: Layout, wanted: Layout, value: torch.Tensor, redistributor: Redistributor
+) -> tuple[Transfer, ...]:
+    plan = redistributor.plan(held, wanted, tuple(value.shape), value.element_size())
+    return tuple(
+        Transfer(step.kind or _local_kind(step), step.axes, nbytes, seconds, _step_text(step), step.after)
+        for step, nbytes, seconds in zip(plan.steps, plan.step_nbytes, plan.step_seconds, strict=True)
+    )
+
+
+def _local_kind(step: Step) -> str:
+    return "slice" if isinstance(step, Slice) else "to_partial"
+
+
+def _step_text(step: Step) -> str:
+    """`reduce_scatter[tp](dim=1)`; the printer puts the value in front of the arguments."""
+    axes = ",".join(step.axes)
+    match step:
+        case AllGather() | Slice():
+            arguments = f"dim={step.dim}"
+        case Reshard():
+            return f"reshard[{axes}](dim={step.dim})"
+        case ReduceScatter():
+            arguments = f"dim={step.dim}" + ("" if step.op == "sum" else f", op={step.op}")
+        case AllReduce():
+            arguments = "" if step.op == "sum" else f"op={step.op}"
+        case AllToAll():
+            arguments = f"from_dim={step.from_dim}, to_dim={step.to_dim}"
+        case _:
+            arguments = ""
+    return f"{step.kind or _local_kind(step)}[{axes}]({arguments})"
+
+
+def _results(node: fx.Node, layouts: NodeLayouts) -> tuple[ResultRecord, ...]:
+    return tuple(
+        ResultRecord(shape, dtype, layout)
+        for (shape, dtype), layout in zip(_shapes(node), layouts.results, strict=True)
+    )
+
+
+def _op_name(node: fx.Node) -> str:
+    namespace, _, name = str(node.target).partition(".")
+    name = name.removesuffix(".default")
+    return name if namespace == "autoshard" else f"{namespace}.{name}"
+
+
+def _op_text(node: fx.Node) -> str:
+    tokens = [f"\0{i}\0" for i in range(len(tensor_operands(node)))]
+    args, kwargs = map_operands(node, [_Token(token) for token in tokens])
+    shown = [_shown(a) for a in args] + [f"{k}={_shown(v)}" for k, v in kwargs.items() if not _is_placement(k, v)]
+    text = _escaped(f"{_op_name(node)}({', '.join(shown)})")
+    for i, token in enumerate(tokens):
+        text = text.replace(token, f"{{{i}}}")
+    return text
+
+
+def _is_placement(name: str, value: Any) -> bool:
+    """Arguments that say where and not what: they differ between machines and tell a reader nothing."""
+    return name in ("device", "pin_memory", "layout") or value is None
+
+
+class _Token(str):
+    """An operand's place in the printed text."""
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, _Token):
+        return str(value)
+    if isinstance(value, str):
+        return repr(value)
+    if isinstance(value, (tuple, list)):
+        return "[" + ", ".join(_shown(v) for v in value) + "]"
+    return short_dtype(value) if isinstance(value, torch.dtype) else str(value)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("{", "{{").replace("}", "}}")
+
+

@@ -1,0 +1,129 @@
+"""`JointGraph`: one ATen FX graph of forward and backward together, and what its ends mean."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+__all__ = [
+    "GraphInput",
+    "GraphOutput",
+    "JointGraph",
+    "map_operands",
+    "node_value",
+    "result_index",
+    "tensor_operands",
+]
+
+InputKind = Literal["param", "buffer", "constant", "input", "tangent", "seed"]
+OutputKind = Literal["output", "grad", "buffer"]
+
+
+@dataclass(frozen=True)
+class GraphInput:
+    """One placeholder.
+
+    name:  parameter or buffer name in the user's model ("layers.0.w.weight"), a readable path of
+           a user input ("input_ids", "args[0]"), "tangent 0", "seed".
+    index: for "input" the position among the flattened tensor inputs of a call; for "tangent" the
+           position among the flattened tensor outputs of a call; otherwise 0.
+    """
+
+    kind: InputKind
+    name: str
+    index: int = 0
+
+
+@dataclass(frozen=True)
+class GraphOutput:
+    """One element of the flat tuple the graph returns.
+
+    "output": tensor output `index` of a call. "grad": gradient of the input named `name`, whose
+    placeholder position is `index`. "buffer": the new value of the buffer `name` (placeholder
+    position `index`).
+    """
+
+    kind: OutputKind
+    name: str
+    index: int = 0
+
+
+@dataclass(frozen=True)
+class JointGraph:
+    """module: placeholders in the order of `inputs`; its output node returns one flat tuple in the
+    order of `outputs` (an element may be None: no gradient).
+
+    Every call_function node has meta: "val" (FakeTensor or tuple of them, global shapes),
+    "phase" ("forward" | "backward"), "module" (dotted path in the user's model, "" for the root),
+    "source" ("file.py:12", "" if unknown). Placeholders have "val". The graph is functional: no
+    in-place ops, no get_attr (constants are inputs of kind "constant", values in `constants`).
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[GraphInput, ...]
+    outputs: tuple[GraphOutput, ...]
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.module.graph
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        return [node for node in self.graph.nodes if node.op == "placeholder"]
+
+    @property
+    def output_node(self) -> fx.Node:
+        return next(node for node in reversed(self.graph.nodes) if node.op == "output")
+
+    @property
+    def results(self) -> list[fx.Node | None]:
+        """The flat returned nodes, parallel to `outputs`."""
+        return list(self.output_node.args[0])  # type: ignore[arg-type]
+
+    @property
+    def trained(self) -> set[fx.Node]:
+        """Placeholders of the parameters that get a gradient."""
+        nodes = self.placeholders
+        ends = zip(self.outputs, self.results, strict=True)
+        found = {nodes[end.index] for end, result in ends if end.kind == "grad" and result is not None}
+        kinds = zip(nodes, self.inputs, strict=True)
+        return found & {node for node, spec in kinds if spec.kind == "param"}
+
+    @property
+    def has_backward(self) -> bool:
+        return any(i.kind == "tangent" for i in self.inputs)
+
+
+def tensor_operands(node: fx.Node) -> list[fx.Node]:
+    """The nodes among `node`'s args and kwargs in order of appearance, repeats included."""
+    leaves = pytree.tree_leaves((node.args, node.kwargs))
+    return [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
+
+
+def map_operands(node: fx.Node, new: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """`node`'s (args, kwargs) with its tensor operands replaced, in the order of `tensor_operands`."""
+    queue = iter(new)
+    replace: Callable[[Any], Any] = lambda leaf: next(queue) if isinstance(leaf, fx.Node) else leaf  # noqa: E731
+    args, kwargs = pytree.tree_map(replace, (node.args, node.kwargs))
+    return tuple(args), dict(kwargs)
+
+
+def result_index(node: fx.Node) -> tuple[fx.Node, int]:
+    """(producer, which of its results) that `node` stands for: looks through `getitem`."""
+    if node.op == "call_function" and node.target is operator.getitem:
+        producer, index = node.args
+        return producer, int(index)  # type: ignore[return-value, arg-type]
+    return node, 0
+
+
+def node_value(node: fx.Node, index: int = 0) -> torch.Tensor:
+    """The FakeTensor of result `index` of `node`."""
+    value = node.meta["val"]
+    return value[index] if isinstance(value, (tuple, list)) else value

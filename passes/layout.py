@@ -1,0 +1,138 @@
+"""Where a tensor lives on a mesh: `Layout`, and the interval every rank holds.
+
+Text form (docs/design): f32[8@dp, 128, 512@tp], f32[8, 128]+tp:sum, f32[97@sp{33,32,32}].
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from cost_model.mesh import MeshSpec
+
+__all__ = ["Layout", "REDUCE_OPS", "chunk_sizes", "nested_sizes"]
+
+REDUCE_OPS = ("sum", "max", "min")
+
+
+def chunk_sizes(length: int, parts: int) -> tuple[int, ...]:
+    """Sizes of `torch.chunk(length, parts)`, trailing empties included: 32 over 3 -> (11, 11, 10).
+
+    Each part has ceil(length / parts) until nothing is left; the same as DTensor's `Shard`.
+    """
+    step = -(-length // parts)
+    return tuple(max(0, min(step, length - i * step)) for i in range(parts))
+
+
+@lru_cache(maxsize=None)
+def nested_sizes(length: int, axis_sizes: tuple[int, ...], unit: int = 1) -> tuple[int, ...]:
+    """Chunk `length` over the first axis, every part over the next, and so on, in whole `unit`s.
+
+    One size per linear index over `axis_sizes`, major to minor. `unit` must divide `length`.
+    """
+    assert length % unit == 0, f"unit {unit} does not divide {length}"
+    sizes: tuple[int, ...] = (length // unit,)
+    for parts in axis_sizes:
+        sizes = tuple(itertools.chain.from_iterable(chunk_sizes(size, parts) for size in sizes))
+    return tuple(size * unit for size in sizes)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """For each tensor dim the mesh axes that split it, and the axes with a pending reduction.
+
+    dims:    per dim, the axes splitting it, major to minor. () is not split.
+    partial: (axis, op) pairs, sorted by axis name; op is one of `REDUCE_OPS`. Every rank along the
+             axis holds a full-size tensor; the value is their reduction.
+    sizes:   per dim, explicit split sizes (one per linear index over the dim's axes), or None for
+             the default: nested `torch.chunk`. Build with `Layout.of`, which keeps this normal:
+             sizes equal to the default are stored as None, so equal placements compare equal.
+    """
+
+    dims: tuple[tuple[str, ...], ...]
+    partial: tuple[tuple[str, str], ...] = ()
+    sizes: tuple[tuple[int, ...] | None, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.sizes:
+            object.__setattr__(self, "sizes", (None,) * len(self.dims))
+        assert len(self.sizes) == len(self.dims)
+        used = self.axes
+        assert len(set(used)) == len(used), f"an axis is used twice in {self}"
+
+    @staticmethod
+    def replicated(ndim: int) -> Layout:
+        return Layout(((),) * ndim)
+
+    @staticmethod
+    def of(
+        shape: Sequence[int],
+        mesh: MeshSpec,
+        dims: Sequence[Sequence[str]],
+        partial: Sequence[tuple[str, str]] = (),
+        sizes: Sequence[Sequence[int] | None] | None = None,
+    ) -> Layout:
+        """A normalised layout of a tensor of global `shape`; checks that explicit sizes add up."""
+        normal: list[tuple[int, ...] | None] = []
+        for dim, (length, axes) in enumerate(zip(shape, dims, strict=True)):
+            given = None if sizes is None else sizes[dim]
+            if given is not None:
+                assert sum(given) == length and len(given) == mesh.size(*axes), (given, length, axes)
+                if tuple(given) == nested_sizes(length, tuple(mesh.size(a) for a in axes)):
+                    given = None
+            normal.append(None if given is None else tuple(given))
+        return Layout(tuple(tuple(axes) for axes in dims), tuple(sorted(partial)), tuple(normal))
+
+    @property
+    def ndim(self) -> int:
+        return len(self.dims)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Every axis this layout uses, split or partial."""
+        return tuple(itertools.chain(*self.dims, (axis for axis, _ in self.partial)))
+
+    @property
+    def is_replicated(self) -> bool:
+        return not self.axes
+
+    def dim_of(self, axis: str) -> int | None:
+        """The dim that `axis` splits, if any."""
+        return next((d for d, axes in enumerate(self.dims) if axis in axes), None)
+
+    def split_sizes(self, shape: Sequence[int], mesh: MeshSpec, dim: int) -> tuple[int, ...]:
+        """Sizes of `dim`'s shards, one per linear index over its axes; (shape[dim],) if not split."""
+        explicit = self.sizes[dim]
+        if explicit is not None:
+            return explicit
+        return nested_sizes(shape[dim], tuple(mesh.size(a) for a in self.dims[dim]))
+
+    def interval(self, shape: Sequence[int], mesh: MeshSpec, dim: int, rank: int) -> tuple[int, int]:
+        """Half-open [lo, hi) that `rank` holds of `dim`, in global coordinates."""
+        sizes = self.split_sizes(shape, mesh, dim)
+        index = mesh.linear_index(rank, self.dims[dim])
+        start = sum(sizes[:index])
+        return start, start + sizes[index]
+
+    def local_shape(self, shape: Sequence[int], mesh: MeshSpec, rank: int) -> tuple[int, ...]:
+        spans = (self.interval(shape, mesh, dim, rank) for dim in range(len(shape)))
+        return tuple(hi - lo for lo, hi in spans)
+
+    def max_local_shape(self, shape: Sequence[int], mesh: MeshSpec) -> tuple[int, ...]:
+        """Largest shard of each dim: the shape that prices and memory are counted for."""
+        return tuple(max(self.split_sizes(shape, mesh, dim)) for dim in range(len(shape)))
+
+    def format(self, shape: Sequence[int], dtype: str) -> str:
+        """`f32[8@dp, 128, 512@tp]+x:sum`; sizes in braces where they are not the default."""
+        parts: list[str] = []
+        for length, axes, sizes in zip(shape, self.dims, self.sizes, strict=True):
+            split = "".join(f"@{axis}" for axis in axes)
+            braces = "" if sizes is None else "{" + ",".join(map(str, sizes)) + "}"
+            parts.append(f"{length}{split}{braces}")
+        return f"{dtype}[{', '.join(parts)}]" + "".join(f"+{axis}:{op}" for axis, op in self.partial)
+
+    def __str__(self) -> str:
+        splits = ", ".join("".join(f"@{a}" for a in axes) or "-" for axes in self.dims)
+        return f"[{splits}]" + "".join(f"+{axis}:{op}" for axis, op in self.partial)

@@ -1,0 +1,266 @@
+"""Emit one rank's part of a redistribution: plain ATen ops and functional collectives.
+
+    %b: f32[8, 64] = redistribute(%a)               // %a: f32[8, 64]+tp:sum
+    ->
+    %1: f32[8, 64] = _c10d_functional.all_reduce(%a, "sum", <group of tp>)
+    %b: f32[8, 64] = _c10d_functional.wait_tensor(%1)
+
+Shards of unequal sizes are padded to the longest of their group (all-gather, reduce-scatter) or sent
+with split sizes (all-to-all). Everything follows from the layouts: nothing is agreed at run time.
+
+Invariants
+  - All ranks of a group emit the same collectives in the same order, with matching sizes.
+  - A group that has no element to move emits no collective; all of its ranks know that.
+  - A group's axes are always in mesh order: `groups` is asked for no other.
+  - The result is contiguous.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from cost_model.mesh import MeshSpec
+from passes.layout import Layout
+from passes.redistribute import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Redistribution,
+    ReduceScatter,
+    Reshard,
+    Slice,
+    Step,
+    ToPartial,
+)
+from passes.redistribution.emit import COLLECTIVES, Emitter, value
+from passes.redistribution.pieces import (
+    Span,
+    flatten_pieces,
+    pad_parts,
+    stack_parts,
+    trim_parts,
+    unflatten_pieces,
+    unstack_parts,
+)
+
+__all__ = ["collective_nodes", "emit"]
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+
+def emit(
+    graph: fx.Graph,
+    node: fx.Node,
+    redistribution: Redistribution,
+    shape: Sequence[int],
+    mesh: MeshSpec,
+    rank: int,
+    groups: Mapping[tuple[str, ...], str],
+    meta: Mapping[str, Any],
+) -> fx.Node:
+    """Emit `redistribution` of `node` at the graph's insertion point; returns the node of the result.
+
+    node:   this rank's tensor in the first step's layout; node.meta["val"] is a fake tensor of the
+            local shape. With no steps it is returned as it is.
+    shape:  the global shape.
+    groups: mesh axes, in mesh order -> name of this rank's process group over them.
+    meta:   copied to every node emitted; "val" is set to a fake tensor of the node's local result.
+    """
+    emitter = Emitter(graph, meta)
+    for step in redistribution.steps:
+        site = _Site(emitter, step, tuple(shape), mesh, rank, groups)
+        expected = step.before.local_shape(shape, mesh, rank)
+        assert tuple(value(node).shape) == expected, f"{node}: {value(node).shape}, layout says {expected}"
+        node = _EMIT[type(step)](site, node)
+    return emitter.contiguous(node) if redistribution.steps else node
+
+
+def collective_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that start a collective, in order (not the waits)."""
+    return [n for n in graph.nodes if n.op == "call_function" and n.target in COLLECTIVES]
+
+
+@dataclass(frozen=True)
+class _Site:
+    """A step as one rank sees it."""
+
+    emit: Emitter
+    step: Any  # the Step subclass that `_EMIT` dispatched on
+    shape: tuple[int, ...]
+    mesh: MeshSpec
+    rank: int
+    groups: Mapping[tuple[str, ...], str]
+
+    @cached_property
+    def group_axes(self) -> tuple[str, ...]:
+        return tuple(sorted(self.step.axes, key=self.mesh.index))
+
+    @property
+    def group_name(self) -> str:
+        return self.groups[self.group_axes]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Of this rank's group, in the group's order."""
+        return self.mesh.group(self.rank, self.group_axes)
+
+    @property
+    def counts(self) -> list[int]:
+        """Ranks along each axis, as the layout nests them."""
+        return [self.mesh.size(axis) for axis in self.step.axes]
+
+    @property
+    def order(self) -> list[int]:
+        """Positions in `step.axes` of the group's axes."""
+        return [self.step.axes.index(axis) for axis in self.group_axes]
+
+    def span(self, layout: Layout, dim: int, rank: int | None = None) -> Span:
+        return layout.interval(self.shape, self.mesh, dim, self.rank if rank is None else rank)
+
+    def part_sizes(self, layout: Layout, dim: int) -> list[int]:
+        """Sizes of the group's parts of `dim`, as the layout nests them: in ascending order."""
+        spans = (self.span(layout, dim, rank) for rank in self.mesh.group(self.rank, self.step.axes))
+        return [hi - lo for lo, hi in spans]
+
+    @property
+    def result_shape(self) -> tuple[int, ...]:
+        return self.step.after.local_shape(self.shape, self.mesh, self.rank)
+
+
+def _slice(site: _Site, x: fx.Node) -> fx.Node:
+    step: Slice = site.step
+    start, _ = site.span(step.before, step.dim)
+    lo, hi = site.span(step.after, step.dim)
+    return site.emit.slice(x, step.dim, lo - start, hi - start)
+
+
+def _to_partial(site: _Site, x: fx.Node) -> fx.Node:
+    first = site.mesh.linear_index(site.rank, site.step.axes) == 0
+    return x if first else site.emit.call(aten.zeros_like.default, x)
+
+
+def _all_gather(site: _Site, x: fx.Node) -> fx.Node:
+    step: AllGather = site.step
+    if not math.prod(site.result_shape):
+        return site.emit.empty(x, site.result_shape)
+    sizes = site.part_sizes(step.before, step.dim)
+    padded = site.emit.pad(x, step.dim, max(sizes))
+    part = list(value(padded).shape)
+    stacked = [len(sizes) * part[0], *part[1:]]
+    target = c10d.all_gather_into_tensor.default
+    gathered = site.emit.collective(target, padded, stacked, len(sizes), site.group_name)
+    whole = unstack_parts(site.emit, gathered, step.dim, site.counts, site.order, part)
+    return trim_parts(site.emit, whole, step.dim, sizes)
+
+
+def _all_reduce(site: _Site, x: fx.Node) -> fx.Node:
+    if not math.prod(site.result_shape):
+        return x
+    return site.emit.collective(c10d.all_reduce.default, x, site.result_shape, site.step.op, site.group_name)
+
+
+def _reduce_scatter(site: _Site, x: fx.Node) -> fx.Node:
+    step: ReduceScatter = site.step
+    if not math.prod(value(x).shape):
+        return site.emit.empty(x, site.result_shape)
+    sizes = site.part_sizes(step.after, step.dim)
+    padded = pad_parts(site.emit, x, step.dim, sizes)
+    part = list(site.result_shape)
+    part[step.dim] = max(sizes)
+    stacked = stack_parts(site.emit, padded, step.dim, site.counts, site.order)
+    target = c10d.reduce_scatter_tensor.default
+    reduced = site.emit.collective(target, stacked, part, step.op, len(sizes), site.group_name)
+    return site.emit.slice(reduced, step.dim, 0, site.result_shape[step.dim])
+
+
+def _all_to_all(site: _Site, x: fx.Node) -> fx.Node:
+    step: AllToAll = site.step
+    sent = [site.span(step.after, step.to_dim, rank) for rank in site.ranks]
+    received = [site.span(step.before, step.from_dim, rank) for rank in site.ranks]
+    even = len({hi - lo for lo, hi in sent}) == len({hi - lo for lo, hi in received}) == 1
+    if even and math.prod(value(x).shape):
+        return _even_all_to_all(site, x)
+    return _exchange(site, x, (step.to_dim, sent), (step.from_dim, received))
+
+
+def _even_all_to_all(site: _Site, x: fx.Node) -> fx.Node:
+    """Every rank sends every rank a piece of the same shape."""
+    step: AllToAll = site.step
+    n = len(site.ranks)
+    part = list(value(x).shape)
+    part[step.to_dim] //= n
+    stacked = stack_parts(site.emit, x, step.to_dim, site.counts, site.order)
+    splits = [part[0]] * n
+    target = c10d.all_to_all_single.default
+    moved = site.emit.collective(target, stacked, value(stacked).shape, splits, splits, site.group_name)
+    return unstack_parts(site.emit, moved, step.from_dim, site.counts, site.order, part)
+
+
+def _reshard(site: _Site, x: fx.Node) -> fx.Node:
+    step: Reshard = site.step
+    mine, wanted = site.span(step.before, step.dim), site.span(step.after, step.dim)
+    sent = [_common(mine, site.span(step.after, step.dim, rank)) for rank in site.ranks]
+    received = [_common(wanted, site.span(step.before, step.dim, rank)) for rank in site.ranks]
+    return _exchange(site, x, (step.dim, sent), (step.dim, received))
+
+
+def _common(one: Span, two: Span) -> Span:
+    """The overlap of two ranges; empty as (lo, lo)."""
+    lo = max(one[0], two[0])
+    return lo, max(lo, min(one[1], two[1]))
+
+
+def _exchange(
+    site: _Site, x: fx.Node, sent: tuple[int, Sequence[Span]], received: tuple[int, Sequence[Span]]
+) -> fx.Node:
+    """Send each rank of the group its span of one dim, put what arrives in a row along another.
+
+    sent, received: (dim, per rank of the group the span, in global coordinates).
+    """
+    before, after = (site.step.before, site.step.after)
+    (cut, out), (joined, into) = sent, received
+    out = _shift(out, site.span(before, cut)[0])
+    into = _shift(into, site.span(after, joined)[0])
+    shape, result = tuple(value(x).shape), site.result_shape
+    if not _group_elements(site):
+        return site.emit.empty(x, result)
+    out_numel = [(hi - lo) * math.prod(_without(shape, cut)) for lo, hi in out]
+    in_numel = [(hi - lo) * math.prod(_without(result, joined)) for lo, hi in into]
+    flat = flatten_pieces(site.emit, x, cut, out)
+    arrived = site.emit.collective(
+        c10d.all_to_all_single.default, flat, [sum(in_numel)], in_numel, out_numel, site.group_name
+    )
+    return unflatten_pieces(site.emit, arrived, joined, into, result)
+
+
+def _group_elements(site: _Site) -> int:
+    """Elements that the group's ranks hold together: the same number on each of them."""
+    shapes = (site.step.before.local_shape(site.shape, site.mesh, rank) for rank in site.ranks)
+    return sum(math.prod(shape) for shape in shapes)
+
+
+def _shift(spans: Sequence[Span], origin: int) -> list[Span]:
+    return [(lo - origin, hi - origin) for lo, hi in spans]
+
+
+def _without(shape: Sequence[int], dim: int) -> tuple[int, ...]:
+    return (*shape[:dim], *shape[dim + 1 :])
+
+
+_EMIT: Mapping[type[Step], Callable[[_Site, fx.Node], fx.Node]] = {
+    Slice: _slice,
+    ToPartial: _to_partial,
+    AllGather: _all_gather,
+    AllReduce: _all_reduce,
+    ReduceScatter: _reduce_scatter,
+    AllToAll: _all_to_all,
+    Reshard: _reshard,
+}

@@ -1,0 +1,140 @@
+"""What an op costs to run at all: is it free, does it fuse, how many operations does it do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from passes.joint import node_value, result_index, tensor_operands
+
+__all__ = ["alias_chain", "fuses", "global_flops", "is_view", "storage_root"]
+
+_aten = torch.ops.aten
+
+_VIEWS = frozenset(
+    {
+        _aten.view.default,
+        _aten._unsafe_view.default,
+        _aten.reshape.default,
+        _aten.permute.default,
+        _aten.transpose.int,
+        _aten.t.default,
+        _aten.expand.default,
+        _aten.unsqueeze.default,
+        _aten.squeeze.default,
+        _aten.squeeze.dim,
+        _aten.squeeze.dims,
+        _aten.slice.Tensor,
+        _aten.select.int,
+        _aten.split_with_sizes.default,
+        _aten.alias.default,
+        _aten.detach.default,
+    }
+)
+
+_CREATIONS = frozenset(
+    {
+        _aten.full.default,
+        _aten.full_like.default,
+        _aten.zeros.default,
+        _aten.ones.default,
+        _aten.zeros_like.default,
+        _aten.ones_like.default,
+        _aten.arange.default,
+        _aten.arange.start,
+        _aten.arange.start_step,
+        _aten.scalar_tensor.default,
+        _aten.cat.default,
+        _aten.constant_pad_nd.default,
+        _aten.gather.default,
+        _aten.tril.default,
+        _aten.triu.default,
+    }
+)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Ops that move no bytes: their result aliases their operand's storage."""
+    if node.op != "call_function":
+        return False
+    return node.target in _VIEWS or result_index(node)[0] is not node or _is_use(node)
+
+
+def _is_use(node: fx.Node) -> bool:
+    return node.target is torch.ops.autoshard.use.default
+
+
+def alias_chain(node: fx.Node) -> Iterator[fx.Node]:
+    """`node`, and while it is a view what it views: nodes that share storage if nothing is redistributed."""
+    yield node
+    while is_view(node):
+        producer, _ = result_index(node)
+        node = producer if producer is not node else tensor_operands(node)[0]
+        yield node
+
+
+def storage_root(node: fx.Node) -> fx.Node:
+    """The node at the end of `alias_chain`: the owner of the storage."""
+    *_, root = alias_chain(node)
+    return root
+
+
+def fuses(node: fx.Node) -> bool:
+    """Whether a compiler computes the node inside its readers' loops, never writing it to memory.
+
+    True for pointwise, creation and indexing ops (Inductor's pointwise kernels), false for
+    reductions, products and everything opaque.
+    """
+    if node.op != "call_function":
+        return False
+    target = node.target
+    if target in _CREATIONS or target is torch.ops.autoshard.uniform.default:
+        return True
+    return torch.Tag.pointwise in getattr(target, "tags", ())
+
+
+def global_flops(node: fx.Node) -> float:
+    """Floating point operations of the whole op, unsharded; 0 where memory traffic decides.
+
+    Products and convolutions: 2 per multiply-add. Attention: two products of s x t x d forward,
+    five backward (it recomputes the scores), half of that when causal.
+    """
+    target = node.target
+    if target is torch.ops.autoshard.contract.default:
+        return _contract_flops(node)
+    if target in (_aten.mm.default, _aten.bmm.default, _aten.addmm.default):
+        a = node_value(tensor_operands(node)[-2])
+        return 2.0 * node_value(node).numel() * a.shape[-1]
+    if target is torch.ops.autoshard.attention.default:
+        return 4.0 * _attention_volume(node, 0)
+    if target is torch.ops.autoshard.attention_backward.default:
+        return 10.0 * _attention_volume(node, 1)
+    if target is _aten.convolution.default:
+        return _convolution_flops(node_value(node), node_value(tensor_operands(node)[1]))
+    if target is _aten.convolution_backward.default:
+        grad, _, weight = (node_value(n) for n in tensor_operands(node)[:3])
+        return 2.0 * _convolution_flops(grad, weight)
+    return 0.0
+
+
+def _contract_flops(node: fx.Node) -> float:
+    equation = str(node.args[2])
+    terms = equation.replace("->", ",").split(",")
+    sizes: dict[str, int] = {}
+    for term, operand in zip(terms[:2], tensor_operands(node), strict=True):
+        sizes.update(zip(term.split(), node_value(operand).shape, strict=True))
+    return 2.0 * math.prod(sizes.values())
+
+
+def _attention_volume(node: fx.Node, first: int) -> float:
+    q, k = (node_value(n) for n in tensor_operands(node)[first : first + 2])
+    causal = any(argument is True for argument in node.args)
+    return q.numel() * k.shape[-2] * (0.5 if causal else 1.0)
+
+
+def _convolution_flops(output: torch.Tensor, weight: torch.Tensor) -> float:
+    """weight: [co, ci / groups, *kernel]; output: [n, co, *spatial]."""
+    return 2.0 * output.numel() * math.prod(weight.shape[1:])

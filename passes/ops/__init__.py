@@ -1,0 +1,9 @@
+"""The operators of namespace `autoshard::`. Importing this package registers them with torch.
+
+One module per operator; each registers its own kernels, fake kernel and gradient.
+"""
+
+from passes.ops.attention import attention, attention_backward
+from passes.ops.uniform import uniform, uniform_reference
+
+__all__ = ["attention", "attention_backward", "uniform", "uniform_reference"]

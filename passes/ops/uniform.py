@@ -1,0 +1,87 @@
+"""`autoshard::uniform`: random numbers that depend on the place in the global tensor, not on a rank.
+
+Every element is a hash of (seed, stream, linear index in the global tensor). A rank that holds a
+shard computes exactly its part of the one global tensor: replicas agree, shards differ, there is
+no generator state, and a seed makes a run repeatable on any mesh.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["uniform", "uniform_reference"]
+
+_WORD = 0xFFFFFFFF
+_GOLDEN = 0x9E3779B9  # 2**32 / golden ratio: separates the two keys made from one seed
+
+
+def _mix(h: Tensor) -> Tensor:
+    """A bijection of 32-bit words held in int64; no product exceeds 2**63.
+
+    Two rounds of xor-shift and multiply ("lowbias32", C. Wellons, hash-prospector).
+    """
+    h = ((h ^ (h >> 16)) * 0x21F0AAAD) & _WORD
+    h = ((h ^ (h >> 15)) * 0x735A2D97) & _WORD
+    return h ^ (h >> 15)
+
+
+def _keys(seed: Tensor, stream: int) -> tuple[Tensor, Tensor]:
+    """Two 32-bit words, 0-d, that every element of one stream shares."""
+    low, high = seed & _WORD, (seed >> 32) & _WORD
+    first = _mix(_mix(_mix(low) ^ high) ^ (stream & _WORD))
+    second = _mix(first ^ _GOLDEN ^ ((stream >> 32) & _WORD))
+    return first, second
+
+
+def _global_index(
+    shape: Sequence[int], offset: Sequence[int], global_shape: Sequence[int], device: torch.device
+) -> Tensor:
+    """int64 `shape`: the row-major linear index, in the global tensor, of every local element."""
+    index = torch.zeros((1,) * len(shape), dtype=torch.int64, device=device)
+    stride = 1
+    for dim in reversed(range(len(shape))):
+        place = torch.arange(offset[dim], offset[dim] + shape[dim], dtype=torch.int64, device=device)
+        index = index + (place * stride).reshape((-1,) + (1,) * (len(shape) - 1 - dim))
+        stride *= global_shape[dim]
+    return index.expand(list(shape)).reshape(list(shape))
+
+
+def uniform_reference(
+    shape: Sequence[int], offset: Sequence[int], global_shape: Sequence[int], seed: Tensor, stream: int
+) -> Tensor:
+    """What `autoshard::uniform` computes, in plain ATen ops, so that a compiler can fuse it.
+
+    shape, offset: this rank's block [offset, offset + shape) of a tensor of `global_shape`.
+    seed: int64, 0-d. stream: which of the graph's random ops this is.
+    Returns float32 `shape` in [0, 1): multiples of 2**-24, so 1.0 never occurs.
+    """
+    first, second = _keys(seed, stream)
+    index = _global_index(shape, offset, global_shape, seed.device)
+    # Each element meets two keys: with one, two streams would be the same numbers in another order.
+    h = _mix((index & _WORD) ^ first) ^ second
+    if math.prod(global_shape) > _WORD:
+        h = _mix(h) ^ (index >> 32)
+    return (_mix(h) >> 8).to(torch.float32) * 2.0**-24
+
+
+@torch.library.custom_op(
+    "autoshard::uniform",
+    mutates_args=(),
+    schema="(SymInt[] shape, SymInt[] offset, SymInt[] global_shape, Tensor seed, int stream) -> Tensor",
+)
+def uniform(
+    shape: Sequence[int], offset: Sequence[int], global_shape: Sequence[int], seed: Tensor, stream: int
+) -> Tensor:
+    """The block [offset, offset + shape) of stream `stream`; see `uniform_reference`."""
+    return uniform_reference(shape, offset, global_shape, seed, stream)
+
+
+@uniform.register_fake
+def _(
+    shape: Sequence[int], offset: Sequence[int], global_shape: Sequence[int], seed: Tensor, stream: int
+) -> Tensor:
+    return torch.empty(list(shape), dtype=torch.float32, device=seed.device)

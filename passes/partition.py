@@ -1,0 +1,216 @@
+"""From the global graph and the layouts to one rank's graph of plain local tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from cost_model.mesh import MeshSpec
+from passes.assignment import Assignment, FactorSplit, NodeLayouts
+from passes.joint import JointGraph, map_operands, node_value, result_index, tensor_operands
+from passes.layout import Layout, nested_sizes
+from passes.lower_redistribute import emit
+from passes.redistribute import Redistributor
+from passes.rules.registry import RuleTable, rule_for
+from passes.rules.rule import OpRule
+from passes.torch_compat import fake_mode_of
+
+__all__ = ["RankGraph", "partition"]
+
+
+@dataclass(frozen=True)
+class RankGraph:
+    """One rank's joint graph.
+
+    module: placeholders and flat outputs in the order of the JointGraph's `inputs` and `outputs`,
+            local shapes, functional collectives where layouts change.
+    values: global node name -> the local node that holds this rank's part of it (of the result
+            selected, for `getitem`). Nodes with several results are absent; their getitems are here.
+    """
+
+    module: fx.GraphModule
+    values: Mapping[str, str]
+
+
+def partition(
+    joint: JointGraph,
+    assignment: Assignment,
+    mesh: MeshSpec,
+    rank: int,
+    groups: Mapping[tuple[str, ...], str],
+    redistributor: Redistributor,
+    rules: RuleTable | None = None,
+) -> RankGraph:
+    """The graph that `rank` runs.
+
+    Every op is emitted by its rule on this rank's shards; where an operand's layout differs from
+    the one the op reads, the steps that `redistributor` chose (and priced) are emitted before it.
+    `groups` names the process group of every tuple of axes.
+
+        %h: f32[8@dp, 64@tp]  = contract(%x, %up)                 global, (dp=2, tp=4)
+        %y: f32[8@dp, 16]     = all_reduce[tp](contract(%h, %down))
+        ->
+        %h: f32[4, 16] = contract(%x, %up)                        on one rank
+        %y_partial: f32[4, 16] = contract(%h, %down)
+        %y: f32[4, 16] = wait_tensor(all_reduce(%y_partial, "sum", "tp"))
+    """
+    writer = _Writer(assignment, mesh, rank, groups, redistributor, rules)
+    for node in joint.graph.nodes:
+        writer.write(node)
+    return writer.finish()
+
+
+@dataclass
+class _Writer:
+    assignment: Assignment
+    mesh: MeshSpec
+    rank: int
+    groups: Mapping[tuple[str, ...], str]
+    redistributor: Redistributor
+    rules: RuleTable | None
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    local: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    def write(self, node: fx.Node) -> None:
+        if node.op == "placeholder":
+            self.local[node] = self._placeholder(node)
+        elif node.op == "output":
+            self._output(node)
+        elif result_index(node)[0] is not node:
+            self.local[node] = self._getitem(node)
+        elif node.target is torch.ops.autoshard.use.default:
+            (self.local[node],) = self._operands(node)
+        else:
+            self.local[node] = self._op(node)
+
+    def finish(self) -> RankGraph:
+        self.graph.lint()
+        values = {node.name: local.name for node, local in self.local.items() if "val" in local.meta}
+        return RankGraph(fx.GraphModule(torch.nn.Module(), self.graph), values)
+
+    def _placeholder(self, node: fx.Node) -> fx.Node:
+        local = self.graph.placeholder(node.name)
+        value = node_value(node)
+        layout = self.assignment[node.name].results[0]
+        shape = layout.local_shape(value.shape, self.mesh, self.rank)
+        local.meta = _meta(node)
+        with fake_mode_of(value):
+            local.meta["val"] = torch.empty(shape, dtype=value.dtype, device=value.device)
+        return local
+
+    def _output(self, node: fx.Node) -> None:
+        operands = iter(self._operands(node))
+        results = [next(operands) if isinstance(result, fx.Node) else None for result in node.args[0]]  # type: ignore[union-attr]
+        self.graph.output(tuple(results))
+
+    def _getitem(self, node: fx.Node) -> fx.Node:
+        producer, index = result_index(node)
+        local = self.local[producer]
+        if node_is_tuple(local):
+            return self._emit(node, node.target, (local, index), {})  # type: ignore[arg-type]
+        return local
+
+    def _op(self, node: fx.Node) -> fx.Node:
+        args, kwargs = map_operands(node, self._operands(node))
+        rule = rule_for(node, self.rules)
+        context = _Context(self, node, args, kwargs, rule, self.assignment[node.name])
+        if rule.localize is not None:
+            return rule.localize(context)
+        return context.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+
+    def _operands(self, node: fx.Node) -> list[fx.Node]:
+        wanted = self.assignment[node.name].operands
+        return [
+            self._redistributed(operand, layout, node)
+            for operand, layout in zip(tensor_operands(node), wanted, strict=True)
+        ]
+
+    def _redistributed(self, operand: fx.Node, wanted: Layout, reader: fx.Node) -> fx.Node:
+        producer, index = result_index(operand)
+        held = self.assignment[producer.name].results[index]
+        local = self.local[operand]
+        if held == wanted:
+            return local
+        value = node_value(operand)
+        steps = self.redistributor.plan(held, wanted, value.shape, value.element_size())
+        meta = _meta(reader if reader.op != "output" else operand)
+        meta["serves"] = _serves(operand, reader)
+        return emit(self.graph, local, steps, value.shape, self.mesh, self.rank, self.groups, meta)
+
+    def _emit(self, node: fx.Node, target: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> fx.Node:
+        local = self.graph.call_function(target, tuple(args), kwargs)
+        local.meta = _meta(node)
+        local.meta["val"] = _fake_call(target, args, kwargs, node)
+        return local
+
+
+@dataclass
+class _Context:
+    """`LocalContext` of passes/rules/rule.py for one op on one rank."""
+
+    writer: _Writer
+    node: fx.Node
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    rule: OpRule
+    layouts: NodeLayouts
+
+    def _split(self, factor: str) -> FactorSplit | None:
+        return next((s for s in self.layouts.splits if s.factor == factor), None)
+
+    def is_split(self, factor: str) -> bool:
+        return self._split(factor) is not None
+
+    def interval(self, factor: str) -> tuple[int, int]:
+        split, length = self._split(factor), self.rule.sizes[factor]
+        if split is None:
+            return 0, length
+        mesh = self.writer.mesh
+        sizes = nested_sizes(length, tuple(mesh.size(a) for a in split.axes), split.unit)
+        index = mesh.linear_index(self.writer.rank, split.axes)
+        start = sum(sizes[:index])
+        return start, start + sizes[index]
+
+    def result_shape(self, index: int = 0) -> list[int]:
+        shape = node_value(self.node, index).shape
+        return list(self.layouts.results[index].local_shape(shape, self.writer.mesh, self.writer.rank))
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        return self.writer._emit(self.node, target, args, kwargs)
+
+
+def node_is_tuple(node: fx.Node) -> bool:
+    return isinstance(node.meta["val"], (tuple, list))
+
+
+def _meta(node: fx.Node) -> dict[str, Any]:
+    return {key: node.meta[key] for key in ("phase", "module", "source") if key in node.meta}
+
+
+def _serves(operand: fx.Node, reader: fx.Node) -> str:
+    """The parameter a collective moves, or else the module that needs it: what a profiler shows."""
+    for node in (operand, reader):
+        root = _parameter_behind(node)
+        if root is not None:
+            return root
+    return str(reader.meta.get("module") or operand.meta.get("module") or operand.name)
+
+
+def _parameter_behind(node: fx.Node) -> str | None:
+    while node.op == "call_function" and len(tensor_operands(node)) == 1:
+        node = tensor_operands(node)[0]
+    return node.meta.get("parameter") if node.op == "placeholder" else None
+
+
+def _fake_call(target: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], node: fx.Node) -> Any:
+    def value(argument: Any) -> Any:
+        return argument.meta["val"]
+
+    fake_args = fx.node.map_arg(tuple(args), value)
+    fake_kwargs = fx.node.map_arg(kwargs, value)
+    with fake_mode_of(node.meta["val"]):
+        return target(*fake_args, **fake_kwargs)

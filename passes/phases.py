@@ -1,0 +1,241 @@
+"""Split one rank's joint graph into the forward and the backward that run as two programs."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from passes.joint import GraphInput, GraphOutput
+from passes.recompute import choose_saved, is_cheap, is_reshape
+
+__all__ = ["Backward", "Phases", "ancestors", "extract", "split_phases", "unaliased"]
+
+_aten = torch.ops.aten
+_PARTS = ("aten.slice.Tensor", "aten.select.int", "aten.split_with_sizes.default", "aten.split.Tensor")
+
+
+@dataclass(frozen=True)
+class Backward:
+    """The graph of the backward and where its inputs come from.
+
+    module:    placeholders in the order passed, saved, tangents; returns one flat tuple.
+    passed:    positions among the forward's placeholders: inputs handed on as they were.
+    saved:     positions among the forward's flat results.
+    tangents:  the tangents it takes.
+    gradients: what it returns; an element may be None (no gradient).
+    """
+
+    module: fx.GraphModule
+    passed: tuple[int, ...]
+    saved: tuple[int, ...]
+    tangents: tuple[GraphInput, ...]
+    gradients: tuple[GraphOutput, ...]
+
+
+@dataclass(frozen=True)
+class Phases:
+    """forward:  takes `inputs` (the joint graph's, less the tangents), returns one flat tuple:
+              `outputs` (kinds "output" and "buffer") and after them the values saved.
+    backward: None where the joint graph has no gradients.
+    """
+
+    forward: fx.GraphModule
+    inputs: tuple[GraphInput, ...]
+    outputs: tuple[GraphOutput, ...]
+    backward: Backward | None
+
+
+def split_phases(
+    module: fx.GraphModule, inputs: Sequence[GraphInput], outputs: Sequence[GraphOutput]
+) -> Phases:
+    """Forward and backward of one rank's joint graph; `inputs` and `outputs` say what its ends mean.
+
+    An op runs in the forward if an output or new buffer depends on it, in the backward otherwise. So
+    a collective that only gradients depend on (ZeRO-3's second gather of a weight) stays there, and
+    none ever runs twice. Values that both need are saved, or computed again from others that are, at
+    the fewest bytes (`passes.recompute`). No output aliases an input or another output.
+
+    `module` is left as it is.
+    """
+    joint = _Joint(module, inputs, outputs)
+    forward_inputs = tuple(i for i in joint.inputs if i.kind != "tangent")
+    saved, backward_ops = _plan_backward(joint) if joint.gradients else ([], [])
+    results = [*joint.values, *(n for n in saved if n not in joint.values)]
+    leaves = [p for p, spec in joint.placeholders if spec.kind != "tangent"]
+    keep = ancestors(n for n in results if n is not None)
+    forward = extract(leaves, [n for n in joint.ops if n in keep], results)
+    backward = None
+    if joint.gradients:
+        positions = {node: results.index(node) for node in saved}
+        backward = _backward(joint, leaves, positions, backward_ops)
+    return Phases(forward, forward_inputs, tuple(joint.value_specs), backward)
+
+
+class _Joint:
+    """A private copy of the joint graph, so that clones can be added to it."""
+
+    def __init__(
+        self, module: fx.GraphModule, inputs: Sequence[GraphInput], outputs: Sequence[GraphOutput]
+    ) -> None:
+        self.graph = fx.Graph()
+        returned = self.graph.graph_copy(module.graph, {}) or ()
+        assert isinstance(returned, tuple) and len(returned) == len(outputs)
+        nodes = [n for n in self.graph.nodes if n.op == "placeholder"]
+        self.inputs = tuple(inputs)
+        self.placeholders = list(zip(nodes, inputs, strict=True))
+        pairs = list(zip(outputs, returned, strict=True))
+        self.value_specs = [o for o, _ in pairs if o.kind != "grad"]
+        self.values = unaliased([n for o, n in pairs if o.kind != "grad"], set())
+        self.gradient_specs = [o for o, _ in pairs if o.kind == "grad"]
+        forward = ancestors(n for n in self.values if n is not None)
+        self.gradients = unaliased([n for o, n in pairs if o.kind == "grad"], forward)
+        self.copies = self._protect_buffers()
+        self.ops = [n for n in self.graph.nodes if n.op == "call_function"]
+
+    def _protect_buffers(self) -> set[fx.Node]:
+        """Let every reader of a buffer that the call overwrites read a copy taken before.
+
+        The backward runs after the new value is written; it may save the copy, never the buffer.
+        """
+        copies: set[fx.Node] = set()
+        for spec in self.value_specs:
+            if spec.kind != "buffer":
+                continue
+            old = self.placeholders[spec.index][0]
+            readers = list(old.users)
+            if not readers:
+                continue
+            with self.graph.inserting_before(readers[0]):
+                copy = self.graph.call_function(_aten.clone.default, (old,))
+            copy.meta = dict(old.meta)
+            old.replace_all_uses_with(copy, lambda user, copy=copy: user is not copy)
+            copies.add(copy)
+        return copies
+
+
+def _plan_backward(joint: _Joint) -> tuple[list[fx.Node], list[fx.Node]]:
+    """(values to save in graph order, ops of the backward in the order they run)."""
+    results = [n for n in joint.gradients if n is not None]
+    needed = ancestors(results)
+    forward = ancestors(n for n in joint.values if n is not None)
+    late: set[fx.Node] = {p for p, spec in joint.placeholders if spec.kind == "tangent"}
+    assert not late & forward, "a forward output depends on a tangent"
+    dependent = set(late)  # on a tangent: these set the order of the backward
+    for node in joint.ops:
+        if node in forward or node not in needed:
+            continue
+        operands = node.all_input_nodes
+        if any(n in dependent for n in operands):
+            dependent.add(node)
+        if any(n in late for n in operands) or not is_cheap(node) or node in results:
+            late.add(node)
+    candidates = [n for n in joint.ops if n not in late and (n in forward or n in needed)]
+    saved = choose_saved(candidates, forward, late, joint.copies)
+    roots = [n for n in joint.ops if n in dependent] + results
+    return saved, _on_demand(roots, set(saved))
+
+
+def _on_demand(roots: Iterable[fx.Node], available: set[fx.Node]) -> list[fx.Node]:
+    """The ops that lead from `available` values and placeholders to `roots`, each right before its
+    first reader: what the backward computes again or gathers lives no longer than it must."""
+    order: dict[fx.Node, None] = {}
+    for root in roots:
+        stack = [root]
+        while stack:
+            node = stack[-1]
+            missing = [n for n in node.all_input_nodes if _unmet(n, order, available)]
+            if _unmet(node, order, available) and missing:
+                stack.extend(reversed(missing))
+                continue
+            stack.pop()
+            if _unmet(node, order, available):
+                order[node] = None
+    return list(order)
+
+
+def _unmet(node: fx.Node, done: dict[fx.Node, None], available: set[fx.Node]) -> bool:
+    return node.op == "call_function" and node not in done and node not in available
+
+
+def _backward(
+    joint: _Joint, leaves: list[fx.Node], positions: dict[fx.Node, int], ops: list[fx.Node]
+) -> Backward:
+    read = {n for op in ops for n in op.all_input_nodes} | {n for n in joint.gradients if n is not None}
+    passed = [i for i, node in enumerate(leaves) if node in read]
+    saved = [node for node in positions if node in read]
+    tangents = [(node, spec) for node, spec in joint.placeholders if spec.kind == "tangent"]
+    inputs = [*(leaves[i] for i in passed), *saved, *(node for node, _ in tangents)]
+    return Backward(
+        module=extract(inputs, ops, joint.gradients),
+        passed=tuple(passed),
+        saved=tuple(positions[node] for node in saved),
+        tangents=tuple(spec for _, spec in tangents),
+        gradients=tuple(joint.gradient_specs),
+    )
+
+
+def extract(
+    inputs: Sequence[fx.Node], ops: Sequence[fx.Node], results: Sequence[fx.Node | None]
+) -> fx.GraphModule:
+    """A module that computes `results` from `inputs` by `ops` (all nodes of one graph, `ops` in an
+    order that may run). Names and meta are kept."""
+    graph = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        new[node] = graph.placeholder(node.name)
+        new[node].meta = dict(node.meta)
+    for node in ops:
+        new[node] = graph.node_copy(node, new.__getitem__)
+    graph.output(tuple(None if node is None else new[node] for node in results))
+    graph.lint()
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """`nodes` and all they are computed from."""
+    found: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
+
+
+def unaliased(values: Sequence[fx.Node | None], owned: Set[fx.Node]) -> list[fx.Node | None]:
+    """`values` with a copy of each whose storage is an input's, an earlier value's, or in `owned`."""
+    owners = set(owned)
+    result: list[fx.Node | None] = []
+    for node in values:
+        owner = None if node is None else _owner(node)
+        if node is None or owner is None:
+            result.append(None)
+            continue
+        copied = owner.op == "placeholder" or owner in owners
+        owners.add(owner)
+        result.append(_copied(node) if copied else node)
+    return result
+
+
+def _copied(node: fx.Node) -> fx.Node:
+    placeholders = [n for n in node.graph.nodes if n.op == "placeholder"]
+    with node.graph.inserting_after(node if node.op == "call_function" else placeholders[-1]):
+        copy = node.graph.call_function(_aten.clone.default, (node,))
+    copy.meta = dict(node.meta)
+    return copy
+
+
+def _owner(node: fx.Node) -> fx.Node:
+    """Whose storage the value of `node` is a view of (a part of a tensor counts as its view)."""
+    while node.op == "call_function" and (is_reshape(node) or str(node.target) in _PARTS or _is_part(node)):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _is_part(node: fx.Node) -> bool:
+    return node.target is operator.getitem and str(node.all_input_nodes[0].target) in _PARTS

@@ -1,0 +1,116 @@
+"""Seconds of one op under each of its strategies, from measured compute prices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import fx
+
+from cost_model.compute import ComputePrices
+from cost_model.mesh import MeshSpec
+from passes.assignment import FactorSplit, NodeLayouts
+from passes.joint import node_value, tensor_operands
+from passes.layout import Layout, nested_sizes
+from passes.op_kinds import fuses, global_flops, is_view, storage_root
+from passes.rules.rule import OpRule
+
+__all__ = ["Traffic", "local_nbytes", "strategy_seconds", "traffic"]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Which of an op's tensors go through memory; the rest stay in the registers of a fused loop.
+
+    reads: per operand; writes: whether the results are stored.
+    """
+
+    reads: tuple[bool, ...]
+    writes: bool
+
+
+def traffic(node: fx.Node) -> Traffic:
+    """Fusion as Inductor does it: a pointwise op reads what a non-fusing op stored, and is itself
+    stored only where something that cannot fuse with it, or the other phase, reads it."""
+    if is_view(node):
+        return Traffic((False,) * len(tensor_operands(node)), writes=False)
+    reads = tuple(not fuses(storage_root(operand)) for operand in tensor_operands(node))
+    return Traffic(reads, writes=not fuses(node) or _is_stored(node))
+
+
+def _is_stored(node: fx.Node) -> bool:
+    for user in node.users:
+        if user.op == "output" or user.meta.get("phase") != node.meta.get("phase"):
+            return True
+        if is_view(user):
+            if _is_stored(user):
+                return True
+        elif not fuses(user) and not _reduces(user):
+            return True
+    return False
+
+
+def _reduces(node: fx.Node) -> bool:
+    """Reductions read their producers' loops: sum(x * y) never stores the product."""
+    name = str(node.target)
+    return name.startswith(("aten.sum", "aten.amax", "aten.amin"))
+
+
+def local_nbytes(layout: Layout, node: fx.Node, index: int, mesh: MeshSpec) -> int:
+    """Bytes of the largest shard of result `index` of `node` under `layout`."""
+    value = node_value(node, index)
+    return math.prod(layout.max_local_shape(value.shape, mesh)) * value.element_size()
+
+
+def strategy_seconds(
+    node: fx.Node,
+    rule: OpRule,
+    strategies: Sequence[NodeLayouts],
+    flow: Traffic,
+    mesh: MeshSpec,
+    prices: ComputePrices,
+) -> np.ndarray:
+    """Seconds of `node` per strategy on the rank with the largest shards: float64[len(strategies)].
+
+    Launch + max(operations / rate, bytes / memory bandwidth); a fused op that stores nothing is free.
+    """
+    if not flow.writes and not any(flow.reads):
+        return np.zeros(len(strategies))
+    flops = global_flops(node)
+    dtype = str(node_value(node).dtype).removeprefix("torch.")
+    operands = tensor_operands(node)
+    results = len(strategies[0].results)
+
+    def seconds(strategy: NodeLayouts) -> float:
+        share = math.prod(_share(split, rule, mesh) for split in strategy.splits)
+        nbytes = sum(
+            _operand_nbytes(layout, operand, mesh)
+            for layout, operand, read in zip(strategy.operands, operands, flow.reads, strict=True)
+            if read
+        )
+        if flow.writes:
+            nbytes += sum(
+                local_nbytes(strategy.results[i], node, i, mesh) for i in range(results) if _exists(node, i)
+            )
+        if not flow.writes and flops == 0:
+            return prices.memory_seconds(nbytes)
+        return prices.op_seconds(flops * share, nbytes, dtype)
+
+    return np.array([seconds(strategy) for strategy in strategies])
+
+
+def _exists(node: fx.Node, index: int) -> bool:
+    return node_value(node, index) is not None
+
+
+def _operand_nbytes(layout: Layout, operand: fx.Node, mesh: MeshSpec) -> int:
+    value = node_value(operand)
+    return math.prod(layout.max_local_shape(value.shape, mesh)) * value.element_size()
+
+
+def _share(split: FactorSplit, rule: OpRule, mesh: MeshSpec) -> float:
+    """Largest shard of the factor, as a fraction of it."""
+    length = rule.sizes[split.factor]
+    return max(nested_sizes(length, tuple(mesh.size(a) for a in split.axes), split.unit)) / length

@@ -1,0 +1,108 @@
+"""The steps a redistribution is made of, and the bytes each one is priced by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from passes.layout import Layout
+
+__all__ = [
+    "PAYLOAD_BYTES",
+    "AllGather",
+    "AllReduce",
+    "AllToAll",
+    "ReduceScatter",
+    "Reshard",
+    "Slice",
+    "Step",
+    "ToPartial",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One move of a tensor from layout `before` to layout `after`.
+
+    kind: the collective that performs it, a key of `PAYLOAD_BYTES`; None for a local, free step.
+    axes: the mesh axes it works over, in the order in which the layout nests them (AllReduce: mesh
+          order). The process group of a collective always has its axes in mesh order.
+    """
+
+    kind: ClassVar[str | None] = None
+    before: Layout
+    after: Layout
+    axes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slice(Step):
+    """Every rank keeps its part of `dim`, newly split by `axes` at the minor end. Local, free."""
+
+    dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToPartial(Step):
+    """Replicated -> Partial(sum): index 0 of the axis keeps the value, the others hold zeros."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllGather(Step):
+    """Undo the split of `dim` by its minor-most `axes`, as one group."""
+
+    kind = "all_gather"
+    dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllReduce(Step):
+    """Reduce the partial `axes` with `op`, as one group."""
+
+    kind = "all_reduce"
+    op: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReduceScatter(Step):
+    """Reduce the partial `axes` with `op` and split `dim` by them at its minor end."""
+
+    kind = "reduce_scatter"
+    dim: int
+    op: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllToAll(Step):
+    """Move `axes` from the minor end of `from_dim` to the minor end of `to_dim`."""
+
+    kind = "all_to_all"
+    from_dim: int
+    to_dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reshard(Step):
+    """Same axes on `dim`, other split sizes or another nesting order.
+
+    An all-to-all of interval intersections over `axes`: those below the first difference.
+    """
+
+    kind = "all_to_all"
+    dim: int
+
+
+Bytes = Any  # int, or an int64 array with one entry per step
+
+PAYLOAD_BYTES: Mapping[str, Callable[[Bytes, Bytes, Bytes], Bytes]] = {
+    # (largest shard before, largest shard after, ranks of the group) -> bytes that price the step.
+    # All-gather counts the gathered tensor and reduce-scatter its input, padding included;
+    # all-to-all the larger of the two buffers of the rank that has most.
+    "all_gather": lambda before, after, ranks: before * ranks,
+    "reduce_scatter": lambda before, after, ranks: after * ranks,
+    "all_reduce": lambda before, after, ranks: before,
+    "all_to_all": lambda before, after, ranks: np.maximum(before, after),
+}

@@ -1,0 +1,244 @@
+"""The graph whose nodes are layouts and whose edges are steps."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from cost_model.mesh import MeshSpec
+from passes.layout import Layout, nested_sizes
+from passes.redistribution.splits import UNSPLIT, DimSpec, DimSplits, Split, subsets
+from passes.redistribution.steps import (
+    PAYLOAD_BYTES,
+    AllGather,
+    AllReduce,
+    AllToAll,
+    ReduceScatter,
+    Reshard,
+    Slice,
+    Step,
+    ToPartial,
+)
+
+__all__ = ["Move", "State", "Universe", "UniverseKey", "as_layout", "build_universe"]
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Partial = tuple[tuple[str, str], ...]
+
+
+class State(NamedTuple):
+    """A layout over the dims in play: one split per dim, and the partial axes."""
+
+    splits: tuple[Split, ...]
+    partial: Partial
+
+
+class UniverseKey(NamedTuple):
+    """dims: one spec per dim in play. reduced: (axis, op) other than sum, which cannot be created."""
+
+    dims: tuple[DimSpec, ...]
+    reduced: Partial
+
+
+class Move(NamedTuple):
+    """An edge before it is a `Step`. dims are positions among the dims in play."""
+
+    make: type[Step]
+    axes: tuple[str, ...]
+    dims: tuple[int, ...]
+    op: str
+    target: State
+
+
+@dataclass(frozen=True)
+class Universe:
+    """states and the moves between them, as arrays over moves sorted by where they lead.
+
+    split_ids: [states, dims in play], into `splits`. tail, head: [moves], state numbers.
+    price: [moves], into `prices`: (collective, axes of the group in mesh order), None for free.
+    heads: the distinct heads; starts: where each one's moves begin.
+    """
+
+    mesh: MeshSpec
+    states: list[State]
+    index: dict[State, int]
+    splits: list[Split]
+    split_ids: Ints
+    moves: list[Move]
+    tail: Ints
+    head: Ints
+    price: Ints
+    prices: list[tuple[str, tuple[str, ...]] | None]
+    heads: Ints
+    starts: Ints
+
+    def shard_bytes(self, lengths: tuple[int, ...], others: int, itemsize: int) -> Ints:
+        """[states]: bytes of the largest shard. `others`: product of the lengths not in play."""
+        total = np.full(len(self.states), others * itemsize, dtype=np.int64)
+        counts = [tuple(self.mesh.size(a) for a in split.axes) for split in self.splits]
+        for dim, length in enumerate(lengths):
+            used = np.unique(self.split_ids[:, dim])
+            largest = np.zeros(len(self.splits), dtype=np.int64)
+            for i in used:
+                sizes = self.splits[i].sizes
+                largest[i] = max(nested_sizes(length, counts[i]) if sizes is None else sizes)
+            total *= largest[self.split_ids[:, dim]]
+        return total
+
+    def payloads(self, shard_bytes: Ints) -> Ints:
+        """[moves]: the bytes each move is priced by; 0 for free ones."""
+        payload = np.zeros(len(self.tail), dtype=np.int64)
+        for i, key in enumerate(self.prices):
+            if key is not None:
+                where = np.flatnonzero(self.price == i)
+                before, after = shard_bytes[self.tail[where]], shard_bytes[self.head[where]]
+                payload[where] = PAYLOAD_BYTES[key[0]](before, after, self.mesh.size(*key[1]))
+        return payload
+
+    def seconds(self, payloads: Ints, price: Callable[[str, tuple[str, ...], int], float]) -> Floats:
+        """[moves]: seconds of each move; every distinct (collective, axes, bytes) is asked once."""
+        seconds = np.zeros(len(payloads))
+        for i, key in enumerate(self.prices):
+            if key is not None:
+                where = np.flatnonzero(self.price == i)
+                distinct, inverse = np.unique(payloads[where], return_inverse=True)
+                found = np.array([price(*key, int(nbytes)) for nbytes in distinct])
+                seconds[where] = found[inverse]
+        return seconds
+
+    def relax(self, seconds: Floats, distance: Floats) -> Floats:
+        """One round of Bellman-Ford over [states, sources]: distances with one more step allowed."""
+        reached = np.minimum.reduceat(distance[self.tail] + seconds[:, None], self.starts, axis=0)
+        closer = distance.copy()
+        closer[self.heads] = np.minimum(distance[self.heads], reached)
+        return closer
+
+
+def build_universe(mesh: MeshSpec, key: UniverseKey) -> Universe:
+    """Every state that can be reached from the replicated one, or from the partial `key.reduced`."""
+    expand = _Expander(mesh, tuple(DimSplits(mesh, spec) for spec in key.dims))
+    plain = (UNSPLIT,) * len(key.dims)
+    states = [State(plain, partial) for partial in _partials(key.reduced)]
+    index = {state: i for i, state in enumerate(states)}
+    moves: list[tuple[int, int, Move]] = []
+    for tail, state in enumerate(states):  # `states` grows meanwhile
+        for move in expand(state):
+            head = index.setdefault(move.target, len(states))
+            if head == len(states):
+                states.append(move.target)
+            moves.append((tail, head, move))
+    moves.sort(key=lambda item: item[1])  # stable: ties keep the order of expansion
+    return _universe(mesh, states, index, moves)
+
+
+def _partials(reduced: Partial) -> list[Partial]:
+    """Every choice of axes still partial, the sum ones aside."""
+    counts = range(len(reduced) + 1)
+    chosen = itertools.chain.from_iterable(itertools.combinations(reduced, n) for n in counts)
+    return [c for c in chosen if len({axis for axis, _ in c}) == len(c)]
+
+
+def _universe(
+    mesh: MeshSpec, states: list[State], index: dict[State, int], moves: list[tuple[int, int, Move]]
+) -> Universe:
+    splits: dict[Split, int] = {}
+    ids = [[splits.setdefault(split, len(splits)) for split in state.splits] for state in states]
+    prices: dict[tuple[str, tuple[str, ...]] | None, int] = {}
+    groups: dict[tuple[Any, tuple[str, ...]], int] = {}
+    price: list[int] = []
+    for _, _, move in moves:
+        seen = groups.get((move.make, move.axes))
+        if seen is None:
+            axes = tuple(sorted(move.axes, key=mesh.index))
+            entry = None if move.make.kind is None else (move.make.kind, axes)
+            seen = groups[move.make, move.axes] = prices.setdefault(entry, len(prices))
+        price.append(seen)
+    head = np.array([h for _, h, _ in moves], dtype=np.int64)
+    heads, starts = np.unique(head, return_index=True)
+    return Universe(
+        mesh=mesh,
+        states=states,
+        index=index,
+        splits=list(splits),
+        split_ids=np.array(ids, dtype=np.int64).reshape(len(states), -1),
+        moves=[move for _, _, move in moves],
+        tail=np.array([t for t, _, _ in moves], dtype=np.int64),
+        head=head,
+        price=np.array(price, dtype=np.int64),
+        prices=list(prices),
+        heads=heads,
+        starts=starts,
+    )
+
+
+@dataclass(frozen=True)
+class _Expander:
+    """The moves out of a state. This is the definition of what a redistribution may do."""
+
+    mesh: MeshSpec
+    dims: tuple[DimSplits, ...]
+
+    def __call__(self, state: State) -> Iterator[Move]:
+        yield from self.local(state)
+        yield from self.gathers_and_exchanges(state)
+        yield from self.reductions(state)
+
+    def local(self, state: State) -> Iterator[Move]:
+        used = {axis for split in state.splits for axis in split.axes} | {a for a, _ in state.partial}
+        free = [axis for axis in self.mesh.real_axes() if axis not in used]
+        for run in _runs(free):
+            for dim, target in self.split_by(state, run):
+                yield Move(Slice, run, (dim,), "", target)
+        for axis in free:
+            partial = tuple(sorted((*state.partial, (axis, "sum"))))
+            yield Move(ToPartial, (axis,), (), "sum", State(state.splits, partial))
+
+    def gathers_and_exchanges(self, state: State) -> Iterator[Move]:
+        for dim, splits in enumerate(self.dims):
+            for run, coarser in splits.gathers(state.splits[dim]):
+                gathered = _with_split(state, dim, coarser)
+                yield Move(AllGather, run, (dim,), "", gathered)
+                for order in itertools.permutations(run):
+                    for to_dim, target in self.split_by(gathered, order):
+                        if to_dim != dim:
+                            yield Move(AllToAll, order, (dim, to_dim), "", target)
+            for axes, other in splits.reshards(state.splits[dim]):
+                yield Move(Reshard, axes, (dim,), "", _with_split(state, dim, other))
+
+    def reductions(self, state: State) -> Iterator[Move]:
+        for op in sorted({op for _, op in state.partial}):
+            axes = [axis for axis in self.mesh.names if (axis, op) in state.partial]
+            for chosen in subsets(axes):
+                left = tuple((a, o) for a, o in state.partial if a not in chosen)
+                reduced = State(state.splits, left)
+                yield Move(AllReduce, chosen, (), op, reduced)
+                for order in itertools.permutations(chosen):
+                    for dim, target in self.split_by(reduced, order):
+                        yield Move(ReduceScatter, order, (dim,), op, target)
+
+    def split_by(self, state: State, run: tuple[str, ...]) -> Iterator[tuple[int, State]]:
+        for dim, splits in enumerate(self.dims):
+            for finer in splits.refinements(state.splits[dim], run):
+                yield dim, _with_split(state, dim, finer)
+
+
+def _runs(axes: list[str]) -> Iterator[tuple[str, ...]]:
+    for count in range(1, len(axes) + 1):
+        yield from itertools.permutations(axes, count)
+
+
+def _with_split(state: State, dim: int, split: Split) -> State:
+    return State((*state.splits[:dim], split, *state.splits[dim + 1 :]), state.partial)
+
+
+def as_layout(state: State, dims: tuple[int, ...], ndim: int) -> Layout:
+    """The layout of an `ndim`-dimensional tensor whose dims in play are `dims`."""
+    at = dict(zip(dims, state.splits, strict=True))
+    splits = [at.get(dim, UNSPLIT) for dim in range(ndim)]
+    return Layout(tuple(s.axes for s in splits), state.partial, tuple(s.sizes for s in splits))

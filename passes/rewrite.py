@@ -1,0 +1,107 @@
+"""The few edits that passes make to a graph: emit a node with its value, replace one, erase the dead."""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.joint import JointGraph
+from passes.torch_compat import fake_mode_of
+
+__all__ = ["copy_joint", "emit", "emit_at", "erase_dead", "fake_value", "inherit", "replace", "shape_of"]
+
+INHERITED = ("phase", "module", "source")
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """Global shape of a node with one result."""
+    return tuple(node.meta["val"].shape)
+
+
+def fake_value(mode: Any, target: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What `target` returns for the values of its operands, run under the fake mode `mode`."""
+    value: Callable[[fx.Node], Any] = lambda node: node.meta["val"]  # noqa: E731
+    fake_args = fx.node.map_arg(tuple(args), value)
+    fake_kwargs = fx.node.map_arg(kwargs, value)
+    with mode:
+        return target(*fake_args, **fake_kwargs)  # type: ignore[misc]
+
+
+def inherit(node: fx.Node, origin: fx.Node) -> None:
+    """Give `node` the phase, module and source of `origin`."""
+    for key in INHERITED:
+        if key in origin.meta:
+            node.meta[key] = origin.meta[key]
+
+
+def emit_at(
+    point: fx.Node, origin: fx.Node, target: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> fx.Node:
+    """A new op right before `point`, with the phase, module and source of `origin`.
+
+    Its value is computed under the fake mode of `origin`'s value (a tensor or a tuple of tensors).
+    """
+    with point.graph.inserting_before(point):
+        node = point.graph.call_function(target, tuple(args), kwargs)
+    inherit(node, origin)
+    node.meta["val"] = fake_value(fake_mode_of(origin.meta["val"]), target, args, kwargs)
+    return node
+
+
+def emit(anchor: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+    """`emit_at` before, and on behalf of, one and the same node."""
+    return emit_at(anchor, anchor, target, args, kwargs)
+
+
+def replace(node: fx.Node, new: fx.Node) -> None:
+    """Let every reader of `node` read `new`, and erase `node`."""
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
+
+
+def erase_dead(graph: fx.Graph) -> None:
+    """Erase ops that nothing reads. Legal because the graph is functional."""
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users:
+            graph.erase_node(node)
+
+
+def copy_joint(joint: JointGraph) -> JointGraph:
+    """The same graph in new nodes, so that passes can rewrite it.
+
+    Placeholders are renamed after what they are ("layers.0.w.weight" -> layers_0_w_weight), ops
+    after their aten op with a number, in graph order: the same model always gets the same names.
+    """
+    graph = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {}
+    names = iter(joint.inputs)
+    for node in joint.graph.nodes:
+        if node.op == "placeholder":
+            name = _identifier(next(names).name)
+            copy = graph.create_node("placeholder", name, name=name)
+        else:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), new.__getitem__)
+            copy = graph.create_node(node.op, node.target, args, kwargs, name=_op_name(node))
+        if node.op == "placeholder":
+            copy.target = copy.name  # names are made unique; the generated signature prints the target
+        copy.meta = dict(node.meta)
+        new[node] = copy
+    module = fx.GraphModule(torch.nn.Module(), graph, class_name="JointGraph")
+    return JointGraph(module, joint.inputs, joint.outputs, joint.constants)
+
+
+def _op_name(node: fx.Node) -> str | None:
+    """"add" for aten.add.Tensor: fx appends a number where it is taken. None: fx chooses."""
+    if node.op != "call_function" or not hasattr(node.target, "overloadpacket"):
+        return None
+    return str(node.target.overloadpacket.__name__)
+
+
+def _identifier(name: str) -> str:
+    text = re.sub(r"\W+", "_", name).strip("_")
+    return f"_{text}" if not text or text[0].isdigit() or keyword.iskeyword(text) else text

@@ -1,0 +1,138 @@
+"""Ops that reduce dims, and ops that need dims whole (sort, cumsum, softmax)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.joint import node_value, tensor_operands
+from passes.rules.assemble import assemble
+from passes.rules.emit import aten, constant, is_empty
+from passes.rules.opcall import Builder, OpCall
+from passes.rules.pointwise import linear_sets
+from passes.rules.rule import Dim, LocalContext, Localize, OpRule
+
+__all__ = ["along", "extremum", "mean", "reduce", "reduce_whole"]
+
+
+def reduce(op: str, *linear: str, localize: Localize | None = None) -> Builder:
+    """a k -> a; k: sum, max or min. Reduced dims: argument "dim", all if there is none or it is empty."""
+
+    def build(call: OpCall) -> OpRule:
+        operand, result, gone = _reduced(call)
+        return assemble(
+            call.shapes,
+            [operand],
+            [result],
+            reductions={factor: op for factor in gone},
+            linear=linear_sets(call, *linear),
+            localize=localize,
+        )
+
+    return build
+
+
+def reduce_whole(*linear: str) -> Builder:
+    """a k -> a; k: whole. For reductions that parts do not add up to: argmax, var, prod, norms."""
+
+    def build(call: OpCall) -> OpRule:
+        operand, result, gone = _reduced(call)
+        return assemble(
+            call.shapes, [operand], [result] * len(call.results), whole=gone, linear=linear_sets(call, *linear)
+        )
+
+    return build
+
+
+def extremum(op: str) -> Builder:
+    """amax, amin: "max", "min". A rank with nothing to reduce gives the value that never wins."""
+
+    def localize(ctx: LocalContext) -> fx.Node:
+        operand = node_value(tensor_operands(ctx.node)[0])
+        if any(is_empty(ctx, f"d{i}") for i in range(operand.ndim)):
+            return constant(ctx, _neutral(op, operand.dtype))
+        return ctx.call(ctx.node.target, *ctx.args, **ctx.kwargs)  # type: ignore[arg-type]
+
+    return reduce(op, localize=localize)
+
+
+def mean(*linear: str) -> Builder:
+    """Each rank's mean, weighted with its share of the reduced elements."""
+
+    def localize(ctx: LocalContext) -> fx.Node:
+        operand = node_value(tensor_operands(ctx.node)[0])
+        share = _share(ctx, _dims_argument(ctx.args[1:2], operand.ndim))
+        if share == 0:
+            return constant(ctx, 0)
+        local = ctx.call(ctx.node.target, *ctx.args, **ctx.kwargs)  # type: ignore[arg-type]
+        return local if share == 1 else ctx.call(aten.mul.Tensor, local, share)
+
+    return reduce("sum", *linear, localize=localize)
+
+
+def along(argument: str = "dim", *linear: str) -> Builder:
+    """... -> ..., with the dims named by `argument` whole: cumsum, sort, topk, softmax, flip.
+
+    A result may have another length in those dims (topk).
+    """
+
+    def build(call: OpCall) -> OpRule:
+        ndim = call.operands[0].ndim
+        whole = {d % ndim for d in _as_list(call[argument])} if ndim else set()
+        operand = tuple((f"w{i}" if i in whole else f"d{i}",) for i in range(ndim))
+        result = tuple((f"r{i}" if i in whole else f"d{i}",) for i in range(ndim))
+        return assemble(
+            call.shapes,
+            [operand] * len(call.operands),
+            [result] * len(call.results),
+            whole=[f"{letter}{i}" for i in whole for letter in "wr"],
+            linear=linear_sets(call, *linear),
+        )
+
+    return build
+
+
+def _reduced(call: OpCall) -> tuple[tuple[Dim, ...], tuple[Dim, ...], list[str]]:
+    """(dims of the operand, dims of a result, the factors that are reduced)."""
+    ndim = call.operands[0].ndim
+    gone = _dims_argument([call.arguments.get("dim")], ndim)
+    keepdim = call.result.ndim == ndim
+    operand = tuple((f"d{i}",) for i in range(ndim))
+    result = tuple(
+        () if i in gone else (f"d{i}",) for i in range(ndim) if keepdim or i not in gone
+    )
+    return operand, result, [f"d{i}" for i in gone]
+
+
+def _dims_argument(value: Sequence[Any], ndim: int) -> list[int]:
+    given = value[0] if value else None
+    if given is None or (isinstance(given, (list, tuple)) and not given) or ndim == 0:
+        return list(range(ndim))
+    return [d % ndim for d in _as_list(given)]
+
+
+def _as_list(value: Any) -> list[int]:
+    return [int(v) for v in value] if isinstance(value, (list, tuple)) else [int(value)]
+
+
+def _share(ctx: LocalContext, gone: Sequence[int]) -> float:
+    """The part of the reduced elements that this rank has."""
+    share = 1.0
+    shape = node_value(tensor_operands(ctx.node)[0]).shape
+    for i in gone:
+        if ctx.is_split(f"d{i}"):
+            low, high = ctx.interval(f"d{i}")
+            share *= (high - low) / shape[i]
+    return share
+
+
+def _neutral(op: str, dtype: torch.dtype) -> float | bool:
+    if dtype == torch.bool:
+        return op == "min"
+    info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+    if dtype.is_floating_point:
+        return float("-inf") if op == "max" else float("inf")
+    return info.min if op == "max" else info.max

@@ -1,0 +1,126 @@
+"""Which rule an op has: a user's if there is one, else the table's, else pointwise, else none.
+
+The table is immutable. Users' rules live in a `RuleTable`: pass one explicitly, or register into
+`USER_RULES`, the one mutable object of this package, which is used where no table is passed. Adding
+a rule changes what later plans may contain and nothing that has been planned or compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from cost_model.errors import ShardingError
+from passes.rules.assemble import whole_rule
+from passes.rules.notation import Notation, parse
+from passes.rules.opcall import Builder, OpCall, describe
+from passes.rules.pointwise import pointwise
+from passes.rules.rule import Localize, OpRule
+from passes.rules.table import TABLE
+from passes.torch_compat import op_key
+
+__all__ = ["USER_RULES", "RuleTable", "has_rule", "is_fallback", "register_rule", "rule_for"]
+
+_POINTWISE = pointwise()
+
+
+@dataclass
+class RuleTable:
+    """Rules that a user added, by op name ("namespace::op.overload", or "namespace::op" for all overloads)."""
+
+    builders: dict[str, Builder] = field(default_factory=dict)
+
+    def register(
+        self,
+        op: Any,
+        rule: str | Builder,
+        *,
+        linear: Iterable[Iterable[int]] = (),
+        localize: Localize | None = None,
+    ) -> None:
+        """Say how `op` may be split; a rule given earlier for the same op is replaced.
+
+            table.register("mylib::scale", "b t d, d -> b t d", linear=[{0}, {1}])
+
+        op:       "namespace::op", "namespace::op.overload", an operator of `torch.ops`, or what
+                  `torch.library.custom_op` returned.
+        rule:     in the notation of RULES.md, or a function from `OpCall` to `OpRule`.
+        linear:   sets of operand positions in which the op is linear (see `OpRule`).
+        localize: emits one rank's part of the op, for an op that takes a shape or an offset.
+
+        Raises ShardingError for a rule that cannot be read or an op that is not one.
+        """
+        name = op if isinstance(op, str) else op_key(op)
+        if name is None or "::" not in name:
+            raise ShardingError(
+                f"cannot register a rule for {op!r}: not an operator\n"
+                "  try: 'mylib::op', torch.ops.mylib.op, or what torch.library.custom_op returned"
+            )
+        if isinstance(rule, str):
+            self.builders[name] = _from_notation(parse(rule).with_linear(linear), localize)
+        else:
+            self.builders[name] = rule
+
+    def lookup(self, key: str) -> Builder | None:
+        """The builder for "namespace::op.overload"."""
+        return self.builders.get(key) or self.builders.get(key.partition(".")[0])
+
+
+USER_RULES = RuleTable()
+"""The rules registered with `register_rule`."""
+
+
+def register_rule(
+    op: Any, rule: str | Builder, *, linear: Iterable[Iterable[int]] = (), localize: Localize | None = None
+) -> None:
+    """Say how `op` may be split, for all plans made from now on: `RuleTable.register` on `USER_RULES`."""
+    USER_RULES.register(op, rule, linear=linear, localize=localize)
+
+
+def _from_notation(notation: Notation, localize: Localize | None) -> Builder:
+    def build(call: OpCall) -> OpRule:
+        n = len(call.operands)
+        return notation.bind(call.shapes[:n], call.shapes[n:], localize)
+
+    return build
+
+
+def rule_for(node: fx.Node, rules: RuleTable | None = None) -> OpRule:
+    """The rule of one op; of an op nobody described, that nothing can be split.
+
+    `node` and its tensor operands carry meta "val" with global shapes. A tensor without elements is
+    never split. Raises ShardingError if a user's rule does not fit the op's shapes.
+    """
+    call = describe(node)
+    builder = _builder(node.target, rules)
+    if builder is None or any(0 in shape for shape in call.shapes):
+        return whole_rule(call.shapes, len(call.operands))
+    try:
+        return builder(call)
+    except ShardingError as error:
+        raise ShardingError(f"{node.target} at {node.name}: {error}") from None
+
+
+def has_rule(target: Callable[..., Any] | str, rules: RuleTable | None = None) -> bool:
+    """Whether ops with this target have a rule."""
+    return _builder(target, rules) is not None
+
+
+def is_fallback(node: fx.Node, rules: RuleTable | None = None) -> bool:
+    """Whether `node` is an op that runs replicated because it has no rule."""
+    return node.op == "call_function" and not has_rule(node.target, rules)
+
+
+def _builder(target: Any, rules: RuleTable | None) -> Builder | None:
+    key = op_key(target)
+    if key is None:
+        return None
+    table = USER_RULES if rules is None else rules
+    found = table.lookup(key) or TABLE.get(key)
+    if found is None and torch.Tag.pointwise in getattr(target, "tags", ()):
+        return _POINTWISE
+    return found

@@ -1,0 +1,220 @@
+"""Run one op under a rule as ranks would, and compare with the whole op.
+
+Independent of the rules and of the partitioner: it reads an `OpRule` and nothing else. Every mesh
+axis gets one choice, a factor or a linear set; every rank's shards are cut from the global operands,
+its part of the op is emitted and run, and the parts are put together again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from passes.joint import map_operands, tensor_operands
+from passes.layout import nested_sizes
+from passes.rules.rule import Dim, OpRule
+
+__all__ = ["Choice", "Trial", "call_node", "choices"]
+
+Coordinate = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What one mesh axis does: splits `factor`, or carries partial sums of the operands in `linear`."""
+
+    factor: str | None = None
+    linear: frozenset[int] = frozenset()
+
+
+def call_node(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> fx.Node:
+    """A node of a graph of its own that calls `op`, metas "val" set from the real tensors and result."""
+    graph = fx.Graph()
+
+    def placeholder(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        node = graph.placeholder(f"x{len(graph.nodes)}")
+        node.meta["val"] = leaf
+        return node
+
+    node_args, node_kwargs = pytree.tree_map(placeholder, (tuple(args), dict(kwargs or {})))
+    node = graph.call_function(op, node_args, node_kwargs)
+    node.meta["val"] = op(*args, **(kwargs or {}))
+    return node
+
+
+def choices(rule: OpRule, axes: int) -> Iterator[tuple[Choice, ...]]:
+    """Every combination of one choice per axis, "nothing" included.
+
+    A factor may be split only where it is the first of size above 1 in every dim it is part of.
+    """
+    hidden = {f for t in (*rule.operands, *rule.results) for dim in t for f in _large(rule, dim)[1:]}
+    options = [Choice(), *(Choice(factor=f) for f in rule.splittable if f not in hidden)]
+    options += [Choice(linear=members) for members in rule.linear]
+    return itertools.product(options, repeat=axes)
+
+
+def _large(rule: OpRule, dim: Dim) -> list[str]:
+    return [f for f in dim if rule.sizes[f] > 1]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One op (`node` as made by `call_node`), its rule, the sizes of the mesh axes, a choice for each."""
+
+    node: fx.Node
+    rule: OpRule
+    mesh: tuple[int, ...]
+    chosen: tuple[Choice, ...]
+    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
+    rtol: float = 1e-9
+
+    def mismatch(self) -> str | None:
+        """None if all ranks together give what the whole op gives, else what differs and where."""
+        wholes = [operand.meta["val"] for operand in tensor_operands(self.node)]
+        summands = [self._summands(i, whole) for i, whole in enumerate(wholes)]
+        ranks = list(itertools.product(*(range(size) for size in self.mesh)))
+        found = {rank: self._run(rank, [self._shard(i, rank, s) for i, s in enumerate(summands)]) for rank in ranks}
+        expected = self.node.meta["val"]
+        expected = expected if isinstance(expected, (tuple, list)) else (expected,)
+        for index, whole in enumerate(expected):
+            for rank in ranks if whole is not None else ():
+                problem = self._compare(index, whole, rank, found)
+                if problem is not None:
+                    return f"result {index} on rank {rank}: {problem}"
+        return None
+
+    def interval(self, factor: str, rank: Coordinate) -> tuple[int, int]:
+        axes = [a for a, choice in enumerate(self.chosen) if choice.factor == factor]
+        sizes = nested_sizes(self.rule.sizes[factor], tuple(self.mesh[a] for a in axes))
+        position = 0
+        for axis in axes:
+            position = position * self.mesh[axis] + rank[axis]
+        start = sum(sizes[:position])
+        return start, start + sizes[position]
+
+    def _slices(self, dims: Sequence[Dim], shape: Sequence[int], rank: Coordinate) -> tuple[slice, ...]:
+        slices: list[slice] = []
+        for dim, length in zip(dims, shape, strict=True):
+            large = _large(self.rule, dim)
+            if large:
+                low, high = self.interval(large[0], rank)
+                inner = math.prod(self.rule.sizes[f] for f in large[1:])
+                slices.append(slice(low * inner, high * inner))
+            else:
+                slices.append(slice(0, length))
+        return tuple(slices)
+
+    def _summands(self, index: int, whole: torch.Tensor) -> dict[Coordinate, torch.Tensor]:
+        """Random parts that add up to `whole`, by coordinate along the axes where it is partial."""
+        axes = self._partial_axes(index)
+        keys = list(itertools.product(*(range(self.mesh[a]) for a in axes)))
+        parts = {key: _random_like(whole, self.generator) for key in keys[:-1]}
+        parts[keys[-1]] = whole - sum(parts.values()) if parts else whole
+        return parts
+
+    def _partial_axes(self, operand: int) -> list[int]:
+        return [a for a, choice in enumerate(self.chosen) if operand in choice.linear]
+
+    def _shard(self, index: int, rank: Coordinate, summands: Mapping[Coordinate, torch.Tensor]) -> torch.Tensor:
+        """What `rank` holds of an operand. A shard may lie in memory in any order of its dims (a
+        collective over an inner dim leaves it so), so on every other rank it does."""
+        value = summands[tuple(rank[a] for a in self._partial_axes(index))]
+        part = value[self._slices(self.rule.operands[index], value.shape, rank)]
+        order = list(reversed(range(part.ndim)))
+        return part.permute(order).contiguous().permute(order) if sum(rank) % 2 else part.contiguous()
+
+    def _run(self, rank: Coordinate, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+        graph = fx.Graph()
+        locals_ = [graph.placeholder(f"x{i}") for i in range(len(operands))]
+        args, kwargs = map_operands(self.node, locals_)
+        context = _Context(self, rank, graph, self.node, args, kwargs)
+        if self.rule.localize is None:
+            emitted: Any = context.call(self.node.target, *args, **kwargs)  # type: ignore[arg-type]
+        else:
+            emitted = self.rule.localize(context)
+        graph.output(emitted)
+        value = fx.Interpreter(fx.GraphModule(torch.nn.Module(), graph)).run(*operands)
+        return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+    def _compare(
+        self, index: int, whole: torch.Tensor, rank: Coordinate, found: Mapping[Coordinate, Sequence[Any]]
+    ) -> str | None:
+        dims = self.rule.results[index]
+        want = whole[self._slices(dims, whole.shape, rank)]
+        got = found[rank][index]
+        if not isinstance(got, torch.Tensor):
+            return f"no tensor, but {got!r}"
+        if got.shape != want.shape or got.dtype != want.dtype:
+            return f"{got.dtype}{list(got.shape)} where {want.dtype}{list(want.shape)} should be"
+        pending = self._pending(dims)
+        if "sum" in pending.values() and want.dtype == torch.bool:
+            return "a pending sum of bools"
+        total = _reduced([found[r][index] for r in self._group(rank, list(pending))], set(pending.values()))
+        close = torch.allclose(total.to(want.dtype), want, rtol=self.rtol, atol=self.rtol, equal_nan=True)
+        return None if close else f"{total} where {want} should be"
+
+    def _pending(self, dims: Sequence[Dim]) -> dict[int, str]:
+        """axis -> reduction that a result with these dims waits for."""
+        kept = {f for dim in dims for f in dim}
+        pending: dict[int, str] = {}
+        for axis, choice in enumerate(self.chosen):
+            if choice.linear:
+                pending[axis] = "sum"
+            elif choice.factor in self.rule.reductions and choice.factor not in kept:
+                pending[axis] = self.rule.reductions[choice.factor]
+        return pending
+
+    def _group(self, rank: Coordinate, axes: Sequence[int]) -> list[Coordinate]:
+        spans = [range(size) if a in axes else [rank[a]] for a, size in enumerate(self.mesh)]
+        return list(itertools.product(*spans))
+
+
+def _reduced(parts: Sequence[torch.Tensor], ops: set[str]) -> torch.Tensor:
+    if len(parts) == 1:
+        return parts[0]
+    assert len(ops) == 1, "a result waits for two different reductions"
+    together = torch.stack(list(parts))
+    op = ops.pop()
+    return together.sum(0) if op == "sum" else together.amax(0) if op == "max" else together.amin(0)
+
+
+def _random_like(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    if value.dtype.is_floating_point or value.dtype.is_complex:
+        return torch.randn(value.shape, generator=generator, dtype=value.dtype)
+    return torch.randint(-9, 9, value.shape, generator=generator).to(value.dtype)
+
+
+@dataclass(frozen=True)
+class _Context:
+    """The `LocalContext` of one rank of a trial."""
+
+    trial: Trial
+    rank: Coordinate
+    graph: fx.Graph
+    node: fx.Node
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def interval(self, factor: str) -> tuple[int, int]:
+        return self.trial.interval(factor, self.rank)
+
+    def is_split(self, factor: str) -> bool:
+        return any(choice.factor == factor for choice in self.trial.chosen)
+
+    def result_shape(self, index: int = 0) -> list[int]:
+        value = self.node.meta["val"]
+        shape = (value[index] if isinstance(value, (tuple, list)) else value).shape
+        slices = self.trial._slices(self.trial.rule.results[index], shape, self.rank)
+        return [s.stop - s.start for s in slices]
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        return self.graph.call_function(target, args, kwargs)

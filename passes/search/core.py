@@ -1,0 +1,181 @@
+"""Least cost of a graph without memory rows: reduce, bound, prune, and a program for the rest.
+
+Each round passes messages for a lower bound, decodes them into a choice, and forbids what the bound proves to be no
+better than the best choice so far; that makes new reductions possible. When the messages prune no more, the
+relaxation in marginal form takes over (its dual values are better messages), and integers only if it stays fractional.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from .dual import Messages, ascend, decode, lower_bound, prune, zero_messages
+from .graph import DeadEnd, Graph
+from .local_search import descend
+from .marginal import build_program, relax, solve_integers
+from .presolve import presolve
+from .problem import Infeasible
+
+__all__ = ["Budget", "Found", "cost_scale", "solve_graph", "solve_presolved"]
+
+PROGRAM_LIMIT = 6_000_000
+"""Edge entries of the largest program that is handed to HiGHS."""
+WORTHWHILE = 0.02
+"""Share of the entries that a pruning must remove for another round of the same kind."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """When to stop: at `deadline` (time.monotonic), or when the bound is within `tolerance` (absolute)."""
+
+    deadline: float
+    tolerance: float
+
+    @property
+    def spent(self) -> bool:
+        return time.monotonic() > self.deadline
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best choice (of the nodes of the graph as it was given), its cost, and a proven lower bound."""
+
+    choice: dict[int, int]
+    cost: float
+    bound: float
+
+
+def solve_graph(graph: Graph, budget: Budget) -> Found:
+    """Solve `graph`, which is consumed and must have no trail. Raises DeadEnd if nothing is possible."""
+    assert not graph.trail
+    presolve(graph)
+    return solve_presolved(graph, budget)
+
+
+def solve_presolved(graph: Graph, budget: Budget) -> Found:
+    """The same for a graph that is presolved already; its trail is undone in the answer."""
+    assert not graph.use
+    parts = graph.components()
+    choice: dict[int, int] = {}
+    cost = bound = graph.constant
+    each = Budget(budget.deadline, budget.tolerance / max(1, len(parts)))
+    for part in parts:
+        found = _Connected(graph.copy(part), each).solve()
+        choice |= found.choice
+        cost += found.cost
+        bound += found.bound
+    return Found(graph.expand(choice), cost, bound)
+
+
+def cost_scale(graph: Graph) -> float:
+    """The order of magnitude of the least cost of a presolved graph, for turning a relative gap into an absolute."""
+    messages = zero_messages(graph)
+    ascend(graph, messages, 3, float("inf"))
+    bound = lower_bound(graph, messages)
+    cost = graph.value(descend(graph, decode(graph, messages)))
+    return max(abs(bound), 1e-6 * abs(cost)) if np.isfinite(cost) else abs(bound)
+
+
+class _Connected:
+    """One connected, presolved graph, with the best choice so far and the bound of what was pruned."""
+
+    def __init__(self, graph: Graph, budget: Budget) -> None:
+        self.graph, self.budget = graph, budget
+        self.best: dict[int, int] | None = None
+        self.cost = float("inf")
+        self.bound = -float("inf")
+
+    def solve(self) -> Found:
+        for step in (self._by_messages, self._by_relaxation, self._by_integers):
+            again = True
+            while again:
+                again = step()
+                if not self._done() and len(self.graph.components()) != 1:
+                    self._split()
+                    return self._found()
+                if self._done():
+                    return self._found()
+        return self._found()
+
+    def _found(self) -> Found:
+        if self.best is None:
+            raise Infeasible("time", sorted(self.graph.cost))
+        return Found(self.best, self.cost, min(self.bound, self.cost))
+
+    def _done(self) -> bool:
+        return self.cost - self.bound <= self.budget.tolerance or (self.best is not None and self.budget.spent)
+
+    def _offer(self, choice: dict[int, int]) -> None:
+        """Take a choice of the remaining nodes if it is better."""
+        cost = self.graph.value(choice)
+        if cost < self.cost:
+            self.best, self.cost = self.graph.expand(choice), cost
+
+    @property
+    def _cutoff(self) -> float:
+        """What costs this much or more need not be looked at."""
+        return self.cost - self.budget.tolerance / 2
+
+    def _split(self) -> None:
+        """Solve what pruning has cut into parts (or to nothing)."""
+        rest = solve_graph(self.graph.copy(), self.budget)
+        cost = self.graph.constant + rest.cost
+        if cost < self.cost:
+            self.best, self.cost = self.graph.expand(rest.choice), cost
+        self.bound = max(self.bound, min(self._cutoff, self.graph.constant + rest.bound))
+
+    def _prune(self, messages: Messages, bound: float) -> bool:
+        """True if enough was pruned for another round; the graph is then presolved."""
+        self.bound = max(self.bound, min(bound, self._cutoff))
+        if self._done():
+            return False
+        before = self.graph.entries()
+        try:
+            if not prune(self.graph, messages, bound, self._cutoff):
+                return False
+            presolve(self.graph)
+        except DeadEnd:
+            self.bound = self._cutoff
+            return False
+        return self.graph.entries() <= before * (1 - WORTHWHILE)
+
+    def _by_messages(self) -> bool:
+        messages = zero_messages(self.graph)
+        bound = new = -float("inf")
+        stalled = 0
+        while stalled < 3 and not (self.best is not None and self.budget.spent):
+            ascend(self.graph, messages, 5, self.budget.deadline)
+            new = lower_bound(self.graph, messages)
+            self._offer(descend(self.graph, decode(self.graph, messages)))
+            gain = new - bound
+            bound = max(bound, new)
+            stalled = stalled + 1 if gain <= 0.02 * (self.cost - bound) else 0
+            if self.cost - bound <= self.budget.tolerance:
+                break
+        return self._prune(messages, new)
+
+    def _by_relaxation(self) -> bool:
+        if self.graph.entries() > PROGRAM_LIMIT:
+            return False
+        relaxed = relax(self.graph, build_program(self.graph), self.budget.deadline)
+        if relaxed is None:
+            return False
+        self._offer(descend(self.graph, relaxed.choice))
+        return self._prune(relaxed.messages, lower_bound(self.graph, relaxed.messages))
+
+    def _by_integers(self) -> bool:
+        if self.graph.entries() > PROGRAM_LIMIT:
+            return False
+        program = build_program(self.graph)
+        choice, bound = solve_integers(
+            self.graph, program, None, self.budget.tolerance / 2, self.budget.deadline
+        )
+        if choice is not None:
+            self._offer(choice)
+        elif self.best is None and bound == float("inf"):
+            raise DeadEnd(min(self.graph.cost))
+        self.bound = max(self.bound, min(self._cutoff, bound))
+        return False

@@ -1,0 +1,155 @@
+"""Lower bounds by passing messages, without memory rows: sequential tree-reweighted message passing.
+
+A message is a vector [S_j] per directed edge i -> j that moves cost between edge and node, changing no total:
+    node'[a]    = node[a] + sum of messages into it
+    edge'[a, b] = edge[a, b] - message into i [a] - message into j [b]
+so for any messages, sum of min(node') + sum of min(edge') is a lower bound, and the bound plus what a strategy (or a
+pair) has above the minima it takes part in bounds every choice that uses it. The dual values of the relaxation in
+marginal form are such messages too. [Kolmogorov, Convergent tree-reweighted message passing, 2006.]
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from .graph import Graph
+from .problem import Array
+
+__all__ = ["Messages", "ascend", "decode", "lower_bound", "prune", "zero_messages"]
+
+Messages = dict[tuple[int, int], Array]
+"""(from, to) -> [S_to]."""
+
+
+@dataclass(frozen=True)
+class _Sweep:
+    """Per node in order: the neighbours before and after it."""
+
+    order: tuple[int, ...]
+    before: Mapping[int, tuple[int, ...]]
+    after: Mapping[int, tuple[int, ...]]
+
+
+def _sweep(graph: Graph) -> _Sweep:
+    order = tuple(sorted(graph.cost))
+    around = {node: sorted(graph.adjacent[node]) for node in order}
+    return _Sweep(
+        order,
+        {node: tuple(other for other in around[node] if other < node) for node in order},
+        {node: tuple(other for other in around[node] if other > node) for node in order},
+    )
+
+
+def zero_messages(graph: Graph) -> Messages:
+    return {(i, j): np.zeros(len(graph.cost[j])) for i, row in graph.adjacent.items() for j in row}
+
+
+def ascend(graph: Graph, messages: Messages, passes: int, deadline: float) -> None:
+    """Improve `messages` in place by passes over the nodes, forward and backward. Needs arc consistency."""
+    sweep = _sweep(graph)
+    for _ in range(passes):
+        if time.monotonic() > deadline:
+            return
+        _one_way(graph, messages, sweep.order, sweep.before, sweep.after)
+        _one_way(graph, messages, sweep.order[::-1], sweep.after, sweep.before)
+
+
+def _one_way(
+    graph: Graph,
+    messages: Messages,
+    order: tuple[int, ...],
+    before: Mapping[int, tuple[int, ...]],
+    after: Mapping[int, tuple[int, ...]],
+) -> None:
+    for node in order:
+        ahead = after[node]
+        if not ahead:
+            continue
+        share = _node_cost(graph, messages, node) / max(len(ahead), len(before[node]))
+        adjacent = graph.adjacent[node]
+        for other in ahead:
+            message = (adjacent[other] + (share - messages[other, node])[:, None]).min(axis=0)
+            message -= message.min()
+            messages[node, other] = message
+
+
+def _node_cost(graph: Graph, messages: Messages, node: int) -> Array:
+    total = graph.cost[node].copy()
+    for other in graph.adjacent[node]:
+        total += messages[other, node]
+    return total
+
+
+def _edge_cost(graph: Graph, messages: Messages, i: int, j: int) -> Array:
+    return graph.adjacent[i][j] - messages[j, i][:, None] - messages[i, j]
+
+
+def lower_bound(graph: Graph, messages: Messages) -> float:
+    """No choice of the graph's nodes costs less (memory rows aside)."""
+    total = graph.constant
+    for node, around in graph.adjacent.items():
+        total += float(_node_cost(graph, messages, node).min())
+        for other in around:
+            if node < other:
+                total += float(_edge_cost(graph, messages, node, other).min())
+    return total
+
+
+def decode(graph: Graph, messages: Messages) -> dict[int, int]:
+    """A choice: nodes in order, each the best given the ones before it and the messages of those after it."""
+    choice: dict[int, int] = {}
+    for node in sorted(graph.cost):
+        total = graph.cost[node].copy()
+        for other, matrix in graph.adjacent[node].items():
+            total += matrix[:, choice[other]] if other in choice else messages[other, node]
+        choice[node] = int(np.argmin(total))
+    return choice
+
+
+def prune(graph: Graph, messages: Messages, bound: float, cutoff: float) -> int:
+    """Forbid, in place, what the messages prove to cost `cutoff` or more; returns how many entries went.
+
+    `bound` is `lower_bound(graph, messages)`. Whole strategies are left to arc consistency: their cost becomes inf.
+    Exact for all choices cheaper than `cutoff`.
+    """
+    room = cutoff - bound
+    above: dict[int, Array] = {}
+    for node in graph.cost:
+        total = _node_cost(graph, messages, node)
+        above[node] = total - total.min()
+    removed = 0
+    joint = {node: vector.copy() for node, vector in above.items()}
+    for i in sorted(graph.adjacent):
+        for j in sorted(graph.adjacent[i]):
+            if i < j:
+                removed += _prune_edge(graph, messages, (i, j), above, joint, room)
+    for node, vector in joint.items():
+        dead = (vector >= room) & np.isfinite(graph.cost[node])
+        removed += int(dead.sum())
+        graph.forbid(node, dead)
+    return removed
+
+
+def _prune_edge(
+    graph: Graph,
+    messages: Messages,
+    edge: tuple[int, int],
+    above: Mapping[int, Array],
+    joint: dict[int, Array],
+    room: float,
+) -> int:
+    i, j = edge
+    extra = _edge_cost(graph, messages, i, j)
+    extra -= extra.min()
+    joint[i] += extra.min(axis=1)
+    joint[j] += extra.min(axis=0)
+    dead = extra + above[i][:, None] + above[j] >= room
+    dead &= np.isfinite(extra)
+    if not dead.any():
+        return 0
+    graph.set_edge(i, j, graph.tables.intern(np.where(dead, np.inf, graph.adjacent[i][j])))
+    return int(dead.sum())

@@ -1,0 +1,110 @@
+"""Search a graph for its fastest assignment of layouts, with proof."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cost_model.errors import InfeasibleError
+from cost_model.mesh import MeshSpec
+from passes.assignment import Assignment
+from passes.joint import JointGraph
+from passes.rules.registry import RuleTable
+from passes.search.boundary import Boundary
+from passes.search.problem import Infeasible
+from passes.search.solve import solve
+from passes.search.space import Prices, SearchSpace, build_space
+
+__all__ = ["Found", "find_assignment"]
+
+
+@dataclass(frozen=True)
+class Found:
+    """seconds: price of one training step under the assignment; lower_bound: no assignment is
+    faster; gap: (seconds - lower_bound) / seconds; peak_nbytes: predicted resident bytes on the
+    fullest rank; peak_step: the graph node at which it is reached."""
+
+    assignment: Assignment
+    seconds: float
+    lower_bound: float
+    gap: float
+    status: str
+    peak_nbytes: int
+    peak_node: str
+
+
+def find_assignment(
+    joint: JointGraph,
+    prices: Prices,
+    boundary: Boundary,
+    *,
+    memory_limit: int | None = None,
+    time_limit: float = 600.0,
+    rules: RuleTable | None = None,
+) -> Found:
+    """The assignment of least total seconds whose peak memory stays within `memory_limit` bytes.
+
+    Raises InfeasibleError, naming the nodes at which the pins contradict each other or the tensors
+    that bind the memory limit.
+    """
+    space = build_space(joint, prices, boundary, memory_limit=memory_limit, rules=rules)
+    try:
+        solution = solve(space.problem, time_limit=time_limit)
+    except Infeasible as reason:
+        raise _explained(reason, joint, space, prices.mesh, memory_limit) from None
+    peak, step = space.problem.peak(solution.choice)
+    order = list(joint.graph.nodes)
+    return Found(
+        assignment=space.assignment(solution.choice),
+        seconds=solution.cost,
+        lower_bound=solution.lower_bound,
+        gap=solution.gap,
+        status=solution.status,
+        peak_nbytes=int(peak),
+        peak_node=order[min(step, len(order) - 1)].name,
+    )
+
+
+def _explained(
+    reason: Infeasible, joint: JointGraph, space: SearchSpace, mesh: MeshSpec, limit: int | None
+) -> InfeasibleError:
+    if reason.kind == "memory":
+        return _memory_error(reason, joint, space, mesh, limit)
+    names = ", ".join(space.names[i] for i in reason.nodes[:6])
+    return InfeasibleError(
+        f"no plan satisfies the constraints on {mesh}\n"
+        f"  they contradict each other around: {names}\n"
+        "  try: fewer pins in `constraints`, or pins that agree with `in_placements` and `out_placements`"
+    )
+
+
+def _memory_error(
+    reason: Infeasible, joint: JointGraph, space: SearchSpace, mesh: MeshSpec, limit: int | None
+) -> InfeasibleError:
+    usages = space.problem.usages
+    least = {i: int(usages[i].min()) for i in reason.nodes}
+    largest = sorted(least, key=lambda i: (-least[i], i))[:8]
+    kinds = {node.name: spec for node, spec in zip(joint.placeholders, joint.inputs, strict=True)}
+    lines = [f"    {_readable(space.names[i], kinds)}: at least {format_bytes(least[i])}" for i in largest]
+    return InfeasibleError(
+        f"no plan fits memory_limit={format_bytes(limit or 0)} per device on {mesh}\n"
+        f"  any plan needs at least {format_bytes(int(reason.bound))} at step {reason.step}; what binds:\n"
+        + "\n".join(lines)
+        + f"\n  try: memory_limit={format_bytes(int(reason.bound))} or more, more devices, or a smaller batch"
+    )
+
+
+def _readable(name: str, kinds: dict) -> str:  # type: ignore[type-arg]
+    spec = kinds.get(name)
+    if spec is None:
+        return name
+    return f"{spec.name} (with gradient and optimizer state)" if spec.kind == "param" else spec.name
+
+
+def format_bytes(nbytes: int) -> str:
+    """1536 -> "1.54KB": decimal units, as `memory_limit` reads them."""
+    value, unit = float(nbytes), "B"
+    for unit in ("B", "KB", "MB", "GB", "TB"):
+        if value < 1000 or unit == "TB":
+            break
+        value /= 1000
+    return f"{value:.4g}{unit}"

@@ -1,0 +1,249 @@
+"""The problem while it is being reduced: a simple graph of cost tables, and the trail back to the original.
+
+Parallel edges are one matrix per node pair. Every change is exact and leaves a step on the trail; `expand`
+walks it backwards and turns a choice of what remains into a choice of everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .problem import Array, Problem
+from .tables import Index, Tables
+
+__all__ = ["DeadEnd", "Graph"]
+
+
+class DeadEnd(Exception):
+    """A node has no possible strategy left."""
+
+    def __init__(self, node: int) -> None:
+        super().__init__(f"node {node} has no possible strategy")
+        self.node = node
+
+
+@dataclass(frozen=True)
+class Restrict:
+    """Only the strategies `keep` of `node` remain."""
+
+    node: int
+    keep: Index
+
+    def undo(self, choice: dict[int, int]) -> None:
+        choice[self.node] = int(self.keep[choice[self.node]])
+
+
+@dataclass(frozen=True)
+class Merge:
+    """The strategy of `node` follows from that of `into`."""
+
+    node: int
+    into: int
+    follows: Index
+
+    def undo(self, choice: dict[int, int]) -> None:
+        choice[self.node] = int(self.follows[choice[self.into]])
+
+
+@dataclass(frozen=True)
+class Eliminate:
+    """`node` takes its best strategy, given those of its neighbours."""
+
+    node: int
+    cost: Array
+    edges: tuple[tuple[int, Array], ...]
+
+    def undo(self, choice: dict[int, int]) -> None:
+        total = self.cost
+        for other, matrix in self.edges:
+            total = total + matrix[:, choice[other]]
+        choice[self.node] = int(np.argmin(total))
+
+
+@dataclass
+class Graph:
+    """Nodes by their index in the problem.
+
+    cost:     node -> [S_i].
+    adjacent: node -> neighbour -> [S_i, S_j]; both orientations are kept.
+    use:      node -> row -> [S_i], only where it depends on the strategy. Row: position in `Problem.steps`.
+    slack:    row -> what is left of the limit for the nodes in `use`.
+    constant: cost of what was reduced away.
+    """
+
+    tables: Tables
+    cost: dict[int, Array]
+    adjacent: dict[int, dict[int, Array]]
+    use: dict[int, dict[int, Array]] = field(default_factory=dict[int, dict[int, Array]])
+    slack: dict[int, float] = field(default_factory=dict[int, float])
+    constant: float = 0.0
+    trail: list[Restrict | Merge | Eliminate] = field(default_factory=list[Restrict | Merge | Eliminate])
+
+    @staticmethod
+    def of(problem: Problem, tables: Tables) -> Graph:
+        """All nodes of `problem`, without memory rows."""
+        cost = {node: tables.intern(vector) for node, vector in enumerate(problem.node_costs)}
+        graph = Graph(tables, cost, {node: {} for node in cost})
+        interned: dict[int, Array] = {}  # the problem's own arrays live as long as this call
+        for (i, j), matrix in zip(problem.edges, problem.edge_costs, strict=True):
+            if id(matrix) not in interned:
+                interned[id(matrix)] = tables.intern(matrix)
+            graph.add_edge(i, j, interned[id(matrix)])
+        return graph
+
+    def add_rows(self, problem: Problem, rows: Iterable[int]) -> None:
+        """Add the memory rows at positions `rows` of `problem.steps`. No node may have been reduced yet."""
+        assert problem.limit is not None and not self.trail
+        for row in sorted(set(rows)):
+            self.slack[row] = float(problem.limit)
+        for node, (first, last) in problem.live.items():
+            usage = np.asarray(problem.usages[node], dtype=np.float64)
+            for row in self.slack:
+                if first <= row < last:
+                    self.add_use(node, row, usage)
+
+    def copy(self, nodes: Iterable[int] | None = None) -> Graph:
+        """The part on `nodes` (all by default), which no edge may leave, with no trail and no constant."""
+        kept = list(self.cost if nodes is None else nodes)
+        return Graph(
+            self.tables,
+            {node: self.cost[node] for node in kept},
+            {node: dict(self.adjacent[node]) for node in kept},
+            {node: dict(self.use[node]) for node in kept if node in self.use},
+            dict(self.slack),
+        )
+
+    def add_cost(self, node: int, vector: Array) -> None:
+        self.cost[node] = self.tables.add(self.cost[node], self.tables.intern(vector))
+
+    def add_edge(self, i: int, j: int, matrix: Array) -> None:
+        old = self.adjacent[i].get(j)
+        self.set_edge(i, j, self.tables.intern(matrix) if old is None else self.tables.add(old, matrix))
+
+    def set_edge(self, i: int, j: int, matrix: Array) -> None:
+        self.adjacent[i][j] = matrix
+        self.adjacent[j][i] = self.tables.transpose(matrix)
+
+    def forbid(self, node: int, dead: NDArray[np.bool_]) -> None:
+        """Make the strategies where `dead` [S_i] impossible."""
+        if dead.any():
+            self.cost[node] = self.tables.intern(np.where(dead, np.inf, self.cost[node]))
+
+    def drop_edge(self, i: int, j: int) -> None:
+        del self.adjacent[i][j], self.adjacent[j][i]
+
+    def add_use(self, node: int, row: int, usage: Array) -> None:
+        """What does not depend on the strategy goes into the slack: it binds no choice."""
+        least = float(usage.min())
+        self.slack[row] -= least
+        total = usage - least
+        rows = self.use.setdefault(node, {})
+        if row in rows:
+            total = total + rows[row]
+        rows[row] = total
+        self._settle_use(node, row)
+
+    def _settle_use(self, node: int, row: int) -> None:
+        usage = self.use[node][row]
+        least = float(usage.min())
+        self.slack[row] -= least
+        if usage.max() == least:
+            del self.use[node][row]
+            if not self.use[node]:
+                del self.use[node]
+        elif least:
+            self.use[node][row] = usage - least
+
+    def restrict(self, node: int, keep: Index) -> None:
+        """Keep only the strategies `keep` of `node`."""
+        if not len(keep):
+            raise DeadEnd(node)
+        self.trail.append(Restrict(node, keep))
+        self.cost[node] = self.tables.take(self.cost[node], keep)
+        for other, matrix in list(self.adjacent[node].items()):
+            self.set_edge(node, other, self.tables.take(matrix, keep))
+        for row, usage in list(self.use.get(node, {}).items()):
+            self.use[node][row] = usage[keep]
+            self._settle_use(node, row)
+
+    def eliminate(self, node: int) -> None:
+        """Minimise over `node`; exact for nodes with at most two neighbours or one strategy, and no use."""
+        edges = tuple(self.adjacent[node].items())
+        cost, tables = self.cost[node], self.tables
+        assert node not in self.use and (len(edges) <= 2 or len(cost) == 1)
+        self.trail.append(Eliminate(node, cost, edges))
+        for other, _ in edges:
+            self.drop_edge(node, other)
+        if not edges:
+            self.constant += float(cost.min())
+        elif len(cost) == 1:
+            self.constant += float(cost[0])
+            for other, matrix in edges:
+                self.cost[other] = tables.add(self.cost[other], tables.intern(matrix[0]))
+        elif len(edges) == 1:
+            ((other, matrix),) = edges
+            self.cost[other] = tables.add(self.cost[other], tables.project(tables.transpose(matrix), cost))
+        else:
+            (i, to_i), (j, to_j) = sorted(edges, key=lambda edge: edge[0])
+            self.add_edge(i, j, tables.min_plus(tables.transpose(to_i), cost, to_j))
+        del self.cost[node], self.adjacent[node]
+
+    def merge(self, node: int, into: int, follows: Index) -> None:
+        """`node` takes strategy `follows[a]` where `into` takes a: the two become one, usages added."""
+        matrix = self.adjacent[into][node]
+        self.trail.append(Merge(node, into, follows))
+        self.drop_edge(into, node)
+        self.add_cost(into, matrix[np.arange(len(follows)), follows])
+        self.cost[into] = self.tables.add(self.cost[into], self.tables.take(self.cost[node], follows))
+        for other, table in list(self.adjacent[node].items()):
+            self.drop_edge(node, other)
+            self.add_edge(into, other, self.tables.take(table, follows))
+        for row, usage in self.use.pop(node, {}).items():
+            self.add_use(into, row, usage[follows])
+        del self.cost[node], self.adjacent[node]
+
+    def expand(self, choice: Mapping[int, int]) -> dict[int, int]:
+        """The choice for every node that the trail starts with, from one for those that remain."""
+        full = dict(choice)
+        for step in reversed(self.trail):
+            step.undo(full)
+        return full
+
+    def components(self) -> list[list[int]]:
+        """Sets of nodes that no edge joins; all that share memory rows count as joined. Ascending."""
+        label: dict[int, int] = {}
+        parts: list[list[int]] = []
+        for root in sorted(self.cost):
+            if root in label:
+                continue
+            label[root] = len(parts)
+            part, frontier = [root], [root]
+            while frontier:
+                for other in self.adjacent[frontier.pop()]:
+                    if other not in label:
+                        label[other] = len(parts)
+                        part.append(other)
+                        frontier.append(other)
+            parts.append(sorted(part))
+        tied = [part for part in parts if any(node in self.use for node in part)]
+        free = [part for part in parts if not any(node in self.use for node in part)]
+        return ([sorted(node for part in tied for node in part)] if tied else []) + free
+
+    def value(self, choice: Mapping[int, int]) -> float:
+        """Cost of a choice for the nodes that remain, the constant included."""
+        total = self.constant
+        for node, vector in self.cost.items():
+            a = choice[node]
+            total += float(vector[a])
+            for other, matrix in self.adjacent[node].items():
+                if node < other:
+                    total += float(matrix[a, choice[other]])
+        return total
+
+    def entries(self) -> int:
+        """Number of edge entries: the size of the program in marginal form."""
+        return sum(m.size for i, row in self.adjacent.items() for j, m in row.items() if i < j)

@@ -1,0 +1,142 @@
+"""The labelling problem that the search solves: arrays only, no graph of tensors.
+
+Choose one strategy per node. The cost is the sum of node costs and edge costs; at every time step the usages
+of the nodes live there may not exceed the limit. This is the format of the ASPLOS/EuroSys 2025 contest on
+intra-operator parallelism (iopddl), with `inf` for what is impossible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Array", "Infeasible", "Problem", "Solution"]
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """One strategy per node, least total cost, within a limit at every time step.
+
+    node_costs:  per node [S_i]; inf is impossible.
+    edges:       pairs (i, j), i != j. Parallel edges and both orientations may occur; their costs add up.
+    edge_costs:  per edge [S_i, S_j]; inf is impossible. One array object may serve many edges.
+    intervals:   per node the half-open interval of time steps at which it is live; may be empty.
+    usages:      per node [S_i], what it uses while it is live (bytes), not negative.
+    limit:       of the sum of usages at every step; None is no limit.
+    """
+
+    node_costs: tuple[Array, ...]
+    edges: tuple[tuple[int, int], ...] = ()
+    edge_costs: tuple[Array, ...] = ()
+    intervals: tuple[tuple[int, int], ...] = ()
+    usages: tuple[NDArray[np.float64] | NDArray[np.int64], ...] = ()
+    limit: float | None = None
+
+    def __post_init__(self) -> None:
+        assert len(self.edges) == len(self.edge_costs)
+        assert self.limit is None or len(self.intervals) == len(self.usages) == len(self.node_costs)
+        for (i, j), matrix in zip(self.edges, self.edge_costs, strict=True):
+            assert i != j, f"edge from node {i} to itself"
+            assert matrix.shape == (len(self.node_costs[i]), len(self.node_costs[j])), (i, j, matrix.shape)
+
+    def cost(self, choice: Sequence[int]) -> float:
+        """Total of node and edge costs of one strategy index per node; inf if it uses an impossible one."""
+        total = float(sum(float(vector[a]) for vector, a in zip(self.node_costs, choice, strict=True)))
+        for (i, j), matrix in zip(self.edges, self.edge_costs, strict=True):
+            total += float(matrix[choice[i], choice[j]])
+        return total
+
+    def peak(self, choice: Sequence[int]) -> tuple[float, int]:
+        """The largest usage over all time steps, and the first step at which it occurs. (0.0, 0) if none."""
+        steps = self.steps
+        if not len(steps):
+            return 0.0, 0
+        profile = self.profile(choice)
+        top = int(np.argmax(profile))
+        return float(profile[top]), int(steps[top])
+
+    def profile(self, choice: Sequence[int]) -> Array:
+        """Usage [T] at each of `steps`."""
+        total = np.zeros(len(self.steps) + 1)
+        for node, (first, last) in self.live.items():
+            used = float(self.usages[node][choice[node]])
+            total[first] += used
+            total[last] -= used
+        return np.cumsum(total)[:-1]
+
+    def least_profile(self) -> Array:
+        """[T]: at each of `steps` a lower bound on the usage, every node at its least possible strategy."""
+        total = np.zeros(len(self.steps) + 1)
+        for node, (first, last) in self.live.items():
+            possible = np.isfinite(self.node_costs[node])
+            least = float(self.usages[node][possible].min()) if possible.any() else 0.0
+            total[first] += least
+            total[last] -= least
+        return np.cumsum(total)[:-1]
+
+    @cached_property
+    def steps(self) -> NDArray[np.int64]:
+        """The steps at which some node's life starts, ascending: the peak is always at one of them."""
+        starts = {start for start, end in self.intervals if start < end}
+        return np.array(sorted(starts), dtype=np.int64)
+
+    @cached_property
+    def live(self) -> dict[int, tuple[int, int]]:
+        """Per node with a life, the half-open range of positions in `steps` at which it is live."""
+        spans = np.array(self.intervals, dtype=np.int64).reshape(-1, 2)
+        first = np.searchsorted(self.steps, spans[:, 0])
+        last = np.searchsorted(self.steps, spans[:, 1])
+        return {
+            node: (int(first[node]), int(last[node]))
+            for node in range(len(spans))
+            if first[node] < last[node] and spans[node, 0] < spans[node, 1]
+        }
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A choice, and what is proven of it.
+
+    choice:      strategy index per node.
+    cost:        `Problem.cost(choice)`.
+    lower_bound: proven: no choice within the limit costs less.
+    gap:         (cost - lower_bound) / |cost|; 0.0 where both agree.
+    status:      "optimal" if the gap is no more than was asked for (and rounding), else "feasible".
+    """
+
+    choice: tuple[int, ...]
+    cost: float
+    lower_bound: float
+    gap: float
+    status: Literal["optimal", "feasible"]
+
+
+class Infeasible(Exception):
+    """No choice is possible. For whoever builds the problem to translate; not for users.
+
+    kind "edges":   `nodes` cannot all have a strategy at once; the first is where the contradiction appeared.
+    kind "memory":  at time `step` any choice uses at least `bound`; `nodes` are those live there, largest
+                    usage first, in a choice with the least usage at that step. If no single step exceeds the limit
+                    by itself (several together do), `bound` equals the limit.
+    kind "time":    no choice was found within the time limit, and none was excluded.
+    """
+
+    def __init__(
+        self,
+        kind: Literal["edges", "memory", "time"],
+        nodes: Sequence[int] = (),
+        bound: float = 0.0,
+        step: int = 0,
+    ) -> None:
+        super().__init__(f"{kind}: nodes {list(nodes)[:10]}, bound {bound}, step {step}")
+        self.kind = kind
+        self.nodes = tuple(nodes)
+        self.bound = bound
+        self.step = step

@@ -1,0 +1,83 @@
+"""How many bytes each search node keeps resident, and from when to when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import fx
+
+from cost_model.memory import ADAMW
+from cost_model.mesh import MeshSpec
+from passes.assignment import NodeLayouts
+from passes.joint import JointGraph, tensor_operands
+from passes.op_kinds import alias_chain, is_view
+from passes.pricing import local_nbytes, traffic
+
+__all__ = ["Residency"]
+
+
+@dataclass(frozen=True)
+class Residency:
+    """intervals: per search node, half-open steps (positions in the graph's order) it is resident;
+    nbytes: per search node, int64 bytes on the fullest rank per strategy.
+
+    A parameter is resident throughout with its gradient and optimizer state. An op's result lives
+    from its step to its last reader's; views alias their operand, fused results are never stored.
+    A `use` counts what it gathered. Values the backward reads are live across the phases.
+    """
+
+    intervals: tuple[tuple[int, int], ...]
+    nbytes: tuple[np.ndarray, ...]
+
+    @staticmethod
+    def of(
+        joint: JointGraph,
+        nodes: Sequence[fx.Node | None],
+        strategies: Sequence[tuple[NodeLayouts, ...]],
+        mesh: MeshSpec,
+    ) -> Residency:
+        order = {node: step for step, node in enumerate(joint.graph.nodes)}
+        end = len(order)
+        last = _last_reads(order)
+        trained = joint.trained
+        intervals: list[tuple[int, int]] = []
+        nbytes: list[np.ndarray] = []
+        for node, options in zip(nodes, strategies, strict=True):
+            if node is None:
+                intervals.append((0, 0))
+                nbytes.append(np.zeros(len(options), dtype=np.int64))
+            elif node.op == "placeholder":
+                # The value, its gradient and AdamW's states.
+                copies = 2 + ADAMW.states if node in trained else 1
+                intervals.append((0, end))
+                nbytes.append(_result_bytes(node, options, mesh) * copies)
+            else:
+                intervals.append((order[node], last.get(node, order[node]) + 1))
+                stored = _is_gather(node) or (traffic(node).writes and not is_view(node))
+                held = _result_bytes(node, options, mesh)
+                nbytes.append(held if stored else np.zeros_like(held))
+        return Residency(tuple(intervals), tuple(nbytes))
+
+
+def _last_reads(order: dict[fx.Node, int]) -> dict[fx.Node, int]:
+    """Per node that owns storage, the last step at which it or a view of it is read."""
+    last: dict[fx.Node, int] = {}
+    for node, step in order.items():
+        for operand in tensor_operands(node):
+            for owner in alias_chain(operand):
+                last[owner] = max(last.get(owner, 0), step)
+    return last
+
+
+def _is_gather(node: fx.Node) -> bool:
+    return str(node.target) == "autoshard.use.default"
+
+
+def _result_bytes(node: fx.Node, options: Sequence[NodeLayouts], mesh: MeshSpec) -> np.ndarray:
+    value = node.meta["val"]
+    count = len(value) if isinstance(value, (tuple, list)) else 1
+    present = [i for i in range(count) if count == 1 or value[i] is not None]
+    totals = [sum(local_nbytes(option.results[i], node, i, mesh) for i in present) for option in options]
+    return np.array(totals, dtype=np.int64)

@@ -1,0 +1,313 @@
+"""The search space of a graph: strategies and prices per node, prices per edge, as one `Problem`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import fx
+
+from cost_model.compute import ComputePrices
+from cost_model.mesh import MeshSpec
+from passes.assignment import Assignment, NodeLayouts
+from passes.joint import JointGraph, map_operands, node_value, result_index, tensor_operands
+from passes.layout import Layout
+from passes.pricing import Traffic, strategy_seconds, traffic
+from passes.redistribute import Redistributor
+from passes.rules.registry import RuleTable, rule_for
+from passes.rules.rule import OpRule
+from passes.search.boundary import Boundary
+from passes.search.problem import Problem
+from passes.search.residency import Residency
+from passes.strategies import Units, enumerate_strategies
+
+__all__ = ["Edge", "Prices", "SearchSpace", "build_space"]
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Everything that turns layouts into seconds on one mesh."""
+
+    mesh: MeshSpec
+    compute: ComputePrices
+    redistributor: Redistributor
+    optimizer_seconds: Callable[[int], float]  # bytes of a parameter's shard -> seconds of its update
+
+
+@dataclass(frozen=True)
+class Edge:
+    """Value `result` of search node `producer`, read by `consumer`.
+
+    operand is the position among the consumer's operands, or None when the consumer is the end of
+    the graph that the value must reach: the parameter whose gradient it is, or an output.
+    """
+
+    producer: int
+    result: int
+    consumer: int
+    operand: int | None
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """problem: arrays for the solver; names, strategies: per search node; edges: parallel to
+    `problem.edges`. Nodes named "output N" stand for results that no input is tied to."""
+
+    problem: Problem
+    names: tuple[str, ...]
+    strategies: tuple[tuple[NodeLayouts, ...], ...]
+    edges: tuple[Edge, ...]
+    output_slots: tuple[int | None, ...]  # per graph result: the search node whose layout it must reach
+
+    def assignment(self, choice: Sequence[int]) -> dict[str, NodeLayouts]:
+        """The chosen layouts by node name, with the graph's output node under "output"."""
+        chosen = [options[c] for options, c in zip(self.strategies, choice, strict=True)]
+        layouts = {n: c for n, c in zip(self.names, chosen, strict=True) if not n.startswith("output ")}
+        ends = tuple(chosen[slot].results[0] for slot in self.output_slots if slot is not None)
+        return {**layouts, "output": NodeLayouts(operands=ends, results=())}
+
+
+def build_space(
+    joint: JointGraph,
+    prices: Prices,
+    boundary: Boundary,
+    *,
+    memory_limit: int | None = None,
+    rules: RuleTable | None = None,
+) -> SearchSpace:
+    """The labelling problem of `joint` on `prices.mesh`.
+
+    One search node per placeholder, op and untied output; one edge per operand, priced by the
+    redistribution from the producer's layout to the one the consumer reads.
+    """
+    builder = _Builder(joint, prices, boundary, rules, joint.trained)
+    builder.add_nodes()
+    builder.add_edges()
+    return builder.finish(memory_limit)
+
+
+@dataclass(frozen=True)
+class _Option:
+    """Strategies and seconds shared by all nodes of one class (same op, shapes, arguments)."""
+
+    strategies: tuple[NodeLayouts, ...]
+    seconds: np.ndarray
+
+
+@dataclass
+class _Builder:
+    joint: JointGraph
+    prices: Prices
+    boundary: Boundary
+    rules: RuleTable | None
+    trained: set[fx.Node]
+    index: dict[fx.Node, int] = field(default_factory=dict)
+    nodes: list[fx.Node | None] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    options: list[_Option] = field(default_factory=list)
+    edges: list[Edge] = field(default_factory=list)
+    edge_costs: list[np.ndarray] = field(default_factory=list)
+    slots: list[int | None] = field(default_factory=list)
+    classes: dict[Hashable, _Option] = field(default_factory=dict)
+    matrices: dict[Hashable, np.ndarray] = field(default_factory=dict)
+
+    def add_nodes(self) -> None:
+        units = needed_units(self.joint, self.rules)
+        ordered = _free_axis_order(self.joint)
+        placeholders = iter(range(len(self.joint.inputs)))
+        for node in self.joint.graph.nodes:
+            if node.op == "placeholder":
+                self._add(node, node.name, self._placeholder(node, next(placeholders)))
+            elif node.op == "call_function" and result_index(node)[0] is node:
+                self._add(node, node.name, self._op(node, units, node in ordered))
+        for position, result in enumerate(self.joint.results):
+            self.slots.append(None if result is None else self._slot(position, result))
+
+    def add_edges(self) -> None:
+        for node, consumer in list(self.index.items()):
+            for operand, source in enumerate(tensor_operands(node)):
+                self._connect(source, consumer, operand)
+        for result, slot in zip(self.joint.results, self.slots, strict=True):
+            if result is not None and slot is not None:
+                self._connect(result, slot, None)
+
+    def finish(self, memory_limit: int | None) -> SearchSpace:
+        strategies = tuple(option.strategies for option in self.options)
+        residency = Residency.of(self.joint, self.nodes, strategies, self.prices.mesh)
+        problem = Problem(
+            node_costs=tuple(option.seconds for option in self.options),
+            edges=tuple((edge.producer, edge.consumer) for edge in self.edges),
+            edge_costs=tuple(self.edge_costs),
+            intervals=residency.intervals,
+            usages=residency.nbytes,
+            limit=memory_limit,
+        )
+        return SearchSpace(problem, tuple(self.names), strategies, tuple(self.edges), tuple(self.slots))
+
+    def _add(self, node: fx.Node | None, name: str, option: _Option) -> int:
+        position = len(self.names)
+        if node is not None:
+            self.index[node] = position
+        self.nodes.append(node)
+        self.names.append(name)
+        self.options.append(option)
+        return position
+
+    def _placeholder(self, node: fx.Node, position: int) -> _Option:
+        spec = self.joint.inputs[position]
+        shape = tuple(node_value(node).shape)
+        allowed = self.boundary.inputs.get(position)
+        is_parameter = spec.kind == "param"
+        if allowed is not None:
+            strategies = tuple(NodeLayouts((), (layout,)) for layout in allowed)
+            seconds = np.zeros(len(strategies))
+        else:
+            option = self._classed(("placeholder", shape, is_parameter), lambda: self._free(shape, any_order=is_parameter))
+            strategies, seconds = option.strategies, option.seconds
+        if node in self.trained:
+            seconds = seconds + self._update_seconds(node, strategies)
+        return _Option(strategies, seconds)
+
+    def _free(self, shape: tuple[int, ...], any_order: bool) -> _Option:
+        """Every split of a tensor in torch's own sizes: what a DTensor can hold."""
+        mesh = self.prices.mesh
+        strategies = [
+            NodeLayouts((), found.results)
+            for found in enumerate_strategies(_tensor_rule(shape), (), (shape,), mesh, any_order=any_order)
+            if _is_storable(found.results[0], shape, mesh)
+        ]
+        return _Option(tuple(strategies), np.zeros(len(strategies)))
+
+    def _update_seconds(self, node: fx.Node, strategies: Iterable[NodeLayouts]) -> np.ndarray:
+        value, mesh = node_value(node), self.prices.mesh
+        nbytes = [math.prod(s.results[0].max_local_shape(value.shape, mesh)) * value.element_size() for s in strategies]
+        return np.array([self.prices.optimizer_seconds(n) for n in nbytes])
+
+    def _op(self, node: fx.Node, units: Units, any_order: bool) -> _Option:
+        flow = traffic(node)
+        key = (_class_key(node), flow, any_order)
+        return self._classed(key, lambda: self._enumerated(node, units, any_order, flow))
+
+    def _enumerated(self, node: fx.Node, units: Units, any_order: bool, flow: Traffic) -> _Option:
+        rule = rule_for(node, self.rules)
+        mesh = self.prices.mesh
+        operands = [node_value(n).shape for n in tensor_operands(node)]
+        strategies = enumerate_strategies(
+            rule, operands, result_shapes(node), mesh, units=units, any_order=any_order
+        )
+        return _Option(strategies, strategy_seconds(node, rule, strategies, flow, mesh, self.prices.compute))
+
+    def _classed(self, key: Hashable, make: Callable[[], _Option]) -> _Option:
+        if key not in self.classes:
+            self.classes[key] = make()
+        return self.classes[key]
+
+    def _slot(self, position: int, result: fx.Node) -> int:
+        """The search node whose layout the graph's result must reach."""
+        tied = self.boundary.tied.get(position)
+        if tied is not None:
+            return self.index[self.joint.placeholders[tied]]
+        layouts = self.boundary.outputs[position]
+        strategies = tuple(NodeLayouts((), (layout,)) for layout in layouts)
+        return self._add(None, f"output {position}", _Option(strategies, np.zeros(len(strategies))))
+
+    def _connect(self, source: fx.Node, consumer: int, operand: int | None) -> None:
+        node, result = result_index(source)
+        producer = self.index[node]
+        self.edges.append(Edge(producer, result, consumer, operand))
+        self.edge_costs.append(self._matrix(source, producer, result, consumer, operand))
+
+    def _matrix(self, source: fx.Node, producer: int, result: int, consumer: int, operand: int | None) -> np.ndarray:
+        value = node_value(source)
+        held = self.options[producer].strategies
+        read = self.options[consumer].strategies
+        key = (id(held), result, id(read), operand, tuple(value.shape), value.dtype)
+        if key not in self.matrices:
+            sources = [s.results[result] for s in held]
+            targets = [s.results[0] if operand is None else s.operands[operand] for s in read]
+            self.matrices[key] = self._edge_matrix(sources, targets, value)
+        return self.matrices[key]
+
+    def _edge_matrix(self, sources: list[Layout], targets: list[Layout], value: torch.Tensor) -> np.ndarray:
+        """Price each distinct pair of layouts once, then spread over the strategies."""
+        rows, row_of = _distinct(sources)
+        columns, column_of = _distinct(targets)
+        seconds = self.prices.redistributor.matrix(rows, columns, tuple(value.shape), value.element_size())
+        return seconds[np.ix_(row_of, column_of)]
+
+
+def _distinct(layouts: Sequence[Layout]) -> tuple[list[Layout], list[int]]:
+    position: dict[Layout, int] = {}
+    where = [position.setdefault(layout, len(position)) for layout in layouts]
+    return list(position), where
+
+
+def _tensor_rule(shape: Sequence[int]) -> OpRule:
+    """The rule of a tensor that simply is: every dim a factor of its own."""
+    names = [f"d{i}" if length > 1 else "" for i, length in enumerate(shape)]
+    dims = tuple((name,) if name else () for name in names)
+    return OpRule((), (dims,), {n: length for n, length in zip(names, shape, strict=True) if n})
+
+
+def _is_storable(layout: Layout, shape: Sequence[int], mesh: MeshSpec) -> bool:
+    """DTensor states an axis order other than the mesh's only where the split is even."""
+    for length, axes in zip(shape, layout.dims, strict=True):
+        in_order = sorted(axes, key=mesh.index) == list(axes)
+        if not in_order and length % mesh.size(*axes):
+            return False
+    return True
+
+
+def result_shapes(node: fx.Node) -> list[tuple[int, ...]]:
+    """Shapes of a node's results; () for a result that is None."""
+    value = node.meta["val"]
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return [() if v is None else tuple(v.shape) for v in values]
+
+
+def _class_key(node: fx.Node) -> Hashable:
+    """Nodes with equal keys have equal rules, strategies and seconds."""
+    tokens = [f"<{tuple(node_value(n).shape)} {node_value(n).dtype}>" for n in tensor_operands(node)]
+    return (str(node.target), repr(map_operands(node, tokens)), str(result_shapes(node)), str(node_value(node).dtype))
+
+
+def needed_units(joint: JointGraph, rules: RuleTable | None) -> Mapping[int, frozenset[int]]:
+    """The granularities that products of factors impose on dims of their length (see `Units`)."""
+    units: dict[int, set[int]] = {}
+    for node in joint.graph.nodes:
+        if node.op != "call_function" or result_index(node)[0] is not node:
+            continue
+        rule = rule_for(node, rules)
+        for tensor in (*rule.operands, *rule.results):
+            for dim in tensor:
+                sizes = [rule.sizes[f] for f in dim if rule.sizes[f] > 1]
+                if len(sizes) > 1:
+                    units.setdefault(math.prod(sizes), set()).add(math.prod(sizes[1:]))
+    return {length: frozenset(found) for length, found in units.items()}
+
+
+def _free_axis_order(joint: JointGraph) -> set[fx.Node]:
+    """Nodes that only pass a parameter or a gradient along: there the order of axes matters."""
+    passing = (torch.ops.autoshard.use.default, torch.ops.aten._to_copy.default)
+    found: set[fx.Node] = set()
+    parameters = {
+        node for node, spec in zip(joint.placeholders, joint.inputs, strict=True) if spec.kind == "param"
+    }
+    for node in joint.graph.nodes:
+        if node.op == "call_function" and node.target in passing:
+            if tensor_operands(node)[0] in parameters | found:
+                found.add(node)
+    for node in reversed(joint.graph.nodes):
+        if node.op == "call_function" and node.target in passing:
+            if all(user.op == "output" or user in found for user in node.users):
+                found.add(node)
+    return found
+
+
+def chosen_layouts(assignment: Assignment, node: fx.Node) -> Layout:
+    """The layout in which `node` (a getitem included) leaves its value."""
+    producer, index = result_index(node)
+    return assignment[producer.name].results[index]

@@ -1,0 +1,144 @@
+"""Cost tables by value: every distinct array is held once, and every operation on it is done once.
+
+Most nodes of a deep model are copies of a few hundred, so the same min-plus product, restriction or comparison
+comes up once per layer. Interned arrays are compared by identity, which makes those memo look-ups.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Hashable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .problem import Array
+
+__all__ = ["Index", "Tables"]
+
+Index = NDArray[np.intp]
+BLOCK = 1 << 20
+"""Entries of the largest temporary array of a blocked operation."""
+
+
+class Tables:
+    """Interns arrays, and memoises operations on interned ones. All results are interned and read-only."""
+
+    def __init__(self) -> None:
+        self._by_digest: dict[bytes, Array] = {}
+        self._interned: dict[int, Array] = {}
+        self._memo: dict[Hashable, object] = {}
+
+    def intern(self, array: Array) -> Array:
+        """The one array with this shape and these values."""
+        if self._interned.get(id(array)) is array:
+            return array
+        array = np.ascontiguousarray(array, dtype=np.float64)
+        digest = hashlib.blake2b(array, digest_size=16).digest() + bytes(repr(array.shape), "ascii")
+        known = self._by_digest.get(digest)
+        if known is None:
+            known = array.copy()
+            known.flags.writeable = False
+            self._by_digest[digest] = known
+            self._interned[id(known)] = known
+        return known
+
+    def _array(self, key: Hashable, make: Callable[[], Array]) -> Array:
+        found = self._memo.get(key)
+        if found is None:
+            found = self._memo[key] = self.intern(make())
+        assert isinstance(found, np.ndarray)
+        return found
+
+    def transpose(self, matrix: Array) -> Array:
+        key = ("T", id(matrix))
+        found = self._memo.get(key)
+        if isinstance(found, np.ndarray):
+            return found
+        result = self.intern(np.ascontiguousarray(matrix.T))
+        self._memo[key] = result
+        self._memo["T", id(result)] = matrix
+        return result
+
+    def take(self, table: Array, keep: Index) -> Array:
+        """`table[keep]`."""
+        return self._array(("take", id(table), keep.tobytes()), lambda: table[keep])
+
+    def add(self, left: Array, right: Array) -> Array:
+        return self._array(("+", id(left), id(right)), lambda: left + right)
+
+    def project(self, matrix: Array, cost: Array) -> Array:
+        """[a] = min over k of matrix[a, k] + cost[k]."""
+        return self._array(("min", id(matrix), id(cost)), lambda: (matrix + cost).min(axis=1))
+
+    def min_plus(self, left: Array, cost: Array, right: Array) -> Array:
+        """[a, b] = min over k of left[a, k] + cost[k] + right[k, b]."""
+        return self._array(("min+", id(left), id(cost), id(right)), lambda: _min_plus(left + cost, right))
+
+    def possible(self, matrix: Array) -> NDArray[np.bool_]:
+        """[a]: row a has a finite entry."""
+        key = ("possible", id(matrix))
+        found = self._memo.get(key)
+        if found is None:
+            found = self._memo[key] = np.isfinite(matrix).any(axis=1)
+        assert isinstance(found, np.ndarray)
+        return found
+
+    def excess(self, matrix: Array) -> Array:
+        """[a, b] = max over k of matrix[a, k] - matrix[b, k], over the k that b allows.
+
+        What a can cost more than b on this edge at worst; inf where b allows a k that a does not.
+        """
+        return self._array(("excess", id(matrix)), lambda: _excess(matrix))
+
+    def function(self, matrix: Array) -> Index | None:
+        """The column of each row, if every row has exactly one finite entry; otherwise None."""
+        key = ("function", id(matrix))
+        if key not in self._memo:
+            finite = np.isfinite(matrix)
+            single = bool((finite.sum(axis=1) == 1).all())
+            self._memo[key] = finite.argmax(axis=1) if single else None
+        found = self._memo[key]
+        return found if isinstance(found, np.ndarray) else None
+
+    def separate(self, matrix: Array) -> tuple[Array, Array] | None:
+        """(rows, columns) with matrix[a, b] = rows[a] + columns[b], if there are such; otherwise None."""
+        key = ("separate", id(matrix))
+        if key not in self._memo:
+            parts = _separate(matrix)
+            self._memo[key] = parts and (self.intern(parts[0]), self.intern(parts[1]))
+        found = self._memo[key]
+        return found if isinstance(found, tuple) else None
+
+
+def _min_plus(left: Array, right: Array) -> Array:
+    columns = np.ascontiguousarray(left.T)
+    result = columns[0][:, None] + right[0]
+    term = np.empty_like(result)
+    for k in range(1, len(columns)):
+        np.add(columns[k][:, None], right[k], out=term)
+        np.minimum(result, term, out=result)
+    return result
+
+
+def _excess(matrix: Array) -> Array:
+    count = len(matrix)
+    result = np.empty((count, count))
+    rows = max(1, BLOCK // matrix.size)
+    with np.errstate(invalid="ignore"):
+        for start in range(0, count, rows):
+            block = matrix[start : start + rows, None, :] - matrix[None, :, :]
+            np.fmax.reduce(block, axis=2, out=result[start : start + rows])  # inf - inf is ignored
+    result[np.isnan(result)] = -np.inf
+    return result
+
+
+def _separate(matrix: Array) -> tuple[Array, Array] | None:
+    if not np.isfinite(matrix).all():
+        return None
+    rows = matrix[:, 0] - matrix[0, 0]
+    columns = matrix[0]
+    rounding = 4 * np.finfo(np.float64).eps * np.abs(matrix).max()
+    if np.abs(matrix - rows[:, None] - columns).max() > rounding:
+        return None
+    return rows, columns

@@ -1,0 +1,161 @@
+"""From an op's rule to the strategies it allows on a mesh: one choice of factor for every axis."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from cost_model.mesh import MeshSpec
+from passes.assignment import FactorSplit, NodeLayouts
+from passes.layout import Layout, nested_sizes
+from passes.rules.rule import Dim, OpRule
+
+__all__ = ["Units", "enumerate_strategies", "replicated_strategy"]
+
+Shape = Sequence[int]
+Units = Mapping[int, frozenset[int]]
+"""Length of a dim -> the granularities in which some op of the graph needs it split.
+
+A dim of 64 that a view turns into 4 heads of 16 has {64: {16}}: over 3 ranks the heads are split
+(2, 2, 0), so the dim must be offered as (32, 32, 0) and not only as torch.chunk's (22, 22, 20).
+"""
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What one mesh axis does at one op: split a factor, carry a linear set's partial sums, or nothing."""
+
+    axis: str
+    factor: str | None = None
+    linear: int | None = None
+
+
+def enumerate_strategies(
+    rule: OpRule,
+    operand_shapes: Sequence[Shape],
+    result_shapes: Sequence[Shape],
+    mesh: MeshSpec,
+    *,
+    units: Units | None = None,
+    any_order: bool = False,
+) -> tuple[NodeLayouts, ...]:
+    """Every strategy the rule allows: the product over the mesh's axes of size > 1.
+
+    Several axes may split one factor: in mesh order, and with `any_order` in every order (a
+    parameter split over "tp" and each part over "dp" is f32[4096@tp@dp, 512]).
+    Deterministic; the first strategy is the replicated one.
+    """
+    legal = _contiguous_factors(rule)
+    found: dict[NodeLayouts, None] = {}
+    per_axis = [_axis_choices(axis, legal, rule) for axis in mesh.real_axes()]
+    for choices in itertools.product(*per_axis):
+        for splits in _splits(choices, rule, mesh, units or {}, any_order):
+            found.setdefault(_layouts(rule, operand_shapes, result_shapes, mesh, choices, splits))
+    return tuple(found)
+
+
+def replicated_strategy(operand_ndims: Sequence[int], result_ndims: Sequence[int]) -> NodeLayouts:
+    return NodeLayouts(
+        tuple(Layout.replicated(n) for n in operand_ndims), tuple(Layout.replicated(n) for n in result_ndims)
+    )
+
+
+def _contiguous_factors(rule: OpRule) -> tuple[str, ...]:
+    """Factors whose shards are contiguous in every dim they appear in: first of size > 1 there."""
+    hidden: set[str] = set()
+    for tensor in (*rule.operands, *rule.results):
+        for dim in tensor:
+            large = [f for f in dim if rule.sizes[f] > 1]
+            hidden.update(large[1:])
+    return tuple(f for f in rule.splittable if f not in hidden)
+
+
+def _axis_choices(axis: str, factors: Sequence[str], rule: OpRule) -> list[_Choice]:
+    splits = [_Choice(axis, factor=f) for f in factors]
+    partials = [_Choice(axis, linear=i) for i in range(len(rule.linear))]
+    return [_Choice(axis), *splits, *partials]
+
+
+def _splits(
+    choices: Sequence[_Choice], rule: OpRule, mesh: MeshSpec, units: Units, any_order: bool
+) -> Iterator[tuple[FactorSplit, ...]]:
+    axes_of: dict[str, list[str]] = {}
+    for choice in choices:
+        if choice.factor is not None:
+            axes_of.setdefault(choice.factor, []).append(choice.axis)
+    options = [
+        [
+            FactorSplit(factor, order, unit)
+            for order in (itertools.permutations(axes) if any_order else [tuple(axes)])
+            for unit in _unit_options(rule.sizes[factor], [mesh.size(a) for a in order], units)
+        ]
+        for factor, axes in axes_of.items()
+    ]
+    return (tuple(combination) for combination in itertools.product(*options))
+
+
+def _unit_options(length: int, parts: Sequence[int], units: Units) -> list[int]:
+    """1, and every needed unit that gives other split sizes than torch.chunk does."""
+    seen = {nested_sizes(length, tuple(parts)): 1}
+    for unit in sorted(units.get(length, frozenset())):
+        if length % unit == 0:
+            seen.setdefault(nested_sizes(length, tuple(parts), unit), unit)
+    return list(seen.values())
+
+
+def _layouts(
+    rule: OpRule,
+    operand_shapes: Sequence[Shape],
+    result_shapes: Sequence[Shape],
+    mesh: MeshSpec,
+    choices: Sequence[_Choice],
+    splits: tuple[FactorSplit, ...],
+) -> NodeLayouts:
+    by_factor = {split.factor: split for split in splits}
+    carried = [(c.axis, rule.linear[c.linear]) for c in choices if c.linear is not None]
+    operands = tuple(
+        _layout(rule, dims, shape, mesh, by_factor, [(a, "sum") for a, members in carried if i in members])
+        for i, (dims, shape) in enumerate(zip(rule.operands, operand_shapes, strict=True))
+    )
+    results = tuple(
+        _layout(rule, dims, shape, mesh, by_factor, [(a, "sum") for a, _ in carried] + _pending(rule, dims, splits))
+        for dims, shape in zip(rule.results, result_shapes, strict=True)
+    )
+    return NodeLayouts(operands, results, splits)
+
+
+def _pending(rule: OpRule, dims: Sequence[Dim], splits: Sequence[FactorSplit]) -> list[tuple[str, str]]:
+    """Partial entries of a result: the axes whose split factor this result has summed away."""
+    kept = {factor for dim in dims for factor in dim}
+    return [
+        (axis, rule.reductions[split.factor])
+        for split in splits
+        if split.factor not in kept and split.factor in rule.reductions
+        for axis in split.axes
+    ]
+
+
+def _layout(
+    rule: OpRule,
+    dims: Sequence[Dim],
+    shape: Shape,
+    mesh: MeshSpec,
+    by_factor: Mapping[str, FactorSplit],
+    partial: Sequence[tuple[str, str]],
+) -> Layout:
+    axes: list[tuple[str, ...]] = []
+    sizes: list[tuple[int, ...] | None] = []
+    for dim in dims:
+        head = next((f for f in dim if rule.sizes[f] > 1), None)
+        split = by_factor.get(head) if head is not None else None
+        if head is None or split is None:
+            axes.append(())
+            sizes.append(None)
+            continue
+        inner = math.prod(rule.sizes[f] for f in dim) // rule.sizes[head]
+        parts = nested_sizes(rule.sizes[head], tuple(mesh.size(a) for a in split.axes), split.unit)
+        axes.append(split.axes)
+        sizes.append(tuple(part * inner for part in parts))
+    return Layout.of(shape, mesh, axes, partial, sizes)

@@ -1,0 +1,175 @@
+"""Every use of a private torch API: one small function each, saying what it is for.
+
+Private means any name under `torch._*`. Supported: torch 2.11 to 2.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+
+def torch_decompositions(ops: Sequence[Any]) -> dict[Any, Callable[..., Any]]:
+    """torch's own decompositions of `ops` (packets or overloads), for capture. Since torch 1.13."""
+    from torch._decomp import get_decompositions
+
+    return dict(get_decompositions(ops))
+
+
+@dataclass(frozen=True)
+class SchemaArgument:
+    """One argument of an op's schema."""
+
+    name: str
+    default: Any
+
+
+@lru_cache(maxsize=None)
+def schema_arguments(op: Any) -> tuple[SchemaArgument, ...]:
+    """Arguments of an OpOverload in order; () for a target without a schema. `_schema` since torch 1.9."""
+    schema = getattr(op, "_schema", None)
+    if schema is None:
+        return ()
+    return tuple(SchemaArgument(a.name, a.default_value if a.has_default_value() else None) for a in schema.arguments)
+
+
+def op_key(op: Any) -> str | None:
+    """ "aten::add.Tensor" of an OpOverload, "aten::add" of a packet or of an operator that
+    `torch.library.custom_op` made; None for anything else. `_qualified_op_name`, `_qualname` since 2.4."""
+    if isinstance(op, torch._ops.OpOverload):
+        return op.name() if "." in op.name() else f"{op.name()}.default"
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        return op._qualified_op_name
+    return getattr(op, "_qualname", None) if isinstance(op, torch.library.CustomOpDef) else None
+
+
+def fake_mode_of(value: Any) -> Any:
+    """The FakeTensorMode of a FakeTensor (or of the first one in a tuple). `fake_mode` since torch 2.0."""
+    from torch._subclasses import FakeTensor
+
+    for item in value if isinstance(value, (tuple, list)) else (value,):
+        if isinstance(item, FakeTensor):
+            return item.fake_mode
+    raise AssertionError(f"no FakeTensor in {value!r}")
+
+
+def strided_shard(dim: int, split_factor: int) -> Any:
+    """The placement of an axis whose shards of `dim` are split again by an axis to its left.
+
+    `_StridedShard` since torch 2.4; the only placement that states an axis order.
+    """
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+def is_strided_shard(placement: Any) -> bool:
+    """Whether `placement` is one of `strided_shard`'s."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return isinstance(placement, _StridedShard)
+
+
+def strided_shard_factor(placement: Any) -> int:
+    """`split_factor` of a placement for which `is_strided_shard` holds."""
+    return int(placement.split_factor)
+
+
+def is_profiling() -> bool:
+    """Whether a profiler records now; 50 ns, where `record_function` costs microseconds. Since 1.9."""
+    return torch.autograd._profiler_enabled()
+
+
+def lookup_compiler(name: str) -> Callable[..., Any] | None:
+    """A torch.compile backend by name: (GraphModule, example inputs) -> callable; None if unknown.
+
+    `torch._dynamo.lookup_backend` has no public form that does not also trace. Since torch 2.0.
+    """
+    from torch._dynamo.backends.registry import list_backends, lookup_backend
+
+    if name not in list_backends(exclude_tags=()):
+        return None
+    return lookup_backend(name)
+
+
+def compiler_names() -> list[str]:
+    """Names of the torch.compile backends of this installation. Since torch 2.0."""
+    from torch._dynamo.backends.registry import list_backends
+
+    return list_backends()
+
+
+def fresh_fakes(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Fake tensors like `values` (same sizes, strides, dtype, device) of a new FakeTensorMode. Since 2.0."""
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        return [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
+
+
+def compile_with_inductor(module: Any, examples: Sequence[torch.Tensor]) -> Callable[[list[Any]], Any]:
+    """Inductor's code for an inference graph, taking its inputs in a list that it empties as it goes.
+
+    `compile_fx` wraps that code in functions with `*args`, which keep every input alive to the end: a
+    backward would hold all saved tensors at once. The code itself is taken where the wrappers do
+    nothing but pass results through, which its number of results tells. `compile_fx` with
+    `inner_compile` since torch 2.0; AOT autograd's own cache would skip `inner_compile`, hence off
+    (Inductor's stays on).
+    """
+    from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    made: list[Any] = []
+    results: list[int] = []
+
+    def inner(graph: Any, inputs: Any, **kwargs: Any) -> Any:
+        output = next(n for n in reversed(graph.graph.nodes) if n.op == "output")
+        results.append(len(output.args[0]))
+        made.append(compile_fx_inner(graph, inputs, **kwargs))
+        return made[-1]
+
+    expected = len(next(n for n in reversed(module.graph.nodes) if n.op == "output").args[0])
+    with config.patch(enable_autograd_cache=False):
+        wrapped = compile_fx(module, list(examples), inner_compile=inner)
+    if results == [expected]:
+        return made[0]
+    return lambda inputs: wrapped(*inputs)
+
+
+def lower_as_collectives(ops: Mapping[str, Any], all_reduce_in_place: Any) -> None:
+    """Let Inductor lower `ops` as it does torch's functional collectives.
+
+    ops: name in `torch.ops._c10d_functional` -> the op to treat like it, which has more arguments at
+    the end. All but all_reduce run out of place; all_reduce runs on a copy that fuses with whatever
+    computes its operand. Inductor then keeps the order of collectives as the graph has it, and reuses no
+    buffer in flight. `register_lowering` since torch 2.0, `_CollectiveKernel` since 2.3.
+    """
+    from torch._inductor import ir
+    from torch._inductor.lowering import (
+        add_layout_constraint,
+        clone,
+        constrain_to_fx_strides,
+        lowerings,
+        register_lowering,
+    )
+
+    def all_reduce(operand: Any, *rest: Any) -> Any:
+        operand = ir.ExternKernel.require_contiguous(clone(operand))
+        ir._CollectiveKernel.create_inplace(all_reduce_in_place, operand, *rest)
+        return operand
+
+    def out_of_place(op: Any) -> Callable[..., Any]:
+        def lower(operand: Any, *rest: Any) -> Any:
+            operand = ir.ExternKernel.require_contiguous(operand)
+            return ir.TensorBox.create(ir._CollectiveKernel.create_out_of_place(op, operand, *rest))
+
+        return lower
+
+    for name, op in ops.items():
+        if op not in lowerings:
+            add_layout_constraint(op, constrain_to_fx_strides)
+            register_lowering(op, type_promotion_kind=None)(all_reduce if name == "all_reduce" else out_of_place(op))

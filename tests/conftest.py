@@ -1,0 +1,47 @@
+"""Fixtures shared by all tests: `ranks`, a pool of rank processes, and `golden`, expected text."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+# Read when torch or transformers are first imported, so set here, before any test module is.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+import torch
+
+from tests.golden import Golden
+from tests.ranks import RankPool
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden", action="store_true", help="rewrite golden files with what the tests got"
+    )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """Small tensors: threads cost more than they give, and the ranks need the cores."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """`ranks.run(fn, *args, world=4)`: fn(rank, *args) on 4 processes with gloo. See tests/ranks.py."""
+    with RankPool() as pool:
+        yield pool
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Golden:
+    """`golden.check(text, "name.txt")` compares with tests/<area>/golden/name.txt."""
+    return Golden(request.path.parent / "golden", bool(request.config.getoption("--update-golden")))

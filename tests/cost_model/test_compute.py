@@ -1,0 +1,77 @@
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cost_model.compute import ComputePrices
+from cost_model.profile import Profile
+
+SHIPPED = [ComputePrices(Profile.named(name)) for name in Profile.names()]
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def test_matmul_at_the_measured_sizes(round_profile: Profile) -> None:
+    prices = ComputePrices(round_profile)
+    assert prices.matmul_seconds(1e6, "float32") == pytest.approx(1e-6)
+    assert prices.matmul_seconds(1e8, "float32") == pytest.approx(1e-5)
+    assert prices.matmul_seconds(1e8, "bfloat16") == pytest.approx(5e-6)
+
+
+def test_matmul_between_and_beyond(round_profile: Profile) -> None:
+    prices = ComputePrices(round_profile)
+    assert prices.matmul_seconds(1e7, "float32") == pytest.approx(1e-5 / 10**0.5)  # 1 us to 10 us, half way
+    assert prices.matmul_seconds(1e5, "float32") == pytest.approx(1e-7)  # at 1 Tflop/s
+    assert prices.matmul_seconds(1e10, "float32") == pytest.approx(1e-3)  # at 10 Tflop/s
+    assert prices.matmul_seconds(0, "float32") == 0.0
+
+
+def test_a_dtype_without_a_rate_gets_the_slowest(round_profile: Profile) -> None:
+    prices = ComputePrices(round_profile)
+    assert prices.has_rate("bfloat16") and not prices.has_rate("int64")
+    assert prices.matmul_seconds(1e8, "int64") == prices.matmul_seconds(1e8, "float32")
+
+
+def test_roofline(round_profile: Profile) -> None:
+    prices = ComputePrices(round_profile)
+    assert prices.launch_seconds == 2e-6
+    assert prices.memory_seconds(1e6) == pytest.approx(1e-6)
+    assert prices.op_seconds(1e8, 1e6, "float32") == pytest.approx(2e-6 + 10e-6)  # the product takes longer
+    assert prices.op_seconds(1e8, 50e6, "float32") == pytest.approx(2e-6 + 50e-6)  # the memory does
+    assert prices.op_seconds(0, 1e6, "int64") == pytest.approx(3e-6)
+    assert prices.op_seconds(0, 0, "bool") == pytest.approx(2e-6)
+
+
+def test_a_profile_of_another_device_is_flagged(round_profile: Profile) -> None:
+    assert ComputePrices(round_profile, "cuda").foreign
+    assert not ComputePrices(round_profile, "cpu").foreign
+    assert not ComputePrices(round_profile).foreign
+    assert not ComputePrices(replace(round_profile, device_type="cuda"), "cuda").foreign
+
+
+@given(
+    st.sampled_from(SHIPPED),
+    st.sampled_from(DTYPES),
+    st.floats(0, 1e16),
+    st.floats(0, 1e16),
+    st.integers(0, 10**12),
+    st.integers(0, 10**12),
+)
+def test_never_falls(
+    prices: ComputePrices, dtype: str, flops: float, more: float, nbytes: int, larger: int
+) -> None:
+    (f0, f1), (b0, b1) = sorted((flops, more)), sorted((nbytes, larger))
+    assert prices.launch_seconds <= prices.op_seconds(f0, b0, dtype) <= prices.op_seconds(f1, b1, dtype)
+
+
+def test_nominal_rates_stay_under_the_data_sheets() -> None:
+    peaks = {
+        "h100": {"bfloat16": 989e12, "float16": 989e12, "float32": 67e12, "float64": 67e12},
+        "a100": {"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12, "float64": 19.5e12},
+    }
+    for name, by_dtype in peaks.items():
+        prices = ComputePrices(Profile.named(name))
+        for dtype, peak in by_dtype.items():
+            assert prices.has_rate(dtype)
+            for flops in (1e6, 1e9, 1e12, 1e15):
+                assert flops / prices.matmul_seconds(flops, dtype) < peak

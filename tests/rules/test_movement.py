@@ -1,0 +1,94 @@
+"""Ops that cut, join, pad or create."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.rules.registered import Draw, aten, check
+
+SEEDS = range(3)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_slice(seed: int) -> None:
+    draw = Draw(seed)
+    x = draw.floats(draw.size(), 5, draw.size())
+    assert "d1" in check(aten.slice.Tensor, x, 1, 0, 9223372036854775807).splittable
+    assert "d1" in check(aten.slice.Tensor, x, -2).splittable
+    for start, end, step in ((1, 4, 1), (0, -1, 1), (0, 5, 2), (-3, 9, 2)):
+        assert "d1" not in check(aten.slice.Tensor, x, 1, start, end, step).splittable
+    check(aten.slice_backward.default, x[:, 1:4:2], list(x.shape), 1, 1, 4, 2)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_select(seed: int) -> None:
+    draw = Draw(seed)
+    x = draw.floats(draw.size(), 5, draw.size())
+    for index in (0, 3, -1):
+        check(aten.select.int, x, 1, index)
+        check(aten.select_backward.default, x[:, index], list(x.shape), 1, index)
+    check(aten.select.int, draw.floats(4), 0, 1)
+    check(aten.select.int, draw.ints(9, 4, 2), 0, 1)
+    assert check(aten.select.int, draw.bools(4, 2), 0, 1).splittable == ("d1",)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_join_and_cut(seed: int) -> None:
+    draw = Draw(seed)
+    a, b, d = draw.size(), draw.size(), draw.pick(2, 3)
+    x, y = draw.floats(a, d, b), draw.floats(a, 4, b)
+    check(aten.cat.default, [x, y], 1)
+    check(aten.cat.default, [x, y, x], -2)
+    check(aten.stack.default, [x, x], draw.pick(0, 1, -1))
+    check(aten.split_with_sizes.default, y, [1, 3], 1)
+    check(aten.split.Tensor, y, 3, 1)
+    check(aten.unbind.int, x, 1)
+    check(aten.roll.default, y, [2], [1])
+    check(aten.roll.default, y[0], [2])
+
+
+def test_joining_an_empty_vector() -> None:
+    check(aten.cat.default, [torch.empty(0), torch.ones(3, 2)], 0)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_pad(seed: int) -> None:
+    draw = Draw(seed)
+    x = draw.floats(draw.size(), 4, 3)
+    assert check(aten.constant_pad_nd.default, x, [1, 2], 0).linear
+    assert not check(aten.constant_pad_nd.default, x, [1, 2], 3.0).linear
+    assert "d2" in check(aten.constant_pad_nd.default, x, [0, 0, -1, 1]).splittable
+    assert "d1" not in check(aten.constant_pad_nd.default, x, [0, 0, -1, 1]).splittable
+
+
+@pytest.mark.parametrize("op", [aten.tril.default, aten.triu.default])
+def test_triangles(op: object) -> None:
+    for diagonal in (0, 1, -2):
+        rule = check(op, Draw(0).floats(2, 4, 5), diagonal)  # type: ignore[arg-type]
+        assert set(rule.splittable) == {"...0", "r", "c"}
+
+
+def test_creation() -> None:
+    check(aten.full.default, [4, 3], 2.0, dtype=torch.float64)
+    check(aten.full.default, [], 2.0)
+    check(aten.zeros.default, [4, 3])
+    check(aten.ones.default, [5])
+    check(aten.scalar_tensor.default, 3.0)
+    x = torch.ones(4, 3)
+    check(aten.full_like.default, x, 5)
+    check(aten.new_zeros.default, x, [4, 3])
+    check(aten.new_zeros.default, x, [5])
+    check(aten.new_full.default, x, [5, 2], 3)
+
+
+def test_ranges() -> None:
+    check(aten.arange.default, 5)
+    check(aten.arange.start, 2, 7)
+    check(aten.arange.start_step, 7, 0, -2)
+    check(aten.arange.start_step, 1, 11, 3)
+    check(aten.arange.default, 5, dtype=torch.float32)
+    check(aten.arange.start, 2.0, 7)
+    check(aten.arange.default, 4.5)
+    assert check(aten.arange.start_step, 0, 1, 0.25).splittable == ()
+    check(torch.ops.prims.iota.default, 5, start=3, step=2, dtype=torch.int64, device="cpu", requires_grad=False)

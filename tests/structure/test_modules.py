@@ -1,0 +1,69 @@
+"""Modules are short, importable after an install, and import one way."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+import warnings
+
+import pytest
+
+from tests.structure.source_tree import PACKAGES, ROOT, imported_modules, modules, relative
+
+LONG, TOO_LONG = 300, 400  # lines
+# What a package may import of the others: autoshard -> passes -> cost_model.
+MAY_IMPORT = {
+    "autoshard": {"autoshard", "passes", "cost_model"},
+    "passes": {"passes", "cost_model"},
+    "cost_model": {"cost_model"},
+}
+
+
+@pytest.mark.filterwarnings("default::UserWarning")
+def test_modules_are_short() -> None:
+    lengths = {relative(path): len(path.read_text().splitlines()) for path in modules(*PACKAGES, "tests")}
+    too_long = {name: lines for name, lines in lengths.items() if lines > TOO_LONG}
+    assert not too_long, f"over {TOO_LONG} lines; one idea a module: {too_long}"
+    long = {name: lines for name, lines in lengths.items() if lines > LONG}
+    if long:
+        warnings.warn(f"over {LONG} lines; is it one idea? {long}", stacklevel=1)
+
+
+def test_every_folder_of_a_package_is_a_package() -> None:
+    folders = {path.parent for path in modules(*PACKAGES)}
+    bare = sorted(relative(folder) for folder in folders if not (folder / "__init__.py").exists())
+    assert not bare, f"no __init__.py, so an install would leave these out: {bare}"
+
+
+def test_imports_point_one_way() -> None:
+    wrong = [
+        f"{relative(path)}:{line} imports {name}"
+        for package, allowed in MAY_IMPORT.items()
+        for path in modules(package)
+        for line, name in imported_modules(path.read_text())
+        if name.split(".")[0] in {*PACKAGES, "tests"} - allowed
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_cost_model_knows_no_graph() -> None:
+    wrong = [
+        f"{relative(path)}:{line} imports {name}"
+        for path in modules("cost_model")
+        for line, name in imported_modules(path.read_text())
+        if name.split(".")[:2] == ["torch", "fx"] or name.split(".")[0] == "networkx"
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_what_the_packages_import_is_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {requirement.split(">")[0] for requirement in project["dependencies"]}
+    known = declared | set(PACKAGES) | sys.stdlib_module_names
+    undeclared = {
+        f"{relative(path)}:{line} imports {name}"
+        for path in modules(*PACKAGES)
+        for line, name in imported_modules(path.read_text())
+        if name.split(".")[0] not in known
+    }
+    assert not undeclared, "\n".join(sorted(undeclared))
