@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -83,6 +84,12 @@ class Plan:
     fallbacks: tuple[str, ...]
     origin: PlanOrigin
     resolve: Resolve | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the layouts and of what they were found for."""
+        content = repr((self.mesh, self.records, self.origin.graph_hash))
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     @property
     def gap(self) -> float:

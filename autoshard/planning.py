@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from autoshard.pins import Constraints, resolve_pins
 from autoshard.plan import Plan, PlanOrigin
-from autoshard.signature import as_call, matched_placements, tensor_names
+from autoshard.runtime.process_groups import mesh_spec as device_mesh_spec
+from autoshard.inputs import global_call
+from autoshard.signature import as_call, matched_placements
 from autoshard.version import __version__
 from cost_model.collectives import CollectivePrices
 from cost_model.compute import ComputePrices
@@ -56,8 +57,7 @@ def mesh_spec(mesh: DeviceMesh | MeshSpec) -> MeshSpec:
             f"mesh is a {type(mesh).__name__}\n"
             "  try: torch.distributed.device_mesh.init_device_mesh('cuda', (8,), mesh_dim_names=('dp',))"
         )
-    names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
-    return MeshSpec(dict(zip(names, mesh.mesh.shape, strict=True)), mesh.device_type)
+    return device_mesh_spec(mesh)
 
 
 def load_profile(profile: ProfileLike, mesh: MeshSpec) -> Profile:
@@ -113,15 +113,22 @@ def find_plan(
     limit = None if memory_limit is None else parse_bytes(memory_limit)
     pins = resolve_pins(constraints, named_parameters(model), spec)
     args, kwargs = as_call(example_inputs)
-    layouts, args, kwargs = global_call(args, kwargs, spec, in_placements)
-    captured = canonical_capture(model, args, kwargs)
-    call = CallLayouts(layouts, output_layouts(captured, spec, out_placements))
+    whole = global_call(args, kwargs, spec, in_placements)
+    captured = canonical_capture(model, whole.args, whole.kwargs)
+    call = CallLayouts(whole.layouts, output_layouts(captured, spec, out_placements))
     return search_plan(captured, loaded, spec, call, pins, limit, time_limit)
 
 
-def canonical_capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
-    """The model's canonical joint graph for one call at global shapes."""
-    captured = capture(model, args, kwargs)
+def canonical_capture(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    device: torch.device | None = None,
+    forward: Callable[..., Any] | None = None,
+) -> Captured:
+    """The model's canonical joint graph for one call at global shapes (arguments as `capture`'s)."""
+    captured = capture(model, args, kwargs, device=device, forward=forward)
     return replace(captured, joint=canonicalize(captured.joint))
 
 
@@ -172,37 +179,6 @@ def search_plan(
         ),
         resolve=resolve,
     )
-
-
-def global_call(
-    args: tuple[Any, ...], kwargs: dict[str, Any], mesh: MeshSpec, in_placements: Any
-) -> tuple[dict[int, Layout], tuple[Any, ...], dict[str, Any]]:
-    """(layout per sharded input, args, kwargs at global shapes) of a call with one rank's tensors.
-
-    DTensors know their global shape; a plain shard is taken to be as large on every other rank.
-    """
-    names, tensors, rebuild = tensor_names(args, kwargs)
-    given = matched_placements(in_placements, names, mesh, argument="in_placements")
-    layouts: dict[int, Layout] = {}
-    for position, tensor in enumerate(tensors):
-        placements = tensor.placements if isinstance(tensor, DTensor) else given.get(position)
-        if placements is None:
-            continue
-        shape = tuple(tensor.shape) if isinstance(tensor, DTensor) else _unsharded(tensor, placements, mesh, names[position])
-        layouts[position] = placements_to_layout(placements, shape, mesh, what=f"input {names[position]}")
-        tensors[position] = _stand_in(tensor, shape)
-    return layouts, *rebuild(tensors)
-
-
-def _unsharded(tensor: torch.Tensor, placements: Any, mesh: MeshSpec, name: str) -> tuple[int, ...]:
-    local = placements_to_layout(placements, tuple(tensor.shape), mesh, what=f"input {name}")
-    return tuple(length * mesh.size(*axes) for length, axes in zip(tensor.shape, local.dims, strict=True))
-
-
-def _stand_in(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor of the global shape for tracing only; its values are never read."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return torch.zeros(shape, dtype=local.dtype, device=local.device).requires_grad_(tensor.requires_grad)
 
 
 def output_layouts(captured: Captured, mesh: MeshSpec, out_placements: Any) -> dict[int, Layout | None]:

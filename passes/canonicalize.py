@@ -5,6 +5,7 @@ from __future__ import annotations
 from passes.base import GraphPass, run_passes
 from passes.canonicalization.absorb_permutes import AbsorbPermutes
 from passes.canonicalization.drop_kept_dims import DropKeptDims
+from passes.canonicalization.drop_unit_dims import DropUnitDims
 from passes.canonicalization.fuse_permutes import FusePermutes
 from passes.canonicalization.insert_uses import InsertUses
 from passes.canonicalization.matmul_to_contract import MatmulToContract
@@ -38,6 +39,7 @@ PIPELINE: tuple[GraphPass, ...] = (
     MatmulToContract(),
     FusePermutes(),
     AbsorbPermutes(),
+    DropUnitDims(),
     PushViews(),
     # Pushing uncovers permutes next to products, identities and equal expressions.
     RemoveNoops(),

@@ -36,11 +36,11 @@ hardswish_backward hardtanh_backward hardsigmoid_backward elu_backward leaky_rel
 glu glu_backward mish_backward softplus_backward masked_fill
 rsub t transpose tril triu linalg_vector_norm norm aminmax count_nonzero
 addmv addr split stack unfold_backward diag_embed eye linspace
-""".split()
+"""
 
 
 def decomposition_table() -> dict[Any, Callable[..., Any]]:
     """Op overload -> function, for `torch.export`, `make_fx` and AOT autograd. Ours win over torch's."""
     aten = torch.ops.aten
-    known = [getattr(aten, name) for name in _TORCH if hasattr(aten, name)]
+    known = [getattr(aten, name) for name in _TORCH.split() if hasattr(aten, name)]
     return {**torch_decompositions(known), **SUMS, **NORMS, **SHAPES}

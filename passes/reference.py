@@ -18,7 +18,7 @@ def reference_inputs(
 ) -> list[torch.Tensor]:
     """A value for every placeholder: the model's own, the call's, and random tangents."""
     generator = torch.Generator().manual_seed(seed)
-    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    named = {**_parameters(model), **dict(model.named_buffers())}
     return [
         _value(spec.kind, spec.name, spec.index, node, named, joint, tensors, generator)
         for spec, node in zip(joint.inputs, joint.placeholders, strict=True)
@@ -110,5 +110,10 @@ def _result(
         return outputs[index].detach().clone()
     if kind == "buffer":
         return dict(model.named_buffers())[name].detach().clone()
-    parameter = dict(model.named_parameters()).get(name)
+    parameter = _parameters(model).get(name)
     return None if parameter is None or parameter.grad is None else parameter.grad.detach().clone()
+
+
+def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Every parameter by every name: a tied one may be known to the graph by any of them."""
+    return dict(model.named_parameters(remove_duplicate=False))

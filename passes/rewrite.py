@@ -5,17 +5,48 @@ from __future__ import annotations
 import keyword
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from passes.joint import JointGraph
 from passes.torch_compat import fake_mode_of
 
-__all__ = ["copy_joint", "emit", "emit_at", "erase_dead", "fake_value", "inherit", "replace", "shape_of"]
+__all__ = [
+    "call_like",
+    "copy_joint",
+    "emit",
+    "emit_at",
+    "erase_dead",
+    "fake_value",
+    "inherit",
+    "int_at",
+    "ints_at",
+    "replace",
+    "shape_of",
+    "tensor_at",
+]
 
 INHERITED = ("phase", "module", "source")
+
+
+def tensor_at(node: fx.Node, position: int = 0) -> fx.Node:
+    """The tensor operand that is argument `position`."""
+    operand = node.args[position]
+    assert isinstance(operand, fx.Node), f"argument {position} of {node.format_node()} is no tensor"
+    return operand
+
+
+def int_at(node: fx.Node, position: int) -> int:
+    """The number (a dim, an index) that is argument `position`."""
+    return int(cast(int, node.args[position]))
+
+
+def ints_at(node: fx.Node, position: int) -> list[int]:
+    """The list of numbers (dims, sizes) that is argument `position`."""
+    return list(cast(Sequence[int], node.args[position]))
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
@@ -25,9 +56,9 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
 
 def fake_value(mode: Any, target: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What `target` returns for the values of its operands, run under the fake mode `mode`."""
-    value: Callable[[fx.Node], Any] = lambda node: node.meta["val"]  # noqa: E731
-    fake_args = fx.node.map_arg(tuple(args), value)
-    fake_kwargs = fx.node.map_arg(kwargs, value)
+    value: Callable[[fx.Node], Any] = lambda node: node.meta["val"]
+    fake_args = map_arg(tuple(args), value)
+    fake_kwargs = map_arg(kwargs, value)
     with mode:
         return target(*fake_args, **fake_kwargs)  # type: ignore[misc]
 
@@ -58,6 +89,11 @@ def emit(anchor: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: Any)
     return emit_at(anchor, anchor, target, args, kwargs)
 
 
+def call_like(node: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
+    """`emit` of `node`'s own op on other arguments."""
+    return emit(node, cast(Callable[..., Any], node.target), *args, **kwargs)
+
+
 def replace(node: fx.Node, new: fx.Node) -> None:
     """Let every reader of `node` read `new`, and erase `node`."""
     node.replace_all_uses_with(new)
@@ -85,7 +121,7 @@ def copy_joint(joint: JointGraph) -> JointGraph:
             name = _identifier(next(names).name)
             copy = graph.create_node("placeholder", name, name=name)
         else:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), new.__getitem__)
+            args, kwargs = map_arg((node.args, node.kwargs), new.__getitem__)
             copy = graph.create_node(node.op, node.target, args, kwargs, name=_op_name(node))
         if node.op == "placeholder":
             copy.target = copy.name  # names are made unique; the generated signature prints the target
@@ -96,10 +132,9 @@ def copy_joint(joint: JointGraph) -> JointGraph:
 
 
 def _op_name(node: fx.Node) -> str | None:
-    """"add" for aten.add.Tensor: fx appends a number where it is taken. None: fx chooses."""
-    if node.op != "call_function" or not hasattr(node.target, "overloadpacket"):
-        return None
-    return str(node.target.overloadpacket.__name__)
+    """ "add" for aten.add.Tensor: fx appends a number where it is taken. None: fx chooses."""
+    packet = getattr(node.target, "overloadpacket", None)
+    return None if packet is None else str(packet.__name__)
 
 
 def _identifier(name: str) -> str:

@@ -5,7 +5,8 @@ Private means any name under `torch._*`. Supported: torch 2.11 to 2.15.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -34,7 +35,9 @@ def schema_arguments(op: Any) -> tuple[SchemaArgument, ...]:
     schema = getattr(op, "_schema", None)
     if schema is None:
         return ()
-    return tuple(SchemaArgument(a.name, a.default_value if a.has_default_value() else None) for a in schema.arguments)
+    return tuple(
+        SchemaArgument(a.name, a.default_value if a.has_default_value() else None) for a in schema.arguments
+    )
 
 
 def op_key(op: Any) -> str | None:
@@ -172,4 +175,163 @@ def lower_as_collectives(ops: Mapping[str, Any], all_reduce_in_place: Any) -> No
     for name, op in ops.items():
         if op not in lowerings:
             add_layout_constraint(op, constrain_to_fx_strides)
-            register_lowering(op, type_promotion_kind=None)(all_reduce if name == "all_reduce" else out_of_place(op))
+            lower = all_reduce if name == "all_reduce" else out_of_place(op)
+            register_lowering(op, type_promotion_kind=None)(lower)
+
+
+def default_store() -> Any:
+    """The key-value store of the default process group. Since torch 1.8."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a DTensor, outside autograd; a plain tensor as it is. `to_local` checks more
+    than a step should pay for per parameter. `_local_tensor` since torch 2.0."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def sharding_of(tensor: torch.Tensor) -> Any:
+    """What a DTensor is besides its shard (mesh, placements, global shape); None for a plain tensor.
+    `_spec` since torch 2.1."""
+    return getattr(tensor, "_spec", None)
+
+
+def dtensor_from(local: torch.Tensor, sharding: Any) -> torch.Tensor:
+    """A DTensor of `local` with the `sharding_of` another, outside autograd: `from_local` costs 20 us
+    for each gradient. The constructor since torch 2.1."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(local, sharding, requires_grad=False)  # type: ignore[call-arg]
+
+
+@dataclass(frozen=True)
+class AotEnd:
+    """One placeholder or flat result of AOT autograd's graph. kind: placeholders "input", "tangent";
+    results "output", "mutated" (new value of input `index`), "grad" (of input `index`), "none"."""
+
+    kind: str
+    index: int
+
+
+@dataclass(frozen=True)
+class AotGraph:
+    """module: placeholders parallel to `inputs`; the flattened result parallel to `outputs`."""
+
+    module: torch.fx.GraphModule
+    inputs: tuple[AotEnd, ...]
+    outputs: tuple[AotEnd, ...]
+
+
+def trace_joint(
+    module: torch.nn.Module, args: Sequence[torch.Tensor], decompositions: Mapping[Any, Callable[..., Any]]
+) -> AotGraph:
+    """Forward and backward of `module` (no parameters of its own) on fake `args`, in one graph.
+
+    `aot_export_joint_with_descriptors` says what each end of the graph is; forward only if nothing
+    that is returned requires grad. Since torch 2.9.
+    """
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
+    with ExitStack() as stack:
+        stack.enter_context(fake_mode_of(tuple(args)))
+        traced = aot_export_joint_with_descriptors(
+            stack, module, tuple(args), {}, decompositions=dict(decompositions)
+        )
+        graph_module = traced.graph_module
+    placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+    output = next(node for node in reversed(graph_module.graph.nodes) if node.op == "output")
+    inputs = tuple(_aot_end(node.meta["desc"]) for node in placeholders)
+    return AotGraph(graph_module, inputs, tuple(map(_aot_end, output.meta["desc"])))
+
+
+def _aot_end(descriptor: Any) -> AotEnd:
+    from torch._functorch._aot_autograd import descriptors as d
+
+    match descriptor:
+        case None:  # in the place of the gradient of an input that requires none
+            return AotEnd("none", 0)
+        case d.PlainAOTInput(idx=index):
+            return AotEnd("input", index)
+        case d.TangentAOTInput(output=d.PlainAOTOutput(idx=index)):
+            return AotEnd("tangent", index)
+        case d.PlainAOTOutput(idx=index):
+            return AotEnd("output", index)
+        case d.InputMutationAOTOutput(mutated_input=d.PlainAOTInput(idx=index)):
+            return AotEnd("mutated", index)
+        case d.GradAOTOutput(grad_of=d.PlainAOTInput(idx=index)):
+            return AotEnd("grad", index)
+        case _:
+            raise RuntimeError(f"a changed input that itself requires grad, or a subclass: {descriptor}")
+
+
+def fake_tensors(
+    specs: Sequence[tuple[Sequence[int], torch.dtype, torch.device, bool]],
+) -> list[torch.Tensor]:
+    """Contiguous fakes of (shape, dtype, device, requires_grad), of one new mode.
+
+    Real tensors met while tracing are allowed and become constants of the graph. Since torch 2.0.
+    """
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode(False):
+        return [
+            torch.empty(tuple(shape), dtype=dtype, device=device).requires_grad_(grad)
+            for shape, dtype, device, grad in specs
+        ]
+
+
+def fake_like(value: torch.Tensor, fake: torch.Tensor) -> torch.Tensor:
+    """A fake of `value`'s size, strides, dtype and device, of the same mode as `fake`. Since torch 2.0."""
+    with fake_mode_of(fake):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def data_dependent_errors() -> tuple[type[Exception], ...]:
+    """Raised by fake tensors asked for their value. Since torch 2.0."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return DataDependentOutputException, GuardOnDataDependentSymNode
+
+
+def shape_dependent_errors() -> tuple[type[Exception], ...]:
+    """Raised by ops whose result shape depends on values, on fake tensors. Since torch 2.0."""
+    from torch._subclasses.fake_tensor import DynamicOutputShapeException
+
+    return (DynamicOutputShapeException,)
+
+
+@contextmanager
+def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    old = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, old)
+
+
+def compiling_flag() -> AbstractContextManager[None]:
+    """`torch.compiler.is_compiling()` is True inside: models skip checks that read values. Since 2.1."""
+    return _attribute(torch.compiler, "_is_compiling_flag", True)
+
+
+def encoder_masks_trusted() -> AbstractContextManager[None]:
+    """nn.TransformerEncoder compares a given mask with the causal one by value, to drop it; inside, it
+    believes `is_causal` and keeps the mask. The result is the same. Since torch 2.0."""
+    from torch.nn.modules import transformer
+
+    def trust(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+        return bool(is_causal)
+
+    return _attribute(transformer, "_detect_is_causal_mask", trust)
+
+
+def full_precision_backward() -> AbstractContextManager[None]:
+    """The backward is traced outside autocast, as it runs in eager mode; AOT autograd by itself would
+    keep autocast on. `backward_pass_autocast` since torch 2.9."""
+    import torch._functorch.config as config
+
+    return config.patch(backward_pass_autocast="off") if hasattr(config, "backward_pass_autocast") else nullcontext()

@@ -57,8 +57,8 @@ class Box:
         return 2 * PADDING + LINE_HEIGHT * len(self.lines) - 4
 
 
-def make_box(graph: nx.DiGraph, grouping: Grouping, group: Group, step_seconds: float) -> Box:
-    """The box of `group`; step_seconds: all ops of the graph together, to say what part these are."""
+def make_box(graph: nx.DiGraph, grouping: Grouping, group: Group, op_seconds: float) -> Box:
+    """The box of `group`; op_seconds: all ops of the graph together, to say what part these are."""
     repeat = graph.nodes[group.members[0]].get("repeat", 1)
     seconds = sum(graph.nodes[node]["seconds"] for node in group.members)
     lines = [
@@ -68,7 +68,7 @@ def make_box(graph: nx.DiGraph, grouping: Grouping, group: Group, step_seconds: 
         *_ops(graph, group),
         *_few([Line("result", "→ " + _short(layout)) for layout in _results(graph, grouping, group)], most=3),
     ]
-    share = seconds * repeat / step_seconds if step_seconds > 0 else 0.0
+    share = seconds * repeat / op_seconds if op_seconds > 0 else 0.0
     return Box(group, tuple(lines), _tooltip(graph, group), share)
 
 

@@ -52,16 +52,10 @@ def totals(graph: nx.DiGraph) -> list[Total]:
     for source, reader, edge in graph.edges(data=True):
         texts = split_collectives(edge)
         end = source if graph.nodes[reader].get("kind") == "output" else reader
-        phase, repeat = graph.nodes[end]["phase"], graph.nodes[end].get("repeat", 1)
+        phase = graph.nodes[end]["phase"]
         for position, text in enumerate(texts):
             key = (phase, kind_of(text))
             old = found.get(key, Total(key[1], phase, 0, 0, 0.0))
             nbytes, seconds = (edge["nbytes"], edge["seconds"]) if position == 0 else (0, 0.0)
-            found[key] = Total(
-                old.kind,
-                phase,
-                old.count + repeat,
-                old.nbytes + repeat * nbytes,
-                old.seconds + repeat * seconds,
-            )
+            found[key] = Total(old.kind, phase, old.count + 1, old.nbytes + nbytes, old.seconds + seconds)
     return [found[key] for key in sorted(found, key=lambda key: (key[0] != "forward", key[1]))]

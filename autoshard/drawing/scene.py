@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import networkx as nx
 
 from autoshard.drawing.boxes import Box, make_box
-from autoshard.drawing.collectives import split_collectives
+from autoshard.drawing.collectives import Total, split_collectives, totals
 from autoshard.drawing.columns import Column, place_column
 from autoshard.drawing.fold import fold_repeats
 from autoshard.drawing.groups import Grouping, group_by_module
@@ -50,10 +50,12 @@ class Edge:
 
 @dataclass(frozen=True)
 class Scene:
-    """mesh: title. phases: (name, left, right) of each phase that has boxes."""
+    """mesh: title. op_seconds, totals: of the whole graph, folded layers included.
+    phases: (name, left, right) of each phase that has boxes."""
 
     mesh: str
-    graph: nx.DiGraph
+    op_seconds: float
+    totals: tuple[Total, ...]
     boxes: dict[int, PlacedBox]
     edges: tuple[Edge, ...]
     phases: tuple[tuple[str, float, float], ...]
@@ -67,8 +69,8 @@ def make_scene(graph: nx.DiGraph) -> Scene:
     grouping = group_by_module(folded)
     edges = grouping.edges(folded)
     rows = assign_rows(grouping.groups, edges)
-    step_seconds = sum(data["seconds"] * data.get("repeat", 1) for _, data in folded.nodes(data=True))
-    boxes = [make_box(folded, grouping, group, step_seconds) for group in grouping.groups]
+    op_seconds = float(sum(data["seconds"] for _, data in graph.nodes(data=True)))
+    boxes = [make_box(folded, grouping, group, op_seconds) for group in grouping.groups]
     tops, bottom = _row_tops(boxes, rows)
 
     placed: dict[int, PlacedBox] = {}
@@ -89,7 +91,14 @@ def make_scene(graph: nx.DiGraph) -> Scene:
     width = max(left - PHASE_GAP + MARGIN, 760.0)
     drawn = tuple(_edge(folded, grouping, placed, lanes, edge) for edge in edges)
     return Scene(
-        str(graph.graph.get("mesh", "")), folded, placed, drawn, tuple(phases), width, bottom + MARGIN
+        mesh=str(graph.graph.get("mesh", "")),
+        op_seconds=op_seconds,
+        totals=tuple(totals(graph)),
+        boxes=placed,
+        edges=drawn,
+        phases=tuple(phases),
+        width=width,
+        height=bottom + MARGIN,
     )
 
 

@@ -8,7 +8,7 @@ from xml.sax.saxutils import escape, quoteattr
 import networkx as nx
 
 from autoshard.drawing.boxes import CHAR_WIDTH, LINE_HEIGHT, PADDING, Line
-from autoshard.drawing.collectives import colour, totals
+from autoshard.drawing.collectives import colour
 from autoshard.drawing.scene import HEADER, MARGIN, Edge, PlacedBox, Scene, make_scene
 from cost_model.units import format_bytes
 from passes.graph_text import format_seconds
@@ -69,9 +69,8 @@ def _arrow_heads(scene: Scene) -> Iterator[str]:
 
 
 def _header(scene: Scene) -> Iterator[str]:
-    ops = sum(data["seconds"] * data.get("repeat", 1) for _, data in scene.graph.nodes(data=True))
-    moved = sum(total.seconds for total in totals(scene.graph))
-    summary = f"{format_seconds(ops)} compute + {format_seconds(moved)} communication"
+    moved = sum(total.seconds for total in scene.totals)
+    summary = f"{format_seconds(scene.op_seconds)} compute + {format_seconds(moved)} communication"
     yield _text(MARGIN, 34, scene.mesh or "plan", "head")
     yield _text(MARGIN + 12 + 10.4 * len(scene.mesh or "plan"), 34, summary, "right")
     yield from _legend(scene)
@@ -83,7 +82,7 @@ def _header(scene: Scene) -> Iterator[str]:
 def _legend(scene: Scene) -> Iterator[str]:
     """A chip and the totals of every kind of collective: forward on one line, backward on the next."""
     left, line = {"forward": MARGIN, "backward": MARGIN}, {"forward": 58, "backward": 78}
-    for total in totals(scene.graph):
+    for total in scene.totals:
         x, y = left[total.phase], line[total.phase]
         if x == MARGIN:
             yield _text(x, y, total.phase, "right")

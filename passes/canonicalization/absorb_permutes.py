@@ -8,7 +8,7 @@ from torch import fx
 from passes.base import GraphPass
 from passes.joint import JointGraph
 from passes.ops.contract import format_equation, parse_equation
-from passes.rewrite import erase_dead
+from passes.rewrite import erase_dead, ints_at, tensor_at
 
 __all__ = ["AbsorbPermutes"]
 
@@ -39,13 +39,13 @@ class AbsorbPermutes(GraphPass):
 
 
 def _absorb_operands(node: fx.Node) -> None:
-    *operands, equation = node.args
-    terms = list(parse_equation(str(equation)))
+    terms = list(parse_equation(str(node.args[2])))
+    operands = [tensor_at(node, 0), tensor_at(node, 1)]
     for position, operand in enumerate(operands):
-        while isinstance(operand, fx.Node) and operand.target is aten.permute.default:
-            operand, order = operand.args
-            words = dict(zip(order, terms[position], strict=True))  # type: ignore[arg-type]
+        while operand.target is aten.permute.default:
+            words = dict(zip(ints_at(operand, 1), terms[position], strict=True))
             terms[position] = tuple(words[d] for d in range(len(words)))
+            operand = tensor_at(operand)
         operands[position] = operand
     node.args = (*operands, format_equation(*terms))
 
@@ -56,7 +56,7 @@ def _absorb_result(node: fx.Node) -> None:
         if user.target is not aten.permute.default:
             return
         a, b, result = parse_equation(str(node.args[2]))
-        reordered = [result[d] for d in user.args[1]]  # type: ignore[index, union-attr]
+        reordered = [result[d] for d in ints_at(user, 1)]
         node.args = (*node.args[:2], format_equation(a, b, reordered))
         node.meta["val"] = user.meta["val"]
         user.replace_all_uses_with(node)

@@ -7,7 +7,7 @@ from torch import fx
 
 from passes.base import GraphPass
 from passes.joint import JointGraph
-from passes.rewrite import emit, erase_dead, replace, shape_of
+from passes.rewrite import call_like, erase_dead, ints_at, replace, shape_of, tensor_at
 
 __all__ = ["DropKeptDims"]
 
@@ -29,18 +29,17 @@ class DropKeptDims(GraphPass):
     def __call__(self, joint: JointGraph) -> JointGraph:
         for node in list(joint.graph.nodes):
             if node.target is aten.reshape.default and _drops_kept(node):
-                reduction: fx.Node = node.args[0]  # type: ignore[assignment]
-                x, dims, _ = reduction.args
-                new = emit(reduction, reduction.target, x, dims, False, **reduction.kwargs)  # type: ignore[arg-type]
-                replace(node, new)
+                reduction = tensor_at(node)
+                x, dims = reduction.args[:2]
+                replace(node, call_like(reduction, x, dims, False, **reduction.kwargs))
         erase_dead(joint.graph)
         return joint
 
 
 def _drops_kept(node: fx.Node) -> bool:
-    reduction = node.args[0]
-    if not isinstance(reduction, fx.Node) or reduction.target not in _REDUCTIONS or len(reduction.users) > 1:
+    reduction = tensor_at(node)
+    if reduction.target not in _REDUCTIONS or len(reduction.users) > 1:
         return False
-    x, dims, keep = reduction.args
-    left = [size for d, size in enumerate(shape_of(x)) if d not in dims]  # type: ignore[arg-type, operator]
-    return bool(keep) and left == list(shape_of(node))
+    dims = ints_at(reduction, 1)
+    left = [size for d, size in enumerate(shape_of(tensor_at(reduction))) if d not in dims]
+    return bool(reduction.args[2]) and left == list(shape_of(node))

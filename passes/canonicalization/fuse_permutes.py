@@ -7,7 +7,7 @@ from torch import fx
 
 from passes.base import GraphPass
 from passes.joint import JointGraph
-from passes.rewrite import erase_dead, replace
+from passes.rewrite import erase_dead, ints_at, replace, tensor_at
 
 __all__ = ["FusePermutes"]
 
@@ -18,10 +18,10 @@ aten = torch.ops.aten
 class FusePermutes(GraphPass):
     """Make a permute of a permute one permute, or none.
 
-        %a: f32[16, 8] = aten.permute(%x, [1, 0])
-        %b: f32[8, 16] = aten.permute(%a, [1, 0])
-        ->
-        %x itself
+    %a: f32[16, 8] = aten.permute(%x, [1, 0])
+    %b: f32[8, 16] = aten.permute(%a, [1, 0])
+    ->
+    %x itself
     """
 
     def __call__(self, joint: JointGraph) -> JointGraph:
@@ -33,11 +33,11 @@ class FusePermutes(GraphPass):
 
 
 def _fuse(node: fx.Node) -> None:
-    inner: fx.Node = node.args[0]  # type: ignore[assignment]
-    order: list[int] = list(node.args[1])  # type: ignore[arg-type]
+    inner, order = tensor_at(node), ints_at(node, 1)
     if inner.target is aten.permute.default:
-        order = [inner.args[1][d] for d in order]  # type: ignore[index, misc]
-        inner = inner.args[0]  # type: ignore[assignment]
+        first = ints_at(inner, 1)
+        order = [first[d] for d in order]
+        inner = tensor_at(inner)
         node.args = (inner, order)
     if order == sorted(order):
         replace(node, inner)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-import passes.ops.use  # noqa: F401  (registers autoshard::use)
+import passes.ops.use  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::use)
 from passes.base import GraphPass
 from passes.joint import JointGraph
 
@@ -25,7 +25,8 @@ class InsertUses(GraphPass):
 
     A `use` is the identity: the layout that one phase's readers share. Without it, a value gathered
     for three readers would be priced as three gathers, though it runs as one. A reader that wants
-    another layout still redistributes from the use's. The returned tuple is not a reader.
+    another layout still redistributes from the use's. The returned tuple is not a reader, and a
+    constant (`full`) needs no use: every reader can have it in any layout for nothing.
 
     Last of the pipeline: no other pass looks through a `use`.
     """
@@ -33,9 +34,15 @@ class InsertUses(GraphPass):
     def __call__(self, joint: JointGraph) -> JointGraph:
         order = {node: position for position, node in enumerate(joint.graph.nodes)}
         for node in list(order):
-            if node.op in ("placeholder", "call_function") and isinstance(node.meta["val"], torch.Tensor):
+            if _is_value(node):
                 _insert(node, order)
         return joint
+
+
+def _is_value(node: fx.Node) -> bool:
+    if node.op not in ("placeholder", "call_function") or node.target is torch.ops.aten.full.default:
+        return False
+    return isinstance(node.meta["val"], torch.Tensor)
 
 
 def _insert(node: fx.Node, order: dict[fx.Node, int]) -> None:

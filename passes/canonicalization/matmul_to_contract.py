@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-import passes.ops.contract  # noqa: F401  (registers autoshard::contract)
+import passes.ops.contract  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::contract)
 from passes.base import GraphPass
 from passes.joint import JointGraph
 

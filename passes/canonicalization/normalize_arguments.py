@@ -2,14 +2,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
 
 from passes.base import GraphPass
 from passes.joint import JointGraph
-from passes.rewrite import shape_of
+from passes.rewrite import int_at, ints_at, shape_of, tensor_at
 
 __all__ = ["NormalizeArguments"]
 
@@ -47,8 +47,12 @@ def _argument(node: fx.Node, position: int, name: str, default: Any = None) -> A
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 
+def _op(node: fx.Node) -> Callable[..., Any]:
+    return cast(Callable[..., Any], node.target)
+
+
 def _ndim(node: fx.Node) -> int:
-    return len(shape_of(node.args[0]))  # type: ignore[arg-type]
+    return len(shape_of(tensor_at(node)))
 
 
 def _positive(dims: Sequence[int], ndim: int) -> list[int]:
@@ -67,12 +71,12 @@ def _permute(order: Callable[[fx.Node, int], Sequence[int]]) -> Callable[[fx.Nod
 
 
 def _given_order(node: fx.Node, ndim: int) -> Sequence[int]:
-    return _positive(node.args[1], ndim)  # type: ignore[arg-type]
+    return _positive(ints_at(node, 1), ndim)
 
 
 def _swapped(node: fx.Node, ndim: int) -> Sequence[int]:
     order = list(range(ndim))
-    first, second = _positive((node.args[1], node.args[2]), ndim)  # type: ignore[arg-type]
+    first, second = _positive((int_at(node, 1), int_at(node, 2)), ndim)
     order[first], order[second] = second, first
     return order
 
@@ -83,7 +87,7 @@ def _expand(node: fx.Node) -> Call:
 
 def _slice(node: fx.Node) -> Call:
     dim = _argument(node, 1, "dim", 0) % _ndim(node)
-    size = shape_of(node.args[0])[dim]  # type: ignore[arg-type]
+    size = shape_of(tensor_at(node))[dim]
     start, end = _argument(node, 2, "start"), _argument(node, 3, "end")
     step = _argument(node, 4, "step", 1)
     low, high, _ = slice(start, end, step).indices(size)
@@ -91,9 +95,8 @@ def _slice(node: fx.Node) -> Call:
 
 
 def _select(node: fx.Node) -> Call:
-    x, dim, index = node.args
-    dim = dim % _ndim(node)  # type: ignore[operator]
-    return aten.select.int, (x, dim, index % shape_of(x)[dim]), {}  # type: ignore[operator, arg-type]
+    x, dim = tensor_at(node), int_at(node, 1) % _ndim(node)
+    return aten.select.int, (x, dim, int_at(node, 2) % shape_of(x)[dim]), {}
 
 
 def _reduction(node: fx.Node) -> Call:
@@ -102,7 +105,7 @@ def _reduction(node: fx.Node) -> Call:
     ndim = _ndim(node)
     dims = list(range(ndim)) if asked is None or asked == [] else _positive(asked, ndim)
     kwargs = {k: v for k, v in node.kwargs.items() if k == "dtype" and v is not None}
-    return node.target, (node.args[0], dims, bool(_argument(node, 2, "keepdim", False))), kwargs  # type: ignore[return-value]
+    return _op(node), (node.args[0], dims, bool(_argument(node, 2, "keepdim", False))), kwargs
 
 
 def _dim_at(position: int, default: int | None = None) -> Callable[[fx.Node], Call]:
@@ -113,7 +116,7 @@ def _dim_at(position: int, default: int | None = None) -> Callable[[fx.Node], Ca
         dim = _argument(node, position, "dim", default) % max(ndim, 1)
         rest = node.args[position + 1 :]
         kwargs = {k: v for k, v in node.kwargs.items() if k != "dim"}
-        return node.target, (*node.args[:position], dim, *rest), kwargs  # type: ignore[return-value]
+        return _op(node), (*node.args[:position], dim, *rest), kwargs
 
     return normalize
 
@@ -130,7 +133,13 @@ _VIEWS = (
     "squeeze.dims",
 )
 _REDUCTIONS = (aten.sum.dim_IntList, aten.amax.default, aten.amin.default, aten.any.dims, aten.all.dims)
-_ONE_DIM = (aten.gather.default, aten.scatter.value, aten.scatter.src, aten.scatter_add.default, aten.cumsum.default)
+_ONE_DIM = (
+    aten.gather.default,
+    aten.scatter.value,
+    aten.scatter.src,
+    aten.scatter_add.default,
+    aten.cumsum.default,
+)
 
 
 def _overload(name: str) -> Any:
@@ -146,7 +155,7 @@ _TABLE: dict[Any, Callable[[fx.Node], Call]] = {
     aten.expand.default: _expand,
     aten.slice.Tensor: _slice,
     aten.select.int: _select,
-    **{op: _reduction for op in _REDUCTIONS},
+    **dict.fromkeys(_REDUCTIONS, _reduction),
     **{op: _dim_at(1) for op in _ONE_DIM},
     aten.cat.default: _dim_at(1, 0),
     aten.split_with_sizes.default: _dim_at(2, 0),

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import fx
+from torch.fx.node import Argument
 
 from passes.base import GraphPass
 from passes.joint import JointGraph
-from passes.rewrite import emit, erase_dead, replace, shape_of
+from passes.rewrite import emit, erase_dead, ints_at, replace, shape_of, tensor_at
 
 __all__ = ["PadsToCat"]
 
@@ -48,10 +49,10 @@ class _Piece:
 
 
 def _rewrite(node: fx.Node) -> None:
-    pieces = []
+    pieces: list[_Piece] = []
     for leaf in _leaves(node, node):
         piece = _piece(leaf) if isinstance(leaf, fx.Node) else None
-        if piece is None or shape_of(leaf) != shape_of(node):  # type: ignore[arg-type]
+        if piece is None:
             return
         pieces.append(piece)
     dim = pieces[0].dim
@@ -63,23 +64,24 @@ def _rewrite(node: fx.Node) -> None:
         replace(node, emit(node, aten.cat.default, [piece.value for piece in pieces], dim))
 
 
-def _leaves(node: object, root: fx.Node) -> Iterator[object]:
-    """The terms of a sum: looks through adds that only the sum reads."""
-    if isinstance(node, fx.Node) and node.target is aten.add.Tensor and not node.kwargs:
-        if node is root or len(node.users) == 1:
-            yield from _leaves(node.args[0], root)
-            yield from _leaves(node.args[1], root)
-            return
-    yield node
+def _leaves(node: Argument, root: fx.Node) -> Iterator[Argument]:
+    """The terms of a sum: looks through adds of the sum's shape that only the sum reads."""
+    if not isinstance(node, fx.Node) or shape_of(node) != shape_of(root):
+        yield None
+    elif node.target is aten.add.Tensor and not node.kwargs and (node is root or len(node.users) == 1):
+        yield from _leaves(node.args[0], root)
+        yield from _leaves(node.args[1], root)
+    else:
+        yield node
 
 
 def _piece(node: fx.Node) -> _Piece | None:
     if node.target is not aten.constant_pad_nd.default or (len(node.args) > 2 and node.args[2] != 0):
         return None
-    value, pads = node.args[:2]
-    padded = [i for i, pad in enumerate(pads) if pad]  # type: ignore[arg-type]
-    if not padded or min(pads) < 0 or len({i // 2 for i in padded}) > 1:  # type: ignore[type-var]
+    value, pads = tensor_at(node), ints_at(node, 1)
+    padded = [i for i, pad in enumerate(pads) if pad]
+    if not padded or min(pads) < 0 or len({i // 2 for i in padded}) > 1:
         return None
     dim = len(shape_of(node)) - 1 - padded[0] // 2
-    low = pads[padded[0] // 2 * 2]  # type: ignore[index]
-    return _Piece(value, dim, low, low + shape_of(value)[dim])  # type: ignore[arg-type]
+    low = pads[padded[0] // 2 * 2]
+    return _Piece(value, dim, low, low + shape_of(value)[dim])

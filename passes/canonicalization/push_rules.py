@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from passes.canonicalization.dim_groups import Group, flatten, resolve
 from passes.canonicalization.push_sweep import Flat, PushRule, Sweep
 from passes.canonicalization.sink_expands import is_pointwise
 from passes.joint import tensor_operands
 from passes.ops.contract import format_equation, parse_equation
-from passes.rewrite import emit, shape_of
+from passes.rewrite import call_like, emit, int_at, ints_at, shape_of, tensor_at
 
 __all__ = ["push_rule"]
 
@@ -28,16 +29,6 @@ aten = torch.ops.aten
 def push_rule(node: fx.Node) -> PushRule | None:
     rule = _TABLE.get(node.target)
     return rule or (_pointwise if is_pointwise(node) else None)
-
-
-def _operand(node: fx.Node, position: int = 0) -> fx.Node:
-    operand = node.args[position]
-    assert isinstance(operand, fx.Node), f"argument {position} of {node.format_node()} is no tensor"
-    return operand
-
-
-def _ints(node: fx.Node, position: int) -> list[int]:
-    return list(node.args[position])  # type: ignore[arg-type]
 
 
 def _pointwise(sweep: Sweep, node: fx.Node) -> Flat:
@@ -57,14 +48,14 @@ def _pointwise(sweep: Sweep, node: fx.Node) -> Flat:
             for size, group in zip(own, result[len(result) - len(own) :], strict=True)
         ]
         fitted[operand] = sweep.fitted(operand, wanted, node)
-    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), fitted.__getitem__)
-    return Flat(emit(node, node.target, *args, **kwargs), result)  # type: ignore[arg-type]
+    args, kwargs = map_arg((node.args, dict(node.kwargs)), fitted.__getitem__)
+    return Flat(call_like(node, *args, **kwargs), result)
 
 
 def _reduction(sweep: Sweep, node: fx.Node) -> Flat:
-    flat, dims, keep = sweep.flat(_operand(node)), _ints(node, 1), bool(node.args[2])
+    flat, dims, keep = sweep.flat(tensor_at(node)), ints_at(node, 1), bool(node.args[2])
     fine = [d for dim in dims for d in flat.span(dim)]
-    new = emit(node, node.target, flat.node, fine, keep, **node.kwargs)  # type: ignore[arg-type]
+    new = call_like(node, flat.node, fine, keep, **node.kwargs)
     groups = [
         group if d not in dims else group.ones for d, group in enumerate(flat.groups) if keep or d not in dims
     ]
@@ -72,18 +63,18 @@ def _reduction(sweep: Sweep, node: fx.Node) -> Flat:
 
 
 def _full_reduction(sweep: Sweep, node: fx.Node) -> Flat:
-    flat = sweep.flat(_operand(node))
-    return Flat(emit(node, node.target, flat.node, **node.kwargs), ())  # type: ignore[arg-type]
+    flat = sweep.flat(tensor_at(node))
+    return Flat(call_like(node, flat.node, **node.kwargs), ())
 
 
 def _permute(sweep: Sweep, node: fx.Node) -> Flat:
-    flat, order = sweep.flat(_operand(node)), _ints(node, 1)
+    flat, order = sweep.flat(tensor_at(node)), ints_at(node, 1)
     fine = [d for dim in order for d in flat.span(dim)]
     return Flat(emit(node, aten.permute.default, flat.node, fine), tuple(flat.groups[d] for d in order))
 
 
 def _expand(sweep: Sweep, node: fx.Node) -> Flat:
-    operand, shape = _operand(node), shape_of(node)
+    operand, shape = tensor_at(node), shape_of(node)
     own = sweep.flat(operand).groups
     lead = len(shape) - len(own)
     grown = [d for d, group in enumerate(own) if group.size != shape[lead + d]]
@@ -100,16 +91,15 @@ def _with_size(groups: Sequence[Group], dim: int, size: int) -> tuple[Group, ...
 
 
 def _slice(sweep: Sweep, node: fx.Node) -> Flat:
-    x, dim, *rest = node.args
-    flat = sweep.whole(_operand(node), [int(dim)], node)  # type: ignore[arg-type]
-    at = flat.span(int(dim)).start  # type: ignore[arg-type]
-    groups = _with_size(flat.groups, int(dim), shape_of(node)[int(dim)])  # type: ignore[arg-type]
-    return Flat(emit(node, aten.slice.Tensor, flat.node, at, *rest), groups)
+    dim = int_at(node, 1)
+    flat = sweep.whole(tensor_at(node), [dim], node)
+    groups = _with_size(flat.groups, dim, shape_of(node)[dim])
+    return Flat(emit(node, aten.slice.Tensor, flat.node, flat.span(dim).start, *node.args[2:]), groups)
 
 
 def _select(sweep: Sweep, node: fx.Node) -> Flat:
-    dim = int(node.args[1])  # type: ignore[arg-type]
-    flat = sweep.whole(_operand(node), [dim], node)
+    dim = int_at(node, 1)
+    flat = sweep.whole(tensor_at(node), [dim], node)
     new = emit(node, aten.select.int, flat.node, flat.span(dim).start, node.args[2])
     return Flat(new, (*flat.groups[:dim], *flat.groups[dim + 1 :]))
 
@@ -118,11 +108,11 @@ def _one_dim(position: int) -> PushRule:
     """An op that keeps the shape and works along the one dim at argument `position`."""
 
     def rule(sweep: Sweep, node: fx.Node) -> Flat:
-        dim = int(node.args[position])  # type: ignore[arg-type]
-        flat = sweep.whole(_operand(node), [dim], node)
+        dim = int_at(node, position)
+        flat = sweep.whole(tensor_at(node), [dim], node)
         args = [flat.node, *node.args[1:]]
         args[position] = flat.span(dim).start
-        return Flat(emit(node, node.target, *args, **node.kwargs), flat.groups)  # type: ignore[arg-type]
+        return Flat(call_like(node, *args, **node.kwargs), flat.groups)
 
     return rule
 
@@ -134,31 +124,31 @@ def _agreed(sweep: Sweep, operands: Sequence[fx.Node], apart: int | None) -> lis
 
 
 def _cat(sweep: Sweep, node: fx.Node) -> Flat | None:
-    pieces, dim = tensor_operands(node), int(node.args[1])  # type: ignore[arg-type]
+    pieces, dim = tensor_operands(node), int_at(node, 1)
     if len({len(shape_of(piece)) for piece in pieces}) > 1:
         return None
     groups = _agreed(sweep, pieces, dim)
-    fitted = [
-        sweep.fitted(piece, _with_size(groups, dim, shape_of(piece)[dim]), node) for piece in pieces
-    ]
+    fitted = [sweep.fitted(piece, _with_size(groups, dim, shape_of(piece)[dim]), node) for piece in pieces]
     at = len(flatten(groups[:dim]))
     return Flat(emit(node, aten.cat.default, fitted, at), _with_size(groups, dim, shape_of(node)[dim]))
 
 
 def _pad(sweep: Sweep, node: fx.Node) -> Flat:
-    operand, pads = _operand(node), _ints(node, 1)
+    operand, pads = tensor_at(node), ints_at(node, 1)
     ndim = len(shape_of(operand))
     pairs = [(0, 0)] * (ndim - len(pads) // 2) + list(zip(pads[::2], pads[1::2], strict=True))[::-1]
     padded = [d for d, pair in enumerate(pairs) if any(pair)]
     flat = sweep.whole(operand, padded, node)
     groups = tuple(Group((size,)) if d in padded else flat.groups[d] for d, size in enumerate(shape_of(node)))
-    fine = [pair if i == 0 else (0, 0) for pair, g in zip(pairs, groups, strict=True) for i in range(len(g.sizes))]
+    fine = [(0, 0)] * len(flatten(groups))
+    for d in padded:
+        fine[flat.span(d).start] = pairs[d]
     new_pads = [p for pair in reversed(fine) for p in pair]
     return Flat(emit(node, aten.constant_pad_nd.default, flat.node, new_pads, *node.args[2:]), groups)
 
 
 def _gather(sweep: Sweep, node: fx.Node) -> Flat | None:
-    x, dim, index = _operand(node), int(node.args[1]), _operand(node, 2)  # type: ignore[arg-type]
+    x, dim, index = tensor_at(node), int_at(node, 1), tensor_at(node, 2)
     a, b = shape_of(x), shape_of(index)
     if any(a[d] != b[d] for d in range(len(a)) if d != dim):
         return None
@@ -170,26 +160,26 @@ def _gather(sweep: Sweep, node: fx.Node) -> Flat | None:
 
 
 def _split(sweep: Sweep, node: fx.Node) -> list[Flat]:
-    sizes, dim = _ints(node, 1), int(node.args[2])  # type: ignore[arg-type]
-    flat = sweep.whole(_operand(node), [dim], node)
-    new = emit(node, node.target, flat.node, sizes, flat.span(dim).start)  # type: ignore[arg-type]
+    sizes, dim = ints_at(node, 1), int_at(node, 2)
+    flat = sweep.whole(tensor_at(node), [dim], node)
+    new = call_like(node, flat.node, sizes, flat.span(dim).start)
     items = [emit(node, operator.getitem, new, i) for i in range(len(sizes))]
     return [Flat(item, _with_size(flat.groups, dim, size)) for item, size in zip(items, sizes, strict=True)]
 
 
 def _embedding(sweep: Sweep, node: fx.Node) -> Flat:
-    weight = sweep.whole(_operand(node), (0, 1), node)
-    index = sweep.flat(_operand(node, 1))
-    new = emit(node, node.target, weight.node, index.node, *node.args[2:], **node.kwargs)  # type: ignore[arg-type]
+    weight = sweep.whole(tensor_at(node), (0, 1), node)
+    index = sweep.flat(tensor_at(node, 1))
+    new = call_like(node, weight.node, index.node, *node.args[2:], **node.kwargs)
     return Flat(new, (*index.groups, weight.groups[1]))
 
 
 def _embedding_backward(sweep: Sweep, node: fx.Node) -> Flat:
-    grad, index = _operand(node), _operand(node, 1)
+    grad, index = tensor_at(node), tensor_at(node, 1)
     *tokens, channels = sweep.flat(grad).groups
     groups = [resolve(pair) for pair in zip(tokens, sweep.flat(index).groups, strict=True)]
     fitted = sweep.fitted(grad, (*groups, channels.whole), node), sweep.fitted(index, groups, node)
-    new = emit(node, node.target, *fitted, *node.args[2:], **node.kwargs)  # type: ignore[arg-type]
+    new = call_like(node, *fitted, *node.args[2:], **node.kwargs)
     return sweep.flat(new)
 
 
@@ -199,7 +189,7 @@ def _contract(sweep: Sweep, node: fx.Node) -> Flat:
     A word that only one operand has, flattened but not from tokens, stays flat unless the product is
     reshaped next: the gradient of a weight then has the weight's own dims.
     """
-    operands = (_operand(node), _operand(node, 1))
+    operands = (tensor_at(node), tensor_at(node, 1))
     terms = parse_equation(str(node.args[2]))
     partners: dict[str, list[Group]] = {}
     for operand, term in zip(operands, terms[:2], strict=True):
@@ -219,7 +209,7 @@ def _contract(sweep: Sweep, node: fx.Node) -> Flat:
         sweep.fitted(operand, [groups[word] for word in term], node)
         for operand, term in zip(operands, terms[:2], strict=True)
     ]
-    return Flat(emit(node, node.target, *fitted, equation), tuple(groups[word] for word in terms[2]))  # type: ignore[arg-type]
+    return Flat(call_like(node, *fitted, equation), tuple(groups[word] for word in terms[2]))
 
 
 def _reshaped_next(node: fx.Node) -> bool:
@@ -231,9 +221,9 @@ def _reshaped_next(node: fx.Node) -> bool:
 
 
 _TABLE: dict[Any, PushRule] = {
-    **{op: _reduction for op in (aten.sum.dim_IntList, aten.amax.default, aten.amin.default)},
-    **{op: _reduction for op in (aten.any.dims, aten.all.dims)},
-    **{op: _full_reduction for op in (aten.sum.default, aten.any.default, aten.all.default)},
+    **dict.fromkeys((aten.sum.dim_IntList, aten.amax.default, aten.amin.default), _reduction),
+    **dict.fromkeys((aten.any.dims, aten.all.dims), _reduction),
+    **dict.fromkeys((aten.sum.default, aten.any.default, aten.all.default), _full_reduction),
     aten.permute.default: _permute,
     aten.expand.default: _expand,
     aten.slice.Tensor: _slice,

@@ -6,13 +6,12 @@ import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import fx
 
 from passes.canonicalization.dim_groups import Group, flatten, is_mixed, refine, trivial
-from passes.rewrite import emit_at, shape_of
+from passes.rewrite import emit_at, int_at, shape_of, tensor_at
 
 __all__ = ["Flat", "PushRule", "Sweep"]
 
@@ -88,7 +87,7 @@ class Sweep:
         return Flat(self.fitted(node, groups, reader), groups)
 
     def _reshape(self, node: fx.Node) -> Flat:
-        flat = self.flat(node.args[0])  # type: ignore[arg-type]
+        flat = self.flat(tensor_at(node))
         source = shape_of(flat.node)
         sizes = refine(source, shape_of(node))
         groups = _firmed([Group(s) for s in sizes], flat, source)
@@ -99,7 +98,7 @@ class Sweep:
         """`node` reshaped, before `point`. Shared with later readers, but a forward reader never
         reads a reshape that was emitted for the backward."""
         while node.target is aten.reshape.default and shape_of(node) != shape:
-            node = node.args[0]  # type: ignore[assignment]
+            node = tensor_at(node)
         if shape_of(node) == shape:
             return node
         phase = reader.meta["phase"]
@@ -114,14 +113,14 @@ class Sweep:
         """A reshape; of a creation, the same creation in another shape."""
         if node.target is aten.full.default:
             return emit_at(point, reader, aten.full.default, (list(shape), node.args[1]), dict(node.kwargs))
-        if node.target is torch.ops.autoshard.uniform.default and node.args[0] == node.args[2]:
+        uniform = torch.ops.autoshard.uniform.default
+        if node.target is uniform and node.args[0] == node.args[2]:
             args = (list(shape), [0] * len(shape), list(shape), *node.args[3:])  # same linear positions
-            return emit_at(point, reader, node.target, args, {})
+            return emit_at(point, reader, uniform, args, {})
         return emit_at(point, reader, aten.reshape.default, (node, list(shape)), {})
 
     def _getitem(self, node: fx.Node) -> None:
-        producer, index = node.args
-        self.define(node, self.items[producer][int(index)])  # type: ignore[index, arg-type]
+        self.define(node, self.items[tensor_at(node)][int_at(node, 1)])
 
     def _materialize_operands(self, node: fx.Node) -> None:
         for operand in node.all_input_nodes:

@@ -4,15 +4,15 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
 
-import passes.ops  # noqa: F401  (registers autoshard::uniform)
+import passes.ops  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::uniform)
 from passes.base import GraphPass
 from passes.joint import GraphInput, JointGraph
-from passes.rewrite import emit, erase_dead
+from passes.rewrite import emit, erase_dead, int_at, tensor_at
 from passes.rewrite import replace as replace_node
 from passes.torch_compat import fake_mode_of
 
@@ -110,18 +110,18 @@ def _argument(node: fx.Node, position: int, name: str, default: Any) -> Any:
 
 
 def _native_dropout(source: _Source, node: fx.Node) -> None:
-    x, p, train = node.args
+    x, p, train = tensor_at(node), cast(float, node.args[1]), node.args[2]
     value = node.meta["val"][0]
     shape = list(value.shape)
     if train is False or p == 0:
         mask = emit(node, aten.full.default, shape, True, dtype=torch.bool, device=value.device)
-        result: fx.Node = x  # type: ignore[assignment]
+        result = x
     else:
         mask = emit(node, aten.ge.Scalar, source.uniform(node, shape), p)
         kept = emit(node, aten.mul.Tensor, x, mask)
-        result = _scaled(node, kept, 0.0 if p == 1 else 1.0 / (1.0 - float(p)))  # type: ignore[arg-type]
+        result = _scaled(node, kept, 0.0 if p == 1 else 1.0 / (1.0 - p))
     for item in list(node.users):
-        replace_node(item, (result, mask)[item.args[1]])  # type: ignore[index]
+        replace_node(item, (result, mask)[int_at(item, 1)])
 
 
 def _bernoulli(source: _Source, node: fx.Node) -> None:
@@ -180,8 +180,8 @@ _TABLE: dict[Any, Callable[[_Source, fx.Node], None]] = {
     aten.uniform.default: _uniform,
     aten.normal_functional.default: _normal,
     aten.exponential.default: _exponential,
-    aten.randint.default: _randint(lambda node: (0, node.args[0])),  # type: ignore[return-value, arg-type]
-    aten.randint.low: _randint(lambda node: (node.args[0], node.args[1])),  # type: ignore[return-value, arg-type]
-    aten.randint_like.default: _randint(lambda node: (0, node.args[1])),  # type: ignore[return-value, arg-type]
-    aten.randint_like.low_dtype: _randint(lambda node: (node.args[1], node.args[2])),  # type: ignore[return-value, arg-type]
+    aten.randint.default: _randint(lambda node: (0, int_at(node, 0))),
+    aten.randint.low: _randint(lambda node: (int_at(node, 0), int_at(node, 1))),
+    aten.randint_like.default: _randint(lambda node: (0, int_at(node, 1))),
+    aten.randint_like.low_dtype: _randint(lambda node: (int_at(node, 1), int_at(node, 2))),
 }

@@ -8,8 +8,8 @@ import torch
 from torch import fx
 
 from passes.base import GraphPass
-from passes.joint import JointGraph
-from passes.rewrite import replace
+from passes.joint import JointGraph, tensor_operands
+from passes.rewrite import ints_at, replace
 
 __all__ = ["RemoveNoops"]
 
@@ -44,7 +44,8 @@ def _caller_sees_copy(node: fx.Node, same: fx.Node) -> bool:
     def returned(x: fx.Node) -> bool:
         return any(user.op == "output" for user in x.users)
 
-    return node.target is aten.clone.default and returned(node) and (same.op == "placeholder" or returned(same))
+    shared = same.op == "placeholder" or returned(same)
+    return node.target is aten.clone.default and returned(node) and shared
 
 
 def _alike(node: fx.Node, operand: Any) -> fx.Node | None:
@@ -69,7 +70,7 @@ def _if_scalar(neutral: float) -> Callable[[fx.Node], fx.Node | None]:
 
 
 def _identity_order(node: fx.Node) -> fx.Node | None:
-    order = list(node.args[1])  # type: ignore[arg-type]
+    order = ints_at(node, 1)
     return _first(node) if order == sorted(order) else None
 
 
@@ -79,12 +80,12 @@ def _full_slice(node: fx.Node) -> fx.Node | None:
 
 
 def _no_padding(node: fx.Node) -> fx.Node | None:
-    return _first(node) if not any(node.args[1]) else None  # type: ignore[arg-type]
+    return _first(node) if not any(ints_at(node, 1)) else None
 
 
 def _cat(node: fx.Node) -> fx.Node | None:
     """Drops empty pieces (Hugging Face caches start as one); a single piece is the result itself."""
-    pieces: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
+    pieces = tensor_operands(node)
     full = [piece for piece in pieces if piece.meta["val"].numel()]
     if len(full) < len(pieces) and full and all(p.meta["val"].dtype == node.meta["val"].dtype for p in full):
         node.args = (full, *node.args[1:])

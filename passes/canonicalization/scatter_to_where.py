@@ -8,7 +8,7 @@ from torch import fx
 
 from passes.base import GraphPass
 from passes.joint import JointGraph
-from passes.rewrite import emit, erase_dead, replace, shape_of
+from passes.rewrite import emit, erase_dead, int_at, replace, shape_of, tensor_at
 
 __all__ = ["ScatterToWhere"]
 
@@ -41,18 +41,20 @@ class ScatterToWhere(GraphPass):
 
 
 def _one_per_row(node: fx.Node) -> bool:
-    base, dim, index, value = node.args[:4]
-    shape, wanted = list(shape_of(index)), list(shape_of(base))  # type: ignore[arg-type]
-    if not wanted or len(node.args) > 4 or node.kwargs:
+    if len(node.args) != 4 or node.kwargs:
         return False
-    wanted[dim] = 1  # type: ignore[index]
+    shape, wanted = list(shape_of(tensor_at(node, 2))), list(shape_of(tensor_at(node)))
+    if not wanted:
+        return False
+    wanted[int_at(node, 1)] = 1
+    value = node.args[3]
     return shape == wanted and (not isinstance(value, fx.Node) or list(shape_of(value)) == wanted)
 
 
 def _rewrite(node: fx.Node) -> fx.Node:
-    base, dim, index, value = node.args
-    like = node.meta["val"]
-    size, after = like.shape[dim], like.ndim - 1 - int(dim)  # type: ignore[arg-type]
+    base, index, value = tensor_at(node), tensor_at(node, 2), node.args[3]
+    like, dim = node.meta["val"], int_at(node, 1)
+    size, after = like.shape[dim], like.ndim - 1 - dim
     positions = emit(node, aten.arange.start_step, 0, size, 1, dtype=torch.int64, device=like.device)
     if after:
         positions = emit(node, aten.reshape.default, positions, [size, *([1] * after)])
@@ -69,5 +71,5 @@ def _scalar(node: fx.Node, value: Any) -> fx.Node:
     return emit(node, aten.full.default, [], value, dtype=like.dtype, device=like.device)
 
 
-def _is_zero(node: Any) -> bool:
-    return isinstance(node, fx.Node) and node.target is aten.full.default and node.args[1] == 0
+def _is_zero(node: fx.Node) -> bool:
+    return node.target is aten.full.default and bool(node.args[1] == 0)

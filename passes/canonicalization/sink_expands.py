@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from passes.base import GraphPass
 from passes.joint import JointGraph
-from passes.rewrite import emit, erase_dead, replace, shape_of
+from passes.rewrite import call_like, emit, erase_dead, replace, shape_of, tensor_at
 
 __all__ = ["SinkExpands", "is_pointwise"]
 
@@ -34,6 +35,8 @@ class SinkExpands(GraphPass):
         for node in list(joint.graph.nodes):
             if is_pointwise(node):
                 _sink(node)
+            elif node.target is aten.reshape.default:
+                _expand_again(node)
         erase_dead(joint.graph)
         return joint
 
@@ -50,8 +53,8 @@ def _sink(node: fx.Node) -> None:
     small = {operand: _unexpanded(operand) for operand in node.all_input_nodes}
     if all(source is operand for operand, source in small.items()):
         return
-    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), small.__getitem__)
-    new = emit(node, node.target, *args, **kwargs)  # type: ignore[arg-type]
+    args, kwargs = map_arg((node.args, dict(node.kwargs)), small.__getitem__)
+    new = call_like(node, *args, **kwargs)
     if new.meta["val"].dtype != node.meta["val"].dtype:  # numbers promote less than tensors
         node.graph.erase_node(new)
     elif shape_of(new) == shape_of(node):
@@ -60,9 +63,18 @@ def _sink(node: fx.Node) -> None:
         replace(node, emit(node, aten.expand.default, new, list(shape_of(node))))
 
 
+def _expand_again(node: fx.Node) -> None:
+    """A reshape of one number, expanded, is that number expanded to the new shape."""
+    operand = tensor_at(node)
+    source, shape = _unexpanded(operand), list(shape_of(node))
+    one = source.meta["val"].numel() == 1 and len(shape_of(source)) <= len(shape)
+    if source is not operand and one:
+        replace(node, emit(node, aten.expand.default, source, shape))
+
+
 def _unexpanded(operand: fx.Node) -> fx.Node:
     if operand.target is aten.expand.default:
-        return operand.args[0]  # type: ignore[return-value]
+        return tensor_at(operand)
     if operand.target is aten.full.default and operand.args[0]:
         kwargs: dict[str, Any] = dict(operand.kwargs)
         return emit(operand, aten.full.default, [], operand.args[1], **kwargs)

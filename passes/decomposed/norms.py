@@ -32,8 +32,8 @@ def group_norm(
         result = result * _per_channel(weight, x)
     if bias is not None:
         result = result + _per_channel(bias, x)
-    statistics = (s.reshape(n, groups).to(x.dtype) for s in (center, rstd))
-    return result.to(x.dtype), *statistics
+    center, rstd = (s.reshape(n, groups).to(x.dtype) for s in (center, rstd))
+    return result.to(x.dtype), center, rstd
 
 
 def group_norm_backward(

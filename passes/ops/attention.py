@@ -29,6 +29,12 @@ def _heads_inside(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
+def _whole_rows(x: Tensor) -> Tensor:
+    """The CPU kernel takes the last dim to have stride 1 and reads garbage where it has not (torch 2.13);
+    a shard that came out of a collective may lie in memory in any order."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def _empty_heads_inside(x: Tensor, width: int) -> Tensor:
     b, h, s, _ = x.shape
     return x.new_empty((b, s, h, width)).transpose(1, 2)
@@ -43,6 +49,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """softmax(scale * q k^T + mask) v and the softmax's log-sum-exp; see the module."""
+    q, k, v = (_whole_rows(x) for x in (q, k, v))
     out, lse = kernels.forward(kernels.Problem(q, k, v, mask, is_causal, scale))
     return _heads_inside(out), lse.contiguous()
 
@@ -73,6 +80,7 @@ def attention_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `attention`'s `out` with respect to (q, k, v)."""
+    grad_out, q, k, v, out = (_whole_rows(x) for x in (grad_out, q, k, v, out))
     problem = kernels.Problem(q, k, v, mask, is_causal, scale)
     gq, gk, gv = kernels.backward(problem, grad_out, out, lse)
     return _heads_inside(gq), _heads_inside(gk), _heads_inside(gv)

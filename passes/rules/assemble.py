@@ -53,7 +53,9 @@ def assemble(
     )
 
 
-def whole_rule(shapes: Sequence[Sequence[int]], n_operands: int, linear: Iterable[frozenset[int]] = ()) -> OpRule:
+def whole_rule(
+    shapes: Sequence[Sequence[int]], n_operands: int, linear: Iterable[frozenset[int]] = ()
+) -> OpRule:
     """Nothing can be split."""
     nothing = [((),) * len(shape) for shape in shapes]
     return OpRule(tuple(nothing[:n_operands]), tuple(nothing[n_operands:]), sizes={}, linear=tuple(linear))

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import fx
-
 from passes.rules.assemble import assemble, dims
-from passes.rules.emit import again, constant, is_empty
 from passes.rules.opcall import OpCall
 from passes.rules.pointwise import linear_sets
-from passes.rules.rule import Dim, LocalContext, Localize, OpRule
+from passes.rules.rule import Dim, OpRule
 
 __all__ = ["attention", "attention_backward"]
 
@@ -27,14 +24,14 @@ _DIMS = {
 
 def attention(call: OpCall) -> OpRule:
     """b h s d, b h t d, b h t e, b h s t -> b h s e, b h s"""
-    return _rule(call, [dims("b h s e"), dims("b h s")], {}, (), _empty_as_zeros(2))
+    return _rule(call, [dims("b h s e"), dims("b h s")], {}, ())
 
 
 def attention_backward(call: OpCall) -> OpRule:
     """grad_out, q, k, v, mask, out, lse -> b h s d, b h t d, b h t e; s: sum"""
     results = [dims("b h s d"), dims("b h t d"), dims("b h t e")]
     # out and lse are fixed, so the softmax's gradient is linear in grad_out
-    return _rule(call, results, {"s": "sum"}, linear_sets(call, "grad_out"), _empty_as_zeros(3))
+    return _rule(call, results, {"s": "sum"}, linear_sets(call, "grad_out"))
 
 
 def _rule(
@@ -42,28 +39,14 @@ def _rule(
     results: Sequence[Sequence[Dim]],
     reductions: dict[str, str],
     linear: tuple[frozenset[int], ...],
-    localize: Localize,
 ) -> OpRule:
     present = [name for name in call.arguments if name in _DIMS and call[name] is not None]
     operands = [_right_aligned(_DIMS[name], call.tensor(name).ndim) for name in present]
     # a causal query needs its global position, which the op does not take
     whole = ["t", "d", "e", *(["s"] if call["is_causal"] else [])]
-    return assemble(
-        call.shapes, operands, results, reductions=reductions, whole=whole, linear=linear, localize=localize
-    )
+    return assemble(call.shapes, operands, results, reductions=reductions, whole=whole, linear=linear)
 
 
 def _right_aligned(names: str, ndim: int) -> tuple[Dim, ...]:
     """A mask may have fewer dims than the scores."""
     return dims(names.split()[len(names.split()) - ndim :])
-
-
-def _empty_as_zeros(n_results: int) -> Localize:
-    """Attention kernels refuse empty tensors: a rank without a query, head or batch gives zeros."""
-
-    def localize(ctx: LocalContext) -> fx.Node | tuple[fx.Node | None, ...]:
-        if any(is_empty(ctx, factor) for factor in "bhs"):
-            return tuple(constant(ctx, 0, index) for index in range(n_results))
-        return again(ctx)
-
-    return localize

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
-from passes.joint import node_value, tensor_operands
 from passes.rules.assemble import assemble
-from passes.rules.emit import again, argument, aten, constant, first_part, is_empty
+from passes.rules.emit import again, argument, aten, constant, first_part, global_tensor, is_empty
+from passes.rules.empty import empty_safe
 from passes.rules.opcall import OpCall
 from passes.rules.pointwise import linear_sets
 from passes.rules.rule import Dim, LocalContext, OpRule
@@ -45,13 +46,14 @@ class _Dims:
         )
 
 
+@empty_safe
 def convolution(call: OpCall) -> OpRule:
     """n (g i) *x, (g o) i *k, (g o) -> n (g o) *y; i: sum
 
     With i split, one rank adds the bias.
     """
     named = _Dims.of(call)
-    bias = call["bias"] is not None
+    linear = ("input", "weight") if call["bias"] is None else ("input bias", "weight bias")
     return assemble(
         call.shapes,
         [named.input, named.weight, named.channels][: len(call.operands)],
@@ -59,14 +61,12 @@ def convolution(call: OpCall) -> OpRule:
         sizes=named.sizes,
         reductions={"i": "sum"},
         whole=named.whole,
-        linear=linear_sets(call, "input bias", "weight bias") if bias else linear_sets(call, "input", "weight"),
+        linear=linear_sets(call, *linear),
         localize=_convolution,
     )
 
 
 def _convolution(ctx: LocalContext) -> fx.Node:
-    if any(is_empty(ctx, factor) for factor in "ngio"):
-        return constant(ctx, 0)
     if first_part(ctx, "i"):
         return again(ctx, groups=_groups(ctx))
     return again(ctx, groups=_groups(ctx), bias=None)
@@ -79,6 +79,7 @@ def _groups(ctx: LocalContext) -> int:
     return high - low
 
 
+@empty_safe
 def convolution_backward(call: OpCall) -> OpRule:
     """n (g o) *y, n (g i) *x, (g o) i *k -> n (g i) *x, (g o) i *k, (g o); n: sum; o: sum
 
@@ -102,18 +103,14 @@ def convolution_backward(call: OpCall) -> OpRule:
 
 def _convolution_backward(ctx: LocalContext) -> fx.Node | tuple[fx.Node | None, ...]:
     mask = argument(ctx, "output_mask")
-    if any(is_empty(ctx, factor) for factor in "ngio"):
-        return tuple(_without_work(ctx, i) if wanted else None for i, wanted in enumerate(mask))
-    changes = {"groups": _groups(ctx)}
+    if is_empty(ctx, "i"):  # only the bias's gradient needs no input channels
+        total = ctx.call(aten.sum.dim_IntList, argument(ctx, "grad_output"), _all_but_channels(ctx))
+        return (*(constant(ctx, 0, i) if mask[i] else None for i in (0, 1)), total)
+    changes: dict[str, Any] = {"groups": _groups(ctx)}
     if argument(ctx, "bias_sizes") is not None and mask[2]:
         changes["bias_sizes"] = ctx.result_shape(2)
     return again(ctx, **changes)
 
 
-def _without_work(ctx: LocalContext, index: int) -> fx.Node:
-    """Zeros, except the bias gradient of a rank that only lacks input channels: that needs none."""
-    if index < 2 or not is_empty(ctx, "i"):
-        return constant(ctx, 0, index)
-    grad_output = argument(ctx, "grad_output")
-    ndim = node_value(tensor_operands(ctx.node)[0]).ndim
-    return ctx.call(aten.sum.dim_IntList, grad_output, [0, *range(2, ndim)])
+def _all_but_channels(ctx: LocalContext) -> list[int]:
+    return [d for d in range(global_tensor(ctx, "grad_output").ndim) if d != 1]

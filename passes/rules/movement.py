@@ -10,7 +10,7 @@ from torch import fx
 
 from passes.joint import node_value, tensor_operands
 from passes.rules.assemble import assemble
-from passes.rules.emit import again, argument, aten, constant, offset, sized
+from passes.rules.emit import again, argument, constant, offset, sized
 from passes.rules.opcall import Builder, OpCall, TensorInfo
 from passes.rules.pointwise import linear_sets
 from passes.rules.rule import Dim, LocalContext, Localize, OpRule
@@ -31,7 +31,10 @@ __all__ = [
 
 
 def _through(
-    call: OpCall, changed: Collection[int], linear: tuple[frozenset[int], ...], localize: Localize | None = None
+    call: OpCall,
+    changed: Collection[int],
+    linear: tuple[frozenset[int], ...],
+    localize: Localize | None = None,
 ) -> OpRule:
     """Dims in `changed` are whole, in operands and results apart; all others are shared."""
 
@@ -137,7 +140,11 @@ def stack(call: OpCall) -> OpRule:
     result = [("n",) if i == dim else (f"d{i}",) for i in range(call.result.ndim)]
     operand = [name for name in result if name != ("n",)]
     return assemble(
-        call.shapes, [operand] * len(call.operands), [result], whole=["n"], linear=linear_sets(call, "tensors")
+        call.shapes,
+        [operand] * len(call.operands),
+        [result],
+        whole=["n"],
+        linear=linear_sets(call, "tensors"),
     )
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 
 from cost_model.errors import ShardingError
 from passes.rules.assemble import assemble
@@ -115,7 +115,7 @@ class Notation:
         return counts
 
 
-@lru_cache(maxsize=None)
+@cache
 def parse(text: str) -> Notation:
     """Read a rule. Raises ShardingError, quoting the part that is wrong and a remedy."""
     left, arrow, right = text.partition("->")
@@ -141,12 +141,12 @@ def parse(text: str) -> Notation:
             )
         else:
             reductions[name] = "sum"
-    whole |= {name for name in in_results.difference(*in_operands)} - set(reductions)
+    whole |= in_results.difference(*in_operands, reductions)
     return Notation(text, operands, results, reductions, whole, linear)
 
 
 def _split_notes(right: str) -> tuple[str, list[str]]:
-    """Results and notes: a note is "word: word", after a semicolon, a comma or just a space."""
+    """Results and notes: a note is "word: word", after a semicolon, a comma or a space."""
     first = re.search(r";|(\*?\w+\s*:)", right)
     if first is None:
         return right, []
@@ -154,7 +154,9 @@ def _split_notes(right: str) -> tuple[str, list[str]]:
     return results.rstrip().rstrip(","), [n.strip() for n in re.split(r"[;,]", notes) if n.strip()]
 
 
-def _parse_notes(text: str, notes: Sequence[str]) -> tuple[dict[str, str], frozenset[str], tuple[frozenset[int], ...]]:
+def _parse_notes(
+    text: str, notes: Sequence[str]
+) -> tuple[dict[str, str], frozenset[str], tuple[frozenset[int], ...]]:
     reductions: dict[str, str] = {}
     whole: set[str] = set()
     linear: list[frozenset[int]] = []
@@ -178,7 +180,8 @@ def _check_linear(text: str, sets: Iterable[frozenset[int]], n_operands: int) ->
     for members in sets:
         if not members or max(members) >= n_operands:
             raise ShardingError(
-                f"rule {text!r} cannot be linear in operands {sorted(members)}: it has {n_operands} operands\n"
+                f"rule {text!r} cannot be linear in operands {sorted(members)}: "
+                f"it has {n_operands} operands\n"
                 "  operands are counted from 0"
             )
 
@@ -200,7 +203,7 @@ def _term(text: str, part: str) -> Term:
                 found.append((token,))
             else:
                 group.append(token)
-        elif group is None and (token == _ELLIPSIS or token.startswith("*") and len(token) > 1):
+        elif group is None and (token == _ELLIPSIS or (token.startswith("*") and len(token) > 1)):
             found.append((token,))
         else:
             raise ShardingError(f"rule {text!r} has an unexpected {token!r} in {part.strip()!r}")

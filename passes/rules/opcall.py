@@ -62,6 +62,7 @@ class OpCall:
         """Shapes of the operands, then of the results (() for one not computed)."""
         return [t.shape if t is not None else () for t in (*self.operands, *self.results)]
 
+
 Builder = Callable[[OpCall], OpRule]
 """Makes the rule of one op from its shapes and arguments."""
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
 from passes.joint import node_value, tensor_operands
 from passes.rules.assemble import assemble
-from passes.rules.emit import aten, constant, is_empty
+from passes.rules.emit import again, aten, constant
+from passes.rules.empty import empty_safe
 from passes.rules.opcall import Builder, OpCall
 from passes.rules.pointwise import linear_sets
 from passes.rules.rule import Dim, LocalContext, Localize, OpRule
@@ -27,7 +27,7 @@ def reduce(op: str, *linear: str, localize: Localize | None = None) -> Builder:
             call.shapes,
             [operand],
             [result],
-            reductions={factor: op for factor in gone},
+            reductions=dict.fromkeys(gone, op),
             linear=linear_sets(call, *linear),
             localize=localize,
         )
@@ -41,22 +41,19 @@ def reduce_whole(*linear: str) -> Builder:
     def build(call: OpCall) -> OpRule:
         operand, result, gone = _reduced(call)
         return assemble(
-            call.shapes, [operand], [result] * len(call.results), whole=gone, linear=linear_sets(call, *linear)
+            call.shapes,
+            [operand],
+            [result] * len(call.results),
+            whole=gone,
+            linear=linear_sets(call, *linear),
         )
 
     return build
 
 
 def extremum(op: str) -> Builder:
-    """amax, amin: "max", "min". A rank with nothing to reduce gives the value that never wins."""
-
-    def localize(ctx: LocalContext) -> fx.Node:
-        operand = node_value(tensor_operands(ctx.node)[0])
-        if any(is_empty(ctx, f"d{i}") for i in range(operand.ndim)):
-            return constant(ctx, _neutral(op, operand.dtype))
-        return ctx.call(ctx.node.target, *ctx.args, **ctx.kwargs)  # type: ignore[arg-type]
-
-    return reduce(op, localize=localize)
+    """amax, amin: "max", "min". They refuse to reduce nothing."""
+    return empty_safe(reduce(op))
 
 
 def mean(*linear: str) -> Builder:
@@ -67,7 +64,7 @@ def mean(*linear: str) -> Builder:
         share = _share(ctx, _dims_argument(ctx.args[1:2], operand.ndim))
         if share == 0:
             return constant(ctx, 0)
-        local = ctx.call(ctx.node.target, *ctx.args, **ctx.kwargs)  # type: ignore[arg-type]
+        local = again(ctx)
         return local if share == 1 else ctx.call(aten.mul.Tensor, local, share)
 
     return reduce("sum", *linear, localize=localize)
@@ -101,9 +98,7 @@ def _reduced(call: OpCall) -> tuple[tuple[Dim, ...], tuple[Dim, ...], list[str]]
     gone = _dims_argument([call.arguments.get("dim")], ndim)
     keepdim = call.result.ndim == ndim
     operand = tuple((f"d{i}",) for i in range(ndim))
-    result = tuple(
-        () if i in gone else (f"d{i}",) for i in range(ndim) if keepdim or i not in gone
-    )
+    result = tuple(() if i in gone else (f"d{i}",) for i in range(ndim) if keepdim or i not in gone)
     return operand, result, [f"d{i}" for i in gone]
 
 
@@ -127,12 +122,3 @@ def _share(ctx: LocalContext, gone: Sequence[int]) -> float:
             low, high = ctx.interval(f"d{i}")
             share *= (high - low) / shape[i]
     return share
-
-
-def _neutral(op: str, dtype: torch.dtype) -> float | bool:
-    if dtype == torch.bool:
-        return op == "min"
-    info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
-    if dtype.is_floating_point:
-        return float("-inf") if op == "max" else float("inf")
-    return info.min if op == "max" else info.max

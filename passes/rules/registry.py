@@ -16,6 +16,7 @@ from torch import fx
 
 from cost_model.errors import ShardingError
 from passes.rules.assemble import whole_rule
+from passes.rules.empty import neutral_where_empty
 from passes.rules.notation import Notation, parse
 from passes.rules.opcall import Builder, OpCall, describe
 from passes.rules.pointwise import pointwise
@@ -30,7 +31,7 @@ _POINTWISE = pointwise()
 
 @dataclass
 class RuleTable:
-    """Rules that a user added, by op name ("namespace::op.overload", or "namespace::op" for all overloads)."""
+    """Rules that a user added, by op: "namespace::op.overload", or "namespace::op" for all overloads."""
 
     builders: dict[str, Builder] = field(default_factory=dict)
 
@@ -51,6 +52,9 @@ class RuleTable:
         rule:     in the notation of RULES.md, or a function from `OpCall` to `OpRule`.
         linear:   sets of operand positions in which the op is linear (see `OpRule`).
         localize: emits one rank's part of the op, for an op that takes a shape or an offset.
+
+        With a rule in the notation the op is never run on empty tensors: a rank without any of a
+        split factor contributes nothing (`neutral_where_empty`).
 
         Raises ShardingError for a rule that cannot be read or an op that is not one.
         """
@@ -84,7 +88,7 @@ def register_rule(
 def _from_notation(notation: Notation, localize: Localize | None) -> Builder:
     def build(call: OpCall) -> OpRule:
         n = len(call.operands)
-        return notation.bind(call.shapes[:n], call.shapes[n:], localize)
+        return neutral_where_empty(notation.bind(call.shapes[:n], call.shapes[n:], localize))
 
     return build
 

@@ -9,7 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from passes.rules import attention, convolution, creation, indexing, movement, products, reductions, scattering, views
+from passes.rules import (
+    attention,
+    convolution,
+    creation,
+    indexing,
+    movement,
+    products,
+    reductions,
+    scattering,
+    views,
+)
 from passes.rules.opcall import Builder
 from passes.rules.pointwise import pointwise
 from passes.rules.pooling import planes
@@ -138,7 +148,7 @@ _VIEWS: dict[str, Builder] = {
     "aten::t.default": views.transpose,
     "aten::expand.default": views.expand,
     "aten::repeat.default": views.repeat,
-    "aten::view_as_complex.default": spec("... p -> ...; p: whole"),
+    "aten::view_as_complex.default": spec("... p -> ...; p: whole", views.view_as_complex),
     "aten::view_as_real.default": spec("... -> ... p"),
 }
 
@@ -207,7 +217,9 @@ _PRODUCTS: dict[str, Builder] = {
 
 _PLANES: dict[str, Builder] = {  # batch and channels pass; h w are whole on both sides
     "aten::max_pool2d_with_indices.default": planes("... h w -> ... y x, ... y x"),
-    "aten::max_pool2d_with_indices_backward.default": planes("... y x, ... h w, ... y x -> ... h w; linear: 0"),
+    "aten::max_pool2d_with_indices_backward.default": planes(
+        "... y x, ... h w, ... y x -> ... h w; linear: 0"
+    ),
     "aten::avg_pool2d.default": planes("... h w -> ... y x; linear: 0"),
     "aten::avg_pool2d_backward.default": planes("... y x, ... h w -> ... h w; linear: 0"),
     "aten::_adaptive_avg_pool2d.default": planes("... h w -> ... y x; linear: 0"),

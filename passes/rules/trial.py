@@ -34,7 +34,9 @@ class Choice:
     linear: frozenset[int] = frozenset()
 
 
-def call_node(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> fx.Node:
+def call_node(
+    op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+) -> fx.Node:
     """A node of a graph of its own that calls `op`, metas "val" set from the real tensors and result."""
     graph = fx.Graph()
 
@@ -82,11 +84,15 @@ class Trial:
         wholes = [operand.meta["val"] for operand in tensor_operands(self.node)]
         summands = [self._summands(i, whole) for i, whole in enumerate(wholes)]
         ranks = list(itertools.product(*(range(size) for size in self.mesh)))
-        found = {rank: self._run(rank, [self._shard(i, rank, s) for i, s in enumerate(summands)]) for rank in ranks}
+        found = {
+            rank: self._run(rank, [self._shard(i, rank, s) for i, s in enumerate(summands)]) for rank in ranks
+        }
         expected = self.node.meta["val"]
         expected = expected if isinstance(expected, (tuple, list)) else (expected,)
         for index, whole in enumerate(expected):
-            for rank in ranks if whole is not None else ():
+            if whole is None:
+                continue
+            for rank in ranks:
                 problem = self._compare(index, whole, rank, found)
                 if problem is not None:
                     return f"result {index} on rank {rank}: {problem}"
@@ -124,7 +130,9 @@ class Trial:
     def _partial_axes(self, operand: int) -> list[int]:
         return [a for a, choice in enumerate(self.chosen) if operand in choice.linear]
 
-    def _shard(self, index: int, rank: Coordinate, summands: Mapping[Coordinate, torch.Tensor]) -> torch.Tensor:
+    def _shard(
+        self, index: int, rank: Coordinate, summands: Mapping[Coordinate, torch.Tensor]
+    ) -> torch.Tensor:
         """What `rank` holds of an operand. A shard may lie in memory in any order of its dims (a
         collective over an inner dim leaves it so), so on every other rank it does."""
         value = summands[tuple(rank[a] for a in self._partial_axes(index))]
@@ -142,7 +150,7 @@ class Trial:
         else:
             emitted = self.rule.localize(context)
         graph.output(emitted)
-        value = fx.Interpreter(fx.GraphModule(torch.nn.Module(), graph)).run(*operands)
+        value = fx.Interpreter(torch.nn.Module(), graph=graph).run(*operands)
         return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
     def _compare(
@@ -159,8 +167,15 @@ class Trial:
         if "sum" in pending.values() and want.dtype == torch.bool:
             return "a pending sum of bools"
         total = _reduced([found[r][index] for r in self._group(rank, list(pending))], set(pending.values()))
-        close = torch.allclose(total.to(want.dtype), want, rtol=self.rtol, atol=self.rtol, equal_nan=True)
-        return None if close else f"{total} where {want} should be"
+        total = total.to(want.dtype)
+        if torch.allclose(total, want, rtol=self.rtol, atol=self.rtol, equal_nan=True):
+            return None
+        wrong = ~torch.isclose(total, want, rtol=self.rtol, atol=self.rtol, equal_nan=True)
+        at = tuple(int(i) for i in wrong.nonzero()[0])
+        return (
+            f"{int(wrong.sum())} of {want.numel()} values differ, the first at {list(at)}: "
+            f"{total[at].item()} where {want[at].item()} should be"
+        )
 
     def _pending(self, dims: Sequence[Dim]) -> dict[int, str]:
         """axis -> reduction that a result with these dims waits for."""
@@ -169,7 +184,7 @@ class Trial:
         for axis, choice in enumerate(self.chosen):
             if choice.linear:
                 pending[axis] = "sum"
-            elif choice.factor in self.rule.reductions and choice.factor not in kept:
+            elif choice.factor is not None and choice.factor in self.rule.reductions.keys() - kept:
                 pending[axis] = self.rule.reductions[choice.factor]
         return pending
 
@@ -193,7 +208,7 @@ def _random_like(value: torch.Tensor, generator: torch.Generator) -> torch.Tenso
     return torch.randint(-9, 9, value.shape, generator=generator).to(value.dtype)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Context:
     """The `LocalContext` of one rank of a trial."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import fx
 
 from passes.joint import node_value, tensor_operands
@@ -14,7 +15,7 @@ from passes.rules.opcall import OpCall
 from passes.rules.pointwise import broadcast_dims, linear_sets
 from passes.rules.rule import Dim, LocalContext, OpRule
 
-__all__ = ["common_factors", "expand", "permute", "repeat", "squeeze", "transpose", "view"]
+__all__ = ["common_factors", "expand", "permute", "repeat", "squeeze", "transpose", "view", "view_as_complex"]
 
 Grouping = list[Dim]
 
@@ -137,6 +138,12 @@ def _squeeze(ctx: LocalContext) -> fx.Node:
     asked = [dims_argument] if isinstance(dims_argument, int) else list(dims_argument)
     ones = sorted({d % len(source) for d in asked if source[d] == 1})
     return ctx.call(aten.squeeze.dims, argument(ctx, "self"), ones)
+
+
+def view_as_complex(ctx: LocalContext) -> fx.Node:
+    """Localize: the pairs must lie side by side, which in a shard out of a collective they may not."""
+    pairs = ctx.call(aten.clone.default, argument(ctx, "self"), memory_format=torch.contiguous_format)
+    return again(ctx, self=pairs)
 
 
 def expand(call: OpCall) -> OpRule:

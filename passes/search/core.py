@@ -71,12 +71,16 @@ def solve_presolved(graph: Graph, budget: Budget) -> Found:
 
 
 def cost_scale(graph: Graph) -> float:
-    """The order of magnitude of the least cost of a presolved graph, for turning a relative gap into an absolute."""
+    """Roughly the least cost of a presolved graph, rather below it: turns a relative gap into an absolute one."""
     messages = zero_messages(graph)
-    ascend(graph, messages, 3, float("inf"))
-    bound = lower_bound(graph, messages)
-    cost = graph.value(descend(graph, decode(graph, messages)))
-    return max(abs(bound), 1e-6 * abs(cost)) if np.isfinite(cost) else abs(bound)
+    cost, bound = float("inf"), lower_bound(graph, messages)
+    for _ in range(8):
+        ascend(graph, messages, 3, float("inf"))
+        bound = lower_bound(graph, messages)
+        cost = min(cost, graph.value(descend(graph, decode(graph, messages))))
+        if abs(cost - bound) <= 0.5 * abs(cost):
+            break
+    return max(bound if cost > 0 else -cost, 1e-3 * abs(cost)) if np.isfinite(cost) else 0.0
 
 
 class _Connected:
@@ -134,7 +138,7 @@ class _Connected:
             return False
         before = self.graph.entries()
         try:
-            if not prune(self.graph, messages, bound, self._cutoff):
+            if prune(self.graph, messages, bound, self._cutoff) == float("inf"):
                 return False
             presolve(self.graph)
         except DeadEnd:

@@ -110,28 +110,28 @@ def decode(graph: Graph, messages: Messages) -> dict[int, int]:
     return choice
 
 
-def prune(graph: Graph, messages: Messages, bound: float, cutoff: float) -> int:
-    """Forbid, in place, what the messages prove to cost `cutoff` or more; returns how many entries went.
+def prune(graph: Graph, messages: Messages, bound: float, cutoff: float) -> float:
+    """Forbid, in place, what the messages prove to cost `cutoff` or more.
 
-    `bound` is `lower_bound(graph, messages)`. Whole strategies are left to arc consistency: their cost becomes inf.
-    Exact for all choices cheaper than `cutoff`.
+    `bound` is `lower_bound(graph, messages)`. Returns what is proven of all that went: no choice that uses any of it
+    costs less. At least `cutoff`; inf if nothing went. Whole strategies get the cost inf; arc consistency removes them.
     """
     room = cutoff - bound
     above: dict[int, Array] = {}
     for node in graph.cost:
         total = _node_cost(graph, messages, node)
         above[node] = total - total.min()
-    removed = 0
+    least = float("inf")
     joint = {node: vector.copy() for node, vector in above.items()}
     for i in sorted(graph.adjacent):
         for j in sorted(graph.adjacent[i]):
             if i < j:
-                removed += _prune_edge(graph, messages, (i, j), above, joint, room)
+                least = min(least, _prune_edge(graph, messages, (i, j), above, joint, room))
     for node, vector in joint.items():
         dead = (vector >= room) & np.isfinite(graph.cost[node])
-        removed += int(dead.sum())
+        least = min(least, float(vector[dead].min(initial=np.inf)))
         graph.forbid(node, dead)
-    return removed
+    return bound + least
 
 
 def _prune_edge(
@@ -141,15 +141,15 @@ def _prune_edge(
     above: Mapping[int, Array],
     joint: dict[int, Array],
     room: float,
-) -> int:
+) -> float:
     i, j = edge
     extra = _edge_cost(graph, messages, i, j)
     extra -= extra.min()
     joint[i] += extra.min(axis=1)
     joint[j] += extra.min(axis=0)
-    dead = extra + above[i][:, None] + above[j] >= room
-    dead &= np.isfinite(extra)
+    total = extra + above[i][:, None] + above[j]
+    dead = (total >= room) & np.isfinite(extra)
     if not dead.any():
-        return 0
+        return float("inf")
     graph.set_edge(i, j, graph.tables.intern(np.where(dead, np.inf, graph.adjacent[i][j])))
-    return int(dead.sum())
+    return float(total[dead].min())

@@ -124,7 +124,7 @@ def _memory_rows(
     values: list[Array] = []
     upper = np.zeros(len(graph.slack))
     for position, (row, slack) in enumerate(graph.slack.items()):
-        scale = ROW_SCALE / max(abs(slack), 1e-300)
+        scale = _row_scale(graph, row)
         upper[position] = slack * scale
         for node in sorted(graph.use):
             if row in graph.use[node]:
@@ -134,6 +134,11 @@ def _memory_rows(
                 columns.append(start[at[node]] + used)
                 values.append(usage[used] * scale)
     return rows, columns, values, upper
+
+
+def _row_scale(graph: Graph, row: int) -> float:
+    largest = max((float(rows[row].max()) for rows in graph.use.values() if row in rows), default=0.0)
+    return ROW_SCALE / (max(abs(graph.slack[row]), largest) or ROW_SCALE)
 
 
 def _factor(cost: Array) -> float:
@@ -196,10 +201,7 @@ def relax(graph: Graph, program: Program, deadline: float) -> Relaxed | None:
         messages[j, i] = dual[first : first + size_i]
         messages[i, j] = dual[first + size_i : program.edge_row[e + 1]]
     first = int(program.edge_row[-1])
-    prices = {
-        row: max(0.0, -float(dual[first + p])) * ROW_SCALE / max(abs(slack), 1e-300)
-        for p, (row, slack) in enumerate(graph.slack.items())
-    }
+    prices = {row: max(0.0, -float(dual[first + p])) * _row_scale(graph, row) for p, row in enumerate(graph.slack)}
     return Relaxed(choice, integral, messages, prices)
 
 
@@ -213,6 +215,7 @@ def solve_integers(
     solver = _highs(program, True, deadline)
     base = graph.constant + _minima(graph)
     solver.setOptionValue("mip_rel_gap", 0.0)
+    solver.setOptionValue("mip_feasibility_tolerance", 1e-9)  # the bound is of x within this of integers
     solver.setOptionValue("mip_abs_gap", gap * program.factor)
     if start is not None:
         solver.setSolution(_start_values(program, start))

@@ -15,11 +15,11 @@ import time
 import numpy as np
 
 from .core import Budget, solve_graph
-from .dual import ascend, lower_bound, prune, zero_messages
+from .dual import Messages, ascend, lower_bound, prune, zero_messages
 from .graph import DeadEnd, Graph
 from .lagrange import Prices, priced, violated_rows
 from .local_search import Search
-from .marginal import build_program, solve_integers
+from .marginal import build_program, relax, solve_integers
 from .presolve import presolve
 from .problem import Array, Infeasible, Problem
 
@@ -31,6 +31,8 @@ CUTOFFS = (0.02, 0.1, 0.3, 0.6, 1.0)
 """Cutoffs tried, as shares of the way from the bound to the best cost."""
 PROGRAM_LIMIT = 3_000_000
 """Edge entries of the largest program that is handed to HiGHS."""
+RELAXATION_LIMIT = 1_000_000
+"""Edge entries of the largest relaxation that is solved for its dual values."""
 ROWS_AT_ONCE = 8
 
 
@@ -136,16 +138,13 @@ class MemorySearch:
             graph.add_rows(self.problem, self.rows)
             try:
                 presolve(graph)
-                self._prune(graph, cutoff, until)
+                pruned = self._prune(graph, cutoff, until)
             except DeadEnd:
                 return self._nothing_below(cutoff)
-            if graph.entries() > PROGRAM_LIMIT:
-                return None
-            gap = self.budget.tolerance / 2
-            found, bound = solve_integers(graph, build_program(graph), None, gap, until)
+            found, bound = self._solve_program(graph, until)
             if found is None and bound == float("inf"):
-                return self._nothing_below(cutoff)
-            self._raise_bound(min(cutoff, bound))
+                return self._nothing_below(pruned)
+            self._raise_bound(min(pruned, bound))
             if found is None:
                 return None
             choice = self._choice(graph.expand(found))
@@ -155,6 +154,13 @@ class MemorySearch:
             self.rows |= new
         return None
 
+    def _solve_program(self, graph: Graph, until: float) -> tuple[dict[int, int] | None, float]:
+        if not graph.cost:
+            return {}, graph.constant
+        if graph.entries() > PROGRAM_LIMIT:
+            return None, -float("inf")
+        return solve_integers(graph, build_program(graph), None, self.budget.tolerance / 2, until)
+
     def _nothing_below(self, cutoff: float) -> None:
         if cutoff == float("inf"):
             row = int(np.argmax(self.problem.least_profile()))
@@ -163,27 +169,52 @@ class MemorySearch:
             raise Infeasible("memory", nodes, self.limit, int(self.problem.steps[row]))
         self._raise_bound(cutoff)
 
-    def _prune(self, graph: Graph, cutoff: float, until: float) -> None:
-        """Forbid in `graph` what messages on its priced copy prove to cost `cutoff` or more, and reduce again."""
-        if cutoff == float("inf"):
-            return
-        for _ in range(4):
-            before = graph.entries()
-            copy = priced(graph, self.prices.center)
-            messages = zero_messages(copy)
-            ascend(copy, messages, 30, until)
-            bound = lower_bound(copy, messages)
-            self._raise_bound(min(cutoff, bound))
-            if not prune(copy, messages, bound, cutoff):
-                return
-            for node, vector in copy.cost.items():
-                graph.forbid(node, ~np.isfinite(vector))
-                for other, matrix in copy.adjacent[node].items():
-                    if node < other:
-                        graph.set_edge(node, other, matrix)
-            presolve(graph)
-            if graph.entries() > 0.9 * before:
-                return
+    def _prune(self, graph: Graph, cutoff: float, until: float) -> float:
+        """Forbid in `graph` what is proven to cost `cutoff` or more, and reduce again.
+
+        By messages on its priced copy, then by the dual values of its relaxation. Returns what is proven of all that
+        went, inf if nothing did.
+        """
+        pruned = float("inf")
+        for bounding in (self._by_messages, self._by_relaxation) if cutoff < float("inf") else ():
+            for _ in range(4):
+                before = graph.entries()
+                answer = bounding(graph, until)
+                if answer is None:
+                    break
+                copy, messages = answer
+                bound = lower_bound(copy, messages)
+                self._raise_bound(min(cutoff, pruned, bound))
+                least = prune(copy, messages, bound, cutoff)
+                if least == float("inf"):
+                    break
+                pruned = min(pruned, least)
+                _forbid_same(graph, copy)
+                presolve(graph)
+                if graph.entries() > 0.9 * before:
+                    break
+        return pruned
+
+    def _by_messages(self, graph: Graph, until: float) -> tuple[Graph, Messages] | None:
+        copy = priced(graph, self.prices.center)
+        messages = zero_messages(copy)
+        ascend(copy, messages, 30, until)
+        return copy, messages
+
+    def _by_relaxation(self, graph: Graph, until: float) -> tuple[Graph, Messages] | None:
+        if not graph.cost or graph.entries() > RELAXATION_LIMIT:
+            return None
+        relaxed = relax(graph, build_program(graph), until)
+        return relaxed and (priced(graph, relaxed.prices), relaxed.messages)
+
+
+def _forbid_same(graph: Graph, pruned: Graph) -> None:
+    """Forbid in `graph` what is forbidden in its priced copy."""
+    for node, vector in pruned.cost.items():
+        graph.forbid(node, ~np.isfinite(vector))
+        for other, matrix in pruned.adjacent[node].items():
+            if node < other:
+                graph.set_edge(node, other, matrix)
 
 
 def least_usage(problem: Problem, base: Graph, row: int, budget: Budget) -> tuple[float, list[int]]:

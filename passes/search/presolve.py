@@ -45,7 +45,14 @@ class _Queue:
 
 def presolve(graph: Graph) -> None:
     """Reduce `graph` in place. Raises DeadEnd if a node has no possible strategy left."""
-    cheap, dear = _Queue(graph.cost), _Queue(graph.cost)
+    touched = sorted(graph.cost)
+    while touched:
+        _reduce(graph, touched)
+        touched = _drop_oversized(graph)
+
+
+def _reduce(graph: Graph, nodes: list[int]) -> None:
+    cheap, dear = _Queue(nodes), _Queue(nodes)
     while cheap or dear:
         first_pass = bool(cheap)
         node = cheap.pop() if first_pass else dear.pop()
@@ -58,6 +65,21 @@ def presolve(graph: Graph) -> None:
                 if other in graph.cost:
                     cheap.push(other)
                     dear.push(other)
+
+
+def _drop_oversized(graph: Graph) -> list[int]:
+    """Drop strategies that do not fit even where all other nodes use their least; the nodes that changed."""
+    changed: list[int] = []
+    for node in sorted(graph.use):
+        fits = np.ones(len(graph.cost[node]), dtype=bool)
+        for row, usage in graph.use[node].items():
+            fits &= usage <= graph.slack[row]
+        if not fits.all():
+            graph.restrict(node, np.flatnonzero(fits))
+            changed += [node, *graph.adjacent[node]]
+    if any(slack < 0 for slack in graph.slack.values()):
+        raise DeadEnd(min(graph.cost, default=-1))
+    return sorted(set(changed))
 
 
 def propagate(graph: Graph) -> None:

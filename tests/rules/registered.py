@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-import passes.ops.contract
-import passes.ops.use  # noqa: F401  (they register autoshard::*)
 from passes.rules.registry import has_rule, rule_for
 from passes.rules.rule import OpRule
 from passes.rules.trial import call_node

@@ -91,4 +91,6 @@ def test_ranges() -> None:
     check(aten.arange.start, 2.0, 7)
     check(aten.arange.default, 4.5)
     assert check(aten.arange.start_step, 0, 1, 0.25).splittable == ()
-    check(torch.ops.prims.iota.default, 5, start=3, step=2, dtype=torch.int64, device="cpu", requires_grad=False)
+    check(
+        torch.ops.prims.iota.default, 5, start=3, step=2, dtype=torch.int64, device="cpu", requires_grad=False
+    )

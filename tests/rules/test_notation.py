@@ -101,7 +101,9 @@ def test_what_cannot_be_read(text: str, message: str) -> None:
         ("(a b) -> a b; a: whole", [(6,)], [(2, 4)], "a dim of size 6 cannot be the product (a b), of 8"),
     ],
 )
-def test_what_does_not_fit(text: str, operands: list[tuple[int, ...]], results: list[tuple[int, ...]], message: str) -> None:
+def test_what_does_not_fit(
+    text: str, operands: list[tuple[int, ...]], results: list[tuple[int, ...]], message: str
+) -> None:
     with pytest.raises(ShardingError) as caught:
         parse(text).bind(operands, results)
     assert message in str(caught.value)

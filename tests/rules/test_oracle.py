@@ -81,7 +81,9 @@ def test_a_result_of_the_wrong_shape_or_type_is_refused() -> None:
     node = call_node(aten.clone.default, (X,))
     rule = parse("a b -> a b").bind([X.shape], [X.shape])
     shape = replace(rule, localize=lambda ctx: ctx.call(aten.sum.dim_IntList, ctx.args[0], [0], True))
-    dtype = replace(rule, localize=lambda ctx: ctx.call(aten._to_copy.default, ctx.args[0], dtype=torch.float32))
+    dtype = replace(
+        rule, localize=lambda ctx: ctx.call(aten._to_copy.default, ctx.args[0], dtype=torch.float32)
+    )
     assert "should be" in (first_error(node, shape) or "")
     assert "float32" in (first_error(node, dtype) or "")
 

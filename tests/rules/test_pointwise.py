@@ -22,7 +22,9 @@ X = torch.ones(2, 3)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("op", [aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.atan2.default])
+@pytest.mark.parametrize(
+    "op", [aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.atan2.default]
+)
 def test_binary_broadcast(op: object, seed: int) -> None:
     draw = Draw(seed)
     shape = draw.sizes(3)
@@ -41,7 +43,8 @@ def test_integers() -> None:
 
 @pytest.mark.parametrize(
     "op",
-    [aten.exp.default, aten.gelu.default, aten.rsqrt.default, aten.relu.default, aten.abs.default, aten.sign.default,
+    [aten.exp.default, aten.gelu.default, aten.rsqrt.default, aten.relu.default, aten.abs.default,
+     aten.sign.default,
      aten.neg.default, aten.clone.default, aten.alias.default, aten.detach.default, aten.positive.default,
      aten.zeros_like.default, aten.ones_like.default, aten.deg2rad.default, aten.round.default,
      aten.lift_fresh_copy.default, aten.hardswish.default, torch.ops.autoshard.use.default],
@@ -82,7 +85,8 @@ def test_several_operands() -> None:
      (aten.leaky_relu_backward.default, {"negative_slope": 0.1, "self_is_result": False}),
      (aten.hardswish_backward.default, {}), (aten.hardsigmoid_backward.default, {}),
      (aten.hardtanh_backward.default, {"min_val": -1, "max_val": 1}), (aten.mish_backward.default, {}),
-     (aten.softplus_backward.default, {"beta": 1, "threshold": 20}), (aten.logit_backward.default, {"eps": 1e-3})],
+     (aten.softplus_backward.default, {"beta": 1, "threshold": 20}),
+     (aten.logit_backward.default, {"eps": 1e-3})],
 )  # fmt: skip
 def test_derivatives(op: object, rest: dict[str, object]) -> None:
     draw = Draw(4)

@@ -47,7 +47,9 @@ def test_contract(equation: str, a: tuple[int, ...], b: tuple[int, ...]) -> None
     assert set(rule.linear) == {frozenset({0}), frozenset({1})}
 
 
-def convolve(draw: Draw, groups: int, inner: int, outer: int, bias: bool, transposed: bool, space: int) -> list[Any]:
+def convolve(
+    draw: Draw, groups: int, inner: int, outer: int, bias: bool, transposed: bool, space: int
+) -> list[Any]:
     x = draw.floats(draw.size(2, 3), groups * inner, *([5, 4][:space]))
     channels = (groups * inner, outer) if transposed else (groups * outer, inner)
     weight = draw.floats(*channels, *([3, 2][:space]))
@@ -58,7 +60,9 @@ def convolve(draw: Draw, groups: int, inner: int, outer: int, bias: bool, transp
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize(("groups", "inner", "outer"), [(1, 3, 2), (1, 2, 5), (3, 1, 1), (2, 2, 3), (5, 1, 2)])
+@pytest.mark.parametrize(
+    ("groups", "inner", "outer"), [(1, 3, 2), (1, 2, 5), (3, 1, 1), (2, 2, 3), (5, 1, 2)]
+)
 def test_convolution(groups: int, inner: int, outer: int, transposed: bool, bias: bool) -> None:
     draw = Draw(groups + inner)
     args = convolve(draw, groups, inner, outer, bias, transposed, 1 + (inner > 1))

@@ -25,6 +25,11 @@ def tile(x: torch.Tensor, count: int) -> torch.Tensor:
     return x.unsqueeze(0).repeat(count, 1)
 
 
+@torch.library.custom_op("rules_test::peak", mutates_args=())
+def peak(x: torch.Tensor) -> torch.Tensor:
+    return x.amax(0)
+
+
 @pytest.fixture
 def user_rules() -> Iterator[None]:
     before = dict(USER_RULES.builders)
@@ -88,6 +93,13 @@ def test_localize(user_rules: None) -> None:
     assert first_error(node, rule) is None
 
 
+def test_a_user_op_never_sees_empty_tensors(user_rules: None) -> None:
+    """amax over no elements is an error; on 3 ranks a dim of 4 leaves one rank without any."""
+    node = call_node(torch.ops.rules_test.peak.default, (Draw(0).floats(4, 2),))
+    register_rule(peak, "a b -> b; a: max")
+    assert first_error(node, rule_for(node)) is None
+
+
 def test_tensors_without_elements_are_whole() -> None:
     rule = rule_for(call_node(aten.mm.default, (torch.ones(0, 3), torch.ones(3, 2))))
     assert rule.splittable == ()
@@ -104,5 +116,7 @@ def test_refusals(user_rules: None) -> None:
     with pytest.raises(ShardingError, match="not an operator"):
         register_rule(torch.relu, "a -> a")
     register_rule(scale, "t d, d -> t d")
-    with pytest.raises(ShardingError, match=r"rules_test.scale.default at scale_default: rule 't d, d -> t d'"):
+    with pytest.raises(
+        ShardingError, match=r"rules_test.scale.default at scale_default: rule 't d, d -> t d'"
+    ):
         rule_for(NODE)

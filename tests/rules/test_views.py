@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from passes.rules.trial import call_node
 from passes.rules.registry import rule_for
+from passes.rules.trial import call_node
 from passes.rules.views import common_factors
 from tests.rules.registered import Draw, aten, check
 
@@ -108,7 +108,9 @@ def test_expand_and_repeat(seed: int) -> None:
     shape = draw.sizes(3)
     source = [draw.pick(n, 1) for n in shape]
     check(aten.expand.default, draw.floats(*source), shape)
-    check(aten.expand.default, draw.floats(*source[1:]), [shape[0], *[-1 if n > 1 else n for n in source[1:]]])
+    check(
+        aten.expand.default, draw.floats(*source[1:]), [shape[0], *[-1 if n > 1 else n for n in source[1:]]]
+    )
     check(aten.repeat.default, draw.floats(*source[1:]), [3, draw.pick(1, 2), 1])
     check(aten.expand.default, draw.floats(), [4])
 

@@ -1,0 +1,105 @@
+"""`autoshard(model, mesh)`: the one line."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoshard.pins import Constraints, resolve_pins
+from autoshard.plan import Plan
+from autoshard.planning import ProfileLike, load_profile, mesh_spec, named_parameters
+from autoshard.runtime.module import install
+from autoshard.session import Session, Settings
+from autoshard.signature import as_call
+from cost_model.errors import ShardingError
+from cost_model.memory import parse_bytes
+from cost_model.mesh import MeshSpec
+from passes.compile import check_backend
+
+__all__ = ["autoshard"]
+
+
+def autoshard(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    example_inputs: Any = None,
+    *,
+    profile: ProfileLike = None,
+    memory_limit: int | str | None = None,
+    in_placements: Any = None,
+    out_placements: Any = None,
+    constraints: Constraints | None = None,
+    plan: Plan | str | os.PathLike[str] | None = None,
+    backend: str = "inductor",
+    time_limit: float = 600.0,
+) -> nn.Module:
+    """Make `model` run in parallel on `mesh`, in place, by the fastest plan; returns the same object.
+
+    Call it on every rank with the same arguments. Class, parameter names and state dict keys stay;
+    parameters become DTensors, so torch.optim, clip_grad_norm_ and torch.distributed.checkpoint work
+    as they are. `model.autoshard_plan` is the `Plan`.
+
+    model:          any nn.Module; on `meta` it is never materialised whole.
+    mesh:           a DeviceMesh over ranks 0, 1, 2, ...
+    example_inputs: a tuple of a call's arguments, or (tuple, dict), as a rank will pass them. None: the
+                    model is captured at its first call; an optimizer made before that keeps working.
+    profile:        a Profile, a path, or a shipped name; None: the nominal one of the device type.
+    memory_limit:   bytes per device, or "70GB" / "64GiB".
+    in_placements:  pytree of placements per tensor input, for inputs of which a rank passes its shard
+                    (of any size); None: every rank passes the same global input.
+    out_placements: pytree of placements per tensor output: the rank gets its shard as a plain tensor;
+                    "keep": DTensors as the plan leaves them; None: global values on every rank.
+    constraints:    {parameter name or pattern: placements} pins.
+    plan:           a Plan or a saved one's path: no search.
+    backend:        "inductor", "eager", or any torch.compile backend.
+    time_limit:     seconds for the search.
+
+    Dropout and other random ops draw from rank 0's `torch.initial_seed()` at the time of capture:
+    replicas agree, shards differ, the same seed repeats the run on any mesh.
+
+    Raises, on all ranks, before anything changed: ShardingError (arguments), CaptureError,
+    ProfileError, PlanError (a plan for something else, or ranks that would run different programs),
+    InfeasibleError.
+    """
+    spec = _checked_mesh(mesh)
+    check_backend(backend)
+    settings = Settings(
+        profile=load_profile(profile, spec),
+        memory_limit=None if memory_limit is None else parse_bytes(memory_limit),
+        in_placements=in_placements,
+        out_placements=out_placements,
+        pins=resolve_pins(constraints, named_parameters(model), spec),
+        plan=plan if plan is None or isinstance(plan, Plan) else Plan.load(plan),
+        backend=backend,
+        time_limit=time_limit,
+    )
+    session = Session(model, mesh, spec, settings)
+    call = None if example_inputs is None else as_call(example_inputs)
+    dispatcher = install(model, session.key, session.build)
+    if call is not None:
+        try:
+            dispatcher.prepare(*call)
+        except BaseException:
+            model.forward = dispatcher.original
+            raise
+    return model
+
+
+def _checked_mesh(mesh: DeviceMesh) -> MeshSpec:
+    if isinstance(mesh, MeshSpec):
+        raise ShardingError(
+            "mesh is a MeshSpec, which has no processes to run on\n"
+            "  try: init_device_mesh(...) here, or find_plan(model, mesh, ...) to plan only"
+        )
+    spec = mesh_spec(mesh)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if spec.device_count > world:
+        raise ShardingError(
+            f"mesh has {spec.device_count} devices {spec}, but only {world} processes run\n"
+            f"  try: torchrun --nproc-per-node {spec.device_count}, or a smaller mesh"
+        )
+    return spec

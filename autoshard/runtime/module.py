@@ -1,0 +1,106 @@
+"""Put a compiled program behind an unchanged module: same class, same names, another `forward`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["Dispatcher", "dispatcher_of", "install", "mode_key", "original_forward"]
+
+Call = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+"""(args, kwargs) of a call of the module -> what the call returns."""
+Key = Callable[[tuple[Any, ...], dict[str, Any]], Hashable]
+Build = Callable[[tuple[Any, ...], dict[str, Any]], Call]
+
+
+class Dispatcher:
+    """The installed `forward`: runs the executable made for this kind of call, building it the first time.
+
+    key:   of a call's arguments: their structure, shapes, dtypes. The module's mode is added here.
+    build: makes the executable for a call like this one; what it raises reaches the caller, and
+           nothing is remembered.
+    """
+
+    def __init__(self, model: nn.Module, key: Key, build: Build) -> None:
+        self.original = model.forward
+        self.executables: dict[Hashable, Call] = {}
+        self._mode = _Mode(model)
+        self._key = key
+        self._build = build
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.prepare(args, kwargs)(args, kwargs)
+
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """The executable for a call like this one, in the module's present mode; built if there is none."""
+        key = (self._mode.key(), self._key(args, kwargs))
+        executable = self.executables.get(key)
+        if executable is None:
+            executable = self.executables[key] = self._build(args, kwargs)
+        return executable
+
+
+def install(model: nn.Module, key: Key, build: Build) -> Dispatcher:
+    """Let `model(...)` run what `build` makes, one executable per mode and key.
+
+    Class, parameter names and state dict stay; only the instance gets a `forward`. Installing again
+    replaces the first dispatcher.
+    """
+    old = dispatcher_of(model)
+    if old is not None:
+        del vars(model)["forward"]
+    dispatcher = Dispatcher(model, key, build)
+    model.forward = dispatcher
+    return dispatcher
+
+
+def dispatcher_of(model: nn.Module) -> Dispatcher | None:
+    """What `install` put on the model, if anything."""
+    found = vars(model).get("forward")
+    return found if isinstance(found, Dispatcher) else None
+
+
+@contextmanager
+def original_forward(model: nn.Module) -> Iterator[None]:
+    """Inside, `model(...)` is the user's own forward again: for capture."""
+    dispatcher = dispatcher_of(model)
+    if dispatcher is None:
+        yield
+        return
+    model.forward = dispatcher.original
+    try:
+        yield
+    finally:
+        model.forward = dispatcher
+
+
+def mode_key(model: nn.Module) -> Hashable:
+    """Everything but the arguments that decides what a call computes, and whether it needs a backward.
+
+    Training flag of every module, grad mode, which parameters require gradients, autocast.
+    """
+    return _Mode(model).key()
+
+
+class _Mode:
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = list(model.modules())
+        self._owners = [m for m in self._modules if m._parameters]
+
+    def key(self) -> Hashable:
+        training = tuple(m.training for m in self._modules)
+        if not torch.is_grad_enabled():
+            return training, None, _autocast()
+        trained = tuple(
+            p is not None and p.requires_grad for m in self._owners for p in m._parameters.values()
+        )
+        return training, trained, _autocast()
+
+
+def _autocast() -> Hashable:
+    enabled = [d for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
+    return tuple((device, torch.get_autocast_dtype(device)) for device in enabled)

@@ -1,0 +1,264 @@
+"""One parallel model: from a call to the executable that runs it on this rank."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoshard.inputs import GlobalCall, global_call
+from autoshard.plan import Plan
+from autoshard.planning import CallLayouts, canonical_capture, output_layouts, prices_of, search_plan
+from autoshard.runtime.agreement import agree, collectively, everyones, from_first
+from autoshard.runtime.boundary import InputSide, OutputSide, plain_input, wrapped_output
+from autoshard.runtime.module import Call, dispatcher_of
+from autoshard.runtime.parameters import distribute_parameters
+from autoshard.runtime.sharding import local_device
+from autoshard.runtime.process_groups import groups_for
+from autoshard.runtime.step import Program
+from autoshard.version import __version__
+from cost_model.errors import PlanError
+from cost_model.mesh import MeshSpec
+from cost_model.profile import Profile
+from passes.capture import CallSpec, Captured, flatten_call
+from passes.describe import graph_hash
+from passes.joint import JointGraph
+from passes.layout import Layout
+from passes.partition import partition
+from passes.phases import split_phases
+
+__all__ = ["Session", "Settings"]
+
+_log = logging.getLogger("autoshard")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user asked `autoshard` for; see its docstring."""
+
+    profile: Profile
+    memory_limit: int | None
+    in_placements: Any
+    out_placements: Any
+    pins: Mapping[str, Layout]
+    plan: Plan | None
+    backend: str
+    time_limit: float
+
+
+class Session:
+    """Plans, compiles and runs the calls of one model on one mesh.
+
+    The first call (or the example) decides the parameters' layouts; later kinds of call (other
+    shapes, eval, no_grad) are planned with those held fixed. Every step that may fail is done on all
+    ranks together before anything changes, so either all ranks go on or all raise.
+    """
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, spec: MeshSpec, settings: Settings) -> None:
+        self.model = model
+        self.mesh = mesh
+        self.spec = spec
+        self.settings = settings
+        self.plan: Plan | None = None
+        self._first: CallSpec | None = None
+        self._generator = torch.Generator()
+
+    def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What of a call's arguments decides its graph; ShardingError if it is no call of this model."""
+        _, key = flatten_call(args, kwargs)
+        if self._first is not None:
+            self._first.check(key)
+        return key
+
+    def build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """The executable for calls like this one. Every rank of the mesh must get here."""
+        whole, captured = collectively(self.mesh, lambda: self._captured(args, kwargs))
+        layouts = CallLayouts(whole.layouts, output_layouts(captured, self.spec, self._out_placements()))
+        agree(self.mesh, self._fingerprint(captured.joint, whole))
+        plan = self._planned(captured, layouts)
+        groups_for(self.mesh, _axes_in(plan, self.spec))
+        program = collectively(self.mesh, lambda: self._program(captured, plan))
+        self._settle(captured, plan)
+        return _Executable(self, captured, plan, program).call
+
+    def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[GlobalCall, Captured]:
+        whole = global_call(args, kwargs, self.spec, self.settings.in_placements, self._everyones_shapes)
+        dispatcher = dispatcher_of(self.model)
+        forward = self.model.forward if dispatcher is None else dispatcher.original
+        device = local_device(self.mesh)
+        return whole, canonical_capture(self.model, whole.args, whole.kwargs, device=device, forward=forward)
+
+    def _everyones_shapes(self, shapes: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
+        return everyones(self.mesh, shapes)
+
+    def _out_placements(self) -> Any:
+        return self.settings.out_placements
+
+    def _fingerprint(self, joint: JointGraph, whole: GlobalCall) -> dict[str, str]:
+        given = self.settings.plan
+        return {
+            "torch": torch.__version__,
+            "autoshard": __version__,
+            "inputs": str(whole.shapes),
+            "model and its code (canonical graph)": graph_hash(joint),
+            "profile": self.settings.profile.hash(),
+            "plan": "searched" if given is None else given.fingerprint,
+            "pins": str(sorted(self.settings.pins.items())),
+            "memory_limit": str(self.settings.memory_limit),
+            "backend": self.settings.backend,
+        }
+
+    def _planned(self, captured: Captured, layouts: CallLayouts) -> Plan:
+        """Rank 0's plan, on all ranks."""
+        mine: list[Plan] = []
+
+        def find() -> tuple[dict[str, Any], int]:
+            mine.append(self._plan(captured, layouts))
+            return mine[0].to_json(), torch.initial_seed()
+
+        data, seed = from_first(self.mesh, find)
+        if self.plan is None:
+            self._generator.manual_seed(seed)
+        plan = mine[0] if mine else Plan.from_json(data)
+        if plan.fallbacks:
+            _log.warning("ops without a rule run replicated: %s", ", ".join(plan.fallbacks))
+        return plan
+
+    def _plan(self, captured: Captured, layouts: CallLayouts) -> Plan:
+        settings = self.settings
+        if self.plan is None and settings.plan is not None:
+            _check_mesh(settings.plan, self.spec)
+            settings.plan.check_graph(captured.joint)
+            return settings.plan
+        pins = settings.pins if self.plan is None else self.plan.parameter_layouts
+        return search_plan(
+            captured, settings.profile, self.spec, layouts, pins, settings.memory_limit, settings.time_limit
+        )
+
+    def _program(self, captured: Captured, plan: Plan) -> Program:
+        joint, rank = captured.joint, dist.get_rank()
+        redistributor = prices_of(self.settings.profile, self.spec).redistributor
+        groups = groups_for(self.mesh, _axes_in(plan, self.spec))
+        ours = partition(joint, plan.assignment, self.spec, rank, groups, redistributor)
+        phases = split_phases(ours.module, joint.inputs, joint.outputs)
+        shapes = {node.name: tuple(node.meta["val"].shape) for node in joint.placeholders}
+        sides = [
+            InputSide(shapes[node.name], plan.assignment[node.name].results[0])
+            for node, spec in zip(joint.placeholders, joint.inputs, strict=True)
+            if spec.kind != "tangent"
+        ]
+        program = Program(phases, sides, self.spec, rank, self.settings.backend, self._guard)
+        if phases.backward is not None:
+            program.compile_backward(_unused_tangents(joint))
+        return program
+
+    def _guard(self, compile_it: Callable[[], Any]) -> Any:
+        return compile_it()
+
+    def _settle(self, captured: Captured, plan: Plan) -> None:
+        """The first plan's layouts become the parameters'."""
+        if self.plan is not None:
+            return
+        distribute_parameters(self.model, self.mesh, plan.parameters)
+        self.plan = plan
+        self._first = captured.call
+        self.model.autoshard_plan = plan  # type: ignore[assignment]
+
+    def next_seed(self) -> Tensor:
+        """The seed of one step's random ops: the same on every rank, another every call."""
+        return torch.randint(0, 2**62, (), generator=self._generator, dtype=torch.int64)
+
+
+class _Executable:
+    """Runs one kind of call: gathers the leaves, runs the program, rebuilds the user's outputs."""
+
+    def __init__(self, session: Session, captured: Captured, plan: Plan, program: Program) -> None:
+        self._session = session
+        self._spec = captured.call
+        self._program = program
+        joint = captured.joint
+        self._leaves = [leaf for leaf in (_leaf(session, joint, plan, i) for i in range(len(joint.inputs))) if leaf]
+        self._outputs = _output_sides(session, joint, plan)
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors, _ = self._spec.flatten(args, kwargs)
+        leaves = [leaf(tensors) for leaf in self._leaves]
+        outputs = self._program(leaves)
+        session = self._session
+        wrapped = [
+            wrapped_output(value, side, session.mesh, session.spec)
+            for value, side in zip(outputs, self._outputs, strict=True)
+        ]
+        return self._spec.unflatten(wrapped)
+
+
+Leaf = Callable[[Sequence[Tensor]], Tensor]
+
+
+def _leaf(session: Session, joint: JointGraph, plan: Plan, position: int) -> Leaf | None:
+    """How to get the tensor of one placeholder in a call; None for tangents."""
+    spec, node = joint.inputs[position], joint.placeholders[position]
+    if spec.kind == "tangent":
+        return None
+    if spec.kind == "seed":
+        device = local_device(session.mesh)
+        return lambda tensors: session.next_seed().to(device)
+    if spec.kind == "constant":
+        constant = joint.constants[spec.name].to(local_device(session.mesh))
+        return lambda tensors: constant
+    if spec.kind == "input":
+        side = InputSide(tuple(node.meta["val"].shape), plan.assignment[node.name].results[0])
+        return lambda tensors: plain_input(tensors[spec.index], side, session.mesh, session.spec)
+    owner, name = _owner(session.model, spec.name)
+    return lambda tensors: getattr(owner, name)
+
+
+def _owner(model: nn.Module, path: str) -> tuple[nn.Module, str]:
+    module, _, name = path.rpartition(".")
+    return model.get_submodule(module), name
+
+
+def _output_sides(session: Session, joint: JointGraph, plan: Plan) -> list[OutputSide]:
+    """One per tensor output of a call, in the order of their index."""
+    asked = session.settings.out_placements
+    shapes = {
+        spec.index: tuple(result.meta["val"].shape)
+        for spec, result in zip(joint.outputs, joint.results, strict=True)
+        if spec.kind == "output" and result is not None
+    }
+    kind = "dtensor" if asked == "keep" else "local"
+    sides: list[OutputSide] = []
+    for index in sorted(shapes):
+        layout = plan.outputs[index]
+        assert layout is not None
+        sides.append(OutputSide(shapes[index], layout, kind if asked is not None else "global"))
+    return sides
+
+
+def _axes_in(plan: Plan, spec: MeshSpec) -> list[tuple[str, ...]]:
+    """The groups that the plan's collectives need, axes in mesh order; the same list on every rank."""
+    return sorted({tuple(sorted(c.axes, key=spec.index)) for c in plan.collectives})
+
+
+def _unused_tangents(joint: JointGraph) -> frozenset[int]:
+    """The outputs that get no gradient in a usual step: all but the loss, where there is one scalar."""
+    tangents = [
+        (spec.index, node.meta["val"].ndim)
+        for spec, node in zip(joint.inputs, joint.placeholders, strict=True)
+        if spec.kind == "tangent"
+    ]
+    scalars = [index for index, ndim in tangents if ndim == 0]
+    return frozenset(index for index, _ in tangents if index != scalars[0]) if len(scalars) == 1 else frozenset()
+
+
+def _check_mesh(plan: Plan, spec: MeshSpec) -> None:
+    if (plan.mesh.names, plan.mesh.sizes) != (spec.names, spec.sizes):
+        raise PlanError(f"the plan was made for {plan.mesh}, and this is {spec}\n  try: find_plan(...) for this mesh")
+
+

@@ -1,0 +1,114 @@
+"""Which module and which line of the user's code every traced op comes from.
+
+The tracer copies `torch.fx.traceback.current_meta["custom"]` to each node it makes, and from a
+forward node to the backward nodes that differentiate it. Here that entry is kept up to date: by
+hooks around every module call, and by a mode that sees every call of a torch function.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx import traceback as fx_traceback
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["is_user_file", "node_module", "node_source", "provenance"]
+
+_MODULE, _SOURCE = "autoshard.module", "autoshard.source"
+_OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_NOT_THE_USERS = tuple(
+    path + os.sep
+    for path in (
+        os.path.dirname(os.path.abspath(torch.__file__)),
+        *(os.path.join(_OURS, package) for package in ("autoshard", "passes", "cost_model")),
+    )
+)
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
+
+
+@lru_cache(maxsize=None)
+def is_user_file(filename: str) -> bool:
+    """Whether code of `filename` is the user's or a model library's: not torch's, ours or Python's."""
+    if filename.startswith(("<", *_NOT_THE_USERS)):
+        return False
+    return not filename.startswith(_STANDARD_LIBRARY) or "site-packages" in filename
+
+
+def _user_line(frame: FrameType | None, stop: frozenset[CodeType]) -> str:
+    """ "model.py:31" of the innermost frame of the user's code below the tracer; "" if there is none."""
+    while frame is not None and frame.f_code not in stop:
+        if is_user_file(frame.f_code.co_filename):
+            return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def _annotate(entry: str, value: str) -> None:
+    fx_traceback.current_meta["custom"] = {**fx_traceback.current_meta.get("custom", {}), entry: value}
+
+
+class _SourceMode(TorchFunctionMode):
+    """Notes the line that calls each torch function, then lets `replace` answer it or runs it."""
+
+    def __init__(self, replace: dict[Any, Callable[..., Any]], stop: frozenset[CodeType]) -> None:
+        super().__init__()
+        self.replace = replace
+        self.stop = stop
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        source = _user_line(sys._getframe(1), self.stop)
+        if source:
+            _annotate(_SOURCE, source)
+        return self.replace.get(func, func)(*args, **(kwargs or {}))
+
+
+@contextmanager
+def provenance(
+    model: nn.Module, replace: dict[Any, Callable[..., Any]], stop: frozenset[CodeType]
+) -> Iterator[None]:
+    """Note module and source of every op that runs inside, and answer calls of the torch functions in
+    `replace` by the functions given there. `stop`: code of the frames that the user's code lies below."""
+    names = {module: name for name, module in model.named_modules()}
+    entered: list[dict[str, str]] = []
+
+    def enter(module: nn.Module, _args: Any) -> None:
+        custom = fx_traceback.current_meta.get("custom", {})
+        entered.append(custom)
+        if module in names:
+            fx_traceback.current_meta["custom"] = {**custom, _MODULE: names[module]}
+
+    def leave(_module: nn.Module, _args: Any, _result: Any) -> None:
+        fx_traceback.current_meta["custom"] = entered.pop()
+
+    handles = [
+        register_module_forward_pre_hook(enter),
+        register_module_forward_hook(leave, always_call=True),
+    ]
+    try:
+        with fx_traceback.preserve_node_meta(), _SourceMode(replace, stop):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def node_module(node: fx.Node) -> str:
+    """Dotted path of the module whose forward made `node` or what it differentiates; "" for the root."""
+    return node.meta.get("custom", {}).get(_MODULE, "")
+
+
+def node_source(node: fx.Node) -> str:
+    """ "model.py:31", or "" if unknown."""
+    return node.meta.get("custom", {}).get(_SOURCE, "")

@@ -1,0 +1,145 @@
+"""Run a model's forward on fake tensors under AOT autograd: the raw joint graph and what it returned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cost_model.errors import CaptureError
+from passes.capture.attention import attention_captured
+from passes.capture.provenance import provenance
+from passes.capture.state import Slot, rebound_buffers, state_kept, state_replaced
+from passes.capture.trees import Tree, flatten, unflatten
+from passes.decompositions import decomposition_table
+from passes.torch_compat import (
+    AotGraph,
+    compiling_flag,
+    encoder_masks_trusted,
+    fake_tensors,
+    full_precision_backward,
+    trace_joint,
+)
+
+__all__ = ["Program", "Traced", "trace"]
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is traced: `forward` of `model` on one call. inputs: tensors, `call` their structure."""
+
+    model: nn.Module
+    forward: Callable[..., Any]
+    slots: Sequence[Slot]
+    inputs: Sequence[Tensor]
+    call: Tree
+
+
+@dataclass
+class Returned:
+    """Of the last run of the forward. A flat output is a tensor of the call or a re-assigned buffer."""
+
+    tree: Tree | None = None
+    count: int = 0
+    rebound: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Traced:
+    """aot: inputs are the slots' values, then the call's tensors; flat outputs are the call's
+    `output_count` tensors, then the new values of the slots `rebound`."""
+
+    aot: AotGraph
+    outputs: Tree
+    output_count: int
+    rebound: tuple[int, ...]
+
+
+class _Traceable(nn.Module):
+    """The program as a function of all its tensors. The model is no submodule: it has no parameters."""
+
+    def __init__(self, program: Program, returned: Returned) -> None:
+        super().__init__()
+        self.program = program
+        self.returned = returned
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        program = self.program
+        count = len(program.slots)
+        with state_replaced(program.slots, tensors[:count]):
+            args, kwargs = unflatten(program.call, tensors[count:])
+            outputs, tree = flatten(program.forward(*args, **kwargs))
+            rebound = rebound_buffers(program.slots, tensors[:count])
+        if not outputs:
+            raise CaptureError(
+                f"cannot capture {type(program.model).__name__}: its forward returns no tensor\n"
+                "  try: return the loss"
+            )
+        self.returned.tree, self.returned.count, self.returned.rebound = tree, len(outputs), tuple(rebound)
+        # A clone is no alias of an input, a parameter or another output: the graph stays functional.
+        # Contiguous, so that the tangents are traced contiguous, as the runtime passes them.
+        return tuple(t.clone(memory_format=torch.contiguous_format) for t in (*outputs, *rebound.values()))
+
+
+_TRACER_FRAMES = frozenset({_Traceable.forward.__code__, trace_joint.__code__})
+
+
+def trace(program: Program, device: torch.device | None) -> Traced:
+    """Trace `program`. Everything it changes, in the model and in torch, is put back.
+
+    device: where the fakes live; None: where the real tensors are, `meta` counting as the CPU.
+    """
+    returned = Returned()
+    with ExitStack() as stack:
+        stack.enter_context(_plain_autograd())
+        stack.enter_context(state_kept(program.model))
+        fakes = _fakes(program, device)
+        replaced = stack.enter_context(attention_captured())
+        for context in (_fast_paths_off(), compiling_flag(), encoder_masks_trusted(), full_precision_backward()):
+            stack.enter_context(context)
+        stack.enter_context(provenance(program.model, replaced, _TRACER_FRAMES))
+        aot = trace_joint(_Traceable(program, returned), fakes, decomposition_table())
+    assert returned.tree is not None
+    return Traced(aot, returned.tree, returned.count, returned.rebound)
+
+
+def _fakes(program: Program, device: torch.device | None) -> list[Tensor]:
+    """Contiguous fakes that no longer know the real tensors, so that those can be swapped later."""
+
+    def place(tensor: Tensor) -> torch.device:
+        if device is not None:
+            return device
+        return torch.device("cpu") if tensor.device.type == "meta" else tensor.device
+
+    real = [*(slot.tensor for slot in program.slots), *program.inputs]
+    return fake_tensors([(tuple(t.shape), t.dtype, place(t), t.requires_grad) for t in real])
+
+
+@contextmanager
+def _fast_paths_off() -> Iterator[None]:
+    """nn.TransformerEncoderLayer's and nn.MultiheadAttention's fused inference ops have no gradient."""
+    mha = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(mha)
+
+
+@contextmanager
+def _plain_autograd() -> Iterator[None]:
+    """no_grad for inference mode, whose tensors cannot be traced; no casts remembered from before."""
+    cached = torch.is_autocast_cache_enabled()
+    with ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+        torch.set_autocast_cache_enabled(False)
+        try:
+            yield
+        finally:
+            torch.set_autocast_cache_enabled(cached)

@@ -1,0 +1,171 @@
+"""Every refusal names the line of the user's code, and leaves the model as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cost_model.errors import CaptureError, ShardingError
+from passes.capture import capture, flatten_call
+from tests.capture.running import tensors_of
+
+OUTSIDE = nn.Parameter(torch.ones(3))
+
+
+class Runs(nn.Module):
+    """A linear, then any function of (module, hidden)."""
+
+    def __init__(self, rest: Callable[[nn.Module, Tensor], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("count", torch.zeros(()))
+        self.rest = rest
+
+    def forward(self, x: Tensor) -> Any:
+        return self.rest(self, self.linear(x))
+
+
+def branch(_: nn.Module, h: Tensor) -> Tensor:
+    if h.sum() > 0:
+        return h
+    return -h
+
+
+def item(_: nn.Module, h: Tensor) -> Tensor:
+    return h * h.max().item()
+
+
+def as_list(_: nn.Module, h: Tensor) -> Tensor:
+    return h * h[0].tolist()[0]
+
+
+def boolean_index(_: nn.Module, h: Tensor) -> Tensor:
+    return h[h > 0]
+
+
+def numpy(_: nn.Module, h: Tensor) -> Tensor:
+    return h * float(h.detach().numpy().sum())
+
+
+def wrong_shape(_: nn.Module, h: Tensor) -> Tensor:
+    return h @ torch.ones(7, 2)
+
+
+def changes_parameter(m: nn.Module, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        m.linear.weight.clamp_(-1, 1)
+    return h
+
+
+def stray_parameter(_: nn.Module, h: Tensor) -> Tensor:
+    return h * OUTSIDE
+
+
+def raises(_: nn.Module, h: Tensor) -> Tensor:
+    raise KeyError("vocabulary")
+
+
+DATA, SHAPE = "the value of a tensor decides", "the shape of a result depends"
+REFUSED = [
+    (branch, 1, DATA), (item, 1, DATA), (as_list, 1, DATA), (boolean_index, 1, SHAPE), (numpy, 1, ""),
+    (wrong_shape, 1, "RuntimeError"), (changes_parameter, 2, "parameter linear.weight"),
+    (stray_parameter, 1, "neither its parameter"), (raises, 1, "KeyError: 'vocabulary'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rest", "offset", "reason"), REFUSED, ids=[r[0].__name__ for r in REFUSED])
+def test_refusal_names_the_line(rest: Callable[..., Any], offset: int, reason: str) -> None:
+    model = Runs(rest)
+    state = tensors_of(model)
+    with pytest.raises(CaptureError) as caught:
+        capture(model, (torch.randn(2, 3),), {})
+    text = str(caught.value)
+    assert text.startswith("cannot capture Runs: ") and reason in text and "\n  try: " in text
+    assert f"test_errors.py:{rest.__code__.co_firstlineno + offset}" in text
+    assert all(tensors_of(model)[name] is tensor for name, tensor in state.items())
+    assert not torch.compiler.is_compiling() and not torch.nn.modules.module._global_forward_hooks
+    model.rest = lambda _, h: h
+    capture(model, (torch.randn(2, 3),), {})
+
+
+def test_the_whole_message() -> None:
+    with pytest.raises(CaptureError) as caught:
+        capture(Runs(branch), (torch.randn(2, 3),), {})
+    line = branch.__code__.co_firstlineno + 1
+    assert str(caught.value) == (
+        "cannot capture Runs: the value of a tensor decides what runs next (`if`, `.item()`, `.tolist()`, `int()`, ...)"
+        f"\n  at {__file__}:{line}, in branch: if h.sum() > 0:"
+        "\n  try: torch.where, masks, or an argument that is a Python number"
+    )
+
+
+def test_changed_input() -> None:
+    class Changes(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            y.add_(1)
+            return x + y
+
+    with pytest.raises(CaptureError, match=r"forward changes y in place\n  at test_errors.py:\d+"):
+        capture(Changes(), (torch.randn(2),), {"y": torch.randn(2)})
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(CaptureError, match=r"missing 1 required positional argument: 'x'(.|\n)*at .*test_errors.py"):
+        capture(Runs(branch), (), {})
+
+
+def test_no_tensor_returned() -> None:
+    with pytest.raises(CaptureError, match="its forward returns no tensor"):
+        capture(Runs(lambda m, h: None), (torch.randn(2, 3),), {})
+
+
+def test_lazy_parameter() -> None:
+    with pytest.raises(CaptureError, match="weight is a lazy parameter"), pytest.warns(UserWarning):
+        capture(nn.LazyLinear(3), (torch.randn(2, 3),), {})
+
+
+def test_attention_is_put_back_after_a_failure() -> None:
+    attend = F.scaled_dot_product_attention
+    with pytest.raises(CaptureError):
+        capture(Runs(raises), (torch.randn(2, 3),), {})
+    assert F.scaled_dot_product_attention is attend
+
+
+class Loss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, *, batch: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(self.linear(x), batch["labels"])
+
+
+X, LABELS = torch.randn(2, 3), torch.zeros(2, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message"),
+    [
+        ((X.double(),), {"batch": {"labels": LABELS}}, r"args\[0\] is float64\[2, 3\], .* with float32\[2, 3\]"),
+        ((X[0],), {"batch": {"labels": LABELS}}, r"args\[0\] has 1 dims \[3\]"),
+        ((X.to("meta"),), {"batch": {"labels": LABELS}}, r"args\[0\] is on meta"),
+        ((), {"batch": {"labels": LABELS}}, "0 positional arguments, but the model was captured with 1"),
+        ((X,), {}, "batch is missing from the captured call"),
+        ((X,), {"batch": {"labels": LABELS}, "more": X}, "more is not an argument of the captured call"),
+        ((X,), {"batch": {"label": LABELS}}, r"batch holds tensors at batch\['label'\]"),
+    ],
+)
+def test_call_that_does_not_fit(args: tuple[Any, ...], kwargs: dict[str, Any], message: str) -> None:
+    call = capture(Loss(), (X,), {"batch": {"labels": LABELS}}).call
+    with pytest.raises(ShardingError, match=message):
+        call.check(flatten_call(args, kwargs)[1])
+
+
+def test_call_with_other_sizes_fits() -> None:
+    call = capture(Loss(), (X,), {"batch": {"labels": LABELS}}).call
+    call.check(flatten_call((torch.randn(5, 3),), {"batch": {"labels": torch.zeros(5, dtype=torch.int64)}})[1])

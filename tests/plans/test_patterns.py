@@ -1,0 +1,135 @@
+"""The named parallelisms come out of the one search: golden text plans, and their collectives counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+
+from autoshard import MeshSpec, Plan, find_plan
+from tests.golden import Golden
+from tests.models import SwiGLU, TwoLinear
+from tests.plans.patterns import Block, LanguageModel, Regression, meta
+
+TP4 = MeshSpec({"tp": 4}, device_type="cuda")
+DP4 = MeshSpec({"dp": 4}, device_type="cuda")
+
+
+def counts(plan: Plan, phase: str) -> Counter[str]:
+    return Counter(f"{c.kind}[{','.join(c.axes)}]" for c in plan.collectives if c.phase == phase)
+
+
+def regression(width: int, hidden: int) -> nn.Module:
+    with torch.device("meta"):
+        return Regression(SwiGLU(width, hidden))
+
+
+def rows(batch: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty(batch, width), torch.empty(batch, width)
+
+
+def test_data_parallel(golden: Golden) -> None:
+    """Large batch, small weights: the batch is split, weights replicated, gradients all-reduced."""
+    plan = find_plan(regression(256, 512), DP4, rows(65536, 256), profile="h100")
+    assert all(p == (Replicate(),) for p in plan.parameters.values())
+    assert counts(plan, "backward") == {"all_reduce[dp]": 3}
+    golden.check(plan.to_text(seconds=False), "data_parallel.txt")
+
+
+def test_fully_sharded(golden: Golden) -> None:
+    """The same with too little memory for replicas: gathered to use, again in the backward, gradients
+    reduce-scattered."""
+    free = find_plan(regression(4096, 4096), DP4, rows(65536, 4096), profile="h100")
+    assert all(p == (Replicate(),) for p in free.parameters.values())
+    limit = int(free.peak_memory * 0.8)
+    plan = find_plan(regression(4096, 4096), DP4, rows(65536, 4096), profile="h100", memory_limit=limit)
+    assert plan.peak_memory <= limit
+    assert any(isinstance(p[0], Shard) for p in plan.parameters.values())
+    golden.check(plan.to_text(seconds=False), "fully_sharded.txt")
+
+
+def test_fully_sharded_pinned(golden: Golden) -> None:
+    """All weights stored split: ZeRO-3, two gathers and one reduce-scatter a weight."""
+    plan = find_plan(
+        regression(1024, 1024), DP4, rows(65536, 1024), profile="h100", constraints={"body.*": [Shard(0)]}
+    )
+    assert counts(plan, "forward")["all_gather[dp]"] == 3
+    assert counts(plan, "backward")["reduce_scatter[dp]"] == 3
+    assert counts(plan, "backward")["all_gather[dp]"] in (2, 3)
+    golden.check(plan.to_text(seconds=False), "zero3.txt")
+
+
+def test_column_then_row(golden: Golden) -> None:
+    """Few rows, large weights: w1 and w3 by columns, w2 by rows, one all-reduce."""
+    plan = find_plan(regression(4096, 16384), TP4, rows(128, 4096), profile="h100")
+    assert plan.parameters["body.w1.weight"] == (Shard(0),)
+    assert plan.parameters["body.w3.weight"] == (Shard(0),)
+    assert plan.parameters["body.w2.weight"] == (Shard(1),)
+    moved = [c for c in plan.collectives if c.phase == "forward" and c.nbytes > 4]
+    assert [c.kind for c in moved] == ["all_reduce"] or sorted(c.kind for c in moved) == ["reduce_scatter"]
+    golden.check(plan.to_text(seconds=False), "column_then_row.txt")
+
+
+def test_megatron_sequence_parallel(golden: Golden) -> None:
+    """A block whose products are split over tp: norm, dropout and residual are split on the sequence,
+    and each all-reduce is a reduce-scatter and an all-gather."""
+    with torch.device("meta"):
+        model = LanguageModel(32768, 2048, nn.Sequential(Block(2048, 16, 0.1)))
+    pins = {"*.w[qkv].weight": [Shard(0)], "*.wo.weight": [Shard(1)], "*.w[13].weight": [Shard(0)]}
+    tokens = torch.zeros(4, 2048, dtype=torch.int64)
+    plan = find_plan(model, TP4, (tokens, tokens), profile="h100", constraints={**pins, "*.w2.weight": [Shard(1)]})
+    text = plan.to_text(seconds=False)
+    assert counts(plan, "forward")["reduce_scatter[tp]"] >= 2
+    golden.check(text, "megatron_sequence_parallel.txt")
+
+
+def test_vocabulary_parallel(golden: Golden) -> None:
+    """Embedding and loss split over the vocabulary: only maxima, sums and picked logits are reduced."""
+    with torch.device("meta"):
+        model = LanguageModel(131072, 1024, nn.Identity())
+    tokens = torch.zeros(2, 512, dtype=torch.int64)
+    plan = find_plan(model, TP4, (tokens, tokens), profile="h100")
+    assert plan.parameters["embedding.weight"] == (Shard(0),) or plan.parameters["embedding.weight"] == (Shard(1),)
+    assert plan.parameters["head.weight"] == (Shard(0),)
+    golden.check(plan.to_text(seconds=False), "vocabulary_parallel.txt")
+
+
+def test_fsdp_of_tp_on_two_axes(golden: Golden) -> None:
+    """dp of 4 nodes, tp of 4 GPUs: weights split over tp for the products and over dp for memory."""
+    mesh = MeshSpec({"dp": 4, "tp": 4}, device_type="cuda")
+    plan = find_plan(
+        regression(8192, 28672),
+        mesh,
+        rows(16384, 8192),
+        profile="h100",
+        memory_limit=int(3 * 8192 * 28672 * 16 / 12) + 2_000_000_000,
+    )
+    assert plan.parameters["body.w1.weight"] is not None
+    golden.check(plan.to_text(seconds=False), "fsdp_of_tp.txt")
+
+
+def test_two_linear_on_three_ranks(golden: Golden) -> None:
+    """Pinned column, then row, with a sharded batch in and out: one all-gather, one reduce-scatter."""
+    mesh = MeshSpec({"tp": 3})
+    plan = find_plan(
+        TwoLinear(),
+        mesh,
+        (torch.randn(2, 10),),
+        profile="cpu",
+        in_placements=[Shard(0)],
+        out_placements=[Shard(0)],
+        constraints={"up.weight": [Shard(0)], "up.bias": [Shard(0)], "down.weight": [Shard(1)]},
+    )
+    assert counts(plan, "forward") == {"all_gather[tp]": 1, "reduce_scatter[tp]": 1}
+    assert plan.parameter_layouts["up.weight"].split_sizes((32, 10), mesh, 0) == (11, 11, 10)
+    golden.check(plan.to_text(seconds=False), "two_linear.txt")
+
+
+def test_an_axis_of_one_device_changes_nothing() -> None:
+    plan = find_plan(regression(64, 64), MeshSpec({"dp": 1}), rows(8, 64), profile="cpu")
+    assert plan.collectives == ()
+
+
+_ = meta
