@@ -30,16 +30,18 @@ def plan_graph(records: Sequence[NodeRecord], mesh: MeshSpec) -> nx.DiGraph:
         layout      as the reader needs it ("[@dp, @tp]")
         collective  "reduce_scatter[tp](dim=1)", "; " between several, "" if the value is read as it is
         seconds, nbytes  of those collectives together
+        each_seconds, each_nbytes  of each of them, "; " between several
 
     A `use` (one redistribution for several readers) stays where it has both; otherwise its readers
     read the value itself, through its transfers.
     """
     by_name = {record.name: record for record in records}
     skipped = _transparent_uses(records)
+    reader_module = {o.source: record.module for record in reversed(records) for o in record.operands}
     graph = nx.DiGraph(mesh=str(mesh))
     for record in records:
         if record.name not in skipped:
-            graph.add_node(record.name, **_node_attributes(record, records))
+            graph.add_node(record.name, **_node_attributes(record, reader_module.get(record.name, "")))
     for record in records:
         if record.name not in skipped:
             for operand in record.operands:
@@ -47,7 +49,8 @@ def plan_graph(records: Sequence[NodeRecord], mesh: MeshSpec) -> nx.DiGraph:
     return graph
 
 
-def _node_attributes(record: NodeRecord, records: Sequence[NodeRecord]) -> dict[str, str | float]:
+def _node_attributes(record: NodeRecord, reader_module: str) -> dict[str, str | float]:
+    """reader_module: of the first op that reads the node, which is where a `use` belongs."""
     placeholder = record.op in PLACEHOLDERS
     label = (
         record.text.replace("{{", "{").replace("}}", "}").removeprefix(f"{record.op} ")
@@ -58,8 +61,7 @@ def _node_attributes(record: NodeRecord, records: Sequence[NodeRecord]) -> dict[
     if not module and record.op in ("param", "buffer"):
         module = label.rpartition(".")[0]
     if not module and record.op == "use":
-        readers = (r for r in records if any(o.source == record.name for o in r.operands))
-        module = next((r.module for r in readers), "")
+        module = reader_module
     return {
         "label": label,
         "kind": record.op if placeholder or record.op in ("use", "output") else "op",
@@ -108,15 +110,20 @@ def _edge_attributes(layout: str, transfers: Sequence[Transfer]) -> dict[str, st
         "collective": "; ".join(transfer.text for transfer in moved),
         "seconds": float(sum(transfer.seconds for transfer in moved)),
         "nbytes": sum(transfer.nbytes for transfer in moved),
+        "each_seconds": "; ".join(repr(transfer.seconds) for transfer in moved),
+        "each_nbytes": "; ".join(str(transfer.nbytes) for transfer in moved),
     }
 
 
 def _merged(first: dict[str, str | float], second: dict[str, str | float]) -> dict[str, str | float]:
-    texts = {str(edge["layout"]): None for edge in (first, second)}
-    collectives = [str(edge["collective"]) for edge in (first, second) if edge["collective"]]
+    layouts = dict.fromkeys((str(first["layout"]), str(second["layout"])))
+    listed = {
+        key: "; ".join(str(edge[key]) for edge in (first, second) if edge[key])
+        for key in ("collective", "each_seconds", "each_nbytes")
+    }
     return {
-        "layout": "; ".join(texts),
-        "collective": "; ".join(collectives),
+        "layout": "; ".join(layouts),
         "seconds": float(first["seconds"]) + float(second["seconds"]),
         "nbytes": int(first["nbytes"]) + int(second["nbytes"]),
+        **listed,
     }

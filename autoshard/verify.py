@@ -11,9 +11,11 @@ from torch import fx, nn
 
 from autoshard.plan import Plan
 from autoshard.planning import canonical_capture, load_profile, prices_of
+from autoshard.runtime.module import original_forward
 from autoshard.signature import as_call
 from cost_model.errors import PlanError
 from cost_model.mesh import MeshSpec
+from passes.capture import Captured
 from passes.joint import JointGraph, result_index
 from passes.layout import Layout
 from passes.partition import RankGraph, partition
@@ -89,6 +91,12 @@ def verify(model: nn.Module, plan: Plan | str, example_inputs: Any, *, seed: int
     return VerifyReport(worst <= limit, worst, errors, watcher.first(limit * _NODE_SLACK))
 
 
+def _tensors(captured: Captured, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensor outputs of the model itself, parallel or not, in the order of the graph's outputs."""
+    with original_forward(model):
+        return captured.call.flatten_outputs(model(*args, **kwargs))
+
+
 def _is_random(joint: JointGraph) -> bool:
     """Whether the model draws random numbers: eager torch draws others, so only the graph can be compared."""
     return any(spec.kind == "seed" for spec in joint.inputs)
@@ -119,7 +127,7 @@ def _simulated(
         for rank in range(mesh.device_count)
     ]
     watcher.attach(graphs)
-    return simulate([graph.module for graph in graphs], shards, mesh, observer=watcher)
+    return simulate([graph.module for graph in graphs], shards, mesh, observe=watcher)
 
 
 def shard_of(value: torch.Tensor, layout: Layout, mesh: MeshSpec, rank: int) -> torch.Tensor:

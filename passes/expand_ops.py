@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from passes.torch_compat import fresh_fakes
+from passes.ops import attention, attention_backward, uniform_reference
+from passes.ops.contract import contract_reference
+from passes.torch_compat import custom_op_body, fake_mode_of, fresh_fakes
 
 __all__ = ["expand_ops"]
 
-# Op -> the module and function that compute it in ATen ops.
-_REFERENCES = {
-    "autoshard.contract.default": ("passes.ops.contract", "contract_reference"),
-    "autoshard.uniform.default": ("passes.ops.uniform", "uniform_reference"),
-    "autoshard.attention.default": ("passes.ops.attention", "attention_reference"),
-    "autoshard.attention_backward.default": ("passes.ops.attention", "attention_backward_reference"),
+# Op -> the function that computes it in ATen ops.
+_REFERENCES: dict[str, Callable[..., Any]] = {
+    "autoshard.contract.default": contract_reference,
+    "autoshard.uniform.default": uniform_reference,
+    "autoshard.attention.default": custom_op_body(attention),
+    "autoshard.attention_backward.default": custom_op_body(attention_backward),
 }
 
 
@@ -36,7 +38,7 @@ def expand_ops(module: fx.GraphModule) -> fx.GraphModule:
     traced: dict[Any, fx.Graph] = {}
     for node in module.graph.nodes:
         if node.op == "output":
-            graph.output(fx.node.map_arg(node.args[0], new.__getitem__))
+            graph.output(map_arg(node.args[0], new.__getitem__))
         elif str(node.target) == "autoshard.use.default":
             new[node] = new[node.args[0]]  # type: ignore[index]
         elif str(node.target) in _REFERENCES:
@@ -56,7 +58,7 @@ def _inline(graph: fx.Graph, node: fx.Node, new: dict[fx.Node, Any], traced: dic
     described = tuple(_described(leaf) for leaf in leaves)
     key = (node.target, described, spec)
     if key not in traced:
-        traced[key] = _trace(_reference(node), leaves, spec, values)
+        traced[key] = _trace(_REFERENCES[str(node.target)], leaves, spec, values)
     inlined = traced[key]
     places = [n for n in inlined.nodes if n.op == "placeholder"]
     inner: dict[fx.Node, Any] = {p: new[o] for p, o in zip(places, operands, strict=True)}
@@ -65,11 +67,6 @@ def _inline(graph: fx.Graph, node: fx.Node, new: dict[fx.Node, Any], traced: dic
         if old.op == "call_function":
             made.meta = {**node.meta, "val": old.meta["val"]}
     return tuple(result) if isinstance(result, (tuple, list)) else result
-
-
-def _reference(node: fx.Node) -> Callable[..., Any]:
-    module, name = _REFERENCES[str(node.target)]
-    return getattr(importlib.import_module(module), name)
 
 
 def _described(leaf: Any) -> Any:
@@ -90,4 +87,6 @@ def _trace(
         )
         return reference(*args, **kwargs)
 
-    return make_fx(run)(*fresh_fakes(values)).graph
+    fakes = fresh_fakes(values)
+    with fake_mode_of(tuple(fakes)):  # for what the reference creates itself
+        return make_fx(run)(*fakes).graph

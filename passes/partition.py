@@ -11,6 +11,7 @@ from torch import fx
 
 from cost_model.mesh import MeshSpec
 from passes.assignment import Assignment, FactorSplit, NodeLayouts
+from passes.issue_order import Transfer, Turn, issue_order
 from passes.joint import JointGraph, map_operands, node_value, result_index, tensor_operands
 from passes.layout import Layout, nested_sizes
 from passes.lower_redistribute import emit
@@ -58,7 +59,8 @@ def partition(
         %y_partial: f32[4, 16] = contract(%h, %down)
         %y: f32[4, 16] = wait_tensor(all_reduce(%y_partial, "sum", "tp"))
     """
-    writer = _Writer(assignment, mesh, rank, groups, redistributor, rules)
+    turns = issue_order(joint, assignment)
+    writer = _Writer(assignment, mesh, rank, groups, redistributor, rules, turns)
     for node in joint.graph.nodes:
         writer.write(node)
     return writer.finish()
@@ -72,8 +74,10 @@ class _Writer:
     groups: Mapping[tuple[str, ...], str]
     redistributor: Redistributor
     rules: RuleTable | None
+    turns: Mapping[Transfer, Turn]
     graph: fx.Graph = field(default_factory=fx.Graph)
-    local: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    # An op of several results has one node of a tuple, or, if its rule made them one by one, a tuple of nodes.
+    local: dict[fx.Node, Any] = field(default_factory=dict)
 
     def write(self, node: fx.Node) -> None:
         if node.op == "placeholder":
@@ -89,7 +93,11 @@ class _Writer:
 
     def finish(self) -> RankGraph:
         self.graph.lint()
-        values = {node.name: local.name for node, local in self.local.items() if "val" in local.meta}
+        values = {
+            node.name: local.name
+            for node, local in self.local.items()
+            if isinstance(local, fx.Node) and "val" in local.meta
+        }
         return RankGraph(fx.GraphModule(torch.nn.Module(), self.graph), values)
 
     def _placeholder(self, node: fx.Node) -> fx.Node:
@@ -110,11 +118,13 @@ class _Writer:
     def _getitem(self, node: fx.Node) -> fx.Node:
         producer, index = result_index(node)
         local = self.local[producer]
+        if isinstance(local, tuple):
+            return local[index]
         if node_is_tuple(local):
             return self._emit(node, node.target, (local, index), {})  # type: ignore[arg-type]
         return local
 
-    def _op(self, node: fx.Node) -> fx.Node:
+    def _op(self, node: fx.Node) -> Any:
         args, kwargs = map_operands(node, self._operands(node))
         rule = rule_for(node, self.rules)
         context = _Context(self, node, args, kwargs, rule, self.assignment[node.name])
@@ -125,11 +135,11 @@ class _Writer:
     def _operands(self, node: fx.Node) -> list[fx.Node]:
         wanted = self.assignment[node.name].operands
         return [
-            self._redistributed(operand, layout, node)
-            for operand, layout in zip(tensor_operands(node), wanted, strict=True)
+            self._redistributed(operand, layout, node, position)
+            for position, (operand, layout) in enumerate(zip(tensor_operands(node), wanted, strict=True))
         ]
 
-    def _redistributed(self, operand: fx.Node, wanted: Layout, reader: fx.Node) -> fx.Node:
+    def _redistributed(self, operand: fx.Node, wanted: Layout, reader: fx.Node, position: int) -> fx.Node:
         producer, index = result_index(operand)
         held = self.assignment[producer.name].results[index]
         local = self.local[operand]
@@ -139,6 +149,7 @@ class _Writer:
         steps = self.redistributor.plan(held, wanted, value.shape, value.element_size())
         meta = _meta(reader if reader.op != "output" else operand)
         meta["serves"] = _serves(operand, reader)
+        meta["turn"] = self.turns[reader.name, position]
         return emit(self.graph, local, steps, value.shape, self.mesh, self.rank, self.groups, meta)
 
     def _emit(self, node: fx.Node, target: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> fx.Node:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -88,11 +89,14 @@ class _Joint:
         self.inputs = tuple(inputs)
         self.placeholders = list(zip(nodes, inputs, strict=True))
         pairs = list(zip(outputs, returned, strict=True))
+        nodes_of: Callable[[bool], list[Any]] = lambda grad: [
+            n for o, n in pairs if (o.kind == "grad") is grad
+        ]
         self.value_specs = [o for o, _ in pairs if o.kind != "grad"]
-        self.values = unaliased([n for o, n in pairs if o.kind != "grad"], set())
+        self.values = unaliased(nodes_of(False), set())
         self.gradient_specs = [o for o, _ in pairs if o.kind == "grad"]
         forward = ancestors(n for n in self.values if n is not None)
-        self.gradients = unaliased([n for o, n in pairs if o.kind == "grad"], forward)
+        self.gradients = unaliased(nodes_of(True), forward)
         self.copies = self._protect_buffers()
         self.ops = [n for n in self.graph.nodes if n.op == "call_function"]
 
@@ -134,7 +138,7 @@ def _plan_backward(joint: _Joint) -> tuple[list[fx.Node], list[fx.Node]]:
         if any(n in late for n in operands) or not is_cheap(node) or node in results:
             late.add(node)
     candidates = [n for n in joint.ops if n not in late and (n in forward or n in needed)]
-    saved = choose_saved(candidates, forward, late, joint.copies)
+    saved = choose_saved(candidates, forward, late, joint.copies, {n for n in joint.values if n is not None})
     roots = [n for n in joint.ops if n in dependent] + results
     return saved, _on_demand(roots, set(saved))
 

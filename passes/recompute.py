@@ -42,6 +42,7 @@ _REDUCTIONS = _overloads(
     """sum.dim_IntList sum.default amax.default amin.default any.default any.dim any.dims all.default
     all.dim argmax.default mean.dim mean.default var.correction""",
 )
+_COLLECTIVE_NAMESPACES = ("_c10d_functional.", "autoshard_c10d_functional.")
 # A reduction is recomputed only if it reads at most this many times what it writes, as torch.compile's
 # partitioner has it: beyond that, saving the small result beats reading the large operand again.
 _REDUCTION_RATIO = 4
@@ -49,7 +50,7 @@ _REDUCTION_RATIO = 4
 
 def is_collective(node: fx.Node) -> bool:
     """Functional collectives and their waits."""
-    return str(node.target).startswith(("_c10d_functional.", "_c10d_functional_autograd."))
+    return str(node.target).startswith(_COLLECTIVE_NAMESPACES)
 
 
 def is_reshape(node: fx.Node) -> bool:
@@ -69,7 +70,7 @@ def is_cheap(node: fx.Node) -> bool:
     if name in _REDUCTIONS:
         read = max((_numel(n) for n in node.all_input_nodes), default=0)
         return read <= _REDUCTION_RATIO * _numel(node)
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def choose_saved(
@@ -77,6 +78,7 @@ def choose_saved(
     forward: Set[fx.Node],
     backward: Set[fx.Node],
     pinned: Set[fx.Node],
+    returned: Set[fx.Node],
 ) -> list[fx.Node]:
     """The nodes among `candidates` (in graph order) to save, at the least total bytes.
 
@@ -86,6 +88,7 @@ def choose_saved(
     forward:    the candidates that the forward runs in any case.
     backward:   the ops that run in the backward only.
     pinned:     candidates that must not be run again.
+    returned:   candidates that are outputs of the forward: in memory anyway, so free to save.
 
     A candidate is either available in the backward (it descends only from graph inputs and saved
     values, through cheap ops) or in the cut. Of equal cuts the one nearest the backward is taken:
@@ -95,7 +98,7 @@ def choose_saved(
     network.add_nodes_from(("source", "sink"))
     members = set(candidates)
     for node in candidates:
-        capacity = _bytes_saved(node)
+        capacity = 1 if node in returned else _bytes_saved(node)
         limits = {} if capacity is None else {"capacity": capacity}
         network.add_edge((node.name, "in"), (node.name, "out"), **limits)
         if node in forward and (node in pinned or not _is_free_to_repeat(node, backward)):

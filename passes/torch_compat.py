@@ -5,7 +5,8 @@ Private means any name under `torch._*`. Supported: torch 2.11 to 2.15.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -114,8 +115,32 @@ def fresh_fakes(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
 
 
-def compile_with_inductor(module: Any, examples: Sequence[torch.Tensor]) -> Callable[[list[Any]], Any]:
-    """Inductor's code for an inference graph, taking its inputs in a list that it empties as it goes.
+@contextmanager
+def torch_deprecations_ignored() -> Generator[None]:
+    """Inductor and Dynamo import modules that torch itself calls deprecated (2.13): not the user's affair."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
+
+
+def boxed_forward(module: Any) -> Callable[[list[Any]], Any]:
+    """The generated code of a GraphModule, taking its inputs in a list that it empties, so that each is
+    freed after its last use. `_BoxedCodeGen` since torch 2.10; without it inputs live to the end."""
+    from torch.fx import graph
+
+    code_gen = getattr(graph, "_BoxedCodeGen", None)
+    if code_gen is None:
+        return lambda inputs: module.forward(*inputs)
+    module.graph.set_codegen(code_gen())
+    module.recompile()
+    return module.forward
+
+
+def compile_with_inductor(
+    module: Any, examples: Sequence[torch.Tensor]
+) -> tuple[Callable[[list[Any]], Any], str]:
+    """Inductor's code for an inference graph, taking its inputs in a list that it empties as it goes,
+    and the text of that code ("" if it has none).
 
     `compile_fx` wraps that code in functions with `*args`, which keep every input alive to the end: a
     backward would hold all saved tensors at once. The code itself is taken where the wrappers do
@@ -137,10 +162,10 @@ def compile_with_inductor(module: Any, examples: Sequence[torch.Tensor]) -> Call
 
     expected = len(next(n for n in reversed(module.graph.nodes) if n.op == "output").args[0])
     with config.patch(enable_autograd_cache=False):
-        wrapped = compile_fx(module, list(examples), inner_compile=inner)
+        wrapped: Any = compile_fx(module, list(examples), inner_compile=inner)
     if results == [expected]:
-        return made[0]
-    return lambda inputs: wrapped(*inputs)
+        return made[0], getattr(made[0], "source_code", "")
+    return lambda inputs: wrapped(*inputs), ""
 
 
 def lower_as_collectives(ops: Mapping[str, Any], all_reduce_in_place: Any) -> None:
@@ -208,7 +233,8 @@ def dtensor_from(local: torch.Tensor, sharding: Any) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class AotEnd:
-    """One placeholder or flat result of AOT autograd's graph. kind: placeholders "input", "tangent";
+    """One placeholder or flat result of AOT autograd's graph. kind: placeholders "input", "tangent" (of
+    output `index`), "mutated_tangent" (of the new value of input `index`);
     results "output", "mutated" (new value of input `index`), "grad" (of input `index`), "none"."""
 
     kind: str
@@ -256,6 +282,8 @@ def _aot_end(descriptor: Any) -> AotEnd:
             return AotEnd("input", index)
         case d.TangentAOTInput(output=d.PlainAOTOutput(idx=index)):
             return AotEnd("tangent", index)
+        case d.TangentAOTInput(output=d.InputMutationAOTOutput(mutated_input=d.PlainAOTInput(idx=index))):
+            return AotEnd("mutated_tangent", index)
         case d.PlainAOTOutput(idx=index):
             return AotEnd("output", index)
         case d.InputMutationAOTOutput(mutated_input=d.PlainAOTInput(idx=index)):
@@ -263,7 +291,7 @@ def _aot_end(descriptor: Any) -> AotEnd:
         case d.GradAOTOutput(grad_of=d.PlainAOTInput(idx=index)):
             return AotEnd("grad", index)
         case _:
-            raise RuntimeError(f"a changed input that itself requires grad, or a subclass: {descriptor}")
+            raise RuntimeError(f"a tensor subclass, or an input that changes in shape: {descriptor}")
 
 
 def fake_tensors(
@@ -304,7 +332,7 @@ def shape_dependent_errors() -> tuple[type[Exception], ...]:
 
 
 @contextmanager
-def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+def _attribute(owner: Any, name: str, value: Any) -> Generator[None]:
     old = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -335,3 +363,22 @@ def full_precision_backward() -> AbstractContextManager[None]:
     import torch._functorch.config as config
 
     return config.patch(backward_pass_autocast="off") if hasattr(config, "backward_pass_autocast") else nullcontext()
+
+
+def custom_op_body(op: Any) -> Callable[..., Any]:
+    """The function that `torch.library.custom_op` was given, to trace what is inside. `_init_fn` since 2.4."""
+    return op._init_fn
+
+
+@contextmanager
+def onednn_off() -> Generator[None]:
+    """Recurrent layers are traced to products, not to one oneDNN op whose backward cannot be called.
+
+    `torch.backends.mkldnn.flags` sets unrelated flags as well, and warns. Since torch 1.13.
+    """
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)

@@ -8,7 +8,7 @@ from typing import Literal
 
 import networkx as nx
 
-from autoshard.drawing.collectives import colour, split_collectives
+from autoshard.drawing.collectives import Moved, collectives, colour
 from autoshard.drawing.groups import OWN_BOX, Group, Grouping
 from cost_model.units import format_bytes
 from passes.graph_text import format_seconds
@@ -84,27 +84,21 @@ def _title(graph: nx.DiGraph, group: Group, seconds: float, repeat: int) -> Line
 
 def _chips(graph: nx.DiGraph, grouping: Grouping, group: Group) -> list[Line]:
     """The collectives in front of the group's ops, and those that bring its results to the graph's end."""
-    found: Counter[tuple[str, str, str]] = Counter()
-    members = set(group.members)
+    found: dict[tuple[str, str], list[Moved]] = {}
     for node in group.members:
-        for source, _, edge in graph.in_edges(node, data=True):
-            _count(found, edge, _value_name(graph, source))
-        for _, reader, edge in graph.out_edges(node, data=True):
-            if reader not in grouping.of and reader not in members:
-                _count(found, edge, "result")
-    return _few(
-        [
-            Line("chip", text + (f" ×{count}" if count > 1 else ""), right, colour(text))
-            for (text, _, right), count in found.items()
-        ]
-    )
+        reads = [(_value_name(graph, source), edge) for source, _, edge in graph.in_edges(node, data=True)]
+        ends = [("result", e) for _, end, e in graph.out_edges(node, data=True) if end not in grouping.of]
+        for value, edge in [*reads, *ends]:
+            for moved in collectives(edge):
+                found.setdefault((moved.text.partition("(")[0], value), []).append(moved)
+    return _few([_chip(text, value, moves) for (text, value), moves in found.items()])
 
 
-def _count(found: Counter[tuple[str, str, str]], edge: dict[str, object], value: str) -> None:
-    texts = split_collectives(edge)
-    for position, text in enumerate(texts):
-        price = f"{format_bytes(int(str(edge['nbytes'])))} {format_seconds(float(str(edge['seconds'])))}"
-        found[text.partition("(")[0], value, f"{value} {price if position == 0 else ''}".strip()] += 1
+def _chip(text: str, value: str, moves: list[Moved]) -> Line:
+    times = f" ×{len(moves)}" if len(moves) > 1 else ""
+    nbytes, seconds = sum(moved.nbytes for moved in moves), sum(moved.seconds for moved in moves)
+    price = f"{value} {format_bytes(nbytes)} {format_seconds(seconds)}".strip()
+    return Line("chip", text + times, price, colour(text))
 
 
 def _value_name(graph: nx.DiGraph, source: str) -> str:
@@ -122,7 +116,9 @@ def _ops(graph: nx.DiGraph, group: Group) -> list[Line]:
     """The ops, repeats counted, on as many lines as they need (at most 3)."""
     if graph.nodes[group.members[0]]["kind"] in OWN_BOX:
         return []
-    names = [graph.nodes[node]["label"].rpartition("aten.")[2] for node in group.members]
+    names = [
+        _op_name(graph.nodes[node]["label"]) for node in group.members if graph.nodes[node]["kind"] == "op"
+    ]
     counted = [name if count == 1 else f"{count} {name}" for name, count in Counter(names).items()]
     lines, line = [], ""
     for text in counted:
@@ -131,9 +127,15 @@ def _ops(graph: nx.DiGraph, group: Group) -> list[Line]:
             lines.append(line + " ·")
             joined = text
         line = joined
-    lines.append(line)
+    if line:
+        lines.append(line)
     shown = lines if len(lines) <= 3 else [*lines[:2], f"{lines[2]} …"]
     return [Line("ops", _short(text)) for text in shown]
+
+
+def _op_name(label: str) -> str:
+    """ "sum" of "aten.sum.dim_IntList"."""
+    return label.removeprefix("aten.").partition(".")[0]
 
 
 def _results(graph: nx.DiGraph, grouping: Grouping, group: Group) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import networkx as nx
 
-__all__ = ["Total", "colour", "kind_of", "split_collectives", "totals"]
+__all__ = ["Moved", "Total", "collectives", "colour", "kind_of", "totals"]
 
 # Dark enough for white text on them, and told apart in the common forms of colour blindness.
 COLOURS: Mapping[str, str] = MappingProxyType(
@@ -29,9 +29,28 @@ class Total:
     seconds: float
 
 
-def split_collectives(edge: Mapping[str, Any]) -> list[str]:
-    """["all_gather[dp](dim=0)", ...] of an edge's `collective`; [] if it has none."""
-    return [text for text in str(edge.get("collective", "")).split("; ") if text]
+@dataclass(frozen=True)
+class Moved:
+    """One collective of an edge. text: "all_gather[dp](dim=0)"."""
+
+    text: str
+    nbytes: int
+    seconds: float
+
+
+def collectives(edge: Mapping[str, Any]) -> list[Moved]:
+    """The collectives of an edge, in order. An edge without the prices of each counts all for the first."""
+    texts = [text for text in str(edge.get("collective", "")).split("; ") if text]
+    if not texts:
+        return []
+    rest = len(texts) - 1
+    seconds = _numbers(edge.get("each_seconds")) or [float(edge["seconds"]), *[0.0] * rest]
+    nbytes = _numbers(edge.get("each_nbytes")) or [float(edge["nbytes"]), *[0.0] * rest]
+    return [Moved(t, round(n), s) for t, n, s in zip(texts, nbytes, seconds, strict=True)]
+
+
+def _numbers(text: object) -> list[float]:
+    return [float(part) for part in str(text or "").split("; ") if part]
 
 
 def kind_of(text: str) -> str:
@@ -44,18 +63,17 @@ def colour(text: str) -> str:
 
 
 def totals(graph: nx.DiGraph) -> list[Total]:
-    """One total per (kind, phase), forward first. An edge's bytes and seconds count for its first kind.
+    """One total per (kind, phase), forward first.
 
     What brings a gradient to the graph's end belongs to the phase that computed it.
     """
     found: dict[tuple[str, str], Total] = {}
     for source, reader, edge in graph.edges(data=True):
-        texts = split_collectives(edge)
         end = source if graph.nodes[reader].get("kind") == "output" else reader
         phase = graph.nodes[end]["phase"]
-        for position, text in enumerate(texts):
-            key = (phase, kind_of(text))
-            old = found.get(key, Total(key[1], phase, 0, 0, 0.0))
-            nbytes, seconds = (edge["nbytes"], edge["seconds"]) if position == 0 else (0, 0.0)
-            found[key] = Total(old.kind, phase, old.count + 1, old.nbytes + nbytes, old.seconds + seconds)
+        for moved in collectives(edge):
+            kind = kind_of(moved.text)
+            old = found.get((phase, kind), Total(kind, phase, 0, 0, 0.0))
+            new = Total(kind, phase, old.count + 1, old.nbytes + moved.nbytes, old.seconds + moved.seconds)
+            found[phase, kind] = new
     return [found[key] for key in sorted(found, key=lambda key: (key[0] != "forward", key[1]))]

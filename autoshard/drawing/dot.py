@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import networkx as nx
 
-from autoshard.drawing.collectives import colour, split_collectives
+from autoshard.drawing.collectives import collectives, colour
 from cost_model.units import format_bytes
 from passes.graph_text import format_seconds
 
@@ -59,7 +59,7 @@ def _node(name: str, data: dict[str, str | float]) -> str:
 
 
 def _edge(source: str, reader: str, data: dict[str, str | float]) -> str:
-    texts = split_collectives(data)
+    texts = [moved.text for moved in collectives(data)]
     if not texts:
         return f"  {_quoted(source)} -> {_quoted(reader)}"
     price = f"{format_bytes(int(data['nbytes']))} {format_seconds(float(data['seconds']))}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import networkx as nx
 
 from autoshard.drawing.boxes import Box, make_box
-from autoshard.drawing.collectives import Total, split_collectives, totals
+from autoshard.drawing.collectives import Total, collectives, totals
 from autoshard.drawing.columns import Column, place_column
 from autoshard.drawing.fold import fold_repeats
 from autoshard.drawing.groups import Grouping, group_by_module
@@ -153,7 +153,6 @@ def _first_collective(graph: nx.DiGraph, grouping: Grouping, edge: tuple[int, in
     for node in grouping.groups[edge[1]].members:
         for source, _, data in graph.in_edges(node, data=True):
             if grouping.of.get(source) == edge[0]:
-                texts = split_collectives(data)
-                if texts:
-                    return texts[0]
+                for moved in collectives(data):
+                    return moved.text
     return ""

@@ -32,8 +32,7 @@ def agree(
     fingerprint: what is compared -> its hash or text ("plan", "graph", "inputs", "torch", ...). The
                  error names the first difference of every rank that differs from rank 0.
     """
-    said = _exchange(mesh, pickle.dumps(dict(fingerprint)), timeout)
-    prints = [pickle.loads(text) for text in said]
+    prints = everyones(mesh, dict(fingerprint), timeout)
     lines: list[str] = []
     for rank, other in enumerate(prints):
         names = [n for n in [*prints[0], *other] if prints[0].get(n) != other.get(n)]
@@ -69,6 +68,11 @@ def collectively(mesh: DeviceMesh, fn: Callable[[], T], timeout: timedelta = _TI
     return result
 
 
+def everyones(mesh: DeviceMesh, value: T, timeout: timedelta = _TIMEOUT) -> list[T]:
+    """Every rank's `value`, by rank. It must pickle. PlanError for a rank that does not arrive in time."""
+    return [pickle.loads(text) for text in _exchange(mesh, pickle.dumps(value), timeout)]
+
+
 def from_first(mesh: DeviceMesh, fn: Callable[[], T], timeout: timedelta = _TIMEOUT) -> T:
     """Rank 0's fn(), on all ranks; if it raises there, all raise. The result must pickle."""
     if mesh.size() == 1:
@@ -89,11 +93,6 @@ def from_first(mesh: DeviceMesh, fn: Callable[[], T], timeout: timedelta = _TIME
     if error is not None:
         raise error
     return pickle.loads(reply)[0]
-
-
-def everyones(mesh: DeviceMesh, value: T, timeout: timedelta = _TIMEOUT) -> list[T]:
-    """Every rank's value, by rank. Values must pickle."""
-    return [pickle.loads(message) for message in _exchange(mesh, pickle.dumps(value), timeout)]
 
 
 def _exchange(mesh: DeviceMesh, message: bytes, timeout: timedelta) -> list[bytes]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Generator, Hashable
 from contextlib import contextmanager
 from typing import Any
 
@@ -65,7 +65,7 @@ def dispatcher_of(model: nn.Module) -> Dispatcher | None:
 
 
 @contextmanager
-def original_forward(model: nn.Module) -> Iterator[None]:
+def original_forward(model: nn.Module) -> Generator[None]:
     """Inside, `model(...)` is the user's own forward again: for capture."""
     dispatcher = dispatcher_of(model)
     if dispatcher is None:

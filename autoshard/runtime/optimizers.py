@@ -60,11 +60,12 @@ def adopt(optimizers: Iterable[torch.optim.Optimizer], moved: Mapping[Tensor, nn
 
 def _sharded_state(state: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
     return {
-        name: like_parameter(value, parameter) if _is_like(value, parameter) else value
+        name: like_parameter(value, parameter) if _follows(name, value, parameter) else value
         for name, value in state.items()
     }
 
 
-def _is_like(value: Any, parameter: nn.Parameter) -> bool:
+def _follows(name: str, value: Any, parameter: nn.Parameter) -> bool:
+    """Of a 0-d parameter's 0-d state only the step count is not one value per element."""
     plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
-    return plain and value.ndim > 0 and value.shape == parameter.shape
+    return plain and value.shape == parameter.shape and (value.ndim > 0 or name != "step")

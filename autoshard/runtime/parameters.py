@@ -45,12 +45,12 @@ def distribute_parameters(
     moved: dict[Tensor, nn.Parameter] = {}
     for old, placed, layout in plans:
         if isinstance(old, DTensor):
-            new = old.detach().redistribute(mesh, placed)
+            new = old.redistribute(mesh, placed).detach()
         else:
             new = distributed(old.detach(), mesh, placed, layout, spec, from_first=id(old) in unequal)
         moved[old] = _replacement(old, new)
         for module, name in holders[old]:
-            module._parameters[name] = moved[old]
+            setattr(module, name, moved[old])  # some modules keep their own list, as RNNs do
         retire(old)
     adopt(live_optimizers(), moved)
 
@@ -90,7 +90,7 @@ def _holders(model: nn.Module) -> dict[Tensor, list[tuple[nn.Module, str]]]:
     return holders
 
 
-def _replacement(old: nn.Parameter, new: DTensor) -> nn.Parameter:
+def _replacement(old: nn.Parameter, new: Tensor) -> nn.Parameter:
     """A parameter of `new` with everything else of `old`; `old.grad` goes along."""
     parameter = nn.Parameter(new, requires_grad=old.requires_grad)
     vars(parameter).update({k: v for k, v in vars(old).items() if k not in vars(parameter)})

@@ -43,7 +43,7 @@ def groups_for(mesh: DeviceMesh, axes_list: Iterable[Axes]) -> Mapping[Axes, str
     """
     spec = mesh_spec(mesh)
     # Kept on the mesh itself, as its own groups are: an equal mesh of another world has other groups.
-    made: dict[Axes, dist.ProcessGroup] = mesh.__dict__.setdefault("_autoshard_groups", {})
+    made: dict[Axes, dist.ProcessGroup] = vars(mesh).setdefault("_autoshard_groups", {})
     names: dict[Axes, str] = {}
     for axes in axes_list:
         if list(axes) != sorted(axes, key=spec.index) or len(set(axes)) < len(axes):
@@ -60,7 +60,7 @@ def whole_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """The group of all ranks of the mesh."""
     spec = mesh_spec(mesh)
     groups_for(mesh, [spec.names])
-    return mesh.__dict__["_autoshard_groups"][spec.names]
+    return vars(mesh)["_autoshard_groups"][spec.names]
 
 
 def _group(mesh: DeviceMesh, spec: MeshSpec, axes: Axes) -> dist.ProcessGroup:

@@ -159,7 +159,7 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         program: Program = ctx.program
         saved = list(ctx.saved_tensors)
         # With retain_graph=False nobody needs them again: the backward may free each when it is done.

@@ -56,7 +56,7 @@ def refine(source: Sequence[int], target: Sequence[int]) -> tuple[tuple[int, ...
 
     (4, 16, 32) as (64, 32)      -> ((4, 16), (32,))
     (64, 32)    as (64, 4, 8)    -> ((64,), (4,), (8,))
-    (4, 16, 8)  as (4, 8, 16)    -> ((4,), (8,), (16,))       8 and 16 cut across 16 and 8: given up
+    (5, 6, 4)   as (5, 8, 3)     -> ((5,), (8,), (3,))        a cut at 8 and one at 6: given up
     (8, 4)      as (2, 16)       -> ((2,), (4, 4))
     (4, 1, 16)  as (64,)         -> ((4, 16),)                no dims of size 1 inside a group
     """

@@ -143,7 +143,8 @@ def _pad(sweep: Sweep, node: fx.Node) -> Flat:
     fine = [(0, 0)] * len(flatten(groups))
     for d in padded:
         fine[flat.span(d).start] = pairs[d]
-    new_pads = [p for pair in reversed(fine) for p in pair]
+    first = next((d for d, pair in enumerate(fine) if any(pair)), len(fine))
+    new_pads = [p for pair in reversed(fine[first:]) for p in pair]
     return Flat(emit(node, aten.constant_pad_nd.default, flat.node, new_pads, *node.args[2:]), groups)
 
 

@@ -88,6 +88,7 @@ def _with_seed(joint: JointGraph, like: fx.Node) -> tuple[JointGraph, fx.Node]:
     with joint.graph.inserting_before(first_op):
         seed = joint.graph.placeholder("seed")
     seed.target = seed.name
+    seed.meta |= {"phase": "forward", "module": "", "source": ""}
     value = like.meta["val"]
     device = (value[0] if isinstance(value, (tuple, list)) else value).device
     with mode:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-import passes.ops  # noqa: F401  (registers autoshard::attention)
+from passes.ops.attention import attention
 
 __all__ = ["attention_captured", "scaled_dot_product"]
 
 
 @contextmanager
-def attention_captured() -> Iterator[dict[Any, Callable[..., Any]]]:
+def attention_captured() -> Generator[dict[Any, Callable[..., Any]]]:
     """Torch functions to answer otherwise while tracing, for a TorchFunctionMode.
 
     A mode does not see calls made inside torch's own composite functions (nn.MultiheadAttention), so
@@ -77,7 +77,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool
     if mask is not None and q.dim() > 4 and mask.dim() > 3:
         mask = mask.expand(*lead[:-1], *mask.shape[-3:])
     mask = None if mask is None else four(mask)
-    out, _ = torch.ops.autoshard.attention.default(four(q), four(k), four(v), mask, is_causal, scale)
+    out, _ = attention(four(q), four(k), four(v), mask, is_causal, scale)
     return out if q.dim() == 4 else out.reshape(*lead, *out.shape[-2:])
 
 

@@ -104,7 +104,7 @@ class _Builder:
         self.new[old] = self._new_placeholder(spec, old.meta["val"])
 
     def _new_placeholder(self, spec: GraphInput, value: torch.Tensor) -> fx.Node:
-        node = self.graph.placeholder(re.sub(r"\W+", "_", spec.name).strip("_") or "input")
+        node = self.graph.placeholder(_identifier(spec.name))
         node.meta = {"val": value, "phase": "forward", "module": "", "source": ""}
         self.inputs.append(spec)
         return node
@@ -117,7 +117,9 @@ class _Builder:
                 continue
             value = getattr(self.old, str(node.target))
             if not isinstance(value, torch.Tensor):
-                raise CaptureError(f"cannot capture {self._model}: the nested graph of {next(iter(node.users))}")
+                raise CaptureError(
+                    f"cannot capture {self._model}: the nested graph of {next(iter(node.users))}"
+                )
             if id(value) not in known:
                 self._check_constant(value, node)
                 name = f"constant {len(self.constants)}"
@@ -143,11 +145,19 @@ class _Builder:
 
     def _refuse_mutations(self) -> None:
         slots = self.program.slots
+        for end in self.traced.aot.inputs:
+            if end.kind == "mutated_tangent" and end.index < len(slots) and not slots[end.index].is_parameter:
+                raise CaptureError(
+                    f"cannot capture {self._model}: forward changes buffer {slots[end.index].name} in place by a value "
+                    "that requires grad\n  try: .detach() the value first"
+                )
         for node, end in zip(self.results, self.traced.aot.outputs, strict=True):
             if end.kind != "mutated" or (end.index < len(slots) and not slots[end.index].is_parameter):
                 continue
             inside = end.index < len(slots)
-            what = f"parameter {slots[end.index].name}" if inside else self.input_names[end.index - len(slots)]
+            what = (
+                f"parameter {slots[end.index].name}" if inside else self.input_names[end.index - len(slots)]
+            )
             raise mutation_error(self.program.model, what, "" if node is None else node_source(node))
 
     @property
@@ -157,6 +167,12 @@ class _Builder:
     @property
     def _some_fake(self) -> torch.Tensor:
         return next(node.meta["val"] for node in self.old.graph.nodes if node.op == "placeholder")
+
+
+def _identifier(name: str) -> str:
+    """ "layers.0.weight" -> "layers_0_weight", "0.weight" -> "p_0_weight"."""
+    word = re.sub(r"\W+", "_", name).strip("_")
+    return word if word[:1].isalpha() else f"p_{word}"
 
 
 def _origin(old: fx.Node, new: fx.Node) -> tuple[str, str]:

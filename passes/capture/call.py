@@ -125,11 +125,16 @@ class CallSpec:
         for name in sorted(wanted_kwargs.keys() ^ kwargs.keys()):
             problem = "is missing from" if name in wanted_kwargs else "is not an argument of"
             have = ", ".join(wanted_kwargs) or "no keyword arguments"
-            raise ShardingError(f"{name} {problem} the captured call, which has {have}\n  try: call it the same way")
-        pairs = [(f"args[{i}]", *pair) for i, pair in enumerate(zip(wanted_args.children, args.children, strict=True))]
+            raise ShardingError(
+                f"{name} {problem} the captured call, which has {have}\n  try: call it the same way"
+            )
+        pairs = [
+            (f"args[{i}]", *pair)
+            for i, pair in enumerate(zip(wanted_args.children, args.children, strict=True))
+        ]
         pairs += [(name, wanted_kwargs[name], kwargs[name]) for name in kwargs]
         for name, old, new in pairs:
-            if tensor_paths(old, name) .values() != tensor_paths(new, name).values() and not _same_paths(old, new):
+            if not _same_paths(old, new):
                 raise ShardingError(
                     f"{name} holds tensors at {_shown(new, name)}, but the model was captured with {_shown(old, name)}"
                     "\n  try: pass the same structure"
@@ -148,7 +153,8 @@ def ambient_key(model: nn.Module) -> Hashable:
     """What a graph depends on besides the arguments: gradient mode, autocast, train/eval flags, which
     parameters are frozen."""
     autocast = tuple(
-        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None for device in ("cpu", "cuda")
+        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        for device in ("cpu", "cuda")
     )
     training = tuple(module.training for module in model.modules())
     frozen = tuple(not parameter.requires_grad for parameter in model.parameters())

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cost_model.errors import AutoshardError
+from cost_model.errors import AutoshardError, CaptureError
 from passes.capture.build import build_joint
 from passes.capture.call import CallSpec, flatten_call, tensor_names
 from passes.capture.errors import capture_error
@@ -43,8 +43,8 @@ def capture(
     No kernel runs and nothing in `model` changes. Numbers, strings and None among the arguments are
     baked in. Outputs that are not tensors are kept as constants of the returned structure.
 
-    device:  where the graph's tensors live; None: where the model and the arguments are, with `meta`
-             counting as the CPU.
+    device:  where the graph's tensors live, a device of this machine; None: where the model and the
+             arguments are, with `meta` counting as the CPU. A plan is the same for any.
     forward: what to call instead of `model` (of the same module).
 
     Raises CaptureError, with the line of the user's code, for what cannot be one graph: control flow
@@ -55,7 +55,7 @@ def capture(
     slots = find_slots(model)
     program = Program(model, called, slots, inputs, key.tree)
     try:
-        traced = trace(program, None if device is None else torch.device(device))
+        traced = trace(program, None if device is None else _usable(torch.device(device)))
     except AutoshardError:
         raise
     except Exception as cause:
@@ -63,3 +63,14 @@ def capture(
     joint = build_joint(program, traced, tensor_names(key))
     aliases = {slot.name: slot.aliases for slot in slots if slot.aliases}
     return Captured(joint, CallSpec(key, traced.outputs, traced.output_count), aliases)
+
+
+def _usable(device: torch.device) -> torch.device:
+    """Autograd crashes on fakes of a device that this torch cannot drive."""
+    backend: Any = getattr(torch, device.type, None)
+    if device.type != "cpu" and not (hasattr(backend, "is_available") and backend.is_available()):
+        raise CaptureError(
+            f"cannot capture on {device}: this machine has none\n"
+            "  try: device=None; a plan does not depend on the device that the model was captured on"
+        )
+    return device

@@ -34,7 +34,9 @@ def mutation_error(model: nn.Module, what: str, source: str) -> CaptureError:
 
 
 def _explain(cause: BaseException) -> tuple[str, str]:
-    if isinstance(cause, data_dependent_errors()) or "trying to get value out of a tracing tensor" in str(cause):
+    if isinstance(cause, data_dependent_errors()) or "trying to get value out of a tracing tensor" in str(
+        cause
+    ):
         return (
             "the value of a tensor decides what runs next (`if`, `.item()`, `.tolist()`, `int()`, ...)",
             "torch.where, masks, or an argument that is a Python number",
@@ -47,7 +49,10 @@ def _explain(cause: BaseException) -> tuple[str, str]:
     first = (str(cause).strip() or "no message").splitlines()[0]
     if isinstance(cause, TypeError):
         return f"{type(cause).__name__}: {first}", "call it with arguments that its forward accepts"
-    return f"{type(cause).__name__}: {first}", "check that the unmodified model runs on the same example inputs"
+    return (
+        f"{type(cause).__name__}: {first}",
+        "check that the unmodified model runs on the same example inputs",
+    )
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 from types import CodeType, FrameType
 from typing import Any
 
@@ -36,7 +36,7 @@ _NOT_THE_USERS = tuple(
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 
 
-@lru_cache(maxsize=None)
+@cache
 def is_user_file(filename: str) -> bool:
     """Whether code of `filename` is the user's or a model library's: not torch's, ours or Python's."""
     if filename.startswith(("<", *_NOT_THE_USERS)):
@@ -60,7 +60,7 @@ def _annotate(entry: str, value: str) -> None:
 class _SourceMode(TorchFunctionMode):
     """Notes the line that calls each torch function, then lets `replace` answer it or runs it."""
 
-    def __init__(self, replace: dict[Any, Callable[..., Any]], stop: frozenset[CodeType]) -> None:
+    def __init__(self, replace: dict[Any, Any], stop: frozenset[CodeType]) -> None:
         super().__init__()
         self.replace = replace
         self.stop = stop
@@ -71,13 +71,14 @@ class _SourceMode(TorchFunctionMode):
         source = _user_line(sys._getframe(1), self.stop)
         if source:
             _annotate(_SOURCE, source)
-        return self.replace.get(func, func)(*args, **(kwargs or {}))
+        answer: Any = self.replace.get(func, func)
+        return answer(*args, **(kwargs or {}))
 
 
 @contextmanager
 def provenance(
     model: nn.Module, replace: dict[Any, Callable[..., Any]], stop: frozenset[CodeType]
-) -> Iterator[None]:
+) -> Generator[None]:
     """Note module and source of every op that runs inside, and answer calls of the torch functions in
     `replace` by the functions given there. `stop`: code of the frames that the user's code lies below."""
     names = {module: name for name, module in model.named_modules()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -64,11 +64,13 @@ def _check_initialised(tensor: Tensor, name: str) -> None:
             "  try: call the model once on one small batch before autoshard"
         )
     if tensor.layout != torch.strided or tensor.is_quantized:
-        raise CaptureError(f"cannot capture: {name} is {tensor.layout}, not a dense tensor\n  try: {name}.to_dense()")
+        raise CaptureError(
+            f"cannot capture: {name} is {tensor.layout}, not a dense tensor\n  try: {name}.to_dense()"
+        )
 
 
 @contextmanager
-def state_kept(model: nn.Module) -> Iterator[None]:
+def state_kept(model: nn.Module) -> Generator[None]:
     """Whatever a traced forward assigns to a module's attributes is undone at the end."""
     kept = [(m, dict(m.__dict__), dict(m._parameters), dict(m._buffers)) for m in model.modules()]
     try:
@@ -86,9 +88,11 @@ def _refill(table: dict[str, Any], old: dict[str, Any]) -> None:
 
 
 @contextmanager
-def state_replaced(slots: Sequence[Slot], values: Sequence[Tensor]) -> Iterator[None]:
+def state_replaced(slots: Sequence[Slot], values: Sequence[Tensor]) -> Generator[None]:
     """`values` in the places of `slots`, for one run of the forward; undone by `state_kept`."""
-    before = [(module, dict(module._parameters), dict(module._buffers)) for s in slots for module, _ in s.places]
+    before = [
+        (module, dict(module._parameters), dict(module._buffers)) for s in slots for module, _ in s.places
+    ]
     try:
         for slot, value in zip(slots, values, strict=True):
             for module, key in slot.places:

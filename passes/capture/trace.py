@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from passes.torch_compat import (
     encoder_masks_trusted,
     fake_tensors,
     full_precision_backward,
+    onednn_off,
     trace_joint,
 )
 
@@ -82,7 +83,8 @@ class _Traceable(nn.Module):
         self.returned.tree, self.returned.count, self.returned.rebound = tree, len(outputs), tuple(rebound)
         # A clone is no alias of an input, a parameter or another output: the graph stays functional.
         # Contiguous, so that the tangents are traced contiguous, as the runtime passes them.
-        return tuple(t.clone(memory_format=torch.contiguous_format) for t in (*outputs, *rebound.values()))
+        flat = (*outputs, *(buffer.detach() for buffer in rebound.values()))
+        return tuple(t.clone(memory_format=torch.contiguous_format) for t in flat)
 
 
 _TRACER_FRAMES = frozenset({_Traceable.forward.__code__, trace_joint.__code__})
@@ -99,7 +101,12 @@ def trace(program: Program, device: torch.device | None) -> Traced:
         stack.enter_context(state_kept(program.model))
         fakes = _fakes(program, device)
         replaced = stack.enter_context(attention_captured())
-        for context in (_fast_paths_off(), compiling_flag(), encoder_masks_trusted(), full_precision_backward()):
+        for context in (
+            _fast_paths_off(),
+            compiling_flag(),
+            encoder_masks_trusted(),
+            full_precision_backward(),
+        ):
             stack.enter_context(context)
         stack.enter_context(provenance(program.model, replaced, _TRACER_FRAMES))
         aot = trace_joint(_Traceable(program, returned), fakes, decomposition_table())
@@ -120,18 +127,22 @@ def _fakes(program: Program, device: torch.device | None) -> list[Tensor]:
 
 
 @contextmanager
-def _fast_paths_off() -> Iterator[None]:
-    """nn.TransformerEncoderLayer's and nn.MultiheadAttention's fused inference ops have no gradient."""
-    mha = torch.backends.mha.get_fastpath_enabled()
+def _fast_paths_off() -> Generator[None]:
+    """No fused inference ops (nn.MultiheadAttention), which have no gradient; no ops of one library
+    (oneDNN's and cuDNN's recurrent layers, cuDNN's batch norm), which have no rule."""
+    mha, cudnn = torch.backends.mha.get_fastpath_enabled(), torch.backends.cudnn.enabled
     torch.backends.mha.set_fastpath_enabled(False)
+    torch.backends.cudnn.enabled = False
     try:
-        yield
+        with onednn_off():
+            yield
     finally:
         torch.backends.mha.set_fastpath_enabled(mha)
+        torch.backends.cudnn.enabled = cudnn
 
 
 @contextmanager
-def _plain_autograd() -> Iterator[None]:
+def _plain_autograd() -> Generator[None]:
     """no_grad for inference mode, whose tensors cannot be traced; no casts remembered from before."""
     cached = torch.is_autocast_cache_enabled()
     with ExitStack() as stack:

@@ -3,7 +3,8 @@
 One module per operator; each registers its own kernels, fake kernel and gradient.
 """
 
-from passes.ops import contract, use  # noqa: F401  (autoshard::contract, autoshard::use)
+from passes.ops import contract as contract
+from passes.ops import use as use
 from passes.ops.attention import attention, attention_backward
 from passes.ops.uniform import uniform, uniform_reference
 

@@ -50,10 +50,11 @@ class Problem:
 
 
 def _cuda_kernel(p: Problem) -> Kernel:
-    if p.q.dtype not in (*_HALF, torch.float32):
+    ampere = torch.cuda.get_device_capability(p.q.device) >= (8, 0)
+    if p.q.dtype not in (*_HALF, torch.float32) or (p.q.dtype == torch.bfloat16 and not ampere):
         return "math"
     square = not p.is_causal or p.q.shape[2] == p.k.shape[2]
-    flash = p.q.dtype in _HALF and p.mask is None and square
+    flash = ampere and p.q.dtype in _HALF and p.mask is None and square
     same_head = p.q.shape[-1] == p.v.shape[-1]
     if flash and same_head and p.q.shape[-1] <= 256 and torch.version.hip is None:
         return "cuda_flash"
@@ -202,9 +203,7 @@ def _math(p: Problem) -> tuple[Tensor, Tensor]:
     return out.to(p.q.dtype), lse
 
 
-def _math_backward(
-    p: Problem, grad_out: Tensor, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _math_backward(p: Problem, grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """dP = dO V^T, dS = P * (dP - rowsum(dO * O)); the softmax's Jacobian. [FlashAttention, app. B]"""
     weights = _probabilities(_scores(p), lse)
     work = weights.dtype

@@ -11,7 +11,7 @@
     b 1 d -> b d                        a dim of size 1
 
 A factor that only a result has is whole: nothing says how to compute a part of it. A factor that
-one operand alone has, and no result, needs a note. See docs/design/RULES.md.
+one operand alone has, and no result, needs a note.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from passes.rules.opcall import Builder, OpCall
 from passes.rules.pointwise import linear_sets
 from passes.rules.rule import Dim, LocalContext, Localize, OpRule
 
-__all__ = ["along", "extremum", "mean", "reduce", "reduce_whole"]
+__all__ = ["along", "extremum", "histogram", "mean", "reduce", "reduce_whole"]
 
 
 def reduce(op: str, *linear: str, localize: Localize | None = None) -> Builder:
@@ -68,6 +68,20 @@ def mean(*linear: str) -> Builder:
         return local if share == 1 else ctx.call(aten.mul.Tensor, local, share)
 
     return reduce("sum", *linear, localize=localize)
+
+
+def histogram(call: OpCall) -> OpRule:
+    """*x -> n; *x: sum. With min = max torch takes the range from the values, so all are needed."""
+    operand = tuple((f"d{i}",) for i in range(call.operands[0].ndim))
+    factors = [f for dim in operand for f in dim]
+    given = call["min"] != call["max"]
+    return assemble(
+        call.shapes,
+        [operand],
+        [[("n",)]],
+        reductions=dict.fromkeys(factors, "sum") if given else {},
+        whole=["n"] if given else ["n", *factors],
+    )
 
 
 def along(argument: str = "dim", *linear: str) -> Builder:

@@ -68,6 +68,7 @@ _POINTWISE: dict[str, Builder] = {
     "aten::empty_like.default": pointwise(),
     "aten::full_like.default": pointwise(),
     "aten::fill.Scalar": pointwise(),
+    "aten::fill.Tensor": pointwise("value"),
     "autoshard::use.default": pointwise("x"),
     # derivatives of pointwise ops: linear in the gradient
     "aten::threshold_backward.default": pointwise("grad_output"),
@@ -118,6 +119,7 @@ _REDUCTIONS: dict[str, Builder] = {
     "aten::var_mean.correction": reductions.reduce_whole(),
     "aten::logsumexp.default": reductions.reduce_whole(),
     "aten::linalg_vector_norm.default": reductions.reduce_whole(),
+    "aten::histc.default": reductions.histogram,
     # dims that one rank must see whole
     "aten::cumsum.default": reductions.along("dim", "self"),
     "aten::cumprod.default": reductions.along("dim"),

@@ -23,6 +23,8 @@ __all__ = ["Budget", "Found", "cost_scale", "solve_graph", "solve_presolved"]
 
 PROGRAM_LIMIT = 6_000_000
 """Edge entries of the largest program that is handed to HiGHS."""
+STALLED, PATIENCE = 0.002, 5
+"""Messages have converged when this many times in a row the bound rose by less than this share of the gap."""
 WORTHWHILE = 0.02
 """Share of the entries that a pruning must remove for another round of the same kind."""
 
@@ -75,8 +77,7 @@ def cost_scale(graph: Graph) -> float:
     messages = zero_messages(graph)
     cost, bound = float("inf"), lower_bound(graph, messages)
     for _ in range(8):
-        ascend(graph, messages, 3, float("inf"))
-        bound = lower_bound(graph, messages)
+        bound = lower_bound(graph, ascend(graph, messages, 3, float("inf")))
         cost = min(cost, graph.value(descend(graph, decode(graph, messages))))
         if abs(cost - bound) <= 0.5 * abs(cost):
             break
@@ -110,7 +111,9 @@ class _Connected:
         return Found(self.best, self.cost, min(self.bound, self.cost))
 
     def _done(self) -> bool:
-        return self.cost - self.bound <= self.budget.tolerance or (self.best is not None and self.budget.spent)
+        return self.cost - self.bound <= self.budget.tolerance or (
+            self.best is not None and self.budget.spent
+        )
 
     def _offer(self, choice: dict[int, int]) -> None:
         """Take a choice of the remaining nodes if it is better."""
@@ -147,19 +150,19 @@ class _Connected:
         return self.graph.entries() <= before * (1 - WORTHWHILE)
 
     def _by_messages(self) -> bool:
-        messages = zero_messages(self.graph)
+        messages = settled = zero_messages(self.graph)
         bound = new = -float("inf")
         stalled = 0
-        while stalled < 3 and not (self.best is not None and self.budget.spent):
-            ascend(self.graph, messages, 5, self.budget.deadline)
-            new = lower_bound(self.graph, messages)
+        while stalled < PATIENCE and not (self.best is not None and self.budget.spent):
+            settled = ascend(self.graph, messages, 5, self.budget.deadline)
+            new = lower_bound(self.graph, settled)
             self._offer(descend(self.graph, decode(self.graph, messages)))
             gain = new - bound
             bound = max(bound, new)
-            stalled = stalled + 1 if gain <= 0.02 * (self.cost - bound) else 0
+            stalled = stalled + 1 if gain <= STALLED * (self.cost - bound) else 0
             if self.cost - bound <= self.budget.tolerance:
                 break
-        return self._prune(messages, new)
+        return self._prune(settled, new)
 
     def _by_relaxation(self) -> bool:
         if self.graph.entries() > PROGRAM_LIMIT:

@@ -48,14 +48,20 @@ def zero_messages(graph: Graph) -> Messages:
     return {(i, j): np.zeros(len(graph.cost[j])) for i, row in graph.adjacent.items() for j in row}
 
 
-def ascend(graph: Graph, messages: Messages, passes: int, deadline: float) -> None:
-    """Improve `messages` in place by passes over the nodes, forward and backward. Needs arc consistency."""
+def ascend(graph: Graph, messages: Messages, passes: int, deadline: float) -> Messages:
+    """Improve `messages` in place by passes over the nodes, forward and backward. Needs arc consistency.
+
+    Returns the messages to bound and prune with: in them every edge also holds the share of the node cost that its
+    message was made with, so that it is 0 at least everywhere and what is left at nodes adds up to the bound.
+    """
     sweep = _sweep(graph)
-    for _ in range(passes):
-        if time.monotonic() > deadline:
-            return
+    settled: Messages = {}
+    for done in range(passes):
+        if done and time.monotonic() > deadline:
+            break
         _one_way(graph, messages, sweep.order, sweep.before, sweep.after)
-        _one_way(graph, messages, sweep.order[::-1], sweep.after, sweep.before)
+        settled = _one_way(graph, messages, sweep.order[::-1], sweep.after, sweep.before)
+    return settled
 
 
 def _one_way(
@@ -64,7 +70,8 @@ def _one_way(
     order: tuple[int, ...],
     before: Mapping[int, tuple[int, ...]],
     after: Mapping[int, tuple[int, ...]],
-) -> None:
+) -> Messages:
+    settled: Messages = {}
     for node in order:
         ahead = after[node]
         if not ahead:
@@ -72,9 +79,12 @@ def _one_way(
         share = _node_cost(graph, messages, node) / max(len(ahead), len(before[node]))
         adjacent = graph.adjacent[node]
         for other in ahead:
-            message = (adjacent[other] + (share - messages[other, node])[:, None]).min(axis=0)
+            left = messages[other, node] - share
+            message = (adjacent[other] - left[:, None]).min(axis=0)
             message -= message.min()
-            messages[node, other] = message
+            messages[node, other] = settled[node, other] = message
+            settled[other, node] = left
+    return settled
 
 
 def _node_cost(graph: Graph, messages: Messages, node: int) -> Array:

@@ -14,7 +14,10 @@ __all__ = ["contradiction"]
 
 LARGEST = 400
 """Nodes of the largest set that is made minimal; a larger one is returned as it is."""
+SMALL = 60
+"""Nodes of a set that is made minimal by solving, where arc consistency would do."""
 SECONDS = 20.0
+"""For each question whether a set has a choice."""
 _Test = Callable[[Graph, Sequence[int]], bool]
 
 
@@ -27,13 +30,17 @@ def contradiction(base: Graph, suspect: int) -> list[int]:
     possible: _Test = _possible
     try:
         propagate(base.copy())
-    except DeadEnd as dead:  # arc consistency sees the contradiction: it is enough, and fast, to ask only that
+    except (
+        DeadEnd
+    ) as dead:  # arc consistency sees the contradiction: it is enough, and fast, to ask only that
         possible, suspect = _consistent, dead.node
     ball = _ball(base, suspect, possible)
     if len(ball) > LARGEST:
         return ball
-    needed = set(_shrink(base, [], ball, possible))
-    return [node for node in ball if node in needed]
+    needed = _shrink(base, [], ball, possible)
+    if possible is _consistent and len(needed) <= SMALL:  # a part of it may do, by reasons it does not see
+        needed = _shrink(base, [], needed, _possible)
+    return [node for node in ball if node in set(needed)]
 
 
 def _ball(base: Graph, center: int, possible: _Test) -> list[int]:
@@ -50,7 +57,9 @@ def _ball(base: Graph, center: int, possible: _Test) -> list[int]:
     return ball
 
 
-def _shrink(base: Graph, kept: list[int], nodes: list[int], possible: _Test, grown: bool = False) -> list[int]:
+def _shrink(
+    base: Graph, kept: list[int], nodes: list[int], possible: _Test, grown: bool = False
+) -> list[int]:
     """The part of `nodes` that contradicts `kept`, irreducible. `grown`: `kept` may be enough by now.
 
     [Junker, QuickXplain, 2004.]

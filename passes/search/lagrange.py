@@ -18,6 +18,10 @@ from .problem import Array, Problem
 
 __all__ = ["Prices", "priced", "violated_rows"]
 
+START, GROWTH, SHRINK = 1e-2, 8.0, 0.7
+"""The first prices make the memory above the limit cost this share of the rest. The box of prices grows by the one
+factor while its edge is best, and shrinks by the other when a try is worse than its center."""
+
 
 def violated_rows(problem: Problem, profile: Array, most: int) -> list[int]:
     """Rows (positions in `problem.steps`) above the limit: the top of each stretch, the `most` largest."""
@@ -59,21 +63,22 @@ class Prices:
         self.best = -float("inf")
         self._radius = 0.0
 
-    def add(self, prices: dict[int, float], bound: float, cost: float, profile: Array) -> None:
-        """What the search answered at `prices`: a bound (limit included), and a choice."""
+    def add(self, prices: dict[int, float], cost: float, profile: Array) -> None:
+        """The choice that the search answered at `prices`, by its cost and usage profile."""
         assert self.problem.limit is not None
         over = profile - self.problem.limit
         if not self.planes:
-            self._radius = 0.1 * max(abs(cost), 1e-12) / max(float(over.max()), 1e-300)
+            self._radius = START * max(abs(cost), 1e-12) / max(float(over.max()), 1e-300)
         self.planes.append(_Plane(cost, over))
         for row in violated_rows(self.problem, profile, 8):
             self.center.setdefault(row, 0.0)
-        if bound > self.best:
+        value = cost + sum(price * float(over[row]) for row, price in prices.items())
+        if value > self.best:
             on_edge = any(abs(p - self.center.get(t, 0.0)) > 0.99 * self._radius for t, p in prices.items())
-            self._radius *= 2.0 if on_edge else 1.0
-            self.best, self.center = bound, {row: prices.get(row, 0.0) for row in self.center}
-        else:
-            self._radius *= 0.5
+            self._radius *= GROWTH if on_edge else 1.0
+            self.best, self.center = value, {row: prices.get(row, 0.0) for row in self.center}
+        elif len(self.center) > 1:  # with one row the planes alone close in on the best price
+            self._radius *= SHRINK
 
     def propose(self) -> tuple[dict[int, float], float]:
         """The prices to try next, and the most that the bound could be there."""

@@ -77,7 +77,11 @@ def build_program(graph: Graph) -> Program:
     edges = tuple((i, j) for i in nodes for j in sorted(graph.adjacent[i]) if i < j)
     pairs: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
     costs = [graph.cost[node] - graph.cost[node].min() for node in nodes]
-    row, column, value = [np.repeat(np.arange(len(nodes)), sizes)], [np.arange(start[-1])], [np.ones(start[-1])]
+    row, column, value = (
+        [np.repeat(np.arange(len(nodes)), sizes)],
+        [np.arange(start[-1])],
+        [np.ones(start[-1])],
+    )
     edge_row = np.zeros(len(edges) + 1, dtype=np.int64)
     edge_column = np.zeros(len(edges) + 1, dtype=np.int64)
     edge_row[0], edge_column[0] = len(nodes), start[-1]
@@ -201,7 +205,9 @@ def relax(graph: Graph, program: Program, deadline: float) -> Relaxed | None:
         messages[j, i] = dual[first : first + size_i]
         messages[i, j] = dual[first + size_i : program.edge_row[e + 1]]
     first = int(program.edge_row[-1])
-    prices = {row: max(0.0, -float(dual[first + p])) * _row_scale(graph, row) for p, row in enumerate(graph.slack)}
+    prices = {
+        row: max(0.0, -float(dual[first + p])) * _row_scale(graph, row) for p, row in enumerate(graph.slack)
+    }
     return Relaxed(choice, integral, messages, prices)
 
 

@@ -29,12 +29,17 @@ class Tables:
         self._interned: dict[int, Array] = {}
         self._memo: dict[Hashable, object] = {}
 
+    @property
+    def size(self) -> int:
+        """Number of distinct arrays held."""
+        return len(self._interned)
+
     def intern(self, array: Array) -> Array:
         """The one array with this shape and these values."""
         if self._interned.get(id(array)) is array:
             return array
         array = np.ascontiguousarray(array, dtype=np.float64)
-        digest = hashlib.blake2b(array, digest_size=16).digest() + bytes(repr(array.shape), "ascii")
+        digest = hashlib.blake2b(array.data, digest_size=16).digest() + bytes(repr(array.shape), "ascii")
         known = self._by_digest.get(digest)
         if known is None:
             known = array.copy()

@@ -12,9 +12,14 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from passes.base import GraphPass
+from passes.base import GraphPass, run_passes
+from passes.canonicalization.normalize_arguments import NormalizeArguments
+from passes.canonicalization.normalize_creations import NormalizeCreations
+from passes.canonicalization.remove_dead_code import RemoveDeadCode
+from passes.canonicalization.remove_noops import RemoveNoops
 from passes.decompositions import decomposition_table
 from passes.joint import GraphInput, GraphOutput, JointGraph
+from passes.rewrite import copy_joint
 
 Function = Callable[..., Any]
 Tensors = tuple[torch.Tensor, ...]
@@ -124,6 +129,8 @@ def assert_valid(joint: JointGraph) -> None:
             missing = {"val", "phase", "module", "source"} - set(node.meta)
             assert not missing, f"{node.format_node()} has no {missing}"
             assert node.meta["phase"] in ("forward", "backward")
+            early = [x for x in node.all_input_nodes if x.meta.get("phase") == "backward"]
+            assert node.meta["phase"] == "backward" or not early, f"{node.format_node()} reads {early}"
         assert node.op in ("placeholder", "call_function", "output"), node.format_node()
     values = dict(_interpreted_shapes(joint))
     for node, shape in values.items():
@@ -170,12 +177,20 @@ def text(joint: JointGraph) -> list[str]:
     return lines
 
 
+PRELUDE = (NormalizeArguments(), NormalizeCreations(), RemoveNoops(), RemoveDeadCode())
+
+
+def prepared(function: Function, *inputs: torch.Tensor, grads: bool = False) -> JointGraph:
+    """The graph of `function` as most passes find it."""
+    return run_passes(joint_of(function, *inputs, grads=grads), PRELUDE)
+
+
 def applied(
     graph_pass: GraphPass, function: Function, *inputs: torch.Tensor, grads: bool = False
 ) -> JointGraph:
-    """`graph_pass` on the graph of `function`, checked: valid, and the same results."""
-    before = joint_of(function, *inputs, grads=grads)
-    after = graph_pass(joint_of(function, *inputs, grads=grads))
+    """`graph_pass` on the prepared graph of `function`, checked: it stays valid and computes the same."""
+    before = prepared(function, *inputs, grads=grads)
+    after = copy_joint(graph_pass(copy_joint(before)))
     assert_valid(after)
     assert_same(before, after, inputs)
     return after

@@ -22,7 +22,10 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def run_graph(
-    captured: Captured, state: Mapping[str, Tensor], inputs: Sequence[Tensor], tangents: Sequence[Tensor | None]
+    captured: Captured,
+    state: Mapping[str, Tensor],
+    inputs: Sequence[Tensor],
+    tangents: Sequence[Tensor | None],
 ) -> dict[tuple[str, str], Tensor | None]:
     """The graph's results by (kind, name)."""
     joint = captured.joint
@@ -87,7 +90,9 @@ def check(model: nn.Module, *args: Any, rtol: float = 1e-5, atol: float = 1e-6, 
         if wanted is None or got is None:
             assert wanted is got is None, name
         else:
-            torch.testing.assert_close(got, wanted.detach(), rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                got, wanted.detach(), rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
+            )
     check_invariants(captured)
     return captured
 

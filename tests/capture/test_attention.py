@@ -38,7 +38,7 @@ def _mask(kind: str, s: int, t: int, dtype: torch.dtype) -> Tensor | None:
 @pytest.mark.parametrize("kind", ["none", "causal", "bool", "float", "row"])
 @pytest.mark.parametrize("widths", [(8, 8), (8, 6)], ids=str)
 def test_attention_is_torchs(kind: str, widths: tuple[int, int], dtype: torch.dtype) -> None:
-    tolerance = {"rtol": 5e-2, "atol": 1e-1} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-5}
+    rtol, atol = (5e-2, 1e-1) if dtype == torch.bfloat16 else (1e-4, 1e-5)
     for s, t in SIZES:
         q, k, v = _operands(s, t, *widths, dtype)
         mask, causal = _mask(kind, s, t, dtype), kind == "causal"
@@ -46,11 +46,13 @@ def test_attention_is_torchs(kind: str, widths: tuple[int, int], dtype: torch.dt
         got, lse = attention(q, k, v, mask, causal, widths[0] ** -0.5)
         assert lse.shape == q.shape[:3] and not lse.requires_grad
         grad = torch.randn_like(wanted)
-        torch.testing.assert_close(got, wanted, **tolerance)
+        torch.testing.assert_close(got, wanted, rtol=rtol, atol=atol)
         for ours, theirs in zip(
-            torch.autograd.grad(got, (q, k, v), grad), torch.autograd.grad(wanted, (q, k, v), grad), strict=True
+            torch.autograd.grad(got, (q, k, v), grad),
+            torch.autograd.grad(wanted, (q, k, v), grad),
+            strict=True,
         ):
-            torch.testing.assert_close(ours, theirs, **tolerance)
+            torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol)
 
 
 def test_every_kernel_has_one_lse() -> None:
@@ -144,9 +146,10 @@ def test_uniform_does_not_depend_on_the_split() -> None:
 
 def test_uniform_is_uniform_and_streams_differ() -> None:
     size = [1 << 18]
-    streams = [passes.ops.uniform(size, [0], size, torch.tensor(s), n) for s, n in ((0, 0), (0, 1), (1, 0), (1 << 40, 0))]
+    keys = [(0, 0), (0, 1), (1, 0), (1 << 40, 0)]
+    streams = [passes.ops.uniform(size, [0], size, torch.tensor(seed), stream) for seed, stream in keys]
     for x in streams:
-        assert 0.0 <= float(x.min()) and float(x.max()) < 1.0
+        assert float(x.min()) >= 0.0 and float(x.max()) < 1.0
         counts = torch.histc(x, 64, 0.0, 1.0)
         expected = size[0] / 64
         assert float(((counts - expected) ** 2 / expected).sum()) < 120.0  # chi-squared, 63 degrees: p < 1e-5

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import collections
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx import traceback as fx_traceback
 
 from passes.capture import ambient_key, capture, flatten_call
 from tests.capture.running import check, tensors_of
@@ -28,7 +28,9 @@ class Pair(nn.Module):
 
 def test_unused_parameter_is_kept_and_has_no_gradient() -> None:
     captured = check(Pair(), torch.randn(2, 4))
-    by_name = {(o.kind, o.name): r for o, r in zip(captured.joint.outputs, captured.joint.results, strict=True)}
+    by_name = {
+        (o.kind, o.name): r for o, r in zip(captured.joint.outputs, captured.joint.results, strict=True)
+    }
     assert by_name["grad", "second.weight"] is None
     assert by_name["grad", "first.weight"] is not None
     assert "second.weight" in {spec.name for spec in captured.joint.inputs}
@@ -74,7 +76,9 @@ class Answer:
     parts: dict[str, Any]
 
 
-Named = collections.namedtuple("Named", "a b")
+class Named(NamedTuple):
+    a: str
+    b: Tensor
 
 
 class Structured(nn.Module):
@@ -84,9 +88,9 @@ class Structured(nn.Module):
 
     def forward(self, batch: dict[str, Any], pairs: list[tuple[Tensor, Tensor]], *, extra: Named) -> Any:
         y = batch["x"] * self.weight + pairs[0][0] + pairs[1][1] * extra.b
-        return Answer(y, "fine", {"same": y, "input": batch["x"], "weight": self.weight, "none": None, "n": 3}), [
-            (y > 0, y.detach())
-        ]
+        return Answer(
+            y, "fine", {"same": y, "input": batch["x"], "weight": self.weight, "none": None, "n": 3}
+        ), [(y > 0, y.detach())]
 
 
 def _nested() -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -162,7 +166,10 @@ def test_tensor_attribute_becomes_a_constant() -> None:
 
     model = Scaled()
     captured = check(model, torch.randn(2, 3))
-    assert [spec.name for spec in captured.joint.inputs if spec.kind == "constant"] == ["constant 0", "constant 1"]
+    assert [spec.name for spec in captured.joint.inputs if spec.kind == "constant"] == [
+        "constant 0",
+        "constant 1",
+    ]
     assert captured.joint.constants["constant 0"] is model.scale
 
 
@@ -200,13 +207,15 @@ def test_torch_is_left_as_it_was() -> None:
     import torch.nn.functional as F
 
     attend, fast = F.scaled_dot_product_attention, torch.backends.mha.get_fastpath_enabled()
+    x = torch.randn(2, 4, requires_grad=True)
     rng = torch.get_rng_state()
-    capture(nn.Dropout(0.5), (torch.randn(2, 4, requires_grad=True),), {})
+    capture(nn.Dropout(0.5), (x,), {})
     assert F.scaled_dot_product_attention is attend
     assert torch.backends.mha.get_fastpath_enabled() is fast
+    assert torch.backends.mkldnn.enabled and torch.backends.cudnn.enabled
     assert not torch.compiler.is_compiling() and torch.is_grad_enabled()
     assert not torch.nn.modules.module._global_forward_hooks
-    assert torch.fx.traceback.current_meta == {}
+    assert fx_traceback.current_meta == {}
     assert torch.equal(torch.get_rng_state(), rng)
 
 

@@ -52,6 +52,25 @@ def test_the_picture_says_what_the_plan_says() -> None:
     assert "result 160B 5 us" in shown
 
 
+def test_equal_collectives_are_one_line_with_their_sum() -> None:
+    graph = mlp()
+    edge = {
+        "collective": "all_gather[tp](dim=0); all_reduce[tp]()",
+        "seconds": 3e-6,
+        "nbytes": 1500,
+        "each_seconds": "2e-06; 1e-06",
+        "each_nbytes": "1000; 500",
+    }
+    graph.edges["x", "up"].update(edge)
+    graph.add_edge("tangent", "d_w0", layout="", **edge)
+    graph.add_edge("d_relu", "d_w0", layout="", **edge)
+    shown = texts(svg_text(graph))
+    at = shown.index("all_gather[tp] ×2")
+    assert shown[at : at + 4] == ["all_gather[tp] ×2", "2KB 4 us", "all_reduce[tp] ×2", "1KB 2 us"]
+    legend = shown.index("all_reduce")
+    assert shown[legend : legend + 2] == ["all_reduce", "×1 500B 1 us"]
+
+
 def test_collectives_are_coloured_by_kind() -> None:
     root = ElementTree.fromstring(svg_text(mlp()))
     gathered = [path for path in root.iter(f"{SVG}path") if colour("all_gather") in path.get("style", "")]

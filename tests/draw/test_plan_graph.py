@@ -71,6 +71,8 @@ def test_an_edge_carries_its_collectives_and_leaves_local_steps_out() -> None:
         "collective": "all_gather[dp](dim=0); all_reduce[dp](dim=0)",
         "seconds": 3.0,
         "nbytes": 72,
+        "each_seconds": "2.0; 1.0",
+        "each_nbytes": "64; 8",
     }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from passes import ops  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from passes.rules.registry import has_rule, rule_for
 from passes.rules.rule import OpRule
 from passes.rules.trial import call_node

@@ -76,6 +76,8 @@ def test_several_operands() -> None:
     check(aten.clamp.Tensor, a, b, c)
     check(aten.copy.default, a, b)
     check(aten.copy.default, a, draw.ints(5, 4))
+    check(aten.fill.Tensor, a, draw.floats())
+    check(aten.fill.Scalar, a, 2)
 
 
 @pytest.mark.parametrize(

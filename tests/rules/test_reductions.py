@@ -82,6 +82,12 @@ def test_softmax_backward() -> None:
         assert check(op, draw.floats(4, 3), draw.floats(4, 3), 1, torch.float64).linear == (frozenset({0}),)
 
 
+def test_histogram() -> None:
+    x = Draw(0).floats(4, 3)
+    assert check(aten.histc.default, x, 5, -1, 1).splittable == ("d0", "d1")
+    assert check(aten.histc.default, x, 5).splittable == ()
+
+
 def test_order() -> None:
     draw = Draw(5)
     check(aten.topk.default, draw.floats(4, 5), 2)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
 
 from passes.joint import GraphInput, GraphOutput, JointGraph
+from passes.torch_compat import fake_mode_of, fresh_fakes
 
-__all__ = ["joint_graph", "joint_of"]
+__all__ = ["Local", "joint_graph", "joint_of"]
 
 
 def joint_of(
     fn: Callable[..., Sequence[Tensor]],
-    params: dict[str, Tensor],
+    params: Mapping[str, Tensor],
     inputs: Sequence[Tensor],
     outputs: int,
     decompositions: dict[Any, Callable[..., Any]] | None = None,
@@ -59,12 +61,43 @@ def joint_of(
     )
 
 
-def joint_graph(model: nn.Module, inputs: Sequence[Tensor]) -> JointGraph:
+def joint_graph(
+    model: nn.Module,
+    inputs: Sequence[Tensor],
+    decompositions: dict[Any, Callable[..., Any]] | None = None,
+) -> JointGraph:
     """The joint graph of a model without buffers that returns one tensor or a tuple of tensors."""
 
-    def run(params: dict[str, Tensor], *given: Tensor) -> tuple[Tensor, ...]:
-        out = functional_call(model, params, given)
+    def run(params: Mapping[str, Tensor], *given: Tensor) -> tuple[Tensor, ...]:
+        out = functional_call(model, dict(params), given)
         return out if isinstance(out, tuple) else (out,)
 
     params = dict(model.named_parameters())
-    return joint_of(run, params, inputs, len(run(params, *inputs)))
+    return joint_of(run, params, inputs, len(run(params, *inputs)), decompositions)
+
+
+class Local:
+    """One rank's graph written by hand: float32 inputs, ops, a flat tuple returned."""
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self.mode = fake_mode_of(tuple(fresh_fakes([torch.empty(0)])))
+
+    def input(self, *shape: int) -> fx.Node:
+        node = self.graph.placeholder(f"arg{len(self.graph.nodes)}")
+        with self.mode:
+            node.meta["val"] = torch.empty(shape)
+        return node
+
+    def call(self, target: Any, *args: Any, serves: str | None = None, **kwargs: Any) -> fx.Node:
+        node = self.graph.call_function(target, args, kwargs)
+        values = map_arg((args, kwargs), lambda n: n.meta["val"])
+        with self.mode:
+            node.meta["val"] = target(*values[0], **values[1])  # type: ignore[index]
+        if serves is not None:
+            node.meta["serves"] = serves
+        return node
+
+    def module(self, *results: fx.Node | None) -> fx.GraphModule:
+        self.graph.output(tuple(results))
+        return fx.GraphModule(nn.Module(), self.graph)

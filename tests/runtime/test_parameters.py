@@ -133,6 +133,7 @@ def trained(rank: int, sizes: tuple[int, ...], foreach: bool) -> dict[str, Tenso
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=foreach)
     mesh = mesh_of(sizes)
     distribute_parameters(model, mesh, PLACEMENTS[len(sizes)])
+    norm = torch.zeros(())
     for step in range(3):
         give_gradients(model, step)
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=foreach)

@@ -1,0 +1,262 @@
+"""In which order the ranks issue their collectives: decided on the global graph, so on all ranks alike.
+
+Ranks that share a process group must issue its collectives in the same order, or they hang. No rank
+can decide that on its own graph: with uneven shards a group with nothing to move has no collective, and a
+rank with an empty shard does not even compute what others do. So the order is a function of the
+joint graph and the layouts alone, which every rank has. A rank issues its own collectives, whichever
+it has, in that order; orders that are parts of one common order agree.
+
+A *transfer* is the redistribution of one operand for one reader. Positions below are of a phase's ops in
+the order in which they run (the forward as captured; the backward with every op that no tangent decides
+right before its first reader).
+
+    a transfer takes its turn       because
+    right after its operand         its reader waits for it: nothing is gained by issuing it later
+    `prefetch` transfers early      its operand is at hand from the start (a parameter's shard, a saved value):
+                                    issued when the one `prefetch` before it is first read
+    after the next urgent one       nobody waits for it but the end of the program (a gradient): it lets pass
+                                    what others wait for, at most `reach` products away
+
+Invariants
+  - The order depends on no rank, local shape or clock.
+  - A transfer comes after every transfer that its operand is computed from.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from passes.assignment import Assignment
+from passes.joint import JointGraph, result_index, tensor_operands
+from passes.layout import Layout
+from passes.recompute import is_collective
+
+__all__ = ["PREFETCH", "REACH", "Transfer", "Turn", "is_product", "issue_order"]
+
+Transfer = tuple[str, int]
+"""(global name of the reader, which of its tensor operands)."""
+
+Turn = tuple[int, int]
+"""(0 in the forward, 1 in the backward; place in the phase's order). Meta "turn" of a transfer's nodes."""
+
+PREFETCH = 2
+"""Collectives started ahead of their reader: one on the wire, one ready to follow."""
+
+REACH = 8
+"""Products that a collective may be moved across: the gradients of one attention or MLP block."""
+
+_PRODUCTS = frozenset(
+    {
+        "autoshard.contract.default",
+        "autoshard.attention.default",
+        "autoshard.attention_backward.default",
+        "aten.mm.default",
+        "aten.bmm.default",
+        "aten.addmm.default",
+        "aten.baddbmm.default",
+        "aten.convolution.default",
+        "aten.convolution_backward.default",
+    }
+)
+
+
+def is_product(node: fx.Node) -> bool:
+    """Ops that take long enough to hide a collective behind: products, attention, convolutions, and
+    any op of a library of the user's."""
+    if node.op != "call_function" or is_collective(node):
+        return False
+    name = str(node.target)
+    foreign = not name.startswith(("aten.", "prims.", "autoshard", "<"))  # "<": Python's, like getitem
+    return foreign or name in _PRODUCTS
+
+
+def issue_order(
+    joint: JointGraph, assignment: Assignment, *, prefetch: int = PREFETCH, reach: int = REACH
+) -> Mapping[Transfer, Turn]:
+    """Every transfer that `assignment` asks for -> its turn; smaller is earlier. All are different."""
+    forward, backward = _phases(joint)
+    transfers = _transfers(joint, assignment)
+    late = {t for t in transfers if _is_late(t, set(forward), joint)}
+    phases = (
+        _Phase(forward, joint, [t for t in transfers if t not in late]),
+        _Phase(backward, joint, [t for t in transfers if t in late]),
+    )
+    return {
+        (t.reader.name, t.index): (number, place)
+        for number, phase in enumerate(phases)
+        for place, t in enumerate(phase.ordered(prefetch, reach))
+    }
+
+
+@dataclass(frozen=True, eq=False)
+class _Transfer:
+    """moves: whether it needs a collective (of some rank)."""
+
+    reader: fx.Node
+    index: int
+    operand: fx.Node
+    moves: bool
+
+
+def _transfers(joint: JointGraph, assignment: Assignment) -> list[_Transfer]:
+    found: list[_Transfer] = []
+    for reader in joint.graph.nodes:
+        if reader.op == "placeholder" or result_index(reader)[0] is not reader:
+            continue
+        wanted = assignment[reader.name].operands
+        for index, (operand, layout) in enumerate(zip(tensor_operands(reader), wanted, strict=True)):
+            producer, result = result_index(operand)
+            held = assignment[producer.name].results[result]
+            if held != layout:
+                found.append(_Transfer(reader, index, operand, not _is_local(held, layout)))
+    return found
+
+
+def _is_local(held: Layout, wanted: Layout) -> bool:
+    """Whether every rank has its part already: it slices, or starts a pending sum."""
+    for mine, theirs, *sizes in zip(held.dims, wanted.dims, held.sizes, wanted.sizes, strict=True):
+        nested = mine == theirs[: len(mine)] and sizes == [None, None]
+        if mine and not nested and (mine, sizes[0]) != (theirs, sizes[1]):
+            return False
+    return set(held.partial) <= set(wanted.partial)
+
+
+def _is_late(transfer: _Transfer, forward: set[fx.Node], joint: JointGraph) -> bool:
+    """Whether only gradients depend on what it delivers."""
+    if transfer.reader.op != "output":
+        return transfer.reader not in forward
+    ends = zip(joint.outputs, joint.results, strict=True)
+    kinds = [spec.kind for spec, result in ends if result is not None]
+    return kinds[transfer.index] == "grad"
+
+
+def _phases(joint: JointGraph) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The ops of the forward (what outputs and new buffers depend on) and of the backward (the rest)."""
+    ops = [n for n in joint.graph.nodes if n.op == "call_function"]
+    ends = zip(joint.outputs, joint.results, strict=True)
+    forward = _ancestors(n for spec, n in ends if n is not None and spec.kind != "grad")
+    tangents = {n for n, spec in zip(joint.placeholders, joint.inputs, strict=True) if spec.kind == "tangent"}
+    dependent = set(tangents)
+    for node in ops:
+        if any(n in dependent for n in node.all_input_nodes):
+            dependent.add(node)
+    late = [n for n in ops if n not in forward]
+    order: dict[fx.Node, None] = {}
+    for root in [*(n for n in late if n in dependent), *late]:
+        for node in _path_to(root, order, forward):
+            order[node] = None
+    return [n for n in ops if n in forward], list(order)
+
+
+def _path_to(root: fx.Node, done: Mapping[fx.Node, None], given: set[fx.Node]) -> list[fx.Node]:
+    """The ops that lead from `done` and `given` to `root`, and `root` itself, each after its operands."""
+    order: dict[fx.Node, None] = {}
+    stack = [root]
+    while stack:
+        node = stack[-1]
+        if node in order or node in done or node in given or node.op != "call_function":
+            stack.pop()
+            continue
+        missing = [
+            n
+            for n in node.all_input_nodes
+            if n.op == "call_function" and n not in order and n not in done and n not in given
+        ]
+        if missing:
+            stack.extend(reversed(missing))
+            continue
+        order[node] = None
+        stack.pop()
+    return list(order)
+
+
+def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
+
+
+class _Phase:
+    """Where things stand in one phase. Position -1: at hand from the start; len(ops): the end."""
+
+    def __init__(self, ops: Sequence[fx.Node], joint: JointGraph, transfers: Sequence[_Transfer]) -> None:
+        self.ops = ops
+        self.transfers = transfers
+        self.position = {node: i for i, node in enumerate(ops)}
+        self.position[joint.output_node] = len(ops)
+        self.moved = {(t.reader, t.operand) for t in transfers if t.moves}
+        self.products = [0]  # before each position
+        for node in ops:
+            self.products.append(self.products[-1] + is_product(node))
+        self.at_hand = self._at_hand()
+        self.closing = self._closing()
+
+    def ready(self, transfer: _Transfer) -> int:
+        """Position of the op that computes the operand."""
+        return self.position.get(transfer.operand, -1)
+
+    def need(self, transfer: _Transfer) -> int:
+        """Position of the reader."""
+        return self.position[transfer.reader]
+
+    def ordered(self, prefetch: int, reach: int) -> list[_Transfer]:
+        # Turns in half steps: 2 * position is just before the op there, 2 * position + 1 just after it.
+        turns = {t: (2 * self.ready(t) + 1, 0) for t in self.transfers}
+        moving = [t for t in self.transfers if t.moves]
+        early = sorted((t for t in moving if self._is_early(t)), key=self._stable)
+        last = {t for t in moving if self._is_last(t)}
+        urgent = sorted({self.ready(t) for t in {*moving} - {*early} - last})
+        for i, transfer in enumerate(early[prefetch:]):
+            # No later than its own reader, so whatever is computed from it still comes after it.
+            soonest, _ = turns[transfer]
+            turns[transfer] = (max(soonest, 2 * self.need(early[i])), 0)
+        for transfer in last:
+            turns[transfer] = (self._let_pass(self.ready(transfer), urgent, reach), 1)
+        return sorted(self.transfers, key=lambda t: (*turns[t], self.ready(t), *self._stable(t)))
+
+    def _stable(self, transfer: _Transfer) -> tuple[int, int]:
+        return self.need(transfer), transfer.index
+
+    def _let_pass(self, ready: int, urgent: Sequence[int], reach: int) -> int:
+        following = next(iter(urgent[bisect_left(urgent, ready) :]), len(self.ops))
+        if following == len(self.ops) or self.products[following + 1] - self.products[ready + 1] > reach:
+            return 2 * ready + 1
+        return 2 * following + 1
+
+    def _is_early(self, transfer: _Transfer) -> bool:
+        return transfer.operand not in self.position or transfer.operand in self.at_hand
+
+    def _is_last(self, transfer: _Transfer) -> bool:
+        return not self._is_early(transfer) and (
+            transfer.reader.op == "output" or transfer.reader in self.closing
+        )
+
+    def _at_hand(self) -> set[fx.Node]:
+        """Ops that no product and no transfer comes before."""
+        found: set[fx.Node] = set()
+        for node in self.ops:
+            inputs = node.all_input_nodes
+            if is_product(node) or any((node, n) in self.moved for n in inputs):
+                continue
+            if all(n not in self.position or n in found for n in inputs):
+                found.add(node)
+        return found
+
+    def _closing(self) -> set[fx.Node]:
+        """Ops that lead to the end through no product and no transfer but the last."""
+        found: set[fx.Node] = set()
+        for node in reversed(self.ops):
+            if is_product(node):
+                continue
+            if all(u.op == "output" or (u in found and (u, node) not in self.moved) for u in node.users):
+                found.add(node)
+        return found

@@ -1,0 +1,160 @@
+"""One op through the real strategies and the real partitioner: the same claims, without the oracle's own
+reading of a rule. Every strategy, every rank; local results together must be the global result."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from cost_model.mesh import MeshSpec
+from passes.assignment import NodeLayouts
+from passes.joint import GraphInput, GraphOutput, JointGraph, tensor_operands
+from passes.layout import Layout
+from passes.partition import partition
+from passes.rules.registry import rule_for
+from passes.rules.trial import call_node
+from passes.strategies import enumerate_strategies
+from passes.torch_compat import fresh_fakes
+from tests.rules.registered import Draw, aten
+
+MESHES = [MeshSpec({"a": 2}), MeshSpec({"a": 3}), MeshSpec({"a": 2, "b": 2})]
+D = Draw(0)
+ops = torch.ops.autoshard
+
+
+def faked(node: fx.Node) -> None:
+    """Metas become FakeTensors of one mode, as in a captured graph."""
+    sources, value = list(dict.fromkeys(tensor_operands(node))), node.meta["val"]
+    results = list(value) if isinstance(value, (tuple, list)) else [value]
+    fakes = iter(fresh_fakes([n.meta["val"] for n in sources] + [r for r in results if r is not None]))
+    for source in sources:
+        source.meta["val"] = next(fakes)
+    fake_results = [None if r is None else next(fakes) for r in results]
+    node.meta["val"] = tuple(fake_results) if isinstance(value, (tuple, list)) else fake_results[0]
+
+
+def joint_of(node: fx.Node) -> JointGraph:
+    """The graph of one op whose results are all returned."""
+    value = node.meta["val"]
+    several = isinstance(value, (tuple, list))
+    results: list[fx.Node | None] = []
+    for index, result in enumerate(value if several else [value]):
+        if not several or result is None:
+            results.append(None if several else node)
+            continue
+        results.append(node.graph.call_function(operator.getitem, (node, index)))
+        results[-1].meta["val"] = result  # type: ignore[union-attr]
+    node.graph.output(tuple(results))
+    return JointGraph(
+        fx.GraphModule(torch.nn.Module(), node.graph),
+        tuple(GraphInput("input", n.name, i) for i, n in enumerate(tensor_operands(node))),
+        tuple(GraphOutput("output", "", i) for i, _ in enumerate(results)),
+    )
+
+
+def shard(value: torch.Tensor, layout: Layout, mesh: MeshSpec, rank: int) -> torch.Tensor:
+    """`rank`'s part; of a pending sum the whole on the first rank of its group, and zeros elsewhere."""
+    for dim in range(value.ndim):
+        low, high = layout.interval(value.shape, mesh, dim, rank) if value.ndim else (0, 0)
+        value = value.narrow(dim, low, high - low)
+    first = all(mesh.coordinate(rank)[axis] == 0 for axis, _ in layout.partial)
+    return value.clone() if first else torch.zeros_like(value)
+
+
+def total(parts: list[Any], layout: Layout, mesh: MeshSpec, rank: int) -> torch.Tensor:
+    """What `rank` has once every pending reduction of `layout` is done."""
+    group = mesh.group(rank, [axis for axis, _ in layout.partial])
+    stacked = torch.stack([parts[r] for r in group])
+    op = layout.partial[0][1] if layout.partial else "max"
+    return stacked.sum(0) if op == "sum" else stacked.amax(0) if op == "max" else stacked.amin(0)
+
+
+def check_all(op: Callable[..., Any], args: tuple[Any, ...], mesh: MeshSpec) -> int:
+    node = call_node(op, args)
+    rule = rule_for(node)
+    operands = [n.meta["val"] for n in tensor_operands(node)]
+    value = node.meta["val"]
+    results = list(value) if isinstance(value, (tuple, list)) else [value]
+    faked(node)
+    joint = joint_of(node)
+    shapes = [() if r is None else tuple(r.shape) for r in results]
+    strategies = enumerate_strategies(rule, [t.shape for t in operands], shapes, mesh)
+    for strategy in strategies:
+        assignment = {node.name: strategy}
+        for source, layout in zip(tensor_operands(node), strategy.operands, strict=True):
+            assignment[source.name] = NodeLayouts((), (layout,))
+        there = [x for x, r in zip(strategy.results, results, strict=True) if r is not None]
+        assignment[joint.output_node.name] = NodeLayouts(tuple(there), ())
+        outputs: list[Any] = []
+        for rank in range(mesh.device_count):
+            groups = {axes: str(axes) for axes in [("a",), ("b",), ("a", "b")]}
+            local = partition(joint, assignment, mesh, rank, groups, None)  # type: ignore[arg-type]
+            shards = [shard(t, x, mesh, rank) for t, x in zip(operands, strategy.operands, strict=True)]
+            outputs.append(local.module(*shards))
+        for index, (whole, layout) in enumerate(zip(results, strategy.results, strict=True)):
+            if whole is None:
+                continue
+            for rank in range(mesh.device_count):
+                got = total([parts[index] for parts in outputs], layout, mesh, rank)
+                want = shard(whole, Layout(layout.dims, (), layout.sizes), mesh, rank)
+                torch.testing.assert_close(got, want, equal_nan=True, msg=lambda m, s=strategy: f"{s}\n{m}")
+    return len(strategies)
+
+
+CASES: list[tuple[Callable[..., Any], tuple[Any, ...], int]] = [
+    (aten.mm.default, (D.floats(4, 5), D.floats(5, 3)), 6),
+    (aten.addmm.default, (D.floats(3), D.floats(4, 5), D.floats(5, 3)), 6),
+    (aten.add.Tensor, (D.floats(4, 5), D.floats(5)), 4),
+    (aten.amax.default, (D.floats(4, 2), [1]), 3),
+    (aten.view.default, (D.floats(4, 6), [4, 3, 2]), 4),
+    (aten.view.default, (D.floats(4, 3, 2), [4, 6]), 4),
+    (aten.squeeze.dim, (D.floats(4, 1, 2), 1), 4),
+    (aten.expand.default, (D.floats(1, 4), [3, 4]), 4),
+    (aten.embedding.default, (D.floats(4, 3), D.ints(4, 5)), 5),
+    (aten.embedding_dense_backward.default, (D.floats(5, 3), D.ints(4, 5), 4, 1, False), 5),
+    (aten.select.int, (D.floats(4, 3), 0, 1), 4),
+    (aten.scatter.value, (D.floats(4, 5), 1, D.ints(5, 4, 1), 2.0), 3),
+    (aten.arange.start_step, (7, -1, -2), 2),
+    (aten.tril.default, (D.floats(4, 5),), 4),
+    (ops.contract.default, (D.floats(2, 3, 4), D.floats(5, 4), "b s k, n k -> b s n"), 7),
+    (ops.uniform.default, ([4, 5], [0, 0], [4, 5], torch.tensor(3), 1), 3),
+    (aten.topk.default, (D.floats(4, 5), 2), 2),
+    (aten.convolution.default, (D.floats(2, 3, 5), D.floats(4, 3, 2), D.floats(4), [1], [0], [1], False, [0], 1), 6),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize(("op", "args", "count"), CASES)
+def test_every_strategy(op: Callable[..., Any], args: tuple[Any, ...], count: int, mesh: MeshSpec) -> None:
+    found = check_all(op, args, mesh)
+    if len(mesh.names) == 1:
+        assert found == count
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_results_made_one_by_one(mesh: MeshSpec) -> None:
+    """On 3 ranks a batch of 2 leaves one without any: its rule makes the results itself."""
+    x, weight = D.floats(2, 4, 5), D.floats(4, 4, 2)
+    rest: list[Any] = [[4], [1], [0], [1], False, [0], 1]
+    check_all(
+        aten.convolution_backward.default, (D.floats(2, 4, 4), x, weight, *rest, [True, True, True]), mesh
+    )
+    check_all(
+        aten.convolution_backward.default, (D.floats(2, 4, 4), x, weight, *rest, [True, False, True]), mesh
+    )
+    check_all(aten.max_pool2d_with_indices.default, (D.floats(2, 2, 4, 4), [2, 2], [2, 2]), mesh)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_attention(mesh: MeshSpec) -> None:
+    q, k, v = D.floats(2, 2, 3, 4), D.floats(2, 2, 3, 4), D.floats(2, 2, 3, 4)
+    check_all(ops.attention.default, (q, k, v, None, False, 0.5), mesh)
+    out, lse = ops.attention.default(q, k, v, None, False, 0.5)
+    check_all(
+        ops.attention_backward.default, (D.floats(*out.shape), q, k, v, None, out, lse, False, 0.5), mesh
+    )

@@ -1,0 +1,111 @@
+"""A dispatcher behind an unchanged module: one executable per kind of call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autoshard.runtime.module import Call, dispatcher_of, install, original_forward
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> str:
+        return "original"
+
+
+class Builds:
+    """Counts builds; an executable returns its number."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        self.count += 1
+        number = self.count
+        return lambda args, kwargs: (number, len(args), sorted(kwargs))
+
+
+def shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(a.shape for a in args), tuple(sorted(kwargs))
+
+
+def installed() -> tuple[Net, Builds]:
+    model, builds = Net(), Builds()
+    install(model, shapes, builds)
+    return model, builds
+
+
+def test_class_names_and_state_stay() -> None:
+    model, _ = installed()
+    assert type(model) is Net
+    assert list(model.state_dict()) == ["inner.weight", "inner.bias"]
+
+
+def test_one_executable_per_kind_of_call() -> None:
+    model, builds = installed()
+    x, y = torch.ones(2, 2), torch.ones(3, 2)
+    assert model(x) == (1, 1, [])
+    assert model(x + 1) == (1, 1, [])
+    assert model(y) == (2, 1, [])
+    assert model(x, scale=2.0) == (3, 1, ["scale"])
+    with torch.no_grad():
+        assert model(x) == (4, 1, [])
+    model.inner.eval()
+    assert model(x) == (5, 1, [])
+    model.inner.train()
+    model.inner.bias.requires_grad_(False)
+    assert model(x) == (6, 1, [])
+    model.inner.bias.requires_grad_(True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert model(x) == (7, 1, [])
+    assert model(x) == (1, 1, [])
+    assert builds.count == 7
+
+
+def test_prepare_builds_without_running() -> None:
+    model, builds = installed()
+    dispatcher = dispatcher_of(model)
+    assert dispatcher is not None
+    dispatcher.prepare((torch.ones(2, 2),), {})
+    assert builds.count == 1
+    assert model(torch.ones(2, 2)) == (1, 1, [])
+
+
+def test_a_failed_build_is_not_remembered() -> None:
+    model = Net()
+    attempts: list[int] = []
+
+    def build(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        attempts.append(1)
+        if len(attempts) == 1:
+            raise ValueError("no plan")
+        return lambda args, kwargs: "built"
+
+    install(model, shapes, build)
+    with pytest.raises(ValueError, match="no plan"):
+        model(torch.ones(2, 2))
+    assert model(torch.ones(2, 2)) == "built"
+
+
+def test_the_original_forward_is_there_for_capture() -> None:
+    model, _ = installed()
+    with original_forward(model):
+        assert model(torch.ones(2, 2)) == "original"
+    assert model(torch.ones(2, 2)) == (1, 1, [])
+
+
+def test_installing_again_replaces() -> None:
+    model, first = installed()
+    second = Builds()
+    install(model, shapes, second)
+    model(torch.ones(2, 2))
+    assert (first.count, second.count) == (0, 1)
+    with original_forward(model):
+        assert model(torch.ones(2, 2)) == "original"
