@@ -1,6 +1,6 @@
 """autoshard: an unmodified PyTorch module, run in parallel by the fastest plan, with proof.
 
-    model = autoshard(model, mesh)
+model = autoshard(model, mesh)
 """
 
 from autoshard.api import autoshard

@@ -27,7 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="autoshard", description="Run a PyTorch model in parallel by its best plan.")
+    parser = argparse.ArgumentParser(
+        prog="autoshard", description="Run a PyTorch model in parallel by its best plan."
+    )
     commands = parser.add_subparsers(required=True, metavar="command")
     _add_demo(commands)
     _add_plan(commands)
@@ -43,7 +45,9 @@ def _add_demo(commands: Any) -> None:
     demo.add_argument("--ranks", type=int, default=4)
     demo.add_argument("--steps", type=int, default=20)
     demo.add_argument("--backend", default="inductor", help="inductor, eager, or any torch.compile backend")
-    demo.add_argument("--output", type=Path, default=Path("autoshard-demo.svg"), help="the drawing of the plan")
+    demo.add_argument(
+        "--output", type=Path, default=Path("autoshard-demo.svg"), help="the drawing of the plan"
+    )
     demo.set_defaults(command=_demo)
 
 
@@ -89,17 +93,20 @@ def _add_profile(commands: Any) -> None:
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "model", help="module:function; the function returns (model, example_inputs) and may use the meta device"
+        "model",
+        help="module:function; the function returns (model, example_inputs) and may use the meta device",
     )
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """"dp=32,tp=8" -> {"dp": 32, "tp": 8}; argparse's error for anything else."""
+    """ "dp=32,tp=8" -> {"dp": 32, "tp": 8}; argparse's error for anything else."""
     try:
         pairs = [part.split("=") for part in text.split(",")]
         return {name.strip(): int(size) for name, size in pairs}
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no mesh; write axis=size,..., such as dp=32,tp=8") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no mesh; write axis=size,..., such as dp=32,tp=8"
+        ) from None
 
 
 def load_model(reference: str) -> tuple[Any, Any]:
@@ -116,7 +123,9 @@ def load_model(reference: str) -> tuple[Any, Any]:
         sys.path.remove("")
     built = function()
     if not isinstance(built, tuple) or len(built) != 2:
-        raise ShardingError(f"{reference} returned a {type(built).__name__}; it must return (model, example_inputs)")
+        raise ShardingError(
+            f"{reference} returned a {type(built).__name__}; it must return (model, example_inputs)"
+        )
     return built
 
 

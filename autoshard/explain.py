@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cost_model.errors import PlanError
+from cost_model.units import format_bytes
 from passes.graph_text import format_seconds
 from passes.records import NodeRecord
-from passes.search.find import format_bytes
 
 if TYPE_CHECKING:
     from autoshard.plan import Plan
@@ -75,7 +75,10 @@ def explain_plan(plan: Plan) -> str:
         *_parameter_table(plan),
     ]
     if plan.fallbacks:
-        lines += ["", "ops without a rule, run replicated with their inputs gathered: " + ", ".join(plan.fallbacks)]
+        lines += [
+            "",
+            "ops without a rule, run replicated with their inputs gathered: " + ", ".join(plan.fallbacks),
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -87,7 +90,9 @@ def explain_node(plan: Plan, name: str) -> str:
     lines: list[str] = []
     for record in found:
         results = ", ".join(str(result) for result in record.results)
-        lines.append(f"%{record.name}: {results} = {record.op}  // {format_seconds(record.seconds)} {record.source}")
+        lines.append(
+            f"%{record.name}: {results} = {record.op}  // {format_seconds(record.seconds)} {record.source}"
+        )
         for operand in record.operands:
             for transfer in operand.transfers:
                 cost = f"{format_bytes(transfer.nbytes)}, {format_seconds(transfer.seconds)}"
@@ -124,7 +129,9 @@ def _time_table(plan: Plan) -> list[str]:
     for phase in ("forward", "backward"):
         ops = sum(r.seconds for r in plan.records if r.phase == phase and r.op != "param")
         moved = sum(c.seconds for c in plan.collectives if c.phase == phase)
-        lines.append(f"  {phase:9} {format_seconds(ops):>9} compute, {format_seconds(moved):>9} communication")
+        lines.append(
+            f"  {phase:9} {format_seconds(ops):>9} compute, {format_seconds(moved):>9} communication"
+        )
     return [*lines, f"  {'optimizer':9} {format_seconds(update):>9}"]
 
 
@@ -139,9 +146,8 @@ def _collective_table(plan: Plan) -> list[str]:
         return ["collectives: none"]
     lines = ["collectives"]
     for (phase, kind, axes), (count, nbytes, seconds) in sorted(totals.items(), key=lambda item: -item[1][2]):
-        lines.append(
-            f"  {phase:8} {kind:14} [{axes}] x{int(count):<4} {format_bytes(int(nbytes)):>8} {format_seconds(seconds):>9}"
-        )
+        size, time = format_bytes(int(nbytes)), format_seconds(seconds)
+        lines.append(f"  {phase:8} {kind:14} [{axes}] x{int(count):<4} {size:>8} {time:>9}")
     return lines
 
 

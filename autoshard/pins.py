@@ -49,7 +49,9 @@ def _pin(
     ordered = _by_axis(placements, mesh, what) if isinstance(placements, Mapping) else list(placements)
     layout = placements_to_layout(ordered, tuple(value.shape), mesh, what=what)
     if layout.partial:
-        raise ShardingError(f"{what} is pinned Partial; a parameter is split or replicated\n  try: Shard or Replicate()")
+        raise ShardingError(
+            f"{what} is pinned Partial; a parameter is split or replicated\n  try: Shard or Replicate()"
+        )
     return layout
 
 

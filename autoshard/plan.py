@@ -195,7 +195,10 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         return {
             "schema_version": SCHEMA_VERSION,
-            "mesh": {"axes": dict(zip(self.mesh.names, self.mesh.sizes, strict=True)), "device": self.mesh.device_type},
+            "mesh": {
+                "axes": dict(zip(self.mesh.names, self.mesh.sizes, strict=True)),
+                "device": self.mesh.device_type,
+            },
             "origin": vars(self.origin),
             "cost_seconds": self.cost,
             "lower_bound_seconds": self.lower_bound,
@@ -206,7 +209,8 @@ class Plan:
             "parameters": {name: layout_to_json(layout) for name, layout in self.parameter_layouts.items()},
             "inputs": {str(i): layout_to_json(layout) for i, layout in self.inputs.items()},
             "outputs": {
-                str(i): None if layout is None else layout_to_json(layout) for i, layout in self.outputs.items()
+                str(i): None if layout is None else layout_to_json(layout)
+                for i, layout in self.outputs.items()
             },
             "fallbacks": list(self.fallbacks),
             "nodes": [record_to_json(record) for record in self.records],
@@ -235,7 +239,9 @@ class Plan:
         prices += [(c.node, c.seconds) for c in self.collectives]
         for name, seconds in prices:
             if not 0.0 <= seconds < float("inf"):
-                raise PlanError(f"{where}: the price of {name} is {seconds} seconds; a price is finite and not negative")
+                raise PlanError(
+                    f"{where}: the price of {name} is {seconds} seconds; a price is finite and not negative"
+                )
 
 
 def _plan_from(data: Mapping[str, Any]) -> Plan:
@@ -250,7 +256,10 @@ def _plan_from(data: Mapping[str, Any]) -> Plan:
         records=tuple(record_from_json(record) for record in data["nodes"]),
         parameter_layouts={name: layout_from_json(layout) for name, layout in data["parameters"].items()},
         inputs={int(i): layout_from_json(layout) for i, layout in data["inputs"].items()},
-        outputs={int(i): None if layout is None else layout_from_json(layout) for i, layout in data["outputs"].items()},
+        outputs={
+            int(i): None if layout is None else layout_from_json(layout)
+            for i, layout in data["outputs"].items()
+        },
         fallbacks=tuple(data["fallbacks"]),
         origin=PlanOrigin(**data["origin"]),
     )

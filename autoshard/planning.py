@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoshard.inputs import global_call
 from autoshard.pins import Constraints, resolve_pins
 from autoshard.plan import Plan, PlanOrigin
 from autoshard.runtime.process_groups import mesh_spec as device_mesh_spec
-from autoshard.inputs import global_call
 from autoshard.signature import as_call, matched_placements
 from autoshard.version import __version__
 from cost_model.collectives import CollectivePrices
@@ -149,7 +149,9 @@ def search_plan(
     """Search the canonical graph in `captured` under the given ends and prices."""
     joint = captured.joint
     prices = prices_of(profile, mesh)
-    boundary = boundary_of(joint, parameters=_by_first_name(pins, captured), inputs=call.inputs, outputs=call.outputs)
+    boundary = boundary_of(
+        joint, parameters=_by_first_name(pins, captured), inputs=call.inputs, outputs=call.outputs
+    )
     found = find_assignment(joint, prices, boundary, memory_limit=memory_limit, time_limit=time_limit)
 
     def resolve(parameter: str, placements: Any) -> Plan:
@@ -191,7 +193,9 @@ def output_layouts(captured: Captured, mesh: MeshSpec, out_placements: Any) -> d
     }
     if isinstance(out_placements, str):
         if out_placements != "keep":
-            raise ShardingError(f"out_placements is {out_placements!r}\n  try: 'keep', None, or placements per output")
+            raise ShardingError(
+                f"out_placements is {out_placements!r}\n  try: 'keep', None, or placements per output"
+            )
         return dict.fromkeys(values)
     names = [f"output {i}" for i in sorted(values)]
     given = matched_placements(out_placements, names, mesh, argument="out_placements")

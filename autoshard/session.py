@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,8 +19,8 @@ from autoshard.runtime.agreement import agree, collectively, everyones, from_fir
 from autoshard.runtime.boundary import InputSide, OutputSide, plain_input, wrapped_output
 from autoshard.runtime.module import Call, dispatcher_of
 from autoshard.runtime.parameters import distribute_parameters
-from autoshard.runtime.sharding import local_device
 from autoshard.runtime.process_groups import groups_for
+from autoshard.runtime.sharding import local_device
 from autoshard.runtime.step import Program
 from autoshard.version import __version__
 from cost_model.errors import PlanError
@@ -84,7 +84,7 @@ class Session:
         plan = self._planned(captured, layouts)
         groups_for(self.mesh, _axes_in(plan, self.spec))
         program = collectively(self.mesh, lambda: self._program(captured, plan))
-        self._settle(captured, plan)
+        self._settle(replace(captured.call, key=flatten_call(args, kwargs)[1]), plan)
         return _Executable(self, captured, plan, program).call
 
     def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[GlobalCall, Captured]:
@@ -161,13 +161,13 @@ class Session:
     def _guard(self, compile_it: Callable[[], Any]) -> Any:
         return compile_it()
 
-    def _settle(self, captured: Captured, plan: Plan) -> None:
-        """The first plan's layouts become the parameters'."""
+    def _settle(self, call: CallSpec, plan: Plan) -> None:
+        """The first plan's layouts become the parameters', and `call` what later calls must look like."""
         if self.plan is not None:
             return
         distribute_parameters(self.model, self.mesh, plan.parameters)
         self.plan = plan
-        self._first = captured.call
+        self._first = call
         self.model.autoshard_plan = plan  # type: ignore[assignment]
 
     def next_seed(self) -> Tensor:
@@ -183,7 +183,9 @@ class _Executable:
         self._spec = captured.call
         self._program = program
         joint = captured.joint
-        self._leaves = [leaf for leaf in (_leaf(session, joint, plan, i) for i in range(len(joint.inputs))) if leaf]
+        self._leaves = [
+            leaf for leaf in (_leaf(session, joint, plan, i) for i in range(len(joint.inputs))) if leaf
+        ]
         self._outputs = _output_sides(session, joint, plan)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -254,11 +256,13 @@ def _unused_tangents(joint: JointGraph) -> frozenset[int]:
         if spec.kind == "tangent"
     ]
     scalars = [index for index, ndim in tangents if ndim == 0]
-    return frozenset(index for index, _ in tangents if index != scalars[0]) if len(scalars) == 1 else frozenset()
+    return (
+        frozenset(index for index, _ in tangents if index != scalars[0]) if len(scalars) == 1 else frozenset()
+    )
 
 
 def _check_mesh(plan: Plan, spec: MeshSpec) -> None:
     if (plan.mesh.names, plan.mesh.sizes) != (spec.names, spec.sizes):
-        raise PlanError(f"the plan was made for {plan.mesh}, and this is {spec}\n  try: find_plan(...) for this mesh")
-
-
+        raise PlanError(
+            f"the plan was made for {plan.mesh}, and this is {spec}\n  try: find_plan(...) for this mesh"
+        )

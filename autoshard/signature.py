@@ -51,9 +51,12 @@ def matched_placements(
         return {}
     if _is_leaf(given):
         leaf = _as_placements(given, mesh, argument)
-        return {i: leaf for i in range(len(names))}
+        return dict.fromkeys(range(len(names)), leaf)
     if isinstance(given, Mapping) and all(key in names for key in given):
-        return {names.index(key): _as_placements(leaf, mesh, f"{argument}[{key!r}]") for key, leaf in given.items()}
+        return {
+            names.index(key): _as_placements(leaf, mesh, f"{argument}[{key!r}]")
+            for key, leaf in given.items()
+        }
     leaves = pytree.tree_leaves(given, is_leaf=lambda x: x is None or _is_leaf(x))
     if len(leaves) != len(names):
         raise ShardingError(
@@ -87,7 +90,9 @@ def _as_placements(leaf: Any, mesh: MeshSpec, argument: str) -> Placements:
 
 def tensor_names(
     args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[list[str], list[torch.Tensor], Callable[[Sequence[torch.Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]]:
+) -> tuple[
+    list[str], list[torch.Tensor], Callable[[Sequence[torch.Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]
+]:
     """(names, tensors, rebuild) of a call, in pytree order of (args, kwargs).
 
     A name is readable: "input_ids" for a keyword, "args[0]" for a positional argument, with what is

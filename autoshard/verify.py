@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from autoshard.signature import as_call
 from cost_model.errors import PlanError
 from cost_model.mesh import MeshSpec
 from passes.capture import Captured
-from passes.joint import JointGraph, result_index
+from passes.joint import JointGraph, result_index, tensor_operands
 from passes.layout import Layout
 from passes.partition import RankGraph, partition
 from passes.reference import eager_results, graph_values, reference_inputs
@@ -27,6 +28,10 @@ __all__ = ["Divergence", "VerifyReport", "verify"]
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 _NODE_SLACK = 10.0
 """An intermediate may cancel where the results do not: it counts as diverged at ten times the tolerance."""
+_CANCELLED = 1e-3
+"""A value below this share of what it is computed from or belongs with is rounding left by a
+cancellation (the gradient of an attention key's bias is 0 in exact arithmetic): its error is counted
+relative to that share."""
 
 
 @dataclass(frozen=True)
@@ -63,35 +68,47 @@ class VerifyReport:
         return f"verify: {verdict}, largest relative error {self.max_error:.3g} over {len(self.errors)} results{first}"
 
 
-def verify(model: nn.Module, plan: Plan | str, example_inputs: Any, *, seed: int = 0) -> VerifyReport:
+def verify(
+    model: nn.Module, plan: Plan | str | os.PathLike[str], example_inputs: Any, *, seed: int = 0
+) -> VerifyReport:
     """Simulate every rank of `plan` in lockstep, forward and backward, against the unsharded model.
 
-    example_inputs: as for `find_plan`: a tuple of arguments, or (tuple, dict of keyword arguments).
+    example_inputs: a tuple of arguments, or (tuple, dict of keyword arguments), all global: also those
+                    of which a rank passes its shard.
     Output gradients are random (`seed`), so every gradient path counts. Dropout draws the same
     global numbers on both sides. `model` must hold values (not be on `meta`); it is not changed.
 
     Raises PlanError if the plan belongs to another model, inputs or code.
     """
-    plan = Plan.load(plan) if isinstance(plan, str) else plan
+    plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     args, kwargs = as_call(example_inputs)
     captured = canonical_capture(model, args, kwargs)
     joint = captured.joint
     plan.check_graph(joint)
     if any(parameter.is_meta for parameter in model.parameters()):
-        raise PlanError("verify() runs the model, and its parameters are on `meta`\n  try: model.to_empty(device='cpu'), then init")
+        raise PlanError(
+            "verify() runs the model, and its parameters are on `meta`\n  try: model.to_empty(device='cpu'), then init"
+        )
     tensors, _ = captured.call.flatten(args, kwargs)
     values = reference_inputs(joint, model, tensors, seed=seed)
     results, nodes = graph_values(joint, values)
-    wanted = results if _is_random(joint) else eager_results(joint, model, lambda: _tensors(captured, model, args, kwargs), values)
+    wanted = (
+        results
+        if _is_random(joint)
+        else eager_results(joint, model, lambda: _tensors(captured, model, args, kwargs), values)
+    )
     graphs = _rank_graphs(joint, plan)
     watcher = _Watcher(joint, plan, nodes)
     errors = _compared(joint, plan, _simulated(joint, plan, graphs, values, watcher), wanted)
     worst = max(errors.values(), default=0.0)
     limit = _tolerance(wanted)
-    return VerifyReport(worst <= limit, worst, errors, watcher.first(limit * _NODE_SLACK))
+    ok = worst <= limit
+    return VerifyReport(ok, worst, errors, None if ok else watcher.first(limit * _NODE_SLACK))
 
 
-def _tensors(captured: Captured, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def _tensors(
+    captured: Captured, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[torch.Tensor]:
     """The tensor outputs of the model itself, parallel or not, in the order of the graph's outputs."""
     with original_forward(model):
         return captured.call.flatten_outputs(model(*args, **kwargs))
@@ -116,7 +133,11 @@ def _rank_graphs(joint: JointGraph, plan: Plan) -> list[RankGraph]:
 
 
 def _simulated(
-    joint: JointGraph, plan: Plan, graphs: Sequence[RankGraph], values: Sequence[torch.Tensor], watcher: _Watcher
+    joint: JointGraph,
+    plan: Plan,
+    graphs: Sequence[RankGraph],
+    values: Sequence[torch.Tensor],
+    watcher: _Watcher,
 ) -> list[tuple[torch.Tensor | None, ...]]:
     mesh = plan.mesh
     shards = [
@@ -150,6 +171,11 @@ def _compared(
 ) -> dict[str, float]:
     ends = iter(plan.assignment["output"].operands)
     errors: dict[str, float] = {}
+    kinds = [spec.kind for spec in joint.outputs]
+    floors = {
+        kind: _CANCELLED * _largest(w for w, k in zip(wanted, kinds, strict=True) if k == kind)
+        for kind in kinds
+    }
     for position, (spec, value) in enumerate(zip(joint.outputs, joint.results, strict=True)):
         if value is None:
             continue
@@ -158,13 +184,28 @@ def _compared(
             continue
         pieces = [result[position] for result in results]
         errors[f"{spec.kind} {spec.name}"] = max(
-            _piece_error(pieces, expected, layout, plan.mesh, rank) for rank in range(plan.mesh.device_count)
+            _piece_error(pieces, expected, layout, plan.mesh, rank, floors[spec.kind])
+            for rank in range(plan.mesh.device_count)
         )
     return errors
 
 
+def _largest(values: Iterable[torch.Tensor | None]) -> float:
+    """Largest finite magnitude among floating point tensors; 0 if there is none."""
+    largest = 0.0
+    for value in values:
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel():
+            largest = max(largest, float(value.detach().abs().nan_to_num(0.0, 0.0, 0.0).max()))
+    return largest
+
+
 def _piece_error(
-    pieces: Sequence[torch.Tensor | None], expected: torch.Tensor, layout: Layout, mesh: MeshSpec, rank: int
+    pieces: Sequence[torch.Tensor | None],
+    expected: torch.Tensor,
+    layout: Layout,
+    mesh: MeshSpec,
+    rank: int,
+    floor: float,
 ) -> float:
     """Relative error of one rank's shard, its pending reductions done first."""
     axes = [axis for axis, _ in layout.partial]
@@ -175,7 +216,7 @@ def _piece_error(
         part = part.narrow(dim, lo, hi - lo)
     if got.shape != part.shape:
         return float("inf")
-    return relative_error(got, part, expected)
+    return relative_error(got, part, max(_largest([expected]), floor))
 
 
 def _reduced(pieces: Sequence[torch.Tensor | None], layout: Layout) -> torch.Tensor:
@@ -189,8 +230,8 @@ def _reduced(pieces: Sequence[torch.Tensor | None], layout: Layout) -> torch.Ten
     return total
 
 
-def relative_error(got: torch.Tensor, part: torch.Tensor, whole: torch.Tensor) -> float:
-    """Largest |got - part| over the largest finite |whole| (1 if that is 0); inf where NaN or inf differ."""
+def relative_error(got: torch.Tensor, part: torch.Tensor, scale: float) -> float:
+    """Largest |got - part| over `scale` (1 if that is 0); inf where NaN or inf, or whole numbers, differ."""
     if got.numel() == 0:
         return 0.0
     if not got.is_floating_point():
@@ -201,8 +242,6 @@ def relative_error(got: torch.Tensor, part: torch.Tensor, whole: torch.Tensor) -
     difference = torch.where(same, 0.0, (got.double() - part.double()).abs())
     if not bool(difference.isfinite().all()):
         return float("inf")
-    finite = whole[whole.isfinite()]
-    scale = float(finite.abs().max()) if finite.numel() else 0.0
     return float(difference.max()) / (scale or 1.0)
 
 
@@ -216,6 +255,7 @@ class _Watcher:
         self._globals: list[dict[str, list[str]]] = []
         self._pieces: dict[str, dict[int, torch.Tensor]] = {}
         self._errors: dict[str, float] = {}
+        self._operands = {node.name: [o.name for o in tensor_operands(node)] for node in self._order}
         self._layouts = {node.name: _layout(plan, node) for node in self._order if _is_single(node)}
 
     def attach(self, graphs: Sequence[RankGraph]) -> None:
@@ -239,14 +279,18 @@ class _Watcher:
             return
         ordered = [pieces[rank] for rank in range(len(pieces))]
         mesh, layout = self._plan.mesh, self._layouts[name]
-        self._errors[name] = max(_piece_error(ordered, expected, layout, mesh, r) for r in range(len(ordered)))
+        floor = _CANCELLED * _largest(self._expected.get(operand) for operand in self._operands[name])
+        ranks = range(len(ordered))
+        self._errors[name] = max(_piece_error(ordered, expected, layout, mesh, r, floor) for r in ranks)
 
     def first(self, limit: float) -> Divergence | None:
         for node in self._order:
             error = self._errors.get(node.name, 0.0)
             if error > limit:
                 meta = node.meta
-                return Divergence(node.name, str(node.target), error, meta.get("module", ""), meta.get("source", ""))
+                return Divergence(
+                    node.name, str(node.target), error, meta.get("module", ""), meta.get("source", "")
+                )
         return None
 
 
@@ -257,4 +301,3 @@ def _is_single(node: fx.Node) -> bool:
 def _layout(plan: Plan, node: fx.Node) -> Layout:
     producer, index = result_index(node)
     return plan.assignment[producer.name].results[index]
-

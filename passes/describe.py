@@ -14,7 +14,16 @@ from passes.joint import GraphInput, JointGraph, map_operands, node_value, resul
 from passes.layout import Layout
 from passes.pricing import strategy_seconds, traffic
 from passes.records import NodeRecord, OperandRecord, ResultRecord, Transfer
-from passes.redistribute import AllGather, AllReduce, AllToAll, Redistributor, ReduceScatter, Reshard, Slice, Step
+from passes.redistribute import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Redistributor,
+    ReduceScatter,
+    Reshard,
+    Slice,
+    Step,
+)
 from passes.rules.registry import RuleTable, is_fallback, rule_for
 from passes.search.space import Prices
 
@@ -90,13 +99,17 @@ def _portable(value: Any) -> str:
     return str(value)
 
 
-def _placeholder(node: fx.Node, spec: GraphInput, layouts: NodeLayouts, prices: Prices, trained: bool) -> NodeRecord:
+def _placeholder(
+    node: fx.Node, spec: GraphInput, layouts: NodeLayouts, prices: Prices, trained: bool
+) -> NodeRecord:
     value, layout = node_value(node), layouts.results[0]
     text = spec.name if spec.kind in ("tangent", "seed") else f"{spec.kind} {spec.name}"
     shard = int(np.prod(layout.max_local_shape(value.shape, prices.mesh))) * value.element_size()
     seconds = prices.optimizer_seconds(shard) if trained else 0.0
     phase = "backward" if spec.kind == "tangent" else "forward"
-    return NodeRecord(node.name, spec.kind, _escaped(text), (), _results(node, layouts), (), seconds, phase, "", "")
+    return NodeRecord(
+        node.name, spec.kind, _escaped(text), (), _results(node, layouts), (), seconds, phase, "", ""
+    )
 
 
 def _op(node: fx.Node, assignment: Assignment, prices: Prices, rules: RuleTable | None) -> NodeRecord:
@@ -185,7 +198,9 @@ def _op_name(node: fx.Node) -> str:
 def _op_text(node: fx.Node) -> str:
     tokens = [f"\0{i}\0" for i in range(len(tensor_operands(node)))]
     args, kwargs = map_operands(node, [_Token(token) for token in tokens])
-    shown = [_shown(a) for a in args] + [f"{k}={_shown(v)}" for k, v in kwargs.items() if not _is_placement(k, v)]
+    shown = [_shown(a) for a in args] + [
+        f"{k}={_shown(v)}" for k, v in kwargs.items() if not _is_placement(k, v)
+    ]
     text = _escaped(f"{_op_name(node)}({', '.join(shown)})")
     for i, token in enumerate(tokens):
         text = text.replace(token, f"{{{i}}}")
@@ -213,5 +228,3 @@ def _shown(value: Any) -> str:
 
 def _escaped(text: str) -> str:
     return text.replace("{", "{{").replace("}", "}}")
-
-

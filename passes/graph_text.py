@@ -1,14 +1,14 @@
 """The text form of a planned graph: one line a node, collectives as lines of their own.
 
-    mesh (dp=2, tp=4)
-    graph joint {
-      %x: f32[8@dp, 16] = input x
-      %up: f32[16, 64@tp] = param up.weight
-      %h: f32[8@dp, 64@tp] = contract(%x, %up)          // 12.4 us
-      %y: f32[8@dp, 16]+tp:sum = contract(%h, %down)
-      %y.1: f32[8@dp, 16] = all_reduce[tp](%y)
-      // backward
-    }
+mesh (dp=2, tp=4)
+graph joint {
+  %x: f32[8@dp, 16] = input x
+  %up: f32[16, 64@tp] = param up.weight
+  %h: f32[8@dp, 64@tp] = contract(%x, %up)          // 12.4 us
+  %y: f32[8@dp, 16]+tp:sum = contract(%h, %down)
+  %y.1: f32[8@dp, 16] = all_reduce[tp](%y)
+  // backward
+}
 """
 
 from __future__ import annotations

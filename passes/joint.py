@@ -15,6 +15,7 @@ __all__ = [
     "GraphInput",
     "GraphOutput",
     "JointGraph",
+    "first_value",
     "map_operands",
     "node_value",
     "result_index",
@@ -110,7 +111,7 @@ def tensor_operands(node: fx.Node) -> list[fx.Node]:
 def map_operands(node: fx.Node, new: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """`node`'s (args, kwargs) with its tensor operands replaced, in the order of `tensor_operands`."""
     queue = iter(new)
-    replace: Callable[[Any], Any] = lambda leaf: next(queue) if isinstance(leaf, fx.Node) else leaf  # noqa: E731
+    replace: Callable[[Any], Any] = lambda leaf: next(queue) if isinstance(leaf, fx.Node) else leaf
     args, kwargs = pytree.tree_map(replace, (node.args, node.kwargs))
     return tuple(args), dict(kwargs)
 
@@ -127,3 +128,10 @@ def node_value(node: fx.Node, index: int = 0) -> torch.Tensor:
     """The FakeTensor of result `index` of `node`."""
     value = node.meta["val"]
     return value[index] if isinstance(value, (tuple, list)) else value
+
+
+def first_value(node: fx.Node) -> torch.Tensor:
+    """The FakeTensor of the first result of `node` that is not None (a masked-out gradient is)."""
+    value = node.meta["val"]
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return next(v for v in values if v is not None)

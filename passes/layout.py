@@ -8,11 +8,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 from cost_model.mesh import MeshSpec
 
-__all__ = ["Layout", "REDUCE_OPS", "chunk_sizes", "nested_sizes"]
+__all__ = ["REDUCE_OPS", "Layout", "chunk_sizes", "nested_sizes"]
 
 REDUCE_OPS = ("sum", "max", "min")
 
@@ -26,7 +26,7 @@ def chunk_sizes(length: int, parts: int) -> tuple[int, ...]:
     return tuple(max(0, min(step, length - i * step)) for i in range(parts))
 
 
-@lru_cache(maxsize=None)
+@cache
 def nested_sizes(length: int, axis_sizes: tuple[int, ...], unit: int = 1) -> tuple[int, ...]:
     """Chunk `length` over the first axis, every part over the next, and so on, in whole `unit`s.
 

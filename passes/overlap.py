@@ -72,7 +72,7 @@ class _Schedule:
         self.products = list(counts)  # before each place
         self.output = next(n for n in reversed(graph.nodes) if n.op == "output")
         self.unstarted = deque(sorted(collective_nodes(graph), key=lambda n: n.meta.get("turn", _NO_TURN)))
-        self.due: set[fx.Node] = set()  # unstarted, though their operand exists
+        self.due: set[fx.Node] = set()  # unstarted, though their source exists
         self.urgent: set[fx.Node] = set()  # those of them that ops wait for
         self.flying: dict[fx.Node, fx.Node] = {}  # collective -> its wait, oldest first
         self.done: dict[fx.Node, None] = dict.fromkeys(n for n in graph.nodes if n.op == "placeholder")
@@ -111,11 +111,10 @@ class _Schedule:
         self._note_due(node)
 
     def _note_due(self, node: fx.Node) -> None:
-        for user in node.users:
-            if user in self.roles.wait_of and user not in self.roles.early:
-                self.due.add(user)
-                if user not in self.roles.last:
-                    self.urgent.add(user)
+        for collective in self.roles.fed.get(node, ()):
+            self.due.add(collective)
+            if collective not in self.roles.last:
+                self.urgent.add(collective)
 
     def wait(self, wait: fx.Node) -> None:
         """Start all up to the collective that `wait` is for, and wait."""
@@ -147,19 +146,24 @@ class _Schedule:
             self.emit(self.flying[collective])
 
     def _may_start(self, collective: fx.Node) -> bool:
-        """Whether the next collective in turn goes now, or when its operand or result is met."""
-        roles, operand = self.roles, collective.all_input_nodes[0]
-        if collective in roles.early:
-            flying = sum(c in roles.early for c in self.flying)
+        """Whether the next collective in turn goes now, rather than when its result is asked for."""
+        if collective in self.roles.early:
+            flying = sum(c in self.roles.early for c in self.flying)
             return bool(self.urgent) or flying < self.options.prefetch
-        if operand in self.done:
+        source = self.roles.source[collective]
+        if source in self.done:
             return True
-        if collective in roles.last:
-            # Of several steps, the next: the one behind it could go.
-            return operand in roles.on_demand and bool(self.due)
-        distance = self.products[self.place[operand]] - self.products[self.cursor]
+        if collective in self.roles.last:
+            # The next of several steps goes when the collective behind it could.
+            return source in self.roles.on_demand and bool(self.due)
+        distance = self.products[self.place[source]] - self.products[self.cursor]
         near = distance <= self.options.reach or bool(self.urgent)
-        return near and not any(n in roles.waits for n in self.missing(collective))
+        return near and not any(self._blocks(n) for n in self.missing(collective))
+
+    def _blocks(self, node: fx.Node) -> bool:
+        """Waits, but not those for what was fetched ahead: they would not be put off by much."""
+        collective = node.all_input_nodes[0] if node in self.roles.waits else None
+        return collective is not None and not (collective in self.roles.early and collective in self.flying)
 
     def missing(self, node: fx.Node) -> Sequence[fx.Node]:
         """What has to run before `node` can, in the graph's order."""
@@ -178,6 +182,8 @@ class _Roles:
 
     early:     its operand comes from the graph's inputs through cheap ops.
     last:      only the graph's results need it.
+    source:    what its operand is made of by views and copies.
+    fed:       the collectives, but the early ones, by source.
     on_demand: waits, collectives, and the cheap ops between the last waits and the results: none has
                a place of its own in the order.
     """
@@ -187,6 +193,12 @@ class _Roles:
         self.wait_of = {c: _wait_of(c) for c in collectives}
         self.waits = set(self.wait_of.values())
         self.early = _early(graph, set(collectives))
+        sources = _sources(graph)
+        self.source = {c: sources[c.all_input_nodes[0]] for c in collectives}
+        self.fed: dict[fx.Node, list[fx.Node]] = {}
+        for collective in collectives:
+            if collective not in self.early:
+                self.fed.setdefault(self.source[collective], []).append(collective)
         closing = _closing(graph, self.waits)
         self.last = {c for c in collectives if self.wait_of[c] in closing}
         self.on_demand = {*collectives, *self.waits, *closing}
@@ -211,6 +223,16 @@ def _early(graph: fx.Graph, collectives: set[fx.Node]) -> set[fx.Node]:
     return found
 
 
+def _sources(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Node -> the one node that it is computed from by cheap ops of no other operand; else itself."""
+    sources: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        found = {sources[n] for n in node.all_input_nodes}
+        light = node.op == "call_function" and is_cheap(node) and len(found) == 1
+        sources[node] = found.pop() if light else node
+    return sources
+
+
 def _closing(graph: fx.Graph, waits: set[fx.Node]) -> set[fx.Node]:
     """Waits, and cheap ops and collectives computed from waits alone, that only the results read.
 
@@ -219,14 +241,11 @@ def _closing(graph: fx.Graph, waits: set[fx.Node]) -> set[fx.Node]:
     received: set[fx.Node] = set()
     for node in graph.nodes:
         operands = node.all_input_nodes
-        if node in waits or (operands and all(n in received for n in operands) and _is_light(node)):
+        passed_on = operands and all(n in received for n in operands)
+        if node in waits or (passed_on and (is_collective(node) or is_cheap(node))):
             received.add(node)
     closing: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if node in received and all(u.op == "output" or u in closing for u in node.users):
             closing.add(node)
     return closing
-
-
-def _is_light(node: fx.Node) -> bool:
-    return node.op == "call_function" and (is_collective(node) or is_cheap(node))

@@ -60,7 +60,7 @@ def partition(
         %y: f32[4, 16] = wait_tensor(all_reduce(%y_partial, "sum", "tp"))
     """
     turns = issue_order(joint, assignment)
-    writer = _Writer(assignment, mesh, rank, groups, redistributor, rules, turns)
+    writer = _Writer(assignment, mesh, rank, groups, redistributor, rules, turns, _Served.of(joint))
     for node in joint.graph.nodes:
         writer.write(node)
     return writer.finish()
@@ -75,6 +75,7 @@ class _Writer:
     redistributor: Redistributor
     rules: RuleTable | None
     turns: Mapping[Transfer, Turn]
+    served: _Served
     graph: fx.Graph = field(default_factory=fx.Graph)
     # An op of several results has one node of a tuple, or, if its rule made them one by one, a tuple of nodes.
     local: dict[fx.Node, Any] = field(default_factory=dict)
@@ -148,11 +149,13 @@ class _Writer:
         value = node_value(operand)
         steps = self.redistributor.plan(held, wanted, value.shape, value.element_size())
         meta = _meta(reader if reader.op != "output" else operand)
-        meta["serves"] = _serves(operand, reader)
+        meta["serves"] = self.served.name(operand, reader, position)
         meta["turn"] = self.turns[reader.name, position]
         return emit(self.graph, local, steps, value.shape, self.mesh, self.rank, self.groups, meta)
 
-    def _emit(self, node: fx.Node, target: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> fx.Node:
+    def _emit(
+        self, node: fx.Node, target: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> fx.Node:
         local = self.graph.call_function(target, tuple(args), kwargs)
         local.meta = _meta(node)
         local.meta["val"] = _fake_call(target, args, kwargs, node)
@@ -202,19 +205,42 @@ def _meta(node: fx.Node) -> dict[str, Any]:
     return {key: node.meta[key] for key in ("phase", "module", "source") if key in node.meta}
 
 
-def _serves(operand: fx.Node, reader: fx.Node) -> str:
-    """The parameter a collective moves, or else the module that needs it: what a profiler shows."""
-    for node in (operand, reader):
-        root = _parameter_behind(node)
-        if root is not None:
-            return root
-    return str(reader.meta.get("module") or operand.meta.get("module") or operand.name)
+@dataclass(frozen=True)
+class _Served:
+    """What a collective is for, as a profiler shows it.
 
+    parameters: placeholder -> the parameter's name in the model. ends: per operand of the output node
+    the parameter of which it is the gradient, else None.
+    """
 
-def _parameter_behind(node: fx.Node) -> str | None:
-    while node.op == "call_function" and len(tensor_operands(node)) == 1:
-        node = tensor_operands(node)[0]
-    return node.meta.get("parameter") if node.op == "placeholder" else None
+    parameters: Mapping[fx.Node, str]
+    ends: Sequence[str | None]
+
+    @staticmethod
+    def of(joint: JointGraph) -> _Served:
+        inputs = zip(joint.placeholders, joint.inputs, strict=True)
+        parameters = {node: spec.name for node, spec in inputs if spec.kind == "param"}
+        ends = zip(joint.outputs, joint.results, strict=True)
+        graded = set(parameters.values())
+        return _Served(
+            parameters,
+            [
+                end.name if end.kind == "grad" and end.name in graded else None
+                for end, result in ends
+                if result is not None
+            ],
+        )
+
+    def name(self, operand: fx.Node, reader: fx.Node, position: int) -> str:
+        """The parameter moved, or whose gradient is moved, or else the module that needs the value."""
+        parameter = self.ends[position] if reader.op == "output" else self._behind(operand)
+        module = reader.meta.get("module") or operand.meta.get("module")
+        return str(parameter or module or operand.name)
+
+    def _behind(self, node: fx.Node) -> str | None:
+        while node.op == "call_function" and len(tensor_operands(node)) == 1:
+            node = tensor_operands(node)[0]
+        return self.parameters.get(node)
 
 
 def _fake_call(target: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], node: fx.Node) -> Any:

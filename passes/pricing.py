@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import fx
 
 from cost_model.compute import ComputePrices
 from cost_model.mesh import MeshSpec
 from passes.assignment import FactorSplit, NodeLayouts
-from passes.joint import node_value, tensor_operands
+from passes.joint import first_value, node_value, tensor_operands
 from passes.layout import Layout, nested_sizes
 from passes.op_kinds import fuses, global_flops, is_view, storage_root
 from passes.rules.rule import OpRule
@@ -37,7 +38,9 @@ def traffic(node: fx.Node) -> Traffic:
     if is_view(node):
         return Traffic((False,) * len(tensor_operands(node)), writes=False)
     reads = tuple(not fuses(storage_root(operand)) for operand in tensor_operands(node))
-    return Traffic(reads, writes=not fuses(node) or _is_stored(node))
+    # A draw fuses, but hashing an index takes about as long as storing the result.
+    draws = node.target is torch.ops.autoshard.uniform.default
+    return Traffic(reads, writes=not fuses(node) or draws or _is_stored(node))
 
 
 def _is_stored(node: fx.Node) -> bool:
@@ -79,7 +82,7 @@ def strategy_seconds(
     if not flow.writes and not any(flow.reads):
         return np.zeros(len(strategies))
     flops = global_flops(node)
-    dtype = str(node_value(node).dtype).removeprefix("torch.")
+    dtype = str(first_value(node).dtype).removeprefix("torch.")
     operands = tensor_operands(node)
     results = len(strategies[0].results)
 

@@ -103,7 +103,8 @@ def record_to_json(record: NodeRecord) -> dict[str, Any]:
         "text": record.text,
         "operands": [_operand_to_json(operand) for operand in record.operands],
         "results": [
-            {"shape": list(r.shape), "dtype": r.dtype, "layout": layout_to_json(r.layout)} for r in record.results
+            {"shape": list(r.shape), "dtype": r.dtype, "layout": layout_to_json(r.layout)}
+            for r in record.results
         ],
         "splits": [[split.factor, list(split.axes), split.unit] for split in record.splits],
         "seconds": record.seconds,
@@ -120,7 +121,8 @@ def record_from_json(data: Mapping[str, Any]) -> NodeRecord:
         text=data["text"],
         operands=tuple(_operand_from_json(operand) for operand in data["operands"]),
         results=tuple(
-            ResultRecord(tuple(r["shape"]), r["dtype"], layout_from_json(r["layout"])) for r in data["results"]
+            ResultRecord(tuple(r["shape"]), r["dtype"], layout_from_json(r["layout"]))
+            for r in data["results"]
         ),
         splits=tuple(FactorSplit(factor, tuple(axes), unit) for factor, axes, unit in data["splits"]),
         seconds=data["seconds"],
@@ -151,7 +153,9 @@ def _operand_to_json(operand: OperandRecord) -> dict[str, Any]:
 
 def _operand_from_json(data: Mapping[str, Any]) -> OperandRecord:
     transfers = tuple(
-        Transfer(t["kind"], tuple(t["axes"]), t["nbytes"], t["seconds"], t["text"], layout_from_json(t["after"]))
+        Transfer(
+            t["kind"], tuple(t["axes"]), t["nbytes"], t["seconds"], t["text"], layout_from_json(t["after"])
+        )
         for t in data["transfers"]
     )
     return OperandRecord(data["source"], data["result"], layout_from_json(data["layout"]), transfers)

@@ -120,7 +120,14 @@ def _layouts(
         for i, (dims, shape) in enumerate(zip(rule.operands, operand_shapes, strict=True))
     )
     results = tuple(
-        _layout(rule, dims, shape, mesh, by_factor, [(a, "sum") for a, _ in carried] + _pending(rule, dims, splits))
+        _layout(
+            rule,
+            dims,
+            shape,
+            mesh,
+            by_factor,
+            [(a, "sum") for a, _ in carried] + _pending(rule, dims, splits),
+        )
         for dims, shape in zip(rule.results, result_shapes, strict=True)
     )
     return NodeLayouts(operands, results, splits)

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ class SchemaArgument:
     default: Any
 
 
-@lru_cache(maxsize=None)
+@cache
 def schema_arguments(op: Any) -> tuple[SchemaArgument, ...]:
     """Arguments of an OpOverload in order; () for a target without a schema. `_schema` since torch 1.9."""
     schema = getattr(op, "_schema", None)
@@ -362,7 +362,11 @@ def full_precision_backward() -> AbstractContextManager[None]:
     keep autocast on. `backward_pass_autocast` since torch 2.9."""
     import torch._functorch.config as config
 
-    return config.patch(backward_pass_autocast="off") if hasattr(config, "backward_pass_autocast") else nullcontext()
+    return (
+        config.patch(backward_pass_autocast="off")
+        if hasattr(config, "backward_pass_autocast")
+        else nullcontext()
+    )
 
 
 def custom_op_body(op: Any) -> Callable[..., Any]:

@@ -73,7 +73,9 @@ class ViT(nn.Module):
         super().__init__()
         self.patches = nn.Conv2d(3, width, 4, stride=4)
         self.position = nn.Parameter(torch.randn(1, 16, width) * 0.02)
-        layer = nn.TransformerEncoderLayer(width, heads, 2 * width, dropout, batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(
+            width, heads, 2 * width, dropout, batch_first=True, norm_first=True
+        )
         self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 10)

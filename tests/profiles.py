@@ -25,5 +25,10 @@ def slow_compute(factor: float = 1e4) -> Profile:
     )
     links = tuple(replace(link, latency_seconds=1e-6) for link in cpu.links)
     return replace(
-        cpu, name="slow compute", device=device, links=links, collective_launch_seconds=1e-6, sources=("a test",)
+        cpu,
+        name="slow compute",
+        device=device,
+        links=links,
+        collective_launch_seconds=1e-6,
+        sources=("a test",),
     )

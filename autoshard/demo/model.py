@@ -71,7 +71,9 @@ def demo_text() -> bytes:
     return "\n".join(topics.topics.values()).encode()
 
 
-def batches(config: GPTConfig, batch: int, steps: int, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def batches(
+    config: GPTConfig, batch: int, steps: int, seed: int = 0
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """`steps` random (tokens, targets) of int64 [batch, context]; the same on every rank."""
     data = torch.frombuffer(bytearray(demo_text()), dtype=torch.uint8).long()
     generator = torch.Generator().manual_seed(seed)

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from autoshard.demo.model import GPT, GPTConfig, batches
-from passes.search.find import format_bytes
+from cost_model.units import format_bytes
 
 __all__ = ["run_demo"]
 
@@ -104,7 +104,12 @@ def _train_rank(autoshard: Any, demo: DemoRun) -> dict[str, Any]:
     start = time.perf_counter()
     losses = _train(model, config, demo.steps, demo.device)
     seconds = time.perf_counter() - start
-    report = {"losses": losses, "setup_seconds": planned, "train_seconds": seconds, "bytes": _state_bytes(model)}
+    report = {
+        "losses": losses,
+        "setup_seconds": planned,
+        "train_seconds": seconds,
+        "bytes": _state_bytes(model),
+    }
     if dist.get_rank() == 0:
         plan = model.autoshard_plan
         plan.draw(demo.drawing)
@@ -134,6 +139,8 @@ def _print_report(alone: list[float], reports: list[dict[str, Any]], drawing: Pa
     print("\nparameters, gradients and AdamW state per rank")
     for rank, report in enumerate(reports):
         print(f"  rank {rank}: {format_bytes(report['bytes'])}")
-    print(f"\nsetup {first['setup_seconds']:.1f} s, training {first['train_seconds']:.1f} s; plan drawn to {drawing}")
+    print(
+        f"\nsetup {first['setup_seconds']:.1f} s, training {first['train_seconds']:.1f} s; plan drawn to {drawing}"
+    )
     print("losses agree" if worst <= tolerance else f"losses DIFFER by {worst:.1e}")
     return 0 if worst <= tolerance else 1

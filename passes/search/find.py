@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cost_model.errors import InfeasibleError
 from cost_model.mesh import MeshSpec
+from cost_model.units import format_bytes
 from passes.assignment import Assignment
-from passes.joint import JointGraph
+from passes.joint import GraphInput, JointGraph
 from passes.rules.registry import RuleTable
 from passes.search.boundary import Boundary
 from passes.search.problem import Infeasible
@@ -69,6 +71,11 @@ def _explained(
 ) -> InfeasibleError:
     if reason.kind == "memory":
         return _memory_error(reason, joint, space, mesh, limit)
+    if reason.kind == "time":
+        return InfeasibleError(
+            f"the search found no plan on {mesh} in its time limit, and did not prove that there is none\n"
+            "  try: a larger `time_limit` (seconds), a larger `memory_limit`, or fewer pins"
+        )
     names = ", ".join(space.names[i] for i in reason.nodes[:6])
     return InfeasibleError(
         f"no plan satisfies the constraints on {mesh}\n"
@@ -85,26 +92,23 @@ def _memory_error(
     largest = sorted(least, key=lambda i: (-least[i], i))[:8]
     kinds = {node.name: spec for node, spec in zip(joint.placeholders, joint.inputs, strict=True)}
     lines = [f"    {_readable(space.names[i], kinds)}: at least {format_bytes(least[i])}" for i in largest]
+    least_peak = format_bytes(int(reason.bound))
     return InfeasibleError(
         f"no plan fits memory_limit={format_bytes(limit or 0)} per device on {mesh}\n"
-        f"  any plan needs at least {format_bytes(int(reason.bound))} at step {reason.step}; what binds:\n"
+        f"  any plan needs at least {least_peak} at {_step_name(joint, reason.step)}; what binds:\n"
         + "\n".join(lines)
-        + f"\n  try: memory_limit={format_bytes(int(reason.bound))} or more, more devices, or a smaller batch"
+        + f"\n  try: memory_limit={least_peak} or more, more devices, or a smaller batch"
     )
 
 
-def _readable(name: str, kinds: dict) -> str:  # type: ignore[type-arg]
+def _step_name(joint: JointGraph, step: int | None) -> str:
+    """The node whose turn it is at `step`: intervals count positions in the graph's order."""
+    order = list(joint.graph.nodes)
+    return "its peak" if step is None else f"node {order[min(step, len(order) - 1)].name}"
+
+
+def _readable(name: str, kinds: Mapping[str, GraphInput]) -> str:
     spec = kinds.get(name)
     if spec is None:
         return name
     return f"{spec.name} (with gradient and optimizer state)" if spec.kind == "param" else spec.name
-
-
-def format_bytes(nbytes: int) -> str:
-    """1536 -> "1.54KB": decimal units, as `memory_limit` reads them."""
-    value, unit = float(nbytes), "B"
-    for unit in ("B", "KB", "MB", "GB", "TB"):
-        if value < 1000 or unit == "TB":
-            break
-        value /= 1000
-    return f"{value:.4g}{unit}"

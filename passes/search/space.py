@@ -13,7 +13,7 @@ from torch import fx
 from cost_model.compute import ComputePrices
 from cost_model.mesh import MeshSpec
 from passes.assignment import Assignment, NodeLayouts
-from passes.joint import JointGraph, map_operands, node_value, result_index, tensor_operands
+from passes.joint import JointGraph, first_value, map_operands, node_value, result_index, tensor_operands
 from passes.layout import Layout
 from passes.pricing import Traffic, strategy_seconds, traffic
 from passes.redistribute import Redistributor
@@ -165,7 +165,9 @@ class _Builder:
             strategies = tuple(NodeLayouts((), (layout,)) for layout in allowed)
             seconds = np.zeros(len(strategies))
         else:
-            option = self._classed(("placeholder", shape, is_parameter), lambda: self._free(shape, any_order=is_parameter))
+            option = self._classed(
+                ("placeholder", shape, is_parameter), lambda: self._free(shape, any_order=is_parameter)
+            )
             strategies, seconds = option.strategies, option.seconds
         if node in self.trained:
             seconds = seconds + self._update_seconds(node, strategies)
@@ -183,7 +185,10 @@ class _Builder:
 
     def _update_seconds(self, node: fx.Node, strategies: Iterable[NodeLayouts]) -> np.ndarray:
         value, mesh = node_value(node), self.prices.mesh
-        nbytes = [math.prod(s.results[0].max_local_shape(value.shape, mesh)) * value.element_size() for s in strategies]
+        nbytes = [
+            math.prod(s.results[0].max_local_shape(value.shape, mesh)) * value.element_size()
+            for s in strategies
+        ]
         return np.array([self.prices.optimizer_seconds(n) for n in nbytes])
 
     def _op(self, node: fx.Node, units: Units, any_order: bool) -> _Option:
@@ -220,7 +225,9 @@ class _Builder:
         self.edges.append(Edge(producer, result, consumer, operand))
         self.edge_costs.append(self._matrix(source, producer, result, consumer, operand))
 
-    def _matrix(self, source: fx.Node, producer: int, result: int, consumer: int, operand: int | None) -> np.ndarray:
+    def _matrix(
+        self, source: fx.Node, producer: int, result: int, consumer: int, operand: int | None
+    ) -> np.ndarray:
         value = node_value(source)
         held = self.options[producer].strategies
         read = self.options[consumer].strategies
@@ -271,7 +278,12 @@ def result_shapes(node: fx.Node) -> list[tuple[int, ...]]:
 def _class_key(node: fx.Node) -> Hashable:
     """Nodes with equal keys have equal rules, strategies and seconds."""
     tokens = [f"<{tuple(node_value(n).shape)} {node_value(n).dtype}>" for n in tensor_operands(node)]
-    return (str(node.target), repr(map_operands(node, tokens)), str(result_shapes(node)), str(node_value(node).dtype))
+    return (
+        str(node.target),
+        repr(map_operands(node, tokens)),
+        str(result_shapes(node)),
+        str(first_value(node).dtype),
+    )
 
 
 def needed_units(joint: JointGraph, rules: RuleTable | None) -> Mapping[int, frozenset[int]]:
@@ -297,13 +309,13 @@ def _free_axis_order(joint: JointGraph) -> set[fx.Node]:
         node for node, spec in zip(joint.placeholders, joint.inputs, strict=True) if spec.kind == "param"
     }
     for node in joint.graph.nodes:
-        if node.op == "call_function" and node.target in passing:
-            if tensor_operands(node)[0] in parameters | found:
-                found.add(node)
+        passes_on = node.op == "call_function" and node.target in passing
+        if passes_on and tensor_operands(node)[0] in parameters | found:
+            found.add(node)
     for node in reversed(joint.graph.nodes):
-        if node.op == "call_function" and node.target in passing:
-            if all(user.op == "output" or user in found for user in node.users):
-                found.add(node)
+        passes_on = node.op == "call_function" and node.target in passing
+        if passes_on and all(user.op == "output" or user in found for user in node.users):
+            found.add(node)
     return found
 
 

@@ -129,3 +129,42 @@ def values_of(joint: JointGraph) -> list[Tensor]:
         torch.randint(-2, 3, n.meta["val"].shape, generator=generator).to(n.meta["val"].dtype)
         for n in joint.placeholders
     ]
+
+
+def followed_assignment(
+    joint: JointGraph, mesh: MeshSpec, held: Mapping[str, Layout], gathered: str
+) -> Assignment:
+    """What follows from the layouts of the inputs: parameters are gathered over `gathered` for every use,
+    everything else moves as little as possible, and only sums of products stay pending.
+
+    held: placeholder name -> layout; the output has that of the input, gradients their parameters'.
+    """
+    chosen = {name: NodeLayouts((), (layout,)) for name, layout in held.items()}
+    places = joint.placeholders
+    for node in joint.graph.nodes:
+        if node.op == "call_function":
+            chosen[node.name] = _following(node, chosen, mesh, gathered)
+    wanted = [
+        chosen[places[spec.index].name if spec.kind == "grad" else "args_0"].results[0]
+        for spec, result in zip(joint.outputs, joint.results, strict=True)
+        if result is not None
+    ]
+    chosen[joint.output_node.name] = NodeLayouts(tuple(wanted), ())
+    return chosen
+
+
+def _following(
+    node: fx.Node, chosen: Mapping[str, NodeLayouts], mesh: MeshSpec, gathered: str
+) -> NodeLayouts:
+    operands = tensor_operands(node)
+    shapes = [tuple(n.meta["val"].shape) for n in operands]
+    aims = [_aim(n, node, chosen, gathered) for n in operands]
+    found = enumerate_strategies(rule_for(node), shapes, [tuple(node.meta["val"].shape)], mesh)
+    return min(found, key=lambda s: sum(w != aim for w, aim in zip(s.operands, aims, strict=True)))
+
+
+def _aim(operand: fx.Node, reader: fx.Node, chosen: Mapping[str, NodeLayouts], gathered: str) -> Layout:
+    held = chosen[operand.name].results[0]
+    if operand.op == "placeholder" and "weight" in operand.name:
+        return Layout(tuple(tuple(a for a in axes if a != gathered) for axes in held.dims))
+    return held if reader.target is torch.ops.aten.add.Tensor else Layout(held.dims, (), held.sizes)

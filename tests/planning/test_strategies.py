@@ -13,7 +13,9 @@ MM = OpRule(
 )
 
 
-def _texts(rule: OpRule, operands: list[tuple[int, ...]], result: tuple[int, ...], mesh: MeshSpec) -> list[str]:
+def _texts(
+    rule: OpRule, operands: list[tuple[int, ...]], result: tuple[int, ...], mesh: MeshSpec
+) -> list[str]:
     return [
         " ".join(str(layout) for layout in (*s.operands, *s.results))
         for s in enumerate_strategies(rule, operands, [result], mesh)

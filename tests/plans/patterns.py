@@ -69,9 +69,3 @@ class LanguageModel(nn.Module):
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         logits = self.head(self.body(self.embedding(tokens)))
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-def meta(build: type[nn.Module], *args: object, **kwargs: object) -> nn.Module:
-    """A model without storage: planning reads shapes only."""
-    with torch.device("meta"):
-        return build(*args, **kwargs)

@@ -27,7 +27,9 @@ class Run:
     info: Mapping[str, Any] = field(default_factory=dict)
 
 
-def train(model: nn.Module, call: Callable[[int], Tensor], steps: int, learning_rate: float = 1e-3) -> list[float]:
+def train(
+    model: nn.Module, call: Callable[[int], Tensor], steps: int, learning_rate: float = 1e-3
+) -> list[float]:
     """AdamW with gradient clipping; `call(step)` returns the loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
     losses: list[float] = []

@@ -1,0 +1,28 @@
+"""A profile as a page of text: what it is and what it promises."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cost_model.profile import Profile
+
+__all__ = ["profile_text"]
+
+
+def profile_text(profile: Profile) -> str:
+    """Name, origin, device rates (TFLOP/s, GB/s) and links (GB/s per device, microseconds)."""
+    origin = "nominal: not measured on any machine" if profile.nominal else f"measured {profile.date}"
+    device = profile.device
+    lines = [
+        f"{profile.name}: {profile.hardware} ({origin})",
+        f"  device      {profile.device_type}, memory {device.memory_bytes_per_second / 1e9:.4g} GB/s, "
+        f"launch {device.launch_seconds * 1e6:.3g} us",
+    ]
+    for rate in device.matmul:
+        peak = max(rate.flops_per_second) / 1e12
+        lines.append(f"  products    {rate.dtype}, up to {peak:.4g} TFLOP/s")
+    for link in profile.links:
+        lines.append(f"  link        {_link(link)}")
+    lines.append(f"  collectives {len(profile.collectives)} measured, launch {profile.collective_launch_seconds * 1e6:.3g} us")
+    return "\n".join(lines)

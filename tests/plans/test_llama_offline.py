@@ -1,0 +1,51 @@
+"""Llama-3-8B's real configuration is planned for 256 devices without any of them, and without its weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from autoshard import MeshSpec, find_plan
+
+
+def llama_3_8b(layers: int) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        return LlamaForCausalLM(config).to(torch.bfloat16)
+
+
+def test_one_layer_on_256_devices() -> None:
+    mesh = MeshSpec({"dp": 32, "tp": 8}, device_type="cuda")
+    tokens = torch.zeros(64, 8192, dtype=torch.int64, device="meta")
+    model = llama_3_8b(1)
+    plan = find_plan(
+        model,
+        mesh,
+        ((), {"input_ids": tokens, "labels": tokens}),
+        profile="h100",
+        memory_limit="80GB",
+        out_placements="keep",
+    )
+    assert plan.status == "optimal"
+    assert plan.gap <= 1e-4
+    assert plan.peak_memory <= 80e9
+    assert plan.fallbacks == ()
+    assert set(plan.parameter_layouts) == {name for name, _ in model.named_parameters()}
+    # 1.3e9 parameters in bfloat16, with gradient and AdamW's states, would be 10 GB on each device.
+    split = [name for name, layout in plan.parameter_layouts.items() if any(layout.dims)]
+    assert "model.embed_tokens.weight" in split
+    assert "lm_head.weight" in split
+    assert all(parameter.is_meta for parameter in model.parameters())

@@ -1,0 +1,88 @@
+"""Dropout on sharded ranks: replicas agree, a seed repeats the run, and losses are distributed as alone."""
+
+from __future__ import annotations
+
+from statistics import mean, stdev
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from autoshard import autoshard
+from tests.models import seeded
+from tests.profiles import slow_compute
+from tests.ranks import RankPool
+from tests.training.steps import Axes, alone, batches, full, train
+
+DROPOUT = 0.2
+SAMPLES = 100
+TWO_BY_TWO: Axes = (("dp", 2), ("tp", 2))
+
+
+def losses_on_rank(rank: int, name: str, axes: Axes, seed: int, steps: int) -> dict[str, Any]:
+    """Training losses after `torch.manual_seed(seed)`, and the final parameters."""
+    model, inputs = seeded(name, dropout=DROPOUT, layers=1)
+    data = batches(inputs, steps)
+    mesh = init_device_mesh("cpu", tuple(n for _, n in axes), mesh_dim_names=tuple(a for a, _ in axes))
+    torch.manual_seed(seed)
+    autoshard(model, mesh, ((), data[0]), profile=slow_compute(), backend="eager")
+    losses = train(model, lambda step: model(**data[step])["loss"], steps)
+    return {"losses": losses, "parameters": full(model), "collectives": len(model.autoshard_plan.collectives)}
+
+
+def samples_on_rank(rank: int, name: str, axes: Axes) -> list[float]:
+    """Losses of the same weights and batch under SAMPLES dropout masks."""
+    model, inputs = seeded(name, dropout=DROPOUT, layers=1)
+    mesh = init_device_mesh("cpu", tuple(n for _, n in axes), mesh_dim_names=tuple(a for a, _ in axes))
+    autoshard(model, mesh, ((), inputs), profile=slow_compute(), backend="eager")
+    return [model(**inputs)["loss"].item() for _ in range(SAMPLES)]
+
+
+def samples_alone(name: str, count: int) -> list[float]:
+    model, inputs = seeded(name, dropout=DROPOUT, layers=1)
+    torch.manual_seed(1)
+    return [model(**inputs)["loss"].item() for _ in range(count)]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "vit"])
+def test_losses_are_distributed_as_alone(ranks: RankPool, name: str) -> None:
+    """Equal means within 4 standard errors and spreads within a third, of fresh masks on fixed weights."""
+    runs = ranks.run(samples_on_rank, name, TWO_BY_TWO, world=4)
+    assert all(run == runs[0] for run in runs), "the ranks' losses differ"
+    got, wanted = runs[0], samples_alone(name, 4 * SAMPLES)
+    error = (stdev(got) ** 2 / len(got) + stdev(wanted) ** 2 / len(wanted)) ** 0.5
+    print(f"{name}: {mean(got):.5f} vs {mean(wanted):.5f} +- {error:.5f}; {stdev(got):.5f} vs {stdev(wanted):.5f}")
+    assert len(set(got)) > SAMPLES // 2, "every call should draw another mask"
+    assert abs(mean(got) - mean(wanted)) < 4 * error
+    assert 0.67 < stdev(got) / stdev(wanted) < 1.5
+
+
+def test_training_repeats_under_its_seed(ranks: RankPool) -> None:
+    """The same seed gives the same losses and parameters to the bit; another seed gives others."""
+    first, again, other = (
+        ranks.run(losses_on_rank, "gpt2", TWO_BY_TWO, seed, 8, world=4) for seed in (5, 5, 6)
+    )
+    assert first[0]["collectives"] > 0
+    for run in first:
+        assert run["losses"] == first[0]["losses"]
+    assert first[0]["losses"] == again[0]["losses"]
+    for name, value in first[0]["parameters"].items():
+        assert torch.equal(value, again[0]["parameters"][name]), name
+    assert first[0]["losses"] != other[0]["losses"]
+
+
+def test_a_seed_gives_one_run_on_any_mesh(ranks: RankPool) -> None:
+    """Masks depend on the seed and the global position alone, so 3 ranks train as 4 do."""
+    four = ranks.run(losses_on_rank, "gpt2", (("a", 4),), 5, 8, world=4)[0]
+    three = ranks.run(losses_on_rank, "gpt2", (("a", 3),), 5, 8, world=3)[0]
+    torch.testing.assert_close(torch.tensor(three["losses"]), torch.tensor(four["losses"]), rtol=1e-5, atol=0.0)
+
+
+def test_training_goes_as_alone(ranks: RankPool) -> None:
+    """20 steps with dropout end near where one process with dropout ends, over the last 5 losses."""
+    wanted = alone("gpt2", 20, dropout=DROPOUT, layers=1).losses
+    got = ranks.run(losses_on_rank, "gpt2", TWO_BY_TWO, 0, 20, world=4)[0]["losses"]
+    print(f"gpt2, last 5 of 20 steps: {mean(got[-5:]):.4f} vs {mean(wanted[-5:]):.4f}")
+    assert mean(got[-5:]) == pytest.approx(mean(wanted[-5:]), rel=0.02)
+    assert got[-1] < got[0]

@@ -1,0 +1,63 @@
+"""Whole models: 20 AdamW steps on sharded ranks are those of one process."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+
+from tests.profiles import slow_compute
+from tests.ranks import RankPool
+from tests.training.steps import Axes, Run, alone, sharded
+
+STEPS = 20
+LOSS_TOLERANCE = 1e-5
+"""Relative, at every step."""
+PARAMETER_TOLERANCE = 1e-4
+"""Absolute, of every element after the last step."""
+
+MESHES: dict[str, Axes] = {"4": (("dp", 4),), "3": (("dp", 3),), "2x2": (("dp", 2), ("tp", 2))}
+
+
+@lru_cache
+def expected(name: str) -> Run:
+    return alone(name, STEPS)
+
+
+def loss_error(expected: Run, run: Run) -> float:
+    """The largest |difference| / |expected| over the steps."""
+    return max(abs(a - b) / abs(a) for a, b in zip(expected.losses, run.losses, strict=True))
+
+
+def parameter_error(expected: Run, run: Run) -> float:
+    """The largest |difference| over all elements of all parameters."""
+    assert expected.parameters.keys() == run.parameters.keys()
+    return max(float((p - run.parameters[n]).abs().max()) for n, p in expected.parameters.items())
+
+
+def check(ranks: RankPool, name: str, mesh: str, backend: str) -> None:
+    axes = MESHES[mesh]
+    world = 1
+    for _, size in axes:
+        world *= size
+    options = {"backend": backend, "profile": slow_compute()}
+    wanted = expected(name)
+    runs = ranks.run(sharded, name, axes, STEPS, options, {}, world=world)
+    losses = max(loss_error(wanted, run) for run in runs)
+    parameters = max(parameter_error(wanted, run) for run in runs)
+    count = runs[0].info["collectives"]
+    print(f"{name} on {mesh}, {backend}: loss {losses:.1e}, parameters {parameters:.1e}, {count} collectives")
+    assert wanted.losses[-1] < wanted.losses[0]
+    assert count > 0
+    assert losses < LOSS_TOLERANCE
+    assert parameters < PARAMETER_TOLERANCE
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "vit"])
+def test_training_matches_one_process(ranks: RankPool, name: str, mesh: str) -> None:
+    check(ranks, name, mesh, "eager")
+
+
+def test_compiled_training_matches_one_process(ranks: RankPool) -> None:
+    check(ranks, "llama", "2x2", "inductor")
