@@ -44,7 +44,11 @@ def _add_demo(commands: Any) -> None:
     demo = commands.add_parser("demo", help="train a small GPT on 4 local ranks beside one process")
     demo.add_argument("--ranks", type=int, default=4)
     demo.add_argument("--steps", type=int, default=20)
-    demo.add_argument("--backend", default="inductor", help="inductor, eager, or any torch.compile backend")
+    demo.add_argument(
+        "--backend",
+        help="inductor, eager, or any torch.compile backend (default: inductor on GPUs, eager on CPUs, "
+        "where compiling takes longer than the demo)",
+    )
     demo.add_argument(
         "--output", type=Path, default=Path("autoshard-demo.svg"), help="the drawing of the plan"
     )
@@ -102,11 +106,14 @@ def parse_mesh(text: str) -> dict[str, int]:
     """ "dp=32,tp=8" -> {"dp": 32, "tp": 8}; argparse's error for anything else."""
     try:
         pairs = [part.split("=") for part in text.split(",")]
-        return {name.strip(): int(size) for name, size in pairs}
+        sizes = [(name.strip(), int(size)) for name, size in pairs]
     except ValueError:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no mesh; write axis=size,..., such as dp=32,tp=8"
         ) from None
+    if len(dict(sizes)) < len(sizes):
+        raise argparse.ArgumentTypeError(f"mesh {text!r} names an axis twice")
+    return dict(sizes)
 
 
 def load_model(reference: str) -> tuple[Any, Any]:

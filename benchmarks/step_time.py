@@ -75,10 +75,8 @@ def compare(config: GPTConfig, arguments: argparse.Namespace) -> None:
     )
     print(f"losses after warm-up: {losses}")
     for name, values in seconds.items():
-        low, _, high = statistics.quantiles(values, n=4)
-        print(
-            f"  {name:14} median {statistics.median(values) * 1e3:8.2f} ms (quartiles {low * 1e3:.2f}, {high * 1e3:.2f})"
-        )
+        low, middle, high = (1e3 * quartile for quartile in statistics.quantiles(values, n=4))
+        print(f"  {name:14} median {middle:8.2f} ms (quartiles {low:.2f}, {high:.2f})")
     ratio = statistics.median(seconds["autoshard"]) / statistics.median(seconds["torch.compile"])
     paired = statistics.median(
         a / b for a, b in zip(seconds["autoshard"], seconds["torch.compile"], strict=True)

@@ -15,6 +15,7 @@ from cost_model.errors import ProfileError
 from cost_model.measurements import CollectiveSamples, DeviceRates, LinkLevel
 from cost_model.profile_check import check_profile
 from cost_model.profile_json import Fields, read_collective, read_device, read_link
+from cost_model.profile_text import profile_text
 
 __all__ = ["SCHEMA_VERSION", "Profile"]
 
@@ -139,6 +140,10 @@ class Profile:
             return Profile(**values)
         except ProfileError as error:
             raise ProfileError(f"{where}: {error}") from error
+
+    def summary(self) -> str:
+        """The profile for people: a line per rate and link."""
+        return profile_text(self)
 
     def hash(self) -> str:
         """16 hex digits of everything a price depends on (and `nominal`), the same in every process."""

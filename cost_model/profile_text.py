@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from cost_model.measurements import LinkLevel
     from cost_model.profile import Profile
 
 __all__ = ["profile_text"]
@@ -24,5 +25,12 @@ def profile_text(profile: Profile) -> str:
         lines.append(f"  products    {rate.dtype}, up to {peak:.4g} TFLOP/s")
     for link in profile.links:
         lines.append(f"  link        {_link(link)}")
-    lines.append(f"  collectives {len(profile.collectives)} measured, launch {profile.collective_launch_seconds * 1e6:.3g} us")
+    launch = profile.collective_launch_seconds * 1e6
+    lines.append(f"  collectives {len(profile.collectives)} measured, launch {launch:.3g} us")
     return "\n".join(lines)
+
+
+def _link(link: LinkLevel) -> str:
+    reach = "all ranks" if link.ranks is None else f"{link.ranks} ranks"
+    rate = f"{link.bytes_per_second / 1e9:.4g} of {link.peak_bytes_per_second / 1e9:.4g} GB/s"
+    return f"{link.name} ({reach}), {rate}, hop {link.latency_seconds * 1e6:.3g} us"

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from cost_model.mesh import MeshSpec
 from passes.assignment import Assignment, FactorSplit, NodeLayouts
@@ -247,7 +248,7 @@ def _fake_call(target: Callable[..., Any], args: Sequence[Any], kwargs: dict[str
     def value(argument: Any) -> Any:
         return argument.meta["val"]
 
-    fake_args = fx.node.map_arg(tuple(args), value)
-    fake_kwargs = fx.node.map_arg(kwargs, value)
+    fake_args = map_arg(tuple(args), value)
+    fake_kwargs = map_arg(kwargs, value)
     with fake_mode_of(node.meta["val"]):
         return target(*fake_args, **fake_kwargs)

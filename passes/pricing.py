@@ -105,7 +105,8 @@ def strategy_seconds(
 
 
 def _exists(node: fx.Node, index: int) -> bool:
-    return node_value(node, index) is not None
+    value = node.meta["val"]
+    return not isinstance(value, (tuple, list)) or value[index] is not None
 
 
 def _operand_nbytes(layout: Layout, operand: fx.Node, mesh: MeshSpec) -> int:

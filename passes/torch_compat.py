@@ -386,3 +386,15 @@ def onednn_off() -> Generator[None]:
         yield
     finally:
         torch._C._set_mkldnn_enabled(enabled)
+
+
+def inductor_graph_order() -> AbstractContextManager[Any]:
+    """Inductor runs ops in the graph's order inside, fused ones at the first of them.
+
+    Its own reorderings (producers to their readers; least peak memory) put every collective right before
+    its wait again, or all of them at the front. Since torch 2.1 and 2.6.
+    """
+    import torch._inductor.config as config
+
+    names = ("reorder_for_locality", "reorder_for_peak_memory")
+    return config.patch({name: False for name in names if hasattr(config, name)})

@@ -7,7 +7,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.demo.model import GPT, GPTConfig, batches
 from cost_model.units import format_bytes
+
+if TYPE_CHECKING:
+    from autoshard.plan import Plan
 
 __all__ = ["run_demo"]
 
@@ -37,7 +40,7 @@ class DemoRun:
     drawing: str
 
 
-def run_demo(ranks: int, steps: int, backend: str, drawing: Path) -> int:
+def run_demo(ranks: int, steps: int, backend: str | None, drawing: Path) -> int:
     """Train in one process, then on `ranks` local ranks; print plan, losses and memory; draw the plan.
 
     NCCL with one GPU per rank where there are GPUs (then at most that many ranks), else gloo on the
@@ -47,6 +50,7 @@ def run_demo(ranks: int, steps: int, backend: str, drawing: Path) -> int:
     gpus = torch.cuda.device_count()
     device = "cuda" if gpus else "cpu"
     ranks = min(ranks, gpus) if gpus else ranks
+    backend = backend or ("inductor" if gpus else "eager")
     config = GPTConfig()
     print(f"a GPT of {config.layers} layers, width {config.width}, on the Python language reference")
     print(f"{ranks} ranks over {'NCCL' if gpus else 'gloo'}, backend {backend}", flush=True)
@@ -111,7 +115,7 @@ def _train_rank(autoshard: Any, demo: DemoRun) -> dict[str, Any]:
         "bytes": _state_bytes(model),
     }
     if dist.get_rank() == 0:
-        plan = model.autoshard_plan
+        plan = cast("Plan", model.autoshard_plan)
         plan.draw(demo.drawing)
         report |= {"plan": plan.to_text(), "summary": plan.explain()}
     return report

@@ -101,7 +101,7 @@ def test_a_negative_transfer_is_refused(plan: Plan) -> None:
     damaged = json.loads(json.dumps(plan.to_json()))
     operand = next(o for node in damaged["nodes"] for o in node["operands"] if o["transfers"])
     operand["transfers"][0]["seconds"] = -1.0
-    with pytest.raises(PlanError, match="-1.0 seconds; a price is finite and not negative"):
+    with pytest.raises(PlanError, match=r"-1\.0 seconds; a price is finite and not negative"):
         Plan.from_json(damaged)
 
 

@@ -24,7 +24,7 @@ def llama_3_8b(layers: int) -> nn.Module:
         use_cache=False,
     )
     with torch.device("meta"):
-        return LlamaForCausalLM(config).to(torch.bfloat16)
+        return nn.Module.to(LlamaForCausalLM(config), torch.bfloat16)
 
 
 def test_one_layer_on_256_devices() -> None:
