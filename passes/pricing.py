@@ -77,11 +77,12 @@ def strategy_seconds(
 ) -> np.ndarray:
     """Seconds of `node` per strategy on the rank with the largest shards: float64[len(strategies)].
 
-    Launch + max(operations / rate, bytes / memory bandwidth); a fused op that stores nothing is free.
+    Launch + max(operations / rate, bytes / memory bandwidth). A fused op that stores nothing has no
+    launch of its own, and one operation an element: little, but less where it is split.
     """
-    if not flow.writes and not any(flow.reads):
+    if is_view(node):
         return np.zeros(len(strategies))
-    flops = global_flops(node)
+    flops = float(first_value(node).numel()) if fuses(node) else global_flops(node)
     dtype = str(first_value(node).dtype).removeprefix("torch.")
     operands = tensor_operands(node)
     results = len(strategies[0].results)
@@ -97,8 +98,8 @@ def strategy_seconds(
             nbytes += sum(
                 local_nbytes(strategy.results[i], node, i, mesh) for i in range(results) if _exists(node, i)
             )
-        if not flow.writes and flops == 0:
-            return prices.memory_seconds(nbytes)
+        if not flow.writes:
+            return max(prices.memory_seconds(nbytes), prices.matmul_seconds(flops * share, dtype))
         return prices.op_seconds(flops * share, nbytes, dtype)
 
     return np.array([seconds(strategy) for strategy in strategies])

@@ -57,7 +57,9 @@ def test_losses_are_distributed_as_alone(ranks: RankPool, name: str, axes: Axes,
     assert all(run == runs[0] for run in runs), "the ranks' losses differ"
     got, wanted = runs[0], samples_alone(name, 4 * SAMPLES)
     error = (stdev(got) ** 2 / len(got) + stdev(wanted) ** 2 / len(wanted)) ** 0.5
-    print(f"{name}: {mean(got):.5f} vs {mean(wanted):.5f} +- {error:.5f}; {stdev(got):.5f} vs {stdev(wanted):.5f}")
+    print(
+        f"{name}: {mean(got):.5f} vs {mean(wanted):.5f} +- {error:.5f}; {stdev(got):.5f} vs {stdev(wanted):.5f}"
+    )
     assert len(set(got)) > SAMPLES // 2, "every call should draw another mask"
     assert abs(mean(got) - mean(wanted)) < 4 * error
     assert 0.67 < stdev(got) / stdev(wanted) < 1.5

@@ -62,7 +62,9 @@ def on_rank(rank: int, backend: str) -> Run:
 def _facts(model: TwoLinear) -> dict[str, Any]:
     plan = model.autoshard_plan
     return {
-        "shapes": {n: tuple(p.to_local().shape) for n, p in model.named_parameters() if isinstance(p, DTensor)},
+        "shapes": {
+            n: tuple(p.to_local().shape) for n, p in model.named_parameters() if isinstance(p, DTensor)
+        },
         "forward": Counter(c.kind for c in plan.collectives if c.phase == "forward"),
     }
 
