@@ -70,7 +70,6 @@ class _Schedule:
         self.place = {node: i for i, node in enumerate(graph.nodes)}
         counts = itertools.accumulate((is_product(n) for n in graph.nodes), initial=0)
         self.products = list(counts)  # before each place
-        self.output = next(n for n in reversed(graph.nodes) if n.op == "output")
         self.unstarted = deque(sorted(collective_nodes(graph), key=lambda n: n.meta.get("turn", _NO_TURN)))
         self.due: set[fx.Node] = set()  # unstarted, though their source exists
         self.urgent: set[fx.Node] = set()  # those of them that ops wait for

@@ -92,6 +92,12 @@ def vit(dropout: float = 0.0, layers: int = 2, batch: int = 4) -> Example:
     return ViT(layers=layers, dropout=dropout).train(), inputs
 
 
+def vit64(dropout: float = 0.0, layers: int = 2, batch: int = 4) -> Example:
+    """`vit` in float64."""
+    model, inputs = vit(dropout, layers, batch)
+    return model.double(), {**inputs, "images": inputs["images"].double()}
+
+
 def _labelled(vocabulary: int, batch: int, length: int = 16) -> dict[str, Any]:
     tokens = torch.randint(0, vocabulary, (batch, length))
     return {"input_ids": tokens, "labels": tokens.clone()}
@@ -122,7 +128,7 @@ class SwiGLU(nn.Module):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
-MODELS: dict[str, Callable[..., Example]] = {"llama": llama, "gpt2": gpt2, "bert": bert, "vit": vit}
+MODELS: dict[str, Callable[..., Example]] = {"llama": llama, "gpt2": gpt2, "bert": bert, "vit": vit, "vit64": vit64}
 
 
 def seeded(name: str, **kwargs: Any) -> Example:

@@ -168,9 +168,7 @@ def test_steps_of_one_transfer_follow_each_other_when_the_next_could_start() -> 
     first, second = s.mm("dw", g, x), s.mm("dv", x, g)
     a = s.all_reduce("a2", s.all_reduce("a1", first))
     b = s.all_reduce("b2", s.all_reduce("b1", second))
-    assert order(Overlap()(s.module(a, b))) == (
-        "dw a1 dv wait_a1 a2 b1 wait_b1 b2 wait_a2 wait_b2"
-    )
+    assert order(Overlap()(s.module(a, b))) == ("dw a1 dv wait_a1 a2 b1 wait_b1 b2 wait_a2 wait_b2")
 
 
 def random_graph(seed: int) -> fx.GraphModule:

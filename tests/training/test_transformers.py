@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 
 import pytest
+import torch
+from torch import Tensor
 
 from tests.profiles import slow_compute
 from tests.ranks import RankPool
@@ -30,9 +32,23 @@ def loss_error(expected: Run, run: Run) -> float:
 
 
 def parameter_error(expected: Run, run: Run) -> float:
-    """The largest |difference| over all elements of all parameters."""
+    """The largest |difference| over all elements of all parameters that training determines."""
     assert expected.parameters.keys() == run.parameters.keys()
-    return max(float((p - run.parameters[n]).abs().max()) for n, p in expected.parameters.items())
+    pairs = [(determined(n, p), determined(n, run.parameters[n])) for n, p in expected.parameters.items()]
+    return max(float((a - b).abs().max()) for a, b in pairs)
+
+
+def determined(name: str, value: Tensor) -> Tensor:
+    """`value` without the rows that float32 leaves open.
+
+    Softmax cancels a bias of the keys: its gradient is 0 in exact arithmetic and rounding noise in
+    float32, which AdamW scales to full steps. One process in float32 and in float64 end up to 2.9e-4
+    apart there. The float64 test compares these rows too.
+    """
+    if name.endswith("in_proj_bias") and value.dtype == torch.float32:
+        query, _, values = value.chunk(3)
+        return torch.cat([query, values])
+    return value
 
 
 def check(ranks: RankPool, name: str, mesh: str, backend: str) -> None:
@@ -57,6 +73,10 @@ def check(ranks: RankPool, name: str, mesh: str, backend: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "vit"])
 def test_training_matches_one_process(ranks: RankPool, name: str, mesh: str) -> None:
     check(ranks, name, mesh, "eager")
+
+
+def test_training_in_float64_matches_in_every_parameter(ranks: RankPool) -> None:
+    check(ranks, "vit64", "4", "eager")
 
 
 def test_compiled_training_matches_one_process(ranks: RankPool) -> None:
