@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, fx
@@ -17,6 +18,7 @@ from passes.torch_compat import (
     compile_with_inductor,
     compiler_names,
     fresh_fakes,
+    inductor_graph_order,
     lookup_compiler,
     lower_as_collectives,
     torch_deprecations_ignored,
@@ -60,7 +62,8 @@ def compile_graph(module: fx.GraphModule, backend: str = "inductor") -> Compiled
         if backend == "inductor":
             lower_as_collectives(NAMED_BY_NAME, ALL_REDUCE_IN_PLACE)
             launches = _launches(expanded)
-            call, source = compile_with_inductor(expanded, examples)
+            with inductor_graph_order() if launches else nullcontext():
+                call, source = compile_with_inductor(expanded, examples)
             _check_order(launches, source)
             return call
         compiler = lookup_compiler(backend)

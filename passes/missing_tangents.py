@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.phases import Backward, ancestors, extract, unaliased
+from passes.phases import Backward, ancestors, exchanges, extract, unaliased
 
 __all__ = ["without_tangents"]
 
@@ -58,7 +58,7 @@ class _Folder:
     def finish(self) -> Backward:
         old = self.backward
         results = unaliased(self.results, set())
-        read = ancestors(n for n in results if n is not None)
+        read = ancestors(n for n in [*results, *exchanges(self.graph.nodes, 1)] if n is not None)
         new = [n for n in self.graph.nodes if n.op == "placeholder"]
         n_passed, n_saved = len(old.passed), len(old.saved)
         passed = [(n, p) for n, p in zip(new, old.passed, strict=False) if n in read]

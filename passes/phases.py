@@ -11,9 +11,9 @@ import torch
 from torch import fx
 
 from passes.joint import GraphInput, GraphOutput
-from passes.recompute import choose_saved, is_cheap, is_reshape
+from passes.recompute import choose_saved, is_cheap, is_collective, is_reshape
 
-__all__ = ["Backward", "Phases", "ancestors", "extract", "split_phases", "unaliased"]
+__all__ = ["Backward", "Phases", "ancestors", "exchanges", "extract", "split_phases", "unaliased"]
 
 _aten = torch.ops.aten
 _PARTS = ("aten.slice.Tensor", "aten.select.int", "aten.split_with_sizes.default", "aten.split.Tensor")
@@ -55,9 +55,11 @@ def split_phases(
 ) -> Phases:
     """Forward and backward of one rank's joint graph; `inputs` and `outputs` say what its ends mean.
 
-    An op runs in the forward if an output or new buffer depends on it, in the backward otherwise. So
-    a collective that only gradients depend on (ZeRO-3's second gather of a weight) stays there, and
-    none ever runs twice. Values that both need are saved, or computed again from others that are, at
+    An op runs in the forward if an output or new buffer depends on it, in the backward otherwise; a
+    collective by its meta "turn", if it has one: on a rank whose shard is empty nothing may read what the
+    others of the group wait for. So a collective that only gradients depend on (ZeRO-3's second gather of
+    a weight) stays in the backward, and none ever runs twice. The order of those that nothing reads is
+    for `passes.overlap`. Values that both need are saved, or computed again from others that are, at
     the fewest bytes (`passes.recompute`). No output aliases an input or another output.
 
     `module` is left as it is.
@@ -67,7 +69,7 @@ def split_phases(
     saved, backward_ops = _plan_backward(joint) if joint.gradients else ([], [])
     results = [*joint.values, *(n for n in saved if n not in joint.values)]
     leaves = [p for p, spec in joint.placeholders if spec.kind != "tangent"]
-    keep = ancestors(n for n in results if n is not None)
+    keep = ancestors(n for n in [*results, *joint.exchanges[0]] if n is not None)
     forward = extract(leaves, [n for n in joint.ops if n in keep], results)
     backward = None
     if joint.gradients:
@@ -95,7 +97,8 @@ class _Joint:
         self.value_specs = [o for o, _ in pairs if o.kind != "grad"]
         self.values = unaliased(nodes_of(False), set())
         self.gradient_specs = [o for o, _ in pairs if o.kind == "grad"]
-        forward = ancestors(n for n in self.values if n is not None)
+        self.exchanges = (exchanges(self.graph.nodes, 0), exchanges(self.graph.nodes, 1))
+        forward = ancestors(n for n in [*self.values, *self.exchanges[0]] if n is not None)
         self.gradients = unaliased(nodes_of(True), forward)
         self.copies = self._protect_buffers()
         self.ops = [n for n in self.graph.nodes if n.op == "call_function"]
@@ -123,9 +126,9 @@ class _Joint:
 
 def _plan_backward(joint: _Joint) -> tuple[list[fx.Node], list[fx.Node]]:
     """(values to save in graph order, ops of the backward in the order they run)."""
-    results = [n for n in joint.gradients if n is not None]
+    results = [n for n in [*joint.gradients, *joint.exchanges[1]] if n is not None]
     needed = ancestors(results)
-    forward = ancestors(n for n in joint.values if n is not None)
+    forward = ancestors(n for n in [*joint.values, *joint.exchanges[0]] if n is not None)
     late: set[fx.Node] = {p for p, spec in joint.placeholders if spec.kind == "tangent"}
     assert not late & forward, "a forward output depends on a tangent"
     dependent = set(late)  # on a tangent: these set the order of the backward
@@ -197,6 +200,11 @@ def extract(
     graph.output(tuple(None if node is None else new[node] for node in results))
     graph.lint()
     return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def exchanges(nodes: Iterable[fx.Node], phase: int) -> list[fx.Node]:
+    """The collectives, waits included, that all ranks of a group have in that phase (0 the forward)."""
+    return [n for n in nodes if is_collective(n) and n.meta.get("turn", (None,))[0] == phase]
 
 
 def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:

@@ -128,7 +128,13 @@ class SwiGLU(nn.Module):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
-MODELS: dict[str, Callable[..., Example]] = {"llama": llama, "gpt2": gpt2, "bert": bert, "vit": vit, "vit64": vit64}
+MODELS: dict[str, Callable[..., Example]] = {
+    "llama": llama,
+    "gpt2": gpt2,
+    "bert": bert,
+    "vit": vit,
+    "vit64": vit64,
+}
 
 
 def seeded(name: str, **kwargs: Any) -> Example:

@@ -14,6 +14,7 @@ from autoshard.runtime.boundary import InputSide, conform, expected, sliced
 from cost_model.mesh import MeshSpec
 from passes.compile import Compiled, compile_graph
 from passes.missing_tangents import without_tangents
+from passes.overlap import Overlap
 from passes.phases import Backward, Phases
 from passes.torch_compat import dtensor_from, local_of, sharding_of
 
@@ -52,7 +53,7 @@ class Program:
         self.device_type = spec.device_type
         self._spec, self._rank, self._guard = spec, rank, guard
         self._sides = tuple(sides)
-        self._forward = compile_graph(phases.forward, backend)
+        self._forward = compile_graph(Overlap()(phases.forward), backend)
         self._expected = expected(_placeholder_values(phases.forward))
         # Parameters and buffers by far outnumber what may need slicing.
         kinds = [i.kind for i in phases.inputs]
@@ -130,7 +131,7 @@ class Program:
         graph = without_tangents(full, missing) if missing else full
         slots = [full.passed.index(p) for p in graph.passed]
         slots += [len(full.passed) + full.saved.index(s) for s in graph.saved]
-        run = self._guard(lambda: compile_graph(graph.module, self.backend))
+        run = self._guard(lambda: compile_graph(Overlap()(graph.module), self.backend))
         values = _placeholder_values(graph.module)
         return _CompiledBackward(graph, run, slots, expected(values[len(slots) :]))
 

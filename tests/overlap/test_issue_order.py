@@ -128,6 +128,21 @@ def test_phases_agree(axes: dict[str, int], seed: int, residual: JointGraph) -> 
         assert all(x is y is None or torch.equal(x, y) for x, y in zip(got, want, strict=True))
 
 
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_phases_agree_where_a_rank_reads_nothing(
+    axes: dict[str, int], seed: int, convolutions: JointGraph
+) -> None:
+    """Splitting must keep the collectives whose results only other ranks read."""
+    mesh, joint = MeshSpec(axes), convolutions
+    assignment = random_assignment(joint, mesh, random.Random(seed))
+    parts = shards(joint, assignment, mesh, values_of(joint))
+    wanted = simulate(rank_graphs(joint, assignment, mesh), parts, mesh)
+    found = run_phases(joint, lowered(joint, assignment, mesh), parts, mesh, Overlap())
+    for got, want in zip(found, wanted, strict=True):
+        assert all(x is y is None or torch.equal(x, y) for x, y in zip(got, want, strict=True))
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_no_transfer_is_before_what_its_operand_is_computed_from(seed: int, convolutions: JointGraph) -> None:
     """Along every path of the graph turns grow, phase by phase, for any prefetch and reach."""

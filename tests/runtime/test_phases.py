@@ -3,83 +3,30 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.nn import functional as F
 
 from passes.decompositions import decomposition_table
 from passes.joint import GraphInput, GraphOutput, JointGraph
-from passes.missing_tangents import without_tangents
-from passes.phases import Backward, Phases, split_phases
+from passes.phases import Phases, split_phases
 from passes.recompute import is_cheap
-from tests.runtime.graphs import Local, joint_graph, joint_of
+from tests.runtime.graphs import Local, joint_of
+from tests.runtime.splitting import (
+    Block,
+    primitive_joint,
+    random_values,
+    run,
+    run_backward,
+    saved_bytes,
+    split,
+    targets,
+)
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
-
-
-class Block(nn.Module):
-    """Norm, attention by hand, MLP: two outputs, one of them often not differentiated."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(8)
-        self.qkv = nn.Linear(8, 24)
-        self.out = nn.Linear(8, 8)
-        self.up = nn.Linear(8, 32)
-        self.down = nn.Linear(32, 8)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        q, k, v = self.qkv(self.norm(x)).split(8, -1)
-        x = x + self.out((q @ k.transpose(-1, -2)).softmax(-1) @ v)
-        y = x + self.down(F.gelu(self.up(x)))
-        return y, y.log_softmax(-1)[..., 0].mean()
-
-
-def primitive_joint(model: nn.Module, inputs: Sequence[Tensor]) -> JointGraph:
-    return joint_graph(model, inputs, decomposition_table())
-
-
-def split(joint: JointGraph) -> Phases:
-    return split_phases(joint.module, joint.inputs, joint.outputs)
-
-
-def run(joint: JointGraph, phases: Phases, values: Sequence[Tensor]) -> list[Tensor | None]:
-    """What the two graphs compute together, in the order of the joint graph's outputs."""
-    backward = phases.backward
-    assert backward is not None
-    leaves = [v for v, i in zip(values, joint.inputs, strict=True) if i.kind != "tangent"]
-    tangents = {i.index: v for v, i in zip(values, joint.inputs, strict=True) if i.kind == "tangent"}
-    results = phases.forward(*leaves)
-    gradients = run_backward(backward, leaves, results, tangents)
-    by_kind = {"grad": iter(gradients)}
-    outputs = iter(results)
-    return [next(by_kind["grad"] if o.kind == "grad" else outputs) for o in joint.outputs]
-
-
-def run_backward(
-    backward: Backward, leaves: Sequence[Tensor], results: Sequence[Tensor], tangents: dict[int, Tensor]
-) -> list[Tensor | None]:
-    given = [leaves[i] for i in backward.passed] + [results[i] for i in backward.saved]
-    return list(backward.module(*given, *(tangents[t.index] for t in backward.tangents)))
-
-
-def random_values(joint: JointGraph) -> list[Tensor]:
-    return [torch.randn(n.meta["val"].shape) for n in joint.placeholders]
-
-
-def saved_bytes(phases: Phases) -> int:
-    """Of values saved beyond inputs and outputs."""
-    results = next(n for n in phases.forward.graph.nodes if n.op == "output").args[0]
-    extra = results[len(phases.outputs) :]
-    return sum(n.meta["val"].numel() * n.meta["val"].element_size() for n in extra)
-
-
-def targets(module: fx.GraphModule) -> list[str]:
-    return [str(n.target) for n in module.graph.nodes if n.op == "call_function"]
 
 
 def test_two_graphs_compute_what_one_does() -> None:
@@ -339,84 +286,3 @@ def test_the_saved_bytes_are_the_least_possible(seed: int) -> None:
 
 
 # Missing tangents
-
-
-@pytest.mark.parametrize("missing", [0, 1])
-def test_a_missing_tangent_is_a_zero(missing: int) -> None:
-    joint = primitive_joint(Block(), [torch.randn(2, 5, 8)])
-    phases = split(joint)
-    assert phases.backward is not None
-    values = random_values(joint)
-    tangents = {i.index: v for v, i in zip(values, joint.inputs, strict=True) if i.kind == "tangent"}
-    leaves = values[: -len(tangents)]
-    results = phases.forward(*leaves)
-    special = without_tangents(phases.backward, {missing})
-    assert len(special.tangents) == 1
-    assert len(targets(special.module)) < len(targets(phases.backward.module))
-    zeroed = {**tangents, missing: torch.zeros_like(tangents[missing])}
-    expected = run_backward(phases.backward, leaves, results, zeroed)
-    for got, wanted in zip(run_backward(special, leaves, results, tangents), expected, strict=True):
-        torch.testing.assert_close(got, wanted)
-
-
-def test_without_any_tangent_all_gradients_are_none() -> None:
-    joint = primitive_joint(Block(), [torch.randn(2, 5, 8)])
-    phases = split(joint)
-    assert phases.backward is not None
-    special = without_tangents(phases.backward, {0, 1})
-    assert targets(special.module) == [] and special.passed == () and special.saved == ()
-    assert special.module() == (None,) * len(joint.module.graph.find_nodes(op="placeholder")[:-3])
-
-
-def test_collectives_of_zeros_disappear() -> None:
-    """Two outputs, each with its own reduce-scatter."""
-    local = Local()
-    w, v, one, two = (local.input(4, 4) for _ in range(4))
-    outputs = [local.call(aten.mul.Tensor, w, 2.0), local.call(aten.mul.Tensor, v, 3.0)]
-
-    def gradient(tangent: fx.Node) -> fx.Node:
-        scattered = local.call(c10d.reduce_scatter_tensor.default, tangent, "sum", 2, "g")
-        return local.call(c10d.wait_tensor.default, scattered)
-
-    module = local.module(*outputs, gradient(one), gradient(two))
-    phases = split_phases(
-        module,
-        [
-            GraphInput("param", "w"),
-            GraphInput("param", "v"),
-            GraphInput("tangent", "tangent 0", 0),
-            GraphInput("tangent", "tangent 1", 1),
-        ],
-        [
-            GraphOutput("output", "a", 0),
-            GraphOutput("output", "b", 1),
-            GraphOutput("grad", "w", 0),
-            GraphOutput("grad", "v", 1),
-        ],
-    )
-    assert phases.backward is not None
-    special = without_tangents(phases.backward, {1})
-    assert sum("reduce_scatter" in t for t in targets(special.module)) == 1
-    output = next(n for n in special.module.graph.nodes if n.op == "output")
-    assert [r is None for r in output.args[0]] == [False, True]
-
-
-def test_shape_only_readers_of_a_missing_tangent_are_kept() -> None:
-    local = Local()
-    w, one, two = (local.input(3) for _ in range(3))
-    ones = local.call(aten.ones_like.default, two)
-    grad = local.call(aten.mul.Tensor, one, ones)
-    phases = split_phases(
-        local.module(local.call(aten.sin.default, w), local.call(aten.cos.default, w), grad),
-        [
-            GraphInput("param", "w"),
-            GraphInput("tangent", "tangent 0", 0),
-            GraphInput("tangent", "tangent 1", 1),
-        ],
-        [GraphOutput("output", "a", 0), GraphOutput("output", "b", 1), GraphOutput("grad", "w")],
-    )
-    assert phases.backward is not None
-    special = without_tangents(phases.backward, {1})
-    t = torch.randn(3)
-    (gradient,) = special.module(t)
-    torch.testing.assert_close(gradient, t)
