@@ -17,6 +17,7 @@ from passes.missing_tangents import without_tangents
 from passes.overlap import Overlap
 from passes.phases import Backward, Phases
 from passes.torch_compat import dtensor_from, local_of, sharding_of
+from passes.wait_at_once import WaitAtOnce
 
 __all__ = ["Program"]
 
@@ -53,7 +54,7 @@ class Program:
         self.device_type = spec.device_type
         self._spec, self._rank, self._guard = spec, rank, guard
         self._sides = tuple(sides)
-        self._forward = compile_graph(Overlap()(phases.forward), backend)
+        self._forward = compile_graph(_ordered(phases.forward), backend)
         self._expected = expected(_placeholder_values(phases.forward))
         # Parameters and buffers by far outnumber what may need slicing.
         kinds = [i.kind for i in phases.inputs]
@@ -131,7 +132,7 @@ class Program:
         graph = without_tangents(full, missing) if missing else full
         slots = [full.passed.index(p) for p in graph.passed]
         slots += [len(full.passed) + full.saved.index(s) for s in graph.saved]
-        run = self._guard(lambda: compile_graph(Overlap()(graph.module), self.backend))
+        run = self._guard(lambda: compile_graph(_ordered(graph.module), self.backend))
         values = _placeholder_values(graph.module)
         return _CompiledBackward(graph, run, slots, expected(values[len(slots) :]))
 
@@ -176,6 +177,12 @@ class _Step(torch.autograd.Function):
                     gradient = dtensor_from(gradient, sharding)
                 gradients[spec.index] = program.fit_gradient(gradient, spec.index, ctx.shapes[spec.index])
         return (None, *gradients)
+
+
+def _ordered(module: fx.GraphModule) -> fx.GraphModule:
+    """Collectives in one order on all ranks, and waited for where they start: with waits moved back,
+    ranks on gloo sometimes crashed (docs/overlap.md)."""
+    return WaitAtOnce()(Overlap()(module))
 
 
 def _placeholder_values(module: fx.GraphModule) -> list[Tensor]:
