@@ -25,13 +25,13 @@ Invariants
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from passes.assignment import Assignment
-from passes.joint import JointGraph, result_index, tensor_operands
+from passes.joint import JointGraph, ancestors, result_index, tensor_operands
 from passes.layout import Layout
 from passes.recompute import is_collective
 
@@ -138,7 +138,7 @@ def _phases(joint: JointGraph) -> tuple[list[fx.Node], list[fx.Node]]:
     """The ops of the forward (what outputs and new buffers depend on) and of the backward (the rest)."""
     ops = [n for n in joint.graph.nodes if n.op == "call_function"]
     ends = zip(joint.outputs, joint.results, strict=True)
-    forward = _ancestors(n for spec, n in ends if n is not None and spec.kind != "grad")
+    forward = ancestors(n for spec, n in ends if n is not None and spec.kind != "grad")
     tangents = {n for n, spec in zip(joint.placeholders, joint.inputs, strict=True) if spec.kind == "tangent"}
     dependent = set(tangents)
     for node in ops:
@@ -172,17 +172,6 @@ def _path_to(root: fx.Node, done: Mapping[fx.Node, None], given: set[fx.Node]) -
         order[node] = None
         stack.pop()
     return list(order)
-
-
-def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack.extend(node.all_input_nodes)
-    return found
 
 
 class _Phase:

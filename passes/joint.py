@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ __all__ = [
     "GraphInput",
     "GraphOutput",
     "JointGraph",
+    "ancestors",
     "first_value",
     "map_operands",
     "node_value",
@@ -135,3 +136,15 @@ def first_value(node: fx.Node) -> torch.Tensor:
     value = node.meta["val"]
     values = value if isinstance(value, (tuple, list)) else (value,)
     return next(v for v in values if v is not None)
+
+
+def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """`nodes` and all they are computed from."""
+    found: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.phases import Backward, ancestors, exchanges, extract, unaliased
+from passes.joint import ancestors
+from passes.phases import Backward, exchanges, extract, unaliased
 
 __all__ = ["without_tangents"]
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.joint import GraphInput, GraphOutput
+from passes.joint import GraphInput, GraphOutput, ancestors
 from passes.recompute import choose_saved, is_cheap, is_collective, is_reshape
 
-__all__ = ["Backward", "Phases", "ancestors", "exchanges", "extract", "split_phases", "unaliased"]
+__all__ = ["Backward", "Phases", "exchanges", "extract", "split_phases", "unaliased"]
 
 _aten = torch.ops.aten
 _PARTS = ("aten.slice.Tensor", "aten.select.int", "aten.split_with_sizes.default", "aten.split.Tensor")
@@ -205,18 +205,6 @@ def extract(
 def exchanges(nodes: Iterable[fx.Node], phase: int) -> list[fx.Node]:
     """The collectives, waits included, that all ranks of a group have in that phase (0 the forward)."""
     return [n for n in nodes if is_collective(n) and n.meta.get("turn", (None,))[0] == phase]
-
-
-def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """`nodes` and all they are computed from."""
-    found: set[fx.Node] = set()
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack.extend(node.all_input_nodes)
-    return found
 
 
 def unaliased(values: Sequence[fx.Node | None], owned: Set[fx.Node]) -> list[fx.Node | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -13,7 +13,7 @@ from cost_model.errors import CaptureError
 from passes.capture.errors import mutation_error
 from passes.capture.provenance import node_module, node_source
 from passes.capture.trace import Program, Traced
-from passes.joint import GraphInput, GraphOutput, JointGraph
+from passes.joint import GraphInput, GraphOutput, JointGraph, ancestors
 from passes.torch_compat import AotEnd, fake_like
 
 __all__ = ["build_joint"]
@@ -61,8 +61,8 @@ class _Builder:
                 self._placeholder(node, GraphInput("tangent", f"tangent {end.index}", end.index))
 
     def copy_nodes(self) -> None:
-        live = _ancestors(node for node in self.results if node is not None)
-        forward = _ancestors(
+        live = ancestors(node for node in self.results if node is not None)
+        forward = ancestors(
             node for node, end in zip(self.results, self.traced.aot.outputs, strict=True)
             if node is not None and end.kind in ("output", "mutated")
         )  # fmt: skip
@@ -111,7 +111,7 @@ class _Builder:
 
     def _add_constants(self) -> None:
         known: dict[int, fx.Node] = {}
-        live = _ancestors(node for node in self.results if node is not None)
+        live = ancestors(node for node in self.results if node is not None)
         for node in self.old.graph.nodes:
             if node.op != "get_attr" or node not in live:
                 continue
@@ -188,15 +188,3 @@ def _results(graph: fx.Graph) -> list[fx.Node | None]:
     output = next(node for node in reversed(graph.nodes) if node.op == "output")
     leaves = pytree.tree_leaves(output.args[0], is_leaf=lambda leaf: leaf is None)
     return [leaf if isinstance(leaf, fx.Node) else None for leaf in leaves]
-
-
-def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """`nodes` and everything they are computed from."""
-    seen: set[fx.Node] = set()
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            stack.extend(node.all_input_nodes)
-    return seen
