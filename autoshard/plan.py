@@ -36,7 +36,7 @@ from passes.records import (
 
 __all__ = ["SCHEMA_VERSION", "Plan", "PlanOrigin"]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 Resolve = Callable[[str, Layout], "Plan"]
 
@@ -61,10 +61,11 @@ class PlanOrigin:
 class Plan:
     """The fastest plan under its profile's prices.
 
-    cost:        seconds of one training step, forward, backward and optimizer update.
-    lower_bound: seconds no plan can beat under the same prices. gap: (cost - lower_bound) / cost.
+    cost:        seconds of one training step, forward, backward and optimizer update, as the search
+                 counts them. lower_bound: no plan's are fewer. gap: (cost - lower_bound) / cost.
     status:      "optimal", or "feasible" if the time limit ended the proof.
-    step_time:   predicted seconds of a step. peak_memory: predicted bytes on the fullest device.
+    step_time:   predicted seconds of a step: the program that will run, on a timeline of its kernels
+                 and collectives. peak_memory: predicted bytes on the fullest device.
     parameter_layouts: parameter name -> layout (tied names included).
     inputs, outputs: layout per tensor input and output of a call, by position.
     fallbacks:   ops without a rule, which run replicated.
@@ -74,6 +75,7 @@ class Plan:
     cost: float
     lower_bound: float
     status: str
+    step_time: float
     peak_memory: int
     peak_node: str
     memory_limit: int | None
@@ -94,10 +96,6 @@ class Plan:
     @property
     def gap(self) -> float:
         return 0.0 if self.cost <= 0 else max(0.0, (self.cost - self.lower_bound) / self.cost)
-
-    @property
-    def step_time(self) -> float:
-        return self.cost
 
     @cached_property
     def assignment(self) -> Assignment:
@@ -203,6 +201,7 @@ class Plan:
             "cost_seconds": self.cost,
             "lower_bound_seconds": self.lower_bound,
             "status": self.status,
+            "step_seconds": self.step_time,
             "peak_memory_bytes": self.peak_memory,
             "peak_node": self.peak_node,
             "memory_limit_bytes": self.memory_limit,
@@ -234,7 +233,7 @@ class Plan:
         return plan
 
     def _check_prices(self, where: str) -> None:
-        prices = [("cost", self.cost), ("lower_bound", self.lower_bound)]
+        prices = [("cost", self.cost), ("lower_bound", self.lower_bound), ("step", self.step_time)]
         prices += [(record.name, record.seconds) for record in self.records]
         prices += [(c.node, c.seconds) for c in self.collectives]
         for name, seconds in prices:
@@ -250,6 +249,7 @@ def _plan_from(data: Mapping[str, Any]) -> Plan:
         cost=float(data["cost_seconds"]),
         lower_bound=float(data["lower_bound_seconds"]),
         status=data["status"],
+        step_time=float(data["step_seconds"]),
         peak_memory=data["peak_memory_bytes"],
         peak_node=data["peak_node"],
         memory_limit=data["memory_limit_bytes"],

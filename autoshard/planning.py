@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from autoshard.inputs import global_call
 from autoshard.pins import Constraints, resolve_pins
 from autoshard.plan import Plan, PlanOrigin
 from autoshard.runtime.process_groups import mesh_spec as device_mesh_spec
+from autoshard.runtime.step import _ordered
 from autoshard.signature import as_call, matched_placements
 from autoshard.version import __version__
 from cost_model.collectives import CollectivePrices
@@ -26,9 +28,12 @@ from cost_model.profile import Profile
 from passes.canonicalize import canonicalize
 from passes.capture import Captured, capture
 from passes.describe import describe, fallback_ops, graph_hash
+from passes.hiding import step_parts
 from passes.joint import JointGraph
 from passes.layout import Layout
 from passes.placements import placements_to_layout
+from passes.predict import predicted_step
+from passes.pricing import traffic_model
 from passes.redistribute import Redistributor
 from passes.search.boundary import boundary_of
 from passes.search.find import find_assignment
@@ -69,14 +74,16 @@ def load_profile(profile: ProfileLike, mesh: MeshSpec) -> Profile:
     return Profile.load("h100" if mesh.device_type == "cuda" else "cpu")
 
 
-def prices_of(profile: Profile, mesh: MeshSpec) -> Prices:
-    """Collectives, kernels and the AdamW update of one device, from `profile`."""
+def prices_of(profile: Profile, mesh: MeshSpec, backend: str = "inductor") -> Prices:
+    """Collectives, kernels as `backend` makes them and the AdamW update of one device, from `profile`."""
     compute = ComputePrices(profile, mesh.device_type)
     return Prices(
         mesh=mesh,
         compute=compute,
         redistributor=Redistributor(mesh, CollectivePrices(profile, mesh)),
         optimizer_seconds=lambda nbytes: compute.memory_seconds(ADAMW.passes * nbytes),
+        traffic=traffic_model(backend),
+        overlap_efficiency=profile.overlap_efficiency,
     )
 
 
@@ -90,6 +97,7 @@ def find_plan(
     in_placements: Any = None,
     out_placements: Any = None,
     constraints: Constraints | None = None,
+    backend: str = "inductor",
     time_limit: float = 600.0,
 ) -> Plan:
     """The fastest plan for training `model` on `mesh`, with proof; nothing is run or changed.
@@ -103,6 +111,7 @@ def find_plan(
     in_placements:  pytree of placements per tensor input; None: replicated (global).
     out_placements: the same for outputs; "keep": as the plan leaves them; None: replicated (global).
     constraints:    {parameter name or pattern: placements} pins.
+    backend:        what will compile the plan: "eager" runs op by op and is priced so; others fuse.
     time_limit:     seconds for the search; when it ends first, the best plan so far with its gap.
 
     Raises ShardingError for arguments that do not fit the model or mesh, CaptureError if the model
@@ -116,7 +125,7 @@ def find_plan(
     whole = global_call(args, kwargs, spec, in_placements)
     captured = canonical_capture(model, whole.args, whole.kwargs)
     call = CallLayouts(whole.layouts, output_layouts(captured, spec, out_placements))
-    return search_plan(captured, loaded, spec, call, pins, limit, time_limit)
+    return search_plan(captured, loaded, spec, call, pins, limit, backend, time_limit)
 
 
 def canonical_capture(
@@ -144,11 +153,12 @@ def search_plan(
     call: CallLayouts,
     pins: Mapping[str, Layout],
     memory_limit: int | None,
+    backend: str,
     time_limit: float,
 ) -> Plan:
     """Search the canonical graph in `captured` under the given ends and prices."""
     joint = captured.joint
-    prices = prices_of(profile, mesh)
+    prices = prices_of(profile, mesh, backend)
     boundary = boundary_of(
         joint, parameters=_by_first_name(pins, captured), inputs=call.inputs, outputs=call.outputs
     )
@@ -156,17 +166,21 @@ def search_plan(
 
     def resolve(parameter: str, placements: Any) -> Plan:
         pinned = {**pins, **resolve_pins({parameter: placements}, parameter_shapes(captured), mesh)}
-        return search_plan(captured, profile, mesh, call, pinned, memory_limit, time_limit)
+        return search_plan(captured, profile, mesh, call, pinned, memory_limit, backend, time_limit)
 
+    records = describe(joint, found.assignment, prices)
+    recounted = step_parts(records).seconds(prices.overlap_efficiency)
+    assert math.isclose(recounted, found.seconds, rel_tol=1e-6), (recounted, found.seconds)
     return Plan(
         mesh=mesh,
         cost=found.seconds,
         lower_bound=found.lower_bound,
         status=found.status,
+        step_time=predicted_step(joint, found.assignment, prices, _ordered).seconds,
         peak_memory=found.peak_nbytes,
         peak_node=found.peak_node,
         memory_limit=memory_limit,
-        records=describe(joint, found.assignment, prices),
+        records=records,
         parameter_layouts=_parameter_layouts(joint, found.assignment, captured),
         inputs=call.inputs,
         outputs=_output_layouts(joint, found.assignment),

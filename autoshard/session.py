@@ -18,6 +18,7 @@ from autoshard.planning import CallLayouts, canonical_capture, output_layouts, p
 from autoshard.runtime.agreement import agree, collectively, everyones, from_first
 from autoshard.runtime.boundary import InputSide, OutputSide, plain_input, wrapped_output
 from autoshard.runtime.module import Call, dispatcher_of
+from autoshard.runtime.observe import Observer
 from autoshard.runtime.parameters import distribute_parameters
 from autoshard.runtime.process_groups import groups_for
 from autoshard.runtime.sharding import local_device
@@ -30,6 +31,7 @@ from passes.capture import CallSpec, Captured, flatten_call
 from passes.describe import graph_hash
 from passes.joint import JointGraph
 from passes.layout import Layout
+from passes.missing_tangents import usually_missing
 from passes.partition import partition
 from passes.phases import split_phases
 
@@ -66,8 +68,16 @@ class Session:
         self.spec = spec
         self.settings = settings
         self.plan: Plan | None = None
+        self.observers: list[Observer] = []
         self._first: CallSpec | None = None
         self._generator = torch.Generator()
+
+    @staticmethod
+    def of(model: nn.Module) -> Session | None:
+        """The session behind a model that `autoshard` made parallel."""
+        dispatcher = dispatcher_of(model)
+        owner = None if dispatcher is None else getattr(dispatcher.build, "__self__", None)
+        return owner if isinstance(owner, Session) else None
 
     def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What of a call's arguments decides its graph; ShardingError if it is no call of this model."""
@@ -138,7 +148,14 @@ class Session:
             return settings.plan
         pins = settings.pins if self.plan is None else self.plan.parameter_layouts
         return search_plan(
-            captured, settings.profile, self.spec, layouts, pins, settings.memory_limit, settings.time_limit
+            captured,
+            settings.profile,
+            self.spec,
+            layouts,
+            pins,
+            settings.memory_limit,
+            settings.backend,
+            settings.time_limit,
         )
 
     def _program(self, captured: Captured, plan: Plan) -> Program:
@@ -153,10 +170,20 @@ class Session:
             for node, spec in zip(joint.placeholders, joint.inputs, strict=True)
             if spec.kind != "tangent"
         ]
-        program = Program(phases, sides, self.spec, rank, self.settings.backend, self._guard)
+        program = Program(phases, sides, self.spec, rank, self.settings.backend, self._guard, self.observers)
         if phases.backward is not None:
-            program.compile_backward(_unused_tangents(joint))
+            program.compile_backward(usually_missing(phases.backward))
         return program
+
+    def prices(self, profile: Profile | None = None) -> Prices:
+        """What the program's kernels and collectives cost under `profile`, or the session's own."""
+        return prices_of(profile or self.settings.profile, self.spec, self.settings.backend)
+
+    def axes_of_group(self, name: str) -> tuple[str, ...]:
+        """The mesh axes of a process group that the programs use, by its name."""
+        assert self.plan is not None
+        groups = groups_for(self.mesh, _axes_in(self.plan, self.spec))
+        return next(axes for axes, group in groups.items() if group == name)
 
     def _guard(self, compile_it: Callable[[], Any]) -> Any:
         return compile_it()
@@ -246,19 +273,6 @@ def _output_sides(session: Session, joint: JointGraph, plan: Plan) -> list[Outpu
 def _axes_in(plan: Plan, spec: MeshSpec) -> list[tuple[str, ...]]:
     """The groups that the plan's collectives need, axes in mesh order; the same list on every rank."""
     return sorted({tuple(sorted(c.axes, key=spec.index)) for c in plan.collectives})
-
-
-def _unused_tangents(joint: JointGraph) -> frozenset[int]:
-    """The outputs that get no gradient in a usual step: all but the loss, where there is one scalar."""
-    tangents = [
-        (spec.index, node.meta["val"].ndim)
-        for spec, node in zip(joint.inputs, joint.placeholders, strict=True)
-        if spec.kind == "tangent"
-    ]
-    scalars = [index for index, ndim in tangents if ndim == 0]
-    return (
-        frozenset(index for index, _ in tangents if index != scalars[0]) if len(scalars) == 1 else frozenset()
-    )
 
 
 def _check_mesh(plan: Plan, spec: MeshSpec) -> None:

@@ -38,22 +38,29 @@ class CollectiveSamples:
     """Measured times of one collective on one group shape, all such groups of the mesh at once.
 
     nbytes:  sizes, increasing, in the convention of `cost_model.collectives`.
-    seconds: time of each, not decreasing.
+    seconds: median time of each, not decreasing.
+    spread:  interquartile range of the repetitions over their median, per size; () if unknown. No
+             price depends on it: it says how far a repeated measurement may be off.
     """
 
     kind: str
     group: GroupShape
     nbytes: tuple[int, ...]
     seconds: tuple[float, ...]
+    spread: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
 class MatmulRates:
-    """Matrix-product rate of a dtype by size: `flops` (2 m n k) increasing, `flops_per_second` of each."""
+    """Matrix-product rate of a dtype by size: `flops` (2 m n k) increasing, `flops_per_second` of each.
+
+    spread: as in `CollectiveSamples`.
+    """
 
     dtype: str
     flops: tuple[float, ...]
     flops_per_second: tuple[float, ...]
+    spread: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from cost_model.profile_text import profile_text
 
 __all__ = ["SCHEMA_VERSION", "Profile"]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 _NUMBERS = re.compile(r"\[[0-9eE+.,\s-]+\]")
 """A JSON list of numbers, to be written on one line."""
@@ -34,6 +34,8 @@ class Profile:
     device_type: of the devices measured ("cuda", "cpu").
     hardware, software, date, command, sources: where the numbers come from; no price depends on them.
     collective_launch_seconds: constant part of every modelled collective.
+    overlap_efficiency: of a collective and a computation that run at the same time, the share of the
+                 shorter that is hidden, in [0, 1]: together they take a + b - overlap_efficiency * min(a, b).
     links:       levels of the network, inner first. They price groups that were not measured.
     collectives: measured times per (kind, group shape).
     device:      launch time, memory bandwidth and matrix-product rates of one device.
@@ -51,6 +53,7 @@ class Profile:
     command: str
     sources: tuple[str, ...]
     collective_launch_seconds: float
+    overlap_efficiency: float
     links: tuple[LinkLevel, ...]
     collectives: tuple[CollectiveSamples, ...]
     device: DeviceRates
@@ -59,6 +62,7 @@ class Profile:
         check_profile(
             f"profile {self.name!r}",
             self.collective_launch_seconds,
+            self.overlap_efficiency,
             self.links,
             self.collectives,
             self.device,
@@ -131,6 +135,7 @@ class Profile:
             "command": fields.text("command"),
             "sources": fields.texts("sources"),
             "collective_launch_seconds": fields.number("collective_launch_seconds"),
+            "overlap_efficiency": fields.number("overlap_efficiency"),
             "links": tuple(read_link(entry) for entry in fields.entries("links")),
             "collectives": tuple(read_collective(entry) for entry in fields.entries("collectives")),
             "device": read_device(fields.entry("device")),
@@ -150,6 +155,8 @@ class Profile:
         priced = asdict(self)
         for field in ("name", "hardware", "software", "date", "command", "sources"):
             del priced[field]
+        for samples in (*priced["collectives"], *priced["device"]["matmul"]):
+            del samples["spread"]
         text = json.dumps(priced, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

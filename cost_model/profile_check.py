@@ -20,12 +20,15 @@ _REMEDY = "correct it, or measure the profile again"
 def check_profile(
     where: str,
     collective_launch_seconds: float,
+    overlap_efficiency: float,
     links: Sequence[LinkLevel],
     collectives: Sequence[CollectiveSamples],
     device: DeviceRates,
 ) -> None:
     """Raise ProfileError for the first impossible value; `where` starts the message."""
-    _Check(where).run(collective_launch_seconds, links, collectives, device)
+    check = _Check(where)
+    check.share("overlap_efficiency", overlap_efficiency)
+    check.run(collective_launch_seconds, links, collectives, device)
 
 
 class _Check:
@@ -48,6 +51,11 @@ class _Check:
                 self._refuse(f"collectives[{i}]", "repeats a kind and group", "keep the newest")
             seen.add((samples.kind, samples.group))
         self._device(device)
+
+    def share(self, field: str, value: float) -> None:
+        """In [0, 1]; NaN is not."""
+        if not 0.0 <= value <= 1.0:
+            self._refuse(field, f"is {value!r}; it must be between 0 and 1")
 
     def _refuse(self, field: str, problem: str, remedy: str = _REMEDY) -> NoReturn:
         raise ProfileError(f"{self._where}: field {field} {problem}\n  try: {remedy}")
@@ -98,6 +106,7 @@ class _Check:
                     f"is {times[i]:.4g}, less than {times[i - 1]:.4g} for fewer bytes",
                     "measure again with more repetitions",
                 )
+        self._spread(field, samples.spread, len(sizes))
         self._possible(field, samples, links)
 
     def _group(self, field: str, group: GroupShape) -> None:
@@ -122,6 +131,15 @@ class _Check:
                     "check the unit of the times (seconds) and of the sizes (bytes), and links[].ranks",
                 )
 
+    def _spread(self, field: str, spread: Sequence[float], count: int) -> None:
+        if len(spread) not in (0, count):
+            self._refuse(
+                f"{field}.spread", f"has {len(spread)} values for {count} sizes; give one each, or none"
+            )
+        for i, value in enumerate(spread):
+            if not (math.isfinite(value) and value >= 0):
+                self._refuse(f"{field}.spread[{i}]", f"is {value!r}; it must be finite and not negative")
+
     def _increasing(self, field: str, values: Sequence[float]) -> None:
         for i, value in enumerate(values):
             self._positive(f"{field}[{i}]", value)
@@ -143,6 +161,7 @@ class _Check:
         if not rates.flops or len(rates.flops) != len(rates.flops_per_second):
             self._refuse(field, "must have one or more sizes and a rate for each")
         self._increasing(f"{field}.flops", rates.flops)
+        self._spread(field, rates.spread, len(rates.flops))
         for i, rate in enumerate(rates.flops_per_second):
             self._positive(f"{field}.flops_per_second[{i}]", rate)
         times = [size / rate for size, rate in zip(rates.flops, rates.flops_per_second, strict=True)]

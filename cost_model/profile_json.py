@@ -59,6 +59,10 @@ class Fields:
     def numbers(self, field: str) -> tuple[float, ...]:
         return tuple(self._number(f"{self._path}{field}[{i}]", v) for i, v in enumerate(self._list(field)))
 
+    def numbers_if_any(self, field: str) -> tuple[float, ...]:
+        """A list that a profile may leave out: () then."""
+        return self.numbers(field) if field in self._data else ()
+
     def counts(self, field: str) -> tuple[int, ...]:
         return tuple(self._count(f"{self._path}{field}[{i}]", v) for i, v in enumerate(self._list(field)))
 
@@ -128,7 +132,11 @@ def read_link(fields: Fields) -> LinkLevel:
 
 def read_collective(fields: Fields) -> CollectiveSamples:
     samples = CollectiveSamples(
-        fields.text("kind"), fields.pairs("group"), fields.counts("nbytes"), fields.numbers("seconds")
+        fields.text("kind"),
+        fields.pairs("group"),
+        fields.counts("nbytes"),
+        fields.numbers("seconds"),
+        fields.numbers_if_any("spread"),
     )
     fields.close()
     return samples
@@ -142,6 +150,11 @@ def read_device(fields: Fields) -> DeviceRates:
 
 
 def _read_matmul(fields: Fields) -> MatmulRates:
-    rates = MatmulRates(fields.text("dtype"), fields.numbers("flops"), fields.numbers("flops_per_second"))
+    rates = MatmulRates(
+        fields.text("dtype"),
+        fields.numbers("flops"),
+        fields.numbers("flops_per_second"),
+        fields.numbers_if_any("spread"),
+    )
     fields.close()
     return rates

@@ -26,7 +26,10 @@ def profile_text(profile: Profile) -> str:
     for link in profile.links:
         lines.append(f"  link        {_link(link)}")
     launch = profile.collective_launch_seconds * 1e6
-    lines.append(f"  collectives {len(profile.collectives)} measured, launch {launch:.3g} us")
+    lines.append(
+        f"  collectives {len(profile.collectives)} measured, launch {launch:.3g} us, "
+        f"{profile.overlap_efficiency:.0%} of the overlap with computing hidden"
+    )
     return "\n".join(lines)
 
 

@@ -10,9 +10,10 @@ import torch
 from torch import fx
 
 from passes.assignment import Assignment, NodeLayouts
+from passes.hiding import hideable
 from passes.joint import GraphInput, JointGraph, map_operands, node_value, result_index, tensor_operands
 from passes.layout import Layout
-from passes.pricing import strategy_seconds, traffic
+from passes.pricing import strategy_seconds
 from passes.records import NodeRecord, OperandRecord, ResultRecord, Transfer
 from passes.redistribute import (
     AllGather,
@@ -29,6 +30,8 @@ from passes.search.space import Prices
 
 __all__ = ["describe", "fallback_ops", "graph_hash", "short_dtype"]
 
+Hides = frozenset[tuple[str, int]]
+
 
 def describe(
     joint: JointGraph, assignment: Assignment, prices: Prices, rules: RuleTable | None = None
@@ -40,14 +43,15 @@ def describe(
     """
     kinds = dict(zip(joint.placeholders, joint.inputs, strict=True))
     trained = joint.trained
+    hides = hideable(joint)
     records: list[NodeRecord] = []
     for node in joint.graph.nodes:
         if node.op == "placeholder":
             records.append(_placeholder(node, kinds[node], assignment[node.name], prices, node in trained))
         elif node.op == "output":
-            records.append(_output(node, assignment, prices.redistributor))
+            records.append(_output(node, assignment, prices.redistributor, hides))
         elif result_index(node)[0] is node:
-            records.append(_op(node, assignment, prices, rules))
+            records.append(_op(node, assignment, prices, rules, hides))
     return tuple(records)
 
 
@@ -112,15 +116,17 @@ def _placeholder(
     )
 
 
-def _op(node: fx.Node, assignment: Assignment, prices: Prices, rules: RuleTable | None) -> NodeRecord:
+def _op(
+    node: fx.Node, assignment: Assignment, prices: Prices, rules: RuleTable | None, hides: Hides
+) -> NodeRecord:
     layouts = assignment[node.name]
     rule = rule_for(node, rules)
-    seconds = strategy_seconds(node, rule, [layouts], traffic(node), prices.mesh, prices.compute)
+    seconds = strategy_seconds(node, rule, [layouts], prices.traffic(node), prices.mesh, prices.compute)
     return NodeRecord(
         name=node.name,
         op=_op_name(node),
         text=_op_text(node),
-        operands=_operands(node, layouts, assignment, prices.redistributor),
+        operands=_operands(node, layouts, assignment, prices.redistributor, hides),
         results=_results(node, layouts),
         splits=layouts.splits,
         seconds=float(seconds[0]),
@@ -130,22 +136,22 @@ def _op(node: fx.Node, assignment: Assignment, prices: Prices, rules: RuleTable 
     )
 
 
-def _output(node: fx.Node, assignment: Assignment, redistributor: Redistributor) -> NodeRecord:
-    operands = _operands(node, assignment["output"], assignment, redistributor)
+def _output(node: fx.Node, assignment: Assignment, redistributor: Redistributor, hides: Hides) -> NodeRecord:
+    operands = _operands(node, assignment["output"], assignment, redistributor, hides)
     return NodeRecord("output", "output", "", operands, (), (), 0.0, "backward", "", "")
 
 
 def _operands(
-    node: fx.Node, layouts: NodeLayouts, assignment: Assignment, redistributor: Redistributor
+    node: fx.Node, layouts: NodeLayouts, assignment: Assignment, redistributor: Redistributor, hides: Hides
 ) -> tuple[OperandRecord, ...]:
     found: list[OperandRecord] = []
-    for operand, wanted in zip(tensor_operands(node), layouts.operands, strict=True):
+    reader = "output" if node.op == "output" else node.name
+    for position, (operand, wanted) in enumerate(zip(tensor_operands(node), layouts.operands, strict=True)):
         producer, index = result_index(operand)
         held = assignment[producer.name].results[index]
         value = node_value(operand)
-        found.append(
-            OperandRecord(producer.name, index, wanted, _transfers(held, wanted, value, redistributor))
-        )
+        transfers = _transfers(held, wanted, value, redistributor)
+        found.append(OperandRecord(producer.name, index, wanted, transfers, (reader, position) in hides))
     return tuple(found)
 
 

@@ -11,7 +11,7 @@ from torch import fx
 from passes.joint import ancestors
 from passes.phases import Backward, exchanges, extract, unaliased
 
-__all__ = ["without_tangents"]
+__all__ = ["usually_missing", "without_tangents"]
 
 _aten = torch.ops.aten
 _SUMS = (_aten.add.Tensor, _aten.sub.Tensor)
@@ -32,6 +32,15 @@ def without_tangents(backward: Backward, missing: Set[int]) -> Backward:
     for node in backward.module.graph.nodes:
         folder.fold(node)
     return folder.finish()
+
+
+def usually_missing(backward: Backward) -> frozenset[int]:
+    """The outputs that get no gradient in a usual step: all but the loss, where there is one scalar."""
+    placeholders = [n for n in backward.module.graph.nodes if n.op == "placeholder"]
+    nodes = placeholders[len(placeholders) - len(backward.tangents) :]
+    ndims = {spec.index: n.meta["val"].ndim for n, spec in zip(nodes, backward.tangents, strict=True)}
+    scalars = [index for index, ndim in ndims.items() if ndim == 0]
+    return frozenset(ndims.keys() - set(scalars)) if len(scalars) == 1 else frozenset()
 
 
 class _Folder:

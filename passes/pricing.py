@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,16 @@ from passes.layout import Layout, nested_sizes
 from passes.op_kinds import fuses, global_flops, is_view, storage_root
 from passes.rules.rule import OpRule
 
-__all__ = ["Traffic", "local_nbytes", "strategy_seconds", "traffic"]
+__all__ = [
+    "Traffic",
+    "TrafficModel",
+    "eager_traffic",
+    "fused_traffic",
+    "local_nbytes",
+    "local_seconds",
+    "strategy_seconds",
+    "traffic_model",
+]
 
 
 @dataclass(frozen=True)
@@ -32,7 +41,22 @@ class Traffic:
     writes: bool
 
 
-def traffic(node: fx.Node) -> Traffic:
+TrafficModel = Callable[[fx.Node], Traffic]
+"""How the compiled graph moves an op's tensors."""
+
+
+def traffic_model(backend: str) -> TrafficModel:
+    """Of a `torch.compile` backend: "eager" runs op by op; every other one is taken to fuse as Inductor does."""
+    return eager_traffic if backend == "eager" else fused_traffic
+
+
+def eager_traffic(node: fx.Node) -> Traffic:
+    """Every op that is no view reads all its operands and stores its results."""
+    moves = not is_view(node)
+    return Traffic((moves,) * len(tensor_operands(node)), writes=moves)
+
+
+def fused_traffic(node: fx.Node) -> Traffic:
     """Fusion as Inductor does it: a pointwise op reads what a non-fusing op stored, and is itself
     stored only where something that cannot fuse with it, or the other phase, reads it."""
     if is_view(node):
@@ -98,11 +122,27 @@ def strategy_seconds(
             nbytes += sum(
                 local_nbytes(strategy.results[i], node, i, mesh) for i in range(results) if _exists(node, i)
             )
-        if not flow.writes:
-            return max(prices.memory_seconds(nbytes), prices.matmul_seconds(flops * share, dtype))
-        return prices.op_seconds(flops * share, nbytes, dtype)
+        return _kernel_seconds(flops * share, nbytes, dtype, flow, prices)
 
     return np.array([seconds(strategy) for strategy in strategies])
+
+
+def local_seconds(node: fx.Node, flow: Traffic, prices: ComputePrices) -> float:
+    """Seconds of `node` of one rank's graph, where values are local: as `strategy_seconds` prices it."""
+    if is_view(node):
+        return 0.0
+    values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
+    kept = [value for value in values if value is not None]
+    flops = float(kept[0].numel()) if fuses(node) else global_flops(node)
+    read = [node_value(n) for n, reads in zip(tensor_operands(node), flow.reads, strict=True) if reads]
+    nbytes = sum(value.numel() * value.element_size() for value in (*read, *(kept if flow.writes else ())))
+    return _kernel_seconds(flops, nbytes, str(kept[0].dtype).removeprefix("torch."), flow, prices)
+
+
+def _kernel_seconds(flops: float, nbytes: float, dtype: str, flow: Traffic, prices: ComputePrices) -> float:
+    if not flow.writes:
+        return max(prices.memory_seconds(nbytes), prices.matmul_seconds(flops, dtype))
+    return prices.op_seconds(flops, nbytes, dtype)
 
 
 def _exists(node: fx.Node, index: int) -> bool:

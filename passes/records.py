@@ -31,12 +31,14 @@ class Transfer:
 
 @dataclass(frozen=True)
 class OperandRecord:
-    """source: name of the node read; result: which of its results; layout: as read."""
+    """source: name of the node read; result: which of its results; layout: as read; hides: whether the
+    transfers may run behind computation (`passes.hiding`)."""
 
     source: str
     result: int
     layout: Layout
     transfers: tuple[Transfer, ...]
+    hides: bool
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,7 @@ def _operand_to_json(operand: OperandRecord) -> dict[str, Any]:
             }
             for t in operand.transfers
         ],
+        "hides": operand.hides,
     }
 
 
@@ -158,4 +161,5 @@ def _operand_from_json(data: Mapping[str, Any]) -> OperandRecord:
         )
         for t in data["transfers"]
     )
-    return OperandRecord(data["source"], data["result"], layout_from_json(data["layout"]), transfers)
+    layout = layout_from_json(data["layout"])
+    return OperandRecord(data["source"], data["result"], layout, transfers, data["hides"])

@@ -211,12 +211,13 @@ class Redistributor:
         space = self._spaces.get((key, shard_bytes.tobytes()))
         if space is None:
             payloads = universe.payloads(shard_bytes)
-            seconds = universe.seconds(payloads, self._price)
+            seconds = universe.seconds(payloads, self.collective_seconds)
             space = _Space(universe, (), payloads, seconds, {})
             self._spaces[key, shard_bytes.tobytes()] = space
         return _Space(universe, dims, space.payloads, space.seconds, space.rows)
 
-    def _price(self, kind: str, axes: tuple[str, ...], nbytes: int) -> float:
+    def collective_seconds(self, kind: str, axes: tuple[str, ...], nbytes: int) -> float:
+        """Price of one collective; ProfileError for one that is negative or not finite."""
         if nbytes == 0:
             return 0.0  # the lowering emits no collective
         key = (kind, axes, nbytes)

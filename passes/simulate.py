@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from cost_model.mesh import MeshSpec
 
-__all__ = ["LockstepError", "Observer", "simulate", "simulated_group_name", "simulated_groups"]
+__all__ = ["LockstepError", "Observer", "simulate", "simulated_group_axes", "simulated_group_name", "simulated_groups"]
 
 Observer = Callable[[int, fx.Node, Any], None]
 
@@ -31,6 +31,11 @@ class LockstepError(AssertionError):
 def simulated_group_name(axes: Sequence[str]) -> str:
     """The name by which the simulator knows the group over `axes`, in that order."""
     return _PREFIX + ",".join(axes)
+
+
+def simulated_group_axes(name: str) -> tuple[str, ...]:
+    """Inverse of `simulated_group_name`."""
+    return tuple(name.removeprefix(_PREFIX).split(","))
 
 
 @dataclass(frozen=True)
@@ -131,7 +136,7 @@ def _call(interpreter: fx.Interpreter, node: fx.Node) -> _Call:
     tensor, *rest, group = (*args, *kwargs.values())
     if not isinstance(group, str) or not group.startswith(_PREFIX):
         raise LockstepError(f"%{node.name}: {group!r} is not a simulated group, such as 'axes:dp,tp'")
-    return _Call(node, tensor, tuple(rest), tuple(group.removeprefix(_PREFIX).split(",")))
+    return _Call(node, tensor, tuple(rest), simulated_group_axes(group))
 
 
 @dataclass

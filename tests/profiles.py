@@ -7,6 +7,11 @@ from dataclasses import replace
 from cost_model.profile import Profile
 
 
+def waited_for(name: str) -> Profile:
+    """A shipped profile on which no communication hides behind computing: plans are as in the textbooks."""
+    return replace(Profile.named(name), name=f"{name}, all waited for", overlap_efficiency=0.0)
+
+
 def slow_compute(factor: float = 1e4) -> Profile:
     """The nominal CPU with a fast network and kernels `factor` times slower, launched for free.
 

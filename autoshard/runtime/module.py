@@ -30,7 +30,7 @@ class Dispatcher:
         self.executables: dict[Hashable, Call] = {}
         self._mode = _Mode(model)
         self._key = key
-        self._build = build
+        self.build = build
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.prepare(args, kwargs)(args, kwargs)
@@ -40,7 +40,7 @@ class Dispatcher:
         key = (self._mode.key(), self._key(args, kwargs))
         executable = self.executables.get(key)
         if executable is None:
-            executable = self.executables[key] = self._build(args, kwargs)
+            executable = self.executables[key] = self.build(args, kwargs)
         return executable
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, fx
 from torch.autograd.function import once_differentiable
 
 from autoshard.runtime.boundary import InputSide, conform, expected, sliced
+from autoshard.runtime.observe import Observer, PhaseRun, observed
 from cost_model.mesh import MeshSpec
 from passes.compile import Compiled, compile_graph
 from passes.missing_tangents import without_tangents
@@ -37,6 +39,8 @@ class Program:
     Calls are independent: a second may run before the first's backward, and a graph may be retained.
     The backward is compiled on first use for every set of outputs that get no gradient; all ranks
     meet the same sets in the same order, so `guard` may make that a common affair.
+
+    observers: told when a forward or backward begins and ends; may change while the program lives.
     """
 
     def __init__(
@@ -47,15 +51,17 @@ class Program:
         rank: int,
         backend: str = "inductor",
         guard: CompileBackward = lambda compile_it: compile_it(),
+        observers: Sequence[Observer] = (),
     ) -> None:
         assert len(sides) == len(phases.inputs)
-        self.phases = phases
+        self.phases = replace(phases, forward=_ordered(phases.forward))
         self.backend = backend
         self.device_type = spec.device_type
         self._spec, self._rank, self._guard = spec, rank, guard
+        self._observers = observers
         self._sides = tuple(sides)
-        self._forward = compile_graph(_ordered(phases.forward), backend)
-        self._expected = expected(_placeholder_values(phases.forward))
+        self._forward = compile_graph(self.phases.forward, backend)
+        self._expected = expected(_placeholder_values(self.phases.forward))
         # Parameters and buffers by far outnumber what may need slicing.
         kinds = [i.kind for i in phases.inputs]
         self._may_slice = [i for i, kind in enumerate(kinds) if kind != "param"]
@@ -79,10 +85,11 @@ class Program:
     def run_forward(self, leaves: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         """(outputs, tensors to save). Outside autograd."""
         locals_ = self._localize(leaves)
-        with _autocast_off(self.device_type):
+        run = lambda: PhaseRun("forward", self.phases, tuple(locals_))
+        with _autocast_off(self.device_type), observed(self._observers, run):
             results = self._forward(list(locals_))
-        for position, leaf in self._buffers:
-            local_of(leaves[leaf]).copy_(results[position])  # type: ignore[arg-type]
+            for position, leaf in self._buffers:
+                local_of(leaves[leaf]).copy_(results[position])  # type: ignore[arg-type]
         saved: list[Tensor] = []
         if self.phases.backward is not None:
             saved = [locals_[i] for i in self.phases.backward.passed]
@@ -102,7 +109,8 @@ class Program:
             inputs.append(conform(given[tangent.index], like))  # type: ignore[arg-type]
         saved.clear()
         given.clear()
-        with _autocast_off(self.device_type):
+        run = lambda: PhaseRun("backward", replace(self.phases, backward=backward.graph))
+        with _autocast_off(self.device_type), observed(self._observers, run):
             return list(backward.run(inputs))
 
     def compile_backward(self, missing: frozenset[int] = frozenset()) -> None:
@@ -132,7 +140,8 @@ class Program:
         graph = without_tangents(full, missing) if missing else full
         slots = [full.passed.index(p) for p in graph.passed]
         slots += [len(full.passed) + full.saved.index(s) for s in graph.saved]
-        run = self._guard(lambda: compile_graph(_ordered(graph.module), self.backend))
+        graph = replace(graph, module=_ordered(graph.module))
+        run = self._guard(lambda: compile_graph(graph.module, self.backend))
         values = _placeholder_values(graph.module)
         return _CompiledBackward(graph, run, slots, expected(values[len(slots) :]))
 

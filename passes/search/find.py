@@ -12,8 +12,8 @@ from passes.assignment import Assignment
 from passes.joint import GraphInput, JointGraph
 from passes.rules.registry import RuleTable
 from passes.search.boundary import Boundary
+from passes.search.overlapped import solve_overlapped
 from passes.search.problem import Infeasible
-from passes.search.solve import solve
 from passes.search.space import Prices, SearchSpace, build_space
 
 __all__ = ["Found", "find_assignment"]
@@ -50,7 +50,9 @@ def find_assignment(
     """
     space = build_space(joint, prices, boundary, memory_limit=memory_limit, rules=rules)
     try:
-        solution = solve(space.problem, time_limit=time_limit)
+        solution = solve_overlapped(
+            space.problem, space.kinds, prices.overlap_efficiency, time_limit=time_limit
+        )
     except Infeasible as reason:
         raise _explained(reason, joint, space, prices.mesh, memory_limit) from None
     peak, step = space.problem.peak(solution.choice)

@@ -13,7 +13,7 @@ from cost_model.mesh import MeshSpec
 from passes.assignment import NodeLayouts
 from passes.joint import JointGraph, tensor_operands
 from passes.op_kinds import alias_chain, is_view
-from passes.pricing import local_nbytes, traffic
+from passes.pricing import TrafficModel, local_nbytes
 
 __all__ = ["Residency"]
 
@@ -37,6 +37,7 @@ class Residency:
         nodes: Sequence[fx.Node | None],
         strategies: Sequence[tuple[NodeLayouts, ...]],
         mesh: MeshSpec,
+        traffic: TrafficModel,
     ) -> Residency:
         order = {node: step for step, node in enumerate(joint.graph.nodes)}
         end = len(order)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,13 +14,15 @@ from torch import fx
 from cost_model.compute import ComputePrices
 from cost_model.mesh import MeshSpec
 from passes.assignment import Assignment, NodeLayouts
+from passes.hiding import PHASES, hideable
 from passes.joint import JointGraph, first_value, map_operands, node_value, result_index, tensor_operands
 from passes.layout import Layout
-from passes.pricing import Traffic, strategy_seconds, traffic
+from passes.pricing import Traffic, TrafficModel, fused_traffic, strategy_seconds
 from passes.redistribute import Redistributor
 from passes.rules.registry import RuleTable, rule_for
 from passes.rules.rule import OpRule
 from passes.search.boundary import Boundary
+from passes.search.cost_kinds import CostKinds
 from passes.search.problem import Problem
 from passes.search.residency import Residency
 from passes.strategies import Units, enumerate_strategies
@@ -35,6 +38,8 @@ class Prices:
     compute: ComputePrices
     redistributor: Redistributor
     optimizer_seconds: Callable[[int], float]  # bytes of a parameter's shard -> seconds of its update
+    traffic: TrafficModel = fused_traffic
+    overlap_efficiency: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,7 @@ class SearchSpace:
     names: tuple[str, ...]
     strategies: tuple[tuple[NodeLayouts, ...], ...]
     edges: tuple[Edge, ...]
+    kinds: CostKinds
     output_slots: tuple[int | None, ...]  # per graph result: the search node whose layout it must reach
 
     def assignment(self, choice: Sequence[int]) -> dict[str, NodeLayouts]:
@@ -136,7 +142,7 @@ class _Builder:
 
     def finish(self, memory_limit: int | None) -> SearchSpace:
         strategies = tuple(option.strategies for option in self.options)
-        residency = Residency.of(self.joint, self.nodes, strategies, self.prices.mesh)
+        residency = Residency.of(self.joint, self.nodes, strategies, self.prices.mesh, self.prices.traffic)
         problem = Problem(
             node_costs=tuple(option.seconds for option in self.options),
             edges=tuple((edge.producer, edge.consumer) for edge in self.edges),
@@ -145,7 +151,24 @@ class _Builder:
             usages=residency.nbytes,
             limit=memory_limit,
         )
-        return SearchSpace(problem, tuple(self.names), strategies, tuple(self.edges), tuple(self.slots))
+        return SearchSpace(
+            problem, tuple(self.names), strategies, tuple(self.edges), self._kinds(), tuple(self.slots)
+        )
+
+    def _kinds(self) -> CostKinds:
+        """Computing, hideable communication, or neither: per node and edge."""
+        hides = hideable(self.joint)
+        phases = [PHASES.index(n.meta.get("phase", "forward")) if n is not None else 0 for n in self.nodes]
+        computes = [n is not None and n.op == "call_function" for n in self.nodes]
+        ends = itertools.count()
+        edges: list[int] = []
+        for edge in self.edges:
+            at_end = edge.operand is None
+            read = ("output", next(ends)) if at_end else (self.names[edge.consumer], edge.operand)
+            phase = phases[edge.producer if at_end else edge.consumer]
+            edges.append(2 * phase + 1 if read in hides else CostKinds.EXPOSED)
+        nodes = [2 * p if c else CostKinds.EXPOSED for p, c in zip(phases, computes, strict=True)]
+        return CostKinds(tuple(nodes), tuple(edges), len(PHASES))
 
     def _add(self, node: fx.Node | None, name: str, option: _Option) -> int:
         position = len(self.names)
@@ -192,7 +215,7 @@ class _Builder:
         return np.array([self.prices.optimizer_seconds(n) for n in nbytes])
 
     def _op(self, node: fx.Node, units: Units, any_order: bool) -> _Option:
-        flow = traffic(node)
+        flow = self.prices.traffic(node)
         key = (_class_key(node), flow, any_order)
         return self._classed(key, lambda: self._enumerated(node, units, any_order, flow))
 

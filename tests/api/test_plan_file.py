@@ -36,7 +36,7 @@ def test_a_file_holds_all_of_the_plan(plan: Plan, tmp_path: Path) -> None:
     assert loaded.explain() == plan.explain()
     assert loaded.parameters == plan.parameters
     assert loaded.parameters["up.weight"] == (Shard(0),)
-    assert json.loads((tmp_path / "plan.json").read_text())["schema_version"] == 1
+    assert json.loads((tmp_path / "plan.json").read_text())["schema_version"] == 2
 
 
 def test_a_plan_with_several_axes_survives_the_file(tmp_path: Path) -> None:
@@ -54,7 +54,8 @@ def test_the_cost_is_the_sum_of_its_parts(plan: Plan) -> None:
     assert sum(parts) == pytest.approx(plan.cost, rel=1e-9)
     assert plan.lower_bound <= plan.cost * (1 + 1e-9)
     assert plan.status == "optimal" and plan.gap < 1e-6
-    assert plan.step_time == plan.cost
+    # Copies around collectives, and what the backward computes again, are in the step alone.
+    assert plan.cost * 0.99 <= plan.step_time <= plan.cost * 1.1
 
 
 def change(data: dict[str, Any], path: tuple[Any, ...], value: Any) -> None:
@@ -67,7 +68,7 @@ def change(data: dict[str, Any], path: tuple[Any, ...], value: Any) -> None:
 
 
 DAMAGE: list[tuple[tuple[Any, ...], Any, str]] = [
-    (("schema_version",), 99, "has plan schema 99; this version reads 1"),
+    (("schema_version",), 99, "has plan schema 99; this version reads 2"),
     (("schema_version",), None, "no autoshard plan: it has no schema_version"),
     (("nodes",), None, "damaged plan: KeyError 'nodes'"),
     (("nodes", 0), "oops", "damaged plan"),

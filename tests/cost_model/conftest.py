@@ -26,6 +26,7 @@ def round_profile() -> Profile:
         command="by hand",
         sources=(),
         collective_launch_seconds=5e-6,
+        overlap_efficiency=0.5,
         links=(
             LinkLevel("inside", 4, 1e-6, 100e9, 200e9),
             LinkLevel("between", None, 10e-6, 10e9, 20e9),

@@ -35,7 +35,7 @@ def test_save_and_load_give_the_same_profile(measured: Profile, tmp_path: Path) 
     path = tmp_path / "mine.json"
     measured.save(path)
     assert Profile.load(path) == Profile.load(str(path)) == measured
-    assert json.loads(path.read_text())["schema_version"] == 1
+    assert json.loads(path.read_text())["schema_version"] == 2
 
 
 def test_lists_of_numbers_are_written_on_one_line(measured: Profile) -> None:
@@ -49,6 +49,9 @@ def test_hash_is_of_what_prices_depend_on(measured: Profile) -> None:
     assert replace(measured, collectives=()).hash() != measured.hash()
     assert replace(measured, collective_launch_seconds=5.1e-6).hash() != measured.hash()
     assert replace(measured, links=measured.links[1:]).hash() != measured.hash()
+    assert replace(measured, overlap_efficiency=0.6).hash() != measured.hash()
+    steady = replace(measured.collectives[0], spread=(0.1, 0.1))
+    assert replace(measured, collectives=(steady,)).hash() == measured.hash()
 
 
 def test_hash_is_the_same_after_a_file_and_in_every_process(measured: Profile) -> None:
@@ -92,9 +95,12 @@ Break = Callable[[dict[str, Any]], object]
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda d: d.pop("schema_version"), "field schema_version is None; this autoshard reads 1"),
-        (lambda d: d.update(schema_version=2), "field schema_version is 2; this autoshard reads 1"),
+        (lambda d: d.pop("schema_version"), "field schema_version is None; this autoshard reads 2"),
+        (lambda d: d.update(schema_version=1), "field schema_version is 1; this autoshard reads 2"),
         (lambda d: d.pop("links"), "field links is missing"),
+        (lambda d: d.pop("overlap_efficiency"), "field overlap_efficiency is missing"),
+        (lambda d: d.update(overlap_efficiency="all"), "field overlap_efficiency is 'all', not a number"),
+        (lambda d: d["collectives"][0].update(spread=0.1), "field collectives[0].spread is 0.1, not a list"),
         (lambda d: d["links"][1].pop("latency_seconds"), "field links[1].latency_seconds is missing"),
         (lambda d: d.update(nominl=True), "field nominl is not a field of a profile"),
         (lambda d: d.update(nominal="yes"), "field nominal is 'yes', neither true nor false"),
@@ -177,6 +183,9 @@ def test_numbers_must_be_finite_and_positive(measured: Profile, bad: float) -> N
         ({"group": ((4, 1), (2, 4))}, "collectives[0].group is ((4, 1), (2, 4)); list large strides first"),
         ({"group": ((2, 4), (4, 1))}, "collectives[0].group is ((2, 4), (4, 1)); list large strides first"),
         ({"group": ((2, 8), (4, 1))}, None),
+        ({"spread": (0.0, 1.5)}, None),
+        ({"spread": (0.1,)}, "collectives[0].spread has 1 values for 2 sizes; give one each, or none"),
+        ({"spread": (0.1, -0.1)}, "collectives[0].spread[1] is -0.1; it must be finite and not negative"),
         # 7/8 of 1 GB through 4 ports of 20 GB/s at peak would need (8 - 4) / 8 / 4 / 20e9 * 1e9 = 6.25 ms.
         ({"nbytes": (1000, 10**9), "seconds": (1e-4, 6.26e-3)}, None),
         (
@@ -199,6 +208,18 @@ def test_measured_collectives(measured: Profile, changes: dict[str, Any], messag
 def test_one_group_twice(measured: Profile) -> None:
     with pytest.raises(ProfileError, match=r"collectives\[1\] repeats a kind and group"):
         replace(measured, collectives=measured.collectives * 2)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), -0.1, 1.1])
+def test_overlap_efficiency_is_a_share(measured: Profile, bad: float) -> None:
+    with pytest.raises(ProfileError, match=r"field overlap_efficiency is .*; it must be between 0 and 1"):
+        replace(measured, overlap_efficiency=bad)
+
+
+def test_spread_may_be_left_out_of_the_file(measured: Profile) -> None:
+    data = json.loads(measured.to_json())
+    assert data["collectives"][0].pop("spread") == [] and data["device"]["matmul"][0].pop("spread") == []
+    assert Profile.from_json(json.dumps(data), "text") == measured
 
 
 @pytest.mark.parametrize(
@@ -236,4 +257,5 @@ def test_matmul_tables(measured: Profile) -> None:
     refused("device.matmul is empty")
     refused(r"device.matmul\[1\].dtype repeats float32", good, good)
     refused("a rate for each", replace(good, flops=(1e6,)))
+    refused(r"device.matmul\[0\].spread has 1 values for 2 sizes", replace(good, spread=(0.1,)))
     refused("makes a larger product faster", replace(good, flops_per_second=(1e10, 1e13)))

@@ -19,7 +19,7 @@ def transfer(kind: str, seconds: float, nbytes: int = 64) -> Transfer:
 
 
 def read(source: str, *transfers: Transfer, layout: Layout = WHOLE) -> OperandRecord:
-    return OperandRecord(source, 0, layout, transfers)
+    return OperandRecord(source, 0, layout, transfers, hides=False)
 
 
 def record(name: str, op: str, *operands: OperandRecord, text: str = "", module: str = "") -> NodeRecord:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -13,9 +14,11 @@ from autoshard import MeshSpec, Plan, find_plan
 from tests.golden import Golden
 from tests.models import SwiGLU, TwoLinear
 from tests.plans.patterns import Block, LanguageModel, Regression
+from tests.profiles import waited_for
 
 TP4 = MeshSpec({"tp": 4}, device_type="cuda")
 DP4 = MeshSpec({"dp": 4}, device_type="cuda")
+H100 = waited_for("h100")
 
 
 def counts(plan: Plan, phase: str) -> Counter[str]:
@@ -33,7 +36,7 @@ def rows(batch: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_data_parallel(golden: Golden) -> None:
     """Large batch, small weights: the batch is split, weights replicated, gradients all-reduced."""
-    plan = find_plan(regression(256, 512), DP4, rows(65536, 256), profile="h100")
+    plan = find_plan(regression(256, 512), DP4, rows(65536, 256), profile=H100)
     assert all(p == (Replicate(),) for p in plan.parameters.values())
     assert counts(plan, "backward") == {"all_reduce[dp]": 3}
     golden.check(plan.to_text(seconds=False), "data_parallel.txt")
@@ -43,20 +46,31 @@ def test_fully_sharded(golden: Golden) -> None:
     """Large weights: ZeRO-3 comes out unasked, since a rank then updates only its part of them. Gathered to
     use, again in the backward (w1 and w3 are not needed there: the input has no gradient), gradients
     reduce-scattered."""
-    plan = find_plan(regression(4096, 4096), DP4, rows(65536, 4096), profile="h100")
+    plan = find_plan(regression(4096, 4096), DP4, rows(65536, 4096), profile=H100)
     assert all(p == (Shard(0),) for p in plan.parameters.values())
     assert counts(plan, "forward") == {"all_gather[dp]": 3, "all_reduce[dp]": 1}
     assert counts(plan, "backward") == {"all_gather[dp]": 1, "reduce_scatter[dp]": 3}
     golden.check(plan.to_text(seconds=False), "fully_sharded.txt")
 
 
+def test_what_hides_is_split() -> None:
+    """The data parallel model again, where gathers and reductions hide behind the products: weights are split, so
+    that a rank updates only its part of them, and the plan's cost counts what it can see of the transfers."""
+    model, data = regression(256, 512), rows(65536, 256)
+    plan = find_plan(model, DP4, data, profile=replace(H100, overlap_efficiency=1.0))
+    assert all(p == (Shard(0),) for p in plan.parameters.values())
+    assert counts(plan, "backward")["reduce_scatter[dp]"] == 3
+    waits = find_plan(model, DP4, data, profile=H100)
+    assert plan.cost < waits.cost
+
+
 def test_memory_limit_shards_what_was_replicated() -> None:
     """w2 is replicated where memory allows it, and split where it does not."""
     model, data = regression(1024, 1024), rows(16384, 1024)
-    free = find_plan(model, DP4, data, profile="h100")
+    free = find_plan(model, DP4, data, profile=H100)
     assert free.parameters["body.w2.weight"] == (Replicate(),)
     limit = int(free.peak_memory * 0.9)
-    plan = find_plan(model, DP4, data, profile="h100", memory_limit=limit)
+    plan = find_plan(model, DP4, data, profile=H100, memory_limit=limit)
     assert plan.parameters["body.w2.weight"] != (Replicate(),)
     assert plan.peak_memory <= limit
     assert plan.cost > free.cost
@@ -65,7 +79,7 @@ def test_memory_limit_shards_what_was_replicated() -> None:
 def test_fully_sharded_pinned() -> None:
     """Small weights, which the search would replicate, stored split by a pin."""
     plan = find_plan(
-        regression(256, 512), DP4, rows(65536, 256), profile="h100", constraints={"body.*": [Shard(0)]}
+        regression(256, 512), DP4, rows(65536, 256), profile=H100, constraints={"body.*": [Shard(0)]}
     )
     assert counts(plan, "forward")["all_gather[dp]"] == 3
     assert counts(plan, "backward") == {"all_gather[dp]": 1, "reduce_scatter[dp]": 3}
@@ -73,7 +87,7 @@ def test_fully_sharded_pinned() -> None:
 
 def test_column_then_row(golden: Golden) -> None:
     """Few rows, large weights: w1 and w3 by columns, w2 by rows, one all-reduce."""
-    plan = find_plan(regression(4096, 16384), TP4, rows(128, 4096), profile="h100")
+    plan = find_plan(regression(4096, 16384), TP4, rows(128, 4096), profile=H100)
     assert plan.parameters["body.w1.weight"] == (Shard(0),)
     assert plan.parameters["body.w3.weight"] == (Shard(0),)
     assert plan.parameters["body.w2.weight"] == (Shard(1),)
@@ -88,7 +102,7 @@ def test_megatron_sequence_parallel(golden: Golden) -> None:
     with torch.device("meta"):
         model = Regression(nn.Sequential(Block(4096, 32, 0.1)))
     x = torch.empty(1, 4096, 4096, device="meta")
-    plan = find_plan(model, TP4, (x, x), profile="h100")
+    plan = find_plan(model, TP4, (x, x), profile=H100)
     column, row = (Shard(0),), (Shard(1),)
     for name, split in {
         "attention.w[qkv]": column,
@@ -108,7 +122,7 @@ def test_vocabulary_parallel(golden: Golden) -> None:
     with torch.device("meta"):
         model = LanguageModel(131072, 1024, nn.Identity())
     tokens = torch.zeros(2, 512, dtype=torch.int64)
-    plan = find_plan(model, TP4, (tokens, tokens), profile="h100")
+    plan = find_plan(model, TP4, (tokens, tokens), profile=H100)
     assert plan.parameters["embedding.weight"] == (Shard(0),) or plan.parameters["embedding.weight"] == (
         Shard(1),
     )
@@ -123,7 +137,7 @@ def test_fsdp_of_tp_on_two_axes(golden: Golden) -> None:
         regression(8192, 28672),
         mesh,
         rows(16384, 8192),
-        profile="h100",
+        profile=H100,
         memory_limit=int(3 * 8192 * 28672 * 16 / 12) + 2_000_000_000,
     )
     assert plan.parameters["body.w1.weight"] is not None

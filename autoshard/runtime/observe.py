@@ -1,0 +1,49 @@
+"""Who watches a program run. A program without observers pays for one look at an empty list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from passes.phases import Phases
+
+__all__ = ["Observer", "PhaseRun", "observed"]
+
+
+@dataclass(frozen=True)
+class PhaseRun:
+    """One run of a program's forward or backward.
+
+    phases: the program's graphs in the order in which they run; of a backward with the graph that runs
+            for the tangents of this call.
+    inputs: of a forward, this rank's tensors, parallel to `phases.inputs`. Not those of a backward: its
+            program frees them as it goes.
+    """
+
+    phase: Literal["forward", "backward"]
+    phases: Phases
+    inputs: tuple[Tensor, ...] = ()
+
+
+class Observer(Protocol):
+    def begin(self, run: PhaseRun) -> None: ...
+
+    def end(self, run: PhaseRun) -> None: ...
+
+
+def observed(observers: Sequence[Observer], run: Callable[[], PhaseRun]) -> AbstractContextManager[None]:
+    """Tell the observers, if there are any, when the block begins and when it is over."""
+    return _told(observers, run()) if observers else nullcontext()
+
+
+@contextmanager
+def _told(observers: Sequence[Observer], run: PhaseRun) -> Generator[None]:
+    for observer in observers:
+        observer.begin(run)
+    yield
+    for observer in observers:
+        observer.end(run)

@@ -1,0 +1,61 @@
+"""Seconds that a device takes for a piece of work, as seen by the program that waits for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+__all__ = ["Clock", "CpuClock", "CudaClock", "device_clock"]
+
+Work = Callable[[], object]
+
+
+class Clock(Protocol):
+    """What times work; tests bring their own."""
+
+    def now(self) -> float:
+        """Seconds since some start, for budgets."""
+        ...
+
+    def seconds(self, work: Work, calls: int) -> float:
+        """Seconds of one call, averaged over `calls` in a row."""
+        ...
+
+
+class CpuClock:
+    """Wall time: work is done when the call returns."""
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, work: Work, calls: int) -> float:
+        start = time.perf_counter()
+        for _ in range(calls):
+            work()
+        return (time.perf_counter() - start) / calls
+
+
+class CudaClock:
+    """Time on the current stream, between two events; what other streams do counts as far as it is
+    waited for, as a collective's wait_tensor does."""
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, work: Work, calls: int) -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        start.record()
+        for _ in range(calls):
+            work()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) * 1e-3 / calls
+
+
+def device_clock(device_type: str) -> Clock:
+    """Of "cuda" or "cpu"; any other device is timed as the CPU is."""
+    return CudaClock() if device_type == "cuda" else CpuClock()

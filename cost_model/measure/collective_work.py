@@ -1,0 +1,143 @@
+"""Collectives as a lowered graph runs them: a functional collective, the wait for it, and the copies around.
+
+| kind           | what is timed                                                                       |
+| all_gather     | gather along dim 1: the collective, then the copy that puts the parts side by side  |
+| reduce_scatter | along dim 1: the copy that puts the parts one after the other, then the collective  |
+| all_to_all     | from dim 0 to dim 1: that copy, then the collective                                 |
+| all_reduce     | the collective, out of place                                                        |
+| broadcast      | the collective, out of place, from the group's first rank                           |
+| point_to_point | every rank sends to the next of its group and receives from the one before          |
+
+Along dim 0 the copies fall away: a price is that of the dearer case. float32, sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cost_model.measurements import KINDS
+
+__all__ = ["Team", "collective_work", "whole_size"]
+
+c10d = torch.ops._c10d_functional
+_ITEMSIZE = 4  # float32
+
+
+@dataclass(frozen=True)
+class Team:
+    """This rank's group of one shape. ranks: of the world, in the group's order."""
+
+    group: dist.ProcessGroup
+    ranks: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def name(self) -> str:
+        return self.group.group_name
+
+
+Work = Callable[[], object]
+
+
+def whole_size(nbytes: int, ranks: int) -> int:
+    """`nbytes` rounded up to a size that a group can cut into equal 2-d parts: `ranks` ** 2 elements."""
+    unit = ranks * ranks * _ITEMSIZE
+    return -(-nbytes // unit) * unit
+
+
+def collective_work(kind: str, team: Team, nbytes: int, device: torch.device) -> Work:
+    """The work to time: `kind` over `team` with `nbytes`, as `cost_model.collectives` counts them.
+
+    nbytes: from `whole_size`. Memory for the arguments is taken here, so that too little of it shows
+    before anyone waits for anyone.
+    """
+    whole = torch.ones(nbytes // _ITEMSIZE, dtype=torch.float32, device=device)
+    torch.empty_like(whole)  # the result, to see that it fits
+    return _WORK[kind](team, whole)
+
+
+def _wait(started: Tensor) -> Tensor:
+    return c10d.wait_tensor.default(started)
+
+
+def _stack(x: Tensor, parts: int) -> Tensor:
+    """[a, parts * s] -> [parts * a, s]: what goes to each rank in one piece."""
+    rows, columns = x.shape
+    cut = x.view(rows, parts, columns // parts).permute(1, 0, 2).contiguous()
+    return cut.view(parts * rows, columns // parts)
+
+
+def _unstack(x: Tensor, parts: int) -> Tensor:
+    """The inverse of `_stack`."""
+    rows = x.shape[0] // parts
+    return x.view(parts, rows, x.shape[1]).permute(1, 0, 2).contiguous().view(rows, parts * x.shape[1])
+
+
+def _all_gather(team: Team, whole: Tensor) -> Work:
+    n, name = team.size, team.name
+    part = whole[: whole.numel() // n].view(n, -1)
+    gather = c10d.all_gather_into_tensor.default
+    return lambda: _unstack(_wait(gather(part, n, name)), n)
+
+
+def _reduce_scatter(team: Team, whole: Tensor) -> Work:
+    n, name = team.size, team.name
+    rows = whole.view(n, -1)
+    reduce = c10d.reduce_scatter_tensor.default
+    return lambda: _wait(reduce(_stack(rows, n), "sum", n, name))
+
+
+def _all_to_all(team: Team, whole: Tensor) -> Work:
+    n, name = team.size, team.name
+    rows = whole.view(n, -1)
+    splits = [n] * n  # rows of the stacked [n * n, columns]
+    exchange = c10d.all_to_all_single.default
+    return lambda: _wait(exchange(_stack(rows, n), splits, splits, name))
+
+
+def _all_reduce(team: Team, whole: Tensor) -> Work:
+    name = team.name
+    reduce = c10d.all_reduce.default
+    return lambda: _wait(reduce(whole, "sum", name))
+
+
+def _broadcast(team: Team, whole: Tensor) -> Work:
+    name = team.name
+    send = c10d.broadcast.default
+    return lambda: _wait(send(whole, 0, name))
+
+
+def _point_to_point(team: Team, whole: Tensor) -> Work:
+    me = team.ranks.index(dist.get_rank())
+    after, before = team.ranks[(me + 1) % team.size], team.ranks[me - 1]
+    arrived = torch.empty_like(whole)
+    ends: Sequence[tuple[Callable[..., object], Tensor, int]] = (
+        (dist.isend, whole, after),
+        (dist.irecv, arrived, before),
+    )
+
+    def exchange() -> None:
+        operations = [dist.P2POp(op, tensor, peer, team.group) for op, tensor, peer in ends]
+        for pending in dist.batch_isend_irecv(operations):
+            pending.wait()
+
+    return exchange
+
+
+_WORK: Mapping[str, Callable[[Team, Tensor], Work]] = {
+    "all_gather": _all_gather,
+    "all_reduce": _all_reduce,
+    "all_to_all": _all_to_all,
+    "broadcast": _broadcast,
+    "point_to_point": _point_to_point,
+    "reduce_scatter": _reduce_scatter,
+}
+assert set(_WORK) == set(KINDS)

@@ -1,0 +1,137 @@
+"""Time several series of work in one budget, all ranks at once.
+
+A *series* is one kind of work at growing sizes: an all-reduce over one group from 4 KB to 64 MB, a matrix
+product in bfloat16. Two phases:
+
+sweep    each series in turn, sizes ascending, until the next size would take more than the series' share of
+         the budget; three sizes at least.
+repeat   one repetition of every point in turn, again and again, until the budget is spent: what the machine
+         does besides meets all points alike.
+
+Before each repetition is a barrier. Rank 0 alone looks at its clock to decide what comes next, so that all
+ranks do the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from cost_model.measure.clock import Clock
+from cost_model.measure.peers import Peers
+from cost_model.measure.statistics import Curve, curve, median
+
+__all__ = ["Budget", "Progress", "Series", "sample"]
+
+_SWEEP_SHARE = 0.6
+"""Of the budget, for the sweep; the rest is for repetitions."""
+_SWEEP_REPETITIONS = 2
+_REPETITIONS = 40
+"""At most, per point."""
+_LEAST_SIZES = 3
+_SAMPLE_SECONDS = 2e-3
+"""Short work is called in a row until a repetition lasts this long: a barrier lets ranks go up to a
+fraction of a millisecond apart."""
+_MOST_CALLS = 200
+
+Progress = Callable[[str, float], None]
+"""Told what is being measured, and the share of the budget spent, in [0, 1]."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """name:    for progress and errors.
+    sizes:   increasing; of what, the series knows.
+    prepare: size -> the work to time. May raise, and must not wait for other ranks.
+    across:  the ranks' seconds of one repetition -> its seconds: `max` where they wait for each other.
+    """
+
+    name: str
+    sizes: tuple[int, ...]
+    prepare: Callable[[int], Callable[[], object]]
+    across: Callable[[list[float]], float] = max
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Seconds from `start` on a clock."""
+
+    start: float
+    seconds: float
+
+    def spent(self, now: float) -> float:
+        """Share spent, in [0, 1]."""
+        return min(1.0, (now - self.start) / self.seconds)
+
+
+@dataclass
+class _Point:
+    series: Series
+    size: int
+    work: Callable[[], object]
+    calls: int = 1
+    samples: list[float] = field(default_factory=list[float])
+
+
+@dataclass
+class _Sampler:
+    peers: Peers
+    clock: Clock
+    budget: Budget
+    progress: Progress
+    spent: float = 0.0  # share of the budget, by rank 0's clock
+
+    def sweep(self, series: Series, seconds: float) -> list[_Point]:
+        """The points of one series, in about `seconds`, each with its first repetitions."""
+        points: list[_Point] = []
+        used = 0.0
+        for size in series.sizes:
+            if len(points) >= _LEAST_SIZES and used + _next(points, size) > seconds:
+                break
+            prepare = partial(series.prepare, size)
+            point = _Point(series, size, self.peers.collectively(series.name, prepare))
+            # Warm up: the first call of all may set up connections, and says nothing of the time.
+            once = min(self.time(point), self.time(point))
+            point.calls = max(1, min(_MOST_CALLS, int(_SAMPLE_SECONDS / max(once, 1e-9))))
+            point.samples = [self.time(point) for _ in range(_SWEEP_REPETITIONS)]
+            used += 2 * once + point.calls * sum(point.samples)
+            points.append(point)
+        return points
+
+    def repeat(self, points: Sequence[_Point]) -> None:
+        """More repetitions of all, in turn, until the budget is spent."""
+        for _ in range(_SWEEP_REPETITIONS, _REPETITIONS):
+            for point in points:
+                if self.spent >= 1.0:
+                    return
+                point.samples.append(self.time(point))
+
+    def time(self, point: _Point) -> float:
+        """One repetition: the same seconds on all ranks."""
+        self.peers.barrier()
+        mine = self.clock.seconds(point.work, point.calls)
+        said = self.peers.everyones((mine, self.budget.spent(self.clock.now())))
+        self.spent = said[0][1]
+        self.progress(point.series.name, self.spent)
+        return point.series.across([seconds for seconds, _ in said])
+
+
+def _next(points: Sequence[_Point], size: int) -> float:
+    """Seconds that the sweep of the next size will take, were time proportional to size."""
+    last = points[-1]
+    return (2 + _SWEEP_REPETITIONS) * median(last.samples) * size / last.size
+
+
+def sample(
+    series: Sequence[Series], peers: Peers, clock: Clock, seconds: float, progress: Progress
+) -> list[Curve]:
+    """The curve of each series, within about `seconds` (more if three sizes of each take more).
+
+    The same on all ranks. Raises ProfileError, on all ranks, if work cannot be prepared on one.
+    """
+    sampler = _Sampler(peers, clock, Budget(clock.now(), seconds), progress)
+    share = _SWEEP_SHARE * seconds / max(1, len(series))
+    swept = [sampler.sweep(one, share) for one in series]
+    sampler.repeat([point for points in swept for point in points])
+    return peers.first([curve({point.size: point.samples for point in points}) for points in swept])

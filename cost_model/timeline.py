@@ -1,0 +1,147 @@
+"""Two streams, computing and communicating, side by side: how long a step takes with its overlap.
+
+Each stream runs its events in the order they were issued. An event starts when its stream is free and
+all events it comes `after` have ended; waiting for a collective is a computing event, of no length, that
+comes after it.
+
+Streams that are busy at once slow each other down. With an overlap efficiency e, a computation of a
+seconds and a communication of b seconds that start together take
+
+    a + b - e * min(a, b)
+
+so e = 1 is free overlap and e = 0 gains nothing over one after the other. As a fluid: while both are
+busy, each proceeds at the rate 1 / (2 - e); alone, at 1.
+
+    e = 0.5, compute 2 s, communication 1 s:  both at 2/3 until 1.5 s, then compute alone for the
+                                              last 1 s: 2.5 s
+
+*Invariants*, with S the seconds of all events together
+
+- max(seconds of a stream, longest chain of events) <= seconds <= S;
+- seconds = S where e = 0: one of the streams always has something to do;
+- seconds never falls when an event gets longer or e gets smaller. (No way to let a stream idle on
+  purpose overlaps more: the schedule that never waits without need is the shortest.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["Event", "Stream", "Timeline"]
+
+Stream = Literal["compute", "comm"]
+
+
+@dataclass(frozen=True)
+class Event:
+    """seconds: its length when nothing else runs. after: positions of earlier events it waits for."""
+
+    name: str
+    stream: Stream
+    seconds: float
+    after: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When each event runs.
+
+    start, end: seconds from the beginning, per event.
+    exposed:    per event, how much longer the step takes for it: of a communication, the time in which
+                the compute stream stood still plus the time by which it was slowed down; 0 for
+                computing events. The sum is what the step would save if communication took no time.
+    busy:       seconds in which each stream has an event running, slowed down or not.
+    """
+
+    events: tuple[Event, ...]
+    start: tuple[float, ...]
+    end: tuple[float, ...]
+    exposed: tuple[float, ...]
+    compute_busy: float
+    comm_busy: float
+
+    @property
+    def seconds(self) -> float:
+        """The end of the last event."""
+        return max(self.end, default=0.0)
+
+    @property
+    def exposed_seconds(self) -> float:
+        """`seconds` less the computing time at full speed."""
+        return sum(self.exposed)
+
+    @staticmethod
+    def of(events: Sequence[Event], overlap_efficiency: float) -> Timeline:
+        """Run `events`. overlap_efficiency: in [0, 1], as a profile states it."""
+        assert 0.0 <= overlap_efficiency <= 1.0, overlap_efficiency
+        for position, event in enumerate(events):
+            assert event.seconds >= 0.0, event
+            assert all(0 <= other < position for other in event.after), (position, event)
+        return _Run(tuple(events), overlap_efficiency).finish()
+
+
+class _Run:
+    """Both streams, advanced from one end of an event to the next."""
+
+    def __init__(self, events: tuple[Event, ...], efficiency: float) -> None:
+        self.events = events
+        self.stretch = 2.0 - efficiency  # seconds for one second's worth of each, side by side
+        self.now = 0.0
+        self.busy = {"compute": 0.0, "comm": 0.0}
+        self.left = [event.seconds for event in events]
+        self.start = [0.0] * len(events)
+        self.end: list[float | None] = [None] * len(events)
+        self.exposed = [0.0] * len(events)
+        self.heads = {"compute": self._queue("compute"), "comm": self._queue("comm")}
+
+    def _queue(self, stream: Stream) -> list[int]:
+        """Events not finished, next one last."""
+        return [i for i, event in enumerate(self.events) if event.stream == stream][::-1]
+
+    def finish(self) -> Timeline:
+        started: dict[Stream, int | None] = {"compute": None, "comm": None}
+        while self.heads["compute"] or self.heads["comm"]:
+            for stream in started:
+                started[stream] = self._running(stream, started[stream])
+            self._advance(started["compute"], started["comm"])
+        ends = tuple(end for end in self.end if end is not None)
+        return Timeline(
+            self.events,
+            tuple(self.start),
+            ends,
+            tuple(self.exposed),
+            self.busy["compute"],
+            self.busy["comm"],
+        )
+
+    def _running(self, stream: Stream, before: int | None) -> int | None:
+        """The event that the stream is at, if it can run; notes when it began."""
+        queue = self.heads[stream]
+        if not queue:
+            return None
+        head = queue[-1]
+        if head == before:
+            return head
+        if any(self.end[other] is None for other in self.events[head].after):
+            return None
+        self.start[head] = self.now
+        return head
+
+    def _advance(self, compute: int | None, comm: int | None) -> None:
+        """Until the first of the running events ends."""
+        # The first event not finished has all it waits for, so one of the streams always runs.
+        assert compute is not None or comm is not None
+        running = [i for i in (compute, comm) if i is not None]
+        work = min(self.left[i] for i in running)
+        elapsed = work * self.stretch if len(running) == 2 else work
+        self.now += elapsed
+        for i in running:
+            self.busy[self.events[i].stream] += elapsed
+            self.left[i] -= work
+            if self.left[i] <= 0.0:
+                self.end[i] = self.now
+                self.heads[self.events[i].stream].pop()
+        if comm is not None:
+            self.exposed[comm] += elapsed - work if compute is not None else elapsed

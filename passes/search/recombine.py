@@ -1,0 +1,91 @@
+"""Mix two choices: where they differ in separate places, each place may take either."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+
+from passes.search.cost_kinds import CostKinds, parts_of
+from passes.search.problem import Array, Problem
+
+__all__ = ["recombined"]
+
+
+def recombined(
+    problem: Problem, kinds: CostKinds, efficiency: float, first: Sequence[int], second: Sequence[int]
+) -> tuple[int, ...]:
+    """A mix of two choices with no more seconds than the better of them (within the memory limit if both are).
+
+    Nodes at which they differ fall into connected components of the problem's graph; the costs of components
+    add up, so each is one item that changes the totals by kind. Items are turned over one at a time, the
+    best first, while the step's seconds fall: locally optimal, not more.
+    """
+    differing = np.asarray(first) != np.asarray(second)
+    if not differing.any():
+        return tuple(first)
+    labels, count = _components(problem, differing)
+    changes = _changes(problem, kinds, labels, count, first, second)
+    starts = [(first, np.zeros(count, dtype=bool)), (second, np.ones(count, dtype=bool))]
+    base = kinds.totals(problem, first)
+    found = [tuple(first), tuple(second)]
+    for _, taken in starts:
+        _improve(base, changes, taken, efficiency)
+        mixed = [second[i] if label >= 0 and taken[label] else first[i] for i, label in enumerate(labels)]
+        if problem.limit is None or problem.peak(mixed)[0] <= problem.limit:
+            found.append(tuple(mixed))
+    return min(found, key=lambda choice: kinds.parts(problem, choice).seconds(efficiency))
+
+
+def _components(problem: Problem, differing: np.ndarray) -> tuple[list[int], int]:
+    """Per node its component, -1 where both choices agree; and how many there are."""
+    ends = np.array(problem.edges, dtype=np.int64).reshape(-1, 2)
+    ends = ends[differing[ends[:, 0]] & differing[ends[:, 1]]]
+    size = len(problem.node_costs)
+    graph = coo_array((np.ones(len(ends)), (ends[:, 0], ends[:, 1])), shape=(size, size))
+    _, raw = connected_components(graph, directed=False)
+    used, labels = np.unique(raw[differing], return_inverse=True)
+    found = np.full(size, -1)
+    found[differing] = labels
+    return [int(label) for label in found], len(used)
+
+
+def _changes(
+    problem: Problem,
+    kinds: CostKinds,
+    labels: Sequence[int],
+    count: int,
+    first: Sequence[int],
+    second: Sequence[int],
+) -> Array:
+    """float64[count, kinds]: what turning a component over from `first` to `second` adds per kind.
+
+    An edge never joins two components: its ends agree in both choices but for one component's.
+    """
+    changes = np.zeros((count, 2 * kinds.phases + 1))
+    for node, label in enumerate(labels):
+        if label >= 0:
+            costs = problem.node_costs[node]
+            changes[label, kinds.nodes[node]] += costs[second[node]] - costs[first[node]]
+    for kind, (i, j), costs in zip(kinds.edges, problem.edges, problem.edge_costs, strict=True):
+        label = max(labels[i], labels[j])
+        if label >= 0:
+            changes[label, kind] += costs[second[i], second[j]] - costs[first[i], first[j]]
+    return changes
+
+
+def _improve(base: Array, changes: Array, taken: np.ndarray, efficiency: float) -> None:
+    """Turn over, in place, the item of `taken` that helps most, until none does."""
+    totals = base + changes[taken].sum(axis=0)
+    best = parts_of(totals).seconds(efficiency)
+    for _ in range(4 * len(changes)):
+        signs = np.where(taken, -1.0, 1.0)
+        seconds = [parts_of(totals + s * c).seconds(efficiency) for s, c in zip(signs, changes, strict=True)]
+        item = int(np.argmin(seconds))
+        if not seconds[item] < best:
+            return
+        totals = totals + signs[item] * changes[item]
+        best = seconds[item]
+        taken[item] = not taken[item]

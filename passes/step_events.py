@@ -1,0 +1,110 @@
+"""One rank's forward or backward as events of a timeline: priced kernels, collectives and waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from cost_model.timeline import Event
+from passes.pricing import local_seconds
+from passes.search.space import Prices
+
+__all__ = ["COLLECTIVE_KINDS", "Axes", "AxesOf", "Issued", "StepEvents", "collective_nbytes"]
+
+Axes = tuple[str, ...]
+AxesOf = Callable[[str], Axes]
+"""Name of a process group -> the mesh axes it is over."""
+
+c10d = torch.ops._c10d_functional
+
+COLLECTIVE_KINDS = {
+    c10d.all_gather_into_tensor.default: "all_gather",
+    c10d.reduce_scatter_tensor.default: "reduce_scatter",
+    c10d.all_reduce.default: "all_reduce",
+    c10d.all_to_all_single.default: "all_to_all",
+}
+"""Functional collective -> its name among the prices."""
+
+
+@dataclass(frozen=True)
+class Issued:
+    """A collective of the step. event: its position among the events; node: its name in the phase's
+    graph; serves: the parameter or module it is for; nbytes: as `cost_model.collectives` counts."""
+
+    event: int
+    phase: str
+    node: str
+    serves: str
+    kind: str
+    axes: Axes
+    nbytes: int
+
+
+@dataclass
+class StepEvents:
+    """Collects the events of a step, phase after phase, in the order in which the rank issues them.
+
+    A kernel follows the one before it. A collective starts after all kernels issued before it: its
+    operand is one of their results, and communication libraries wait for what the stream holds. A wait
+    holds up the kernels behind it until its collective has ended. Copies that lowering adds around
+    collectives (padding, permuting, cutting) are kernels like any other.
+    """
+
+    prices: Prices
+    axes_of: AxesOf
+    events: list[Event] = field(default_factory=list)
+    collectives: list[Issued] = field(default_factory=list)
+    ends: list[tuple[str, int]] = field(default_factory=list)
+    """(phase, number of events when it was complete)."""
+    _last_kernel: tuple[int, ...] = ()
+
+    def add_graph(self, module: fx.GraphModule, phase: str) -> None:
+        """All of `module`, which runs in the order of its nodes.
+
+        Its nodes' meta "phase" becomes `phase`, where they run: it decides what is stored for another
+        program, and an op that the backward runs again still says "forward".
+        """
+        nodes = [n for n in module.graph.nodes if n.op == "call_function"]
+        for node in nodes:
+            node.meta["phase"] = phase
+        issued: dict[fx.Node, int] = {}
+        for node in nodes:
+            if node.target in COLLECTIVE_KINDS:
+                issued[node] = self._collective(node, phase)
+            elif node.target is c10d.wait_tensor.default:
+                (started,) = node.all_input_nodes
+                self._kernel(node.name, 0.0, (issued[started],) if started in issued else ())
+            else:
+                flow = self.prices.traffic(node)
+                seconds = local_seconds(node, flow, self.prices.compute)
+                if seconds > 0.0:
+                    self._kernel(node.name, seconds, ())
+        self.ends.append((phase, len(self.events)))
+
+    def add_kernel(self, name: str, seconds: float, phase: str) -> None:
+        """A phase of one kernel."""
+        self._kernel(name, seconds, ())
+        self.ends.append((phase, len(self.events)))
+
+    def _kernel(self, name: str, seconds: float, after: tuple[int, ...]) -> None:
+        self._last_kernel = (len(self.events),)
+        self.events.append(Event(name, "compute", seconds, after))
+
+    def _collective(self, node: fx.Node, phase: str) -> int:
+        axes = self.axes_of(str(node.args[-1]))
+        kind, nbytes = COLLECTIVE_KINDS[node.target], collective_nbytes(node)
+        seconds = self.prices.redistributor.collective_seconds(kind, axes, nbytes)
+        serves = str(node.meta.get("serves", ""))
+        self.collectives.append(Issued(len(self.events), phase, node.name, serves, kind, axes, nbytes))
+        self.events.append(Event(node.name, "comm", seconds, self._last_kernel))
+        return len(self.events) - 1
+
+
+def collective_nbytes(node: fx.Node) -> int:
+    """Bytes that price the collective that `node` starts: its larger end, of this rank."""
+    (operand,) = node.all_input_nodes
+    values = (operand.meta["val"], node.meta["val"])
+    return max(value.numel() * value.element_size() for value in values)
