@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.inputs import global_call
 from autoshard.pins import Constraints, resolve_pins
 from autoshard.plan import Plan, PlanOrigin
-from autoshard.runtime.process_groups import mesh_spec as device_mesh_spec
 from autoshard.runtime.step import _ordered
 from autoshard.signature import as_call, matched_placements
 from autoshard.version import __version__
@@ -62,7 +61,7 @@ def mesh_spec(mesh: DeviceMesh | MeshSpec) -> MeshSpec:
             f"mesh is a {type(mesh).__name__}\n"
             "  try: torch.distributed.device_mesh.init_device_mesh('cuda', (8,), mesh_dim_names=('dp',))"
         )
-    return device_mesh_spec(mesh)
+    return MeshSpec.of(mesh)
 
 
 def load_profile(profile: ProfileLike, mesh: MeshSpec) -> Profile:

@@ -34,6 +34,7 @@ from passes.layout import Layout
 from passes.missing_tangents import usually_missing
 from passes.partition import partition
 from passes.phases import split_phases
+from passes.search.space import Prices
 
 __all__ = ["Session", "Settings"]
 
@@ -178,12 +179,6 @@ class Session:
     def prices(self, profile: Profile | None = None) -> Prices:
         """What the program's kernels and collectives cost under `profile`, or the session's own."""
         return prices_of(profile or self.settings.profile, self.spec, self.settings.backend)
-
-    def axes_of_group(self, name: str) -> tuple[str, ...]:
-        """The mesh axes of a process group that the programs use, by its name."""
-        assert self.plan is not None
-        groups = groups_for(self.mesh, _axes_in(self.plan, self.spec))
-        return next(axes for axes, group in groups.items() if group == name)
 
     def _guard(self, compile_it: Callable[[], Any]) -> Any:
         return compile_it()

@@ -13,6 +13,7 @@ from torch import fx, nn
 from autoshard.plan import Plan
 from autoshard.planning import canonical_capture, load_profile, prices_of
 from autoshard.runtime.module import original_forward
+from autoshard.runtime.sharding import shard_of
 from autoshard.signature import as_call
 from cost_model.errors import PlanError
 from cost_model.mesh import MeshSpec
@@ -142,7 +143,7 @@ def _simulated(
     mesh = plan.mesh
     shards = [
         [
-            shard_of(value, plan.assignment[node.name].results[0], mesh, rank)
+            held_value(value, plan.assignment[node.name].results[0], mesh, rank)
             for node, value in zip(joint.placeholders, values, strict=True)
         ]
         for rank in range(mesh.device_count)
@@ -151,12 +152,9 @@ def _simulated(
     return simulate([graph.module for graph in graphs], shards, mesh, observe=watcher)
 
 
-def shard_of(value: torch.Tensor, layout: Layout, mesh: MeshSpec, rank: int) -> torch.Tensor:
-    """The part of a global `value` that `rank` holds; a partial layout holds it on index 0 of the axis."""
-    part = value
-    for dim in range(value.ndim):
-        lo, hi = layout.interval(value.shape, mesh, dim, rank)
-        part = part.narrow(dim, lo, hi - lo)
+def held_value(value: torch.Tensor, layout: Layout, mesh: MeshSpec, rank: int) -> torch.Tensor:
+    """What `rank` holds of a global `value`: its shard; of a pending sum, index 0 of the axis holds all."""
+    part = shard_of(value, layout, mesh, rank)
     here = mesh.coordinate(rank)
     if any(here[axis] != 0 for axis, op in layout.partial if op == "sum"):
         return torch.zeros_like(part)
@@ -210,10 +208,7 @@ def _piece_error(
     """Relative error of one rank's shard, its pending reductions done first."""
     axes = [axis for axis, _ in layout.partial]
     got = _reduced([pieces[r] for r in mesh.group(rank, axes)], layout)
-    part = expected
-    for dim in range(expected.ndim):
-        lo, hi = layout.interval(expected.shape, mesh, dim, rank)
-        part = part.narrow(dim, lo, hi - lo)
+    part = shard_of(expected, layout, mesh, rank)
     if got.shape != part.shape:
         return float("inf")
     return relative_error(got, part, max(_largest([expected]), floor))

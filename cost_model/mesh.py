@@ -6,8 +6,12 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from cost_model.errors import ShardingError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["MeshSpec"]
 
@@ -39,6 +43,22 @@ class MeshSpec:
         object.__setattr__(self, "names", tuple(axes))
         object.__setattr__(self, "sizes", tuple(axes.values()))
         object.__setattr__(self, "device_type", device_type)
+
+    @staticmethod
+    def of(mesh: DeviceMesh) -> MeshSpec:
+        """A DeviceMesh by names and sizes. Unnamed dims are called "axis0", "axis1", ...
+
+        Raises ShardingError where the mesh does not number its ranks 0, 1, 2, ... row-major: a rank's
+        place in the mesh would not be its rank.
+        """
+        names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
+        ranks = mesh.mesh.flatten().tolist()
+        if ranks != list(range(len(ranks))):
+            raise ShardingError(
+                f"mesh has ranks {ranks}\n  ranks must be 0, 1, 2, ... row by row\n"
+                "  try: init_device_mesh(device_type, shape, mesh_dim_names=names)"
+            )
+        return MeshSpec(dict(zip(names, mesh.shape, strict=True)), mesh.device_type)
 
     @property
     def device_count(self) -> int:

@@ -9,13 +9,19 @@ import re
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cost_model.errors import ProfileError
 from cost_model.measurements import CollectiveSamples, DeviceRates, LinkLevel
 from cost_model.profile_check import check_profile
 from cost_model.profile_json import Fields, read_collective, read_device, read_link
 from cost_model.profile_text import profile_text
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from cost_model.measure.clock import Clock
+    from cost_model.measure.sampling import Progress
 
 __all__ = ["SCHEMA_VERSION", "Profile"]
 
@@ -105,6 +111,45 @@ class Profile:
                 f"  try: a profile file, or a shipped one: {', '.join(Profile.names())}"
             ) from error
         return Profile.from_json(text, str(path))
+
+    @staticmethod
+    def measure(
+        mesh: DeviceMesh,
+        *,
+        time_budget: float = 60.0,
+        largest_nbytes: int | None = None,
+        name: str = "measured",
+        command: str = "Profile.measure",
+        progress: Progress = lambda what, spent: None,
+        clock: Clock | None = None,
+    ) -> Profile:
+        """Measure the machines that `mesh` runs on, under torch.distributed (NCCL or gloo).
+
+        Call it on every rank of the mesh at once, on otherwise idle machines; all get the same profile.
+        Collectives of every kind over every group of mesh axes, matrix products by dtype and size, memory
+        bandwidth, launch time and overlap.
+
+        time_budget:    seconds in all, shared fairly: sizes are left out from the largest down, then
+                        repetitions. At least three sizes of everything are measured, which may take longer.
+        largest_nbytes: of a collective; None: 64 MiB on CPUs, 1 GiB on GPUs.
+        name, command:  recorded in the profile.
+        progress:       told what is being measured and the share of the budget spent.
+        clock:          what times the work; None: the device's own.
+
+        Raises ProfileError, on all ranks, if one of them fails between two measurements, and ShardingError
+        for a mesh over ranks other than 0, 1, 2, ...
+        """
+        from cost_model.measure.measure import measure_profile
+
+        return measure_profile(
+            mesh,
+            time_budget=time_budget,
+            largest_nbytes=largest_nbytes,
+            name=name,
+            command=command,
+            progress=progress,
+            clock=clock,
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the JSON that `load` reads."""

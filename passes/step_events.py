@@ -9,10 +9,11 @@ import torch
 from torch import fx
 
 from cost_model.timeline import Event
+from passes.op_kinds import is_view, storage_root
 from passes.pricing import local_seconds
 from passes.search.space import Prices
 
-__all__ = ["COLLECTIVE_KINDS", "Axes", "AxesOf", "Issued", "StepEvents", "collective_nbytes"]
+__all__ = ["COLLECTIVE_KINDS", "Axes", "AxesOf", "Issued", "StepEvents", "collective_nbytes", "copies_of_collectives"]
 
 Axes = tuple[str, ...]
 AxesOf = Callable[[str], Axes]
@@ -49,8 +50,8 @@ class StepEvents:
 
     A kernel follows the one before it. A collective starts after all kernels issued before it: its
     operand is one of their results, and communication libraries wait for what the stream holds. A wait
-    holds up the kernels behind it until its collective has ended. Copies that lowering adds around
-    collectives (padding, permuting, cutting) are kernels like any other.
+    holds up the kernels behind it until its collective has ended. The copies that put a collective's
+    parts in order are in its price; padding, cutting and casting for it are kernels like any other.
     """
 
     prices: Prices
@@ -71,13 +72,14 @@ class StepEvents:
         for node in nodes:
             node.meta["phase"] = phase
         issued: dict[fx.Node, int] = {}
+        paid = copies_of_collectives(module.graph)
         for node in nodes:
             if node.target in COLLECTIVE_KINDS:
                 issued[node] = self._collective(node, phase)
             elif node.target is c10d.wait_tensor.default:
                 (started,) = node.all_input_nodes
                 self._kernel(node.name, 0.0, (issued[started],) if started in issued else ())
-            else:
+            elif node not in paid:
                 flow = self.prices.traffic(node)
                 seconds = local_seconds(node, flow, self.prices.compute)
                 if seconds > 0.0:
@@ -101,6 +103,42 @@ class StepEvents:
         self.collectives.append(Issued(len(self.events), phase, node.name, serves, kind, axes, nbytes))
         self.events.append(Event(node.name, "comm", seconds, self._last_kernel))
         return len(self.events) - 1
+
+
+_REORDERED = ("all_gather", "reduce_scatter", "all_to_all")
+
+
+def copies_of_collectives(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Copies that are part of a collective's price (`cost_model.measure.collective_work` times them with
+    it) -> that collective: those that lowering emits to lay out the parts sent, or those received."""
+    found: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is torch.ops.aten.clone.default and "turn" in node.meta:
+            collective = _received(node) or _sent(node)
+            if collective is not None and COLLECTIVE_KINDS[collective.target] in _REORDERED:
+                found[node] = collective
+    return found
+
+
+def _received(copy: fx.Node) -> fx.Node | None:
+    """The collective whose result, looked at through views, is copied."""
+    root = storage_root(copy.all_input_nodes[0])
+    if root.target is not c10d.wait_tensor.default or root.meta.get("turn") != copy.meta["turn"]:
+        return None
+    started = root.all_input_nodes[0]
+    return started if started.target in COLLECTIVE_KINDS else None
+
+
+def _sent(copy: fx.Node) -> fx.Node | None:
+    """The collective whose operand, looked at through views, the copy is."""
+    node = copy
+    while len(node.users) == 1:
+        (node,) = node.users
+        if node.target in COLLECTIVE_KINDS:
+            return node if node.meta.get("turn") == copy.meta["turn"] else None
+        if not is_view(node):
+            return None
+    return None
 
 
 def collective_nbytes(node: fx.Node) -> int:

@@ -12,7 +12,7 @@ from passes.assignment import FactorSplit, NodeLayouts
 from passes.layout import Layout, nested_sizes
 from passes.rules.rule import Dim, OpRule
 
-__all__ = ["Units", "enumerate_strategies", "replicated_strategy"]
+__all__ = ["Units", "enumerate_strategies"]
 
 Shape = Sequence[int]
 Units = Mapping[int, frozenset[int]]
@@ -54,12 +54,6 @@ def enumerate_strategies(
         for splits in _splits(choices, rule, mesh, units or {}, any_order):
             found.setdefault(_layouts(rule, operand_shapes, result_shapes, mesh, choices, splits))
     return tuple(found)
-
-
-def replicated_strategy(operand_ndims: Sequence[int], result_ndims: Sequence[int]) -> NodeLayouts:
-    return NodeLayouts(
-        tuple(Layout.replicated(n) for n in operand_ndims), tuple(Layout.replicated(n) for n in result_ndims)
-    )
 
 
 def _contiguous_factors(rule: OpRule) -> tuple[str, ...]:

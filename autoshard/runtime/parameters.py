@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from autoshard.runtime.checksum import differing
 from autoshard.runtime.optimizers import adopt, live_optimizers, retire
-from autoshard.runtime.process_groups import mesh_spec
 from autoshard.runtime.sharding import distributed, like_parameter
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
@@ -36,7 +35,7 @@ def distribute_parameters(
     Call it on every rank of the mesh. Raises ShardingError, before anything is changed, for a name
     that no parameter has, or placements that its shape or the mesh does not allow.
     """
-    spec = mesh_spec(mesh)
+    spec = MeshSpec.of(mesh)
     plans = _plans(model, spec, placements)
     whole = [p for p, _, _ in plans if not isinstance(p, DTensor) and not p.is_meta]
     stale = differing([p.detach() for p in whole], mesh)

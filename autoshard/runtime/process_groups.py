@@ -10,26 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
 
-__all__ = ["groups_for", "mesh_spec", "whole_group"]
+__all__ = ["axes_by_group", "groups_for", "whole_group"]
 
 Axes = tuple[str, ...]
-
-
-def mesh_spec(mesh: DeviceMesh) -> MeshSpec:
-    """The mesh by names and sizes. Unnamed dims are called "axis0", "axis1", ...
-
-    Raises ShardingError where the mesh does not number its ranks 0, 1, 2, ... row-major: a rank's place
-    in the mesh would not be its rank.
-    """
-    names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
-    spec = MeshSpec(dict(zip(names, mesh.shape, strict=True)), mesh.device_type)
-    ranks = mesh.mesh.flatten().tolist()
-    if ranks != list(range(len(ranks))):
-        raise ShardingError(
-            f"mesh has ranks {ranks}\n  ranks must be 0, 1, 2, ... row by row\n"
-            "  try: init_device_mesh(device_type, shape, mesh_dim_names=names)"
-        )
-    return spec
 
 
 def groups_for(mesh: DeviceMesh, axes_list: Iterable[Axes]) -> Mapping[Axes, str]:
@@ -41,7 +24,7 @@ def groups_for(mesh: DeviceMesh, axes_list: Iterable[Axes]) -> Mapping[Axes, str
 
     Raises ShardingError for an unknown axis or axes out of order.
     """
-    spec = mesh_spec(mesh)
+    spec = MeshSpec.of(mesh)
     # Kept on the mesh itself, as its own groups are: an equal mesh of another world has other groups.
     made: dict[Axes, dist.ProcessGroup] = vars(mesh).setdefault("_autoshard_groups", {})
     names: dict[Axes, str] = {}
@@ -56,9 +39,15 @@ def groups_for(mesh: DeviceMesh, axes_list: Iterable[Axes]) -> Mapping[Axes, str
     return names
 
 
+def axes_by_group(mesh: DeviceMesh) -> Mapping[str, Axes]:
+    """The inverse of what `groups_for` gave so far: name of a process group -> its axes."""
+    made: Mapping[Axes, dist.ProcessGroup] = vars(mesh).get("_autoshard_groups", {})
+    return {group.group_name: axes for axes, group in made.items()}
+
+
 def whole_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """The group of all ranks of the mesh."""
-    spec = mesh_spec(mesh)
+    spec = MeshSpec.of(mesh)
     groups_for(mesh, [spec.names])
     return vars(mesh)["_autoshard_groups"][spec.names]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from autoshard.runtime.process_groups import mesh_spec, whole_group
+from autoshard.runtime.process_groups import whole_group
 from cost_model.mesh import MeshSpec
 from passes.layout import Layout
 from passes.placements import placements_to_layout
@@ -89,7 +89,7 @@ def like_parameter(whole: Tensor, parameter: Tensor) -> DTensor:
     """`whole`, the same on all ranks, with the mesh and placements of the DTensor `parameter`."""
     assert isinstance(parameter, DTensor)
     mesh, placed = parameter.device_mesh, parameter.placements
-    spec = mesh_spec(mesh)
+    spec = MeshSpec.of(mesh)
     layout = placements_to_layout(placed, whole.shape, spec, what="a gradient")
     return distributed(whole, mesh, placed, layout, spec, from_first=False)
 

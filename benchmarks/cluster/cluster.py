@@ -81,7 +81,9 @@ class Cluster:
         env: variables beside this process's own. timeout: seconds. Raises ClusterError if it fails anywhere.
         """
         if not self._made:
-            raise ClusterError("the cluster is not there yet, or no longer\n  try: with Cluster(...) as cluster:")
+            raise ClusterError(
+                "the cluster is not there yet, or no longer\n  try: with Cluster(...) as cluster:"
+            )
         launch(self.topology, self.name, program, env, timeout)
 
     def close(self) -> None:

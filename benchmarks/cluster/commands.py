@@ -50,9 +50,7 @@ def _link_commands(link: Link, topology: Topology, name: Name) -> Iterator[Comma
     yield from shaping_commands(outside, link.port, link.rate, None)
 
 
-def shaping_commands(
-    namespace: str, device: str, rate: int | None, delay: float | None
-) -> Iterator[Command]:
+def shaping_commands(namespace: str, device: str, rate: int | None, delay: float | None) -> Iterator[Command]:
     """Limit what `device` sends to `rate` bits per second, and delay it by `delay` seconds."""
     add = ["tc", "-n", namespace, "qdisc", "add", "dev", device]
     if delay is not None:

@@ -78,15 +78,15 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
-def _wait(
-    processes: Sequence[subprocess.Popen[bytes]], nodes: Sequence[Node], timeout: float | None
-) -> None:
+def _wait(processes: Sequence[subprocess.Popen[bytes]], nodes: Sequence[Node], timeout: float | None) -> None:
     deadline = None if timeout is None else time.monotonic() + timeout
     while True:
         codes = [process.poll() for process in processes]
         for node, code in zip(nodes, codes, strict=True):
             if code:
-                raise ClusterError(f"the program failed on {node.namespace} ({_reason(code)}); see its output above")
+                raise ClusterError(
+                    f"the program failed on {node.namespace} ({_reason(code)}); see its output above"
+                )
         if all(code == 0 for code in codes):
             return
         if deadline is not None and time.monotonic() > deadline:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from cost_model.measurements import KINDS
 
-__all__ = ["Team", "collective_work", "whole_size"]
+__all__ = ["Buffers", "Team", "collective_work", "whole_size"]
 
 c10d = torch.ops._c10d_functional
 _ITEMSIZE = 4  # float32
@@ -47,21 +47,40 @@ class Team:
 Work = Callable[[], object]
 
 
+class Buffers:
+    """Arguments of works on one device: views of few tensors, since hundreds of works are kept at a time.
+
+    Nobody reads what is in them, and works run one after the other.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._slots: dict[str, Tensor] = {}
+
+    def take(self, slot: str, nbytes: int) -> Tensor:
+        """float32 [nbytes / 4]; two of the same slot share memory."""
+        count = nbytes // _ITEMSIZE
+        held = self._slots.get(slot)
+        if held is None or held.numel() < count:
+            held = self._slots[slot] = torch.ones(count, dtype=torch.float32, device=self._device)
+        return held[:count]
+
+
 def whole_size(nbytes: int, ranks: int) -> int:
     """`nbytes` rounded up to a size that a group can cut into equal 2-d parts: `ranks` ** 2 elements."""
     unit = ranks * ranks * _ITEMSIZE
     return -(-nbytes // unit) * unit
 
 
-def collective_work(kind: str, team: Team, nbytes: int, device: torch.device) -> Work:
+def collective_work(kind: str, team: Team, buffers: Buffers, nbytes: int) -> Work:
     """The work to time: `kind` over `team` with `nbytes`, as `cost_model.collectives` counts them.
 
-    nbytes: from `whole_size`. Memory for the arguments is taken here, so that too little of it shows
-    before anyone waits for anyone.
+    nbytes: from `whole_size`. Memory for arguments and result is taken here, so that too little of it
+    shows before anyone waits for anyone.
     """
-    whole = torch.ones(nbytes // _ITEMSIZE, dtype=torch.float32, device=device)
-    torch.empty_like(whole)  # the result, to see that it fits
-    return _WORK[kind](team, whole)
+    whole = buffers.take("sent", nbytes)
+    torch.empty_like(whole)
+    return _WORK[kind](team, whole, buffers)
 
 
 def _wait(started: Tensor) -> Tensor:
@@ -81,21 +100,21 @@ def _unstack(x: Tensor, parts: int) -> Tensor:
     return x.view(parts, rows, x.shape[1]).permute(1, 0, 2).contiguous().view(rows, parts * x.shape[1])
 
 
-def _all_gather(team: Team, whole: Tensor) -> Work:
+def _all_gather(team: Team, whole: Tensor, _: Buffers) -> Work:
     n, name = team.size, team.name
     part = whole[: whole.numel() // n].view(n, -1)
     gather = c10d.all_gather_into_tensor.default
     return lambda: _unstack(_wait(gather(part, n, name)), n)
 
 
-def _reduce_scatter(team: Team, whole: Tensor) -> Work:
+def _reduce_scatter(team: Team, whole: Tensor, _: Buffers) -> Work:
     n, name = team.size, team.name
     rows = whole.view(n, -1)
     reduce = c10d.reduce_scatter_tensor.default
     return lambda: _wait(reduce(_stack(rows, n), "sum", n, name))
 
 
-def _all_to_all(team: Team, whole: Tensor) -> Work:
+def _all_to_all(team: Team, whole: Tensor, _: Buffers) -> Work:
     n, name = team.size, team.name
     rows = whole.view(n, -1)
     splits = [n] * n  # rows of the stacked [n * n, columns]
@@ -103,22 +122,22 @@ def _all_to_all(team: Team, whole: Tensor) -> Work:
     return lambda: _wait(exchange(_stack(rows, n), splits, splits, name))
 
 
-def _all_reduce(team: Team, whole: Tensor) -> Work:
+def _all_reduce(team: Team, whole: Tensor, _: Buffers) -> Work:
     name = team.name
     reduce = c10d.all_reduce.default
     return lambda: _wait(reduce(whole, "sum", name))
 
 
-def _broadcast(team: Team, whole: Tensor) -> Work:
+def _broadcast(team: Team, whole: Tensor, _: Buffers) -> Work:
     name = team.name
     send = c10d.broadcast.default
     return lambda: _wait(send(whole, 0, name))
 
 
-def _point_to_point(team: Team, whole: Tensor) -> Work:
+def _point_to_point(team: Team, whole: Tensor, buffers: Buffers) -> Work:
     me = team.ranks.index(dist.get_rank())
     after, before = team.ranks[(me + 1) % team.size], team.ranks[me - 1]
-    arrived = torch.empty_like(whole)
+    arrived = buffers.take("arrived", whole.numel() * _ITEMSIZE)
     ends: Sequence[tuple[Callable[..., object], Tensor, int]] = (
         (dist.isend, whole, after),
         (dist.irecv, arrived, before),
@@ -132,7 +151,7 @@ def _point_to_point(team: Team, whole: Tensor) -> Work:
     return exchange
 
 
-_WORK: Mapping[str, Callable[[Team, Tensor], Work]] = {
+_WORK: Mapping[str, Callable[[Team, Tensor, Buffers], Work]] = {
     "all_gather": _all_gather,
     "all_reduce": _all_reduce,
     "all_to_all": _all_to_all,

@@ -36,7 +36,8 @@ def matmul_work(edge: int, dtype: torch.dtype, device: torch.device) -> Work:
     over both. A step has both forms: few rows against a large weight, and large square ones.
     """
     square, rows, weight = (
-        torch.ones(shape, dtype=dtype, device=device)
+        # Not constants: GPUs clock higher on those.
+        torch.randn(shape, device=device).to(dtype)
         for shape in ((edge, edge), (edge // 4, 2 * edge), (2 * edge, 2 * edge))
     )
 
@@ -70,8 +71,11 @@ def overlap_works(
 ) -> tuple[Work, Work, Work]:
     """An all-reduce of `nbytes`; `products` matrix products; the all-reduce with the products inside it."""
     whole = torch.ones(nbytes // 4, dtype=torch.float32, device=device)
-    square = torch.ones(edge, edge, dtype=torch.float32, device=device)
-    reduce, wait = torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.wait_tensor.default
+    square = torch.randn(edge, edge, device=device)
+    reduce, wait = (
+        torch.ops._c10d_functional.all_reduce.default,
+        torch.ops._c10d_functional.wait_tensor.default,
+    )
 
     def communicate() -> None:
         wait(reduce(whole, "sum", team.name))

@@ -30,9 +30,6 @@ _SWEEP_REPETITIONS = 2
 _REPETITIONS = 40
 """At most, per point."""
 _LEAST_SIZES = 3
-_SAMPLE_SECONDS = 2e-3
-"""Short work is called in a row until a repetition lasts this long: a barrier lets ranks go up to a
-fraction of a millisecond apart."""
 _MOST_CALLS = 200
 
 Progress = Callable[[str, float], None]
@@ -45,12 +42,15 @@ class Series:
     sizes:   increasing; of what, the series knows.
     prepare: size -> the work to time. May raise, and must not wait for other ranks.
     across:  the ranks' seconds of one repetition -> its seconds: `max` where they wait for each other.
+    least:   seconds of a repetition: shorter work is called in a row. A barrier lets ranks go a fraction
+             of a millisecond apart, and ranks that share a core take turns of a few.
     """
 
     name: str
     sizes: tuple[int, ...]
     prepare: Callable[[int], Callable[[], object]]
     across: Callable[[list[float]], float] = max
+    least: float = 2e-3
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class _Sampler:
             point = _Point(series, size, self.peers.collectively(series.name, prepare))
             # Warm up: the first call of all may set up connections, and says nothing of the time.
             once = min(self.time(point), self.time(point))
-            point.calls = max(1, min(_MOST_CALLS, int(_SAMPLE_SECONDS / max(once, 1e-9))))
+            point.calls = max(1, min(_MOST_CALLS, int(series.least / max(once, 1e-9))))
             point.samples = [self.time(point) for _ in range(_SWEEP_REPETITIONS)]
             used += 2 * once + point.calls * sum(point.samples)
             points.append(point)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import PurePath
 
 from cost_model.measurements import KINDS
@@ -43,40 +43,57 @@ def programs_in_name(file: str) -> tuple[str, ...]:
     return tuple(p for p in found if not any(p != q and p in q for q in found))
 
 
-def kind_of(place: Place, rows: Sequence[Row], n: int, hints: Iterable[str], file: str) -> str | None:
+def kind_of(place: Place, rows: Sequence[Row], n: int, program: str | None, file: str) -> str | None:
     """The kind of `rows` over n ranks; None for a program that has no price.
 
-    hints: programs named in the text near the table, the surest last; if there are none, the name of
-    the file counts. The rows must fit: all-gather and all-to-all look alike, others do not.
+    program: named in the text, without `_perf`; if None, the name of the file counts. The rows must look
+    like it (all-gather and all-to-all look alike, others do not).
     Raises ProfileError if the rows do not fit the name, or fit several kinds and there is no name.
     """
-    named = list(hints)[-1:] or list(programs_in_name(file))
-    if len(named) == 1 and PROGRAMS[named[0]] is None:
-        return None
-    fitting = [kind for kind in KINDS if all(_fits(kind, row, n) for row in rows)]
-    wanted = [PROGRAMS[name] for name in named]
-    kinds = [kind for kind in fitting if kind in wanted] if wanted else fitting
+    named = (program,) if program is not None else programs_in_name(file)
+    if len(named) == 1:
+        kind = PROGRAMS[named[0]]
+        if kind is not None:
+            _check_looks(kind, named[0], n, rows)
+        return kind
+    fitting = [kind for kind in KINDS if all(_looks(kind, row, n) and _scales(kind, row, n) for row in rows)]
+    kinds = [kind for kind in fitting if not named or kind in [PROGRAMS[name] for name in named]]
     if len(kinds) == 1:
         return kinds[0]
-    looks = " or ".join(fitting) or "no collective that has a price"
     refuse(
         place,
-        f"the rows look like {looks} over {n} ranks, and the name says {', '.join(named) or 'nothing'}",
+        f"nothing names the collective, and the rows look like {' or '.join(kinds) or 'none that has a price'} "
+        f"over {n} ranks",
         rows[0].text,
         "keep the line '# Collective test starting: ...', or name the file after the program "
         "(all_gather_perf.txt)",
     )
 
 
-def _fits(kind: str, row: Row, n: int) -> bool:
-    """Size against count, operation and root of a row, and the factor of its bus bandwidth."""
+def _check_looks(kind: str, program: str, n: int, rows: Sequence[Row]) -> None:
+    for row in rows:
+        if not _looks(kind, row, n):
+            refuse(
+                row.place,
+                f"the row is not one of {program}_perf over {n} ranks: size, count, type, redop and root "
+                "do not fit together",
+                row.text,
+                "the whole output of one run, with the lines of all its ranks",
+            )
+
+
+def _looks(kind: str, row: Row, n: int) -> bool:
+    """Size against count, operation and root of a row."""
     shared = kind in ("all_gather", "all_to_all", "reduce_scatter")
     reduces = kind in ("all_reduce", "reduce_scatter")
     if row.nbytes != row.count * row.item_bytes * (n if shared else 1):
         return False
     if kind != "point_to_point" and reduces != (row.redop != "none"):
         return False
-    if (row.root >= 0) != (kind == "broadcast"):
-        return False
+    return (row.root >= 0) == (kind == "broadcast")
+
+
+def _scales(kind: str, row: Row, n: int) -> bool:
+    """Bus bandwidth against algorithm bandwidth."""
     factor = busbw_factor(kind, n)
     return all(agree(side.algbw.times(factor), side.busbw) for side in row.sides)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cost_model.errors import ShardingError
 from passes.capture.trees import Mapped, Sequenced, Tree, flatten, tensor_paths, unflatten
 
-__all__ = ["CallSpec", "ambient_key", "flatten_call", "tensor_names"]
+__all__ = ["CallSpec", "flatten_call", "tensor_names"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class TensorKey:
 
 @dataclass(frozen=True)
 class CallKey:
-    """Two calls with equal keys (and equal `ambient_key`s) run the same graph."""
+    """Two calls with equal keys in the same mode (training flags, gradients, autocast) run the same graph."""
 
     tree: Tree
     tensors: tuple[TensorKey, ...]
@@ -147,15 +147,3 @@ def _same_paths(a: Tree, b: Tree) -> bool:
 
 def _shown(tree: Tree, name: str) -> str:
     return ", ".join(tensor_paths(tree, name).values()) or "no place"
-
-
-def ambient_key(model: nn.Module) -> Hashable:
-    """What a graph depends on besides the arguments: gradient mode, autocast, train/eval flags, which
-    parameters are frozen."""
-    autocast = tuple(
-        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        for device in ("cpu", "cuda")
-    )
-    training = tuple(module.training for module in model.modules())
-    frozen = tuple(not parameter.requires_grad for parameter in model.parameters())
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, training, frozen

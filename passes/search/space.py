@@ -13,7 +13,7 @@ from torch import fx
 
 from cost_model.compute import ComputePrices
 from cost_model.mesh import MeshSpec
-from passes.assignment import Assignment, NodeLayouts
+from passes.assignment import NodeLayouts
 from passes.hiding import PHASES, hideable
 from passes.joint import JointGraph, first_value, map_operands, node_value, result_index, tensor_operands
 from passes.layout import Layout
@@ -340,9 +340,3 @@ def _free_axis_order(joint: JointGraph) -> set[fx.Node]:
         if passes_on and all(user.op == "output" or user in found for user in node.users):
             found.add(node)
     return found
-
-
-def chosen_layouts(assignment: Assignment, node: fx.Node) -> Layout:
-    """The layout in which `node` (a getitem included) leaves its value."""
-    producer, index = result_index(node)
-    return assignment[producer.name].results[index]

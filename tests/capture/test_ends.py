@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import traceback as fx_traceback
 
-from passes.capture import ambient_key, capture, flatten_call
+from passes.capture import capture, flatten_call
 from tests.capture.running import check, tensors_of
 
 
@@ -217,20 +217,6 @@ def test_torch_is_left_as_it_was() -> None:
     assert not torch.nn.modules.module._global_forward_hooks
     assert fx_traceback.current_meta == {}
     assert torch.equal(torch.get_rng_state(), rng)
-
-
-def test_ambient_key_follows_what_the_graph_depends_on() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
-    keys = [ambient_key(model)]
-    with torch.no_grad():
-        keys.append(ambient_key(model))
-    with torch.autocast("cpu", torch.bfloat16):
-        keys.append(ambient_key(model))
-    model[1].eval()
-    keys.append(ambient_key(model))
-    model[0].bias.requires_grad_(False)
-    keys.append(ambient_key(model))
-    assert len(set(keys)) == 5
 
 
 def test_module_and_source_of_nodes() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoshard.runtime.module import Call, dispatcher_of, install, original_forward
+from autoshard.runtime.module import Call, dispatcher_of, install, mode_key, original_forward
 
 
 class Net(nn.Module):
@@ -109,3 +109,17 @@ def test_installing_again_replaces() -> None:
     assert (first.count, second.count) == (0, 1)
     with original_forward(model):
         assert model(torch.ones(2, 2)) == "original"
+
+
+def test_the_mode_is_all_that_a_graph_depends_on_but_arguments() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+    keys = [mode_key(model)]
+    with torch.no_grad():
+        keys.append(mode_key(model))
+    with torch.autocast("cpu", torch.bfloat16):
+        keys.append(mode_key(model))
+    model[1].eval()
+    keys.append(mode_key(model))
+    model[0].bias.requires_grad_(False)
+    keys.append(mode_key(model))
+    assert len(set(keys)) == 5

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from autoshard.runtime.process_groups import groups_for, mesh_spec, whole_group
+from autoshard.runtime.process_groups import groups_for, whole_group
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
 from tests.ranks import RankPool
@@ -45,8 +45,8 @@ def refusals(rank: int) -> list[str]:
             groups_for(mesh, [axes])
         messages.append(str(error.value).splitlines()[0])
     with pytest.raises(ShardingError, match="ranks must be 0, 1, 2"):
-        mesh_spec(DeviceMesh("cpu", torch.tensor([1, 0]), mesh_dim_names=("a",)))
-    assert mesh_spec(init_device_mesh("cpu", (2,))) == MeshSpec({"axis0": 2})
+        MeshSpec.of(DeviceMesh("cpu", torch.tensor([1, 0]), mesh_dim_names=("a",)))
+    assert MeshSpec.of(init_device_mesh("cpu", (2,))) == MeshSpec({"axis0": 2})
     return messages
 
 

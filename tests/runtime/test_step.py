@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from autoshard.runtime.boundary import InputSide, OutputSide, conform, plain_input, wrapped_output
 from autoshard.runtime.parameters import distribute_parameters
-from autoshard.runtime.process_groups import groups_for, mesh_spec
+from autoshard.runtime.process_groups import groups_for
 from autoshard.runtime.step import Program
 from cost_model.mesh import MeshSpec
 from passes.decompositions import decomposition_table
@@ -287,7 +287,7 @@ def zero3(rank: int, spec: MeshSpec, group: str, kept: bool) -> Program:
 
 def run_zero3(rank: int, given: str) -> dict[str, Tensor]:
     mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("dp",))
-    spec = mesh_spec(mesh)
+    spec = MeshSpec.of(mesh)
     program = zero3(rank, spec, groups_for(mesh, [("dp",)])[("dp",)], kept=given != "global")
     x, model = values()
     distribute_parameters(model, mesh, {"weight": [Shard(0)]})

@@ -1,0 +1,1 @@
+"""Predicted against measured: what `autoshard.report` is made of."""

@@ -1,0 +1,148 @@
+"""Measured beside predicted: one rank's figures, and all ranks' put together."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from autoshard.reporting.recorder import PHASES, StepTimes
+from passes.predict import PredictedCollective, Prediction
+
+__all__ = ["MeasuredCollective", "MeasuredPhase", "RankFigures", "StepFigures", "put_together"]
+
+_Key = tuple[str, str, tuple[str, ...], str, int]
+
+
+@dataclass(frozen=True)
+class RankFigures:
+    """What one rank has to tell. collectives: parallel to those of its prediction, seconds alone.
+    compute: phase -> seconds of its kernels, run op by op."""
+
+    prediction: Prediction
+    steps: tuple[StepTimes, ...]
+    collectives: tuple[float, ...]
+    compute: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class MeasuredCollective:
+    """seconds: measured alone, of the slowest rank of its group."""
+
+    predicted: PredictedCollective
+    seconds: float
+
+
+@dataclass(frozen=True)
+class MeasuredPhase:
+    """seconds: of the slowest rank, median over the steps. compute: of its kernels alone.
+    predicted, predicted_compute: the same by the prices; None where there is no prediction."""
+
+    name: str
+    seconds: float
+    compute: float | None
+    predicted: float | None
+    predicted_compute: float | None
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """All ranks' step, predicted and measured.
+
+    ranks, steps:   how many were measured; warmup: steps before them that were not counted.
+    step_seconds:   of each step, the slowest rank's. seconds: their median.
+    predicted:      seconds of the slowest rank's step by the prices.
+    phases:         forward, backward, optimizer, other.
+    """
+
+    ranks: int
+    warmup: int
+    step_seconds: tuple[float, ...]
+    predicted: float
+    phases: tuple[MeasuredPhase, ...]
+    collectives: tuple[MeasuredCollective, ...]
+
+    @property
+    def steps(self) -> int:
+        return len(self.step_seconds)
+
+    @property
+    def seconds(self) -> float:
+        return statistics.median(self.step_seconds)
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over measured step."""
+        return self.predicted / self.seconds
+
+
+def put_together(ranks: Sequence[RankFigures], warmup: int, *, fused: bool) -> StepFigures:
+    """The slowest rank's prediction beside the ranks' slowest times.
+
+    fused: the programs are compiled, so their kernels cannot be timed op by op: compute is what is left
+    of a phase without the communication that it does not hide.
+    """
+    slowest = max((rank.prediction for rank in ranks), key=lambda p: p.seconds)
+    # What ran before the compiled programs were warm says nothing; of too few steps the last is kept.
+    count = min(len(rank.steps) for rank in ranks)
+    warmup = min(warmup, count - 1)
+    counted = [rank.steps[warmup:count] for rank in ranks]
+    collectives = tuple(_collectives(slowest, ranks))
+    compute = {name: max(r.compute.get(name, 0.0) for r in ranks) for name in ranks[0].compute}
+    phases: list[MeasuredPhase] = []
+    for name in PHASES:
+        seconds = _median([[step.phases[name] for step in steps] for steps in counted])
+        predicted = next((p for p in slowest.phases if p.name == name), None)
+        alone = None if fused else compute.get(name)
+        if predicted is not None and alone is None:
+            alone = max(0.0, seconds - _exposed(name, collectives))
+        if predicted is None and seconds == 0.0:
+            continue
+        phases.append(
+            MeasuredPhase(
+                name,
+                seconds,
+                alone,
+                None if predicted is None else predicted.seconds,
+                None if predicted is None else predicted.compute,
+            )
+        )
+    other = _median([[step.other for step in steps] for steps in counted])
+    phases.append(MeasuredPhase("other", other, None, None, None))
+    totals = tuple(max(times) for times in zip(*([s.seconds for s in steps] for steps in counted), strict=True))
+    return StepFigures(len(ranks), warmup, totals, slowest.seconds, tuple(phases), collectives)
+
+
+def _median(by_rank: Sequence[Sequence[float]]) -> float:
+    """Over the steps, of the slowest rank in each."""
+    return statistics.median(max(times) for times in zip(*by_rank, strict=True))
+
+
+def _collectives(slowest: Prediction, ranks: Sequence[RankFigures]) -> Iterator[MeasuredCollective]:
+    """Those of the slowest rank's program, each with the longest time that any rank saw."""
+    longest: dict[_Key, float] = {}
+    for rank in ranks:
+        for key, seconds in zip(_keys(rank.prediction), rank.collectives, strict=True):
+            longest[key] = max(longest.get(key, 0.0), seconds)
+    for key, predicted in zip(_keys(slowest), slowest.collectives, strict=True):
+        yield MeasuredCollective(predicted, longest[key])
+
+
+def _keys(prediction: Prediction) -> list[_Key]:
+    """What two ranks know a collective by: the same collective is the same one of its kind on each."""
+    seen: dict[tuple[str, str, tuple[str, ...], str], int] = {}
+    keys: list[_Key] = []
+    for c in prediction.collectives:
+        name = (c.phase, c.kind, c.axes, c.serves)
+        seen[name] = seen.get(name, 0) + 1
+        keys.append((*name, seen[name]))
+    return keys
+
+
+def _exposed(phase: str, collectives: Sequence[MeasuredCollective]) -> float:
+    """Measured communication of a phase, less the share that the prediction hides."""
+    return sum(
+        c.seconds * c.predicted.exposed / c.predicted.seconds
+        for c in collectives
+        if c.predicted.phase == phase and c.predicted.seconds > 0.0
+    )

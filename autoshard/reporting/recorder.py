@@ -1,0 +1,126 @@
+"""Watch the steps of a training loop: when forward, backward and optimizer began and ended."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from autoshard.reporting.marks import Marks
+from autoshard.runtime.observe import PhaseRun
+from passes.phases import Phases
+
+__all__ = ["PHASES", "Mark", "Recorder", "StepTimes", "steps_of"]
+
+PHASES = ("forward", "backward", "optimizer")
+
+
+@dataclass(frozen=True)
+class Mark:
+    """phase: of `PHASES`. at: from `Marks.mark`."""
+
+    phase: str
+    edge: Literal["begin", "end"]
+    at: Any
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of one step on one rank, from the begin of its forward to that of the next step's; and
+    of the phases in it."""
+
+    seconds: float
+    phases: Mapping[str, float]
+
+    @property
+    def other(self) -> float:
+        """What is in no phase: data, gradients set to zero, the loop itself."""
+        return self.seconds - sum(self.phases.values())
+
+
+class Recorder:
+    """Marks the phases of a model's programs, and the steps of the optimizers that have its parameters.
+
+    An `Observer` of a session. Keeps the graphs and inputs of the last forward that had a backward, or
+    of the last at all.
+    """
+
+    def __init__(self, model: nn.Module, marks: Marks) -> None:
+        self.log: list[Mark] = []
+        self._marks = marks
+        self._parameters = {id(p) for p in model.parameters()}
+        self._forward: PhaseRun | None = None
+        self._trained: tuple[Phases, PhaseRun] | None = None
+        self._hooks: list[Any] = []
+
+    def attach(self) -> None:
+        self._hooks = [
+            register_optimizer_step_pre_hook(lambda optimizer, *_: self._optimizer(optimizer, "begin")),
+            register_optimizer_step_post_hook(lambda optimizer, *_: self._optimizer(optimizer, "end")),
+        ]
+
+    def detach(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def begin(self, run: PhaseRun) -> None:
+        if run.phase == "forward":
+            self._forward = run
+        elif self._forward is not None and self._forward.phases.forward is run.phases.forward:
+            self._trained = (run.phases, self._forward)
+        self._note(run.phase, "begin")
+
+    def end(self, run: PhaseRun) -> None:
+        self._note(run.phase, "end")
+
+    def program(self) -> tuple[Phases, PhaseRun] | None:
+        """(graphs, the forward run whose inputs to use) of the step that was seen last."""
+        if self._trained is None and self._forward is not None:
+            return self._forward.phases, self._forward
+        return self._trained
+
+    def steps(self) -> list[StepTimes]:
+        """The steps so far; the last one ends now."""
+        return steps_of(self.log, self._marks.mark(), self._marks)
+
+    def _note(self, phase: str, edge: Literal["begin", "end"]) -> None:
+        self.log.append(Mark(phase, edge, self._marks.mark()))
+
+    def _optimizer(self, optimizer: Optimizer, edge: Literal["begin", "end"]) -> None:
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        if any(id(p) in self._parameters for p in parameters):
+            self._note("optimizer", edge)
+
+
+def steps_of(log: Sequence[Mark], end: Any, marks: Marks) -> list[StepTimes]:
+    """Cut `log` into steps. A step begins with the first forward after an optimizer's update; without
+    updates after a backward; without these it is every forward. So several forwards and backwards before
+    an update (accumulated gradients) are one step."""
+    closing = max((mark.phase for mark in log), key=PHASES.index, default="forward")
+    starts: list[int] = []
+    closed = True
+    for i, mark in enumerate(log):
+        if closed and (mark.phase, mark.edge) == ("forward", "begin"):
+            starts.append(i)
+            closed = False
+        closed = closed or (mark.phase, mark.edge) == (closing, "end")
+    ends = [*starts[1:], len(log)]
+    return [
+        _step(log[first:last], log[last].at if last < len(log) else end, marks)
+        for first, last in zip(starts, ends, strict=True)
+    ]
+
+
+def _step(log: Sequence[Mark], end: Any, marks: Marks) -> StepTimes:
+    phases = dict.fromkeys(PHASES, 0.0)
+    begun: dict[str, Any] = {}
+    for mark in log:
+        if mark.edge == "begin":
+            begun[mark.phase] = mark.at
+        elif mark.phase in begun:
+            phases[mark.phase] += marks.seconds(begun.pop(mark.phase), mark.at)
+    return StepTimes(marks.seconds(log[0].at, end), phases)

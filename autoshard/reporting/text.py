@@ -1,0 +1,60 @@
+"""A report as a page of text."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+
+from autoshard.reporting.measured import MeasuredCollective, StepFigures
+from cost_model.units import format_bytes
+from passes.graph_text import format_seconds
+
+__all__ = ["report_text"]
+
+_ROW = "{:46} {:>10} {:>10} {:>7}"
+
+
+def report_text(figures: StepFigures, profile: str) -> str:
+    """Whole step, phases, collectives: predicted, measured, and predicted / measured.
+
+    profile: what the prediction was made with, as printed.
+    """
+    steps = f"{figures.steps} step{'s' if figures.steps > 1 else ''}"
+    ranks = f"{figures.ranks} rank{'s' if figures.ranks > 1 else ''}"
+    lines = [
+        f"{steps} after {figures.warmup} of warm-up, {ranks}: medians of the slowest rank; prices of {profile}",
+        "",
+        _ROW.format("", "predicted", "measured", "ratio"),
+        _row("step", figures.predicted, figures.seconds),
+    ]
+    for phase in figures.phases:
+        lines.append(_row(f"  {phase.name}", phase.predicted, phase.seconds))
+        alone = [c for c in figures.collectives if c.predicted.phase == phase.name]
+        if alone and phase.compute is not None:
+            lines.append(_row("    compute", phase.predicted_compute, phase.compute))
+            predicted = sum(c.predicted.seconds for c in alone)
+            lines.append(_row("    communication, alone", predicted, sum(c.seconds for c in alone)))
+    lines += ["", *_collectives(figures)]
+    return "\n".join(lines) + "\n"
+
+
+def _collectives(figures: StepFigures) -> Iterator[str]:
+    """One line for all that move the same bytes in the same way, the costliest first; each alone."""
+    if not figures.collectives:
+        yield "collectives: none"
+        return
+    yield _ROW.format("collectives, each alone", "predicted", "measured", "ratio")
+    rows: dict[tuple[str, str, str, int], list[MeasuredCollective]] = {}
+    for c in figures.collectives:
+        p = c.predicted
+        rows.setdefault((p.phase, p.kind, ",".join(p.axes), p.nbytes), []).append(c)
+    for key, members in sorted(rows.items(), key=lambda item: -sum(c.seconds for c in item[1])):
+        phase, kind, axes, nbytes = key
+        name = f"  {phase} {kind}[{axes}] {format_bytes(nbytes)} x{len(members)}"
+        yield _row(name, members[0].predicted.seconds, statistics.median(c.seconds for c in members))
+
+
+def _row(name: str, predicted: float | None, measured: float) -> str:
+    first = "-" if predicted is None else format_seconds(predicted)
+    ratio = "-" if not predicted or not measured else f"{predicted / measured:.2f}"
+    return _ROW.format(name, first, format_seconds(measured), ratio)

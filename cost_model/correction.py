@@ -1,0 +1,134 @@
+"""A profile corrected by what steps really took."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from cost_model.collectives import CollectivePrices
+from cost_model.groups import GroupShape, group_shape, mesh_occupancies
+from cost_model.link_model import floor_slope
+from cost_model.measure.statistics import monotone
+from cost_model.measurements import CollectiveSamples, DeviceRates
+from cost_model.mesh import MeshSpec
+from cost_model.profile import Profile
+
+__all__ = ["CollectiveTime", "corrected_profile"]
+
+_SPAN = 64
+"""A group that has no samples gets its modelled times, scaled, so far beyond what was measured."""
+
+
+@dataclass(frozen=True)
+class CollectiveTime:
+    """A measured collective: `kind` over `axes` of the mesh, `nbytes` as `cost_model.collectives` counts."""
+
+    kind: str
+    axes: tuple[str, ...]
+    nbytes: int
+    seconds: float
+
+
+def corrected_profile(
+    profile: Profile,
+    mesh: MeshSpec,
+    times: Sequence[CollectiveTime],
+    compute_factor: float,
+    note: str,
+) -> Profile:
+    """`profile` with the measured collectives in it, and kernels `compute_factor` times as long.
+
+    A measured time replaces the sample of its kind, group and size, or joins the others, which are
+    moved as little as makes times grow with size. A group without samples gets its modelled times, in
+    the ratio of measured to modelled at the nearest measured size. No time beats the links' peak. What
+    nothing was measured of stays as it is, and so does `nominal`. note: goes to `sources`.
+    """
+    assert compute_factor > 0.0, compute_factor
+    prices = CollectivePrices(profile, mesh)
+    samples = {(s.kind, s.group): s for s in profile.collectives}
+    for (kind, axes), points in _by_group(times, mesh).items():
+        group = group_shape(mesh, axes)
+        slope = _floor_slope(profile, mesh, kind, axes)
+        measured = _above(dict(zip(points, monotone(list(points.values())), strict=True)), slope)
+        known = samples.get((kind, group))
+        before = (
+            _above(_modelled(prices, kind, axes, measured), slope)
+            if known is None
+            else dict(zip(known.nbytes, known.seconds, strict=True))
+        )
+        samples[kind, group] = _merged(kind, group, before, measured)
+    name = profile.name.removesuffix(" (corrected)") + " (corrected)"
+    return replace(
+        profile,
+        name=name,
+        sources=(*profile.sources, note),
+        collectives=tuple(samples.values()),
+        device=_scaled(profile.device, compute_factor),
+    )
+
+
+def _by_group(
+    times: Sequence[CollectiveTime], mesh: MeshSpec
+) -> dict[tuple[str, tuple[str, ...]], dict[int, float]]:
+    """(kind, axes) -> size -> median seconds; of axes with equal group shapes one stands for all."""
+    names: dict[tuple[str, GroupShape], tuple[str, ...]] = {}
+    found: dict[tuple[str, tuple[str, ...]], dict[int, list[float]]] = {}
+    for time in times:
+        shape = group_shape(mesh, time.axes)
+        if shape and time.nbytes > 0:
+            axes = names.setdefault((time.kind, shape), time.axes)
+            found.setdefault((time.kind, axes), {}).setdefault(time.nbytes, []).append(time.seconds)
+    return {
+        key: {nbytes: statistics.median(values) for nbytes, values in sorted(sizes.items())}
+        for key, sizes in found.items()
+    }
+
+
+def _floor_slope(profile: Profile, mesh: MeshSpec, kind: str, axes: tuple[str, ...]) -> float:
+    """Seconds per byte at the links' stated peak."""
+    groups = mesh_occupancies(mesh, axes, profile.link_domains)
+    return max(floor_slope(kind, group, profile.links) for group in groups)
+
+
+def _above(points: Mapping[int, float], slope: float) -> dict[int, float]:
+    """Times that `slope` allows, rounding not counted."""
+    return {nbytes: max(seconds, slope * nbytes * (1 + 1e-9)) for nbytes, seconds in points.items()}
+
+
+def _modelled(
+    prices: CollectivePrices, kind: str, axes: tuple[str, ...], measured: Mapping[int, float]
+) -> dict[int, float]:
+    found: dict[int, float] = {}
+    smallest, largest = min(measured), max(measured)
+    for nbytes, nearest in ((max(1, smallest // _SPAN), smallest), (largest * _SPAN, largest)):
+        ratio = measured[nearest] / prices.seconds(kind, axes, nearest)
+        found[nbytes] = prices.seconds(kind, axes, nbytes) * ratio
+    return found
+
+
+def _merged(
+    kind: str, group: GroupShape, before: Mapping[int, float], measured: Mapping[int, float]
+) -> CollectiveSamples:
+    """The measured points as they are, the others between them."""
+    points = dict(measured)
+    for nbytes, seconds in before.items():
+        if nbytes not in measured:
+            low = max((s for n, s in measured.items() if n < nbytes), default=0.0)
+            high = min((s for n, s in measured.items() if n > nbytes), default=float("inf"))
+            points[nbytes] = min(max(seconds, low), high)
+    sizes = tuple(sorted(points))
+    return CollectiveSamples(kind, group, sizes, tuple(points[n] for n in sizes))
+
+
+def _scaled(device: DeviceRates, factor: float) -> DeviceRates:
+    matmul = tuple(
+        replace(rates, flops_per_second=tuple(rate / factor for rate in rates.flops_per_second))
+        for rates in device.matmul
+    )
+    return replace(
+        device,
+        launch_seconds=device.launch_seconds * factor,
+        memory_bytes_per_second=device.memory_bytes_per_second / factor,
+        matmul=matmul,
+    )

@@ -1,0 +1,173 @@
+"""Measure a `Profile` on the ranks of a mesh, all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from cost_model.errors import ProfileError
+from cost_model.groups import GroupShape
+from cost_model.measure.clock import Clock, device_clock
+from cost_model.measure.collective_work import Buffers, Team, collective_work, whole_size
+from cost_model.measure.device_series import device_rates, device_series
+from cost_model.measure.facts import device_name, hardware_text, host_name, software_versions, today
+from cost_model.measure.links import fit_links, levels_of
+from cost_model.measure.overlap import overlap_efficiency
+from cost_model.measure.peers import Peers, peers_of
+from cost_model.measure.sampling import Progress, Series, sample
+from cost_model.measure.statistics import Curve
+from cost_model.measure.teams import teams_of
+from cost_model.measurements import KINDS, CollectiveSamples, LinkLevel
+from cost_model.mesh import MeshSpec
+from cost_model.profile import Profile
+
+__all__ = ["collective_series", "measure_profile", "mesh_device"]
+
+SMALLEST_NBYTES = 2**12
+LARGEST_NBYTES = {"cpu": 2**26, "cuda": 2**30}
+_STEPS = ((0.5, 4), (0.0, 16))
+"""(least seconds of budget per series, factor from one size to the next): a small budget still spans
+small to big."""
+_OVERLAP_SHARE = 0.1
+"""Of the budget, for `overlap_efficiency`."""
+
+
+def measure_profile(
+    mesh: DeviceMesh,
+    *,
+    time_budget: float,
+    largest_nbytes: int | None,
+    name: str,
+    command: str,
+    progress: Progress,
+    clock: Clock | None,
+) -> Profile:
+    """See `Profile.measure`."""
+    spec = MeshSpec.of(mesh)
+    _check_arguments(spec, time_budget, largest_nbytes)
+    device = mesh_device(spec.device_type)
+    clock = device_clock(device.type) if clock is None else clock
+    with ExitStack() as stack:
+        peers = stack.enter_context(peers_of(list(range(spec.device_count))))
+        teams = stack.enter_context(teams_of(mesh, spec)) if peers.size > 1 else {}
+        hosts, names = zip(*peers.everyones((host_name(), device_name(device.type))), strict=True)
+        compute = device_series(device)
+        each = time_budget / (len(compute) + len(teams) * len(KINDS))
+        step = next(step for least, step in _STEPS if each >= least)
+        sizes = nbytes_ladder(largest_nbytes or LARGEST_NBYTES[_kind_of(device)], step)
+        communication = collective_series(teams, KINDS, sizes, device)
+        seconds = time_budget * (1.0 - _OVERLAP_SHARE)
+        curves = sample([*compute, *communication], peers, clock, seconds, progress)
+        rates = device_rates(curves[: len(compute)])
+        collectives = _collective_samples(teams, curves[len(compute) :])
+        overlap = overlap_efficiency(
+            teams, collectives, rates, peers, clock, _OVERLAP_SHARE * time_budget, device, progress
+        )
+        launch, links = _links(hosts, collectives, device)
+        profile = Profile(
+            name=name,
+            nominal=False,
+            device_type=spec.device_type,
+            hardware=hardware_text(hosts, names),
+            software=software_versions(device.type, dist.get_backend(mesh.get_group(0))),
+            date=today(),
+            command=f"{command} ({spec.device_count} ranks, {spec})".strip(),
+            sources=_sources(peers),
+            collective_launch_seconds=launch,
+            overlap_efficiency=overlap,
+            links=links,
+            collectives=collectives,
+            device=rates,
+        )
+        # The date and the command may differ: one profile for all, hash and text.
+        return peers.first(profile)
+
+
+def nbytes_ladder(largest: int, step: int) -> tuple[int, ...]:
+    """4 KiB, `step` times that, ... up to `largest`; then `largest` itself."""
+    sizes = [SMALLEST_NBYTES]
+    while sizes[-1] * step <= largest:
+        sizes.append(sizes[-1] * step)
+    return tuple(dict.fromkeys((*sizes, largest)))
+
+
+def collective_series(
+    teams: Mapping[GroupShape, Team], kinds: Sequence[str], sizes: Sequence[int], device: torch.device
+) -> list[Series]:
+    """One series per shape and kind, shapes first. All groups of a shape communicate at once."""
+    buffers = Buffers(device)
+    return [
+        Series(
+            f"{kind} over {shape_text(shape)}",
+            tuple(dict.fromkeys(whole_size(nbytes, team.size) for nbytes in sizes)),
+            partial(collective_work, kind, team, buffers),
+        )
+        for shape, team in teams.items()
+        for kind in kinds
+    ]
+
+
+def shape_text(shape: GroupShape) -> str:
+    """((4, 8),) -> "4 ranks, stride 8"."""
+    return " x ".join(f"{ranks} ranks, stride {stride}" for ranks, stride in shape)
+
+
+def mesh_device(device_type: str) -> torch.device:
+    """This rank's device of the type."""
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if device_type == "cuda"
+        else torch.device(device_type)
+    )
+
+
+def _kind_of(device: torch.device) -> str:
+    return "cuda" if device.type == "cuda" else "cpu"
+
+
+def _check_arguments(spec: MeshSpec, time_budget: float, largest_nbytes: int | None) -> None:
+    if not time_budget > 0.0:
+        raise ProfileError(f"time_budget is {time_budget!r} seconds\n  try: a number above 0, such as 60.0")
+    if largest_nbytes is not None and largest_nbytes < 2 * SMALLEST_NBYTES:
+        raise ProfileError(
+            f"largest_nbytes is {largest_nbytes!r}; a curve starts at {SMALLEST_NBYTES} bytes\n"
+            "  try: 2**26, the default on CPUs"
+        )
+    if spec.device_count > 1 and not dist.is_initialized():
+        raise ProfileError("no process group is initialized\n  try: start the ranks with torchrun")
+
+
+def _collective_samples(
+    teams: Mapping[GroupShape, Team], curves: Sequence[Curve]
+) -> tuple[CollectiveSamples, ...]:
+    """Of the curves of `collective_series` over all kinds."""
+    keys = [(kind, shape) for shape in teams for kind in KINDS]
+    return tuple(
+        CollectiveSamples(kind, shape, curve.sizes, curve.seconds, curve.spread)
+        for (kind, shape), curve in zip(keys, curves, strict=True)
+    )
+
+
+def _links(
+    hosts: Sequence[str], collectives: Sequence[CollectiveSamples], device: torch.device
+) -> tuple[float, tuple[LinkLevel, ...]]:
+    if collectives:
+        return fit_links(levels_of(hosts), collectives)
+    nominal = Profile.named("h100" if device.type == "cuda" else "cpu")
+    return nominal.collective_launch_seconds, nominal.links
+
+
+def _sources(peers: Peers) -> tuple[str, ...]:
+    if peers.size == 1:
+        return ("Links and overlap: nominal. One rank has nobody to communicate with.",)
+    return (
+        "Collectives: medians over repetitions of the slowest rank's time, all groups of a shape at once, "
+        "with the copies around them; times that fell with size were pooled.",
+        "Links: fitted to the collectives; peak: twice the best rate observed.",
+        "Device: the median rank, all ranks computing at once.",
+    )

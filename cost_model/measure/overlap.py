@@ -1,0 +1,60 @@
+"""How much of a collective hides behind products, and the reverse."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from cost_model.groups import GroupShape
+from cost_model.measure.clock import Clock
+from cost_model.measure.collective_work import Team
+from cost_model.measure.compute_work import matmul_flops, overlap_works
+from cost_model.measure.peers import Peers
+from cost_model.measure.sampling import Progress, Series, sample
+from cost_model.measurements import CollectiveSamples, DeviceRates
+
+__all__ = ["hidden_share", "overlap_efficiency"]
+
+
+def hidden_share(communication: float, compute: float, both: float) -> float:
+    """Of the shorter of two works, the share that is hidden when they run at once, clamped to [0, 1].
+
+    Seconds of each alone and of both: both = a + b - share * min(a, b).
+    """
+    share = (communication + compute - both) / min(communication, compute)
+    return min(1.0, max(0.0, share))
+
+
+def overlap_efficiency(
+    teams: Mapping[GroupShape, Team],
+    collectives: Sequence[CollectiveSamples],
+    rates: DeviceRates,
+    peers: Peers,
+    clock: Clock,
+    seconds: float,
+    device: torch.device,
+    progress: Progress,
+) -> float:
+    """Measured with an all-reduce over the largest group and about as long a run of float32 products.
+
+    0 for one rank, who has nothing to hide.
+    """
+    if not teams:
+        return 0.0
+    shape = max(teams, key=lambda shape: teams[shape].size)
+    samples = next(s for s in collectives if (s.kind, s.group) == ("all_reduce", shape))
+    middle = len(samples.nbytes) * 2 // 3
+    nbytes, alone = samples.nbytes[middle], samples.seconds[middle]
+    float32 = next(rate for rate in rates.matmul if rate.dtype == "float32")
+    at = len(float32.flops) // 2
+    edge = round((float32.flops[at] / 2) ** (1 / 3))
+    products = max(1, round(alone * float32.flops_per_second[at] / matmul_flops(edge)))
+    works = overlap_works(teams[shape], nbytes, edge, products, device)
+    names = ("all_reduce alone", "products alone", "all_reduce behind products")
+    series = [
+        Series(name, (nbytes,), lambda _, work=work: work) for name, work in zip(names, works, strict=True)
+    ]
+    curves = sample(series, peers, clock, seconds, progress)
+    communication, compute, both = (curve.seconds[0] for curve in curves)
+    return hidden_share(communication, compute, both)

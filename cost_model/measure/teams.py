@@ -1,0 +1,59 @@
+"""The process groups of a mesh, one for every shape that its axes make, alone and together."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from cost_model.groups import GroupShape, group_shape
+from cost_model.measure.collective_work import Team
+from cost_model.mesh import MeshSpec
+
+__all__ = ["shapes_of", "teams_of"]
+
+Axes = tuple[str, ...]
+
+
+def shapes_of(spec: MeshSpec) -> dict[GroupShape, Axes]:
+    """Every distinct shape -> the axes that make it, in mesh order; fewest axes where several do."""
+    axes = spec.real_axes()
+    found: dict[GroupShape, Axes] = {}
+    for count in range(1, len(axes) + 1):
+        for chosen in itertools.combinations(axes, count):
+            found.setdefault(group_shape(spec, chosen), chosen)
+    return found
+
+
+@contextmanager
+def teams_of(mesh: DeviceMesh, spec: MeshSpec) -> Generator[Mapping[GroupShape, Team]]:
+    """This rank's group of every shape; all ranks of the mesh enter and leave together.
+
+    Groups of several axes are made for the while: for the whole world its own group serves.
+    """
+    made: list[dist.ProcessGroup] = []
+    teams: dict[GroupShape, Team] = {}
+    try:
+        for shape, axes in shapes_of(spec).items():
+            ranks = spec.group(dist.get_rank(), axes)
+            group = _existing(mesh, spec, axes)
+            if group is None:
+                group = dist.new_group(list(ranks), use_local_synchronization=True)
+                assert isinstance(group, dist.ProcessGroup)
+                made.append(group)
+            teams[shape] = Team(group, ranks)
+        yield teams
+    finally:
+        for group in made:
+            dist.destroy_process_group(group)
+
+
+def _existing(mesh: DeviceMesh, spec: MeshSpec, axes: Axes) -> dist.ProcessGroup | None:
+    if len(axes) == 1:
+        return mesh.get_group(spec.index(axes[0]))
+    if spec.size(*axes) == dist.get_world_size():
+        return dist.group.WORLD
+    return None

@@ -1,0 +1,225 @@
+"""Text output of nccl-tests: all_reduce_perf, all_gather_perf, ..., one or more runs in a file.
+
+A run is a header (`# nThread ...`), a line for each rank, the table and a footer with the average bus
+bandwidth. The footer and the sizes in the header must fit the rows, so that no row can be lost unnoticed.
+[nccl-tests src/common.cu, src/util.cu]
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from cost_model.readers.lines import Line, lines_of
+from cost_model.readers.nccl_kind import PROGRAMS, kind_of
+from cost_model.readers.nccl_rows_text import Columns, check_units, read_columns, read_row, sizes_asked
+from cost_model.readers.points import Group, Place, Run, group_of, refuse
+from cost_model.readers.printed import Printed
+from cost_model.readers.rows import Row, check_average, row_points
+
+__all__ = ["read_nccl_text"]
+
+_HEADER = re.compile(
+    r"# nThreads? (\d+) nGpus (\d+) minBytes (\d+) maxBytes (\d+) step: (\d+)\((factor|bytes)\) "
+)
+_RANK = re.compile(
+    r"#\s+Rank\s+(\d+)\s+Group\s+(\d+)\s+Pid\s+\d+\s+on\s+(\S+)\s+device\s+\d+\s+\[[^\]]*\]\s*(.*)"
+)
+_REDUCED = re.compile(r"# Reducing maxBytes to (\d+) ")
+_NAMED = re.compile(r"# Collective test (?:starting|concluded): (?:\S*/)?(\S+)")
+_COMMAND = re.compile(r"(?<![\w-])(?:\S*/)?(\w+)_perf(?:_mpi)?(?=\s|$)")
+_VERSION = re.compile(r"(?:nccl|rccl)-library=(\d+)|NCCL version ([\d.]+)")
+_ERRORS = re.compile(r"# Out of bounds values\s*: (\d+) ")
+_AVERAGE = re.compile(r"# Avg bus bandwidth\s*: (\S+)")
+_LOG = re.compile(r"\S+:\d+:\d+ \[-?\d*\] |NCCL version |.*\bNCCL (?:INFO|WARN)\b")
+"""Lines of NCCL itself (NCCL_DEBUG), which may stand between rows."""
+
+_WHOLE = "the whole output of one run"
+
+
+@dataclass
+class _Open:
+    """The run being read."""
+
+    place: Place
+    header: str
+    processes_ranks: int
+    sizes: tuple[int, int, int, bool]
+    program: str | None
+    version: str
+    members: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
+    hosts: dict[int, str] = field(default_factory=dict[int, str])
+    device: str = ""
+    columns: Columns | None = None
+    units: bool = False
+    rows: list[Row] = field(default_factory=list[Row])
+
+
+class _Reader:
+    def __init__(self, file: str, when: datetime) -> None:
+        self.runs: list[Run] = []
+        self.run: _Open | None = None
+        self._file = file
+        self._when = when
+        self._program: str | None = None
+        self._ended: str | None = None
+        self._version = ""
+
+    def read(self, line: Line) -> None:
+        text = line.text
+        if match := _HEADER.match(text):
+            self._start(line, match)
+        elif match := _RANK.match(text):
+            self._rank(line, match)
+        elif text.startswith("#") and "algbw" in text:
+            self._open(line).columns = read_columns(line)
+        elif text.startswith("#") and "(GB/s)" in text:
+            check_units(line)
+            self._open(line).units = True
+        elif match := _AVERAGE.match(text):
+            self._finish(line, match[1])
+        elif text.startswith("#"):
+            self._remark(line)
+        elif self.run is not None and self.run.columns is not None and text and not _LOG.match(text):
+            self._row(line, self.run, self.run.columns)
+        else:
+            self._other(text)
+
+    def _open(self, line: Line) -> _Open:
+        if self.run is None:
+            refuse(line.place, "no line '# nThread ... minBytes ...' starts this run", line.text, _WHOLE)
+        return self.run
+
+    def _start(self, line: Line, match: re.Match[str]) -> None:
+        if self.run is not None:
+            refuse(
+                line.place,
+                f"a run starts before the one of line {self.run.place.line} has ended",
+                line.text,
+                f"{_WHOLE} to a file; several processes are one run only if nccl-tests is built with MPI=1",
+            )
+        threads, gpus, least, most, step = (int(match[i]) for i in range(1, 6))
+        if least < 1 or (step < 1 + (match[6] == "factor") and most > least):
+            refuse(line.place, "the sizes of the run cannot be", line.text, _WHOLE)
+        sizes = (least, most, step, match[6] == "factor")
+        self.run = _Open(line.place, line.text, threads * gpus, sizes, self._program, self._version)
+        self._program = None
+
+    def _rank(self, line: Line, match: re.Match[str]) -> None:
+        run = self._open(line)
+        rank, group = int(match[1]), int(match[2])
+        run.members.setdefault(group, []).append(rank)
+        run.hosts[rank] = match[3]
+        run.device = run.device or match[4].strip()
+
+    def _row(self, line: Line, run: _Open, columns: Columns) -> None:
+        if not run.units:
+            refuse(line.place, "no line with the units (B), (us), (GB/s) precedes the row", line.text, _WHOLE)
+        run.rows.append(read_row(line, columns))
+
+    def _remark(self, line: Line) -> None:
+        if match := _NAMED.match(line.text):
+            self._name(line, match[1].removesuffix("_mpi").removesuffix("_perf"))
+        elif (match := _REDUCED.match(line.text)) and self.run is not None:
+            least, _, step, factor = self.run.sizes
+            self.run.sizes = (least, int(match[1]), step, factor)
+        elif (match := _ERRORS.match(line.text)) and int(match[1]):
+            refuse(
+                line.place,
+                f"{match[1]} results were wrong",
+                line.text,
+                "repair the network or NCCL's settings first: what computes wrongly has no price",
+            )
+        else:
+            self._other(line.text)
+
+    def _name(self, line: Line, program: str) -> None:
+        if program not in PROGRAMS:
+            refuse(line.place, f"{program!r} is no program of nccl-tests that this reads", line.text, _WHOLE)
+        if "starting" in line.text:
+            self._program = program
+            self._ended = None
+        elif self._ended is not None and program != self._ended:
+            refuse(line.place, f"the run above is one of {self._ended}_perf", line.text, _WHOLE)
+
+    def _other(self, text: str) -> None:
+        """A command line or NCCL's version, if it is one."""
+        if match := _VERSION.search(text):
+            self._version = match[1] or match[2]
+        if self.run is None and (match := _COMMAND.search(text)) and match[1] in PROGRAMS:
+            self._program = match[1]
+
+    def _finish(self, line: Line, average: str) -> None:
+        run = self._open(line)
+        value = Printed.parse(average)
+        if value is None:
+            refuse(line.place, f"the average is {average!r}, not a number", line.text, "run it again")
+        _check_sizes(line, run)
+        check_average(line.place, line.text, run.rows, value.times(1e9))
+        group = _group(run)
+        kind = kind_of(run.place, run.rows, group.size, run.program, self._file)
+        points, unproved = row_points(kind, group.size, run.rows, self._when) if kind else ((), 0)
+        version = run.version or self._version
+        title = f"{kind or run.program or 'a collective'}, nccl-tests text"
+        software = (("nccl", version),) if version else ()
+        self.runs.append(Run(kind, title, group, points, run.place, unproved, run.device, software))
+        self._ended = run.program
+        self.run = None
+
+
+def read_nccl_text(file: str, text: str, when: datetime) -> tuple[Run, ...]:
+    """All runs in `text`; `when` is the time of rows that carry none.
+
+    Raises ProfileError, with file and line, for what is garbled, cut, wrong or not nccl-tests.
+    """
+    reader = _Reader(file, when)
+    line = Line(Place(file, 1), "", None)
+    for line in lines_of(file, text):
+        reader.read(line)
+    if reader.run is not None:
+        refuse(
+            line.place,
+            f"the run of line {reader.run.place.line} has no footer '# Avg bus bandwidth': the file is cut",
+            line.text,
+            _WHOLE,
+        )
+    if not reader.runs:
+        refuse(line.place, "there is no run of nccl-tests in the file", line.text, _WHOLE)
+    return tuple(reader.runs)
+
+
+def _group(run: _Open) -> Group:
+    listed = sum(map(len, run.members.values()))
+    if not listed or listed % run.processes_ranks:
+        refuse(
+            run.place,
+            f"{listed} lines '# Rank' follow; each process has {run.processes_ranks} ranks (nThread * nGpus)",
+            run.header,
+            _WHOLE,
+        )
+    return group_of(run.place, run.members, run.hosts)
+
+
+def _check_sizes(line: Line, run: _Open) -> None:
+    """The rows go through the sizes of the header, once or more times (-N, -d all, -o all)."""
+    wanted = tuple(sizes_asked(*run.sizes))
+    ranks = sum(map(len, run.members.values()))
+    if not wanted or len(run.rows) % len(wanted):
+        least, most = run.sizes[:2]
+        refuse(
+            line.place,
+            f"the table has {len(run.rows)} rows; {len(wanted)} sizes from {least} to {most} bytes were asked for",
+            line.text,
+            _WHOLE,
+        )
+    for row, size in zip(run.rows, _cycle(wanted, len(run.rows)), strict=True):
+        # Rounded down to a whole element; where each rank has its share, to 16 bytes or one on each.
+        whole = row.nbytes > 0 and row.count * row.item_bytes == row.nbytes
+        if not size - (row.item_bytes if whole else 32 * ranks) < row.nbytes <= size:
+            refuse(row.place, f"the row should be of {size} bytes, by the header", row.text, _WHOLE)
+
+
+def _cycle(sizes: Sequence[int], count: int) -> Iterator[int]:
+    return (sizes[i % len(sizes)] for i in range(count))

@@ -1,0 +1,42 @@
+"""Times that never fall with size, from measured times that do so by a little."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["NOISE", "pooled", "worst_fall"]
+
+NOISE = 0.30
+"""How far a time may fall below that of fewer bytes and still be taken for noise, relative.
+
+Small messages all take the same time, give or take 10 to 20 per cent, and where NCCL changes its algorithm
+a larger message can be faster than a smaller one.
+"""
+
+
+def worst_fall(times: Sequence[float]) -> tuple[int, int, float]:
+    """(i, j, fall): times[j] is `fall` (relative) below the earlier times[i], the most of all pairs."""
+    worst = (0, 0, 0.0)
+    highest = 0
+    for j, time in enumerate(times):
+        if time >= times[highest]:
+            highest = j
+        elif 1.0 - time / times[highest] > worst[2]:
+            worst = (highest, j, 1.0 - time / times[highest])
+    return worst
+
+
+def pooled(times: Sequence[float]) -> tuple[float, ...]:
+    """The non-decreasing sequence nearest to `times` in least squares: neighbours that fall get their mean.
+
+    (3, 1, 2, 5) -> (2, 2, 2, 5). Pool adjacent violators. [Barlow et al. 1972]
+    """
+    blocks: list[tuple[float, int]] = []  # mean, how many
+    for time in times:
+        mean, count = time, 1
+        while blocks and blocks[-1][0] > mean:
+            before, many = blocks.pop()
+            mean = (before * many + mean * count) / (many + count)
+            count += many
+        blocks.append((mean, count))
+    return tuple(mean for mean, count in blocks for _ in range(count))

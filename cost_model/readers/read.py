@@ -1,0 +1,166 @@
+"""`read_profile`: a profile from what other people's benchmarks printed."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+from cost_model.errors import ProfileError
+from cost_model.profile import Profile
+from cost_model.readers.limits import check_hosts, check_speed
+from cost_model.readers.merge import merged, shape_text
+from cost_model.readers.nccl_json import read_nccl_json
+from cost_model.readers.nccl_text import read_nccl_text
+from cost_model.readers.points import Group, Place, Run, refuse
+from cost_model.readers.stas00 import read_stas00
+
+__all__ = ["read_profile"]
+
+_log = logging.getLogger(__name__)
+
+
+def read_profile(
+    paths: Iterable[str | os.PathLike[str]],
+    base: Profile | str | os.PathLike[str] = "h100",
+    *,
+    rank_stride: int | None = None,
+    busbw_limit: float | None = None,
+) -> Profile:
+    """A profile with the collectives of benchmark outputs, and everything else from `base`.
+
+    paths:       nccl-tests text or JSON (-J), torch.distributed benchmark tables; each file's format is
+                 recognised by itself.
+    base:        a profile, its file, or the name of a shipped one: links, device rates, launch times and
+                 overlap come from it. Its measured collectives stay where the files have none for that
+                 kind and group.
+    rank_stride: distance on your mesh of neighbouring ranks of the benchmark: 8 if it ran on one GPU of
+                 each node of 8. None: 1, as long as the hosts in the files agree with the base's links.
+    busbw_limit: highest bus bandwidth to believe, bytes per second. The links' peak holds in any case.
+
+    The result is not nominal: groups that were measured are priced as "measured", all others as
+    "modelled". Its name and `sources` say what is still of a nominal base. What was averaged, replaced or
+    left out is in `sources` and logged as warnings.
+
+    Raises ProfileError with file and line, the text there and a remedy for anything garbled, cut, wrong,
+    contradictory or impossible.
+    """
+    start = base if isinstance(base, Profile) else Profile.load(base)
+    files = [Path(path) for path in paths]
+    if not files:
+        raise ProfileError("no benchmark output is given\n  try: one or more files")
+    if start.device_type != "cuda":
+        raise ProfileError(
+            f"base profile {start.name!r} is of device type {start.device_type!r}; these benchmarks measure GPUs\n"
+            "  try: a base of the GPUs' links and rates, such as 'h100'"
+        )
+    if rank_stride is not None and rank_stride < 1:
+        raise ProfileError(f"rank_stride is {rank_stride}\n  try: 1 or more")
+    runs = [
+        _placed(run, start, rank_stride)
+        for path in files
+        for run in _read(path)
+        if run.points or not run.kind
+    ]
+    for run in runs:
+        check_speed(run, start.links, busbw_limit)
+    if not any(run.points for run in runs):
+        raise ProfileError(
+            f"{files[0]}: no row counts: too few digits are printed for its time and bandwidth to confirm "
+            "one another, or the collective has no price\n"
+            "  try: larger sizes (-e 1G), or nccl-tests -J, which prints more digits"
+        )
+    return _profile(start, files, runs)
+
+
+def _read(path: Path) -> tuple[Run, ...]:
+    """The runs in a file, by the reader of its format."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        when = datetime.fromtimestamp(path.stat().st_mtime)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ProfileError(f"cannot read {path}: {error}\n  try: a text or JSON file") from error
+    name = str(path)
+    if text.lstrip().startswith("{"):
+        return read_nccl_json(name, text, when)
+    if "#wrong" in text or "# nThread" in text or "# Rank" in text or "#  Rank" in text:
+        return read_nccl_text(name, text, when)
+    if "payload" in text and "busbw" in text:
+        return read_stas00(name, text, when)
+    refuse(
+        Place(name, 1),
+        "the file is neither output of nccl-tests nor a table of payload, busbw and algbw",
+        text[:80],
+        "nccl-tests (all_reduce_perf ..., also with -J), or all_reduce_bench.py",
+    )
+
+
+def _placed(run: Run, base: Profile, rank_stride: int | None) -> Run:
+    """The run with its ranks where they are on the user's mesh."""
+    if rank_stride is None:
+        check_hosts(run, base.links)
+        return run
+    shape = tuple((ranks, stride * rank_stride) for ranks, stride in run.group.shape)
+    return replace(run, group=Group(shape))
+
+
+def _profile(base: Profile, files: Sequence[Path], runs: Sequence[Run]) -> Profile:
+    collectives, changes = merged(runs)
+    kept = () if base.nominal else base.collectives
+    measured = {(samples.kind, samples.group) for samples in collectives}
+    stay = tuple(samples for samples in kept if (samples.kind, samples.group) not in measured)
+    changes = (*changes, *_left_out(runs), *_superseded(base, len(kept) - len(stay)))
+    for change in changes:
+        _log.warning("%s", change)
+    newest = max(point.when for run in runs for point in run.points)
+    return replace(
+        base,
+        name=f"{base.name}{' (nominal)' if base.nominal else ''} with measured collectives",
+        nominal=False,
+        hardware=_hardware(base, runs),
+        software=tuple(dict(item for run in runs for item in run.software).items()),
+        date=newest.date().isoformat(),
+        command="autoshard profile --read " + " ".join(str(path) for path in files),
+        sources=(*map(_source, runs), *changes, *_from_base(base)),
+        collectives=(*collectives, *stay),
+    )
+
+
+def _source(run: Run) -> str:
+    times = sorted(point.when for point in run.points)
+    when = f", {times[-1]:%Y-%m-%d %H:%M}" if times else ""
+    return f"{run.place}: {run.title}, {shape_text(run.group.shape)}, {len(run.points)} sizes{when}"
+
+
+def _left_out(runs: Sequence[Run]) -> list[str]:
+    texts: list[str] = []
+    for run in runs:
+        if run.kind is None:
+            texts.append(f"{run.place}: {run.title} is left out: no collective of a plan")
+        elif run.unproved:
+            texts.append(
+                f"{run.place}: {run.unproved} rows of {run.kind} are left out: too few digits to confirm their times"
+            )
+    return texts
+
+
+def _superseded(base: Profile, count: int) -> list[str]:
+    return (
+        [f"{count} measured collectives of {base.name} are replaced by those of the files"] if count else []
+    )
+
+
+def _hardware(base: Profile, runs: Sequence[Run]) -> str:
+    devices = ", ".join(dict.fromkeys(run.device for run in runs if run.device))
+    return f"{devices or 'unknown devices'}; links and device rates as of: {base.hardware}"
+
+
+def _from_base(base: Profile) -> list[str]:
+    whose = "NOMINAL, not measured" if base.nominal else f"measured {base.date}"
+    texts = [
+        f"links, device rates, launch times and overlap are those of {base.name} ({whose}), hash {base.hash()}"
+    ]
+    return texts + [f"{base.name}: {source}" for source in base.sources]

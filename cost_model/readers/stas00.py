@@ -1,0 +1,265 @@
+"""Tables of all_reduce_bench.py and torch-dist-bench.py of the Machine Learning Engineering Open Book.
+
+Three forms, all with payloads in powers of 1024 whatever the unit is called, and bandwidths in powers of
+1000: the first script's two lines (`algbw: 176.590 GBps (1412.7 Gbps)`), its later table
+(`| 32KiB | 0.92GBps | 0.48GBps |`), and the newer script's table with latencies, one for each collective.
+[github.com/stas00/ml-engineering network/benchmarks]
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from cost_model.readers.lines import Line, lines_of, parse_time
+from cost_model.readers.points import Group, Place, Point, Run, busbw_factor, refuse
+from cost_model.readers.printed import agree
+from cost_model.readers.rows import PROOF
+from cost_model.readers.stas00_cells import Bandwidth, bandwidth, payload
+
+__all__ = ["read_stas00"]
+
+_KINDS: dict[str, str | None] = {
+    "all_reduce": "all_reduce",
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "all_to_all": "all_to_all",
+    "broadcast": "broadcast",
+    "batch_isend_irecv": "point_to_point",
+    # No redistribution uses these; they have no price.
+    "reduce": None,
+    "gather": None,
+    "scatter": None,
+}
+_TITLE = re.compile(r"The average bandwidth(?: and the per-call latency)? of (\w+) over (\d+) ranks?\b")
+_SINGLE = re.compile(r"The average bandwidth of (\w+) with a (\S+) payload \(\d+ trials, (\d+) ranks?\)")
+_COMBINED = re.compile(r"The average bandwidth and the per-call latency of \d+ collectives over")
+_LINE = re.compile(r"\s*(algbw|busbw): (\S+ ?[A-Za-z/]+)(?: \((\S+ ?[A-Za-z/]+)\))?\s*$")
+_SOFTWARE = re.compile(
+    r"- software: `?torch=([^\s,`]+)`?, `?cuda=([^\s,`]+)`?, `?nccl=(\([^)]*\)|[^\s,`]+)`?"
+)
+_HARDWARE = re.compile(r"- hardware: (.+)|Device info: (.+)")
+_MEASURED = re.compile(r"- measured: (\d{4}-\d\d-\d\d)")
+_RAW = re.compile(r"Environment:|Device info:")
+_END = re.compile(r"Elapsed time:")
+_RULE = re.compile(r"\|[\s:|-]+\|?$")
+_WHOLE = "the whole output of the benchmark, unchanged"
+
+
+@dataclass(frozen=True)
+class _Cells:
+    """A row of a table: payload in bytes, bandwidths in bytes per second, None if blank."""
+
+    line: Line
+    nbytes: int
+    busbw: Bandwidth | None
+    algbw: Bandwidth | None
+
+
+@dataclass
+class _Open:
+    """The table being read. `kind` and `ranks` are None if no title line precedes it."""
+
+    place: Place
+    name: str | None
+    ranks: int | None
+    columns: tuple[str, ...] = ()
+    rows: list[_Cells] = field(default_factory=list[_Cells])
+
+
+class _Reader:
+    def __init__(self, file: str, when: datetime) -> None:
+        self.runs: list[Run] = []
+        self.raw: Line | None = None
+        self.ended = False
+        self._when = when
+        self._open: _Open | None = None
+        self._single: tuple[Line, str, int, int] | None = None
+        self._lines: dict[str, Bandwidth] = {}
+        self._software: tuple[tuple[str, str], ...] = ()
+        self._device = ""
+
+    def read(self, line: Line) -> None:
+        text = line.text.strip()
+        if match := _TITLE.search(text):
+            self.finish()
+            self._open = _Open(line.place, self._known(line, match[1]), int(match[2]))
+        elif match := _SINGLE.search(text):
+            self.finish()
+            self._known(line, match[1])
+            self._single = (line, match[1], payload(line, match[2], 1000), int(match[3]))
+        elif self._single is not None and (match := _LINE.match(line.text)):
+            self._bandwidth_line(line, match)
+        elif text.startswith("|"):
+            self._table_line(line, text)
+        else:
+            self._other(line, text)
+
+    def _known(self, line: Line, name: str) -> str:
+        if name not in _KINDS:
+            refuse(line.place, f"{name!r} is no known collective", line.text, f"one of {', '.join(_KINDS)}")
+        return name
+
+    def _bandwidth_line(self, line: Line, match: re.Match[str]) -> None:
+        value = bandwidth(line, match[2])
+        if match[3] and not agree(value, bandwidth(line, match[3])):
+            refuse(line.place, f"{match[2]} and {match[3]} are not the same", line.text, _WHOLE)
+        self._lines[match[1]] = value
+
+    def _table_line(self, line: Line, text: str) -> None:
+        if not text.endswith("|") or len(text) < 2:
+            refuse(line.place, "the row of the table is cut", line.text, _WHOLE)
+        cells = tuple(cell.strip() for cell in text[1:-1].split("|"))
+        if cells[0] == "payload":
+            self._columns(line, cells)
+        elif self._open is None or not self._open.columns:
+            if payload_like(cells[0]):
+                refuse(
+                    line.place, "no line with the names of the columns precedes the row", line.text, _WHOLE
+                )
+        elif not _RULE.match(text):
+            self._open.rows.append(_cells(line, self._open.columns, cells))
+
+    def _columns(self, line: Line, cells: tuple[str, ...]) -> None:
+        if self._open is None or self._open.columns:
+            self.finish()
+            self._open = _Open(line.place, None, None)
+        if "busbw" not in cells or "algbw" not in cells or len(set(cells)) != len(cells):
+            refuse(line.place, "the table has no columns busbw and algbw", line.text, _WHOLE)
+        self._open.columns = cells
+
+    def _other(self, line: Line, text: str) -> None:
+        if _COMBINED.search(text):
+            refuse(
+                line.place,
+                "in a table of several collectives no number confirms another",
+                line.text,
+                "run torch-dist-bench.py with --separate-tables",
+            )
+        if match := _SOFTWARE.search(text):
+            self._software = tuple(zip(("torch", "cuda", "nccl"), match.groups(), strict=True))
+        elif match := _HARDWARE.search(text):
+            self._device = match[1] or match[2]
+        elif match := _MEASURED.search(text):
+            self._when = parse_time(match[1]) or self._when
+        if _RAW.match(text):
+            self.raw = line
+        self.ended = self.ended or bool(_END.match(text))
+        if text and self._open is not None and self._open.rows:
+            self.finish()
+
+    def finish(self) -> None:
+        """Close the table or the pair of lines that is open."""
+        table, single = self._open, self._single
+        self._open, self._single = None, None
+        if table is not None and table.columns:
+            self._add(table.place, table.name, table.ranks, tuple(table.rows))
+        elif table is not None:
+            refuse(table.place, "no table follows", table.name or "", _WHOLE)
+        if single is not None:
+            line, name, nbytes, ranks = single
+            if set(self._lines) != {"algbw", "busbw"}:
+                refuse(line.place, "the lines algbw: and busbw: do not follow", line.text, _WHOLE)
+            cells = _Cells(line, nbytes, self._lines["busbw"], self._lines["algbw"])
+            self._lines = {}
+            self._add(line.place, name, ranks, (cells,))
+
+    def _add(self, place: Place, name: str | None, ranks: int | None, rows: tuple[_Cells, ...]) -> None:
+        if not rows:
+            refuse(place, "the table has no rows", name or "", _WHOLE)
+        kind = _KINDS[name] if name is not None else "all_reduce"
+        n = ranks if ranks is not None else _ranks(place, rows)
+        if n < 2:
+            refuse(place, f"over {n} ranks nothing is communicated", rows[0].line.text, "two or more GPUs")
+        _check_steps(rows)
+        points, unproved = ((), 0) if kind is None else _points(kind, n, rows, self._when)
+        title = f"{kind or name}, torch.distributed benchmark table"
+        group = Group(((n, 1),))
+        self.runs.append(Run(kind, title, group, points, place, unproved, self._device, self._software))
+
+
+def read_stas00(file: str, text: str, when: datetime) -> tuple[Run, ...]:
+    """All tables in `text`, each over consecutive ranks; `when` is their time if the file has none.
+
+    Raises ProfileError, with file and line, for what is garbled, cut or in unknown units.
+    """
+    reader = _Reader(file, when)
+    line = Line(Place(file, 1), "", None)
+    for line in lines_of(file, text):
+        reader.read(line)
+    reader.finish()
+    if reader.raw is not None and not reader.ended:
+        refuse(
+            line.place, "the output ends without its line 'Elapsed time:': the file is cut", line.text, _WHOLE
+        )
+    if not reader.runs:
+        refuse(line.place, "there is no table of payload, busbw and algbw in the file", line.text, _WHOLE)
+    return tuple(reader.runs)
+
+
+def payload_like(cell: str) -> bool:
+    return bool(re.match(r"\d+(\.\d+)?\s*([KMGT]i?)?B$", cell))
+
+
+def _cells(line: Line, columns: tuple[str, ...], cells: tuple[str, ...]) -> _Cells:
+    if len(cells) != len(columns):
+        refuse(line.place, f"the row has {len(cells)} cells of {len(columns)}", line.text, _WHOLE)
+    named = dict(zip(columns, cells, strict=True))
+    both = [named["busbw"], named["algbw"]]
+    if both == ["", ""]:  # below --min-busbw-payload, only latencies
+        return _Cells(line, payload(line, named["payload"], 1024), None, None)
+    busbw, algbw = (bandwidth(line, cell) for cell in both)
+    return _Cells(line, payload(line, named["payload"], 1024), busbw, algbw)
+
+
+def _points(kind: str, n: int, rows: tuple[_Cells, ...], when: datetime) -> tuple[tuple[Point, ...], int]:
+    factor = busbw_factor(kind, n)
+    points: list[Point] = []
+    for row in rows:
+        if row.algbw is None or row.busbw is None:
+            continue
+        if not agree(row.algbw.times(factor), row.busbw):
+            refuse(
+                row.line.place,
+                f"busbw is {row.busbw.value / 1e9:.4g} GB/s, but algbw times {factor:.4g} "
+                f"({kind} over {n} ranks) is {row.algbw.value * factor / 1e9:.4g}",
+                row.line.text,
+                _WHOLE,
+            )
+        if row.algbw.uncertainty <= PROOF:
+            seconds = row.nbytes / row.algbw.value
+            points.append(Point(row.nbytes, seconds, row.busbw.value, when, row.line.place, row.line.text))
+    return tuple(points), len(rows) - len(points)
+
+
+def _ranks(place: Place, rows: tuple[_Cells, ...]) -> int:
+    """Ranks of an all-reduce table without a title: the one n for which busbw = algbw * 2 (n-1) / n."""
+    known = [row for row in rows if row.algbw is not None and row.busbw is not None]
+    fitting = [n for n in range(3, 4097) if known and all(_scales(row, n) for row in known)]
+    if len(fitting) != 1:
+        refuse(
+            place,
+            "no line says which collective over how many ranks this is, and the table does not show it",
+            rows[0].line.text,
+            "keep the line 'The average bandwidth of all_reduce over 8 ranks' above the table",
+        )
+    return fitting[0]
+
+
+def _scales(row: _Cells, n: int) -> bool:
+    assert row.algbw is not None and row.busbw is not None
+    return agree(row.algbw.times(busbw_factor("all_reduce", n)), row.busbw)
+
+
+def _check_steps(rows: tuple[_Cells, ...]) -> None:
+    """The benchmarks double the payload from row to row, up to rounding to whole pieces for each rank."""
+    for i in range(1, len(rows)):
+        before, now = rows[i - 1], rows[i]
+        if not 1.8 < now.nbytes / before.nbytes < 2.2:
+            refuse(
+                now.line.place,
+                f"the payload is {now.nbytes} bytes after {before.nbytes}; each doubles the one before",
+                now.line.text,
+                _WHOLE,
+            )
