@@ -6,6 +6,7 @@ model = autoshard(model, mesh)
 from autoshard.api import autoshard
 from autoshard.plan import Plan
 from autoshard.planning import find_plan
+from autoshard.report import StepReport, report
 from autoshard.verify import VerifyReport, verify
 from autoshard.version import __version__
 from cost_model.errors import (
@@ -32,6 +33,7 @@ __all__ = [
     "Profile",
     "ProfileError",
     "ShardingError",
+    "StepReport",
     "UnsupportedOpError",
     "VerifyReport",
     "__version__",
@@ -39,5 +41,6 @@ __all__ = [
     "discover_rule",
     "find_plan",
     "register_rule",
+    "report",
     "verify",
 ]

@@ -47,7 +47,8 @@ def autoshard(
     mesh:           a DeviceMesh over ranks 0, 1, 2, ...
     example_inputs: a tuple of a call's arguments, or (tuple, dict), as a rank will pass them. None: the
                     model is captured at its first call; an optimizer made before that keeps working.
-    profile:        a Profile, a path, or a shipped name; None: the nominal one of the device type.
+    profile:        a Profile, a path, or a shipped name; None: the one measured on these machines with this
+                    mesh shape, from $XDG_CACHE_HOME/autoshard or, the first time, measured in a few seconds.
     memory_limit:   bytes per device, or "70GB" / "64GiB".
     in_placements:  pytree of placements per tensor input, for inputs of which a rank passes its shard
                     (of any size); None: every rank passes the same global input.
@@ -68,7 +69,6 @@ def autoshard(
     spec = _checked_mesh(mesh)
     check_backend(backend)
     settings = Settings(
-        profile=load_profile(profile, spec),
         memory_limit=None if memory_limit is None else parse_bytes(memory_limit),
         in_placements=in_placements,
         out_placements=out_placements,
@@ -76,6 +76,8 @@ def autoshard(
         plan=plan if plan is None or isinstance(plan, Plan) else Plan.load(plan),
         backend=backend,
         time_limit=time_limit,
+        # Last, since without a profile it measures: not for arguments that are wrong. A plan needs none.
+        profile=load_profile(profile, mesh if plan is None else spec),
     )
     session = Session(model, mesh, spec, settings)
     call = None if example_inputs is None else as_call(example_inputs)

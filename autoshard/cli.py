@@ -1,4 +1,4 @@
-"""The `autoshard` command: demo, plan, show, diff, verify, profile."""
+"""The `autoshard` command: demo, plan, show, diff, verify, profile, report."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_diff(commands)
     _add_verify(commands)
     _add_profile(commands)
+    _add_report(commands)
     return parser
 
 
@@ -90,9 +91,31 @@ def _add_verify(commands: Any) -> None:
 
 
 def _add_profile(commands: Any) -> None:
-    profile = commands.add_parser("profile", help="list the shipped profiles, or print one")
-    profile.add_argument("name", nargs="?", help="a shipped profile's name or a profile's path")
-    profile.set_defaults(command=_profile)
+    from autoshard.profiling.arguments import add_profile
+
+    add_profile(commands, parse_mesh)
+
+
+def _add_report(commands: Any) -> None:
+    report = commands.add_parser(
+        "report",
+        help="under torchrun: train for a few steps, and print predicted against measured",
+        epilog="torchrun --nproc-per-node 4 -m autoshard report train:small --plan plan.json",
+    )
+    _add_model(report)
+    report.add_argument("--plan", type=Path, help="a saved plan; without one, it is searched for --mesh")
+    report.add_argument("--mesh", type=parse_mesh, help="axis=size,..., such as dp=2,tp=4")
+    report.add_argument("--device", default="cuda", help="device type of --mesh (default cuda)")
+    report.add_argument(
+        "--profile", help="prices of the prediction: a profile's path, or a shipped one's name"
+    )
+    report.add_argument("--backend", default="inductor", help="inductor, eager, or any torch.compile backend")
+    report.add_argument("--steps", type=int, default=20, help="steps to run (default 20)")
+    report.add_argument("--warmup", type=int, default=3, help="of them not counted (default 3)")
+    report.add_argument(
+        "--write-profile", type=Path, help="where to save the profile, corrected by what was measured"
+    )
+    report.set_defaults(command=_report)
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
@@ -187,10 +210,19 @@ def _verify(arguments: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
-def _profile(arguments: argparse.Namespace) -> int:
-    from cost_model.profile import Profile
+def _report(arguments: argparse.Namespace) -> int:
+    from autoshard.plan import Plan
+    from autoshard.report_command import ReportOptions, run_report
 
-    names = Profile.names() if arguments.name is None else [arguments.name]
-    for name in names:
-        print(Profile.load(name).summary(), end="\n\n" if arguments.name is None else "\n")
-    return 0
+    model, example_inputs = load_model(arguments.model)
+    options = ReportOptions(
+        plan=None if arguments.plan is None else Plan.load(arguments.plan),
+        mesh=arguments.mesh,
+        device=arguments.device,
+        profile=arguments.profile,
+        backend=arguments.backend,
+        steps=arguments.steps,
+        warmup=arguments.warmup,
+        write_profile=arguments.write_profile,
+    )
+    return run_report(model, example_inputs, options)

@@ -63,7 +63,8 @@ def explain_plan(plan: Plan) -> str:
     nominal = " (nominal: not measured on any machine)" if origin.nominal else ""
     lines = [
         f"{plan.mesh}, prices of profile {origin.profile}{nominal}",
-        f"predicted step {format_seconds(plan.step_time)}, {plan.status}: no plan is faster than "
+        f"predicted step {format_seconds(plan.step_time)}",
+        f"the search counts {format_seconds(plan.cost)}, {plan.status}: for no plan less than "
         f"{format_seconds(plan.lower_bound)} (gap {plan.gap:.2%})",
         f"predicted peak memory {format_bytes(plan.peak_memory)} per device, at {plan.peak_node}"
         + ("" if plan.memory_limit is None else f"; limit {format_bytes(plan.memory_limit)}"),

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.inputs import global_call
 from autoshard.pins import Constraints, resolve_pins
 from autoshard.plan import Plan, PlanOrigin
-from autoshard.runtime.step import _ordered
+from autoshard.profiling.startup import nominal_profile, startup_profile
 from autoshard.signature import as_call, matched_placements
 from autoshard.version import __version__
 from cost_model.collectives import CollectivePrices
@@ -64,13 +64,13 @@ def mesh_spec(mesh: DeviceMesh | MeshSpec) -> MeshSpec:
     return MeshSpec.of(mesh)
 
 
-def load_profile(profile: ProfileLike, mesh: MeshSpec) -> Profile:
-    """`profile` itself, or read; without one the shipped nominal profile of the device type."""
+def load_profile(profile: ProfileLike, mesh: DeviceMesh | MeshSpec) -> Profile:
+    """`profile` itself, or read; without one what `startup_profile` gives, for a MeshSpec the nominal one."""
     if isinstance(profile, Profile):
         return profile
     if profile is not None:
         return Profile.load(os.fspath(profile))
-    return Profile.load("h100" if mesh.device_type == "cuda" else "cpu")
+    return nominal_profile(mesh.device_type) if isinstance(mesh, MeshSpec) else startup_profile(mesh)
 
 
 def prices_of(profile: Profile, mesh: MeshSpec, backend: str = "inductor") -> Prices:
@@ -80,7 +80,7 @@ def prices_of(profile: Profile, mesh: MeshSpec, backend: str = "inductor") -> Pr
         mesh=mesh,
         compute=compute,
         redistributor=Redistributor(mesh, CollectivePrices(profile, mesh)),
-        optimizer_seconds=lambda nbytes: compute.memory_seconds(ADAMW.passes * nbytes),
+        optimizer_seconds=lambda nbytes: compute.update_seconds(nbytes, ADAMW.passes),
         traffic=traffic_model(backend),
         overlap_efficiency=profile.overlap_efficiency,
     )
@@ -105,7 +105,8 @@ def find_plan(
     mesh:           a DeviceMesh, or a MeshSpec: then no process group and no device is needed.
     example_inputs: a tuple of the call's arguments, or (tuple, dict). Tensors with `in_placements`
                     are one rank's shards, all ranks' alike.
-    profile:        a Profile, a path, or a shipped name; None: the nominal one of the device type.
+    profile:        a Profile, a path, or a shipped name; None: for a MeshSpec the nominal one of the device
+                    type, for a DeviceMesh as in `autoshard` (then every rank must call this).
     memory_limit:   bytes per device, or "70GB" / "64GiB".
     in_placements:  pytree of placements per tensor input; None: replicated (global).
     out_placements: the same for outputs; "keep": as the plan leaves them; None: replicated (global).
@@ -117,7 +118,7 @@ def find_plan(
     cannot be traced, ProfileError, and InfeasibleError if no plan meets the pins and the limit.
     """
     spec = mesh_spec(mesh)
-    loaded = load_profile(profile, spec)
+    loaded = load_profile(profile, mesh)
     limit = None if memory_limit is None else parse_bytes(memory_limit)
     pins = resolve_pins(constraints, named_parameters(model), spec)
     args, kwargs = as_call(example_inputs)
@@ -175,7 +176,7 @@ def search_plan(
         cost=found.seconds,
         lower_bound=found.lower_bound,
         status=found.status,
-        step_time=predicted_step(joint, found.assignment, prices, _ordered).seconds,
+        step_time=predicted_step(joint, found.assignment, prices).seconds,
         peak_memory=found.peak_nbytes,
         peak_node=found.peak_node,
         memory_limit=memory_limit,

@@ -1,12 +1,12 @@
 """`report(model)`: run real steps, and see each part beside what was predicted.
 
-    with autoshard.report(model) as report:
-        for batch in batches:
-            model(batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    print(report.text())
-    report.corrected().save("mine.json")
+with autoshard.report(model) as report:
+    for batch in batches:
+        model(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+print(report.text())
+report.corrected().save("mine.json")
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def report(model: nn.Module, *, warmup: int = 2, repeats: int = 5) -> StepReport
     """
     session = Session.of(model)
     if session is None:
-        raise PlanError("report: the model is not parallel\n  try: model = autoshard(model, mesh, ...) before")
+        raise PlanError(
+            "report: the model is not parallel\n  try: model = autoshard(model, mesh, ...) before"
+        )
     return StepReport(session, warmup, repeats)
 
 

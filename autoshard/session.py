@@ -27,6 +27,7 @@ from autoshard.version import __version__
 from cost_model.errors import PlanError
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
+from passes.bucket_plan import bucketed_turns
 from passes.capture import CallSpec, Captured, flatten_call
 from passes.describe import graph_hash
 from passes.joint import JointGraph
@@ -161,9 +162,10 @@ class Session:
 
     def _program(self, captured: Captured, plan: Plan) -> Program:
         joint, rank = captured.joint, dist.get_rank()
-        redistributor = prices_of(self.settings.profile, self.spec).redistributor
+        prices = self.prices()
         groups = groups_for(self.mesh, _axes_in(plan, self.spec))
-        ours = partition(joint, plan.assignment, self.spec, rank, groups, redistributor)
+        turns = bucketed_turns(joint, plan.assignment, prices)
+        ours = partition(joint, plan.assignment, self.spec, rank, groups, prices.redistributor, turns=turns)
         phases = split_phases(ours.module, joint.inputs, joint.outputs)
         shapes = {node.name: tuple(node.meta["val"].shape) for node in joint.placeholders}
         sides = [

@@ -57,7 +57,7 @@ def compare(config: GPTConfig, arguments: argparse.Namespace) -> None:
     torch.manual_seed(0)
     plain = GPT(config).to(device)
     ours = copy.deepcopy(plain)
-    autoshard(ours, mesh, (tokens, targets))
+    autoshard(ours, mesh, (tokens, targets), profile="h100" if device == "cuda" else "cpu")
     steps = {
         "torch.compile": trainer(torch.compile(plain), plain, tokens, targets),
         "autoshard": trainer(ours, ours, tokens, targets),

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from cost_model.curve import Curve
 from cost_model.measurements import MatmulRates
 from cost_model.profile import Profile
 
-__all__ = ["ComputePrices"]
+__all__ = ["ComputePrices", "Kind"]
+
+Kind = Literal["matmul", "convolution", "attention"]
+"""Ops that count in operations, by what rate they reach."""
 
 
 class ComputePrices:
@@ -24,6 +29,11 @@ class ComputePrices:
         self._launch = profile.device.launch_seconds
         self._seconds_per_byte = 1.0 / profile.device.memory_bytes_per_second
         self._matmul = {rates.dtype: _time_curve(rates) for rates in profile.device.matmul}
+        self._kinds: dict[Kind, dict[str, Curve]] = {
+            "matmul": self._matmul,
+            "convolution": {rates.dtype: _time_curve(rates) for rates in profile.device.convolution},
+            "attention": {rates.dtype: _time_curve(rates) for rates in profile.device.attention},
+        }
         self._slowest = _time_curve(min(profile.device.matmul, key=lambda rates: rates.flops_per_second[-1]))
 
     @property
@@ -40,7 +50,6 @@ class ComputePrices:
 
         The rate is measured by size: time is interpolated between the measured sizes and proportional
         to flops outside them. A dtype without a rate (`has_rate`) gets the profile's slowest rate.
-        Convolution and attention are priced from their operation counts with the same rates.
         """
         return self._matmul.get(dtype_name, self._slowest)(flops) if flops else 0.0
 
@@ -48,9 +57,23 @@ class ComputePrices:
         """Time to read and write `nbytes` of device memory in all, without launch."""
         return nbytes * self._seconds_per_byte
 
-    def op_seconds(self, flops: float, nbytes: float, dtype_name: str) -> float:
-        """launch + max(matmul_seconds, memory_seconds). Pointwise kernels pass flops=0."""
-        return self._launch + max(self.matmul_seconds(flops, dtype_name), self.memory_seconds(nbytes))
+    def arithmetic_seconds(self, kind: Kind, flops: float, dtype_name: str) -> float:
+        """`flops` operations of one op of that kind; without measured rates of its own, as a matrix product."""
+        own = self._kinds[kind].get(dtype_name) if flops else None
+        return self.matmul_seconds(flops, dtype_name) if own is None else own(flops)
+
+    def op_seconds(self, flops: float, nbytes: float, dtype_name: str, kind: Kind = "matmul") -> float:
+        """launch + max(arithmetic_seconds, memory_seconds). Pointwise kernels pass flops=0."""
+        arithmetic = self.arithmetic_seconds(kind, flops, dtype_name)
+        return self._launch + max(arithmetic, self.memory_seconds(nbytes))
+
+    def update_seconds(self, nbytes: float, passes: int) -> float:
+        """The optimizer's update of one parameter of which this device holds `nbytes`: measured, or
+        `passes` arrays of that size read and written."""
+        update = self.profile.device.update
+        if update is None:
+            return self.memory_seconds(passes * nbytes)
+        return update.launch_seconds + nbytes / update.bytes_per_second
 
 
 def _time_curve(rates: MatmulRates) -> Curve:

@@ -10,14 +10,15 @@ from cost_model.collectives import CollectivePrices
 from cost_model.groups import GroupShape, group_shape, mesh_occupancies
 from cost_model.link_model import floor_slope
 from cost_model.measure.statistics import monotone
-from cost_model.measurements import CollectiveSamples, DeviceRates
+from cost_model.measurements import CollectiveSamples, DeviceRates, LinkLevel, MatmulRates
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 
 __all__ = ["CollectiveTime", "corrected_profile"]
 
-_SPAN = 64
-"""A group that has no samples gets its modelled times, scaled, so far beyond what was measured."""
+_STEPS = (4, 16, 64)
+"""A group that has no samples gets its modelled times, scaled, so many times below and above what was
+measured."""
 
 
 @dataclass(frozen=True)
@@ -41,28 +42,37 @@ def corrected_profile(
 
     A measured time replaces the sample of its kind, group and size, or joins the others, which are
     moved as little as makes times grow with size. A group without samples gets its modelled times, in
-    the ratio of measured to modelled at the nearest measured size. No time beats the links' peak. What
-    nothing was measured of stays as it is, and so does `nominal`. note: goes to `sources`.
+    the ratio of measured to modelled at the nearest measured size; and the link levels it uses get
+    slower, or faster, in that ratio, because what else is priced by them is as wrong. No time beats the
+    links' peak. `nominal` stays. note: goes to `sources`.
     """
     assert compute_factor > 0.0, compute_factor
     prices = CollectivePrices(profile, mesh)
     samples = {(s.kind, s.group): s for s in profile.collectives}
+    ratios: dict[int, list[float]] = {}  # link level -> measured / modelled of what it carries
     for (kind, axes), points in _by_group(times, mesh).items():
         group = group_shape(mesh, axes)
         slope = _floor_slope(profile, mesh, kind, axes)
         measured = _above(dict(zip(points, monotone(list(points.values())), strict=True)), slope)
         known = samples.get((kind, group))
+        if known is None:
+            ratio = statistics.median(s / prices.seconds(kind, axes, n) for n, s in measured.items())
+            for level in _levels(profile, mesh, axes):
+                ratios.setdefault(level, []).append(ratio)
         before = (
             _above(_modelled(prices, kind, axes, measured), slope)
             if known is None
             else dict(zip(known.nbytes, known.seconds, strict=True))
         )
         samples[kind, group] = _merged(kind, group, before, measured)
+    by_level = {level: statistics.median(values) for level, values in ratios.items()}
     name = profile.name.removesuffix(" (corrected)") + " (corrected)"
     return replace(
         profile,
         name=name,
         sources=(*profile.sources, note),
+        collective_launch_seconds=profile.collective_launch_seconds * by_level.get(0, 1.0),
+        links=tuple(_slowed(link, by_level.get(i, 1.0)) for i, link in enumerate(profile.links)),
         collectives=tuple(samples.values()),
         device=_scaled(profile.device, compute_factor),
     )
@@ -91,6 +101,16 @@ def _floor_slope(profile: Profile, mesh: MeshSpec, kind: str, axes: tuple[str, .
     return max(floor_slope(kind, group, profile.links) for group in groups)
 
 
+def _levels(profile: Profile, mesh: MeshSpec, axes: tuple[str, ...]) -> set[int]:
+    """The link levels that the groups along `axes` use."""
+    return {use.level for group in mesh_occupancies(mesh, axes, profile.link_domains) for use in group.uses}
+
+
+def _slowed(link: LinkLevel, ratio: float) -> LinkLevel:
+    rate = min(link.bytes_per_second / ratio, link.peak_bytes_per_second)
+    return replace(link, latency_seconds=link.latency_seconds * ratio, bytes_per_second=rate)
+
+
 def _above(points: Mapping[int, float], slope: float) -> dict[int, float]:
     """Times that `slope` allows, rounding not counted."""
     return {nbytes: max(seconds, slope * nbytes * (1 + 1e-9)) for nbytes, seconds in points.items()}
@@ -101,7 +121,8 @@ def _modelled(
 ) -> dict[int, float]:
     found: dict[int, float] = {}
     smallest, largest = min(measured), max(measured)
-    for nbytes, nearest in ((max(1, smallest // _SPAN), smallest), (largest * _SPAN, largest)):
+    below = [(max(1, smallest // step), smallest) for step in _STEPS]
+    for nbytes, nearest in (*below, *((largest * step, largest) for step in _STEPS)):
         ratio = measured[nearest] / prices.seconds(kind, axes, nearest)
         found[nbytes] = prices.seconds(kind, axes, nbytes) * ratio
     return found
@@ -122,13 +143,17 @@ def _merged(
 
 
 def _scaled(device: DeviceRates, factor: float) -> DeviceRates:
-    matmul = tuple(
-        replace(rates, flops_per_second=tuple(rate / factor for rate in rates.flops_per_second))
-        for rates in device.matmul
-    )
+    def slower(kernels: Sequence[MatmulRates]) -> tuple[MatmulRates, ...]:
+        return tuple(
+            replace(rates, flops_per_second=tuple(rate / factor for rate in rates.flops_per_second))
+            for rates in kernels
+        )
+
     return replace(
         device,
         launch_seconds=device.launch_seconds * factor,
         memory_bytes_per_second=device.memory_bytes_per_second / factor,
-        matmul=matmul,
+        matmul=slower(device.matmul),
+        convolution=slower(device.convolution),
+        attention=slower(device.attention),
     )

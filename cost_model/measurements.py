@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from cost_model.groups import GroupShape
 
-__all__ = ["KINDS", "CollectiveSamples", "DeviceRates", "LinkLevel", "MatmulRates"]
+__all__ = ["KINDS", "CollectiveSamples", "DeviceRates", "LinkLevel", "MatmulRates", "UpdateRates"]
 
 KINDS = ("all_gather", "all_reduce", "all_to_all", "broadcast", "point_to_point", "reduce_scatter")
 """Every collective that has a price. What `nbytes` means for each is in `cost_model.collectives`."""
@@ -64,9 +64,25 @@ class MatmulRates:
 
 
 @dataclass(frozen=True)
+class UpdateRates:
+    """The optimizer's update of one parameter, AdamW's by default: constant part, and bytes of parameter
+    (not of gradient or state) per second."""
+
+    launch_seconds: float
+    bytes_per_second: float
+
+
+@dataclass(frozen=True)
 class DeviceRates:
-    """One device: kernel launch time, memory bandwidth (bytes read plus written), matrix products."""
+    """One device: kernel launch time, memory bandwidth (bytes read plus written), matrix products.
+
+    convolution, attention: rates by operations of one op, as for products; none: those of products.
+    update: of the optimizer; None: from memory bandwidth (`cost_model.memory`).
+    """
 
     launch_seconds: float
     memory_bytes_per_second: float
     matmul: tuple[MatmulRates, ...]
+    convolution: tuple[MatmulRates, ...] = ()
+    attention: tuple[MatmulRates, ...] = ()
+    update: UpdateRates | None = None

@@ -151,6 +151,18 @@ class Profile:
             clock=clock,
         )
 
+    @staticmethod
+    def from_nccl_tests(
+        *paths: str | os.PathLike[str],
+        base: Profile | str | os.PathLike[str] = "h100",
+        rank_stride: int | None = None,
+        busbw_limit: float | None = None,
+    ) -> Profile:
+        """Collectives from benchmark outputs, all else from `base`: see `cost_model.readers.read_profile`."""
+        from cost_model.readers import read_profile  # which itself needs Profile
+
+        return read_profile(paths, base, rank_stride=rank_stride, busbw_limit=busbw_limit)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the JSON that `load` reads."""
         Path(path).write_text(self.to_json(), encoding="utf-8")

@@ -151,11 +151,16 @@ class _Check:
         self._positive("device.memory_bytes_per_second", device.memory_bytes_per_second)
         if not device.matmul:
             self._refuse("device.matmul", "is empty", "state the matrix-product rate of at least one dtype")
-        dtypes = [rates.dtype for rates in device.matmul]
-        for i, rates in enumerate(device.matmul):
-            if rates.dtype in dtypes[:i]:
-                self._refuse(f"device.matmul[{i}].dtype", f"repeats {rates.dtype}", "keep the newest")
-            self._matmul(f"device.matmul[{i}]", rates)
+        for kind in ("matmul", "convolution", "attention"):
+            kernels: tuple[MatmulRates, ...] = getattr(device, kind)
+            dtypes = [rates.dtype for rates in kernels]
+            for i, rates in enumerate(kernels):
+                if rates.dtype in dtypes[:i]:
+                    self._refuse(f"device.{kind}[{i}].dtype", f"repeats {rates.dtype}", "keep the newest")
+                self._matmul(f"device.{kind}[{i}]", rates)
+        if device.update is not None:
+            self._positive("device.update.launch_seconds", device.update.launch_seconds)
+            self._positive("device.update.bytes_per_second", device.update.bytes_per_second)
 
     def _matmul(self, field: str, rates: MatmulRates) -> None:
         if not rates.flops or len(rates.flops) != len(rates.flops_per_second):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NoReturn, cast
 
 from cost_model.errors import ProfileError
-from cost_model.measurements import CollectiveSamples, DeviceRates, LinkLevel, MatmulRates
+from cost_model.measurements import CollectiveSamples, DeviceRates, LinkLevel, MatmulRates, UpdateRates
 
 __all__ = ["Fields", "read_collective", "read_device", "read_link"]
 
@@ -89,6 +89,10 @@ class Fields:
         items = cast("dict[str, object]", value)
         return tuple((name, str(text)) for name, text in items.items())
 
+    def has(self, field: str) -> bool:
+        """Whether the field, which must be there, is not null."""
+        return self._get(field) is not None
+
     def entry(self, field: str) -> Fields:
         return Fields(self._where, f"{self._path}{field}.", self._get(field))
 
@@ -143,13 +147,26 @@ def read_collective(fields: Fields) -> CollectiveSamples:
 
 
 def read_device(fields: Fields) -> DeviceRates:
-    matmul = tuple(_read_matmul(entry) for entry in fields.entries("matmul"))
-    device = DeviceRates(fields.number("launch_seconds"), fields.number("memory_bytes_per_second"), matmul)
+    device = DeviceRates(
+        fields.number("launch_seconds"),
+        fields.number("memory_bytes_per_second"),
+        *(
+            tuple(_read_rates(e) for e in fields.entries(kind))
+            for kind in ("matmul", "convolution", "attention")
+        ),
+        update=_read_update(fields.entry("update")) if fields.has("update") else None,
+    )
     fields.close()
     return device
 
 
-def _read_matmul(fields: Fields) -> MatmulRates:
+def _read_update(fields: Fields) -> UpdateRates:
+    update = UpdateRates(fields.number("launch_seconds"), fields.number("bytes_per_second"))
+    fields.close()
+    return update
+
+
+def _read_rates(fields: Fields) -> MatmulRates:
     rates = MatmulRates(
         fields.text("dtype"),
         fields.numbers("flops"),

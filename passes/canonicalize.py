@@ -19,6 +19,7 @@ from passes.canonicalization.remove_dead_code import RemoveDeadCode
 from passes.canonicalization.remove_noops import RemoveNoops
 from passes.canonicalization.scatter_to_where import ScatterToWhere
 from passes.canonicalization.sink_expands import SinkExpands
+from passes.collector import collector_paused
 from passes.joint import JointGraph
 from passes.rewrite import copy_joint
 
@@ -53,6 +54,7 @@ PIPELINE: tuple[GraphPass, ...] = (
 )
 
 
+@collector_paused()
 def canonicalize(joint: JointGraph) -> JointGraph:
     """A new joint graph of primitive ops that computes the same; `joint` is left as it was."""
     return copy_joint(run_passes(copy_joint(joint), PIPELINE))

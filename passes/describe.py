@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from passes.assignment import Assignment, NodeLayouts
+from passes.collector import collector_paused
 from passes.hiding import hideable
 from passes.joint import GraphInput, JointGraph, map_operands, node_value, result_index, tensor_operands
 from passes.layout import Layout
@@ -33,6 +34,7 @@ __all__ = ["describe", "fallback_ops", "graph_hash", "short_dtype"]
 Hides = frozenset[tuple[str, int]]
 
 
+@collector_paused()
 def describe(
     joint: JointGraph, assignment: Assignment, prices: Prices, rules: RuleTable | None = None
 ) -> tuple[NodeRecord, ...]:

@@ -17,16 +17,20 @@ right before its first reader).
     after the next urgent one       nobody waits for it but the end of the program (a gradient): it lets pass
                                     what others wait for, at most `reach` products away
 
+Transfers of the second and third kind may be merged (`merge`, see `passes.bucket_plan`): those of one group
+have one turn, at which the first of them is issued early, or the last of them late.
+
 Invariants
   - The order depends on no rank, local shape or clock.
-  - A transfer comes after every transfer that its operand is computed from.
+  - A transfer comes after every transfer that its operand is computed from; none is merged with one.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
 
 from torch import fx
 
@@ -35,7 +39,7 @@ from passes.joint import JointGraph, ancestors, result_index, tensor_operands
 from passes.layout import Layout
 from passes.recompute import is_collective
 
-__all__ = ["PREFETCH", "REACH", "Transfer", "Turn", "is_product", "issue_order"]
+__all__ = ["PREFETCH", "REACH", "Merge", "Move", "Side", "Transfer", "Turn", "is_product", "issue_order"]
 
 Transfer = tuple[str, int]
 """(global name of the reader, which of its tensor operands)."""
@@ -74,36 +78,70 @@ def is_product(node: fx.Node) -> bool:
     return foreign or name in _PRODUCTS
 
 
-def issue_order(
-    joint: JointGraph, assignment: Assignment, *, prefetch: int = PREFETCH, reach: int = REACH
-) -> Mapping[Transfer, Turn]:
-    """Every transfer that `assignment` asks for -> its turn; smaller is earlier. All are different."""
-    forward, backward = _phases(joint)
-    transfers = _transfers(joint, assignment)
-    late = {t for t in transfers if _is_late(t, set(forward), joint)}
-    phases = (
-        _Phase(forward, joint, [t for t in transfers if t not in late]),
-        _Phase(backward, joint, [t for t in transfers if t in late]),
-    )
-    return {
-        (t.reader.name, t.index): (number, place)
-        for number, phase in enumerate(phases)
-        for place, t in enumerate(phase.ordered(prefetch, reach))
-    }
+Side = Literal["early", "last"]
+"""Merged transfers are issued with the first that is read ("early"), or the last that is ready ("last")."""
 
 
 @dataclass(frozen=True, eq=False)
-class _Transfer:
-    """moves: whether it needs a collective (of some rank)."""
+class Move:
+    """A transfer. moves: whether it needs a collective (of some rank). start, end: places in its phase's ops
+    of the op that computes the operand (-1: at hand from the start) and of the reader (their number: the
+    end of the phase)."""
 
     reader: fx.Node
     index: int
     operand: fx.Node
+    held: Layout
+    wanted: Layout
     moves: bool
+    start: int = -1
+    end: int = 0
+
+    @property
+    def transfer(self) -> Transfer:
+        return self.reader.name, self.index
 
 
-def _transfers(joint: JointGraph, assignment: Assignment) -> list[_Transfer]:
-    found: list[_Transfer] = []
+class Merge(Protocol):
+    """Which transfers to merge: groups of `moves`, which are in the order in which they are read ("early")
+    or ready ("last"). Every one is in one group; groups keep that order inside."""
+
+    def __call__(
+        self, side: Side, moves: Sequence[Move], ops: Sequence[fx.Node]
+    ) -> Sequence[Sequence[Move]]: ...
+
+
+def _alone(side: Side, moves: Sequence[Move], ops: Sequence[fx.Node]) -> Sequence[Sequence[Move]]:
+    return [[move] for move in moves]
+
+
+def issue_order(
+    joint: JointGraph,
+    assignment: Assignment,
+    *,
+    merge: Merge = _alone,
+    prefetch: int = PREFETCH,
+    reach: int = REACH,
+) -> Mapping[Transfer, Turn]:
+    """Every transfer that `assignment` asks for -> its turn; smaller is earlier, and only merged ones
+    have the same."""
+    forward, backward = _phases(joint)
+    moves = _moves(joint, assignment)
+    late = {m for m in moves if _is_late(m, set(forward), joint)}
+    phases = (
+        _Phase(forward, joint, [m for m in moves if m not in late]),
+        _Phase(backward, joint, [m for m in moves if m in late]),
+    )
+    return {
+        move.transfer: (number, place)
+        for number, phase in enumerate(phases)
+        for place, group in enumerate(phase.ordered(prefetch, reach, merge))
+        for move in group
+    }
+
+
+def _moves(joint: JointGraph, assignment: Assignment) -> list[Move]:
+    found: list[Move] = []
     for reader in joint.graph.nodes:
         if reader.op == "placeholder" or result_index(reader)[0] is not reader:
             continue
@@ -112,7 +150,7 @@ def _transfers(joint: JointGraph, assignment: Assignment) -> list[_Transfer]:
             producer, result = result_index(operand)
             held = assignment[producer.name].results[result]
             if held != layout:
-                found.append(_Transfer(reader, index, operand, not _is_local(held, layout)))
+                found.append(Move(reader, index, operand, held, layout, not _is_local(held, layout)))
     return found
 
 
@@ -125,7 +163,7 @@ def _is_local(held: Layout, wanted: Layout) -> bool:
     return set(held.partial) <= set(wanted.partial)
 
 
-def _is_late(transfer: _Transfer, forward: set[fx.Node], joint: JointGraph) -> bool:
+def _is_late(transfer: Move, forward: set[fx.Node], joint: JointGraph) -> bool:
     """Whether only gradients depend on what it delivers."""
     if transfer.reader.op != "output":
         return transfer.reader not in forward
@@ -175,45 +213,51 @@ def _path_to(root: fx.Node, done: Mapping[fx.Node, None], given: set[fx.Node]) -
 
 
 class _Phase:
-    """Where things stand in one phase. Position -1: at hand from the start; len(ops): the end."""
+    """Where things stand in one phase."""
 
-    def __init__(self, ops: Sequence[fx.Node], joint: JointGraph, transfers: Sequence[_Transfer]) -> None:
+    def __init__(self, ops: Sequence[fx.Node], joint: JointGraph, moves: Sequence[Move]) -> None:
         self.ops = ops
-        self.transfers = transfers
         self.position = {node: i for i, node in enumerate(ops)}
         self.position[joint.output_node] = len(ops)
-        self.moved = {(t.reader, t.operand) for t in transfers if t.moves}
+        self.all = [self._placed(m) for m in moves]
+        self.moved = {(m.reader, m.operand) for m in moves if m.moves}
         self.products = [0]  # before each position
         for node in ops:
             self.products.append(self.products[-1] + is_product(node))
         self.at_hand = self._at_hand()
         self.closing = self._closing()
+        self.settled = self._settled()
 
-    def ready(self, transfer: _Transfer) -> int:
-        """Position of the op that computes the operand."""
-        return self.position.get(transfer.operand, -1)
+    def _placed(self, move: Move) -> Move:
+        start = self.position.get(move.operand, -1)
+        return replace(move, start=start, end=self.position[move.reader])
 
-    def need(self, transfer: _Transfer) -> int:
-        """Position of the reader."""
-        return self.position[transfer.reader]
-
-    def ordered(self, prefetch: int, reach: int) -> list[_Transfer]:
+    def ordered(self, prefetch: int, reach: int, merge: Merge) -> list[Sequence[Move]]:
+        """Groups of merged transfers, mostly of one."""
         # Turns in half steps: 2 * position is just before the op there, 2 * position + 1 just after it.
-        turns = {t: (2 * self.ready(t) + 1, 0) for t in self.transfers}
-        moving = [t for t in self.transfers if t.moves]
-        early = sorted((t for t in moving if self._is_early(t)), key=self._stable)
-        last = {t for t in moving if self._is_last(t)}
-        urgent = sorted({self.ready(t) for t in {*moving} - {*early} - last})
-        for i, transfer in enumerate(early[prefetch:]):
-            # No later than its own reader, so whatever is computed from it still comes after it.
-            soonest, _ = turns[transfer]
-            turns[transfer] = (max(soonest, 2 * self.need(early[i])), 0)
-        for transfer in last:
-            turns[transfer] = (self._let_pass(self.ready(transfer), urgent, reach), 1)
-        return sorted(self.transfers, key=lambda t: (*turns[t], self.ready(t), *self._stable(t)))
+        moving = [m for m in self.all if m.moves]
+        early = sorted((m for m in moving if self._is_early(m)), key=_stable)
+        last = sorted((m for m in moving if self._is_last(m)), key=lambda m: (m.start, *_stable(m)))
+        apart = {*early, *last}
+        urgent = sorted({m.start for m in moving if m not in apart})
+        turns: dict[Move, tuple[tuple[int, int], Sequence[Move]]] = {
+            m: ((2 * m.start + 1, 0), [m]) for m in self.all if m not in apart
+        }
+        groups = sorted(merge("early", early, self.ops), key=lambda group: _stable(group[0]))
+        for i, group in enumerate(groups):
+            # No later than its first reader, so whatever is computed from any of it still comes after it.
+            earlier = 2 * groups[i - prefetch][0].end if i >= prefetch else 0
+            turns[group[0]] = (max(2 * group[0].start + 1, earlier), 0), group
+        for group in self._last_groups(last, merge):
+            turns[group[-1]] = (self._let_pass(group[-1].start, urgent, reach), 1), group
+        order = sorted(turns, key=lambda m: (*turns[m][0], m.start, *_stable(m)))
+        return [turns[m][1] for m in order]
 
-    def _stable(self, transfer: _Transfer) -> tuple[int, int]:
-        return self.need(transfer), transfer.index
+    def _last_groups(self, last: Sequence[Move], merge: Merge) -> list[Sequence[Move]]:
+        """Merged are gradients that no other transfer follows."""
+        free = [m for m in last if m.reader.op == "output" or m.reader in self.settled]
+        held = [[m] for m in last if m not in set(free)]
+        return [*held, *merge("last", free, self.ops)]
 
     def _let_pass(self, ready: int, urgent: Sequence[int], reach: int) -> int:
         following = next(iter(urgent[bisect_left(urgent, ready) :]), len(self.ops))
@@ -221,13 +265,11 @@ class _Phase:
             return 2 * ready + 1
         return 2 * following + 1
 
-    def _is_early(self, transfer: _Transfer) -> bool:
-        return transfer.operand not in self.position or transfer.operand in self.at_hand
+    def _is_early(self, move: Move) -> bool:
+        return move.operand not in self.position or move.operand in self.at_hand
 
-    def _is_last(self, transfer: _Transfer) -> bool:
-        return not self._is_early(transfer) and (
-            transfer.reader.op == "output" or transfer.reader in self.closing
-        )
+    def _is_last(self, move: Move) -> bool:
+        return not self._is_early(move) and (move.reader.op == "output" or move.reader in self.closing)
 
     def _at_hand(self) -> set[fx.Node]:
         """Ops that no product and no transfer comes before."""
@@ -249,3 +291,19 @@ class _Phase:
             if all(u.op == "output" or (u in found and (u, node) not in self.moved) for u in node.users):
                 found.add(node)
         return found
+
+    def _settled(self) -> set[fx.Node]:
+        """Ops of `closing` that no transfer at all comes after."""
+        pairs = {(m.reader, m.operand) for m in self.all}
+        found: set[fx.Node] = set()
+        for node in reversed(self.ops):
+            users = [(u, node) for u in node.users]
+            if node in self.closing and all(
+                pair not in pairs and (pair[0].op == "output" or pair[0] in found) for pair in users
+            ):
+                found.add(node)
+        return found
+
+
+def _stable(move: Move) -> tuple[int, int]:
+    return move.end, move.index

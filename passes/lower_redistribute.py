@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -27,6 +27,7 @@ import torch
 from torch import fx
 
 from cost_model.mesh import MeshSpec
+from passes.fake_calls import FakeCalls
 from passes.layout import Layout
 from passes.redistribute import (
     AllGather,
@@ -65,6 +66,7 @@ def emit(
     rank: int,
     groups: Mapping[tuple[str, ...], str],
     meta: Mapping[str, Any],
+    calls: FakeCalls | None = None,
 ) -> fx.Node:
     """Emit `redistribution` of `node` at the graph's insertion point; returns the node of the result.
 
@@ -72,10 +74,16 @@ def emit(
             local shape. With no steps it is returned as it is.
     shape:  the global shape.
     groups: mesh axes, in mesh order -> name of this rank's process group over them.
-    meta:   copied to every node emitted; "val" is set to a fake tensor of the node's local result.
+    meta:   copied to every node emitted; "val" is set to a fake tensor of the node's local result, and
+            "step" counts the collective steps, of which some may move nothing in this rank's group.
+    calls:  computes those; one for a whole graph computes equal ones once.
     """
-    emitter = Emitter(graph, meta)
+    emitter = Emitter(graph, meta, calls or FakeCalls())
+    exchanges = 0
     for step in redistribution.steps:
+        if step.kind is not None:
+            emitter = replace(emitter, meta={**meta, "step": exchanges})
+            exchanges += 1
         site = _Site(emitter, step, tuple(shape), mesh, rank, groups)
         expected = step.before.local_shape(shape, mesh, rank)
         assert tuple(value(node).shape) == expected, f"{node}: {value(node).shape}, layout says {expected}"

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
+from cost_model.compute import Kind
 from passes.joint import node_value, result_index, tensor_operands
 
-__all__ = ["alias_chain", "fuses", "global_flops", "is_view", "storage_root"]
+__all__ = ["alias_chain", "arithmetic_kind", "fuses", "global_flops", "is_view", "storage_root"]
 
 _aten = torch.ops.aten
 
@@ -118,6 +119,15 @@ def global_flops(node: fx.Node) -> float:
         grad, _, weight = (node_value(n) for n in tensor_operands(node)[:3])
         return 2.0 * _convolution_flops(grad, weight)
     return 0.0
+
+
+def arithmetic_kind(node: fx.Node) -> Kind:
+    """By what measured rate the operations of `node` run."""
+    if node.target in (_aten.convolution.default, _aten.convolution_backward.default):
+        return "convolution"
+    if node.target in (torch.ops.autoshard.attention.default, torch.ops.autoshard.attention_backward.default):
+        return "attention"
+    return "matmul"
 
 
 def _contract_flops(node: fx.Node) -> float:

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.node import map_arg
 
 from cost_model.mesh import MeshSpec
 from passes.assignment import Assignment, FactorSplit, NodeLayouts
+from passes.collector import collector_paused
+from passes.fake_calls import FakeCalls
 from passes.issue_order import Transfer, Turn, issue_order
 from passes.joint import JointGraph, map_operands, node_value, result_index, tensor_operands
 from passes.layout import Layout, nested_sizes
@@ -19,7 +20,7 @@ from passes.lower_redistribute import emit
 from passes.redistribute import Redistributor
 from passes.rules.registry import RuleTable, rule_for
 from passes.rules.rule import OpRule
-from passes.torch_compat import fake_mode_of
+from passes.torch_compat import fake_mode_of, lazy_module
 
 __all__ = ["RankGraph", "partition"]
 
@@ -38,6 +39,7 @@ class RankGraph:
     values: Mapping[str, str]
 
 
+@collector_paused()
 def partition(
     joint: JointGraph,
     assignment: Assignment,
@@ -46,12 +48,14 @@ def partition(
     groups: Mapping[tuple[str, ...], str],
     redistributor: Redistributor,
     rules: RuleTable | None = None,
+    turns: Mapping[Transfer, Turn] | None = None,
 ) -> RankGraph:
     """The graph that `rank` runs.
 
     Every op is emitted by its rule on this rank's shards; where an operand's layout differs from
     the one the op reads, the steps that `redistributor` chose (and priced) are emitted before it.
-    `groups` names the process group of every tuple of axes.
+    `groups` names the process group of every tuple of axes. `turns` is the order of the collectives, the
+    same on every rank: `issue_order`'s without merging if not given.
 
         %h: f32[8@dp, 64@tp]  = contract(%x, %up)                 global, (dp=2, tp=4)
         %y: f32[8@dp, 16]     = all_reduce[tp](contract(%h, %down))
@@ -60,7 +64,7 @@ def partition(
         %y_partial: f32[4, 16] = contract(%h, %down)
         %y: f32[4, 16] = wait_tensor(all_reduce(%y_partial, "sum", "tp"))
     """
-    turns = issue_order(joint, assignment)
+    turns = issue_order(joint, assignment) if turns is None else turns
     writer = _Writer(assignment, mesh, rank, groups, redistributor, rules, turns, _Served.of(joint))
     for node in joint.graph.nodes:
         writer.write(node)
@@ -78,6 +82,7 @@ class _Writer:
     turns: Mapping[Transfer, Turn]
     served: _Served
     graph: fx.Graph = field(default_factory=fx.Graph)
+    calls: FakeCalls = field(default_factory=FakeCalls)
     # An op of several results has one node of a tuple, or, if its rule made them one by one, a tuple of nodes.
     local: dict[fx.Node, Any] = field(default_factory=dict)
 
@@ -100,7 +105,7 @@ class _Writer:
             for node, local in self.local.items()
             if isinstance(local, fx.Node) and "val" in local.meta
         }
-        return RankGraph(fx.GraphModule(torch.nn.Module(), self.graph), values)
+        return RankGraph(lazy_module(self.graph), values)
 
     def _placeholder(self, node: fx.Node) -> fx.Node:
         local = self.graph.placeholder(node.name)
@@ -152,14 +157,15 @@ class _Writer:
         meta = _meta(reader if reader.op != "output" else operand)
         meta["serves"] = self.served.name(operand, reader, position)
         meta["turn"] = self.turns[reader.name, position]
-        return emit(self.graph, local, steps, value.shape, self.mesh, self.rank, self.groups, meta)
+        shape, mesh, groups = value.shape, self.mesh, self.groups
+        return emit(self.graph, local, steps, shape, mesh, self.rank, groups, meta, self.calls)
 
     def _emit(
         self, node: fx.Node, target: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> fx.Node:
         local = self.graph.call_function(target, tuple(args), kwargs)
         local.meta = _meta(node)
-        local.meta["val"] = _fake_call(target, args, kwargs, node)
+        local.meta["val"] = self.calls(target, args, kwargs, fake_mode_of(node.meta["val"]))
         return local
 
 
@@ -242,13 +248,3 @@ class _Served:
         while node.op == "call_function" and len(tensor_operands(node)) == 1:
             node = tensor_operands(node)[0]
         return self.parameters.get(node)
-
-
-def _fake_call(target: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], node: fx.Node) -> Any:
-    def value(argument: Any) -> Any:
-        return argument.meta["val"]
-
-    fake_args = map_arg(tuple(args), value)
-    fake_kwargs = map_arg(kwargs, value)
-    with fake_mode_of(node.meta["val"]):
-        return target(*fake_args, **fake_kwargs)

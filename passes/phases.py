@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.collector import collector_paused
 from passes.joint import GraphInput, GraphOutput, ancestors
 from passes.recompute import choose_saved, is_cheap, is_collective, is_reshape
+from passes.torch_compat import lazy_module
 
 __all__ = ["Backward", "Phases", "exchanges", "extract", "split_phases", "unaliased"]
 
@@ -50,6 +52,7 @@ class Phases:
     backward: Backward | None
 
 
+@collector_paused()
 def split_phases(
     module: fx.GraphModule, inputs: Sequence[GraphInput], outputs: Sequence[GraphOutput]
 ) -> Phases:
@@ -199,7 +202,7 @@ def extract(
         new[node] = graph.node_copy(node, new.__getitem__)
     graph.output(tuple(None if node is None else new[node] for node in results))
     graph.lint()
-    return fx.GraphModule(torch.nn.Module(), graph)
+    return lazy_module(graph)
 
 
 def exchanges(nodes: Iterable[fx.Node], phase: int) -> list[fx.Node]:

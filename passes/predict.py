@@ -10,11 +10,13 @@ from torch import fx
 from cost_model.mesh import MeshSpec
 from cost_model.timeline import Timeline
 from passes.assignment import Assignment
+from passes.bucket_plan import bucketed_turns
 from passes.joint import JointGraph
 from passes.missing_tangents import usually_missing, without_tangents
 from passes.partition import partition
 from passes.phases import Phases, split_phases
 from passes.rules.registry import RuleTable
+from passes.schedule import scheduled
 from passes.search.space import Prices
 from passes.simulate import simulated_group_axes, simulated_groups
 from passes.step_events import Axes, AxesOf, StepEvents
@@ -86,26 +88,27 @@ def predicted_step(
     joint: JointGraph,
     assignment: Assignment,
     prices: Prices,
-    schedule: Schedule,
     *,
+    schedule: Schedule = scheduled,
     rules: RuleTable | None = None,
 ) -> Prediction:
     """The step of the slowest rank: its graph is lowered, split and ordered as for running it.
 
-    schedule: the order in which the runtime runs each phase.
+    schedule: the order in which each phase runs.
     """
     mesh = prices.mesh
+    turns = bucketed_turns(joint, assignment, prices, rules)
 
     def of_rank(rank: int) -> Prediction:
         groups = simulated_groups(mesh)
-        ours = partition(joint, assignment, mesh, rank, groups, prices.redistributor, rules)
+        ours = partition(joint, assignment, mesh, rank, groups, prices.redistributor, rules, turns)
         phases = split_phases(ours.module, joint.inputs, joint.outputs)
         return predict_phases(ordered_phases(phases, schedule), prices, simulated_group_axes)
 
     return max((of_rank(rank) for rank in slowest_ranks(assignment, mesh)), key=lambda p: p.seconds)
 
 
-def ordered_phases(phases: Phases, schedule: Schedule) -> Phases:
+def ordered_phases(phases: Phases, schedule: Schedule = scheduled) -> Phases:
     """As they run in a usual step: ordered, and with a gradient for the loss alone if there is one."""
     backward = phases.backward
     if backward is not None:

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import fx
 
-from cost_model.compute import ComputePrices
+from cost_model.compute import ComputePrices, Kind
 from cost_model.mesh import MeshSpec
 from passes.assignment import FactorSplit, NodeLayouts
 from passes.joint import first_value, node_value, tensor_operands
 from passes.layout import Layout, nested_sizes
-from passes.op_kinds import fuses, global_flops, is_view, storage_root
+from passes.op_kinds import arithmetic_kind, fuses, global_flops, is_view, storage_root
 from passes.rules.rule import OpRule
 
 __all__ = [
@@ -108,6 +108,7 @@ def strategy_seconds(
         return np.zeros(len(strategies))
     flops = float(first_value(node).numel()) if fuses(node) else global_flops(node)
     dtype = str(first_value(node).dtype).removeprefix("torch.")
+    kind = arithmetic_kind(node)
     operands = tensor_operands(node)
     results = len(strategies[0].results)
 
@@ -122,7 +123,7 @@ def strategy_seconds(
             nbytes += sum(
                 local_nbytes(strategy.results[i], node, i, mesh) for i in range(results) if _exists(node, i)
             )
-        return _kernel_seconds(flops * share, nbytes, dtype, flow, prices)
+        return _kernel_seconds(kind, flops * share, nbytes, dtype, flow, prices)
 
     return np.array([seconds(strategy) for strategy in strategies])
 
@@ -136,13 +137,16 @@ def local_seconds(node: fx.Node, flow: Traffic, prices: ComputePrices) -> float:
     flops = float(kept[0].numel()) if fuses(node) else global_flops(node)
     read = [node_value(n) for n, reads in zip(tensor_operands(node), flow.reads, strict=True) if reads]
     nbytes = sum(value.numel() * value.element_size() for value in (*read, *(kept if flow.writes else ())))
-    return _kernel_seconds(flops, nbytes, str(kept[0].dtype).removeprefix("torch."), flow, prices)
+    dtype = str(kept[0].dtype).removeprefix("torch.")
+    return _kernel_seconds(arithmetic_kind(node), flops, nbytes, dtype, flow, prices)
 
 
-def _kernel_seconds(flops: float, nbytes: float, dtype: str, flow: Traffic, prices: ComputePrices) -> float:
+def _kernel_seconds(
+    kind: Kind, flops: float, nbytes: float, dtype: str, flow: Traffic, prices: ComputePrices
+) -> float:
     if not flow.writes:
-        return max(prices.memory_seconds(nbytes), prices.matmul_seconds(flops, dtype))
-    return prices.op_seconds(flops, nbytes, dtype)
+        return max(prices.memory_seconds(nbytes), prices.arithmetic_seconds(kind, flops, dtype))
+    return prices.op_seconds(flops, nbytes, dtype, kind)
 
 
 def _exists(node: fx.Node, index: int) -> bool:

@@ -7,12 +7,11 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-import torch
 from torch import fx
 from torch.fx.node import map_arg
 
 from passes.joint import JointGraph
-from passes.torch_compat import fake_mode_of
+from passes.torch_compat import fake_mode_of, lazy_module
 
 __all__ = [
     "call_like",
@@ -127,8 +126,7 @@ def copy_joint(joint: JointGraph) -> JointGraph:
             copy.target = copy.name  # names are made unique; the generated signature prints the target
         copy.meta = dict(node.meta)
         new[node] = copy
-    module = fx.GraphModule(torch.nn.Module(), graph, class_name="JointGraph")
-    return JointGraph(module, joint.inputs, joint.outputs, joint.constants)
+    return JointGraph(lazy_module(graph, "JointGraph"), joint.inputs, joint.outputs, joint.constants)
 
 
 def _op_name(node: fx.Node) -> str | None:

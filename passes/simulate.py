@@ -16,7 +16,14 @@ from torch import Tensor, fx
 
 from cost_model.mesh import MeshSpec
 
-__all__ = ["LockstepError", "Observer", "simulate", "simulated_group_axes", "simulated_group_name", "simulated_groups"]
+__all__ = [
+    "LockstepError",
+    "Observer",
+    "simulate",
+    "simulated_group_axes",
+    "simulated_group_name",
+    "simulated_groups",
+]
 
 Observer = Callable[[int, fx.Node, Any], None]
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -13,7 +14,15 @@ from passes.op_kinds import is_view, storage_root
 from passes.pricing import local_seconds
 from passes.search.space import Prices
 
-__all__ = ["COLLECTIVE_KINDS", "Axes", "AxesOf", "Issued", "StepEvents", "collective_nbytes", "copies_of_collectives"]
+__all__ = [
+    "COLLECTIVE_KINDS",
+    "Axes",
+    "AxesOf",
+    "Issued",
+    "StepEvents",
+    "collective_nbytes",
+    "copies_of_collectives",
+]
 
 Axes = tuple[str, ...]
 AxesOf = Callable[[str], Axes]
@@ -21,7 +30,7 @@ AxesOf = Callable[[str], Axes]
 
 c10d = torch.ops._c10d_functional
 
-COLLECTIVE_KINDS = {
+COLLECTIVE_KINDS: Mapping[Any, str] = {
     c10d.all_gather_into_tensor.default: "all_gather",
     c10d.reduce_scatter_tensor.default: "reduce_scatter",
     c10d.all_reduce.default: "all_reduce",

@@ -123,6 +123,14 @@ def torch_deprecations_ignored() -> Generator[None]:
         yield
 
 
+def lazy_module(graph: torch.fx.Graph, name: str = "GraphModule") -> torch.fx.GraphModule:
+    """A GraphModule of `graph` that writes its Python code when it is first run or read: of the graphs
+    that lead to a program only the last is. `_LazyGraphModule` since torch 2.2."""
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+
+    return _LazyGraphModule(torch.nn.Module(), graph, class_name=name)
+
+
 def boxed_forward(module: Any) -> Callable[[list[Any]], Any]:
     """The generated code of a GraphModule, taking its inputs in a list that it empties, so that each is
     freed after its last use. `_BoxedCodeGen` since torch 2.10; without it inputs live to the end."""
@@ -176,17 +184,10 @@ def lower_as_collectives(ops: Mapping[str, Any], all_reduce_in_place: Any) -> No
     computes its operand. Inductor then keeps the order of collectives as the graph has it, and reuses no
     buffer in flight. `register_lowering` since torch 2.0, `_CollectiveKernel` since 2.3.
     """
-    from torch._inductor import ir
-    from torch._inductor.lowering import (
-        add_layout_constraint,
-        clone,
-        constrain_to_fx_strides,
-        lowerings,
-        register_lowering,
-    )
+    from torch._inductor import ir, lowering
 
     def all_reduce(operand: Any, *rest: Any) -> Any:
-        operand = ir.ExternKernel.require_contiguous(clone(operand))
+        operand = ir.ExternKernel.require_contiguous(lowering.clone(operand))
         ir._CollectiveKernel.create_inplace(all_reduce_in_place, operand, *rest)
         return operand
 
@@ -198,10 +199,10 @@ def lower_as_collectives(ops: Mapping[str, Any], all_reduce_in_place: Any) -> No
         return lower
 
     for name, op in ops.items():
-        if op not in lowerings:
-            add_layout_constraint(op, constrain_to_fx_strides)
+        if op not in lowering.lowerings:
+            lowering.add_layout_constraint(op, lowering.constrain_to_fx_strides)
             lower = all_reduce if name == "all_reduce" else out_of_place(op)
-            register_lowering(op, type_promotion_kind=None)(lower)
+            lowering.register_lowering(op, type_promotion_kind=None)(lower)
 
 
 def default_store() -> Any:
@@ -259,12 +260,13 @@ def trace_joint(
     that is returned requires grad. Since torch 2.9.
     """
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
     with ExitStack() as stack:
         stack.enter_context(fake_mode_of(tuple(args)))
-        traced = aot_export_joint_with_descriptors(
-            stack, module, tuple(args), {}, decompositions=dict(decompositions)
-        )
+        stack.enter_context(_use_lazy_graph_module(True))  # nobody runs AOT autograd's module
+        table = dict(decompositions)
+        traced = aot_export_joint_with_descriptors(stack, module, tuple(args), {}, decompositions=table)
         graph_module = traced.graph_module
     placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
     output = next(node for node in reversed(graph_module.graph.nodes) if node.op == "output")
@@ -362,11 +364,8 @@ def full_precision_backward() -> AbstractContextManager[None]:
     keep autocast on. `backward_pass_autocast` since torch 2.9."""
     import torch._functorch.config as config
 
-    return (
-        config.patch(backward_pass_autocast="off")
-        if hasattr(config, "backward_pass_autocast")
-        else nullcontext()
-    )
+    known = hasattr(config, "backward_pass_autocast")
+    return config.patch(backward_pass_autocast="off") if known else nullcontext()
 
 
 def custom_op_body(op: Any) -> Callable[..., Any]:

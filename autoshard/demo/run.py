@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from autoshard.demo.model import GPT, GPTConfig, batches
+from autoshard.profiling.startup import nominal_profile
 from cost_model.units import format_bytes
 
 if TYPE_CHECKING:
@@ -103,7 +104,8 @@ def _train_rank(autoshard: Any, demo: DemoRun) -> dict[str, Any]:
     model = _model(config, demo.device)
     example = tuple(tensor.to(demo.device) for tensor in batches(config, _BATCH, 1)[0])
     start = time.perf_counter()
-    autoshard(model, mesh, example, backend=demo.backend)
+    # Nominal prices: the demo shows the same plan everywhere, and measures nothing.
+    autoshard(model, mesh, example, backend=demo.backend, profile=nominal_profile(demo.device))
     planned = time.perf_counter() - start
     start = time.perf_counter()
     losses = _train(model, config, demo.steps, demo.device)

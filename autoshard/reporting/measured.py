@@ -35,8 +35,10 @@ class MeasuredCollective:
 
 @dataclass(frozen=True)
 class MeasuredPhase:
-    """seconds: of the slowest rank, median over the steps. compute: of its kernels alone.
-    predicted, predicted_compute: the same by the prices; None where there is no prediction."""
+    """seconds: median over the steps of the ranks' mean. (Whoever comes first waits for the others in its
+    next collective: the ranks' longest forward and longest backward are not of one step.) compute: of its
+    kernels alone, of the slowest rank. predicted, predicted_compute: the same by the prices; None where
+    there is no prediction."""
 
     name: str
     seconds: float
@@ -77,7 +79,7 @@ class StepFigures:
 
 
 def put_together(ranks: Sequence[RankFigures], warmup: int, *, fused: bool) -> StepFigures:
-    """The slowest rank's prediction beside the ranks' slowest times.
+    """The slowest rank's prediction beside what the ranks measured.
 
     fused: the programs are compiled, so their kernels cannot be timed op by op: compute is what is left
     of a phase without the communication that it does not hide.
@@ -91,7 +93,7 @@ def put_together(ranks: Sequence[RankFigures], warmup: int, *, fused: bool) -> S
     compute = {name: max(r.compute.get(name, 0.0) for r in ranks) for name in ranks[0].compute}
     phases: list[MeasuredPhase] = []
     for name in PHASES:
-        seconds = _median([[step.phases[name] for step in steps] for steps in counted])
+        seconds = _mean([[step.phases[name] for step in steps] for steps in counted])
         predicted = next((p for p in slowest.phases if p.name == name), None)
         alone = None if fused else compute.get(name)
         if predicted is not None and alone is None:
@@ -107,15 +109,17 @@ def put_together(ranks: Sequence[RankFigures], warmup: int, *, fused: bool) -> S
                 None if predicted is None else predicted.compute,
             )
         )
-    other = _median([[step.other for step in steps] for steps in counted])
+    other = _mean([[step.other for step in steps] for steps in counted])
     phases.append(MeasuredPhase("other", other, None, None, None))
-    totals = tuple(max(times) for times in zip(*([s.seconds for s in steps] for steps in counted), strict=True))
+    totals = tuple(
+        max(times) for times in zip(*([s.seconds for s in steps] for steps in counted), strict=True)
+    )
     return StepFigures(len(ranks), warmup, totals, slowest.seconds, tuple(phases), collectives)
 
 
-def _median(by_rank: Sequence[Sequence[float]]) -> float:
-    """Over the steps, of the slowest rank in each."""
-    return statistics.median(max(times) for times in zip(*by_rank, strict=True))
+def _mean(by_rank: Sequence[Sequence[float]]) -> float:
+    """The ranks' mean of each step, and of these the median."""
+    return statistics.median(statistics.mean(times) for times in zip(*by_rank, strict=True))
 
 
 def _collectives(slowest: Prediction, ranks: Sequence[RankFigures]) -> Iterator[MeasuredCollective]:

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from autoshard.reporting.marks import Marks
 from autoshard.runtime.boundary import conform
 from passes.expand_ops import expand_ops
+from passes.ops.named_collective import NAMED
 from passes.phases import Phases
 from passes.step_events import COLLECTIVE_KINDS, copies_of_collectives
 
@@ -107,10 +108,13 @@ class _Timed(fx.Interpreter):
         return found
 
     def _span(self, collective: str, node: fx.Node) -> Any:
+        args, _ = self.fetch_args_kwargs_from_env(node)
         begin = self._marks.mark()
-        value = super().run_node(node)
         if node.target in COLLECTIVE_KINDS:
-            value = c10d.wait_tensor.default(value)
+            # The op that compiled programs run, which may not be the plain one.
+            value = c10d.wait_tensor.default(NAMED[node.target](*args, "report"))
+        else:
+            value = super().run_node(node)
         self._spans.append((collective, begin, self._marks.mark()))
         return value
 

@@ -52,15 +52,16 @@ class Recorder:
     def __init__(self, model: nn.Module, marks: Marks) -> None:
         self.log: list[Mark] = []
         self._marks = marks
-        self._parameters = {id(p) for p in model.parameters()}
+        self._model = model
+        self._updating: set[int] = set()  # optimizers in a step, by id
         self._forward: PhaseRun | None = None
         self._trained: tuple[Phases, PhaseRun] | None = None
         self._hooks: list[Any] = []
 
     def attach(self) -> None:
         self._hooks = [
-            register_optimizer_step_pre_hook(lambda optimizer, *_: self._optimizer(optimizer, "begin")),
-            register_optimizer_step_post_hook(lambda optimizer, *_: self._optimizer(optimizer, "end")),
+            register_optimizer_step_pre_hook(lambda optimizer, *_: self._begin_update(optimizer)),
+            register_optimizer_step_post_hook(lambda optimizer, *_: self._end_update(optimizer)),
         ]
 
     def detach(self) -> None:
@@ -90,10 +91,17 @@ class Recorder:
     def _note(self, phase: str, edge: Literal["begin", "end"]) -> None:
         self.log.append(Mark(phase, edge, self._marks.mark()))
 
-    def _optimizer(self, optimizer: Optimizer, edge: Literal["begin", "end"]) -> None:
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        if any(id(p) in self._parameters for p in parameters):
-            self._note("optimizer", edge)
+    def _begin_update(self, optimizer: Optimizer) -> None:
+        # Looked up at every step: the model's first call makes other parameters of them.
+        ours = {id(p) for p in self._model.parameters()}
+        if any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
+            self._updating.add(id(optimizer))
+            self._note("optimizer", "begin")
+
+    def _end_update(self, optimizer: Optimizer) -> None:
+        if id(optimizer) in self._updating:
+            self._updating.remove(id(optimizer))
+            self._note("optimizer", "end")
 
 
 def steps_of(log: Sequence[Mark], end: Any, marks: Marks) -> list[StepTimes]:
@@ -108,7 +116,7 @@ def steps_of(log: Sequence[Mark], end: Any, marks: Marks) -> list[StepTimes]:
             starts.append(i)
             closed = False
         closed = closed or (mark.phase, mark.edge) == (closing, "end")
-    ends = [*starts[1:], len(log)]
+    ends = [*starts[1:], len(log)] if starts else []
     return [
         _step(log[first:last], log[last].at if last < len(log) else end, marks)
         for first, last in zip(starts, ends, strict=True)
@@ -116,7 +124,7 @@ def steps_of(log: Sequence[Mark], end: Any, marks: Marks) -> list[StepTimes]:
 
 
 def _step(log: Sequence[Mark], end: Any, marks: Marks) -> StepTimes:
-    phases = dict.fromkeys(PHASES, 0.0)
+    phases: dict[str, float] = dict.fromkeys(PHASES, 0.0)
     begun: dict[str, Any] = {}
     for mark in log:
         if mark.edge == "begin":

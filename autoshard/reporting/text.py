@@ -22,7 +22,7 @@ def report_text(figures: StepFigures, profile: str) -> str:
     steps = f"{figures.steps} step{'s' if figures.steps > 1 else ''}"
     ranks = f"{figures.ranks} rank{'s' if figures.ranks > 1 else ''}"
     lines = [
-        f"{steps} after {figures.warmup} of warm-up, {ranks}: medians of the slowest rank; prices of {profile}",
+        f"{steps} after {figures.warmup} of warm-up, {ranks}; prices of {profile}",
         "",
         _ROW.format("", "predicted", "measured", "ratio"),
         _row("step", figures.predicted, figures.seconds),

@@ -16,10 +16,9 @@ from autoshard.runtime.observe import Observer, PhaseRun, observed
 from cost_model.mesh import MeshSpec
 from passes.compile import Compiled, compile_graph
 from passes.missing_tangents import without_tangents
-from passes.overlap import Overlap
 from passes.phases import Backward, Phases
+from passes.schedule import scheduled
 from passes.torch_compat import dtensor_from, local_of, sharding_of
-from passes.wait_at_once import WaitAtOnce
 
 __all__ = ["Program"]
 
@@ -54,7 +53,7 @@ class Program:
         observers: Sequence[Observer] = (),
     ) -> None:
         assert len(sides) == len(phases.inputs)
-        self.phases = replace(phases, forward=_ordered(phases.forward))
+        self.phases = replace(phases, forward=scheduled(phases.forward))
         self.backend = backend
         self.device_type = spec.device_type
         self._spec, self._rank, self._guard = spec, rank, guard
@@ -140,7 +139,7 @@ class Program:
         graph = without_tangents(full, missing) if missing else full
         slots = [full.passed.index(p) for p in graph.passed]
         slots += [len(full.passed) + full.saved.index(s) for s in graph.saved]
-        graph = replace(graph, module=_ordered(graph.module))
+        graph = replace(graph, module=scheduled(graph.module))
         run = self._guard(lambda: compile_graph(graph.module, self.backend))
         values = _placeholder_values(graph.module)
         return _CompiledBackward(graph, run, slots, expected(values[len(slots) :]))
@@ -186,12 +185,6 @@ class _Step(torch.autograd.Function):
                     gradient = dtensor_from(gradient, sharding)
                 gradients[spec.index] = program.fit_gradient(gradient, spec.index, ctx.shapes[spec.index])
         return (None, *gradients)
-
-
-def _ordered(module: fx.GraphModule) -> fx.GraphModule:
-    """Collectives in one order on all ranks, and waited for where they start: with waits moved back,
-    ranks on gloo sometimes crashed (docs/overlap.md)."""
-    return WaitAtOnce()(Overlap()(module))
 
 
 def _placeholder_values(module: fx.GraphModule) -> list[Tensor]:

@@ -12,7 +12,10 @@ from benchmarks.cluster.errors import ClusterError, NoNamespaces
 
 __all__ = ["require_namespaces", "run_command", "why_not_here"]
 
-ROOTLESS = 'sudo, or a user namespace: unshare -rnm sh -c "mount -t tmpfs none /run && python -m benchmarks.cluster ..."'
+ROOTLESS = (
+    "sudo, or a user namespace: "
+    'unshare -rnm sh -c "mount -t tmpfs none /run && python -m benchmarks.cluster ..."'
+)
 
 
 def why_not_here() -> str | None:

@@ -6,10 +6,12 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from benchmarks.cluster.errors import ClusterError
 from benchmarks.cluster.topology import DEVICE, Node, Topology
@@ -19,6 +21,7 @@ __all__ = ["environment", "launch", "torchrun_command"]
 MASTER_PORT = 29500  # the namespaces are ours: nobody else listens there
 STOP_SECONDS = 10.0
 POLL_SECONDS = 0.05
+PR_SET_PDEATHSIG, CLONE_NEWUTS = 1, 0x04000000
 
 
 def torchrun_command(
@@ -62,20 +65,27 @@ def launch(
     try:
         for index in range(len(topology.nodes)):
             command = torchrun_command(topology, index, name, program)
-            processes.append(_start(command, environment(env)))
+            processes.append(_start(command, environment(env), topology.nodes[index].host))
         _wait(processes, topology.nodes, timeout)
     finally:
         _stop(processes)
 
 
-def _start(command: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
+def _start(command: list[str], env: dict[str, str], host: str) -> subprocess.Popen[bytes]:
     # Its own session: Ctrl-C reaches this process alone, which then stops the ranks in order.
-    return subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=_die_with_parent)
+    return subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=partial(_become, host))
 
 
-def _die_with_parent() -> None:
-    """Ask for SIGTERM when the parent dies, were it by SIGKILL. [prctl(2), PR_SET_PDEATHSIG = 1]"""
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+def _become(host: str) -> None:
+    """Run in the child before the program: die with the parent, and be on a machine called `host`.
+
+    SIGTERM when the parent dies, were it by SIGKILL [prctl(2), PR_SET_PDEATHSIG]; a host name of its own
+    [unshare(2), CLONE_NEWUTS], by which programs tell which ranks share a machine.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if libc.unshare(CLONE_NEWUTS) == 0:
+        socket.sethostname(host)
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], nodes: Sequence[Node], timeout: float | None) -> None:

@@ -15,11 +15,15 @@ MOST = 250  # hosts, and ranks per host: one byte of the address each
 
 @dataclass(frozen=True)
 class Node:
-    """A namespace in which `ranks` processes run, at an IPv4 address of the cluster's network."""
+    """A namespace in which `ranks` processes run, at an IPv4 address of the cluster's network.
+
+    host: the name that its processes take the machine to have.
+    """
 
     namespace: str
     address: str
     ranks: int
+    host: str
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ def flat(hosts: int, ranks: int, rates: tuple[int | None, ...], delay: float | N
     rates: of each host's cable.
     """
     _check(hosts, ranks)
-    nodes = tuple(Node(f"host{host}", _address(host, 0), ranks) for host in range(hosts))
+    nodes = tuple(Node(f"host{host}", _address(host, 0), ranks, f"host{host}") for host in range(hosts))
     links = tuple(
         Link(node.namespace, DEVICE, SWITCH, f"port{host}", rates[host], delay, node.address)
         for host, node in enumerate(nodes)
@@ -87,7 +91,7 @@ def tree(
     for host in range(hosts):
         links.append(Link(f"host{host}", "uplink", SWITCH, f"port{host}", rates[host], delay))
         for local in range(ranks):
-            node = Node(f"host{host}rank{local}", _address(host, local), 1)
+            node = Node(f"host{host}rank{local}", _address(host, local), 1, f"host{host}")
             rate = rank_rates[host * ranks + local]
             nodes.append(node)
             links.append(

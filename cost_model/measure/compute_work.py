@@ -36,8 +36,7 @@ def matmul_work(edge: int, dtype: torch.dtype, device: torch.device) -> Work:
     over both. A step has both forms: few rows against a large weight, and large square ones.
     """
     square, rows, weight = (
-        # Not constants: GPUs clock higher on those.
-        torch.randn(shape, device=device).to(dtype)
+        _random(shape, device).to(dtype)
         for shape in ((edge, edge), (edge // 4, 2 * edge), (2 * edge, 2 * edge))
     )
 
@@ -46,6 +45,11 @@ def matmul_work(edge: int, dtype: torch.dtype, device: torch.device) -> Work:
         torch.mm(rows, weight.t())
 
     return products
+
+
+def _random(shape: tuple[int, int], device: torch.device) -> torch.Tensor:
+    """Not constants, on which GPUs clock higher; and not from the user's generator."""
+    return torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(0))
 
 
 def memory_work(nbytes: int, device: torch.device) -> Work:
@@ -71,7 +75,7 @@ def overlap_works(
 ) -> tuple[Work, Work, Work]:
     """An all-reduce of `nbytes`; `products` matrix products; the all-reduce with the products inside it."""
     whole = torch.ones(nbytes // 4, dtype=torch.float32, device=device)
-    square = torch.randn(edge, edge, device=device)
+    square = _random((edge, edge), device)
     reduce, wait = (
         torch.ops._c10d_functional.all_reduce.default,
         torch.ops._c10d_functional.wait_tensor.default,

@@ -12,31 +12,32 @@ from cost_model.measure.sampling import Series
 from cost_model.measure.statistics import Curve, median, monotone
 from cost_model.measurements import DeviceRates, MatmulRates
 
-__all__ = ["DTYPES", "device_rates", "device_series"]
+__all__ = ["DTYPES", "LEAST_SECONDS", "device_rates", "device_series"]
 
 DTYPES: Mapping[str, torch.dtype] = {
     name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")
 }
 
-_LEAST_SECONDS = 10e-3
+LEAST_SECONDS = 10e-3
 """Of a repetition: long enough that ranks which share a core have all had their turn."""
 
 _EDGES = {"cpu": (16, 32, 64, 128, 256, 512, 1024, 2048), "cuda": (64, 128, 256, 512, 1024, 2048, 4096, 8192)}
 _MEMORY_NBYTES = {"cpu": (2**22, 2**23, 2**24, 2**25), "cuda": (2**24, 2**26, 2**28, 2**29)}
 
 
-def device_series(device: torch.device) -> list[Series]:
+def device_series(device: torch.device, every: int = 1) -> list[Series]:
     """Launch, memory, then products by dtype: what `device_rates` reads. All ranks compute at once, as
-    they share cores and memory in a step; a rate is the median rank's."""
+    they share cores and memory in a step; a rate is the median rank's.
+
+    every: of the sizes of products, which double in each dim, measure only every so many-th.
+    """
+    products = tuple(matmul_flops(edge) for edge in _of(_EDGES, device)[::every])
     works: list[tuple[str, tuple[int, ...], Callable[[int], Callable[[], object]]]] = [
         ("launch", (LAUNCHES,), lambda _: launch_work(device)),
         ("memory", _of(_MEMORY_NBYTES, device), lambda nbytes: memory_work(nbytes, device)),
-        *(
-            (f"{name} products", _of(_EDGES, device), partial(_matmul, t, device))
-            for name, t in DTYPES.items()
-        ),
+        *((f"{name} products", products, partial(_matmul, t, device)) for name, t in DTYPES.items()),
     ]
-    return [Series(name, sizes, prepare, median, _LEAST_SECONDS) for name, sizes, prepare in works]
+    return [Series(name, sizes, prepare, median, LEAST_SECONDS) for name, sizes, prepare in works]
 
 
 def device_rates(curves: Sequence[Curve]) -> DeviceRates:
@@ -53,12 +54,12 @@ def _of(by_type: Mapping[str, tuple[int, ...]], device: torch.device) -> tuple[i
     return by_type["cuda" if device.type == "cuda" else "cpu"]
 
 
-def _matmul(dtype: torch.dtype, device: torch.device, edge: int) -> Callable[[], object]:
-    return matmul_work(edge, dtype, device)
+def _matmul(dtype: torch.dtype, device: torch.device, flops: int) -> Callable[[], object]:
+    return matmul_work(round((flops / 2) ** (1 / 3)), dtype, device)
 
 
 def _matmul_rates(dtype: str, curve: Curve) -> MatmulRates:
-    flops = tuple(float(matmul_flops(edge)) for edge in curve.sizes)
+    flops = tuple(map(float, curve.sizes))
     each = [seconds / 2 for seconds in curve.seconds]  # of two products
     # Time may stay equal from one size to the next but, once divided, not fall in the last digit.
     rates = tuple(size / seconds for size, seconds in zip(flops, monotone(each), strict=True))

@@ -11,9 +11,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.cuda import nccl
+from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["device_name", "hardware_text", "host_name", "software_versions", "today"]
+__all__ = ["collective_backend", "device_name", "hardware_text", "host_name", "software_versions", "today"]
 
 
 def host_name() -> str:
@@ -44,6 +46,17 @@ def hardware_text(hosts: Sequence[str], devices: Sequence[str]) -> str:
     ranks = " to ".join(str(size) for size in dict.fromkeys((sizes[0], sizes[-1])))
     names = "; ".join(sorted(set(devices)))
     return f"{len(each)} host{'s' * (len(each) > 1)} of {ranks} rank{'s' * (sizes[-1] > 1)}: {names}"
+
+
+def collective_backend(mesh: DeviceMesh) -> str:
+    """ "gloo", "nccl" or whatever carries the mesh's collectives.
+
+    torch says "undefined" of a world that was started without naming a backend: each device has its own.
+    """
+    named = str(dist.get_backend(mesh.get_group(0)))
+    if named == "undefined" or ":" in named:
+        return "nccl" if mesh.device_type == "cuda" else "gloo"
+    return named
 
 
 def software_versions(device_type: str, backend: str) -> tuple[tuple[str, str], ...]:

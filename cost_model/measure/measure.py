@@ -4,21 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from cost_model.errors import ProfileError
+from cost_model.errors import ProfileError, ShardingError
 from cost_model.groups import GroupShape
 from cost_model.measure.clock import Clock, device_clock
 from cost_model.measure.collective_work import Buffers, Team, collective_work, whole_size
-from cost_model.measure.device_series import device_rates, device_series
-from cost_model.measure.facts import device_name, hardware_text, host_name, software_versions, today
+from cost_model.measure.device_series import DTYPES, device_rates, device_series
+from cost_model.measure.facts import (
+    collective_backend,
+    device_name,
+    hardware_text,
+    host_name,
+    software_versions,
+    today,
+)
+from cost_model.measure.kernel_series import kernel_series, with_kernel_rates
 from cost_model.measure.links import fit_links, levels_of
 from cost_model.measure.overlap import overlap_efficiency
-from cost_model.measure.peers import Peers, peers_of
+from cost_model.measure.peers import Peers, world_peers
 from cost_model.measure.sampling import Progress, Series, sample
 from cost_model.measure.statistics import Curve
 from cost_model.measure.teams import teams_of
@@ -26,15 +36,25 @@ from cost_model.measurements import KINDS, CollectiveSamples, LinkLevel
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 
-__all__ = ["collective_series", "measure_profile", "mesh_device"]
+__all__ = ["check_world", "collective_series", "measure_profile", "mesh_device", "world_size"]
 
 SMALLEST_NBYTES = 2**12
 LARGEST_NBYTES = {"cpu": 2**26, "cuda": 2**30}
-_STEPS = ((0.5, 4), (0.0, 16))
-"""(least seconds of budget per series, factor from one size to the next): a small budget still spans
-small to big."""
+_FINE_SECONDS = 0.5
+"""Of budget per series. With less, fewer sizes are measured, to span small to big all the same."""
 _OVERLAP_SHARE = 0.1
 """Of the budget, for `overlap_efficiency`."""
+
+
+@dataclass(frozen=True)
+class _Grain:
+    """nbytes_step: factor between two sizes of collectives; every_product: see `device_series`."""
+
+    nbytes_step: int
+    every_product: int
+
+
+_FINE, _COARSE = _Grain(4, 1), _Grain(64, 2)
 
 
 def measure_profile(
@@ -49,22 +69,25 @@ def measure_profile(
 ) -> Profile:
     """See `Profile.measure`."""
     spec = MeshSpec.of(mesh)
-    _check_arguments(spec, time_budget, largest_nbytes)
+    check_world(spec, world_size())
+    _check_arguments(time_budget, largest_nbytes)
     device = mesh_device(spec.device_type)
     clock = device_clock(device.type) if clock is None else clock
     with ExitStack() as stack:
-        peers = stack.enter_context(peers_of(list(range(spec.device_count))))
+        peers = stack.enter_context(world_peers(device.type))
         teams = stack.enter_context(teams_of(mesh, spec)) if peers.size > 1 else {}
         hosts, names = zip(*peers.everyones((host_name(), device_name(device.type))), strict=True)
-        compute = device_series(device)
-        each = time_budget / (len(compute) + len(teams) * len(KINDS))
-        step = next(step for least, step in _STEPS if each >= least)
-        sizes = nbytes_ladder(largest_nbytes or LARGEST_NBYTES[_kind_of(device)], step)
+        kernels = kernel_series(device, mesh if peers.size > 1 else None)
+        each = time_budget / (2 + len(DTYPES) + len(kernels) + len(teams) * len(KINDS))
+        grain = _FINE if each >= _FINE_SECONDS else _COARSE
+        compute = device_series(device, grain.every_product)
+        sizes = nbytes_ladder(largest_nbytes or LARGEST_NBYTES[_kind_of(device)], grain.nbytes_step)
         communication = collective_series(teams, KINDS, sizes, device)
         seconds = time_budget * (1.0 - _OVERLAP_SHARE)
-        curves = sample([*compute, *communication], peers, clock, seconds, progress)
-        rates = device_rates(curves[: len(compute)])
-        collectives = _collective_samples(teams, curves[len(compute) :])
+        curves = iter(sample([*compute, *kernels, *communication], peers, clock, seconds, progress))
+        rates = device_rates(list(islice(curves, len(compute))))
+        rates = with_kernel_rates(rates, list(islice(curves, len(kernels))), device)
+        collectives = _collective_samples(teams, list(curves))
         overlap = overlap_efficiency(
             teams, collectives, rates, peers, clock, _OVERLAP_SHARE * time_budget, device, progress
         )
@@ -74,7 +97,7 @@ def measure_profile(
             nominal=False,
             device_type=spec.device_type,
             hardware=hardware_text(hosts, names),
-            software=software_versions(device.type, dist.get_backend(mesh.get_group(0))),
+            software=software_versions(device.type, collective_backend(mesh)),
             date=today(),
             command=f"{command} ({spec.device_count} ranks, {spec})".strip(),
             sources=_sources(peers),
@@ -130,7 +153,20 @@ def _kind_of(device: torch.device) -> str:
     return "cuda" if device.type == "cuda" else "cpu"
 
 
-def _check_arguments(spec: MeshSpec, time_budget: float, largest_nbytes: int | None) -> None:
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def check_world(spec: MeshSpec, world: int) -> None:
+    """Raise ShardingError for a mesh that does not hold every process: they share links and cores."""
+    if spec.device_count != world:
+        raise ShardingError(
+            f"{spec} has {spec.device_count} devices, and {world} process(es) run\n"
+            f"  try: a mesh of all processes, or torchrun --nproc-per-node {spec.device_count}"
+        )
+
+
+def _check_arguments(time_budget: float, largest_nbytes: int | None) -> None:
     if not time_budget > 0.0:
         raise ProfileError(f"time_budget is {time_budget!r} seconds\n  try: a number above 0, such as 60.0")
     if largest_nbytes is not None and largest_nbytes < 2 * SMALLEST_NBYTES:
@@ -138,8 +174,6 @@ def _check_arguments(spec: MeshSpec, time_budget: float, largest_nbytes: int | N
             f"largest_nbytes is {largest_nbytes!r}; a curve starts at {SMALLEST_NBYTES} bytes\n"
             "  try: 2**26, the default on CPUs"
         )
-    if spec.device_count > 1 and not dist.is_initialized():
-        raise ProfileError("no process group is initialized\n  try: start the ranks with torchrun")
 
 
 def _collective_samples(

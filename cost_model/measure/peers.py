@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from cost_model.errors import ProfileError
 
-__all__ = ["Peers", "peers_of"]
+__all__ = ["Peers", "world_peers"]
 
 T = TypeVar("T")
 
@@ -72,14 +72,21 @@ class Peers:
 
 
 @contextmanager
-def peers_of(ranks: list[int], timeout: timedelta = timedelta(minutes=5)) -> Generator[Peers]:
-    """The given ranks of the world, of which this is one; all of them enter together."""
-    if len(ranks) == 1:
+def world_peers(device_type: str, timeout: timedelta = timedelta(minutes=5)) -> Generator[Peers]:
+    """All ranks of the world, which enter together. device_type: of the world's collectives.
+
+    The world's own group serves where it computes on CPUs.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         yield Peers(None)
-        return
-    group = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup), f"this rank is not among {ranks}"
-    try:
-        yield Peers(group)
-    finally:
-        dist.destroy_process_group(group)
+    elif device_type == "cpu":
+        yield Peers(dist.group.WORLD)
+    else:
+        # Named by a counter of the world: groups of a subset of ranks, made again, would find in the
+        # store the addresses of those before.
+        group = dist.new_group(timeout=timeout, backend="gloo")
+        assert isinstance(group, dist.ProcessGroup)
+        try:
+            yield Peers(group)
+        finally:
+            dist.destroy_process_group(group)

@@ -39,7 +39,7 @@ Progress = Callable[[str, float], None]
 @dataclass(frozen=True)
 class Series:
     """name:    for progress and errors.
-    sizes:   increasing; of what, the series knows.
+    sizes:   increasing, and about proportional to the time of large ones: bytes, operations.
     prepare: size -> the work to time. May raise, and must not wait for other ranks.
     across:  the ranks' seconds of one repetition -> its seconds: `max` where they wait for each other.
     least:   seconds of a repetition: shorter work is called in a row. A barrier lets ranks go a fraction
@@ -61,8 +61,8 @@ class Budget:
     seconds: float
 
     def spent(self, now: float) -> float:
-        """Share spent, in [0, 1]."""
-        return min(1.0, (now - self.start) / self.seconds)
+        """Share spent, above 1 when it is overdrawn."""
+        return (now - self.start) / self.seconds
 
 
 @dataclass
@@ -82,12 +82,12 @@ class _Sampler:
     progress: Progress
     spent: float = 0.0  # share of the budget, by rank 0's clock
 
-    def sweep(self, series: Series, seconds: float) -> list[_Point]:
-        """The points of one series, in about `seconds`, each with its first repetitions."""
+    def sweep(self, series: Series, share: float) -> list[_Point]:
+        """The points of one series, in about this share of the budget, each with its first repetitions."""
         points: list[_Point] = []
-        used = 0.0
+        end = self.spent + share
         for size in series.sizes:
-            if len(points) >= _LEAST_SIZES and used + _next(points, size) > seconds:
+            if len(points) >= _LEAST_SIZES and self.spent + _next(points, size) / self.budget.seconds > end:
                 break
             prepare = partial(series.prepare, size)
             point = _Point(series, size, self.peers.collectively(series.name, prepare))
@@ -95,7 +95,6 @@ class _Sampler:
             once = min(self.time(point), self.time(point))
             point.calls = max(1, min(_MOST_CALLS, int(series.least / max(once, 1e-9))))
             point.samples = [self.time(point) for _ in range(_SWEEP_REPETITIONS)]
-            used += 2 * once + point.calls * sum(point.samples)
             points.append(point)
         return points
 
@@ -113,7 +112,7 @@ class _Sampler:
         mine = self.clock.seconds(point.work, point.calls)
         said = self.peers.everyones((mine, self.budget.spent(self.clock.now())))
         self.spent = said[0][1]
-        self.progress(point.series.name, self.spent)
+        self.progress(point.series.name, min(1.0, self.spent))
         return point.series.across([seconds for seconds, _ in said])
 
 
@@ -131,7 +130,7 @@ def sample(
     The same on all ranks. Raises ProfileError, on all ranks, if work cannot be prepared on one.
     """
     sampler = _Sampler(peers, clock, Budget(clock.now(), seconds), progress)
-    share = _SWEEP_SHARE * seconds / max(1, len(series))
+    share = _SWEEP_SHARE / max(1, len(series))
     swept = [sampler.sweep(one, share) for one in series]
     sampler.repeat([point for points in swept for point in points])
     return peers.first([curve({point.size: point.samples for point in points}) for points in swept])

@@ -13,7 +13,7 @@ from cost_model.groups import GroupShape, group_shape
 from cost_model.measure.collective_work import Team
 from cost_model.mesh import MeshSpec
 
-__all__ = ["shapes_of", "teams_of"]
+__all__ = ["new_group_over", "shapes_of", "teams_of"]
 
 Axes = tuple[str, ...]
 
@@ -30,7 +30,7 @@ def shapes_of(spec: MeshSpec) -> dict[GroupShape, Axes]:
 
 @contextmanager
 def teams_of(mesh: DeviceMesh, spec: MeshSpec) -> Generator[Mapping[GroupShape, Team]]:
-    """This rank's group of every shape; all ranks of the mesh enter and leave together.
+    """This rank's group of every shape; the mesh holds all ranks of the world, who enter together.
 
     Groups of several axes are made for the while: for the whole world its own group serves.
     """
@@ -38,13 +38,11 @@ def teams_of(mesh: DeviceMesh, spec: MeshSpec) -> Generator[Mapping[GroupShape, 
     teams: dict[GroupShape, Team] = {}
     try:
         for shape, axes in shapes_of(spec).items():
-            ranks = spec.group(dist.get_rank(), axes)
             group = _existing(mesh, spec, axes)
             if group is None:
-                group = dist.new_group(list(ranks), use_local_synchronization=True)
-                assert isinstance(group, dist.ProcessGroup)
+                group = new_group_over(spec, axes)
                 made.append(group)
-            teams[shape] = Team(group, ranks)
+            teams[shape] = Team(group, spec.group(dist.get_rank(), axes))
         yield teams
     finally:
         for group in made:
@@ -57,3 +55,14 @@ def _existing(mesh: DeviceMesh, spec: MeshSpec, axes: Axes) -> dist.ProcessGroup
     if spec.size(*axes) == dist.get_world_size():
         return dist.group.WORLD
     return None
+
+
+def new_group_over(spec: MeshSpec, axes: Axes) -> dist.ProcessGroup:
+    """This rank's group along `axes`. Every rank of the world makes every one of them, in the same order."""
+    mine = None
+    for ranks in dict.fromkeys(spec.group(rank, axes) for rank in range(spec.device_count)):
+        group = dist.new_group(list(ranks))
+        if dist.get_rank() in ranks:
+            mine = group
+    assert isinstance(mine, dist.ProcessGroup)
+    return mine

@@ -78,7 +78,7 @@ def _rising(points: Sequence[Point]) -> tuple[tuple[float, ...], list[str]]:
     if fall > NOISE:
         refuse(
             now.place,
-            f"{now.nbytes} bytes took {now.seconds * 1e6:.4g} us, {fall:.0%} less than the "
+            f"{now.nbytes} bytes took {now.seconds * 1e6:.4g} us, {fall:.1%} less than the "
             f"{before.seconds * 1e6:.4g} us of {before.nbytes} bytes at {before.place}; "
             f"noise explains {NOISE:.0%}",
             now.text,

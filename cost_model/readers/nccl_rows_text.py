@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -12,7 +12,7 @@ from cost_model.readers.points import refuse
 from cost_model.readers.printed import Printed
 from cost_model.readers.rows import Row, Side
 
-__all__ = ["Columns", "check_units", "read_columns", "read_row"]
+__all__ = ["Columns", "check_units", "read_columns", "read_row", "sizes_asked"]
 
 _FIRST = ("size", "count", "type", "redop", "root")
 _EXTRA = ("#bitdiff", "i_min", "i_max", "i_p99", "i_cv%")
@@ -101,12 +101,12 @@ def _side(line: Line, columns: Columns, words: list[str]) -> Side:
     for name, word in zip(columns.side[4:], extra, strict=True):
         if word != "N/A":
             _number(line, name, word)
-    time = _number(line, columns.side[0], words[0])
+    time = _decimal(line, columns.side[0], words[0])
     wrong = numbers["#wrong"]
     return Side(
         seconds=None if columns.cpu_time else time.times(_MICRO),
-        algbw=_number(line, "algbw", numbers["algbw"]).times(_GIGA),
-        busbw=_number(line, "busbw", numbers["busbw"]).times(_GIGA),
+        algbw=_decimal(line, "algbw", numbers["algbw"]).times(_GIGA),
+        busbw=_decimal(line, "busbw", numbers["busbw"]).times(_GIGA),
         wrong=None if wrong == "N/A" else _number(line, "#wrong", wrong).value,
     )
 
@@ -115,6 +115,14 @@ def _number(line: Line, name: str, word: str) -> Printed:
     number = Printed.parse(word)
     if number is None:
         refuse(line.place, f"{name} is {word!r}, not a number", line.text, "the output as it was printed")
+    return number
+
+
+def _decimal(line: Line, name: str, word: str) -> Printed:
+    """A time or bandwidth. The program drops decimals only of large numbers: a short one has lost them."""
+    number = _number(line, name, word)
+    if "." not in word and number.value < 1000.0:
+        refuse(line.place, f"{name} is {word!r}, without decimals", line.text, "the output as it was printed")
     return number
 
 
@@ -137,9 +145,11 @@ def _when(line: Line, words: list[str]) -> datetime:
     return when
 
 
-def sizes_asked(least: int, most: int, step: int, factor: bool) -> Iterator[int]:
+def sizes_asked(least: int, most: int, step: int, factor: bool) -> Sequence[int]:
     """The sizes that a run goes through, in bytes, before rounding down to whole elements."""
-    size = least
-    while size <= most:
-        yield size
-        size = size * step if factor else size + step
+    if not factor:
+        return range(least, most + 1, step)
+    sizes = [least]
+    while sizes[-1] * step <= most:
+        sizes.append(sizes[-1] * step)
+    return sizes if least <= most else ()

@@ -61,6 +61,8 @@ class _Reader:
     def __init__(self, file: str, when: datetime) -> None:
         self.runs: list[Run] = []
         self.run: _Open | None = None
+        self.promised: Line | None = None
+        """The line that says a run is starting, until its header follows."""
         self._file = file
         self._when = when
         self._program: str | None = None
@@ -84,6 +86,8 @@ class _Reader:
             self._remark(line)
         elif self.run is not None and self.run.columns is not None and text and not _LOG.match(text):
             self._row(line, self.run, self.run.columns)
+        elif self.run is not None and "Rank " in text and " device " in text:
+            refuse(line.place, "the line is garbled", text, _WHOLE)
         else:
             self._other(text)
 
@@ -101,11 +105,12 @@ class _Reader:
                 f"{_WHOLE} to a file; several processes are one run only if nccl-tests is built with MPI=1",
             )
         threads, gpus, least, most, step = (int(match[i]) for i in range(1, 6))
-        if least < 1 or (step < 1 + (match[6] == "factor") and most > least):
-            refuse(line.place, "the sizes of the run cannot be", line.text, _WHOLE)
+        if threads * gpus < 1 or least < 1 or step < (2 if match[6] == "factor" else 1):
+            refuse(line.place, "the sizes or ranks of the run cannot be", line.text, _WHOLE)
         sizes = (least, most, step, match[6] == "factor")
         self.run = _Open(line.place, line.text, threads * gpus, sizes, self._program, self._version)
         self._program = None
+        self.promised = None
 
     def _rank(self, line: Line, match: re.Match[str]) -> None:
         run = self._open(line)
@@ -132,14 +137,22 @@ class _Reader:
                 line.text,
                 "repair the network or NCCL's settings first: what computes wrongly has no price",
             )
+        elif line.text.startswith("# nThread") or self._may_be_rank(line.text):
+            refuse(line.place, "the line is garbled", line.text, _WHOLE)
         else:
             self._other(line.text)
+
+    def _may_be_rank(self, text: str) -> bool:
+        """Between the header and the table only lines of ranks are indented, and what stands over columns."""
+        before_table = self.run is not None and self.run.columns is None
+        return before_table and text.startswith("#  ") and "out-of-place" not in text
 
     def _name(self, line: Line, program: str) -> None:
         if program not in PROGRAMS:
             refuse(line.place, f"{program!r} is no program of nccl-tests that this reads", line.text, _WHOLE)
         if "starting" in line.text:
             self._program = program
+            self.promised = line
             self._ended = None
         elif self._ended is not None and program != self._ended:
             refuse(line.place, f"the run above is one of {self._ended}_perf", line.text, _WHOLE)
@@ -185,6 +198,8 @@ def read_nccl_text(file: str, text: str, when: datetime) -> tuple[Run, ...]:
             line.text,
             _WHOLE,
         )
+    if reader.promised is not None:
+        refuse(reader.promised.place, "the run that starts here is cut off", reader.promised.text, _WHOLE)
     if not reader.runs:
         refuse(line.place, "there is no run of nccl-tests in the file", line.text, _WHOLE)
     return tuple(reader.runs)
@@ -204,7 +219,7 @@ def _group(run: _Open) -> Group:
 
 def _check_sizes(line: Line, run: _Open) -> None:
     """The rows go through the sizes of the header, once or more times (-N, -d all, -o all)."""
-    wanted = tuple(sizes_asked(*run.sizes))
+    wanted = sizes_asked(*run.sizes)
     ranks = sum(map(len, run.members.values()))
     if not wanted or len(run.rows) % len(wanted):
         least, most = run.sizes[:2]

@@ -42,8 +42,8 @@ def read_profile(
     busbw_limit: highest bus bandwidth to believe, bytes per second. The links' peak holds in any case.
 
     The result is not nominal: groups that were measured are priced as "measured", all others as
-    "modelled". Its name and `sources` say what is still of a nominal base. What was averaged, replaced or
-    left out is in `sources` and logged as warnings.
+    "modelled". Its name and `sources` say what is still of a nominal base. What was left out is in
+    `sources` too; what was averaged or replaced by newer, also in a logged warning.
 
     Raises ProfileError with file and line, the text there and a remedy for anything garbled, cut, wrong,
     contradictory or impossible.
@@ -88,7 +88,7 @@ def _read(path: Path) -> tuple[Run, ...]:
         return read_nccl_json(name, text, when)
     if "#wrong" in text or "# nThread" in text or "# Rank" in text or "#  Rank" in text:
         return read_nccl_text(name, text, when)
-    if "payload" in text and "busbw" in text:
+    if "busbw" in text or "algbw" in text:
         return read_stas00(name, text, when)
     refuse(
         Place(name, 1),
@@ -112,7 +112,7 @@ def _profile(base: Profile, files: Sequence[Path], runs: Sequence[Run]) -> Profi
     kept = () if base.nominal else base.collectives
     measured = {(samples.kind, samples.group) for samples in collectives}
     stay = tuple(samples for samples in kept if (samples.kind, samples.group) not in measured)
-    changes = (*changes, *_left_out(runs), *_superseded(base, len(kept) - len(stay)))
+    changes = (*changes, *_superseded(base, len(kept) - len(stay)))
     for change in changes:
         _log.warning("%s", change)
     newest = max(point.when for run in runs for point in run.points)
@@ -124,7 +124,7 @@ def _profile(base: Profile, files: Sequence[Path], runs: Sequence[Run]) -> Profi
         software=tuple(dict(item for run in runs for item in run.software).items()),
         date=newest.date().isoformat(),
         command="autoshard profile --read " + " ".join(str(path) for path in files),
-        sources=(*map(_source, runs), *changes, *_from_base(base)),
+        sources=(*map(_source, runs), *_left_out(runs), *changes, *_from_base(base)),
         collectives=(*collectives, *stay),
     )
 

@@ -130,6 +130,8 @@ class _Reader:
         self._open.columns = cells
 
     def _other(self, line: Line, text: str) -> None:
+        if "|" in text and "Bps" in text:
+            refuse(line.place, "a row of a table does not start with '|'", line.text, _WHOLE)
         if _COMBINED.search(text):
             refuse(
                 line.place,
@@ -172,7 +174,7 @@ class _Reader:
         n = ranks if ranks is not None else _ranks(place, rows)
         if n < 2:
             refuse(place, f"over {n} ranks nothing is communicated", rows[0].line.text, "two or more GPUs")
-        _check_steps(rows)
+        _check_steps(rows, n)
         points, unproved = ((), 0) if kind is None else _points(kind, n, rows, self._when)
         title = f"{kind or name}, torch.distributed benchmark table"
         group = Group(((n, 1),))
@@ -252,14 +254,16 @@ def _scales(row: _Cells, n: int) -> bool:
     return agree(row.algbw.times(busbw_factor("all_reduce", n)), row.busbw)
 
 
-def _check_steps(rows: tuple[_Cells, ...]) -> None:
-    """The benchmarks double the payload from row to row, up to rounding to whole pieces for each rank."""
-    for i in range(1, len(rows)):
-        before, now = rows[i - 1], rows[i]
-        if not 1.8 < now.nbytes / before.nbytes < 2.2:
+def _check_steps(rows: tuple[_Cells, ...], n: int) -> None:
+    """The benchmarks go through the powers of two; newer ones round down to 16 bytes on each rank."""
+    powers = [1 << (row.nbytes - 1).bit_length() for row in rows]
+    for i in range(len(rows) if len(rows) > 1 else 0):
+        row = rows[i]
+        if powers[i] - row.nbytes > 16 * n + 1e-5 * powers[i] or (i and powers[i] != 2 * powers[i - 1]):
+            before = f" after {rows[i - 1].nbytes}" if i else ""
             refuse(
-                now.line.place,
-                f"the payload is {now.nbytes} bytes after {before.nbytes}; each doubles the one before",
-                now.line.text,
+                row.line.place,
+                f"the payload is {row.nbytes} bytes{before}; payloads are powers of two, each twice the one before",
+                row.line.text,
                 _WHOLE,
             )

@@ -14,7 +14,7 @@ from passes.capture.errors import mutation_error
 from passes.capture.provenance import node_module, node_source
 from passes.capture.trace import Program, Traced
 from passes.joint import GraphInput, GraphOutput, JointGraph, ancestors
-from passes.torch_compat import AotEnd, fake_like
+from passes.torch_compat import AotEnd, fake_like, lazy_module
 
 __all__ = ["build_joint"]
 
@@ -83,8 +83,9 @@ class _Builder:
         outputs = [(self._output(end), node) for end, node in pairs if end.kind != "none"]
         outputs.sort(key=lambda pair: ("output", "buffer", "grad").index(pair[0].kind))
         self.graph.output(tuple(None if node is None else self.new[node] for _, node in outputs))
-        module = fx.GraphModule(torch.nn.Module(), self.graph)
-        return JointGraph(module, tuple(self.inputs), tuple(spec for spec, _ in outputs), self.constants)
+        return JointGraph(
+            lazy_module(self.graph), tuple(self.inputs), tuple(spec for spec, _ in outputs), self.constants
+        )
 
     def _output(self, end: AotEnd) -> GraphOutput:
         if end.kind == "mutated":

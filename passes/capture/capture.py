@@ -15,6 +15,7 @@ from passes.capture.call import CallSpec, flatten_call, tensor_names
 from passes.capture.errors import capture_error
 from passes.capture.state import find_slots
 from passes.capture.trace import Program, trace
+from passes.collector import collector_paused
 from passes.joint import JointGraph
 
 __all__ = ["Captured", "capture"]
@@ -30,6 +31,7 @@ class Captured:
     aliases: Mapping[str, tuple[str, ...]]
 
 
+@collector_paused()
 def capture(
     model: nn.Module,
     args: tuple[Any, ...],

@@ -99,7 +99,21 @@ def _contract(a: torch.Tensor, b: torch.Tensor, equation: str) -> torch.Tensor:
     return contract_reference(a, b, equation)
 
 
+def _contract_fake(a: torch.Tensor, b: torch.Tensor, equation: str) -> torch.Tensor:
+    """An empty result with the strides that `contract_reference` leaves: what views may follow depends
+    on them. (A product is contiguous as [batch, rows, columns], whatever its operands were.)"""
+    terms = parse_equation(equation)
+    shape = contract_shape(terms, a.shape, b.shape)
+    if a.dtype != b.dtype or not a.dtype.is_floating_point:
+        return contract_reference(a, b, equation)
+    batch = [w for w in terms[2] if w in terms[0] and w in terms[1]]
+    free = [w for w in terms[2] if w not in batch]
+    left = terms[1] if free and free[0] in terms[1] else terms[0]
+    order = [*batch, *(w for w in free if w in left), *(w for w in free if w not in left)]
+    sizes = dict(zip(terms[2], shape, strict=True))
+    return a.new_empty([sizes[w] for w in order]).permute([order.index(w) for w in terms[2]])
+
+
 torch.library.define("autoshard::contract", "(Tensor a, Tensor b, str equation) -> Tensor")
 torch.library.impl("autoshard::contract", "CompositeExplicitAutograd", _contract)
-# The same on fakes: what views may follow depends on the strides that the kernel leaves.
-torch.library.register_fake("autoshard::contract", _contract)
+torch.library.register_fake("autoshard::contract", _contract_fake)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.profiler import record_function
 
 from passes.torch_compat import is_profiling
@@ -42,8 +43,21 @@ def _plain(name: str) -> Any:
     return getattr(torch.ops._c10d_functional, name).default
 
 
+def _all_gather(operand: Tensor, group_size: int, group_name: str) -> Tensor:
+    """What `all_gather_into_tensor` does, without the op that crashes gloo when two are in flight.
+
+    The functional op runs gloo's ALLGATHER_COALESCED. When a collective is done, gloo's two threads both
+    assign its name to one std::string of the group (`lastCompletedWorkName`, torch 2.11 to 2.13), and that
+    name alone is too long to be stored without a heap buffer, which both threads then free. The variant
+    with an output runs the plain all-gather, on NCCL too.
+    """
+    gathered = operand.new_empty((group_size * operand.shape[0], *operand.shape[1:]))
+    ops = torch.ops._c10d_functional
+    return ops.all_gather_into_tensor_out(operand, group_size, group_name, out=gathered)
+
+
 def _kernel(name: str) -> Callable[..., Any]:
-    plain = _plain(name)
+    plain = _all_gather if name == "all_gather_into_tensor" else _plain(name)
     label = name.removesuffix("_")
 
     def run(*arguments: Any) -> Any:

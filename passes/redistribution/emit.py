@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
+
+from passes.fake_calls import FakeCalls
 
 __all__ = ["COLLECTIVES", "Emitter", "value"]
 
@@ -29,18 +31,17 @@ def value(node: fx.Node) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Emitter:
-    """Appends nodes at the graph's insertion point. meta: copied to each, then "val" is set.
+    """Appends nodes at the graph's insertion point. meta: copied to each, then "val" is set, by `calls`.
 
     The helpers emit nothing where nothing is to be done.
     """
 
     graph: fx.Graph
     meta: Mapping[str, Any]
+    calls: FakeCalls = field(default_factory=FakeCalls)
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        values = fx.map_arg((args, kwargs), value)
-        with torch.no_grad():
-            return self.named(target, target(*values[0], **values[1]), args, kwargs)
+        return self.named(target, self.calls(target, args, kwargs), args, kwargs)
 
     def named(self, target: Any, result: torch.Tensor, args: Any, kwargs: Any) -> fx.Node:
         node = self.graph.call_function(target, tuple(args), dict(kwargs))

@@ -120,7 +120,7 @@ def test_bad_meshes(module: str, command: Command, mesh: str, capsys: pytest.Cap
 
 
 def test_profiles_are_listed(command: Command) -> None:
-    code, out, _ = command("profile")
+    code, out, _ = command("profile", "--list")
     assert code == 0
     for name in Profile.names():
         assert Profile.named(name).summary() in out

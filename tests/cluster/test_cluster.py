@@ -20,12 +20,13 @@ pytestmark = pytest.mark.skipif(why_not_here() is not None, reason=str(why_not_h
 
 # Who am I, what is the sum of our ranks; written by every rank to a file of its own.
 MEET = """
-import json, os, sys
+import json, os, socket, sys
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 total = torch.tensor(float(dist.get_rank()))
 dist.all_reduce(total)
 here = {"sum": total.item(), "world": dist.get_world_size(), "local": os.environ["LOCAL_RANK"]}
+here["host"] = socket.gethostname()
 here["network"] = os.readlink("/proc/self/ns/net")
 with open(f"{sys.argv[1]}/{dist.get_rank()}.json", "w") as file:
     json.dump(here, file)
@@ -65,6 +66,7 @@ def test_ranks_on_two_hosts_meet(script: Callable[[str], str], tmp_path: Path) -
         (6.0, 4, "0"),
         (6.0, 4, "1"),
     ]
+    assert [one["host"] for one in said] == ["host0", "host0", "host1", "host1"]
     networks = [one["network"] for one in said]
     assert networks[0] == networks[1] != networks[2] == networks[3]
     assert left() == set()

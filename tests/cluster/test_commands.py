@@ -137,7 +137,9 @@ def test_programs(words: list[str], program: list[str]) -> None:
 
 
 def test_the_command_line() -> None:
-    given = parser().parse_args("--hosts 3 --ranks 1 --rate 1gbit -- python x.py --hosts 9".split())
+    given = parser().parse_args(
+        ["--hosts", "3", "--ranks", "1", "--rate", "1gbit", "--", "python", "x.py", "--hosts", "9"]
+    )
     assert (given.hosts, given.ranks, given.rate) == (3, 1, "1gbit")
     assert program_of(given.program) == ["x.py", "--hosts", "9"]
     with pytest.raises(ClusterError, match="no program"):

@@ -33,7 +33,7 @@ def test_the_clusters_of_a_process_have_names_of_their_own() -> None:
 def test_no_iproute2(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host.shutil, "which", lambda tool: None if tool == "tc" else f"/sbin/{tool}")
     monkeypatch.setattr(host.sys, "platform", "linux")
-    with pytest.raises(NoNamespaces, match="^tc not found\n  try: apt install iproute2$"):
+    with pytest.raises(NoNamespaces, match=r"^tc not found\n  try: apt install iproute2$"):
         host.require_namespaces()
 
 

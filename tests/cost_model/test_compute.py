@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_model.compute import ComputePrices
+from cost_model.measurements import MatmulRates, UpdateRates
 from cost_model.profile import Profile
 
 SHIPPED = [ComputePrices(Profile.named(name)) for name in Profile.names()]
@@ -75,3 +76,23 @@ def test_nominal_rates_stay_under_the_data_sheets() -> None:
             assert prices.has_rate(dtype)
             for flops in (1e6, 1e9, 1e12, 1e15):
                 assert flops / prices.matmul_seconds(flops, dtype) < peak
+
+
+def test_convolution_and_attention_have_rates_of_their_own(round_profile: Profile) -> None:
+    slow = (MatmulRates("float32", (1e6, 1e8), (1e11, 1e11)),)
+    prices = ComputePrices(replace(round_profile, device=replace(round_profile.device, convolution=slow)))
+    assert prices.arithmetic_seconds("convolution", 1e7, "float32") == pytest.approx(1e-4)
+    # Neither this kind nor this dtype was measured: as a product.
+    assert prices.arithmetic_seconds("attention", 1e7, "float32") == prices.matmul_seconds(1e7, "float32")
+    product = prices.matmul_seconds(1e7, "bfloat16")
+    assert prices.arithmetic_seconds("convolution", 1e7, "bfloat16") == product
+    launch = round_profile.device.launch_seconds
+    assert prices.op_seconds(1e7, 0, "float32", "convolution") == pytest.approx(launch + 1e-4)
+
+
+def test_update_measured_or_by_passes(round_profile: Profile) -> None:
+    """1 TB/s of memory; 20 passes over 1 MB take 20 us."""
+    assert ComputePrices(round_profile).update_seconds(1e6, 20) == pytest.approx(20e-6)
+    measured = replace(round_profile.device, update=UpdateRates(1e-3, 1e9))
+    prices = ComputePrices(replace(round_profile, device=measured))
+    assert prices.update_seconds(1e6, 20) == pytest.approx(2e-3)

@@ -10,7 +10,7 @@ import pytest
 
 import cost_model
 from cost_model.errors import ProfileError
-from cost_model.measurements import CollectiveSamples, MatmulRates
+from cost_model.measurements import CollectiveSamples, MatmulRates, UpdateRates
 from cost_model.profile import Profile
 
 
@@ -36,6 +36,19 @@ def test_save_and_load_give_the_same_profile(measured: Profile, tmp_path: Path) 
     measured.save(path)
     assert Profile.load(path) == Profile.load(str(path)) == measured
     assert json.loads(path.read_text())["schema_version"] == 2
+
+
+def test_rates_of_other_kernels_survive_the_file(measured: Profile, tmp_path: Path) -> None:
+    rates = (MatmulRates("float32", (1e6, 1e8), (1e11, 2e11), (0.1, 0.0)),)
+    device = replace(measured.device, convolution=rates, attention=rates, update=UpdateRates(1e-3, 1e9))
+    profile = replace(measured, device=device)
+    profile.save(tmp_path / "p.json")
+    assert Profile.load(tmp_path / "p.json") == profile
+    assert profile.hash() != measured.hash()
+    with pytest.raises(ProfileError, match=r"device.attention\[1\].dtype repeats float32"):
+        replace(measured, device=replace(device, attention=rates * 2))
+    with pytest.raises(ProfileError, match=r"device.update.bytes_per_second"):
+        replace(measured, device=replace(device, update=UpdateRates(1e-3, 0.0)))
 
 
 def test_lists_of_numbers_are_written_on_one_line(measured: Profile) -> None:

@@ -131,7 +131,9 @@ def test_order_and_dependencies_hold(events: Events, efficiency: float) -> None:
 
 @settings(max_examples=200)
 @given(programs(), EFFICIENCIES, st.data())
-def test_a_longer_event_never_shortens_the_step(events: Events, efficiency: float, data: st.DataObject) -> None:
+def test_a_longer_event_never_shortens_the_step(
+    events: Events, efficiency: float, data: st.DataObject
+) -> None:
     if not events:
         return
     chosen = data.draw(st.integers(0, len(events) - 1))

@@ -3,28 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from autoshard import MeshSpec, find_plan
-
-
-def llama_3_8b(layers: int) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=8192,
-        rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-        use_cache=False,
-    )
-    with torch.device("meta"):
-        return nn.Module.to(LlamaForCausalLM(config), torch.bfloat16)
+from benchmarks.models import llama_3_8b
 
 
 def test_one_layer_on_256_devices() -> None:

@@ -1,0 +1,1 @@
+"""Measured profiles for people: the command `autoshard profile`, its table and curves, and the cache."""

@@ -1,0 +1,124 @@
+"""The profile that `autoshard(model, mesh)` uses when it is given none: cached, else measured at start-up."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoshard.runtime.agreement import everyones, from_first
+from cost_model.errors import ProfileError
+from cost_model.measure.facts import collective_backend, device_name, host_name
+from cost_model.mesh import MeshSpec
+from cost_model.profile import SCHEMA_VERSION, Profile
+
+__all__ = ["cache_folder", "cache_path", "machine_key", "nominal_profile", "startup_profile"]
+
+STARTUP_SECONDS = 4.0
+LARGEST_NBYTES = {"cpu": 2**24, "cuda": 2**28}
+_TIMEOUT = timedelta(minutes=5)
+
+_log = logging.getLogger("autoshard")
+
+
+def nominal_profile(device_type: str) -> Profile:
+    """The shipped profile that stands for a device type."""
+    return Profile.named("h100" if device_type == "cuda" else "cpu")
+
+
+def startup_profile(mesh: DeviceMesh) -> Profile:
+    """The cached profile of these machines and this mesh shape, else one measured now in a few seconds.
+
+    Every rank of the mesh must call it; rank 0 reads and writes the cache, and all get the same. The
+    nominal profile where nothing can be measured: the mesh leaves out some of the processes, which would
+    have to help, or its collectives run on neither gloo nor NCCL.
+    """
+    spec = MeshSpec.of(mesh)
+    if not _measurable(mesh, spec):
+        return nominal_profile(spec.device_type)
+    machines = everyones(mesh, (host_name(), device_name(spec.device_type)), _TIMEOUT)
+    path = cache_path(machine_key(machines, spec, collective_backend(mesh)))
+    cached = from_first(mesh, lambda: _read(path), _TIMEOUT)
+    if cached is not None:
+        return cached
+    profile = Profile.measure(
+        mesh,
+        time_budget=STARTUP_SECONDS,
+        largest_nbytes=LARGEST_NBYTES["cuda" if spec.device_type == "cuda" else "cpu"],
+        name=path.stem,
+        command="measured at start-up",
+    )
+    if mesh.get_rank() == 0:
+        _write(profile, path)
+    return profile
+
+
+def _measurable(mesh: DeviceMesh, spec: MeshSpec) -> bool:
+    whole = dist.is_initialized() and dist.get_world_size() == spec.device_count
+    return whole and collective_backend(mesh) in ("gloo", "nccl")
+
+
+def machine_key(machines: list[tuple[str, str]], spec: MeshSpec, backend: str) -> Mapping[str, object]:
+    """All that decides whether two runs may share a profile. machines: by rank, host and device (which
+    on CPUs names cores and threads)."""
+    return {
+        "schema": SCHEMA_VERSION,
+        "torch": torch.__version__,
+        "backend": backend,
+        "device_type": spec.device_type,
+        "sizes": list(spec.sizes),
+        "machines": [list(machine) for machine in machines],
+    }
+
+
+def cache_path(key: Mapping[str, object]) -> Path:
+    """The file of a key: nothing else is ever in it."""
+    text = json.dumps(key, sort_keys=True)
+    return cache_folder() / f"profile-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+
+def cache_folder() -> Path:
+    """$XDG_CACHE_HOME/autoshard, or ~/.cache/autoshard."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "autoshard"
+
+
+def _read(path: Path) -> Profile | None:
+    """The cached profile; None if there is none, or an older version or a crash left something else."""
+    if not path.exists():
+        return None
+    try:
+        profile = Profile.load(path)
+    except ProfileError as error:
+        _log.warning("measuring again: the cached profile cannot be used: %s", error)
+        return None
+    _log.info("profile: %s, cached in %s", profile, path)
+    return profile
+
+
+def _write(profile: Profile, path: Path) -> None:
+    """All at once, or not at all; a cache that cannot be written is no reason to fail."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+            file.write(profile.to_json())
+        try:
+            os.replace(file.name, path)
+        except OSError:
+            with suppress(OSError):
+                os.unlink(file.name)
+            raise
+    except OSError as error:
+        _log.warning("profile: measured, but not cached: %s", error)
+        return
+    _log.info("profile: %s, measured at start-up and cached in %s", profile, path)

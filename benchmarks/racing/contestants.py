@@ -1,0 +1,222 @@
+"""Everybody in the race: autoshard with its own plan, with pinned plans, and what a PyTorch user would write.
+
+Each contestant trains its own copy of the same seeded model with the same AdamW on the same global batch; those
+that split the batch get this rank's slice of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from autoshard import Plan, Profile, autoshard
+from benchmarks.racing.workloads import Batch, Workload
+
+__all__ = ["HAND_WRITTEN", "PINNED", "Build", "Meshes", "Race", "Runner", "alone", "planned", "process_group"]
+
+LEARNING_RATE = 1e-3
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """All ranks in one axis, and hosts x ranks of a host (2 x 2 on one host, and where a host has one rank)."""
+
+    flat: DeviceMesh
+    grid: DeviceMesh
+
+
+@dataclass(frozen=True)
+class Race:
+    """What all contestants have in common. backend: "eager", or torch.compile's for all alike."""
+
+    workload: Workload
+    meshes: Meshes
+    profile: Profile | str
+    backend: str
+    memory_limit: int | None
+    seed: int = 0
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(self.seed)
+        return self.workload.build()
+
+    def batch(self) -> Batch:
+        torch.manual_seed(self.seed + 1)
+        return self.workload.batch()
+
+    def compiled(self, model: nn.Module) -> Callable[..., Tensor]:
+        return model if self.backend == "eager" else torch.compile(model, backend=self.backend)
+
+
+class Runner:
+    """One contestant, ready to train. plan: autoshard's; None for the others."""
+
+    def __init__(
+        self,
+        call: Callable[..., Tensor],
+        model: nn.Module,
+        batch: Batch,
+        around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+        plan: Plan | None = None,
+    ) -> None:
+        self._call = call
+        self._batch = batch
+        self._around = around
+        self._model = model
+        self._optimizer = torch.optim.AdamW(_groups(model), lr=LEARNING_RATE, fused=True)
+        self.plan = plan
+
+    def step(self) -> Tensor:
+        """Forward, backward, update; this rank's loss."""
+        with self._around():
+            loss = self._call(*self._batch)
+            loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return loss.detach()
+
+    def state_bytes(self) -> int:
+        """Bytes of this rank's parameters, their gradients and the state of AdamW."""
+        tensors = list(self._model.parameters())
+        kept = [value for state in self._optimizer.state.values() for value in state.values()]
+        return sum(_local_bytes(t) for t in (*tensors, *tensors, *kept) if isinstance(t, Tensor))
+
+
+Build = Callable[[Race], Runner]
+
+
+def alone(race: Race) -> Runner:
+    """No parallelism: the whole batch in this process."""
+    model = race.model()
+    return Runner(model, model, race.batch())
+
+
+def planned(race: Race, constraints: dict[str, Any] | None = None) -> Runner:
+    """autoshard on the grid, free or with pinned parameters."""
+    model, batch = race.model(), race.batch()
+    autoshard(
+        model,
+        race.meshes.grid,
+        batch,
+        profile=race.profile,
+        memory_limit=race.memory_limit,
+        constraints=constraints,
+        backend=race.backend,
+        time_limit=60.0,
+    )
+    return Runner(model, model, batch, plan=model.autoshard_plan)  # type: ignore[arg-type]
+
+
+def ddp(race: Race) -> Runner:
+    model = race.model()
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return Runner(race.compiled(wrapped), model, _slice(race.batch(), race.meshes.flat))
+
+
+def fsdp(race: Race) -> Runner:
+    model = _fully_sharded(race.model(), race.workload, race.meshes.flat)
+    return Runner(race.compiled(model), model, _slice(race.batch(), race.meshes.flat))
+
+
+def tensor_parallel(race: Race) -> Runner:
+    model = parallelize_module(race.model(), race.meshes.flat, race.workload.tensor())
+    return Runner(race.compiled(model), model, race.batch(), _around(race))
+
+
+def sequence_parallel(race: Race) -> Runner:
+    assert race.workload.sequence is not None
+    model = parallelize_module(race.model(), race.meshes.flat, race.workload.sequence())
+    return Runner(race.compiled(model), model, race.batch(), _around(race))
+
+
+def fsdp_tensor_parallel(race: Race) -> Runner:
+    across, inside = (race.meshes.grid[name] for name in race.meshes.grid.mesh_dim_names or ())
+    model = parallelize_module(race.model(), inside, race.workload.tensor())
+    model = _fully_sharded(model, race.workload, across)
+    return Runner(race.compiled(model), model, _slice(race.batch(), across), _around(race))
+
+
+HAND_WRITTEN: dict[str, Build] = {
+    "DDP": ddp,
+    "FSDP2": fsdp,
+    "TP": tensor_parallel,
+    "TP + SP": sequence_parallel,
+    "FSDP2 x TP": fsdp_tensor_parallel,
+}
+
+
+def _replicated(workload: Workload) -> dict[str, Any]:
+    return {"*": [Replicate(), Replicate()]}
+
+
+def _sharded(workload: Workload) -> dict[str, Any]:
+    return {"*": [Shard(0), Shard(0)]}
+
+
+def _tensor_split(workload: Workload) -> dict[str, Any]:
+    columns = {pattern: [Shard(0), Shard(0)] for pattern in workload.columns}
+    rows = {pattern: [Shard(1), Shard(1)] for pattern in workload.rows}
+    return {"*": [Replicate(), Replicate()], **columns, **rows}
+
+
+PINNED: dict[str, Callable[[Workload], dict[str, Any]]] = {
+    "pinned as DDP": _replicated,
+    "pinned as FSDP": _sharded,
+    "pinned as TP": _tensor_split,
+}
+
+
+def _fully_sharded(model: nn.Module, workload: Workload, mesh: DeviceMesh) -> nn.Module:
+    for name in workload.blocks:
+        fully_shard(model.get_submodule(name), mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def _around(race: Race) -> Callable[[], AbstractContextManager[Any]]:
+    return loss_parallel if race.workload.loss_parallel else contextlib.nullcontext
+
+
+def _groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Parameters of one kind and mesh together: the fused update does not take them mixed."""
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(
+            parameter
+        )
+    return [{"params": parameters} for parameters in groups.values()]
+
+
+def _slice(batch: Batch, mesh: DeviceMesh) -> Batch:
+    """This rank's equal share of dim 0: the mean of the ranks' losses is the loss of the whole batch."""
+    parts, mine = mesh.size(), mesh.get_local_rank()
+    assert all(tensor.shape[0] % parts == 0 for tensor in batch), "data parallelism needs equal slices"
+    x, y = (tensor.chunk(parts)[mine].contiguous() for tensor in batch)
+    return x, y
+
+
+def _local_bytes(tensor: Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.numel() * local.element_size()
+
+
+@contextlib.contextmanager
+def process_group() -> Iterator[None]:
+    """gloo over all ranks that torchrun started."""
+    dist.init_process_group("gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,114 @@
+"""What a scenario gave, and how it is judged. All of it survives a JSON file."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+__all__ = ["Entry", "Result"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One contestant. kind: "hand-written", "autoshard" (its own plan) or "pinned".
+
+    seconds: of each timed step, of the slowest rank; cpu_seconds: of each, processor time of all ranks.
+    losses: of the first steps; state_bytes: parameters, gradients and AdamW's state, per rank.
+    predicted: seconds of a step, of planned ones; plan: their parameters' layouts. error: why it did not run.
+    """
+
+    name: str
+    kind: str
+    seconds: tuple[float, ...] = ()
+    cpu_seconds: tuple[float, ...] = ()
+    losses: tuple[float, ...] = ()
+    state_bytes: int = 0
+    predicted: float | None = None
+    plan: str = ""
+    error: str = ""
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def cpu(self) -> float:
+        """Processor time of all ranks in a step, median: what the step costs where nothing waits."""
+        return statistics.median(self.cpu_seconds)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        low, _, high = statistics.quantiles(self.seconds, n=4)
+        return low, high
+
+    @property
+    def prediction_error(self) -> float | None:
+        """Signed, as a share of the measured step."""
+        return None if self.predicted is None or not self.seconds else self.predicted / self.median - 1.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """One scenario. reference: losses of one process without parallelism."""
+
+    scenario: str
+    fabric: str
+    workload: str
+    why: str
+    memory_limit: int | None
+    reference: tuple[float, ...] = ()
+    entries: tuple[Entry, ...] = ()
+    error: str = ""
+    notes: dict[str, float] = field(default_factory=dict)
+
+    def fits(self, entry: Entry) -> bool:
+        return self.memory_limit is None or entry.state_bytes <= self.memory_limit
+
+    def ran(self, kind: str) -> list[Entry]:
+        """The entries of `kind` that ran and meet the limit, fastest first."""
+        found = [e for e in self.entries if e.kind == kind and e.seconds and self.fits(e)]
+        return sorted(found, key=lambda e: e.median)
+
+    @property
+    def ours(self) -> Entry | None:
+        return next(iter(self.ran("autoshard")), None)
+
+    @property
+    def best_hand_written(self) -> Entry | None:
+        return next(iter(self.ran("hand-written")), None)
+
+    @property
+    def ratio(self) -> float | None:
+        """Step of autoshard's plan over that of the best hand-written way."""
+        ours, best = self.ours, self.best_hand_written
+        return ours.median / best.median if ours and best else None
+
+    @property
+    def picked_the_best(self) -> bool | None:
+        """Whether no pinned plan, priced by the same profile, was measured faster than autoshard's own."""
+        ours, others = self.ours, self.ran("pinned")
+        return all(ours.median <= other.median for other in others) if ours else None
+
+    @property
+    def loss_error(self) -> float:
+        """The largest relative difference of any loss of any contestant from the reference's."""
+        return max(
+            (
+                abs(mine - right) / abs(right)
+                for entry in self.entries
+                for mine, right in zip(entry.losses, self.reference, strict=False)
+            ),
+            default=0.0,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Result:
+        entries = tuple(
+            Entry(**{name: tuple(v) if isinstance(v, list) else v for name, v in entry.items()})
+            for entry in data["entries"]
+        )
+        return Result(**{**data, "entries": entries, "reference": tuple(data["reference"])})

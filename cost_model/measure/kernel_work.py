@@ -1,0 +1,79 @@
+"""Work of one device that the rate of matrix products does not predict: convolutions, attention, the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+__all__ = [
+    "ATTENTION_PASSES",
+    "CONVOLUTION_PASSES",
+    "attention_flops",
+    "attention_work",
+    "convolution_flops",
+    "convolution_work",
+    "update_work",
+]
+
+Work = Callable[[], object]
+
+CONVOLUTION_PASSES = 3.0
+"""Operations of `convolution_work` in units of the forward's: the gradients of input and weight take as many each."""
+ATTENTION_PASSES = 3.5
+"""The same of `attention_work`: two products forward; five backward, which computes the scores again."""
+
+
+def convolution_flops(shape: tuple[int, int, int]) -> int:
+    """Of the forward alone: 2 n c c 3 3 s s for (n, c, s)."""
+    batch, channels, side = shape
+    return 2 * batch * channels * channels * 9 * side * side
+
+
+def convolution_work(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Work:
+    """A 3 x 3 convolution of [n, c, s, s] to as many channels, and both its gradients."""
+    batch, channels, side = shape
+    x = torch.randn(batch, channels, side, side, device=device).to(dtype)
+    weight = torch.randn(channels, channels, 3, 3, device=device).to(dtype)
+    window = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+
+    def forward_and_backward() -> None:
+        y = torch.ops.aten.convolution.default(x, weight, None, *window)
+        torch.ops.aten.convolution_backward.default(y, x, weight, None, *window, [True, True, False])
+
+    return forward_and_backward
+
+
+def attention_flops(shape: tuple[int, int, int, int]) -> int:
+    """Of the forward alone: 4 b h s s d for (b, h, s, d)."""
+    batch, heads, length, width = shape
+    return 4 * batch * heads * length * length * width
+
+
+def attention_work(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> Work:
+    """Scaled dot product attention of [b, h, s, d], and its gradients."""
+    q, k, v = (torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3))
+    tangent = torch.ones(shape, device=device, dtype=dtype)
+    return lambda: torch.autograd.grad(F.scaled_dot_product_attention(q, k, v), (q, k, v), tangent)
+
+
+def update_work(nbytes: int, device: torch.device, mesh: DeviceMesh | None) -> Work:
+    """A step of torch.optim.AdamW, as it runs by default, on one float32 parameter of `nbytes` on each rank.
+
+    mesh: the parameter is a DTensor on it, as those of a sharded model are; None: a plain tensor.
+    """
+    local = torch.ones(nbytes // 4, device=device)
+    parameter = torch.nn.Parameter(_distributed(local, mesh))
+    parameter.grad = _distributed(local.clone(), mesh)
+    optimizer = torch.optim.AdamW([parameter], lr=1e-3)
+    return optimizer.step
+
+
+def _distributed(local: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
+    if mesh is None:
+        return local
+    placements = [Shard(0), *[Replicate()] * (mesh.ndim - 1)]
+    return DTensor.from_local(local, mesh, placements, run_check=False)

@@ -1,0 +1,178 @@
+"""Does a profile still hold? Measure a few of its points again and compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from cost_model.collectives import CollectivePrices
+from cost_model.compute import ComputePrices
+from cost_model.groups import GroupShape
+from cost_model.measure.clock import Clock, device_clock
+from cost_model.measure.collective_work import Buffers, Team, collective_work, whole_size
+from cost_model.measure.compute_work import matmul_flops, matmul_work, memory_work
+from cost_model.measure.device_series import DTYPES, LEAST_SECONDS
+from cost_model.measure.measure import check_world, mesh_device, world_size
+from cost_model.measure.peers import world_peers
+from cost_model.measure.sampling import Progress, Series, sample
+from cost_model.measure.statistics import median
+from cost_model.measure.teams import shapes_of, teams_of
+from cost_model.measurements import KINDS, CollectiveSamples, MatmulRates
+from cost_model.mesh import MeshSpec
+from cost_model.profile import Profile
+
+__all__ = ["LEAST_TOLERANCE", "CheckedPoint", "recheck"]
+
+LEAST_TOLERANCE = 0.25
+_UNMEASURED_SIZES = (2**12, 2**18, 2**24)
+
+
+@dataclass(frozen=True)
+class CheckedPoint:
+    """name:      "all_reduce over dp+tp", "float32 products", "memory".
+    size:      bytes of a collective or of memory traffic, operations of a product.
+    predicted: seconds by the profile; measured: now.
+    tolerance: how far one may be above the other, as a share: twice the recorded spread, at least 0.25.
+    """
+
+    name: str
+    size: int
+    predicted: float
+    measured: float
+    tolerance: float
+
+    @property
+    def holds(self) -> bool:
+        low, high = sorted((self.predicted, self.measured))
+        return high <= low * (1.0 + self.tolerance)
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """A series whose seconds by size are predicted."""
+
+    series: Series
+    predict: Callable[[int], float]
+    tolerances: tuple[float, ...]
+
+
+def recheck(
+    profile: Profile,
+    mesh: DeviceMesh,
+    *,
+    time_budget: float = 15.0,
+    progress: Progress = lambda what, spent: None,
+    clock: Clock | None = None,
+) -> tuple[CheckedPoint, ...]:
+    """Smallest, middle and largest size of every collective over every group of the mesh, of memory
+    traffic and of products by dtype. What is off is measured once more, and the nearer time counts.
+
+    Call it on every rank of the mesh; the result is the same on all. A group that the profile has not
+    measured is compared with its modelled price. Raises as `Profile.measure`.
+    """
+    spec = MeshSpec.of(mesh)
+    check_world(spec, world_size())
+    device = mesh_device(spec.device_type)
+    clock = device_clock(device.type) if clock is None else clock
+    with ExitStack() as stack:
+        peers = stack.enter_context(world_peers(device.type))
+        teams = stack.enter_context(teams_of(mesh, spec)) if peers.size > 1 else {}
+        expected = [*_compute(profile, device), *_communication(profile, spec, teams, device)]
+
+        def measure(some: Sequence[_Expected], seconds: float) -> list[tuple[CheckedPoint, ...]]:
+            curves = sample([one.series for one in some], peers, clock, seconds, progress)
+            return [_compared(one, curve.seconds) for one, curve in zip(some, curves, strict=True)]
+
+        found = measure(expected, time_budget * 0.7)
+        off = [i for i, points in enumerate(found) if not all(point.holds for point in points)]
+        again = measure([expected[i] for i in off], time_budget * 0.3) if off else []
+        for i, points in zip(off, again, strict=True):
+            found[i] = tuple(min(pair, key=_distance) for pair in zip(found[i], points, strict=True))
+        return tuple(point for points in found for point in points)
+
+
+def _compared(expected: _Expected, seconds: Sequence[float]) -> tuple[CheckedPoint, ...]:
+    rows = zip(expected.series.sizes, seconds, expected.tolerances, strict=True)
+    return tuple(
+        CheckedPoint(expected.series.name, size, expected.predict(size), measured, tolerance)
+        for size, measured, tolerance in rows
+    )
+
+
+def _distance(point: CheckedPoint) -> float:
+    return max(point.predicted, point.measured) / min(point.predicted, point.measured)
+
+
+def _compute(profile: Profile, device: torch.device) -> Iterable[_Expected]:
+    prices = ComputePrices(profile)
+    memory = Series("memory", (2**24,), lambda nbytes: memory_work(nbytes, device), median, LEAST_SECONDS)
+    yield _Expected(
+        memory, lambda nbytes: prices.launch_seconds + prices.memory_seconds(nbytes), (LEAST_TOLERANCE,)
+    )
+    for rates in profile.device.matmul:
+        if rates.dtype in DTYPES:
+            yield _products(prices, rates, device)
+
+
+def _products(prices: ComputePrices, rates: MatmulRates, device: torch.device) -> _Expected:
+    edges = {max(4, round((flops / 2) ** (1 / 3) / 4) * 4): i for i, flops in enumerate(rates.flops)}
+    chosen = dict(_three(sorted(edges.items())))
+
+    def prepare(flops: int) -> Callable[[], object]:
+        return matmul_work(round((flops / 2) ** (1 / 3)), DTYPES[rates.dtype], device)
+
+    return _Expected(
+        Series(
+            f"{rates.dtype} products", tuple(map(matmul_flops, chosen)), prepare, _half_median, LEAST_SECONDS
+        ),
+        lambda flops: prices.matmul_seconds(flops, rates.dtype),
+        tuple(_tolerance(rates.spread, i) for i in chosen.values()),
+    )
+
+
+def _half_median(seconds: list[float]) -> float:
+    """`matmul_work` does two products of a size."""
+    return median(seconds) / 2
+
+
+def _communication(
+    profile: Profile, spec: MeshSpec, teams: Mapping[GroupShape, Team], device: torch.device
+) -> Iterable[_Expected]:
+    prices = CollectivePrices(profile, spec)
+    buffers = Buffers(device)
+    axes = shapes_of(spec)
+    measured = {(samples.kind, samples.group): samples for samples in profile.collectives}
+    for shape, team in teams.items():
+        for kind in KINDS:
+            sizes = _sizes(measured.get((kind, shape)), team)
+            yield _Expected(
+                Series(
+                    f"{kind} over {'+'.join(axes[shape])}",
+                    tuple(sizes),
+                    partial(collective_work, kind, team, buffers),
+                ),
+                partial(prices.seconds, kind, axes[shape]),
+                tuple(sizes.values()),
+            )
+
+
+def _sizes(samples: CollectiveSamples | None, team: Team) -> dict[int, float]:
+    """Size -> tolerance."""
+    if samples is None:
+        return {whole_size(nbytes, team.size): LEAST_TOLERANCE for nbytes in _UNMEASURED_SIZES}
+    chosen = _three([(nbytes, i) for i, nbytes in enumerate(samples.nbytes)])
+    return {whole_size(nbytes, team.size): _tolerance(samples.spread, i) for nbytes, i in chosen}
+
+
+def _three(items: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """First, middle and last; fewer if there are fewer."""
+    return [items[i] for i in dict.fromkeys((0, len(items) // 2, len(items) - 1))]
+
+
+def _tolerance(spread: Sequence[float], i: int) -> float:
+    return max(LEAST_TOLERANCE, 2.0 * spread[i]) if spread else LEAST_TOLERANCE

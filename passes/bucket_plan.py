@@ -1,0 +1,193 @@
+"""Which collectives to merge into buckets: decided from prices on the global graph, so on all ranks alike.
+
+Merged, `k` collectives pay for one start instead of `k`; but the first gradient of a bucket travels only
+when the last is ready, and a bucket of gathers must all have arrived when its first parameter is read.
+So for every list of transfers alike (same steps over the same axes, same dtype) this is solved:
+
+    gradients, in the order in which they are ready; ready[i]: seconds of computing before it
+
+        end[j] = min over i < j of  max(end[i], ready[j]) + seconds(i + 1 .. j)
+
+    end[n], when the last has arrived, is least. [as in MG-WFBP, Shi et al., INFOCOM 2019, by an exact program]
+
+Gathers are the same backwards in time: from the end of the phase, a gather "is ready" at its reader, and
+the total is least where the one read first is through as early as possible.
+
+    seconds(group) = the price of one collective of all its bytes + copying them in, and gathers out again
+
+A group holds no more bytes than at which starting is `START_SHARE` of the collective's time: more would
+gain little, and memory holds a whole group. Of equal ends the least time on the wire wins. The lists are
+solved one by one, as if each had the wire to itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from passes.assignment import Assignment
+from passes.issue_order import Move, Side, Transfer, Turn, issue_order
+from passes.joint import JointGraph, node_value, result_index
+from passes.pricing import strategy_seconds
+from passes.redistribute import AllGather, AllReduce, Redistribution, ReduceScatter
+from passes.rules.registry import RuleTable, rule_for
+from passes.search.space import Prices
+
+__all__ = ["START_SHARE", "BucketPlan", "Item", "Wire", "bucketed_turns", "least_end"]
+
+START_SHARE = 0.1
+"""Of a collective's time; a bucket at which starting it takes less is large enough."""
+
+Kind = tuple[tuple[str, tuple[str, ...], str], ...]
+"""Per collective step: (kind, axes of the group, reduction)."""
+
+
+def bucketed_turns(
+    joint: JointGraph, assignment: Assignment, prices: Prices, rules: RuleTable | None = None
+) -> Mapping[Transfer, Turn]:
+    """`issue_order` with transfers merged where `prices` say that a step is shorter for it."""
+    return issue_order(joint, assignment, merge=BucketPlan(assignment, prices, rules))
+
+
+@dataclass
+class BucketPlan:
+    """The `Merge` of a graph with layouts `assignment` under `prices`."""
+
+    assignment: Assignment
+    prices: Prices
+    rules: RuleTable | None = None
+    _limits: dict[tuple[str, tuple[str, ...]], float] = field(default_factory=dict)
+
+    def __call__(self, side: Side, moves: Sequence[Move], ops: Sequence[fx.Node]) -> list[Sequence[Move]]:
+        if len(moves) < 2:
+            return [[move] for move in moves]
+        alike: dict[tuple[Kind, torch.dtype], list[Item]] = {}
+        groups: list[Sequence[Move]] = []
+        elapsed = self._elapsed(ops)
+        for move in moves:
+            kind = self._kind(move)
+            if kind is None:
+                groups.append([move])
+                continue
+            # Gathers are dealt with backwards in time.
+            ready = elapsed[-1] - elapsed[move.end] if side == "early" else elapsed[move.start + 1]
+            item = Item(move, ready, self._nbytes(move))
+            alike.setdefault((kind, node_value(move.operand).dtype), []).append(item)
+        for (kind, _), items in alike.items():
+            order = items[::-1] if side == "early" else items
+            cut = least_end(order, Wire(kind, self.prices, self._limit))
+            groups += [[i.move for i in (g[::-1] if side == "early" else g)] for g in cut]
+        return groups
+
+    def _kind(self, move: Move) -> Kind | None:
+        """None for what cannot be merged."""
+        if node_value(move.operand).dtype == torch.bool:  # travels as bytes
+            return None
+        steps = [step for step in self._plan(move).steps if step.kind is not None]
+        if not steps or not all(isinstance(s, (AllGather, AllReduce, ReduceScatter)) for s in steps):
+            return None
+        mesh = self.prices.mesh
+        axes = [tuple(sorted(step.axes, key=mesh.index)) for step in steps]
+        return tuple((str(s.kind), a, getattr(s, "op", "")) for s, a in zip(steps, axes, strict=True))
+
+    def _plan(self, move: Move) -> Redistribution:
+        value = node_value(move.operand)
+        return self.prices.redistributor.plan(move.held, move.wanted, value.shape, value.element_size())
+
+    def _nbytes(self, move: Move) -> tuple[int, ...]:
+        plan = self._plan(move)
+        pairs = zip(plan.steps, plan.step_nbytes, strict=True)
+        return tuple(nbytes for step, nbytes in pairs if step.kind is not None)
+
+    def _elapsed(self, ops: Sequence[fx.Node]) -> list[float]:
+        """Seconds of computing before each op, and in all."""
+        return list(itertools.accumulate((self._seconds(op) for op in ops), initial=0.0))
+
+    def _seconds(self, node: fx.Node) -> float:
+        if result_index(node)[0] is not node:
+            return 0.0
+        prices, layouts = self.prices, self.assignment[node.name]
+        rule = rule_for(node, self.rules)
+        found = strategy_seconds(node, rule, [layouts], prices.traffic(node), prices.mesh, prices.compute)
+        return float(found[0])
+
+    def _limit(self, kind: str, axes: tuple[str, ...]) -> float:
+        """Bytes from which on starting takes no more than START_SHARE, to a factor of two."""
+        if (kind, axes) not in self._limits:
+            price = self.prices.redistributor.collective_seconds
+            nbytes, start = 1, price(kind, axes, 1)
+            while nbytes < 2**40 and start > START_SHARE * price(kind, axes, nbytes):
+                nbytes *= 2
+            self._limits[kind, axes] = nbytes
+        return self._limits[kind, axes]
+
+
+@dataclass(frozen=True)
+class Item:
+    """ready: seconds since the start of the phase (its end, for gathers). nbytes: per collective step."""
+
+    move: Move
+    ready: float
+    nbytes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Prices of the groups of one list of transfers."""
+
+    kind: Kind
+    prices: Prices
+    limit: Callable[[str, tuple[str, ...]], float]
+
+    def fits(self, nbytes: Sequence[int]) -> bool:
+        pairs = zip(self.kind, nbytes, strict=True)
+        return all(n <= self.limit(kind, axes) for (kind, axes, _), n in pairs)
+
+    def seconds(self, nbytes: Sequence[int], count: int) -> float:
+        """Of a group of `count`: its collectives, and the copies that it takes to merge several."""
+        price = self.prices.redistributor.collective_seconds
+        total = 0.0
+        for (kind, axes, _), n in zip(self.kind, nbytes, strict=True):
+            total += price(kind, axes, n)
+            if count > 1 and n:
+                total += self._copies(kind, self.prices.mesh.size(*axes), n, count)
+        return total
+
+    def _copies(self, kind: str, ranks: int, nbytes: int, count: int) -> float:
+        """Into the buffer, and of what is gathered out of it: each copy reads and writes."""
+        compute = self.prices.compute
+        if kind == "all_gather":
+            return (1 + count) * compute.launch_seconds + compute.memory_seconds(
+                2 * nbytes + 2 * nbytes / ranks
+            )
+        return compute.launch_seconds + compute.memory_seconds(2 * nbytes)
+
+
+def least_end(items: Sequence[Item], wire: Wire) -> list[list[Item]]:
+    """`items` cut into consecutive groups such that the last arrives first; see the module."""
+    best: list[tuple[float, float, int]] = [
+        (0.0, 0.0, 0)
+    ]  # (end, seconds on the wire, where the group begins)
+    for j in range(len(items)):
+        nbytes, ready = [0] * len(wire.kind), 0.0
+        found: list[tuple[float, float, int]] = []
+        for i in range(j, -1, -1):
+            nbytes = [a + b for a, b in zip(nbytes, items[i].nbytes, strict=True)]
+            ready = max(ready, items[i].ready)
+            if i < j and not wire.fits(nbytes):
+                break
+            seconds = wire.seconds(nbytes, j - i + 1)
+            end, busy, _ = best[i]
+            found.append((max(end, ready) + seconds, busy + seconds, i))
+        best.append(min(found, key=lambda entry: (entry[0], entry[1], -entry[2])))
+    groups: list[list[Item]] = []
+    last = len(items)
+    while last:
+        first = best[last][2]
+        groups.append(list(items[first:last]))
+        last = first
+    return groups[::-1]

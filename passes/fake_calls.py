@@ -1,0 +1,60 @@
+"""The values of emitted nodes: fake tensors, computed once for equal calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+__all__ = ["FakeCalls"]
+
+
+class FakeCalls:
+    """Runs ops on the values (meta "val") of their operands; equal calls share one result.
+
+    Calls are equal if the op is, every tensor operand in shape, strides, offset, dtype and device, and
+    every other argument in type and value. A result says how a tensor looks, and not whose storage it
+    shares: of a model's layers, equal but for the numbers in them, each op is run once.
+
+    For values of one fake mode (or of none: `meta` tensors).
+    """
+
+    def __init__(self) -> None:
+        self._results: dict[Hashable, Any] = {}
+
+    def __call__(
+        self, target: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], mode: Any = None
+    ) -> Any:
+        """`target(*args, **kwargs)` with nodes standing for their values. mode: entered to run it, if given."""
+        key = (target, _described(tuple(args)), _described(kwargs))
+        found = self._results.get(key, _MISSING)
+        if found is _MISSING:
+            values = map_arg((tuple(args), kwargs), _value)
+            with torch.no_grad(), nullcontext() if mode is None else mode:
+                found = self._results[key] = target(*values[0], **values[1])
+        return found
+
+
+_MISSING = object()
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta["val"]
+
+
+def _described(argument: Any) -> Hashable:
+    """What of an argument decides the look of the result."""
+    if isinstance(argument, fx.Node):
+        argument = argument.meta["val"]
+    if isinstance(argument, torch.Tensor):
+        look = (argument.shape, argument.stride(), argument.storage_offset())
+        return (*look, argument.dtype, argument.device)
+    if isinstance(argument, (tuple, list)):
+        return type(argument).__name__, *map(_described, argument)
+    if isinstance(argument, dict):
+        return tuple((key, _described(item)) for key, item in argument.items())
+    return type(argument), argument
