@@ -23,7 +23,7 @@ from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
 from passes.torch_compat import local_of
 
-__all__ = ["ReportOptions", "run_report"]
+__all__ = ["ReportOptions", "loss_of", "run_report", "train_and_report"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ def run_report(model: nn.Module, example_inputs: Any, options: ReportOptions) ->
     """
     spec = _mesh_spec(options)
     with _ranks(spec) as mesh:
-        return _run(model, example_inputs, options, mesh)
+        train_and_report(model, example_inputs, options, mesh)
+    return 0
 
 
 def _mesh_spec(options: ReportOptions) -> MeshSpec:
@@ -78,7 +79,8 @@ def _ranks(spec: MeshSpec) -> Generator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-def _run(model: nn.Module, example_inputs: Any, options: ReportOptions, mesh: DeviceMesh) -> int:
+def train_and_report(model: nn.Module, example_inputs: Any, options: ReportOptions, mesh: DeviceMesh) -> None:
+    """`run_report` on ranks that have a process group already."""
     device = torch.device(mesh.device_type)
     args, kwargs = pytree.tree_map(lambda leaf: _real(leaf, device), as_call(example_inputs))
     if not any(p.is_meta for p in model.parameters()):
@@ -99,7 +101,6 @@ def _run(model: nn.Module, example_inputs: Any, options: ReportOptions, mesh: De
             measured.corrected().save(options.write_profile)
             print(f"\nsaved {options.write_profile}")
     dist.barrier()
-    return 0
 
 
 def _real(leaf: Any, device: torch.device) -> Any:

@@ -33,6 +33,7 @@ from autoshard import MeshSpec, Profile, find_plan
 from autoshard.planning import prices_of
 from benchmarks.models import MODELS
 from cost_model.memory import parse_bytes
+from passes.bucket_plan import bucketed_turns
 from passes.canonicalize import canonicalize
 from passes.capture import capture
 from passes.describe import describe, graph_hash
@@ -126,7 +127,9 @@ def _by_stage(arguments: argparse.Namespace) -> Run:
     with run.stage("predict"):
         predicted = predicted_step(joint, assignment, prices)
     with run.stage("partition"):
-        rank = partition(joint, assignment, mesh, 0, simulated_groups(mesh), prices.redistributor)
+        turns = bucketed_turns(joint, assignment, prices)
+        groups = simulated_groups(mesh)
+        rank = partition(joint, assignment, mesh, 0, groups, prices.redistributor, turns=turns)
     with run.stage("phases"):
         phases = split_phases(rank.module, joint.inputs, joint.outputs)
     with run.stage("order"):

@@ -25,6 +25,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 import torch
 from torch import fx
@@ -41,6 +42,8 @@ __all__ = ["START_SHARE", "BucketPlan", "Item", "Wire", "bucketed_turns", "least
 
 START_SHARE = 0.1
 """Of a collective's time; a bucket at which starting it takes less is large enough."""
+
+_SIZES = tuple(2**k for k in range(8, 31))
 
 Kind = tuple[tuple[str, tuple[str, ...], str], ...]
 """Per collective step: (kind, axes of the group, reduction)."""
@@ -116,13 +119,17 @@ class BucketPlan:
         return float(found[0])
 
     def _limit(self, kind: str, axes: tuple[str, ...]) -> float:
-        """Bytes from which on starting takes no more than START_SHARE, to a factor of two."""
+        """Bytes from which on starting takes no more than START_SHARE, to a factor of two.
+
+        Starting is what merging two of a size saves, 2 seconds(n) - seconds(2 n): of all sizes the median, as
+        the smallest measured sizes say little about larger ones.
+        """
         if (kind, axes) not in self._limits:
             price = self.prices.redistributor.collective_seconds
-            nbytes, start = 1, price(kind, axes, 1)
-            while nbytes < 2**40 and start > START_SHARE * price(kind, axes, nbytes):
-                nbytes *= 2
-            self._limits[kind, axes] = nbytes
+            seconds = {nbytes: price(kind, axes, nbytes) for nbytes in _SIZES}
+            start = median(max(0.0, 2 * seconds[n] - seconds[2 * n]) for n in _SIZES[:-1])
+            enough = (n for n in _SIZES if START_SHARE * seconds[n] >= start)
+            self._limits[kind, axes] = next(enough, _SIZES[-1])
         return self._limits[kind, axes]
 
 

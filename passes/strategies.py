@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from cost_model.mesh import MeshSpec
@@ -21,6 +21,10 @@ Units = Mapping[int, frozenset[int]]
 A dim of 64 that a view turns into 4 heads of 16 has {64: {16}}: over 3 ranks the heads are split
 (2, 2, 0), so the dim must be offered as (32, 32, 0) and not only as torch.chunk's (22, 22, 20).
 """
+
+
+Made = dict[Hashable, Layout]
+"""Layouts of one op's tensors made so far."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +53,11 @@ def enumerate_strategies(
     """
     legal = _contiguous_factors(rule)
     found: dict[NodeLayouts, None] = {}
+    made: Made = {}
     per_axis = [_axis_choices(axis, legal, rule) for axis in mesh.real_axes()]
     for choices in itertools.product(*per_axis):
         for splits in _splits(choices, rule, mesh, units or {}, any_order):
-            found.setdefault(_layouts(rule, operand_shapes, result_shapes, mesh, choices, splits))
+            found.setdefault(_layouts(rule, operand_shapes, result_shapes, mesh, choices, splits, made))
     return tuple(found)
 
 
@@ -106,11 +111,14 @@ def _layouts(
     mesh: MeshSpec,
     choices: Sequence[_Choice],
     splits: tuple[FactorSplit, ...],
+    made: Made,
 ) -> NodeLayouts:
     by_factor = {split.factor: split for split in splits}
     carried = [(c.axis, rule.linear[c.linear]) for c in choices if c.linear is not None]
     operands = tuple(
-        _layout(rule, dims, shape, mesh, by_factor, [(a, "sum") for a, members in carried if i in members])
+        _layout(
+            rule, dims, shape, mesh, by_factor, [(a, "sum") for a, members in carried if i in members], made
+        )
         for i, (dims, shape) in enumerate(zip(rule.operands, operand_shapes, strict=True))
     )
     results = tuple(
@@ -121,6 +129,7 @@ def _layouts(
             mesh,
             by_factor,
             [(a, "sum") for a, _ in carried] + _pending(rule, dims, splits),
+            made,
         )
         for dims, shape in zip(rule.results, result_shapes, strict=True)
     )
@@ -145,18 +154,35 @@ def _layout(
     mesh: MeshSpec,
     by_factor: Mapping[str, FactorSplit],
     partial: Sequence[tuple[str, str]],
+    made: Made,
 ) -> Layout:
+    """The layout of one tensor. Of the strategies of an op many agree on one tensor: they share it."""
+    heads = [next((f for f in dim if rule.sizes[f] > 1), None) for dim in dims]
+    found = tuple(None if head is None else by_factor.get(head) for head in heads)
+    key = (tuple(dims), tuple(shape), found, tuple(partial))
+    if key not in made:
+        made[key] = _new_layout(rule, dims, shape, mesh, found, partial)
+    return made[key]
+
+
+def _new_layout(
+    rule: OpRule,
+    dims: Sequence[Dim],
+    shape: Shape,
+    mesh: MeshSpec,
+    found: Sequence[FactorSplit | None],
+    partial: Sequence[tuple[str, str]],
+) -> Layout:
+    """found: per dim, the split of its first factor, if it is split."""
     axes: list[tuple[str, ...]] = []
     sizes: list[tuple[int, ...] | None] = []
-    for dim in dims:
-        head = next((f for f in dim if rule.sizes[f] > 1), None)
-        split = by_factor.get(head) if head is not None else None
-        if head is None or split is None:
+    for dim, split in zip(dims, found, strict=True):
+        if split is None:
             axes.append(())
             sizes.append(None)
             continue
-        inner = math.prod(rule.sizes[f] for f in dim) // rule.sizes[head]
-        parts = nested_sizes(rule.sizes[head], tuple(mesh.size(a) for a in split.axes), split.unit)
+        inner = math.prod(rule.sizes[f] for f in dim) // rule.sizes[split.factor]
+        parts = nested_sizes(rule.sizes[split.factor], tuple(mesh.size(a) for a in split.axes), split.unit)
         axes.append(split.axes)
         sizes.append(tuple(part * inner for part in parts))
     return Layout.of(shape, mesh, axes, partial, sizes)

@@ -103,12 +103,12 @@ def alone(race: Race) -> Runner:
     return Runner(model, model, race.batch())
 
 
-def planned(race: Race, constraints: dict[str, Any] | None = None) -> Runner:
-    """autoshard on the grid, free or with pinned parameters."""
+def planned(race: Race, constraints: dict[str, Any] | None = None, mesh: DeviceMesh | None = None) -> Runner:
+    """autoshard on `mesh` (None: the grid), free or with pinned parameters."""
     model, batch = race.model(), race.batch()
     autoshard(
         model,
-        race.meshes.grid,
+        mesh or race.meshes.grid,
         batch,
         profile=race.profile,
         memory_limit=race.memory_limit,
@@ -127,6 +127,11 @@ def ddp(race: Race) -> Runner:
 
 def fsdp(race: Race) -> Runner:
     model = _fully_sharded(race.model(), race.workload, race.meshes.flat)
+    return Runner(race.compiled(model), model, _slice(race.batch(), race.meshes.flat))
+
+
+def hybrid_fsdp(race: Race) -> Runner:
+    model = _fully_sharded(race.model(), race.workload, race.meshes.grid)
     return Runner(race.compiled(model), model, _slice(race.batch(), race.meshes.flat))
 
 
@@ -151,6 +156,7 @@ def fsdp_tensor_parallel(race: Race) -> Runner:
 HAND_WRITTEN: dict[str, Build] = {
     "DDP": ddp,
     "FSDP2": fsdp,
+    "HSDP": hybrid_fsdp,
     "TP": tensor_parallel,
     "TP + SP": sequence_parallel,
     "FSDP2 x TP": fsdp_tensor_parallel,

@@ -14,6 +14,7 @@ COLOURS = {
     "autoshard": "#d62728",
     "DDP": "#1f77b4",
     "FSDP2": "#17becf",
+    "HSDP": "#9edae5",
     "TP": "#2ca02c",
     "TP + SP": "#98df8a",
     "FSDP2 x TP": "#9467bd",
@@ -45,6 +46,8 @@ def draw_steps(results: Sequence[Result], path: Path) -> None:
     axes.axhline(1.0, color="black", linewidth=0.7)
     axes.set_xticks(range(len(results)), [r.scenario for r in results], rotation=30, ha="right")
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
     axes.set_ylabel("step / best hand-written")
     axes.legend(fontsize=7, ncols=3)
     _save(figure, path)

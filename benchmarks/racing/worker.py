@@ -79,7 +79,7 @@ def _race(scenario: Scenario, given: argparse.Namespace) -> Result:
     wanted = given.only.split(",") if given.only else None
     runners: dict[str, Runner] = {}
     entries: dict[str, Entry] = {}
-    for name, kind, build in _field(race):
+    for name, kind, build in _field(scenario):
         if wanted is None or name in wanted:
             _say(f"  {name}")
             runner, entries[name] = _prepared(name, kind, build, race)
@@ -101,13 +101,20 @@ def _race(scenario: Scenario, given: argparse.Namespace) -> Result:
     )
 
 
-def _field(race: Race) -> Iterator[tuple[str, str, Build]]:
+def _field(scenario: Scenario) -> Iterator[tuple[str, str, Build]]:
     """(name, kind, how to build it) of every contestant."""
     yield AUTOSHARD, "autoshard", planned
+    yield "flat mesh", "pinned", lambda race: planned(race, mesh=race.meshes.flat)
     for name, pins in PINNED.items():
         yield name, "pinned", lambda race, pins=pins: planned(race, pins(race.workload))
+    fabric = FABRICS[scenario.fabric]
+    absent = {
+        "TP + SP": scenario.workload.sequence is None,
+        # It is for links of two speeds.
+        "HSDP": fabric.hosts == 1 or fabric.ranks == 1,
+    }
     for name, build in HAND_WRITTEN.items():
-        if name != "TP + SP" or race.workload.sequence is not None:
+        if not absent.get(name, False):
             yield name, "hand-written", build
 
 

@@ -9,7 +9,7 @@ import torch
 
 from cost_model.measure.compute_work import LAUNCHES, launch_work, matmul_flops, matmul_work, memory_work
 from cost_model.measure.sampling import Series
-from cost_model.measure.statistics import Curve, median, monotone
+from cost_model.measure.statistics import Curve, median
 from cost_model.measurements import DeviceRates, MatmulRates
 
 __all__ = ["DTYPES", "LEAST_SECONDS", "device_rates", "device_series"]
@@ -60,7 +60,6 @@ def _matmul(dtype: torch.dtype, device: torch.device, flops: int) -> Callable[[]
 
 def _matmul_rates(dtype: str, curve: Curve) -> MatmulRates:
     flops = tuple(map(float, curve.sizes))
-    each = [seconds / 2 for seconds in curve.seconds]  # of two products
-    # Time may stay equal from one size to the next but, once divided, not fall in the last digit.
-    rates = tuple(size / seconds for size, seconds in zip(flops, monotone(each), strict=True))
+    # Two products at a time. Sizes are powers of two, so that no rounding makes a longer time shorter.
+    rates = tuple(2 * size / seconds for size, seconds in zip(flops, curve.seconds, strict=True))
     return MatmulRates(dtype, flops, rates, curve.spread)

@@ -86,7 +86,7 @@ def recheck(
 
         def measure(some: Sequence[_Expected], seconds: float) -> list[tuple[CheckedPoint, ...]]:
             curves = sample([one.series for one in some], peers, clock, seconds, progress)
-            return [_compared(one, curve.seconds) for one, curve in zip(some, curves, strict=True)]
+            return [_compared(one, curve.medians) for one, curve in zip(some, curves, strict=True)]
 
         found = measure(expected, time_budget * 0.7)
         off = [i for i, points in enumerate(found) if not all(point.holds for point in points)]

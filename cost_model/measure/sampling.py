@@ -110,7 +110,7 @@ class _Sampler:
         """One repetition: the same seconds on all ranks."""
         self.peers.barrier()
         mine = self.clock.seconds(point.work, point.calls)
-        said = self.peers.everyones((mine, self.budget.spent(self.clock.now())))
+        said = self.peers.numbers(mine, self.budget.spent(self.clock.now()))
         self.spent = said[0][1]
         self.progress(point.series.name, min(1.0, self.spent))
         return point.series.across([seconds for seconds, _ in said])

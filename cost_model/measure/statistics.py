@@ -6,16 +6,22 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Curve", "curve", "median", "monotone", "spread"]
+__all__ = ["Curve", "curve", "median", "monotone", "pooled_medians", "spread"]
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Times by size, ready for a profile: sizes increasing, seconds not decreasing, spread of each."""
+    """Times by size.
+
+    medians:  of the repetitions, as they came.
+    spread:   interquartile range over median.
+    seconds:  the medians made never falling, for a profile.
+    """
 
     sizes: tuple[int, ...]
-    seconds: tuple[float, ...]
+    medians: tuple[float, ...]
     spread: tuple[float, ...]
+    seconds: tuple[float, ...]
 
 
 def median(values: Sequence[float]) -> float:
@@ -31,25 +37,34 @@ def spread(values: Sequence[float]) -> float:
 
 
 def monotone(values: Sequence[float]) -> list[float]:
-    """The never falling values nearest to these in the sum of squares: falling runs become their mean.
+    """`pooled_medians` of single values.   [1, 3, 2, 5] -> [1, 2.5, 2.5, 5]"""
+    return pooled_medians([[value] for value in values])
 
-        [1, 3, 2, 5] -> [1, 2.5, 2.5, 5]
 
-    A larger buffer that took less time is noise: the truth lies between the two. [pool adjacent violators]
+def pooled_medians(repeated: Sequence[Sequence[float]]) -> list[float]:
+    """Medians of each group of values, never falling: falling runs are pooled, and get the median of all.
+
+        [[1], [3, 3, 9], [2], [5]] -> [1, 3, 3, 5]
+
+    A larger buffer that took less time is noise. These are the never falling values nearest to all the
+    given ones in the sum of distances; one wild value moves none.   [pool adjacent violators, in L1]
     """
-    blocks: list[tuple[float, int]] = []  # mean, length
-    for value in values:
-        mean, length = value, 1
-        while blocks and blocks[-1][0] > mean:
+    blocks: list[tuple[list[float], int]] = []  # values, groups
+    for values in repeated:
+        block, groups = list(values), 1
+        while blocks and median(blocks[-1][0]) > median(block):
             before, count = blocks.pop()
-            mean = (before * count + mean * length) / (count + length)
-            length += count
-        blocks.append((mean, length))
-    return [mean for mean, length in blocks for _ in range(length)]
+            block, groups = before + block, count + groups
+        blocks.append((block, groups))
+    return [middle for block, groups in blocks for middle in [median(block)] * groups]
 
 
 def curve(samples: dict[int, list[float]]) -> Curve:
-    """size -> repeated seconds, as a curve of medians."""
+    """size -> repeated seconds."""
     sizes = tuple(sorted(samples))
-    seconds = monotone([median(samples[size]) for size in sizes])
-    return Curve(sizes, tuple(seconds), tuple(round(spread(samples[size]), 4) for size in sizes))
+    return Curve(
+        sizes,
+        tuple(median(samples[size]) for size in sizes),
+        tuple(round(spread(samples[size]), 4) for size in sizes),
+        tuple(pooled_medians([samples[size] for size in sizes])),
+    )

@@ -19,7 +19,7 @@ _EXTRA = ("#bitdiff", "i_min", "i_max", "i_p99", "i_cv%")
 """May follow the four columns of a side: bitwise repeatability and per-iteration statistics (-I 1)."""
 
 _MICRO, _GIGA = 1e-6, 1e9
-_VERSION = "the output of nccl-tests 2.13 or later, unchanged"
+_VERSION = "the output of a newer nccl-tests (with the columns root and #wrong), unchanged"
 
 
 @dataclass(frozen=True)

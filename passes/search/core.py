@@ -15,7 +15,7 @@ import numpy as np
 from .dual import Messages, ascend, decode, lower_bound, prune, zero_messages
 from .graph import DeadEnd, Graph
 from .local_search import descend
-from .marginal import build_program, relax, solve_integers
+from .marginal import Relaxation, build_program, solve_integers
 from .presolve import presolve
 from .problem import Infeasible
 
@@ -23,6 +23,8 @@ __all__ = ["Budget", "Found", "cost_scale", "solve_graph", "solve_presolved"]
 
 PROGRAM_LIMIT = 6_000_000
 """Edge entries of the largest program that is handed to HiGHS."""
+LARGE = 200_000
+"""Edge entries above which the scale of costs is only estimated."""
 STALLED, PATIENCE = 0.002, 5
 """Messages have converged when this many times in a row the bound rose by less than this share of the gap."""
 WORTHWHILE = 0.02
@@ -57,29 +59,35 @@ def solve_graph(graph: Graph, budget: Budget) -> Found:
     return solve_presolved(graph, budget)
 
 
-def solve_presolved(graph: Graph, budget: Budget) -> Found:
-    """The same for a graph that is presolved already; its trail is undone in the answer."""
-    assert not graph.use
+def solve_presolved(graph: Graph, budget: Budget, warm: dict[int, int] | None = None) -> Found:
+    """The same for a graph that is presolved already; its trail is undone in the answer.
+
+    warm: a choice of what is left, from which better ones are looked for.
+    """
+    assert not len(graph.slack) or not graph.use
     parts = graph.components()
     choice: dict[int, int] = {}
     cost = bound = graph.constant
     each = Budget(budget.deadline, budget.tolerance / max(1, len(parts)))
     for part in parts:
-        found = _Connected(graph.copy(part), each).solve()
+        found = _Connected(graph.copy(part), each, warm).solve()
         choice |= found.choice
         cost += found.cost
         bound += found.bound
     return Found(graph.expand(choice), cost, bound)
 
 
-def cost_scale(graph: Graph) -> float:
-    """Roughly the least cost of a presolved graph, rather below it: turns a relative gap into an absolute one."""
+def cost_scale(graph: Graph, deadline: float = float("inf")) -> float:
+    """Roughly the least cost of a presolved graph, rather below it: turns a relative gap into an absolute one.
+
+    Memory rows aside, which can only raise it.
+    """
     messages = zero_messages(graph)
     cost, bound = float("inf"), lower_bound(graph, messages)
     for _ in range(8):
-        bound = lower_bound(graph, ascend(graph, messages, 3, float("inf")))
+        bound = lower_bound(graph, ascend(graph, messages, 3, deadline))
         cost = min(cost, graph.value(descend(graph, decode(graph, messages))))
-        if abs(cost - bound) <= 0.5 * abs(cost):
+        if abs(cost - bound) <= 0.5 * abs(cost) or graph.entries() > LARGE or time.monotonic() > deadline:
             break
     return max(bound if cost > 0 else -cost, 1e-3 * abs(cost)) if np.isfinite(cost) else 0.0
 
@@ -87,11 +95,13 @@ def cost_scale(graph: Graph) -> float:
 class _Connected:
     """One connected, presolved graph, with the best choice so far and the bound of what was pruned."""
 
-    def __init__(self, graph: Graph, budget: Budget) -> None:
+    def __init__(self, graph: Graph, budget: Budget, warm: dict[int, int] | None = None) -> None:
         self.graph, self.budget = graph, budget
         self.best: dict[int, int] | None = None
         self.cost = float("inf")
         self.bound = -float("inf")
+        if warm is not None:
+            self._offer(descend(graph, warm))
 
     def solve(self) -> Found:
         for step in (self._by_messages, self._by_relaxation, self._by_integers):
@@ -167,7 +177,7 @@ class _Connected:
     def _by_relaxation(self) -> bool:
         if self.graph.entries() > PROGRAM_LIMIT:
             return False
-        relaxed = relax(self.graph, build_program(self.graph), self.budget.deadline)
+        relaxed = Relaxation(self.graph).solve(self.budget.deadline)
         if relaxed is None:
             return False
         self._offer(descend(self.graph, relaxed.choice))

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .graph import Graph
-from .tables import Index
+from .problem import Array
+from .tables import BLOCK, Index
 
 __all__ = ["needed_strategies"]
 
@@ -27,13 +28,23 @@ def needed_strategies(graph: Graph, node: int) -> Index | None:
     for other in sorted(graph.adjacent[node]):
         worse = worse + graph.tables.excess(graph.adjacent[node][other])
     dominates = worse <= 0
-    for usage in graph.use.get(node, {}).values():
-        dominates &= usage[:, None] <= usage[None, :]
+    usage = graph.usage(node)
+    if usage is not None:
+        _forbid_more(dominates, usage.used)
     np.fill_diagonal(dominates, False)
     dominates &= ~(np.tril(dominates) & np.triu(dominates).T)  # equals: the lower index stays
     if not dominates.any():
         return None
     return _survivors(dominates)
+
+
+def _forbid_more(dominates: NDArray[np.bool_], used: Array) -> None:
+    """Strike out, in place, the pairs of which the first uses more than the second anywhere."""
+    first, second = np.nonzero(dominates)
+    step = max(1, BLOCK // len(used))
+    for start in range(0, len(first), step):
+        a, b = first[start : start + step], second[start : start + step]
+        dominates[a, b] = (used[:, a] <= used[:, b]).all(axis=0)
 
 
 def _survivors(dominates: NDArray[np.bool_]) -> Index:

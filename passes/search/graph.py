@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from .problem import Array, Problem
 from .tables import Index, Tables
+from .usage import Usage, combine
 
 __all__ = ["DeadEnd", "Graph"]
 
@@ -70,16 +71,17 @@ class Graph:
 
     cost:     node -> [S_i].
     adjacent: node -> neighbour -> [S_i, S_j]; both orientations are kept.
-    use:      node -> row -> [S_i], only where it depends on the strategy. Row: position in `Problem.steps`.
-    slack:    row -> what is left of the limit for the nodes in `use`.
+    use:      node -> what it uses at the memory rows, in parts to be added up; only where that depends on the
+              strategy. Row: position in `Problem.steps`.
+    slack:    [rows] what is left of the limit for the nodes in `use`; empty without a limit.
     constant: cost of what was reduced away.
     """
 
     tables: Tables
     cost: dict[int, Array]
     adjacent: dict[int, dict[int, Array]]
-    use: dict[int, dict[int, Array]] = field(default_factory=dict[int, dict[int, Array]])
-    slack: dict[int, float] = field(default_factory=dict[int, float])
+    use: dict[int, list[Usage]] = field(default_factory=dict[int, list[Usage]])
+    slack: Array = field(default_factory=lambda: np.zeros(0))
     constant: float = 0.0
     trail: list[Restrict | Merge | Eliminate] = field(default_factory=list[Restrict | Merge | Eliminate])
 
@@ -95,16 +97,19 @@ class Graph:
             graph.add_edge(i, j, interned[id(matrix)])
         return graph
 
-    def add_rows(self, problem: Problem, rows: Iterable[int]) -> None:
-        """Add the memory rows at positions `rows` of `problem.steps`. No node may have been reduced yet."""
+    def add_rows(self, problem: Problem) -> None:
+        """Add the memory rows: all of `problem.steps`. No node may have been reduced yet."""
         assert problem.limit is not None and not self.trail
-        for row in sorted(set(rows)):
-            self.slack[row] = float(problem.limit)
+        self.slack = np.full(len(problem.steps), float(problem.limit))
+        slope = np.zeros(len(problem.steps) + 1)
         for node, (first, last) in problem.live.items():
             usage = np.asarray(problem.usages[node], dtype=np.float64)
-            for row in self.slack:
-                if first <= row < last:
-                    self.add_use(node, row, usage)
+            least = float(usage.min())
+            slope[first] += least
+            slope[last] -= least
+            if usage.max() > least:
+                self.use[node] = [Usage.of(first, last, usage - least)]
+        self.slack -= np.cumsum(slope)[:-1]
 
     def copy(self, nodes: Iterable[int] | None = None) -> Graph:
         """The part on `nodes` (all by default), which no edge may leave, with no trail and no constant."""
@@ -113,8 +118,8 @@ class Graph:
             self.tables,
             {node: self.cost[node] for node in kept},
             {node: dict(self.adjacent[node]) for node in kept},
-            {node: dict(self.use[node]) for node in kept if node in self.use},
-            dict(self.slack),
+            {node: list(self.use[node]) for node in kept if node in self.use},
+            self.slack.copy(),
         )
 
     def add_cost(self, node: int, vector: Array) -> None:
@@ -136,27 +141,38 @@ class Graph:
     def drop_edge(self, i: int, j: int) -> None:
         del self.adjacent[i][j], self.adjacent[j][i]
 
-    def add_use(self, node: int, row: int, usage: Array) -> None:
-        """What does not depend on the strategy goes into the slack: it binds no choice."""
-        least = float(usage.min())
-        self.slack[row] -= least
-        total = usage - least
-        rows = self.use.setdefault(node, {})
-        if row in rows:
-            total = total + rows[row]
-        rows[row] = total
-        self._settle_use(node, row)
+    def usage(self, node: int) -> Usage | None:
+        """What `node` uses, as one step function; None if that does not depend on its strategy."""
+        parts = self.use.get(node)
+        if parts is None:
+            return None
+        if len(parts) > 1:
+            self._set_use(node, [combine(parts)])
+            parts = self.use.get(node)
+        return parts[0] if parts else None
 
-    def _settle_use(self, node: int, row: int) -> None:
-        usage = self.use[node][row]
-        least = float(usage.min())
-        self.slack[row] -= least
-        if usage.max() == least:
-            del self.use[node][row]
-            if not self.use[node]:
-                del self.use[node]
-        elif least:
-            self.use[node][row] = usage - least
+    def keep_use(self, node: int, rows: NDArray[np.bool_]) -> Usage | None:
+        """Forget what `node` uses elsewhere than at `rows`."""
+        usage = self.usage(node)
+        kept = usage and usage.where(rows)
+        if kept is None:
+            self.use.pop(node, None)
+        else:
+            self.use[node] = [kept]
+        return kept
+
+    def _set_use(self, node: int, parts: Iterable[Usage]) -> None:
+        self.use.pop(node, None)
+        self._add_use(node, parts)
+
+    def _add_use(self, node: int, parts: Iterable[Usage]) -> None:
+        """What does not depend on the strategy goes into the slack: it binds no choice."""
+        for part in parts:
+            rest, anyway = part.settled()
+            if anyway is not None:
+                anyway.subtract_from(self.slack)
+            if rest is not None:
+                self.use.setdefault(node, []).append(rest)
 
     def restrict(self, node: int, keep: Index) -> None:
         """Keep only the strategies `keep` of `node`."""
@@ -166,9 +182,9 @@ class Graph:
         self.cost[node] = self.tables.take(self.cost[node], keep)
         for other, matrix in list(self.adjacent[node].items()):
             self.set_edge(node, other, self.tables.take(matrix, keep))
-        for row, usage in list(self.use.get(node, {}).items()):
-            self.use[node][row] = usage[keep]
-            self._settle_use(node, row)
+        if node in self.use:
+            usage = self.usage(node)
+            self._set_use(node, [usage.take(keep)] if usage else [])
 
     def eliminate(self, node: int) -> None:
         """Minimise over `node`; exact for nodes with at most two neighbours or one strategy, and no use."""
@@ -202,8 +218,9 @@ class Graph:
         for other, table in list(self.adjacent[node].items()):
             self.drop_edge(node, other)
             self.add_edge(into, other, self.tables.take(table, follows))
-        for row, usage in self.use.pop(node, {}).items():
-            self.add_use(into, row, usage[follows])
+        if node in self.use:
+            moved = [part.take(follows) for part in self.use.pop(node)]
+            self._add_use(into, moved)
         del self.cost[node], self.adjacent[node]
 
     def expand(self, choice: Mapping[int, int]) -> dict[int, int]:
@@ -212,6 +229,18 @@ class Graph:
         for step in reversed(self.trail):
             step.undo(full)
         return full
+
+    def reduced(self, choice: Mapping[int, int]) -> dict[int, int]:
+        """What is left of a choice for every node that the trail starts with; another strategy where its own went."""
+        left = dict(choice)
+        for step in self.trail:
+            if isinstance(step, Restrict):
+                place = int(np.searchsorted(step.keep, left[step.node]))
+                kept = place < len(step.keep) and step.keep[place] == left[step.node]
+                left[step.node] = place if kept else 0
+            else:
+                del left[step.node]
+        return left
 
     def components(self) -> list[list[int]]:
         """Sets of nodes that no edge joins; all that share memory rows count as joined. Ascending."""

@@ -1,100 +1,99 @@
-"""Prices for memory: the best bound from moving memory rows into the node costs.
+"""Prices for memory, found together with messages: a bound for graphs of any size.
 
-For prices p[t] >= 0 per byte at step t, least (cost + sum_t p[t] * (usage[t] - limit)) bounds every choice within the
-limit, and is found without memory rows. The prices are improved by cutting planes in a box around the best ones: each
-choice found gives a plane over all prices, so that rows join as choices violate them.
+For prices p[t] >= 0 per byte at row t, least (cost + sum_t p[t] * (usage[t] - slack[t])) bounds every choice that fits;
+messages bound that from below. Both are improved in turn: some passes of messages at fixed prices, then a step of
+the prices towards rows that the messages' favourites overfill. Every pair of them gives a valid bound.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import linprog
 
+from .dual import Messages, ascend, decode, lower_bound, zero_messages
 from .graph import Graph
-from .problem import Array, Problem
+from .problem import Array
+from .rows import Rows
 
-__all__ = ["Prices", "priced", "violated_rows"]
+__all__ = ["Bound", "forbid_same", "improve_prices", "priced"]
 
-START, GROWTH, SHRINK = 1e-2, 8.0, 0.7
-"""The first prices make the memory above the limit cost this share of the rest. The box of prices grows by the one
-factor while its edge is best, and shrinks by the other when a try is worse than its center."""
-
-
-def violated_rows(problem: Problem, profile: Array, most: int) -> list[int]:
-    """Rows (positions in `problem.steps`) above the limit: the top of each stretch, the `most` largest."""
-    assert problem.limit is not None
-    over = profile - problem.limit
-    outside = np.flatnonzero(np.diff(np.concatenate([[False], over > 0, [False]]).astype(np.int8)))
-    tops = [first + int(np.argmax(over[first:last])) for first, last in outside.reshape(-1, 2)]
-    return sorted(sorted(tops, key=lambda row: (-over[row], row))[:most])
+PASSES = 2
+STEP, SHRINK, PATIENCE = 1.0, 0.7, 6
+"""First step of the prices as a share of Polyak's; it shrinks when that many steps in a row raise no bound."""
+SMALLEST = 0.01
 
 
-def priced(graph: Graph, prices: Mapping[int, float]) -> Graph:
+@dataclass(frozen=True, eq=False)
+class Bound:
+    """`graph`: a copy without rows, priced at `prices` [rows]; with the messages it gives `bound`."""
+
+    graph: Graph
+    messages: Messages
+    prices: Array
+    bound: float
+
+
+def priced(graph: Graph, rows: Rows, prices: Array) -> Graph:
     """`graph` with its memory rows moved into its costs: less or equal for every choice that fits. No trail."""
     moved = graph.copy()
-    moved.constant = graph.constant - sum(prices.get(row, 0.0) * slack for row, slack in graph.slack.items())
-    for node, rows in graph.use.items():
-        extra = sum((prices.get(row, 0.0) * usage for row, usage in rows.items()), np.zeros(1))
-        if extra.any():
-            moved.add_cost(node, extra)
+    moved.constant = graph.constant - float(prices @ rows.slack)
+    extra = rows.priced(prices)
+    for p, node in enumerate(rows.nodes):
+        if node in rows.usages:
+            moved.cost[node] = graph.cost[node] + extra[rows.start[p] : rows.start[p + 1]]
     moved.use.clear()
-    moved.slack.clear()
+    moved.slack = np.zeros(0)
     return moved
 
 
-@dataclass(frozen=True)
-class _Plane:
-    """One choice: its cost, and what it uses above the limit at every row."""
+def forbid_same(graph: Graph, pruned: Graph) -> None:
+    """Forbid in `graph` what is forbidden in its priced copy."""
+    for node, vector in pruned.cost.items():
+        graph.forbid(node, ~np.isfinite(vector))
+        for other, matrix in pruned.adjacent[node].items():
+            if node < other:
+                graph.set_edge(node, other, matrix)
 
-    cost: float
-    over: Array
 
+def improve_prices(
+    graph: Graph,
+    rows: Rows,
+    start: Array,
+    until: float,
+    offer: Callable[[dict[int, int], Array], float],
+    tolerance: float,
+) -> Bound:
+    """The best bound found until `until`, or until steps become useless.
 
-class Prices:
-    """Cutting planes for the concave function prices -> bound."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.planes: list[_Plane] = []
-        self.center: dict[int, float] = {}
-        self.best = -float("inf")
-        self._radius = 0.0
-
-    def add(self, prices: dict[int, float], cost: float, profile: Array) -> None:
-        """The choice that the search answered at `prices`, by its cost and usage profile."""
-        assert self.problem.limit is not None
-        over = profile - self.problem.limit
-        if not self.planes:
-            self._radius = START * max(abs(cost), 1e-12) / max(float(over.max()), 1e-300)
-        self.planes.append(_Plane(cost, over))
-        for row in violated_rows(self.problem, profile, 8):
-            self.center.setdefault(row, 0.0)
-        value = cost + sum(price * float(over[row]) for row, price in prices.items())
-        if value > self.best:
-            on_edge = any(abs(p - self.center.get(t, 0.0)) > 0.99 * self._radius for t, p in prices.items())
-            self._radius *= GROWTH if on_edge else 1.0
-            self.best, self.center = value, {row: prices.get(row, 0.0) for row in self.center}
-        elif len(self.center) > 1:  # with one row the planes alone close in on the best price
-            self._radius *= SHRINK
-
-    def propose(self) -> tuple[dict[int, float], float]:
-        """The prices to try next, and the most that the bound could be there."""
-        rows = sorted(self.center)
-        unit = max(self._radius, 1e-300)
-        over = np.array([plane.over[rows] for plane in self.planes]) * unit
-        cost = np.array([plane.cost for plane in self.planes])
-        scale = max(1e-300, float(np.abs(cost).max()))
-        middle = np.array([self.center[row] for row in rows]) / unit
-        answer = linprog(
-            np.concatenate([np.zeros(len(rows)), [-1.0]]),
-            A_ub=np.hstack([-over / scale, np.ones((len(cost), 1))]),
-            b_ub=cost / scale,
-            bounds=[(max(0.0, m - 1.0), m + 1.0) for m in middle] + [(None, None)],
-        )
-        if answer.x is None:
-            return dict(self.center), self.best
-        prices = {row: float(x) * unit for row, x in zip(rows, answer.x[:-1], strict=True)}
-        return prices, float(answer.x[-1]) * scale
+    offer: takes the messages' favourite choice and the prices, and returns the least known cost of a choice that fits.
+    """
+    prices, share, stalled, count = start, STEP, 0, 0
+    messages = zero_messages(graph)
+    best: Bound | None = None
+    smooth = np.zeros(len(prices))
+    while True:
+        copy = priced(graph, rows, prices)
+        settled = ascend(copy, messages, PASSES if count else 3 * PASSES, until)
+        bound = lower_bound(copy, settled)
+        if best is None or bound > best.bound:
+            gain = np.inf if best is None else bound - best.bound
+            best = Bound(copy, settled, prices, bound)
+            stalled = 0 if gain > 1e-4 * abs(bound) else stalled + 1
+        else:
+            stalled += 1
+        choice = decode(copy, messages)
+        cost = offer(choice, prices)
+        count += 1
+        if time.monotonic() > until or cost - best.bound <= tolerance or share < SMALLEST:
+            return best
+        if stalled >= PATIENCE:
+            share, stalled = share * SHRINK, 0
+        target = cost if np.isfinite(cost) else bound + 0.05 * abs(bound)
+        smooth = 0.5 * smooth + 0.5 * (rows.profile(choice) - rows.slack)
+        active = np.where((prices > 0) | (smooth > 0), smooth, 0.0)
+        norm = float(active @ active)
+        if norm:
+            prices = np.maximum(0.0, prices + share * max(target - bound, 1e-4 * abs(target)) / norm * active)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
 from .graph import Graph
-from .problem import Array, Problem
+from .problem import Array
+from .rows import Rows
 
 __all__ = ["Search", "descend"]
 
@@ -36,93 +37,100 @@ def descend(graph: Graph, choice: Mapping[int, int], passes: int = 50) -> dict[i
 
 
 class Search:
-    """Local search over the whole problem, memory included.
+    """Local search over a reduced graph, its memory rows included.
 
-    `graph` is the problem unreduced, without rows. State: a choice, per node the cost [S_i] of each of its
-    strategies given its neighbours, and the usage at every step.
+    State: a choice, per node the cost [S_i] of each of its strategies given its neighbours, and what the choice uses
+    above the room [rows].
     """
 
-    def __init__(self, problem: Problem, graph: Graph, choice: Sequence[int]) -> None:
-        assert problem.limit is not None
-        self.problem, self.graph, self.limit = problem, graph, float(problem.limit)
-        self.choice = list(choice)
-        self.profile = problem.profile(choice)
-        self.around: list[Array] = [
-            graph.cost[node] + sum((m[:, choice[k]] for k, m in graph.adjacent[node].items()), np.zeros(1))
-            for node in range(len(self.choice))
-        ]
+    def __init__(
+        self, graph: Graph, rows: Rows, choice: Mapping[int, int], extra: Mapping[int, Array]
+    ) -> None:
+        """extra: node -> [S_i] added to its cost: prices of memory that guide a repair."""
+        self.graph, self.rows, self.extra = graph, rows, extra
+        self.choice = dict(choice)
+        self.over = np.append(rows.profile(choice) - rows.slack, -np.inf)  # the end is no row
+        self.around: dict[int, Array] = {node: self._around(node) for node in rows.nodes}
+        self._ranges = {
+            node: np.stack([usage.first, usage.last], axis=1).ravel() for node, usage in rows.usages.items()
+        }
 
-    @property
-    def overflow(self) -> float:
-        """Sum over steps of the usage above the limit."""
-        return float(np.maximum(0.0, self.profile - self.limit).sum())
+    def _around(self, node: int) -> Array:
+        total = self.graph.cost[node] + self.extra.get(node, 0.0)
+        for other, matrix in self.graph.adjacent[node].items():
+            total += matrix[:, self.choice[other]]
+        return total
 
     def fits(self) -> bool:
-        return not len(self.profile) or float(self.profile.max()) <= self.limit
+        return float(self.over.max()) <= 0
+
+    def possible(self) -> bool:
+        """No impossible pair is chosen."""
+        return all(np.isfinite(self.around[node][a]) for node, a in self.choice.items())
 
     def repair(self, price: float, deadline: float, rounds: int = 40) -> bool:
         """Descend on cost + price * overflow, with a price that doubles until the choice fits."""
         for _ in range(rounds):
             if self.fits():
-                return True
+                return self.possible()
             if time.monotonic() > deadline:
                 return False
-            self.descend(price, deadline)
+            self.descend(price, deadline, 4)
             price *= 2
-        return self.fits()
+        return self.fits() and self.possible()
 
     def descend(self, price: float, deadline: float, passes: int = 20) -> None:
         """Best single changes for cost + price * overflow until none helps; price inf: never overflow more."""
+        dirty = dict.fromkeys(self.rows.nodes)
         for _ in range(passes):
-            changed = False
-            for node in range(len(self.choice)):
-                changed |= self._improve(node, price)
-            if not changed or time.monotonic() > deadline:
+            batch, dirty = dirty, {}
+            for node in batch:
+                if self._improve(node, price):
+                    dirty.update(dict.fromkeys(self.graph.adjacent[node]))
+                    dirty[node] = None
+            if not dirty or time.monotonic() > deadline:
                 return
+            if not np.isinf(price) and not self.fits():
+                dirty = dict.fromkeys(self.rows.nodes)
 
     def _improve(self, node: int, price: float) -> bool:
-        now = self.choice[node]
-        gain = self.around[node] - self.around[node][now]
-        span = self.problem.live.get(node)
-        if span is not None:
-            usage = np.asarray(self.problem.usages[node], dtype=np.float64)
-            extra = usage - usage[now]
-            if (gain.min() >= 0) and (extra.min() >= 0 or not self._over(span)):
+        now, around = self.choice[node], self.around[node]
+        usage = self.rows.usages.get(node)
+        if usage is None:
+            best = int(np.argmin(around))
+        else:
+            peak = np.maximum.reduceat(self.over, self._ranges[node])[::2]
+            if around[now] <= around.min() and peak.max() <= 0:
                 return False
-            gain = gain + self._penalty(span, extra, price)
-        best = int(np.argmin(gain))
-        if not gain[best] < -1e-12 * abs(self.around[node][now]):
+            extra = usage.used - usage.used[:, [now]]
+            if np.isinf(price):
+                total = np.where(((peak[:, None] + extra <= 0) | (extra <= 0)).all(axis=0), around, np.inf)
+            else:
+                after = np.maximum(0.0, peak[:, None] + extra).sum(axis=0)
+                total = around + price * (after - np.maximum(0.0, peak).sum())
+            best = int(np.argmin(total))
+            around = total
+        if not around[best] < around[now] - 1e-12 * abs(around[now]):
             return False
         self._change(node, best)
         return True
 
-    def _over(self, span: tuple[int, int]) -> bool:
-        return bool(self.profile[span[0] : span[1]].max() > self.limit)
-
-    def _penalty(self, span: tuple[int, int], extra: Array, price: float) -> Array:
-        over = self.profile[span[0] : span[1]] - self.limit
-        if np.isinf(price):
-            return np.where((extra > 0) & (extra > -over.max()), np.inf, 0.0)
-        level = over.max() + extra.max()
-        if level <= 0:
-            return np.zeros(len(extra))
-        values, back = np.unique(extra, return_inverse=True)
-        before = np.maximum(0.0, over).sum()
-        after = np.array([np.maximum(0.0, over + value).sum() for value in values])
-        return price * (after - before)[back]
-
     def _change(self, node: int, strategy: int) -> None:
         old = self.choice[node]
         self.choice[node] = strategy
-        span = self.problem.live.get(node)
-        if span is not None:
-            usage = self.problem.usages[node]
-            self.profile[span[0] : span[1]] += float(usage[strategy]) - float(usage[old])
+        usage = self.rows.usages.get(node)
+        if usage is not None:
+            more = usage.used[:, strategy] - usage.used[:, old]
+            if len(more) < 8:
+                for first, last, used in zip(usage.first, usage.last, more, strict=True):
+                    self.over[first:last] += used
+            else:
+                slope = np.zeros(len(self.over) + 1)
+                np.add.at(slope, usage.first, more)
+                np.add.at(slope, usage.last, -more)
+                self.over += np.cumsum(slope)[:-1]
         for other, matrix in self.graph.adjacent[node].items():
-            with np.errstate(invalid="ignore"):
-                moved = self.around[other] - matrix[old] + matrix[strategy]
-            if not np.isfinite(matrix[old]).all():
-                moved = self.graph.cost[other].copy()
-                for third, table in self.graph.adjacent[other].items():
-                    moved += table[:, self.choice[third]]
-            self.around[other] = moved
+            if np.isfinite(matrix[old]).all():
+                self.around[other] = self.around[other] - matrix[old] + matrix[strategy]
+            else:
+                self.around[other] = self._around(other)

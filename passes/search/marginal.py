@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from .dual import Messages
 from .graph import Graph
 from .problem import Array
+from .rows import Row
 
-__all__ = ["Program", "Relaxed", "build_program", "relax", "solve_integers"]
+__all__ = ["Program", "Relaxation", "Relaxed", "build_program", "solve_integers"]
 
 SCALE = 1e5
 """What the typical difference of costs becomes, so that HiGHS's absolute tolerances are small beside it."""
@@ -57,19 +58,22 @@ class Program:
 class Relaxed:
     """Optimum of the relaxation.
 
+    shares:   [node columns] of every strategy.
     choice:   if integral: per node its strategy, else the largest x of each node.
     messages: the dual values as messages.
     prices:   memory row -> dual value >= 0, cost per unit of usage.
     """
 
     choice: dict[int, int]
+    shares: Array
     integral: bool
     messages: Messages
     prices: dict[int, float]
 
 
-def build_program(graph: Graph) -> Program:
-    """The program of `graph`, all of whose node costs are finite."""
+def build_program(graph: Graph, memory: Mapping[int, Row] | None = None) -> Program:
+    """The program of `graph`, all of whose node costs are finite, with the memory rows `memory`."""
+    memory = memory or {}
     nodes = tuple(sorted(graph.cost))
     at = {node: p for p, node in enumerate(nodes)}
     sizes = np.array([len(graph.cost[node]) for node in nodes], dtype=np.int64)
@@ -100,7 +104,7 @@ def build_program(graph: Graph) -> Program:
         value += [np.ones(2 * len(a)), -np.ones(size_i + size_j)]
     lower, upper = np.zeros(edge_row[-1]), np.zeros(edge_row[-1])
     lower[: len(nodes)] = upper[: len(nodes)] = 1.0
-    memory = _memory_rows(graph, at, start, int(edge_row[-1]))
+    limits = _memory_rows(memory, at, start, int(edge_row[-1]))
     cost = np.concatenate(costs)
     factor = _factor(cost)
     return Program(
@@ -111,38 +115,36 @@ def build_program(graph: Graph) -> Program:
         edge_column,
         tuple(pairs),
         cost * factor,
-        np.concatenate(row + memory[0]).astype(np.int32),
-        np.concatenate(column + memory[1]).astype(np.int32),
-        np.concatenate(value + memory[2]),
-        np.concatenate([lower, np.full(len(graph.slack), -np.inf)]),
-        np.concatenate([upper, memory[3]]),
+        np.concatenate(row + limits[0]).astype(np.int32),
+        np.concatenate(column + limits[1]).astype(np.int32),
+        np.concatenate(value + limits[2]),
+        np.concatenate([lower, np.full(len(memory), -np.inf)]),
+        np.concatenate([upper, limits[3]]),
         factor,
     )
 
 
 def _memory_rows(
-    graph: Graph, at: Mapping[int, int], start: NDArray[np.int64], first: int
+    memory: Mapping[int, Row], at: Mapping[int, int], start: NDArray[np.int64], first: int
 ) -> tuple[list[NDArray[np.int64]], list[NDArray[np.int64]], list[Array], Array]:
     rows: list[NDArray[np.int64]] = []
     columns: list[NDArray[np.int64]] = []
     values: list[Array] = []
-    upper = np.zeros(len(graph.slack))
-    for position, (row, slack) in enumerate(graph.slack.items()):
-        scale = _row_scale(graph, row)
-        upper[position] = slack * scale
-        for node in sorted(graph.use):
-            if row in graph.use[node]:
-                usage = graph.use[node][row]
-                used = np.flatnonzero(usage)
-                rows.append(np.full(len(used), first + position))
-                columns.append(start[at[node]] + used)
-                values.append(usage[used] * scale)
+    upper = np.zeros(len(memory))
+    for position, row in enumerate(memory.values()):
+        scale = _row_scale(row)
+        upper[position] = row.slack * scale
+        for node in sorted(row.used):
+            used = np.flatnonzero(row.used[node])
+            rows.append(np.full(len(used), first + position))
+            columns.append(start[at[node]] + used)
+            values.append(row.used[node][used] * scale)
     return rows, columns, values, upper
 
 
-def _row_scale(graph: Graph, row: int) -> float:
-    largest = max((float(rows[row].max()) for rows in graph.use.values() if row in rows), default=0.0)
-    return ROW_SCALE / (max(abs(graph.slack[row]), largest) or ROW_SCALE)
+def _row_scale(row: Row) -> float:
+    largest = max((float(vector.max()) for vector in row.used.values()), default=0.0)
+    return ROW_SCALE / (max(abs(row.slack), largest) or ROW_SCALE)
 
 
 def _factor(cost: Array) -> float:
@@ -158,7 +160,7 @@ def _highs(program: Program, integers: bool, deadline: float) -> highspy.Highs:
     solver.setOptionValue("output_flag", False)
     solver.setOptionValue("threads", 1)
     solver.setOptionValue("random_seed", 0)
-    solver.setOptionValue("time_limit", max(0.01, deadline - time.monotonic()))
+    solver.setOptionValue("time_limit", min(1e9, max(0.01, deadline - time.monotonic())))
     solver.passModel(_model(program, integers))
     return solver
 
@@ -190,25 +192,44 @@ def _chosen(program: Program, values: Array) -> tuple[dict[int, int], bool]:
     return {n: int(np.argmax(x[bounds[p] : bounds[p + 1]])) for p, n in enumerate(program.nodes)}, integral
 
 
-def relax(graph: Graph, program: Program, deadline: float) -> Relaxed | None:
-    """Solve the relaxation; None if time ran out or it is infeasible."""
-    solver = _highs(program, False, deadline)
-    solver.run()
-    if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
-        return None
-    solution = solver.getSolution()
-    choice, integral = _chosen(program, np.array(solution.col_value))
-    dual = np.array(solution.row_dual) / program.factor
-    messages: Messages = {}
-    for e, (i, j) in enumerate(program.edges):
-        first, size_i = program.edge_row[e], len(graph.cost[i])
-        messages[j, i] = dual[first : first + size_i]
-        messages[i, j] = dual[first + size_i : program.edge_row[e + 1]]
-    first = int(program.edge_row[-1])
-    prices = {
-        row: max(0.0, -float(dual[first + p])) * _row_scale(graph, row) for p, row in enumerate(graph.slack)
-    }
-    return Relaxed(choice, integral, messages, prices)
+class Relaxation:
+    """The relaxation of a graph's program, to which memory rows are added while it is being solved."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph, self._program = graph, build_program(graph)
+        self._at = {node: p for p, node in enumerate(self._program.nodes)}
+        self._solver = _highs(self._program, False, float("inf"))
+        self.memory: dict[int, Row] = {}
+
+    def add(self, key: int, row: Row) -> None:
+        _, columns, values, upper = _memory_rows({key: row}, self._at, self._program.start, 0)
+        index = np.concatenate([*columns, np.zeros(0, dtype=np.int64)]).astype(np.int32)
+        value = np.concatenate([*values, np.zeros(0)])
+        self._solver.addRow(-np.inf, float(upper[0]), len(index), index, value)
+        self.memory[key] = row
+
+    def solve(self, deadline: float) -> Relaxed | None:
+        """None if time ran out or it is infeasible."""
+        solver, program = self._solver, self._program
+        solver.setOptionValue("time_limit", solver.getRunTime() + max(0.01, deadline - time.monotonic()))
+        solver.run()
+        if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+            return None
+        solution = solver.getSolution()
+        values = np.array(solution.col_value)
+        choice, integral = _chosen(program, values)
+        dual = np.array(solution.row_dual) / program.factor
+        messages: Messages = {}
+        for e, (i, j) in enumerate(program.edges):
+            first, size_i = program.edge_row[e], len(self._graph.cost[i])
+            messages[j, i] = dual[first : first + size_i]
+            messages[i, j] = dual[first + size_i : program.edge_row[e + 1]]
+        first = int(program.edge_row[-1])
+        prices = {
+            key: max(0.0, -float(dual[first + p])) * _row_scale(row)
+            for p, (key, row) in enumerate(self.memory.items())
+        }
+        return Relaxed(choice, values[: program.start[-1]], integral, messages, prices)
 
 
 def solve_integers(

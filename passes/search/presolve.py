@@ -8,13 +8,14 @@ depends on its strategy is never eliminated; merging and dropping strategies sta
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable
+import time
 
 import numpy as np
 
 from .dominate import needed_strategies
 from .graph import DeadEnd, Graph
+from .problem import Array
+from .usage import RangeMinimum
 
 __all__ = ["presolve", "propagate"]
 
@@ -22,74 +23,81 @@ FILL_LIMIT = 4_000_000
 """Entries of the largest edge matrix that an elimination may make."""
 
 
-class _Queue:
-    """Nodes to look at, lowest index first, each at most once."""
+def presolve(graph: Graph, until: float = float("inf")) -> None:
+    """Reduce `graph` in place. Raises DeadEnd if a node has no possible strategy left.
 
-    def __init__(self, nodes: Iterable[int]) -> None:
-        self._waiting = set(nodes)
-        self._heap = sorted(self._waiting)
-
-    def push(self, node: int) -> None:
-        if node not in self._waiting:
-            self._waiting.add(node)
-            heapq.heappush(self._heap, node)
-
-    def pop(self) -> int:
-        node = heapq.heappop(self._heap)
-        self._waiting.discard(node)
-        return node
-
-    def __bool__(self) -> bool:
-        return bool(self._heap)
-
-
-def presolve(graph: Graph) -> None:
-    """Reduce `graph` in place. Raises DeadEnd if a node has no possible strategy left."""
+    After `until` (time.monotonic) only cheap reductions go on.
+    """
+    _drop_oversized(graph)
     touched = sorted(graph.cost)
     while touched:
-        _reduce(graph, touched)
+        _reduce(graph, touched, until)
         touched = _drop_oversized(graph)
 
 
-def _reduce(graph: Graph, nodes: list[int]) -> None:
-    cheap, dear = _Queue(nodes), _Queue(nodes)
+def _reduce(graph: Graph, nodes: list[int], until: float) -> None:
+    """In rounds, so that a node with thousands of neighbours is looked at once for many changes around it."""
+    cheap, dear = set(nodes), set(nodes)
     while cheap or dear:
-        first_pass = bool(cheap)
-        node = cheap.pop() if first_pass else dear.pop()
-        if node not in graph.cost:
-            continue
-        around = list(graph.adjacent[node])
-        changed = _reduce_cheaply(graph, node) if first_pass else _reduce_dearly(graph, node)
-        if changed:
-            for other in (node, *around):
-                if other in graph.cost:
-                    cheap.push(other)
-                    dear.push(other)
+        step, batch = (_reduce_cheaply, sorted(cheap)) if cheap else (_reduce_dearly, sorted(dear))
+        (cheap or dear).clear()
+        for node in batch:
+            if node not in graph.cost or (step is _reduce_dearly and time.monotonic() > until):
+                continue
+            around = list(graph.adjacent[node])
+            if step(graph, node):
+                changed = [other for other in (node, *around) if other in graph.cost]
+                cheap.update(changed)
+                dear.update(changed)
 
 
 def _drop_oversized(graph: Graph) -> list[int]:
-    """Drop strategies that do not fit even where all other nodes use their least; the nodes that changed."""
+    """Drop strategies that do not fit even where all other nodes use their least; the nodes that changed.
+
+    Rows that no choice can overfill bind nothing: what is used there is forgotten.
+    """
+    if not graph.use:
+        if (graph.slack < 0).any():
+            raise DeadEnd(min(graph.cost, default=-1))
+        return []
     changed: list[int] = []
+    binding = _most(graph) > graph.slack
+    room = RangeMinimum(graph.slack)
     for node in sorted(graph.use):
-        fits = np.ones(len(graph.cost[node]), dtype=bool)
-        for row, usage in graph.use[node].items():
-            fits &= usage <= graph.slack[row]
+        usage = graph.usage(node)
+        if usage is None or (usage := graph.keep_use(node, binding)) is None:
+            changed += [node, *graph.adjacent[node]]
+            continue
+        fits = (usage.used <= room(usage.first, usage.last)[:, None]).all(axis=0)
         if not fits.all():
             graph.restrict(node, np.flatnonzero(fits))
             changed += [node, *graph.adjacent[node]]
-    if any(slack < 0 for slack in graph.slack.values()):
+    if (graph.slack < 0).any():
         raise DeadEnd(min(graph.cost, default=-1))
-    return sorted(set(changed))
+    return sorted(node for node in set(changed) if node in graph.cost)
+
+
+def _most(graph: Graph) -> Array:
+    """[rows]: more than that the nodes in `use` cannot use."""
+    slope = np.zeros(len(graph.slack) + 1)
+    for node in sorted(graph.use):
+        usage = graph.usage(node)
+        if usage is not None:
+            most = usage.used.max(axis=1)
+            np.add.at(slope, usage.first, most)
+            np.add.at(slope, usage.last, -most)
+    return np.cumsum(slope)[:-1]
 
 
 def propagate(graph: Graph) -> None:
     """Arc consistency alone: drop every strategy that has no partner over some edge. Raises DeadEnd."""
-    queue = _Queue(graph.cost)
-    while queue:
-        node = queue.pop()
-        if _drop_impossible(graph, node):
-            for other in graph.adjacent[node]:
-                queue.push(other)
+    waiting = set(graph.cost)
+    while waiting:
+        batch = sorted(waiting)
+        waiting.clear()
+        for node in batch:
+            if _drop_impossible(graph, node):
+                waiting.update(graph.adjacent[node])
 
 
 def _reduce_cheaply(graph: Graph, node: int) -> bool:
@@ -146,7 +154,11 @@ def _merge_followers(graph: Graph, node: int) -> bool:
         follows = graph.tables.function(graph.adjacent[node][other])
         if follows is None:
             continue
-        if len(graph.cost[other]) == len(graph.cost[node]) or len(graph.adjacent[other]) <= 3:
+        one_to_one = len(graph.cost[other]) == len(graph.cost[node]) == len(np.unique(follows))
+        if one_to_one and len(graph.adjacent[other]) > len(graph.adjacent[node]):
+            graph.merge(node, other, np.argsort(follows))  # few edges move
+            return True
+        if one_to_one or len(graph.adjacent[other]) <= 3:
             graph.merge(other, node, follows)
             return True
     return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,6 +43,7 @@ class Residency:
         end = len(order)
         last = _last_reads(order)
         trained = joint.trained
+        held_by = _HeldBytes(mesh)
         intervals: list[tuple[int, int]] = []
         nbytes: list[np.ndarray] = []
         for node, options in zip(nodes, strategies, strict=True):
@@ -53,11 +54,11 @@ class Residency:
                 # The value, its gradient and AdamW's states.
                 copies = 2 + ADAMW.states if node in trained else 1
                 intervals.append((0, end))
-                nbytes.append(_result_bytes(node, options, mesh) * copies)
+                nbytes.append(held_by(node, options) * copies)
             else:
                 intervals.append((order[node], last.get(node, order[node]) + 1))
                 stored = _is_gather(node) or (traffic(node).writes and not is_view(node))
-                held = _result_bytes(node, options, mesh)
+                held = held_by(node, options)
                 nbytes.append(held if stored else np.zeros_like(held))
         return Residency(tuple(intervals), tuple(nbytes))
 
@@ -76,9 +77,20 @@ def _is_gather(node: fx.Node) -> bool:
     return str(node.target) == "autoshard.use.default"
 
 
-def _result_bytes(node: fx.Node, options: Sequence[NodeLayouts], mesh: MeshSpec) -> np.ndarray:
-    value = node.meta["val"]
-    count = len(value) if isinstance(value, (tuple, list)) else 1
-    present = [i for i in range(count) if count == 1 or value[i] is not None]
-    totals = [sum(local_nbytes(option.results[i], node, i, mesh) for i in present) for option in options]
-    return np.array(totals, dtype=np.int64)
+class _HeldBytes:
+    """Bytes of a node's results per strategy; nodes that share strategies and look alike share the array."""
+
+    def __init__(self, mesh: MeshSpec) -> None:
+        self._mesh = mesh
+        self._known: dict[Hashable, np.ndarray] = {}
+
+    def __call__(self, node: fx.Node, options: Sequence[NodeLayouts]) -> np.ndarray:
+        value = node.meta["val"]
+        values = value if isinstance(value, (tuple, list)) else (value,)
+        looks = tuple(None if v is None else (v.shape, v.element_size()) for v in values)
+        key = (id(options), looks)  # `options` outlives this object
+        if key not in self._known:
+            present = [i for i, v in enumerate(values) if v is not None]
+            totals = [sum(local_nbytes(o.results[i], node, i, self._mesh) for i in present) for o in options]
+            self._known[key] = np.array(totals, dtype=np.int64)
+        return self._known[key]

@@ -6,12 +6,42 @@ import numpy as np
 
 from .core import Budget, solve_graph
 from .graph import Graph
-from .problem import Array, Problem
+from .problem import Array, Infeasible, Problem
 
-__all__ = ["least_usage", "live_nodes"]
+__all__ = ["no_room", "several_rows"]
+
+FULLEST = 8
+"""Steps that are looked at, those where the nodes' least usages add up to most."""
 
 
-def least_usage(problem: Problem, base: Graph, row: int, budget: Budget) -> tuple[float, list[int]]:
+def no_room(problem: Problem, base: Graph, deadline: float) -> Infeasible | None:
+    """That no choice fits at one of the fullest steps, if that is so."""
+    assert problem.limit is not None
+    for row in _fullest(problem):
+        try:
+            usage, choice = least_usage(problem, base, row, deadline)
+        except Infeasible:  # time
+            return None
+        if usage > problem.limit:
+            nodes = live_nodes(problem, row, choice)
+            return Infeasible("memory", nodes, usage, int(problem.steps[row]))
+    return None
+
+
+def several_rows(problem: Problem, base: Graph, deadline: float) -> Infeasible:
+    """That no choice fits, as several steps together prove."""
+    assert problem.limit is not None
+    row = _fullest(problem)[0]
+    nodes = live_nodes(problem, row, least_usage(problem, base, row, deadline)[1])
+    return Infeasible("memory", nodes, problem.limit, int(problem.steps[row]))
+
+
+def _fullest(problem: Problem) -> list[int]:
+    least = problem.least_profile()
+    return sorted(range(len(least)), key=lambda row: (-least[row], row))[:FULLEST]
+
+
+def least_usage(problem: Problem, base: Graph, row: int, deadline: float) -> tuple[float, list[int]]:
     """A lower bound on the usage at `row` of any choice, and a choice that uses about as little."""
     count = len(problem.node_costs)
     cost: list[Array] = []
@@ -29,7 +59,7 @@ def least_usage(problem: Problem, base: Graph, row: int, budget: Budget) -> tupl
                     zeros[id(matrix)] = graph.tables.intern(np.where(np.isfinite(matrix), 0.0, np.inf))
                 graph.set_edge(node, other, zeros[id(matrix)])
     assert problem.limit is not None
-    found = solve_graph(graph, Budget(budget.deadline, 1e-9 * problem.limit))
+    found = solve_graph(graph, Budget(deadline, 1e-9 * problem.limit))
     return found.bound, [found.choice[node] for node in range(count)]
 
 

@@ -3,54 +3,100 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
-from .core import Budget, Found, cost_scale, solve_presolved
+from .core import Budget, cost_scale, solve_presolved
 from .explain import contradiction
 from .graph import DeadEnd, Graph
 from .memory import MemorySearch
 from .presolve import presolve
 from .problem import Infeasible, Problem, Solution
+from .room import no_room, several_rows
 from .tables import Tables
 
 __all__ = ["solve"]
 
 ROUNDING = 1e-9
 """Relative gap that counts as none: what sums of float64 costs and HiGHS's tolerances leave open."""
-UNLIMITED_SHARE = 0.4
-"""Share of the time for the search without memory rows, where there is a limit."""
+RESERVE_SHARE, RESERVE = 0.03, 2.0
+"""Share of the time limit, and seconds at most, kept for what cannot be interrupted."""
 
 
-def solve(problem: Problem, *, time_limit: float = 60.0, relative_gap: float = 0.0) -> Solution:
+def solve(
+    problem: Problem,
+    *,
+    time_limit: float = 60.0,
+    relative_gap: float = 0.0,
+    warm: Sequence[int] | None = None,
+) -> Solution:
     """The choice of least cost within the memory limit, with a proven lower bound.
 
     Stops when (cost - bound) / |cost| <= relative_gap (1e-9 at least), or after about `time_limit` seconds with the
-    best choice so far. Deterministic, as long as the time limit does not end it. Raises Infeasible.
+    best choice so far. warm: a choice from elsewhere (of a similar problem); where it is possible and fits, only better
+    ones are looked for. Deterministic, as long as the time limit does not end it. Raises Infeasible.
     """
-    start = time.monotonic()
-    deadline = start + time_limit
+    deadline = time.monotonic() + time_limit - min(RESERVE, RESERVE_SHARE * time_limit)
     relative = max(relative_gap, ROUNDING)
+    known = _known(problem, warm)
     base = Graph.of(problem, Tables())
-    share = 1.0 if problem.limit is None else UNLIMITED_SHARE
     try:
-        found, scale = _solve_unlimited(base, relative, start + share * time_limit)
+        choice, bound = _search(problem, base, relative, deadline, known)
     except DeadEnd as dead:
-        raise Infeasible("edges", contradiction(base, dead.node)) from None
-    choice = [found.choice[node] for node in range(len(problem.node_costs))]
-    if problem.limit is None or problem.peak(choice)[0] <= problem.limit:
-        return _solution(problem, choice, found.bound, relative)
-    search = MemorySearch(problem, base, choice, found.bound, Budget(deadline, relative * scale))
-    search.solve()
-    assert search.best is not None
-    return _solution(problem, search.best, search.bound, relative)
+        raise _reason(problem, base, dead, deadline) from None
+    if choice is None and known is None:
+        raise no_room(problem, base, deadline) or Infeasible("time")
+    best = min((c for c in (choice, known) if c is not None), key=problem.cost)
+    return _solution(problem, best, bound, relative)
 
 
-def _solve_unlimited(base: Graph, relative: float, deadline: float) -> tuple[Found, float]:
+def _search(
+    problem: Problem, base: Graph, relative: float, deadline: float, known: list[int] | None
+) -> tuple[list[int] | None, float]:
+    """The best choice found (None: none better than the known one) and a bound. Raises DeadEnd if nothing is possible."""
     graph = base.copy()
-    presolve(graph)
-    scale = cost_scale(graph)
-    return solve_presolved(graph, Budget(deadline, relative * scale)), scale
+    if problem.limit is not None:
+        graph.add_rows(problem)
+    presolve(graph, deadline)
+    budget = Budget(deadline, relative * cost_scale(graph, deadline))
+    warm = None if known is None else graph.reduced(dict(enumerate(known)))
+    if graph.use:
+        search = MemorySearch(graph, budget, warm)
+        search.solve()
+        best, bound = search.best, search.bound
+    else:
+        found = solve_presolved(graph, budget, warm)
+        return [found.choice[node] for node in range(len(problem.node_costs))], found.bound
+    if best is None:
+        return None, bound
+    full = graph.expand(best)
+    return [full[node] for node in range(len(problem.node_costs))], bound
+
+
+def _known(problem: Problem, warm: Sequence[int] | None) -> list[int] | None:
+    """The warm start, if it is a choice that fits."""
+    if warm is None:
+        return None
+    choice = [int(a) for a in warm]
+    fits = problem.limit is None or problem.peak(choice)[0] <= problem.limit
+    return choice if fits and np.isfinite(problem.cost(choice)) else None
+
+
+def _reason(problem: Problem, base: Graph, dead: DeadEnd, deadline: float) -> Infeasible:
+    """Why no choice is possible."""
+    if problem.limit is not None:
+        graph = base.copy()
+        try:
+            presolve(graph)
+            solve_presolved(graph, Budget(deadline, float("inf")))
+        except Infeasible as out_of_time:
+            return out_of_time
+        except DeadEnd as without_limit:
+            dead = without_limit
+        else:
+            return no_room(problem, base, deadline) or several_rows(problem, base, deadline)
+    return Infeasible("edges", contradiction(base, dead.node))
 
 
 def _solution(problem: Problem, choice: list[int], bound: float, relative: float) -> Solution:

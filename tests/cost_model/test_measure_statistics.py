@@ -18,7 +18,7 @@ from cost_model.measure.measure import nbytes_ladder
 from cost_model.measure.overlap import hidden_share
 from cost_model.measure.peers import Peers
 from cost_model.measure.sampling import Series, sample
-from cost_model.measure.statistics import Curve, curve, median, monotone, spread
+from cost_model.measure.statistics import Curve, curve, median, pooled_medians, spread
 from cost_model.measure.teams import shapes_of
 from cost_model.measurements import KINDS, CollectiveSamples, LinkLevel
 from cost_model.mesh import MeshSpec
@@ -56,23 +56,23 @@ def quiet(what: str, spent: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "expected"),
+    ("repeated", "expected"),
     [
-        ([1.0, 3.0, 2.0, 5.0], [1.0, 2.5, 2.5, 5.0]),
-        ([1.0, 2.0, 3.0], [1.0, 2.0, 3.0]),
-        ([4.0, 3.0, 2.0], [3.0, 3.0, 3.0]),
-        ([1.0, 6.0, 4.0, 2.0, 5.0], [1.0, 4.0, 4.0, 4.0, 5.0]),
-        ([5.0], [5.0]),
+        ([[1.0], [3.0], [2.0], [5.0]], [1.0, 2.5, 2.5, 5.0]),
+        ([[1.0], [3.0, 3.0, 9.0], [2.0], [5.0]], [1.0, 3.0, 3.0, 5.0]),
+        ([[4.0], [3.0], [2.0]], [3.0, 3.0, 3.0]),
+        ([[1.0], [6.0], [4.0], [2.0], [5.0]], [1.0, 4.0, 4.0, 4.0, 5.0]),
+        ([[1.0, 1.0, 900.0], [2.0, 2.0]], [1.0, 2.0]),
     ],
 )
-def test_falling_times_are_pooled(values: list[float], expected: list[float]) -> None:
-    assert monotone(values) == expected
+def test_falling_times_are_pooled(repeated: list[list[float]], expected: list[float]) -> None:
+    assert pooled_medians(repeated) == expected
 
 
 def test_spread_is_interquartile_range_over_median() -> None:
     assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx((4.0 - 2.0) / 3.0)
     assert spread([7.0]) == 0.0
-    assert curve({8: [3.0, 1.0, 2.0], 4: [9.0]}) == Curve((4, 8), (5.5, 5.5), (0.0, 0.5))
+    assert curve({8: [3.0, 1.0, 2.0], 4: [9.0]}) == Curve((4, 8), (9.0, 2.0), (0.0, 0.5), (2.5, 2.5))
 
 
 # ---- sampling
@@ -83,7 +83,7 @@ def test_the_sweep_stops_at_the_share_and_the_rest_is_repeated() -> None:
     # and size 8 would take 32 more.
     clock = Scripted(float)
     (found,) = sample([sized("a", 1, 2, 3, 4, 8, 16)], Peers(None), clock, 100.0, quiet)
-    assert found == Curve((1, 2, 3, 4), (1.0, 2.0, 3.0, 4.0), (0.0,) * 4)
+    assert found == Curve((1, 2, 3, 4), (1.0, 2.0, 3.0, 4.0), (0.0,) * 4, (1.0, 2.0, 3.0, 4.0))
     sizes = [size for size, _ in clock.calls]
     assert sizes[:16] == [1] * 4 + [2] * 4 + [3] * 4 + [4] * 4
     assert sizes[16:24] == [1, 2, 3, 4] * 2
@@ -109,10 +109,7 @@ def test_short_work_is_called_in_a_row() -> None:
 
 def test_what_ranks_say_is_combined_by_the_series() -> None:
     class Three(Peers):
-        def everyones(self, value: object) -> list[object]:
-            if value is None:
-                return [None] * 3
-            seconds, spent = value
+        def numbers(self, seconds: float, spent: float) -> list[tuple[float, ...]]:
             return [(seconds, spent), (seconds * 3, 9.0), (seconds * 2, 9.0)]
 
     one, other = sized("max", 1), Series("median", (1,), lambda size: lambda: size, median, 0.0)
@@ -148,8 +145,11 @@ def test_sizes() -> None:
 
 
 def test_device_rates_by_hand() -> None:
-    launch, memory = Curve((100,), (300e-6,), (0.1,)), Curve((10, 1000), (1e-9, 1e-7), (0.0, 0.0))
-    product = Curve((1000, 8000), (2e-6, 4e-6), (0.1, 0.2))  # two products each
+    def made(sizes: tuple[int, ...], seconds: tuple[float, ...], spread: tuple[float, ...]) -> Curve:
+        return Curve(sizes, seconds, spread, seconds)
+
+    launch, memory = made((100,), (300e-6,), (0.1,)), made((10, 1000), (1e-9, 1e-7), (0.0, 0.0))
+    product = made((1000, 8000), (2e-6, 4e-6), (0.1, 0.2))  # two products each
     rates = device_rates([launch, memory, *[product] * len(DTYPES)])
     assert rates.launch_seconds == pytest.approx(3e-6)
     assert rates.memory_bytes_per_second == pytest.approx(1e10)

@@ -272,3 +272,6 @@ def test_matmul_tables(measured: Profile) -> None:
     refused("a rate for each", replace(good, flops=(1e6,)))
     refused(r"device.matmul\[0\].spread has 1 values for 2 sizes", replace(good, spread=(0.1,)))
     refused("makes a larger product faster", replace(good, flops_per_second=(1e10, 1e13)))
+    # Equal times, as rates and back: 3e-6 and 2.9999999999999997e-06. Rounding is not refused.
+    even = MatmulRates("float32", (3e5, 11e5), (3e5 / 3e-6, 11e5 / 3e-6))
+    replace(measured, device=replace(measured.device, matmul=(even,)))

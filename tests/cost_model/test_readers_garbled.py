@@ -136,7 +136,7 @@ def read(folder: Path, name: str, text: str) -> Points | None:
 
 
 @pytest.mark.parametrize("name", COUNTED)
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(damage=st.sampled_from(DAMAGES), seed=st.integers(0, 2**32))
 def test_damaged_file_is_refused_or_gives_the_same_prices(
     tmp_path: Path, name: str, damage, seed: int
@@ -147,7 +147,7 @@ def test_damaged_file_is_refused_or_gives_the_same_prices(
 
 
 @pytest.mark.parametrize("name", UNCOUNTED)
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(damage=st.sampled_from(DAMAGES), seed=st.integers(0, 2**32))
 def test_damaged_table_is_refused_or_gives_some_of_the_same_prices(
     tmp_path: Path, name: str, damage, seed: int

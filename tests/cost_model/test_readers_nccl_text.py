@@ -271,6 +271,15 @@ def test_single_rank_is_refused(tmp_path: Path) -> None:
         read_profile([path])
 
 
+def test_lost_last_rank_shows_in_the_bus_bandwidth(tmp_path: Path) -> None:
+    """busbw is 1.75 algbw over 8 ranks, and would be 1.714 over 7."""
+    text = sample("all_reduce_noisy.txt").read_text(encoding="utf-8")
+    path = tmp_path / "all_reduce.txt"
+    path.write_text(re.sub(r"#  Rank  7.*\n", "", text), encoding="utf-8")
+    with pytest.raises(ProfileError, match=r"but algbw times 1\.714 \(all_reduce over 7 ranks\) is"):
+        read_profile([path])
+
+
 def test_uneven_groups_are_refused(tmp_path: Path) -> None:
     path = altered(tmp_path, "broadcast.txt", "Rank  7 Group  0", "Rank  7 Group  1")
     with pytest.raises(ProfileError, match=r"broadcast.txt:3: the groups are not all of one regular shape"):

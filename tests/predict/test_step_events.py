@@ -15,7 +15,7 @@ from passes.redistribute import Redistributor
 from passes.search.space import Prices
 from passes.simulate import simulated_group_axes, simulated_groups
 from passes.step_events import COLLECTIVE_KINDS, StepEvents, copies_of_collectives
-from tests.predict.test_predict import PerByte
+from tests.predict.test_predict import PerByte, round_prices
 from tests.runtime.graphs import Local
 
 aten = torch.ops.aten
@@ -56,6 +56,12 @@ def test_the_copy_that_stacks_the_parts_to_scatter_is_in_the_scatter() -> None:
 def test_an_exchange_copies_before_or_after() -> None:
     found = copies_of_collectives(moved(ROWS, COLUMNS, (4, 6)).graph)
     assert {COLLECTIVE_KINDS[n.target] for n in found.values()} == {"all_to_all"}
+
+
+def test_a_copy_in_a_price_is_paid_once() -> None:
+    step = StepEvents(round_prices(MESH, 0.0), simulated_group_axes)
+    step.add_graph(moved(COLUMNS, WHOLE, (4, 6)), "forward")
+    assert [event.stream for event in step.events if event.seconds > 0.0] == ["comm"]
 
 
 def test_along_rows_nothing_is_copied() -> None:

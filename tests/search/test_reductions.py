@@ -13,6 +13,7 @@ from passes.search.dual import ascend, lower_bound, prune, zero_messages
 from passes.search.graph import DeadEnd, Graph
 from passes.search.presolve import presolve, propagate
 from passes.search.problem import Array, Problem
+from passes.search.rows import Rows
 from passes.search.tables import Tables
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -58,24 +59,20 @@ def test_presolve_with_memory_rows_keeps_the_optimum(seed: int) -> None:
     if problem.limit is None:
         problem = replace(problem, limit=12.0)
     graph = Graph.of(problem, Tables())
-    graph.add_rows(problem, range(len(problem.steps)))
+    graph.add_rows(problem)
     truth = brute_force(problem)
     try:
         presolve(graph)
     except DeadEnd:
         assert truth.cost == INF
         return
-    best = INF
-    nodes = list(graph.cost)
-    for choice in np.ndindex(*(len(graph.cost[node]) for node in nodes)):
-        full = graph.expand(dict(zip(nodes, choice, strict=True)))
+    best, rows = INF, Rows.of(graph)
+    for choice in np.ndindex(*(len(graph.cost[node]) for node in graph.cost)):
+        left = dict(zip(graph.cost, choice, strict=True))
+        full = graph.expand(left)
         ordered = [full[node] for node in range(len(problem.node_costs))]
         fits = problem.peak(ordered)[0] <= (problem.limit or 0.0)
-        used = dict.fromkeys(graph.slack, 0.0)
-        for node, a in zip(nodes, choice, strict=True):
-            for row, usage in graph.use.get(node, {}).items():
-                used[row] += float(usage[a])
-        assert fits == all(used[row] <= slack for row, slack in graph.slack.items())
+        assert fits == rows.fits(left)
         best = min(best, problem.cost(ordered) if fits else INF)
     assert best == pytest.approx(truth.cost)
 
@@ -103,20 +100,22 @@ def test_equality_clique_with_memory_adds_usages() -> None:
     same = np.where(np.eye(3, dtype=bool), 0.0, INF)
     usage = np.array([9, 5, 1])
     problem = Problem(
-        (np.array([0.0, 1.0, 5.0]),) * 3,
+        (*(np.array([0.0, 1.0, 5.0]),) * 3, np.array([0.0, 1.0])),
         ((0, 1), (1, 2), (2, 0)),
         (same,) * 3,
-        ((0, 1),) * 3,
-        (usage,) * 3,
+        ((0, 1),) * 4,
+        (*(usage,) * 3, np.array([4, 0])),
         16.0,
     )
     graph = Graph.of(problem, Tables())
-    graph.add_rows(problem, [0])
+    graph.add_rows(problem)
     presolve(graph)
-    (node,) = graph.cost
+    node, _ = graph.cost  # the last stays: with it the row can overflow
     assert graph.cost[node].tolist() == [3.0, 15.0]  # 27 bytes fit nowhere: the first strategy is gone
-    assert graph.use[node][0].tolist() == [12.0, 0.0]
-    assert graph.slack[0] == 13.0
+    usage = graph.usage(node)
+    assert usage is not None
+    assert usage.used.tolist() == [[12.0, 0.0]]
+    assert graph.slack.tolist() == [13.0]
 
 
 def test_separable_edges_vanish() -> None:
