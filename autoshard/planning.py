@@ -18,6 +18,7 @@ from autoshard.plan import Plan, PlanOrigin
 from autoshard.profiling.startup import nominal_profile, startup_profile
 from autoshard.signature import as_call, matched_placements
 from autoshard.version import __version__
+from cost_model.bucketed import BucketedPrices
 from cost_model.collectives import CollectivePrices
 from cost_model.compute import ComputePrices
 from cost_model.errors import ShardingError
@@ -76,10 +77,12 @@ def load_profile(profile: ProfileLike, mesh: DeviceMesh | MeshSpec) -> Profile:
 def prices_of(profile: Profile, mesh: MeshSpec, backend: str = "inductor") -> Prices:
     """Collectives, kernels as `backend` makes them and the AdamW update of one device, from `profile`."""
     compute = ComputePrices(profile, mesh.device_type)
+    collectives = CollectivePrices(profile, mesh)
     return Prices(
         mesh=mesh,
         compute=compute,
-        redistributor=Redistributor(mesh, CollectivePrices(profile, mesh)),
+        redistributor=Redistributor(mesh, collectives),
+        hidden=Redistributor(mesh, BucketedPrices(collectives.seconds)),
         optimizer_seconds=lambda nbytes: compute.update_seconds(nbytes, ADAMW.passes),
         traffic=traffic_model(backend),
         overlap_efficiency=profile.overlap_efficiency,

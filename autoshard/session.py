@@ -165,7 +165,16 @@ class Session:
         prices = self.prices()
         groups = groups_for(self.mesh, _axes_in(plan, self.spec))
         turns = bucketed_turns(joint, plan.assignment, prices)
-        ours = partition(joint, plan.assignment, self.spec, rank, groups, prices.redistributor, turns=turns)
+        ours = partition(
+            joint,
+            plan.assignment,
+            self.spec,
+            rank,
+            groups,
+            prices.redistributor,
+            turns=turns,
+            hidden=prices.hidden,
+        )
         phases = split_phases(ours.module, joint.inputs, joint.outputs)
         shapes = {node.name: tuple(node.meta["val"].shape) for node in joint.placeholders}
         sides = [

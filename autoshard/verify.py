@@ -139,7 +139,16 @@ def _rank_graphs(joint: JointGraph, plan: Plan) -> list[RankGraph]:
     groups = simulated_groups(plan.mesh)
 
     def of_rank(rank: int) -> RankGraph:
-        return partition(joint, plan.assignment, plan.mesh, rank, groups, prices.redistributor, turns=turns)
+        return partition(
+            joint,
+            plan.assignment,
+            plan.mesh,
+            rank,
+            groups,
+            prices.redistributor,
+            turns=turns,
+            hidden=prices.hidden,
+        )
 
     return [of_rank(rank) for rank in range(plan.mesh.device_count)]
 

@@ -39,9 +39,8 @@ class Best:
 
 def read_problem(path: Path) -> Problem:
     """`problem` of the JSON: nodes {intervals, costs, usages}, edges {nodes, costs (row-major)}, usage_limit."""
-    opened = gzip.open(path, "rt") if path.suffix == ".gz" else path.open()
-    with opened as file:
-        data = json.load(file)
+    raw = path.read_bytes()
+    data = json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw)
     data = data.get("problem", data)
     nodes, edges = data["nodes"], data["edges"]
     costs = tuple(_costs(vector) for vector in nodes["costs"])

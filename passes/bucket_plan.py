@@ -15,8 +15,8 @@ the total is least where the one read first is through as early as possible.
 
     seconds(group) = the price of one collective of all its bytes + copying them in, and gathers out again
 
-A group holds no more bytes than at which starting is `START_SHARE` of the collective's time: more would
-gain little, and memory holds a whole group. Of equal ends the least time on the wire wins. The lists are
+A group holds no more bytes than at which starting is a tenth of the collective's time
+(`cost_model.bucketed`): more would gain little, and memory holds a whole group. Of equal ends the least time on the wire wins. The lists are
 solved one by one, as if each had the wire to itself.
 """
 
@@ -24,13 +24,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from statistics import median
+from dataclasses import dataclass
 
 import torch
 from torch import fx
 
+from cost_model.bucketed import BucketedPrices
 from passes.assignment import Assignment
+from passes.hiding import hideable
 from passes.issue_order import Move, Side, Transfer, Turn, issue_order
 from passes.joint import JointGraph, node_value, result_index
 from passes.pricing import strategy_seconds
@@ -38,10 +39,7 @@ from passes.redistribute import AllGather, AllReduce, Redistribution, ReduceScat
 from passes.rules.registry import RuleTable, rule_for
 from passes.search.space import Prices
 
-__all__ = ["START_SHARE", "BucketPlan", "Item", "Wire", "bucketed_turns", "least_end"]
-
-START_SHARE = 0.1
-"""Of a collective's time; a bucket at which starting it takes less is large enough."""
+__all__ = ["BucketPlan", "Item", "Wire", "bucketed_turns", "least_end"]
 
 _SIZES = tuple(2**k for k in range(8, 31))
 
@@ -53,7 +51,7 @@ def bucketed_turns(
     joint: JointGraph, assignment: Assignment, prices: Prices, rules: RuleTable | None = None
 ) -> Mapping[Transfer, Turn]:
     """`issue_order` with transfers merged where `prices` say that a step is shorter for it."""
-    return issue_order(joint, assignment, merge=BucketPlan(assignment, prices, rules))
+    return issue_order(joint, assignment, merge=BucketPlan(assignment, prices, hideable(joint), rules))
 
 
 @dataclass
@@ -62,8 +60,8 @@ class BucketPlan:
 
     assignment: Assignment
     prices: Prices
+    hides: frozenset[Transfer]
     rules: RuleTable | None = None
-    _limits: dict[tuple[str, tuple[str, ...]], float] = field(default_factory=dict)
 
     def __call__(self, side: Side, moves: Sequence[Move], ops: Sequence[fx.Node]) -> list[Sequence[Move]]:
         if len(moves) < 2:
@@ -80,9 +78,10 @@ class BucketPlan:
             ready = elapsed[-1] - elapsed[move.end] if side == "early" else elapsed[move.start + 1]
             item = Item(move, ready, self._nbytes(move))
             alike.setdefault((kind, node_value(move.operand).dtype), []).append(item)
+        limit = BucketedPrices(self.prices.redistributor.collective_seconds).limit
         for (kind, _), items in alike.items():
             order = items[::-1] if side == "early" else items
-            cut = least_end(order, Wire(kind, self.prices, self._limit))
+            cut = least_end(order, Wire(kind, self.prices, limit))
             groups += [[i.move for i in (g[::-1] if side == "early" else g)] for g in cut]
         return groups
 
@@ -99,7 +98,9 @@ class BucketPlan:
 
     def _plan(self, move: Move) -> Redistribution:
         value = node_value(move.operand)
-        return self.prices.redistributor.plan(move.held, move.wanted, value.shape, value.element_size())
+        behind = move.transfer in self.hides
+        chooser = self.prices.hidden if behind else self.prices.redistributor
+        return chooser.plan(move.held, move.wanted, value.shape, value.element_size())
 
     def _nbytes(self, move: Move) -> tuple[int, ...]:
         plan = self._plan(move)
@@ -117,20 +118,6 @@ class BucketPlan:
         rule = rule_for(node, self.rules)
         found = strategy_seconds(node, rule, [layouts], prices.traffic(node), prices.mesh, prices.compute)
         return float(found[0])
-
-    def _limit(self, kind: str, axes: tuple[str, ...]) -> float:
-        """Bytes from which on starting takes no more than START_SHARE, to a factor of two.
-
-        Starting is what merging two of a size saves, 2 seconds(n) - seconds(2 n): of all sizes the median, as
-        the smallest measured sizes say little about larger ones.
-        """
-        if (kind, axes) not in self._limits:
-            price = self.prices.redistributor.collective_seconds
-            seconds = {nbytes: price(kind, axes, nbytes) for nbytes in _SIZES}
-            start = median(max(0.0, 2 * seconds[n] - seconds[2 * n]) for n in _SIZES[:-1])
-            enough = (n for n in _SIZES if START_SHARE * seconds[n] >= start)
-            self._limits[kind, axes] = next(enough, _SIZES[-1])
-        return self._limits[kind, axes]
 
 
 @dataclass(frozen=True)

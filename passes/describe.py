@@ -51,7 +51,7 @@ def describe(
         if node.op == "placeholder":
             records.append(_placeholder(node, kinds[node], assignment[node.name], prices, node in trained))
         elif node.op == "output":
-            records.append(_output(node, assignment, prices.redistributor, hides))
+            records.append(_output(node, assignment, prices, hides))
         elif result_index(node)[0] is node:
             records.append(_op(node, assignment, prices, rules, hides))
     return tuple(records)
@@ -128,7 +128,7 @@ def _op(
         name=node.name,
         op=_op_name(node),
         text=_op_text(node),
-        operands=_operands(node, layouts, assignment, prices.redistributor, hides),
+        operands=_operands(node, layouts, assignment, prices, hides),
         results=_results(node, layouts),
         splits=layouts.splits,
         seconds=float(seconds[0]),
@@ -138,13 +138,13 @@ def _op(
     )
 
 
-def _output(node: fx.Node, assignment: Assignment, redistributor: Redistributor, hides: Hides) -> NodeRecord:
-    operands = _operands(node, assignment["output"], assignment, redistributor, hides)
+def _output(node: fx.Node, assignment: Assignment, prices: Prices, hides: Hides) -> NodeRecord:
+    operands = _operands(node, assignment["output"], assignment, prices, hides)
     return NodeRecord("output", "output", "", operands, (), (), 0.0, "backward", "", "")
 
 
 def _operands(
-    node: fx.Node, layouts: NodeLayouts, assignment: Assignment, redistributor: Redistributor, hides: Hides
+    node: fx.Node, layouts: NodeLayouts, assignment: Assignment, prices: Prices, hides: Hides
 ) -> tuple[OperandRecord, ...]:
     found: list[OperandRecord] = []
     reader = "output" if node.op == "output" else node.name
@@ -152,8 +152,9 @@ def _operands(
         producer, index = result_index(operand)
         held = assignment[producer.name].results[index]
         value = node_value(operand)
-        transfers = _transfers(held, wanted, value, redistributor)
-        found.append(OperandRecord(producer.name, index, wanted, transfers, (reader, position) in hides))
+        behind = (reader, position) in hides
+        transfers = _transfers(held, wanted, value, prices.hidden if behind else prices.redistributor)
+        found.append(OperandRecord(producer.name, index, wanted, transfers, behind))
     return tuple(found)
 
 

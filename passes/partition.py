@@ -13,6 +13,7 @@ from cost_model.mesh import MeshSpec
 from passes.assignment import Assignment, FactorSplit, NodeLayouts
 from passes.collector import collector_paused
 from passes.fake_calls import FakeCalls
+from passes.hiding import hideable
 from passes.issue_order import Transfer, Turn, issue_order
 from passes.joint import JointGraph, map_operands, node_value, result_index, tensor_operands
 from passes.layout import Layout, nested_sizes
@@ -49,11 +50,13 @@ def partition(
     redistributor: Redistributor,
     rules: RuleTable | None = None,
     turns: Mapping[Transfer, Turn] | None = None,
+    hidden: Redistributor | None = None,
 ) -> RankGraph:
     """The graph that `rank` runs.
 
     Every op is emitted by its rule on this rank's shards; where an operand's layout differs from
-    the one the op reads, the steps that `redistributor` chose (and priced) are emitted before it.
+    the one the op reads, the steps that `redistributor` chose (and priced) are emitted before it; if given,
+    `hidden` chooses those of transfers that run behind computing (`passes.hiding`), where prices differ.
     `groups` names the process group of every tuple of axes. `turns` is the order of the collectives, the
     same on every rank: `issue_order`'s without merging if not given.
 
@@ -65,10 +68,24 @@ def partition(
         %y: f32[4, 16] = wait_tensor(all_reduce(%y_partial, "sum", "tp"))
     """
     turns = issue_order(joint, assignment) if turns is None else turns
-    writer = _Writer(assignment, mesh, rank, groups, redistributor, rules, turns, _Served.of(joint))
+    behind = frozenset[Transfer]() if hidden is None else hideable(joint)
+    choices = _Choices(redistributor, hidden or redistributor, behind)
+    writer = _Writer(assignment, mesh, rank, groups, choices, rules, turns, _Served.of(joint))
     for node in joint.graph.nodes:
         writer.write(node)
     return writer.finish()
+
+
+@dataclass(frozen=True)
+class _Choices:
+    """Who chooses the steps of a transfer: `hidden` of those in `behind`, `waited` of the others."""
+
+    waited: Redistributor
+    hidden: Redistributor
+    behind: frozenset[Transfer]
+
+    def of(self, reader: str, position: int) -> Redistributor:
+        return self.hidden if (reader, position) in self.behind else self.waited
 
 
 @dataclass
@@ -77,12 +94,12 @@ class _Writer:
     mesh: MeshSpec
     rank: int
     groups: Mapping[tuple[str, ...], str]
-    redistributor: Redistributor
+    choices: _Choices
     rules: RuleTable | None
     turns: Mapping[Transfer, Turn]
     served: _Served
     graph: fx.Graph = field(default_factory=fx.Graph)
-    calls: FakeCalls = field(default_factory=FakeCalls)
+    calls: FakeCalls = field(default_factory=lambda: FakeCalls())
     # An op of several results has one node of a tuple, or, if its rule made them one by one, a tuple of nodes.
     local: dict[fx.Node, Any] = field(default_factory=dict)
 
@@ -153,7 +170,8 @@ class _Writer:
         if held == wanted:
             return local
         value = node_value(operand)
-        steps = self.redistributor.plan(held, wanted, value.shape, value.element_size())
+        chooser = self.choices.of(reader.name, position)
+        steps = chooser.plan(held, wanted, value.shape, value.element_size())
         meta = _meta(reader if reader.op != "output" else operand)
         meta["serves"] = self.served.name(operand, reader, position)
         meta["turn"] = self.turns[reader.name, position]

@@ -25,19 +25,20 @@ _EDGES = {"cpu": (16, 32, 64, 128, 256, 512, 1024, 2048), "cuda": (64, 128, 256,
 _MEMORY_NBYTES = {"cpu": (2**22, 2**23, 2**24, 2**25), "cuda": (2**24, 2**26, 2**28, 2**29)}
 
 
-def device_series(device: torch.device, every: int = 1) -> list[Series]:
+def device_series(device: torch.device) -> list[Series]:
     """Launch, memory, then products by dtype: what `device_rates` reads. All ranks compute at once, as
-    they share cores and memory in a step; a rate is the median rank's.
-
-    every: of the sizes of products, which double in each dim, measure only every so many-th.
-    """
-    products = tuple(matmul_flops(edge) for edge in _of(_EDGES, device)[::every])
-    works: list[tuple[str, tuple[int, ...], Callable[[int], Callable[[], object]]]] = [
-        ("launch", (LAUNCHES,), lambda _: launch_work(device)),
-        ("memory", _of(_MEMORY_NBYTES, device), lambda nbytes: memory_work(nbytes, device)),
-        *((f"{name} products", products, partial(_matmul, t, device)) for name, t in DTYPES.items()),
+    they share cores and memory in a step; a rate is the median rank's."""
+    works: list[tuple[str, tuple[int, ...], Callable[[int], Callable[[], object]], int]] = [
+        ("launch", (LAUNCHES,), lambda _: launch_work(device), 1),
+        ("memory", _of(_MEMORY_NBYTES, device), lambda nbytes: memory_work(nbytes, device), 1),
     ]
-    return [Series(name, sizes, prepare, median, LEAST_SECONDS) for name, sizes, prepare in works]
+    products = tuple(matmul_flops(edge) for edge in _of(_EDGES, device))
+    works += [(f"{name} products", products, partial(_matmul, t, device), 2) for name, t in DTYPES.items()]
+    # Of products every second size is measured always, up to the fifth.
+    return [
+        Series(name, sizes, prepare, median, LEAST_SECONDS, sizes[: 2 * apart + 1 : apart])
+        for name, sizes, prepare, apart in works
+    ]
 
 
 def device_rates(curves: Sequence[Curve]) -> DeviceRates:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
@@ -16,7 +15,7 @@ from cost_model.errors import ProfileError, ShardingError
 from cost_model.groups import GroupShape
 from cost_model.measure.clock import Clock, device_clock
 from cost_model.measure.collective_work import Buffers, Team, collective_work, whole_size
-from cost_model.measure.device_series import DTYPES, device_rates, device_series
+from cost_model.measure.device_series import device_rates, device_series
 from cost_model.measure.facts import (
     collective_backend,
     device_name,
@@ -40,21 +39,10 @@ __all__ = ["check_world", "collective_series", "measure_profile", "mesh_device",
 
 SMALLEST_NBYTES = 2**12
 LARGEST_NBYTES = {"cpu": 2**26, "cuda": 2**30}
-_FINE_SECONDS = 0.5
-"""Of budget per series. With less, fewer sizes are measured, to span small to big all the same."""
+_ALWAYS_NBYTES = (2**12, 2**18, 2**24)
+"""Measured whatever they take, where they are not above the largest size."""
 _OVERLAP_SHARE = 0.1
 """Of the budget, for `overlap_efficiency`."""
-
-
-@dataclass(frozen=True)
-class _Grain:
-    """nbytes_step: factor between two sizes of collectives; every_product: see `device_series`."""
-
-    nbytes_step: int
-    every_product: int
-
-
-_FINE, _COARSE = _Grain(4, 1), _Grain(64, 2)
 
 
 def measure_profile(
@@ -78,10 +66,8 @@ def measure_profile(
         teams = stack.enter_context(teams_of(mesh, spec)) if peers.size > 1 else {}
         hosts, names = zip(*peers.everyones((host_name(), device_name(device.type))), strict=True)
         kernels = kernel_series(device, mesh if peers.size > 1 else None)
-        each = time_budget / (2 + len(DTYPES) + len(kernels) + len(teams) * len(KINDS))
-        grain = _FINE if each >= _FINE_SECONDS else _COARSE
-        compute = device_series(device, grain.every_product)
-        sizes = nbytes_ladder(largest_nbytes or LARGEST_NBYTES[_kind_of(device)], grain.nbytes_step)
+        compute = device_series(device)
+        sizes = nbytes_ladder(largest_nbytes or LARGEST_NBYTES[_kind_of(device)])
         communication = collective_series(teams, KINDS, sizes, device)
         seconds = time_budget * (1.0 - _OVERLAP_SHARE)
         curves = iter(sample([*compute, *kernels, *communication], peers, clock, seconds, progress))
@@ -111,11 +97,11 @@ def measure_profile(
         return peers.first(profile)
 
 
-def nbytes_ladder(largest: int, step: int) -> tuple[int, ...]:
-    """4 KiB, `step` times that, ... up to `largest`; then `largest` itself."""
+def nbytes_ladder(largest: int) -> tuple[int, ...]:
+    """4 KiB, 16 KiB, ... up to `largest`; then `largest` itself."""
     sizes = [SMALLEST_NBYTES]
-    while sizes[-1] * step <= largest:
-        sizes.append(sizes[-1] * step)
+    while sizes[-1] * 4 <= largest:
+        sizes.append(sizes[-1] * 4)
     return tuple(dict.fromkeys((*sizes, largest)))
 
 
@@ -124,15 +110,15 @@ def collective_series(
 ) -> list[Series]:
     """One series per shape and kind, shapes first. All groups of a shape communicate at once."""
     buffers = Buffers(device)
-    return [
-        Series(
-            f"{kind} over {shape_text(shape)}",
-            tuple(dict.fromkeys(whole_size(nbytes, team.size) for nbytes in sizes)),
-            partial(collective_work, kind, team, buffers),
-        )
-        for shape, team in teams.items()
-        for kind in kinds
-    ]
+    always = {min(nbytes, sizes[-1]) for nbytes in _ALWAYS_NBYTES}
+    found: list[Series] = []
+    for shape, team in teams.items():
+        whole = {whole_size(nbytes, team.size): nbytes in always for nbytes in sizes}
+        anchors = tuple(nbytes for nbytes, anchor in whole.items() if anchor)
+        for kind in kinds:
+            work = partial(collective_work, kind, team, buffers)
+            found.append(Series(f"{kind} over {shape_text(shape)}", tuple(whole), work, always=anchors))
+    return found
 
 
 def shape_text(shape: GroupShape) -> str:

@@ -3,8 +3,8 @@
 A *series* is one kind of work at growing sizes: an all-reduce over one group from 4 KB to 64 MB, a matrix
 product in bfloat16. Two phases:
 
-sweep    each series in turn, sizes ascending, until the next size would take more than the series' share of
-         the budget; three sizes at least.
+sweep    each series in turn: a small, a middle and a big size always; then those between and beyond,
+         ascending, as far as they fit in the series' share of the budget.
 repeat   one repetition of every point in turn, again and again, until the budget is spent: what the machine
          does besides meets all points alike.
 
@@ -29,7 +29,6 @@ _SWEEP_SHARE = 0.6
 _SWEEP_REPETITIONS = 2
 _REPETITIONS = 40
 """At most, per point."""
-_LEAST_SIZES = 3
 _MOST_CALLS = 200
 
 Progress = Callable[[str, float], None]
@@ -44,6 +43,7 @@ class Series:
     across:  the ranks' seconds of one repetition -> its seconds: `max` where they wait for each other.
     least:   seconds of a repetition: shorter work is called in a row. A barrier lets ranks go a fraction
              of a millisecond apart, and ranks that share a core take turns of a few.
+    always:  of the sizes, those that are measured whatever they take; (): the first three.
     """
 
     name: str
@@ -51,6 +51,11 @@ class Series:
     prepare: Callable[[int], Callable[[], object]]
     across: Callable[[list[float]], float] = max
     least: float = 2e-3
+    always: tuple[int, ...] = ()
+
+    @property
+    def anchors(self) -> tuple[int, ...]:
+        return self.always or self.sizes[:3]
 
 
 @dataclass(frozen=True)
@@ -84,19 +89,21 @@ class _Sampler:
 
     def sweep(self, series: Series, share: float) -> list[_Point]:
         """The points of one series, in about this share of the budget, each with its first repetitions."""
-        points: list[_Point] = []
         end = self.spent + share
+        points = [self.point(series, size) for size in series.anchors]
         for size in series.sizes:
-            if len(points) >= _LEAST_SIZES and self.spent + _next(points, size) / self.budget.seconds > end:
-                break
-            prepare = partial(series.prepare, size)
-            point = _Point(series, size, self.peers.collectively(series.name, prepare))
-            # Warm up: the first call of all may set up connections, and says nothing of the time.
-            once = min(self.time(point), self.time(point))
-            point.calls = max(1, min(_MOST_CALLS, int(series.least / max(once, 1e-9))))
-            point.samples = [self.time(point) for _ in range(_SWEEP_REPETITIONS)]
-            points.append(point)
+            fits = self.spent + _expected(points, size) / self.budget.seconds <= end
+            if size not in series.anchors and fits:
+                points.append(self.point(series, size))
         return points
+
+    def point(self, series: Series, size: int) -> _Point:
+        point = _Point(series, size, self.peers.collectively(series.name, partial(series.prepare, size)))
+        # Warm up: the first call of all may set up connections, and says nothing of the time.
+        once = min(self.time(point), self.time(point))
+        point.calls = max(1, min(_MOST_CALLS, int(series.least / max(once, 1e-9))))
+        point.samples = [self.time(point) for _ in range(_SWEEP_REPETITIONS)]
+        return point
 
     def repeat(self, points: Sequence[_Point]) -> None:
         """More repetitions of all, in turn, until the budget is spent."""
@@ -116,16 +123,21 @@ class _Sampler:
         return point.series.across([seconds for seconds, _ in said])
 
 
-def _next(points: Sequence[_Point], size: int) -> float:
-    """Seconds that the sweep of the next size will take, were time proportional to size."""
-    last = points[-1]
-    return (2 + _SWEEP_REPETITIONS) * median(last.samples) * size / last.size
+def _expected(points: Sequence[_Point], size: int) -> float:
+    """Seconds that the sweep of one more size may take: no more than a larger size took; were time
+    proportional to size, if none was larger."""
+    calls = 2 + _SWEEP_REPETITIONS
+    larger = [median(point.samples) for point in points if point.size > size]
+    if larger:
+        return calls * min(larger)
+    last = max(points, key=lambda point: point.size)
+    return calls * median(last.samples) * size / last.size
 
 
 def sample(
     series: Sequence[Series], peers: Peers, clock: Clock, seconds: float, progress: Progress
 ) -> list[Curve]:
-    """The curve of each series, within about `seconds` (more if three sizes of each take more).
+    """The curve of each series, within about `seconds` (more if the sizes that are always measured take more).
 
     The same on all ranks. Raises ProfileError, on all ranks, if work cannot be prepared on one.
     """

@@ -61,17 +61,19 @@ def forbid_same(graph: Graph, pruned: Graph) -> None:
 def improve_prices(
     graph: Graph,
     rows: Rows,
-    start: Array,
+    start: Bound | None,
     until: float,
     offer: Callable[[dict[int, int], Array], float],
     tolerance: float,
 ) -> Bound:
     """The best bound found until `until`, or until steps become useless.
 
+    start: an earlier answer for the same graph.
     offer: takes the messages' favourite choice and the prices, and returns the least known cost of a choice that fits.
     """
-    prices, share, stalled, count = start, STEP, 0, 0
-    messages = zero_messages(graph)
+    prices = np.zeros(len(rows.slack)) if start is None else start.prices
+    messages = zero_messages(graph) if start is None else dict(start.messages)
+    share, stalled, count = STEP, 0, 0
     best: Bound | None = None
     smooth = np.zeros(len(prices))
     while True:

@@ -24,17 +24,18 @@ from .rows import Rows
 
 __all__ = ["MemorySearch"]
 
-PROGRAM_LIMIT, SMALL = 400_000, 50_000
+PROGRAM_LIMIT, SMALL = 1_000_000, 50_000
 """Edge entries of the largest graph that goes to HiGHS as a whole; and of one that goes there at once."""
 EXACT_SHARE = 0.5
 """Share of the time left for that, if there is a choice that parts could improve."""
 REPAIR_SHARE = 0.4
 GRACE = 5.0
 """Seconds after the deadline that finding a first choice that fits may take."""
-MOST_FAILURES = 200
+FAILURES, FAILURES_WHERE_LARGE = 15, 200
+"""Parts in a row that could not be improved, after which no more are tried for now."""
 
-PRICE_SHARE = 0.25
-"""Share of the time left for prices where the graph is too large for that."""
+PRICE_SHARE, REPRICE_SHARE, PART_SHARE = 0.25, 0.2, 0.2
+"""Shares of the time left for prices where the graph is larger, for improving them, and for solving parts."""
 PART, PART_SECONDS = 20_000, 3.0
 """Edge entries of the first part to be solved exactly, and the time for one."""
 WORTH = 1e-4
@@ -54,6 +55,7 @@ class MemorySearch:
         self.best: dict[int, int] | None = None
         self.cost, self.bound = float("inf"), -float("inf")
         self._prices: Array = np.zeros(len(self.rows.slack))
+        self._priced: Bound | None = None
         self._seconds_of_repair = 0.0
         self._start = time.monotonic()
         self._rng = np.random.default_rng(0)
@@ -62,25 +64,22 @@ class MemorySearch:
 
     def solve(self) -> None:
         """Fill `best`, `cost` and `bound`. Raises DeadEnd if nothing fits."""
-        bound = None
         if self.graph.entries() > SMALL:
-            bound = self._price(PRICE_SHARE)
+            self._price(PRICE_SHARE)
+        improved = None  # whether parts of the best choice could be improved; None: not tried
         while not self._done():
-            left = self._pruned(bound)
+            left = self._pruned()
             if left is None:
                 return
-            share = 1.0
-            if left.entries() <= PROGRAM_LIMIT:
-                if self._close(
-                    left, EXACT_SHARE if self.best is not None and left.entries() > SMALL else 1.0
-                ):
-                    return
-                share = 0.5
-            if self._done() or self.best is None:
-                break
-            if not self._improve_parts(share):
-                break
-            bound = self._price(0.1)
+            small, exact = left.entries() <= SMALL, left.entries() <= PROGRAM_LIMIT
+            if exact and (small or self.best is None or improved is not None):
+                whole = small or self.best is None or not improved
+                if self._close(left, 1.0 if whole else EXACT_SHARE) or whole:
+                    break
+            if self.best is not None:
+                improved = self._improve_parts(PART_SHARE, FAILURES if exact else FAILURES_WHERE_LARGE)
+            if not self._done():
+                self._price(REPRICE_SHARE)
         if self.best is None:  # even if time has run out
             self._price(1.0)
 
@@ -99,13 +98,12 @@ class MemorySearch:
         if cost < self.cost and self.rows.fits(choice):
             self.best, self.cost = choice, cost
 
-    def _price(self, share: float) -> Bound:
+    def _price(self, share: float) -> None:
         found = improve_prices(
-            self.graph, self.rows, self._prices, self._until(share), self._favourite, self.budget.tolerance
+            self.graph, self.rows, self._priced, self._until(share), self._favourite, self.budget.tolerance
         )
-        self._prices = found.prices
+        self._priced, self._prices = found, found.prices
         self._raise_bound(found.bound)
-        return found
 
     def _favourite(self, choice: dict[int, int], prices: Array) -> float:
         """Repair a choice and improve it, unless that has taken long already."""
@@ -131,10 +129,10 @@ class MemorySearch:
             search.descend(float("inf"), until)
             self._take(search.choice)
 
-    def _pruned(self, bound: Bound | None) -> Graph | None:
+    def _pruned(self) -> Graph | None:
         """What is left of the graph that may be better than the best choice; None: nothing."""
         left = self.graph.copy()
-        left.constant = self.graph.constant
+        left.constant, bound = self.graph.constant, self._priced
         if bound is None or not np.isfinite(self.cost):
             return left
         cutoff = self.cost - self.budget.tolerance / 2
@@ -165,12 +163,12 @@ class MemorySearch:
             self._favourite(full, self._prices)
         return self.cost
 
-    def _improve_parts(self, share: float) -> bool:
+    def _improve_parts(self, share: float, patience: int) -> bool:
         """Solve parts of the best choice for a while; True if that found something better."""
         assert self.best is not None
         until, size, before = self._until(share), PART, self.cost
         failures = 0
-        while time.monotonic() < until and not self._done() and failures < MOST_FAILURES:
+        while time.monotonic() < until and not self._done() and failures < patience:
             start = time.monotonic()
             nodes = grow(self.graph, self._seeds(), int(size), self._rng)
             worth = max(self.budget.tolerance, WORTH * (self.cost - self.bound))

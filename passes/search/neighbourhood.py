@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
-from .core import Budget
 from .binding import solve_rows
+from .core import Budget
 from .graph import Graph
 from .rows import Rows
 from .tables import Tables
 
-__all__ = ["part_of", "grow", "improve_part"]
+__all__ = ["grow", "improve_part", "part_of"]
 
 
 def grow(graph: Graph, seeds: list[int], entries: int, rng: np.random.Generator) -> list[int]:

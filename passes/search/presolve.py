@@ -19,7 +19,7 @@ from .usage import RangeMinimum
 
 __all__ = ["presolve", "propagate"]
 
-FILL_LIMIT = 4_000_000
+FILL_LIMIT = 1_000_000
 """Entries of the largest edge matrix that an elimination may make."""
 
 

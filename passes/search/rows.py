@@ -50,7 +50,9 @@ class Rows:
         start = np.concatenate([[0], np.cumsum([len(graph.cost[node]) for node in nodes])]).astype(np.int64)
         found = {node: usage for node in nodes if (usage := graph.usage(node)) is not None}
         if not found:
-            return Rows(nodes, start, {}, csr_array((0, int(start[-1]))), np.zeros(0))
+            short = np.sort(graph.slack)[:1]  # a row that nothing uses binds if it has no room to begin with
+            short = short[short < 0]
+            return Rows(nodes, start, {}, csr_array((len(short), int(start[-1]))), short)
         edges = [points for usage in found.values() for points in (usage.first, usage.last)]
         points = np.unique(np.concatenate([np.zeros(1, dtype=np.int64), *edges]))
         points = points[points < len(graph.slack)]

@@ -20,7 +20,9 @@ __all__ = ["solve"]
 
 ROUNDING = 1e-9
 """Relative gap that counts as none: what sums of float64 costs and HiGHS's tolerances leave open."""
-RESERVE_SHARE, RESERVE = 0.03, 2.0
+PRESOLVE_SHARE = 0.4
+"""Share of the time limit for the dear reductions."""
+RESERVE_SHARE, RESERVE = 0.05, 5.0
 """Share of the time limit, and seconds at most, kept for what cannot be interrupted."""
 
 
@@ -54,11 +56,12 @@ def solve(
 def _search(
     problem: Problem, base: Graph, relative: float, deadline: float, known: list[int] | None
 ) -> tuple[list[int] | None, float]:
-    """The best choice found (None: none better than the known one) and a bound. Raises DeadEnd if nothing is possible."""
+    """The best choice found (None: none) and a bound. Raises DeadEnd if nothing is possible."""
+    now = time.monotonic()
     graph = base.copy()
     if problem.limit is not None:
         graph.add_rows(problem)
-    presolve(graph, deadline)
+    presolve(graph, now + PRESOLVE_SHARE * (deadline - now))
     budget = Budget(deadline, relative * cost_scale(graph, deadline))
     warm = None if known is None else graph.reduced(dict(enumerate(known)))
     if graph.use:

@@ -37,6 +37,7 @@ class Prices:
     mesh: MeshSpec
     compute: ComputePrices
     redistributor: Redistributor
+    hidden: Redistributor  # of transfers that hide behind computing: they are merged into buckets
     optimizer_seconds: Callable[[int], float]  # bytes of a parameter's shard -> seconds of its update
     traffic: TrafficModel = fused_traffic
     overlap_efficiency: float = 0.0
@@ -89,7 +90,7 @@ def build_space(
     One search node per placeholder, op and untied output; one edge per operand, priced by the
     redistribution from the producer's layout to the one the consumer reads.
     """
-    builder = _Builder(joint, prices, boundary, rules, joint.trained)
+    builder = _Builder(joint, prices, boundary, rules, joint.trained, hideable(joint))
     builder.add_nodes()
     builder.add_edges()
     return builder.finish(memory_limit)
@@ -110,12 +111,14 @@ class _Builder:
     boundary: Boundary
     rules: RuleTable | None
     trained: set[fx.Node]
+    hides: frozenset[tuple[str, int]]
     index: dict[fx.Node, int] = field(default_factory=dict)
     nodes: list[fx.Node | None] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     options: list[_Option] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
     edge_costs: list[np.ndarray] = field(default_factory=list)
+    edge_kinds: list[int] = field(default_factory=list)
     slots: list[int | None] = field(default_factory=list)
     classes: dict[Hashable, _Option] = field(default_factory=dict)
     matrices: dict[Hashable, np.ndarray] = field(default_factory=dict)
@@ -135,10 +138,11 @@ class _Builder:
     def add_edges(self) -> None:
         for node, consumer in list(self.index.items()):
             for operand, source in enumerate(tensor_operands(node)):
-                self._connect(source, consumer, operand)
+                self._connect(source, consumer, operand, (node.name, operand))
+        ends = itertools.count()
         for result, slot in zip(self.joint.results, self.slots, strict=True):
             if result is not None and slot is not None:
-                self._connect(result, slot, None)
+                self._connect(result, slot, None, ("output", next(ends)))
 
     def finish(self, memory_limit: int | None) -> SearchSpace:
         strategies = tuple(option.strategies for option in self.options)
@@ -157,18 +161,11 @@ class _Builder:
 
     def _kinds(self) -> CostKinds:
         """Computing, hideable communication, or neither: per node and edge."""
-        hides = hideable(self.joint)
-        phases = [PHASES.index(n.meta.get("phase", "forward")) if n is not None else 0 for n in self.nodes]
-        computes = [n is not None and n.op == "call_function" for n in self.nodes]
-        ends = itertools.count()
-        edges: list[int] = []
-        for edge in self.edges:
-            at_end = edge.operand is None
-            read = ("output", next(ends)) if at_end else (self.names[edge.consumer], edge.operand)
-            phase = phases[edge.producer if at_end else edge.consumer]
-            edges.append(2 * phase + 1 if read in hides else CostKinds.EXPOSED)
-        nodes = [2 * p if c else CostKinds.EXPOSED for p, c in zip(phases, computes, strict=True)]
-        return CostKinds(tuple(nodes), tuple(edges), len(PHASES))
+        nodes = [
+            2 * self._phase(i) if node is not None and node.op == "call_function" else CostKinds.EXPOSED
+            for i, node in enumerate(self.nodes)
+        ]
+        return CostKinds(tuple(nodes), tuple(self.edge_kinds), len(PHASES))
 
     def _add(self, node: fx.Node | None, name: str, option: _Option) -> int:
         position = len(self.names)
@@ -242,30 +239,37 @@ class _Builder:
         strategies = tuple(NodeLayouts((), (layout,)) for layout in layouts)
         return self._add(None, f"output {position}", _Option(strategies, np.zeros(len(strategies))))
 
-    def _connect(self, source: fx.Node, consumer: int, operand: int | None) -> None:
+    def _connect(self, source: fx.Node, consumer: int, operand: int | None, read: tuple[str, int]) -> None:
         node, result = result_index(source)
-        producer = self.index[node]
-        self.edges.append(Edge(producer, result, consumer, operand))
-        self.edge_costs.append(self._matrix(source, producer, result, consumer, operand))
+        edge = Edge(self.index[node], result, consumer, operand)
+        self.edges.append(edge)
+        self.edge_costs.append(self._matrix(source, edge, read in self.hides))
+        phase = self._phase(edge.producer if operand is None else consumer)
+        self.edge_kinds.append(2 * phase + 1 if read in self.hides else CostKinds.EXPOSED)
 
-    def _matrix(
-        self, source: fx.Node, producer: int, result: int, consumer: int, operand: int | None
-    ) -> np.ndarray:
+    def _phase(self, position: int) -> int:
+        node = self.nodes[position]
+        return 0 if node is None else PHASES.index(node.meta.get("phase", "forward"))
+
+    def _matrix(self, source: fx.Node, edge: Edge, hides: bool) -> np.ndarray:
         value = node_value(source)
-        held = self.options[producer].strategies
-        read = self.options[consumer].strategies
-        key = (id(held), result, id(read), operand, tuple(value.shape), value.dtype)
+        held = self.options[edge.producer].strategies
+        read = self.options[edge.consumer].strategies
+        key = (id(held), edge.result, id(read), edge.operand, tuple(value.shape), value.dtype, hides)
         if key not in self.matrices:
-            sources = [s.results[result] for s in held]
-            targets = [s.results[0] if operand is None else s.operands[operand] for s in read]
-            self.matrices[key] = self._edge_matrix(sources, targets, value)
+            sources = [s.results[edge.result] for s in held]
+            targets = [s.results[0] if edge.operand is None else s.operands[edge.operand] for s in read]
+            self.matrices[key] = self._edge_matrix(sources, targets, value, hides)
         return self.matrices[key]
 
-    def _edge_matrix(self, sources: list[Layout], targets: list[Layout], value: torch.Tensor) -> np.ndarray:
+    def _edge_matrix(
+        self, sources: list[Layout], targets: list[Layout], value: torch.Tensor, hides: bool
+    ) -> np.ndarray:
         """Price each distinct pair of layouts once, then spread over the strategies."""
         rows, row_of = _distinct(sources)
         columns, column_of = _distinct(targets)
-        seconds = self.prices.redistributor.matrix(rows, columns, tuple(value.shape), value.element_size())
+        prices = self.prices.hidden if hides else self.prices.redistributor
+        seconds = prices.matrix(rows, columns, tuple(value.shape), value.element_size())
         return seconds[np.ix_(row_of, column_of)]
 
 

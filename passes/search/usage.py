@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from .problem import Array
 from .tables import Index
@@ -48,7 +48,8 @@ class Usage:
         anyway = Usage(self.first, self.last, least[:, None])
         return rest._some(rest.used.any(axis=1)), anyway._some(least > 0)
 
-    def _some(self, ranges: NDArray[np.bool_]) -> Usage | None:
+    def _some(self, chosen: ArrayLike) -> Usage | None:
+        ranges = np.asarray(chosen, dtype=np.bool_)
         if ranges.all():
             return self
         return Usage(self.first[ranges], self.last[ranges], self.used[ranges]) if ranges.any() else None

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 import passes.ops  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers the op)
 from passes.ops.contract import Terms, contract_reference, format_equation, parse_equation
+from passes.torch_compat import fake_tensors
 from tests.canonicalize.graphs import ramp
 
 
@@ -38,6 +39,9 @@ def test_contract_is_the_sum_over_all_loops(data: st.DataObject) -> None:
     got = torch.ops.autoshard.contract(a, b, equation)
     torch.testing.assert_close(got, by_loops(a, b, (a_term, b_term, result)))
     torch.testing.assert_close(contract_reference(a, b, equation), got)
+    fakes = fake_tensors([(x.shape, x.dtype, x.device, False) for x in (a, b)])
+    fake = torch.ops.autoshard.contract(*fakes, equation)
+    assert (fake.shape, fake.stride(), fake.dtype) == (got.shape, got.stride(), got.dtype)
 
 
 def test_parse_and_format() -> None:

@@ -90,6 +90,18 @@ def test_the_sweep_stops_at_the_share_and_the_rest_is_repeated() -> None:
     assert 100.0 <= clock.time <= 104.0
 
 
+def test_what_is_always_measured_comes_first() -> None:
+    clock = Scripted(float)
+    one = Series("a", (1, 2, 4, 8, 16), lambda size: lambda: size, least=0.0, always=(1, 8))
+    (found,) = sample([one], Peers(None), clock, 100.0, quiet)
+    # 1 and 8 take 36 of the 60 s, and no smaller size can take longer than 8 did: 32 s would be too
+    # many for 2, which is not known yet to be quicker.
+    assert found.sizes == (1, 8)
+    (found,) = sample([one], Peers(None), Scripted(float), 200.0, quiet)
+    # 120 s: 36 for those; 2 may take 32, and takes 8; 4 may take 32, takes 16; 16 would take 64 more.
+    assert found.sizes == (1, 2, 4, 8)
+
+
 def test_three_sizes_at_least_whatever_they_take() -> None:
     curves = sample([sized("a", 10, 20, 30, 40), sized("b", 5)], Peers(None), Scripted(float), 1.0, quiet)
     assert [c.sizes for c in curves] == [(10, 20, 30), (5,)]
@@ -139,8 +151,8 @@ def test_every_group_of_axes_once() -> None:
 
 
 def test_sizes() -> None:
-    assert nbytes_ladder(2**16, 4) == (2**12, 2**14, 2**16)
-    assert nbytes_ladder(100_000, 4) == (2**12, 2**14, 2**16, 100_000)
+    assert nbytes_ladder(2**16) == (2**12, 2**14, 2**16)
+    assert nbytes_ladder(100_000) == (2**12, 2**14, 2**16, 100_000)
     assert whole_size(4096, 4) == 4096 and whole_size(4096, 3) == 4104 == 4 * 9 * 114
 
 

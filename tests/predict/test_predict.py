@@ -32,7 +32,7 @@ from passes.pricing import eager_traffic
 from passes.redistribute import Redistributor
 from passes.search.space import Prices
 from passes.simulate import simulated_group_axes, simulated_groups
-from tests.overlap.planned import joint_of, random_assignment
+from tests.overlap.planned import joint_of, lowered, random_assignment
 from tests.profiles import slow_compute
 from tests.runtime.graphs import Local
 
@@ -56,6 +56,7 @@ def round_prices(mesh: MeshSpec, efficiency: float, launch: float = 2 * US) -> P
         mesh=mesh,
         compute=ComputePrices(replace(Profile.named("cpu"), device=device)),
         redistributor=Redistributor(mesh, PerByte()),
+        hidden=Redistributor(mesh, PerByte()),
         optimizer_seconds=lambda nbytes: nbytes * 1e-10,
         traffic=eager_traffic,
         overlap_efficiency=efficiency,
@@ -226,6 +227,24 @@ def test_overlap_shortens_what_waiting_at_once_exposes() -> None:
 def test_the_plan_holds_the_step() -> None:
     found, plan = of_plan(MeshSpec(AXES), slow_compute(), "eager")
     assert plan.step_time == pytest.approx(found.seconds, rel=0.05)
+
+
+class WithLogits(Net):
+    """Returns its logits beside the loss: in a usual step nobody differentiates them."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        logits = self.down(torch.relu(self.up(x)))
+        return logits, logits.square().mean()
+
+
+def test_the_backward_is_the_loss_s_alone() -> None:
+    mesh, x = MeshSpec({"dp": 1}), torch.randn(8, 16)
+    joint = joint_of(WithLogits(), x)
+    plan = find_plan(WithLogits(), mesh, (x,), profile=slow_compute(), backend="eager")
+    (phases,) = lowered(joint, plan.assignment, mesh)
+    assert phases.backward is not None and [t.index for t in phases.backward.tangents] == [0, 1]
+    backward = ordered_phases(phases).backward
+    assert backward is not None and [t.index for t in backward.tangents] == [1]
 
 
 @pytest.mark.parametrize("seed", [4, 5])
