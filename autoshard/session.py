@@ -173,7 +173,7 @@ class Session:
             groups,
             prices.redistributor,
             turns=turns,
-            hidden=prices.hidden,
+            merged=prices.merged,
         )
         phases = split_phases(ours.module, joint.inputs, joint.outputs)
         shapes = {node.name: tuple(node.meta["val"].shape) for node in joint.placeholders}

@@ -147,7 +147,7 @@ def _rank_graphs(joint: JointGraph, plan: Plan) -> list[RankGraph]:
             groups,
             prices.redistributor,
             turns=turns,
-            hidden=prices.hidden,
+            merged=prices.merged,
         )
 
     return [of_rank(rank) for rank in range(plan.mesh.device_count)]

@@ -15,23 +15,23 @@ the total is least where the one read first is through as early as possible.
 
     seconds(group) = the price of one collective of all its bytes + copying them in, and gathers out again
 
-A group holds no more bytes than at which starting is a tenth of the collective's time
-(`cost_model.bucketed`): more would gain little, and memory holds a whole group. Of equal ends the least time on the wire wins. The lists are
-solved one by one, as if each had the wire to itself.
+A group holds no more bytes than at which starting is a tenth of the time
+(`cost_model.bucketed`): more would gain little, and memory holds a whole group. Of equal ends the least
+time on the wire wins. The lists are solved one by one, as if each had the wire to itself.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-from cost_model.bucketed import BucketedPrices
+from cost_model.bucketed import BucketedPrices, copies_seconds
 from passes.assignment import Assignment
-from passes.hiding import hideable
+from passes.hiding import ending_reads
 from passes.issue_order import Move, Side, Transfer, Turn, issue_order
 from passes.joint import JointGraph, node_value, result_index
 from passes.pricing import strategy_seconds
@@ -51,7 +51,7 @@ def bucketed_turns(
     joint: JointGraph, assignment: Assignment, prices: Prices, rules: RuleTable | None = None
 ) -> Mapping[Transfer, Turn]:
     """`issue_order` with transfers merged where `prices` say that a step is shorter for it."""
-    return issue_order(joint, assignment, merge=BucketPlan(assignment, prices, hideable(joint), rules))
+    return issue_order(joint, assignment, merge=BucketPlan(assignment, prices, ending_reads(joint), rules))
 
 
 @dataclass
@@ -60,7 +60,7 @@ class BucketPlan:
 
     assignment: Assignment
     prices: Prices
-    hides: frozenset[Transfer]
+    ending: frozenset[Transfer]
     rules: RuleTable | None = None
 
     def __call__(self, side: Side, moves: Sequence[Move], ops: Sequence[fx.Node]) -> list[Sequence[Move]]:
@@ -78,10 +78,11 @@ class BucketPlan:
             ready = elapsed[-1] - elapsed[move.end] if side == "early" else elapsed[move.start + 1]
             item = Item(move, ready, self._nbytes(move))
             alike.setdefault((kind, node_value(move.operand).dtype), []).append(item)
-        limit = BucketedPrices(self.prices.redistributor.collective_seconds).limit
+        prices = self.prices
+        limit = BucketedPrices(prices.redistributor.collective_seconds, prices.mesh, prices.compute).limit
         for (kind, _), items in alike.items():
             order = items[::-1] if side == "early" else items
-            cut = least_end(order, Wire(kind, self.prices, limit))
+            cut = least_end(order, Wire(kind, prices, limit))
             groups += [[i.move for i in (g[::-1] if side == "early" else g)] for g in cut]
         return groups
 
@@ -98,8 +99,8 @@ class BucketPlan:
 
     def _plan(self, move: Move) -> Redistribution:
         value = node_value(move.operand)
-        behind = move.transfer in self.hides
-        chooser = self.prices.hidden if behind else self.prices.redistributor
+        last = move.transfer in self.ending
+        chooser = self.prices.merged if last else self.prices.redistributor
         return chooser.plan(move.held, move.wanted, value.shape, value.element_size())
 
     def _nbytes(self, move: Move) -> tuple[int, ...]:
@@ -148,17 +149,9 @@ class Wire:
         for (kind, axes, _), n in zip(self.kind, nbytes, strict=True):
             total += price(kind, axes, n)
             if count > 1 and n:
-                total += self._copies(kind, self.prices.mesh.size(*axes), n, count)
+                compute, ranks = self.prices.compute, self.prices.mesh.size(*axes)
+                total += compute.launch_seconds + copies_seconds(compute, kind, ranks, n, count)
         return total
-
-    def _copies(self, kind: str, ranks: int, nbytes: int, count: int) -> float:
-        """Into the buffer, and of what is gathered out of it: each copy reads and writes."""
-        compute = self.prices.compute
-        if kind == "all_gather":
-            return (1 + count) * compute.launch_seconds + compute.memory_seconds(
-                2 * nbytes + 2 * nbytes / ranks
-            )
-        return compute.launch_seconds + compute.memory_seconds(2 * nbytes)
 
 
 def least_end(items: Sequence[Item], wire: Wire) -> list[list[Item]]:

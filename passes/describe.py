@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import fx
 
 from passes.assignment import Assignment, NodeLayouts
 from passes.collector import collector_paused
-from passes.hiding import hideable
+from passes.hiding import ending_reads, hideable
 from passes.joint import GraphInput, JointGraph, map_operands, node_value, result_index, tensor_operands
 from passes.layout import Layout
 from passes.pricing import strategy_seconds
@@ -31,7 +32,13 @@ from passes.search.space import Prices
 
 __all__ = ["describe", "fallback_ops", "graph_hash", "short_dtype"]
 
-Hides = frozenset[tuple[str, int]]
+
+@dataclass(frozen=True)
+class _Reads:
+    """`hideable` and `ending_reads` of a graph."""
+
+    hides: frozenset[tuple[str, int]]
+    ending: frozenset[tuple[str, int]]
 
 
 @collector_paused()
@@ -45,15 +52,15 @@ def describe(
     """
     kinds = dict(zip(joint.placeholders, joint.inputs, strict=True))
     trained = joint.trained
-    hides = hideable(joint)
+    reads = _Reads(hideable(joint), ending_reads(joint))
     records: list[NodeRecord] = []
     for node in joint.graph.nodes:
         if node.op == "placeholder":
             records.append(_placeholder(node, kinds[node], assignment[node.name], prices, node in trained))
         elif node.op == "output":
-            records.append(_output(node, assignment, prices, hides))
+            records.append(_output(node, assignment, prices, reads))
         elif result_index(node)[0] is node:
-            records.append(_op(node, assignment, prices, rules, hides))
+            records.append(_op(node, assignment, prices, rules, reads))
     return tuple(records)
 
 
@@ -119,7 +126,7 @@ def _placeholder(
 
 
 def _op(
-    node: fx.Node, assignment: Assignment, prices: Prices, rules: RuleTable | None, hides: Hides
+    node: fx.Node, assignment: Assignment, prices: Prices, rules: RuleTable | None, reads: _Reads
 ) -> NodeRecord:
     layouts = assignment[node.name]
     rule = rule_for(node, rules)
@@ -128,7 +135,7 @@ def _op(
         name=node.name,
         op=_op_name(node),
         text=_op_text(node),
-        operands=_operands(node, layouts, assignment, prices, hides),
+        operands=_operands(node, layouts, assignment, prices, reads),
         results=_results(node, layouts),
         splits=layouts.splits,
         seconds=float(seconds[0]),
@@ -138,13 +145,13 @@ def _op(
     )
 
 
-def _output(node: fx.Node, assignment: Assignment, prices: Prices, hides: Hides) -> NodeRecord:
-    operands = _operands(node, assignment["output"], assignment, prices, hides)
+def _output(node: fx.Node, assignment: Assignment, prices: Prices, reads: _Reads) -> NodeRecord:
+    operands = _operands(node, assignment["output"], assignment, prices, reads)
     return NodeRecord("output", "output", "", operands, (), (), 0.0, "backward", "", "")
 
 
 def _operands(
-    node: fx.Node, layouts: NodeLayouts, assignment: Assignment, prices: Prices, hides: Hides
+    node: fx.Node, layouts: NodeLayouts, assignment: Assignment, prices: Prices, reads: _Reads
 ) -> tuple[OperandRecord, ...]:
     found: list[OperandRecord] = []
     reader = "output" if node.op == "output" else node.name
@@ -152,9 +159,10 @@ def _operands(
         producer, index = result_index(operand)
         held = assignment[producer.name].results[index]
         value = node_value(operand)
-        behind = (reader, position) in hides
-        transfers = _transfers(held, wanted, value, prices.hidden if behind else prices.redistributor)
-        found.append(OperandRecord(producer.name, index, wanted, transfers, behind))
+        read = reader, position
+        chooser = prices.merged if read in reads.ending else prices.redistributor
+        transfers = _transfers(held, wanted, value, chooser)
+        found.append(OperandRecord(producer.name, index, wanted, transfers, read in reads.hides))
     return tuple(found)
 
 

@@ -21,7 +21,7 @@ from passes.joint import JointGraph, result_index, tensor_operands
 from passes.op_kinds import fuses, is_view
 from passes.records import NodeRecord
 
-__all__ = ["PHASES", "StepParts", "hideable", "step_parts"]
+__all__ = ["PHASES", "StepParts", "ending_reads", "hideable", "step_parts"]
 
 PHASES: tuple[str, ...] = ("forward", "backward")
 """Of a step, in the order of `StepParts`. The optimizer's update follows and hides nothing."""
@@ -50,16 +50,29 @@ def hideable(joint: JointGraph) -> frozenset[tuple[str, int]]:
     """The reads of `joint` whose redistribution may run behind computation: (name of the reader, position
     among its tensor operands). The reader "output" is the end of the graph."""
     at_hand = _at_hand(joint)
-    ending = _ending(joint)
-    inputs = set(joint.placeholders)
-    found: set[tuple[str, int]] = set()
+    found: set[tuple[str, int]] = set(ending_reads(joint))
     for node in joint.graph.nodes:
         if node.op != "call_function" or result_index(node)[0] is not node:
             continue
         for position, operand in enumerate(tensor_operands(node)):
             saved = _phase(node) == "backward" and _phase(operand) == "forward"
-            if operand in at_hand or saved or (node in ending and operand not in inputs):
+            if operand in at_hand or saved:
                 found.add((node.name, position))
+    return frozenset(found)
+
+
+def ending_reads(joint: JointGraph) -> frozenset[tuple[str, int]]:
+    """Those of `hideable` of which only the end of the program reads the result: reductions of gradients. They
+    wait for nobody, so small ones can travel together (`passes.bucket_plan`) and are priced so."""
+    ending = _ending(joint)
+    inputs = set(joint.placeholders)
+    found = {
+        (node.name, position)
+        for node in ending
+        if result_index(node)[0] is node
+        for position, operand in enumerate(tensor_operands(node))
+        if operand not in inputs
+    }
     ends = (result for result in joint.results if result is not None)
     found.update(("output", place) for place, end in enumerate(ends) if _phase(end) == "backward")
     return frozenset(found)

@@ -13,7 +13,7 @@ from cost_model.mesh import MeshSpec
 from passes.assignment import Assignment, FactorSplit, NodeLayouts
 from passes.collector import collector_paused
 from passes.fake_calls import FakeCalls
-from passes.hiding import hideable
+from passes.hiding import ending_reads
 from passes.issue_order import Transfer, Turn, issue_order
 from passes.joint import JointGraph, map_operands, node_value, result_index, tensor_operands
 from passes.layout import Layout, nested_sizes
@@ -50,13 +50,13 @@ def partition(
     redistributor: Redistributor,
     rules: RuleTable | None = None,
     turns: Mapping[Transfer, Turn] | None = None,
-    hidden: Redistributor | None = None,
+    merged: Redistributor | None = None,
 ) -> RankGraph:
     """The graph that `rank` runs.
 
     Every op is emitted by its rule on this rank's shards; where an operand's layout differs from
     the one the op reads, the steps that `redistributor` chose (and priced) are emitted before it; if given,
-    `hidden` chooses those of transfers that run behind computing (`passes.hiding`), where prices differ.
+    `merged` chooses those that only the end of the program reads (`passes.hiding`), as their prices differ.
     `groups` names the process group of every tuple of axes. `turns` is the order of the collectives, the
     same on every rank: `issue_order`'s without merging if not given.
 
@@ -68,8 +68,8 @@ def partition(
         %y: f32[4, 16] = wait_tensor(all_reduce(%y_partial, "sum", "tp"))
     """
     turns = issue_order(joint, assignment) if turns is None else turns
-    behind = frozenset[Transfer]() if hidden is None else hideable(joint)
-    choices = _Choices(redistributor, hidden or redistributor, behind)
+    ending = frozenset[Transfer]() if merged is None else ending_reads(joint)
+    choices = _Choices(redistributor, merged or redistributor, ending)
     writer = _Writer(assignment, mesh, rank, groups, choices, rules, turns, _Served.of(joint))
     for node in joint.graph.nodes:
         writer.write(node)
@@ -78,14 +78,14 @@ def partition(
 
 @dataclass(frozen=True)
 class _Choices:
-    """Who chooses the steps of a transfer: `hidden` of those in `behind`, `waited` of the others."""
+    """Who chooses the steps of a transfer: `merged` of those in `ending`, `alone` of the others."""
 
-    waited: Redistributor
-    hidden: Redistributor
-    behind: frozenset[Transfer]
+    alone: Redistributor
+    merged: Redistributor
+    ending: frozenset[Transfer]
 
     def of(self, reader: str, position: int) -> Redistributor:
-        return self.hidden if (reader, position) in self.behind else self.waited
+        return self.merged if (reader, position) in self.ending else self.alone
 
 
 @dataclass

@@ -102,7 +102,7 @@ def predicted_step(
     def of_rank(rank: int) -> Prediction:
         groups = simulated_groups(mesh)
         ours = partition(
-            joint, assignment, mesh, rank, groups, prices.redistributor, rules, turns, prices.hidden
+            joint, assignment, mesh, rank, groups, prices.redistributor, rules, turns, prices.merged
         )
         phases = split_phases(ours.module, joint.inputs, joint.outputs)
         return predict_phases(ordered_phases(phases, schedule), prices, simulated_group_axes)

@@ -24,7 +24,7 @@ from .rows import Rows
 
 __all__ = ["MemorySearch"]
 
-PROGRAM_LIMIT, SMALL = 1_000_000, 50_000
+PROGRAM_LIMIT, SMALL = 400_000, 50_000
 """Edge entries of the largest graph that goes to HiGHS as a whole; and of one that goes there at once."""
 EXACT_SHARE = 0.5
 """Share of the time left for that, if there is a choice that parts could improve."""

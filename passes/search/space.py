@@ -14,7 +14,7 @@ from torch import fx
 from cost_model.compute import ComputePrices
 from cost_model.mesh import MeshSpec
 from passes.assignment import NodeLayouts
-from passes.hiding import PHASES, hideable
+from passes.hiding import PHASES, ending_reads, hideable
 from passes.joint import JointGraph, first_value, map_operands, node_value, result_index, tensor_operands
 from passes.layout import Layout
 from passes.pricing import Traffic, TrafficModel, fused_traffic, strategy_seconds
@@ -37,7 +37,7 @@ class Prices:
     mesh: MeshSpec
     compute: ComputePrices
     redistributor: Redistributor
-    hidden: Redistributor  # of transfers that hide behind computing: they are merged into buckets
+    merged: Redistributor  # of gradients on their way to their parameters, which share buckets
     optimizer_seconds: Callable[[int], float]  # bytes of a parameter's shard -> seconds of its update
     traffic: TrafficModel = fused_traffic
     overlap_efficiency: float = 0.0
@@ -90,7 +90,8 @@ def build_space(
     One search node per placeholder, op and untied output; one edge per operand, priced by the
     redistribution from the producer's layout to the one the consumer reads.
     """
-    builder = _Builder(joint, prices, boundary, rules, joint.trained, hideable(joint))
+    hides, ending = hideable(joint), ending_reads(joint)
+    builder = _Builder(joint, prices, boundary, rules, joint.trained, hides, ending)
     builder.add_nodes()
     builder.add_edges()
     return builder.finish(memory_limit)
@@ -112,6 +113,7 @@ class _Builder:
     rules: RuleTable | None
     trained: set[fx.Node]
     hides: frozenset[tuple[str, int]]
+    ending: frozenset[tuple[str, int]]
     index: dict[fx.Node, int] = field(default_factory=dict)
     nodes: list[fx.Node | None] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
@@ -243,7 +245,7 @@ class _Builder:
         node, result = result_index(source)
         edge = Edge(self.index[node], result, consumer, operand)
         self.edges.append(edge)
-        self.edge_costs.append(self._matrix(source, edge, read in self.hides))
+        self.edge_costs.append(self._matrix(source, edge, read in self.ending))
         phase = self._phase(edge.producer if operand is None else consumer)
         self.edge_kinds.append(2 * phase + 1 if read in self.hides else CostKinds.EXPOSED)
 
@@ -251,24 +253,24 @@ class _Builder:
         node = self.nodes[position]
         return 0 if node is None else PHASES.index(node.meta.get("phase", "forward"))
 
-    def _matrix(self, source: fx.Node, edge: Edge, hides: bool) -> np.ndarray:
+    def _matrix(self, source: fx.Node, edge: Edge, merges: bool) -> np.ndarray:
         value = node_value(source)
         held = self.options[edge.producer].strategies
         read = self.options[edge.consumer].strategies
-        key = (id(held), edge.result, id(read), edge.operand, tuple(value.shape), value.dtype, hides)
+        key = (id(held), edge.result, id(read), edge.operand, tuple(value.shape), value.dtype, merges)
         if key not in self.matrices:
             sources = [s.results[edge.result] for s in held]
             targets = [s.results[0] if edge.operand is None else s.operands[edge.operand] for s in read]
-            self.matrices[key] = self._edge_matrix(sources, targets, value, hides)
+            self.matrices[key] = self._edge_matrix(sources, targets, value, merges)
         return self.matrices[key]
 
     def _edge_matrix(
-        self, sources: list[Layout], targets: list[Layout], value: torch.Tensor, hides: bool
+        self, sources: list[Layout], targets: list[Layout], value: torch.Tensor, merges: bool
     ) -> np.ndarray:
         """Price each distinct pair of layouts once, then spread over the strategies."""
         rows, row_of = _distinct(sources)
         columns, column_of = _distinct(targets)
-        prices = self.prices.hidden if hides else self.prices.redistributor
+        prices = self.prices.merged if merges else self.prices.redistributor
         seconds = prices.matrix(rows, columns, tuple(value.shape), value.element_size())
         return seconds[np.ix_(row_of, column_of)]
 

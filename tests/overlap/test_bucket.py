@@ -17,7 +17,7 @@ from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.assignment import Assignment
 from passes.bucket import Bucket
-from passes.bucket_plan import BucketPlan, Item, Wire, bucketed_turns, least_end
+from passes.bucket_plan import Item, Wire, bucketed_turns, least_end
 from passes.issue_order import Merge, Move, Side, issue_order
 from passes.joint import JointGraph
 from passes.layout import Layout
@@ -75,7 +75,8 @@ class Timed:
 def priced(mesh: MeshSpec, start: float, per_byte: float) -> Prices:
     """Those of the shipped CPU profile but for the collectives."""
     prices = prices_of(Profile.load("cpu"), mesh, "eager")
-    return replace(prices, redistributor=Redistributor(mesh, Timed(start, per_byte)))
+    timed = Redistributor(mesh, Timed(start, per_byte))
+    return replace(prices, redistributor=timed, merged=timed)
 
 
 def sliced_joint(mesh: MeshSpec, joint: JointGraph) -> Assignment:
@@ -205,8 +206,8 @@ def test_a_bucket_ends_where_starting_is_little_of_its_time(blocks: JointGraph) 
 
 def ends(blocks: JointGraph, ready: Sequence[float], start: float, per_byte: float) -> list[int]:
     """Sizes of the groups into which gradients of 512 bytes are cut, each ready at its time."""
-    plan = BucketPlan({}, priced(MeshSpec({"a": 4}), start, per_byte))
-    wire = Wire((("all_reduce", ("a",), "sum"),), plan.prices, lambda kind, axes: math.inf)
+    prices = priced(MeshSpec({"a": 4}), start, per_byte)
+    wire = Wire((("all_reduce", ("a",), "sum"),), prices, lambda kind, axes: math.inf)
     items = [
         Item(Move(blocks.output_node, i, blocks.output_node, WHOLE, WHOLE, True), r, (512,))
         for i, r in enumerate(ready)

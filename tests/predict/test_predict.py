@@ -56,7 +56,7 @@ def round_prices(mesh: MeshSpec, efficiency: float, launch: float = 2 * US) -> P
         mesh=mesh,
         compute=ComputePrices(replace(Profile.named("cpu"), device=device)),
         redistributor=Redistributor(mesh, PerByte()),
-        hidden=Redistributor(mesh, PerByte()),
+        merged=Redistributor(mesh, PerByte()),
         optimizer_seconds=lambda nbytes: nbytes * 1e-10,
         traffic=eager_traffic,
         overlap_efficiency=efficiency,

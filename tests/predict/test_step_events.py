@@ -87,7 +87,7 @@ def test_what_the_backward_computes_again_fuses_with_its_readers() -> None:
         mesh=MESH,
         compute=ComputePrices(Profile.named("cpu")),
         redistributor=Redistributor(MESH, PerByte()),
-        hidden=Redistributor(MESH, PerByte()),
+        merged=Redistributor(MESH, PerByte()),
         optimizer_seconds=lambda nbytes: 0.0,
         traffic=fused_traffic,
     )
