@@ -23,7 +23,7 @@ time on the wire wins. The lists are solved one by one, as if each had the wire 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
