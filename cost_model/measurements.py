@@ -65,7 +65,7 @@ class MatmulRates:
 
 @dataclass(frozen=True)
 class UpdateRates:
-    """The optimizer's update of one parameter, AdamW's by default: constant part, and bytes of parameter
+    """The optimizer's update of one parameter, measured with a fused AdamW: constant part, and bytes of parameter
     (not of gradient or state) per second."""
 
     launch_seconds: float

@@ -61,14 +61,15 @@ def attention_work(shape: tuple[int, int, int, int], dtype: torch.dtype, device:
 
 
 def update_work(nbytes: int, device: torch.device, mesh: DeviceMesh | None) -> Work:
-    """A step of torch.optim.AdamW, as it runs by default, on one float32 parameter of `nbytes` on each rank.
+    """A step of torch.optim.AdamW(fused=True) on one float32 parameter of `nbytes` on each rank: what trainers
+    use (torchtitan, Hugging Face); op by op it takes several times as long on CPUs.
 
     mesh: the parameter is a DTensor on it, as those of a sharded model are; None: a plain tensor.
     """
     local = torch.ones(nbytes // 4, device=device)
     parameter = torch.nn.Parameter(_distributed(local, mesh))
     parameter.grad = _distributed(local.clone(), mesh)
-    optimizer = torch.optim.AdamW([parameter], lr=1e-3)
+    optimizer = torch.optim.AdamW([parameter], lr=1e-3, fused=True)
     return optimizer.step
 
 

@@ -90,7 +90,7 @@ class _CuttingPlanes:
         e = self.efficiency
         weights = [w for m_p in m for w in (1.0 - e * m_p, 1.0 - e * (1.0 - m_p))]
         left = max(self.deadline - time.monotonic(), 1.0)
-        found = solve(self.kinds.weighted(self.problem, weights), time_limit=left)
+        found = solve(self.kinds.weighted(self.problem, weights), time_limit=left, warm=self.choice or None)
         if found.lower_bound > self.bound:
             self.bound, self.bound_at = found.lower_bound, list(m)
         parts = self.kinds.parts(self.problem, found.choice)

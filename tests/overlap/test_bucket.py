@@ -204,7 +204,9 @@ def test_a_bucket_ends_where_starting_is_little_of_its_time(blocks: JointGraph) 
     assert counted(blocks, 1.0, 10 / 1024) == [3, 5]
 
 
-def ends(blocks: JointGraph, ready: Sequence[float], start: float, per_byte: float) -> list[int]:
+def ends(
+    blocks: JointGraph, ready: Sequence[float], start: float, per_byte: float, efficiency: float = 1.0
+) -> list[int]:
     """Sizes of the groups into which gradients of 512 bytes are cut, each ready at its time."""
     prices = priced(MeshSpec({"a": 4}), start, per_byte)
     wire = Wire((("all_reduce", ("a",), "sum"),), prices, lambda kind, axes: math.inf)
@@ -212,7 +214,13 @@ def ends(blocks: JointGraph, ready: Sequence[float], start: float, per_byte: flo
         Item(Move(blocks.output_node, i, blocks.output_node, WHOLE, WHOLE, True), r, (512,))
         for i, r in enumerate(ready)
     ]
-    return [len(group) for group in least_end(items, wire)]
+    return [len(group) for group in least_end(items, wire, efficiency)]
+
+
+def test_what_nothing_hides_travels_together(blocks: JointGraph) -> None:
+    """Gradients ready far apart: with all of it hidden each goes at once, with nothing hidden one start is paid."""
+    assert ends(blocks, [0.0, 10.0, 20.0], 1.0, 1e-9) == [1, 1, 1]
+    assert ends(blocks, [0.0, 10.0, 20.0], 1.0, 1e-9, efficiency=0.0) == [3]
 
 
 @pytest.mark.parametrize("seed", range(20))
