@@ -18,8 +18,9 @@ DTYPES: Mapping[str, torch.dtype] = {
     name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")
 }
 
-LEAST_SECONDS = 10e-3
-"""Of a repetition: long enough that ranks which share a core have all had their turn."""
+LEAST_SECONDS = 60e-3
+"""Of a repetition: long enough that ranks which share a core have all had their turns. Four ranks on two cores,
+each alone 90 GFLOP/s, measured 57 with 10 ms and 45, their share, with 60 ms."""
 
 _EDGES = {"cpu": (16, 32, 64, 128, 256, 512, 1024, 2048), "cuda": (64, 128, 256, 512, 1024, 2048, 4096, 8192)}
 _MEMORY_NBYTES = {"cpu": (2**22, 2**23, 2**24, 2**25), "cuda": (2**24, 2**26, 2**28, 2**29)}
