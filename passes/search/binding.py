@@ -66,7 +66,8 @@ def solve_rows(graph: Graph, cutoff: float, budget: Budget, offer: Offer) -> Ans
             pruned = min(pruned, least, cutoff)
             forbid_same(graph, found.graph)
             presolve(graph, budget.deadline)
-            if graph.entries() > (1 - WORTHWHILE) * before:
+            # No edge may be left at all: then there is nothing to gain here.
+            if graph.entries() >= (1 - WORTHWHILE) * before or budget.spent:
                 break
         return _integers(graph, Rows.of(graph), max(bound, -float("inf")), min(pruned, cutoff), budget, offer)
     except DeadEnd:
