@@ -43,8 +43,6 @@ from passes.search.space import Prices
 
 __all__ = ["BucketPlan", "Item", "Wire", "bucketed_turns", "least_end"]
 
-_SIZES = tuple(2**k for k in range(8, 31))
-
 Kind = tuple[tuple[str, tuple[str, ...], str], ...]
 """Per collective step: (kind, axes of the group, reduction)."""
 
@@ -56,7 +54,7 @@ def bucketed_turns(
     return issue_order(joint, assignment, merge=BucketPlan(assignment, prices, ending_reads(joint), rules))
 
 
-@dataclass
+@dataclass(frozen=True)
 class BucketPlan:
     """The `Merge` of a graph with layouts `assignment` under `prices`."""
 

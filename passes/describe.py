@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import fx
 
 from passes.assignment import Assignment, NodeLayouts
 from passes.collector import collector_paused
-from passes.hiding import ending_reads, hideable
-from passes.joint import GraphInput, JointGraph, map_operands, node_value, result_index, tensor_operands
+from passes.hiding import HiddenReads, hidden_reads
+from passes.joint import (
+    GraphInput,
+    JointGraph,
+    map_operands,
+    node_value,
+    node_values,
+    result_index,
+    tensor_operands,
+)
 from passes.layout import Layout
-from passes.pricing import strategy_seconds
+from passes.pricing import local_nbytes, strategy_seconds
 from passes.records import NodeRecord, OperandRecord, ResultRecord, Transfer
 from passes.redistribute import (
     AllGather,
@@ -33,14 +39,6 @@ from passes.search.space import Prices
 __all__ = ["describe", "fallback_ops", "graph_hash", "short_dtype"]
 
 
-@dataclass(frozen=True)
-class _Reads:
-    """`hideable` and `ending_reads` of a graph."""
-
-    hides: frozenset[tuple[str, int]]
-    ending: frozenset[tuple[str, int]]
-
-
 @collector_paused()
 def describe(
     joint: JointGraph, assignment: Assignment, prices: Prices, rules: RuleTable | None = None
@@ -52,7 +50,7 @@ def describe(
     """
     kinds = dict(zip(joint.placeholders, joint.inputs, strict=True))
     trained = joint.trained
-    reads = _Reads(hideable(joint), ending_reads(joint))
+    reads = hidden_reads(joint)
     records: list[NodeRecord] = []
     for node in joint.graph.nodes:
         if node.op == "placeholder":
@@ -96,8 +94,7 @@ def short_dtype(dtype: torch.dtype) -> str:
 
 
 def _shapes(node: fx.Node) -> list[tuple[tuple[int, ...], str]]:
-    value = node.meta["val"]
-    values = value if isinstance(value, (tuple, list)) else (value,)
+    values = node_values(node)
     return [((), "none") if v is None else (tuple(v.shape), short_dtype(v.dtype)) for v in values]
 
 
@@ -115,10 +112,9 @@ def _portable(value: Any) -> str:
 def _placeholder(
     node: fx.Node, spec: GraphInput, layouts: NodeLayouts, prices: Prices, trained: bool
 ) -> NodeRecord:
-    value, layout = node_value(node), layouts.results[0]
+    layout = layouts.results[0]
     text = spec.name if spec.kind in ("tangent", "seed") else f"{spec.kind} {spec.name}"
-    shard = int(np.prod(layout.max_local_shape(value.shape, prices.mesh))) * value.element_size()
-    seconds = prices.optimizer_seconds(shard) if trained else 0.0
+    seconds = prices.optimizer_seconds(local_nbytes(layout, node, 0, prices.mesh)) if trained else 0.0
     phase = "backward" if spec.kind == "tangent" else "forward"
     return NodeRecord(
         node.name, spec.kind, _escaped(text), (), _results(node, layouts), (), seconds, phase, "", ""
@@ -126,7 +122,7 @@ def _placeholder(
 
 
 def _op(
-    node: fx.Node, assignment: Assignment, prices: Prices, rules: RuleTable | None, reads: _Reads
+    node: fx.Node, assignment: Assignment, prices: Prices, rules: RuleTable | None, reads: HiddenReads
 ) -> NodeRecord:
     layouts = assignment[node.name]
     rule = rule_for(node, rules)
@@ -145,13 +141,13 @@ def _op(
     )
 
 
-def _output(node: fx.Node, assignment: Assignment, prices: Prices, reads: _Reads) -> NodeRecord:
+def _output(node: fx.Node, assignment: Assignment, prices: Prices, reads: HiddenReads) -> NodeRecord:
     operands = _operands(node, assignment["output"], assignment, prices, reads)
     return NodeRecord("output", "output", "", operands, (), (), 0.0, "backward", "", "")
 
 
 def _operands(
-    node: fx.Node, layouts: NodeLayouts, assignment: Assignment, prices: Prices, reads: _Reads
+    node: fx.Node, layouts: NodeLayouts, assignment: Assignment, prices: Prices, reads: HiddenReads
 ) -> tuple[OperandRecord, ...]:
     found: list[OperandRecord] = []
     reader = "output" if node.op == "output" else node.name

@@ -21,7 +21,7 @@ from passes.joint import JointGraph, result_index, tensor_operands
 from passes.op_kinds import fuses, is_view
 from passes.records import NodeRecord
 
-__all__ = ["PHASES", "StepParts", "ending_reads", "hideable", "step_parts"]
+__all__ = ["PHASES", "HiddenReads", "StepParts", "ending_reads", "hidden_reads", "step_parts"]
 
 PHASES: tuple[str, ...] = ("forward", "backward")
 """Of a step, in the order of `StepParts`. The optimizer's update follows and hides nothing."""
@@ -46,11 +46,20 @@ class StepParts:
         return self.exposed + sum(c + g - efficiency * min(c, g) for c, g in pairs)
 
 
-def hideable(joint: JointGraph) -> frozenset[tuple[str, int]]:
-    """The reads of `joint` whose redistribution may run behind computation: (name of the reader, position
-    among its tensor operands). The reader "output" is the end of the graph."""
+@dataclass(frozen=True)
+class HiddenReads:
+    """Reads, each (name of the reader, position among its tensor operands); the reader "output" is the end of
+    the graph. hides: whose redistribution may run behind computation. ending: `ending_reads`, part of them."""
+
+    hides: frozenset[tuple[str, int]]
+    ending: frozenset[tuple[str, int]]
+
+
+def hidden_reads(joint: JointGraph) -> HiddenReads:
+    """The reads of `joint` for which nothing waits."""
     at_hand = _at_hand(joint)
-    found: set[tuple[str, int]] = set(ending_reads(joint))
+    ending = ending_reads(joint)
+    found = set(ending)
     for node in joint.graph.nodes:
         if node.op != "call_function" or result_index(node)[0] is not node:
             continue
@@ -58,12 +67,12 @@ def hideable(joint: JointGraph) -> frozenset[tuple[str, int]]:
             saved = _phase(node) == "backward" and _phase(operand) == "forward"
             if operand in at_hand or saved:
                 found.add((node.name, position))
-    return frozenset(found)
+    return HiddenReads(frozenset(found), ending)
 
 
 def ending_reads(joint: JointGraph) -> frozenset[tuple[str, int]]:
-    """Those of `hideable` of which only the end of the program reads the result: reductions of gradients. They
-    wait for nobody, so small ones can travel together (`passes.bucket_plan`) and are priced so."""
+    """Those of which only the end of the program reads the result: reductions of gradients. Nobody waits for
+    them, so small ones can travel together (`passes.bucket_plan`) and are priced so."""
     ending = _ending(joint)
     inputs = set(joint.placeholders)
     found = {

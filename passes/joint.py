@@ -18,6 +18,7 @@ __all__ = [
     "first_value",
     "map_operands",
     "node_value",
+    "node_values",
     "result_index",
     "tensor_operands",
 ]
@@ -154,11 +155,15 @@ def node_value(node: fx.Node, index: int = 0) -> torch.Tensor:
     return value[index] if isinstance(value, (tuple, list)) else value
 
 
+def node_values(node: fx.Node) -> Sequence[torch.Tensor | None]:
+    """The FakeTensors of all results of `node`; None for one that does not exist."""
+    value = node.meta["val"]
+    return value if isinstance(value, (tuple, list)) else (value,)
+
+
 def first_value(node: fx.Node) -> torch.Tensor:
     """The FakeTensor of the first result of `node` that is not None (a masked-out gradient is)."""
-    value = node.meta["val"]
-    values = value if isinstance(value, (tuple, list)) else (value,)
-    return next(v for v in values if v is not None)
+    return next(v for v in node_values(node) if v is not None)
 
 
 def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:

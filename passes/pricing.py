@@ -13,7 +13,7 @@ from torch import fx
 from cost_model.compute import ComputePrices, Kind
 from cost_model.mesh import MeshSpec
 from passes.assignment import FactorSplit, NodeLayouts
-from passes.joint import first_value, node_value, tensor_operands
+from passes.joint import first_value, node_value, node_values, tensor_operands
 from passes.layout import Layout, nested_sizes
 from passes.op_kinds import arithmetic_kind, fuses, global_flops, is_view, storage_root
 from passes.rules.rule import OpRule
@@ -110,19 +110,17 @@ def strategy_seconds(
     dtype = str(first_value(node).dtype).removeprefix("torch.")
     kind = arithmetic_kind(node)
     operands = tensor_operands(node)
-    results = len(strategies[0].results)
+    results = [i for i, value in enumerate(node_values(node)) if value is not None]
 
     def seconds(strategy: NodeLayouts) -> float:
         share = math.prod(_share(split, rule, mesh) for split in strategy.splits)
         nbytes = sum(
-            _operand_nbytes(layout, operand, mesh)
+            local_nbytes(layout, operand, 0, mesh)
             for layout, operand, read in zip(strategy.operands, operands, flow.reads, strict=True)
             if read
         )
         if flow.writes:
-            nbytes += sum(
-                local_nbytes(strategy.results[i], node, i, mesh) for i in range(results) if _exists(node, i)
-            )
+            nbytes += sum(local_nbytes(strategy.results[i], node, i, mesh) for i in results)
         return _kernel_seconds(kind, flops * share, nbytes, dtype, flow, prices)
 
     return np.array([seconds(strategy) for strategy in strategies])
@@ -132,8 +130,7 @@ def local_seconds(node: fx.Node, flow: Traffic, prices: ComputePrices) -> float:
     """Seconds of `node` of one rank's graph, where values are local: as `strategy_seconds` prices it."""
     if is_view(node):
         return 0.0
-    values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
-    kept = [value for value in values if value is not None]
+    kept = [value for value in node_values(node) if value is not None]
     flops = float(kept[0].numel()) if fuses(node) else global_flops(node)
     read = [node_value(n) for n, reads in zip(tensor_operands(node), flow.reads, strict=True) if reads]
     nbytes = sum(value.numel() * value.element_size() for value in (*read, *(kept if flow.writes else ())))
@@ -147,16 +144,6 @@ def _kernel_seconds(
     if not flow.writes:
         return max(prices.memory_seconds(nbytes), prices.arithmetic_seconds(kind, flops, dtype))
     return prices.op_seconds(flops, nbytes, dtype, kind)
-
-
-def _exists(node: fx.Node, index: int) -> bool:
-    value = node.meta["val"]
-    return not isinstance(value, (tuple, list)) or value[index] is not None
-
-
-def _operand_nbytes(layout: Layout, operand: fx.Node, mesh: MeshSpec) -> int:
-    value = node_value(operand)
-    return math.prod(layout.max_local_shape(value.shape, mesh)) * value.element_size()
 
 
 def _share(split: FactorSplit, rule: OpRule, mesh: MeshSpec) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.joint import map_operands, tensor_operands
+from passes.joint import map_operands, node_values, tensor_operands
 from passes.rules.rule import OpRule
 from passes.torch_compat import schema_arguments
 
@@ -71,9 +71,7 @@ def describe(node: fx.Node) -> OpCall:
     """Read `node` (its operands and itself carry meta "val", global shapes)."""
     operands = tuple(_info(i, operand.meta["val"]) for i, operand in enumerate(tensor_operands(node)))
     args, kwargs = map_operands(node, operands)
-    value = node.meta["val"]
-    values = value if isinstance(value, (tuple, list)) else (value,)
-    results = tuple(None if v is None else _info(i, v) for i, v in enumerate(values))
+    results = tuple(None if v is None else _info(i, v) for i, v in enumerate(node_values(node)))
     target: Any = node.target
     return OpCall(target, _by_name(target, args, kwargs), operands, results)
 

@@ -28,10 +28,9 @@ def recombined(
         return tuple(first)
     labels, count = _components(problem, differing)
     changes = _changes(problem, kinds, labels, count, first, second)
-    starts = [(first, np.zeros(count, dtype=bool)), (second, np.ones(count, dtype=bool))]
     base = kinds.totals(problem, first)
     found = [tuple(first), tuple(second)]
-    for _, taken in starts:
+    for taken in (np.zeros(count, dtype=bool), np.ones(count, dtype=bool)):
         _improve(base, changes, taken, efficiency)
         mixed = [second[i] if label >= 0 and taken[label] else first[i] for i, label in enumerate(labels)]
         if problem.limit is None or problem.peak(mixed)[0] <= problem.limit:

@@ -11,7 +11,7 @@ from torch import fx
 from cost_model.memory import ADAMW
 from cost_model.mesh import MeshSpec
 from passes.assignment import NodeLayouts
-from passes.joint import JointGraph, tensor_operands
+from passes.joint import JointGraph, node_values, tensor_operands
 from passes.op_kinds import alias_chain, is_view
 from passes.pricing import TrafficModel, local_nbytes
 
@@ -85,8 +85,7 @@ class _HeldBytes:
         self._known: dict[Hashable, np.ndarray] = {}
 
     def __call__(self, node: fx.Node, options: Sequence[NodeLayouts]) -> np.ndarray:
-        value = node.meta["val"]
-        values = value if isinstance(value, (tuple, list)) else (value,)
+        values = node_values(node)
         looks = tuple(None if v is None else (v.shape, v.element_size()) for v in values)
         key = (id(options), looks)  # `options` outlives this object
         if key not in self._known:

@@ -14,10 +14,18 @@ from torch import fx
 from cost_model.compute import ComputePrices
 from cost_model.mesh import MeshSpec
 from passes.assignment import NodeLayouts
-from passes.hiding import PHASES, ending_reads, hideable
-from passes.joint import JointGraph, first_value, map_operands, node_value, result_index, tensor_operands
+from passes.hiding import PHASES, HiddenReads, hidden_reads
+from passes.joint import (
+    JointGraph,
+    first_value,
+    map_operands,
+    node_value,
+    node_values,
+    result_index,
+    tensor_operands,
+)
 from passes.layout import Layout
-from passes.pricing import Traffic, TrafficModel, fused_traffic, strategy_seconds
+from passes.pricing import Traffic, TrafficModel, fused_traffic, local_nbytes, strategy_seconds
 from passes.redistribute import Redistributor
 from passes.rules.registry import RuleTable, rule_for
 from passes.rules.rule import OpRule
@@ -90,8 +98,7 @@ def build_space(
     One search node per placeholder, op and untied output; one edge per operand, priced by the
     redistribution from the producer's layout to the one the consumer reads.
     """
-    hides, ending = hideable(joint), ending_reads(joint)
-    builder = _Builder(joint, prices, boundary, rules, joint.trained, hides, ending)
+    builder = _Builder(joint, prices, boundary, rules, joint.trained, hidden_reads(joint))
     builder.add_nodes()
     builder.add_edges()
     return builder.finish(memory_limit)
@@ -112,8 +119,7 @@ class _Builder:
     boundary: Boundary
     rules: RuleTable | None
     trained: set[fx.Node]
-    hides: frozenset[tuple[str, int]]
-    ending: frozenset[tuple[str, int]]
+    reads: HiddenReads
     index: dict[fx.Node, int] = field(default_factory=dict)
     nodes: list[fx.Node | None] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
@@ -206,12 +212,8 @@ class _Builder:
         return _Option(tuple(strategies), np.zeros(len(strategies)))
 
     def _update_seconds(self, node: fx.Node, strategies: Iterable[NodeLayouts]) -> np.ndarray:
-        value, mesh = node_value(node), self.prices.mesh
-        nbytes = [
-            math.prod(s.results[0].max_local_shape(value.shape, mesh)) * value.element_size()
-            for s in strategies
-        ]
-        return np.array([self.prices.optimizer_seconds(n) for n in nbytes])
+        mesh, seconds = self.prices.mesh, self.prices.optimizer_seconds
+        return np.array([seconds(local_nbytes(s.results[0], node, 0, mesh)) for s in strategies])
 
     def _op(self, node: fx.Node, units: Units, any_order: bool) -> _Option:
         flow = self.prices.traffic(node)
@@ -245,9 +247,9 @@ class _Builder:
         node, result = result_index(source)
         edge = Edge(self.index[node], result, consumer, operand)
         self.edges.append(edge)
-        self.edge_costs.append(self._matrix(source, edge, read in self.ending))
+        self.edge_costs.append(self._matrix(source, edge, read in self.reads.ending))
         phase = self._phase(edge.producer if operand is None else consumer)
-        self.edge_kinds.append(2 * phase + 1 if read in self.hides else CostKinds.EXPOSED)
+        self.edge_kinds.append(2 * phase + 1 if read in self.reads.hides else CostKinds.EXPOSED)
 
     def _phase(self, position: int) -> int:
         node = self.nodes[position]
@@ -299,9 +301,7 @@ def _is_storable(layout: Layout, shape: Sequence[int], mesh: MeshSpec) -> bool:
 
 def result_shapes(node: fx.Node) -> list[tuple[int, ...]]:
     """Shapes of a node's results; () for a result that is None."""
-    value = node.meta["val"]
-    values = value if isinstance(value, (tuple, list)) else (value,)
-    return [() if v is None else tuple(v.shape) for v in values]
+    return [() if v is None else tuple(v.shape) for v in node_values(node)]
 
 
 def _class_key(node: fx.Node) -> Hashable:
