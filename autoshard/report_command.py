@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from autoshard.api import autoshard
 from autoshard.plan import Plan
+from autoshard.processes import started_mesh
 from autoshard.report import report
 from autoshard.signature import as_call
 from cost_model.errors import ShardingError
@@ -45,10 +44,10 @@ def run_report(model: nn.Module, example_inputs: Any, options: ReportOptions) ->
     """Every rank calls this; rank 0 prints. Parameters and inputs on `meta` get random values.
 
     The loss is the output's `loss`, else its first scalar, else the mean square of its first tensor; the
-    optimizer is AdamW. Raises ShardingError unless torchrun started as many ranks as the mesh has.
+    optimizer is AdamW. Raises ShardingError unless as many ranks were started as the mesh has.
     """
     spec = _mesh_spec(options)
-    with _ranks(spec) as mesh:
+    with started_mesh(dict(zip(spec.names, spec.sizes, strict=True)), spec.device_type) as mesh:
         train_and_report(model, example_inputs, options, mesh)
     return 0
 
@@ -59,24 +58,6 @@ def _mesh_spec(options: ReportOptions) -> MeshSpec:
     if options.mesh is None:
         raise ShardingError("report: neither a plan nor a mesh\n  try: --plan plan.json, or --mesh dp=2,tp=4")
     return MeshSpec(options.mesh, device_type=options.device)
-
-
-@contextmanager
-def _ranks(spec: MeshSpec) -> Generator[DeviceMesh]:
-    """The mesh over torchrun's ranks, one device each; the process group ends with the block."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if "RANK" not in os.environ or world != spec.device_count:
-        raise ShardingError(
-            f"report: {spec} has {spec.device_count} devices, and {world} process(es) run\n"
-            f"  try: torchrun --nproc-per-node {spec.device_count} -m autoshard report ..."
-        )
-    if spec.device_type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("nccl" if spec.device_type == "cuda" else "gloo")
-    try:
-        yield init_device_mesh(spec.device_type, spec.sizes, mesh_dim_names=spec.names)
-    finally:
-        dist.destroy_process_group()
 
 
 def train_and_report(model: nn.Module, example_inputs: Any, options: ReportOptions, mesh: DeviceMesh) -> None:

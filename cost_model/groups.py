@@ -20,6 +20,7 @@ __all__ = [
     "group_shape",
     "mesh_occupancies",
     "occupancy",
+    "shape_text",
 ]
 
 GroupShape = tuple[tuple[int, int], ...]
@@ -41,6 +42,11 @@ def group_shape(mesh: MeshSpec, axes: Sequence[str]) -> GroupShape:
         else:
             merged.append((size, stride))
     return tuple(merged)
+
+
+def shape_text(shape: GroupShape) -> str:
+    """((4, 8),) -> "4 ranks, stride 8"."""
+    return " x ".join(f"{ranks} ranks, stride {stride}" for ranks, stride in shape)
 
 
 def group_ranks(shape: GroupShape, base: int = 0) -> tuple[int, ...]:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from tqdm import tqdm
 
+from autoshard.processes import started_mesh
 from autoshard.profiling.curves import check_drawable, draw_curves
-from autoshard.profiling.processes import started_mesh
 from autoshard.profiling.table import check_table, profile_table
 from cost_model.measure.recheck import recheck
 from cost_model.measure.sampling import Progress

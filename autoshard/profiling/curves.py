@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cost_model.errors import ProfileError
-from cost_model.groups import GroupShape
+from cost_model.groups import GroupShape, shape_text
 from cost_model.profile import Profile
 from cost_model.readers.points import busbw_factor
 
@@ -57,7 +57,7 @@ def _collectives(panel: Any, profile: Profile, shape: GroupShape, axes: Sequence
             factor = busbw_factor(samples.kind, ranks) / 1e9
             pairs = zip(samples.nbytes, samples.seconds, strict=True)
             _line(panel, samples.nbytes, [factor * nbytes / s for nbytes, s in pairs], samples.kind)
-    title = f"{'+'.join(axes) or 'groups'}: " + " x ".join(f"{n} ranks, stride {s}" for n, s in shape)
+    title = f"{'+'.join(axes) or 'groups'}: {shape_text(shape)}"
     _label(panel, title, "bytes", "bus bandwidth, GB/s")
 
 

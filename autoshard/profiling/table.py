@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from cost_model.groups import GroupShape
+from cost_model.groups import GroupShape, shape_text
 from cost_model.measure.recheck import CheckedPoint
 from cost_model.measurements import CollectiveSamples, DeviceRates
 from cost_model.profile import Profile
@@ -36,8 +36,7 @@ def collective_table(profile: Profile, axes: Mapping[GroupShape, Sequence[str]])
 
 def _collective(samples: CollectiveSamples, axes: Sequence[str]) -> Iterator[str]:
     over = f"{'+'.join(axes)}: " if axes else ""
-    groups = " x ".join(f"{ranks} ranks, stride {stride}" for ranks, stride in samples.group)
-    yield f"{samples.kind} over {over}{groups}"
+    yield f"{samples.kind} over {over}{shape_text(samples.group)}"
     factor = busbw_factor(samples.kind, math.prod(ranks for ranks, _ in samples.group))
     for nbytes, seconds, spread in zip(
         samples.nbytes, samples.seconds, _spreads(samples.spread, len(samples.nbytes)), strict=True

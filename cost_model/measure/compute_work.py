@@ -12,6 +12,7 @@ from cost_model.measure.collective_work import Team
 __all__ = [
     "LAUNCHES",
     "launch_work",
+    "matmul_edge",
     "matmul_flops",
     "matmul_work",
     "memory_work",
@@ -27,6 +28,11 @@ Work = Callable[[], object]
 def matmul_flops(edge: int) -> int:
     """Of each product of `matmul_work(edge)`: 2 m n k."""
     return 2 * edge**3
+
+
+def matmul_edge(flops: float) -> int:
+    """The `edge` whose `matmul_flops` come nearest to `flops`."""
+    return round((flops / 2) ** (1 / 3))
 
 
 def matmul_work(edge: int, dtype: torch.dtype, device: torch.device) -> Work:

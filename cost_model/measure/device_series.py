@@ -7,7 +7,14 @@ from functools import partial
 
 import torch
 
-from cost_model.measure.compute_work import LAUNCHES, launch_work, matmul_flops, matmul_work, memory_work
+from cost_model.measure.compute_work import (
+    LAUNCHES,
+    launch_work,
+    matmul_edge,
+    matmul_flops,
+    matmul_work,
+    memory_work,
+)
 from cost_model.measure.sampling import Series
 from cost_model.measure.statistics import Curve, median
 from cost_model.measurements import DeviceRates, MatmulRates
@@ -57,7 +64,7 @@ def _of(by_type: Mapping[str, tuple[int, ...]], device: torch.device) -> tuple[i
 
 
 def _matmul(dtype: torch.dtype, device: torch.device, flops: int) -> Callable[[], object]:
-    return matmul_work(round((flops / 2) ** (1 / 3)), dtype, device)
+    return matmul_work(matmul_edge(flops), dtype, device)
 
 
 def _matmul_rates(dtype: str, curve: Curve) -> MatmulRates:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from cost_model.errors import ProfileError, ShardingError
-from cost_model.groups import GroupShape
+from cost_model.groups import GroupShape, shape_text
 from cost_model.measure.clock import Clock, device_clock
 from cost_model.measure.collective_work import Buffers, Team, collective_work, whole_size
 from cost_model.measure.device_series import device_rates, device_series
@@ -119,11 +119,6 @@ def collective_series(
             work = partial(collective_work, kind, team, buffers)
             found.append(Series(f"{kind} over {shape_text(shape)}", tuple(whole), work, always=anchors))
     return found
-
-
-def shape_text(shape: GroupShape) -> str:
-    """((4, 8),) -> "4 ranks, stride 8"."""
-    return " x ".join(f"{ranks} ranks, stride {stride}" for ranks, stride in shape)
 
 
 def mesh_device(device_type: str) -> torch.device:

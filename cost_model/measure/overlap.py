@@ -9,7 +9,7 @@ import torch
 from cost_model.groups import GroupShape
 from cost_model.measure.clock import Clock
 from cost_model.measure.collective_work import Team
-from cost_model.measure.compute_work import matmul_flops, overlap_works
+from cost_model.measure.compute_work import matmul_edge, matmul_flops, overlap_works
 from cost_model.measure.peers import Peers
 from cost_model.measure.sampling import Progress, Series, sample
 from cost_model.measurements import CollectiveSamples, DeviceRates
@@ -48,7 +48,7 @@ def overlap_efficiency(
     nbytes, alone = samples.nbytes[middle], samples.seconds[middle]
     float32 = next(rate for rate in rates.matmul if rate.dtype == "float32")
     at = len(float32.flops) // 2
-    edge = round((float32.flops[at] / 2) ** (1 / 3))
+    edge = matmul_edge(float32.flops[at])
     products = max(1, round(alone * float32.flops_per_second[at] / matmul_flops(edge)))
     works = overlap_works(teams[shape], nbytes, edge, products, device)
     names = ("all_reduce alone", "products alone", "all_reduce behind products")

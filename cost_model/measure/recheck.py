@@ -15,7 +15,7 @@ from cost_model.compute import ComputePrices
 from cost_model.groups import GroupShape
 from cost_model.measure.clock import Clock, device_clock
 from cost_model.measure.collective_work import Buffers, Team, collective_work, whole_size
-from cost_model.measure.compute_work import matmul_flops, matmul_work, memory_work
+from cost_model.measure.compute_work import matmul_edge, matmul_flops, matmul_work, memory_work
 from cost_model.measure.device_series import DTYPES, LEAST_SECONDS
 from cost_model.measure.measure import check_world, mesh_device, world_size
 from cost_model.measure.peers import world_peers
@@ -120,11 +120,11 @@ def _compute(profile: Profile, device: torch.device) -> Iterable[_Expected]:
 
 
 def _products(prices: ComputePrices, rates: MatmulRates, device: torch.device) -> _Expected:
-    edges = {max(4, round((flops / 2) ** (1 / 3) / 4) * 4): i for i, flops in enumerate(rates.flops)}
+    edges = {max(4, round(matmul_edge(flops) / 4) * 4): i for i, flops in enumerate(rates.flops)}
     chosen = dict(_three(sorted(edges.items())))
 
     def prepare(flops: int) -> Callable[[], object]:
-        return matmul_work(round((flops / 2) ** (1 / 3)), DTYPES[rates.dtype], device)
+        return matmul_work(matmul_edge(flops), DTYPES[rates.dtype], device)
 
     return _Expected(
         Series(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
-from cost_model.groups import GroupShape
+from cost_model.groups import GroupShape, shape_text
 from cost_model.measurements import CollectiveSamples
 from cost_model.readers.points import Point, Run, refuse
 from cost_model.readers.pool import NOISE, pooled, worst_fall
@@ -36,12 +36,6 @@ def merged(runs: Sequence[Run]) -> tuple[tuple[CollectiveSamples, ...], tuple[st
         notes += [f"{title}: {text}" for text in smoothed]
         samples.append(CollectiveSamples(kind, shape, tuple(point.nbytes for point in newest), times))
     return tuple(samples), tuple(notes)
-
-
-def shape_text(shape: GroupShape) -> str:
-    """((8, 1),) -> "8 ranks", ((4, 8),) -> "4 ranks, 8 apart"."""
-    parts = [f"{ranks} ranks" + (f", {stride} apart" if stride > 1 else "") for ranks, stride in shape]
-    return " by ".join(parts)
 
 
 def _newest(points: Iterable[Point]) -> tuple[list[Point], list[str]]:

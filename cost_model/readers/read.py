@@ -10,9 +10,10 @@ from datetime import datetime
 from pathlib import Path
 
 from cost_model.errors import ProfileError
+from cost_model.groups import shape_text
 from cost_model.profile import Profile
 from cost_model.readers.limits import check_hosts, check_speed
-from cost_model.readers.merge import merged, shape_text
+from cost_model.readers.merge import merged
 from cost_model.readers.nccl_json import read_nccl_json
 from cost_model.readers.nccl_text import read_nccl_text
 from cost_model.readers.points import Group, Place, Run, refuse

@@ -59,7 +59,7 @@ def test_newest_of_two_sources_wins_and_is_named(
         with caplog.at_level(logging.WARNING):
             profile = read_profile(files)
         assert points(profile)[KEY] == pytest.approx(micros * 1e-6)
-        note = f"all_reduce over 8 ranks: 18 sizes of {old} replaced by the newer of {new}"
+        note = f"all_reduce over 8 ranks, stride 1: 18 sizes of {old} replaced by the newer of {new}"
         assert note in profile.sources
         assert note in caplog.text
         assert profile.date == "2026-01-02"
@@ -102,7 +102,9 @@ def test_small_falls_are_averaged_and_said_so(caplog: pytest.LogCaptureFixture) 
     found = points(profile)
     times = [found["all_reduce", ((8, 1),), 1024 * 2**i] * 1e6 for i in range(15)]
     assert times == sorted(times)
-    note = "all_reduce over 8 ranks: 5 of 15 times averaged with neighbours: they fell by up to 19.0%"
+    note = (
+        "all_reduce over 8 ranks, stride 1: 5 of 15 times averaged with neighbours: they fell by up to 19.0%"
+    )
     assert note in profile.sources and note in caplog.text
 
 
