@@ -32,8 +32,8 @@ from passes.capture import CallSpec, Captured, flatten_call
 from passes.describe import graph_hash
 from passes.joint import JointGraph
 from passes.layout import Layout
+from passes.lower_rank import lower_rank
 from passes.missing_tangents import usually_missing
-from passes.partition import partition
 from passes.phases import split_phases
 from passes.search.space import Prices
 
@@ -91,7 +91,9 @@ class Session:
     def build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """The executable for calls like this one. Every rank of the mesh must get here."""
         whole, captured = collectively(self.mesh, lambda: self._captured(args, kwargs))
-        layouts = CallLayouts(whole.layouts, output_layouts(captured, self.spec, self._out_placements()))
+        layouts = CallLayouts(
+            whole.layouts, output_layouts(captured, self.spec, self.settings.out_placements)
+        )
         agree(self.mesh, self._fingerprint(captured.joint, whole))
         plan = self._planned(captured, layouts)
         groups_for(self.mesh, _axes_in(plan, self.spec))
@@ -108,9 +110,6 @@ class Session:
 
     def _everyones_shapes(self, shapes: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
         return everyones(self.mesh, shapes)
-
-    def _out_placements(self) -> Any:
-        return self.settings.out_placements
 
     def _fingerprint(self, joint: JointGraph, whole: GlobalCall) -> dict[str, str]:
         given = self.settings.plan
@@ -165,16 +164,7 @@ class Session:
         prices = self.prices()
         groups = groups_for(self.mesh, _axes_in(plan, self.spec))
         turns = bucketed_turns(joint, plan.assignment, prices)
-        ours = partition(
-            joint,
-            plan.assignment,
-            self.spec,
-            rank,
-            groups,
-            prices.redistributor,
-            turns=turns,
-            merged=prices.merged,
-        )
+        ours = lower_rank(joint, plan.assignment, prices, rank, groups, turns)
         phases = split_phases(ours.module, joint.inputs, joint.outputs)
         shapes = {node.name: tuple(node.meta["val"].shape) for node in joint.placeholders}
         sides = [
@@ -182,7 +172,7 @@ class Session:
             for node, spec in zip(joint.placeholders, joint.inputs, strict=True)
             if spec.kind != "tangent"
         ]
-        program = Program(phases, sides, self.spec, rank, self.settings.backend, self._guard, self.observers)
+        program = Program(phases, sides, self.spec, rank, self.settings.backend, self.observers)
         if phases.backward is not None:
             program.compile_backward(usually_missing(phases.backward))
         return program
@@ -190,9 +180,6 @@ class Session:
     def prices(self, profile: Profile | None = None) -> Prices:
         """What the program's kernels and collectives cost under `profile`, or the session's own."""
         return prices_of(profile or self.settings.profile, self.spec, self.settings.backend)
-
-    def _guard(self, compile_it: Callable[[], Any]) -> Any:
-        return compile_it()
 
     def _settle(self, call: CallSpec, plan: Plan) -> None:
         """The first plan's layouts become the parameters', and `call` what later calls must look like."""

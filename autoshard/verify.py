@@ -22,7 +22,8 @@ from passes.bucket_plan import bucketed_turns
 from passes.capture import Captured
 from passes.joint import JointGraph, result_index, tensor_operands
 from passes.layout import Layout
-from passes.partition import RankGraph, partition
+from passes.lower_rank import lower_rank
+from passes.partition import RankGraph
 from passes.reference import eager_results, graph_values, reference_inputs
 from passes.simulate import simulate, simulated_groups
 
@@ -138,19 +139,8 @@ def _rank_graphs(joint: JointGraph, plan: Plan) -> list[RankGraph]:
     turns = bucketed_turns(joint, plan.assignment, prices)
     groups = simulated_groups(plan.mesh)
 
-    def of_rank(rank: int) -> RankGraph:
-        return partition(
-            joint,
-            plan.assignment,
-            plan.mesh,
-            rank,
-            groups,
-            prices.redistributor,
-            turns=turns,
-            merged=prices.merged,
-        )
-
-    return [of_rank(rank) for rank in range(plan.mesh.device_count)]
+    ranks = range(plan.mesh.device_count)
+    return [lower_rank(joint, plan.assignment, prices, rank, groups, turns) for rank in ranks]
 
 
 def _shards(joint: JointGraph, plan: Plan, values: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:

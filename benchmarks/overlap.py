@@ -33,9 +33,9 @@ from passes.bucket_plan import bucketed_turns
 from passes.compile import compile_graph
 from passes.issue_order import Transfer, Turn, issue_order
 from passes.joint import JointGraph
+from passes.lower_rank import lower_rank
 from passes.lower_redistribute import collective_nodes
 from passes.overlap import Overlap
-from passes.partition import partition
 from passes.phases import Phases, split_phases
 from passes.schedule import scheduled
 
@@ -81,7 +81,7 @@ def compare(arguments: argparse.Namespace) -> None:
     groups = groups_for(mesh, [spec.names])
 
     def lowered(turns: Mapping[Transfer, Turn]) -> Phases:
-        ours = partition(joint, plan.assignment, spec, rank, groups, prices.redistributor, turns=turns)
+        ours = lower_rank(joint, plan.assignment, prices, rank, groups, turns)
         return split_phases(ours.module, joint.inputs, joint.outputs)
 
     ways = {

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from autoshard import MeshSpec, Profile, find_plan
+from autoshard.cli import parse_mesh
 from autoshard.planning import prices_of
 from benchmarks.models import MODELS
 from cost_model.memory import parse_bytes
@@ -37,7 +38,7 @@ from passes.bucket_plan import bucketed_turns
 from passes.canonicalize import canonicalize
 from passes.capture import capture
 from passes.describe import describe, graph_hash
-from passes.partition import partition
+from passes.lower_rank import lower_rank
 from passes.phases import split_phases
 from passes.predict import ordered_phases, predicted_step
 from passes.search.boundary import boundary_of
@@ -128,8 +129,7 @@ def _by_stage(arguments: argparse.Namespace) -> Run:
         predicted = predicted_step(joint, assignment, prices)
     with run.stage("partition"):
         turns = bucketed_turns(joint, assignment, prices)
-        groups = simulated_groups(mesh)
-        rank = partition(joint, assignment, mesh, 0, groups, prices.redistributor, turns=turns)
+        rank = lower_rank(joint, assignment, prices, 0, simulated_groups(mesh), turns)
     with run.stage("phases"):
         phases = split_phases(rank.module, joint.inputs, joint.outputs)
     with run.stage("order"):
@@ -242,16 +242,11 @@ def _peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _mesh(text: str) -> dict[str, int]:
-    """ "dp=32,tp=8" -> {"dp": 32, "tp": 8}."""
-    return {name: int(size) for name, _, size in (part.partition("=") for part in text.split(","))}
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", choices=tuple(MODELS), default="llama-3-8b")
     parser.add_argument("--layers", type=int, help="of the model's layers; default: all")
-    parser.add_argument("--mesh", type=_mesh, default={"dp": 32, "tp": 8}, help="such as dp=32,tp=8")
+    parser.add_argument("--mesh", type=parse_mesh, default={"dp": 32, "tp": 8}, help="such as dp=32,tp=8")
     parser.add_argument("--batch", type=int, default=64, help="sequences")
     parser.add_argument("--sequence", type=int, default=8192, help="tokens per sequence")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")

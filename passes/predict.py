@@ -12,8 +12,8 @@ from cost_model.timeline import Timeline
 from passes.assignment import Assignment
 from passes.bucket_plan import bucketed_turns
 from passes.joint import JointGraph
+from passes.lower_rank import lower_rank
 from passes.missing_tangents import usually_missing, without_tangents
-from passes.partition import partition
 from passes.phases import Phases, split_phases
 from passes.rules.registry import RuleTable
 from passes.schedule import scheduled
@@ -100,10 +100,7 @@ def predicted_step(
     turns = bucketed_turns(joint, assignment, prices, rules)
 
     def of_rank(rank: int) -> Prediction:
-        groups = simulated_groups(mesh)
-        ours = partition(
-            joint, assignment, mesh, rank, groups, prices.redistributor, rules, turns, prices.merged
-        )
+        ours = lower_rank(joint, assignment, prices, rank, simulated_groups(mesh), turns, rules)
         phases = split_phases(ours.module, joint.inputs, joint.outputs)
         return predict_phases(ordered_phases(phases, schedule), prices, simulated_group_axes)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -22,8 +22,6 @@ from passes.torch_compat import dtensor_from, local_of, sharding_of
 
 __all__ = ["Program"]
 
-CompileBackward = Callable[[Callable[[], Compiled]], Compiled]
-
 
 class Program:
     """The two graphs of a rank, compiled, run on the values of one call.
@@ -36,8 +34,7 @@ class Program:
              written into the buffers.
 
     Calls are independent: a second may run before the first's backward, and a graph may be retained.
-    The backward is compiled on first use for every set of outputs that get no gradient; all ranks
-    meet the same sets in the same order, so `guard` may make that a common affair.
+    The backward is compiled on first use for every set of outputs that get no gradient.
 
     observers: told when a forward or backward begins and ends; may change while the program lives.
     """
@@ -49,14 +46,13 @@ class Program:
         spec: MeshSpec,
         rank: int,
         backend: str = "inductor",
-        guard: CompileBackward = lambda compile_it: compile_it(),
         observers: Sequence[Observer] = (),
     ) -> None:
         assert len(sides) == len(phases.inputs)
         self.phases = replace(phases, forward=scheduled(phases.forward))
         self.backend = backend
         self.device_type = spec.device_type
-        self._spec, self._rank, self._guard = spec, rank, guard
+        self._spec, self._rank = spec, rank
         self._observers = observers
         self._sides = tuple(sides)
         self._forward = compile_graph(self.phases.forward, backend)
@@ -140,7 +136,7 @@ class Program:
         slots = [full.passed.index(p) for p in graph.passed]
         slots += [len(full.passed) + full.saved.index(s) for s in graph.saved]
         graph = replace(graph, module=scheduled(graph.module))
-        run = self._guard(lambda: compile_graph(graph.module, self.backend))
+        run = compile_graph(graph.module, self.backend)
         values = _placeholder_values(graph.module)
         return _CompiledBackward(graph, run, slots, expected(values[len(slots) :]))
 
