@@ -66,7 +66,10 @@ MODEL = "import torch\ndef small():\n    return torch.nn.Linear(10, 4), (torch.r
     ("options", "message"),
     [
         ((), "neither a plan nor a mesh\n  try: --plan plan.json, or --mesh dp=2,tp=4"),
-        (("--mesh", "x=2"), "has 2 devices, and 1 process(es) run\n  try: a mesh of all processes, or torchrun"),
+        (
+            ("--mesh", "x=2"),
+            "has 2 devices, and 1 process(es) run\n  try: a mesh of all processes, or torchrun",
+        ),
     ],
 )
 def test_usage(
