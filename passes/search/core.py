@@ -25,10 +25,12 @@ PROGRAM_LIMIT = 6_000_000
 """Edge entries of the largest program that is handed to HiGHS."""
 LARGE = 200_000
 """Edge entries above which the scale of costs is only estimated."""
-STALLED, PATIENCE = 0.002, 5
+STALLED, PATIENCE = 0.02, 3
 """Messages have converged when this many times in a row the bound rose by less than this share of the gap."""
-WORTHWHILE = 0.02
-"""Share of the entries that a pruning must remove for another round of the same kind."""
+WORTHWHILE = 0.2
+"""Share of the entries that a pruning must remove for another round of the same kind: the next kind is stronger."""
+WORTHWHILE_IF_LARGE = 0.02
+"""The same where the graph is too large for the next kind."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,8 @@ class _Connected:
         except DeadEnd:
             self.bound = self._cutoff
             return False
-        return self.graph.entries() <= before * (1 - WORTHWHILE)
+        after = self.graph.entries()
+        return after <= before * (1 - (WORTHWHILE_IF_LARGE if after > PROGRAM_LIMIT else WORTHWHILE))
 
     def _by_messages(self) -> bool:
         messages = settled = zero_messages(self.graph)

@@ -25,8 +25,9 @@ def needed_strategies(graph: Graph, node: int) -> Index | None:
     if any(matrix.size * len(cost) > WORK_LIMIT for matrix in graph.adjacent[node].values()):
         return None
     worse = cost[:, None] - cost[None, :]
-    for other in sorted(graph.adjacent[node]):
-        worse = worse + graph.tables.excess(graph.adjacent[node][other])
+    with np.errstate(invalid="ignore"):  # inf - inf: not comparable, and nan <= 0 is false
+        for other in sorted(graph.adjacent[node]):
+            worse = worse + graph.tables.excess(graph.adjacent[node][other])
     dominates = worse <= 0
     usage = graph.usage(node)
     if usage is not None:

@@ -4,12 +4,13 @@ With C_p the computing and G_p the hideable communication of phase p, e the over
 profile, and U all that cannot hide, a step takes
 
     T(x) = U + sum_p (C_p + G_p - e min(C_p, G_p))
-         = max over m in [0,1]^P of  U + sum_p ((1 - e m_p) C_p + (1 - e (1 - m_p)) G_p)  =:  max_m L(x, m)
+         = max over m in [0,1]^P of  U + sum_p ((1 - e m_p) C_p + (1 - e (1 - m_p)) G_p)
 
-For a fixed m, L is a sum of node and edge costs, which `solve` minimises exactly. Every D(m) = min_x L(x, m) is a
-lower bound of T, and the largest is found by cutting planes: each solution x_k bounds D from above by the
-plane L(x_k, .), the next m is the highest point under all planes [Kelley 1960]. m = 0, computation takes
-longer in every phase, comes first: if its solution computes longer indeed, it is optimal.
+For a fixed m that is a sum of node and edge costs, which `solve` minimises exactly, and a lower bound of T. In large
+problems memory has prices v in the same way (`planes.py`), instead of rows that every reduction must respect.
+The highest bound is found by cutting planes: each solution is a plane, the next (m, v) is the highest point under
+all planes [Kelley 1960]. m = 0, v = 0, where computation takes longer in every phase and memory does not bind, comes
+first: if its solution is like that indeed, it is optimal.
 """
 
 from __future__ import annotations
@@ -18,12 +19,16 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
-from scipy.optimize import linprog
 
 from passes.search.cost_kinds import CostKinds
+from passes.search.graph import Graph
+from passes.search.mix import mixed
+from passes.search.planes import Plane, Point, charged, highest_point
 from passes.search.problem import Problem, Solution
 from passes.search.recombine import recombined
+from passes.search.room import no_room
 from passes.search.solve import solve
+from passes.search.tables import Tables
 
 __all__ = ["solve_overlapped"]
 
@@ -32,52 +37,77 @@ ROUNDING = 1e-9
 ENOUGH = 5e-4
 """Share of the cost by which the bound may still rise when more solving is not worth the wait. The gap that
 stays is stated in the plan."""
-ROUNDS = 8
+INNER_GAP = 1e-4
+"""Relative gap of all solutions but the first: planes need not be exact to bound."""
+ROUNDS = 12
 """Most problems solved."""
+ROWS_INSIDE = 2_000_000
+"""Edge entries of the largest problem that is solved with its memory rows; in larger ones memory has prices."""
+FIRST_STEP, STEP = 0.25, 0.5
+"""How far to go from the best point so far to the highest under all planes [Ben-Ameur and Neto 2007, in-out]."""
+FIRST_CAP, RAISE = 0.1, 8.0
+"""The largest price of memory at first, as a share of the cost; and by what it grows where that is too small."""
+NEWEST = 4
+"""Choices that are mixed."""
+MIX_SHARE, MIX_SECONDS = 0.1, 6.0
+"""Share of the time left, and seconds at most, for one mix."""
 
 
 def solve_overlapped(
-    problem: Problem, kinds: CostKinds, efficiency: float, *, time_limit: float = 60.0
+    problem: Problem,
+    kinds: CostKinds,
+    efficiency: float,
+    *,
+    time_limit: float = 60.0,
+    rows_inside: int = ROWS_INSIDE,
 ) -> Solution:
     """The choice of least T (see above) within the memory limit; `Solution.cost` and `lower_bound` are of T.
 
-    efficiency: in [0, 1]; at 0, or where nothing can hide, this is `solve`. Stops when the bound meets the best T
+    efficiency: in [0, 1]; at 0, or where nothing can hide, T is `problem.cost`. Stops when the bound meets the best T
     or cannot rise by more than 5e-4 of it, or after about `time_limit` seconds. What is left of the gap is real: T is
-    convex but choices are discrete. Raises Infeasible.
+    convex but choices are discrete. rows_inside: see ROWS_INSIDE. Raises Infeasible.
     """
-    if efficiency == 0.0 or not any(kind >= 0 and kind % 2 for kind in kinds.edges):
+    small = sum(matrix.size for matrix in problem.edge_costs) <= rows_inside
+    hides = efficiency > 0.0 and any(kind >= 0 and kind % 2 for kind in kinds.edges)
+    if not hides and (small or problem.limit is None):
         return solve(problem, time_limit=time_limit)
-    search = _CuttingPlanes(problem, kinds, efficiency, time.monotonic() + time_limit)
+    search = _CuttingPlanes(problem, kinds, efficiency, time.monotonic() + time_limit, small)
     search.run()
     return search.solution()
 
 
 class _CuttingPlanes:
-    """The best choice and the best bound so far, and the planes L(x_k, m) = constant + slopes . m."""
+    """The best choice that fits, the best bound and its point, all choices so far, and their planes."""
 
-    def __init__(self, problem: Problem, kinds: CostKinds, efficiency: float, deadline: float) -> None:
+    def __init__(
+        self, problem: Problem, kinds: CostKinds, efficiency: float, deadline: float, rows_inside: bool
+    ) -> None:
         self.problem = problem
         self.kinds = kinds
         self.efficiency = efficiency
         self.deadline = deadline
+        self.rows_inside = rows_inside
         self.choice: tuple[int, ...] = ()
         self.cost = np.inf
         self.bound = -np.inf
-        self.bound_at = [0.0] * kinds.phases
-        self.planes: list[tuple[float, list[float]]] = []
+        self.bound_at = Point((0.0,) * kinds.phases)
+        self.found: list[tuple[int, ...]] = []
+        self.planes: list[Plane] = []
+        self.rows: list[int] = []
+        self.cap = 0.0
 
     def run(self) -> None:
         """Rounds until the bound meets the cost, is near enough to it, or cannot rise any more."""
-        self._solve_at(self.bound_at)
-        if self._gap() <= ROUNDING:
-            return
-        for _ in range(ROUNDS - 1):
-            highest, m = self._highest()
-            if highest <= self.bound + ENOUGH * self.cost or time.monotonic() >= self.deadline:
-                return
-            # With one plane the highest point is a corner: a point on the way says more.
-            near = [a + (b - a) / 4 for a, b in zip(self.bound_at, m, strict=True)]
-            self._solve_at(near if len(self.planes) == 1 else m)
+        point: Point | None = self.bound_at
+        for _ in range(ROUNDS):
+            self._solve_at(point)
+            if self._gap() <= ROUNDING or time.monotonic() >= self.deadline:
+                break
+            point = self._next()
+            if point is None:
+                break
+        if not self.choice:
+            self._with_rows()
 
     def solution(self) -> Solution:
         bound = min(self.bound, self.cost)
@@ -85,34 +115,74 @@ class _CuttingPlanes:
         return Solution(self.choice, self.cost, bound, gap, "optimal" if gap <= ROUNDING else "feasible")
 
     def _gap(self) -> float:
-        return (self.cost - self.bound) / max(abs(self.cost), 1e-300)
+        return (self.cost - self.bound) / max(abs(self.cost), 1e-300) if self.choice else np.inf
 
-    def _solve_at(self, m: Sequence[float]) -> None:
-        e = self.efficiency
-        weights = [w for m_p in m for w in (1.0 - e * m_p, 1.0 - e * (1.0 - m_p))]
-        left = max(self.deadline - time.monotonic(), 1.0)
-        found = solve(self.kinds.weighted(self.problem, weights), time_limit=left, warm=self.choice or None)
-        if found.lower_bound > self.bound:
-            self.bound, self.bound_at = found.lower_bound, list(m)
-        parts = self.kinds.parts(self.problem, found.choice)
-        everything = parts.exposed + sum(parts.compute) + (1.0 - e) * sum(parts.hideable)
-        slopes = [e * (g - c) for c, g in zip(parts.compute, parts.hideable, strict=True)]
-        self.planes.append((everything, slopes))
-        candidates = [found.choice]
+    def _left(self) -> float:
+        return max(self.deadline - time.monotonic(), 1.0)
+
+    def _solve_at(self, point: Point) -> None:
+        weighted = self.kinds.weighted(self.problem, point.weights(self.efficiency))
+        inner = weighted if self.rows_inside else charged(weighted, point.prices)
+        gap = INNER_GAP if self.planes else 0.0  # the first may be the answer
+        found = solve(inner, time_limit=self._left(), relative_gap=gap, warm=self.choice or None)
+        bound = found.lower_bound - sum(point.prices.values())
+        if bound > self.bound:
+            self.bound, self.bound_at = bound, point
+        self._add_plane(found.choice)
+        self._offer(found.choice)
+        self._mix()
+
+    def _add_plane(self, choice: tuple[int, ...]) -> None:
+        limit = self.problem.limit
+        over = np.zeros(0) if limit is None else self.problem.profile(choice) / limit - 1.0
+        plane = Plane.of(self.kinds.parts(self.problem, choice), self.efficiency, over)
+        if over.size and over.max() > 0.0 and (row := int(np.argmax(over))) not in self.rows:
+            self.rows.append(row)
+            self.cap = max(self.cap, FIRST_CAP * abs(plane.constant))
+        self.found.append(choice)
+        self.planes.append(plane)
+
+    def _offer(self, choice: Sequence[int]) -> None:
+        """Take a choice, or a mix of it with the best one, if it fits and is better."""
+        candidates = [tuple(choice)]
         if self.choice:
-            candidates.append(recombined(self.problem, self.kinds, e, self.choice, found.choice))
-        for choice in candidates:
-            seconds = self.kinds.parts(self.problem, choice).seconds(e)
-            if seconds < self.cost:
-                self.cost, self.choice = seconds, tuple(choice)
+            candidates.append(
+                recombined(self.problem, self.kinds, self.efficiency, self.choice, candidates[0])
+            )
+        for candidate in candidates:
+            limit = self.problem.limit
+            fits = limit is None or self.problem.peak(candidate)[0] <= limit
+            seconds = self.kinds.parts(self.problem, candidate).seconds(self.efficiency)
+            if fits and seconds < self.cost:
+                self.cost, self.choice = seconds, candidate
 
-    def _highest(self) -> tuple[float, list[float]]:
-        """max over m in [0,1]^P of min over the planes: maximise t with t <= constant + slopes . m."""
-        phases = self.kinds.phases
-        scale = max(abs(self.cost), 1e-300)  # HiGHS's tolerances are absolute
-        rows = [[1.0, *(-s / scale for s in slopes)] for _, slopes in self.planes]
-        limits = [constant / scale for constant, _ in self.planes]
-        bounds = [(None, None), *[(0.0, 1.0)] * phases]
-        result = linprog([-1.0, *[0.0] * phases], A_ub=rows, b_ub=limits, bounds=bounds, method="highs")
-        assert result.success, result.message
-        return float(result.x[0]) * scale, [float(v) for v in result.x[1:]]
+    def _mix(self) -> None:
+        """Offer the best mix of the last choices, where they differ in what fits."""
+        if self.rows and len(self.found) > 1:
+            weighted = self.kinds.weighted(self.problem, self.bound_at.weights(self.efficiency))
+            mix = mixed(weighted, self.found[-NEWEST:], min(MIX_SECONDS, MIX_SHARE * self._left()))
+            if mix is not None:
+                self._offer(mix)
+
+    def _next(self) -> Point | None:
+        """Where to solve next; None: nowhere, the bound cannot rise by enough."""
+        highest, point = highest_point(self.planes, self.rows, self.cap)
+        at_cap = any(price >= (1.0 - ROUNDING) * self.cap for price in point.prices.values())
+        if not self.choice and at_cap and len(self.planes) > 1:
+            # The planes of choices that do not fit have no highest point: is there room at all?
+            reason = no_room(self.problem, Graph.of(self.problem, Tables()), self.deadline)
+            if reason is not None:
+                raise reason
+            self.cap *= RAISE
+            highest, point = highest_point(self.planes, self.rows, self.cap)
+        if self.choice and highest <= self.bound + ENOUGH * self.cost:
+            return None
+        # With one plane the highest point is a corner; with few it swings from side to side.
+        return self.bound_at.towards(point, STEP if len(self.planes) > 1 else FIRST_STEP)
+
+    def _with_rows(self) -> None:
+        """No choice fitted at any price: search with the rows. Raises Infeasible if it finds none either."""
+        weighted = self.kinds.weighted(self.problem, self.bound_at.weights(self.efficiency))
+        found = solve(weighted, time_limit=self._left())
+        self.bound = max(self.bound, found.lower_bound)
+        self._offer(found.choice)

@@ -10,7 +10,9 @@ import pytest
 
 from passes.hiding import StepParts
 from passes.search.cost_kinds import CostKinds
+from passes.search.mix import mixed
 from passes.search.overlapped import solve_overlapped
+from passes.search.planes import charged
 from passes.search.problem import Infeasible, Problem
 from passes.search.recombine import recombined
 from passes.search.solve import solve
@@ -71,17 +73,18 @@ def test_step_parts_by_hand() -> None:
     assert parts.seconds(1.0) == 41.0
 
 
+@pytest.mark.parametrize("rows_inside", [0, 10**6], ids=["memory priced", "rows inside"])
 @pytest.mark.parametrize("seed", range(120))
-def test_bound_and_cost_enclose_the_least(seed: int) -> None:
+def test_bound_and_cost_enclose_the_least(seed: int, rows_inside: int) -> None:
     problem = random_problem(seed)
     kinds = random_kinds(problem, seed)
     efficiency = float(np.random.default_rng(seed).choice([0.3, 0.9, 1.0]))
     least = least_seconds(problem, kinds, efficiency)
     if not np.isfinite(least):
         with pytest.raises(Infeasible):
-            solve_overlapped(problem, kinds, efficiency)
+            solve_overlapped(problem, kinds, efficiency, rows_inside=rows_inside)
         return
-    found = solve_overlapped(problem, kinds, efficiency)
+    found = solve_overlapped(problem, kinds, efficiency, rows_inside=rows_inside)
     slack = 1e-9 * max(1.0, least)
     assert found.cost == pytest.approx(step_seconds(problem, kinds, efficiency, found.choice))
     assert found.lower_bound <= least + slack
@@ -103,6 +106,67 @@ def test_most_small_problems_are_closed() -> None:
             total += 1
             closed += solve_overlapped(problem, kinds, 0.9).cost <= least * (1 + 1e-9) + 1e-12
     assert closed > 0.85 * total, (closed, total)
+
+
+@pytest.mark.parametrize("efficiency", [0.0, 0.9])
+def test_copies_of_a_layer_under_a_limit(efficiency: float) -> None:
+    """40 layers that are quick with 3 bytes or slow with 1, all live at once, 81 bytes: 20 of each, and 1 byte over.
+
+    At any one price of memory all layers take the same strategy, so only a mix of two solutions is near the best.
+    """
+    layers = 40
+    costs = np.array([1.0, 2.0])
+    change = np.array([[0.0, 0.01], [0.01, 0.0]])
+    problem = Problem(
+        (costs,) * layers,
+        tuple((i, i + 1) for i in range(layers - 1)),
+        (change,) * (layers - 1),
+        ((0, layers),) * layers,
+        (np.array([3, 1]),) * layers,
+        limit=81.0,
+    )
+    kinds = CostKinds((0,) * layers, (1,) * (layers - 1), PHASES)
+    found = solve_overlapped(problem, kinds, efficiency, rows_inside=0)
+    assert problem.peak(found.choice)[0] == 80
+    least = 60.01 - efficiency * 0.01
+    assert found.cost == pytest.approx(least)  # one change of layout, hidden behind computing
+    assert found.cost - found.lower_bound <= 1.0  # half a byte is worth half a second
+
+
+def test_the_limit_that_nothing_meets_is_proven_with_memory_priced() -> None:
+    problem = Problem((np.zeros(2),) * 3, (), (), ((0, 3),) * 3, (np.array([3, 2]),) * 3, limit=5.0)
+    with pytest.raises(Infeasible) as caught:
+        solve_overlapped(problem, CostKinds((0,) * 3, (), PHASES), 0.5, rows_inside=-1)
+    assert (caught.value.kind, caught.value.bound) == ("memory", 6.0)
+
+
+def test_memory_prices_by_hand() -> None:
+    """Two nodes live in rows 0 and 1 and in row 1 only; 4 seconds at row 0, 2 at row 1, for a limit of 8."""
+    problem = Problem(
+        (np.zeros(2), np.ones(1)), (), (), ((0, 2), (1, 2)), (np.array([8, 4]), np.array([16])), limit=8.0
+    )
+    moved = charged(problem, {0: 4.0, 1: 2.0})
+    assert moved.limit is None
+    assert moved.node_costs[0].tolist() == [6.0, 3.0]
+    assert moved.node_costs[1].tolist() == [1.0 + 2.0 * 2]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_best_mix(seed: int) -> None:
+    """Against brute force over what two or three choices take."""
+    problem = random_problem(seed)
+    rng = np.random.default_rng(seed)
+    choices = [tuple(int(rng.integers(len(c))) for c in problem.node_costs) for _ in range(2 + seed % 2)]
+    best = np.inf
+    for choice in itertools.product(*map(set, zip(*choices, strict=True))):
+        if problem.limit is None or problem.peak(choice)[0] <= problem.limit:
+            best = min(best, problem.cost(choice))
+    found = mixed(problem, choices, 5.0)
+    if found is None:
+        assert best == np.inf
+    else:
+        assert all(a in taken for a, taken in zip(found, zip(*choices, strict=True), strict=True))
+        assert problem.cost(found) <= best * (1 + 1e-4) + 1e-12
 
 
 def test_without_efficiency_it_is_the_plain_search() -> None:
