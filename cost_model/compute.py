@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import re
 
 from cost_model.curve import Curve
-from cost_model.measurements import MatmulRates
+from cost_model.measurements import KERNEL_KINDS, KernelKind, MatmulRates
 from cost_model.profile import Profile
 
-__all__ = ["ComputePrices", "Kind"]
-
-Kind = Literal["matmul", "convolution", "attention"]
-"""Ops that count in operations, by what rate they reach."""
+__all__ = ["ComputePrices"]
 
 
 class ComputePrices:
     """Prices of kernels under `profile`.
 
         op_seconds = launch + max(flops / rate(flops, dtype), nbytes / memory bandwidth)
+
+    On CPUs a product waits for what it loads beyond the operands that its rate was measured with: there
+
+        op_seconds = launch + max(flops / rate, bare(flops) + nbytes / memory bandwidth)
+
+    where bare is flops / rate less the time to load the operands of the product that was measured.
+    Seen on one core, 16 rows times a cold 768 x 3072 weight: 1.46 ms, where 0.90 ms is arithmetic at the measured
+    rate and 9.4 MB are loaded at 17 GB/s.
 
     device_type: where the plan will run, if known. A profile of another device type still prices (a
     plan for GPUs may be tried on CPUs); `foreign` then says that the numbers are another device's.
@@ -28,11 +33,14 @@ class ComputePrices:
         self.foreign = device_type is not None and device_type != profile.device_type
         self._launch = profile.device.launch_seconds
         self._seconds_per_byte = 1.0 / profile.device.memory_bytes_per_second
-        self._matmul = {rates.dtype: _time_curve(rates) for rates in profile.device.matmul}
-        self._kinds: dict[Kind, dict[str, Curve]] = {
-            "matmul": self._matmul,
-            "convolution": {rates.dtype: _time_curve(rates) for rates in profile.device.convolution},
-            "attention": {rates.dtype: _time_curve(rates) for rates in profile.device.attention},
+        self._kinds: dict[KernelKind, dict[str, Curve]] = {
+            kind: {rates.dtype: _time_curve(rates) for rates in profile.device.rates(kind)}
+            for kind in KERNEL_KINDS
+        }
+        self._bare = {
+            rates.dtype: _bare_curve(rates, self._seconds_per_byte)
+            for rates in profile.device.matmul
+            if profile.device_type == "cpu"
         }
         self._slowest = _time_curve(min(profile.device.matmul, key=lambda rates: rates.flops_per_second[-1]))
 
@@ -43,7 +51,7 @@ class ComputePrices:
 
     def has_rate(self, dtype_name: str) -> bool:
         """Whether the profile has a matrix-product rate for this dtype ("float32", "bfloat16", ...)."""
-        return dtype_name in self._matmul
+        return dtype_name in self._kinds["matmul"]
 
     def matmul_seconds(self, flops: float, dtype_name: str) -> float:
         """Arithmetic time of a matrix product of `flops` = 2 m n k operations, without launch.
@@ -51,21 +59,32 @@ class ComputePrices:
         The rate is measured by size: time is interpolated between the measured sizes and proportional
         to flops outside them. A dtype without a rate (`has_rate`) gets the profile's slowest rate.
         """
-        return self._matmul.get(dtype_name, self._slowest)(flops) if flops else 0.0
+        return self._kinds["matmul"].get(dtype_name, self._slowest)(flops) if flops else 0.0
 
     def memory_seconds(self, nbytes: float) -> float:
         """Time to read and write `nbytes` of device memory in all, without launch."""
         return nbytes * self._seconds_per_byte
 
-    def arithmetic_seconds(self, kind: Kind, flops: float, dtype_name: str) -> float:
-        """`flops` operations of one op of that kind; without measured rates of its own, as a matrix product."""
-        own = self._kinds[kind].get(dtype_name) if flops else None
+    def arithmetic_seconds(self, kind: KernelKind | None, flops: float, dtype_name: str) -> float:
+        """`flops` operations of one op of that kind; without measured rates of its own, or without a kind, as a
+        matrix product."""
+        own = self._kinds[kind].get(dtype_name) if flops and kind is not None else None
         return self.matmul_seconds(flops, dtype_name) if own is None else own(flops)
 
-    def op_seconds(self, flops: float, nbytes: float, dtype_name: str, kind: Kind = "matmul") -> float:
-        """launch + max(arithmetic_seconds, memory_seconds). Pointwise kernels pass flops=0."""
-        arithmetic = self.arithmetic_seconds(kind, flops, dtype_name)
-        return self._launch + max(arithmetic, self.memory_seconds(nbytes))
+    def op_seconds(
+        self, flops: float, nbytes: float, dtype_name: str, kind: KernelKind | None = "matmul"
+    ) -> float:
+        """launch + `kernel_seconds`. Pointwise kernels pass flops=0."""
+        return self._launch + self.kernel_seconds(flops, nbytes, dtype_name, kind)
+
+    def kernel_seconds(
+        self, flops: float, nbytes: float, dtype_name: str, kind: KernelKind | None = "matmul"
+    ) -> float:
+        """Seconds of a kernel that is running: of its arithmetic and its loads and stores, see above."""
+        arithmetic, memory = self.arithmetic_seconds(kind, flops, dtype_name), self.memory_seconds(nbytes)
+        if kind == "matmul" and flops and dtype_name in self._bare:
+            memory += self._bare[dtype_name](flops)
+        return max(arithmetic, memory)
 
     def update_seconds(self, nbytes: float, passes: int) -> float:
         """The optimizer's update of one parameter of which this device holds `nbytes`: measured, or
@@ -81,3 +100,20 @@ def _time_curve(rates: MatmulRates) -> Curve:
     times = [size / rate for size, rate in zip(rates.flops, rates.flops_per_second, strict=True)]
     below = times[0] / rates.flops[0]
     return Curve(rates.flops, times, below, times[-1] / rates.flops[-1])
+
+
+def _bare_curve(rates: MatmulRates, seconds_per_byte: float) -> Curve:
+    """flops -> seconds of arithmetic alone. A product of 2 e^3 operations was measured as a square one and as one of
+    e / 4 rows against a transposed weight of 2 e x 2 e (`cost_model.measure.compute_work.matmul_work`), which
+    load and store 4 e^2 elements on average. Never falling, so that no price falls as operations are added."""
+    times: list[float] = []
+    for flops, rate in zip(rates.flops, rates.flops_per_second, strict=True):
+        loads = 4 * (flops / 2) ** (2 / 3) * _element_nbytes(rates.dtype)
+        times.append(max(flops / rate - loads * seconds_per_byte, *times, 1e-12))
+    return Curve(rates.flops, times, times[0] / rates.flops[0], times[-1] / rates.flops[-1])
+
+
+def _element_nbytes(dtype_name: str) -> int:
+    """ "bfloat16" -> 2."""
+    bits = re.search(r"\d+", dtype_name)
+    return 4 if bits is None else max(1, int(bits.group()) // 8)

@@ -156,4 +156,5 @@ def _scaled(device: DeviceRates, factor: float) -> DeviceRates:
         matmul=slower(device.matmul),
         convolution=slower(device.convolution),
         attention=slower(device.attention),
+        pooling=slower(device.pooling),
     )

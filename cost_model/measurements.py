@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from cost_model.groups import GroupShape
 
-__all__ = ["KINDS", "CollectiveSamples", "DeviceRates", "LinkLevel", "MatmulRates", "UpdateRates"]
+__all__ = [
+    "KERNEL_KINDS",
+    "KINDS",
+    "CollectiveSamples",
+    "DeviceRates",
+    "KernelKind",
+    "LinkLevel",
+    "MatmulRates",
+    "UpdateRates",
+]
 
 KINDS = ("all_gather", "all_reduce", "all_to_all", "broadcast", "point_to_point", "reduce_scatter")
 """Every collective that has a price. What `nbytes` means for each is in `cost_model.collectives`."""
+
+KernelKind = Literal["matmul", "convolution", "attention", "pooling"]
+"""Ops that count in operations, by what rate they reach: fields of `DeviceRates`."""
+
+KERNEL_KINDS: tuple[KernelKind, ...] = get_args(KernelKind)
 
 
 @dataclass(frozen=True)
@@ -76,7 +91,8 @@ class UpdateRates:
 class DeviceRates:
     """One device: kernel launch time, memory bandwidth (bytes read plus written), matrix products.
 
-    convolution, attention: rates by operations of one op, as for products; none: those of products.
+    convolution, attention, pooling (max-pooling, forward: comparisons): rates by operations of one op, as for
+    products; none: those of products.
     update: of the optimizer; None: from memory bandwidth (`cost_model.memory`).
     """
 
@@ -85,4 +101,10 @@ class DeviceRates:
     matmul: tuple[MatmulRates, ...]
     convolution: tuple[MatmulRates, ...] = ()
     attention: tuple[MatmulRates, ...] = ()
+    pooling: tuple[MatmulRates, ...] = ()
     update: UpdateRates | None = None
+
+    def rates(self, kind: KernelKind) -> tuple[MatmulRates, ...]:
+        """The rates of one kind of kernel."""
+        rates: tuple[MatmulRates, ...] = getattr(self, kind)
+        return rates

@@ -10,7 +10,14 @@ from typing import NoReturn
 from cost_model.errors import ProfileError
 from cost_model.groups import GroupShape, group_ranks, occupancy
 from cost_model.link_model import floor_slope
-from cost_model.measurements import KINDS, CollectiveSamples, DeviceRates, LinkLevel, MatmulRates
+from cost_model.measurements import (
+    KERNEL_KINDS,
+    KINDS,
+    CollectiveSamples,
+    DeviceRates,
+    LinkLevel,
+    MatmulRates,
+)
 
 __all__ = ["check_profile"]
 
@@ -151,8 +158,8 @@ class _Check:
         self._positive("device.memory_bytes_per_second", device.memory_bytes_per_second)
         if not device.matmul:
             self._refuse("device.matmul", "is empty", "state the matrix-product rate of at least one dtype")
-        for kind in ("matmul", "convolution", "attention"):
-            kernels: tuple[MatmulRates, ...] = getattr(device, kind)
+        for kind in KERNEL_KINDS:
+            kernels = device.rates(kind)
             dtypes = [rates.dtype for rates in kernels]
             for i, rates in enumerate(kernels):
                 if rates.dtype in dtypes[:i]:

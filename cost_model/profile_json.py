@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any, NoReturn, cast
 
 from cost_model.errors import ProfileError
-from cost_model.measurements import CollectiveSamples, DeviceRates, LinkLevel, MatmulRates, UpdateRates
+from cost_model.measurements import (
+    KERNEL_KINDS,
+    CollectiveSamples,
+    DeviceRates,
+    KernelKind,
+    LinkLevel,
+    MatmulRates,
+    UpdateRates,
+)
 
 __all__ = ["Fields", "read_collective", "read_device", "read_link"]
 
@@ -96,6 +104,9 @@ class Fields:
     def entry(self, field: str) -> Fields:
         return Fields(self._where, f"{self._path}{field}.", self._get(field))
 
+    def lacks(self, field: str) -> bool:
+        return field not in self._data
+
     def entries(self, field: str) -> list[Fields]:
         items = self._list(field)
         return [Fields(self._where, f"{self._path}{field}[{i}].", item) for i, item in enumerate(items)]
@@ -150,14 +161,16 @@ def read_device(fields: Fields) -> DeviceRates:
     device = DeviceRates(
         fields.number("launch_seconds"),
         fields.number("memory_bytes_per_second"),
-        *(
-            tuple(_read_rates(e) for e in fields.entries(kind))
-            for kind in ("matmul", "convolution", "attention")
-        ),
+        *(tuple(_read_rates(e) for e in _kernels(fields, kind)) for kind in KERNEL_KINDS),
         update=_read_update(fields.entry("update")) if fields.has("update") else None,
     )
     fields.close()
     return device
+
+
+def _kernels(fields: Fields, kind: KernelKind) -> list[Fields]:
+    """Rates of one kind; files written before max-pooling was measured have none of it."""
+    return [] if kind == "pooling" and fields.lacks(kind) else fields.entries(kind)
 
 
 def _read_update(fields: Fields) -> UpdateRates:

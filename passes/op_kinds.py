@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from cost_model.compute import Kind
+from cost_model.measurements import KernelKind
 from passes.joint import node_value, result_index, tensor_operands
 
 __all__ = ["alias_chain", "arithmetic_kind", "fuses", "global_flops", "is_view", "storage_root"]
@@ -101,7 +101,8 @@ def global_flops(node: fx.Node) -> float:
     """Floating point operations of the whole op, unsharded; 0 where memory traffic decides.
 
     Products and convolutions: 2 per multiply-add. Attention: two products of s x t x d forward,
-    five backward (it recomputes the scores), half of that when causal.
+    five backward (it recomputes the scores), half of that when causal. Max-pooling: comparisons, forward only
+    (its backward moves one value per window).
     """
     target = node.target
     if target is torch.ops.autoshard.contract.default:
@@ -118,16 +119,20 @@ def global_flops(node: fx.Node) -> float:
     if target is _aten.convolution_backward.default:
         grad, _, weight = (node_value(n) for n in tensor_operands(node)[:3])
         return 2.0 * _convolution_flops(grad, weight)
+    if target is _aten.max_pool2d_with_indices.default:
+        return float(node_value(node).numel() * _window_size(node.args[1]))
     return 0.0
 
 
-def arithmetic_kind(node: fx.Node) -> Kind:
-    """By what measured rate the operations of `node` run."""
+def arithmetic_kind(node: fx.Node) -> KernelKind | None:
+    """By what measured rate the operations of `node` run; None: pointwise and the like."""
     if node.target in (_aten.convolution.default, _aten.convolution_backward.default):
         return "convolution"
     if node.target in (torch.ops.autoshard.attention.default, torch.ops.autoshard.attention_backward.default):
         return "attention"
-    return "matmul"
+    if node.target is _aten.max_pool2d_with_indices.default:
+        return "pooling"
+    return None if fuses(node) else "matmul"
 
 
 def _contract_flops(node: fx.Node) -> float:
@@ -143,6 +148,12 @@ def _attention_volume(node: fx.Node, first: int) -> float:
     q, k = (node_value(n) for n in tensor_operands(node)[first : first + 2])
     causal = any(argument is True for argument in node.args)
     return q.numel() * k.shape[-2] * (0.5 if causal else 1.0)
+
+
+def _window_size(kernel: object) -> int:
+    """Elements of a window of two dims, given by one number or a list."""
+    sizes = [int(n) for n in kernel] if isinstance(kernel, (list, tuple)) else [int(str(kernel))]
+    return math.prod(sizes if len(sizes) == 2 else sizes * 2)
 
 
 def _convolution_flops(output: torch.Tensor, weight: torch.Tensor) -> float:

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import fx
 
-from cost_model.compute import ComputePrices, Kind
+from cost_model.compute import ComputePrices
+from cost_model.measurements import KernelKind
 from cost_model.mesh import MeshSpec
 from passes.assignment import FactorSplit, NodeLayouts
 from passes.joint import first_value, node_value, node_values, tensor_operands
@@ -139,10 +140,10 @@ def local_seconds(node: fx.Node, flow: Traffic, prices: ComputePrices) -> float:
 
 
 def _kernel_seconds(
-    kind: Kind, flops: float, nbytes: float, dtype: str, flow: Traffic, prices: ComputePrices
+    kind: KernelKind | None, flops: float, nbytes: float, dtype: str, flow: Traffic, prices: ComputePrices
 ) -> float:
     if not flow.writes:
-        return max(prices.memory_seconds(nbytes), prices.arithmetic_seconds(kind, flops, dtype))
+        return prices.kernel_seconds(flops, nbytes, dtype, kind)
     return prices.op_seconds(flops, nbytes, dtype, kind)
 
 

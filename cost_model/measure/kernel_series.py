@@ -17,6 +17,8 @@ from cost_model.measure.kernel_work import (
     attention_work,
     convolution_flops,
     convolution_work,
+    pooling_flops,
+    pooling_work,
     update_work,
 )
 from cost_model.measure.sampling import Series
@@ -33,22 +35,28 @@ _ATTENTIONS = {
     "cpu": ((1, 4, 64, 64), (2, 4, 128, 64), (2, 8, 256, 64), (2, 8, 512, 64)),
     "cuda": ((2, 8, 256, 64), (4, 16, 512, 64), (4, 16, 2048, 64), (4, 16, 4096, 128)),
 }
+_POOLINGS = {
+    "cpu": ((2, 16, 16), (8, 16, 32), (8, 64, 32)),
+    "cuda": ((16, 64, 32), (32, 128, 32), (64, 256, 64)),
+}
 _UPDATES = {"cpu": (2**6, 2**20, 2**22, 2**24), "cuda": (2**6, 2**22, 2**26, 2**28)}
 
 _Shape = TypeVar("_Shape")
 
 
 def kernel_series(device: torch.device, mesh: DeviceMesh | None) -> list[Series]:
-    """Convolutions and attention in the dtype the device is used with most, then the AdamW update.
+    """Convolutions, attention and max-pooling in the dtype the device is used with most, then the AdamW update.
 
     mesh: that parameters will be distributed on; None without processes.
     """
     dtype = getattr(torch, _dtype(device))
     convolutions = _by_size(_of(_CONVOLUTIONS, device), convolution_flops)
     attentions = _by_size(_of(_ATTENTIONS, device), attention_flops)
+    poolings = _by_size(_of(_POOLINGS, device), pooling_flops)
     works: list[tuple[str, tuple[int, ...], Callable[[int], Callable[[], object]]]] = [
         ("convolutions", tuple(convolutions), lambda n: convolution_work(convolutions[n], dtype, device)),
         ("attention", tuple(attentions), lambda n: attention_work(attentions[n], dtype, device)),
+        ("max-pooling", tuple(poolings), lambda n: pooling_work(poolings[n], dtype, device)),
         ("AdamW update", _of(_UPDATES, device), lambda nbytes: update_work(nbytes, device, mesh)),
     ]
     return [Series(name, sizes, prepare, median, LEAST_SECONDS) for name, sizes, prepare in works]
@@ -56,12 +64,13 @@ def kernel_series(device: torch.device, mesh: DeviceMesh | None) -> list[Series]
 
 def with_kernel_rates(rates: DeviceRates, curves: Sequence[Curve], device: torch.device) -> DeviceRates:
     """`rates` with what the curves of `kernel_series` say."""
-    convolution, attention, update = curves
+    convolution, attention, pooling, update = curves
     slope = (update.seconds[-1] - update.seconds[0]) / (update.sizes[-1] - update.sizes[0])
     return replace(
         rates,
         convolution=(_rates(_dtype(device), convolution, CONVOLUTION_PASSES),),
         attention=(_rates(_dtype(device), attention, ATTENTION_PASSES),),
+        pooling=(_rates(_dtype(device), pooling, 1.0),),
         # Curves are monotone, but a noisy machine may leave no difference to divide by.
         update=UpdateRates(update.seconds[0], 1.0 / slope if slope > 0 else rates.memory_bytes_per_second),
     )

@@ -16,6 +16,8 @@ __all__ = [
     "attention_work",
     "convolution_flops",
     "convolution_work",
+    "pooling_flops",
+    "pooling_work",
     "update_work",
 ]
 
@@ -58,6 +60,24 @@ def attention_work(shape: tuple[int, int, int, int], dtype: torch.dtype, device:
     q, k, v = (torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3))
     tangent = torch.ones(shape, device=device, dtype=dtype)
     return lambda: torch.autograd.grad(F.scaled_dot_product_attention(q, k, v), (q, k, v), tangent)
+
+
+def pooling_flops(shape: tuple[int, int, int]) -> int:
+    """Comparisons of `pooling_work`: n c s s (1 + 9 / 4) for (n, c, s)."""
+    batch, channels, side = shape
+    return batch * channels * side * side * 13 // 4
+
+
+def pooling_work(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Work:
+    """Max-pooling of [n, c, s, s] by windows of 2 x 2 and of 3 x 3, stride 2."""
+    x = torch.randn(shape[0], shape[1], shape[2], shape[2], device=device).to(dtype)
+    pool = torch.ops.aten.max_pool2d_with_indices.default
+
+    def both() -> None:
+        pool(x, [2, 2], [2, 2])
+        pool(x, [3, 3], [2, 2], [1, 1])
+
+    return both
 
 
 def update_work(nbytes: int, device: torch.device, mesh: DeviceMesh | None) -> Work:

@@ -39,7 +39,7 @@ ENOUGH = 5e-4
 stays is stated in the plan."""
 INNER_GAP = 1e-4
 """Relative gap of all solutions but the first: planes need not be exact to bound."""
-ROUNDS = 12
+ROUNDS = 30
 """Most problems solved."""
 ROWS_INSIDE = 2_000_000
 """Edge entries of the largest problem that is solved with its memory rows; in larger ones memory has prices."""

@@ -34,7 +34,7 @@ def test_a_dtype_without_a_rate_gets_the_slowest(round_profile: Profile) -> None
 
 
 def test_roofline(round_profile: Profile) -> None:
-    prices = ComputePrices(round_profile)
+    prices = ComputePrices(replace(round_profile, device_type="cuda"))
     assert prices.launch_seconds == 2e-6
     assert prices.memory_seconds(1e6) == pytest.approx(1e-6)
     assert prices.op_seconds(1e8, 1e6, "float32") == pytest.approx(2e-6 + 10e-6)  # the product takes longer
@@ -88,6 +88,23 @@ def test_convolution_and_attention_have_rates_of_their_own(round_profile: Profil
     assert prices.arithmetic_seconds("convolution", 1e7, "bfloat16") == product
     launch = round_profile.device.launch_seconds
     assert prices.op_seconds(1e7, 0, "float32", "convolution") == pytest.approx(launch + 1e-4)
+
+
+def test_on_cpus_a_product_waits_for_more_operands_than_it_was_measured_with(round_profile: Profile) -> None:
+    """2e6 operations at 1e9 a second: 2 ms, of which 4 MB are 0.16 ms in 40,000 elements of float32; 4 MB take 4 ms.
+
+    e = 100: the measured product loads and stores 4 e^2 elements, 160 KB, at 1 GB/s.
+    """
+    rates = (MatmulRates("float32", (2e6, 16e6), (1e9, 1e9)),)
+    device = replace(round_profile.device, matmul=rates, memory_bytes_per_second=1e9, launch_seconds=1e-6)
+    gpu = ComputePrices(replace(round_profile, device=device, device_type="cuda"))
+    cpu = ComputePrices(replace(round_profile, device=device))
+    assert gpu.kernel_seconds(2e6, 4e6, "float32") == pytest.approx(4e-3)
+    assert cpu.kernel_seconds(2e6, 4e6, "float32") == pytest.approx(2e-3 - 0.16e-3 + 4e-3)
+    assert cpu.kernel_seconds(2e6, 160e3, "float32") == pytest.approx(2e-3)
+    assert cpu.kernel_seconds(2e6, 0, "float32") == pytest.approx(2e-3)
+    assert cpu.kernel_seconds(0, 4e6, "float32") == pytest.approx(4e-3)
+    assert cpu.kernel_seconds(2e6, 4e6, "float32", "attention") == pytest.approx(4e-3)
 
 
 def test_update_measured_or_by_passes(round_profile: Profile) -> None:
