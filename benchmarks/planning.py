@@ -52,10 +52,12 @@ SWEEP: Sequence[Sequence[str]] = (
     ("--layers", "16"),
     ("--layers", "32"),
     ("--layers", "32", "--mesh", "dp=256"),
-    ("--layers", "32", "--mesh", "dp=512,tp=8"),
+    ("--layers", "32", "--mesh", "dp=512,tp=8", "--batch", "1024"),
+    ("--layers", "1", "--mesh", "dp=4,sp=8,tp=8"),
     ("--layers", "32", "--mesh", "dp=4,sp=8,tp=8"),
-    ("--layers", "32", "--mesh", "pods=16,dp=32,tp=8"),
-    ("--model", "llama-3-70b"),
+    ("--layers", "32", "--mesh", "pods=16,dp=32,tp=8", "--batch", "1024"),
+    ("--model", "llama-3-70b", "--memory-limit", "160GB"),
+    ("--model", "llama-3-70b", "--memory-limit", "100GB"),
 )
 
 
@@ -216,7 +218,7 @@ def _sweep(arguments: argparse.Namespace) -> None:
         "--json",
     ]
     for case in SWEEP:
-        command = [sys.executable, "-m", "benchmarks.planning", *case, *common]
+        command = [sys.executable, "-m", "benchmarks.planning", *common, *case]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             print(f"| {' '.join(case)} | failed: {done.stderr.strip().splitlines()[-1]} |", flush=True)
