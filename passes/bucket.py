@@ -36,8 +36,9 @@ class Bucket:
     A reduce-scatter's is one row a rank too, of the parts that it will hold; what is reduced, as with
     all-reduce, stays where it is: results share the buffer's storage.
 
-    Ranks of a group merge alike: a turn is the same on all ranks, whether a group exchanges anything for
-    a transfer is known to all of it, and its ranks' padded operands have the same size.
+    Ranks of a group merge alike: a turn and the order of its transfers are the same on all ranks, whether
+    a group exchanges anything for a transfer is known to all of it, and its ranks' padded operands have the
+    same size.
 
     Requires: functional; operands of collectives contiguous; a collective is read by its wait only; none
               of a bucket depends on another step of it but for its own.
@@ -57,9 +58,12 @@ class Bucket:
                     value(node).dtype,
                 )
                 found.setdefault(key, []).append(node)
-        buckets = [nodes for nodes in found.values() if len(nodes) > 1]
         place = {node: i for i, node in enumerate(module.graph.nodes)}
-        merged = [_merge(module.graph, nodes) for nodes in buckets]
+        merged = [
+            _merge(module.graph, sorted(nodes, key=_transfer), before=max(nodes, key=place.__getitem__))
+            for nodes in found.values()
+            if len(nodes) > 1
+        ]
         if merged:
             _sort(module.graph, {node: _ready(node, place) for node in merged})
             module.graph.lint()
@@ -67,12 +71,18 @@ class Bucket:
         return module
 
 
-def _merge(graph: fx.Graph, nodes: Sequence[fx.Node]) -> fx.Node:
+def _transfer(collective: fx.Node) -> int:
+    """The order of a bucket's members: that of the global graph, on all ranks alike, where a rank with nothing to
+    compute may have them in any."""
+    return collective.meta.get("transfer", 0)
+
+
+def _merge(graph: fx.Graph, nodes: Sequence[fx.Node], before: fx.Node) -> fx.Node:
     """Returns the one collective."""
     meta = {k: v for k, v in nodes[0].meta.items() if k != "val"}
     others = len({n.meta.get("serves") for n in nodes}) - 1
     meta["serves"] = f"{meta.get('serves', '')} + {others}" if others else meta.get("serves")
-    with graph.inserting_before(nodes[-1]):
+    with graph.inserting_before(before):
         merged, results = _MERGES[nodes[0].target](Emitter(graph, meta, FakeCalls()), nodes)
     for node, result in zip(nodes, results, strict=True):
         (wait,) = node.users

@@ -61,6 +61,13 @@ class Overlap:
         return module
 
 
+def _issue_key(collective: fx.Node) -> tuple[Turn, int, int]:
+    """Turn, then the step of a transfer of several: a rank that receives nothing in the first of them has nothing that
+    says it comes before the second. Then the transfer, where several share a turn and were not merged."""
+    meta = collective.meta
+    return meta.get("turn", _NO_TURN), meta.get("step", 0), meta.get("transfer", 0)
+
+
 class _Schedule:
     """A list of ops in their new order, written front to back."""
 
@@ -70,7 +77,7 @@ class _Schedule:
         self.place = {node: i for i, node in enumerate(graph.nodes)}
         counts = itertools.accumulate((is_product(n) for n in graph.nodes), initial=0)
         self.products = list(counts)  # before each place
-        self.unstarted = deque(sorted(collective_nodes(graph), key=lambda n: n.meta.get("turn", _NO_TURN)))
+        self.unstarted = deque(sorted(collective_nodes(graph), key=_issue_key))
         self.due: set[fx.Node] = set()  # unstarted, though their source exists
         self.urgent: set[fx.Node] = set()  # those of them that ops wait for
         self.flying: dict[fx.Node, fx.Node] = {}  # collective -> its wait, oldest first

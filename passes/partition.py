@@ -102,6 +102,7 @@ class _Writer:
     calls: FakeCalls = field(default_factory=lambda: FakeCalls())
     # An op of several results has one node of a tuple, or, if its rule made them one by one, a tuple of nodes.
     local: dict[fx.Node, Any] = field(default_factory=dict)
+    transfers: int = 0
 
     def write(self, node: fx.Node) -> None:
         if node.op == "placeholder":
@@ -175,6 +176,9 @@ class _Writer:
         meta = _meta(reader if reader.op != "output" else operand)
         meta["serves"] = self.served.name(operand, reader, position)
         meta["turn"] = self.turns[reader.name, position]
+        # Of a bucket's members no rank's graph need know the order: what one of them reads, none on another does.
+        meta["transfer"] = self.transfers
+        self.transfers += 1
         shape, mesh, groups = value.shape, self.mesh, self.groups
         return emit(self.graph, local, steps, shape, mesh, self.rank, groups, meta, self.calls)
 
