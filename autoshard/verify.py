@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from autoshard.pieces import largest, piece_error
 from autoshard.plan import Plan
 from autoshard.planning import canonical_capture, load_profile, prices_of
 from autoshard.runtime.module import original_forward
@@ -173,7 +174,7 @@ def _compared(
     errors: dict[str, float] = {}
     kinds = [spec.kind for spec in joint.outputs]
     floors = {
-        kind: _CANCELLED * _largest(w for w, k in zip(wanted, kinds, strict=True) if k == kind)
+        kind: _CANCELLED * largest(w for w, k in zip(wanted, kinds, strict=True) if k == kind)
         for kind in kinds
     }
     for position, (spec, value) in enumerate(zip(joint.outputs, joint.results, strict=True)):
@@ -184,62 +185,10 @@ def _compared(
             continue
         pieces = [result[position] for result in results]
         errors[f"{spec.kind} {spec.name}"] = max(
-            _piece_error(pieces, expected, layout, plan.mesh, rank, floors[spec.kind])
+            piece_error(pieces, expected, layout, plan.mesh, rank, floors[spec.kind])
             for rank in range(plan.mesh.device_count)
         )
     return errors
-
-
-def _largest(values: Iterable[torch.Tensor | None]) -> float:
-    """Largest finite magnitude among floating point tensors; 0 if there is none."""
-    largest = 0.0
-    for value in values:
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel():
-            largest = max(largest, float(value.detach().abs().nan_to_num(0.0, 0.0, 0.0).max()))
-    return largest
-
-
-def _piece_error(
-    pieces: Sequence[torch.Tensor | None],
-    expected: torch.Tensor,
-    layout: Layout,
-    mesh: MeshSpec,
-    rank: int,
-    floor: float,
-) -> float:
-    """Relative error of one rank's shard, its pending reductions done first."""
-    axes = [axis for axis, _ in layout.partial]
-    got = _reduced([pieces[r] for r in mesh.group(rank, axes)], layout)
-    part = shard_of(expected, layout, mesh, rank)
-    if got.shape != part.shape:
-        return float("inf")
-    return relative_error(got, part, max(_largest([expected]), floor))
-
-
-def _reduced(pieces: Sequence[torch.Tensor | None], layout: Layout) -> torch.Tensor:
-    present = [piece for piece in pieces if piece is not None]
-    if len(present) == 1:
-        return present[0]
-    operation = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[layout.partial[0][1]]
-    total = present[0]
-    for piece in present[1:]:
-        total = operation(total, piece)
-    return total
-
-
-def relative_error(got: torch.Tensor, part: torch.Tensor, scale: float) -> float:
-    """Largest |got - part| over `scale` (1 if that is 0); inf where NaN or inf, or whole numbers, differ."""
-    if got.numel() == 0:
-        return 0.0
-    if not got.is_floating_point():
-        return 0.0 if torch.equal(got, part) else float("inf")
-    same = (got == part) | (got.isnan() & part.isnan())
-    if bool(same.all()):
-        return 0.0
-    difference = torch.where(same, 0.0, (got.double() - part.double()).abs())
-    if not bool(difference.isfinite().all()):
-        return float("inf")
-    return float(difference.max()) / (scale or 1.0)
 
 
 class _Watcher:
@@ -276,9 +225,9 @@ class _Watcher:
             return
         ordered = [pieces[rank] for rank in range(len(pieces))]
         mesh, layout = self._plan.mesh, self._layouts[name]
-        floor = _CANCELLED * _largest(self._expected.get(operand) for operand in self._operands[name])
+        floor = _CANCELLED * largest(self._expected.get(operand) for operand in self._operands[name])
         ranks = range(len(ordered))
-        self._errors[name] = max(_piece_error(ordered, expected, layout, mesh, r, floor) for r in ranks)
+        self._errors[name] = max(piece_error(ordered, expected, layout, mesh, r, floor) for r in ranks)
 
     def first(self, limit: float) -> Divergence | None:
         for node in self._order:

@@ -27,6 +27,8 @@ from passes.redistribute import (
     AllGather,
     AllReduce,
     AllToAll,
+    HaloExchange,
+    HaloReduce,
     Redistributor,
     ReduceScatter,
     Reshard,
@@ -182,6 +184,10 @@ def _step_text(step: Step) -> str:
     match step:
         case AllGather() | Slice():
             arguments = f"dim={step.dim}"
+        case HaloExchange():
+            return f"halo_exchange[{axes}](dim={step.dim})"
+        case HaloReduce():
+            return f"halo_reduce[{axes}](dim={step.dim})"
         case Reshard():
             return f"reshard[{axes}](dim={step.dim})"
         case ReduceScatter():

@@ -156,7 +156,11 @@ def _moves(joint: JointGraph, assignment: Assignment) -> list[Move]:
 
 def _is_local(held: Layout, wanted: Layout) -> bool:
     """Whether every rank has its part already: it slices, or starts a pending sum."""
-    for mine, theirs, *sizes in zip(held.dims, wanted.dims, held.sizes, wanted.sizes, strict=True):
+    for dim, (mine, theirs, *sizes) in enumerate(
+        zip(held.dims, wanted.dims, held.sizes, wanted.sizes, strict=True)
+    ):
+        if held.halos[dim] != wanted.halos[dim] and mine:
+            return False
         nested = mine == theirs[: len(mine)] and sizes == [None, None]
         if mine and not nested and (mine, sizes[0]) != (theirs, sizes[1]):
             return False

@@ -1,6 +1,7 @@
 """Where a tensor lives on a mesh: `Layout`, and the interval every rank holds.
 
-Text form (docs/design): f32[8@dp, 128, 512@tp], f32[8, 128]+tp:sum, f32[97@sp{33,32,32}].
+Text form (docs/design): f32[8@dp, 128, 512@tp], f32[8, 128]+tp:sum, f32[97@sp{33,32,32}]. With a halo, what the
+ranks hold: f32[97@sp{0:34,32:66,64:97}]; as summands of it: f32[97@sp{0:34+32:66+64:97}].
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ from functools import cache
 
 from cost_model.mesh import MeshSpec
 
-__all__ = ["REDUCE_OPS", "Layout", "chunk_sizes", "nested_sizes"]
+__all__ = ["REDUCE_OPS", "Halo", "Layout", "Span", "chunk_sizes", "nested_sizes"]
 
 REDUCE_OPS = ("sum", "max", "min")
+
+Span = tuple[int, int]
+"""Half-open [lo, hi)."""
 
 
 def chunk_sizes(length: int, parts: int) -> tuple[int, ...]:
@@ -40,6 +44,19 @@ def nested_sizes(length: int, axis_sizes: tuple[int, ...], unit: int = 1) -> tup
 
 
 @dataclass(frozen=True)
+class Halo:
+    """What ranks hold of a dim beside their own part of it: what a window reads, or writes to.
+
+    spans:  per linear index over the dim's axes, in global coordinates; they may overlap and leave gaps.
+    summed: False: where spans overlap all hold the same. True: the value is the sum of what overlaps, and 0 in gaps
+            (the gradient of a window's operand, before the ranks have added up theirs).
+    """
+
+    spans: tuple[Span, ...]
+    summed: bool = False
+
+
+@dataclass(frozen=True)
 class Layout:
     """For each tensor dim the mesh axes that split it, and the axes with a pending reduction.
 
@@ -49,16 +66,19 @@ class Layout:
     sizes:   per dim, explicit split sizes (one per linear index over the dim's axes), or None for
              the default: nested `torch.chunk`. Build with `Layout.of`, which keeps this normal:
              sizes equal to the default are stored as None, so equal placements compare equal.
+    halos:   per dim, what is held beyond a split, or None. Only operands and results of window ops have any.
     """
 
     dims: tuple[tuple[str, ...], ...]
     partial: tuple[tuple[str, str], ...] = ()
     sizes: tuple[tuple[int, ...] | None, ...] = ()
+    halos: tuple[Halo | None, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.sizes:
-            object.__setattr__(self, "sizes", (None,) * len(self.dims))
-        assert len(self.sizes) == len(self.dims)
+        for name in ("sizes", "halos"):
+            if not getattr(self, name):
+                object.__setattr__(self, name, (None,) * len(self.dims))
+        assert len(self.sizes) == len(self.halos) == len(self.dims)
         used = self.axes
         assert len(set(used)) == len(used), f"an axis is used twice in {self}"
 
@@ -73,17 +93,24 @@ class Layout:
         dims: Sequence[Sequence[str]],
         partial: Sequence[tuple[str, str]] = (),
         sizes: Sequence[Sequence[int] | None] | None = None,
+        halos: Sequence[Halo | None] | None = None,
     ) -> Layout:
-        """A normalised layout of a tensor of global `shape`; checks that explicit sizes add up."""
+        """A normalised layout of a tensor of global `shape`; checks that explicit sizes add up. A halo whose spans
+        are the parts of a split is that split."""
         normal: list[tuple[int, ...] | None] = []
+        kept: list[Halo | None] = []
         for dim, (length, axes) in enumerate(zip(shape, dims, strict=True)):
             given = None if sizes is None else sizes[dim]
+            halo = None if halos is None else halos[dim]
+            if halo is not None and _is_partition(halo.spans, length):
+                given, halo = tuple(hi - lo for lo, hi in halo.spans), None
+            kept.append(halo)
             if given is not None:
                 assert sum(given) == length and len(given) == mesh.size(*axes), (given, length, axes)
                 if tuple(given) == nested_sizes(length, tuple(mesh.size(a) for a in axes)):
                     given = None
             normal.append(None if given is None else tuple(given))
-        return Layout(tuple(tuple(axes) for axes in dims), tuple(sorted(partial)), tuple(normal))
+        return Layout(tuple(tuple(axes) for axes in dims), tuple(sorted(partial)), tuple(normal), tuple(kept))
 
     @property
     def ndim(self) -> int:
@@ -102,8 +129,15 @@ class Layout:
         """The dim that `axis` splits, if any."""
         return next((d for d, axes in enumerate(self.dims) if axis in axes), None)
 
+    @property
+    def has_halo(self) -> bool:
+        return any(halo is not None for halo in self.halos)
+
     def split_sizes(self, shape: Sequence[int], mesh: MeshSpec, dim: int) -> tuple[int, ...]:
-        """Sizes of `dim`'s shards, one per linear index over its axes; (shape[dim],) if not split."""
+        """Sizes of what is held of `dim`, one per linear index over its axes; (shape[dim],) if not split."""
+        halo = self.halos[dim]
+        if halo is not None:
+            return tuple(hi - lo for lo, hi in halo.spans)
         explicit = self.sizes[dim]
         if explicit is not None:
             return explicit
@@ -111,8 +145,11 @@ class Layout:
 
     def interval(self, shape: Sequence[int], mesh: MeshSpec, dim: int, rank: int) -> tuple[int, int]:
         """Half-open [lo, hi) that `rank` holds of `dim`, in global coordinates."""
-        sizes = self.split_sizes(shape, mesh, dim)
         index = mesh.linear_index(rank, self.dims[dim])
+        halo = self.halos[dim]
+        if halo is not None:
+            return halo.spans[index]
+        sizes = self.split_sizes(shape, mesh, dim)
         start = sum(sizes[:index])
         return start, start + sizes[index]
 
@@ -127,12 +164,25 @@ class Layout:
     def format(self, shape: Sequence[int], dtype: str) -> str:
         """`f32[8@dp, 128, 512@tp]+x:sum`; sizes in braces where they are not the default."""
         parts: list[str] = []
-        for length, axes, sizes in zip(shape, self.dims, self.sizes, strict=True):
+        for length, axes, sizes, halo in zip(shape, self.dims, self.sizes, self.halos, strict=True):
             split = "".join(f"@{axis}" for axis in axes)
             braces = "" if sizes is None else "{" + ",".join(map(str, sizes)) + "}"
+            if halo is not None:
+                braces = "{" + ("+" if halo.summed else ",").join(f"{lo}:{hi}" for lo, hi in halo.spans) + "}"
             parts.append(f"{length}{split}{braces}")
         return f"{dtype}[{', '.join(parts)}]" + "".join(f"+{axis}:{op}" for axis, op in self.partial)
 
     def __str__(self) -> str:
         splits = ", ".join("".join(f"@{a}" for a in axes) or "-" for axes in self.dims)
         return f"[{splits}]" + "".join(f"+{axis}:{op}" for axis, op in self.partial)
+
+
+def _is_partition(spans: Sequence[Span], length: int) -> bool:
+    """Whether the spans, in order, make up [0, length)."""
+    end = 0
+    for lo, hi in spans:
+        if lo < hi:
+            if lo != end:
+                return False
+            end = hi
+    return end == length

@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,11 +27,13 @@ from torch import fx
 
 from cost_model.mesh import MeshSpec
 from passes.fake_calls import FakeCalls
-from passes.layout import Layout
+from passes.layout import Span
 from passes.redistribute import (
     AllGather,
     AllReduce,
     AllToAll,
+    HaloExchange,
+    HaloReduce,
     Redistribution,
     ReduceScatter,
     Reshard,
@@ -41,8 +42,8 @@ from passes.redistribute import (
     ToPartial,
 )
 from passes.redistribution.emit import COLLECTIVES, Emitter, value
+from passes.redistribution.halos import halo_exchange, halo_reduce
 from passes.redistribution.pieces import (
-    Span,
     flatten_pieces,
     pad_parts,
     stack_parts,
@@ -50,6 +51,7 @@ from passes.redistribution.pieces import (
     unflatten_pieces,
     unstack_parts,
 )
+from passes.redistribution.site import Site, common, without
 
 __all__ = ["collective_nodes", "emit"]
 
@@ -84,7 +86,7 @@ def emit(
         if step.kind is not None:
             emitter = replace(emitter, meta={**meta, "step": exchanges})
             exchanges += 1
-        site = _Site(emitter, step, tuple(shape), mesh, rank, groups)
+        site = Site(emitter, step, tuple(shape), mesh, rank, groups)
         expected = step.before.local_shape(shape, mesh, rank)
         assert tuple(value(node).shape) == expected, f"{node}: {value(node).shape}, layout says {expected}"
         node = _EMIT[type(step)](site, node)
@@ -96,66 +98,19 @@ def collective_nodes(graph: fx.Graph) -> list[fx.Node]:
     return [n for n in graph.nodes if n.op == "call_function" and n.target in COLLECTIVES]
 
 
-@dataclass(frozen=True)
-class _Site:
-    """A step as one rank sees it."""
-
-    emit: Emitter
-    step: Any  # the Step subclass that `_EMIT` dispatched on
-    shape: tuple[int, ...]
-    mesh: MeshSpec
-    rank: int
-    groups: Mapping[tuple[str, ...], str]
-
-    @cached_property
-    def group_axes(self) -> tuple[str, ...]:
-        return tuple(sorted(self.step.axes, key=self.mesh.index))
-
-    @property
-    def group_name(self) -> str:
-        return self.groups[self.group_axes]
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Of this rank's group, in the group's order."""
-        return self.mesh.group(self.rank, self.group_axes)
-
-    @property
-    def counts(self) -> list[int]:
-        """Ranks along each axis, as the layout nests them."""
-        return [self.mesh.size(axis) for axis in self.step.axes]
-
-    @property
-    def order(self) -> list[int]:
-        """Positions in `step.axes` of the group's axes."""
-        return [self.step.axes.index(axis) for axis in self.group_axes]
-
-    def span(self, layout: Layout, dim: int, rank: int | None = None) -> Span:
-        return layout.interval(self.shape, self.mesh, dim, self.rank if rank is None else rank)
-
-    def part_sizes(self, layout: Layout, dim: int) -> list[int]:
-        """Sizes of the group's parts of `dim`, as the layout nests them: in ascending order."""
-        spans = (self.span(layout, dim, rank) for rank in self.mesh.group(self.rank, self.step.axes))
-        return [hi - lo for lo, hi in spans]
-
-    @property
-    def result_shape(self) -> tuple[int, ...]:
-        return self.step.after.local_shape(self.shape, self.mesh, self.rank)
-
-
-def _slice(site: _Site, x: fx.Node) -> fx.Node:
+def _slice(site: Site, x: fx.Node) -> fx.Node:
     step: Slice = site.step
     start, _ = site.span(step.before, step.dim)
     lo, hi = site.span(step.after, step.dim)
     return site.emit.slice(x, step.dim, lo - start, hi - start)
 
 
-def _to_partial(site: _Site, x: fx.Node) -> fx.Node:
+def _to_partial(site: Site, x: fx.Node) -> fx.Node:
     first = site.mesh.linear_index(site.rank, site.step.axes) == 0
     return x if first else site.emit.call(aten.zeros_like.default, x)
 
 
-def _all_gather(site: _Site, x: fx.Node) -> fx.Node:
+def _all_gather(site: Site, x: fx.Node) -> fx.Node:
     step: AllGather = site.step
     if not math.prod(site.result_shape):
         return site.emit.empty(x, site.result_shape)
@@ -169,13 +124,13 @@ def _all_gather(site: _Site, x: fx.Node) -> fx.Node:
     return trim_parts(site.emit, whole, step.dim, sizes)
 
 
-def _all_reduce(site: _Site, x: fx.Node) -> fx.Node:
+def _all_reduce(site: Site, x: fx.Node) -> fx.Node:
     if not math.prod(site.result_shape):
         return x
     return site.emit.collective(c10d.all_reduce.default, x, site.result_shape, site.step.op, site.group_name)
 
 
-def _reduce_scatter(site: _Site, x: fx.Node) -> fx.Node:
+def _reduce_scatter(site: Site, x: fx.Node) -> fx.Node:
     step: ReduceScatter = site.step
     if not math.prod(value(x).shape):
         return site.emit.empty(x, site.result_shape)
@@ -189,7 +144,7 @@ def _reduce_scatter(site: _Site, x: fx.Node) -> fx.Node:
     return site.emit.slice(reduced, step.dim, 0, site.result_shape[step.dim])
 
 
-def _all_to_all(site: _Site, x: fx.Node) -> fx.Node:
+def _all_to_all(site: Site, x: fx.Node) -> fx.Node:
     step: AllToAll = site.step
     sent = [site.span(step.after, step.to_dim, rank) for rank in site.ranks]
     received = [site.span(step.before, step.from_dim, rank) for rank in site.ranks]
@@ -199,7 +154,7 @@ def _all_to_all(site: _Site, x: fx.Node) -> fx.Node:
     return _exchange(site, x, (step.to_dim, sent), (step.from_dim, received))
 
 
-def _even_all_to_all(site: _Site, x: fx.Node) -> fx.Node:
+def _even_all_to_all(site: Site, x: fx.Node) -> fx.Node:
     """Every rank sends every rank a piece of the same shape."""
     step: AllToAll = site.step
     n = len(site.ranks)
@@ -212,22 +167,16 @@ def _even_all_to_all(site: _Site, x: fx.Node) -> fx.Node:
     return unstack_parts(site.emit, moved, step.from_dim, site.counts, site.order, part)
 
 
-def _reshard(site: _Site, x: fx.Node) -> fx.Node:
+def _reshard(site: Site, x: fx.Node) -> fx.Node:
     step: Reshard = site.step
     mine, wanted = site.span(step.before, step.dim), site.span(step.after, step.dim)
-    sent = [_common(mine, site.span(step.after, step.dim, rank)) for rank in site.ranks]
-    received = [_common(wanted, site.span(step.before, step.dim, rank)) for rank in site.ranks]
+    sent = [common(mine, site.span(step.after, step.dim, rank)) for rank in site.ranks]
+    received = [common(wanted, site.span(step.before, step.dim, rank)) for rank in site.ranks]
     return _exchange(site, x, (step.dim, sent), (step.dim, received))
 
 
-def _common(one: Span, two: Span) -> Span:
-    """The overlap of two ranges; empty as (lo, lo)."""
-    lo = max(one[0], two[0])
-    return lo, max(lo, min(one[1], two[1]))
-
-
 def _exchange(
-    site: _Site, x: fx.Node, sent: tuple[int, Sequence[Span]], received: tuple[int, Sequence[Span]]
+    site: Site, x: fx.Node, sent: tuple[int, Sequence[Span]], received: tuple[int, Sequence[Span]]
 ) -> fx.Node:
     """Send each rank of the group its span of one dim, put what arrives in a row along another.
 
@@ -240,8 +189,8 @@ def _exchange(
     shape, result = tuple(value(x).shape), site.result_shape
     if not _group_elements(site):
         return site.emit.empty(x, result)
-    out_numel = [(hi - lo) * math.prod(_without(shape, cut)) for lo, hi in out]
-    in_numel = [(hi - lo) * math.prod(_without(result, joined)) for lo, hi in into]
+    out_numel = [(hi - lo) * math.prod(without(shape, cut)) for lo, hi in out]
+    in_numel = [(hi - lo) * math.prod(without(result, joined)) for lo, hi in into]
     flat = flatten_pieces(site.emit, x, cut, out)
     arrived = site.emit.collective(
         c10d.all_to_all_single.default, flat, [sum(in_numel)], in_numel, out_numel, site.group_name
@@ -249,7 +198,7 @@ def _exchange(
     return unflatten_pieces(site.emit, arrived, joined, into, result)
 
 
-def _group_elements(site: _Site) -> int:
+def _group_elements(site: Site) -> int:
     """Elements that the group's ranks hold together: the same number on each of them."""
     shapes = (site.step.before.local_shape(site.shape, site.mesh, rank) for rank in site.ranks)
     return sum(math.prod(shape) for shape in shapes)
@@ -259,11 +208,7 @@ def _shift(spans: Sequence[Span], origin: int) -> list[Span]:
     return [(lo - origin, hi - origin) for lo, hi in spans]
 
 
-def _without(shape: Sequence[int], dim: int) -> tuple[int, ...]:
-    return (*shape[:dim], *shape[dim + 1 :])
-
-
-_EMIT: Mapping[type[Step], Callable[[_Site, fx.Node], fx.Node]] = {
+_EMIT: Mapping[type[Step], Callable[[Site, fx.Node], fx.Node]] = {
     Slice: _slice,
     ToPartial: _to_partial,
     AllGather: _all_gather,
@@ -271,4 +216,6 @@ _EMIT: Mapping[type[Step], Callable[[_Site, fx.Node], fx.Node]] = {
     ReduceScatter: _reduce_scatter,
     AllToAll: _all_to_all,
     Reshard: _reshard,
+    HaloExchange: halo_exchange,
+    HaloReduce: halo_reduce,
 }

@@ -155,7 +155,8 @@ def slowest_ranks(assignment: Assignment, mesh: MeshSpec) -> tuple[int, ...]:
     found = {0}
     for layouts in assignment.values():
         for layout in (*layouts.operands, *layouts.results):
-            for axes, sizes in zip(layout.dims, layout.sizes, strict=True):
+            for axes, sizes, halo in zip(layout.dims, layout.sizes, layout.halos, strict=True):
+                sizes = sizes if halo is None else tuple(hi - lo for lo, hi in halo.spans)
                 if sizes is not None:
                     found.add(_rank_at(mesh, axes, sizes.index(max(sizes))))
     return tuple(sorted(found))

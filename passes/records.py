@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from passes.assignment import FactorSplit, NodeLayouts
-from passes.layout import Layout
+from passes.layout import Halo, Layout
 
 __all__ = ["NodeRecord", "OperandRecord", "ResultRecord", "Transfer", "layouts_of"]
 
@@ -88,6 +88,11 @@ def layout_to_json(layout: Layout) -> dict[str, Any]:
         data["partial"] = [list(pair) for pair in layout.partial]
     if any(sizes is not None for sizes in layout.sizes):
         data["sizes"] = [None if sizes is None else list(sizes) for sizes in layout.sizes]
+    if layout.has_halo:
+        data["halos"] = [
+            None if h is None else {"spans": [list(s) for s in h.spans], "summed": h.summed}
+            for h in layout.halos
+        ]
     return data
 
 
@@ -95,7 +100,11 @@ def layout_from_json(data: Mapping[str, Any]) -> Layout:
     dims = tuple(tuple(axes) for axes in data["dims"])
     partial = tuple((axis, op) for axis, op in data.get("partial", ()))
     sizes = tuple(None if s is None else tuple(s) for s in data.get("sizes", (None,) * len(dims)))
-    return Layout(dims, partial, sizes)
+    halos = tuple(
+        None if h is None else Halo(tuple((lo, hi) for lo, hi in h["spans"]), h["summed"])
+        for h in data.get("halos", (None,) * len(dims))
+    )
+    return Layout(dims, partial, sizes, halos)
 
 
 def record_to_json(record: NodeRecord) -> dict[str, Any]:

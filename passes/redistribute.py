@@ -21,11 +21,13 @@ import numpy.typing as npt
 from cost_model.errors import ProfileError, ShardingError
 from cost_model.mesh import MeshSpec
 from passes.layout import Layout
-from passes.redistribution.splits import DimSpec, Split
+from passes.redistribution.splits import DimSpec, Split, sort_key
 from passes.redistribution.steps import (
     AllGather,
     AllReduce,
     AllToAll,
+    HaloExchange,
+    HaloReduce,
     ReduceScatter,
     Reshard,
     Slice,
@@ -39,6 +41,8 @@ __all__ = [
     "AllReduce",
     "AllToAll",
     "CollectiveSeconds",
+    "HaloExchange",
+    "HaloReduce",
     "Redistribution",
     "Redistributor",
     "ReduceScatter",
@@ -87,7 +91,7 @@ class _Space:
     rows: dict[int, Floats]  # source state -> [states] distances, filled on demand
 
     def state(self, layout: Layout) -> int | None:
-        splits = tuple(Split(layout.dims[d], layout.sizes[d]) for d in self.dims)
+        splits = tuple(Split(layout.dims[d], layout.sizes[d], layout.halos[d]) for d in self.dims)
         return self.universe.index.get(State(splits, layout.partial))
 
     def rounds(self, sources: Sequence[int]) -> list[Floats]:
@@ -242,8 +246,9 @@ def redistribution(
 
 
 def _dim_spec(layouts: Sequence[Layout], length: int, dim: int) -> DimSpec:
-    explicit = {Split(x.dims[dim], x.sizes[dim]) for x in layouts if x.sizes[dim] is not None}
-    return DimSpec(length, tuple(sorted(explicit))) if explicit else DimSpec(0, ())
+    splits = {Split(x.dims[dim], x.sizes[dim], x.halos[dim]) for x in layouts}
+    explicit = sorted((s for s in splits if s.sizes is not None or s.halo is not None), key=sort_key)
+    return DimSpec(length, tuple(explicit)) if explicit else DimSpec(0, ())
 
 
 def _reduced(layouts: Sequence[Layout]) -> tuple[tuple[str, str], ...]:

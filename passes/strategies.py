@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from cost_model.mesh import MeshSpec
 from passes.assignment import FactorSplit, NodeLayouts
-from passes.layout import Layout, nested_sizes
+from passes.layout import Halo, Layout, nested_sizes
 from passes.rules.rule import Dim, OpRule
 
 __all__ = ["Units", "enumerate_strategies"]
@@ -117,13 +117,21 @@ def _layouts(
     carried = [(c.axis, rule.linear[c.linear]) for c in choices if c.linear is not None]
     operands = tuple(
         _layout(
-            rule, dims, shape, mesh, by_factor, [(a, "sum") for a, members in carried if i in members], made
+            rule,
+            i,
+            dims,
+            shape,
+            mesh,
+            by_factor,
+            [(a, "sum") for a, members in carried if i in members],
+            made,
         )
         for i, (dims, shape) in enumerate(zip(rule.operands, operand_shapes, strict=True))
     )
     results = tuple(
         _layout(
             rule,
+            len(rule.operands) + i,
             dims,
             shape,
             mesh,
@@ -131,7 +139,7 @@ def _layouts(
             [(a, "sum") for a, _ in carried] + _pending(rule, dims, splits),
             made,
         )
-        for dims, shape in zip(rule.results, result_shapes, strict=True)
+        for i, (dims, shape) in enumerate(zip(rule.results, result_shapes, strict=True))
     )
     return NodeLayouts(operands, results, splits)
 
@@ -149,6 +157,7 @@ def _pending(rule: OpRule, dims: Sequence[Dim], splits: Sequence[FactorSplit]) -
 
 def _layout(
     rule: OpRule,
+    tensor: int,
     dims: Sequence[Dim],
     shape: Shape,
     mesh: MeshSpec,
@@ -156,17 +165,20 @@ def _layout(
     partial: Sequence[tuple[str, str]],
     made: Made,
 ) -> Layout:
-    """The layout of one tensor. Of the strategies of an op many agree on one tensor: they share it."""
+    """The layout of one tensor, counted through operands and results. Of the strategies of an op many agree on one
+    tensor: they share it."""
     heads = [next((f for f in dim if rule.sizes[f] > 1), None) for dim in dims]
     found = tuple(None if head is None else by_factor.get(head) for head in heads)
-    key = (tuple(dims), tuple(shape), found, tuple(partial))
+    windowed = tensor if any(place[0] == tensor for place in rule.windows) else None
+    key = (tuple(dims), tuple(shape), found, tuple(partial), windowed)
     if key not in made:
-        made[key] = _new_layout(rule, dims, shape, mesh, found, partial)
+        made[key] = _new_layout(rule, tensor, dims, shape, mesh, found, partial)
     return made[key]
 
 
 def _new_layout(
     rule: OpRule,
+    tensor: int,
     dims: Sequence[Dim],
     shape: Shape,
     mesh: MeshSpec,
@@ -176,7 +188,9 @@ def _new_layout(
     """found: per dim, the split of its first factor, if it is split."""
     axes: list[tuple[str, ...]] = []
     sizes: list[tuple[int, ...] | None] = []
-    for dim, split in zip(dims, found, strict=True):
+    halos: list[Halo | None] = []
+    for d, (dim, split) in enumerate(zip(dims, found, strict=True)):
+        halos.append(None)
         if split is None:
             axes.append(())
             sizes.append(None)
@@ -184,5 +198,12 @@ def _new_layout(
         inner = math.prod(rule.sizes[f] for f in dim) // rule.sizes[split.factor]
         parts = nested_sizes(rule.sizes[split.factor], tuple(mesh.size(a) for a in split.axes), split.unit)
         axes.append(split.axes)
-        sizes.append(tuple(part * inner for part in parts))
-    return Layout.of(shape, mesh, axes, partial, sizes)
+        window = rule.windows.get((tensor, d))
+        if window is None:
+            sizes.append(tuple(part * inner for part in parts))
+            continue
+        sizes.append(None)
+        ends = itertools.accumulate(parts)
+        spans = tuple(window.reads(end - part, end) for part, end in zip(parts, ends, strict=True))
+        halos[d] = Halo(spans, summed=tensor >= len(rule.operands))
+    return Layout.of(shape, mesh, axes, partial, sizes, halos)

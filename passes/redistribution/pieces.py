@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from passes.layout import Span
 from passes.redistribution.emit import Emitter, value
 
 __all__ = [
-    "Span",
     "flatten_pieces",
     "pad_parts",
     "stack_parts",
@@ -23,8 +23,6 @@ __all__ = [
     "unflatten_pieces",
     "unstack_parts",
 ]
-
-Span = tuple[int, int]
 
 
 def stack_parts(emit: Emitter, x: fx.Node, dim: int, counts: Sequence[int], order: Sequence[int]) -> fx.Node:

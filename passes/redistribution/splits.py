@@ -9,23 +9,24 @@ from functools import cached_property
 from typing import NamedTuple
 
 from cost_model.mesh import MeshSpec
-from passes.layout import nested_sizes
+from passes.layout import Halo, Span, nested_sizes
 
-__all__ = ["UNSPLIT", "DimSpec", "DimSplits", "Split", "subsets"]
+__all__ = ["UNSPLIT", "DimSpec", "DimSplits", "Split", "foreign_elements", "sort_key", "subsets"]
 
 
 class Split(NamedTuple):
-    """Axes of one dim, major to minor, and its sizes (None: nested `torch.chunk`)."""
+    """Axes of one dim, major to minor, and its sizes (None: nested `torch.chunk`), or what is held of it instead."""
 
     axes: tuple[str, ...]
     sizes: tuple[int, ...] | None
+    halo: Halo | None = None
 
 
 UNSPLIT = Split((), None)
 
 
 class DimSpec(NamedTuple):
-    """What a dim's moves depend on: nothing, unless some split of it has explicit sizes.
+    """What a dim's moves depend on: nothing, unless some split of it has explicit sizes or a halo.
 
     length is 0 when `explicit` is empty, so that dims of any length share their moves.
     """
@@ -46,6 +47,8 @@ class DimSplits:
         """Explicit sizes worth moving to, by axes: those given, and what gathering makes of them."""
         found: dict[tuple[str, ...], dict[tuple[int, ...], None]] = {}
         for split in self.spec.explicit:
+            if split.halo is not None:
+                continue
             for count in range(len(split.axes), 0, -1):
                 sizes = self.prefix(split, count)
                 if sizes is not None:
@@ -69,11 +72,15 @@ class DimSplits:
 
     def gathers(self, split: Split) -> Iterator[tuple[tuple[str, ...], Split]]:
         """(run of minor-most axes, what is left when it is gathered)."""
+        if split.halo is not None:
+            return
         for count in reversed(range(len(split.axes))):
             yield split.axes[count:], Split(split.axes[:count], self.prefix(split, count))
 
     def refinements(self, split: Split, run: tuple[str, ...]) -> list[Split]:
         """The splits by `run` at the minor end whose parts lie within the parts of `split`."""
+        if split.halo is not None:
+            return []
         axes = split.axes + run
         first: tuple[int, ...] | None = None
         if split.sizes is not None:
@@ -89,11 +96,38 @@ class DimSplits:
 
     def reshards(self, split: Split) -> Iterator[tuple[tuple[str, ...], Split]]:
         """(axes to exchange over, another split by the same axes)."""
+        if split.halo is not None:
+            return
         for axes in itertools.permutations(split.axes):
             for sizes in (None, *self.known.get(axes, ())):
                 other = Split(axes, sizes)
                 if other != split:
                     yield axes[self.common(split, other) :], other
+
+    def halos(self, axes: tuple[str, ...], summed: bool) -> list[Split]:
+        """The known splits by `axes` that hold a halo."""
+        return [
+            s for s in self.spec.explicit if s.axes == axes and s.halo is not None and s.halo.summed == summed
+        ]
+
+    def exchanges(self, split: Split) -> list[Split]:
+        """What exchanging halos makes of `split`."""
+        return self.halos(split.axes, summed=False) if split.axes and split.halo is None else []
+
+    def sums(self, split: Split) -> list[Split]:
+        """What adding up makes of summands: any split by the same axes."""
+        if split.halo is None or not split.halo.summed:
+            return []
+        return [Split(split.axes, sizes) for sizes in (None, *self.known.get(split.axes, ()))]
+
+    def parts(self, split: Split) -> tuple[Span, ...]:
+        """What is held per linear index over the split's axes. Needs `spec.length`."""
+        if split.halo is not None:
+            return split.halo.spans
+        counts = tuple(self.mesh.size(a) for a in split.axes)
+        sizes = nested_sizes(self.spec.length, counts) if split.sizes is None else split.sizes
+        ends = list(itertools.accumulate(sizes))
+        return tuple((end - size, end) for size, end in zip(sizes, ends, strict=True))
 
     def common(self, one: Split, two: Split) -> int:
         """Number of major axes over which both splits make the same parts."""
@@ -109,3 +143,21 @@ def subsets(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:
     """Every non-empty subset, in the order of `axes`."""
     for count in range(1, len(axes) + 1):
         yield from itertools.combinations(axes, count)
+
+
+def foreign_elements(held: Sequence[Span], wanted: Sequence[Span]) -> int:
+    """The most that any rank sends to, or receives from, others when spans `held` become spans `wanted`."""
+
+    def common(one: Span, two: Span) -> int:
+        return max(0, min(one[1], two[1]) - max(one[0], two[0]))
+
+    ranks = range(len(held))
+    received = [sum(common(wanted[r], held[q]) for q in ranks if q != r) for r in ranks]
+    sent = [sum(common(held[r], wanted[q]) for q in ranks if q != r) for r in ranks]
+    return max((*received, *sent), default=0)
+
+
+def sort_key(split: Split) -> tuple[object, ...]:
+    """For one order of splits everywhere."""
+    halo = () if split.halo is None else (split.halo.summed, split.halo.spans)
+    return split.axes, split.sizes or (), halo

@@ -15,6 +15,8 @@ __all__ = [
     "AllGather",
     "AllReduce",
     "AllToAll",
+    "HaloExchange",
+    "HaloReduce",
     "ReduceScatter",
     "Reshard",
     "Slice",
@@ -90,6 +92,26 @@ class Reshard(Step):
 
     An all-to-all of interval intersections over `axes`: those below the first difference.
     """
+
+    kind = "all_to_all"
+    dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class HaloExchange(Step):
+    """From a split of `dim` to spans of it that overlap, over all its axes: every rank gets what its window reads.
+
+    Each part of a span comes from the rank whose split has it: from any distance, empty shards included. The one
+    collective moves what is foreign; priced by the bytes of the rank that sends or receives most of it.
+    """
+
+    kind = "all_to_all"
+    dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class HaloReduce(Step):
+    """The transpose: overlapping summands of `dim` go to the rank whose split has the place, and are added there."""
 
     kind = "all_to_all"
     dim: int

@@ -12,12 +12,14 @@ import numpy.typing as npt
 
 from cost_model.mesh import MeshSpec
 from passes.layout import Layout, nested_sizes
-from passes.redistribution.splits import UNSPLIT, DimSpec, DimSplits, Split, subsets
+from passes.redistribution.splits import UNSPLIT, DimSpec, DimSplits, Split, foreign_elements, subsets
 from passes.redistribution.steps import (
     PAYLOAD_BYTES,
     AllGather,
     AllReduce,
     AllToAll,
+    HaloExchange,
+    HaloReduce,
     ReduceScatter,
     Reshard,
     Slice,
@@ -54,6 +56,7 @@ class Move(NamedTuple):
     dims: tuple[int, ...]
     op: str
     target: State
+    share: float = 0.0  # of a halo's move: what part of the shard is sent or received
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,8 @@ class Universe:
     split_ids: [states, dims in play], into `splits`. tail, head: [moves], state numbers.
     price: [moves], into `prices`: (collective, axes of the group in mesh order), None for free.
     heads: the distinct heads; starts: where each one's moves begin.
+    halo: positions of the moves that exchange or reduce halos; halo_share: of each, what part of the shard before it
+    is sent or received by the rank with most.
     """
 
     mesh: MeshSpec
@@ -77,6 +82,8 @@ class Universe:
     prices: list[tuple[str, tuple[str, ...]] | None]
     heads: Ints
     starts: Ints
+    halo: Ints
+    halo_share: Floats
 
     def shard_bytes(self, lengths: tuple[int, ...], others: int, itemsize: int) -> Ints:
         """[states]: bytes of the largest shard. `others`: product of the lengths not in play."""
@@ -86,7 +93,9 @@ class Universe:
             used = np.unique(self.split_ids[:, dim])
             largest = np.zeros(len(self.splits), dtype=np.int64)
             for i in used:
-                sizes = self.splits[i].sizes
+                _, sizes, halo = self.splits[i]
+                if halo is not None:
+                    sizes = tuple(hi - lo for lo, hi in halo.spans)
                 largest[i] = max(nested_sizes(length, counts[i]) if sizes is None else sizes)
             total *= largest[self.split_ids[:, dim]]
         return total
@@ -99,6 +108,7 @@ class Universe:
                 where = np.flatnonzero(self.price == i)
                 before, after = shard_bytes[self.tail[where]], shard_bytes[self.head[where]]
                 payload[where] = PAYLOAD_BYTES[key[0]](before, after, self.mesh.size(*key[1]))
+        payload[self.halo] = np.rint(self.halo_share * shard_bytes[self.tail[self.halo]])
         return payload
 
     def seconds(self, payloads: Ints, price: Callable[[str, tuple[str, ...], int], float]) -> Floats:
@@ -124,7 +134,8 @@ def build_universe(mesh: MeshSpec, key: UniverseKey) -> Universe:
     """Every state that can be reached from the replicated one, or from the partial `key.reduced`."""
     expand = _Expander(mesh, tuple(DimSplits(mesh, spec) for spec in key.dims))
     plain = (UNSPLIT,) * len(key.dims)
-    states = [State(plain, partial) for partial in _partials(key.reduced)]
+    held = itertools.product(_partials(key.reduced), _summands(expand.dims))
+    states = [State(splits or plain, partial) for partial, splits in held if _disjoint(splits, partial)]
     index = {state: i for i, state in enumerate(states)}
     moves: list[tuple[int, int, Move]] = []
     for tail, state in enumerate(states):  # `states` grows meanwhile
@@ -144,6 +155,20 @@ def _partials(reduced: Partial) -> list[Partial]:
     return [c for c in chosen if len({axis for axis, _ in c}) == len(c)]
 
 
+def _summands(dims: tuple[DimSplits, ...]) -> list[tuple[Split, ...]]:
+    """Every choice of dims that hold summands of a halo, the others unsplit: nothing leads to these."""
+    options = [
+        [UNSPLIT, *(s for s in splits.spec.explicit if s.halo is not None and s.halo.summed)]
+        for splits in dims
+    ]
+    return list(itertools.product(*options))
+
+
+def _disjoint(splits: tuple[Split, ...], partial: Partial) -> bool:
+    axes = [axis for split in splits for axis in split.axes] + [axis for axis, _ in partial]
+    return len(set(axes)) == len(axes)
+
+
 def _universe(
     mesh: MeshSpec, states: list[State], index: dict[State, int], moves: list[tuple[int, int, Move]]
 ) -> Universe:
@@ -160,6 +185,7 @@ def _universe(
             seen = groups[move.make, move.axes] = prices.setdefault(entry, len(prices))
         price.append(seen)
     head = np.array([h for _, h, _ in moves], dtype=np.int64)
+    halo = [i for i, (_, _, move) in enumerate(moves) if move.make in (HaloExchange, HaloReduce)]
     heads, starts = np.unique(head, return_index=True)
     return Universe(
         mesh=mesh,
@@ -174,6 +200,8 @@ def _universe(
         prices=list(prices),
         heads=heads,
         starts=starts,
+        halo=np.array(halo, dtype=np.int64),
+        halo_share=np.array([moves[i][2].share for i in halo], dtype=np.float64),
     )
 
 
@@ -188,6 +216,7 @@ class _Expander:
         yield from self.local(state)
         yield from self.gathers_and_exchanges(state)
         yield from self.reductions(state)
+        yield from self.halos(state)
 
     def local(self, state: State) -> Iterator[Move]:
         used = {axis for split in state.splits for axis in split.axes} | {a for a, _ in state.partial}
@@ -195,6 +224,11 @@ class _Expander:
         for run in _runs(free):
             for dim, target in self.split_by(state, run):
                 yield Move(Slice, run, (dim,), "", target)
+        for run in _runs(free):
+            for dim, splits in enumerate(self.dims):
+                if state.splits[dim] == UNSPLIT:
+                    for held in splits.halos(run, summed=False):
+                        yield Move(Slice, run, (dim,), "", _with_split(state, dim, held))
         for axis in free:
             partial = tuple(sorted((*state.partial, (axis, "sum"))))
             yield Move(ToPartial, (axis,), (), "sum", State(state.splits, partial))
@@ -210,6 +244,16 @@ class _Expander:
                             yield Move(AllToAll, order, (dim, to_dim), "", target)
             for axes, other in splits.reshards(state.splits[dim]):
                 yield Move(Reshard, axes, (dim,), "", _with_split(state, dim, other))
+
+    def halos(self, state: State) -> Iterator[Move]:
+        for dim, splits in enumerate(self.dims):
+            split = state.splits[dim]
+            moves = [(HaloExchange, other) for other in splits.exchanges(split)]
+            moves += [(HaloReduce, other) for other in splits.sums(split)]
+            for make, other in moves:
+                held, wanted = splits.parts(split), splits.parts(other)
+                share = foreign_elements(held, wanted) / max(1, *(hi - lo for lo, hi in held))
+                yield Move(make, split.axes, (dim,), "", _with_split(state, dim, other), share)
 
     def reductions(self, state: State) -> Iterator[Move]:
         for op in sorted({op for _, op in state.partial}):
@@ -241,4 +285,5 @@ def as_layout(state: State, dims: tuple[int, ...], ndim: int) -> Layout:
     """The layout of an `ndim`-dimensional tensor whose dims in play are `dims`."""
     at = dict(zip(dims, state.splits, strict=True))
     splits = [at.get(dim, UNSPLIT) for dim in range(ndim)]
-    return Layout(tuple(s.axes for s in splits), state.partial, tuple(s.sizes for s in splits))
+    axes, sizes, halos = (tuple(column) for column in zip(*splits, strict=True)) if splits else ((), (), ())
+    return Layout(axes, state.partial, sizes, halos)

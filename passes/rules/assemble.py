@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from cost_model.errors import ShardingError
 from passes.rules.rule import Dim, Localize, OpRule
+from passes.windows import Window
 
 __all__ = ["Dims", "assemble", "dims", "whole_rule"]
 
@@ -28,19 +29,27 @@ def assemble(
     reductions: Mapping[str, str] | None = None,
     whole: Iterable[str] = (),
     linear: Iterable[frozenset[int]] = (),
+    windows: Mapping[tuple[int, int], Window] | None = None,
     localize: Localize | None = None,
 ) -> OpRule:
     """The rule of one op.
 
     shapes: of the operands, then of the results. Sizes of factors are solved from them, except
     those given in `sizes`. A factor of size 1 disappears; an operand dim of size 1 whose factor is
-    larger elsewhere is a broadcast, and has no factor either.
+    larger elsewhere is a broadcast, and has no factor either. A dim in `windows` says nothing of its factor's size.
 
     Raises ShardingError if two dims disagree about a factor, or a product cannot be solved.
     """
     given = [*operands, *results]
-    solved = _solve(given, shapes, dict(sizes or {}))
-    cleaned = [_clean(d, shape, solved) for d, shape in zip(given, shapes, strict=True)]
+    windows = windows or {}
+    plain = [
+        [() if (t, d) in windows else dim for d, dim in enumerate(tensor)] for t, tensor in enumerate(given)
+    ]
+    solved = _solve(plain, shapes, dict(sizes or {}))
+    cleaned = [_clean(d, shape, solved) for d, shape in zip(plain, shapes, strict=True)]
+    for t, d in windows:
+        seen = tuple(f for f in given[t][d] if solved[f] != 1)
+        cleaned[t] = (*cleaned[t][:d], seen, *cleaned[t][d + 1 :])
     present = {factor for tensor in cleaned for dim in tensor for factor in dim}
     return OpRule(
         operands=tuple(cleaned[: len(operands)]),
@@ -49,6 +58,7 @@ def assemble(
         reductions={f: op for f, op in (reductions or {}).items() if f in present},
         whole=frozenset(f for f in whole if f in present),
         linear=tuple(dict.fromkeys(linear)),
+        windows={place: window for place, window in windows.items() if cleaned[place[0]][place[1]]},
         localize=localize,
     )
 

@@ -1,7 +1,9 @@
-"""Convolution: batch and channels split; space is whole."""
+"""Convolution: batch, channels and space split. Space is split by its results, which read a window of the input."""
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +15,7 @@ from passes.rules.empty import empty_safe
 from passes.rules.opcall import OpCall
 from passes.rules.pointwise import linear_sets
 from passes.rules.rule import Dim, LocalContext, OpRule
+from passes.windows import SlidingWindow, TransposedWindow
 
 __all__ = ["convolution", "convolution_backward"]
 
@@ -20,7 +23,8 @@ __all__ = ["convolution", "convolution_backward"]
 @dataclass(frozen=True)
 class _Dims:
     """Dims of a convolution's tensors. Groups g are the major part of the channels: g may be split,
-    and then a group's own channels i and o not. Without groups g is 1, and i and o may be."""
+    and then a group's own channels i and o not. Without groups g is 1, and i and o may be. Space is y0, y1, ..., of
+    the output; the input is seen through `windows`, one per dim."""
 
     input: tuple[Dim, ...]
     weight: tuple[Dim, ...]
@@ -28,27 +32,53 @@ class _Dims:
     channels: tuple[Dim, ...]
     sizes: dict[str, int]
     whole: tuple[str, ...]
+    windows: tuple[SlidingWindow | TransposedWindow, ...]
 
     @staticmethod
     def of(call: OpCall) -> _Dims:
         weight = call.tensor("weight")
-        groups, space = int(call["groups"]), ((),) * (weight.ndim - 2)
+        groups, space = int(call["groups"]), weight.ndim - 2
         before, after = weight.shape[0] // groups, weight.shape[1]
         inner, outer = (before, after) if call["transposed"] else (after, before)
         kernel: tuple[Dim, ...] = (("g", "i"), ("o",)) if call["transposed"] else (("g", "o"), ("i",))
+        outputs = tuple((_space(d),) for d in range(space))
         return _Dims(
-            input=(("n",), ("g", "i"), *space),
-            weight=(*kernel, *space),
-            output=(("n",), ("g", "o"), *space),
+            input=(("n",), ("g", "i"), *outputs),
+            weight=(*kernel, *((),) * space),
+            output=(("n",), ("g", "o"), *outputs),
             channels=(("g", "o"),),
             sizes={"g": groups, "i": inner, "o": outer},
             whole=("i", "o") if groups > 1 else (),
+            windows=_windows(
+                call.tensor("input").shape[2:],
+                weight.shape[2:],
+                bool(call["transposed"]),
+                *(call[name] for name in ("stride", "dilation", "padding")),
+            ),
         )
+
+
+def _space(dim: int) -> str:
+    return f"y{dim}"
+
+
+def _windows(
+    lengths: Sequence[int], kernel: Sequence[int], transposed: bool, *lists: Sequence[int]
+) -> tuple[SlidingWindow | TransposedWindow, ...]:
+    """One per dim of space. lists: stride, dilation and padding."""
+    make = TransposedWindow if transposed else SlidingWindow
+    each = zip(lengths, kernel, *(_per_dim(values, len(kernel)) for values in lists), strict=True)
+    return tuple(make(*(int(n) for n in numbers)) for numbers in each)
+
+
+def _per_dim(values: Sequence[int], count: int) -> list[int]:
+    """A list of one number means that number for every dim."""
+    return list(values) * count if len(values) == 1 else list(values)
 
 
 @empty_safe
 def convolution(call: OpCall) -> OpRule:
-    """n (g i) *x, (g o) i *k, (g o) -> n (g o) *y; i: sum
+    """n (g i) *window(y), (g o) i *k, (g o) -> n (g o) *y; i: sum
 
     With i split, one rank adds the bias.
     """
@@ -62,14 +92,103 @@ def convolution(call: OpCall) -> OpRule:
         reductions={"i": "sum"},
         whole=named.whole,
         linear=linear_sets(call, *linear),
+        windows={(0, 2 + d): window for d, window in enumerate(named.windows)},
         localize=_convolution,
     )
 
 
 def _convolution(ctx: LocalContext) -> fx.Node:
-    if first_part(ctx, "i"):
-        return again(ctx, groups=_groups(ctx))
-    return again(ctx, groups=_groups(ctx), bias=None)
+    site = _Site.of(ctx, "input")
+    bias = argument(ctx, "bias") if first_part(ctx, "i") else None
+    if not argument(ctx, "transposed"):
+        return again(ctx, input=site.padded(), bias=bias, **site.arguments())
+    if not site.split:
+        return again(ctx, bias=bias, **site.arguments())
+    if site.reads_nothing:
+        result = constant(ctx, 0)
+    else:
+        result = site.cut(again(ctx, bias=None, **site.arguments()))
+    if bias is None:
+        return result
+    return ctx.call(aten.add.Tensor, result, ctx.call(aten.view.default, bias, [-1, *[1] * site.space]))
+
+
+@dataclass(frozen=True)
+class _Site:
+    """A convolution on one rank. split: the dims of space that are; their windows are not padded by the op but here,
+    where it is known what lies beyond this rank's part."""
+
+    ctx: LocalContext
+    input: fx.Node
+    windows: tuple[SlidingWindow | TransposedWindow, ...]
+    split: tuple[int, ...]
+
+    @staticmethod
+    def of(ctx: LocalContext, name: str) -> _Site:
+        shape, kernel = global_tensor(ctx, name).shape[2:], global_tensor(ctx, "weight").shape[2:]
+        lists = (argument(ctx, argument_name) for argument_name in ("stride", "dilation", "padding"))
+        windows = _windows(shape, kernel, bool(argument(ctx, "transposed")), *lists)
+        split = tuple(d for d in range(len(windows)) if ctx.is_split(_space(d)))
+        return _Site(ctx, argument(ctx, name), windows, split)
+
+    @property
+    def space(self) -> int:
+        return len(self.windows)
+
+    @property
+    def reads_nothing(self) -> bool:
+        return any(lo == hi for lo, hi in (self._reads(d) for d in self.split))
+
+    def _reads(self, dim: int) -> tuple[int, int]:
+        return self.windows[dim].reads(*self.ctx.interval(_space(dim)))
+
+    def arguments(self) -> dict[str, Any]:
+        """The op's arguments on this rank that are no tensors."""
+        changes: dict[str, Any] = {"groups": _groups(self.ctx)}
+        for name in ("padding", "output_padding"):
+            values = _per_dim(argument(self.ctx, name), self.space)
+            changes[name] = [0 if d in self.split else n for d, n in enumerate(values)]
+        return changes
+
+    def padded(self) -> fx.Node:
+        """The input with all that the windows of this rank's results reach."""
+        return self._pad(
+            self.input, [self._padding(d) if d in self.split else (0, 0) for d in range(self.space)]
+        )
+
+    def unpadded(self, gradient: fx.Node) -> fx.Node:
+        """Of the gradient of `padded`, that of the input."""
+        for d in self.split:
+            before, _ = self._padding(d)
+            lo, hi = self._reads(d)
+            gradient = self.ctx.call(aten.slice.Tensor, gradient, 2 + d, before, before + hi - lo)
+        return gradient
+
+    def _padding(self, dim: int) -> tuple[int, int]:
+        window = self.windows[dim]
+        assert isinstance(window, SlidingWindow)
+        return window.padding(*self.ctx.interval(_space(dim)))
+
+    def cut(self, result: fx.Node) -> fx.Node:
+        """Of what this rank's inputs add to (transposed), this rank's results."""
+        return self._pad(result, [self._margins(d) if d in self.split else (0, 0) for d in range(self.space)])
+
+    def uncut(self, gradient: fx.Node) -> fx.Node:
+        """The gradient of what `cut` was given."""
+        sides = [self._margins(d) if d in self.split else (0, 0) for d in range(self.space)]
+        return self._pad(gradient, [(-before, -after) for before, after in sides])
+
+    def _margins(self, dim: int) -> tuple[int, int]:
+        window = self.windows[dim]
+        assert isinstance(window, TransposedWindow)
+        start, end = window.writes(*self._reads(dim))
+        lo, hi = self.ctx.interval(_space(dim))
+        return start - lo, hi - end
+
+    def _pad(self, x: fx.Node, sides: Sequence[tuple[int, int]]) -> fx.Node:
+        """Zeros at both sides of every dim of space; negative numbers cut."""
+        flat = [n for pair in reversed(sides) for n in pair]
+        return self.ctx.call(aten.constant_pad_nd.default, x, flat, 0) if any(flat) else x
 
 
 def _groups(ctx: LocalContext) -> int:
@@ -81,14 +200,17 @@ def _groups(ctx: LocalContext) -> int:
 
 @empty_safe
 def convolution_backward(call: OpCall) -> OpRule:
-    """n (g o) *y, n (g i) *x, (g o) i *k -> n (g i) *x, (g o) i *k, (g o); n: sum; o: sum
+    """n (g o) *y, n (g i) *window(y), (g o) i *k -> n (g i) *window(y), (g o) i *k, (g o); n: sum; o: sum; *y: sum
 
     The second result lacks n, the first lacks o. A result masked out has no dims.
     """
     named = _Dims.of(call)
     wanted = [named.input, named.weight, named.channels]
     results = [dims if info is not None else () for dims, info in zip(wanted, call.results, strict=True)]
-    reductions = {"n": "sum"} if len(named.whole) else {"n": "sum", "o": "sum"}
+    reductions = dict.fromkeys(("n", *(_space(d) for d in range(len(named.windows)))), "sum")
+    if not named.whole:
+        reductions["o"] = "sum"
+    seen = (1, 3) if call.results[0] is not None else (1,)
     return assemble(
         call.shapes,
         [named.output, named.input, named.weight],
@@ -97,19 +219,35 @@ def convolution_backward(call: OpCall) -> OpRule:
         reductions=reductions,
         whole=named.whole,
         linear=linear_sets(call, "grad_output"),
+        windows={(t, 2 + d): window for t in seen for d, window in enumerate(named.windows)},
         localize=_convolution_backward,
     )
 
 
 def _convolution_backward(ctx: LocalContext) -> fx.Node | tuple[fx.Node | None, ...]:
     mask = argument(ctx, "output_mask")
-    if is_empty(ctx, "i"):  # only the bias's gradient needs no input channels
+    site = _Site.of(ctx, "input")
+    transposed = bool(argument(ctx, "transposed"))
+    if is_empty(ctx, "i") or (transposed and site.reads_nothing):  # then only the bias's gradient is left
+        zeros = [constant(ctx, 0, i) if mask[i] else None for i in (0, 1)]
         total = ctx.call(aten.sum.dim_IntList, argument(ctx, "grad_output"), _all_but_channels(ctx))
-        return (*(constant(ctx, 0, i) if mask[i] else None for i in (0, 1)), total)
-    changes: dict[str, Any] = {"groups": _groups(ctx)}
+        return (*zeros, total if mask[2] else None)
+    changes: dict[str, Any] = site.arguments()
     if argument(ctx, "bias_sizes") is not None and mask[2]:
         changes["bias_sizes"] = ctx.result_shape(2)
-    return again(ctx, **changes)
+    if not site.split:
+        return again(ctx, **changes)
+    if not transposed:
+        found = again(ctx, input=site.padded(), **changes)
+        parts = [ctx.call(operator.getitem, found, i) if mask[i] else None for i in range(3)]
+        first = None if parts[0] is None else site.unpadded(parts[0])
+        return (first, *parts[1:])
+    # The bias adds to this rank's results alone; a gradient that is cut or padded would be summed wrongly.
+    grad = argument(ctx, "grad_output")
+    changes.update(bias_sizes=None, output_mask=[mask[0], mask[1], False])
+    found = again(ctx, grad_output=site.uncut(grad), **changes)
+    parts = [ctx.call(operator.getitem, found, i) if mask[i] else None for i in range(2)]
+    return (*parts, ctx.call(aten.sum.dim_IntList, grad, _all_but_channels(ctx)) if mask[2] else None)
 
 
 def _all_but_channels(ctx: LocalContext) -> list[int]:

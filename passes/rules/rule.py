@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 from torch import fx
 
+from passes.windows import Window
+
 __all__ = ["Dim", "LocalContext", "Localize", "OpRule", "replicated_rule"]
 
 Dim = tuple[str, ...]
@@ -63,6 +65,9 @@ class OpRule:
     linear:     sets of operand positions: with exactly those operands Partial(sum) over an axis and
                 the other operands replicated over it, every result is Partial(sum) over it.
                 mm: ({0}, {1}), linear in each alone. add: ({0, 1},), linear in both together.
+    windows:    (tensor, dim) -> window, tensors counted through operands and results. There the dim's one factor is
+                seen through the window: with results [lo, hi) of the factor on a rank, the op reads
+                `window.reads(lo, hi)` of an operand, and leaves a summand of just that of a result.
     localize:   emits this rank's op; None repeats the op on the local operands.
 
     A factor in neither a result nor `reductions` must be in `whole`.
@@ -74,6 +79,7 @@ class OpRule:
     reductions: Mapping[str, str] = field(default_factory=dict)
     whole: frozenset[str] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
+    windows: Mapping[tuple[int, int], Window] = field(default_factory=dict)
     localize: Localize | None = None
 
     def __post_init__(self) -> None:

@@ -21,8 +21,9 @@ from passes.rules import (
     views,
 )
 from passes.rules.opcall import Builder
+from passes.rules.planes import planes
 from passes.rules.pointwise import pointwise
-from passes.rules.pooling import planes
+from passes.rules.pooling import average_pool, average_pool_backward, max_pool, max_pool_backward
 from passes.rules.spec import spec
 
 __all__ = ["TABLE"]
@@ -218,12 +219,6 @@ _PRODUCTS: dict[str, Builder] = {
 }
 
 _PLANES: dict[str, Builder] = {  # batch and channels pass; h w are whole on both sides
-    "aten::max_pool2d_with_indices.default": planes("... h w -> ... y x, ... y x"),
-    "aten::max_pool2d_with_indices_backward.default": planes(
-        "... y x, ... h w, ... y x -> ... h w; linear: 0"
-    ),
-    "aten::avg_pool2d.default": planes("... h w -> ... y x; linear: 0"),
-    "aten::avg_pool2d_backward.default": planes("... y x, ... h w -> ... h w; linear: 0"),
     "aten::_adaptive_avg_pool2d.default": planes("... h w -> ... y x; linear: 0"),
     "aten::_adaptive_avg_pool2d_backward.default": planes("... y x, ... h w -> ... h w; linear: 0"),
     "aten::adaptive_max_pool2d.default": planes("... h w -> ... y x, ... y x"),
@@ -241,6 +236,17 @@ _PLANES: dict[str, Builder] = {  # batch and channels pass; h w are whole on bot
     "aten::reflection_pad2d_backward.default": planes("... y x, ... h w -> ... h w; linear: 0"),
 }
 
+_POOLING: dict[str, Builder] = {
+    f"aten::{name.format(space)}.default": build(space)
+    for space in (2, 3)
+    for name, build in (
+        ("max_pool{}d_with_indices", max_pool),
+        ("max_pool{}d_with_indices_backward", max_pool_backward),
+        ("avg_pool{}d", average_pool),
+        ("avg_pool{}d_backward", average_pool_backward),
+    )
+}
+
 TABLE: Mapping[str, Builder] = MappingProxyType(
     {
         **_POINTWISE,
@@ -251,6 +257,7 @@ TABLE: Mapping[str, Builder] = MappingProxyType(
         **_INDEXING,
         **_PRODUCTS,
         **_PLANES,
+        **_POOLING,
     }
 )
 """Op name, "namespace::op.overload", -> how its rule is made."""

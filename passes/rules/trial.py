@@ -70,7 +70,10 @@ def _large(rule: OpRule, dim: Dim) -> list[str]:
 
 @dataclass(frozen=True)
 class Trial:
-    """One op (`node` as made by `call_node`), its rule, the sizes of the mesh axes, a choice for each."""
+    """One op (`node` as made by `call_node`), its rule, the sizes of the mesh axes, a choice for each.
+
+    sizes: factor -> its split sizes, one per linear index over the axes that split it; torch's if not given.
+    """
 
     node: fx.Node
     rule: OpRule
@@ -78,6 +81,7 @@ class Trial:
     chosen: tuple[Choice, ...]
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
     rtol: float = 1e-9
+    sizes: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def mismatch(self) -> str | None:
         """None if all ranks together give what the whole op gives, else what differs and where."""
@@ -99,19 +103,31 @@ class Trial:
         return None
 
     def interval(self, factor: str, rank: Coordinate) -> tuple[int, int]:
-        axes = [a for a, choice in enumerate(self.chosen) if choice.factor == factor]
-        sizes = nested_sizes(self.rule.sizes[factor], tuple(self.mesh[a] for a in axes))
+        axes = self._axes(factor)
+        sizes = self.sizes.get(factor) if axes else None
+        if sizes is None:
+            sizes = nested_sizes(self.rule.sizes[factor], tuple(self.mesh[a] for a in axes))
         position = 0
         for axis in axes:
             position = position * self.mesh[axis] + rank[axis]
         start = sum(sizes[:position])
         return start, start + sizes[position]
 
-    def _slices(self, dims: Sequence[Dim], shape: Sequence[int], rank: Coordinate) -> tuple[slice, ...]:
+    def _axes(self, factor: str) -> list[int]:
+        return [a for a, choice in enumerate(self.chosen) if choice.factor == factor]
+
+    def _slices(self, tensor: int, shape: Sequence[int], rank: Coordinate) -> tuple[slice, ...]:
+        """What `rank` has of a tensor, counted through operands and results."""
         slices: list[slice] = []
-        for dim, length in zip(dims, shape, strict=True):
+        dims = (*self.rule.operands, *self.rule.results)[tensor]
+        for d, (dim, length) in enumerate(zip(dims, shape, strict=True)):
             large = _large(self.rule, dim)
-            if large:
+            window = self.rule.windows.get((tensor, d))
+            if window is not None and self._axes(dim[0]):
+                slices.append(slice(*window.reads(*self.interval(dim[0], rank))))
+            elif window is not None:
+                slices.append(slice(0, length))
+            elif large:
                 low, high = self.interval(large[0], rank)
                 inner = math.prod(self.rule.sizes[f] for f in large[1:])
                 slices.append(slice(low * inner, high * inner))
@@ -136,7 +152,7 @@ class Trial:
         """What `rank` holds of an operand. A shard may lie in memory in any order of its dims (a
         collective over an inner dim leaves it so), so on every other rank it does."""
         value = summands[tuple(rank[a] for a in self._partial_axes(index))]
-        part = value[self._slices(self.rule.operands[index], value.shape, rank)]
+        part = value[self._slices(index, value.shape, rank)]
         order = list(reversed(range(part.ndim)))
         return part.permute(order).contiguous().permute(order) if sum(rank) % 2 else part.contiguous()
 
@@ -156,18 +172,46 @@ class Trial:
     def _compare(
         self, index: int, whole: torch.Tensor, rank: Coordinate, found: Mapping[Coordinate, Sequence[Any]]
     ) -> str | None:
-        dims = self.rule.results[index]
-        want = whole[self._slices(dims, whole.shape, rank)]
+        dims, tensor = self.rule.results[index], len(self.rule.operands) + index
+        want = whole[self._slices(tensor, whole.shape, rank)]
         got = found[rank][index]
         if not isinstance(got, torch.Tensor):
             return f"no tensor, but {got!r}"
         if got.shape != want.shape or got.dtype != want.dtype:
             return f"{got.dtype}{list(got.shape)} where {want.dtype}{list(want.shape)} should be"
         pending = self._pending(dims)
+        summed = [d for t, d in self.rule.windows if t == tensor and self._axes(dims[d][0])]
+        if summed:
+            return self._compare_summands(index, whole, rank, found, summed)
         if "sum" in pending.values() and want.dtype == torch.bool:
             return "a pending sum of bools"
         total = _reduced([found[r][index] for r in self._group(rank, list(pending))], set(pending.values()))
-        total = total.to(want.dtype)
+        return self._difference(total.to(want.dtype), want)
+
+    def _compare_summands(
+        self,
+        index: int,
+        whole: torch.Tensor,
+        rank: Coordinate,
+        found: Mapping[Coordinate, Sequence[Any]],
+        summed: Sequence[int],
+    ) -> str | None:
+        """Add up what the ranks found of a result seen through windows, each part in its place."""
+        dims, tensor = self.rule.results[index], len(self.rule.operands) + index
+
+        def place(r: Coordinate) -> tuple[slice, ...]:
+            own = self._slices(tensor, whole.shape, r)
+            return tuple(s if d in summed else slice(None) for d, s in enumerate(own))
+
+        own = self._slices(tensor, whole.shape, rank)
+        want = whole[tuple(slice(None) if d in summed else s for d, s in enumerate(own))]
+        total = torch.zeros_like(want)
+        axes = [axis for d in summed for axis in self._axes(dims[d][0])]
+        for r in self._group(rank, [*axes, *self._pending(dims)]):
+            total[place(r)] += found[r][index]
+        return self._difference(total, want)
+
+    def _difference(self, total: torch.Tensor, want: torch.Tensor) -> str | None:
         if torch.allclose(total, want, rtol=self.rtol, atol=self.rtol, equal_nan=True):
             return None
         wrong = ~torch.isclose(total, want, rtol=self.rtol, atol=self.rtol, equal_nan=True)
@@ -228,7 +272,7 @@ class _Context:
     def result_shape(self, index: int = 0) -> list[int]:
         value = self.node.meta["val"]
         shape = (value[index] if isinstance(value, (tuple, list)) else value).shape
-        slices = self.trial._slices(self.trial.rule.results[index], shape, self.rank)
+        slices = self.trial._slices(len(self.trial.rule.operands) + index, shape, self.rank)
         return [s.stop - s.start for s in slices]
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:

@@ -1,0 +1,87 @@
+"""Which part of an operand a part of the result reads: the interval algebra of windows.
+
+Per dim, half-open. The operand has `length` positions, what lies outside is padding. `reads(lo, hi)` is what results
+[lo, hi) read of it, clipped to [0, length); (0, 0) if they read nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from passes.layout import Span
+
+__all__ = ["AdaptiveWindow", "SlidingWindow", "TransposedWindow", "Window"]
+
+
+class Window(Protocol):
+    """What results [lo, hi) read of an operand."""
+
+    def reads(self, lo: int, hi: int) -> Span: ...
+
+
+def _clipped(lo: int, hi: int, length: int) -> Span:
+    lo, hi = max(0, lo), min(length, hi)
+    return (lo, hi) if lo < hi else (0, 0)
+
+
+@dataclass(frozen=True)
+class SlidingWindow:
+    """Convolution and pooling: result o reads o * stride - before + dilation * j for j in [0, kernel)."""
+
+    length: int
+    kernel: int
+    stride: int = 1
+    dilation: int = 1
+    before: int = 0
+
+    def reach(self, lo: int, hi: int) -> Span:
+        """The same as `reads`, padding included; `lo < hi`."""
+        start = lo * self.stride - self.before
+        return start, (hi - 1) * self.stride - self.before + self.dilation * (self.kernel - 1) + 1
+
+    def reads(self, lo: int, hi: int) -> Span:
+        return _clipped(*self.reach(lo, hi), self.length) if lo < hi else (0, 0)
+
+    def padding(self, lo: int, hi: int) -> tuple[int, int]:
+        """What to pad `reads(lo, hi)` with before and after, so that without any other padding the window makes just
+        the results [lo, hi)."""
+        start, end = self.reach(lo, hi)
+        first, last = self.reads(lo, hi)
+        before = min(end - start, max(0, -start))
+        return before, end - start - before - (last - first)
+
+
+@dataclass(frozen=True)
+class TransposedWindow:
+    """Transposed convolution: operand i adds to results i * stride - before + dilation * j for j in [0, kernel)."""
+
+    length: int
+    kernel: int
+    stride: int = 1
+    dilation: int = 1
+    before: int = 0
+
+    def reads(self, lo: int, hi: int) -> Span:
+        if lo >= hi:
+            return 0, 0
+        first = lo + self.before - self.dilation * (self.kernel - 1)
+        return _clipped(-(-first // self.stride), (hi - 1 + self.before) // self.stride + 1, self.length)
+
+    def writes(self, first: int, last: int) -> Span:
+        """The results that operands [first, last) add to, beyond both ends too; `first < last`."""
+        start = first * self.stride - self.before
+        return start, (last - 1) * self.stride - self.before + self.dilation * (self.kernel - 1) + 1
+
+
+@dataclass(frozen=True)
+class AdaptiveWindow:
+    """Adaptive pooling: result o of `results` reads [floor(o n / m), ceil((o + 1) n / m))."""
+
+    length: int
+    results: int
+
+    def reads(self, lo: int, hi: int) -> Span:
+        if lo >= hi:
+            return 0, 0
+        return lo * self.length // self.results, -(-hi * self.length // self.results)

@@ -1,0 +1,91 @@
+"""Networks whose single sample is worth splitting in space."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["NETWORKS", "network"]
+
+
+class Block(nn.Module):
+    """A residual block; its shortcut is a strided 1 x 1 convolution."""
+
+    def __init__(self, inner: int, outer: int, stride: int) -> None:
+        super().__init__()
+        self.one = nn.Conv2d(inner, outer, 3, stride, 1, bias=False)
+        self.two = nn.Conv2d(outer, outer, 3, 1, 1, bias=False)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(outer) for _ in range(3))
+        self.shortcut = nn.Conv2d(inner, outer, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norms[0](self.one(x)).relu()
+        return (self.norms[1](self.two(y)) + self.norms[2](self.shortcut(x))).relu()
+
+
+class ResNet(nn.Module):
+    """Stem of ResNet-50 (7 x 7 by 2, max-pooling 3 x 3 by 2), and three basic blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 7, 2, 3, bias=False)
+        self.norm = nn.BatchNorm2d(8)
+        self.pool = nn.MaxPool2d(3, 2, 1)
+        self.blocks = nn.Sequential(Block(8, 8, 1), Block(8, 16, 2), Block(16, 32, 2))
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.pool(self.norm(self.stem(x)).relu())
+        return self.head(self.blocks(x).mean((2, 3))).square().mean()
+
+
+class UNet(nn.Module):
+    """Two levels in three dims: kernel 4, stride 2 down and up, skips concatenated at odd sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([nn.Conv3d(1, 4, 4, 2, 1), nn.Conv3d(4, 8, 4, 2, 1)])
+        self.up = nn.ModuleList([nn.ConvTranspose3d(8, 4, 4, 2, 1), nn.ConvTranspose3d(8, 2, 4, 2, 1)])
+        self.norm = nn.GroupNorm(2, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one = self.down[0](x).relu()
+        two = self.norm(self.up[0](self.down[1](one).relu())).relu()
+        d, h, w = (min(a, b) for a, b in zip(one.shape[2:], two.shape[2:], strict=True))
+        both = torch.cat([one[:, :, :d, :h, :w], two[:, :, :d, :h, :w]], 1)
+        return self.up[1](both).square().mean()
+
+
+class ConvNeXt(nn.Module):
+    """Patches, then depthwise 7 x 7 convolutions with layer norm over channels; average pooling between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 8, 4, 4)
+        self.depthwise = nn.ModuleList(nn.Conv2d(8, 8, 7, padding=3, groups=8) for _ in range(2))
+        self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(2))
+        self.up = nn.ModuleList(nn.Linear(8, 32) for _ in range(2))
+        self.down = nn.ModuleList(nn.Linear(32, 8) for _ in range(2))
+        self.pool = nn.AvgPool2d(3, 2, 1, ceil_mode=True, count_include_pad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(x)
+        for depthwise, norm, up, down in zip(self.depthwise, self.norms, self.up, self.down, strict=True):
+            y = norm(depthwise(x).permute(0, 2, 3, 1))
+            x = self.pool(x + down(nn.functional.gelu(up(y))).permute(0, 3, 1, 2))
+        return x.square().mean()
+
+
+NETWORKS: dict[str, tuple[type[nn.Module], tuple[int, ...]]] = {
+    "resnet": (ResNet, (3, 97, 101)),
+    "unet": (UNet, (1, 21, 19, 26)),
+    "convnext": (ConvNeXt, (3, 97, 101)),
+}
+"""name -> the network, and the shape of one sample."""
+
+
+def network(name: str, batch: int, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Tensor]:
+    """The network with seeded weights, and a batch for it."""
+    make, sample = NETWORKS[name]
+    torch.manual_seed(0)
+    return make().to(dtype), torch.randn(batch, *sample, dtype=dtype)
