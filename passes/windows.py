@@ -9,9 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from passes.layout import Span
 
-__all__ = ["AdaptiveWindow", "SlidingWindow", "TransposedWindow", "Window"]
+__all__ = [
+    "AdaptiveWindow",
+    "LinearResize",
+    "NearestResize",
+    "SlidingWindow",
+    "TransposedWindow",
+    "Window",
+]
 
 
 class Window(Protocol):
@@ -85,3 +94,47 @@ class AdaptiveWindow:
         if lo >= hi:
             return 0, 0
         return lo * self.length // self.results, -(-hi * self.length // self.results)
+
+
+@dataclass(frozen=True)
+class LinearResize:
+    """Linear interpolation: result o lies at `place(o)` of the operand, between two of its positions.
+
+    ratio: operand positions per result.   [torch: area_pixel_compute_source_index]
+    """
+
+    length: int
+    ratio: float
+    align_corners: bool
+
+    def place(self, result: int) -> float:
+        if self.align_corners:
+            return self.ratio * result
+        return max(0.0, self.ratio * (result + 0.5) - 0.5)
+
+    def reads(self, lo: int, hi: int) -> Span:
+        if lo >= hi:
+            return 0, 0
+        first, last = (min(int(self.place(o)), self.length - 1) for o in (lo, hi - 1))
+        return first, min(last + 2, self.length)
+
+
+@dataclass(frozen=True)
+class NearestResize:
+    """Nearest neighbour: result o is the operand's floor(o * ratio).
+
+    ratio: operand positions per result. It and the products are rounded to float32, as torch does, but for the
+    forward of float64 (`precise`).
+    """
+
+    length: int
+    ratio: float
+    precise: bool = False
+
+    def place(self, result: int) -> int:
+        number = np.float64 if self.precise else np.float32
+        product = number(result) * number(self.ratio)
+        return min(int(np.floor(product)), self.length - 1)
+
+    def reads(self, lo: int, hi: int) -> Span:
+        return (self.place(lo), self.place(hi - 1) + 1) if lo < hi else (0, 0)

@@ -1,4 +1,4 @@
-"""Pooling, resizing and padding of planes: batch and channels split, the plane is whole."""
+"""Adaptive pooling, bicubic resizing and padding of planes: batch and channels split, the plane is whole."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ from passes.rules.opcall import Builder
 from passes.rules.planes import planes
 from passes.rules.pointwise import pointwise
 from passes.rules.pooling import average_pool, average_pool_backward, max_pool, max_pool_backward
+from passes.rules.resizing import resize, resize_backward
 from passes.rules.spec import spec
 
 __all__ = ["TABLE"]
@@ -223,14 +224,8 @@ _PLANES: dict[str, Builder] = {  # batch and channels pass; h w are whole on bot
     "aten::_adaptive_avg_pool2d_backward.default": planes("... y x, ... h w -> ... h w; linear: 0"),
     "aten::adaptive_max_pool2d.default": planes("... h w -> ... y x, ... y x"),
     "aten::adaptive_max_pool2d_backward.default": planes("... y x, ... h w, ... y x -> ... h w; linear: 0"),
-    "aten::upsample_nearest2d.default": planes("... h w -> ... y x; linear: 0"),
-    "aten::upsample_nearest2d.vec": planes("... h w -> ... y x; linear: 0"),
-    "aten::upsample_bilinear2d.default": planes("... h w -> ... y x; linear: 0"),
-    "aten::upsample_bilinear2d.vec": planes("... h w -> ... y x; linear: 0"),
     "aten::upsample_bicubic2d.default": planes("... h w -> ... y x; linear: 0"),
     "aten::upsample_bicubic2d.vec": planes("... h w -> ... y x; linear: 0"),
-    "aten::upsample_nearest2d_backward.default": planes("... y x -> ... h w; linear: 0", "input_size"),
-    "aten::upsample_bilinear2d_backward.default": planes("... y x -> ... h w; linear: 0", "input_size"),
     "aten::upsample_bicubic2d_backward.default": planes("... y x -> ... h w; linear: 0", "input_size"),
     "aten::reflection_pad2d.default": planes("... h w -> ... y x; linear: 0"),
     "aten::reflection_pad2d_backward.default": planes("... y x, ... h w -> ... h w; linear: 0"),
@@ -247,6 +242,13 @@ _POOLING: dict[str, Builder] = {
     )
 }
 
+_RESIZING: dict[str, Builder] = {
+    f"aten::upsample_{name}{suffix}": build(space)
+    for space, kinds in ((1, "nearest linear"), (2, "nearest bilinear"), (3, "nearest trilinear"))
+    for name in (f"{kind}{space}d" for kind in kinds.split())
+    for suffix, build in ((".default", resize), (".vec", resize), ("_backward.default", resize_backward))
+}
+
 TABLE: Mapping[str, Builder] = MappingProxyType(
     {
         **_POINTWISE,
@@ -258,6 +260,7 @@ TABLE: Mapping[str, Builder] = MappingProxyType(
         **_PRODUCTS,
         **_PLANES,
         **_POOLING,
+        **_RESIZING,
     }
 )
 """Op name, "namespace::op.overload", -> how its rule is made."""

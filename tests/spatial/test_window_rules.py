@@ -143,6 +143,31 @@ def average_pool_gradient(rng: random.Random) -> Case:
     return backward, [tensor(rng, *op(x, *rest).shape), x, *rest]
 
 
+def _resizing(rng: random.Random) -> tuple[str, torch.Tensor, list[Any]]:
+    space = rng.choice([1, 2, 3])
+    kinds = {1: "nearest linear", 2: "nearest bilinear", 3: "nearest trilinear"}[space].split()
+    kind = rng.choice(kinds)
+    sizes = lengths(rng, space)
+    scales = [rng.choice([None, 2.0, 0.5, 1.7, 3.0]) for _ in sizes]
+    outs = [max(1, int(n * s)) if s else rng.randint(1, 2 * n) for n, s in zip(sizes, scales, strict=True)]
+    if rng.random() < 0.5:
+        scales = [None] * space
+    corners = [] if kind == "nearest" else [rng.random() < 0.5]
+    x = tensor(rng, rng.randint(1, 2), 2, *sizes)
+    return f"upsample_{kind}{space}d", x, [outs, *corners, *scales]
+
+
+def resize(rng: random.Random) -> Case:
+    name, x, rest = _resizing(rng)
+    return getattr(aten, name).default, [x, *rest]
+
+
+def resize_gradient(rng: random.Random) -> Case:
+    name, x, (outs, *rest) = _resizing(rng)
+    grad = tensor(rng, *x.shape[:2], *outs)
+    return getattr(aten, f"{name}_backward").default, [grad, outs, list(x.shape), *rest]
+
+
 OPS: Sequence[Callable[[random.Random], Case]] = (
     convolution,
     convolution_gradient,
@@ -152,6 +177,8 @@ OPS: Sequence[Callable[[random.Random], Case]] = (
     max_pool_gradient,
     average_pool,
     average_pool_gradient,
+    resize,
+    resize_gradient,
 )
 
 
