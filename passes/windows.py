@@ -15,6 +15,7 @@ from passes.layout import Span
 
 __all__ = [
     "AdaptiveWindow",
+    "EdgePad",
     "LinearResize",
     "NearestResize",
     "SlidingWindow",
@@ -138,3 +139,24 @@ class NearestResize:
 
     def reads(self, lo: int, hi: int) -> Span:
         return (self.place(lo), self.place(hi - 1) + 1) if lo < hi else (0, 0)
+
+
+@dataclass(frozen=True)
+class EdgePad:
+    """Padding with what is inside: result o is the operand's position o - before, outside of it mirrored at the edge
+    (`reflects`) or that of the edge itself."""
+
+    length: int
+    before: int
+    reflects: bool
+
+    def place(self, result: int) -> int:
+        at, last = result - self.before, self.length - 1
+        return last - abs(last - abs(at)) if self.reflects else min(max(at, 0), last)
+
+    def reads(self, lo: int, hi: int) -> Span:
+        if lo >= hi:
+            return 0, 0
+        edges = (self.before, self.before + self.length - 1)
+        places = [self.place(o) for o in (lo, hi - 1, *(o for o in edges if lo <= o < hi))]
+        return min(places), max(places) + 1

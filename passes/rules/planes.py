@@ -1,4 +1,4 @@
-"""Adaptive pooling, bicubic resizing and padding of planes: batch and channels split, the plane is whole."""
+"""Adaptive pooling and bicubic resizing: batch and channels split, the plane is whole."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from passes.rules import (
     views,
 )
 from passes.rules.opcall import Builder
+from passes.rules.padding import edge_pad, edge_pad_backward
 from passes.rules.planes import planes
 from passes.rules.pointwise import pointwise
 from passes.rules.pooling import average_pool, average_pool_backward, max_pool, max_pool_backward
@@ -227,8 +228,6 @@ _PLANES: dict[str, Builder] = {  # batch and channels pass; h w are whole on bot
     "aten::upsample_bicubic2d.default": planes("... h w -> ... y x; linear: 0"),
     "aten::upsample_bicubic2d.vec": planes("... h w -> ... y x; linear: 0"),
     "aten::upsample_bicubic2d_backward.default": planes("... y x -> ... h w; linear: 0", "input_size"),
-    "aten::reflection_pad2d.default": planes("... h w -> ... y x; linear: 0"),
-    "aten::reflection_pad2d_backward.default": planes("... y x, ... h w -> ... h w; linear: 0"),
 }
 
 _POOLING: dict[str, Builder] = {
@@ -240,6 +239,13 @@ _POOLING: dict[str, Builder] = {
         ("avg_pool{}d", average_pool),
         ("avg_pool{}d_backward", average_pool_backward),
     )
+}
+
+_PADDING: dict[str, Builder] = {
+    f"aten::{kind}_pad{space}d{suffix}.default": build(space)
+    for kind in ("reflection", "replication")
+    for space in (1, 2, 3)
+    for suffix, build in (("", edge_pad), ("_backward", edge_pad_backward))
 }
 
 _RESIZING: dict[str, Builder] = {
@@ -260,6 +266,7 @@ TABLE: Mapping[str, Builder] = MappingProxyType(
         **_PRODUCTS,
         **_PLANES,
         **_POOLING,
+        **_PADDING,
         **_RESIZING,
     }
 )

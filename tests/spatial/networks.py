@@ -76,10 +76,27 @@ class ConvNeXt(nn.Module):
         return x.square().mean()
 
 
+class Weather(nn.Module):
+    """Longitude is a circle, latitude is mirrored at the poles; half the resolution and back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(2, 4, 3), nn.Conv2d(4, 2, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.pad(x, (1, 1, 0, 0), mode="circular")
+        y = self.one(nn.functional.pad(y, (0, 0, 1, 1), mode="reflect")).tanh()
+        y = nn.functional.avg_pool2d(y, 2, ceil_mode=True)
+        y = self.two(nn.functional.pad(y, (2, 2, 2, 2), mode="replicate"))
+        y = nn.functional.interpolate(y, x.shape[2:], mode="bilinear", align_corners=False)
+        return (x + y).square().mean()
+
+
 NETWORKS: dict[str, tuple[type[nn.Module], tuple[int, ...]]] = {
     "resnet": (ResNet, (3, 97, 101)),
     "unet": (UNet, (1, 21, 19, 26)),
     "convnext": (ConvNeXt, (3, 97, 101)),
+    "weather": (Weather, (2, 45, 91)),
 }
 """name -> the network, and the shape of one sample."""
 

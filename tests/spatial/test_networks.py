@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -29,9 +30,17 @@ SIMULATED = [
     ("unet", {"a": 3}),
     ("unet", {"a": 7}),
     ("unet", {"a": 2, "b": 2}),
+    ("weather", {"a": 3}),
+    ("weather", {"a": 5}),
 ]
 """On these the search splits space, on others channels: with a network this fast it is a close race."""
-TRAINED = [("resnet", 1, (4,)), ("convnext", 1, (4,)), ("unet", 1, (4,)), ("unet", 2, (2, 2))]
+TRAINED = [
+    ("resnet", 1, (4,)),
+    ("convnext", 1, (4,)),
+    ("unet", 1, (4,)),
+    ("unet", 2, (2, 2)),
+    ("weather", 1, (3,)),
+]
 
 
 @pytest.mark.parametrize(("name", "axes"), SIMULATED, ids=str)
@@ -75,7 +84,7 @@ def _state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(("name", "batch", "sizes"), TRAINED, ids=str)
 def test_training(ranks: RankPool, name: str, batch: int, sizes: tuple[int, ...]) -> None:
     wanted = alone(name, batch)
-    for run in ranks.run(on_rank, name, batch, sizes, world=4):
+    for run in ranks.run(on_rank, name, batch, sizes, world=math.prod(sizes)):
         assert run.info["halos"] > 0
         torch.testing.assert_close(
             torch.tensor(run.losses), torch.tensor(wanted.losses), rtol=1e-4, atol=1e-6

@@ -168,6 +168,20 @@ def resize_gradient(rng: random.Random) -> Case:
     return getattr(aten, f"{name}_backward").default, [grad, outs, list(x.shape), *rest]
 
 
+def edge_pad(rng: random.Random) -> Case:
+    space, kind = rng.choice([1, 2, 3]), rng.choice(["reflection", "replication"])
+    sizes = lengths(rng, space)
+    most = [n - 1 if kind == "reflection" else 5 for n in sizes]
+    padding = [rng.randint(0, min(m, 12)) for m in reversed(most) for _ in range(2)]
+    return getattr(aten, f"{kind}_pad{space}d").default, [tensor(rng, rng.randint(1, 2), 2, *sizes), padding]
+
+
+def edge_pad_gradient(rng: random.Random) -> Case:
+    op, (x, padding) = edge_pad(rng)
+    backward = getattr(aten, str(op).split(".")[1] + "_backward").default
+    return backward, [tensor(rng, *op(x, padding).shape), x, padding]
+
+
 OPS: Sequence[Callable[[random.Random], Case]] = (
     convolution,
     convolution_gradient,
@@ -179,6 +193,8 @@ OPS: Sequence[Callable[[random.Random], Case]] = (
     average_pool_gradient,
     resize,
     resize_gradient,
+    edge_pad,
+    edge_pad_gradient,
 )
 
 
