@@ -15,6 +15,7 @@ from passes.rules.empty import empty_safe
 from passes.rules.opcall import OpCall
 from passes.rules.pointwise import linear_sets
 from passes.rules.rule import Dim, LocalContext, OpRule
+from passes.rules.space import per_dim, space_factor, split_dims
 from passes.windows import SlidingWindow, TransposedWindow
 
 __all__ = ["convolution", "convolution_backward"]
@@ -41,7 +42,7 @@ class _Dims:
         before, after = weight.shape[0] // groups, weight.shape[1]
         inner, outer = (before, after) if call["transposed"] else (after, before)
         kernel: tuple[Dim, ...] = (("g", "i"), ("o",)) if call["transposed"] else (("g", "o"), ("i",))
-        outputs = tuple((_space(d),) for d in range(space))
+        outputs = tuple((space_factor(d),) for d in range(space))
         return _Dims(
             input=(("n",), ("g", "i"), *outputs),
             weight=(*kernel, *((),) * space),
@@ -58,22 +59,13 @@ class _Dims:
         )
 
 
-def _space(dim: int) -> str:
-    return f"y{dim}"
-
-
 def _windows(
     lengths: Sequence[int], kernel: Sequence[int], transposed: bool, *lists: Sequence[int]
 ) -> tuple[SlidingWindow | TransposedWindow, ...]:
     """One per dim of space. lists: stride, dilation and padding."""
     make = TransposedWindow if transposed else SlidingWindow
-    each = zip(lengths, kernel, *(_per_dim(values, len(kernel)) for values in lists), strict=True)
+    each = zip(lengths, kernel, *(per_dim(values, len(kernel)) for values in lists), strict=True)
     return tuple(make(*(int(n) for n in numbers)) for numbers in each)
-
-
-def _per_dim(values: Sequence[int], count: int) -> list[int]:
-    """A list of one number means that number for every dim."""
-    return list(values) * count if len(values) == 1 else list(values)
 
 
 @empty_safe
@@ -128,8 +120,7 @@ class _Site:
         shape, kernel = global_tensor(ctx, name).shape[2:], global_tensor(ctx, "weight").shape[2:]
         lists = (argument(ctx, argument_name) for argument_name in ("stride", "dilation", "padding"))
         windows = _windows(shape, kernel, bool(argument(ctx, "transposed")), *lists)
-        split = tuple(d for d in range(len(windows)) if ctx.is_split(_space(d)))
-        return _Site(ctx, argument(ctx, name), windows, split)
+        return _Site(ctx, argument(ctx, name), windows, split_dims(ctx, len(windows)))
 
     @property
     def space(self) -> int:
@@ -140,13 +131,13 @@ class _Site:
         return any(lo == hi for lo, hi in (self._reads(d) for d in self.split))
 
     def _reads(self, dim: int) -> tuple[int, int]:
-        return self.windows[dim].reads(*self.ctx.interval(_space(dim)))
+        return self.windows[dim].reads(*self.ctx.interval(space_factor(dim)))
 
     def arguments(self) -> dict[str, Any]:
         """The op's arguments on this rank that are no tensors."""
         changes: dict[str, Any] = {"groups": _groups(self.ctx)}
         for name in ("padding", "output_padding"):
-            values = _per_dim(argument(self.ctx, name), self.space)
+            values = per_dim(argument(self.ctx, name), self.space)
             changes[name] = [0 if d in self.split else n for d, n in enumerate(values)]
         return changes
 
@@ -167,7 +158,7 @@ class _Site:
     def _padding(self, dim: int) -> tuple[int, int]:
         window = self.windows[dim]
         assert isinstance(window, SlidingWindow)
-        return window.padding(*self.ctx.interval(_space(dim)))
+        return window.padding(*self.ctx.interval(space_factor(dim)))
 
     def cut(self, result: fx.Node) -> fx.Node:
         """Of what this rank's inputs add to (transposed), this rank's results."""
@@ -182,7 +173,7 @@ class _Site:
         window = self.windows[dim]
         assert isinstance(window, TransposedWindow)
         start, end = window.writes(*self._reads(dim))
-        lo, hi = self.ctx.interval(_space(dim))
+        lo, hi = self.ctx.interval(space_factor(dim))
         return start - lo, hi - end
 
     def _pad(self, x: fx.Node, sides: Sequence[tuple[int, int]]) -> fx.Node:
@@ -207,7 +198,7 @@ def convolution_backward(call: OpCall) -> OpRule:
     named = _Dims.of(call)
     wanted = [named.input, named.weight, named.channels]
     results = [dims if info is not None else () for dims, info in zip(wanted, call.results, strict=True)]
-    reductions = dict.fromkeys(("n", *(_space(d) for d in range(len(named.windows)))), "sum")
+    reductions = dict.fromkeys(("n", *(space_factor(d) for d in range(len(named.windows)))), "sum")
     if not named.whole:
         reductions["o"] = "sum"
     seen = (1, 3) if call.results[0] is not None else (1,)

@@ -13,7 +13,8 @@ from passes.rules.emit import again, argument, aten, global_tensor
 from passes.rules.empty import empty_safe
 from passes.rules.opcall import Builder, OpCall
 from passes.rules.pointwise import linear_sets
-from passes.rules.rule import Dim, LocalContext, OpRule
+from passes.rules.rule import LocalContext, OpRule
+from passes.rules.space import results_of, space_dims, space_factor, split_dims
 from passes.windows import EdgePad
 
 __all__ = ["edge_pad", "edge_pad_backward"]
@@ -24,7 +25,7 @@ def edge_pad(space: int) -> Builder:
 
     @empty_safe
     def build(call: OpCall) -> OpRule:
-        dims = _dims(call, space)
+        dims = space_dims(call.tensor("self").ndim, space)
         return assemble(
             call.shapes,
             [dims],
@@ -42,7 +43,7 @@ def edge_pad_backward(space: int) -> Builder:
 
     @empty_safe
     def build(call: OpCall) -> OpRule:
-        dims = _dims(call, space)
+        dims = space_dims(call.tensor("self").ndim, space)
         return assemble(
             call.shapes,
             [dims, dims],
@@ -57,15 +58,6 @@ def edge_pad_backward(space: int) -> Builder:
     return build
 
 
-def _dims(call: OpCall, space: int) -> tuple[Dim, ...]:
-    lead = call.tensor("self").ndim - space
-    return (*((f"b{d}",) for d in range(lead)), *((_space(d),) for d in range(space)))
-
-
-def _space(dim: int) -> str:
-    return f"y{dim}"
-
-
 def _pads_of(call: OpCall, space: int) -> list[EdgePad]:
     return _pads(call.tensor("self").shape[-space:], call["padding"], "reflection" in str(call.target))
 
@@ -74,10 +66,6 @@ def _pads(lengths: Sequence[int], padding: Sequence[int], reflects: bool) -> lis
     """One per dim of space. padding: (before, after) of the last dim first."""
     before = list(padding[::2])[::-1]
     return [EdgePad(int(n), int(b), reflects) for n, b in zip(lengths, before, strict=True)]
-
-
-def _split(ctx: LocalContext, space: int) -> list[int]:
-    return [d for d in range(space) if ctx.is_split(_space(d))]
 
 
 def _places(ctx: LocalContext, space: int) -> list[fx.Node]:
@@ -92,9 +80,8 @@ def _places(ctx: LocalContext, space: int) -> list[fx.Node]:
 
 
 def _place(ctx: LocalContext, pad: EdgePad, dim: int, results: int) -> fx.Node:
-    split = ctx.is_split(_space(dim))
-    lo, hi = ctx.interval(_space(dim)) if split else (0, results)
-    first = pad.reads(lo, hi)[0] if split else 0
+    lo, hi = results_of(ctx, dim, results)
+    first = pad.reads(lo, hi)[0] if ctx.is_split(space_factor(dim)) else 0
     device = node_value(ctx.node).device
     at = ctx.call(
         aten.arange.start_step,
@@ -114,7 +101,7 @@ def _place(ctx: LocalContext, pad: EdgePad, dim: int, results: int) -> fx.Node:
 
 
 def _localize(ctx: LocalContext, space: int) -> fx.Node:
-    if not _split(ctx, space):
+    if not split_dims(ctx, space):
         return again(ctx)
     x = argument(ctx, "self")
     lead = global_tensor(ctx, "self").ndim - space
@@ -124,17 +111,14 @@ def _localize(ctx: LocalContext, space: int) -> fx.Node:
 
 
 def _localize_backward(ctx: LocalContext, space: int) -> fx.Node:
-    if not _split(ctx, space):
+    if not split_dims(ctx, space):
         return again(ctx)
     grad, shape = argument(ctx, "grad_output"), ctx.result_shape()
     lead = len(shape) - space
     given = global_tensor(ctx, "grad_output").shape
     for d, places in reversed(list(enumerate(_places(ctx, space)))):
-        names = [_space(e) for e in range(d)]
-        before = [
-            ctx.interval(name)[1] - ctx.interval(name)[0] if ctx.is_split(name) else given[lead + e]
-            for e, name in enumerate(names)
-        ]
+        spans = (results_of(ctx, e, given[lead + e]) for e in range(d))
+        before = [hi - lo for lo, hi in spans]
         total = ctx.call(aten.new_zeros.default, grad, [*shape[:lead], *before, *shape[lead + d :]])
         grad = ctx.call(aten.index_add.default, total, lead + d, places, grad)
     return grad

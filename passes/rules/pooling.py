@@ -20,7 +20,8 @@ from passes.rules.emit import again, argument, aten, global_tensor
 from passes.rules.empty import empty_safe
 from passes.rules.opcall import Builder, OpCall
 from passes.rules.pointwise import linear_sets
-from passes.rules.rule import Dim, LocalContext, Localize, OpRule
+from passes.rules.rule import LocalContext, Localize, OpRule
+from passes.rules.space import per_dim, results_of, space_dims, split_dims
 from passes.windows import SlidingWindow
 
 __all__ = ["average_pool", "average_pool_backward", "max_pool", "max_pool_backward"]
@@ -58,10 +59,7 @@ def _pooling(
     def build(call: OpCall) -> OpRule:
         ndim = call.tensor(_INPUT).ndim
         lead = ndim - space
-        dims: tuple[Dim, ...] = (
-            *((f"b{d}",) for d in range(lead)),
-            *((_space(d),) for d in range(space)),
-        )
+        dims = space_dims(ndim, space)
         windows = _windows(call.tensor(_INPUT).shape[lead:], space, call.arguments)
         seen = [t for t, kind in enumerate(operands + results) if kind == "x"]
         return assemble(
@@ -76,27 +74,17 @@ def _pooling(
     return build
 
 
-def _space(dim: int) -> str:
-    return f"y{dim}"
-
-
 def _windows(
     lengths: Sequence[int], space: int, call: Mapping[str, Any] | _Arguments
 ) -> tuple[SlidingWindow, ...]:
     """One per dim of space. call: the op's arguments by name."""
-    kernel = _per_dim(call["kernel_size"], space)
-    stride = _per_dim(call["stride"] or kernel, space)
-    dilation = _per_dim(call["dilation"], space) if "dilation" in call else [1] * space
-    padding = _per_dim(call["padding"], space)
+    kernel = per_dim(call["kernel_size"], space)
+    stride = per_dim(call["stride"] or kernel, space)
+    dilation = per_dim(call["dilation"], space) if "dilation" in call else [1] * space
+    padding = per_dim(call["padding"], space)
     return tuple(
         SlidingWindow(*numbers) for numbers in zip(lengths, kernel, stride, dilation, padding, strict=True)
     )
-
-
-def _per_dim(values: int | Sequence[int], count: int) -> list[int]:
-    """One number, or a list of one, means that number for every dim."""
-    found = [values] if isinstance(values, int) else [int(n) for n in values]
-    return found * count if len(found) == 1 else found
 
 
 @dataclass(frozen=True)
@@ -126,9 +114,8 @@ class _Site:
     def of(ctx: LocalContext, space: int) -> _Site:
         shape = global_tensor(ctx, _INPUT).shape
         lead = len(shape) - space
-        split = tuple(d for d in range(space) if ctx.is_split(_space(d)))
         lengths = tuple(shape[lead:])
-        return _Site(ctx, lead, lengths, _windows(lengths, space, _Arguments(ctx)), split)
+        return _Site(ctx, lead, lengths, _windows(lengths, space, _Arguments(ctx)), split_dims(ctx, space))
 
     def arguments(self, **changes: Any) -> dict[str, Any]:
         """Those of the op that say where it pads."""
@@ -151,8 +138,7 @@ class _Site:
         return gradient
 
     def _results(self, dim: int) -> tuple[int, int]:
-        """This rank's results of a dim of space, which may be of one result, and no factor."""
-        return self.ctx.interval(_space(dim)) if dim in self.split else (0, 1)
+        return results_of(self.ctx, dim, 1)
 
     def _reads(self, dim: int) -> tuple[int, int]:
         return self.windows[dim].reads(*self._results(dim)) if dim in self.split else (0, self.lengths[dim])
@@ -220,7 +206,7 @@ class _Site:
     def _counts(self, dim: int) -> fx.Node:
         """[results, 1, ...]: positions of one dim in each window; what is padded counts if the op says so."""
         window, ctx = self.windows[dim], self.ctx
-        lo, hi = self.ctx.interval(_space(dim)) if dim in self.split else (0, self._count(dim))
+        lo, hi = results_of(self.ctx, dim, self._count(dim))
         like = node_value(ctx.node)
         start = ctx.call(
             aten.arange.start_step,

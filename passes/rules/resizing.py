@@ -16,7 +16,8 @@ from passes.rules.assemble import assemble
 from passes.rules.emit import again, argument, aten
 from passes.rules.empty import empty_safe
 from passes.rules.opcall import Builder, OpCall
-from passes.rules.rule import Dim, LocalContext, OpRule
+from passes.rules.rule import LocalContext, OpRule
+from passes.rules.space import results_of, space_dims, space_factor, split_dims
 from passes.torch_compat import schema_arguments
 from passes.windows import LinearResize, NearestResize
 
@@ -41,10 +42,7 @@ def _rule(space: int, backward: bool) -> Builder:
         operand, result = call.operands[0].shape, call.result.shape
         lead = len(operand) - space
         input_, output = (result, operand) if backward else (operand, result)
-        dims: tuple[Dim, ...] = (
-            *((f"b{d}",) for d in range(lead)),
-            *((_space(d),) for d in range(space)),
-        )
+        dims = space_dims(len(operand), space)
         precise = not backward and call.result.dtype == torch.float64
         windows = _resizings(input_[lead:], output[lead:], call.arguments, precise)
         return assemble(
@@ -57,10 +55,6 @@ def _rule(space: int, backward: bool) -> Builder:
         )
 
     return build
-
-
-def _space(dim: int) -> str:
-    return f"y{dim}"
 
 
 def _resizings(
@@ -107,15 +101,13 @@ def _site(ctx: LocalContext, backward: bool) -> tuple[int, list[Resizing], list[
     precise = not backward and node_value(ctx.node).dtype == torch.float64
     arguments = {name: argument(ctx, name) for name in names[1:]}
     resizings = _resizings(input_[lead:], output[lead:], arguments, precise)
-    spans = [
-        ctx.interval(_space(d)) if ctx.is_split(_space(d)) else (0, output[lead + d]) for d in range(space)
-    ]
+    spans = [results_of(ctx, d, output[lead + d]) for d in range(space)]
     return lead, resizings, spans
 
 
 def _localize(ctx: LocalContext) -> fx.Node:
     lead, resizings, spans = _site(ctx, backward=False)
-    if not any(ctx.is_split(_space(d)) for d in range(len(spans))):
+    if not split_dims(ctx, len(spans)):
         return again(ctx)
     x = ctx.args[0]
     for d, (resizing, span) in enumerate(zip(resizings, spans, strict=True)):
@@ -136,7 +128,7 @@ def _localize(ctx: LocalContext) -> fx.Node:
 
 def _localize_backward(ctx: LocalContext) -> fx.Node:
     lead, resizings, spans = _site(ctx, backward=True)
-    if not any(ctx.is_split(_space(d)) for d in range(len(spans))):
+    if not split_dims(ctx, len(spans)):
         return again(ctx, input_size=ctx.result_shape())
     grad = ctx.args[0]
     shape = ctx.result_shape()
@@ -156,7 +148,7 @@ def _localize_backward(ctx: LocalContext) -> fx.Node:
 
 def _first(ctx: LocalContext, dim: int, resizing: Resizing, span: tuple[int, int]) -> int:
     """Where in the whole input this rank's part of it begins."""
-    return resizing.reads(*span)[0] if ctx.is_split(_space(dim)) else 0
+    return resizing.reads(*span)[0] if ctx.is_split(space_factor(dim)) else 0
 
 
 def _places(

@@ -1,0 +1,36 @@
+"""The last dims of a tensor as space, whose factors y0, y1, ... are those of an op's results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from passes.rules.rule import Dim, LocalContext
+
+__all__ = ["per_dim", "results_of", "space_dims", "space_factor", "split_dims"]
+
+
+def space_factor(dim: int) -> str:
+    """The factor of a dim of space, counted from 0."""
+    return f"y{dim}"
+
+
+def space_dims(ndim: int, space: int) -> tuple[Dim, ...]:
+    """Dims of a tensor whose last `space` dims are space, and whose others just pass."""
+    lead = ndim - space
+    return (*((f"b{d}",) for d in range(lead)), *((space_factor(d),) for d in range(space)))
+
+
+def per_dim(values: int | Sequence[int], space: int) -> list[int]:
+    """One number, or a list of one, means that number for every dim."""
+    found = [values] if isinstance(values, int) else [int(n) for n in values]
+    return found * space if len(found) == 1 else found
+
+
+def split_dims(ctx: LocalContext, space: int) -> tuple[int, ...]:
+    """The dims of space that some axis splits."""
+    return tuple(d for d in range(space) if ctx.is_split(space_factor(d)))
+
+
+def results_of(ctx: LocalContext, dim: int, results: int) -> tuple[int, int]:
+    """This rank's results along a dim of space, of `results` in all (1 is no factor)."""
+    return ctx.interval(space_factor(dim)) if ctx.is_split(space_factor(dim)) else (0, results)
