@@ -34,13 +34,8 @@ SIMULATED = [
     ("weather", {"a": 5}),
 ]
 """On these the search splits space, on others channels: with a network this fast it is a close race."""
-TRAINED = [
-    ("resnet", 1, (4,)),
-    ("convnext", 1, (4,)),
-    ("unet", 1, (4,)),
-    ("unet", 2, (2, 2)),
-    ("weather", 1, (3,)),
-]
+TRAINED = [("resnet", 1, (4,)), ("unet", 2, (2, 2)), ("weather", 1, (3,))]
+"""ConvNeXt and U-Net on 4 ranks train alike; left out for CI's time."""
 
 
 @pytest.mark.parametrize(("name", "axes"), SIMULATED, ids=str)

@@ -19,7 +19,7 @@ from passes.rules.registry import rule_for
 from passes.rules.trial import Choice, Trial, call_node
 
 aten = torch.ops.aten
-CASES = 150
+CASES = 80
 
 Case = tuple[Any, list[Any]]
 
