@@ -15,11 +15,11 @@ __all__ = ["largest", "piece_error", "relative_error"]
 
 def largest(values: Iterable[torch.Tensor | None]) -> float:
     """Largest finite magnitude among floating point tensors; 0 if there is none."""
-    largest = 0.0
+    found = 0.0
     for value in values:
         if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel():
-            largest = max(largest, float(value.detach().abs().nan_to_num(0.0, 0.0, 0.0).max()))
-    return largest
+            found = max(found, float(value.detach().abs().nan_to_num(0.0, 0.0, 0.0).max()))
+    return found
 
 
 def piece_error(

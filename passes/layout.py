@@ -13,12 +13,18 @@ from functools import cache
 
 from cost_model.mesh import MeshSpec
 
-__all__ = ["REDUCE_OPS", "Halo", "Layout", "Span", "chunk_sizes", "nested_sizes"]
+__all__ = ["REDUCE_OPS", "Halo", "Layout", "Span", "chunk_sizes", "common", "nested_sizes"]
 
 REDUCE_OPS = ("sum", "max", "min")
 
 Span = tuple[int, int]
 """Half-open [lo, hi)."""
+
+
+def common(one: Span, two: Span) -> Span:
+    """The overlap of two ranges; empty as (lo, lo)."""
+    lo = max(one[0], two[0])
+    return lo, max(lo, min(one[1], two[1]))
 
 
 def chunk_sizes(length: int, parts: int) -> tuple[int, ...]:
@@ -54,6 +60,10 @@ class Halo:
 
     spans: tuple[Span, ...]
     summed: bool = False
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(hi - lo for lo, hi in self.spans)
 
 
 @dataclass(frozen=True)
@@ -103,7 +113,7 @@ class Layout:
             given = None if sizes is None else sizes[dim]
             halo = None if halos is None else halos[dim]
             if halo is not None and _is_partition(halo.spans, length):
-                given, halo = tuple(hi - lo for lo, hi in halo.spans), None
+                given, halo = halo.sizes, None
             kept.append(halo)
             if given is not None:
                 assert sum(given) == length and len(given) == mesh.size(*axes), (given, length, axes)
@@ -137,7 +147,7 @@ class Layout:
         """Sizes of what is held of `dim`, one per linear index over its axes; (shape[dim],) if not split."""
         halo = self.halos[dim]
         if halo is not None:
-            return tuple(hi - lo for lo, hi in halo.spans)
+            return halo.sizes
         explicit = self.sizes[dim]
         if explicit is not None:
             return explicit

@@ -51,7 +51,7 @@ from passes.redistribution.pieces import (
     unflatten_pieces,
     unstack_parts,
 )
-from passes.redistribution.site import Site, common, without
+from passes.redistribution.site import Site, without
 
 __all__ = ["collective_nodes", "emit"]
 
@@ -169,9 +169,7 @@ def _even_all_to_all(site: Site, x: fx.Node) -> fx.Node:
 
 def _reshard(site: Site, x: fx.Node) -> fx.Node:
     step: Reshard = site.step
-    mine, wanted = site.span(step.before, step.dim), site.span(step.after, step.dim)
-    sent = [common(mine, site.span(step.after, step.dim, rank)) for rank in site.ranks]
-    received = [common(wanted, site.span(step.before, step.dim, rank)) for rank in site.ranks]
+    sent, received = site.messages(step.dim)
     return _exchange(site, x, (step.dim, sent), (step.dim, received))
 
 

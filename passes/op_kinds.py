@@ -10,6 +10,7 @@ from torch import fx
 
 from cost_model.measurements import KernelKind
 from passes.joint import node_value, result_index, tensor_operands
+from passes.rules.space import per_dim
 
 __all__ = ["alias_chain", "arithmetic_kind", "fuses", "global_flops", "is_view", "storage_root"]
 
@@ -120,7 +121,7 @@ def global_flops(node: fx.Node) -> float:
         grad, _, weight = (node_value(n) for n in tensor_operands(node)[:3])
         return 2.0 * _convolution_flops(grad, weight)
     if target is _aten.max_pool2d_with_indices.default:
-        return float(node_value(node).numel() * _window_size(node.args[1]))
+        return float(node_value(node).numel() * math.prod(per_dim(node.args[1], 2)))  # type: ignore[arg-type]
     return 0.0
 
 
@@ -148,12 +149,6 @@ def _attention_volume(node: fx.Node, first: int) -> float:
     q, k = (node_value(n) for n in tensor_operands(node)[first : first + 2])
     causal = any(argument is True for argument in node.args)
     return q.numel() * k.shape[-2] * (0.5 if causal else 1.0)
-
-
-def _window_size(kernel: object) -> int:
-    """Elements of a window of two dims, given by one number or a list."""
-    sizes = [int(n) for n in kernel] if isinstance(kernel, (list, tuple)) else [int(str(kernel))]
-    return math.prod(sizes if len(sizes) == 2 else sizes * 2)
 
 
 def _convolution_flops(output: torch.Tensor, weight: torch.Tensor) -> float:

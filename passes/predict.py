@@ -156,7 +156,7 @@ def slowest_ranks(assignment: Assignment, mesh: MeshSpec) -> tuple[int, ...]:
     for layouts in assignment.values():
         for layout in (*layouts.operands, *layouts.results):
             for axes, sizes, halo in zip(layout.dims, layout.sizes, layout.halos, strict=True):
-                sizes = sizes if halo is None else tuple(hi - lo for lo, hi in halo.spans)
+                sizes = sizes if halo is None else halo.sizes
                 if sizes is not None:
                     found.add(_rank_at(mesh, axes, sizes.index(max(sizes))))
     return tuple(sorted(found))

@@ -16,7 +16,7 @@ from torch import fx
 from passes.layout import Span
 from passes.redistribution.emit import value
 from passes.redistribution.pieces import flatten_pieces
-from passes.redistribution.site import Site, common, without
+from passes.redistribution.site import Site, without
 from passes.redistribution.splits import foreign_elements
 from passes.redistribution.steps import HaloExchange, HaloReduce
 
@@ -29,35 +29,36 @@ c10d = torch.ops._c10d_functional
 def halo_exchange(site: Site, x: fx.Node) -> fx.Node:
     """What others hold of my span, put around what I hold of it."""
     step: HaloExchange = site.step
-    mine, wanted = site.span(step.before, step.dim), site.span(step.after, step.dim)
-    sent = [common(mine, site.span(step.after, step.dim, rank)) for rank in site.ranks]
-    received = [common(wanted, site.span(step.before, step.dim, rank)) for rank in site.ranks]
-    own = common(wanted, mine)
-    pieces = _foreign(site, x, sent, received)
+    pieces = _pieces(site, x)
     if not math.prod(site.result_shape):
         return site.emit.empty(x, site.result_shape)
-    if own[0] < own[1]:
-        pieces.append((own[0], site.emit.slice(x, step.dim, own[0] - mine[0], own[1] - mine[0])))
-    return site.emit.cat([piece for _, piece in sorted(pieces, key=lambda item: item[0])], step.dim)
+    return site.emit.cat([piece for _, piece in pieces], step.dim)
 
 
 def halo_reduce(site: Site, x: fx.Node) -> fx.Node:
     """My part of the sum: my own summand, and those of others that reach into it."""
     step: HaloReduce = site.step
-    mine, wanted = site.span(step.before, step.dim), site.span(step.after, step.dim)
-    sent = [common(mine, site.span(step.after, step.dim, rank)) for rank in site.ranks]
-    received = [common(wanted, site.span(step.before, step.dim, rank)) for rank in site.ranks]
-    pieces = _foreign(site, x, sent, received)
-    own = common(wanted, mine)
-    if own[0] < own[1]:
-        pieces.append((own[0], site.emit.slice(x, step.dim, own[0] - mine[0], own[1] - mine[0])))
+    pieces = _pieces(site, x)
     if not pieces:
         return site.emit.call(aten.new_zeros.default, x, list(site.result_shape))
-    whole = [_placed(site, piece, lo - wanted[0]) for lo, piece in sorted(pieces, key=lambda item: item[0])]
+    first, _ = site.span(step.after, step.dim)
+    whole = [_placed(site, piece, lo - first) for lo, piece in pieces]
     total = whole[0]
     for other in whole[1:]:
         total = site.emit.call(aten.add.Tensor, total, other)
     return total
+
+
+def _pieces(site: Site, x: fx.Node) -> list[tuple[int, fx.Node]]:
+    """(first place, piece) of all that others send, and of what is here already, by place."""
+    dim = site.step.dim
+    sent, received = site.messages(dim)
+    start, _ = site.span(site.step.before, dim)
+    lo, hi = received[site.ranks.index(site.rank)]
+    pieces = _foreign(site, x, sent, received)
+    if lo < hi:
+        pieces.append((lo, site.emit.slice(x, dim, lo - start, hi - start)))
+    return sorted(pieces, key=lambda item: item[0])
 
 
 def _foreign(

@@ -8,10 +8,10 @@ from functools import cached_property
 from typing import Any
 
 from cost_model.mesh import MeshSpec
-from passes.layout import Layout, Span
+from passes.layout import Layout, Span, common
 from passes.redistribution.emit import Emitter
 
-__all__ = ["Site", "common", "without"]
+__all__ = ["Site", "without"]
 
 
 @dataclass(frozen=True)
@@ -56,15 +56,16 @@ class Site:
         spans = (self.span(layout, dim, rank) for rank in self.mesh.group(self.rank, self.step.axes))
         return [hi - lo for lo, hi in spans]
 
+    def messages(self, dim: int) -> tuple[list[Span], list[Span]]:
+        """Per rank of the group, what this rank sends to it and receives from it of `dim`, itself included."""
+        mine, wanted = self.span(self.step.before, dim), self.span(self.step.after, dim)
+        sent = [common(mine, self.span(self.step.after, dim, rank)) for rank in self.ranks]
+        received = [common(wanted, self.span(self.step.before, dim, rank)) for rank in self.ranks]
+        return sent, received
+
     @property
     def result_shape(self) -> tuple[int, ...]:
         return self.step.after.local_shape(self.shape, self.mesh, self.rank)
-
-
-def common(one: Span, two: Span) -> Span:
-    """The overlap of two ranges; empty as (lo, lo)."""
-    lo = max(one[0], two[0])
-    return lo, max(lo, min(one[1], two[1]))
 
 
 def without(shape: Sequence[int], dim: int) -> tuple[int, ...]:

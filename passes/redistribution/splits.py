@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from cost_model.mesh import MeshSpec
-from passes.layout import Halo, Span, nested_sizes
+from passes.layout import Halo, Span, common, nested_sizes
 
 __all__ = ["UNSPLIT", "DimSpec", "DimSplits", "Split", "foreign_elements", "sort_key", "subsets"]
 
@@ -148,12 +148,13 @@ def subsets(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:
 def foreign_elements(held: Sequence[Span], wanted: Sequence[Span]) -> int:
     """The most that any rank sends to, or receives from, others when spans `held` become spans `wanted`."""
 
-    def common(one: Span, two: Span) -> int:
-        return max(0, min(one[1], two[1]) - max(one[0], two[0]))
+    def moved(one: Span, two: Span) -> int:
+        lo, hi = common(one, two)
+        return hi - lo
 
     ranks = range(len(held))
-    received = [sum(common(wanted[r], held[q]) for q in ranks if q != r) for r in ranks]
-    sent = [sum(common(held[r], wanted[q]) for q in ranks if q != r) for r in ranks]
+    received = [sum(moved(wanted[r], held[q]) for q in ranks if q != r) for r in ranks]
+    sent = [sum(moved(held[r], wanted[q]) for q in ranks if q != r) for r in ranks]
     return max((*received, *sent), default=0)
 
 

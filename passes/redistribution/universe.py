@@ -94,8 +94,7 @@ class Universe:
             largest = np.zeros(len(self.splits), dtype=np.int64)
             for i in used:
                 _, sizes, halo = self.splits[i]
-                if halo is not None:
-                    sizes = tuple(hi - lo for lo, hi in halo.spans)
+                sizes = sizes if halo is None else halo.sizes
                 largest[i] = max(nested_sizes(length, counts[i]) if sizes is None else sizes)
             total *= largest[self.split_ids[:, dim]]
         return total

@@ -5,7 +5,7 @@ Gradients are the transposed windows: each rank finds a summand of what its resu
 
 from __future__ import annotations
 
-import itertools
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -183,7 +183,7 @@ class _Site:
         """Places in an array of `lengths` as places in one of `onto`, shifted by sign * `first` in every dim."""
         total: fx.Node | None = None
         for d in range(len(lengths)):
-            inner, width = _prod(lengths[d + 1 :]), _prod(onto[d + 1 :])
+            inner, width = math.prod(lengths[d + 1 :]), math.prod(onto[d + 1 :])
             at = self.ctx.call(aten.div.Tensor_mode, index, inner, rounding_mode="floor")
             index = self.ctx.call(aten.remainder.Scalar, index, inner)
             if self.first(d):
@@ -223,10 +223,6 @@ class _Site:
         begin = start if padding else ctx.call(aten.clamp.default, start, 0)
         count = ctx.call(aten.sub.Tensor, end, begin)
         return ctx.call(aten.view.default, count, [-1, *[1] * (len(self.windows) - 1 - dim)])
-
-
-def _prod(values: Sequence[int]) -> int:
-    return list(itertools.accumulate(values, operator.mul, initial=1))[-1]
 
 
 def _space_of(ctx: LocalContext) -> int:

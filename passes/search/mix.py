@@ -29,7 +29,7 @@ def mixed(problem: Problem, choices: Sequence[Sequence[int]], seconds: float) ->
     keep = [sorted(set(strategies)) for strategies in zip(*choices, strict=True)]
     small = _restricted(problem, keep)
     positions = [[k.index(a) for k, a in zip(keep, choice, strict=True)] for choice in choices]
-    fitting = [p for p in positions if small.limit is None or small.peak(p)[0] <= small.limit]
+    fitting = [p for p in positions if small.fits(p)]
     warm = min(fitting, key=small.cost, default=None)
     try:
         found = solve(small, time_limit=seconds, relative_gap=GAP, warm=warm)

@@ -27,13 +27,11 @@ from passes.search.planes import Plane, Point, charged, highest_point
 from passes.search.problem import Problem, Solution
 from passes.search.recombine import recombined
 from passes.search.room import no_room
-from passes.search.solve import solve
+from passes.search.solve import ROUNDING, solve
 from passes.search.tables import Tables
 
 __all__ = ["solve_overlapped"]
 
-ROUNDING = 1e-9
-"""Relative gap that counts as none, as in `solve`."""
 ENOUGH = 5e-4
 """Share of the cost by which the bound may still rise when more solving is not worth the wait. The gap that
 stays is stated in the plan."""
@@ -120,8 +118,11 @@ class _CuttingPlanes:
     def _left(self) -> float:
         return max(self.deadline - time.monotonic(), 1.0)
 
+    def _weighted(self, point: Point) -> Problem:
+        return self.kinds.weighted(self.problem, point.weights(self.efficiency))
+
     def _solve_at(self, point: Point) -> None:
-        weighted = self.kinds.weighted(self.problem, point.weights(self.efficiency))
+        weighted = self._weighted(point)
         inner = weighted if self.rows_inside else charged(weighted, point.prices)
         gap = INNER_GAP if self.planes else 0.0  # the first may be the answer
         found = solve(inner, time_limit=self._left(), relative_gap=gap, warm=self.choice or None)
@@ -150,17 +151,18 @@ class _CuttingPlanes:
                 recombined(self.problem, self.kinds, self.efficiency, self.choice, candidates[0])
             )
         for candidate in candidates:
-            limit = self.problem.limit
-            fits = limit is None or self.problem.peak(candidate)[0] <= limit
             seconds = self.kinds.parts(self.problem, candidate).seconds(self.efficiency)
-            if fits and seconds < self.cost:
+            if seconds < self.cost and self.problem.fits(candidate):
                 self.cost, self.choice = seconds, candidate
 
     def _mix(self) -> None:
         """Offer the best mix of the last choices, where they differ in what fits."""
         if self.rows and len(self.found) > 1:
-            weighted = self.kinds.weighted(self.problem, self.bound_at.weights(self.efficiency))
-            mix = mixed(weighted, self.found[-NEWEST:], min(MIX_SECONDS, MIX_SHARE * self._left()))
+            mix = mixed(
+                self._weighted(self.bound_at),
+                self.found[-NEWEST:],
+                min(MIX_SECONDS, MIX_SHARE * self._left()),
+            )
             if mix is not None:
                 self._offer(mix)
 
@@ -182,7 +184,6 @@ class _CuttingPlanes:
 
     def _with_rows(self) -> None:
         """No choice fitted at any price: search with the rows. Raises Infeasible if it finds none either."""
-        weighted = self.kinds.weighted(self.problem, self.bound_at.weights(self.efficiency))
-        found = solve(weighted, time_limit=self._left())
+        found = solve(self._weighted(self.bound_at), time_limit=self._left())
         self.bound = max(self.bound, found.lower_bound)
         self._offer(found.choice)

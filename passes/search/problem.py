@@ -62,6 +62,10 @@ class Problem:
         top = int(np.argmax(profile))
         return float(profile[top]), int(steps[top])
 
+    def fits(self, choice: Sequence[int]) -> bool:
+        """Whether the choice stays within the limit, if there is one."""
+        return self.limit is None or self.peak(choice)[0] <= self.limit
+
     def profile(self, choice: Sequence[int]) -> Array:
         """Usage [T] at each of `steps`."""
         total = np.zeros(len(self.steps) + 1)

@@ -33,7 +33,7 @@ def recombined(
     for taken in (np.zeros(count, dtype=bool), np.ones(count, dtype=bool)):
         _improve(base, changes, taken, efficiency)
         mixed = [second[i] if label >= 0 and taken[label] else first[i] for i, label in enumerate(labels)]
-        if problem.limit is None or problem.peak(mixed)[0] <= problem.limit:
+        if problem.fits(mixed):
             found.append(tuple(mixed))
     return min(found, key=lambda choice: kinds.parts(problem, choice).seconds(efficiency))
 

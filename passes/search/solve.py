@@ -16,7 +16,7 @@ from .problem import Infeasible, Problem, Solution
 from .room import no_room, several_rows
 from .tables import Tables
 
-__all__ = ["solve"]
+__all__ = ["ROUNDING", "solve"]
 
 ROUNDING = 1e-9
 """Relative gap that counts as none: what sums of float64 costs and HiGHS's tolerances leave open."""
@@ -82,8 +82,7 @@ def _known(problem: Problem, warm: Sequence[int] | None) -> list[int] | None:
     if warm is None:
         return None
     choice = [int(a) for a in warm]
-    fits = problem.limit is None or problem.peak(choice)[0] <= problem.limit
-    return choice if fits and np.isfinite(problem.cost(choice)) else None
+    return choice if problem.fits(choice) and np.isfinite(problem.cost(choice)) else None
 
 
 def _reason(problem: Problem, base: Graph, dead: DeadEnd, deadline: float) -> Infeasible:
