@@ -12,10 +12,10 @@ from torch import fx
 from passes.rules.assemble import assemble
 from passes.rules.emit import again, argument, aten, constant, first_part, global_tensor, is_empty
 from passes.rules.empty import empty_safe
-from passes.rules.opcall import OpCall
+from passes.rules.opcall import OpCall, describe
 from passes.rules.pointwise import linear_sets
 from passes.rules.rule import Dim, LocalContext, OpRule
-from passes.rules.space import per_dim, space_factor, split_dims
+from passes.rules.space import pad_space, per_dim, space_factor, split_dims
 from passes.windows import SlidingWindow, TransposedWindow
 
 __all__ = ["convolution", "convolution_backward"]
@@ -90,7 +90,7 @@ def convolution(call: OpCall) -> OpRule:
 
 
 def _convolution(ctx: LocalContext) -> fx.Node:
-    site = _Site.of(ctx, "input")
+    site = _Site.of(ctx)
     bias = argument(ctx, "bias") if first_part(ctx, "i") else None
     if not argument(ctx, "transposed"):
         return again(ctx, input=site.padded(), bias=bias, **site.arguments())
@@ -116,11 +116,9 @@ class _Site:
     split: tuple[int, ...]
 
     @staticmethod
-    def of(ctx: LocalContext, name: str) -> _Site:
-        shape, kernel = global_tensor(ctx, name).shape[2:], global_tensor(ctx, "weight").shape[2:]
-        lists = (argument(ctx, argument_name) for argument_name in ("stride", "dilation", "padding"))
-        windows = _windows(shape, kernel, bool(argument(ctx, "transposed")), *lists)
-        return _Site(ctx, argument(ctx, name), windows, split_dims(ctx, len(windows)))
+    def of(ctx: LocalContext) -> _Site:
+        windows = _Dims.of(describe(ctx.node)).windows
+        return _Site(ctx, argument(ctx, "input"), windows, split_dims(ctx, len(windows)))
 
     @property
     def space(self) -> int:
@@ -143,8 +141,8 @@ class _Site:
 
     def padded(self) -> fx.Node:
         """The input with all that the windows of this rank's results reach."""
-        return self._pad(
-            self.input, [self._padding(d) if d in self.split else (0, 0) for d in range(self.space)]
+        return pad_space(
+            self.ctx, self.input, [self._padding(d) if d in self.split else (0, 0) for d in range(self.space)]
         )
 
     def unpadded(self, gradient: fx.Node) -> fx.Node:
@@ -162,12 +160,14 @@ class _Site:
 
     def cut(self, result: fx.Node) -> fx.Node:
         """Of what this rank's inputs add to (transposed), this rank's results."""
-        return self._pad(result, [self._margins(d) if d in self.split else (0, 0) for d in range(self.space)])
+        return pad_space(
+            self.ctx, result, [self._margins(d) if d in self.split else (0, 0) for d in range(self.space)]
+        )
 
     def uncut(self, gradient: fx.Node) -> fx.Node:
         """The gradient of what `cut` was given."""
         sides = [self._margins(d) if d in self.split else (0, 0) for d in range(self.space)]
-        return self._pad(gradient, [(-before, -after) for before, after in sides])
+        return pad_space(self.ctx, gradient, [(-before, -after) for before, after in sides])
 
     def _margins(self, dim: int) -> tuple[int, int]:
         window = self.windows[dim]
@@ -175,11 +175,6 @@ class _Site:
         start, end = window.writes(*self._reads(dim))
         lo, hi = self.ctx.interval(space_factor(dim))
         return start - lo, hi - end
-
-    def _pad(self, x: fx.Node, sides: Sequence[tuple[int, int]]) -> fx.Node:
-        """Zeros at both sides of every dim of space; negative numbers cut."""
-        flat = [n for pair in reversed(sides) for n in pair]
-        return self.ctx.call(aten.constant_pad_nd.default, x, flat, 0) if any(flat) else x
 
 
 def _groups(ctx: LocalContext) -> int:
@@ -217,7 +212,7 @@ def convolution_backward(call: OpCall) -> OpRule:
 
 def _convolution_backward(ctx: LocalContext) -> fx.Node | tuple[fx.Node | None, ...]:
     mask = argument(ctx, "output_mask")
-    site = _Site.of(ctx, "input")
+    site = _Site.of(ctx)
     transposed = bool(argument(ctx, "transposed"))
     if is_empty(ctx, "i") or (transposed and site.reads_nothing):  # then only the bias's gradient is left
         zeros = [constant(ctx, 0, i) if mask[i] else None for i in (0, 1)]

@@ -14,7 +14,7 @@ from passes.rules.empty import empty_safe
 from passes.rules.opcall import Builder, OpCall
 from passes.rules.pointwise import linear_sets
 from passes.rules.rule import LocalContext, OpRule
-from passes.rules.space import results_of, space_dims, space_factor, split_dims
+from passes.rules.space import results_of, scattered, space_dims, space_factor, split_dims
 from passes.windows import EdgePad
 
 __all__ = ["edge_pad", "edge_pad_backward"]
@@ -119,6 +119,6 @@ def _localize_backward(ctx: LocalContext, space: int) -> fx.Node:
     for d, places in reversed(list(enumerate(_places(ctx, space)))):
         spans = (results_of(ctx, e, given[lead + e]) for e in range(d))
         before = [hi - lo for lo, hi in spans]
-        total = ctx.call(aten.new_zeros.default, grad, [*shape[:lead], *before, *shape[lead + d :]])
-        grad = ctx.call(aten.index_add.default, total, lead + d, places, grad)
+        sizes = [*shape[:lead], *before, *shape[lead + d :]]
+        grad = scattered(ctx, grad, sizes, lead + d, (places, grad))
     return grad

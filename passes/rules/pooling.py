@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +16,12 @@ from torch import fx
 
 from passes.joint import node_value
 from passes.rules.assemble import assemble
-from passes.rules.emit import again, argument, aten, global_tensor
+from passes.rules.emit import again, argument, aten
 from passes.rules.empty import empty_safe
-from passes.rules.opcall import Builder, OpCall
+from passes.rules.opcall import Builder, OpCall, describe
 from passes.rules.pointwise import linear_sets
 from passes.rules.rule import LocalContext, Localize, OpRule
-from passes.rules.space import per_dim, results_of, space_dims, split_dims
+from passes.rules.space import pad_space, per_dim, results_of, space_dims, split_dims
 from passes.windows import SlidingWindow
 
 __all__ = ["average_pool", "average_pool_backward", "max_pool", "max_pool_backward"]
@@ -60,7 +60,7 @@ def _pooling(
         ndim = call.tensor(_INPUT).ndim
         lead = ndim - space
         dims = space_dims(ndim, space)
-        windows = _windows(call.tensor(_INPUT).shape[lead:], space, call.arguments)
+        windows = _windows(call, space)
         seen = [t for t, kind in enumerate(operands + results) if kind == "x"]
         return assemble(
             call.shapes,
@@ -74,13 +74,12 @@ def _pooling(
     return build
 
 
-def _windows(
-    lengths: Sequence[int], space: int, call: Mapping[str, Any] | _Arguments
-) -> tuple[SlidingWindow, ...]:
-    """One per dim of space. call: the op's arguments by name."""
+def _windows(call: OpCall, space: int) -> tuple[SlidingWindow, ...]:
+    """One per dim of space."""
+    lengths = call.tensor(_INPUT).shape[-space:]
     kernel = per_dim(call["kernel_size"], space)
     stride = per_dim(call["stride"] or kernel, space)
-    dilation = per_dim(call["dilation"], space) if "dilation" in call else [1] * space
+    dilation = per_dim(call["dilation"], space) if "dilation" in call.arguments else [1] * space
     padding = per_dim(call["padding"], space)
     return tuple(
         SlidingWindow(*numbers) for numbers in zip(lengths, kernel, stride, dilation, padding, strict=True)
@@ -88,34 +87,26 @@ def _windows(
 
 
 @dataclass(frozen=True)
-class _Arguments:
-    """The op's arguments on this rank, by name."""
-
-    ctx: LocalContext
-
-    def __contains__(self, name: str) -> bool:
-        return any(arg.name == name for arg in self.ctx.node.target._schema.arguments)  # type: ignore[union-attr]
-
-    def __getitem__(self, name: str) -> Any:
-        return argument(self.ctx, name)
-
-
-@dataclass(frozen=True)
 class _Site:
-    """A pooling op on one rank. split: the dims of space that are; these are padded here and not by the op."""
+    """A pooling op on one rank. split: the dims of space that are; these are padded here and not by the op.
+    counts: results along each dim of space, in all."""
 
     ctx: LocalContext
     lead: int
     lengths: tuple[int, ...]
     windows: tuple[SlidingWindow, ...]
     split: tuple[int, ...]
+    counts: tuple[int, ...]
 
     @staticmethod
     def of(ctx: LocalContext, space: int) -> _Site:
-        shape = global_tensor(ctx, _INPUT).shape
+        call = describe(ctx.node)
+        shape = call.tensor(_INPUT).shape
         lead = len(shape) - space
-        lengths = tuple(shape[lead:])
-        return _Site(ctx, lead, lengths, _windows(lengths, space, _Arguments(ctx)), split_dims(ctx, space))
+        output = call.tensor("grad_output") if "grad_output" in call.arguments else call.result
+        return _Site(
+            ctx, lead, shape[lead:], _windows(call, space), split_dims(ctx, space), output.shape[lead:]
+        )
 
     def arguments(self, **changes: Any) -> dict[str, Any]:
         """Those of the op that say where it pads."""
@@ -125,9 +116,7 @@ class _Site:
 
     def padded(self, fill: float) -> fx.Node:
         sides = [self._padding(d) for d in range(len(self.windows))]
-        flat = [n for pair in reversed(sides) for n in pair]
-        x = argument(self.ctx, _INPUT)
-        return self.ctx.call(aten.constant_pad_nd.default, x, flat, fill) if any(flat) else x
+        return pad_space(self.ctx, argument(self.ctx, _INPUT), sides, fill)
 
     def unpadded(self, gradient: fx.Node) -> fx.Node:
         """Of the gradient of `padded`, that of the input."""
@@ -138,7 +127,7 @@ class _Site:
         return gradient
 
     def _results(self, dim: int) -> tuple[int, int]:
-        return results_of(self.ctx, dim, 1)
+        return results_of(self.ctx, dim, self.counts[dim])
 
     def _reads(self, dim: int) -> tuple[int, int]:
         return self.windows[dim].reads(*self._results(dim)) if dim in self.split else (0, self.lengths[dim])
@@ -150,24 +139,9 @@ class _Site:
 
     def _beyond(self, dim: int) -> int:
         """What `ceil_mode` needs behind a dim that is not split, beyond the padding that the op does."""
-        window, count = self.windows[dim], self._count(dim)
-        _, end = window.reach(0, count)
+        window = self.windows[dim]
+        _, end = window.reach(0, self.counts[dim])
         return max(0, end - self.lengths[dim] - window.before)
-
-    def _count(self, dim: int) -> int:
-        """Results along a dim of space, in all."""
-        values = self.ctx.node.meta["val"]
-        name = "grad_output" if self._is_backward else None
-        shape = (
-            global_tensor(self.ctx, name).shape
-            if name
-            else (values[0] if isinstance(values, (tuple, list)) else values).shape
-        )
-        return int(shape[self.lead + dim])
-
-    @property
-    def _is_backward(self) -> bool:
-        return "grad_output" in _Arguments(self.ctx)
 
     def first(self, dim: int) -> int:
         """Where, in the whole input, the padded one of this rank begins."""
@@ -206,7 +180,7 @@ class _Site:
     def _counts(self, dim: int) -> fx.Node:
         """[results, 1, ...]: positions of one dim in each window; what is padded counts if the op says so."""
         window, ctx = self.windows[dim], self.ctx
-        lo, hi = results_of(self.ctx, dim, self._count(dim))
+        lo, hi = self._results(dim)
         like = node_value(ctx.node)
         start = ctx.call(
             aten.arange.start_step,

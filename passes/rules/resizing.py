@@ -17,7 +17,7 @@ from passes.rules.emit import again, argument, aten
 from passes.rules.empty import empty_safe
 from passes.rules.opcall import Builder, OpCall
 from passes.rules.rule import LocalContext, OpRule
-from passes.rules.space import results_of, space_dims, space_factor, split_dims
+from passes.rules.space import results_of, scattered, space_dims, space_factor, split_dims
 from passes.torch_compat import schema_arguments
 from passes.windows import LinearResize, NearestResize
 
@@ -135,14 +135,12 @@ def _localize_backward(ctx: LocalContext) -> fx.Node:
     for d, (resizing, span) in reversed(list(enumerate(zip(resizings, spans, strict=True)))):
         near, far, weight = _places(ctx, resizing, span, _first(ctx, d, resizing, span), len(spans) - 1 - d)
         sizes = [*shape[:lead], *(hi - lo for lo, hi in spans[:d]), *shape[lead + d :]]
-        total = ctx.call(aten.new_zeros.default, grad, sizes)
         if far is None or weight is None:
-            grad = ctx.call(aten.index_add.default, total, lead + d, near, grad)
+            grad = scattered(ctx, grad, sizes, lead + d, (near, grad))
             continue
         rest = ctx.call(aten.rsub.Scalar, weight, 1.0)
         low, high = ctx.call(aten.mul.Tensor, grad, rest), ctx.call(aten.mul.Tensor, grad, weight)
-        total = ctx.call(aten.index_add.default, total, lead + d, near, low)
-        grad = ctx.call(aten.index_add.default, total, lead + d, far, high)
+        grad = scattered(ctx, grad, sizes, lead + d, (near, low), (far, high))
     return grad
 
 

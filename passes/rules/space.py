@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import fx
+
+from passes.rules.emit import aten
 from passes.rules.rule import Dim, LocalContext
 
-__all__ = ["per_dim", "results_of", "space_dims", "space_factor", "split_dims"]
+__all__ = ["pad_space", "per_dim", "results_of", "scattered", "space_dims", "space_factor", "split_dims"]
+
+Placed = tuple[fx.Node, fx.Node]
+"""(positions along a dim, what belongs there)."""
 
 
 def space_factor(dim: int) -> str:
@@ -34,3 +40,17 @@ def split_dims(ctx: LocalContext, space: int) -> tuple[int, ...]:
 def results_of(ctx: LocalContext, dim: int, results: int) -> tuple[int, int]:
     """This rank's results along a dim of space, of `results` in all (1 is no factor)."""
     return ctx.interval(space_factor(dim)) if ctx.is_split(space_factor(dim)) else (0, results)
+
+
+def pad_space(ctx: LocalContext, x: fx.Node, sides: Sequence[tuple[int, int]], fill: float = 0) -> fx.Node:
+    """`fill` before and after every dim of space, of which there are as many as `sides`; negative numbers cut."""
+    flat = [n for pair in reversed(sides) for n in pair]
+    return ctx.call(aten.constant_pad_nd.default, x, flat, fill) if any(flat) else x
+
+
+def scattered(ctx: LocalContext, like: fx.Node, sizes: Sequence[int], dim: int, *parts: Placed) -> fx.Node:
+    """Zeros of `sizes`, with every part added at its places of `dim`: the transpose of picking these places."""
+    total = ctx.call(aten.new_zeros.default, like, list(sizes))
+    for places, part in parts:
+        total = ctx.call(aten.index_add.default, total, dim, places, part)
+    return total
