@@ -100,9 +100,13 @@ def collective_nodes(graph: fx.Graph) -> list[fx.Node]:
 
 def _slice(site: Site, x: fx.Node) -> fx.Node:
     step: Slice = site.step
-    start, _ = site.span(step.before, step.dim)
-    lo, hi = site.span(step.after, step.dim)
-    return site.emit.slice(x, step.dim, lo - start, hi - start)
+    pieces: list[fx.Node] = []
+    end = 0
+    for (first, last), (lo, hi) in site.overlaps(step.dim, site.rank, site.rank):
+        if hi > end:  # a periodic halo may hold a position twice
+            pieces.append(site.emit.slice(x, step.dim, first + max(0, end - lo), last))
+            end = hi
+    return site.emit.cat(pieces, step.dim) if pieces else site.emit.slice(x, step.dim, 0, 0)
 
 
 def _to_partial(site: Site, x: fx.Node) -> fx.Node:

@@ -42,7 +42,8 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Slice(Step):
-    """Every rank keeps its part of `dim`, newly split by `axes` at the minor end. Local, free."""
+    """Every rank keeps its part of `dim`: newly split by `axes` at the minor end, or less of the halo it holds over
+    them. Local, free."""
 
     dim: int
 

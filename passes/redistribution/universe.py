@@ -228,6 +228,9 @@ class _Expander:
                 if state.splits[dim] == UNSPLIT:
                     for held in splits.halos(run, summed=False):
                         yield Move(Slice, run, (dim,), "", _with_split(state, dim, held))
+        for dim, splits in enumerate(self.dims):
+            for trimmed in splits.trims(state.splits[dim]):
+                yield Move(Slice, state.splits[dim].axes, (dim,), "", _with_split(state, dim, trimmed))
         for axis in free:
             partial = tuple(sorted((*state.partial, (axis, "sum"))))
             yield Move(ToPartial, (axis,), (), "sum", State(state.splits, partial))
@@ -251,7 +254,9 @@ class _Expander:
             moves += [(HaloReduce, other) for other in splits.sums(split)]
             for make, other in moves:
                 held, wanted = splits.parts(split), splits.parts(other)
-                share = foreign_elements(held, wanted) / max(1, *(hi - lo for lo, hi in held))
+                share = foreign_elements(held, wanted, splits.spec.length) / max(
+                    1, *(hi - lo for lo, hi in held)
+                )
                 yield Move(make, split.axes, (dim,), "", _with_split(state, dim, other), share)
 
     def reductions(self, state: State) -> Iterator[Move]:
