@@ -76,6 +76,12 @@ def nested_sizes(length: int, axis_sizes: tuple[int, ...], unit: int = 1) -> tup
     return tuple(size * unit for size in sizes)
 
 
+@cache
+def nested_spans(length: int, axis_sizes: tuple[int, ...]) -> tuple[Span, ...]:
+    """The parts of which `nested_sizes` gives the sizes."""
+    return spans_of(nested_sizes(length, axis_sizes))
+
+
 @dataclass(frozen=True)
 class Halo:
     """What ranks hold of a dim beside their own part of it: what a window reads, or writes to.

@@ -171,12 +171,6 @@ def _even_all_to_all(site: Site, x: fx.Node) -> fx.Node:
     return unstack_parts(site.emit, moved, step.from_dim, site.counts, site.order, part)
 
 
-def _reshard(site: Site, x: fx.Node) -> fx.Node:
-    step: Reshard = site.step
-    sent, received = site.messages(step.dim)
-    return _exchange(site, x, (step.dim, sent), (step.dim, received))
-
-
 def _exchange(
     site: Site, x: fx.Node, sent: tuple[int, Sequence[Span]], received: tuple[int, Sequence[Span]]
 ) -> fx.Node:
@@ -217,7 +211,7 @@ _EMIT: Mapping[type[Step], Callable[[Site, fx.Node], fx.Node]] = {
     AllReduce: _all_reduce,
     ReduceScatter: _reduce_scatter,
     AllToAll: _all_to_all,
-    Reshard: _reshard,
+    Reshard: halo_exchange,
     HaloExchange: halo_exchange,
     HaloReduce: halo_reduce,
 }

@@ -29,7 +29,7 @@ Piece = tuple[Span, fx.Node]
 
 
 def halo_exchange(site: Site, x: fx.Node) -> fx.Node:
-    """What others hold of my span, put around what I hold of it."""
+    """What others hold of my span, put around what I hold of it: also from one cut of a dim to another."""
     pieces = _pieces(site, x)
     if not math.prod(site.result_shape):
         return site.emit.empty(x, site.result_shape)

@@ -141,6 +141,13 @@ class DimSplits:
         sizes = nested_sizes(self.spec.length, counts) if split.sizes is None else split.sizes
         return spans_of(sizes)
 
+    def foreign(self, held: Split, wanted: Split) -> float | None:
+        """What part of its shard the rank with most sends or receives; None if lengths or axes leave it open."""
+        if not self.spec.length or held.axes != wanted.axes:
+            return None
+        before, after = self.parts(held), self.parts(wanted)
+        return foreign_elements(before, after, self.spec.length) / max(1, *(hi - lo for lo, hi in before))
+
     def common(self, one: Split, two: Split) -> int:
         """Number of major axes over which both splits make the same parts."""
         count = 0

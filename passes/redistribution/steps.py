@@ -91,7 +91,8 @@ class AllToAll(Step):
 class Reshard(Step):
     """Same axes on `dim`, other split sizes or another nesting order.
 
-    An all-to-all of interval intersections over `axes`: those below the first difference.
+    An all-to-all of interval intersections over `axes`: those below the first difference. Of the same order, priced
+    by what is foreign, as halos are.
     """
 
     kind = "all_to_all"
