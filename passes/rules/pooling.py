@@ -118,6 +118,11 @@ class _Site:
         sides = [self._padding(d) for d in range(len(self.windows))]
         return pad_space(self.ctx, argument(self.ctx, _INPUT), sides, fill)
 
+    def padded_shape(self) -> fx.Node:
+        """A tensor of the shape of `padded`, for an op that reads no more of it."""
+        shape = [*self.ctx.result_shape()[: self.lead], *self.local_lengths()]
+        return self.ctx.call(aten.new_empty.default, argument(self.ctx, _INPUT), shape)
+
     def unpadded(self, gradient: fx.Node) -> fx.Node:
         """Of the gradient of `padded`, that of the input."""
         for d in range(len(self.windows)):
@@ -220,7 +225,7 @@ def _max_pool_backward(ctx: LocalContext) -> fx.Node:
         return again(ctx)
     index = site.moved(argument(ctx, "indices"), site.lengths, site.local_lengths(), -1)
     changes = site.arguments(indices=index)
-    return site.unpadded(again(ctx, **{_INPUT: site.padded(0.0)}, **changes))
+    return site.unpadded(again(ctx, **{_INPUT: site.padded_shape()}, **changes))
 
 
 def _average_pool(ctx: LocalContext) -> fx.Node:
@@ -237,4 +242,4 @@ def _average_pool_backward(ctx: LocalContext) -> fx.Node:
         return again(ctx)
     grad = site.scaled(argument(ctx, "grad_output"))
     changes = site.arguments(grad_output=grad, count_include_pad=True, divisor_override=1)
-    return site.unpadded(again(ctx, **{_INPUT: site.padded(0.0)}, **changes))
+    return site.unpadded(again(ctx, **{_INPUT: site.padded_shape()}, **changes))
