@@ -178,6 +178,29 @@ def test_what_is_wrong_on_one_rank_raises_on_all_and_nothing_hangs(ranks: RankPo
     assert two[1:-1] == EXPECTED[1:-1] and two[0].startswith("ShardingError: rank 2 passes")
 
 
+def loaded(rank: int) -> list[list[Tensor]]:
+    """Every batch of a loader, put together again from the ranks' parts."""
+    mesh = mesh_of(SQUARE)
+    placements = ([Shard(0), Shard(2)], [Shard(0), R])
+    data = autoshard.ArrayDataset(value(17, 2, 9), torch.arange(17))
+    loader = autoshard.data_loader(
+        data, mesh, placements, batch_size=5, sizes={2: [2, 7]}, shuffle=True, drop_last=True
+    )
+    batches = [(x, y) for x, y in loader]
+    assert [tuple(x.shape) for x, _ in batches] == [(3 if rank < 2 else 2, 2, 7 if rank % 2 else 2)] * 3
+    return [
+        [autoshard.gather(part, mesh, placed) for part, placed in zip(batch, placements, strict=True)]
+        for batch in batches
+    ]
+
+
+def test_a_loader_on_real_ranks(ranks: RankPool) -> None:
+    order = torch.randperm(17, generator=torch.Generator().manual_seed(0))
+    for batches in ranks.run(loaded, world=4):
+        for (x, y), samples in zip(batches, order[:15].split(5), strict=True):
+            assert torch.equal(y, samples) and torch.equal(x, value(17, 2, 9)[samples])
+
+
 def metric(rank: int) -> list[float]:
     mesh = mesh_of(LINE)
     rows = torch.tensor([1.0, 2.0, 3.0, 10.0, 20.0, 6.0]).split([3, 2, 1])[rank]
