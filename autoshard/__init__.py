@@ -4,6 +4,7 @@ model = autoshard(model, mesh)
 """
 
 from autoshard.api import autoshard
+from autoshard.halos import halo_exchange
 from autoshard.plan import Plan
 from autoshard.planning import find_plan
 from autoshard.report import StepReport, report
@@ -40,6 +41,7 @@ __all__ = [
     "autoshard",
     "discover_rule",
     "find_plan",
+    "halo_exchange",
     "register_rule",
     "report",
     "verify",
