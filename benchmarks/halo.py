@@ -7,7 +7,7 @@
 
 A step is forward and backward of convolutions of kernel 3; contestants take their steps in turn. Prints Markdown: the
 median step of the slowest rank, bytes that the busiest rank sends in one, and the ratio to isend/irecv. With
---memory the growth of the peak resident set in a step, against the first of --ranks. Linux only (it reads /proc).
+--memory the bytes of all tensors at the peak of a step, against the first of --ranks. Linux only (it reads /proc).
 """
 
 from __future__ import annotations
@@ -101,11 +101,11 @@ def _memory_table(given: argparse.Namespace) -> None:
         for ranks in given.ranks:
             with _launcher(given, ranks) as launch:
                 found = _measured(launch, "memory", given, size)
-            first = first or (ranks, found["growth"])
-            part = found["growth"] / first[1]
+            first = first or (ranks, found["peak"])
+            part = found["peak"] / first[1]
             share = part * ranks / first[0]
             print(
-                f"| {ranks} | {found['growth'] / 1e6:.0f} MB | {part:.3f} | {share:.2f} | {found['plan']} |",
+                f"| {ranks} | {found['peak'] / 1e6:.0f} MB | {part:.3f} | {share:.2f} | {found['plan']} |",
                 flush=True,
             )
 

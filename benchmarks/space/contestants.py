@@ -1,23 +1,25 @@
-"""Four ways to train the network on rows split over ranks: each does forward and backward on the same numbers."""
+"""Ways to train the network on rows split over ranks: each does forward and backward on the same numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autoshard import Plan, Profile, autoshard
+from autoshard.pins import Constraints
 from benchmarks.space.by_hand import SpaceStack, functional_halo, neighbour_messages
 from benchmarks.space.networks import SPLIT_DIM, Work
 
-__all__ = ["CONTESTANTS", "Contest", "Contestant", "planned"]
+__all__ = ["CONTESTANTS", "INPUT_SEED", "Contest", "Contestant", "planned"]
 
 INPUT_SEED, GRAD_SEED = 1, 2
+SLOWER = 1e4
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,22 @@ class Contestant:
         return [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]
 
 
-def planned(contest: Contest) -> Contestant:
+def planned_in_space(contest: Contest) -> Contestant:
+    """autoshard where computing anything twice never pays: it stays in space, whatever the links; weights whole."""
+    device = contest.profile.device
+    slower = replace(
+        device,
+        memory_bytes_per_second=device.memory_bytes_per_second / SLOWER,
+        matmul=tuple(
+            replace(rate, flops_per_second=tuple(flops / SLOWER for flops in rate.flops_per_second))
+            for rate in device.matmul
+        ),
+    )
+    profile = replace(contest.profile, name="slow computing", device=slower)
+    return planned(replace(contest, profile=profile), {"*": [Replicate()]})
+
+
+def planned(contest: Contest, constraints: Constraints | None = None) -> Contestant:
     """autoshard, its input and output split in space."""
     model, x = contest.work.network(), contest.part(INPUT_SEED)
     autoshard(
@@ -80,6 +97,7 @@ def planned(contest: Contest) -> Contestant:
         profile=contest.profile,
         in_placements=[Shard(SPLIT_DIM)],
         out_placements=[Shard(SPLIT_DIM)],
+        constraints=constraints,
         backend=contest.backend,
         time_limit=60.0,
     )
@@ -129,6 +147,7 @@ def _split(contest: Contest, model: SpaceStack) -> Contestant:
 
 CONTESTANTS: dict[str, Callable[[Contest], Contestant]] = {
     "autoshard": planned,
+    "autoshard in space": planned_in_space,
     "gathering": gathering,
     "halo_exchange": exchanging,
     "isend/irecv": hand_written,

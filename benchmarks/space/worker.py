@@ -7,8 +7,10 @@ torchrun ... -m benchmarks.space.worker memory --size 256 ... --out result.json
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.profiler import ProfilerActivity, profile
 
 from autoshard import Plan, Profile
 from benchmarks.racing.measure import timed_rounds
-from benchmarks.space.contestants import CONTESTANTS, Contest, Contestant, planned
+from benchmarks.space.contestants import CONTESTANTS, INPUT_SEED, Contest, Contestant, planned_in_space
 from benchmarks.space.networks import Work
 
 __all__ = ["add_work_options", "main", "work_of"]
@@ -68,7 +71,7 @@ def main() -> None:
 def _profile(given: argparse.Namespace, mesh: DeviceMesh) -> Profile:
     if given.profile:
         return Profile.load(given.profile)
-    if given.only and "autoshard" not in given.only.split(","):
+    if given.only and "autoshard" not in given.only:
         return Profile.named("cpu")  # nobody reads it
     return Profile.measure(mesh, time_budget=given.budget, name="halo")
 
@@ -133,25 +136,25 @@ def _largest(value: float) -> float:
 
 
 def _memory(contest: Contest) -> dict[str, Any]:
-    """Growth of the peak resident set in a step of autoshard's, of the fullest rank, its input included."""
-    contestant = planned(contest)
-    x = contest.part(0)
-    before = _resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts over, from here
+    """Bytes of all tensors at the peak of a step of autoshard's, on the fullest rank, input and gradient included."""
+    contestant = planned_in_space(contest)
     for _ in range(WARM_UP):
         contestant.step()
-    growth = _resident("VmHWM") - before + 2 * x.nbytes  # the input and the gradient of the result
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        contestant.step()
     plan = contestant.plan
     assert plan is not None
-    return {"growth": _largest(growth), "predicted": plan.peak_memory, "plan": _plan_text(plan)}
+    held = 2 * contest.part(INPUT_SEED).nbytes
+    return {"peak": _largest(held + _peak_bytes(record)), "plan": _plan_text(plan)}
 
 
-def _resident(field: str) -> int:
-    """Bytes of this process: VmRSS now, VmHWM at its peak."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field}")
+def _peak_bytes(record: profile) -> int:
+    """The most that was allocated at a time beyond what there was at first."""
+    with tempfile.TemporaryDirectory() as folder:
+        record.export_chrome_trace(f"{folder}/trace.json")
+        events = json.loads(Path(f"{folder}/trace.json").read_text())["traceEvents"]
+    changes = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e["name"] == "[memory]")
+    return max(itertools.accumulate(nbytes for _, nbytes in changes))
 
 
 def _say(text: str) -> None:
