@@ -16,7 +16,7 @@ from autoshard.pins import Constraints
 from benchmarks.space.by_hand import SpaceStack, functional_halo, neighbour_messages
 from benchmarks.space.networks import SPLIT_DIM, Work
 
-__all__ = ["CONTESTANTS", "INPUT_SEED", "Contest", "Contestant", "planned"]
+__all__ = ["CONTESTANTS", "GRAD_SEED", "INPUT_SEED", "Contest", "Contestant", "planned"]
 
 INPUT_SEED, GRAD_SEED = 1, 2
 SLOWER = 1e4
