@@ -2,7 +2,7 @@
 
     python -m benchmarks.halo                                        # 4 local ranks
     python -m benchmarks.halo --size 128 256 512 --ranks 2 4         # growth with both
-    python -m benchmarks.halo --rate 300mbit --latency 200us         # each rank a host of an emulated cluster
+    python -m benchmarks.halo --rate 300mbit                         # each rank a host of an emulated cluster
     python -m benchmarks.halo --memory --space 3 --size 96 --ranks 1 2 4
 
 A step is forward and backward of convolutions of kernel 3; contestants take their steps in turn. Prints Markdown: the
@@ -62,7 +62,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[4])
     parser.add_argument("--rate", help="of each rank's link, on an emulated cluster: 300mbit")
-    parser.add_argument("--latency", help="one way out of a rank, on an emulated cluster: 200us")
+    parser.add_argument(
+        "--latency", help="one way out of a rank, on an emulated cluster: 200us (needs netem)"
+    )
     parser.add_argument("--memory", action="store_true", help="peak memory instead of step times")
     add_work_options(parser, "+")
     return parser
