@@ -8,6 +8,7 @@ from autoshard.data.arrays import ArrayDataset, PartialDataset
 from autoshard.data.loader import data_loader
 from autoshard.data.scatter import gather, scatter
 from autoshard.data.weighted import weighted_mean
+from autoshard.halos import halo_exchange
 from autoshard.plan import Plan
 from autoshard.planning import find_plan
 from autoshard.report import StepReport, report
@@ -48,6 +49,7 @@ __all__ = [
     "discover_rule",
     "find_plan",
     "gather",
+    "halo_exchange",
     "register_rule",
     "report",
     "scatter",

@@ -4,6 +4,7 @@ One module per operator; each registers its own kernels, fake kernel and gradien
 """
 
 from passes.ops import contract as contract
+from passes.ops import halos as halos
 from passes.ops import use as use
 from passes.ops.attention import attention, attention_backward
 from passes.ops.uniform import uniform, uniform_reference
