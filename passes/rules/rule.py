@@ -97,6 +97,11 @@ class OpRule:
                     assert known, f"factor {factor} is neither kept, reduced nor whole"
 
     @property
+    def operands_and_results(self) -> tuple[tuple[Dim, ...], ...]:
+        """Dims of every tensor, in the order in which windows count them."""
+        return (*self.operands, *self.results)
+
+    @property
     def splittable(self) -> tuple[str, ...]:
         """Factors an axis may choose, in order of first appearance in results, then operands."""
         seen: dict[str, None] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from passes.search.boundary import Boundary
 from passes.search.cost_kinds import CostKinds
 from passes.search.problem import Problem
 from passes.search.residency import Residency
+from passes.search.space_dims import out_of_space
 from passes.strategies import Units, enumerate_strategies
 
 __all__ = ["Edge", "Prices", "SearchSpace", "build_space"]
@@ -134,12 +135,13 @@ class _Builder:
     def add_nodes(self) -> None:
         units = needed_units(self.joint, self.rules)
         ordered = _free_axis_order(self.joint)
+        kept = out_of_space(self.joint, self.rules)
         placeholders = iter(range(len(self.joint.inputs)))
         for node in self.joint.graph.nodes:
             if node.op == "placeholder":
                 self._add(node, node.name, self._placeholder(node, next(placeholders)))
             elif node.op == "call_function" and result_index(node)[0] is node:
-                self._add(node, node.name, self._op(node, units, node in ordered))
+                self._add(node, node.name, self._op(node, units, node in ordered, kept.get(node, frozenset())))
         for position, result in enumerate(self.joint.results):
             self.slots.append(None if result is None else self._slot(position, result))
 
@@ -215,13 +217,17 @@ class _Builder:
         mesh, seconds = self.prices.mesh, self.prices.optimizer_seconds
         return np.array([seconds(local_nbytes(s.results[0], node, 0, mesh)) for s in strategies])
 
-    def _op(self, node: fx.Node, units: Units, any_order: bool) -> _Option:
+    def _op(self, node: fx.Node, units: Units, any_order: bool, kept: frozenset[str]) -> _Option:
+        """kept: factors not to be split, though the op's rule would allow it."""
         flow = self.prices.traffic(node)
-        key = (_class_key(node), flow, any_order)
-        return self._classed(key, lambda: self._enumerated(node, units, any_order, flow))
+        key = (_class_key(node), flow, any_order, kept)
+        return self._classed(key, lambda: self._enumerated(node, units, any_order, flow, kept))
 
-    def _enumerated(self, node: fx.Node, units: Units, any_order: bool, flow: Traffic) -> _Option:
+    def _enumerated(
+        self, node: fx.Node, units: Units, any_order: bool, flow: Traffic, kept: frozenset[str]
+    ) -> _Option:
         rule = rule_for(node, self.rules)
+        rule = replace(rule, whole=rule.whole | kept)
         mesh = self.prices.mesh
         operands = [node_value(n).shape for n in tensor_operands(node)]
         strategies = enumerate_strategies(
