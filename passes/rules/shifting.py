@@ -238,7 +238,9 @@ def circular_pad_backward(call: OpCall) -> OpRule:
 def _circles(shape: Sequence[int], pads: Sequence[int]) -> dict[int, PeriodicWindow]:
     """Of the padded dims; shape: without the padding."""
     amounts = _amounts(len(shape), pads)
-    return {d: PeriodicWindow(shape[d], before) for d, (before, after) in enumerate(amounts) if before or after}
+    return {
+        d: PeriodicWindow(shape[d], before) for d, (before, after) in enumerate(amounts) if before or after
+    }
 
 
 def _circular(ctx: LocalContext) -> fx.Node:

@@ -141,7 +141,9 @@ class _Builder:
             if node.op == "placeholder":
                 self._add(node, node.name, self._placeholder(node, next(placeholders)))
             elif node.op == "call_function" and result_index(node)[0] is node:
-                self._add(node, node.name, self._op(node, units, node in ordered, kept.get(node, frozenset())))
+                self._add(
+                    node, node.name, self._op(node, units, node in ordered, kept.get(node, frozenset()))
+                )
         for position, result in enumerate(self.joint.results):
             self.slots.append(None if result is None else self._slot(position, result))
 

@@ -54,7 +54,7 @@ FUNCTIONS: dict[str, tuple[Function, tuple[torch.Tensor, ...]]] = {
     "variance": (lambda x: x.var(1) + x.std(1) + x.mean(1) + x.var(), (ramp(4, 6),)),
     "log sum exp": (lambda x: x.view(-1, 3).logsumexp(1).view(2, 4), (ramp(2, 4, 3),)),
     "roll": (lambda x: torch.roll(x, (1, -2), (1, 2)) + x.roll(3), (ramp(2, 4, 5),)),
-    "rolled flattened": (lambda x: x.view(2, 12, 3).view(24, 3).view(2, 12, 3).roll((1, 2), (2, 0)).flip(1), (ramp(2, 4, 3, 3),)),
+    "rolled flattened": (lambda x: x.view(2, 12, 3).roll((1, 1), (2, 0)).sin().flip(1), (ramp(2, 4, 3, 3),)),
     "pixels shuffled": (lambda x: F.pixel_shuffle(x, 2) * 2, (ramp(2, 8, 3, 5),)),
     "pixels put back": (lambda x: F.pixel_unshuffle(x, 3) * 2, (ramp(2, 2, 6, 3),)),
     "channels shuffled": (lambda x: F.channel_shuffle(x, 3) * 2, (ramp(2, 6, 2, 3),)),

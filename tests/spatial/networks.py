@@ -119,7 +119,9 @@ class Circles(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.one = nn.Conv2d(2, 6, 5, padding=2, padding_mode="circular")
-        self.two = nn.Conv2d(6, 2, (3, 9), stride=(1, 2), padding=(1, 20), dilation=(1, 5), padding_mode="circular")
+        self.two = nn.Conv2d(
+            6, 2, (3, 9), stride=(1, 2), padding=(1, 20), dilation=(1, 5), padding_mode="circular"
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.two(self.one(x).tanh()).square().mean()
