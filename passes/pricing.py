@@ -15,7 +15,7 @@ from cost_model.measurements import KernelKind
 from cost_model.mesh import MeshSpec
 from passes.assignment import FactorSplit, NodeLayouts
 from passes.joint import first_value, node_value, node_values, tensor_operands
-from passes.layout import Layout, nested_sizes
+from passes.layout import Layout
 from passes.op_kinds import arithmetic_kind, fuses, global_flops, is_view, storage_root
 from passes.rules.rule import OpRule
 
@@ -150,4 +150,4 @@ def _kernel_seconds(
 def _share(split: FactorSplit, rule: OpRule, mesh: MeshSpec) -> float:
     """Largest shard of the factor, as a fraction of it."""
     length = rule.sizes[split.factor]
-    return max(nested_sizes(length, tuple(mesh.size(a) for a in split.axes), split.unit)) / length
+    return max(hi - lo for lo, hi in split.parts(length, mesh)) / length

@@ -96,6 +96,16 @@ class OpRule:
                     known = factor in in_results or factor in self.reductions or factor in self.whole
                     assert known, f"factor {factor} is neither kept, reduced nor whole"
 
+    def may_overlap(self, factor: str) -> bool:
+        """Whether ranks may compute the same of `factor`: every result has it plain, so nothing is added up twice."""
+        return all(
+            any(
+                dim == (factor,) and (len(self.operands) + r, d) not in self.windows
+                for d, dim in enumerate(result)
+            )
+            for r, result in enumerate(self.results)
+        )
+
     @property
     def operands_and_results(self) -> tuple[tuple[Dim, ...], ...]:
         """Dims of every tensor, in the order in which windows count them."""
