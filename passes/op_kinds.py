@@ -60,6 +60,8 @@ _CREATIONS = frozenset(
         _aten.scalar_tensor.default,
         _aten.cat.default,
         _aten.constant_pad_nd.default,
+        _aten.flip.default,
+        _aten.roll.default,
         _aten.gather.default,
         _aten.tril.default,
         _aten.triu.default,
@@ -105,7 +107,8 @@ def fuses(node: fx.Node) -> bool:
     if node.op != "call_function":
         return False
     target = node.target
-    if target in _CREATIONS or target is torch.ops.autoshard.uniform.default:
+    autoshard = torch.ops.autoshard
+    if target in _CREATIONS or target in (autoshard.uniform.default, autoshard.circular_pad.default):
         return True
     return torch.Tag.pointwise in getattr(target, "tags", ())
 

@@ -1,7 +1,8 @@
 """Which part of an operand a part of the result reads: the interval algebra of windows.
 
 Per dim, half-open. The operand has `length` positions, what lies outside is padding. `reads(lo, hi)` is what results
-[lo, hi) read of it, clipped to [0, length); (0, 0) if they read nothing.
+[lo, hi) read of it, clipped to [0, length); (0, 0) if they read nothing. Of a periodic window it may lie outside of
+[0, length), and be longer: positions then count modulo `length`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ __all__ = [
     "AdaptiveWindow",
     "EdgePad",
     "LinearResize",
+    "MirroredWindow",
     "NearestResize",
+    "PeriodicWindow",
     "SlidingWindow",
     "TransposedWindow",
     "Window",
@@ -160,3 +163,25 @@ class EdgePad:
         edges = (self.before, self.before + self.length - 1)
         places = [self.place(o) for o in (lo, hi - 1, *(o for o in edges if lo <= o < hi))]
         return min(places), max(places) + 1
+
+
+@dataclass(frozen=True)
+class MirroredWindow:
+    """Flipping: result o is the operand's position length - 1 - o."""
+
+    length: int
+
+    def reads(self, lo: int, hi: int) -> Span:
+        return (self.length - hi, self.length - lo) if lo < hi else (0, 0)
+
+
+@dataclass(frozen=True)
+class PeriodicWindow:
+    """Rolling, and padding with what is at the other end: result o is the operand's position o - before, modulo its
+    length."""
+
+    length: int
+    before: int
+
+    def reads(self, lo: int, hi: int) -> Span:
+        return (lo - self.before, hi - self.before) if lo < hi else (0, 0)

@@ -7,6 +7,14 @@ from passes.ops import contract as contract
 from passes.ops import halos as halos
 from passes.ops import use as use
 from passes.ops.attention import attention, attention_backward
+from passes.ops.circular_pad import circular_pad, circular_pad_backward
 from passes.ops.uniform import uniform, uniform_reference
 
-__all__ = ["attention", "attention_backward", "uniform", "uniform_reference"]
+__all__ = [
+    "attention",
+    "attention_backward",
+    "circular_pad",
+    "circular_pad_backward",
+    "uniform",
+    "uniform_reference",
+]

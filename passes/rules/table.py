@@ -18,6 +18,7 @@ from passes.rules import (
     products,
     reductions,
     scattering,
+    shifting,
     views,
 )
 from passes.rules.opcall import Builder
@@ -136,7 +137,6 @@ _REDUCTIONS: dict[str, Builder] = {
     "aten::_log_softmax.default": reductions.along("dim"),
     "aten::_softmax_backward_data.default": reductions.along("dim", "grad_output"),
     "aten::_log_softmax_backward_data.default": reductions.along("dim", "grad_output"),
-    "aten::flip.default": reductions.along("dims", "self"),
     "aten::glu.default": reductions.along("dim"),
 }
 
@@ -158,17 +158,20 @@ _VIEWS: dict[str, Builder] = {
 }
 
 _MOVEMENT: dict[str, Builder] = {
-    "aten::slice.Tensor": movement.slice_,
-    "aten::slice_backward.default": movement.cut_backward(),
+    "aten::slice.Tensor": shifting.slice_,
+    "aten::slice_backward.default": shifting.slice_backward,
     "aten::select.int": movement.select,
     "aten::select_backward.default": movement.select_backward,
-    "aten::cat.default": movement.cat,
+    "aten::cat.default": shifting.cat,
     "aten::stack.default": movement.stack,
-    "aten::split_with_sizes.default": movement.split,
-    "aten::split.Tensor": movement.split,
+    "aten::split_with_sizes.default": shifting.split,
+    "aten::split.Tensor": shifting.split,
     "aten::unbind.int": movement.unbind,
-    "aten::constant_pad_nd.default": movement.pad,
-    "aten::roll.default": movement.roll,
+    "aten::constant_pad_nd.default": shifting.pad,
+    "aten::roll.default": shifting.roll,
+    "aten::flip.default": shifting.flip,
+    "autoshard::circular_pad.default": shifting.circular_pad,
+    "autoshard::circular_pad_backward.default": shifting.circular_pad_backward,
     "aten::tril.default": spec("... r c -> ... r c; linear: 0", movement.diagonal_part),
     "aten::triu.default": spec("... r c -> ... r c; linear: 0", movement.diagonal_part),
 }

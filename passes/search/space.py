@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ from passes.search.boundary import Boundary
 from passes.search.cost_kinds import CostKinds
 from passes.search.problem import Problem
 from passes.search.residency import Residency
+from passes.search.space_dims import out_of_space
 from passes.strategies import enumerate_strategies
 
 __all__ = ["Edge", "Prices", "SearchSpace", "build_space"]
@@ -136,12 +137,15 @@ class _Builder:
         cuts = find_cuts(self.joint, self.prices.mesh, self.boundary.inputs, self.rules)
         chains = find_chains(self.joint, self.prices.mesh, cuts, self.rules)
         ordered = _free_axis_order(self.joint)
+        kept = out_of_space(self.joint, self.rules)
         placeholders = iter(range(len(self.joint.inputs)))
         for node in self.joint.graph.nodes:
             if node.op == "placeholder":
                 self._add(node, node.name, self._placeholder(node, next(placeholders)))
             elif node.op == "call_function" and result_index(node)[0] is node:
-                self._add(node, node.name, self._op(node, cuts, chains.get(node.name, {}), node in ordered))
+                wider = chains.get(node.name, {})
+                option = self._op(node, cuts, wider, kept.get(node, frozenset()), node in ordered)
+                self._add(node, node.name, option)
         for position, result in enumerate(self.joint.results):
             self.slots.append(None if result is None else self._slot(position, result))
 
@@ -217,13 +221,17 @@ class _Builder:
         mesh, seconds = self.prices.mesh, self.prices.optimizer_seconds
         return np.array([seconds(local_nbytes(s.results[0], node, 0, mesh)) for s in strategies])
 
-    def _op(self, node: fx.Node, cuts: Cuts, wider: Wider, any_order: bool) -> _Option:
+    def _op(self, node: fx.Node, cuts: Cuts, wider: Wider, kept: frozenset[str], any_order: bool) -> _Option:
+        """kept: factors not to be split, though the op's rule would allow it."""
         flow = self.prices.traffic(node)
-        key = (_class_key(node), flow, any_order, tuple(wider.items()))
-        return self._classed(key, lambda: self._enumerated(node, cuts, wider, any_order, flow))
+        key = (_class_key(node), flow, any_order, kept, tuple(wider.items()))
+        return self._classed(key, lambda: self._enumerated(node, cuts, wider, kept, any_order, flow))
 
-    def _enumerated(self, node: fx.Node, cuts: Cuts, wider: Wider, any_order: bool, flow: Traffic) -> _Option:
+    def _enumerated(
+        self, node: fx.Node, cuts: Cuts, wider: Wider, kept: frozenset[str], any_order: bool, flow: Traffic
+    ) -> _Option:
         rule = rule_for(node, self.rules)
+        rule = replace(rule, whole=rule.whole | kept)
         mesh = self.prices.mesh
         operands = [node_value(n).shape for n in tensor_operands(node)]
         strategies = enumerate_strategies(
