@@ -15,6 +15,7 @@ from passes.rules import (
     creation,
     indexing,
     movement,
+    patches,
     products,
     reductions,
     scattering,
@@ -240,6 +241,13 @@ _POOLING: dict[str, Builder] = {
     )
 }
 
+_PATCHES: dict[str, Builder] = {
+    "aten::im2col.default": patches.patches,
+    "aten::col2im.default": patches.patches_back,
+    "aten::unfold.default": patches.windows_along,
+    "aten::unfold_backward.default": patches.windows_along_back,
+}
+
 _PADDING: dict[str, Builder] = {
     f"aten::{kind}_pad{space}d{suffix}.default": build(space)
     for kind in ("reflection", "replication")
@@ -269,6 +277,7 @@ TABLE: Mapping[str, Builder] = MappingProxyType(
         **_INDEXING,
         **_PRODUCTS,
         **_POOLING,
+        **_PATCHES,
         **_PADDING,
         **_RESIZING,
     }

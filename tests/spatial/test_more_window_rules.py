@@ -5,6 +5,7 @@ As `test_window_rules`; `python -m tests.spatial.test_more_window_rules 2000` ru
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.spatial.test_window_rules import Case, lengths, mismatch, tensor
+from tests.spatial.test_window_rules import Case, geometry, lengths, mismatch, tensor
 
 aten = torch.ops.aten
 CASES = 60
@@ -98,6 +99,40 @@ def antialiased_resize_gradient(rng: random.Random) -> Case:
     return _resized_gradient(rng, ANTIALIASED)
 
 
+def _patch_arguments(rng: random.Random) -> tuple[torch.Tensor, list[list[int]], list[int]]:
+    """A plane; kernel, dilation, padding and stride; and how many patches there are each way."""
+    sizes = [rng.randint(1, 60), rng.choice([rng.randint(1, 4), rng.randint(1, 30)])]
+    kernel, stride, padding, dilation = geometry(rng, sizes, 5)
+    window = [kernel, dilation, padding, stride]
+    counts = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, d, p, s in zip(sizes, *window, strict=True)]
+    return tensor(rng, *rng.choice([[2], [1, 2], [2, 3]]), *sizes), window, counts
+
+
+def patches(rng: random.Random) -> Case:
+    x, window, _ = _patch_arguments(rng)
+    return aten.im2col.default, [x, *window]
+
+
+def patches_back(rng: random.Random) -> Case:
+    x, window, counts = _patch_arguments(rng)
+    channels = x.shape[-3] * math.prod(window[0])
+    columns = tensor(rng, *x.shape[:-3], channels, math.prod(counts))
+    return aten.col2im.default, [columns, list(x.shape[-2:]), *window]
+
+
+def windows_along(rng: random.Random) -> Case:
+    sizes = [rng.randint(1, 5) for _ in range(rng.randint(1, 3))]
+    dim, length = rng.randrange(len(sizes)), rng.randint(1, 101)
+    sizes[dim] = length
+    size, step = rng.randint(1, min(length, 12)), rng.randint(1, 9)
+    return aten.unfold.default, [tensor(rng, *sizes), rng.choice([dim, dim - len(sizes)]), size, step]
+
+
+def windows_along_back(rng: random.Random) -> Case:
+    op, (x, *window) = windows_along(rng)
+    return aten.unfold_backward.default, [tensor(rng, *op(x, *window).shape), list(x.shape), *window]
+
+
 OPS: Sequence[Callable[[random.Random], Case]] = (
     adaptive_average,
     adaptive_average_gradient,
@@ -107,6 +142,10 @@ OPS: Sequence[Callable[[random.Random], Case]] = (
     cubic_resize_gradient,
     antialiased_resize,
     antialiased_resize_gradient,
+    patches,
+    patches_back,
+    windows_along,
+    windows_along_back,
 )
 
 
