@@ -40,6 +40,7 @@ _VIEWS = frozenset(
         _aten.squeeze.dims,
         _aten.slice.Tensor,
         _aten.select.int,
+        _aten.unfold.default,
         _aten.split_with_sizes.default,
         _aten.alias.default,
         _aten.detach.default,

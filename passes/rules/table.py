@@ -15,15 +15,21 @@ from passes.rules import (
     creation,
     indexing,
     movement,
+    patches,
     products,
     reductions,
     scattering,
     shifting,
     views,
 )
+from passes.rules.adaptive import (
+    adaptive_average,
+    adaptive_average_backward,
+    adaptive_max,
+    adaptive_max_backward,
+)
 from passes.rules.opcall import Builder
 from passes.rules.padding import edge_pad, edge_pad_backward
-from passes.rules.planes import planes
 from passes.rules.pointwise import pointwise
 from passes.rules.pooling import average_pool, average_pool_backward, max_pool, max_pool_backward
 from passes.rules.resizing import resize, resize_backward
@@ -223,16 +229,6 @@ _PRODUCTS: dict[str, Builder] = {
     "aten::convolution_backward.default": convolution.convolution_backward,
 }
 
-_PLANES: dict[str, Builder] = {  # batch and channels pass; h w are whole on both sides
-    "aten::_adaptive_avg_pool2d.default": planes("... h w -> ... y x; linear: 0"),
-    "aten::_adaptive_avg_pool2d_backward.default": planes("... y x, ... h w -> ... h w; linear: 0"),
-    "aten::adaptive_max_pool2d.default": planes("... h w -> ... y x, ... y x"),
-    "aten::adaptive_max_pool2d_backward.default": planes("... y x, ... h w, ... y x -> ... h w; linear: 0"),
-    "aten::upsample_bicubic2d.default": planes("... h w -> ... y x; linear: 0"),
-    "aten::upsample_bicubic2d.vec": planes("... h w -> ... y x; linear: 0"),
-    "aten::upsample_bicubic2d_backward.default": planes("... y x -> ... h w; linear: 0", "input_size"),
-}
-
 _POOLING: dict[str, Builder] = {
     f"aten::{name.format(space)}.default": build(space)
     for space in (2, 3)
@@ -241,7 +237,18 @@ _POOLING: dict[str, Builder] = {
         ("max_pool{}d_with_indices_backward", max_pool_backward),
         ("avg_pool{}d", average_pool),
         ("avg_pool{}d_backward", average_pool_backward),
+        ("_adaptive_avg_pool{}d", adaptive_average),
+        ("_adaptive_avg_pool{}d_backward", adaptive_average_backward),
+        ("adaptive_max_pool{}d", adaptive_max),
+        ("adaptive_max_pool{}d_backward", adaptive_max_backward),
     )
+}
+
+_PATCHES: dict[str, Builder] = {
+    "aten::im2col.default": patches.patches,
+    "aten::col2im.default": patches.patches_back,
+    "aten::unfold.default": patches.windows_along,
+    "aten::unfold_backward.default": patches.windows_along_back,
 }
 
 _PADDING: dict[str, Builder] = {
@@ -252,9 +259,14 @@ _PADDING: dict[str, Builder] = {
 }
 
 _RESIZING: dict[str, Builder] = {
-    f"aten::upsample_{name}{suffix}": build(space)
-    for space, kinds in ((1, "nearest linear"), (2, "nearest bilinear"), (3, "nearest trilinear"))
-    for name in (f"{kind}{space}d" for kind in kinds.split())
+    f"aten::{name}{suffix}": build(space)
+    for space, names in (
+        (1, "upsample_nearest1d upsample_linear1d"),
+        (2, "upsample_nearest2d upsample_bilinear2d upsample_bicubic2d"),
+        (2, "_upsample_bilinear2d_aa _upsample_bicubic2d_aa"),
+        (3, "upsample_nearest3d upsample_trilinear3d"),
+    )
+    for name in names.split()
     for suffix, build in ((".default", resize), (".vec", resize), ("_backward.default", resize_backward))
 }
 
@@ -267,8 +279,8 @@ TABLE: Mapping[str, Builder] = MappingProxyType(
         **_CREATION,
         **_INDEXING,
         **_PRODUCTS,
-        **_PLANES,
         **_POOLING,
+        **_PATCHES,
         **_PADDING,
         **_RESIZING,
     }
