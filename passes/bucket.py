@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -34,7 +34,8 @@ class Bucket:
 
     In place. A gather's buffer is one row a rank, of all its shards; what is gathered is copied out of it.
     A reduce-scatter's is one row a rank too, of the parts that it will hold; what is reduced, as with
-    all-reduce, stays where it is: results share the buffer's storage.
+    all-reduce, stays where it is: results share the buffer's storage. An all-to-all's (of halos) is one message a
+    rank, in which the members' messages to it follow each other.
 
     Ranks of a group merge alike: a turn and the order of its transfers are the same on all ranks, whether
     a group exchanges anything for a transfer is known to all of it, and its ranks' padded operands have the
@@ -50,25 +51,25 @@ class Bucket:
         found: dict[Any, list[fx.Node]] = {}
         for node in collective_nodes(module.graph):
             if node.target in _MERGES and "turn" in node.meta:
-                key = (
-                    node.meta["turn"],
-                    node.meta.get("step"),
-                    node.target,
-                    node.args[1:],
-                    value(node).dtype,
-                )
+                alike = node.args[-1:] if node.target is _ALL_TO_ALL else node.args[1:]
+                key = (node.meta["turn"], node.meta.get("step"), node.target, alike, value(node).dtype)
                 found.setdefault(key, []).append(node)
         place = {node: i for i, node in enumerate(module.graph.nodes)}
         merged = [
             _merge(module.graph, sorted(nodes, key=_transfer), before=max(nodes, key=place.__getitem__))
             for nodes in found.values()
-            if len(nodes) > 1
+            if len(nodes) > 1 and all(_is_flat(node) for node in nodes)
         ]
         if merged:
             _sort(module.graph, {node: _ready(node, place) for node in merged})
             module.graph.lint()
             module.recompile()
         return module
+
+
+def _is_flat(collective: fx.Node) -> bool:
+    """An all-to-all counts rows of its operand: only of flat ones may they be mixed."""
+    return collective.target is not _ALL_TO_ALL or value(_operand(collective)).ndim == 1
 
 
 def _transfer(collective: fx.Node) -> int:
@@ -127,10 +128,45 @@ def _all_gather(emit: Emitter, nodes: Sequence[fx.Node]) -> _Merged:
     return gathered, results
 
 
+def _all_to_all(emit: Emitter, nodes: Sequence[fx.Node]) -> _Merged:
+    into, out = ([_message_sizes(node, i) for node in nodes] for i in (1, 2))
+    operands = [_operand(node) for node in nodes]
+    sent = emit.cat(_in_turn(emit, operands, out), 0)
+    target, group = nodes[0].target, nodes[0].args[3]
+    sizes = [[sum(column) for column in zip(*rows, strict=True)] for rows in (into, out)]
+    arrived = emit.collective(target, sent, [sum(sizes[0])], *sizes, group)
+    pieces: list[list[fx.Node]] = [[] for _ in nodes]
+    start = 0
+    for column in zip(*into, strict=True):
+        for mine, size in zip(pieces, column, strict=True):
+            if size:
+                mine.append(emit.slice(arrived, 0, start, start + size))
+            start += size
+    return arrived, [emit.cat(mine, 0) if mine else emit.empty(arrived, [0]) for mine in pieces]
+
+
+def _message_sizes(node: fx.Node, argument: int) -> list[int]:
+    return list(cast(Sequence[int], node.args[argument]))
+
+
+def _in_turn(emit: Emitter, tensors: Sequence[fx.Node], sizes: Sequence[Sequence[int]]) -> list[fx.Node]:
+    """The first piece of each tensor, then the second of each, and so on."""
+    starts = [list(itertools.accumulate(row, initial=0)) for row in sizes]
+    pieces = [
+        emit.slice(tensor, 0, starts[t][i], starts[t][i + 1])
+        for i in range(len(sizes[0]))
+        for t, tensor in enumerate(tensors)
+        if sizes[t][i]
+    ]
+    return pieces or [emit.empty(tensors[0], [0])]
+
+
+_ALL_TO_ALL = c10d.all_to_all_single.default
 _MERGES: Mapping[Any, Callable[[Emitter, Sequence[fx.Node]], _Merged]] = {
     c10d.all_reduce.default: _all_reduce,
     c10d.reduce_scatter_tensor.default: _reduce_scatter,
     c10d.all_gather_into_tensor.default: _all_gather,
+    _ALL_TO_ALL: _all_to_all,
 }
 
 

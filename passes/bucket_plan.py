@@ -17,6 +17,9 @@ the total is least where the one read first is through as early as possible.
 
     seconds(group) = the price of one collective of all its bytes + copying them in, and gathers out again
 
+Halos are merged as gradients are, among those that may travel together: each is ready before any is read. Of others
+that somebody waits for none is: the first would wait for the last.
+
 A group holds no more bytes than at which starting is a tenth of the time
 (`cost_model.bucketed`): more would gain little, and memory holds a whole group. Of equal ends the least
 time on the wire wins. The lists are solved one by one, as if each had the wire to itself.
@@ -37,11 +40,21 @@ from passes.hiding import ending_reads
 from passes.issue_order import Move, Side, Transfer, Turn, issue_order
 from passes.joint import JointGraph, node_value, result_index
 from passes.pricing import strategy_seconds
-from passes.redistribute import AllGather, AllReduce, Redistribution, ReduceScatter
+from passes.redistribute import (
+    AllGather,
+    AllReduce,
+    HaloExchange,
+    HaloReduce,
+    Redistribution,
+    ReduceScatter,
+    Reshard,
+)
 from passes.rules.registry import RuleTable, rule_for
 from passes.search.space import Prices
 
 __all__ = ["BucketPlan", "Item", "Wire", "bucketed_turns", "least_end"]
+
+_MERGED = (AllGather, AllReduce, ReduceScatter, HaloExchange, HaloReduce, Reshard)
 
 Kind = tuple[tuple[str, tuple[str, ...], str], ...]
 """Per collective step: (kind, axes of the group, reduction)."""
@@ -71,7 +84,7 @@ class BucketPlan:
         elapsed = self._elapsed(ops)
         for move in moves:
             kind = self._kind(move)
-            if kind is None:
+            if kind is None or (side == "between" and kind[0][0] != "all_to_all"):
                 groups.append([move])
                 continue
             # Gathers are dealt with backwards in time.
@@ -91,7 +104,7 @@ class BucketPlan:
         if node_value(move.operand).dtype == torch.bool:  # travels as bytes
             return None
         steps = [step for step in self._plan(move).steps if step.kind is not None]
-        if not steps or not all(isinstance(s, (AllGather, AllReduce, ReduceScatter)) for s in steps):
+        if not steps or not all(isinstance(step, _MERGED) for step in steps):
             return None
         mesh = self.prices.mesh
         axes = [tuple(sorted(step.axes, key=mesh.index)) for step in steps]

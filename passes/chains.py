@@ -112,7 +112,7 @@ def _merge(into: dict[Spans, int], spans: Mapping[Spans, int]) -> None:
 def _overlap(spans: Spans, length: int) -> bool:
     """Whether some rank computes what another does, and none reaches around an end: what is periodic cannot be
     computed beyond it, as all other windows pad there."""
-    some = [span for span in spans if span[0] < span[1]]
+    some = sorted(span for span in spans if span[0] < span[1])
     inside = all(lo >= 0 and hi <= length for lo, hi in some)
     return inside and any(two[0] < one[1] for one, two in itertools.pairwise(some))
 

@@ -177,8 +177,8 @@ def _results_before(window: Window, boundary: int, length: int, results: int) ->
     low, high = 0, results
     while low < high:
         middle = (low + high + 1) // 2
-        inside = middle < results and (
-            window.reads(0, middle)[1] + window.reads(middle, results)[0] <= 2 * boundary
-        )
+        lo, hi = window.reads(middle, results)
+        begins = lo if lo < hi else length  # what reads nothing, as padding does, lies behind the end
+        inside = middle < results and window.reads(0, middle)[1] + begins <= 2 * boundary
         low, high = (middle, high) if inside else (low, middle - 1)
     return low

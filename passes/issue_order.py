@@ -17,8 +17,9 @@ right before its first reader).
     after the next urgent one       nobody waits for it but the end of the program (a gradient): it lets pass
                                     what others wait for, at most `reach` products away
 
-Transfers of the second and third kind may be merged (`merge`, see `passes.bucket_plan`): those of one group
-have one turn, at which the first of them is issued early, or the last of them late.
+Transfers of one kind may be merged (`merge`, see `passes.bucket_plan`): those of one group have one turn, at which
+the first of them is issued early, or the last of them late. Of the first kind, those that are all ready before any
+of them is read: halos of neighbouring tensors.
 
 Invariants
   - The order depends on no rank, local shape or clock.
@@ -78,8 +79,8 @@ def is_product(node: fx.Node) -> bool:
     return foreign or name in _PRODUCTS
 
 
-Side = Literal["early", "last"]
-"""Merged transfers are issued with the first that is read ("early"), or the last that is ready ("last")."""
+Side = Literal["early", "between", "last"]
+"""Merged transfers are issued with the first that is read ("early"), or the last that is ready ("between", "last")."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,8 +246,11 @@ class _Phase:
         apart = {*early, *last}
         urgent = sorted({m.start for m in moving if m not in apart})
         turns: dict[Move, tuple[tuple[int, int], Sequence[Move]]] = {
-            m: ((2 * m.start + 1, 0), [m]) for m in self.all if m not in apart
+            m: ((2 * m.start + 1, 0), [m]) for m in self.all if m not in apart and not m.moves
         }
+        for together in _together([m for m in moving if m not in apart]):
+            for group in merge("between", together, self.ops):
+                turns[group[-1]] = (2 * group[-1].start + 1, 0), group
         groups = sorted(merge("early", early, self.ops), key=lambda group: _stable(group[0]))
         for i, group in enumerate(groups):
             # No later than its first reader, so whatever is computed from any of it still comes after it.
@@ -307,6 +311,18 @@ class _Phase:
             ):
                 found.add(node)
         return found
+
+
+def _together(moves: Sequence[Move]) -> list[list[Move]]:
+    """In the order in which they are ready, cut where one is read before the next is ready: so none in a run is
+    computed from what another delivers."""
+    runs: list[list[Move]] = []
+    for move in sorted(moves, key=lambda m: (m.start, *_stable(m))):
+        if runs and min(m.end for m in runs[-1]) > move.start:
+            runs[-1].append(move)
+        else:
+            runs.append([move])
+    return runs
 
 
 def _stable(move: Move) -> tuple[int, int]:

@@ -27,8 +27,10 @@ from passes.partition import partition
 from passes.phases import Phases, split_phases
 from passes.redistribute import Redistributor
 from passes.schedule import scheduled
+from passes.search.boundary import boundary_of
+from passes.search.find import find_assignment
 from passes.search.space import Prices
-from passes.simulate import simulated_groups
+from passes.simulate import simulate, simulated_groups
 from tests.models import SwiGLU
 from tests.overlap.planned import (
     collectives,
@@ -39,6 +41,7 @@ from tests.overlap.planned import (
     shards,
     values_of,
 )
+from tests.profiles import slow_compute
 from tests.redistribute.layouts import link_prices
 
 WHOLE = Layout.replicated(0)
@@ -118,10 +121,12 @@ def phases_of(
 def check_equal(joint: JointGraph, assignment: Assignment, mesh: MeshSpec, ranks: list[Phases]) -> None:
     """The merged graphs compute what the plain ones do, and groups issue the same list."""
     parts = shards(joint, assignment, mesh, values_of(joint))
-    plain = phases_of(
-        joint, assignment, mesh, issue_order(joint, assignment), Redistributor(mesh, link_prices(mesh))
-    )
-    wanted = run_phases(joint, plain, parts, mesh, lambda graph: graph)
+    groups, redistributor = simulated_groups(mesh), Redistributor(mesh, link_prices(mesh))
+    plain = [
+        partition(joint, assignment, mesh, rank, groups, redistributor).module
+        for rank in range(mesh.device_count)
+    ]
+    wanted = simulate(plain, parts, mesh)
     found = run_phases(joint, ranks, parts, mesh, scheduled)
     for got, want in zip(found, wanted, strict=True):
         assert all(x is y is None or torch.equal(x, y) for x, y in zip(got, want, strict=True))
@@ -175,6 +180,44 @@ def test_any_cut_of_sharded_layers(axes: dict[str, int], seed: int, layers: Join
     before = sum(len(collective_nodes(_graph(p, "backward").graph)) for p in ranks)
     check_equal(layers, assignment, mesh, ranks)
     assert sum(len(collective_nodes(_graph(p, "backward").graph)) for p in ranks) < before
+
+
+class Branches(nn.Module):
+    """Two convolutions, of tensors that are both ready before either is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = (nn.Conv1d(1, 1, kernel, padding=kernel // 2) for kernel in (3, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up, down = x.relu(), x.neg().relu()
+        return self.one(up) + self.two(down)
+
+
+@pytest.mark.parametrize("rows", [(4, 4, 4), (5, 0, 7), (1, 10, 1)], ids=str)
+def test_halos_that_may_travel_together(rows: tuple[int, ...]) -> None:
+    """What the convolutions read in one message set, where starting costs all; and what they leave too."""
+    mesh, joint = MeshSpec({"a": 3}), joint_of(Branches(), torch.randn(1, 1, 12))
+    assignment = in_space(joint, mesh, rows)
+    counts: list[int] = []
+    for start, per_byte in ((0.0, 1.0), (10.0, 1e-9)):
+        prices = priced(mesh, start, per_byte)
+        turns = bucketed_turns(joint, assignment, prices)
+        ranks = phases_of(joint, assignment, mesh, turns, prices.redistributor)
+        check_equal(joint, assignment, mesh, ranks)
+        exchanges = [n for n in collective_nodes(Bucket()(ranks[1].forward).graph) if n.target is ALL_TO_ALL]
+        counts.append(len(exchanges))
+    assert counts == [2, 1] or (len(set(rows)) > 1 and counts[1] < counts[0])  # others are evened out first
+
+
+ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
+
+
+def in_space(joint: JointGraph, mesh: MeshSpec, rows: tuple[int, ...]) -> Assignment:
+    """Input and output in those rows: what the search makes of them where computing is dear."""
+    layout = Layout.of((1, 1, 12), mesh, ((), (), ("a",)), sizes=(None, None, rows))
+    ends = boundary_of(joint, parameters={}, inputs={0: layout}, outputs={0: layout})
+    return find_assignment(joint, prices_of(slow_compute(), mesh), ends).assignment
 
 
 @pytest.fixture(scope="module")

@@ -122,7 +122,7 @@ def test_phases_agree(axes: dict[str, int], seed: int, residual: JointGraph) -> 
     mesh, joint = MeshSpec(axes), residual
     assignment = random_assignment(joint, mesh, random.Random(seed))
     parts = shards(joint, assignment, mesh, values_of(joint))
-    wanted = run_phases(joint, lowered(joint, assignment, mesh), parts, mesh, lambda graph: graph)
+    wanted = simulate(rank_graphs(joint, assignment, mesh), parts, mesh)
     found = run_phases(joint, lowered(joint, assignment, mesh), parts, mesh, Overlap())
     for got, want in zip(found, wanted, strict=True):
         assert all(x is y is None or torch.equal(x, y) for x, y in zip(got, want, strict=True))
