@@ -11,7 +11,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from passes.ops import attention, attention_backward, uniform_reference
+from passes.ops import (
+    attention,
+    attention_backward,
+    neighborhood_attention,
+    neighborhood_attention_backward,
+    uniform_reference,
+)
 from passes.ops.contract import contract_reference
 from passes.torch_compat import custom_op_body, fake_mode_of, fresh_fakes
 
@@ -23,6 +29,8 @@ _REFERENCES: dict[str, Callable[..., Any]] = {
     "autoshard.uniform.default": uniform_reference,
     "autoshard.attention.default": custom_op_body(attention),
     "autoshard.attention_backward.default": custom_op_body(attention_backward),
+    "autoshard.neighborhood_attention.default": custom_op_body(neighborhood_attention),
+    "autoshard.neighborhood_attention_backward.default": custom_op_body(neighborhood_attention_backward),
 }
 
 

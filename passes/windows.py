@@ -18,6 +18,7 @@ __all__ = [
     "EdgePad",
     "LinearResize",
     "NearestResize",
+    "NeighborhoodWindow",
     "SlidingWindow",
     "TransposedWindow",
     "Window",
@@ -160,3 +161,33 @@ class EdgePad:
         edges = (self.before, self.before + self.length - 1)
         places = [self.place(o) for o in (lo, hi - 1, *(o for o in edges if lo <= o < hi))]
         return min(places), max(places) + 1
+
+
+@dataclass(frozen=True)
+class NeighborhoodWindow:
+    """Neighbourhood attention: query i reads `kernel` keys, every `dilation`-th, about itself, moved inside at the edges;
+    causal: itself and those before it, as many as there are.   [NATTEN; see passes/ops/neighborhood.py]
+
+    kernel * dilation <= length.
+    """
+
+    length: int
+    kernel: int
+    dilation: int = 1
+    is_causal: bool = False
+
+    def ends(self, query: int) -> Span:
+        """First key that `query` reads, and one past its last."""
+        at, group = divmod(query, self.dilation)
+        if self.is_causal:
+            return group + self.dilation * max(0, at - self.kernel + 1), query + 1
+        positions = -(-(self.length - group) // self.dilation)
+        start = group + self.dilation * min(max(0, at - self.kernel // 2), positions - self.kernel)
+        return start, start + self.dilation * (self.kernel - 1) + 1
+
+    def reads(self, lo: int, hi: int) -> Span:
+        """Among queries of one dilation group no later one reads earlier: one query of each group decides."""
+        if lo >= hi:
+            return 0, 0
+        first = min(self.ends(i)[0] for i in range(lo, min(hi, lo + self.dilation)))
+        return first, max(self.ends(i)[1] for i in range(max(lo, hi - self.dilation), hi))

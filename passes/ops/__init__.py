@@ -6,6 +6,14 @@ One module per operator; each registers its own kernels, fake kernel and gradien
 from passes.ops import contract as contract
 from passes.ops import use as use
 from passes.ops.attention import attention, attention_backward
+from passes.ops.neighborhood import neighborhood_attention, neighborhood_attention_backward
 from passes.ops.uniform import uniform, uniform_reference
 
-__all__ = ["attention", "attention_backward", "uniform", "uniform_reference"]
+__all__ = [
+    "attention",
+    "attention_backward",
+    "neighborhood_attention",
+    "neighborhood_attention_backward",
+    "uniform",
+    "uniform_reference",
+]
