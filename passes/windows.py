@@ -165,7 +165,7 @@ class EdgePad:
 
 @dataclass(frozen=True)
 class NeighborhoodWindow:
-    """Neighbourhood attention: query i reads `kernel` keys, every `dilation`-th, about itself, moved inside at the edges;
+    """Neighbourhood attention: query i reads `kernel` keys, every `dilation`-th, about itself, moved inside at edges;
     causal: itself and those before it, as many as there are.   [NATTEN; see passes/ops/neighborhood.py]
 
     kernel * dilation <= length.

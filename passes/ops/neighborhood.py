@@ -75,8 +75,8 @@ class _Problem:
     def of(q: Tensor, k: Tensor, v: Tensor, axes: Sequence[_Axis], scale: float) -> _Problem:
         seen, there = _all_dims(axes, q.device)
         work = torch.float64 if q.dtype == torch.float64 else torch.float32
-        flat = (x.to(work).flatten(1, len(axes)) for x in (q, k, v))
-        return _Problem(*flat, scale, seen, there if any(axis.is_causal for axis in axes) else None)
+        q, k, v = (x.to(work).flatten(1, len(axes)) for x in (q, k, v))
+        return _Problem(q, k, v, scale, seen, there if any(axis.is_causal for axis in axes) else None)
 
     def near(self, x: Tensor) -> Tensor:
         """[b,s,p,h,c]: of x [b,t,h,c] what each query sees."""
