@@ -51,10 +51,13 @@ class _Axis:
         step = self.dilation * torch.arange(self.kernel, dtype=torch.int64, device=device)
         if self.is_causal:
             place = query - step
-            return (place - self.first_key).clamp(min=0), place >= 0
+            return (place - self.first_key).masked_fill(place < 0, 0), place >= 0
         group = query % self.dilation
         most = (self.length - 1 - group) // self.dilation + 1 - self.kernel
-        start = torch.minimum((query // self.dilation - self.kernel // 2).clamp(min=0), most)
+        # no clamp: in a place read through views Inductor (torch 2.13) cannot simplify a minimum or maximum
+        start = query // self.dilation - self.kernel // 2
+        start = start.masked_fill(start < 0, 0)
+        start = torch.where(start > most, most, start)
         place = group + self.dilation * start + step - self.first_key
         return place, torch.ones_like(place, dtype=torch.bool)
 
