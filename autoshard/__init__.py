@@ -4,6 +4,11 @@ model = autoshard(model, mesh)
 """
 
 from autoshard.api import autoshard
+from autoshard.data.arrays import ArrayDataset, PartialDataset
+from autoshard.data.loader import data_loader
+from autoshard.data.scatter import gather, scatter
+from autoshard.data.weighted import weighted_mean
+from autoshard.halos import halo_exchange
 from autoshard.plan import Plan
 from autoshard.planning import find_plan
 from autoshard.report import StepReport, report
@@ -24,10 +29,12 @@ from passes.rules.discover import discover_rule
 from passes.rules.registry import register_rule
 
 __all__ = [
+    "ArrayDataset",
     "AutoshardError",
     "CaptureError",
     "InfeasibleError",
     "MeshSpec",
+    "PartialDataset",
     "Plan",
     "PlanError",
     "Profile",
@@ -38,9 +45,14 @@ __all__ = [
     "VerifyReport",
     "__version__",
     "autoshard",
+    "data_loader",
     "discover_rule",
     "find_plan",
+    "gather",
+    "halo_exchange",
     "register_rule",
     "report",
+    "scatter",
     "verify",
+    "weighted_mean",
 ]

@@ -15,7 +15,7 @@ from cost_model.mesh import MeshSpec
 from passes.layout import Layout
 from passes.placements import placements_to_layout
 
-__all__ = ["GlobalCall", "alike", "global_call"]
+__all__ = ["GlobalCall", "alike", "global_call", "joined"]
 
 Shapes = Callable[[list[tuple[int, ...]]], list[list[tuple[int, ...]]]]
 """Local shapes of this rank's inputs -> those of every rank, by rank."""
@@ -63,7 +63,7 @@ def global_call(
             layout = placements_to_layout(tensor.placements, tuple(tensor.shape), mesh, what=what)
             shape = tuple(tensor.shape)
         elif given.get(position) is not None:
-            layout, shape = _joined(given[position], [s[position] for s in shapes], mesh, what)
+            layout, shape = joined(given[position], [s[position] for s in shapes], mesh, what)
         else:
             continue
         layouts[position] = layout
@@ -72,7 +72,7 @@ def global_call(
     return GlobalCall(new_args, new_kwargs, layouts, tuple(tuple(t.shape) for t in tensors))
 
 
-def _joined(
+def joined(
     placements: Any, shapes: Sequence[tuple[int, ...]], mesh: MeshSpec, what: str
 ) -> tuple[Layout, tuple[int, ...]]:
     """(layout, global shape) of the tensor whose shard on rank r has shape shapes[r]."""

@@ -8,7 +8,7 @@ import torch
 
 from autoshard.runtime.sharding import shard_of
 from cost_model.mesh import MeshSpec
-from passes.layout import Layout
+from passes.layout import Layout, Span
 
 __all__ = ["largest", "piece_error", "relative_error"]
 
@@ -50,22 +50,29 @@ def _summed(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What all summands of a halo add up to along its dims, and what they should."""
 
-    def place(r: int, along: bool) -> tuple[slice, ...]:
-        """Of `expected`, what `r` has: along the halo's dims, or along the others."""
-        spans = (layout.interval(expected.shape, mesh, d, r) for d in range(expected.ndim))
-        return tuple(
-            slice(*span) if (halo is not None) == along else slice(None)
-            for span, halo in zip(spans, layout.halos, strict=True)
-        )
-
-    part = expected[place(rank, False)]
+    dims = range(expected.ndim)
+    along = [d for d in dims if layout.halos[d] is not None]
+    part = expected
+    for d in dims:
+        if d not in along:
+            lo, hi = layout.interval(expected.shape, mesh, d, rank)
+            part = part.narrow(d, lo, hi - lo)
     total = torch.zeros_like(part)
-    held = [axis for axes, halo in zip(layout.dims, layout.halos, strict=True) if halo for axis in axes]
+    held = [axis for d in along for axis in layout.dims[d]]
     for r in mesh.group(rank, [*held, *(axis for axis, _ in layout.partial)]):
         piece = pieces[r]
         if piece is not None and piece.numel():
-            total[place(r, True)] += piece
+            for d in along:
+                piece = _in_place(piece, layout.interval(expected.shape, mesh, d, r), d, expected.shape[d])
+            total += piece
     return total, part
+
+
+def _in_place(piece: torch.Tensor, span: Span, dim: int, length: int) -> torch.Tensor:
+    """Zeros of `length` with a summand of `span` of them added where it belongs, modulo the length."""
+    places = torch.arange(*span, device=piece.device) % length
+    sizes = [*piece.shape[:dim], length, *piece.shape[dim + 1 :]]
+    return piece.new_zeros(sizes).index_add(dim, places, piece)
 
 
 def _reduced(pieces: Sequence[torch.Tensor | None], layout: Layout) -> torch.Tensor:

@@ -36,7 +36,7 @@ from passes.records import (
 
 __all__ = ["SCHEMA_VERSION", "Plan", "PlanOrigin"]
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 Resolve = Callable[[str, Layout], "Plan"]
 

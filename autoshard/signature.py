@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
 
-__all__ = ["as_call", "matched_placements", "tensor_names"]
+__all__ = ["as_call", "as_placements", "matched_placements", "placement_leaves", "tensor_names"]
 
 Placements = tuple[Placement, ...]
 
@@ -50,22 +50,30 @@ def matched_placements(
     if given is None:
         return {}
     if _is_leaf(given):
-        leaf = _as_placements(given, mesh, argument)
+        leaf = as_placements(given, mesh, argument)
         return dict.fromkeys(range(len(names)), leaf)
     if isinstance(given, Mapping) and all(key in names for key in given):
         return {
-            names.index(key): _as_placements(leaf, mesh, f"{argument}[{key!r}]")
-            for key, leaf in given.items()
+            names.index(key): as_placements(leaf, mesh, f"{argument}[{key!r}]") for key, leaf in given.items()
         }
-    leaves = pytree.tree_leaves(given, is_leaf=lambda x: x is None or _is_leaf(x))
+    leaves = placement_leaves(given, mesh, argument=argument)
     if len(leaves) != len(names):
         raise ShardingError(
             f"{argument} has {len(leaves)} entries for {len(names)} tensors ({', '.join(names)})\n"
             f"  try: one tuple of {len(mesh.names)} placements per tensor, or None for a global one"
         )
-    return {
-        i: _as_placements(leaf, mesh, f"{argument}[{i}]") for i, leaf in enumerate(leaves) if leaf is not None
-    }
+    return {i: leaf for i, leaf in enumerate(leaves) if leaf is not None}
+
+
+def placement_leaves(given: Any, mesh: MeshSpec, *, argument: str) -> list[Placements | None]:
+    """The placements in a pytree, in order; None stays. ShardingError for a leaf that is neither."""
+    if _is_leaf(given):
+        return [as_placements(given, mesh, argument)]
+    leaves = pytree.tree_leaves(given, is_leaf=lambda x: x is None or _is_leaf(x))
+    return [
+        None if leaf is None else as_placements(leaf, mesh, f"{argument}[{i}]")
+        for i, leaf in enumerate(leaves)
+    ]
 
 
 def _is_leaf(value: Any) -> bool:
@@ -74,7 +82,8 @@ def _is_leaf(value: Any) -> bool:
     return isinstance(value, (tuple, list)) and bool(value) and all(isinstance(v, Placement) for v in value)
 
 
-def _as_placements(leaf: Any, mesh: MeshSpec, argument: str) -> Placements:
+def as_placements(leaf: Any, mesh: MeshSpec, argument: str) -> Placements:
+    """One placement per mesh axis from a leaf; ShardingError, naming `argument`, if it is none."""
     if not _is_leaf(leaf):
         raise ShardingError(
             f"{argument} is {leaf!r}, which is no placement\n  try: [Shard(0)] from torch.distributed.tensor"

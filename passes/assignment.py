@@ -5,18 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from passes.layout import Layout
+from cost_model.mesh import MeshSpec
+from passes.layout import Layout, Span, nested_spans
 
 __all__ = ["Assignment", "FactorSplit", "NodeLayouts"]
 
 
 @dataclass(frozen=True)
 class FactorSplit:
-    """`factor` is split over `axes` (major to minor) in whole multiples of `unit`."""
+    """`factor` is split over `axes` (major to minor).
+
+    spans: what each linear index over the axes computes of it; None: torch.chunk's parts. They may overlap where every
+           result has the factor: then ranks compute the same, and need not be told by others.
+    """
 
     factor: str
     axes: tuple[str, ...]
-    unit: int = 1
+    spans: tuple[Span, ...] | None = None
+
+    def parts(self, length: int, mesh: MeshSpec) -> tuple[Span, ...]:
+        """Of a factor of `length`, what each linear index over the axes computes."""
+        if self.spans is not None:
+            return self.spans
+        return nested_spans(length, tuple(mesh.size(axis) for axis in self.axes))
 
 
 @dataclass(frozen=True)

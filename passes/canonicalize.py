@@ -19,6 +19,7 @@ from passes.canonicalization.remove_dead_code import RemoveDeadCode
 from passes.canonicalization.remove_noops import RemoveNoops
 from passes.canonicalization.scatter_to_where import ScatterToWhere
 from passes.canonicalization.sink_expands import SinkExpands
+from passes.canonicalization.split_convolution_backward import SplitConvolutionBackward
 from passes.collector import collector_paused
 from passes.joint import JointGraph
 from passes.rewrite import copy_joint
@@ -34,6 +35,7 @@ PIPELINE: tuple[GraphPass, ...] = (
     RandomToUniform(),
     ScatterToWhere(),
     PadsToCat(),
+    SplitConvolutionBackward(),
     SinkExpands(),
     MergeDuplicates(),  # equal flattenings become one node before they are pushed
     # Products with their own dims. Permutes first, so that a dim is met in the order it was flattened.

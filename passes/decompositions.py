@@ -2,7 +2,7 @@
 
 Prefer primitives over hand-written rules: a norm written as sums and pointwise ops shards by the rules
 of sums and pointwise ops (sync batch norm, sharded layer norm and vocabulary-parallel losses are then
-found, not coded). Kept whole: products, convolution, attention, embedding, pooling, gather, scatter,
+found, not coded). Kept whole: products, convolution, attention, embedding, pooling, resizing, patches, gather, scatter,
 sort, random ops (a pass gives them a seed) and every pointwise op.
 """
 
@@ -35,7 +35,7 @@ miopen_batch_norm_backward _weight_norm_interface
 hardswish_backward hardtanh_backward hardsigmoid_backward elu_backward leaky_relu_backward
 glu glu_backward mish_backward softplus_backward masked_fill
 rsub t transpose tril triu linalg_vector_norm norm aminmax count_nonzero
-addmv addr split stack unfold_backward diag_embed eye linspace
+addmv addr split stack diag_embed eye linspace
 """
 
 

@@ -14,6 +14,8 @@ from torch.utils import _pytree as pytree
 from passes.ops import (
     attention,
     attention_backward,
+    circular_pad,
+    circular_pad_backward,
     neighborhood_attention,
     neighborhood_attention_backward,
     uniform_reference,
@@ -29,6 +31,8 @@ _REFERENCES: dict[str, Callable[..., Any]] = {
     "autoshard.uniform.default": uniform_reference,
     "autoshard.attention.default": custom_op_body(attention),
     "autoshard.attention_backward.default": custom_op_body(attention_backward),
+    "autoshard.circular_pad.default": custom_op_body(circular_pad),
+    "autoshard.circular_pad_backward.default": custom_op_body(circular_pad_backward),
     "autoshard.neighborhood_attention.default": custom_op_body(neighborhood_attention),
     "autoshard.neighborhood_attention_backward.default": custom_op_body(neighborhood_attention_backward),
 }

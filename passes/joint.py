@@ -20,6 +20,7 @@ __all__ = [
     "node_value",
     "node_values",
     "result_index",
+    "result_shapes",
     "tensor_operands",
 ]
 
@@ -153,6 +154,11 @@ def node_value(node: fx.Node, index: int = 0) -> torch.Tensor:
     """The FakeTensor of result `index` of `node`."""
     value = node.meta["val"]
     return value[index] if isinstance(value, (tuple, list)) else value
+
+
+def result_shapes(node: fx.Node) -> list[tuple[int, ...]]:
+    """Shapes of a node's results; () for a result that is None."""
+    return [() if value is None else tuple(value.shape) for value in node_values(node)]
 
 
 def node_values(node: fx.Node) -> Sequence[torch.Tensor | None]:

@@ -13,7 +13,17 @@ from functools import cache
 
 from cost_model.mesh import MeshSpec
 
-__all__ = ["REDUCE_OPS", "Halo", "Layout", "Span", "chunk_sizes", "common", "nested_sizes"]
+__all__ = [
+    "REDUCE_OPS",
+    "Halo",
+    "Layout",
+    "Span",
+    "chunk_sizes",
+    "common",
+    "laps",
+    "nested_sizes",
+    "spans_of",
+]
 
 REDUCE_OPS = ("sum", "max", "min")
 
@@ -25,6 +35,23 @@ def common(one: Span, two: Span) -> Span:
     """The overlap of two ranges; empty as (lo, lo)."""
     lo = max(one[0], two[0])
     return lo, max(lo, min(one[1], two[1]))
+
+
+def laps(span: Span, part: Span, length: int) -> list[tuple[Span, int]]:
+    """Where positions of `part` are in `span`, both counted modulo `length`: (places in the span's own count, what to
+    take off one to get the part's), in order. A span within [0, length) meets a part at most once."""
+    (lo, hi), (first, last) = span, part
+    if lo >= hi or first >= last:
+        return []
+    shifts = range((lo - last) // length * length, hi - first + 1, length)
+    met = ((common(span, (first + shift, last + shift)), shift) for shift in shifts)
+    return [(places, shift) for places, shift in met if places[0] < places[1]]
+
+
+def spans_of(sizes: Sequence[int]) -> tuple[Span, ...]:
+    """The ranges that sizes make up in a row."""
+    ends = itertools.accumulate(sizes)
+    return tuple((end - size, end) for size, end in zip(sizes, ends, strict=True))
 
 
 def chunk_sizes(length: int, parts: int) -> tuple[int, ...]:
@@ -49,11 +76,18 @@ def nested_sizes(length: int, axis_sizes: tuple[int, ...], unit: int = 1) -> tup
     return tuple(size * unit for size in sizes)
 
 
+@cache
+def nested_spans(length: int, axis_sizes: tuple[int, ...]) -> tuple[Span, ...]:
+    """The parts of which `nested_sizes` gives the sizes."""
+    return spans_of(nested_sizes(length, axis_sizes))
+
+
 @dataclass(frozen=True)
 class Halo:
     """What ranks hold of a dim beside their own part of it: what a window reads, or writes to.
 
-    spans:  per linear index over the dim's axes, in global coordinates; they may overlap and leave gaps.
+    spans:  per linear index over the dim's axes, in global coordinates; they may overlap and leave gaps. Positions
+            below 0 or beyond the dim's end count modulo its length (what a periodic window reads).
     summed: False: where spans overlap all hold the same. True: the value is the sum of what overlaps, and 0 in gaps
             (the gradient of a window's operand, before the ranks have added up theirs).
     """
@@ -159,9 +193,7 @@ class Layout:
         halo = self.halos[dim]
         if halo is not None:
             return halo.spans[index]
-        sizes = self.split_sizes(shape, mesh, dim)
-        start = sum(sizes[:index])
-        return start, start + sizes[index]
+        return spans_of(self.split_sizes(shape, mesh, dim))[index]
 
     def local_shape(self, shape: Sequence[int], mesh: MeshSpec, rank: int) -> tuple[int, ...]:
         spans = (self.interval(shape, mesh, dim, rank) for dim in range(len(shape)))

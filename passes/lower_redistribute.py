@@ -100,9 +100,13 @@ def collective_nodes(graph: fx.Graph) -> list[fx.Node]:
 
 def _slice(site: Site, x: fx.Node) -> fx.Node:
     step: Slice = site.step
-    start, _ = site.span(step.before, step.dim)
-    lo, hi = site.span(step.after, step.dim)
-    return site.emit.slice(x, step.dim, lo - start, hi - start)
+    pieces: list[fx.Node] = []
+    end = 0
+    for (first, last), (lo, hi) in site.overlaps(step.dim, site.rank, site.rank):
+        if hi > end:  # a periodic halo may hold a position twice
+            pieces.append(site.emit.slice(x, step.dim, first + max(0, end - lo), last))
+            end = hi
+    return site.emit.cat(pieces, step.dim) if pieces else site.emit.slice(x, step.dim, 0, 0)
 
 
 def _to_partial(site: Site, x: fx.Node) -> fx.Node:
@@ -167,12 +171,6 @@ def _even_all_to_all(site: Site, x: fx.Node) -> fx.Node:
     return unstack_parts(site.emit, moved, step.from_dim, site.counts, site.order, part)
 
 
-def _reshard(site: Site, x: fx.Node) -> fx.Node:
-    step: Reshard = site.step
-    sent, received = site.messages(step.dim)
-    return _exchange(site, x, (step.dim, sent), (step.dim, received))
-
-
 def _exchange(
     site: Site, x: fx.Node, sent: tuple[int, Sequence[Span]], received: tuple[int, Sequence[Span]]
 ) -> fx.Node:
@@ -213,7 +211,7 @@ _EMIT: Mapping[type[Step], Callable[[Site, fx.Node], fx.Node]] = {
     AllReduce: _all_reduce,
     ReduceScatter: _reduce_scatter,
     AllToAll: _all_to_all,
-    Reshard: _reshard,
+    Reshard: halo_exchange,
     HaloExchange: halo_exchange,
     HaloReduce: halo_reduce,
 }

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -13,7 +13,15 @@ from cost_model.measurements import KernelKind
 from passes.joint import node_value, result_index, tensor_operands
 from passes.rules.space import per_dim
 
-__all__ = ["alias_chain", "arithmetic_kind", "fuses", "global_flops", "is_view", "storage_root"]
+__all__ = [
+    "alias_chain",
+    "arithmetic_kind",
+    "fuses",
+    "global_flops",
+    "is_view",
+    "reads_values",
+    "storage_root",
+]
 
 _aten = torch.ops.aten
 
@@ -32,6 +40,7 @@ _VIEWS = frozenset(
         _aten.squeeze.dims,
         _aten.slice.Tensor,
         _aten.select.int,
+        _aten.unfold.default,
         _aten.split_with_sizes.default,
         _aten.alias.default,
         _aten.detach.default,
@@ -52,11 +61,16 @@ _CREATIONS = frozenset(
         _aten.scalar_tensor.default,
         _aten.cat.default,
         _aten.constant_pad_nd.default,
+        _aten.flip.default,
+        _aten.roll.default,
         _aten.gather.default,
         _aten.tril.default,
         _aten.triu.default,
     }
 )
+
+_SHAPE_OF_INPUT = ("aten.avg_pool", "aten.reflection_pad", "aten.replication_pad")
+"""Ops whose gradients take the input, as operand 1, for its shape."""
 
 
 def is_view(node: fx.Node) -> bool:
@@ -94,9 +108,22 @@ def fuses(node: fx.Node) -> bool:
     if node.op != "call_function":
         return False
     target = node.target
-    if target in _CREATIONS or target is torch.ops.autoshard.uniform.default:
+    autoshard = torch.ops.autoshard
+    if target in _CREATIONS or target in (autoshard.uniform.default, autoshard.circular_pad.default):
         return True
     return torch.Tag.pointwise in getattr(target, "tags", ())
+
+
+def reads_values(node: fx.Node) -> tuple[bool, ...]:
+    """Per tensor operand, whether the op reads its elements; of some, gradients only need the shape."""
+    count = len(tensor_operands(node))
+    if node.target is _aten.convolution_backward.default:
+        of_input, *of_others = (bool(wanted) for wanted in cast(Sequence[bool], node.args[10]))
+        return (True, any(of_others), of_input)
+    name = str(node.target).removesuffix(".default")
+    if name.endswith("_backward") and name.startswith(_SHAPE_OF_INPUT):
+        return tuple(position != 1 for position in range(count))
+    return (True,) * count
 
 
 def global_flops(node: fx.Node) -> float:
@@ -122,10 +149,12 @@ def global_flops(node: fx.Node) -> float:
     if target is torch.ops.autoshard.neighborhood_attention_backward.default:
         return 10.0 * _neighborhood_volume(node, 1)
     if target is _aten.convolution.default:
-        return _convolution_flops(node_value(node), node_value(tensor_operands(node)[1]))
+        x, weight = (node_value(n) for n in tensor_operands(node)[:2])
+        return _convolution_flops(x if node.args[6] else node_value(node), weight)
     if target is _aten.convolution_backward.default:
-        grad, _, weight = (node_value(n) for n in tensor_operands(node)[:3])
-        return 2.0 * _convolution_flops(grad, weight)
+        grad, x, weight = (node_value(n) for n in tensor_operands(node)[:3])
+        wanted = sum(map(bool, cast(Sequence[bool], node.args[10])[:2]))
+        return wanted * _convolution_flops(x if node.args[7] else grad, weight)
     if target is _aten.max_pool2d_with_indices.default:
         return float(node_value(node).numel() * math.prod(per_dim(node.args[1], 2)))  # type: ignore[arg-type]
     return 0.0
@@ -169,6 +198,6 @@ def _neighborhood_volume(node: fx.Node, first: int) -> float:
     return float(node_value(tensor_operands(node)[first]).numel() * math.prod(kernel_size))
 
 
-def _convolution_flops(output: torch.Tensor, weight: torch.Tensor) -> float:
-    """weight: [co, ci / groups, *kernel]; output: [n, co, *spatial]."""
-    return 2.0 * output.numel() * math.prod(weight.shape[1:])
+def _convolution_flops(y: torch.Tensor, weight: torch.Tensor) -> float:
+    """y: the output, [n, co, *space], with a weight of [co, ci / groups, *kernel]; transposed, the input likewise."""
+    return 2.0 * y.numel() * math.prod(weight.shape[1:])

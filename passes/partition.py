@@ -16,7 +16,7 @@ from passes.fake_calls import FakeCalls
 from passes.hiding import ending_reads
 from passes.issue_order import Transfer, Turn, issue_order
 from passes.joint import JointGraph, map_operands, node_value, result_index, tensor_operands
-from passes.layout import Layout, nested_sizes
+from passes.layout import Layout
 from passes.lower_redistribute import emit
 from passes.redistribute import Redistributor
 from passes.rules.registry import RuleTable, rule_for
@@ -213,10 +213,7 @@ class _Context:
         if split is None:
             return 0, length
         mesh = self.writer.mesh
-        sizes = nested_sizes(length, tuple(mesh.size(a) for a in split.axes), split.unit)
-        index = mesh.linear_index(self.writer.rank, split.axes)
-        start = sum(sizes[:index])
-        return start, start + sizes[index]
+        return split.parts(length, mesh)[mesh.linear_index(self.writer.rank, split.axes)]
 
     def result_shape(self, index: int = 0) -> list[int]:
         shape = node_value(self.node, index).shape

@@ -15,8 +15,8 @@ from cost_model.measurements import KernelKind
 from cost_model.mesh import MeshSpec
 from passes.assignment import FactorSplit, NodeLayouts
 from passes.joint import first_value, node_value, node_values, tensor_operands
-from passes.layout import Layout, nested_sizes
-from passes.op_kinds import arithmetic_kind, fuses, global_flops, is_view, storage_root
+from passes.layout import Layout
+from passes.op_kinds import arithmetic_kind, fuses, global_flops, is_view, reads_values, storage_root
 from passes.rules.rule import OpRule
 
 __all__ = [
@@ -52,9 +52,9 @@ def traffic_model(backend: str) -> TrafficModel:
 
 
 def eager_traffic(node: fx.Node) -> Traffic:
-    """Every op that is no view reads all its operands and stores its results."""
+    """Every op that is no view reads its operands and stores its results."""
     moves = not is_view(node)
-    return Traffic((moves,) * len(tensor_operands(node)), writes=moves)
+    return Traffic(tuple(moves and read for read in reads_values(node)), writes=moves)
 
 
 def fused_traffic(node: fx.Node) -> Traffic:
@@ -62,7 +62,10 @@ def fused_traffic(node: fx.Node) -> Traffic:
     stored only where something that cannot fuse with it, or the other phase, reads it."""
     if is_view(node):
         return Traffic((False,) * len(tensor_operands(node)), writes=False)
-    reads = tuple(not fuses(storage_root(operand)) for operand in tensor_operands(node))
+    reads = tuple(
+        read and not fuses(storage_root(operand))
+        for operand, read in zip(tensor_operands(node), reads_values(node), strict=True)
+    )
     # A draw fuses, but hashing an index takes about as long as storing the result.
     draws = node.target is torch.ops.autoshard.uniform.default
     return Traffic(reads, writes=not fuses(node) or draws or _is_stored(node))
@@ -150,4 +153,4 @@ def _kernel_seconds(
 def _share(split: FactorSplit, rule: OpRule, mesh: MeshSpec) -> float:
     """Largest shard of the factor, as a fraction of it."""
     length = rule.sizes[split.factor]
-    return max(nested_sizes(length, tuple(mesh.size(a) for a in split.axes), split.unit)) / length
+    return max(hi - lo for lo, hi in split.parts(length, mesh)) / length

@@ -30,12 +30,12 @@ _CHEAP = (
         """slice.Tensor select.int split_with_sizes.default split.Tensor _unsafe_view.default clone.default
         _to_copy.default full.default full_like.default zeros.default zeros_like.default ones.default
         ones_like.default empty.memory_format arange.default arange.start arange.start_step
-        scalar_tensor.default constant_pad_nd.default cat.default tril.default triu.default index.Tensor
-        gather.default as_strided.default repeat.default lift_fresh_copy.default new_zeros.default
-        new_ones.default new_full.default""",
+        scalar_tensor.default constant_pad_nd.default cat.default flip.default roll.default tril.default
+        triu.default index.Tensor gather.default as_strided.default repeat.default lift_fresh_copy.default
+        new_zeros.default new_ones.default new_full.default""",
     )
     | _overloads("prims", "convert_element_type.default iota.default")
-    | _overloads("autoshard", "uniform.default use.default")
+    | _overloads("autoshard", "uniform.default use.default circular_pad.default")
 )
 _REDUCTIONS = _overloads(
     "aten",

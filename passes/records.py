@@ -117,7 +117,7 @@ def record_to_json(record: NodeRecord) -> dict[str, Any]:
             {"shape": list(r.shape), "dtype": r.dtype, "layout": layout_to_json(r.layout)}
             for r in record.results
         ],
-        "splits": [[split.factor, list(split.axes), split.unit] for split in record.splits],
+        "splits": [_split_to_json(split) for split in record.splits],
         "seconds": record.seconds,
         "phase": record.phase,
         "module": record.module,
@@ -135,12 +135,22 @@ def record_from_json(data: Mapping[str, Any]) -> NodeRecord:
             ResultRecord(tuple(r["shape"]), r["dtype"], layout_from_json(r["layout"]))
             for r in data["results"]
         ),
-        splits=tuple(FactorSplit(factor, tuple(axes), unit) for factor, axes, unit in data["splits"]),
+        splits=tuple(_split_from_json(split) for split in data["splits"]),
         seconds=data["seconds"],
         phase=data["phase"],
         module=data["module"],
         source=data["source"],
     )
+
+
+def _split_to_json(split: FactorSplit) -> list[Any]:
+    data: list[Any] = [split.factor, list(split.axes)]
+    return data if split.spans is None else [*data, [list(span) for span in split.spans]]
+
+
+def _split_from_json(data: Sequence[Any]) -> FactorSplit:
+    factor, axes, *spans = data
+    return FactorSplit(factor, tuple(axes), tuple((lo, hi) for lo, hi in spans[0]) if spans else None)
 
 
 def _operand_to_json(operand: OperandRecord) -> dict[str, Any]:

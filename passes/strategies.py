@@ -9,19 +9,13 @@ from dataclasses import dataclass
 
 from cost_model.mesh import MeshSpec
 from passes.assignment import FactorSplit, NodeLayouts
-from passes.layout import Halo, Layout, nested_sizes
+from passes.cuts import NO_CUTS, Cuts, Wider
+from passes.layout import Halo, Layout
 from passes.rules.rule import Dim, OpRule
 
-__all__ = ["Units", "enumerate_strategies"]
+__all__ = ["enumerate_strategies"]
 
 Shape = Sequence[int]
-Units = Mapping[int, frozenset[int]]
-"""Length of a dim -> the granularities in which some op of the graph needs it split.
-
-A dim of 64 that a view turns into 4 heads of 16 has {64: {16}}: over 3 ranks the heads are split
-(2, 2, 0), so the dim must be offered as (32, 32, 0) and not only as torch.chunk's (22, 22, 20).
-"""
-
 
 Made = dict[Hashable, Layout]
 """Layouts of one op's tensors made so far."""
@@ -42,13 +36,15 @@ def enumerate_strategies(
     result_shapes: Sequence[Shape],
     mesh: MeshSpec,
     *,
-    units: Units | None = None,
+    cuts: Cuts = NO_CUTS,
+    wider: Wider | None = None,
     any_order: bool = False,
 ) -> tuple[NodeLayouts, ...]:
     """Every strategy the rule allows: the product over the mesh's axes of size > 1.
 
     Several axes may split one factor: in mesh order, and with `any_order` in every order (a
-    parameter split over "tp" and each part over "dp" is f32[4096@tp@dp, 512]).
+    parameter split over "tp" and each part over "dp" is f32[4096@tp@dp, 512]). A factor is split in torch.chunk's
+    sizes, in those of `cuts`, or into the overlapping spans of `wider`.
     Deterministic; the first strategy is the replicated one.
     """
     legal = _contiguous_factors(rule)
@@ -56,7 +52,7 @@ def enumerate_strategies(
     made: Made = {}
     per_axis = [_axis_choices(axis, legal, rule) for axis in mesh.real_axes()]
     for choices in itertools.product(*per_axis):
-        for splits in _splits(choices, rule, mesh, units or {}, any_order):
+        for splits in _splits(choices, rule, mesh, cuts, wider or {}, any_order):
             found.setdefault(_layouts(rule, operand_shapes, result_shapes, mesh, choices, splits, made))
     return tuple(found)
 
@@ -78,7 +74,7 @@ def _axis_choices(axis: str, factors: Sequence[str], rule: OpRule) -> list[_Choi
 
 
 def _splits(
-    choices: Sequence[_Choice], rule: OpRule, mesh: MeshSpec, units: Units, any_order: bool
+    choices: Sequence[_Choice], rule: OpRule, mesh: MeshSpec, cuts: Cuts, wider: Wider, any_order: bool
 ) -> Iterator[tuple[FactorSplit, ...]]:
     axes_of: dict[str, list[str]] = {}
     for choice in choices:
@@ -86,22 +82,16 @@ def _splits(
             axes_of.setdefault(choice.factor, []).append(choice.axis)
     options = [
         [
-            FactorSplit(factor, order, unit)
+            FactorSplit(factor, order, spans)
             for order in (itertools.permutations(axes) if any_order else [tuple(axes)])
-            for unit in _unit_options(rule.sizes[factor], [mesh.size(a) for a in order], units)
+            for spans in (
+                *cuts.options(rule.sizes[factor], order, mesh),
+                *wider.get((factor, order), ()),
+            )
         ]
         for factor, axes in axes_of.items()
     ]
     return (tuple(combination) for combination in itertools.product(*options))
-
-
-def _unit_options(length: int, parts: Sequence[int], units: Units) -> list[int]:
-    """1, and every needed unit that gives other split sizes than torch.chunk does."""
-    seen = {nested_sizes(length, tuple(parts)): 1}
-    for unit in sorted(units.get(length, frozenset())):
-        if length % unit == 0:
-            seen.setdefault(nested_sizes(length, tuple(parts), unit), unit)
-    return list(seen.values())
 
 
 def _layouts(
@@ -187,23 +177,21 @@ def _new_layout(
 ) -> Layout:
     """found: per dim, the split of its first factor, if it is split."""
     axes: list[tuple[str, ...]] = []
-    sizes: list[tuple[int, ...] | None] = []
     halos: list[Halo | None] = []
     for d, (dim, split) in enumerate(zip(dims, found, strict=True)):
         halos.append(None)
         if split is None:
             axes.append(())
-            sizes.append(None)
             continue
-        inner = math.prod(rule.sizes[f] for f in dim) // rule.sizes[split.factor]
-        parts = nested_sizes(rule.sizes[split.factor], tuple(mesh.size(a) for a in split.axes), split.unit)
         axes.append(split.axes)
+        inner = math.prod(rule.sizes[f] for f in dim) // rule.sizes[split.factor]
         window = rule.windows.get((tensor, d))
-        if window is None:
-            sizes.append(tuple(part * inner for part in parts))
+        if window is None and inner == 1 and split.spans is None:
             continue
-        sizes.append(None)
-        ends = itertools.accumulate(parts)
-        spans = tuple(window.reads(end - part, end) for part, end in zip(parts, ends, strict=True))
-        halos[d] = Halo(spans, summed=tensor >= len(rule.operands))
-    return Layout.of(shape, mesh, axes, partial, sizes, halos)
+        parts = split.parts(rule.sizes[split.factor], mesh)
+        if window is None:
+            spans = tuple((lo * inner, hi * inner) for lo, hi in parts)
+        else:
+            spans = tuple(window.reads(lo, hi) for lo, hi in parts)
+        halos[d] = Halo(spans, summed=window is not None and tensor >= len(rule.operands))
+    return Layout.of(shape, mesh, axes, partial, None, halos)

@@ -1,11 +1,13 @@
 """Which part of an operand a part of the result reads: the interval algebra of windows.
 
 Per dim, half-open. The operand has `length` positions, what lies outside is padding. `reads(lo, hi)` is what results
-[lo, hi) read of it, clipped to [0, length); (0, 0) if they read nothing.
+[lo, hi) read of it, clipped to [0, length); (0, 0) if they read nothing. Of a periodic window it may lie outside of
+[0, length), and be longer: positions then count modulo `length`.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,10 +17,14 @@ from passes.layout import Span
 
 __all__ = [
     "AdaptiveWindow",
+    "AntialiasResize",
+    "CubicResize",
     "EdgePad",
     "LinearResize",
+    "MirroredWindow",
     "NearestResize",
     "NeighborhoodWindow",
+    "PeriodicWindow",
     "SlidingWindow",
     "TransposedWindow",
     "Window",
@@ -97,6 +103,17 @@ class AdaptiveWindow:
             return 0, 0
         return lo * self.length // self.results, -(-hi * self.length // self.results)
 
+    @property
+    def is_even(self) -> bool:
+        """Whether all results read equally many positions, none of them twice."""
+        return self.length % self.results == 0
+
+    @property
+    def widest(self) -> int:
+        """The most positions that any result reads."""
+        spans = (self.reads(o, o + 1) for o in range(self.results))
+        return max(hi - lo for lo, hi in spans)
+
 
 @dataclass(frozen=True)
 class LinearResize:
@@ -143,6 +160,66 @@ class NearestResize:
 
 
 @dataclass(frozen=True)
+class CubicResize:
+    """Cubic interpolation: result o lies at `place(o)` of the operand, which may be before its first position; it reads
+    two positions on either side, the first and the last in place of those beyond.
+
+    ratio: operand positions per result.
+    """
+
+    length: int
+    ratio: float
+    align_corners: bool
+
+    def place(self, result: int) -> float:
+        return self.ratio * result if self.align_corners else self.ratio * (result + 0.5) - 0.5
+
+    def reads(self, lo: int, hi: int) -> Span:
+        if lo >= hi:
+            return 0, 0
+        first, last = math.floor(self.place(lo)) - 1, math.floor(self.place(hi - 1)) + 2
+        most = self.length - 1
+        return min(max(first, 0), most), min(max(last, 0), most) + 1
+
+
+@dataclass(frozen=True)
+class AntialiasResize:
+    """Interpolation by a filter as wide as what a result stands for: result o reads what is less than `support` from
+    the middle of its share of the operand.
+
+    ratio: operand positions per result. radius: of the filter, in positions (linear: 1, cubic: 2) where it enlarges.
+    """
+
+    length: int
+    ratio: float
+    radius: int
+
+    @property
+    def stretch(self) -> float:
+        """Operand positions per unit of the filter."""
+        return max(1.0, self.ratio)
+
+    @property
+    def support(self) -> float:
+        return self.radius * self.stretch
+
+    @property
+    def widest(self) -> int:
+        """The most positions that any result reads."""
+        return 2 * math.ceil(self.support) + 1
+
+    def start(self, result: int) -> int:
+        """The first position that a result reads."""
+        return max(0, math.floor(self.ratio * (result + 0.5) - self.support + 0.5))
+
+    def reads(self, lo: int, hi: int) -> Span:
+        if lo >= hi:
+            return 0, 0
+        last = math.floor(self.ratio * (hi - 0.5) + self.support + 0.5)
+        return min(self.start(lo), self.length - 1), min(last, self.length)
+
+
+@dataclass(frozen=True)
 class EdgePad:
     """Padding with what is inside: result o is the operand's position o - before, outside of it mirrored at the edge
     (`reflects`) or that of the edge itself."""
@@ -161,6 +238,28 @@ class EdgePad:
         edges = (self.before, self.before + self.length - 1)
         places = [self.place(o) for o in (lo, hi - 1, *(o for o in edges if lo <= o < hi))]
         return min(places), max(places) + 1
+
+
+@dataclass(frozen=True)
+class MirroredWindow:
+    """Flipping: result o is the operand's position length - 1 - o."""
+
+    length: int
+
+    def reads(self, lo: int, hi: int) -> Span:
+        return (self.length - hi, self.length - lo) if lo < hi else (0, 0)
+
+
+@dataclass(frozen=True)
+class PeriodicWindow:
+    """Rolling, and padding with what is at the other end: result o is the operand's position o - before, modulo its
+    length."""
+
+    length: int
+    before: int
+
+    def reads(self, lo: int, hi: int) -> Span:
+        return (lo - self.before, hi - self.before) if lo < hi else (0, 0)
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,14 @@ def local_device(mesh: DeviceMesh) -> torch.device:
 
 
 def shard_of(whole: Tensor, layout: Layout, mesh: MeshSpec, rank: int) -> Tensor:
-    """The part of `whole` (global shape) that `rank` holds: a view."""
+    """The part of `whole` (global shape) that `rank` holds: a view, unless it wraps around an end."""
     part = whole
-    for dim in range(whole.ndim):
-        if layout.dims[dim]:
-            lo, hi = layout.interval(whole.shape, mesh, dim, rank)
+    for dim, length in enumerate(whole.shape):
+        lo, hi = layout.interval(whole.shape, mesh, dim, rank)
+        if lo < 0 or hi > length:
+            places = torch.arange(lo, hi, device=whole.device) % length
+            part = part.index_select(dim, places)
+        elif (lo, hi) != (0, length):
             part = part.narrow(dim, lo, hi - lo)
     return part
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -7,7 +8,8 @@ from torch import fx
 
 import passes.ops.use  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::use)
 from passes.base import GraphPass
-from passes.joint import JointGraph
+from passes.joint import JointGraph, tensor_operands
+from passes.rules.registry import rule_for
 
 __all__ = ["InsertUses"]
 
@@ -28,6 +30,9 @@ class InsertUses(GraphPass):
     another layout still redistributes from the use's. The returned tuple is not a reader, and a
     constant (`full`) needs no use: every reader can have it in any layout for nothing.
 
+    What the forward reads through a window the backward often reads through the same (a convolution's input, for
+    the weight's gradient). Both then share the forward's use: a halo is kept, and not exchanged again.
+
     Last of the pipeline: no other pass looks through a `use`.
     """
 
@@ -47,14 +52,30 @@ def _is_value(node: fx.Node) -> bool:
 
 def _insert(node: fx.Node, order: dict[fx.Node, int]) -> None:
     readers = sorted((user for user in node.users if user.op == "call_function"), key=order.__getitem__)
-    for phase in ("forward", "backward"):
-        group = [reader for reader in readers if reader.meta["phase"] == phase]
-        if len(group) < 2:
-            continue
-        with node.graph.inserting_before(group[0]):
-            use = node.graph.call_function(torch.ops.autoshard.use.default, (node,))
-        origin = group[0] if node.op == "placeholder" else node
-        use.meta = {"val": node.meta["val"], "phase": phase}
-        use.meta.update({key: origin.meta[key] for key in ("module", "source") if key in origin.meta})
-        for reader in group:
-            reader.replace_input_with(node, use)
+    forward = [reader for reader in readers if reader.meta["phase"] == "forward"]
+    backward = [reader for reader in readers if reader.meta["phase"] == "backward"]
+    kept: list[fx.Node] = []
+    if forward and backward and any(_through_window(reader, node) for reader in forward):
+        kept = [reader for reader in backward if _through_window(reader, node)]
+    for phase, group in (
+        ("forward", [*forward, *kept]),
+        ("backward", [reader for reader in backward if reader not in kept]),
+    ):
+        if len(group) >= 2:
+            _share(node, phase, group)
+
+
+def _share(node: fx.Node, phase: str, group: Sequence[fx.Node]) -> None:
+    with node.graph.inserting_before(group[0]):
+        use = node.graph.call_function(torch.ops.autoshard.use.default, (node,))
+    origin = group[0] if node.op == "placeholder" else node
+    use.meta = {"val": node.meta["val"], "phase": phase}
+    use.meta.update({key: origin.meta[key] for key in ("module", "source") if key in origin.meta})
+    for reader in group:
+        reader.replace_input_with(node, use)
+
+
+def _through_window(reader: fx.Node, node: fx.Node) -> bool:
+    """Whether `reader` sees `node` through a window."""
+    windows = rule_for(reader).windows
+    return any(tensor_operands(reader)[t] is node for t, _ in windows if t < len(tensor_operands(reader)))

@@ -108,6 +108,16 @@ def _reduction(node: fx.Node) -> Call:
     return _op(node), (node.args[0], dims, bool(_argument(node, 2, "keepdim", False))), kwargs
 
 
+def _dims_at(position: int) -> Callable[[fx.Node], Call]:
+    """For an op whose argument `position` is a list of dims of its operand."""
+
+    def normalize(node: fx.Node) -> Call:
+        dims = list(_positive(ints_at(node, position), _ndim(node)))
+        return _op(node), (*node.args[:position], dims, *node.args[position + 1 :]), node.kwargs
+
+    return normalize
+
+
 def _dim_at(position: int, default: int | None = None) -> Callable[[fx.Node], Call]:
     """For an op whose argument `position`, named dim, is one dim of its result."""
 
@@ -158,5 +168,7 @@ _TABLE: dict[Any, Callable[[fx.Node], Call]] = {
     **dict.fromkeys(_REDUCTIONS, _reduction),
     **{op: _dim_at(1) for op in _ONE_DIM},
     aten.cat.default: _dim_at(1, 0),
+    aten.flip.default: _dims_at(1),
+    aten.roll.default: _dims_at(2),
     aten.split_with_sizes.default: _dim_at(2, 0),
 }

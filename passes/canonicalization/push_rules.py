@@ -117,6 +117,19 @@ def _one_dim(position: int) -> PushRule:
     return rule
 
 
+def _dims_at(position: int) -> PushRule:
+    """An op that keeps the shape and works along the dims listed at argument `position`."""
+
+    def rule(sweep: Sweep, node: fx.Node) -> Flat:
+        dims = ints_at(node, position)
+        flat = sweep.whole(tensor_at(node), dims, node)
+        args = [flat.node, *node.args[1:]]
+        args[position] = [flat.span(dim).start for dim in dims]
+        return Flat(call_like(node, *args, **node.kwargs), flat.groups)
+
+    return rule
+
+
 def _agreed(sweep: Sweep, operands: Sequence[fx.Node], apart: int | None) -> list[Group]:
     """Per dim, the group that all operands (of one rank, equal in size) agree on; `apart` is whole."""
     columns = zip(*(sweep.flat(operand).groups for operand in operands), strict=True)
@@ -145,7 +158,7 @@ def _pad(sweep: Sweep, node: fx.Node) -> Flat:
         fine[flat.span(d).start] = pairs[d]
     first = next((d for d, pair in enumerate(fine) if any(pair)), len(fine))
     new_pads = [p for pair in reversed(fine[first:]) for p in pair]
-    return Flat(emit(node, aten.constant_pad_nd.default, flat.node, new_pads, *node.args[2:]), groups)
+    return Flat(call_like(node, flat.node, new_pads, *node.args[2:]), groups)
 
 
 def _gather(sweep: Sweep, node: fx.Node) -> Flat | None:
@@ -232,6 +245,10 @@ _TABLE: dict[Any, PushRule] = {
     aten.cumsum.default: _one_dim(1),
     aten.cat.default: _cat,
     aten.constant_pad_nd.default: _pad,
+    torch.ops.autoshard.circular_pad.default: _pad,
+    torch.ops.autoshard.circular_pad_backward.default: _pad,
+    aten.flip.default: _dims_at(1),
+    aten.roll.default: _dims_at(2),
     aten.gather.default: _gather,
     aten.split_with_sizes.default: _split,
     aten.embedding.default: _embedding,

@@ -79,7 +79,8 @@ def _full_slice(node: fx.Node) -> fx.Node | None:
     return _first(node) if step == 1 else None
 
 
-def _no_padding(node: fx.Node) -> fx.Node | None:
+def _all_zero(node: fx.Node) -> fx.Node | None:
+    """The amounts to pad or roll by."""
     return _first(node) if not any(ints_at(node, 1)) else None
 
 
@@ -106,7 +107,8 @@ _TABLE: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
     aten.reshape.default: _first,
     aten.slice.Tensor: _full_slice,
     aten.permute.default: _identity_order,
-    aten.constant_pad_nd.default: _no_padding,
+    aten.constant_pad_nd.default: _all_zero,
+    aten.roll.default: _all_zero,
     aten.add.Tensor: _if_scalar(0),
     aten.add.Scalar: _if_scalar(0),
     aten.sub.Tensor: _if_scalar(0),

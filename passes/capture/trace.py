@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from cost_model.errors import CaptureError
 from passes.capture.attention import attention_captured
+from passes.capture.kept import resizing_kept
+from passes.capture.padding import PADS
 from passes.capture.provenance import provenance
 from passes.capture.state import Slot, rebound_buffers, state_kept, state_replaced
 from passes.capture.trees import Tree, flatten, unflatten
@@ -106,9 +108,10 @@ def trace(program: Program, device: torch.device | None) -> Traced:
             compiling_flag(),
             encoder_masks_trusted(),
             full_precision_backward(),
+            resizing_kept(),
         ):
             stack.enter_context(context)
-        stack.enter_context(provenance(program.model, replaced, _TRACER_FRAMES))
+        stack.enter_context(provenance(program.model, {**replaced, **PADS}, _TRACER_FRAMES))
         aot = trace_joint(_Traceable(program, returned), fakes, decomposition_table())
     assert returned.tree is not None
     return Traced(aot, returned.tree, returned.count, returned.rebound)

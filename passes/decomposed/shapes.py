@@ -1,4 +1,5 @@
-"""Slices written into and gathered from tensors, as cat, pad, select, expand and reshape."""
+"""Slices written into and gathered from tensors, as cat, pad, select, expand and reshape; shuffled channels, as
+reshape and permute."""
 
 from __future__ import annotations
 
@@ -77,14 +78,35 @@ def repeat(x: Tensor, repeats: Sequence[int]) -> Tensor:
 
 
 def roll(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
-    if not dims:
-        return roll(x.reshape(-1), shifts, [0]).reshape(x.shape)
-    for shift, dim in zip(shifts, dims, strict=True):
-        size = x.shape[dim]
-        cut = -shift % size if size else 0
-        if cut:
-            x = torch.cat([aten.slice.Tensor(x, dim, cut, size), aten.slice.Tensor(x, dim, 0, cut)], dim)
-    return x.clone()
+    """Only what rolls as one vector is taken apart: a rolled dim is split in space as it is."""
+    if dims:
+        return NotImplemented
+    return aten.roll.default(x.reshape(-1), shifts, [0]).reshape(x.shape)
+
+
+def pixel_shuffle(x: Tensor, factor: int) -> Tensor:
+    """[..., c f f, h, w] -> [..., c, h f, w f]"""
+    *lead, channels, h, w = x.shape
+    n, c = len(lead), channels // factor**2
+    fine = x.reshape([*lead, c, factor, factor, h, w])
+    order = [*range(n), n, n + 3, n + 1, n + 4, n + 2]
+    return fine.permute(order).reshape([*lead, c, h * factor, w * factor]).clone()
+
+
+def pixel_unshuffle(x: Tensor, factor: int) -> Tensor:
+    """[..., c, h f, w f] -> [..., c f f, h, w]"""
+    *lead, c, h, w = x.shape
+    n = len(lead)
+    fine = x.reshape([*lead, c, h // factor, factor, w // factor, factor])
+    order = [*range(n), n, n + 2, n + 4, n + 1, n + 3]
+    return fine.permute(order).reshape([*lead, c * factor**2, h // factor, w // factor]).clone()
+
+
+def channel_shuffle(x: Tensor, groups: int) -> Tensor:
+    """[n, g c, ...] -> [n, c g, ...]"""
+    n, channels, *rest = x.shape
+    fine = x.reshape([n, groups, channels // groups, *rest])
+    return fine.transpose(1, 2).reshape(x.shape).clone()
 
 
 def copy(x: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
@@ -100,5 +122,9 @@ SHAPES: dict[Any, Callable[..., Any]] = {
     aten.unbind.int: unbind,
     aten.repeat.default: repeat,
     aten.roll.default: roll,
+    aten.pixel_shuffle.default: pixel_shuffle,
+    aten.pixel_unshuffle.default: pixel_unshuffle,
+    aten.channel_shuffle.default: channel_shuffle,
+    aten.native_channel_shuffle.default: channel_shuffle,
     aten.copy.default: copy,
 }

@@ -1,12 +1,13 @@
 """Emitting halos: what windows read of other ranks' shards, and what they add to them.
 
-The table of messages follows from the layouts: from any distance, of any sizes, to empty shards too. Only what is
-foreign travels; several split dims go one after the other, the second with what the first has brought, so that
-corners arrive without messages of their own.
+The table of messages follows from the layouts: from any distance, of any sizes, to empty shards too, around the end
+of a periodic dim. Only what is foreign travels; several split dims go one after the other, the second with what the
+first has brought, so that corners arrive without messages of their own.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -17,76 +18,76 @@ from passes.layout import Span
 from passes.redistribution.emit import value
 from passes.redistribution.pieces import flatten_pieces
 from passes.redistribution.site import Site, without
-from passes.redistribution.splits import foreign_elements
-from passes.redistribution.steps import HaloExchange, HaloReduce
 
 __all__ = ["halo_exchange", "halo_reduce"]
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
+Piece = tuple[Span, fx.Node]
+"""(places in the result, what belongs there)."""
+
 
 def halo_exchange(site: Site, x: fx.Node) -> fx.Node:
-    """What others hold of my span, put around what I hold of it."""
-    step: HaloExchange = site.step
+    """What others hold of my span, put around what I hold of it: also from one cut of a dim to another."""
     pieces = _pieces(site, x)
     if not math.prod(site.result_shape):
         return site.emit.empty(x, site.result_shape)
-    return site.emit.cat([piece for _, piece in pieces], step.dim)
+    return site.emit.cat([piece for _, piece in pieces], site.step.dim)
 
 
 def halo_reduce(site: Site, x: fx.Node) -> fx.Node:
     """My part of the sum: my own summand, and those of others that reach into it."""
-    step: HaloReduce = site.step
-    pieces = _pieces(site, x)
-    if not pieces:
-        return site.emit.call(aten.new_zeros.default, x, list(site.result_shape))
-    first, _ = site.span(step.after, step.dim)
-    whole = [_placed(site, piece, lo - first) for lo, piece in pieces]
-    total = whole[0]
-    for other in whole[1:]:
-        total = site.emit.call(aten.add.Tensor, total, other)
-    return total
+    pieces, shape, dim = _pieces(site, x), list(site.result_shape), site.step.dim
+    ends = sorted({0, shape[dim], *itertools.chain.from_iterable(span for span, _ in pieces)})
+    runs = [_sum_of(site, pieces, (lo, hi), x) for lo, hi in itertools.pairwise(ends)]
+    return site.emit.cat(runs, dim) if runs else site.emit.empty(x, shape)
 
 
-def _pieces(site: Site, x: fx.Node) -> list[tuple[int, fx.Node]]:
-    """(first place, piece) of all that others send, and of what is here already, by place."""
+def _sum_of(site: Site, pieces: Sequence[Piece], run: Span, like: fx.Node) -> fx.Node:
+    """What the pieces that cover `run`, all of it, add up to there."""
     dim = site.step.dim
-    sent, received = site.messages(dim)
-    start, _ = site.span(site.step.before, dim)
-    lo, hi = received[site.ranks.index(site.rank)]
-    pieces = _foreign(site, x, sent, received)
-    if lo < hi:
-        pieces.append((lo, site.emit.slice(x, dim, lo - start, hi - start)))
-    return sorted(pieces, key=lambda item: item[0])
+    shape = list(site.result_shape)
+    shape[dim] = run[1] - run[0]
+    total: fx.Node | None = None
+    for (lo, hi), piece in pieces:
+        if lo <= run[0] and run[1] <= hi:
+            part = site.emit.slice(piece, dim, run[0] - lo, run[1] - lo)
+            total = part if total is None else site.emit.call(aten.add.Tensor, total, part)
+    return site.emit.call(aten.new_zeros.default, like, shape) if total is None else total
 
 
-def _foreign(
-    site: Site, x: fx.Node, sent: Sequence[Span], received: Sequence[Span]
-) -> list[tuple[int, fx.Node]]:
-    """Send each other rank of the group its span of `site.step.dim`: (first place, piece) of what arrives.
+def _pieces(site: Site, x: fx.Node) -> list[Piece]:
+    """All that others send, and what is here already, by place."""
+    dim = site.step.dim
+    pieces = _foreign(site, x)
+    for (lo, hi), places in site.overlaps(dim, site.rank, site.rank):
+        pieces.append((places, site.emit.slice(x, dim, lo, hi)))
+    return sorted(pieces, key=lambda piece: piece[0])
 
-    sent, received: per rank of the group, in global coordinates; the own entry stays here.
-    """
-    dim, place = site.step.dim, site.ranks.index(site.rank)
-    others = [span if i != place else (0, 0) for i, span in enumerate(sent)]
-    arriving = [span if i != place else (0, 0) for i, span in enumerate(received)]
+
+def _foreign(site: Site, x: fx.Node) -> list[Piece]:
+    """Send each other rank of the group what it wants of `x`; what arrives."""
     if not _anything_foreign(site):
         return []
+    dim, rank = site.step.dim, site.rank
+    sent = [site.overlaps(dim, rank, other) if other != rank else [] for other in site.ranks]
+    received = [site.overlaps(dim, other, rank) if other != rank else [] for other in site.ranks]
     width = math.prod(without(tuple(value(x).shape), dim))
-    out_numel, in_numel = ([(hi - lo) * width for lo, hi in spans] for spans in (others, arriving))
-    start, _ = site.span(site.step.before, dim)
-    flat = flatten_pieces(site.emit, x, dim, [(lo - start, hi - start) for lo, hi in others if lo < hi])
+    out_numel = [sum(hi - lo for (lo, hi), _ in message) * width for message in sent]
+    in_numel = [sum(hi - lo for _, (lo, hi) in message) * width for message in received]
+    flat = flatten_pieces(site.emit, x, dim, [span for message in sent for span, _ in message])
     target = c10d.all_to_all_single.default
     arrived = site.emit.collective(target, flat, [sum(in_numel)], in_numel, out_numel, site.group_name)
-    pieces: list[tuple[int, fx.Node]] = []
+    pieces: list[Piece] = []
     first = 0
-    for (lo, hi), count in zip(arriving, in_numel, strict=True):
-        if count:
-            shape = list(value(x).shape)
-            shape[dim] = hi - lo
-            pieces.append((lo, site.emit.view(site.emit.slice(arrived, 0, first, first + count), shape)))
-            first += count
+    for _, (lo, hi) in itertools.chain.from_iterable(received):
+        shape = list(value(x).shape)
+        shape[dim] = hi - lo
+        count = (hi - lo) * width
+        part = site.emit.slice(arrived, 0, first, first + count)
+        pieces.append(((lo, hi), site.emit.view(part, shape)))
+        first += count
     return pieces
 
 
@@ -95,16 +96,5 @@ def _anything_foreign(site: Site) -> bool:
     dim = site.step.dim
     if not math.prod(without(site.step.before.local_shape(site.shape, site.mesh, site.rank), dim)):
         return False
-    held = [site.span(site.step.before, dim, rank) for rank in site.ranks]
-    wanted = [site.span(site.step.after, dim, rank) for rank in site.ranks]
-    return foreign_elements(held, wanted) > 0
-
-
-def _placed(site: Site, piece: fx.Node, start: int) -> fx.Node:
-    """`piece` at `start` of the result's dim, zeros around it."""
-    dim, shape = site.step.dim, value(piece).shape
-    after = site.result_shape[dim] - start - shape[dim]
-    if not start and not after:
-        return piece
-    sides = [0, 0] * (len(shape) - 1 - dim) + [start, after]
-    return site.emit.call(aten.constant_pad_nd.default, piece, sides, 0)
+    pairs = itertools.permutations(site.ranks, 2)
+    return any(site.overlaps(dim, sender, receiver) for sender, receiver in pairs)

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from cost_model.mesh import MeshSpec
-from passes.layout import Layout, Span, common
+from passes.layout import Layout, Span, laps
 from passes.redistribution.emit import Emitter
 
 __all__ = ["Site", "without"]
@@ -56,12 +56,15 @@ class Site:
         spans = (self.span(layout, dim, rank) for rank in self.mesh.group(self.rank, self.step.axes))
         return [hi - lo for lo, hi in spans]
 
-    def messages(self, dim: int) -> tuple[list[Span], list[Span]]:
-        """Per rank of the group, what this rank sends to it and receives from it of `dim`, itself included."""
-        mine, wanted = self.span(self.step.before, dim), self.span(self.step.after, dim)
-        sent = [common(mine, self.span(self.step.after, dim, rank)) for rank in self.ranks]
-        received = [common(wanted, self.span(self.step.before, dim, rank)) for rank in self.ranks]
-        return sent, received
+    def overlaps(self, dim: int, sender: int, receiver: int) -> list[tuple[Span, Span]]:
+        """What rank `sender` holds of what `receiver` wants of `dim`, positions modulo its length: (places in the
+        sender's tensor, places in the receiver's result), in the receiver's order."""
+        held, wanted = self.span(self.step.before, dim, sender), self.span(self.step.after, dim, receiver)
+        found: list[tuple[Span, Span]] = []
+        for (lo, hi), shift in laps(wanted, held, self.shape[dim]):
+            first = lo - shift - held[0]
+            found.append(((first, first + hi - lo), (lo - wanted[0], hi - wanted[0])))
+        return found
 
     @property
     def result_shape(self) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from cost_model.mesh import MeshSpec
-from passes.layout import Halo, Span, common, nested_sizes
+from passes.layout import Halo, Span, laps, nested_sizes, spans_of
 
 __all__ = ["UNSPLIT", "DimSpec", "DimSplits", "Split", "foreign_elements", "sort_key", "subsets"]
 
@@ -114,6 +114,19 @@ class DimSplits:
         """What exchanging halos makes of `split`."""
         return self.halos(split.axes, summed=False) if split.axes and split.halo is None else []
 
+    def trims(self, split: Split) -> list[Split]:
+        """What every rank can cut out of the halo it holds: narrower ones, and any split by the same axes."""
+        if split.halo is None or split.halo.summed:
+            return []
+        held = split.halo.spans
+        plain = [Split(split.axes, sizes) for sizes in (None, *self.known.get(split.axes, ()))]
+        others = [*plain, *self.halos(split.axes, summed=False)]
+        return [
+            other
+            for other in others
+            if other != split and all(_contains(h, p) for h, p in zip(held, self.parts(other), strict=True))
+        ]
+
     def sums(self, split: Split) -> list[Split]:
         """What adding up makes of summands: any split by the same axes."""
         if split.halo is None or not split.halo.summed:
@@ -126,8 +139,14 @@ class DimSplits:
             return split.halo.spans
         counts = tuple(self.mesh.size(a) for a in split.axes)
         sizes = nested_sizes(self.spec.length, counts) if split.sizes is None else split.sizes
-        ends = list(itertools.accumulate(sizes))
-        return tuple((end - size, end) for size, end in zip(sizes, ends, strict=True))
+        return spans_of(sizes)
+
+    def foreign(self, held: Split, wanted: Split) -> float | None:
+        """What part of its shard the rank with most sends or receives; None if lengths or axes leave it open."""
+        if not self.spec.length or held.axes != wanted.axes:
+            return None
+        before, after = self.parts(held), self.parts(wanted)
+        return foreign_elements(before, after, self.spec.length) / max(1, *(hi - lo for lo, hi in before))
 
     def common(self, one: Split, two: Split) -> int:
         """Number of major axes over which both splits make the same parts."""
@@ -139,18 +158,22 @@ class DimSplits:
         return count
 
 
+def _contains(one: Span, two: Span) -> bool:
+    return two[0] >= two[1] or (one[0] <= two[0] and two[1] <= one[1])
+
+
 def subsets(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:
     """Every non-empty subset, in the order of `axes`."""
     for count in range(1, len(axes) + 1):
         yield from itertools.combinations(axes, count)
 
 
-def foreign_elements(held: Sequence[Span], wanted: Sequence[Span]) -> int:
-    """The most that any rank sends to, or receives from, others when spans `held` become spans `wanted`."""
+def foreign_elements(held: Sequence[Span], wanted: Sequence[Span], length: int) -> int:
+    """The most that any rank sends to, or receives from, others when spans `held` become spans `wanted`, of a dim of
+    `length`."""
 
     def moved(one: Span, two: Span) -> int:
-        lo, hi = common(one, two)
-        return hi - lo
+        return sum(hi - lo for (lo, hi), _ in laps(one, two, length))
 
     ranks = range(len(held))
     received = [sum(moved(wanted[r], held[q]) for q in ranks if q != r) for r in ranks]

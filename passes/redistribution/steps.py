@@ -42,7 +42,8 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Slice(Step):
-    """Every rank keeps its part of `dim`, newly split by `axes` at the minor end. Local, free."""
+    """Every rank keeps its part of `dim`: newly split by `axes` at the minor end, or less of the halo it holds over
+    them. Local, free."""
 
     dim: int
 
@@ -90,7 +91,8 @@ class AllToAll(Step):
 class Reshard(Step):
     """Same axes on `dim`, other split sizes or another nesting order.
 
-    An all-to-all of interval intersections over `axes`: those below the first difference.
+    An all-to-all of interval intersections over `axes`: those below the first difference. Of the same order, priced
+    by what is foreign, as halos are.
     """
 
     kind = "all_to_all"

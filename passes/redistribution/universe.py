@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from cost_model.mesh import MeshSpec
 from passes.layout import Layout, nested_sizes
-from passes.redistribution.splits import UNSPLIT, DimSpec, DimSplits, Split, foreign_elements, subsets
+from passes.redistribution.splits import UNSPLIT, DimSpec, DimSplits, Split, subsets
 from passes.redistribution.steps import (
     PAYLOAD_BYTES,
     AllGather,
@@ -56,7 +56,9 @@ class Move(NamedTuple):
     dims: tuple[int, ...]
     op: str
     target: State
-    share: float = 0.0  # of a halo's move: what part of the shard is sent or received
+    share: float | None = (
+        None  # what part of the shard is sent or received, where that is known: of halos and sizes
+    )
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,8 @@ class Universe:
     split_ids: [states, dims in play], into `splits`. tail, head: [moves], state numbers.
     price: [moves], into `prices`: (collective, axes of the group in mesh order), None for free.
     heads: the distinct heads; starts: where each one's moves begin.
-    halo: positions of the moves that exchange or reduce halos; halo_share: of each, what part of the shard before it
-    is sent or received by the rank with most.
+    shared: positions of the moves between cuts of one dim over the same axes; share: of each, what part of the shard
+    before it is sent or received by the rank with most. Of other moves all is.
     """
 
     mesh: MeshSpec
@@ -82,8 +84,8 @@ class Universe:
     prices: list[tuple[str, tuple[str, ...]] | None]
     heads: Ints
     starts: Ints
-    halo: Ints
-    halo_share: Floats
+    shared: Ints
+    share: Floats
 
     def shard_bytes(self, lengths: tuple[int, ...], others: int, itemsize: int) -> Ints:
         """[states]: bytes of the largest shard. `others`: product of the lengths not in play."""
@@ -107,7 +109,7 @@ class Universe:
                 where = np.flatnonzero(self.price == i)
                 before, after = shard_bytes[self.tail[where]], shard_bytes[self.head[where]]
                 payload[where] = PAYLOAD_BYTES[key[0]](before, after, self.mesh.size(*key[1]))
-        payload[self.halo] = np.rint(self.halo_share * shard_bytes[self.tail[self.halo]])
+        payload[self.shared] = np.rint(self.share * shard_bytes[self.tail[self.shared]])
         return payload
 
     def seconds(self, payloads: Ints, price: Callable[[str, tuple[str, ...], int], float]) -> Floats:
@@ -184,7 +186,7 @@ def _universe(
             seen = groups[move.make, move.axes] = prices.setdefault(entry, len(prices))
         price.append(seen)
     head = np.array([h for _, h, _ in moves], dtype=np.int64)
-    halo = [i for i, (_, _, move) in enumerate(moves) if move.make in (HaloExchange, HaloReduce)]
+    shared = [(i, move.share) for i, (_, _, move) in enumerate(moves) if move.share is not None]
     heads, starts = np.unique(head, return_index=True)
     return Universe(
         mesh=mesh,
@@ -199,8 +201,8 @@ def _universe(
         prices=list(prices),
         heads=heads,
         starts=starts,
-        halo=np.array(halo, dtype=np.int64),
-        halo_share=np.array([moves[i][2].share for i in halo], dtype=np.float64),
+        shared=np.array([i for i, _ in shared], dtype=np.int64),
+        share=np.array([share for _, share in shared], dtype=np.float64),
     )
 
 
@@ -228,6 +230,9 @@ class _Expander:
                 if state.splits[dim] == UNSPLIT:
                     for held in splits.halos(run, summed=False):
                         yield Move(Slice, run, (dim,), "", _with_split(state, dim, held))
+        for dim, splits in enumerate(self.dims):
+            for trimmed in splits.trims(state.splits[dim]):
+                yield Move(Slice, state.splits[dim].axes, (dim,), "", _with_split(state, dim, trimmed))
         for axis in free:
             partial = tuple(sorted((*state.partial, (axis, "sum"))))
             yield Move(ToPartial, (axis,), (), "sum", State(state.splits, partial))
@@ -242,7 +247,8 @@ class _Expander:
                         if to_dim != dim:
                             yield Move(AllToAll, order, (dim, to_dim), "", target)
             for axes, other in splits.reshards(state.splits[dim]):
-                yield Move(Reshard, axes, (dim,), "", _with_split(state, dim, other))
+                share = splits.foreign(state.splits[dim], other)
+                yield Move(Reshard, axes, (dim,), "", _with_split(state, dim, other), share)
 
     def halos(self, state: State) -> Iterator[Move]:
         for dim, splits in enumerate(self.dims):
@@ -250,8 +256,7 @@ class _Expander:
             moves = [(HaloExchange, other) for other in splits.exchanges(split)]
             moves += [(HaloReduce, other) for other in splits.sums(split)]
             for make, other in moves:
-                held, wanted = splits.parts(split), splits.parts(other)
-                share = foreign_elements(held, wanted) / max(1, *(hi - lo for lo, hi in held))
+                share = splits.foreign(split, other)
                 yield Move(make, split.axes, (dim,), "", _with_split(state, dim, other), share)
 
     def reductions(self, state: State) -> Iterator[Move]:

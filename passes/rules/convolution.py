@@ -145,6 +145,14 @@ class _Site:
             self.ctx, self.input, [self._padding(d) if d in self.split else (0, 0) for d in range(self.space)]
         )
 
+    def padded_shape(self) -> fx.Node:
+        """A tensor of the shape of `padded`, for an op that reads no more of it."""
+        lengths = self.ctx.result_shape(0)
+        for d in range(self.space):
+            before, after = self._padding(d) if d in self.split else (0, 0)
+            lengths[2 + d] += before + after
+        return self.ctx.call(aten.new_empty.default, self.input, lengths)
+
     def unpadded(self, gradient: fx.Node) -> fx.Node:
         """Of the gradient of `padded`, that of the input."""
         for d in self.split:
@@ -224,7 +232,7 @@ def _convolution_backward(ctx: LocalContext) -> fx.Node | tuple[fx.Node | None, 
     if not site.split:
         return again(ctx, **changes)
     if not transposed:
-        found = again(ctx, input=site.padded(), **changes)
+        found = again(ctx, input=site.padded() if mask[1] or mask[2] else site.padded_shape(), **changes)
         parts = [ctx.call(operator.getitem, found, i) if mask[i] else None for i in range(3)]
         first = None if parts[0] is None else site.unpadded(parts[0])
         return (first, *parts[1:])

@@ -5,7 +5,6 @@ Gradients are the transposed windows: each rank finds a summand of what its resu
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from passes.rules.empty import empty_safe
 from passes.rules.opcall import Builder, OpCall, describe
 from passes.rules.pointwise import linear_sets
 from passes.rules.rule import LocalContext, Localize, OpRule
-from passes.rules.space import pad_space, per_dim, results_of, space_dims, split_dims
+from passes.rules.space import pad_space, per_dim, relocated, results_of, space_dims, split_dims
 from passes.windows import SlidingWindow
 
 __all__ = ["average_pool", "average_pool_backward", "max_pool", "max_pool_backward"]
@@ -118,6 +117,11 @@ class _Site:
         sides = [self._padding(d) for d in range(len(self.windows))]
         return pad_space(self.ctx, argument(self.ctx, _INPUT), sides, fill)
 
+    def padded_shape(self) -> fx.Node:
+        """A tensor of the shape of `padded`, for an op that reads no more of it."""
+        shape = [*self.ctx.result_shape()[: self.lead], *self.local_lengths()]
+        return self.ctx.call(aten.new_empty.default, argument(self.ctx, _INPUT), shape)
+
     def unpadded(self, gradient: fx.Node) -> fx.Node:
         """Of the gradient of `padded`, that of the input."""
         for d in range(len(self.windows)):
@@ -155,18 +159,14 @@ class _Site:
 
     def moved(self, index: fx.Node, lengths: Sequence[int], onto: Sequence[int], sign: int) -> fx.Node:
         """Places in an array of `lengths` as places in one of `onto`, shifted by sign * `first` in every dim."""
-        total: fx.Node | None = None
-        for d in range(len(lengths)):
-            inner, width = math.prod(lengths[d + 1 :]), math.prod(onto[d + 1 :])
-            at = self.ctx.call(aten.div.Tensor_mode, index, inner, rounding_mode="floor")
-            index = self.ctx.call(aten.remainder.Scalar, index, inner)
-            if self.first(d):
-                at = self.ctx.call(aten.add.Tensor, at, sign * self.first(d))
-                at = self.ctx.call(aten.clamp.default, at, 0, onto[d] - 1)
-            at = at if width == 1 else self.ctx.call(aten.mul.Tensor, at, width)
-            total = at if total is None else self.ctx.call(aten.add.Tensor, total, at)
-        assert total is not None
-        return total
+
+        def shifted(dim: int, at: fx.Node) -> fx.Node:
+            if not self.first(dim):
+                return at
+            at = self.ctx.call(aten.add.Tensor, at, sign * self.first(dim))
+            return self.ctx.call(aten.clamp.default, at, 0, onto[dim] - 1)
+
+        return relocated(self.ctx, index, lengths, onto, shifted)
 
     def scaled(self, x: fx.Node) -> fx.Node:
         """`x`, of the output's shape, divided by what each average is over."""
@@ -220,7 +220,7 @@ def _max_pool_backward(ctx: LocalContext) -> fx.Node:
         return again(ctx)
     index = site.moved(argument(ctx, "indices"), site.lengths, site.local_lengths(), -1)
     changes = site.arguments(indices=index)
-    return site.unpadded(again(ctx, **{_INPUT: site.padded(0.0)}, **changes))
+    return site.unpadded(again(ctx, **{_INPUT: site.padded_shape()}, **changes))
 
 
 def _average_pool(ctx: LocalContext) -> fx.Node:
@@ -237,4 +237,4 @@ def _average_pool_backward(ctx: LocalContext) -> fx.Node:
         return again(ctx)
     grad = site.scaled(argument(ctx, "grad_output"))
     changes = site.arguments(grad_output=grad, count_include_pad=True, divisor_override=1)
-    return site.unpadded(again(ctx, **{_INPUT: site.padded(0.0)}, **changes))
+    return site.unpadded(again(ctx, **{_INPUT: site.padded_shape()}, **changes))

@@ -85,7 +85,7 @@ def histogram(call: OpCall) -> OpRule:
 
 
 def along(argument: str = "dim", *linear: str) -> Builder:
-    """... -> ..., with the dims named by `argument` whole: cumsum, sort, topk, softmax, flip.
+    """... -> ..., with the dims named by `argument` whole: cumsum, sort, topk, softmax.
 
     A result may have another length in those dims (topk).
     """

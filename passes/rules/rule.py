@@ -68,6 +68,8 @@ class OpRule:
     windows:    (tensor, dim) -> window, tensors counted through operands and results. There the dim's one factor is
                 seen through the window: with results [lo, hi) of the factor on a rank, the op reads
                 `window.reads(lo, hi)` of an operand, and leaves a summand of just that of a result.
+    moved:      factors along which the op computes nothing, but reads elsewhere (a slice, a cat). They may be split;
+                the search offers that where it is worth its time (`passes.search.space_dims`).
     localize:   emits this rank's op; None repeats the op on the local operands.
 
     A factor in neither a result nor `reductions` must be in `whole`.
@@ -80,6 +82,7 @@ class OpRule:
     whole: frozenset[str] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
     windows: Mapping[tuple[int, int], Window] = field(default_factory=dict)
+    moved: frozenset[str] = frozenset()
     localize: Localize | None = None
 
     def __post_init__(self) -> None:
@@ -92,6 +95,21 @@ class OpRule:
                 for factor in dim:
                     known = factor in in_results or factor in self.reductions or factor in self.whole
                     assert known, f"factor {factor} is neither kept, reduced nor whole"
+
+    def may_overlap(self, factor: str) -> bool:
+        """Whether ranks may compute the same of `factor`: every result has it plain, so nothing is added up twice."""
+        return all(
+            any(
+                dim == (factor,) and (len(self.operands) + r, d) not in self.windows
+                for d, dim in enumerate(result)
+            )
+            for r, result in enumerate(self.results)
+        )
+
+    @property
+    def operands_and_results(self) -> tuple[tuple[Dim, ...], ...]:
+        """Dims of every tensor, in the order in which windows count them."""
+        return (*self.operands, *self.results)
 
     @property
     def splittable(self) -> tuple[str, ...]:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 from torch import fx
 
 from passes.rules.emit import aten
 from passes.rules.rule import Dim, LocalContext
 
-__all__ = ["pad_space", "per_dim", "results_of", "scattered", "space_dims", "space_factor", "split_dims"]
+__all__ = [
+    "pad_space",
+    "per_dim",
+    "relocated",
+    "results_of",
+    "scattered",
+    "space_dims",
+    "space_factor",
+    "split_dims",
+]
 
 Placed = tuple[fx.Node, fx.Node]
 """(positions along a dim, what belongs there)."""
@@ -53,4 +63,24 @@ def scattered(ctx: LocalContext, like: fx.Node, sizes: Sequence[int], dim: int, 
     total = ctx.call(aten.new_zeros.default, like, list(sizes))
     for places, part in parts:
         total = ctx.call(aten.index_add.default, total, dim, places, part)
+    return total
+
+
+def relocated(
+    ctx: LocalContext,
+    index: fx.Node,
+    lengths: Sequence[int],
+    onto: Sequence[int],
+    move: Callable[[int, fx.Node], fx.Node],
+) -> fx.Node:
+    """Places in a flat array of `lengths` as places in one of `onto`; `move` takes a dim and the positions along it."""
+    total: fx.Node | None = None
+    for d in range(len(lengths)):
+        inner, width = math.prod(lengths[d + 1 :]), math.prod(onto[d + 1 :])
+        at = ctx.call(aten.div.Tensor_mode, index, inner, rounding_mode="floor")
+        index = ctx.call(aten.remainder.Scalar, index, inner)
+        at = move(d, at)
+        at = at if width == 1 else ctx.call(aten.mul.Tensor, at, width)
+        total = at if total is None else ctx.call(aten.add.Tensor, total, at)
+    assert total is not None
     return total

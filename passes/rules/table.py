@@ -16,14 +16,21 @@ from passes.rules import (
     indexing,
     movement,
     neighborhood,
+    patches,
     products,
     reductions,
     scattering,
+    shifting,
     views,
+)
+from passes.rules.adaptive import (
+    adaptive_average,
+    adaptive_average_backward,
+    adaptive_max,
+    adaptive_max_backward,
 )
 from passes.rules.opcall import Builder
 from passes.rules.padding import edge_pad, edge_pad_backward
-from passes.rules.planes import planes
 from passes.rules.pointwise import pointwise
 from passes.rules.pooling import average_pool, average_pool_backward, max_pool, max_pool_backward
 from passes.rules.resizing import resize, resize_backward
@@ -137,7 +144,6 @@ _REDUCTIONS: dict[str, Builder] = {
     "aten::_log_softmax.default": reductions.along("dim"),
     "aten::_softmax_backward_data.default": reductions.along("dim", "grad_output"),
     "aten::_log_softmax_backward_data.default": reductions.along("dim", "grad_output"),
-    "aten::flip.default": reductions.along("dims", "self"),
     "aten::glu.default": reductions.along("dim"),
 }
 
@@ -159,17 +165,20 @@ _VIEWS: dict[str, Builder] = {
 }
 
 _MOVEMENT: dict[str, Builder] = {
-    "aten::slice.Tensor": movement.slice_,
-    "aten::slice_backward.default": movement.cut_backward(),
+    "aten::slice.Tensor": shifting.slice_,
+    "aten::slice_backward.default": shifting.slice_backward,
     "aten::select.int": movement.select,
     "aten::select_backward.default": movement.select_backward,
-    "aten::cat.default": movement.cat,
+    "aten::cat.default": shifting.cat,
     "aten::stack.default": movement.stack,
-    "aten::split_with_sizes.default": movement.split,
-    "aten::split.Tensor": movement.split,
+    "aten::split_with_sizes.default": shifting.split,
+    "aten::split.Tensor": shifting.split,
     "aten::unbind.int": movement.unbind,
-    "aten::constant_pad_nd.default": movement.pad,
-    "aten::roll.default": movement.roll,
+    "aten::constant_pad_nd.default": shifting.pad,
+    "aten::roll.default": shifting.roll,
+    "aten::flip.default": shifting.flip,
+    "autoshard::circular_pad.default": shifting.circular_pad,
+    "autoshard::circular_pad_backward.default": shifting.circular_pad_backward,
     "aten::tril.default": spec("... r c -> ... r c; linear: 0", movement.diagonal_part),
     "aten::triu.default": spec("... r c -> ... r c; linear: 0", movement.diagonal_part),
 }
@@ -223,16 +232,6 @@ _PRODUCTS: dict[str, Builder] = {
     "aten::convolution_backward.default": convolution.convolution_backward,
 }
 
-_PLANES: dict[str, Builder] = {  # batch and channels pass; h w are whole on both sides
-    "aten::_adaptive_avg_pool2d.default": planes("... h w -> ... y x; linear: 0"),
-    "aten::_adaptive_avg_pool2d_backward.default": planes("... y x, ... h w -> ... h w; linear: 0"),
-    "aten::adaptive_max_pool2d.default": planes("... h w -> ... y x, ... y x"),
-    "aten::adaptive_max_pool2d_backward.default": planes("... y x, ... h w, ... y x -> ... h w; linear: 0"),
-    "aten::upsample_bicubic2d.default": planes("... h w -> ... y x; linear: 0"),
-    "aten::upsample_bicubic2d.vec": planes("... h w -> ... y x; linear: 0"),
-    "aten::upsample_bicubic2d_backward.default": planes("... y x -> ... h w; linear: 0", "input_size"),
-}
-
 _POOLING: dict[str, Builder] = {
     f"aten::{name.format(space)}.default": build(space)
     for space in (2, 3)
@@ -241,7 +240,18 @@ _POOLING: dict[str, Builder] = {
         ("max_pool{}d_with_indices_backward", max_pool_backward),
         ("avg_pool{}d", average_pool),
         ("avg_pool{}d_backward", average_pool_backward),
+        ("_adaptive_avg_pool{}d", adaptive_average),
+        ("_adaptive_avg_pool{}d_backward", adaptive_average_backward),
+        ("adaptive_max_pool{}d", adaptive_max),
+        ("adaptive_max_pool{}d_backward", adaptive_max_backward),
     )
+}
+
+_PATCHES: dict[str, Builder] = {
+    "aten::im2col.default": patches.patches,
+    "aten::col2im.default": patches.patches_back,
+    "aten::unfold.default": patches.windows_along,
+    "aten::unfold_backward.default": patches.windows_along_back,
 }
 
 _PADDING: dict[str, Builder] = {
@@ -252,9 +262,14 @@ _PADDING: dict[str, Builder] = {
 }
 
 _RESIZING: dict[str, Builder] = {
-    f"aten::upsample_{name}{suffix}": build(space)
-    for space, kinds in ((1, "nearest linear"), (2, "nearest bilinear"), (3, "nearest trilinear"))
-    for name in (f"{kind}{space}d" for kind in kinds.split())
+    f"aten::{name}{suffix}": build(space)
+    for space, names in (
+        (1, "upsample_nearest1d upsample_linear1d"),
+        (2, "upsample_nearest2d upsample_bilinear2d upsample_bicubic2d"),
+        (2, "_upsample_bilinear2d_aa _upsample_bicubic2d_aa"),
+        (3, "upsample_nearest3d upsample_trilinear3d"),
+    )
+    for name in names.split()
     for suffix, build in ((".default", resize), (".vec", resize), ("_backward.default", resize_backward))
 }
 
@@ -267,8 +282,8 @@ TABLE: Mapping[str, Builder] = MappingProxyType(
         **_CREATION,
         **_INDEXING,
         **_PRODUCTS,
-        **_PLANES,
         **_POOLING,
+        **_PATCHES,
         **_PADDING,
         **_RESIZING,
     }

@@ -18,7 +18,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from passes.joint import map_operands, tensor_operands
-from passes.layout import nested_sizes
+from passes.layout import Span, nested_sizes
+from passes.rules.periodic import spread, taken
 from passes.rules.rule import Dim, OpRule
 
 __all__ = ["Choice", "Trial", "call_node", "choices"]
@@ -116,24 +117,24 @@ class Trial:
     def _axes(self, factor: str) -> list[int]:
         return [a for a, choice in enumerate(self.chosen) if choice.factor == factor]
 
-    def _slices(self, tensor: int, shape: Sequence[int], rank: Coordinate) -> tuple[slice, ...]:
-        """What `rank` has of a tensor, counted through operands and results."""
-        slices: list[slice] = []
+    def _spans(self, tensor: int, shape: Sequence[int], rank: Coordinate) -> tuple[Span, ...]:
+        """What `rank` has of a tensor, counted through operands and results; modulo the dims' lengths."""
+        spans: list[Span] = []
         dims = (*self.rule.operands, *self.rule.results)[tensor]
         for d, (dim, length) in enumerate(zip(dims, shape, strict=True)):
             large = _large(self.rule, dim)
             window = self.rule.windows.get((tensor, d))
             if window is not None and self._axes(dim[0]):
-                slices.append(slice(*window.reads(*self.interval(dim[0], rank))))
+                spans.append(window.reads(*self.interval(dim[0], rank)))
             elif window is not None:
-                slices.append(slice(0, length))
+                spans.append((0, length))
             elif large:
                 low, high = self.interval(large[0], rank)
                 inner = math.prod(self.rule.sizes[f] for f in large[1:])
-                slices.append(slice(low * inner, high * inner))
+                spans.append((low * inner, high * inner))
             else:
-                slices.append(slice(0, length))
-        return tuple(slices)
+                spans.append((0, length))
+        return tuple(spans)
 
     def _summands(self, index: int, whole: torch.Tensor) -> dict[Coordinate, torch.Tensor]:
         """Random parts that add up to `whole`, by coordinate along the axes where it is partial."""
@@ -152,7 +153,7 @@ class Trial:
         """What `rank` holds of an operand. A shard may lie in memory in any order of its dims (a
         collective over an inner dim leaves it so), so on every other rank it does."""
         value = summands[tuple(rank[a] for a in self._partial_axes(index))]
-        part = value[self._slices(index, value.shape, rank)]
+        part = taken(value, self._spans(index, value.shape, rank))
         order = list(reversed(range(part.ndim)))
         return part.permute(order).contiguous().permute(order) if sum(rank) % 2 else part.contiguous()
 
@@ -173,7 +174,7 @@ class Trial:
         self, index: int, whole: torch.Tensor, rank: Coordinate, found: Mapping[Coordinate, Sequence[Any]]
     ) -> str | None:
         dims, tensor = self.rule.results[index], len(self.rule.operands) + index
-        want = whole[self._slices(tensor, whole.shape, rank)]
+        want = taken(whole, self._spans(tensor, whole.shape, rank))
         got = found[rank][index]
         if not isinstance(got, torch.Tensor):
             return f"no tensor, but {got!r}"
@@ -199,16 +200,17 @@ class Trial:
         """Add up what the ranks found of a result seen through windows, each part in its place."""
         dims, tensor = self.rule.results[index], len(self.rule.operands) + index
 
-        def place(r: Coordinate) -> tuple[slice, ...]:
-            own = self._slices(tensor, whole.shape, r)
-            return tuple(s if d in summed else slice(None) for d, s in enumerate(own))
+        def only(spans: Sequence[Span], wanted: bool) -> list[Span]:
+            """The spans of the summed dims, or of the others; all of the rest."""
+            lengths = whole.shape
+            return [s if (d in summed) == wanted else (0, lengths[d]) for d, s in enumerate(spans)]
 
-        own = self._slices(tensor, whole.shape, rank)
-        want = whole[tuple(slice(None) if d in summed else s for d, s in enumerate(own))]
+        want = taken(whole, only(self._spans(tensor, whole.shape, rank), False))
         total = torch.zeros_like(want)
         axes = [axis for d in summed for axis in self._axes(dims[d][0])]
         for r in self._group(rank, [*axes, *self._pending(dims)]):
-            total[place(r)] += found[r][index]
+            part, spans = found[r][index], only(self._spans(tensor, whole.shape, r), True)
+            total = total + spread(part, summed, spans, want.shape)
         return self._difference(total, want)
 
     def _difference(self, total: torch.Tensor, want: torch.Tensor) -> str | None:
@@ -272,8 +274,8 @@ class _Context:
     def result_shape(self, index: int = 0) -> list[int]:
         value = self.node.meta["val"]
         shape = (value[index] if isinstance(value, (tuple, list)) else value).shape
-        slices = self.trial._slices(len(self.trial.rule.operands) + index, shape, self.rank)
-        return [s.stop - s.start for s in slices]
+        spans = self.trial._spans(len(self.trial.rule.operands) + index, shape, self.rank)
+        return [hi - lo for lo, hi in spans]
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         return self.graph.call_function(target, args, kwargs)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -14,14 +13,16 @@ from torch import fx
 from cost_model.compute import ComputePrices
 from cost_model.mesh import MeshSpec
 from passes.assignment import NodeLayouts
+from passes.chains import find_chains
+from passes.cuts import Cuts, Wider, find_cuts
 from passes.hiding import PHASES, HiddenReads, hidden_reads
 from passes.joint import (
     JointGraph,
     first_value,
     map_operands,
     node_value,
-    node_values,
     result_index,
+    result_shapes,
     tensor_operands,
 )
 from passes.layout import Layout
@@ -33,7 +34,8 @@ from passes.search.boundary import Boundary
 from passes.search.cost_kinds import CostKinds
 from passes.search.problem import Problem
 from passes.search.residency import Residency
-from passes.strategies import Units, enumerate_strategies
+from passes.search.space_dims import out_of_space
+from passes.strategies import enumerate_strategies
 
 __all__ = ["Edge", "Prices", "SearchSpace", "build_space"]
 
@@ -132,14 +134,18 @@ class _Builder:
     matrices: dict[Hashable, np.ndarray] = field(default_factory=dict)
 
     def add_nodes(self) -> None:
-        units = needed_units(self.joint, self.rules)
+        cuts = find_cuts(self.joint, self.prices.mesh, self.boundary.inputs, self.rules)
+        chains = find_chains(self.joint, self.prices.mesh, cuts, self.rules)
         ordered = _free_axis_order(self.joint)
+        kept = out_of_space(self.joint, self.rules)
         placeholders = iter(range(len(self.joint.inputs)))
         for node in self.joint.graph.nodes:
             if node.op == "placeholder":
                 self._add(node, node.name, self._placeholder(node, next(placeholders)))
             elif node.op == "call_function" and result_index(node)[0] is node:
-                self._add(node, node.name, self._op(node, units, node in ordered))
+                wider = chains.get(node.name, {})
+                option = self._op(node, cuts, wider, kept.get(node, frozenset()), node in ordered)
+                self._add(node, node.name, option)
         for position, result in enumerate(self.joint.results):
             self.slots.append(None if result is None else self._slot(position, result))
 
@@ -215,17 +221,21 @@ class _Builder:
         mesh, seconds = self.prices.mesh, self.prices.optimizer_seconds
         return np.array([seconds(local_nbytes(s.results[0], node, 0, mesh)) for s in strategies])
 
-    def _op(self, node: fx.Node, units: Units, any_order: bool) -> _Option:
+    def _op(self, node: fx.Node, cuts: Cuts, wider: Wider, kept: frozenset[str], any_order: bool) -> _Option:
+        """kept: factors not to be split, though the op's rule would allow it."""
         flow = self.prices.traffic(node)
-        key = (_class_key(node), flow, any_order)
-        return self._classed(key, lambda: self._enumerated(node, units, any_order, flow))
+        key = (_class_key(node), flow, any_order, kept, tuple(wider.items()))
+        return self._classed(key, lambda: self._enumerated(node, cuts, wider, kept, any_order, flow))
 
-    def _enumerated(self, node: fx.Node, units: Units, any_order: bool, flow: Traffic) -> _Option:
+    def _enumerated(
+        self, node: fx.Node, cuts: Cuts, wider: Wider, kept: frozenset[str], any_order: bool, flow: Traffic
+    ) -> _Option:
         rule = rule_for(node, self.rules)
+        rule = replace(rule, whole=rule.whole | kept)
         mesh = self.prices.mesh
         operands = [node_value(n).shape for n in tensor_operands(node)]
         strategies = enumerate_strategies(
-            rule, operands, result_shapes(node), mesh, units=units, any_order=any_order
+            rule, operands, result_shapes(node), mesh, cuts=cuts, wider=wider, any_order=any_order
         )
         return _Option(strategies, strategy_seconds(node, rule, strategies, flow, mesh, self.prices.compute))
 
@@ -299,11 +309,6 @@ def _is_storable(layout: Layout, shape: Sequence[int], mesh: MeshSpec) -> bool:
     return True
 
 
-def result_shapes(node: fx.Node) -> list[tuple[int, ...]]:
-    """Shapes of a node's results; () for a result that is None."""
-    return [() if v is None else tuple(v.shape) for v in node_values(node)]
-
-
 def _class_key(node: fx.Node) -> Hashable:
     """Nodes with equal keys have equal rules, strategies and seconds."""
     tokens = [f"<{tuple(node_value(n).shape)} {node_value(n).dtype}>" for n in tensor_operands(node)]
@@ -313,21 +318,6 @@ def _class_key(node: fx.Node) -> Hashable:
         str(result_shapes(node)),
         str(first_value(node).dtype),
     )
-
-
-def needed_units(joint: JointGraph, rules: RuleTable | None) -> Mapping[int, frozenset[int]]:
-    """The granularities that products of factors impose on dims of their length (see `Units`)."""
-    units: dict[int, set[int]] = {}
-    for node in joint.graph.nodes:
-        if node.op != "call_function" or result_index(node)[0] is not node:
-            continue
-        rule = rule_for(node, rules)
-        for tensor in (*rule.operands, *rule.results):
-            for dim in tensor:
-                sizes = [rule.sizes[f] for f in dim if rule.sizes[f] > 1]
-                if len(sizes) > 1:
-                    units.setdefault(math.prod(sizes), set()).add(math.prod(sizes[1:]))
-    return {length: frozenset(found) for length, found in units.items()}
 
 
 def _free_axis_order(joint: JointGraph) -> set[fx.Node]:

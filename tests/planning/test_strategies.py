@@ -1,6 +1,7 @@
 """Strategies of small rules, counted and spelled out by hand."""
 
 from cost_model.mesh import MeshSpec
+from passes.cuts import Cuts
 from passes.rules.rule import OpRule
 from passes.strategies import enumerate_strategies
 
@@ -58,7 +59,9 @@ def test_needed_units_are_offered() -> None:
     whole = OpRule((), ((("n",),),), {"n": 64})
     sizes = {
         s.results[0].split_sizes((64,), MeshSpec({"tp": 3}), 0)
-        for s in enumerate_strategies(whole, [], [(64,)], MeshSpec({"tp": 3}), units={64: frozenset({16})})
+        for s in enumerate_strategies(
+            whole, [], [(64,)], MeshSpec({"tp": 3}), cuts=Cuts(units={64: frozenset({16})})
+        )
         if s.splits
     }
     assert sizes == {(22, 22, 20), (32, 32, 0)}

@@ -105,8 +105,9 @@ def _terms(whole: Tensor, op: str, count: int, rng: random.Random) -> list[Tenso
 
 
 def cut(value: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
+    """What lies in `spans`, positions modulo the dim's length."""
     for dim, (lo, hi) in enumerate(spans):
-        value = value.narrow(dim, lo, hi - lo)
+        value = value.index_select(dim, torch.arange(lo, hi) % max(1, value.shape[dim]))
     return value.contiguous()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -128,13 +130,63 @@ class NeighborhoodViT(nn.Module):
         return self.blocks(self.patches(x).permute(0, 2, 3, 1)).square().mean()
 
 
-NETWORKS: dict[str, tuple[type[nn.Module], tuple[int, ...]]] = {
+class Moving(nn.Module):
+    """What moves data along space: odd sizes padded and cropped, a skip joined along rows, flips and rolls."""
+
+    def __init__(self, rolls: bool) -> None:
+        super().__init__()
+        self.rolls = rolls
+        self.one = nn.Conv2d(2, 8, 3, padding=1)
+        self.down, self.up = nn.Conv2d(8, 8, 4, 2, 1), nn.ConvTranspose2d(8, 8, 4, 2, 1)
+        self.last = nn.Conv2d(8, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one = self.one(x).relu()
+        y = self.down(nn.functional.pad(one, (1, 2, 3, 0), value=0.5)).relu()
+        y = self.up(y).relu()[..., : x.shape[-2], : x.shape[-1]]
+        y = torch.cat([y, one[..., 1::2, :].flip(-2), one], -2)
+        y = y.roll((5, -3), (-2, -1)) if self.rolls else y.flip(-1)
+        return self.last(y[..., 7:-4, :]).square().mean()
+
+
+class Circles(nn.Module):
+    """Convolutions on a torus, and one that is padded further than the smallest shard is wide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Conv2d(2, 6, 5, padding=2, padding_mode="circular")
+        self.two = nn.Conv2d(
+            6, 2, (3, 9), stride=(1, 2), padding=(1, 20), dilation=(1, 5), padding_mode="circular"
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.one(x).tanh()).square().mean()
+
+
+class Pixels(nn.Module):
+    """Super-resolution: rows and columns go to channels and back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(8, 18, 3, padding=1), nn.Conv2d(2, 2, 5, padding=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.pixel_unshuffle(x, 2)
+        y = nn.functional.pixel_shuffle(self.one(y).relu(), 3)
+        return self.two(y).square().mean()
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "resnet": (ResNet, (3, 97, 101)),
     "unet": (UNet, (1, 21, 19, 26)),
     "convnext": (ConvNeXt, (3, 97, 101)),
     "vit": (NeighborhoodViT, (3, 53, 61)),
     "even_vit": (NeighborhoodViT, (3, 48, 64)),
     "weather": (Weather, (2, 45, 91)),
+    "moving": (lambda: Moving(rolls=False), (2, 57, 43)),
+    "rolling": (lambda: Moving(rolls=True), (2, 57, 43)),
+    "circles": (Circles, (2, 41, 67)),
+    "pixels": (Pixels, (2, 46, 34)),
 }
 """name -> the network, and the shape of one sample."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -28,8 +30,9 @@ MESHES = [{"a": 2}, {"a": 5}, {"a": 2, "b": 2}, {"a": 3, "b": 2}, {"a": 2, "b": 
 
 
 def random_spans(rng: random.Random, length: int, parts: int) -> tuple[Span, ...]:
-    """Any: near or far, overlapping, empty, with gaps."""
-    ends = (sorted((rng.randint(0, length), rng.randint(0, length))) for _ in range(parts))
+    """Any: near or far, overlapping, empty, with gaps, and every other time around the ends, even all around."""
+    beyond = rng.choice([0, length])
+    ends = (sorted(rng.randint(-beyond, length + beyond) for _ in range(2)) for _ in range(parts))
     return tuple((lo, hi) if lo < hi else (0, 0) for lo, hi in ends)
 
 
@@ -78,7 +81,9 @@ def summands(src: Layout, shape: list[int], mesh: MeshSpec, seed: int) -> tuple[
         spans = [src.interval(shape, mesh, d, rank) for d in range(len(shape))]
         if home not in made:
             made[home] = torch.randint(-9, 9, [hi - lo for lo, hi in spans], generator=generator)
-            total[tuple(slice(lo, hi) for lo, hi in spans)] += made[home]
+            for place in itertools.product(*(range(lo, hi) for lo, hi in spans)):
+                at = tuple(p % n for p, n in zip(place, shape, strict=True))
+                total[at] += made[home][tuple(p - lo for p, (lo, _) in zip(place, spans, strict=True))]
         parts.append(made[home])
     return parts, total
 
@@ -101,6 +106,42 @@ def test_reductions(axes: dict[str, int]) -> None:
         for rank, (result, want) in enumerate(zip(totals(results, dst, mesh), wanted, strict=True)):
             assert torch.equal(result, want), (seed, rank, src, str(dst))
     assert reductions > 5
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_halos_are_trimmed_for_nothing(axes: dict[str, int]) -> None:
+    """Who holds more than a split, or than another halo, cuts it out of that."""
+    mesh = MeshSpec(axes)
+    for seed in range(40):
+        rng = random.Random(seed)
+        shape = random_shape(rng)
+        split = random_layout(rng, shape, mesh, ["sum"], 0.0)
+        plain = Layout(split.dims, (), split.sizes)
+        narrow, wide = (
+            Layout.of(
+                shape,
+                mesh,
+                plain.dims,
+                sizes=plain.sizes,
+                halos=[
+                    Halo(widened(plain.split_sizes(shape, mesh, d), by)) if plain.dims[d] else None
+                    for d in range(len(shape))
+                ],
+            )
+            for by in (1, 2)
+        )
+        value = torch.randint(-99, 99, shape, generator=torch.manual_seed(seed))
+        for dst in (narrow, plain):
+            plan = Redistributor(mesh, link_prices(mesh)).plan(wide, dst, shape, 8)
+            assert plan.seconds == 0.0
+            results = run_plan(plan, parts_of(value, wide, mesh, rng), shape, mesh)
+            for result, want in zip(results, parts_of(value, dst, mesh, rng), strict=True):
+                assert torch.equal(result, want), (seed, wide, str(dst))
+
+
+def widened(sizes: Sequence[int], by: int) -> tuple[Span, ...]:
+    ends = list(itertools.accumulate(sizes))
+    return tuple((end - size - by, end + by) for size, end in zip(sizes, ends, strict=True))
 
 
 def test_price_and_messages_by_hand() -> None:

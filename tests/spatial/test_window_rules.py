@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from passes.rules.registry import rule_for
-from passes.rules.trial import Choice, Trial, call_node
+from passes.rules.trial import Choice, Trial, call_node, choices
 
 aten = torch.ops.aten
 CASES = 80
@@ -213,10 +213,11 @@ def mismatch(make: Callable[[random.Random], Case], seed: int) -> str | None:
     op, args = make(rng)
     node = call_node(op, args)
     rule = rule_for(node)
-    space = [f for f in rule.splittable if f.startswith("y")]
+    legal = [choice.factor for (choice,) in choices(rule, 1) if choice.factor is not None]
+    space = [f for f in legal if f.startswith("y")]
     if not space:
         return None
-    others = [f for f in rule.splittable if not f.startswith("y")]
+    others = [f for f in legal if not f.startswith("y")]
     chosen = rng.sample(space, rng.randint(1, len(space)))
     if others and rng.random() < 0.3:
         chosen.append(rng.choice(others))

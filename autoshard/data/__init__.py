@@ -1,0 +1,1 @@
+"""Inputs of parallel training: from a dataset or one rank's tensor to what each rank passes to the model."""

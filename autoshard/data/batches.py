@@ -1,0 +1,149 @@
+"""From one rank's sample numbers to its batch: reading, collating, cutting."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import random
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.data import Dataset
+
+from autoshard.data.arrays import PartialDataset
+from autoshard.data.parts import Sizes
+from autoshard.data.sampling import BatchPart
+from autoshard.data.splits import inner_spans
+from cost_model.errors import ShardingError
+from cost_model.mesh import MeshSpec
+from passes.layout import Span
+
+__all__ = ["PartReader", "batch_reader"]
+
+
+class Samples(Protocol):
+    """One rank's view of a dataset. sample: what is collated. finish: a collated batch to the rank's."""
+
+    def sample(self, index: int) -> Any: ...
+
+    def finish(self, batch: Any) -> Any: ...
+
+
+@dataclass(frozen=True)
+class WholeSamples:
+    """Samples are read whole; the batch is cut, since only there every tensor has its final form."""
+
+    dataset: Any
+    placements: Any
+    mesh: MeshSpec
+    rank: int
+    sizes: Sizes | None
+
+    def sample(self, index: int) -> Any:
+        return self.dataset[index]
+
+    def finish(self, batch: Any) -> Any:
+        spans = iter(inner_spans(self.placements, batch, self.mesh, self.rank, self.sizes))
+        return _map_tensors(lambda tensor: _cut(tensor, next(spans)), batch)
+
+
+@dataclass(frozen=True)
+class PartSamples:
+    """Of every sample only `slices` are read."""
+
+    dataset: PartialDataset
+    slices: Any
+
+    def sample(self, index: int) -> Any:
+        return self.dataset.read(index, self.slices)
+
+    def finish(self, batch: Any) -> Any:
+        return batch
+
+
+class PartReader(Dataset[Any]):
+    """A BatchPart -> the batch: what the DataLoader's workers run.
+
+    A sample's random numbers (torch, numpy, random) depend on seed, epoch and index only, and the
+    caller's generators stay as they were. A part without samples has every tensor's dim 0 empty.
+    """
+
+    def __init__(self, samples: Samples, collate: Callable[[list[Any]], Any], seed: int) -> None:
+        self.samples = samples
+        self.collate = collate
+        self.seed = seed
+
+    def __getitem__(self, part: BatchPart) -> Any:
+        with _random_state_kept():
+            read = [self._sample(index, part.epoch) for index in part.indices or (part.first,)]
+            batch = self.collate(read)
+        if not part.indices:
+            batch = _map_tensors(lambda tensor: tensor[:0], batch)
+        return self.samples.finish(batch)
+
+    def _sample(self, index: int, epoch: int) -> Any:
+        digest = hashlib.blake2b(f"{self.seed}/{epoch}/{index}".encode(), digest_size=8).digest()
+        seed = int.from_bytes(digest)
+        torch.default_generator.manual_seed(seed >> 1)
+        np.random.seed(seed & 0xFFFFFFFF)
+        random.seed(seed)
+        return self.samples.sample(index)
+
+
+def batch_reader(
+    dataset: Any,
+    placements: Any,
+    mesh: MeshSpec,
+    rank: int,
+    sizes: Sizes | None,
+    collate: Callable[[list[Any]], Any],
+    seed: int,
+) -> PartReader:
+    """Reads parts of samples where the dataset can. Raises ShardingError for placements that do not fit its
+    `shapes`."""
+    if not isinstance(dataset, PartialDataset):
+        return PartReader(WholeSamples(dataset, placements, mesh, rank, sizes), collate, seed)
+    shapes, structure = pytree.tree_flatten(dataset.shapes, is_leaf=_is_shape)
+    if not all(_is_shape(shape) for shape in shapes):
+        raise ShardingError(
+            f"shapes of the dataset is {dataset.shapes!r}\n"
+            "  try: a tuple of lengths for each tensor of a sample, in a tuple or dict like the sample"
+        )
+    batch = pytree.tree_unflatten([torch.empty((1, *shape), device="meta") for shape in shapes], structure)
+    spans = inner_spans(placements, batch, mesh, rank, sizes)
+    slices = pytree.tree_unflatten([tuple(slice(*span) for span in part) for part in spans], structure)
+    return PartReader(PartSamples(dataset, slices), collate, seed)
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(length, int) for length in value)
+
+
+def _map_tensors(fn: Callable[[Tensor], Tensor], batch: Any) -> Any:
+    return pytree.tree_map(lambda leaf: fn(leaf) if isinstance(leaf, torch.Tensor) else leaf, batch)
+
+
+def _cut(tensor: Tensor, spans: tuple[Span, ...]) -> Tensor:
+    part = tensor
+    for dim, (lo, hi) in enumerate(spans, start=1):
+        part = part.narrow(dim, lo, hi - lo)
+    if part.shape == tensor.shape:
+        return tensor
+    # A copy always: a view would keep the whole alive, and workers would send it.
+    return part.clone(memory_format=torch.contiguous_format)
+
+
+@contextlib.contextmanager
+def _random_state_kept() -> Generator[None]:
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])

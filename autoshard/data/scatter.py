@@ -1,0 +1,216 @@
+"""`scatter` and `gather`: a whole tensor on one rank, its parts on all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import overload
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
+
+from autoshard.data.parts import (
+    Placements,
+    Sizes,
+    checked_plain,
+    member,
+    part_layout,
+    refuse_partial,
+    spans_of,
+)
+from autoshard.data.transfer import broadcast, open_group, receive, send
+from autoshard.inputs import joined
+from autoshard.runtime.agreement import agree, collectively, everyones
+from autoshard.runtime.sharding import local_device, shard_of
+from autoshard.signature import as_placements
+from cost_model.errors import ShardingError
+from cost_model.mesh import MeshSpec
+from passes.layout import Layout
+
+__all__ = ["gather", "scatter"]
+
+
+@torch.no_grad()
+def scatter(
+    tensor: Tensor | None,
+    mesh: DeviceMesh,
+    placements: Placements,
+    *,
+    sizes: Sizes | None = None,
+    source: int = 0,
+) -> Tensor:
+    """This rank's part of the tensor that rank `source` has: a plain tensor on the mesh's device.
+
+        x = autoshard.scatter(whole if rank == 0 else None, mesh, [Shard(2)], sizes={2: [5, 7, 4]})
+        loss = autoshard(model, mesh, (x,), in_placements=[Shard(2)])(x)
+
+    tensor:     the global tensor on rank `source`, on any device; None on all others.
+    placements: one per mesh axis, Shard or Replicate.
+    sizes:      {dim: length of each part}, any >= 0; other dims get torch.chunk's.
+
+    Every rank of the mesh calls it. A rank receives one message, just its part; `source` needs room for
+    one part beside the whole. Gradients do not flow back. What can be wrong is found before data moves,
+    and raises on all ranks: ShardingError, or PlanError where the ranks' arguments differ.
+    """
+    spec, rank = member(mesh)
+
+    def checked() -> tuple[tuple[Placement, ...], str]:
+        _check_holder(tensor, source, rank, spec)
+        return as_placements(placements, spec, "placements"), _text(sizes)
+
+    given, parts = collectively(mesh, checked)
+    agree(mesh, {"source": str(source), "placements": str(given), "sizes": parts})
+    kind = everyones(mesh, None if tensor is None else (tuple(tensor.shape), tensor.dtype))[source]
+    assert kind is not None
+    shape, dtype = kind
+    layout = part_layout(given, shape, spec, sizes, what="the tensor to scatter")
+    shapes = [layout.local_shape(shape, spec, r) for r in range(spec.device_count)]
+    rooms = [shapes[rank]] if tensor is None else [shapes[rank], _largest(shapes)]
+    part, *spare = collectively(mesh, lambda: _empty(rooms, dtype, local_device(mesh)))
+    open_group(mesh)
+    if tensor is not None:
+        _deal(tensor, layout, spec, mesh, part, spare[0])
+    elif part.numel():
+        receive(part, source, mesh)
+    return part
+
+
+def _deal(
+    whole: Tensor, layout: Layout, spec: MeshSpec, mesh: DeviceMesh, part: Tensor, spare: Tensor
+) -> None:
+    """Every rank its part of `whole`, one after the other through `spare`; this rank's to `part`."""
+    for rank in range(spec.device_count):
+        piece = shard_of(whole, layout, spec, rank)
+        if rank == mesh.get_rank():
+            part.copy_(piece)
+        elif piece.numel():
+            send(_room(spare, piece.shape).copy_(piece), rank, mesh)
+
+
+@overload
+def gather(
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: Placements,
+    *,
+    target: None = None,
+    device: torch.device | str | None = None,
+) -> Tensor: ...
+@overload
+def gather(
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: Placements,
+    *,
+    target: int,
+    device: torch.device | str | None = None,
+) -> Tensor | None: ...
+@torch.no_grad()
+def gather(
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: Placements,
+    *,
+    target: int | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor | None:
+    """The tensor of which every rank has its part, on rank `target` (None elsewhere) or on all: `scatter`
+    undone.
+
+    local:  this rank's part, of any size: the global shape is what the parts add up to. Of ranks that
+            hold the same part one is read.
+    device: where the global tensor is put together; default the mesh's. Parts pass one by one.
+
+    Raises, on all ranks and before data moves, ShardingError or PlanError as `scatter` does.
+    """
+    spec, rank = member(mesh)
+
+    def checked() -> tuple[Placement, ...]:
+        _check_part(local, target, spec)
+        return as_placements(placements, spec, "placements")
+
+    given = collectively(mesh, checked)
+    agree(mesh, {"target": str(target), "placements": str(given), "dtype": str(local.dtype)})
+    shapes = everyones(mesh, tuple(local.shape))
+    layout, shape = joined(given, shapes, spec, "the tensor to gather")
+    refuse_partial(layout, "the tensor to gather")
+    wanted = target in (None, rank)
+    here = local_device(mesh)
+    (spare,) = collectively(mesh, lambda: _empty([_largest(shapes)], local.dtype, here))
+    (whole,) = collectively(mesh, lambda: _empty([shape if wanted else (0,)], local.dtype, device or here))
+    open_group(mesh)
+    for owner in _owners(layout, shape, spec, target):
+        piece = _room(spare, shapes[owner])
+        if owner == rank:
+            piece.copy_(local)
+        _move(piece, owner, target, mesh)
+        if wanted:
+            shard_of(whole, layout, spec, owner).copy_(piece)
+    return whole if wanted else None
+
+
+def _owners(layout: Layout, shape: Sequence[int], spec: MeshSpec, target: int | None) -> list[int]:
+    """One rank for every part that is not empty: `target` for its own."""
+    owners: dict[object, int] = {}
+    ranks = range(spec.device_count)
+    for rank in ranks if target is None else [target, *ranks]:
+        if math.prod(layout.local_shape(shape, spec, rank)):
+            owners.setdefault(spans_of(layout, shape, spec, rank), rank)
+    return sorted(owners.values())
+
+
+def _move(piece: Tensor, owner: int, target: int | None, mesh: DeviceMesh) -> None:
+    """`owner`'s piece into that of `target`, or of all."""
+    rank = mesh.get_rank()
+    if target is None:
+        broadcast(piece, owner, mesh)
+    elif owner == target:
+        return
+    elif rank == owner:
+        send(piece, target, mesh)
+    elif rank == target:
+        receive(piece, owner, mesh)
+
+
+def _check_holder(tensor: Tensor | None, source: int, rank: int, spec: MeshSpec) -> None:
+    _check_rank(source, "source", spec)
+    if rank == source:
+        checked_plain(tensor, f"tensor on rank {rank}, the source,")
+    elif tensor is not None:
+        raise ShardingError(
+            f"rank {rank} passes a tensor; only that of rank {source}, the source, is scattered\n"
+            "  try: None on the other ranks, or source=..."
+        )
+
+
+def _check_part(local: Tensor, target: int | None, spec: MeshSpec) -> None:
+    if target is not None:
+        _check_rank(target, "target", spec)
+    checked_plain(local, "local")
+
+
+def _check_rank(rank: int, name: str, spec: MeshSpec) -> None:
+    if not 0 <= rank < spec.device_count:
+        raise ShardingError(f"{name} is rank {rank}; {spec} has ranks 0 to {spec.device_count - 1}")
+
+
+def _text(sizes: Sizes | None) -> str:
+    try:
+        return str({int(dim): [int(size) for size in parts] for dim, parts in sorted((sizes or {}).items())})
+    except (AttributeError, TypeError, ValueError):
+        raise ShardingError(f"sizes is {sizes!r}\n  try: {{dim: [length of each part]}}") from None
+
+
+def _largest(shapes: Sequence[tuple[int, ...]]) -> tuple[int]:
+    return (max(math.prod(shape) for shape in shapes),)
+
+
+def _room(spare: Tensor, shape: Sequence[int]) -> Tensor:
+    """The start of a flat buffer as a tensor of `shape`."""
+    return spare[: math.prod(shape)].view(tuple(shape))
+
+
+def _empty(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device | str) -> list[Tensor]:
+    return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]

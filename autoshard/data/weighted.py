@@ -1,0 +1,35 @@
+"""Metrics over parts of different sizes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoshard.data.parts import member
+from autoshard.runtime.process_groups import whole_group
+from autoshard.runtime.sharding import local_device
+
+__all__ = ["weighted_mean"]
+
+
+@torch.no_grad()
+def weighted_mean(value: Tensor | float, weight: float, mesh: DeviceMesh) -> Tensor:
+    """sum(value * weight) / sum(weight) over all ranks, in float64, on every rank; by one all-reduce.
+
+        accuracy = autoshard.weighted_mean(correct / max(rows, 1), rows, mesh)
+
+    For metrics made of each rank's own part outside the model: a mean of the ranks' means is wrong where
+    parts differ in size. A mean *in* the model is that of the global tensor already.
+
+    value:  of the same shape on all ranks; ranks that hold the same part count alike, which changes
+            nothing. Gradients do not flow back.
+    weight: how many elements the value is the mean of. With 0 the value is left out, even if it is nan;
+            0 on all ranks gives nan.
+    """
+    member(mesh)
+    mine = torch.as_tensor(value, dtype=torch.float64, device=local_device(mesh))
+    weighed = mine * weight if weight else torch.zeros_like(mine)
+    total = torch.cat([weighed.reshape(-1), weighed.new_tensor([weight])])
+    torch.distributed.all_reduce(total, group=whole_group(mesh))
+    return (total[:-1] / total[-1]).view(mine.shape)

@@ -1,0 +1,70 @@
+"""Along which dims the search offers to split ops that move data (slice, cat, pad, flip, roll).
+
+They can be split along any dim. It is offered only along one that can be split together with a window (convolution,
+pooling, resizing, neighbourhood attention): space. Elsewhere it would cost the search time and has no use: the halves
+of rotary embeddings would offer the channels of a head, at 3 % more strategies of a Llama layer on three axes and
+half as long again to price its edges, for the same plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+
+from torch import fx
+
+from passes.joint import JointGraph, result_index, tensor_operands
+from passes.rules.registry import RuleTable, rule_for
+from passes.rules.rule import OpRule
+
+__all__ = ["out_of_space"]
+
+
+def out_of_space(joint: JointGraph, rules: RuleTable | None) -> Mapping[fx.Node, frozenset[str]]:
+    """Node -> factors along which it moves data, and along which no window of the graph can be split with it."""
+    found = {
+        node: rule_for(node, rules)
+        for node in joint.graph.nodes
+        if node.op == "call_function" and result_index(node)[0] is node
+    }
+    if not any(rule.moved for rule in found.values()):
+        return {}
+    groups = _Groups()
+    for node, rule in found.items():
+        _connect(groups, node, rule)
+    space = {
+        groups.root((node, rule.operands_and_results[t][d][0]))
+        for node, rule in found.items()
+        for t, d in rule.windows
+        if rule.operands_and_results[t][d][0] not in rule.moved
+    }
+    return {
+        node: frozenset(f for f in rule.moved if groups.root((node, f)) not in space)
+        for node, rule in found.items()
+        if rule.moved
+    }
+
+
+class _Groups:
+    """Disjoint sets of (node, factor) and (node, result, dim): what is split together."""
+
+    def __init__(self) -> None:
+        self.parent: dict[Hashable, Hashable] = {}
+
+    def root(self, member: Hashable) -> Hashable:
+        while (above := self.parent.get(member, member)) != member:
+            self.parent[member] = self.parent.get(above, above)
+            member = above
+        return member
+
+    def join(self, one: Hashable, two: Hashable) -> None:
+        self.parent[self.root(one)] = self.root(two)
+
+
+def _connect(groups: _Groups, node: fx.Node, rule: OpRule) -> None:
+    """Each factor that may be split, with the dims that it splits."""
+    values = [result_index(operand) for operand in tensor_operands(node)]
+    values += [(node, i) for i in range(len(rule.results))]
+    for (producer, result), dims in zip(values, rule.operands_and_results, strict=True):
+        for d, dim in enumerate(dims):
+            if dim and dim[0] not in rule.whole:
+                groups.join((node, dim[0]), (producer, result, d))
