@@ -16,6 +16,8 @@ from passes.ops import (
     attention_backward,
     circular_pad,
     circular_pad_backward,
+    neighborhood_attention,
+    neighborhood_attention_backward,
     uniform_reference,
 )
 from passes.ops.contract import contract_reference
@@ -31,6 +33,8 @@ _REFERENCES: dict[str, Callable[..., Any]] = {
     "autoshard.attention_backward.default": custom_op_body(attention_backward),
     "autoshard.circular_pad.default": custom_op_body(circular_pad),
     "autoshard.circular_pad_backward.default": custom_op_body(circular_pad_backward),
+    "autoshard.neighborhood_attention.default": custom_op_body(neighborhood_attention),
+    "autoshard.neighborhood_attention_backward.default": custom_op_body(neighborhood_attention_backward),
 }
 
 

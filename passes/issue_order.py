@@ -59,6 +59,8 @@ _PRODUCTS = frozenset(
         "autoshard.contract.default",
         "autoshard.attention.default",
         "autoshard.attention_backward.default",
+        "autoshard.neighborhood_attention.default",
+        "autoshard.neighborhood_attention_backward.default",
         "aten.mm.default",
         "aten.bmm.default",
         "aten.addmm.default",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -130,7 +130,8 @@ def global_flops(node: fx.Node) -> float:
     """Floating point operations of the whole op, unsharded; 0 where memory traffic decides.
 
     Products and convolutions: 2 per multiply-add. Attention: two products of s x t x d forward,
-    five backward (it recomputes the scores), half of that when causal. Max-pooling: comparisons, forward only
+    five backward (it recomputes the scores), half of that when causal. Neighbourhood attention: the same products, of
+    each query with the keys it sees. Max-pooling: comparisons, forward only
     (its backward moves one value per window).
     """
     target = node.target
@@ -143,6 +144,10 @@ def global_flops(node: fx.Node) -> float:
         return 4.0 * _attention_volume(node, 0)
     if target is torch.ops.autoshard.attention_backward.default:
         return 10.0 * _attention_volume(node, 1)
+    if target is torch.ops.autoshard.neighborhood_attention.default:
+        return 4.0 * _neighborhood_volume(node, 0)
+    if target is torch.ops.autoshard.neighborhood_attention_backward.default:
+        return 10.0 * _neighborhood_volume(node, 1)
     if target is _aten.convolution.default:
         x, weight = (node_value(n) for n in tensor_operands(node)[:2])
         return _convolution_flops(x if node.args[6] else node_value(node), weight)
@@ -159,11 +164,17 @@ def arithmetic_kind(node: fx.Node) -> KernelKind | None:
     """By what measured rate the operations of `node` run; None: pointwise and the like."""
     if node.target in (_aten.convolution.default, _aten.convolution_backward.default):
         return "convolution"
-    if node.target in (torch.ops.autoshard.attention.default, torch.ops.autoshard.attention_backward.default):
+    if node.target in _attentions():
         return "attention"
     if node.target is _aten.max_pool2d_with_indices.default:
         return "pooling"
     return None if fuses(node) else "matmul"
+
+
+def _attentions() -> tuple[object, ...]:
+    names = ("attention", "neighborhood_attention")
+    ops = torch.ops.autoshard
+    return tuple(getattr(ops, name + suffix).default for name in names for suffix in ("", "_backward"))
 
 
 def _contract_flops(node: fx.Node) -> float:
@@ -179,6 +190,12 @@ def _attention_volume(node: fx.Node, first: int) -> float:
     q, k = (node_value(n) for n in tensor_operands(node)[first : first + 2])
     causal = any(argument is True for argument in node.args)
     return q.numel() * k.shape[-2] * (0.5 if causal else 1.0)
+
+
+def _neighborhood_volume(node: fx.Node, first: int) -> float:
+    """Products of numbers in q k^T; `kernel_size` comes after q, k and v, of which q is argument `first`."""
+    kernel_size: Any = node.args[first + 3]
+    return float(node_value(tensor_operands(node)[first]).numel() * math.prod(kernel_size))
 
 
 def _convolution_flops(y: torch.Tensor, weight: torch.Tensor) -> float:

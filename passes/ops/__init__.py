@@ -8,6 +8,7 @@ from passes.ops import halos as halos
 from passes.ops import use as use
 from passes.ops.attention import attention, attention_backward
 from passes.ops.circular_pad import circular_pad, circular_pad_backward
+from passes.ops.neighborhood import neighborhood_attention, neighborhood_attention_backward
 from passes.ops.uniform import uniform, uniform_reference
 
 __all__ = [
@@ -15,6 +16,8 @@ __all__ = [
     "attention_backward",
     "circular_pad",
     "circular_pad_backward",
+    "neighborhood_attention",
+    "neighborhood_attention_backward",
     "uniform",
     "uniform_reference",
 ]

@@ -15,6 +15,7 @@ from passes.rules import (
     creation,
     indexing,
     movement,
+    neighborhood,
     patches,
     products,
     reductions,
@@ -225,6 +226,8 @@ _PRODUCTS: dict[str, Builder] = {
     "aten::baddbmm.default": products.add_product("b m n", "b m k", "b k n", "b m n"),
     "autoshard::attention.default": attention.attention,
     "autoshard::attention_backward.default": attention.attention_backward,
+    "autoshard::neighborhood_attention.default": neighborhood.neighborhood_attention,
+    "autoshard::neighborhood_attention_backward.default": neighborhood.neighborhood_attention_backward,
     "aten::convolution.default": convolution.convolution,
     "aten::convolution_backward.default": convolution.convolution_backward,
 }

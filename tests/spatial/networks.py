@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from autoshard.neighborhood import na2d
+
 __all__ = ["NETWORKS", "network"]
 
 
@@ -94,6 +96,40 @@ class Weather(nn.Module):
         return (x + y).square().mean()
 
 
+class NeighborhoodBlock(nn.Module):
+    """Pre-norm neighbourhood attention over two dims, of two heads, and an MLP; [batch, rows, columns, width]."""
+
+    def __init__(
+        self, width: int, kernel: tuple[int, int], dilation: int, is_causal: tuple[bool, bool]
+    ) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.project, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.window = (kernel, 1, dilation, is_causal)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, -1)) for part in self.project(self.norms[0](x)).chunk(3, -1))
+        x = x + self.out(na2d(q, k, v, *self.window).flatten(-2))
+        return x + self.down(nn.functional.gelu(self.up(self.norms[1](x))))
+
+
+class NeighborhoodViT(nn.Module):
+    """A vision transformer whose patches attend to those near them: odd windows, then even and dilated ones, causal in
+    their rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 8, 4, 4)
+        self.blocks = nn.Sequential(
+            NeighborhoodBlock(8, (5, 5), 1, (False, False)),
+            NeighborhoodBlock(8, (4, 6), 2, (True, False)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(self.patches(x).permute(0, 2, 3, 1)).square().mean()
+
+
 class Moving(nn.Module):
     """What moves data along space: odd sizes padded and cropped, a skip joined along rows, flips and rolls."""
 
@@ -144,6 +180,8 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "resnet": (ResNet, (3, 97, 101)),
     "unet": (UNet, (1, 21, 19, 26)),
     "convnext": (ConvNeXt, (3, 97, 101)),
+    "vit": (NeighborhoodViT, (3, 53, 61)),
+    "even_vit": (NeighborhoodViT, (3, 48, 64)),
     "weather": (Weather, (2, 45, 91)),
     "moving": (lambda: Moving(rolls=False), (2, 57, 43)),
     "rolling": (lambda: Moving(rolls=True), (2, 57, 43)),

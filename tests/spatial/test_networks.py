@@ -30,6 +30,8 @@ SIMULATED = [
     ("unet", {"a": 3}),
     ("unet", {"a": 7}),
     ("unet", {"a": 2, "b": 2}),
+    ("vit", {"a": 3}),
+    ("even_vit", {"a": 2, "b": 2}),
     ("weather", {"a": 3}),
     ("weather", {"a": 5}),
 ]
