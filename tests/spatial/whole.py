@@ -1,0 +1,144 @@
+"""Whole models whose space is split, trained by real processes: `python -m tests.spatial.whole --help`.
+
+Ten steps on 4 gloo ranks against one process. A search on models this small prefers batch and channels, so the
+plans may be searched among those only in which windows (convolution, pooling) split what `Case.split` says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import tempfile
+import time
+import warnings
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from autoshard import MeshSpec, Plan, find_plan
+from passes.assignment import NodeLayouts
+from passes.rules.rule import OpRule
+from passes.strategies import enumerate_strategies
+from tests.profiles import slow_compute
+from tests.ranks import RankPool
+from tests.spatial.trained import AXES, MODELS, STEPS, Errors, alone, on_rank, seeded
+
+SPLITS: Mapping[str, Sequence[frozenset[str]] | None] = {
+    "searched": None,
+    "rows": (frozenset({"y0"}),),
+    "rows x columns": (frozenset({"y0"}), frozenset({"y1"})),
+    "batch x rows": (frozenset({"n", "b0"}), frozenset({"y0"})),
+}
+"""name -> what each axis of the mesh splits at every op with a window: the batch, or a dim of space."""
+CASES = ((1, "rows"), (1, "rows x columns"), (4, "rows"), (4, "batch x rows"), (1, "searched"))
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    batch: int
+    split: str
+    dtype: torch.dtype
+    backend: str
+    optimizer: str
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return (2, 2) if " x " in self.split else (4,)
+
+    @property
+    def training(self) -> tuple[str, int, torch.dtype, str]:
+        return self.model, self.batch, self.dtype, self.optimizer
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """halos: operands that are read with a halo. Seconds on the clock, of the whole search and of ten steps."""
+
+    errors: Errors
+    halos: int
+    exchanges: int
+    planning: float
+    training: float
+    alone: float
+
+
+@contextlib.contextmanager
+def only(split: Sequence[frozenset[str]] | None) -> Generator[None]:
+    """Searches inside see, of each op with a window, the strategies whose i-th axis splits a factor of split[i]."""
+
+    def kept(strategy: NodeLayouts, wanted: Sequence[frozenset[str]]) -> bool:
+        named = {axis: s.factor for s in strategy.splits for axis in s.axes}
+        return all(named.get(axis) in factors for axis, factors in zip(AXES, wanted, strict=False))
+
+    def enumerated(rule: OpRule, *args: Any, **kwargs: Any) -> tuple[NodeLayouts, ...]:
+        every = enumerate_strategies(rule, *args, **kwargs)
+        if split is None or not any(factor.startswith("y") for factor in rule.splittable):
+            return every
+        return tuple(s for s in every if kept(s, split)) or every
+
+    with mock.patch("passes.search.space.enumerate_strategies", enumerated):
+        yield
+
+
+def planned(case: Case) -> Plan:
+    model, x = seeded(case.model, case.batch, case.dtype)
+    mesh = MeshSpec(dict(zip(AXES, case.sizes, strict=False)))
+    with only(SPLITS[case.split]):
+        return find_plan(model, mesh, (x,), profile=slow_compute(), backend=case.backend)
+
+
+def run(case: Case, ranks: RankPool, folder: Path) -> Outcome:
+    file = folder / f"{'-'.join(map(str, case.training))}.pt"
+    if not file.exists():
+        torch.save(alone(*case.training), file)
+    began = time.perf_counter()
+    plan = planned(case)
+    planning = time.perf_counter() - began
+    plan.save(folder / "plan.json")
+    options = {"plan": str(folder / "plan.json"), "backend": case.backend}
+    found = ranks.run(on_rank, *case.training, case.sizes, options, str(file), world=4, timeout_seconds=900)
+    halos = sum(layout.has_halo for layouts in plan.assignment.values() for layout in layouts.operands)
+    exchanges = sum(
+        transfer.text.startswith("halo_") for r in plan.records for o in r.operands for transfer in o.transfers
+    )
+    errors = max((errors for errors, _ in found), key=lambda e: (e.losses, e.parameters))
+    seconds = torch.load(file, weights_only=False).seconds
+    return Outcome(errors, halos, exchanges, planning, max(s for _, s in found), seconds)
+
+
+def row(case: Case, got: Outcome) -> str:
+    mesh, e = "x".join(map(str, case.sizes)), got.errors
+    cells = [case.model, f"{mesh}, {case.split}", case.batch, f"{e.losses:.1e}", f"{e.parameters:.1e}"]
+    cells += [f"{e.buffers:.1e}", got.halos, got.exchanges, f"{got.planning:.1f}"]
+    return f"| {' | '.join(map(str, cells))} | {got.training:.1f} | {got.alone:.1f} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("models", nargs="*", choices=(*MODELS, []), help="default: all")
+    parser.add_argument("--split", choices=tuple(SPLITS), help="default: all")
+    parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
+    parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd")
+    parser.add_argument("--backend", default="eager")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    print(f"{STEPS} steps of {given.optimizer}, {given.dtype}, {given.backend}, torch {torch.__version__}\n")
+    print("| model | mesh | batch | losses | parameters | buffers | operands with a halo | exchanges |", end="")
+    print(" planning s | 4 ranks s | alone s |\n" + "| --- " * 11 + "|", flush=True)
+    with RankPool() as ranks, tempfile.TemporaryDirectory() as folder:
+        for model in given.models or MODELS:
+            for batch, split in CASES:
+                if given.split in (None, split):
+                    dtype = getattr(torch, given.dtype)
+                    case = Case(model, batch, split, dtype, given.backend, given.optimizer)
+                    print(row(case, run(case, ranks, Path(folder))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
