@@ -12,7 +12,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +25,7 @@ from passes.rules.rule import OpRule
 from passes.strategies import enumerate_strategies
 from tests.profiles import slow_compute
 from tests.ranks import RankPool
-from tests.spatial.trained import AXES, MODELS, STEPS, Errors, alone, on_rank, seeded
+from tests.spatial.trained import AXES, MODELS, STEPS, Errors, Trained, alone, compared, on_rank, seeded
 
 SPLITS: Mapping[str, Sequence[frozenset[str]] | None] = {
     "searched": None,
@@ -57,9 +57,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """halos: operands that are read with a halo. Seconds on the clock, of the whole search and of ten steps."""
+    """rounding: of one process against itself in float64. halos: operands that are read with a halo.
+    planning: CPU seconds of the search. training, alone: seconds on the clock of ten steps, on ranks and alone.
+    """
 
     errors: Errors
+    rounding: Errors
     halos: int
     exchanges: int
     planning: float
@@ -93,35 +96,50 @@ def planned(case: Case) -> Plan:
 
 
 def run(case: Case, ranks: RankPool, folder: Path) -> Outcome:
-    file = folder / f"{'-'.join(map(str, case.training))}.pt"
-    if not file.exists():
-        torch.save(alone(*case.training), file)
-    began = time.perf_counter()
+    file, wanted = _alone(case, folder)
+    _, precise = _alone(replace(case, dtype=torch.float64), folder)
+    began = time.process_time()
     plan = planned(case)
-    planning = time.perf_counter() - began
+    planning = time.process_time() - began
     plan.save(folder / "plan.json")
     options = {"plan": str(folder / "plan.json"), "backend": case.backend}
     found = ranks.run(on_rank, *case.training, case.sizes, options, str(file), world=4, timeout_seconds=900)
     halos = sum(layout.has_halo for layouts in plan.assignment.values() for layout in layouts.operands)
     exchanges = sum(
-        transfer.text.startswith("halo_") for r in plan.records for o in r.operands for transfer in o.transfers
+        transfer.text.startswith("halo_")
+        for r in plan.records
+        for o in r.operands
+        for transfer in o.transfers
     )
     errors = max((errors for errors, _ in found), key=lambda e: (e.losses, e.parameters))
-    seconds = torch.load(file, weights_only=False).seconds
-    return Outcome(errors, halos, exchanges, planning, max(s for _, s in found), seconds)
+    training = max(seconds for _, seconds in found)
+    return Outcome(errors, compared(precise, wanted), halos, exchanges, planning, training, wanted.seconds)
+
+
+def _alone(case: Case, folder: Path) -> tuple[Path, Trained]:
+    """The run of one process and its file, made once."""
+    file = folder / f"{'-'.join(map(str, case.training))}.pt"
+    if not file.exists():
+        torch.save(alone(*case.training), file)
+    return file, torch.load(file, weights_only=False)
 
 
 def row(case: Case, got: Outcome) -> str:
-    mesh, e = "x".join(map(str, case.sizes)), got.errors
-    cells = [case.model, f"{mesh}, {case.split}", case.batch, f"{e.losses:.1e}", f"{e.parameters:.1e}"]
-    cells += [f"{e.buffers:.1e}", got.halos, got.exchanges, f"{got.planning:.1f}"]
+    mesh = "x".join(map(str, case.sizes))
+    cells = [case.model, f"{mesh}, {case.split}", case.batch, _text(got.errors), _text(got.rounding)]
+    cells += [got.halos, got.exchanges, f"{got.planning:.1f}"]
     return f"| {' | '.join(map(str, cells))} | {got.training:.1f} | {got.alone:.1f} |"
+
+
+def _text(errors: Errors) -> str:
+    return f"{errors.losses:.1e} / {errors.parameters:.1e} / {errors.buffers:.1e}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", choices=(*MODELS, []), help="default: all")
     parser.add_argument("--split", choices=tuple(SPLITS), help="default: all")
+    parser.add_argument("--batch", type=int, choices=(1, 4), help="default: both")
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
     parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd")
     parser.add_argument("--backend", default="eager")
@@ -129,12 +147,16 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     print(f"{STEPS} steps of {given.optimizer}, {given.dtype}, {given.backend}, torch {torch.__version__}\n")
-    print("| model | mesh | batch | losses | parameters | buffers | operands with a halo | exchanges |", end="")
-    print(" planning s | 4 ranks s | alone s |\n" + "| --- " * 11 + "|", flush=True)
+    print(
+        "Errors: of losses / parameters / buffers.\n\n| model | mesh | batch | error | of float32 alone |",
+        end="",
+    )
+    print(" operands with a halo | exchanges | planning s | 4 ranks s | alone s |")
+    print("| --- " * 10 + "|", flush=True)
     with RankPool() as ranks, tempfile.TemporaryDirectory() as folder:
         for model in given.models or MODELS:
             for batch, split in CASES:
-                if given.split in (None, split):
+                if given.split in (None, split) and given.batch in (None, batch):
                     dtype = getattr(torch, given.dtype)
                     case = Case(model, batch, split, dtype, given.backend, given.optimizer)
                     print(row(case, run(case, ranks, Path(folder))), flush=True)
