@@ -1,4 +1,4 @@
-"""Norms over split space and batch: on uneven and empty shards as accurate as in one process, running statistics too."""
+"""Norms over split space and batch: on uneven and empty shards as accurate as in one process, statistics too."""
 
 from __future__ import annotations
 

@@ -71,9 +71,9 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
     return {**full(model), **buffers}
 
 
-def _train(model: nn.Module, x: Tensor, optimizer: str) -> Trained:
+def _train(model: nn.Module, x: Tensor, optimizer: str, rate: float) -> Trained:
     """x: global. The batch rolls along its last dim, so that every step differs."""
-    made, rate = {"sgd": (torch.optim.SGD, 1e-3), "adamw": (torch.optim.AdamW, 1e-3)}[optimizer]
+    made = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[optimizer]
     update = made(model.parameters(), lr=rate)
     start, losses = _state(model), []
     began = time.perf_counter()
@@ -86,9 +86,17 @@ def _train(model: nn.Module, x: Tensor, optimizer: str) -> Trained:
     return Trained(losses, start, _state(model), time.perf_counter() - began)
 
 
-def alone(name: str, batch: int, dtype: torch.dtype, optimizer: str) -> Trained:
-    """In one process, with plain torch."""
-    return _train(*seeded(name, batch, dtype), optimizer)
+def alone(
+    name: str, batch: int, dtype: torch.dtype, optimizer: str, rate: float, *, nudge: float = 0.0
+) -> Trained:
+    """In one process, with plain torch. nudge: relative change of every weight, up or down, before the first step."""
+    model, x = seeded(name, batch, dtype)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
+            parameter.mul_(1 + nudge * signs.to(dtype))
+    return _train(model, x, optimizer, rate)
 
 
 def on_rank(
@@ -97,6 +105,7 @@ def on_rank(
     batch: int,
     dtype: torch.dtype,
     optimizer: str,
+    rate: float,
     sizes: tuple[int, ...],
     options: Mapping[str, Any],
     wanted: str,
@@ -105,7 +114,7 @@ def on_rank(
     model, x = seeded(name, batch, dtype)
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=AXES[: len(sizes)])
     autoshard(model, mesh, (x,), **options)
-    run = _train(model, x, optimizer)
+    run = _train(model, x, optimizer, rate)
     return compared(torch.load(wanted, weights_only=False), run), run.seconds
 
 

@@ -12,7 +12,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -45,19 +45,20 @@ class Case:
     dtype: torch.dtype
     backend: str
     optimizer: str
+    rate: float
 
     @property
     def sizes(self) -> tuple[int, ...]:
         return (2, 2) if " x " in self.split else (4,)
 
     @property
-    def training(self) -> tuple[str, int, torch.dtype, str]:
-        return self.model, self.batch, self.dtype, self.optimizer
+    def training(self) -> tuple[str, int, torch.dtype, str, float]:
+        return self.model, self.batch, self.dtype, self.optimizer, self.rate
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """rounding: of one process against itself in float64. halos: operands that are read with a halo.
+    """rounding: of one process against itself with all weights one rounding away. halos: operands that are read with a halo.
     planning: CPU seconds of the search. training, alone: seconds on the clock of ten steps, on ranks and alone.
     """
 
@@ -96,8 +97,8 @@ def planned(case: Case) -> Plan:
 
 
 def run(case: Case, ranks: RankPool, folder: Path) -> Outcome:
-    file, wanted = _alone(case, folder)
-    _, precise = _alone(replace(case, dtype=torch.float64), folder)
+    file, wanted = _alone(case, folder, 0.0)
+    _, nudged = _alone(case, folder, torch.finfo(case.dtype).eps)
     began = time.process_time()
     plan = planned(case)
     planning = time.process_time() - began
@@ -113,14 +114,14 @@ def run(case: Case, ranks: RankPool, folder: Path) -> Outcome:
     )
     errors = max((errors for errors, _ in found), key=lambda e: (e.losses, e.parameters))
     training = max(seconds for _, seconds in found)
-    return Outcome(errors, compared(precise, wanted), halos, exchanges, planning, training, wanted.seconds)
+    return Outcome(errors, compared(wanted, nudged), halos, exchanges, planning, training, wanted.seconds)
 
 
-def _alone(case: Case, folder: Path) -> tuple[Path, Trained]:
+def _alone(case: Case, folder: Path, nudge: float) -> tuple[Path, Trained]:
     """The run of one process and its file, made once."""
-    file = folder / f"{'-'.join(map(str, case.training))}.pt"
+    file = folder / f"{'-'.join(map(str, (*case.training, nudge)))}.pt"
     if not file.exists():
-        torch.save(alone(*case.training), file)
+        torch.save(alone(*case.training, nudge=nudge), file)
     return file, torch.load(file, weights_only=False)
 
 
@@ -142,13 +143,16 @@ def main() -> None:
     parser.add_argument("--batch", type=int, choices=(1, 4), help="default: both")
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
     parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd")
+    parser.add_argument("--rate", type=float, default=1e-3, help="of learning")
     parser.add_argument("--backend", default="eager")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    print(f"{STEPS} steps of {given.optimizer}, {given.dtype}, {given.backend}, torch {torch.__version__}\n")
     print(
-        "Errors: of losses / parameters / buffers.\n\n| model | mesh | batch | error | of float32 alone |",
+        f"{STEPS} steps of {given.optimizer} at {given.rate}, {given.dtype}, {given.backend}, torch {torch.__version__}\n"
+    )
+    print(
+        "Errors: of losses / parameters / buffers.\n\n| model | mesh | batch | error | alone, nudged |",
         end="",
     )
     print(" operands with a halo | exchanges | planning s | 4 ranks s | alone s |")
@@ -158,7 +162,7 @@ def main() -> None:
             for batch, split in CASES:
                 if given.split in (None, split) and given.batch in (None, batch):
                     dtype = getattr(torch, given.dtype)
-                    case = Case(model, batch, split, dtype, given.backend, given.optimizer)
+                    case = Case(model, batch, split, dtype, given.backend, given.optimizer, given.rate)
                     print(row(case, run(case, ranks, Path(folder))), flush=True)
 
 
