@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +22,9 @@ def trace_cumulative_averages(model: nn.Module) -> None:
     """Give every batch norm of `model` that averages so a forward that can be traced, until `state_kept` undoes it.
     A subclass with a forward of its own is left alone."""
     for module in model.modules():
-        if type(module).forward is nn.BatchNorm1d.forward and getattr(module, "momentum", 0.0) is None:
-            module.forward = partial(_forward, module, module.forward)
+        norm: Any = module
+        if type(module).forward is nn.BatchNorm1d.forward and norm.momentum is None:
+            norm.forward = partial(_forward, norm, norm.forward)
 
 
 def _forward(norm: nn.BatchNorm1d, original: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

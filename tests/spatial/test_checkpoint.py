@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -23,9 +21,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from autoshard import autoshard
 from passes.assignment import NodeLayouts
 from passes.rules.rule import OpRule
-from passes.strategies import enumerate_strategies
 from tests.profiles import slow_compute
 from tests.ranks import RankPool
+from tests.spatial.restricted import restricted
 
 SQUARE, LINE = (2, 2), (3,)
 Found = tuple[dict[str, Tensor], Tensor]
@@ -60,29 +58,20 @@ def trained(model: nn.Module) -> None:
         optimizer.zero_grad()
 
 
-@contextlib.contextmanager
-def windows_split(factors: Sequence[str]) -> Generator[None]:
-    """Searches inside see, of ops with a window, the strategies that split just `factors`."""
-
-    def enumerated(rule: OpRule, *args: Any, **options: Any) -> tuple[NodeLayouts, ...]:
-        every = enumerate_strategies(rule, *args, **options)
-        kept = tuple(s for s in every if {split.factor for split in s.splits} == set(factors))
-        return kept or every
-
-    with mock.patch("passes.search.space.enumerate_strategies", enumerated):
-        yield
-
-
 def parallel(sizes: tuple[int, ...], factors: Sequence[str]) -> nn.Module:
     """On every axis the filters are stored split, as FSDP does, or (the last ones) whole."""
     model = network()
     names = ("a", "b")[: len(sizes)]
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
     pins = {"*": [Shard(0)] * len(sizes), "3.bias": [Replicate()] * len(sizes)}
-    with windows_split(factors):
+
+    def splits_just_these(rule: OpRule, shapes: Any, strategy: NodeLayouts) -> bool:
+        return {split.factor for split in strategy.splits} == set(factors)
+
+    with restricted(splits_just_these):
         autoshard(model, mesh, (images(),), profile=slow_compute(), backend="eager", constraints=pins)
-    splits = [{s.factor for s in layouts.splits} for layouts in model.autoshard_plan.assignment.values()]
-    assert set(factors) in splits
+    plan: Any = model.autoshard_plan
+    assert set(factors) in [{s.factor for s in layouts.splits} for layouts in plan.assignment.values()]
     return model
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -26,9 +24,9 @@ from passes.layout import Layout
 from passes.lower_rank import lower_rank
 from passes.rules.rule import OpRule
 from passes.simulate import simulated_groups
-from passes.strategies import enumerate_strategies
 from tests.profiles import slow_compute
 from tests.ranks import RankPool
+from tests.spatial.restricted import Keep, restricted
 
 SHAPE = (3, 4, 9, 7)
 """Of a batch: samples, channels, rows, columns."""
@@ -92,29 +90,18 @@ def stepped(model: nn.Module, x: Tensor, tangent: Tensor) -> dict[str, Tensor]:
     return {"output": y.detach(), "grad x": x.grad, **gradients, **state(model)}
 
 
-@contextlib.contextmanager
-def always_split(layout: Layout) -> Generator[None]:
-    """Searches inside see only strategies that split whatever is as large as the data as `layout` does: data this
-    small would be gathered."""
+def always_split(layout: Layout) -> Keep:
+    """Strategies that split whatever is as large as the data as `layout` does: data this small would be gathered."""
 
-    def enumerated(
-        rule: OpRule, operands: Any, results: Any, *rest: Any, **options: Any
-    ) -> tuple[NodeLayouts, ...]:
-        every = enumerate_strategies(rule, operands, results, *rest, **options)
-        large = [len(shape) > 3 and tuple(shape[-2:]) == SHAPE[-2:] for shape in (*operands, *results)]
+    def keep(rule: OpRule, shapes: Sequence[Sequence[int]], strategy: NodeLayouts) -> bool:
+        layouts = (*strategy.operands, *strategy.results)
+        return all(
+            own.dims[-2:] == layout.dims[-2:]
+            for own, shape in zip(layouts, shapes, strict=True)
+            if len(shape) > 3 and tuple(shape[-2:]) == SHAPE[-2:]
+        )
 
-        def kept(strategy: NodeLayouts) -> bool:
-            layouts = (*strategy.operands, *strategy.results)
-            return all(
-                own.dims[-2:] == layout.dims[-2:]
-                for own, is_large in zip(layouts, large, strict=True)
-                if is_large
-            )
-
-        return tuple(strategy for strategy in every if kept(strategy)) or every
-
-    with mock.patch("passes.search.space.enumerate_strategies", enumerated):
-        yield
+    return keep
 
 
 class Simulated:
@@ -124,7 +111,7 @@ class Simulated:
         captured = canonical_capture(model, (batch(0).requires_grad_(),), {})
         call = CallLayouts({0: layout}, {0: layout})
         pins = {name: Layout.replicated(p.ndim) for name, p in model.named_parameters()}
-        with always_split(layout):
+        with restricted(always_split(layout)):
             self.plan = search_plan(captured, slow_compute(), mesh, call, pins, None, "eager", 60.0)
         self.joint, self.mesh = captured.joint, mesh
         prices = prices_of(load_profile(None, mesh), mesh)
@@ -266,9 +253,10 @@ def on_rank(rank: int) -> tuple[list[float], dict[str, Tensor], int]:
         return model(x[:, :, ends[rank] - ROWS[rank] : ends[rank]])
 
     autoshard(model, mesh, profile=slow_compute(), backend="eager", in_placements=([Shard(2)],))
-    with always_split(Layout(((), (), ("a",), ()))):
+    with restricted(always_split(Layout(((), (), ("a",), ())))):
         losses, tensors = trained(model, call)
-    return losses, tensors, split_sums(model.autoshard_plan)
+    plan: Any = model.autoshard_plan
+    return losses, tensors, split_sums(plan)
 
 
 def test_statistics_of_real_processes(ranks: RankPool) -> None:

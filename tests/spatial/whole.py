@@ -7,24 +7,21 @@ plans may be searched among those only in which windows (convolution, pooling) s
 from __future__ import annotations
 
 import argparse
-import contextlib
 import tempfile
 import time
 import warnings
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import torch
 
 from autoshard import MeshSpec, Plan, find_plan
 from passes.assignment import NodeLayouts
 from passes.rules.rule import OpRule
-from passes.strategies import enumerate_strategies
 from tests.profiles import slow_compute
 from tests.ranks import RankPool
+from tests.spatial.restricted import Keep, restricted
 from tests.spatial.trained import AXES, MODELS, STEPS, Errors, Trained, alone, compared, on_rank, seeded
 
 SPLITS: Mapping[str, Sequence[frozenset[str]] | None] = {
@@ -58,7 +55,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """rounding: of one process against itself with all weights one rounding away. halos: operands that are read with a halo.
+    """rounding: of one process against itself, all weights a rounding away. halos: operands that are read with a halo.
     planning: CPU seconds of the search. training, alone: seconds on the clock of ten steps, on ranks and alone.
     """
 
@@ -71,28 +68,22 @@ class Outcome:
     alone: float
 
 
-@contextlib.contextmanager
-def only(split: Sequence[frozenset[str]] | None) -> Generator[None]:
-    """Searches inside see, of each op with a window, the strategies whose i-th axis splits a factor of split[i]."""
+def splits(wanted: Sequence[frozenset[str]] | None) -> Keep:
+    """Of ops with a window, the strategies whose i-th axis splits a factor of wanted[i]; None: all."""
 
-    def kept(strategy: NodeLayouts, wanted: Sequence[frozenset[str]]) -> bool:
+    def keep(rule: OpRule, shapes: Sequence[Sequence[int]], strategy: NodeLayouts) -> bool:
+        if wanted is None or not any(factor.startswith("y") for factor in rule.splittable):
+            return True
         named = {axis: s.factor for s in strategy.splits for axis in s.axes}
         return all(named.get(axis) in factors for axis, factors in zip(AXES, wanted, strict=False))
 
-    def enumerated(rule: OpRule, *args: Any, **kwargs: Any) -> tuple[NodeLayouts, ...]:
-        every = enumerate_strategies(rule, *args, **kwargs)
-        if split is None or not any(factor.startswith("y") for factor in rule.splittable):
-            return every
-        return tuple(s for s in every if kept(s, split)) or every
-
-    with mock.patch("passes.search.space.enumerate_strategies", enumerated):
-        yield
+    return keep
 
 
 def planned(case: Case) -> Plan:
     model, x = seeded(case.model, case.batch, case.dtype)
     mesh = MeshSpec(dict(zip(AXES, case.sizes, strict=False)))
-    with only(SPLITS[case.split]):
+    with restricted(splits(SPLITS[case.split])):
         return find_plan(model, mesh, (x,), profile=slow_compute(), backend=case.backend)
 
 
@@ -148,9 +139,8 @@ def main() -> None:
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    print(
-        f"{STEPS} steps of {given.optimizer} at {given.rate}, {given.dtype}, {given.backend}, torch {torch.__version__}\n"
-    )
+    steps = f"{STEPS} steps of {given.optimizer} at {given.rate}"
+    print(f"{steps}, {given.dtype}, {given.backend}, torch {torch.__version__}\n")
     print(
         "Errors: of losses / parameters / buffers.\n\n| model | mesh | batch | error | alone, nudged |",
         end="",
