@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from cost_model.errors import CaptureError
 from passes.capture.attention import attention_captured
+from passes.capture.cumulative import trace_cumulative_averages
 from passes.capture.kept import resizing_kept
 from passes.capture.padding import PADS
 from passes.capture.provenance import provenance
@@ -101,6 +102,7 @@ def trace(program: Program, device: torch.device | None) -> Traced:
     with ExitStack() as stack:
         stack.enter_context(_plain_autograd())
         stack.enter_context(state_kept(program.model))
+        trace_cumulative_averages(program.model)
         fakes = _fakes(program, device)
         replaced = stack.enter_context(attention_captured())
         for context in (

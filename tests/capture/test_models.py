@@ -97,6 +97,18 @@ def test_batch_norm_without_gradients_updates_its_buffers() -> None:
     assert {spec.kind for spec in captured.joint.outputs} == {"output", "buffer"}
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_norm_that_averages_over_all_batches(training: bool) -> None:
+    """momentum=None: torch itself divides by the count of batches as a Python number."""
+    model = ConvNet()
+    model.norm = nn.BatchNorm2d(8, momentum=None)
+    for _ in range(2):
+        model(torch.randn(4, 3, 8, 8), torch.randint(0, 5, (4,)))
+    model.train(training)
+    check(model, torch.randn(4, 3, 8, 8), torch.randint(0, 5, (4,)), rtol=1e-4, atol=1e-5)
+    assert "forward" not in vars(model.norm)
+
+
 @pytest.mark.parametrize("need_weights", [True, False])
 def test_multihead_attention(need_weights: bool) -> None:
     class Attend(nn.Module):
