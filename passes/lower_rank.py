@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from passes.assignment import Assignment
+from passes.interior import find_interiors
 from passes.issue_order import Transfer, Turn
 from passes.joint import JointGraph
 from passes.partition import RankGraph, partition
@@ -29,4 +30,5 @@ def lower_rank(
     or `passes.issue_order`; found once, for all ranks alike.
     """
     alone, merged = prices.redistributor, prices.merged
-    return partition(joint, assignment, prices.mesh, rank, groups, alone, rules, turns, merged)
+    interiors = find_interiors(joint, assignment, prices, rules)
+    return partition(joint, assignment, prices.mesh, rank, groups, alone, rules, turns, merged, interiors)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,13 +15,15 @@ from passes.assignment import Assignment, FactorSplit, NodeLayouts
 from passes.collector import collector_paused
 from passes.fake_calls import FakeCalls
 from passes.hiding import ending_reads
+from passes.interior import exchange_before, in_parts, interior_of
 from passes.issue_order import Transfer, Turn, issue_order
 from passes.joint import JointGraph, map_operands, node_value, result_index, tensor_operands
-from passes.layout import Layout
+from passes.layout import Layout, Span
 from passes.lower_redistribute import emit
 from passes.redistribute import Redistributor
 from passes.rules.registry import RuleTable, rule_for
 from passes.rules.rule import OpRule
+from passes.served import Served
 from passes.torch_compat import fake_mode_of, lazy_module
 
 __all__ = ["RankGraph", "partition"]
@@ -51,6 +54,7 @@ def partition(
     rules: RuleTable | None = None,
     turns: Mapping[Transfer, Turn] | None = None,
     merged: Redistributor | None = None,
+    interiors: Mapping[str, str] = MappingProxyType({}),
 ) -> RankGraph:
     """The graph that `rank` runs.
 
@@ -58,7 +62,8 @@ def partition(
     the one the op reads, the steps that `redistributor` chose (and priced) are emitted before it; if given,
     `merged` chooses those that only the end of the program reads (`passes.hiding`), as their prices differ.
     `groups` names the process group of every tuple of axes. `turns` is the order of the collectives, the
-    same on every rank: `issue_order`'s without merging if not given.
+    same on every rank: `issue_order`'s without merging if not given. `interiors`: ops to compute in parts, of a factor
+    each, so that a halo travels meanwhile (`passes.interior`).
 
         %h: f32[8@dp, 64@tp]  = contract(%x, %up)                 global, (dp=2, tp=4)
         %y: f32[8@dp, 16]     = all_reduce[tp](contract(%h, %down))
@@ -70,7 +75,7 @@ def partition(
     turns = issue_order(joint, assignment) if turns is None else turns
     ending = frozenset[Transfer]() if merged is None else ending_reads(joint)
     choices = _Choices(redistributor, merged or redistributor, ending)
-    writer = _Writer(assignment, mesh, rank, groups, choices, rules, turns, _Served.of(joint))
+    writer = _Writer(assignment, mesh, rank, groups, choices, rules, turns, interiors, Served.of(joint))
     for node in joint.graph.nodes:
         writer.write(node)
     return writer.finish()
@@ -97,12 +102,14 @@ class _Writer:
     choices: _Choices
     rules: RuleTable | None
     turns: Mapping[Transfer, Turn]
-    served: _Served
+    interiors: Mapping[str, str]
+    served: Served
     graph: fx.Graph = field(default_factory=fx.Graph)
     calls: FakeCalls = field(default_factory=lambda: FakeCalls())
     # An op of several results has one node of a tuple, or, if its rule made them one by one, a tuple of nodes.
     local: dict[fx.Node, Any] = field(default_factory=dict)
     transfers: int = 0
+    arrivals: dict[Transfer, _Arrival] = field(default_factory=dict)
 
     def write(self, node: fx.Node) -> None:
         if node.op == "placeholder":
@@ -150,12 +157,37 @@ class _Writer:
         return local
 
     def _op(self, node: fx.Node) -> Any:
-        args, kwargs = map_operands(node, self._operands(node))
+        operands = self._operands(node)
+        args, kwargs = map_operands(node, operands)
         rule = rule_for(node, self.rules)
         context = _Context(self, node, args, kwargs, rule, self.assignment[node.name])
+        if node.name in self.interiors:
+            parts = self._in_parts(context, rule, self.interiors[node.name], operands)
+            if parts is not None:
+                return parts
         if rule.localize is not None:
             return rule.localize(context)
         return context.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+
+    def _in_parts(self, context: _Context, rule: OpRule, factor: str, operands: list[fx.Node]) -> Any:
+        """The interior first, and what arrives after it; None if this rank has no interior, or the halo is read
+        already."""
+        own: dict[int, tuple[fx.Node, Span]] = {}
+        arrivals: list[_Arrival] = []
+        for t, d in rule.windows:
+            if t < len(operands) and rule.operands[t][d] == (factor,):
+                found = exchange_before(context.node, t, self.assignment)
+                arrival = self.arrivals.get((found[0].name, found[1])) if found else None
+                if arrival is None or not arrival.unread:
+                    return None
+                own[t] = arrival.own, arrival.spans[d]
+                arrivals.append(arrival)
+        spans = {t: span for t, (_, span) in own.items()}
+        inner = interior_of(rule, factor, context.interval(factor), spans)
+        if inner is None:
+            return None
+        arrive = lambda: [arrival.put_off(self.graph) for arrival in arrivals]
+        return in_parts(context, rule, factor, operands, own, inner, arrive)  # type: ignore[arg-type]
 
     def _operands(self, node: fx.Node) -> list[fx.Node]:
         wanted = self.assignment[node.name].operands
@@ -180,7 +212,11 @@ class _Writer:
         meta["transfer"] = self.transfers
         self.transfers += 1
         shape, mesh, groups = value.shape, self.mesh, self.groups
-        return emit(self.graph, local, steps, shape, mesh, self.rank, groups, meta, self.calls)
+        last = next(reversed(self.graph.nodes))
+        moved = emit(self.graph, local, steps, shape, mesh, self.rank, groups, meta, self.calls)
+        spans = [held.interval(shape, mesh, d, self.rank) for d in range(len(shape))]
+        self.arrivals[reader.name, position] = _Arrival(local, spans, last.next, meta["transfer"])
+        return moved
 
     def _emit(
         self, node: fx.Node, target: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
@@ -189,6 +225,40 @@ class _Writer:
         local.meta = _meta(node)
         local.meta["val"] = self.calls(target, args, kwargs, fake_mode_of(node.meta["val"]))
         return local
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """A redistribution as emitted. own: what was moved, of these spans; first: the first node of the move; number: of
+    the transfer."""
+
+    own: fx.Node
+    spans: Sequence[Span]
+    first: fx.Node
+    number: int
+
+    @property
+    def _received(self) -> list[fx.Node]:
+        """The wait and all that is made of what has arrived."""
+        found: dict[fx.Node, None] = {}
+        node = self.first
+        while node.op == "call_function" and node.meta.get("transfer") == self.number:
+            after_wait = node.target is torch.ops._c10d_functional.wait_tensor.default
+            if after_wait or any(n in found for n in node.all_input_nodes):
+                found[node] = None
+            node = node.next
+        return list(found)
+
+    @property
+    def unread(self) -> bool:
+        """Whether nothing emitted so far reads what arrives."""
+        received = self._received
+        return all(user in received for node in received for user in node.users)
+
+    def put_off(self, graph: fx.Graph) -> None:
+        """Let what arrives come after all that is emitted so far."""
+        for node in self._received:
+            next(reversed(graph.nodes)).append(node)
 
 
 @dataclass
@@ -229,41 +299,3 @@ def node_is_tuple(node: fx.Node) -> bool:
 
 def _meta(node: fx.Node) -> dict[str, Any]:
     return {key: node.meta[key] for key in ("phase", "module", "source") if key in node.meta}
-
-
-@dataclass(frozen=True)
-class _Served:
-    """What a collective is for, as a profiler shows it.
-
-    parameters: placeholder -> the parameter's name in the model. ends: per operand of the output node
-    the parameter of which it is the gradient, else None.
-    """
-
-    parameters: Mapping[fx.Node, str]
-    ends: Sequence[str | None]
-
-    @staticmethod
-    def of(joint: JointGraph) -> _Served:
-        inputs = zip(joint.placeholders, joint.inputs, strict=True)
-        parameters = {node: spec.name for node, spec in inputs if spec.kind == "param"}
-        ends = zip(joint.outputs, joint.results, strict=True)
-        graded = set(parameters.values())
-        return _Served(
-            parameters,
-            [
-                end.name if end.kind == "grad" and end.name in graded else None
-                for end, result in ends
-                if result is not None
-            ],
-        )
-
-    def name(self, operand: fx.Node, reader: fx.Node, position: int) -> str:
-        """The parameter moved, or whose gradient is moved, or else the module that needs the value."""
-        parameter = self.ends[position] if reader.op == "output" else self._behind(operand)
-        module = reader.meta.get("module") or operand.meta.get("module")
-        return str(parameter or module or operand.name)
-
-    def _behind(self, node: fx.Node) -> str | None:
-        while node.op == "call_function" and len(tensor_operands(node)) == 1:
-            node = tensor_operands(node)[0]
-        return self.parameters.get(node)

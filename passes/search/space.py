@@ -29,9 +29,9 @@ from passes.layout import Layout
 from passes.pricing import Traffic, TrafficModel, fused_traffic, local_nbytes, strategy_seconds
 from passes.redistribute import Redistributor
 from passes.rules.registry import RuleTable, rule_for
-from passes.rules.rule import OpRule
 from passes.search.boundary import Boundary
 from passes.search.cost_kinds import CostKinds
+from passes.search.free_layouts import free_axis_order, is_storable, tensor_rule
 from passes.search.problem import Problem
 from passes.search.residency import Residency
 from passes.search.space_dims import out_of_space
@@ -136,7 +136,7 @@ class _Builder:
     def add_nodes(self) -> None:
         cuts = find_cuts(self.joint, self.prices.mesh, self.boundary.inputs, self.rules)
         chains = find_chains(self.joint, self.prices.mesh, cuts, self.rules)
-        ordered = _free_axis_order(self.joint)
+        ordered = free_axis_order(self.joint)
         kept = out_of_space(self.joint, self.rules)
         placeholders = iter(range(len(self.joint.inputs)))
         for node in self.joint.graph.nodes:
@@ -212,8 +212,8 @@ class _Builder:
         mesh = self.prices.mesh
         strategies = [
             NodeLayouts((), found.results)
-            for found in enumerate_strategies(_tensor_rule(shape), (), (shape,), mesh, any_order=any_order)
-            if _is_storable(found.results[0], shape, mesh)
+            for found in enumerate_strategies(tensor_rule(shape), (), (shape,), mesh, any_order=any_order)
+            if is_storable(found.results[0], shape, mesh)
         ]
         return _Option(tuple(strategies), np.zeros(len(strategies)))
 
@@ -293,22 +293,6 @@ def _distinct(layouts: Sequence[Layout]) -> tuple[list[Layout], list[int]]:
     return list(position), where
 
 
-def _tensor_rule(shape: Sequence[int]) -> OpRule:
-    """The rule of a tensor that simply is: every dim a factor of its own."""
-    names = [f"d{i}" if length > 1 else "" for i, length in enumerate(shape)]
-    dims = tuple((name,) if name else () for name in names)
-    return OpRule((), (dims,), {n: length for n, length in zip(names, shape, strict=True) if n})
-
-
-def _is_storable(layout: Layout, shape: Sequence[int], mesh: MeshSpec) -> bool:
-    """DTensor states an axis order other than the mesh's only where the split is even."""
-    for length, axes in zip(shape, layout.dims, strict=True):
-        in_order = sorted(axes, key=mesh.index) == list(axes)
-        if not in_order and length % mesh.size(*axes):
-            return False
-    return True
-
-
 def _class_key(node: fx.Node) -> Hashable:
     """Nodes with equal keys have equal rules, strategies and seconds."""
     tokens = [f"<{tuple(node_value(n).shape)} {node_value(n).dtype}>" for n in tensor_operands(node)]
@@ -318,21 +302,3 @@ def _class_key(node: fx.Node) -> Hashable:
         str(result_shapes(node)),
         str(first_value(node).dtype),
     )
-
-
-def _free_axis_order(joint: JointGraph) -> set[fx.Node]:
-    """Nodes that only pass a parameter or a gradient along: there the order of axes matters."""
-    passing = (torch.ops.autoshard.use.default, torch.ops.aten._to_copy.default)
-    found: set[fx.Node] = set()
-    parameters = {
-        node for node, spec in zip(joint.placeholders, joint.inputs, strict=True) if spec.kind == "param"
-    }
-    for node in joint.graph.nodes:
-        passes_on = node.op == "call_function" and node.target in passing
-        if passes_on and tensor_operands(node)[0] in parameters | found:
-            found.add(node)
-    for node in reversed(joint.graph.nodes):
-        passes_on = node.op == "call_function" and node.target in passing
-        if passes_on and all(user.op == "output" or user in found for user in node.users):
-            found.add(node)
-    return found
