@@ -41,7 +41,8 @@ def find_chains(
     """By node name, the overlapping spans that its factors are worth computing."""
     finder = _Finder(mesh, cuts)
     for node, rule in reversed(list(ops_of(joint, rules))):
-        finder.follow(node, rule)
+        for way in rule.ways:
+            finder.follow(node, way)
     return finder.wider
 
 
@@ -63,7 +64,7 @@ class _Finder:
             if spans
         }
         if found:
-            self.wider[node.name] = found
+            self.wider[node.name] = {**self.wider.get(node.name, {}), **found}
         for t, operand in enumerate(tensor_operands(node)):
             producer, index = result_index(operand)
             for d, dim in enumerate(rule.operands[t]):

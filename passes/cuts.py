@@ -179,6 +179,6 @@ def _results_before(window: Window, boundary: int, length: int, results: int) ->
         middle = (low + high + 1) // 2
         lo, hi = window.reads(middle, results)
         begins = lo if lo < hi else length  # what reads nothing, as padding does, lies behind the end
-        inside = middle < results and window.reads(0, middle)[1] + begins <= 2 * boundary
+        inside = middle < results and window.reads(0, middle)[1] + begins <= 2 * boundary + 1
         low, high = (middle, high) if inside else (low, middle - 1)
     return low

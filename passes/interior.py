@@ -47,7 +47,8 @@ def find_interiors(
 ) -> Mapping[str, str]:
     """Ops worth computing in parts, by name -> the factor whose parts they are."""
     found: dict[str, str] = {}
-    for node, rule in ops_of(joint, rules):
+    for node, every in ops_of(joint, rules):
+        rule = every.splitting(split.factor for split in assignment[node.name].splits)
         if rule.windows and any(layout.has_halo for layout in assignment[node.name].operands):
             factor = _factor(node, rule, assignment)
             if factor is not None and _gain(node, rule, factor, assignment, prices) > 0.0:

@@ -159,8 +159,9 @@ class _Writer:
     def _op(self, node: fx.Node) -> Any:
         operands = self._operands(node)
         args, kwargs = map_operands(node, operands)
-        rule = rule_for(node, self.rules)
-        context = _Context(self, node, args, kwargs, rule, self.assignment[node.name])
+        layouts = self.assignment[node.name]
+        rule = rule_for(node, self.rules).splitting(split.factor for split in layouts.splits)
+        context = _Context(self, node, args, kwargs, rule, layouts)
         if node.name in self.interiors:
             parts = self._in_parts(context, rule, self.interiors[node.name], operands)
             if parts is not None:

@@ -152,5 +152,5 @@ def _kernel_seconds(
 
 def _share(split: FactorSplit, rule: OpRule, mesh: MeshSpec) -> float:
     """Largest shard of the factor, as a fraction of it."""
-    length = rule.sizes[split.factor]
+    length = rule.splitting([split.factor]).sizes[split.factor]
     return max(hi - lo for lo, hi in split.parts(length, mesh)) / length

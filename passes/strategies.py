@@ -47,13 +47,14 @@ def enumerate_strategies(
     sizes, in those of `cuts`, or into the overlapping spans of `wider`.
     Deterministic; the first strategy is the replicated one.
     """
-    legal = _contiguous_factors(rule)
     found: dict[NodeLayouts, None] = {}
-    made: Made = {}
-    per_axis = [_axis_choices(axis, legal, rule) for axis in mesh.real_axes()]
-    for choices in itertools.product(*per_axis):
-        for splits in _splits(choices, rule, mesh, cuts, wider or {}, any_order):
-            found.setdefault(_layouts(rule, operand_shapes, result_shapes, mesh, choices, splits, made))
+    for way in rule.ways:
+        legal = _contiguous_factors(way)
+        made: Made = {}
+        per_axis = [_axis_choices(axis, legal, way) for axis in mesh.real_axes()]
+        for choices in itertools.product(*per_axis):
+            for splits in _splits(choices, way, mesh, cuts, wider or {}, any_order):
+                found.setdefault(_layouts(way, operand_shapes, result_shapes, mesh, choices, splits, made))
     return tuple(found)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -12,6 +12,7 @@ from torch import fx
 from passes.rules.assemble import assemble
 from passes.rules.emit import again, argument, aten, constant, first_part, global_tensor, is_empty
 from passes.rules.empty import empty_safe
+from passes.rules.input_gradient import input_gradient_by_positions
 from passes.rules.opcall import OpCall, describe
 from passes.rules.pointwise import linear_sets
 from passes.rules.rule import Dim, LocalContext, OpRule
@@ -196,7 +197,8 @@ def _groups(ctx: LocalContext) -> int:
 def convolution_backward(call: OpCall) -> OpRule:
     """n (g o) *y, n (g i) *window(y), (g o) i *k -> n (g i) *window(y), (g o) i *k, (g o); n: sum; o: sum; *y: sum
 
-    The second result lacks n, the first lacks o. A result masked out has no dims.
+    The second result lacks n, the first lacks o. A result masked out has no dims. The input's gradient alone may
+    be split by the input's positions as well.
     """
     named = _Dims.of(call)
     wanted = [named.input, named.weight, named.channels]
@@ -205,7 +207,7 @@ def convolution_backward(call: OpCall) -> OpRule:
     if not named.whole:
         reductions["o"] = "sum"
     seen = (1, 3) if call.results[0] is not None else (1,)
-    return assemble(
+    rule = assemble(
         call.shapes,
         [named.output, named.input, named.weight],
         results,
@@ -216,6 +218,10 @@ def convolution_backward(call: OpCall) -> OpRule:
         windows={(t, 2 + d): window for t in seen for d, window in enumerate(named.windows)},
         localize=_convolution_backward,
     )
+    if [info is not None for info in call.results] != [True, False, False]:
+        return rule
+    channels = {"input": named.input[:2], "weight": named.weight[:2], "output": named.output[:2]}
+    return replace(rule, others=(input_gradient_by_positions(call, channels, named.sizes, named.whole),))
 
 
 def _convolution_backward(ctx: LocalContext) -> fx.Node | tuple[fx.Node | None, ...]:

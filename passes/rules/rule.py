@@ -8,7 +8,7 @@ layouts of all operands and results follow.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -71,6 +71,7 @@ class OpRule:
     moved:      factors along which the op computes nothing, but reads elsewhere (a slice, a cat). They may be split;
                 the search offers that where it is worth its time (`passes.search.space_dims`).
     localize:   emits this rank's op; None repeats the op on the local operands.
+    others:     the same op split by other factors: its strategies are those of all. Factors of one name are the same.
 
     A factor in neither a result nor `reductions` must be in `whole`.
     """
@@ -84,6 +85,7 @@ class OpRule:
     windows: Mapping[tuple[int, int], Window] = field(default_factory=dict)
     moved: frozenset[str] = frozenset()
     localize: Localize | None = None
+    others: tuple[OpRule, ...] = ()
 
     def __post_init__(self) -> None:
         for result in self.results:
@@ -95,6 +97,15 @@ class OpRule:
                 for factor in dim:
                     known = factor in in_results or factor in self.reductions or factor in self.whole
                     assert known, f"factor {factor} is neither kept, reduced nor whole"
+
+    @property
+    def ways(self) -> tuple[OpRule, ...]:
+        """This rule and the others."""
+        return (self, *self.others)
+
+    def splitting(self, factors: Iterable[str]) -> OpRule:
+        """That of the ways which has all of `factors`."""
+        return next(way for way in self.ways if all(factor in way.sizes for factor in factors))
 
     def may_overlap(self, factor: str) -> bool:
         """Whether ranks may compute the same of `factor`: every result has it plain, so nothing is added up twice."""

@@ -93,6 +93,12 @@ def convolution_gradient(rng: random.Random) -> Case:
     return _gradient(convolution(rng), rng)
 
 
+def input_gradient(rng: random.Random) -> Case:
+    """Half of them split by the input's positions."""
+    op, arguments = _gradient(rng.choice([convolution, transposed_convolution])(rng), rng)
+    return op, [*arguments[:-1], [True, False, False]]
+
+
 def transposed_convolution_gradient(rng: random.Random) -> Case:
     return _gradient(transposed_convolution(rng), rng)
 
@@ -185,6 +191,7 @@ def edge_pad_gradient(rng: random.Random) -> Case:
 OPS: Sequence[Callable[[random.Random], Case]] = (
     convolution,
     convolution_gradient,
+    input_gradient,
     transposed_convolution,
     transposed_convolution_gradient,
     max_pool,
@@ -212,12 +219,12 @@ def mismatch(make: Callable[[random.Random], Case], seed: int) -> str | None:
     rng = random.Random(f"{make.__name__} {seed}")
     op, args = make(rng)
     node = call_node(op, args)
-    rule = rule_for(node)
+    rule = rng.choice(rule_for(node).ways)
     legal = [choice.factor for (choice,) in choices(rule, 1) if choice.factor is not None]
-    space = [f for f in legal if f.startswith("y")]
+    space = [f for f in legal if f.startswith(("y", "x"))]
     if not space:
         return None
-    others = [f for f in legal if not f.startswith("y")]
+    others = [f for f in legal if f not in space]
     chosen = rng.sample(space, rng.randint(1, len(space)))
     if others and rng.random() < 0.3:
         chosen.append(rng.choice(others))

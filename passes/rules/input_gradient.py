@@ -1,0 +1,103 @@
+"""The gradient of a convolution's input, space split by the input's positions.
+
+Where `convolution_backward` splits space by its outputs, each rank leaves a summand of what its outputs read, and the
+ranks exchange those. Here a rank computes its positions of the gradient whole, from the part of the output's gradient
+that a transposed window reads: the exchange comes before, so it may be one with other windows', or travel behind the
+interior.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx
+
+from passes.rules.assemble import assemble
+from passes.rules.emit import again, argument, aten, constant
+from passes.rules.empty import neutral_where_empty
+from passes.rules.opcall import OpCall
+from passes.rules.pointwise import linear_sets
+from passes.rules.rule import Dim, LocalContext, OpRule
+from passes.rules.space import pad_space, per_dim
+from passes.windows import SlidingWindow, TransposedWindow, Window
+
+__all__ = ["input_gradient_by_positions"]
+
+
+def _factor(dim: int) -> str:
+    return f"x{dim}"
+
+
+def input_gradient_by_positions(
+    call: OpCall, channels: Mapping[str, tuple[Dim, ...]], sizes: Mapping[str, int], whole: tuple[str, ...]
+) -> OpRule:
+    """n (g o) *window(x), n (g i) *x, (g o) i *k -> n (g i) *x; o: sum
+
+    channels: "input", "weight", "output" -> the first two dims of each; sizes, whole: of their factors.
+    """
+    space = call.tensor("weight").ndim - 2
+    plain = tuple((_factor(d),) for d in range(space))
+    windows = _windows(call, space)
+    nothing: tuple[Dim, ...] = ()
+    return neutral_where_empty(
+        assemble(
+            call.shapes,
+            [
+                (*channels["output"], *plain),
+                (*channels["input"], *plain),
+                (*channels["weight"], *((),) * space),
+            ],
+            [(*channels["input"], *plain), nothing, nothing],
+            sizes=sizes,
+            reductions={} if whole else {"o": "sum"},
+            whole=whole,
+            linear=linear_sets(call, "grad_output"),
+            windows={(0, 2 + d): window for d, window in enumerate(windows)},
+            localize=lambda ctx: _localize(ctx, windows),
+        )
+    )
+
+
+def _windows(call: OpCall, space: int) -> list[SlidingWindow | TransposedWindow]:
+    """What positions of the input's gradient read of the output's: of a convolution the transposed windows."""
+    make = SlidingWindow if call["transposed"] else TransposedWindow
+    numbers = (per_dim(call[name], space) for name in ("stride", "dilation", "padding"))
+    lengths, kernel = call.tensor("grad_output").shape[2:], call.tensor("weight").shape[2:]
+    each = zip(lengths, kernel, *numbers, strict=True)
+    return [make(*(int(n) for n in one)) for one in each]
+
+
+def _localize(
+    ctx: LocalContext, windows: list[SlidingWindow | TransposedWindow]
+) -> fx.Node | tuple[fx.Node | None, ...]:
+    split = [d for d in range(len(windows)) if ctx.is_split(_factor(d))]
+    groups = int(argument(ctx, "groups"))
+    if ctx.is_split("g"):
+        low, high = ctx.interval("g")
+        groups = high - low
+    if not split:
+        return again(ctx, groups=groups)
+    spans = {d: ctx.interval(_factor(d)) for d in split}
+    reads = {d: windows[d].reads(*spans[d]) for d in split}
+    if any(lo >= hi for lo, hi in reads.values()):
+        return (constant(ctx, 0), None, None)
+    shape, before, after = ctx.result_shape(0), [(0, 0)] * len(windows), [(0, 0)] * len(windows)
+    for d in split:
+        window: Window = windows[d]
+        if isinstance(window, SlidingWindow):
+            before[d] = window.padding(*spans[d])
+        else:
+            assert isinstance(window, TransposedWindow)
+            start, end = window.writes(*reads[d])
+            shape[2 + d] = end - start
+            after[d] = start - spans[d][0], spans[d][1] - end
+    grad = pad_space(ctx, argument(ctx, "grad_output"), before)
+    like = ctx.call(aten.new_empty.default, argument(ctx, "input"), shape)  # read for its shape alone
+    changes: dict[str, Any] = {"grad_output": grad, "input": like, "groups": groups}
+    for name in ("padding", "output_padding"):
+        values = per_dim(argument(ctx, name), len(windows))
+        changes[name] = [0 if d in split else n for d, n in enumerate(values)]
+    found = ctx.call(operator.getitem, again(ctx, **changes), 0)
+    return (pad_space(ctx, found, after), None, None)
