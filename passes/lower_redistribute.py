@@ -12,7 +12,8 @@ Invariants
   - All ranks of a group emit the same collectives in the same order, with matching sizes.
   - A group that has no element to move emits no collective; all of its ranks know that.
   - A group's axes are always in mesh order: `groups` is asked for no other.
-  - The result is contiguous.
+  - The result is contiguous, but for what is cut out of a halo: a view of hardly more. (A part of a whole tensor is
+    copied, or whoever saves it would keep the whole.)
 """
 
 from __future__ import annotations
@@ -90,7 +91,9 @@ def emit(
         expected = step.before.local_shape(shape, mesh, rank)
         assert tuple(value(node).shape) == expected, f"{node}: {value(node).shape}, layout says {expected}"
         node = _EMIT[type(step)](site, node)
-    return emitter.contiguous(node) if redistribution.steps else node
+    if not redistribution.steps or (not exchanges and redistribution.steps[0].before.has_halo):
+        return node
+    return emitter.contiguous(node)
 
 
 def collective_nodes(graph: fx.Graph) -> list[fx.Node]:

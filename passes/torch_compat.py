@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -20,25 +19,6 @@ def torch_decompositions(ops: Sequence[Any]) -> dict[Any, Callable[..., Any]]:
     from torch._decomp import get_decompositions
 
     return dict(get_decompositions(ops))
-
-
-@dataclass(frozen=True)
-class SchemaArgument:
-    """One argument of an op's schema."""
-
-    name: str
-    default: Any
-
-
-@cache
-def schema_arguments(op: Any) -> tuple[SchemaArgument, ...]:
-    """Arguments of an OpOverload in order; () for a target without a schema. `_schema` since torch 1.9."""
-    schema = getattr(op, "_schema", None)
-    if schema is None:
-        return ()
-    return tuple(
-        SchemaArgument(a.name, a.default_value if a.has_default_value() else None) for a in schema.arguments
-    )
 
 
 def op_key(op: Any) -> str | None:
@@ -210,6 +190,21 @@ def default_store() -> Any:
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
+
+
+def process_group_named(name: str) -> Any:
+    """The process group that functional collectives know by `name`. `_resolve_process_group` since torch 2.1."""
+    known: Any = name
+    return torch.distributed.distributed_c10d._resolve_process_group(known)
+
+
+def waited_for_with(tensor: torch.Tensor, works: Sequence[Any]) -> torch.Tensor:
+    """`tensor`; `_c10d_functional.wait_tensor` of it waits for all of `works`. `_register_work` since torch 2.4."""
+    from torch._C import _distributed_c10d
+
+    for work in works:
+        _distributed_c10d._register_work(tensor, work)
+    return tensor
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from passes.ops.pairwise import all_to_all
 from passes.torch_compat import is_profiling
 
 __all__ = ["ALL_REDUCE_IN_PLACE", "NAMED", "NAMED_BY_NAME", "NAMESPACE"]
@@ -56,8 +57,15 @@ def _all_gather(operand: Tensor, group_size: int, group_name: str) -> Tensor:
     return ops.all_gather_into_tensor_out(operand, group_size, group_name, out=gathered)
 
 
+_RUN: Mapping[str, Callable[..., Tensor]] = {
+    "all_gather_into_tensor": _all_gather,
+    "all_to_all_single": all_to_all,
+}
+"""What runs instead of the plain functional collective."""
+
+
 def _kernel(name: str) -> Callable[..., Any]:
-    plain = _all_gather if name == "all_gather_into_tensor" else _plain(name)
+    plain = _RUN.get(name) or _plain(name)
     label = name.removesuffix("_")
 
     def run(*arguments: Any) -> Any:

@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from passes.joint import node_value
+from passes.op_schema import schema_arguments
 from passes.rules.rule import LocalContext, Localize
-from passes.torch_compat import schema_arguments
 
 __all__ = [
     "again",

@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from passes.joint import map_operands, node_values, tensor_operands
+from passes.op_schema import schema_arguments
 from passes.rules.rule import OpRule
-from passes.torch_compat import schema_arguments
 
 __all__ = ["Builder", "OpCall", "TensorInfo", "describe"]
 

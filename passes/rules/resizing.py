@@ -13,6 +13,7 @@ from torch import fx
 
 from passes.joint import node_value, tensor_operands
 from passes.layout import Span
+from passes.op_schema import schema_arguments
 from passes.rules.assemble import assemble
 from passes.rules.emit import again, argument
 from passes.rules.empty import empty_safe
@@ -21,7 +22,6 @@ from passes.rules.opcall import Builder, OpCall
 from passes.rules.rule import LocalContext, OpRule
 from passes.rules.space import results_of, space_dims, space_factor, split_dims
 from passes.rules.taps import mixed, mixed_back
-from passes.torch_compat import schema_arguments
 from passes.windows import AntialiasResize, CubicResize, LinearResize, NearestResize
 
 __all__ = ["resize", "resize_backward"]

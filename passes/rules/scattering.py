@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.op_schema import schema_arguments
 from passes.rules.assemble import assemble, whole_rule
 from passes.rules.emit import (
     again,
@@ -27,7 +28,6 @@ from passes.rules.indexing import IndexDims, gather_dims, wrapped
 from passes.rules.opcall import OpCall
 from passes.rules.pointwise import linear_sets
 from passes.rules.rule import Dim, LocalContext, OpRule
-from passes.torch_compat import schema_arguments
 
 __all__ = ["embedding_backward", "index_add", "index_put", "scatter", "scatter_add", "scatter_reduce"]
 

@@ -55,7 +55,17 @@ def results_of(ctx: LocalContext, dim: int, results: int) -> tuple[int, int]:
 def pad_space(ctx: LocalContext, x: fx.Node, sides: Sequence[tuple[int, int]], fill: float = 0) -> fx.Node:
     """`fill` before and after every dim of space, of which there are as many as `sides`; negative numbers cut."""
     flat = [n for pair in reversed(sides) for n in pair]
-    return ctx.call(aten.constant_pad_nd.default, x, flat, fill) if any(flat) else x
+    if not any(n > 0 for n in flat):  # a view will do
+        return _cut(ctx, x, sides)
+    return ctx.call(aten.constant_pad_nd.default, x, flat, fill)
+
+
+def _cut(ctx: LocalContext, x: fx.Node, sides: Sequence[tuple[int, int]]) -> fx.Node:
+    for d, (before, after) in enumerate(sides):
+        if before or after:
+            # From the end of the tensor, whose length is not known here: slices count negative ends so.
+            x = ctx.call(aten.slice.Tensor, x, d - len(sides), -before, after or 2**63 - 1)
+    return x
 
 
 def scattered(ctx: LocalContext, like: fx.Node, sizes: Sequence[int], dim: int, *parts: Placed) -> fx.Node:

@@ -1,0 +1,28 @@
+"""The arguments that ops take, by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+__all__ = ["SchemaArgument", "schema_arguments"]
+
+
+@dataclass(frozen=True)
+class SchemaArgument:
+    """One argument of an op's schema."""
+
+    name: str
+    default: Any
+
+
+@cache
+def schema_arguments(op: Any) -> tuple[SchemaArgument, ...]:
+    """Arguments of an OpOverload in order; () for a target without a schema. `_schema` since torch 1.9."""
+    schema = getattr(op, "_schema", None)
+    if schema is None:
+        return ()
+    return tuple(
+        SchemaArgument(a.name, a.default_value if a.has_default_value() else None) for a in schema.arguments
+    )
