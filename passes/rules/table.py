@@ -268,10 +268,10 @@ _PADDING: dict[str, Builder] = {
 _RESIZING: dict[str, Builder] = {
     f"aten::{name}{suffix}": build(space)
     for space, names in (
-        (1, "upsample_nearest1d upsample_linear1d"),
-        (2, "upsample_nearest2d upsample_bilinear2d upsample_bicubic2d"),
+        (1, "upsample_nearest1d _upsample_nearest_exact1d upsample_linear1d"),
+        (2, "upsample_nearest2d _upsample_nearest_exact2d upsample_bilinear2d upsample_bicubic2d"),
         (2, "_upsample_bilinear2d_aa _upsample_bicubic2d_aa"),
-        (3, "upsample_nearest3d upsample_trilinear3d"),
+        (3, "upsample_nearest3d _upsample_nearest_exact3d upsample_trilinear3d"),
     )
     for name in names.split()
     for suffix, build in ((".default", resize), (".vec", resize), ("_backward.default", resize_backward))
