@@ -22,7 +22,11 @@ _LOCAL = frozenset({"slice", "to_partial"})
 
 @dataclass(frozen=True)
 class Collective:
-    """kind over axes, of nbytes priced at seconds. value: the tensor moved; node: who reads it."""
+    """kind over axes, of nbytes priced at seconds. value: the tensor moved; node: who reads it.
+
+    kind: what is sent and priced, one of the four collectives. name: the step it performs, as a plan prints it: the
+    kind, or of an all-to-all "halo_exchange", "halo_reduce" or "reshard".
+    """
 
     kind: str
     axes: tuple[str, ...]
@@ -31,6 +35,7 @@ class Collective:
     value: str
     node: str
     phase: str
+    name: str
 
 
 def collectives_of(records: Sequence[NodeRecord]) -> tuple[Collective, ...]:
@@ -49,6 +54,7 @@ def collectives_of(records: Sequence[NodeRecord]) -> tuple[Collective, ...]:
             value=operand.source,
             node=record.name,
             phase=phases[operand.source] if record.op == "output" else record.phase,
+            name=transfer.text.partition("[")[0],
         )
         for record in records
         for operand in record.operands
@@ -76,10 +82,7 @@ def explain_plan(plan: Plan) -> str:
         *_parameter_table(plan),
     ]
     if plan.fallbacks:
-        lines += [
-            "",
-            "ops without a rule, run replicated with their inputs gathered: " + ", ".join(plan.fallbacks),
-        ]
+        lines += ["", *_fallback_table(plan)]
     return "\n".join(lines) + "\n"
 
 
@@ -121,7 +124,7 @@ def plan_difference(mine: Plan, other: Plan) -> str:
 
 
 def _kind_counts(plan: Plan) -> Counter[str]:
-    return Counter(f"{c.phase} {c.kind}[{','.join(c.axes)}]" for c in plan.collectives)
+    return Counter(f"{c.phase} {c.name}[{','.join(c.axes)}]" for c in plan.collectives)
 
 
 def _time_table(plan: Plan) -> list[str]:
@@ -139,19 +142,33 @@ def _time_table(plan: Plan) -> list[str]:
 def _collective_table(plan: Plan) -> list[str]:
     totals: dict[tuple[str, str, str], list[float]] = {}
     for c in plan.collectives:
-        row = totals.setdefault((c.phase, c.kind, ",".join(c.axes)), [0, 0, 0.0])
+        row = totals.setdefault((c.phase, c.name, ",".join(c.axes)), [0, 0, 0.0])
         row[0] += 1
         row[1] += c.nbytes
         row[2] += c.seconds
     if not totals:
         return ["collectives: none"]
     lines = ["collectives"]
-    for (phase, kind, axes), (count, nbytes, seconds) in sorted(totals.items(), key=lambda item: -item[1][2]):
+    for (phase, name, axes), (count, nbytes, seconds) in sorted(totals.items(), key=lambda item: -item[1][2]):
         size, time = format_bytes(int(nbytes)), format_seconds(seconds)
-        lines.append(f"  {phase:8} {kind:14} [{axes}] x{int(count):<4} {size:>8} {time:>9}")
+        lines.append(f"  {phase:8} {name:14} [{axes}] x{int(count):<4} {size:>8} {time:>9}")
     return lines
 
 
 def _parameter_table(plan: Plan) -> list[str]:
     width = max((len(name) for name in plan.parameter_layouts), default=0)
     return ["parameters"] + [f"  {name:{width}} {layout}" for name, layout in plan.parameter_layouts.items()]
+
+
+def _fallback_table(plan: Plan) -> list[str]:
+    """Every place in the model where an op without a rule runs, and how often."""
+    lines = ["ops without a rule, run replicated with their inputs gathered"]
+    for name in plan.fallbacks:
+        op = name.removesuffix(".default").removeprefix("autoshard.")
+        places = Counter((r.source, r.module) for r in plan.records if r.op == op)
+        lines += [f"  {name}{_place(*place)} x{count}" for place, count in places.items()] or [f"  {name}"]
+    return lines
+
+
+def _place(source: str, module: str) -> str:
+    return (f" at {source}" if source else "") + (f" in {module}" if module else "")

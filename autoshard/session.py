@@ -138,7 +138,8 @@ class Session:
             self._generator.manual_seed(seed)
         plan = mine[0] if mine else Plan.from_json(data)
         if plan.fallbacks:
-            _log.warning("ops without a rule run replicated: %s", ", ".join(plan.fallbacks))
+            found = ", ".join(plan.fallbacks)
+            _log.warning("ops without a rule run replicated, with their inputs gathered: %s", found)
         return plan
 
     def _plan(self, captured: Captured, layouts: CallLayouts) -> Plan:

@@ -101,7 +101,8 @@ class BucketPlan:
 
     def _kind(self, move: Move) -> Kind | None:
         """None for what cannot be merged."""
-        if node_value(move.operand).dtype == torch.bool:  # travels as bytes
+        dtype = node_value(move.operand).dtype
+        if dtype == torch.bool or dtype.is_complex:  # travels as bytes, or as pairs
             return None
         steps = [step for step in self._plan(move).steps if step.kind is not None]
         if not steps or not all(isinstance(step, _MERGED) for step in steps):

@@ -20,6 +20,7 @@ from passes.canonicalization.remove_noops import RemoveNoops
 from passes.canonicalization.scatter_to_where import ScatterToWhere
 from passes.canonicalization.sink_expands import SinkExpands
 from passes.canonicalization.split_convolution_backward import SplitConvolutionBackward
+from passes.canonicalization.write_conjugates import WriteConjugates
 from passes.collector import collector_paused
 from passes.joint import JointGraph
 from passes.rewrite import copy_joint
@@ -28,6 +29,7 @@ __all__ = ["PIPELINE", "canonicalize"]
 
 PIPELINE: tuple[GraphPass, ...] = (
     # One spelling for everything, so that the passes below match few forms.
+    WriteConjugates(),  # before clones are dropped: of a conjugate they are more than copies
     NormalizeArguments(),
     NormalizeCreations(),
     RemoveNoops(),

@@ -140,20 +140,21 @@ class LinearResize:
 
 @dataclass(frozen=True)
 class NearestResize:
-    """Nearest neighbour: result o is the operand's floor(o * ratio).
+    """Nearest neighbour: result o is the operand's floor((o + offset) * ratio), the product rounded to float32.
 
-    ratio: operand positions per result. It and the products are rounded to float32, as torch does, but for the
-    forward of float64 (`precise`).
+    ratio: operand positions per result. precise: multiplied in float64, as torch mostly does in the forward of float64.
+    offset: 0.5 for "nearest-exact", the middle of a result.   [torch: UpSample.h, UpSampleKernel.cpp]
     """
 
     length: int
     ratio: float
     precise: bool = False
+    offset: float = 0.0
 
     def place(self, result: int) -> int:
         number = np.float64 if self.precise else np.float32
-        product = number(result) * number(self.ratio)
-        return min(int(np.floor(product)), self.length - 1)
+        product = number(result + self.offset) * number(self.ratio)
+        return min(int(np.floor(np.float32(product))), self.length - 1)
 
     def reads(self, lo: int, hi: int) -> Span:
         return (self.place(lo), self.place(hi - 1) + 1) if lo < hi else (0, 0)

@@ -12,6 +12,7 @@ __all__ = ["resizing_kept"]
 
 _RESIZING = """
 upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d
+_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
 upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa
 """
 _KEYS = ("Autograd", "CompositeImplicitAutograd")

@@ -52,16 +52,28 @@ class Emitter:
     def collective(self, target: Any, x: fx.Node, shape: Sequence[int], *args: Any) -> fx.Node:
         """`target(x, *args)` and the wait for it; `shape`: of the result.
 
-        Booleans travel as bytes: no backend reduces them, and not every one gathers them.
+        Booleans travel as bytes: no backend reduces them, and not every one gathers them. Complex numbers travel
+        as pairs of real ones, a last dim: not every backend sends them (gloo: all-to-all).
         """
         if value(x).dtype == torch.bool:
             sent = self.call(aten._to_copy.default, x, dtype=torch.uint8)
             received = self.collective(target, sent, shape, *args)
             return self.call(aten._to_copy.default, received, dtype=torch.bool)
+        if value(x).is_complex():
+            return self._complex_collective(target, x, shape, *args)
         x = self.contiguous(x)
         result = value(x).new_empty(tuple(shape))
         started = self.named(target, result, (x, *args), {})
         return self.named(c10d.wait_tensor.default, result, (started,), {})
+
+    def _complex_collective(self, target: Any, x: fx.Node, shape: Sequence[int], *args: Any) -> fx.Node:
+        """An input may be a conjugate that torch has only noted, which has no real view until it is computed."""
+        x = self.call(aten.resolve_conj.default, self.contiguous(x))
+        sent = self.call(aten.view_as_real.default, x)
+        received = self.collective(target, sent, (*shape, 2), *args)
+        # In a bucket it may come to lie at an odd offset, where a pair is no complex number.
+        pairs = self.call(aten.clone.default, received, memory_format=torch.contiguous_format)
+        return self.call(aten.view_as_complex.default, pairs)
 
     def contiguous(self, x: fx.Node) -> fx.Node:
         if value(x).is_contiguous():

@@ -76,7 +76,10 @@ def resized_taps(ctx: LocalContext, resizing: Resizing, span: Span, held: Span, 
 
 def _nearest(part: _Part, resizing: NearestResize) -> Taps:
     at = part.numbers(*part.span, torch.float64 if resizing.precise else torch.float32)
-    places = part.ctx.call(aten.floor.default, part.mul(at, resizing.ratio))
+    at = part.mul(at if resizing.offset == 0.0 else part.add(at, resizing.offset), resizing.ratio)
+    if resizing.precise:
+        at = part.ctx.call(aten._to_copy.default, at, dtype=torch.float32)
+    places = part.ctx.call(aten.floor.default, at)
     return part.taps(places, None, 1, resizing.length)
 
 

@@ -44,7 +44,7 @@ def _rule(space: int, backward: bool) -> Builder:
         lead = len(operand) - space
         input_, output = (result, operand) if backward else (operand, result)
         dims = space_dims(len(operand), space)
-        precise = not backward and call.result.dtype == torch.float64
+        precise = not backward and _is_precise(call.result.dtype, output[lead:])
         windows = _resizings(str(call.target), input_[lead:], output[lead:], call.arguments, precise)
         return assemble(
             call.shapes,
@@ -65,7 +65,8 @@ def _resizings(
     scales = _scales(arguments, len(lengths))
     pairs = zip(lengths, results, scales, strict=True)
     if "align_corners" not in arguments:
-        return [NearestResize(n, _nearest_ratio(n, m, scale), precise) for n, m, scale in pairs]
+        offset = 0.5 if "nearest_exact" in name else 0.0
+        return [NearestResize(n, _nearest_ratio(n, m, scale), precise, offset) for n, m, scale in pairs]
     corners = bool(arguments["align_corners"])
     ratios = [(n, _ratio(n, m, scale, corners)) for n, m, scale in pairs]
     if "_aa" in name:
@@ -80,6 +81,11 @@ def _scales(arguments: Mapping[str, Any], space: int) -> list[float | None]:
         return list(arguments["scale_factors"] or [None] * space)
     names = ("scales",) if space == 1 else ("scales_d", "scales_h", "scales_w")[-space:]
     return [arguments[name] for name in names]
+
+
+def _is_precise(dtype: torch.dtype, results: Sequence[int]) -> bool:
+    """Whether the forward multiplies in float64; of small planes it does not.   [torch 2.13: UpSampleKernel.cpp]"""
+    return dtype == torch.float64 and not (len(results) == 2 and sum(results) <= 128)
 
 
 def _nearest_ratio(length: int, results: int, scale: float | None) -> float:
@@ -103,7 +109,7 @@ def _site(ctx: LocalContext, backward: bool) -> tuple[int, list[Resizing], list[
     space = sum(ctx_name in names for ctx_name in ("scales", "scales_d", "scales_h", "scales_w"))
     space = space or len(argument(ctx, "scale_factors") or argument(ctx, "output_size"))
     lead = len(given) - space
-    precise = not backward and node_value(ctx.node).dtype == torch.float64
+    precise = not backward and _is_precise(node_value(ctx.node).dtype, output[lead:])
     arguments = {name: argument(ctx, name) for name in names[1:]}
     resizings = _resizings(str(ctx.node.target), input_[lead:], output[lead:], arguments, precise)
     spans = [results_of(ctx, d, output[lead + d]) for d in range(space)]

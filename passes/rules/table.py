@@ -29,6 +29,7 @@ from passes.rules.adaptive import (
     adaptive_max,
     adaptive_max_backward,
 )
+from passes.rules.fourier import transform
 from passes.rules.opcall import Builder
 from passes.rules.padding import edge_pad, edge_pad_backward
 from passes.rules.pointwise import pointwise
@@ -74,6 +75,7 @@ _POINTWISE: dict[str, Builder] = {
     "aten::copy.default": pointwise("src"),
     "prims::convert_element_type.default": pointwise("a"),
     "aten::conj_physical.default": pointwise("self"),
+    "aten::_conj.default": pointwise("self"),
     "aten::zeros_like.default": pointwise(),
     "aten::ones_like.default": pointwise(),
     "aten::empty_like.default": pointwise(),
@@ -99,7 +101,7 @@ _POINTWISE: dict[str, Builder] = {
     # pointwise, but not tagged so
     "aten::hardswish.default": pointwise(),
     "aten::polar.default": pointwise(),
-    "aten::complex.default": pointwise(),
+    "aten::complex.default": pointwise("real imag"),
     "aten::floor_divide.default": pointwise(),
     "aten::isin.Tensor_Scalar": pointwise(),
 }
@@ -160,8 +162,8 @@ _VIEWS: dict[str, Builder] = {
     "aten::t.default": views.transpose,
     "aten::expand.default": views.expand,
     "aten::repeat.default": views.repeat,
-    "aten::view_as_complex.default": spec("... p -> ...; p: whole", views.view_as_complex),
-    "aten::view_as_real.default": spec("... -> ... p"),
+    "aten::view_as_complex.default": spec("... p -> ...; p: whole; linear: 0", views.view_as_complex),
+    "aten::view_as_real.default": spec("... -> ... p; linear: 0"),
 }
 
 _MOVEMENT: dict[str, Builder] = {
@@ -232,6 +234,8 @@ _PRODUCTS: dict[str, Builder] = {
     "aten::convolution_backward.default": convolution.convolution_backward,
 }
 
+_TRANSFORMS: dict[str, Builder] = {f"aten::_fft_{kind}.default": transform for kind in ("r2c", "c2r", "c2c")}
+
 _POOLING: dict[str, Builder] = {
     f"aten::{name.format(space)}.default": build(space)
     for space in (2, 3)
@@ -264,10 +268,10 @@ _PADDING: dict[str, Builder] = {
 _RESIZING: dict[str, Builder] = {
     f"aten::{name}{suffix}": build(space)
     for space, names in (
-        (1, "upsample_nearest1d upsample_linear1d"),
-        (2, "upsample_nearest2d upsample_bilinear2d upsample_bicubic2d"),
+        (1, "upsample_nearest1d _upsample_nearest_exact1d upsample_linear1d"),
+        (2, "upsample_nearest2d _upsample_nearest_exact2d upsample_bilinear2d upsample_bicubic2d"),
         (2, "_upsample_bilinear2d_aa _upsample_bicubic2d_aa"),
-        (3, "upsample_nearest3d upsample_trilinear3d"),
+        (3, "upsample_nearest3d _upsample_nearest_exact3d upsample_trilinear3d"),
     )
     for name in names.split()
     for suffix, build in ((".default", resize), (".vec", resize), ("_backward.default", resize_backward))
@@ -282,6 +286,7 @@ TABLE: Mapping[str, Builder] = MappingProxyType(
         **_CREATION,
         **_INDEXING,
         **_PRODUCTS,
+        **_TRANSFORMS,
         **_POOLING,
         **_PATCHES,
         **_PADDING,

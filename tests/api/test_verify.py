@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from typing import Any
 
@@ -97,7 +98,10 @@ def test_an_op_without_a_rule_is_right_too() -> None:
     model = centered()
     plan = by_rows(model)
     assert plan.fallbacks == ("apitest.center.default",)
-    assert "apitest.center" in plan.explain()
+    *_, title, place = plan.explain().splitlines()
+    assert title == "ops without a rule, run replicated with their inputs gathered"
+    line = inspect.getsourcelines(Centered.forward)[1] + 1
+    assert place == f"  apitest.center.default at test_verify.py:{line} x2"  # forward and backward
     assert verify(model, plan, (data(8)[0],)).ok
 
 

@@ -102,6 +102,24 @@ def test_dtypes(dtype: torch.dtype) -> None:
         check(mesh, src, dst, value)
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_numbers(dtype: torch.dtype) -> None:
+    """Even and uneven, summed and not; scalars too."""
+    mesh = MeshSpec({"a": 2, "b": 2})
+    layouts = (
+        Layout((("a", "b"), ())),
+        Layout((("a",), ("b",))),
+        Layout((("b",), ()), (("a", "sum"),)),
+        Layout(((), ()), (("a", "sum"), ("b", "sum"))),
+        Layout.replicated(2),
+    )
+    for shape in ((4, 8), (5, 7)):
+        real, imaginary = torch.randint(-9, 9, (2, *shape), generator=torch.manual_seed(0))
+        for src, dst in itertools.product(layouts, layouts):
+            check(mesh, src, creatable(src, dst), torch.complex(real.double(), imaginary.double()).to(dtype))
+    check(mesh, Layout((), (("a", "sum"),)), Layout(()), torch.tensor(3 - 2j, dtype=dtype))
+
+
 def test_scalars_and_empty_tensors() -> None:
     mesh = MeshSpec({"a": 2, "b": 2})
     check(mesh, Layout((), (("a", "sum"),)), Layout(()), torch.tensor(3))

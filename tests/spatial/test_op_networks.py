@@ -55,6 +55,7 @@ def deep(x: Tensor) -> Tensor:
 
 def resized(x: Tensor) -> Tensor:
     x = F.interpolate(x, scale_factor=1.3, mode="bilinear")
+    x = F.interpolate(x, size=(80, 14), mode="nearest-exact")
     x = F.interpolate(x, size=(71, 15), mode="bicubic", align_corners=True)
     return F.interpolate(x, size=(31, 13), mode="bicubic", antialias=True)
 
@@ -67,7 +68,11 @@ CASES: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...], str]] = {
     ),
     "powers": (powers, (25, 22), "avg_pool2d adaptive_max_pool2d"),
     "three dims": (deep, (9, 4, 6), "avg_pool3d _adaptive_avg_pool3d adaptive_max_pool3d"),
-    "resized": (resized, (25, 12), "upsample_bilinear2d upsample_bicubic2d _upsample_bicubic2d_aa"),
+    "resized": (
+        resized,
+        (25, 12),
+        "upsample_bilinear2d _upsample_nearest_exact2d upsample_bicubic2d _upsample_bicubic2d_aa",
+    ),
     "patches": (local_patches, (15, 12), "im2col col2im"),
     "windows": (windows, (15, 12), "unfold"),
 }
