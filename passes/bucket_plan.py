@@ -84,7 +84,7 @@ class BucketPlan:
         elapsed = self._elapsed(ops)
         for move in moves:
             kind = self._kind(move)
-            if kind is None or (side == "between" and kind[0][0] != "all_to_all"):
+            if kind is None or (side == "between" and kind[0][0] != "point_to_point"):
                 groups.append([move])
                 continue
             # Gathers are dealt with backwards in time.

@@ -113,6 +113,10 @@ def choose_saved(
 
 
 def _is_free_to_repeat(node: fx.Node, backward: Set[fx.Node]) -> bool:
+    if node.meta.get("halo"):
+        # A rank's part with its halo around it: a copy of the part, which is often saved anyway. Saving both would
+        # hold every activation twice, where splitting space is for want of memory.
+        return True
     return is_cheap(node) and (is_reshape(node) or not _read_whole(node, backward))
 
 

@@ -106,7 +106,7 @@ class StepEvents:
 
     def _collective(self, node: fx.Node, phase: str) -> int:
         axes = self.axes_of(str(node.args[-1]))
-        kind, nbytes = COLLECTIVE_KINDS[node.target], collective_nbytes(node)
+        kind, nbytes = collective_kind(node), collective_nbytes(node)
         seconds = self.prices.redistributor.collective_seconds(kind, axes, nbytes)
         serves = str(node.meta.get("serves", ""))
         self.collectives.append(Issued(len(self.events), phase, node.name, serves, kind, axes, nbytes))
@@ -148,6 +148,13 @@ def _sent(copy: fx.Node) -> fx.Node | None:
         if not is_view(node):
             return None
     return None
+
+
+def collective_kind(node: fx.Node) -> str:
+    """By which the collective that `node` starts is priced: messages of any sizes are exchanged flat."""
+    kind = COLLECTIVE_KINDS[node.target]
+    flat = node.all_input_nodes[0].meta["val"].ndim == 1
+    return "point_to_point" if kind == "all_to_all" and flat else kind
 
 
 def collective_nbytes(node: fx.Node) -> int:

@@ -13,7 +13,13 @@ __all__ = ["Moved", "Total", "collectives", "colour", "kind_of", "totals"]
 
 # Dark enough for white text on them, and told apart in the common forms of colour blindness.
 COLOURS: Mapping[str, str] = MappingProxyType(
-    {"all_gather": "#2563eb", "reduce_scatter": "#0f8a5f", "all_reduce": "#d92d20", "all_to_all": "#8b35d6"}
+    {
+        "all_gather": "#2563eb",
+        "reduce_scatter": "#0f8a5f",
+        "all_reduce": "#d92d20",
+        "all_to_all": "#8b35d6",
+        "point_to_point": "#8b35d6",
+    }
 )
 OTHER = "#b45309"
 

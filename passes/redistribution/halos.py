@@ -33,7 +33,10 @@ def halo_exchange(site: Site, x: fx.Node) -> fx.Node:
     pieces = _pieces(site, x)
     if not math.prod(site.result_shape):
         return site.emit.empty(x, site.result_shape)
-    return site.emit.cat([piece for _, piece in pieces], site.step.dim)
+    whole = site.emit.cat([piece for _, piece in pieces], site.step.dim)
+    if len(pieces) > 1:
+        whole.meta["halo"] = True
+    return whole
 
 
 def halo_reduce(site: Site, x: fx.Node) -> fx.Node:

@@ -95,7 +95,7 @@ class Reshard(Step):
     by what is foreign, as halos are.
     """
 
-    kind = "all_to_all"
+    kind = "point_to_point"
     dim: int
 
 
@@ -107,7 +107,7 @@ class HaloExchange(Step):
     collective moves what is foreign; priced by the bytes of the rank that sends or receives most of it.
     """
 
-    kind = "all_to_all"
+    kind = "point_to_point"
     dim: int
 
 
@@ -115,7 +115,7 @@ class HaloExchange(Step):
 class HaloReduce(Step):
     """The transpose: overlapping summands of `dim` go to the rank whose split has the place, and are added there."""
 
-    kind = "all_to_all"
+    kind = "point_to_point"
     dim: int
 
 
@@ -129,4 +129,6 @@ PAYLOAD_BYTES: Mapping[str, Callable[[Bytes, Bytes, Bytes], Bytes]] = {
     "reduce_scatter": lambda before, after, ranks: after * ranks,
     "all_reduce": lambda before, after, ranks: before,
     "all_to_all": lambda before, after, ranks: np.maximum(before, after),
+    # What one rank sends or receives, mostly to and from its neighbours; where that is known, it replaces this.
+    "point_to_point": lambda before, after, ranks: np.maximum(before, after),
 }

@@ -31,9 +31,9 @@ def test_halos_have_a_name() -> None:
     )
     halos = [c for c in plan.collectives if c.name.startswith("halo")]
     assert [(c.name, c.kind, c.nbytes, c.phase) for c in halos] == [
-        ("halo_exchange", "all_to_all", 32, "forward"),
-        ("halo_exchange", "all_to_all", 32, "forward"),
-        ("halo_reduce", "all_to_all", 32, "backward"),
+        ("halo_exchange", "point_to_point", 32, "forward"),
+        ("halo_exchange", "point_to_point", 32, "forward"),
+        ("halo_reduce", "point_to_point", 32, "backward"),
     ]
     assert all(c.name == c.kind for c in plan.collectives if c not in halos)
     text = plan.explain()
@@ -42,4 +42,4 @@ def test_halos_have_a_name() -> None:
         "  forward  halo_exchange  [a] x2",
         "  backward halo_reduce    [a] x1",
     ]
-    assert "64B" in table[2] and "all_to_all" not in text
+    assert any("halo_exchange" in line and "64B" in line for line in table) and "point_to_point" not in text
