@@ -18,7 +18,7 @@ demo: $(BIN)/pytest ## train a small GPT on 4 local ranks and draw its plan
 	$(BIN)/autoshard demo
 
 test: $(BIN)/pytest ## run the tests
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2
 
 check: $(BIN)/pytest ## style, format, types, one-way imports
 	$(BIN)/ruff check .

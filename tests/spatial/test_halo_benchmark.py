@@ -11,7 +11,7 @@ from benchmarks.space.contestants import CONTESTANTS, GRAD_SEED, INPUT_SEED, Con
 from benchmarks.space.networks import SPLIT_DIM, Work
 from tests.ranks import RankPool
 
-WORKS = [Work(2, 6, 3, 2, 1), Work(3, 6, 2, 2, 1)]
+WORKS = [Work(2, 6, 3, 2, 1)]
 RANKS = 3
 
 

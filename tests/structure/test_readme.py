@@ -21,7 +21,7 @@ def command(mark: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("mark", "ends"), [("demo", ".venv/bin/autoshard demo"), ("tests", ".venv/bin/pytest")]
+    ("mark", "ends"), [("demo", ".venv/bin/autoshard demo"), ("tests", ".venv/bin/pytest -n 2")]
 )
 def test_one_command_installs_the_tested_versions_and_runs(mark: str, ends: str) -> None:
     steps = command(mark).split(" && ")
