@@ -160,8 +160,8 @@ class _Finder:
 def _followed(window: Window, sizes: Sequence[int], length: int, results: int) -> list[int]:
     """Sizes of the results whose windows lie, by their middles, in the parts of `sizes` of what they read.
 
-    Of a convolution with stride s, the results from ceil(a / s) on lie in a part that begins at a, give or take
-    one: with any other cut more rows would move.
+    Of a convolution with stride s, the results from ceil(a / s) on lie in a part that begins at a: with any other cut
+    more rows would move.
     """
     ends = [_results_before(window, hi, length, results) for _, hi in spans_of(sizes)]
     cut, last = [], 0
@@ -177,8 +177,20 @@ def _results_before(window: Window, boundary: int, length: int, results: int) ->
     low, high = 0, results
     while low < high:
         middle = (low + high + 1) // 2
-        lo, hi = window.reads(middle, results)
-        begins = lo if lo < hi else length  # what reads nothing, as padding does, lies behind the end
-        inside = middle < results and window.reads(0, middle)[1] + begins <= 2 * boundary + 1
-        low, high = (middle, high) if inside else (low, middle - 1)
-    return low
+        ends, begins = _reads_around(window, middle, length, results)
+        low, high = (
+            (middle, high) if middle < results and ends + begins <= 2 * boundary else (low, middle - 1)
+        )
+
+    def foreign(cut: int) -> int:
+        ends, begins = _reads_around(window, cut, length, results)
+        return max(0, ends - boundary) + max(0, boundary - begins)
+
+    return min((low, low + 1), key=foreign) if low + 1 < results else low
+
+
+def _reads_around(window: Window, cut: int, length: int, results: int) -> tuple[int, int]:
+    """Where what the results before `cut` read ends, and where what the others read begins."""
+    lo, hi = window.reads(cut, results)
+    # What reads nothing, as padding does, lies behind the end.
+    return window.reads(0, cut)[1], lo if lo < hi else length

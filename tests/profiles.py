@@ -37,3 +37,9 @@ def slow_compute(factor: float = 1e4) -> Profile:
         collective_launch_seconds=1e-6,
         sources=("a test",),
     )
+
+
+def dear_start(seconds: float) -> Profile:
+    """`slow_compute` on links of that latency: computing something twice may be cheaper than fetching it."""
+    cpu = slow_compute()
+    return replace(cpu, links=tuple(replace(link, latency_seconds=seconds) for link in cpu.links))
