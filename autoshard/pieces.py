@@ -8,7 +8,8 @@ import torch
 
 from autoshard.runtime.sharding import shard_of
 from cost_model.mesh import MeshSpec
-from passes.layout import Layout, Span
+from passes.layout import Layout
+from passes.rules.periodic import spread
 
 __all__ = ["largest", "piece_error", "relative_error"]
 
@@ -62,17 +63,9 @@ def _summed(
     for r in mesh.group(rank, [*held, *(axis for axis, _ in layout.partial)]):
         piece = pieces[r]
         if piece is not None and piece.numel():
-            for d in along:
-                piece = _in_place(piece, layout.interval(expected.shape, mesh, d, r), d, expected.shape[d])
-            total += piece
+            spans = [layout.interval(expected.shape, mesh, d, r) for d in dims]
+            total += spread(piece, along, spans, expected.shape)
     return total, part
-
-
-def _in_place(piece: torch.Tensor, span: Span, dim: int, length: int) -> torch.Tensor:
-    """Zeros of `length` with a summand of `span` of them added where it belongs, modulo the length."""
-    places = torch.arange(*span, device=piece.device) % length
-    sizes = [*piece.shape[:dim], length, *piece.shape[dim + 1 :]]
-    return piece.new_zeros(sizes).index_add(dim, places, piece)
 
 
 def _reduced(pieces: Sequence[torch.Tensor | None], layout: Layout) -> torch.Tensor:

@@ -23,14 +23,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cost_model.errors import ShardingError
-from passes.layout import Span
+from passes.layout import Span, spans_of
 from passes.ops.halo_kernels import add_up, pack, put_together, row_numel, split_sizes, unpack
 from passes.redistribution.messages import Traffic, exchange_traffic, reduce_traffic
 
@@ -100,8 +99,7 @@ def _table(op: str, sizes: tuple[int, ...], spans: tuple[int, ...], periodic: bo
             "  try: [lo, hi] of each rank, one after the other: two numbers a rank"
         )
     length = sum(sizes)
-    ends = list(accumulate(sizes))
-    held = tuple((end - size, end) for size, end in zip(sizes, ends, strict=True))
+    held = spans_of(sizes)
     wanted = tuple(zip(spans[::2], spans[1::2], strict=True))
     for rank, (lo, hi) in enumerate(wanted):
         _check_span(op, f"the span [{lo}, {hi}) of rank {rank}", (lo, hi), length, periodic)

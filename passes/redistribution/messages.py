@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from passes.layout import Span, common
+from passes.layout import Span, laps
 
 __all__ = ["Piece", "Traffic", "anything_foreign", "exchange_traffic", "pieces", "reduce_traffic"]
 
@@ -34,15 +34,10 @@ class Piece(NamedTuple):
 
 def pieces(held: Span, wanted: Span, length: int) -> tuple[Piece, ...]:
     """What the holder of `held` has of `wanted`, in the order of places: several pieces where `wanted` wraps around."""
-    found: list[Piece] = []
-    if not length or wanted[0] >= wanted[1]:
+    if not length:
         return ()
-    for turn in range(wanted[0] // length, -(-wanted[1] // length)):
-        shift = turn * length
-        lo, hi = common((held[0] + shift, held[1] + shift), wanted)
-        if lo < hi:
-            found.append(Piece(lo - shift, hi - shift, lo - wanted[0]))
-    return tuple(found)
+    met = laps(wanted, held, length)
+    return tuple(Piece(lo - shift, hi - shift, lo - wanted[0]) for (lo, hi), shift in met)
 
 
 def anything_foreign(held: Sequence[Span], wanted: Sequence[Span], length: int) -> bool:

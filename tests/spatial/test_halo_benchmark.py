@@ -11,7 +11,7 @@ from benchmarks.space.contestants import CONTESTANTS, GRAD_SEED, INPUT_SEED, Con
 from benchmarks.space.networks import SPLIT_DIM, Work
 from tests.ranks import RankPool
 
-WORKS = [Work(2, 6, 3, 2, 1)]
+WORKS = [Work(2, 6, 3, 2, 1), Work(3, 6, 2, 2, 1)]
 RANKS = 3
 
 
@@ -36,6 +36,7 @@ def on_rank(rank: int, work: Work) -> None:
         assert "space" not in name or halos(contestant.plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("work", WORKS, ids=lambda work: f"{work.space}-d")
 def test_contestants_agree(ranks: RankPool, work: Work) -> None:
     assert work.part(INPUT_SEED, 0, 1).shape == work.shape

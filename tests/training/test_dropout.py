@@ -49,7 +49,12 @@ def samples_alone(name: str, count: int) -> list[float]:
 
 @pytest.mark.parametrize(
     ("name", "axes", "world"),
-    [("llama", THREE, 3), ("gpt2", TWO_BY_TWO, 4), ("bert", THREE, 3), ("vit", TWO_BY_TWO, 4)],
+    [
+        ("llama", THREE, 3),
+        pytest.param("gpt2", TWO_BY_TWO, 4, marks=pytest.mark.slow),
+        pytest.param("bert", THREE, 3, marks=pytest.mark.slow),
+        ("vit", TWO_BY_TWO, 4),
+    ],
 )
 def test_losses_are_distributed_as_alone(ranks: RankPool, name: str, axes: Axes, world: int) -> None:
     """Equal means within 4 standard errors and spreads within a third, of fresh masks on fixed weights."""
