@@ -19,10 +19,9 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from cost_model.mesh import MeshSpec
-from passes.cuts import Cuts, Wider, ops_of
-from passes.joint import JointGraph, node_value, node_values, result_index, tensor_operands
+from passes.cuts import Cuts, Wider
+from passes.joint import node_value, node_values, result_index, tensor_operands
 from passes.layout import Span, nested_spans
-from passes.rules.registry import RuleTable
 from passes.rules.rule import OpRule
 
 __all__ = ["find_chains"]
@@ -35,12 +34,10 @@ _LONGEST = 2
 """Exchanges that one may replace, beside its own: each makes one more strategy of every split of an op in a chain."""
 
 
-def find_chains(
-    joint: JointGraph, mesh: MeshSpec, cuts: Cuts, rules: RuleTable | None = None
-) -> Mapping[str, Wider]:
-    """By node name, the overlapping spans that its factors are worth computing."""
+def find_chains(ops: Sequence[tuple[fx.Node, OpRule]], mesh: MeshSpec, cuts: Cuts) -> Mapping[str, Wider]:
+    """Node name -> overlapping spans worth computing. ops: in the graph's order, with their rules (`ops_of`)."""
     finder = _Finder(mesh, cuts)
-    for node, rule in reversed(list(ops_of(joint, rules))):
+    for node, rule in reversed(ops):
         for way in rule.ways:
             finder.follow(node, way)
     return finder.wider

@@ -66,16 +66,19 @@ def find_cuts(
     joint: JointGraph,
     mesh: MeshSpec,
     ends: Mapping[int, Sequence[Layout]],
-    rules: RuleTable | None = None,
+    ops: Iterable[tuple[fx.Node, OpRule]],
 ) -> Cuts:
-    """ends: placeholder position -> the layouts it may have; their sizes are followed through the graph."""
+    """The sizes that are followed through the graph.
+
+    ends: placeholder position -> the layouts it may have. ops: of the graph, in order, with their rules (`ops_of`).
+    """
     finder = _Finder(mesh)
     for position, layouts in ends.items():
         if joint.inputs[position].kind in ("input", "tangent"):
             shape = node_value(joint.placeholders[position]).shape
             for layout in layouts:
                 finder.start(layout, shape)
-    for node, rule in ops_of(joint, rules):
+    for node, rule in ops:
         finder.follow(node, rule)
     return finder.cuts()
 

@@ -27,7 +27,7 @@ from torch import fx
 from passes.assignment import Assignment
 from passes.cuts import ops_of
 from passes.joint import JointGraph, map_operands, node_value, node_values, result_index, tensor_operands
-from passes.layout import Layout, Span
+from passes.layout import Span
 from passes.pricing import local_nbytes, strategy_seconds
 from passes.redistribute import HaloExchange
 from passes.rules.registry import RuleTable
@@ -109,11 +109,8 @@ def _exchange_seconds(node: fx.Node, position: int, assignment: Assignment, pric
     value = node_value(source)
     plan = prices.redistributor.plan(held, wanted, tuple(value.shape), value.element_size())
     alone = len(plan.steps) == 1 and isinstance(plan.steps[0], HaloExchange)
-    return plan.seconds if alone and _reads_so(node, position, assignment, wanted) else None
-
-
-def _reads_so(node: fx.Node, position: int, assignment: Assignment, made: Layout) -> bool:
-    return assignment[node.name].operands[position] == made
+    reads_that = assignment[node.name].operands[position] == wanted
+    return plan.seconds if alone and reads_that else None
 
 
 def _windowed(rule: OpRule, factor: str) -> list[int]:

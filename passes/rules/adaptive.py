@@ -15,14 +15,12 @@ import torch
 from torch import fx
 
 from passes.joint import node_value
-from passes.rules.assemble import assemble
 from passes.rules.emit import again, argument, aten, global_tensor
-from passes.rules.empty import empty_safe
 from passes.rules.opcall import Builder, OpCall
-from passes.rules.pointwise import linear_sets
-from passes.rules.rule import LocalContext, Localize, OpRule
-from passes.rules.space import relocated, results_of, space_dims, split_dims
+from passes.rules.rule import LocalContext
+from passes.rules.space import relocated, results_of, split_dims
 from passes.rules.taps import Taps, mixed, mixed_back
+from passes.rules.windowed import pooling
 from passes.windows import AdaptiveWindow
 
 __all__ = [
@@ -35,47 +33,27 @@ __all__ = [
 
 def adaptive_average(space: int) -> Builder:
     """... *window(y) -> ... *y"""
-    return _pooling(space, "x", "y", _average, linear="self")
+    return pooling(space, "x", "y", _windows_of, _average, linear="self")
 
 
 def adaptive_average_backward(space: int) -> Builder:
     """... *y, ... *window(y) -> ... *window(y)"""
-    return _pooling(space, "yx", "x", _average_backward, linear="grad_output")
+    return pooling(space, "yx", "x", _windows_of, _average_backward, linear="grad_output")
 
 
 def adaptive_max(space: int) -> Builder:
     """... *window(y) -> ... *y, ... *y; indices are places in the whole input."""
-    return _pooling(space, "x", "yy", _max)
+    return pooling(space, "x", "yy", _windows_of, _max)
 
 
 def adaptive_max_backward(space: int) -> Builder:
     """... *y, ... *window(y), ... *y -> ... *window(y)"""
-    return _pooling(space, "yxy", "x", _max_backward, linear="grad_output")
+    return pooling(space, "yxy", "x", _windows_of, _max_backward, linear="grad_output")
 
 
-def _pooling(
-    space: int, operands: str, results: str, localize: Localize, linear: str | None = None
-) -> Builder:
-    """x: a tensor of the input's shape, seen through windows; y: one of the output's. The last `space` dims pool."""
-
-    @empty_safe
-    def build(call: OpCall) -> OpRule:
-        shape = call.tensor("self").shape
-        lead = len(shape) - space
-        output = call.tensor("grad_output") if "grad_output" in call.arguments else call.result
-        dims = space_dims(len(shape), space)
-        windows = _windows(shape[lead:], output.shape[lead:])
-        seen = [t for t, kind in enumerate(operands + results) if kind == "x"]
-        return assemble(
-            call.shapes,
-            [dims] * len(operands),
-            [dims] * len(results),
-            linear=() if linear is None else linear_sets(call, linear),
-            windows={(t, lead + d): window for t in seen for d, window in enumerate(windows)},
-            localize=localize,
-        )
-
-    return build
+def _windows_of(call: OpCall, space: int) -> tuple[AdaptiveWindow, ...]:
+    output = call.tensor("grad_output") if "grad_output" in call.arguments else call.result
+    return _windows(call.tensor("self").shape[-space:], output.shape[-space:])
 
 
 def _windows(lengths: tuple[int, ...], results: tuple[int, ...]) -> tuple[AdaptiveWindow, ...]:

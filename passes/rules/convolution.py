@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
 
 from passes.rules.assemble import assemble
+from passes.rules.convolving import ConvolutionWindow, local_arguments, windows_of
 from passes.rules.emit import again, argument, aten, constant, first_part, global_tensor, is_empty
 from passes.rules.empty import empty_safe
 from passes.rules.input_gradient import input_gradient_by_positions
 from passes.rules.opcall import OpCall, describe
 from passes.rules.pointwise import linear_sets
 from passes.rules.rule import Dim, LocalContext, OpRule
-from passes.rules.space import pad_space, per_dim, space_factor, split_dims
+from passes.rules.space import pad_space, space_factor, split_dims
 from passes.windows import SlidingWindow, TransposedWindow
 
 __all__ = ["convolution", "convolution_backward"]
@@ -34,7 +34,7 @@ class _Dims:
     channels: tuple[Dim, ...]
     sizes: dict[str, int]
     whole: tuple[str, ...]
-    windows: tuple[SlidingWindow | TransposedWindow, ...]
+    windows: tuple[ConvolutionWindow, ...]
 
     @staticmethod
     def of(call: OpCall) -> _Dims:
@@ -51,22 +51,13 @@ class _Dims:
             channels=(("g", "o"),),
             sizes={"g": groups, "i": inner, "o": outer},
             whole=("i", "o") if groups > 1 else (),
-            windows=_windows(
+            windows=windows_of(
                 call.tensor("input").shape[2:],
                 weight.shape[2:],
                 bool(call["transposed"]),
                 *(call[name] for name in ("stride", "dilation", "padding")),
             ),
         )
-
-
-def _windows(
-    lengths: Sequence[int], kernel: Sequence[int], transposed: bool, *lists: Sequence[int]
-) -> tuple[SlidingWindow | TransposedWindow, ...]:
-    """One per dim of space. lists: stride, dilation and padding."""
-    make = TransposedWindow if transposed else SlidingWindow
-    each = zip(lengths, kernel, *(per_dim(values, len(kernel)) for values in lists), strict=True)
-    return tuple(make(*(int(n) for n in numbers)) for numbers in each)
 
 
 @empty_safe
@@ -113,7 +104,7 @@ class _Site:
 
     ctx: LocalContext
     input: fx.Node
-    windows: tuple[SlidingWindow | TransposedWindow, ...]
+    windows: tuple[ConvolutionWindow, ...]
     split: tuple[int, ...]
 
     @staticmethod
@@ -134,11 +125,7 @@ class _Site:
 
     def arguments(self) -> dict[str, Any]:
         """The op's arguments on this rank that are no tensors."""
-        changes: dict[str, Any] = {"groups": _groups(self.ctx)}
-        for name in ("padding", "output_padding"):
-            values = per_dim(argument(self.ctx, name), self.space)
-            changes[name] = [0 if d in self.split else n for d, n in enumerate(values)]
-        return changes
+        return local_arguments(self.ctx, self.space, self.split)
 
     def padded(self) -> fx.Node:
         """The input with all that the windows of this rank's results reach."""
@@ -184,13 +171,6 @@ class _Site:
         start, end = window.writes(*self._reads(dim))
         lo, hi = self.ctx.interval(space_factor(dim))
         return start - lo, hi - end
-
-
-def _groups(ctx: LocalContext) -> int:
-    if not ctx.is_split("g"):
-        return int(argument(ctx, "groups"))
-    low, high = ctx.interval("g")
-    return high - low
 
 
 @empty_safe

@@ -9,19 +9,19 @@ interior.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from torch import fx
 
 from passes.rules.assemble import assemble
+from passes.rules.convolving import ConvolutionWindow, local_arguments, windows_of
 from passes.rules.emit import again, argument, aten, constant
 from passes.rules.empty import neutral_where_empty
 from passes.rules.opcall import OpCall
 from passes.rules.pointwise import linear_sets
 from passes.rules.rule import Dim, LocalContext, OpRule
-from passes.rules.space import pad_space, per_dim
-from passes.windows import SlidingWindow, TransposedWindow, Window
+from passes.rules.space import pad_space
+from passes.windows import SlidingWindow
 
 __all__ = ["input_gradient_by_positions"]
 
@@ -39,7 +39,13 @@ def input_gradient_by_positions(
     """
     space = call.tensor("weight").ndim - 2
     plain = tuple((_factor(d),) for d in range(space))
-    windows = _windows(call, space)
+    # What positions of the input's gradient read of the output's: of a convolution the transposed windows.
+    windows = windows_of(
+        call.tensor("grad_output").shape[2:],
+        call.tensor("weight").shape[2:],
+        not call["transposed"],
+        *(call[name] for name in ("stride", "dilation", "padding")),
+    )
     nothing: tuple[Dim, ...] = ()
     return neutral_where_empty(
         assemble(
@@ -60,44 +66,27 @@ def input_gradient_by_positions(
     )
 
 
-def _windows(call: OpCall, space: int) -> list[SlidingWindow | TransposedWindow]:
-    """What positions of the input's gradient read of the output's: of a convolution the transposed windows."""
-    make = SlidingWindow if call["transposed"] else TransposedWindow
-    numbers = (per_dim(call[name], space) for name in ("stride", "dilation", "padding"))
-    lengths, kernel = call.tensor("grad_output").shape[2:], call.tensor("weight").shape[2:]
-    each = zip(lengths, kernel, *numbers, strict=True)
-    return [make(*(int(n) for n in one)) for one in each]
-
-
 def _localize(
-    ctx: LocalContext, windows: list[SlidingWindow | TransposedWindow]
+    ctx: LocalContext, windows: Sequence[ConvolutionWindow]
 ) -> fx.Node | tuple[fx.Node | None, ...]:
     split = [d for d in range(len(windows)) if ctx.is_split(_factor(d))]
-    groups = int(argument(ctx, "groups"))
-    if ctx.is_split("g"):
-        low, high = ctx.interval("g")
-        groups = high - low
+    changes = local_arguments(ctx, len(windows), split)
     if not split:
-        return again(ctx, groups=groups)
+        return again(ctx, **changes)
     spans = {d: ctx.interval(_factor(d)) for d in split}
     reads = {d: windows[d].reads(*spans[d]) for d in split}
     if any(lo >= hi for lo, hi in reads.values()):
         return (constant(ctx, 0), None, None)
     shape, before, after = ctx.result_shape(0), [(0, 0)] * len(windows), [(0, 0)] * len(windows)
     for d in split:
-        window: Window = windows[d]
+        window = windows[d]
         if isinstance(window, SlidingWindow):
             before[d] = window.padding(*spans[d])
         else:
-            assert isinstance(window, TransposedWindow)
             start, end = window.writes(*reads[d])
             shape[2 + d] = end - start
             after[d] = start - spans[d][0], spans[d][1] - end
     grad = pad_space(ctx, argument(ctx, "grad_output"), before)
     like = ctx.call(aten.new_empty.default, argument(ctx, "input"), shape)  # read for its shape alone
-    changes: dict[str, Any] = {"grad_output": grad, "input": like, "groups": groups}
-    for name in ("padding", "output_padding"):
-        values = per_dim(argument(ctx, name), len(windows))
-        changes[name] = [0 if d in split else n for d, n in enumerate(values)]
-    found = ctx.call(operator.getitem, again(ctx, **changes), 0)
+    found = ctx.call(operator.getitem, again(ctx, grad_output=grad, input=like, **changes), 0)
     return (pad_space(ctx, found, after), None, None)

@@ -14,13 +14,11 @@ import torch
 from torch import fx
 
 from passes.joint import node_value
-from passes.rules.assemble import assemble
 from passes.rules.emit import again, argument, aten
-from passes.rules.empty import empty_safe
 from passes.rules.opcall import Builder, OpCall, describe
-from passes.rules.pointwise import linear_sets
-from passes.rules.rule import LocalContext, Localize, OpRule
-from passes.rules.space import pad_space, per_dim, relocated, results_of, space_dims, split_dims
+from passes.rules.rule import LocalContext
+from passes.rules.space import pad_space, per_dim, relocated, results_of, split_dims
+from passes.rules.windowed import pooling
 from passes.windows import SlidingWindow
 
 __all__ = ["average_pool", "average_pool_backward", "max_pool", "max_pool_backward"]
@@ -28,49 +26,25 @@ __all__ = ["average_pool", "average_pool_backward", "max_pool", "max_pool_backwa
 
 def max_pool(space: int) -> Builder:
     """... *window(y) -> ... *y, ... *y; indices are places in the whole input."""
-    return _pooling(space, operands="x", results="yy", localize=_max_pool)
+    return pooling(space, "x", "yy", _windows, _max_pool)
 
 
 def max_pool_backward(space: int) -> Builder:
     """... *y, ... *window(y), ... *y -> ... *window(y)"""
-    return _pooling(space, operands="yxy", results="x", localize=_max_pool_backward, linear="grad_output")
+    return pooling(space, "yxy", "x", _windows, _max_pool_backward, linear="grad_output")
 
 
 def average_pool(space: int) -> Builder:
     """... *window(y) -> ... *y"""
-    return _pooling(space, operands="x", results="y", localize=_average_pool, linear=_INPUT)
+    return pooling(space, "x", "y", _windows, _average_pool, linear=_INPUT)
 
 
 def average_pool_backward(space: int) -> Builder:
     """... *y, ... *window(y) -> ... *window(y)"""
-    return _pooling(space, operands="yx", results="x", localize=_average_pool_backward, linear="grad_output")
+    return pooling(space, "yx", "x", _windows, _average_pool_backward, linear="grad_output")
 
 
 _INPUT = "self"
-
-
-def _pooling(
-    space: int, operands: str, results: str, localize: Localize, linear: str | None = None
-) -> Builder:
-    """x: a tensor of the input's shape, seen through windows; y: one of the output's. The last `space` dims pool."""
-
-    @empty_safe
-    def build(call: OpCall) -> OpRule:
-        ndim = call.tensor(_INPUT).ndim
-        lead = ndim - space
-        dims = space_dims(ndim, space)
-        windows = _windows(call, space)
-        seen = [t for t, kind in enumerate(operands + results) if kind == "x"]
-        return assemble(
-            call.shapes,
-            [dims] * len(operands),
-            [dims] * len(results),
-            linear=() if linear is None else linear_sets(call, linear),
-            windows={(t, lead + d): window for t in seen for d, window in enumerate(windows)},
-            localize=localize,
-        )
-
-    return build
 
 
 def _windows(call: OpCall, space: int) -> tuple[SlidingWindow, ...]:

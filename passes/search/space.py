@@ -14,7 +14,7 @@ from cost_model.compute import ComputePrices
 from cost_model.mesh import MeshSpec
 from passes.assignment import NodeLayouts
 from passes.chains import find_chains
-from passes.cuts import Cuts, Wider, find_cuts
+from passes.cuts import Cuts, Wider, find_cuts, ops_of
 from passes.hiding import PHASES, HiddenReads, hidden_reads
 from passes.joint import (
     JointGraph,
@@ -134,10 +134,11 @@ class _Builder:
     matrices: dict[Hashable, np.ndarray] = field(default_factory=dict)
 
     def add_nodes(self) -> None:
-        cuts = find_cuts(self.joint, self.prices.mesh, self.boundary.inputs, self.rules)
-        chains = find_chains(self.joint, self.prices.mesh, cuts, self.rules)
+        ops, mesh = list(ops_of(self.joint, self.rules)), self.prices.mesh
+        cuts = find_cuts(self.joint, mesh, self.boundary.inputs, ops)
+        chains = find_chains(ops, mesh, cuts)
         ordered = free_axis_order(self.joint)
-        kept = out_of_space(self.joint, self.rules)
+        kept = out_of_space(ops)
         placeholders = iter(range(len(self.joint.inputs)))
         for node in self.joint.graph.nodes:
             if node.op == "placeholder":

@@ -8,38 +8,35 @@ half as long again to price its edges, for the same plan.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 
 from torch import fx
 
-from passes.joint import JointGraph, result_index, tensor_operands
-from passes.rules.registry import RuleTable, rule_for
+from passes.joint import result_index, tensor_operands
 from passes.rules.rule import OpRule
 
 __all__ = ["out_of_space"]
 
 
-def out_of_space(joint: JointGraph, rules: RuleTable | None) -> Mapping[fx.Node, frozenset[str]]:
-    """Node -> factors along which it moves data, and along which no window of the graph can be split with it."""
-    found = {
-        node: rule_for(node, rules)
-        for node in joint.graph.nodes
-        if node.op == "call_function" and result_index(node)[0] is node
-    }
-    if not any(rule.moved for rule in found.values()):
+def out_of_space(ops: Sequence[tuple[fx.Node, OpRule]]) -> Mapping[fx.Node, frozenset[str]]:
+    """Node -> factors along which it moves data, and along which no window of the graph can be split with it.
+
+    ops: with their rules (`ops_of`).
+    """
+    if not any(rule.moved for _, rule in ops):
         return {}
     groups = _Groups()
-    for node, rule in found.items():
+    for node, rule in ops:
         _connect(groups, node, rule)
     space = {
         groups.root((node, rule.operands_and_results[t][d][0]))
-        for node, rule in found.items()
+        for node, rule in ops
         for t, d in rule.windows
         if rule.operands_and_results[t][d][0] not in rule.moved
     }
     return {
         node: frozenset(f for f in rule.moved if groups.root((node, f)) not in space)
-        for node, rule in found.items()
+        for node, rule in ops
         if rule.moved
     }
 

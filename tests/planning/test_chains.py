@@ -9,7 +9,7 @@ from torch.distributed.tensor import Shard
 from autoshard import MeshSpec, Plan, find_plan, verify
 from autoshard.planning import canonical_capture
 from passes.chains import find_chains
-from passes.cuts import NO_CUTS
+from passes.cuts import NO_CUTS, ops_of
 from tests.profiles import dear_start
 
 
@@ -29,7 +29,7 @@ class Stack(nn.Module):
 def test_spans_that_later_windows_read() -> None:
     """12 rows over 3; the last of three reads a row more on each side, what the one before it needs two."""
     joint = canonical_capture(Stack((1, 1, 1)), (torch.randn(1, 2, 12),), {}).joint
-    found = find_chains(joint, MeshSpec({"a": 3}), NO_CUTS)
+    found = find_chains(list(ops_of(joint)), MeshSpec({"a": 3}), NO_CUTS)
     one, two = ((0, 5), (3, 9), (7, 12)), ((0, 6), (2, 10), (6, 12))
     assert one in found["convolution_1"]["y0", ("a",)]
     assert {one, two} <= set(found["convolution"]["y0", ("a",)])

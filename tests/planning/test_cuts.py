@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from autoshard.planning import canonical_capture, prices_of
 from cost_model.mesh import MeshSpec
-from passes.cuts import Cuts, find_cuts
+from passes.cuts import Cuts, find_cuts, ops_of
 from passes.joint import JointGraph
 from passes.layout import Layout
 from passes.search.boundary import boundary_of
@@ -56,7 +56,8 @@ def split(*shape: int) -> Layout:
 def test_sizes_are_followed(
     function: Callable[[Tensor], Tensor], length: int, sizes: tuple[int, ...]
 ) -> None:
-    cuts = find_cuts(joint_of(function, 1, 1, 16), MESH, {0: (split(1, 1, 16),)})
+    joint = joint_of(function, 1, 1, 16)
+    cuts = find_cuts(joint, MESH, {0: (split(1, 1, 16),)}, list(ops_of(joint)))
     assert sizes in cuts.sizes[length, ("a",)]
 
 

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from passes.cuts import ops_of
 from passes.joint import JointGraph
 from passes.rules.registry import rule_for
 from passes.search.space_dims import out_of_space
@@ -14,7 +15,7 @@ from tests.canonicalize.graphs import Function, prepared
 
 def offered(joint: JointGraph) -> dict[str, set[str]]:
     """Op -> factors along which it moves data that are left to it, of all its nodes together."""
-    kept = out_of_space(joint, None)
+    kept = out_of_space(list(ops_of(joint)))
     found: dict[str, set[str]] = {}
     for node in joint.graph.nodes:
         if node.op == "call_function" and rule_for(node).moved:

@@ -18,7 +18,7 @@ import torch
 import passes.ops as _operators  # registers circular_pad
 from passes.rules.registry import rule_for
 from passes.rules.trial import Choice, Trial, call_node
-from tests.spatial.test_window_rules import tensor, uneven
+from tests.spatial.test_window_rules import tensor, uneven, wrong_with
 
 del _operators
 aten = torch.ops.aten
@@ -149,10 +149,7 @@ def mismatch(make: Callable[[random.Random], Case], seed: int) -> str | None:
     trial = trial_of(make, seed)
     if trial is None:
         return None
-    try:
-        problem = trial.mismatch()
-    except Exception as error:
-        problem = f"{type(error).__name__}: {error}"
+    problem = wrong_with(trial)
     if problem is None:
         return None
     node = trial.node

@@ -214,6 +214,14 @@ def uneven(rng: random.Random, length: int, parts: int) -> list[int]:
     return [hi - lo for lo, hi in itertools.pairwise(edges)]
 
 
+def wrong_with(trial: Trial) -> str | None:
+    """`mismatch` of the trial, or the error that it ends in."""
+    try:
+        return trial.mismatch()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
 def mismatch(make: Callable[[random.Random], Case], seed: int) -> str | None:
     """What is wrong with one random case; None if nothing is. Space is split, sometimes beside batch or channels."""
     rng = random.Random(f"{make.__name__} {seed}")
@@ -235,10 +243,7 @@ def mismatch(make: Callable[[random.Random], Case], seed: int) -> str | None:
         if factor in space and rng.random() < 0.7
     }
     trial = Trial(node, rule, tuple(mesh), tuple(Choice(factor=f) for f in chosen), sizes=sizes, rtol=1e-9)
-    try:
-        problem = trial.mismatch()
-    except Exception as error:
-        problem = f"{type(error).__name__}: {error}"
+    problem = wrong_with(trial)
     if problem is None:
         return None
     shapes = [list(a.shape) if isinstance(a, torch.Tensor) else a for a in args]
