@@ -8,7 +8,7 @@
 | all_reduce     | the array                                          |
 | all_to_all     | the input of one rank                              |
 | broadcast      | the array                                          |
-| point_to_point | what each rank sends to its neighbour in the group |
+| point_to_point | what each rank sends to its neighbours in the group |
 
 All groups along the axes are taken to communicate at the same time, as they do in a sharded program.
 """

@@ -60,7 +60,8 @@ def floor_slope(kind: str, group: Occupancy, links: Sequence[LinkLevel]) -> floa
 
     A unit that holds m of the n ranks must receive what it does not have through its m ports at peak
     rate P: (n - m) / n * S of a gathered, scattered or exchanged array, S of a broadcast one. An
-    all-reduce gets S: switches that reduce (NVLink SHARP) need only that.
+    all-reduce gets S: switches that reduce (NVLink SHARP) need only that. Of messages to neighbours
+    half may come from either side, through two ports where the unit holds two of the ranks.
     """
     check_kind(kind)
     return max(
@@ -76,7 +77,7 @@ def _floor_bytes(kind: str, n: int, m: int) -> float:
     if kind == "all_to_all":
         return (n - m) / n
     if kind == "point_to_point":
-        return 1.0
+        return 1.0 / min(m, 2)
     return 1.0 / m
 
 

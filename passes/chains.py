@@ -72,11 +72,12 @@ class _Finder:
     def _wanted(self, node: fx.Node, rule: OpRule, factor: str) -> Asked:
         """Spans of a factor that readers of the results have a use for, if ranks may compute the same of it."""
         together: Asked = {}
-        if not rule.may_overlap(factor):
+        computed = [index for index, value in enumerate(node_values(node)) if value is not None]
+        if not rule.may_overlap(factor, computed):
             return together
-        for index, (dims, value) in enumerate(zip(rule.results, node_values(node), strict=True)):
-            for d, dim in enumerate(dims):
-                if dim == (factor,) and value is not None:
+        for index in computed:
+            for d, dim in enumerate(rule.results[index]):
+                if dim == (factor,):
                     for axes, spans in self.asked.get((node, index, d), {}).items():
                         _merge(together.setdefault(axes, {}), spans)
         return together

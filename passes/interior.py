@@ -74,7 +74,7 @@ def _factor(node: fx.Node, rule: OpRule, assignment: Assignment) -> str | None:
     split = {s.factor for s in assignment[node.name].splits}
     seen = {rule.operands_and_results[t][d][0] for t, d in rule.windows if rule.operands_and_results[t][d]}
     (factor, *others) = [f for f in rule.splittable if f in split & seen] or [None]
-    if factor is None or others or not rule.may_overlap(factor):
+    if factor is None or others or not rule.may_overlap(factor, range(len(rule.results))):
         return None
     plain = all(dim == (factor,) for dims in rule.operands_and_results for dim in dims if factor in dim)
     return factor if plain else None

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cost_model.errors import ProfileError, ShardingError
 from cost_model.groups import GroupShape, shape_text
 from cost_model.measure.clock import Clock, device_clock
-from cost_model.measure.collective_work import Buffers, Team, collective_work, whole_size
+from cost_model.measure.collective_work import IN_A_ROW_SECONDS, Buffers, Team, collective_work, whole_size
 from cost_model.measure.device_series import device_rates, device_series
 from cost_model.measure.facts import (
     collective_backend,
@@ -117,7 +117,8 @@ def collective_series(
         anchors = tuple(nbytes for nbytes, anchor in whole.items() if anchor)
         for kind in kinds:
             work = partial(collective_work, kind, team, buffers)
-            found.append(Series(f"{kind} over {shape_text(shape)}", tuple(whole), work, always=anchors))
+            name = f"{kind} over {shape_text(shape)}"
+            found.append(Series(name, tuple(whole), work, least=IN_A_ROW_SECONDS, always=anchors))
     return found
 
 

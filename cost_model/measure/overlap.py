@@ -8,7 +8,7 @@ import torch
 
 from cost_model.groups import GroupShape
 from cost_model.measure.clock import Clock
-from cost_model.measure.collective_work import Team
+from cost_model.measure.collective_work import IN_A_ROW_SECONDS, Team
 from cost_model.measure.compute_work import matmul_edge, matmul_flops, overlap_works
 from cost_model.measure.peers import Peers
 from cost_model.measure.sampling import Progress, Series, sample
@@ -53,7 +53,8 @@ def overlap_efficiency(
     works = overlap_works(teams[shape], nbytes, edge, products, device)
     names = ("all_reduce alone", "products alone", "all_reduce behind products")
     series = [
-        Series(name, (nbytes,), lambda _, work=work: work) for name, work in zip(names, works, strict=True)
+        Series(name, (nbytes,), lambda _, work=work: work, least=IN_A_ROW_SECONDS)
+        for name, work in zip(names, works, strict=True)
     ]
     curves = sample(series, peers, clock, seconds, progress)
     communication, compute, both = (curve.seconds[0] for curve in curves)

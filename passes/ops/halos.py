@@ -31,6 +31,7 @@ from torch import Tensor
 from cost_model.errors import ShardingError
 from passes.layout import Span, spans_of
 from passes.ops.halo_kernels import add_up, pack, put_together, row_numel, split_sizes, unpack
+from passes.ops.named_collective import NAMED_BY_NAME
 from passes.redistribution.messages import Traffic, exchange_traffic, reduce_traffic
 
 __all__: list[str] = []
@@ -84,8 +85,8 @@ def _all_to_all(x: Tensor, dim: int, traffic: Traffic, rank: int, group_name: st
     flat = pack(x, dim, traffic, rank)
     if x.dtype == torch.bool:
         flat = flat.to(torch.uint8)
-    ops = torch.ops._c10d_functional
-    return ops.wait_tensor(ops.all_to_all_single(flat, arriving, leaving, group_name)).to(x.dtype)
+    started = NAMED_BY_NAME["all_to_all_single"](flat, arriving, leaving, group_name, "halo")
+    return torch.ops._c10d_functional.wait_tensor(started).to(x.dtype)
 
 
 @lru_cache(maxsize=1024)

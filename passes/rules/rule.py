@@ -8,7 +8,7 @@ layouts of all operands and results follow.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -107,14 +107,17 @@ class OpRule:
         """That of the ways which has all of `factors`."""
         return next(way for way in self.ways if all(factor in way.sizes for factor in factors))
 
-    def may_overlap(self, factor: str) -> bool:
-        """Whether ranks may compute the same of `factor`: every result has it plain, so nothing is added up twice."""
+    def may_overlap(self, factor: str, computed: Collection[int]) -> bool:
+        """Whether ranks may compute the same of `factor`: every result has it plain, so nothing is added up twice.
+
+        computed: results that there are; an op returns None for the others.
+        """
         return all(
             any(
                 dim == (factor,) and (len(self.operands) + r, d) not in self.windows
-                for d, dim in enumerate(result)
+                for d, dim in enumerate(self.results[r])
             )
-            for r, result in enumerate(self.results)
+            for r in computed
         )
 
     @property

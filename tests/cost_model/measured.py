@@ -78,6 +78,19 @@ def results(rank: int, kind: str, nbytes: int) -> tuple[tuple[int, ...], float]:
     return tuple(result.shape), value
 
 
+def heard_by(rank: int) -> list[list[float]]:
+    """What reaches this rank in a `point_to_point` whose ranks send their number: each half."""
+    spec = MeshSpec({"x": dist.get_world_size()})
+    mesh = init_device_mesh("cpu", spec.sizes, mesh_dim_names=spec.names)
+    buffers = Buffers(torch.device("cpu"))
+    with teams_of(mesh, spec) as teams:
+        (team,) = teams.values()
+        nbytes = whole_size(1024, team.size)
+        buffers.take("sent", nbytes).fill_(float(rank))
+        collective_work("point_to_point", team, buffers, nbytes)()
+        return [half.unique().tolist() for half in buffers.take("arrived", nbytes).chunk(2)]
+
+
 def one_cannot(rank: int) -> str:
     """Rank 1 has no memory for the second size."""
 

@@ -84,6 +84,11 @@ def test_collectives_move_what_they_are_priced_for(
     assert ranks.run(measured.results, kind, 1024, world=2) == [(shape, value)] * 2
 
 
+def test_messages_go_to_both_neighbours(ranks: RankPool) -> None:
+    heard = ranks.run(measured.heard_by, world=4)
+    assert heard == [[[1.0], [3.0]], [[2.0], [0.0]], [[3.0], [1.0]], [[0.0], [2.0]]]
+
+
 def test_a_failure_on_one_rank_is_an_error_on_all(ranks: RankPool) -> None:
     for text in ranks.run(measured.one_cannot, world=2):
         assert text.startswith("measuring work failed on rank 1: MemoryError: none left\n  try: ")

@@ -10,6 +10,7 @@ from autoshard import MeshSpec, Plan, find_plan, verify
 from autoshard.planning import canonical_capture
 from passes.chains import find_chains
 from passes.cuts import NO_CUTS, ops_of
+from passes.joint import node_values
 from tests.profiles import dear_start
 
 
@@ -35,9 +36,22 @@ def test_spans_that_later_windows_read() -> None:
     assert {one, two} <= set(found["convolution"]["y0", ("a",)])
 
 
-def overlapping(plan: Plan) -> int:
-    """Convolutions of whose results ranks compute the same."""
-    named = (name.rstrip("_0123456789") == "convolution" for name in plan.assignment)
+def test_spans_that_earlier_gradients_read() -> None:
+    """The same on the way back: of three gradients of inputs the last reads a row more of the one before it."""
+    joint = canonical_capture(Stack((1, 1, 1)), (torch.randn(1, 2, 12, requires_grad=True),), {}).joint
+    ops = list(ops_of(joint))
+    found = find_chains(ops, MeshSpec({"a": 3}), NO_CUTS)
+    backward = [node for node, _ in ops if node.name.startswith("convolution_backward")]
+    first, second, third = (node.name for node in backward if node_values(node)[0] is not None)
+    one, two = ((0, 5), (3, 9), (7, 12)), ((0, 6), (2, 10), (6, 12))
+    assert one in found[second]["x0", ("a",)]
+    assert {one, two} <= set(found[first]["x0", ("a",)])
+    assert third not in found
+
+
+def overlapping(plan: Plan, kind: str = "convolution") -> int:
+    """Ops of that name of whose first results ranks compute the same."""
+    named = (name.rstrip("_0123456789") == kind for name in plan.assignment)
     return sum(
         is_one and layouts.results[0].has_halo
         for is_one, layouts in zip(named, plan.assignment.values(), strict=True)
@@ -58,6 +72,6 @@ def test_a_chain_is_right() -> None:
     model, x = Stack((1, 2, 1, 1)).double(), torch.randn(1, 2, 96, dtype=torch.float64)
     ends = {"profile": dear_start(1e-3), "in_placements": [Shard(2)]}
     plan = find_plan(model, MeshSpec({"a": 3}), (x[..., :32],), **ends)  # type: ignore[arg-type]
-    assert overlapping(plan) > 0
+    assert overlapping(plan) > 0 and overlapping(plan, "convolution_backward") > 0
     report = verify(model, plan, (x,))
     assert report.ok, report
