@@ -8,6 +8,7 @@
 | broadcast      | the collective, out of place, from the group's first rank                           |
 | point_to_point | every rank sends one half to the next of its group and one to the one before       |
 
+On gloo little data goes in one round (`cost_model.messages`), as in a lowered graph.
 Along dim 0 the copies fall away: a price is that of the dearer case. float32, sums.
 """
 
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cost_model import messages
 from cost_model.measurements import KINDS
 
 __all__ = ["IN_A_ROW_SECONDS", "Buffers", "Team", "collective_work", "whole_size"]
@@ -104,9 +106,18 @@ def _unstack(x: Tensor, parts: int) -> Tensor:
     return x.view(parts, rows, x.shape[1]).permute(1, 0, 2).contiguous().view(rows, parts * x.shape[1])
 
 
+def _wait_all(started: messages.Started) -> Tensor:
+    result, works = started
+    for work in works:
+        work.wait()
+    return result
+
+
 def _all_gather(team: Team, whole: Tensor, _: Buffers) -> Work:
     n, name = team.size, team.name
     part = whole[: whole.numel() // n].view(n, -1)
+    if messages.in_one_round("all_gather", part, n):
+        return lambda: _unstack(_wait_all(messages.start_all_gather(part, team.group)), n)
     gather = c10d.all_gather_into_tensor.default
     return lambda: _unstack(_wait(gather(part, n, name)), n)
 
@@ -114,6 +125,8 @@ def _all_gather(team: Team, whole: Tensor, _: Buffers) -> Work:
 def _reduce_scatter(team: Team, whole: Tensor, _: Buffers) -> Work:
     n, name = team.size, team.name
     rows = whole.view(n, -1)
+    if messages.in_one_round("reduce_scatter", rows[0], n):
+        return lambda: messages.reduce_scatter(_stack(rows, n), "sum", team.group)
     reduce = c10d.reduce_scatter_tensor.default
     return lambda: _wait(reduce(_stack(rows, n), "sum", n, name))
 
@@ -122,12 +135,16 @@ def _all_to_all(team: Team, whole: Tensor, _: Buffers) -> Work:
     n, name = team.size, team.name
     rows = whole.view(n, -1)
     splits = [n] * n  # rows of the stacked [n * n, columns]
+    if whole.device.type == "cpu":
+        return lambda: _wait_all(messages.start_all_to_all(_stack(rows, n), splits, splits, team.group))
     exchange = c10d.all_to_all_single.default
     return lambda: _wait(exchange(_stack(rows, n), splits, splits, name))
 
 
 def _all_reduce(team: Team, whole: Tensor, _: Buffers) -> Work:
     name = team.name
+    if messages.in_one_round("all_reduce", whole, team.size):
+        return lambda: messages.all_reduce(whole, "sum", team.group)
     reduce = c10d.all_reduce.default
     return lambda: _wait(reduce(whole, "sum", name))
 

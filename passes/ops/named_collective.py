@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from passes.ops.pairwise import all_to_all
+from passes.ops import one_round
 from passes.torch_compat import is_profiling
 
 __all__ = ["ALL_REDUCE_IN_PLACE", "NAMED", "NAMED_BY_NAME", "NAMESPACE"]
@@ -44,22 +44,12 @@ def _plain(name: str) -> Any:
     return getattr(torch.ops._c10d_functional, name).default
 
 
-def _all_gather(operand: Tensor, group_size: int, group_name: str) -> Tensor:
-    """What `all_gather_into_tensor` does, without the op that crashes gloo when two are in flight.
-
-    The functional op runs gloo's ALLGATHER_COALESCED. When a collective is done, gloo's two threads both
-    assign its name to one std::string of the group (`lastCompletedWorkName`, torch 2.11 to 2.13), and that
-    name alone is too long to be stored without a heap buffer, which both threads then free. The variant
-    with an output runs the plain all-gather, on NCCL too.
-    """
-    gathered = operand.new_empty((group_size * operand.shape[0], *operand.shape[1:]))
-    ops = torch.ops._c10d_functional
-    return ops.all_gather_into_tensor_out(operand, group_size, group_name, out=gathered)
-
-
 _RUN: Mapping[str, Callable[..., Tensor]] = {
-    "all_gather_into_tensor": _all_gather,
-    "all_to_all_single": all_to_all,
+    "all_gather_into_tensor": one_round.all_gather,
+    "all_reduce": one_round.all_reduce,
+    "all_reduce_": one_round.all_reduce_,
+    "all_to_all_single": one_round.all_to_all,
+    "reduce_scatter_tensor": one_round.reduce_scatter,
 }
 """What runs instead of the plain functional collective."""
 

@@ -10,6 +10,8 @@ from passes.ops.named_collective import NAMED_BY_NAME
 from tests.ranks import RankPool
 
 FLYING = 8
+COLUMNS = 2**17
+"""Of gathered rows: too many for one round."""
 
 
 def gathered(rank: int) -> tuple[bool, set[str]]:
@@ -19,9 +21,9 @@ def gathered(rank: int) -> tuple[bool, set[str]]:
     gather = NAMED_BY_NAME["all_gather_into_tensor"]
     world, name = dist.get_world_size(), group.group_name
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
-        flying = [gather(torch.full((2, 3), float(rank + n)), world, name, "w") for n in range(FLYING)]
+        flying = [gather(torch.full((2, COLUMNS), float(rank + n)), world, name, "w") for n in range(FLYING)]
         found = [torch.ops._c10d_functional.wait_tensor(tensor) for tensor in flying]
-    ranks = torch.arange(world).repeat_interleave(2).unsqueeze(1).expand(-1, 3)
+    ranks = torch.arange(world).repeat_interleave(2).unsqueeze(1).expand(-1, COLUMNS)
     whole = all(torch.equal(tensor, ranks + float(n)) for n, tensor in enumerate(found))
     return whole, {event.key for event in recorded.key_averages() if event.key.startswith("c10d::")}
 

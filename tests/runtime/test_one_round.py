@@ -1,0 +1,105 @@
+"""Collectives of one round on real ranks, against hand arithmetic on what every rank is known to hold."""
+
+from __future__ import annotations
+
+from functools import reduce
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from cost_model.messages import in_one_round
+from passes.ops.named_collective import ALL_REDUCE_IN_PLACE, NAMED_BY_NAME
+from tests.ranks import RankPool
+
+wait = torch.ops._c10d_functional.wait_tensor
+OPS = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+SHAPES = ((3,), (1, 5), (4, 0), (2, 3, 4))
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
+
+
+def held(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """What a rank starts from: every rank knows it."""
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(rank)) * 10
+    return values.to(dtype)
+
+
+def started(kind: str, x: Tensor, op: str) -> Tensor:
+    world, name = dist.get_world_size(), dist.group.WORLD.group_name  # type: ignore[union-attr]
+    arguments = {
+        "all_gather_into_tensor": (world,),
+        "all_reduce": (op,),
+        "reduce_scatter_tensor": (op, world),
+    }
+    return NAMED_BY_NAME[kind](x, *arguments[kind], name, "w")
+
+
+def wanted(kind: str, all_held: list[Tensor], op: str, rank: int) -> Tensor:
+    if kind == "all_gather_into_tensor":
+        return torch.cat(all_held)
+    total = reduce(OPS[op], all_held)
+    return total if kind == "all_reduce" else total.chunk(len(all_held))[rank]
+
+
+def all_cases(rank: int) -> list[str]:
+    """What went wrong, of all kinds, shapes and dtypes; several are in flight at a time."""
+    world, wrong = dist.get_world_size(), []
+    for dtype in DTYPES:
+        flying = []
+        for shape in SHAPES:
+            for kind in ("all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor"):
+                for op in OPS if "reduce" in kind else ("sum",):
+                    rows = shape if kind != "reduce_scatter_tensor" else (world * shape[0], *shape[1:])
+                    right = wanted(kind, [held(r, rows, dtype) for r in range(world)], op, rank)
+                    flying.append((kind, op, started(kind, held(rank, rows, dtype), op), right))
+        wrong += [
+            f"{kind} {op} {right.shape}" for kind, op, x, right in flying if not torch.equal(wait(x), right)
+        ]
+    return wrong
+
+
+@pytest.mark.parametrize("world", [3, 4])
+def test_results_are_those_of_hand_arithmetic(ranks: RankPool, world: int) -> None:
+    """Bit by bit: they are added up in the order of ranks."""
+    assert ranks.run(all_cases, world=world) == [[]] * world
+
+
+def in_place(rank: int) -> tuple[bool, list[float]]:
+    x = torch.full((3,), float(rank))
+    name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    y = wait(ALL_REDUCE_IN_PLACE(x, "sum", name, "w"))
+    return y.data_ptr() == x.data_ptr(), x.tolist()
+
+
+def test_in_place(ranks: RankPool) -> None:
+    assert ranks.run(in_place, world=3) == [(True, [3.0] * 3)] * 3
+
+
+def what_ran(rank: int, numel: int, op: str) -> set[str]:
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        wait(started("all_reduce", torch.ones(numel), op))
+    return {event.key for event in recorded.key_averages() if event.key.startswith("c10d::")}
+
+
+@pytest.mark.parametrize(
+    ("world", "numel", "op", "ran"),
+    [
+        (3, 100, "sum", {"c10d::send", "c10d::recv_"}),
+        (3, 2**20, "sum", {"c10d::allreduce_"}),  # much
+        (2, 100, "sum", {"c10d::allreduce_"}),  # a ring of two takes no more
+        (3, 100, "product", {"c10d::allreduce_"}),
+    ],
+)
+def test_what_runs(ranks: RankPool, world: int, numel: int, op: str, ran: set[str]) -> None:
+    assert ranks.run(what_ran, numel, op, world=world) == [ran] * world
+
+
+def test_how_much_goes_in_one_round() -> None:
+    """Of an all-reduce 64 KiB from a rank to all others: 21,845 bytes to each of three."""
+    assert in_one_round("all_reduce", torch.empty(5461), 4)
+    assert not in_one_round("all_reduce", torch.empty(5462), 4)
+    assert in_one_round("all_gather", torch.empty(2**18 // 3), 4)
+    assert not in_one_round("all_gather", torch.empty(2**18), 4)
+    assert not in_one_round("all_gather", torch.empty(4, device="meta"), 4)
