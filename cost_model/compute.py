@@ -67,7 +67,9 @@ class ComputePrices:
 
     def arithmetic_seconds(self, kind: KernelKind | None, flops: float, dtype_name: str) -> float:
         """`flops` operations of one op of that kind; without measured rates of its own, or without a kind, as a
-        matrix product."""
+        matrix product (a narrow convolution as any other)."""
+        if kind == "narrow_convolution" and dtype_name not in self._kinds[kind]:
+            kind = "convolution"
         own = self._kinds[kind].get(dtype_name) if flops and kind is not None else None
         return self.matmul_seconds(flops, dtype_name) if own is None else own(flops)
 

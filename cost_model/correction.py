@@ -10,7 +10,7 @@ from cost_model.collectives import CollectivePrices
 from cost_model.groups import GroupShape, group_shape, mesh_occupancies
 from cost_model.link_model import floor_slope
 from cost_model.measure.statistics import monotone
-from cost_model.measurements import CollectiveSamples, DeviceRates, LinkLevel, MatmulRates
+from cost_model.measurements import KERNEL_KINDS, CollectiveSamples, DeviceRates, LinkLevel, MatmulRates
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 
@@ -153,8 +153,5 @@ def _scaled(device: DeviceRates, factor: float) -> DeviceRates:
         device,
         launch_seconds=device.launch_seconds * factor,
         memory_bytes_per_second=device.memory_bytes_per_second / factor,
-        matmul=slower(device.matmul),
-        convolution=slower(device.convolution),
-        attention=slower(device.attention),
-        pooling=slower(device.pooling),
+        **{kind: slower(device.rates(kind)) for kind in KERNEL_KINDS},
     )

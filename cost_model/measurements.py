@@ -21,7 +21,7 @@ __all__ = [
 KINDS = ("all_gather", "all_reduce", "all_to_all", "broadcast", "point_to_point", "reduce_scatter")
 """Every collective that has a price. What `nbytes` means for each is in `cost_model.collectives`."""
 
-KernelKind = Literal["matmul", "convolution", "attention", "pooling"]
+KernelKind = Literal["matmul", "convolution", "attention", "pooling", "narrow_convolution"]
 """Ops that count in operations, by what rate they reach: fields of `DeviceRates`."""
 
 KERNEL_KINDS: tuple[KernelKind, ...] = get_args(KernelKind)
@@ -92,7 +92,7 @@ class DeviceRates:
     """One device: kernel launch time, memory bandwidth (bytes read plus written), matrix products.
 
     convolution, attention, pooling (max-pooling, forward: comparisons): rates by operations of one op, as for
-    products; none: those of products.
+    products; none: those of products. narrow_convolution: of few channels; none: those of convolutions.
     update: of the optimizer; None: from memory bandwidth (`cost_model.memory`).
     """
 
@@ -102,6 +102,7 @@ class DeviceRates:
     convolution: tuple[MatmulRates, ...] = ()
     attention: tuple[MatmulRates, ...] = ()
     pooling: tuple[MatmulRates, ...] = ()
+    narrow_convolution: tuple[MatmulRates, ...] = ()
     update: UpdateRates | None = None
 
     def rates(self, kind: KernelKind) -> tuple[MatmulRates, ...]:

@@ -169,8 +169,8 @@ def read_device(fields: Fields) -> DeviceRates:
 
 
 def _kernels(fields: Fields, kind: KernelKind) -> list[Fields]:
-    """Rates of one kind; files written before max-pooling was measured have none of it."""
-    return [] if kind == "pooling" and fields.lacks(kind) else fields.entries(kind)
+    """Rates of one kind; older files have none of those that were not measured then."""
+    return [] if kind in ("pooling", "narrow_convolution") and fields.lacks(kind) else fields.entries(kind)
 
 
 def _read_update(fields: Fields) -> UpdateRates:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -160,15 +160,32 @@ def global_flops(node: fx.Node) -> float:
     return 0.0
 
 
-def arithmetic_kind(node: fx.Node) -> KernelKind | None:
-    """By what measured rate the operations of `node` run; None: pointwise and the like."""
-    if node.target in (_aten.convolution.default, _aten.convolution_backward.default):
-        return "convolution"
+_NARROW = 16
+"""Channels: CPUs convolve in vectors of as many (float32, AVX-512), and waste what they do not fill."""
+
+
+def arithmetic_kind(node: fx.Node, local_shape: Callable[[int], Sequence[int]]) -> KernelKind | None:
+    """By what measured rate the operations of `node` run; None: pointwise and the like.
+
+    local_shape: position of a tensor operand -> its shape as one rank has it.
+    """
+    if node.target is _aten.convolution.default:
+        return _convolution_kind(node, 1, cast(int, node.args[8]), local_shape)
+    if node.target is _aten.convolution_backward.default:
+        return _convolution_kind(node, 2, cast(int, node.args[9]), local_shape)
     if node.target in _attentions():
         return "attention"
     if node.target is _aten.max_pool2d_with_indices.default:
         return "pooling"
     return None if fuses(node) else "matmul"
+
+
+def _convolution_kind(
+    node: fx.Node, weight: int, groups: int, local_shape: Callable[[int], Sequence[int]]
+) -> KernelKind:
+    """By the fewer of the channels that one group reads and makes; within groups they are never split."""
+    shape = local_shape(weight) if groups == 1 else node_value(tensor_operands(node)[weight]).shape
+    return "narrow_convolution" if min(shape[0] // groups, shape[1]) < _NARROW else "convolution"
 
 
 def _attentions() -> tuple[object, ...]:

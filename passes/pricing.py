@@ -112,7 +112,6 @@ def strategy_seconds(
         return np.zeros(len(strategies))
     flops = float(first_value(node).numel()) if fuses(node) else global_flops(node)
     dtype = str(first_value(node).dtype).removeprefix("torch.")
-    kind = arithmetic_kind(node)
     operands = tensor_operands(node)
     results = [i for i, value in enumerate(node_values(node)) if value is not None]
 
@@ -125,6 +124,8 @@ def strategy_seconds(
         )
         if flow.writes:
             nbytes += sum(local_nbytes(strategy.results[i], node, i, mesh) for i in results)
+        local_shape = lambda i: strategy.operands[i].max_local_shape(node_value(operands[i]).shape, mesh)
+        kind = arithmetic_kind(node, local_shape)
         return _kernel_seconds(kind, flops * share, nbytes, dtype, flow, prices)
 
     return np.array([seconds(strategy) for strategy in strategies])
@@ -139,7 +140,8 @@ def local_seconds(node: fx.Node, flow: Traffic, prices: ComputePrices) -> float:
     read = [node_value(n) for n, reads in zip(tensor_operands(node), flow.reads, strict=True) if reads]
     nbytes = sum(value.numel() * value.element_size() for value in (*read, *(kept if flow.writes else ())))
     dtype = str(kept[0].dtype).removeprefix("torch.")
-    return _kernel_seconds(arithmetic_kind(node), flops, nbytes, dtype, flow, prices)
+    kind = arithmetic_kind(node, lambda i: node_value(tensor_operands(node)[i]).shape)
+    return _kernel_seconds(kind, flops, nbytes, dtype, flow, prices)
 
 
 def _kernel_seconds(

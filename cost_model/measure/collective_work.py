@@ -8,7 +8,7 @@
 | broadcast      | the collective, out of place, from the group's first rank                           |
 | point_to_point | every rank sends one half to the next of its group and one to the one before       |
 
-On gloo little data goes in one round (`cost_model.messages`), as in a lowered graph.
+On gloo little data goes in one round (`cost_model.measure.messages`), as in a lowered graph.
 Along dim 0 the copies fall away: a price is that of the dearer case. float32, sums.
 """
 
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cost_model import messages
+from cost_model.measure import messages
 from cost_model.measurements import KINDS
 
 __all__ = ["IN_A_ROW_SECONDS", "Buffers", "Team", "collective_work", "whole_size"]

@@ -31,6 +31,10 @@ _CONVOLUTIONS = {
     "cpu": ((2, 16, 16), (4, 32, 16), (8, 64, 16), (8, 64, 32)),
     "cuda": ((8, 64, 16), (16, 64, 32), (32, 128, 32), (64, 256, 32)),
 }
+_NARROW_CONVOLUTIONS = {
+    "cpu": ((1, 8, 16), (1, 8, 64), (1, 8, 128)),
+    "cuda": ((8, 8, 64), (8, 8, 256), (16, 8, 512)),
+}
 _ATTENTIONS = {
     "cpu": ((1, 4, 64, 64), (2, 4, 128, 64), (2, 8, 256, 64), (2, 8, 512, 64)),
     "cuda": ((2, 8, 256, 64), (4, 16, 512, 64), (4, 16, 2048, 64), (4, 16, 4096, 128)),
@@ -45,18 +49,20 @@ _Shape = TypeVar("_Shape")
 
 
 def kernel_series(device: torch.device, mesh: DeviceMesh | None) -> list[Series]:
-    """Convolutions, attention and max-pooling in the dtype the device is used with most, then the AdamW update.
+    """Convolutions, attention, max-pooling in the dtype the device is used with most, then the AdamW update.
 
     mesh: that parameters will be distributed on; None without processes.
     """
     dtype = getattr(torch, _dtype(device))
     convolutions = _by_size(_of(_CONVOLUTIONS, device), convolution_flops)
     attentions = _by_size(_of(_ATTENTIONS, device), attention_flops)
+    narrow = _by_size(_of(_NARROW_CONVOLUTIONS, device), convolution_flops)
     poolings = _by_size(_of(_POOLINGS, device), pooling_flops)
     works: list[tuple[str, tuple[int, ...], Callable[[int], Callable[[], object]]]] = [
         ("convolutions", tuple(convolutions), lambda n: convolution_work(convolutions[n], dtype, device)),
         ("attention", tuple(attentions), lambda n: attention_work(attentions[n], dtype, device)),
         ("max-pooling", tuple(poolings), lambda n: pooling_work(poolings[n], dtype, device)),
+        ("narrow convolutions", tuple(narrow), lambda n: convolution_work(narrow[n], dtype, device)),
         ("AdamW update", _of(_UPDATES, device), lambda nbytes: update_work(nbytes, device, mesh)),
     ]
     return [Series(name, sizes, prepare, median, LEAST_SECONDS) for name, sizes, prepare in works]
@@ -64,13 +70,14 @@ def kernel_series(device: torch.device, mesh: DeviceMesh | None) -> list[Series]
 
 def with_kernel_rates(rates: DeviceRates, curves: Sequence[Curve], device: torch.device) -> DeviceRates:
     """`rates` with what the curves of `kernel_series` say."""
-    convolution, attention, pooling, update = curves
+    convolution, attention, pooling, narrow, update = curves
     slope = (update.seconds[-1] - update.seconds[0]) / (update.sizes[-1] - update.sizes[0])
     return replace(
         rates,
         convolution=(_rates(_dtype(device), convolution, CONVOLUTION_PASSES),),
         attention=(_rates(_dtype(device), attention, ATTENTION_PASSES),),
         pooling=(_rates(_dtype(device), pooling, 1.0),),
+        narrow_convolution=(_rates(_dtype(device), narrow, CONVOLUTION_PASSES),),
         # Curves are monotone, but a noisy machine may leave no difference to divide by.
         update=UpdateRates(update.seconds[0], 1.0 / slope if slope > 0 else rates.memory_bytes_per_second),
     )

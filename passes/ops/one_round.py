@@ -1,6 +1,6 @@
-"""Functional collectives on gloo as messages of one round (`cost_model.messages`), to be waited for by `wait_tensor`.
+"""Functional collectives on gloo as messages of one round (`cost_model.measure.messages`).
 
-On other devices, and for much data, torch's own.
+As others they are waited for by `wait_tensor`. On other devices, and for much data, torch's own.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cost_model import messages
+from cost_model.measure import messages
 from passes.torch_compat import process_group_named, waited_for_with
 
 __all__ = ["all_gather", "all_reduce", "all_reduce_", "all_to_all", "reduce_scatter"]

@@ -90,6 +90,17 @@ def test_convolution_and_attention_have_rates_of_their_own(round_profile: Profil
     assert prices.op_seconds(1e7, 0, "float32", "convolution") == pytest.approx(launch + 1e-4)
 
 
+def test_narrow_convolutions_have_rates_of_their_own_or_those_of_others(round_profile: Profile) -> None:
+    wide = (MatmulRates("float32", (1e6, 1e8), (1e11, 1e11)),)
+    narrow = (MatmulRates("float32", (1e6, 1e8), (2e10, 2e10)),)
+    device = replace(round_profile.device, convolution=wide)
+    for rates, seconds in ((narrow, 5e-4), ((), 1e-4)):
+        measured = replace(round_profile, device=replace(device, narrow_convolution=rates))
+        prices = ComputePrices(measured)
+        assert prices.arithmetic_seconds("narrow_convolution", 1e7, "float32") == pytest.approx(seconds)
+        assert prices.arithmetic_seconds("convolution", 1e7, "float32") == pytest.approx(1e-4)
+
+
 def test_on_cpus_a_product_waits_for_more_operands_than_it_was_measured_with(round_profile: Profile) -> None:
     """2e6 operations at 1e9 a second: 2 ms, of which 4 MB are 0.16 ms in 40,000 elements of float32; 4 MB take 4 ms.
 

@@ -41,7 +41,12 @@ def test_save_and_load_give_the_same_profile(measured: Profile, tmp_path: Path) 
 def test_rates_of_other_kernels_survive_the_file(measured: Profile, tmp_path: Path) -> None:
     rates = (MatmulRates("float32", (1e6, 1e8), (1e11, 2e11), (0.1, 0.0)),)
     device = replace(
-        measured.device, convolution=rates, attention=rates, pooling=rates, update=UpdateRates(1e-3, 1e9)
+        measured.device,
+        convolution=rates,
+        attention=rates,
+        pooling=rates,
+        narrow_convolution=rates,
+        update=UpdateRates(1e-3, 1e9),
     )
     profile = replace(measured, device=device)
     profile.save(tmp_path / "p.json")
