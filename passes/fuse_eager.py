@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -24,13 +24,15 @@ _IN_PLACE: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class FuseEager:
-    """Drop views that change nothing, add biases in the product, reduce fresh buffers in place.
+    """Drop views that change nothing, add biases in the product, pad in the copy, reduce fresh buffers in place.
 
         %p: f32[32, 64]   = mm(%x, %w)
         %v: f32[8, 4, 64] = view(%p, [8, 4, 64])          %p: f32[32, 64]   = addmm(%b, %x, %w)
         %y: f32[8, 4, 64] = add(%v, %b)             ->    %y: f32[8, 4, 64] = view(%p, [8, 4, 64])
         %c: f32[96]       = cat(%g, %h)                   %c: f32[96]       = cat(%g, %h)
         %r: f32[96]       = all_reduce(%c)                %r: f32[96]       = all_reduce_(%c)
+        %e: f32[13, 8]    = cat(%own, %halo)              %z: f32[1, 8]     = new_full(%own, [1, 8], 0)
+        %d: f32[14, 8]    = constant_pad_nd(%e)           %d: f32[14, 8]    = cat(%z, %own, %halo)
 
     In place. Run last, on ATen ops: afterwards the graph is functional no more. In place is legal where the
     operand is a `cat`, which owns its storage, and has no other reader.
@@ -48,6 +50,8 @@ class FuseEager:
         for node in list(graph.nodes):
             if node.target is aten.add.Tensor:
                 _add_in_product(graph, node)
+            elif node.target is aten.constant_pad_nd.default and _is_fresh(node.args[0]):
+                _pad_in_cat(graph, node)
             elif node.target in _IN_PLACE and _is_fresh(node.args[0]):
                 node.target = _IN_PLACE[node.target]
         graph.lint()
@@ -92,6 +96,32 @@ def _add_in_product(graph: fx.Graph, add: fx.Node) -> None:
                 if dead is not None:
                     graph.erase_node(dead)
             return
+
+
+def _pad_in_cat(graph: fx.Graph, pad: fx.Node) -> None:
+    """constant_pad_nd(cat(xs)) -> cat(fill, xs, fill), where one dim is padded, the one along which cat joins."""
+    joined, flat, *fill = cast(tuple[Any, ...], pad.args)
+    parts, *rest = cast(tuple[Any, ...], joined.args)
+    shape = list(joined.meta["val"].shape)
+    dim = (rest[0] if rest else 0) % len(shape)
+    sides = [*flat, *[0] * (2 * len(shape) - len(flat))]  # of the last dim first
+    at = 2 * (len(shape) - 1 - dim)
+    before, after = sides[at : at + 2]
+    if min(before, after) < 0 or any(n for i, n in enumerate(sides) if i not in (at, at + 1)):
+        return
+    parts = list(parts)
+    with graph.inserting_before(pad):
+        for place, rows in ((0, before), (len(parts) + 1, after)):
+            if rows:
+                size = [*shape[:dim], rows, *shape[dim + 1 :]]
+                end = graph.call_function(aten.new_full.default, (parts[-1], size, *(fill or [0])))
+                end.meta = {**pad.meta, "val": pad.meta["val"].new_empty(size)}
+                parts.insert(place, end)
+        padded = graph.call_function(aten.cat.default, (parts, dim))
+    padded.meta = dict(pad.meta)
+    pad.replace_all_uses_with(padded)
+    graph.erase_node(pad)
+    graph.erase_node(joined)
 
 
 def _takes_bias(product: fx.Node, value: fx.Node, add: fx.Node, bias: fx.Node) -> bool:

@@ -134,12 +134,12 @@ class _Site:
         )
 
     def padded_shape(self) -> fx.Node:
-        """A tensor of the shape of `padded`, for an op that reads no more of it."""
+        """A tensor of the shape of `padded`, for a backward that reads no more of it: nothing need be put together."""
         lengths = self.ctx.result_shape(0)
         for d in range(self.space):
             before, after = self._padding(d) if d in self.split else (0, 0)
             lengths[2 + d] += before + after
-        return self.ctx.call(aten.new_empty.default, self.input, lengths)
+        return self.ctx.call(aten.new_empty.default, argument(self.ctx, "grad_output"), lengths)
 
     def unpadded(self, gradient: fx.Node) -> fx.Node:
         """Of the gradient of `padded`, that of the input."""

@@ -87,6 +87,8 @@ def _localize(
             shape[2 + d] = end - start
             after[d] = start - spans[d][0], spans[d][1] - end
     grad = pad_space(ctx, argument(ctx, "grad_output"), before)
-    like = ctx.call(aten.new_empty.default, argument(ctx, "input"), shape)  # read for its shape alone
+    like = ctx.call(
+        aten.new_empty.default, grad, shape
+    )  # read for its shape alone: nothing need be put together
     found = ctx.call(operator.getitem, again(ctx, grad_output=grad, input=like, **changes), 0)
     return (pad_space(ctx, found, after), None, None)

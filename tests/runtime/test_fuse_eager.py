@@ -71,3 +71,24 @@ def test_only_a_buffer_with_one_reader_is_reduced_in_place() -> None:
     assert first.target is c10d.all_reduce_.default
     assert second.target is c10d.all_reduce.default
     assert third.target is c10d.all_reduce.default
+
+
+def padding(sides: list[int], *fill: float) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda x, y: aten.constant_pad_nd.default(torch.cat([x, y], -2), sides, *fill)
+
+
+def test_padding_joins_the_copy_it_pads() -> None:
+    """Before, after and on both sides of the joined dim; zeros or not."""
+    x, y = torch.randn(2, 3, 4), torch.randn(2, 1, 4)
+    for sides, *fill in (([0, 0, 1, 0],), ([0, 0, 0, 2], -1.0), ([0, 0, 3, 1], 0.5)):
+        _, ops = fused(padding(sides, *fill), x, y)
+        assert ops == {"aten.cat.default": 1, "aten.new_full.default": sum(n > 0 for n in sides)}
+
+
+def test_other_padding_stays() -> None:
+    """Of another dim, a cut, and of what is read otherwise too."""
+    x, y = torch.randn(2, 3), torch.randn(1, 3)
+    for sides in ([1, 0], [1, 0, 1, 0], [0, 0, -1, 2]):
+        assert fused(padding(sides), x, y)[1]["aten.constant_pad_nd.default"] == 1
+    twice = lambda x, y: (z := torch.cat([x, y]), aten.constant_pad_nd.default(z, [0, 0, 1, 0]))
+    assert fused(twice, x, y)[1]["aten.constant_pad_nd.default"] == 1
