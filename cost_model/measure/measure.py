@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from itertools import islice
 
 import torch
@@ -13,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cost_model.errors import ProfileError, ShardingError
 from cost_model.groups import GroupShape, shape_text
+from cost_model.measure.behind import collective_curves, collective_series, pause_series
 from cost_model.measure.clock import Clock, device_clock
-from cost_model.measure.collective_work import IN_A_ROW_SECONDS, Buffers, Team, collective_work, whole_size
+from cost_model.measure.collective_work import Buffers, Team, whole_size
 from cost_model.measure.device_series import device_rates, device_series
 from cost_model.measure.facts import (
     collective_backend,
@@ -35,7 +35,7 @@ from cost_model.measurements import KINDS, CollectiveSamples, LinkLevel
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 
-__all__ = ["check_world", "collective_series", "measure_profile", "mesh_device", "world_size"]
+__all__ = ["check_world", "measure_profile", "mesh_device", "world_size"]
 
 SMALLEST_NBYTES = 2**12
 LARGEST_NBYTES = {"cpu": 2**26, "cuda": 2**30}
@@ -68,7 +68,7 @@ def measure_profile(
         kernels = kernel_series(device, mesh if peers.size > 1 else None)
         compute = device_series(device)
         sizes = nbytes_ladder(largest_nbytes or LARGEST_NBYTES[_kind_of(device)])
-        communication = collective_series(teams, KINDS, sizes, device)
+        communication = _communication(teams, sizes, device)
         seconds = time_budget * (1.0 - _OVERLAP_SHARE)
         curves = iter(sample([*compute, *kernels, *communication], peers, clock, seconds, progress))
         rates = device_rates(list(islice(curves, len(compute))))
@@ -105,20 +105,19 @@ def nbytes_ladder(largest: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*sizes, largest)))
 
 
-def collective_series(
-    teams: Mapping[GroupShape, Team], kinds: Sequence[str], sizes: Sequence[int], device: torch.device
+def _communication(
+    teams: Mapping[GroupShape, Team], sizes: Sequence[int], device: torch.device
 ) -> list[Series]:
-    """One series per shape and kind, shapes first. All groups of a shape communicate at once."""
+    """The pause, then one series per shape and kind, shapes first. All groups of a shape communicate at once."""
     buffers = Buffers(device)
     always = {min(nbytes, sizes[-1]) for nbytes in _ALWAYS_NBYTES}
-    found: list[Series] = []
+    found = [pause_series(device)] if teams else []
     for shape, team in teams.items():
         whole = {whole_size(nbytes, team.size): nbytes in always for nbytes in sizes}
         anchors = tuple(nbytes for nbytes, anchor in whole.items() if anchor)
-        for kind in kinds:
-            work = partial(collective_work, kind, team, buffers)
+        for kind in KINDS:
             name = f"{kind} over {shape_text(shape)}"
-            found.append(Series(name, tuple(whole), work, least=IN_A_ROW_SECONDS, always=anchors))
+            found.append(collective_series(name, kind, team, tuple(whole), buffers, device, anchors))
     return found
 
 
@@ -161,11 +160,14 @@ def _check_arguments(time_budget: float, largest_nbytes: int | None) -> None:
 def _collective_samples(
     teams: Mapping[GroupShape, Team], curves: Sequence[Curve]
 ) -> tuple[CollectiveSamples, ...]:
-    """Of the curves of `collective_series` over all kinds."""
+    """Of the curves of `_communication`."""
+    if not teams:
+        return ()
     keys = [(kind, shape) for shape in teams for kind in KINDS]
+    pause, *others = curves
     return tuple(
         CollectiveSamples(kind, shape, curve.sizes, curve.seconds, curve.spread)
-        for (kind, shape), curve in zip(keys, curves, strict=True)
+        for (kind, shape), curve in zip(keys, collective_curves(pause, others), strict=True)
     )
 
 

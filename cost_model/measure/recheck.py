@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from cost_model.collectives import CollectivePrices
 from cost_model.compute import ComputePrices
 from cost_model.groups import GroupShape
+from cost_model.measure.behind import collective_curves, collective_series, pause_series
 from cost_model.measure.clock import Clock, device_clock
-from cost_model.measure.collective_work import Buffers, Team, collective_work, whole_size
+from cost_model.measure.collective_work import Buffers, Team, whole_size
 from cost_model.measure.compute_work import matmul_edge, matmul_flops, matmul_work, memory_work
 from cost_model.measure.device_series import DTYPES, LEAST_SECONDS
 from cost_model.measure.measure import check_world, mesh_device, world_size
@@ -59,6 +60,7 @@ class _Expected:
     series: Series
     predict: Callable[[int], float]
     tolerances: tuple[float, ...]
+    behind_pause: bool = False
 
 
 def recheck(
@@ -85,8 +87,13 @@ def recheck(
         expected = [*_compute(profile, device), *_communication(profile, spec, teams, device)]
 
         def measure(some: Sequence[_Expected], seconds: float) -> list[tuple[CheckedPoint, ...]]:
-            curves = sample([one.series for one in some], peers, clock, seconds, progress)
-            return [_compared(one, curve.medians) for one, curve in zip(some, curves, strict=True)]
+            series = [pause_series(device), *(one.series for one in some)]
+            pause, *curves = sample(series, peers, clock, seconds, progress)
+            alone = [collective_curves(pause, [curve])[0] for curve in curves]
+            return [
+                _compared(one, (without if one.behind_pause else curve).medians)
+                for one, curve, without in zip(some, curves, alone, strict=True)
+            ]
 
         found = measure(expected, time_budget * 0.7)
         off = [i for i, points in enumerate(found) if not all(point.holds for point in points)]
@@ -151,13 +158,12 @@ def _communication(
         for kind in KINDS:
             sizes = _sizes(measured.get((kind, shape)), team)
             yield _Expected(
-                Series(
-                    f"{kind} over {'+'.join(axes[shape])}",
-                    tuple(sizes),
-                    partial(collective_work, kind, team, buffers),
+                collective_series(
+                    f"{kind} over {'+'.join(axes[shape])}", kind, team, tuple(sizes), buffers, device
                 ),
                 partial(prices.seconds, kind, axes[shape]),
                 tuple(sizes.values()),
+                behind_pause=True,
             )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cost_model.errors import ProfileError, ShardingError
+from cost_model.measure.behind import Pause
 from cost_model.measure.collective_work import Buffers, collective_work, whole_size
 from cost_model.measure.peers import world_peers
 from cost_model.measure.recheck import CheckedPoint, recheck
@@ -21,7 +22,7 @@ from cost_model.profile import Profile
 
 
 class Steady:
-    """Does the work, and says that it took `seconds` on rank 0 and half on the others."""
+    """Does the work, and says that it took `seconds` on rank 0 and half on the others; a pause 0.4 of that."""
 
     def __init__(self, seconds: float) -> None:
         self.each = seconds
@@ -33,7 +34,8 @@ class Steady:
 
     def seconds(self, work: Callable[[], object], calls: int) -> float:
         work()
-        return self.each if dist.get_rank() == 0 else self.each / 2
+        each = self.each * (0.4 if isinstance(work, Pause) else 1.0)
+        return each if dist.get_rank() == 0 else each / 2
 
 
 def measure(rank: int, sizes: dict[str, int], seconds: float | None) -> tuple[Profile, list[str]]:

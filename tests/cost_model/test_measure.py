@@ -36,8 +36,9 @@ def test_scripted_times_by_hand(ranks: RankPool) -> None:
     profile = runs[0][0]
     assert all(other == profile for other, _ in runs)
     assert len(profile.collectives) == 3 * len(KINDS)
-    # The slowest rank counts where ranks wait for each other: 1 ms. Computing, the median: 0.5 ms.
-    assert {s.seconds for s in profile.collectives} == {(1e-3, 1e-3)}
+    # The slowest rank counts where ranks wait for each other: 1 ms, of which 0.4 is the pause before. Computing,
+    # the median: 0.5 ms.
+    assert all(s.seconds == pytest.approx((0.6e-3, 0.6e-3)) for s in profile.collectives)
     assert profile.device.launch_seconds == pytest.approx(0.5e-3 / 100)
     for rates in profile.device.matmul:
         times = [flops / rate for flops, rate in zip(rates.flops, rates.flops_per_second, strict=True)]
@@ -64,7 +65,7 @@ def test_recheck(ranks: RankPool, factor: float, spread: float, off: tuple[str, 
     points, other = ranks.run(measured.check, 1e-3, factor, spread, world=2)
     assert points == other
     assert {point.name.split()[-1] for point in points if not point.holds} == set(off)
-    assert len(points) > 6 * 2 and math.isclose(points[-1].measured, 1e-3 * factor)
+    assert len(points) > 6 * 2 and math.isclose(points[-1].measured, 0.6e-3 * factor)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,85 @@
+"""Collectives timed as they come in a step: each behind some computing.
+
+Ranks that compute between two collectives come to the next one at different times, above all where they share cores,
+and processes that slept must wake. In a row without a pause, messages between 2 ranks on 2 cores took 0.2 ms; behind
+half a millisecond of products 0.5 ms more than these, behind two 1.8 ms. What a collective is priced at is what the two
+take beyond the products alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from cost_model.measure.collective_work import IN_A_ROW_SECONDS, Buffers, Team, collective_work
+from cost_model.measure.sampling import Series
+from cost_model.measure.statistics import Curve
+
+__all__ = ["Pause", "collective_curves", "collective_series", "pause_series"]
+
+Work = Callable[[], object]
+
+_PRODUCTS, _EDGE = 10, 128
+"""Of float32: 42 million operations, about a millisecond of a core."""
+_LEAST_SHARE = 0.1
+"""Of the time of both that is always the collective's: noise may leave less of a short one."""
+
+
+class Pause:
+    """The products."""
+
+    def __init__(self, device: torch.device, products: int) -> None:
+        self._x = torch.ones(_EDGE, _EDGE, device=device)
+        self._products = products
+
+    def __call__(self) -> None:
+        for _ in range(self._products):
+            torch.mm(self._x, self._x)
+
+
+def pause_series(device: torch.device) -> Series:
+    """Of the products alone. size: their number."""
+    return Series("pause", (_PRODUCTS,), partial(Pause, device), least=IN_A_ROW_SECONDS)
+
+
+def collective_series(
+    name: str,
+    kind: str,
+    team: Team,
+    sizes: tuple[int, ...],
+    buffers: Buffers,
+    device: torch.device,
+    always: tuple[int, ...] = (),
+) -> Series:
+    """Of the products and then `kind` over the team's group, by bytes as `cost_model.collectives` counts them."""
+
+    def prepare(nbytes: int) -> Work:
+        pause, communicate = Pause(device, _PRODUCTS), collective_work(kind, team, buffers, nbytes)
+
+        def both() -> None:
+            pause()
+            communicate()
+
+        return both
+
+    return Series(name, sizes, prepare, least=IN_A_ROW_SECONDS, always=always)
+
+
+def collective_curves(pause: Curve, curves: Sequence[Curve]) -> list[Curve]:
+    """What the collectives of `curves` take beyond the pause before them."""
+    (alone,) = pause.seconds
+    return [_less(curve, alone) for curve in curves]
+
+
+def _less(curve: Curve, alone: float) -> Curve:
+    left = lambda seconds: max(seconds - alone, _LEAST_SHARE * seconds)
+    spread = zip(curve.spread, curve.medians, strict=True)
+    return replace(
+        curve,
+        medians=tuple(map(left, curve.medians)),
+        seconds=tuple(map(left, curve.seconds)),
+        spread=tuple(round(share * both / left(both), 4) for share, both in spread),
+    )
