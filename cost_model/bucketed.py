@@ -50,12 +50,14 @@ class BucketedPrices:
     def limit(self, kind: str, axes: tuple[str, ...]) -> int:
         """Bytes of a full bucket: from there on starting takes no more than `START_SHARE`.
 
-        Starting is what merging two of a size saves, 2 seconds(n) - seconds(2 n): of all sizes the median, as
-        the smallest measured sizes say little about larger ones.
+        Starting is what merging two of a size saves, 2 seconds(n) - seconds(2 n): the median of the sizes at which
+        it matters, as the smallest measured sizes say little about larger ones, and those that take long for their
+        bytes nothing of starting.
         """
         if (kind, axes) not in self._limits:
             seconds = {nbytes: self._price(kind, axes, nbytes) for nbytes in _SIZES}
-            start = median(max(0.0, 2 * seconds[n] - seconds[2 * n]) for n in _SIZES[:-1])
+            saved = ((2 * seconds[n] - seconds[2 * n], seconds[n]) for n in _SIZES[:-1])
+            start = median([s for s, one in saved if s >= START_SHARE * one] or [0.0])
             enough = (n for n in _SIZES if START_SHARE * seconds[n] >= start)
             self._limits[kind, axes] = next(enough, _SIZES[-1])
         return self._limits[kind, axes]

@@ -50,3 +50,12 @@ def test_never_falls_with_bytes(round_profile: Profile) -> None:
 def test_bandwidth_alone_needs_no_bucket(round_profile: Profile) -> None:
     prices = bucketed(lambda kind, axes, nbytes: 1e-9 * nbytes, round_profile)
     assert prices.seconds("all_reduce", ("x",), 1000) == pytest.approx(1e-6)
+
+
+def test_large_ones_that_cost_more_a_byte_hide_no_start(round_profile: Profile) -> None:
+    """3 ms to start and 0.1 us a byte, more beyond 2^18 bytes: a tenth of 30 ms, so 270 kB; the next power is 2^19."""
+
+    def slow(kind: str, axes: tuple[str, ...], nbytes: float) -> float:
+        return 3e-3 + 1e-7 * nbytes + 2e-8 * max(0.0, nbytes - 2**18)
+
+    assert bucketed(slow, round_profile).limit("all_reduce", ("x",)) == 2**19
