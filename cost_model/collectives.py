@@ -2,12 +2,12 @@
 
 `nbytes` is the size of *one rank's* largest buffer:
 
-| kind           | nbytes                                             |
-| all_gather     | the gathered result                                |
-| reduce_scatter | the input, before it is scattered                  |
-| all_reduce     | the array                                          |
-| all_to_all     | the input of one rank                              |
-| broadcast      | the array                                          |
+| kind           | nbytes                                              |
+| all_gather     | the gathered result                                 |
+| reduce_scatter | the input, before it is scattered                   |
+| all_reduce     | the array                                           |
+| all_to_all     | the input of one rank                               |
+| broadcast      | the array                                           |
 | point_to_point | what each rank sends to its neighbours in the group |
 
 All groups along the axes are taken to communicate at the same time, as they do in a sharded program.

@@ -37,6 +37,7 @@ class ComputePrices:
             kind: {rates.dtype: _time_curve(rates) for rates in profile.device.rates(kind)}
             for kind in KERNEL_KINDS
         }
+        self._kinds["narrow_convolution"] = self._kinds["convolution"] | self._kinds["narrow_convolution"]
         self._bare = {
             rates.dtype: _bare_curve(rates, self._seconds_per_byte)
             for rates in profile.device.matmul
@@ -68,8 +69,6 @@ class ComputePrices:
     def arithmetic_seconds(self, kind: KernelKind | None, flops: float, dtype_name: str) -> float:
         """`flops` operations of one op of that kind; without measured rates of its own, or without a kind, as a
         matrix product (a narrow convolution as any other)."""
-        if kind == "narrow_convolution" and dtype_name not in self._kinds[kind]:
-            kind = "convolution"
         own = self._kinds[kind].get(dtype_name) if flops and kind is not None else None
         return self.matmul_seconds(flops, dtype_name) if own is None else own(flops)
 

@@ -8,9 +8,8 @@ take beyond the products alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -18,7 +17,7 @@ from cost_model.measure.collective_work import IN_A_ROW_SECONDS, Buffers, Team, 
 from cost_model.measure.sampling import Series
 from cost_model.measure.statistics import Curve
 
-__all__ = ["Pause", "collective_curves", "collective_series", "pause_series"]
+__all__ = ["Pause", "beyond_pause", "collective_series", "pause_series"]
 
 Work = Callable[[], object]
 
@@ -31,18 +30,17 @@ _LEAST_SHARE = 0.1
 class Pause:
     """The products."""
 
-    def __init__(self, device: torch.device, products: int) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._x = torch.ones(_EDGE, _EDGE, device=device)
-        self._products = products
 
     def __call__(self) -> None:
-        for _ in range(self._products):
+        for _ in range(_PRODUCTS):
             torch.mm(self._x, self._x)
 
 
-def pause_series(device: torch.device) -> Series:
+def pause_series(pause: Pause) -> Series:
     """Of the products alone. size: their number."""
-    return Series("pause", (_PRODUCTS,), partial(Pause, device), least=IN_A_ROW_SECONDS)
+    return Series("pause", (_PRODUCTS,), lambda _: pause, least=IN_A_ROW_SECONDS)
 
 
 def collective_series(
@@ -51,13 +49,13 @@ def collective_series(
     team: Team,
     sizes: tuple[int, ...],
     buffers: Buffers,
-    device: torch.device,
+    pause: Pause,
     always: tuple[int, ...] = (),
 ) -> Series:
     """Of the products and then `kind` over the team's group, by bytes as `cost_model.collectives` counts them."""
 
     def prepare(nbytes: int) -> Work:
-        pause, communicate = Pause(device, _PRODUCTS), collective_work(kind, team, buffers, nbytes)
+        communicate = collective_work(kind, team, buffers, nbytes)
 
         def both() -> None:
             pause()
@@ -68,13 +66,9 @@ def collective_series(
     return Series(name, sizes, prepare, least=IN_A_ROW_SECONDS, always=always)
 
 
-def collective_curves(pause: Curve, curves: Sequence[Curve]) -> list[Curve]:
-    """What the collectives of `curves` take beyond the pause before them."""
+def beyond_pause(curve: Curve, pause: Curve) -> Curve:
+    """What the collective of a series takes beyond the pause before it."""
     (alone,) = pause.seconds
-    return [_less(curve, alone) for curve in curves]
-
-
-def _less(curve: Curve, alone: float) -> Curve:
     left = lambda seconds: max(seconds - alone, _LEAST_SHARE * seconds)
     spread = zip(curve.spread, curve.medians, strict=True)
     return replace(

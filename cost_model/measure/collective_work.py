@@ -106,18 +106,11 @@ def _unstack(x: Tensor, parts: int) -> Tensor:
     return x.view(parts, rows, x.shape[1]).permute(1, 0, 2).contiguous().view(rows, parts * x.shape[1])
 
 
-def _wait_all(started: messages.Started) -> Tensor:
-    result, works = started
-    for work in works:
-        work.wait()
-    return result
-
-
 def _all_gather(team: Team, whole: Tensor, _: Buffers) -> Work:
     n, name = team.size, team.name
     part = whole[: whole.numel() // n].view(n, -1)
     if messages.in_one_round("all_gather", part, n):
-        return lambda: _unstack(_wait_all(messages.start_all_gather(part, team.group)), n)
+        return lambda: _unstack(messages.finished(messages.start_all_gather(part, team.group)), n)
     gather = c10d.all_gather_into_tensor.default
     return lambda: _unstack(_wait(gather(part, n, name)), n)
 
@@ -136,7 +129,9 @@ def _all_to_all(team: Team, whole: Tensor, _: Buffers) -> Work:
     rows = whole.view(n, -1)
     splits = [n] * n  # rows of the stacked [n * n, columns]
     if whole.device.type == "cpu":
-        return lambda: _wait_all(messages.start_all_to_all(_stack(rows, n), splits, splits, team.group))
+        return lambda: messages.finished(
+            messages.start_all_to_all(_stack(rows, n), splits, splits, team.group)
+        )
     exchange = c10d.all_to_all_single.default
     return lambda: _wait(exchange(_stack(rows, n), splits, splits, name))
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cost_model.errors import ProfileError, ShardingError
 from cost_model.groups import GroupShape, shape_text
-from cost_model.measure.behind import collective_curves, collective_series, pause_series
+from cost_model.measure.behind import Pause, beyond_pause, collective_series, pause_series
 from cost_model.measure.clock import Clock, device_clock
 from cost_model.measure.collective_work import Buffers, Team, whole_size
 from cost_model.measure.device_series import device_rates, device_series
@@ -111,13 +111,14 @@ def _communication(
     """The pause, then one series per shape and kind, shapes first. All groups of a shape communicate at once."""
     buffers = Buffers(device)
     always = {min(nbytes, sizes[-1]) for nbytes in _ALWAYS_NBYTES}
-    found = [pause_series(device)] if teams else []
+    pause = Pause(device)
+    found = [pause_series(pause)] if teams else []
     for shape, team in teams.items():
         whole = {whole_size(nbytes, team.size): nbytes in always for nbytes in sizes}
         anchors = tuple(nbytes for nbytes, anchor in whole.items() if anchor)
         for kind in KINDS:
             name = f"{kind} over {shape_text(shape)}"
-            found.append(collective_series(name, kind, team, tuple(whole), buffers, device, anchors))
+            found.append(collective_series(name, kind, team, tuple(whole), buffers, pause, anchors))
     return found
 
 
@@ -165,9 +166,10 @@ def _collective_samples(
         return ()
     keys = [(kind, shape) for shape in teams for kind in KINDS]
     pause, *others = curves
+    alone = (beyond_pause(curve, pause) for curve in others)
     return tuple(
         CollectiveSamples(kind, shape, curve.sizes, curve.seconds, curve.spread)
-        for (kind, shape), curve in zip(keys, collective_curves(pause, others), strict=True)
+        for (kind, shape), curve in zip(keys, alone, strict=True)
     )
 
 

@@ -18,7 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["all_reduce", "in_one_round", "reduce_scatter", "start_all_gather", "start_all_to_all"]
+__all__ = [
+    "Started",
+    "all_reduce",
+    "finished",
+    "in_one_round",
+    "reduce_scatter",
+    "start_all_gather",
+    "start_all_to_all",
+]
 
 _TAG = 20_121
 """Of our messages, apart from 0, torch's default for users' own."""
@@ -31,6 +39,14 @@ _ADD: Mapping[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maxi
 
 Started = tuple[Tensor, list[Any]]
 """(result, works): the result is there when every work has been waited for."""
+
+
+def finished(started: Started) -> Tensor:
+    """The result, once it is there."""
+    result, works = started
+    for work in works:
+        work.wait()
+    return result
 
 
 def in_one_round(kind: str, part: Tensor, ranks: int, op: str = "sum") -> bool:
@@ -60,15 +76,12 @@ def start_all_gather(operand: Tensor, group: dist.ProcessGroup) -> Started:
     """operand: [a, ...], contiguous, on every rank. Returns [ranks * a, ...]."""
     ranks = group.size()
     result = operand.new_empty((ranks * operand.shape[0], *operand.shape[1:]))
-    return result, _swap(
-        [operand] * ranks, result.chunk(ranks) if operand.shape[0] else [operand] * ranks, group
-    )
+    return result, _swap([operand] * ranks, result.view(ranks, *operand.shape).unbind(), group)
 
 
 def all_reduce(operand: Tensor, op: str, group: dist.ProcessGroup) -> Tensor:
     """Waits. op: a key of `_ADD`. All ranks compute the same, in the order of ranks: equal bit by bit."""
-    parts, works = start_all_gather(operand.reshape(1, -1), group)
-    _wait(works)
+    parts = finished(start_all_gather(operand.reshape(1, -1), group))
     return _reduced(list(parts), op).view(operand.shape)
 
 
@@ -76,8 +89,7 @@ def reduce_scatter(operand: Tensor, op: str, group: dist.ProcessGroup) -> Tensor
     """Waits. operand: [ranks * a, ...], contiguous. Returns [a, ...]: this rank's part, in the order of ranks."""
     ranks = group.size()
     rows = [operand.shape[0] // ranks] * ranks
-    parts, works = start_all_to_all(operand, rows, rows, group)
-    _wait(works)
+    parts = finished(start_all_to_all(operand, rows, rows, group))
     return _reduced(parts.split(rows), op)
 
 
@@ -102,8 +114,3 @@ def _swap(out: Sequence[Tensor], into: Sequence[Tensor], group: dist.ProcessGrou
         if into[peer].numel() and peer != rank:
             works.append(group.recv([into[peer]], peer, _TAG))
     return works
-
-
-def _wait(works: Sequence[Any]) -> None:
-    for work in works:
-        work.wait()

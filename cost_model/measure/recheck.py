@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cost_model.collectives import CollectivePrices
 from cost_model.compute import ComputePrices
 from cost_model.groups import GroupShape
-from cost_model.measure.behind import collective_curves, collective_series, pause_series
+from cost_model.measure.behind import Pause, beyond_pause, collective_series, pause_series
 from cost_model.measure.clock import Clock, device_clock
 from cost_model.measure.collective_work import Buffers, Team, whole_size
 from cost_model.measure.compute_work import matmul_edge, matmul_flops, matmul_work, memory_work
@@ -87,12 +87,11 @@ def recheck(
         expected = [*_compute(profile, device), *_communication(profile, spec, teams, device)]
 
         def measure(some: Sequence[_Expected], seconds: float) -> list[tuple[CheckedPoint, ...]]:
-            series = [pause_series(device), *(one.series for one in some)]
+            series = [pause_series(Pause(device)), *(one.series for one in some)]
             pause, *curves = sample(series, peers, clock, seconds, progress)
-            alone = [collective_curves(pause, [curve])[0] for curve in curves]
             return [
-                _compared(one, (without if one.behind_pause else curve).medians)
-                for one, curve, without in zip(some, curves, alone, strict=True)
+                _compared(one, (beyond_pause(curve, pause) if one.behind_pause else curve).medians)
+                for one, curve in zip(some, curves, strict=True)
             ]
 
         found = measure(expected, time_budget * 0.7)
@@ -151,7 +150,7 @@ def _communication(
     profile: Profile, spec: MeshSpec, teams: Mapping[GroupShape, Team], device: torch.device
 ) -> Iterable[_Expected]:
     prices = CollectivePrices(profile, spec)
-    buffers = Buffers(device)
+    buffers, pause = Buffers(device), Pause(device)
     axes = shapes_of(spec)
     measured = {(samples.kind, samples.group): samples for samples in profile.collectives}
     for shape, team in teams.items():
@@ -159,7 +158,7 @@ def _communication(
             sizes = _sizes(measured.get((kind, shape)), team)
             yield _Expected(
                 collective_series(
-                    f"{kind} over {'+'.join(axes[shape])}", kind, team, tuple(sizes), buffers, device
+                    f"{kind} over {'+'.join(axes[shape])}", kind, team, tuple(sizes), buffers, pause
                 ),
                 partial(prices.seconds, kind, axes[shape]),
                 tuple(sizes.values()),
