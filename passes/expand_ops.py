@@ -22,6 +22,7 @@ from passes.ops import (
 from passes.ops.attention import attention_backward_reference, attention_reference
 from passes.ops.attention_table import Chip
 from passes.ops.contract import contract_reference
+from passes.ops.grouped import grouped_mm_reference
 from passes.torch_compat import custom_op_body, fake_mode_of, fresh_fakes
 
 __all__ = ["expand_ops"]
@@ -29,6 +30,7 @@ __all__ = ["expand_ops"]
 # Op -> the function that computes it in ATen ops.
 _REFERENCES: dict[str, Callable[..., Any]] = {
     "autoshard.contract.default": contract_reference,
+    "autoshard.grouped_mm.default": grouped_mm_reference,
     "autoshard.uniform.default": uniform_reference,
     "autoshard.circular_pad.default": custom_op_body(circular_pad),
     "autoshard.circular_pad_backward.default": custom_op_body(circular_pad_backward),
@@ -46,7 +48,8 @@ def _references(chip: Chip | None) -> dict[str, Callable[..., Any]]:
 
 
 def expand_ops(module: fx.GraphModule, chip: Chip | None = None) -> fx.GraphModule:
-    """A module without ops of the namespace `autoshard`; other nodes keep name and meta.
+    """A module without ops of the namespace `autoshard`, but for grouped products that only a loop computes; other nodes
+    keep name and meta.
 
     chip: the CUDA device that the graph is for; None: the devices of its tensors are asked, where a kernel depends
     on them. Raises UnsupportedOpError for an attention whose operands break its kernel's contract, or whose device is

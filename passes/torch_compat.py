@@ -392,3 +392,10 @@ def inductor_graph_order() -> AbstractContextManager[Any]:
 
     names = ("reorder_for_locality", "reorder_for_peak_memory")
     return config.patch({name: False for name in names if hasattr(config, name)})
+
+
+def grouped_mm_functions() -> list[Any]:
+    """What a TorchFunctionMode sees of a grouped product: `torch._grouped_mm`, which `F.grouped_mm` (2.10) calls, and
+    its op. Since torch 2.8; none before."""
+    op = getattr(torch.ops.aten, "_grouped_mm", None)
+    return [] if op is None else [torch._grouped_mm, op, op.default]

@@ -155,6 +155,7 @@ TABLE: tuple[Contract, ...] = (
         equal_heads=True,
         # It takes the last dim to have stride 1, and reads garbage where it has not.
         layouts={"q": "rows", "k": "rows", "v": "rows", "bias": "rows", "out": "rows", "grad_out": "rows"},
+        blind_rows="0",
     ),
     Contract(
         "math",

@@ -50,7 +50,12 @@ class _Checked(fx.Interpreter):
         fake = n.meta.get("val")
         if isinstance(result, Tensor) and isinstance(fake, Tensor):
             looks = [
-                (tuple(x.shape), [k for size, k in zip(x.shape, x.stride(), strict=True) if size > 1], x.dtype, x.device)
+                (
+                    tuple(x.shape),
+                    [k for size, k in zip(x.shape, x.stride(), strict=True) if size > 1],
+                    x.dtype,
+                    x.device,
+                )
                 for x in (result, fake)
             ]
             assert looks[0] == looks[1], f"{n.format_node()}: {looks[0]}, and its fake {looks[1]}"
@@ -97,7 +102,9 @@ def _compare(call: Call, operands: Sequence[Tensor], results: Sequence[Tensor]) 
 def main() -> int:
     device = torch.device("cuda", 0)
     computes = float(torch.ones(4, device=device).sum()) == 4.0  # an imitation's kernels do nothing
-    print(f"{torch.cuda.get_device_name(0)}, {chip_of(device)}, torch {torch.__version__}, compares: {computes}")
+    print(
+        f"{torch.cuda.get_device_name(0)}, {chip_of(device)}, torch {torch.__version__}, compares: {computes}"
+    )
     ran, failed = Counter[tuple[str, ...]](), 0
     for call in cases():
         try:
