@@ -48,8 +48,8 @@ def _references(chip: Chip | None) -> dict[str, Callable[..., Any]]:
 
 
 def expand_ops(module: fx.GraphModule, chip: Chip | None = None) -> fx.GraphModule:
-    """A module without ops of the namespace `autoshard`, but for grouped products that only a loop computes; other nodes
-    keep name and meta.
+    """A module without ops of the namespace `autoshard`, but for grouped products that only a loop computes.
+    Other nodes keep name and meta.
 
     chip: the CUDA device that the graph is for; None: the devices of its tensors are asked, where a kernel depends
     on them. Raises UnsupportedOpError for an attention whose operands break its kernel's contract, or whose device is
