@@ -67,42 +67,59 @@ def grouped_mm_reference(a: Tensor, b: Tensor, offs: Tensor, first: int, count: 
 
 
 def is_fused(a: Tensor, b: Tensor) -> bool:
-    """Whether torch's kernel takes these: bfloat16 on CUDA, every row of whole 16-byte vectors, nothing empty."""
+    """Whether torch's kernel takes these: bfloat16 on CUDA, nothing empty, every group beginning at an aligned address.
+
+    Groups begin at any row, so the jagged dim must be the outer one in memory, with rows of whole 16-byte vectors. Of
+    `columns` it is the inner one of the result: not fused. (No model has it; it is the gradient of `summed`.)
+    """
     if a.device.type != "cuda" or torch.version.hip is not None or not a.dtype == b.dtype == torch.bfloat16:
         return False
-    return bool(a.numel() and b.numel()) and all(_rows_aligned(x) or x.shape[-1] % 8 == 0 for x in (a, b))
+    kind, step = kind_of(a.ndim, b.ndim), _ALIGN // a.element_size()
+    if kind == "columns" or not (a.numel() and b.numel()):
+        return False
+    if kind == "summed":
+        return a.shape[0] % step == 0 and b.shape[1] % step == 0
+    return a.shape[1] % step == 0 and (
+        _by_rows(b) or _by_rows(b.transpose(-1, -2)) or b.shape[-1] % step == 0
+    )
 
 
-def _rows_aligned(x: Tensor) -> bool:
-    """Row- or column-major in its last two dims, with starts of rows, or columns, and of `x` at aligned addresses."""
+def _by_rows(x: Tensor) -> bool:
+    """Row-major in its last two dims, with rows and `x` beginning at aligned addresses (`check_valid_strides`)."""
     step = _ALIGN // x.element_size()
-    (rows, columns), (outer, inner) = x.shape[-2:], x.stride()[-2:]
+    outer, inner = x.stride()[-2:]
     whole = x.storage_offset() % step == 0 and (x.ndim == 2 or x.stride(0) % step == 0)
-    by_row = inner == 1 and outer >= max(1, columns) and outer % step == 0
-    by_column = outer == 1 and inner >= max(1, rows) and inner % step == 0
-    return whole and (by_row or by_column)
+    return whole and inner == 1 and outer >= max(1, x.shape[-1]) and outer % step == 0
+
+
+def _in_rows(x: Tensor, order: Tensor | None = None) -> Tensor:
+    """`x`, its rows in that order, row-major; a copy only where it is not."""
+    x = x if order is None else x.index_select(0, order)
+    return x if _by_rows(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def _fused(a: Tensor, b: Tensor, offs: Tensor, first: int, count: int) -> Tensor:
     """By torch's kernel, whose groups begin at 0: what lies before them is turned behind them and back."""
-    kind, length = kind_of(a.ndim, b.ndim), jagged_length(a, b)
+    rows, length = b.ndim == 3, jagged_length(a, b)
     ends = offs.clamp(0, length)
     places = torch.arange(length, device=a.device)
-    mine, turned = ends.narrow(0, first, count), None
+    mine, begin, turned = ends.narrow(0, first, count), None, None
     if first:
         begin = ends.narrow(0, first - 1, 1)
         mine, turned = mine - begin, (places + begin) % length
-        a = a.index_select(-1 if kind == "summed" else 0, turned) if kind != "columns" else a
-        b = b.index_select(0 if kind == "summed" else -1, turned) if kind != "rows" else b
-    a, b = (x if _rows_aligned(x) else x.clone(memory_format=torch.contiguous_format) for x in (a, b))
-    result = torch.ops.aten._grouped_mm.default(a, b, mine.to(torch.int32))
-    if kind != "summed":
-        inside = places < mine.narrow(0, count - 1, 1)
-        result = torch.where(inside.unsqueeze(-1) if kind == "rows" else inside, result, 0.0)
-        if turned is not None:
-            back = (places - ends.narrow(0, first - 1, 1)) % length
-            result = result.index_select(0 if kind == "rows" else 1, back)
-    return result if result.is_contiguous() else result.clone(memory_format=torch.contiguous_format)
+    product, groups = torch.ops.aten._grouped_mm.default, mine.to(torch.int32)
+    if not rows:
+        return _packed(product(_in_rows(a.t(), turned).t(), _in_rows(b, turned), groups))
+    b = b if _by_rows(b.transpose(-1, -2)) else _in_rows(b)
+    result = product(_in_rows(a, turned), b, groups)
+    inside = places < mine.narrow(0, count - 1, 1)
+    result = torch.where(inside.unsqueeze(-1), result, 0.0)
+    return _packed(result if begin is None else result.index_select(0, (places - begin) % length))
+
+
+def _packed(x: Tensor) -> Tensor:
+    """torch's kernel pads rows to whole vectors."""
+    return x if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
 
 
 def _by_group(a: Tensor, b: Tensor, offs: Tensor, first: int, count: int) -> Tensor:

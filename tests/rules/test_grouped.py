@@ -13,6 +13,7 @@ from cost_model.errors import UnsupportedOpError
 from passes.capture.grouped import grouped_product
 from passes.expand_ops import expand_ops
 from passes.op_kinds import global_flops
+from passes.ops import grouped
 from passes.ops.grouped import grouped_mm
 from passes.rules.trial import call_node
 from passes.torch_compat import fake_mode_of, fake_tensors
@@ -119,27 +120,68 @@ def test_refusals() -> None:
         grouped_product(a, b)
 
 
-def _targets_on_cuda(dtype: torch.dtype, k: int, first: int) -> list[str]:
+def _on_cuda(
+    a_shape: list[int], b_shape: list[int], dtype: torch.dtype, first: int, turned: bool
+) -> list[torch.fx.Node]:
+    """Calls of the expanded op. turned: `a` and `b` are transposes of contiguous tensors, as in a gradient."""
     cuda = torch.device("cuda", 0)
-    shapes = (((64, k), dtype), ((4, k, 32), dtype), ((6,), torch.int32))
-    a, b, ends = fake_tensors([(shape, t, cuda, False) for shape, t in shapes])
+    last = [*range(len(b_shape) - 2), -1, -2]
+    shapes = [a_shape[::-1], [b_shape[i] for i in last]] if turned else [a_shape, b_shape]
+    specs = [*((shape, dtype, cuda, False) for shape in shapes), ((6,), torch.int32, cuda, False)]
+    a, b, ends = fake_tensors(specs)
     with fake_mode_of(a):
+        a, b = (x.transpose(-1, -2) if turned else x for x in (a, b))
         node = call_node(op, (a, b, ends, first, 4))
+        wanted = op(a, b, ends, first, 4)
     node.graph.output((node,))
     module = expand_ops(torch.fx.GraphModule(torch.nn.Module(), node.graph))
     out = next(n for n in module.graph.nodes if n.op == "output").args[0][0].meta["val"]
-    assert out.shape == (64, 32) and out.is_contiguous() and out.dtype == dtype and out.device == cuda
-    return [str(n.target) for n in module.graph.nodes if n.op == "call_function"]
+    assert (out.shape, out.stride(), out.dtype, out.device) == (wanted.shape, wanted.stride(), dtype, cuda)
+    return [n for n in module.graph.nodes if n.op == "call_function"]
 
 
-def test_on_cuda_torchs_product_runs_where_it_may() -> None:
-    for first in (0, 2):
-        found = _targets_on_cuda(torch.bfloat16, 16, first)
-        assert "aten._grouped_mm.default" in found and "autoshard.grouped_mm.default" not in found
-        assert ("aten.index_select.default" in found) == (first > 0)
-        assert "aten.clone.default" not in found
-    for dtype, k in ((torch.bfloat16, 12), (torch.float32, 16)):
-        assert _targets_on_cuda(dtype, k, 0) == ["autoshard.grouped_mm.default"]
+@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize("turned", [False, True])
+def test_on_cuda_torchs_product_runs_where_it_may(first: int, turned: bool) -> None:
+    """Groups begin at any token: tokens are the outer dim in memory, or the kernel's addresses are not aligned."""
+    for a_shape, b_shape, outer in (([64, 16], [4, 16, 32], (0,)), ([16, 64], [64, 32], (1, 0))):
+        nodes = _on_cuda(a_shape, b_shape, torch.bfloat16, first, turned)
+        (call,) = [n for n in nodes if str(n.target) == "aten._grouped_mm.default"]
+        for operand, dim in zip(call.args, outer, strict=False):
+            stride = operand.meta["val"].stride()
+            assert stride[1 - dim] == 1 and stride[dim] % 8 == 0
+        targets = [str(n.target) for n in nodes]
+        assert "autoshard.grouped_mm.default" not in targets
+        assert ("aten.index_select.default" in targets) == (first > 0)
+        if not turned and len(b_shape) == 3:
+            assert "aten.clone.default" not in targets
+
+
+@pytest.mark.parametrize("kind", ["rows", "summed"])
+@pytest.mark.parametrize("first", [0, 1, 2])
+@pytest.mark.parametrize("ends", [[2, 2, 19, 24], [0, 8, 16, 16], [3, 30, 31, 40]], ids=str)
+def test_what_is_made_of_torchs_product_is_the_op(kind: str, first: int, ends: list[int]) -> None:
+    """By torch's product on the CPU, which leaves rows of no group undefined too."""
+    draw = Draw(3)
+    shapes = {"rows": ((24, 8), (2, 8, 16)), "summed": ((8, 24), (24, 16))}[kind]
+    a, b = (draw.floats(*shape, dtype=torch.bfloat16) for shape in shapes)
+    offs = torch.tensor(ends, dtype=torch.int32)
+    got, wanted = grouped._fused(a, b, offs, first, 2), grouped_mm(a, b, offs, first, 2)
+    torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "dtype"),
+    [
+        ([64, 12], [4, 12, 32], torch.bfloat16),
+        ([64, 16], [4, 16, 32], torch.float32),
+        ([12, 64], [64, 32], torch.bfloat16),
+        ([4, 16, 8], [8, 64], torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_on_cuda_the_op_itself_runs_elsewhere(a: list[int], b: list[int], dtype: torch.dtype) -> None:
+    assert [str(n.target) for n in _on_cuda(a, b, dtype, 0, False)] == ["autoshard.grouped_mm.default"]
 
 
 @pytest.mark.parametrize("weight", [Shard(0), Shard(1), Shard(2)], ids=str)
