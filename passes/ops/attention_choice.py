@@ -76,8 +76,10 @@ def choose(case: Case, chip: Chip | None) -> Kernel:
     """The first kernel of the table whose contract the call meets. chip: None for devices other than CUDA's."""
     if 0 in (case.b, case.h, case.s, case.t, case.d, case.e):
         return "empty"
-    allowed = (row.kernel for row in TABLE if row.chosen and refusal(row, case, chip) is None)
-    return next(allowed, "math")
+    for row in TABLE:
+        if row.chosen and refusal(row, case, chip) is None:
+            return row.kernel
+    return "math"
 
 
 def refusal(row: Contract, case: Case, chip: Chip | None) -> str | None:
