@@ -176,21 +176,22 @@ def test_operands_lie_as_the_backward_reads_them(order: str, d: int, dtype: torc
     assert lse.stride() == (4 * rows, rows, 1) and lse.shape[-1] == rows
 
 
-def test_a_saved_result_that_was_laid_out_otherwise_is_put_right() -> None:
+@pytest.mark.parametrize("turned", [(0, 1, 2, 3), (2, 3, 0, 1)], ids=str)
+def test_a_saved_result_that_was_laid_out_otherwise_is_put_right(turned: tuple[int, ...]) -> None:
     """`out` and lse as a collective may leave them."""
     for dtype in (WIDE, SINGLE):
         graph = graph_of(Call(dtype)).graph
         node = next(n for n in graph.nodes if str(n.target) == "autoshard.attention_backward.default")
-        for index, order in ((5, (2, 3, 0, 1)), (6, (2, 0, 1))):
+        for index, order in ((5, turned), (6, (2, 0, 1))):
             if node.args[4] is None:
                 saved = node.args[index]
                 value = saved.meta["val"]
                 with value.fake_mode:
                     back = [order.index(i) for i in range(value.ndim)]
-                    turned = value.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
+                    laid = value.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
                 with graph.inserting_before(node):
                     held = graph.placeholder(f"held{index}")
-                held.meta["val"] = turned
+                held.meta["val"] = laid
                 node.update_arg(index, held)
         module = expand_ops(fx.GraphModule(torch.nn.Module(), graph), Chip(HOPPER))
         (call,) = [n for n in module.graph.nodes if "attention_backward" in str(n.target)]
