@@ -16,7 +16,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def line(row: Contract) -> str:
-    """kernel | device | dtypes | heads | masks | causal with unequal lengths | with a mask | blind rows | deterministic"""
+    """The columns of the page's table."""
     chips = (
         ""
         if row.capabilities is None
