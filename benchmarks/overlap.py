@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from autoshard.planning import canonical_capture, find_plan, prices_of
+from autoshard.profiling.attend import attend
 from autoshard.runtime.process_groups import groups_for
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
@@ -67,7 +68,9 @@ def compare(arguments: argparse.Namespace) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
     spec = MeshSpec({"dp": world})
-    profile = Profile.measure(mesh, time_budget=arguments.profile_seconds, largest_nbytes=2**24)
+    profile = Profile.measure(
+        mesh, time_budget=arguments.profile_seconds, largest_nbytes=2**24, attend=attend
+    )
     torch.manual_seed(0)
     model, inputs = example(arguments)
     placements = {"in_placements": ((Shard(0),) * len(inputs))}

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from cost_model.measure.clock import Clock
+    from cost_model.measure.kernel_work import Attend
     from cost_model.measure.sampling import Progress
 
 __all__ = ["SCHEMA_VERSION", "Profile"]
@@ -122,6 +123,7 @@ class Profile:
         command: str = "Profile.measure",
         progress: Progress = lambda what, spent: None,
         clock: Clock | None = None,
+        attend: Attend | None = None,
     ) -> Profile:
         """Measure the machines that `mesh` runs on, under torch.distributed (NCCL or gloo).
 
@@ -135,6 +137,8 @@ class Profile:
         name, command:  recorded in the profile.
         progress:       told what is being measured and the share of the budget spent.
         clock:          what times the work; None: the device's own.
+        attend:         (q, k, v) -> out, the attention that is timed; None: torch's own. Plans run other kernels:
+                        `autoshard.profiling.attend` is theirs, which `autoshard profile` and the start-up pass.
 
         Raises ProfileError, on all ranks, if one of them fails between two measurements, and ShardingError
         for a mesh over ranks other than 0, 1, 2, ...
@@ -149,6 +153,7 @@ class Profile:
             command=command,
             progress=progress,
             clock=clock,
+            attend=attend,
         )
 
     @staticmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,15 +13,16 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from passes.ops import (
-    attention,
-    attention_backward,
     circular_pad,
     circular_pad_backward,
     neighborhood_attention,
     neighborhood_attention_backward,
     uniform_reference,
 )
+from passes.ops.attention import attention_backward_reference, attention_reference
+from passes.ops.attention_table import Chip
 from passes.ops.contract import contract_reference
+from passes.ops.grouped import grouped_mm_reference
 from passes.torch_compat import custom_op_body, fake_mode_of, fresh_fakes
 
 __all__ = ["expand_ops"]
@@ -28,9 +30,8 @@ __all__ = ["expand_ops"]
 # Op -> the function that computes it in ATen ops.
 _REFERENCES: dict[str, Callable[..., Any]] = {
     "autoshard.contract.default": contract_reference,
+    "autoshard.grouped_mm.default": grouped_mm_reference,
     "autoshard.uniform.default": uniform_reference,
-    "autoshard.attention.default": custom_op_body(attention),
-    "autoshard.attention_backward.default": custom_op_body(attention_backward),
     "autoshard.circular_pad.default": custom_op_body(circular_pad),
     "autoshard.circular_pad_backward.default": custom_op_body(circular_pad_backward),
     "autoshard.neighborhood_attention.default": custom_op_body(neighborhood_attention),
@@ -38,8 +39,21 @@ _REFERENCES: dict[str, Callable[..., Any]] = {
 }
 
 
-def expand_ops(module: fx.GraphModule) -> fx.GraphModule:
-    """A module without ops of the namespace `autoshard`; other nodes keep name and meta.
+def _references(chip: Chip | None) -> dict[str, Callable[..., Any]]:
+    return {
+        **_REFERENCES,
+        "autoshard.attention.default": partial(attention_reference, chip=chip),
+        "autoshard.attention_backward.default": partial(attention_backward_reference, chip=chip),
+    }
+
+
+def expand_ops(module: fx.GraphModule, chip: Chip | None = None) -> fx.GraphModule:
+    """A module without ops of the namespace `autoshard`, but for grouped products that only a loop computes.
+    Other nodes keep name and meta.
+
+    chip: the CUDA device that the graph is for; None: the devices of its tensors are asked, where a kernel depends
+    on them. Raises UnsupportedOpError for an attention whose operands break its kernel's contract, or whose device is
+    not known here.
 
     %y: f32[4, 8, 32] = autoshard.contract(%x, %w, "b s k, n k -> b s n")
     ->
@@ -48,13 +62,14 @@ def expand_ops(module: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     new: dict[fx.Node, Any] = {}
     traced: dict[Any, fx.Graph] = {}
+    references = _references(chip)
     for node in module.graph.nodes:
         if node.op == "output":
             graph.output(map_arg(node.args[0], new.__getitem__))
         elif str(node.target) == "autoshard.use.default":
             new[node] = new[node.args[0]]  # type: ignore[index]
-        elif str(node.target) in _REFERENCES:
-            new[node] = _inline(graph, node, new, traced)
+        elif str(node.target) in references:
+            new[node] = _inline(graph, node, new, traced, references[str(node.target)])
         elif isinstance(new.get(node.args[0] if node.args else None), tuple):  # type: ignore[arg-type]
             new[node] = new[node.args[0]][node.args[1]]  # type: ignore[index]  # getitem of an inlined op
         else:
@@ -63,14 +78,20 @@ def expand_ops(module: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
-def _inline(graph: fx.Graph, node: fx.Node, new: dict[fx.Node, Any], traced: dict[Any, fx.Graph]) -> Any:
+def _inline(
+    graph: fx.Graph,
+    node: fx.Node,
+    new: dict[fx.Node, Any],
+    traced: dict[Any, fx.Graph],
+    reference: Callable[..., Any],
+) -> Any:
     leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
     operands = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
     values = [n.meta["val"] for n in operands]
     described = tuple(_described(leaf) for leaf in leaves)
     key = (node.target, described, spec)
     if key not in traced:
-        traced[key] = _trace(_REFERENCES[str(node.target)], leaves, spec, values)
+        traced[key] = _trace(reference, leaves, spec, values)
     inlined = traced[key]
     places = [n for n in inlined.nodes if n.op == "placeholder"]
     inner: dict[fx.Node, Any] = {p: new[o] for p, o in zip(places, operands, strict=True)}
@@ -82,11 +103,11 @@ def _inline(graph: fx.Graph, node: fx.Node, new: dict[fx.Node, Any], traced: dic
 
 
 def _described(leaf: Any) -> Any:
-    """What decides the trace: of a tensor its shape, strides, dtype and device, else the value."""
+    """What decides the trace: of a tensor its shape, strides, start, dtype and device, else the value."""
     if not isinstance(leaf, fx.Node):
         return leaf
     value = leaf.meta["val"]
-    return tuple(value.shape), value.stride(), value.dtype, value.device
+    return tuple(value.shape), value.stride(), value.storage_offset(), value.dtype, value.device
 
 
 def _trace(
@@ -101,4 +122,17 @@ def _trace(
 
     fakes = fresh_fakes(values)
     with fake_mode_of(tuple(fakes)):  # for what the reference creates itself
-        return make_fx(run)(*fakes).graph
+        starts = [_started(fake, value) for fake, value in zip(fakes, values, strict=True)]
+        graph = make_fx(run)(*starts).graph
+    # torch's kernels return None and numbers beside tensors: getitems without "val", which nothing reads.
+    graph.eliminate_dead_code()
+    return graph
+
+
+def _started(fake: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """`fake` at the start in its storage that `value` has: a kernel may want aligned addresses."""
+    start = int(value.storage_offset())
+    if start == 0 or value.numel() == 0:
+        return fake
+    span = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)) + 1
+    return fake.new_empty(start + span).as_strided(value.shape, value.stride(), start)

@@ -58,6 +58,7 @@ REACH = 8
 _PRODUCTS = frozenset(
     {
         "autoshard.contract.default",
+        "autoshard.grouped_mm.default",
         "autoshard.attention.default",
         "autoshard.attention_backward.default",
         "autoshard.neighborhood_attention.default",

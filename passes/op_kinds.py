@@ -140,6 +140,8 @@ def global_flops(node: fx.Node) -> float:
     if target in (_aten.mm.default, _aten.bmm.default, _aten.addmm.default):
         a = node_value(tensor_operands(node)[-2])
         return 2.0 * node_value(node).numel() * a.shape[-1]
+    if target is torch.ops.autoshard.grouped_mm.default:
+        return _grouped_flops(node)
     if target is torch.ops.autoshard.attention.default:
         return 4.0 * _attention_volume(node, 0)
     if target is torch.ops.autoshard.attention_backward.default:
@@ -201,6 +203,12 @@ def _contract_flops(node: fx.Node) -> float:
     for term, operand in zip(terms[:2], tensor_operands(node), strict=True):
         sizes.update(zip(term.split(), node_value(operand).shape, strict=True))
     return 2.0 * math.prod(sizes.values())
+
+
+def _grouped_flops(node: fx.Node) -> float:
+    """Every row, column or summed place is taken to be in one group; groups are taken to be alike."""
+    a, b = (node_value(n) for n in tensor_operands(node)[:2])
+    return 2.0 * math.prod(a.shape[-2:]) * b.shape[-1]
 
 
 def _attention_volume(node: fx.Node, first: int) -> float:

@@ -403,6 +403,13 @@ def inductor_graph_order() -> AbstractContextManager[Any]:
     return config.patch({name: False for name in names if hasattr(config, name)})
 
 
+def grouped_mm_functions() -> list[Any]:
+    """What a TorchFunctionMode sees of a grouped product: `torch._grouped_mm`, which `F.grouped_mm` (2.10) calls, and
+    its op. Since torch 2.8; none before."""
+    op = getattr(torch.ops.aten, "_grouped_mm", None)
+    return [] if op is None else [torch._grouped_mm, op, op.default]
+
+
 @contextmanager
 def accelerator_kernels(kernels: Mapping[Any, Callable[..., Any]]) -> Generator[None]:
     """Inside, on this thread, calls of these ops run the given functions first, before autograd sees them.

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tqdm import tqdm
 
 from autoshard.processes import started_mesh
+from autoshard.profiling.attend import attend
 from autoshard.profiling.curves import check_drawable, draw_curves
 from autoshard.profiling.table import check_table, profile_table
 from cost_model.measure.recheck import recheck
@@ -51,6 +52,7 @@ def measure_profile(options: ProfileOptions) -> int:
             name=_name(options),
             command=" ".join(options.argv),
             progress=progress,
+            attend=attend,
         )
         _on_first(lambda: _report(profile, mesh, options))
     return 0

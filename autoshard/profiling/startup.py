@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoshard.profiling.attend import attend
 from autoshard.runtime.agreement import everyones, from_first
 from cost_model.errors import ProfileError
 from cost_model.measure.facts import collective_backend, device_name, host_name
@@ -57,6 +58,7 @@ def startup_profile(mesh: DeviceMesh) -> Profile:
         largest_nbytes=LARGEST_NBYTES["cuda" if spec.device_type == "cuda" else "cpu"],
         name=path.stem,
         command="measured at start-up",
+        attend=attend,
     )
     if mesh.get_rank() == 0:
         _write(profile, path)
@@ -73,6 +75,7 @@ def machine_key(machines: list[tuple[str, str]], spec: MeshSpec, backend: str) -
     on CPUs names cores and threads)."""
     return {
         "schema": SCHEMA_VERSION,
+        "attention": "of plans",  # before, torch's own was timed
         "torch": torch.__version__,
         "backend": backend,
         "device_type": spec.device_type,

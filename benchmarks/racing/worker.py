@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from autoshard import Profile
+from autoshard.profiling.attend import attend
 from benchmarks.racing.contestants import (
     HAND_WRITTEN,
     PINNED,
@@ -58,7 +59,9 @@ def main() -> None:
     torch.set_num_threads(1)
     with process_group():
         if given.task == "profile":
-            text = Profile.measure(_meshes().grid, time_budget=given.budget, name="race").to_json()
+            text = Profile.measure(
+                _meshes().grid, time_budget=given.budget, name="race", attend=attend
+            ).to_json()
         else:
             text = json.dumps(_race(SCENARIOS[given.scenario], given).to_json(), indent=1)
         if dist.get_rank() == 0:

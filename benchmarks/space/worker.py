@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
 from autoshard import Plan, Profile
+from autoshard.profiling.attend import attend
 from benchmarks.racing.measure import timed_rounds
 from benchmarks.space.contestants import CONTESTANTS, INPUT_SEED, Contest, Contestant, planned_in_space
 from benchmarks.space.networks import Work
@@ -73,7 +74,7 @@ def _profile(given: argparse.Namespace, mesh: DeviceMesh) -> Profile:
         return Profile.load(given.profile)
     if given.only and "autoshard" not in given.only:
         return Profile.named("cpu")  # nobody reads it
-    return Profile.measure(mesh, time_budget=given.budget, name="halo")
+    return Profile.measure(mesh, time_budget=given.budget, name="halo", attend=attend)
 
 
 def _times(contest: Contest, given: argparse.Namespace) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from cost_model.measure.device_series import LEAST_SECONDS
 from cost_model.measure.kernel_work import (
     ATTENTION_PASSES,
     CONVOLUTION_PASSES,
+    Attend,
     attention_flops,
     attention_work,
     convolution_flops,
@@ -48,10 +49,12 @@ _UPDATES = {"cpu": (2**6, 2**20, 2**22, 2**24), "cuda": (2**6, 2**22, 2**26, 2**
 _Shape = TypeVar("_Shape")
 
 
-def kernel_series(device: torch.device, mesh: DeviceMesh | None) -> list[Series]:
+def kernel_series(
+    device: torch.device, mesh: DeviceMesh | None, attend: Attend | None = None
+) -> list[Series]:
     """Convolutions, attention, max-pooling in the dtype the device is used with most, then the AdamW update.
 
-    mesh: that parameters will be distributed on; None without processes.
+    mesh: that parameters will be distributed on; None without processes. attend: what computes an attention.
     """
     dtype = getattr(torch, _dtype(device))
     convolutions = _by_size(_of(_CONVOLUTIONS, device), convolution_flops)
@@ -60,7 +63,7 @@ def kernel_series(device: torch.device, mesh: DeviceMesh | None) -> list[Series]
     poolings = _by_size(_of(_POOLINGS, device), pooling_flops)
     works: list[tuple[str, tuple[int, ...], Callable[[int], Callable[[], object]]]] = [
         ("convolutions", tuple(convolutions), lambda n: convolution_work(convolutions[n], dtype, device)),
-        ("attention", tuple(attentions), lambda n: attention_work(attentions[n], dtype, device)),
+        ("attention", tuple(attentions), lambda n: attention_work(attentions[n], dtype, device, attend)),
         ("max-pooling", tuple(poolings), lambda n: pooling_work(poolings[n], dtype, device)),
         ("narrow convolutions", tuple(narrow), lambda n: convolution_work(narrow[n], dtype, device)),
         ("AdamW update", _of(_UPDATES, device), lambda nbytes: update_work(nbytes, device, mesh)),

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 __all__ = [
     "ATTENTION_PASSES",
     "CONVOLUTION_PASSES",
+    "Attend",
     "attention_flops",
     "attention_work",
     "convolution_flops",
@@ -22,6 +23,10 @@ __all__ = [
 ]
 
 Work = Callable[[], object]
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(q [b, h, s, d], k, v) -> out: attention without a mask. What runs in plans is the caller's to give: torch's
+`F.scaled_dot_product_attention` picks other kernels (cuDNN's on compute capability 9.0), at another speed."""
 
 CONVOLUTION_PASSES = 3.0
 """Operations of `convolution_work` in units of the forward's: the gradients of input and weight take as many each."""
@@ -55,11 +60,22 @@ def attention_flops(shape: tuple[int, int, int, int]) -> int:
     return 4 * batch * heads * length * length * width
 
 
-def attention_work(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> Work:
-    """Scaled dot product attention of [b, h, s, d], and its gradients."""
-    q, k, v = (torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3))
-    tangent = torch.ones(shape, device=device, dtype=dtype)
-    return lambda: torch.autograd.grad(F.scaled_dot_product_attention(q, k, v), (q, k, v), tangent)
+def attention_work(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, attend: Attend | None = None
+) -> Work:
+    """Scaled dot product attention of [b, h, s, d], and its gradients, by `attend` (None: torch's).
+
+    Operands lie in memory as [b, s, h, d], as a projection leaves them.
+    """
+    batch, heads, length, width = shape
+    compute = F.scaled_dot_product_attention if attend is None else attend
+
+    def operand() -> torch.Tensor:
+        return torch.randn(batch, length, heads, width, device=device).to(dtype).transpose(1, 2)
+
+    q, k, v = (operand().requires_grad_() for _ in range(3))
+    tangent = operand()
+    return lambda: torch.autograd.grad(compute(q, k, v), (q, k, v), tangent)
 
 
 def pooling_flops(shape: tuple[int, int, int]) -> int:

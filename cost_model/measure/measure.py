@@ -25,6 +25,7 @@ from cost_model.measure.facts import (
     today,
 )
 from cost_model.measure.kernel_series import kernel_series, with_kernel_rates
+from cost_model.measure.kernel_work import Attend
 from cost_model.measure.links import fit_links, levels_of
 from cost_model.measure.overlap import overlap_efficiency
 from cost_model.measure.peers import Peers, world_peers
@@ -54,6 +55,7 @@ def measure_profile(
     command: str,
     progress: Progress,
     clock: Clock | None,
+    attend: Attend | None,
 ) -> Profile:
     """See `Profile.measure`."""
     spec = MeshSpec.of(mesh)
@@ -65,7 +67,7 @@ def measure_profile(
         peers = stack.enter_context(world_peers(device.type))
         teams = stack.enter_context(teams_of(mesh, spec)) if peers.size > 1 else {}
         hosts, names = zip(*peers.everyones((host_name(), device_name(device.type))), strict=True)
-        kernels = kernel_series(device, mesh if peers.size > 1 else None)
+        kernels = kernel_series(device, mesh if peers.size > 1 else None, attend)
         compute = device_series(device)
         sizes = nbytes_ladder(largest_nbytes or LARGEST_NBYTES[_kind_of(device)])
         communication = _communication(teams, sizes, device)
@@ -86,7 +88,7 @@ def measure_profile(
             software=software_versions(device.type, collective_backend(mesh)),
             date=today(),
             command=f"{command} ({spec.device_count} ranks, {spec})".strip(),
-            sources=_sources(peers),
+            sources=(*_sources(peers), _attention_source(attend)),
             collective_launch_seconds=launch,
             overlap_efficiency=overlap,
             links=links,
@@ -180,6 +182,11 @@ def _links(
         return fit_links(levels_of(hosts), collectives)
     nominal = Profile.named("h100" if device.type == "cuda" else "cpu")
     return nominal.collective_launch_seconds, nominal.links
+
+
+def _attention_source(attend: Attend | None) -> str:
+    what = "torch's own" if attend is None else "the kernel that plans run"
+    return f"Attention: {what}, without a mask."
 
 
 def _sources(peers: Peers) -> tuple[str, ...]:

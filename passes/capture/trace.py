@@ -14,6 +14,7 @@ from cost_model.errors import CaptureError
 from passes.capture.attention import attention_captured
 from passes.capture.cumulative import trace_cumulative_averages
 from passes.capture.device_view import CARRIER, seen_on
+from passes.capture.grouped import grouped_captured
 from passes.capture.kept import resizing_kept
 from passes.capture.padding import PADS
 from passes.capture.provenance import provenance
@@ -115,7 +116,9 @@ def trace(program: Program) -> Traced:
             resizing_kept(),
         ):
             stack.enter_context(context)
-        stack.enter_context(provenance(program.model, {**replaced, **PADS}, _TRACER_FRAMES))
+        stack.enter_context(
+            provenance(program.model, {**replaced, **PADS, **grouped_captured()}, _TRACER_FRAMES)
+        )
         aot = trace_joint(_Traceable(program, returned), fakes, decomposition_table())
     assert returned.tree is not None
     return Traced(aot, returned.tree, returned.count, returned.rebound)

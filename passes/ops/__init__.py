@@ -8,6 +8,7 @@ from passes.ops import halos as halos
 from passes.ops import use as use
 from passes.ops.attention import attention, attention_backward
 from passes.ops.circular_pad import circular_pad, circular_pad_backward
+from passes.ops.grouped import grouped_mm
 from passes.ops.neighborhood import neighborhood_attention, neighborhood_attention_backward
 from passes.ops.uniform import uniform, uniform_reference
 
@@ -16,6 +17,7 @@ __all__ = [
     "attention_backward",
     "circular_pad",
     "circular_pad_backward",
+    "grouped_mm",
     "neighborhood_attention",
     "neighborhood_attention_backward",
     "uniform",

@@ -20,24 +20,53 @@ import torch
 from torch import Tensor
 
 from passes.ops import attention_kernels as kernels
+from passes.ops.attention_layout import contiguous, heads_inside
+from passes.ops.attention_table import Chip
 
-__all__ = ["attention", "attention_backward"]
-
-
-def _heads_inside(x: Tensor) -> Tensor:
-    """[b,h,s,d] with memory order b, s, h, d; a copy only where a kernel left another order."""
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def _whole_rows(x: Tensor) -> Tensor:
-    """The CPU kernel takes the last dim to have stride 1 and reads garbage where it has not (torch 2.13);
-    a shard that came out of a collective may lie in memory in any order."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+__all__ = ["attention", "attention_backward", "attention_backward_reference", "attention_reference"]
 
 
 def _empty_heads_inside(x: Tensor, width: int) -> Tensor:
     b, h, s, _ = x.shape
     return x.new_empty((b, s, h, width)).transpose(1, 2)
+
+
+def attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    *,
+    chip: Chip | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What `autoshard::attention` computes, in ATen ops: one of torch's kernels, or plain math.
+
+    chip: of the CUDA device that it will run on; None: q's device is asked.
+    Raises UnsupportedOpError for operands that break the kernel's contract.
+    """
+    out, lse = kernels.forward(kernels.Problem(q, k, v, mask, is_causal, scale, chip))
+    return heads_inside(out), contiguous(lse)
+
+
+def attention_backward_reference(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    is_causal: bool,
+    scale: float,
+    *,
+    chip: Chip | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `autoshard::attention_backward` computes, in ATen ops; as `attention_reference`."""
+    problem = kernels.Problem(q, k, v, mask, is_causal, scale, chip)
+    gq, gk, gv = kernels.backward(problem, grad_out, out, lse)
+    return heads_inside(gq), heads_inside(gk), heads_inside(gv)
 
 
 @torch.library.custom_op(
@@ -49,9 +78,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """softmax(scale * q k^T + mask) v and the softmax's log-sum-exp; see the module."""
-    q, k, v = (_whole_rows(x) for x in (q, k, v))
-    out, lse = kernels.forward(kernels.Problem(q, k, v, mask, is_causal, scale))
-    return _heads_inside(out), lse.contiguous()
+    return attention_reference(q, k, v, mask, is_causal, scale)
 
 
 @attention.register_fake
@@ -80,10 +107,7 @@ def attention_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `attention`'s `out` with respect to (q, k, v)."""
-    grad_out, q, k, v, out = (_whole_rows(x) for x in (grad_out, q, k, v, out))
-    problem = kernels.Problem(q, k, v, mask, is_causal, scale)
-    gq, gk, gv = kernels.backward(problem, grad_out, out, lse)
-    return _heads_inside(gq), _heads_inside(gk), _heads_inside(gv)
+    return attention_backward_reference(grad_out, q, k, v, mask, out, lse, is_causal, scale)
 
 
 @attention_backward.register_fake

@@ -25,6 +25,7 @@ def key(**changes: Any) -> Path:
 def test_measured_once_and_read_the_next_time(ranks: RankPool, tmp_path: Path) -> None:
     (first, names), (other, _) = ranks.run(programs.started, str(tmp_path), 0.1, world=2)
     assert first == other and not first.nominal and names == [f"{first.name}.json"]
+    assert "Attention: the kernel that plans run, without a mask." in first.sources
     again = ranks.run(programs.started, str(tmp_path), -1.0, world=2)  # would refuse to measure
     assert [profile for profile, _ in again] == [first] * 2
     assert Profile.load(tmp_path / "autoshard" / names[0]) == first

@@ -1,0 +1,169 @@
+"""Which kernel computes one attention: a function of its operands and the chip, of nothing else.
+
+Forward and backward see the same q, k, v and mask, and all ranks the same kind of chip, so all agree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cost_model.errors import UnsupportedOpError
+from passes.ops.attention_table import TABLE, Chip, Contract, Kernel, MaskKind
+
+__all__ = ["Case", "Problem", "check_problem", "chip_of", "choose", "refusal"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Operands of one attention. q [b,h,s,d], k [b,h,t,d], v [b,h,t,e], mask 4-d or None.
+
+    chip: of the device that it will run on; None: the chip of q's device is asked for where it matters.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    is_causal: bool
+    scale: float
+    chip: Chip | None = None
+
+    @property
+    def case(self) -> Case:
+        b, h, s, d = self.q.shape
+        mask: MaskKind = "none" if self.mask is None else "bool" if self.mask.dtype == torch.bool else "float"
+        sizes = (b, h, s, self.k.shape[2], d, self.v.shape[3])
+        return Case(self.q.device.type, self.q.dtype, *sizes, mask, self.is_causal)
+
+    @property
+    def kernel(self) -> Kernel:
+        chip = self.chip
+        if chip is None and self.q.device.type == "cuda":
+            chip = chip_of(self.q.device)
+        return choose(self.case, chip)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What of a call decides. Sizes: batch, heads, queries, keys, head size of q and k, head size of v."""
+
+    device: str
+    dtype: torch.dtype
+    b: int
+    h: int
+    s: int
+    t: int
+    d: int
+    e: int
+    mask: MaskKind = "none"
+    is_causal: bool = False
+
+
+def chip_of(device: torch.device) -> Chip:
+    """Of a CUDA device of this machine. UnsupportedOpError where there is none to ask."""
+    if not torch.cuda.is_available():
+        raise UnsupportedOpError(
+            f"attention on {device}: its compute capability, which decides the kernel, is not known on a machine "
+            "without CUDA\n  try: chip=Chip((9, 0)), the device that the graph is for"
+        )
+    return Chip(torch.cuda.get_device_capability(device), hip=torch.version.hip is not None)
+
+
+def choose(case: Case, chip: Chip | None) -> Kernel:
+    """The first kernel of the table whose contract the call meets. chip: None for devices other than CUDA's."""
+    if 0 in (case.b, case.h, case.s, case.t, case.d, case.e):
+        return "empty"
+    for row in TABLE:
+        if row.chosen and refusal(row, case, chip) is None:
+            return row.kernel
+    return "math"
+
+
+def refusal(row: Contract, case: Case, chip: Chip | None) -> str | None:
+    """Why the kernel of `row` may not compute `case`; None if it may. It does not ask whether `row` is chosen."""
+    if row.device not in ("any", case.device):
+        return f"runs on {row.device}, not on {case.device}"
+    if case.dtype not in row.dtypes:
+        return f"has no {case.dtype}"
+    if row.device == "cuda" and (why := _chip_refusal(row, case, chip)) is not None:
+        return why
+    if case.mask not in row.masks:
+        return f"takes no {case.mask} mask"
+    if case.is_causal and case.mask != "none" and not row.causal_masked:
+        return "takes no mask beside is_causal"
+    if case.is_causal and case.s != case.t and not row.causal_unequal:
+        return "aligns a causal mask of unequal lengths at the bottom right"
+    if row.equal_heads and case.d != case.e:
+        return "needs v to have the head size of q"
+    head = padded_head(row, max(case.d, case.e))
+    if row.largest_head is not None and head > row.largest_head:
+        return f"has no head size above {row.largest_head}"
+    if row.largest_grid is not None and max(case.b, case.h) > row.largest_grid:
+        return f"has no batch or number of heads above {row.largest_grid}"
+    return None
+
+
+def _chip_refusal(row: Contract, case: Case, chip: Chip | None) -> str | None:
+    if chip is None:
+        return "needs a CUDA device of known compute capability"
+    if chip.hip:
+        return "is described for NVIDIA devices only"
+    assert row.capabilities is not None
+    lowest, highest = row.capabilities
+    if not lowest <= chip.capability <= highest:
+        return f"runs on compute capability {lowest} to {highest}"
+    least = row.dtypes[case.dtype]
+    if least is not None and chip.capability < least:
+        return f"has {case.dtype} from compute capability {least}"
+    head = padded_head(row, max(case.d, case.e))
+    for first, last, low, high in row.refused_heads:
+        if first <= chip.capability <= last and low <= head <= high:
+            return f"has no backward for head sizes {low} to {high} on compute capability {first} to {last}"
+    return None
+
+
+def padded_head(row: Contract, size: int) -> int:
+    return -(-size // row.head_multiple) * row.head_multiple
+
+
+def check_problem(p: Problem, **rest: Tensor) -> None:
+    """Raise UnsupportedOpError, naming kernel, operand and a remedy, for operands that no kernel could take together.
+
+    rest: out, grad_out, lse of a backward.
+    """
+    b, h, s, d = p.q.shape
+    t, e = p.k.shape[2], p.v.shape[3]
+    wide = torch.float64 if p.q.dtype == torch.float64 else torch.float32
+    expected: dict[str, tuple[Tensor, tuple[int, ...], torch.dtype]] = {
+        "k": (p.k, (b, h, t, d), p.q.dtype),
+        "v": (p.v, (b, h, t, e), p.q.dtype),
+    }
+    for name, value in rest.items():
+        shape = (b, h, s) if name == "lse" else (b, h, s, e)
+        expected[name] = (value, shape, wide if name == "lse" else p.q.dtype)
+    for name, (value, shape, dtype) in expected.items():
+        if value.device != p.q.device:
+            _refuse(p, name, f"is on {value.device}, q on {p.q.device}", f"{name} on the device of q")
+        if value.dtype != dtype:
+            _refuse(p, name, f"is {value.dtype}, and q {p.q.dtype}", f"{name}.to({dtype})")
+        if tuple(value.shape) != shape:
+            _refuse(p, name, f"is {list(value.shape)}, not {list(shape)}", "operands [b, h, s, d] that agree")
+    if p.mask is not None:
+        _check_mask(p, p.mask, (b, h, s, t))
+
+
+def _check_mask(p: Problem, mask: Tensor, scores: tuple[int, ...]) -> None:
+    if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
+        _refuse(p, "mask", f"is {mask.dtype}", "a bool mask (True attends), or a float one that is added")
+    if mask.device != p.q.device:
+        _refuse(p, "mask", f"is on {mask.device}, q on {p.q.device}", "the mask on the device of q")
+    fits = mask.ndim == 4 and all(n in (1, m) for n, m in zip(mask.shape, scores, strict=True))
+    if not fits:
+        _refuse(p, "mask", f"is {list(mask.shape)}", f"a shape that broadcasts to {list(scores)}")
+
+
+def _refuse(p: Problem, name: str, what: str, remedy: str) -> None:
+    raise UnsupportedOpError(f"attention by {p.kernel}: {name} {what}\n  try: {remedy}")
