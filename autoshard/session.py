@@ -27,6 +27,7 @@ from autoshard.runtime.devices import (
     seed_on,
 )
 from autoshard.runtime.module import Call, dispatcher_of
+from autoshard.runtime.nccl import in_host_order
 from autoshard.runtime.observe import Observer
 from autoshard.runtime.parameters import distribute_parameters
 from autoshard.runtime.process_groups import groups_for
@@ -187,10 +188,22 @@ class Session:
             for node, spec in zip(joint.placeholders, joint.inputs, strict=True)
             if spec.kind != "tangent"
         ]
-        program = Program(phases, sides, self.spec, rank, self.settings.backend, self.observers)
+        separately = self._separately(plan)
+        program = Program(phases, sides, self.spec, rank, self.settings.backend, self.observers, separately)
         if phases.backward is not None:
             program.compile_backward(usually_missing(phases.backward))
         return program
+
+    def _separately(self, plan: Plan) -> bool:
+        """Whether collectives on different communicators must not be in flight together."""
+        if len(plan.communicators) < 2 or in_host_order():
+            return False
+        if len(_axes_in(plan, self.spec)) > 1 and dist.get_rank() == 0:
+            _log.warning(
+                "collectives over different mesh axes will not overlap: set NCCL_LAUNCH_ORDER_IMPLICIT=1 on all "
+                "ranks before init_process_group (NCCL 2.26), see docs/cuda.md"
+            )
+        return True
 
     def prices(self, profile: Profile | None = None) -> Prices:
         """What the program's kernels and collectives cost under `profile`, or the session's own."""

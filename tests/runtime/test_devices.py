@@ -39,7 +39,7 @@ class Counting(nn.Module):
         self.register_buffer("steps", torch.zeros(()))
         self.register_buffer("mask", torch.ones(4), persistent=False)
         self.register_buffer("nothing", None)
-        self.inner.register_buffer("steps", self.steps)
+        self.inner.register_buffer("steps", self.get_buffer("steps"))
 
 
 def refusal(model: nn.Module, device: torch.device = MINE) -> str:
