@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,20 +12,23 @@ from torch import fx, nn
 
 from autoshard.pieces import largest, piece_error
 from autoshard.plan import Plan
-from autoshard.planning import canonical_capture, load_profile, prices_of
+from autoshard.planning import autocast_as, canonical_capture, load_profile, prices_of
 from autoshard.runtime.module import original_forward
 from autoshard.runtime.sharding import shard_of
 from autoshard.signature import as_call
 from autoshard.simulated_step import simulated_step
 from cost_model.errors import PlanError
 from cost_model.mesh import MeshSpec
+from passes.bind_device import bind_device
 from passes.bucket_plan import bucketed_turns
 from passes.capture import Captured
-from passes.joint import JointGraph, result_index, tensor_operands
+from passes.describe import graph_hash
+from passes.joint import JointGraph, node_values, result_index, tensor_operands
 from passes.layout import Layout
 from passes.lower_rank import lower_rank
 from passes.partition import RankGraph
 from passes.reference import eager_results, graph_values, reference_inputs
+from passes.rewrite import copy_joint
 from passes.simulate import simulate, simulated_groups
 
 __all__ = ["Divergence", "VerifyReport", "verify"]
@@ -74,20 +77,29 @@ class VerifyReport:
 
 
 def verify(
-    model: nn.Module, plan: Plan | str | os.PathLike[str], example_inputs: Any, *, seed: int = 0
+    model: nn.Module,
+    plan: Plan | str | os.PathLike[str],
+    example_inputs: Any,
+    *,
+    seed: int = 0,
+    autocast: torch.dtype | None = None,
 ) -> VerifyReport:
     """Simulate every rank of `plan` in lockstep, forward and backward, against the unsharded model.
 
     example_inputs: a tuple of arguments, or (tuple, dict of keyword arguments), all global: also those
                     of which a rank passes its shard.
+    autocast:       as `find_plan` was given it.
     Output gradients are random (`seed`), so every gradient path counts. Dropout draws the same
-    global numbers on both sides. `model` must hold values (not be on `meta`); it is not changed.
+    global numbers on both sides. `model` must hold values (not be on `meta`); it is not changed. All runs on the
+    device where the model is. A model that computes something else there than on the mesh's devices (autocast, a
+    device test) is compared with its own unsharded graph, as one with dropout is.
 
     Raises PlanError if the plan belongs to another model, inputs or code.
     """
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     args, kwargs = as_call(example_inputs)
-    captured = canonical_capture(model, args, kwargs)
+    with autocast_as(plan.mesh, autocast):
+        captured = canonical_capture(model, args, kwargs, device=torch.device(plan.mesh.device_type))
     joint = captured.joint
     plan.check_graph(joint)
     if any(parameter.is_meta for parameter in model.parameters()):
@@ -95,18 +107,22 @@ def verify(
             "verify() runs the model, and its parameters are on `meta`\n  try: model.to_empty(device='cpu'), then init"
         )
     tensors, _ = captured.call.flatten(args, kwargs)
-    values = reference_inputs(joint, model, tensors, seed=seed)
+    here = _device_of(model)
+    joint = replace(copy_joint(joint), device=here)
+    bind_device(joint.module, here)
+    values = [value.to(here) for value in reference_inputs(joint, model, tensors, seed=seed)]
     results, nodes = graph_values(joint, values)
+    comparable = autocast is None and not _is_random(joint) and _same_here(captured, model, args, kwargs)
     wanted = (
-        results
-        if _is_random(joint)
-        else eager_results(joint, model, lambda: _tensors(captured, model, args, kwargs), values)
+        eager_results(joint, model, lambda: _tensors(captured, model, args, kwargs), values)
+        if comparable
+        else results
     )
     graphs = _rank_graphs(joint, plan)
     shards = _shards(joint, plan, values)
     errors = _compared(joint, plan, simulated_step(joint, graphs, shards, plan.mesh), wanted)
     worst = max(errors.values(), default=0.0)
-    limit = _tolerance(wanted)
+    limit = _tolerance(joint)
     if worst <= limit:
         return VerifyReport(True, worst, errors, None)
     # Once more, in the order of the global graph, where every node of it can be compared.
@@ -124,14 +140,27 @@ def _tensors(
         return captured.call.flatten_outputs(model(*args, **kwargs))
 
 
+def _device_of(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def _same_here(captured: Captured, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the model computes on its own device what it computes on those of the plan."""
+    here = _device_of(model)
+    if here.type == captured.joint.device.type:
+        return True
+    return graph_hash(canonical_capture(model, args, kwargs, device=here).joint) == graph_hash(captured.joint)
+
+
 def _is_random(joint: JointGraph) -> bool:
     """Whether the model draws random numbers: eager torch draws others, so only the graph can be compared."""
     return any(spec.kind == "seed" for spec in joint.inputs)
 
 
-def _tolerance(values: Sequence[torch.Tensor | None]) -> float:
-    """The loosest of the dtypes that occur."""
-    return max((_TOLERANCE.get(v.dtype, 0.0) for v in values if v is not None), default=1e-4)
+def _tolerance(joint: JointGraph) -> float:
+    """The loosest of the dtypes that are computed with: float32 results of bfloat16 products are as good as those."""
+    values = [value for node in joint.graph.nodes if node.op != "output" for value in node_values(node)]
+    return max((_TOLERANCE.get(v.dtype, 0.0) for v in values if v is not None), default=1e-4) or 1e-4
 
 
 def _rank_graphs(joint: JointGraph, plan: Plan) -> list[RankGraph]:
