@@ -17,15 +17,7 @@ from autoshard.plan import Plan
 from autoshard.planning import CallLayouts, canonical_capture, output_layouts, prices_of, search_plan
 from autoshard.runtime.agreement import agree, collectively, everyones, from_first
 from autoshard.runtime.boundary import InputSide, OutputSide, plain_input, wrapped_output
-from autoshard.runtime.devices import (
-    arrived,
-    bound_device,
-    check_bound,
-    check_devices,
-    local_device,
-    move_buffers,
-    seed_on,
-)
+from autoshard.runtime.devices import arrived, check_placed, local_device, move_buffers, seed_on
 from autoshard.runtime.module import Call, dispatcher_of
 from autoshard.runtime.nccl import in_host_order
 from autoshard.runtime.observe import Observer
@@ -99,7 +91,7 @@ class Session:
 
     def build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """The executable for calls like this one. Every rank of the mesh must get here."""
-        collectively(self.mesh, self._check_devices)
+        collectively(self.mesh, lambda: check_placed(self.model, self.mesh))
         whole, captured = collectively(self.mesh, lambda: self._captured(args, kwargs))
         layouts = CallLayouts(
             whole.layouts, output_layouts(captured, self.spec, self.settings.out_placements)
@@ -110,11 +102,6 @@ class Session:
         program = collectively(self.mesh, lambda: self._program(captured, plan))
         self._settle(replace(captured.call, key=flatten_call(args, kwargs)[1]), plan)
         return _Executable(self, captured, plan, program).call
-
-    def _check_devices(self) -> None:
-        device = local_device(self.mesh)
-        check_bound(device, bound_device())
-        check_devices(self.model, device)
 
     def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[GlobalCall, Captured]:
         whole = global_call(args, kwargs, self.spec, self.settings.in_placements, self._everyones_shapes)

@@ -21,6 +21,7 @@ __all__ = [
     "bound_device",
     "check_bound",
     "check_devices",
+    "check_placed",
     "local_device",
     "move_buffers",
     "seed_on",
@@ -34,6 +35,13 @@ def local_device(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+def check_placed(model: nn.Module, mesh: DeviceMesh) -> None:
+    """`check_bound` and `check_devices` for this rank."""
+    device = local_device(mesh)
+    check_bound(device, bound_device())
+    check_devices(model, device)
 
 
 def check_devices(model: nn.Module, device: torch.device) -> None:
