@@ -49,7 +49,7 @@ def autoshard(
                     model is captured at its first call; an optimizer made before that keeps working.
     profile:        a Profile, a path, or a shipped name; None: the one measured on these machines with this
                     mesh shape, from $XDG_CACHE_HOME/autoshard or, the first time, measured in a few seconds.
-    memory_limit:   bytes per device, or "70GB" / "64GiB".
+    memory_limit:   bytes per device, or "70GB" / "64GiB"; on GPUs with CUDA's context and communicators in it.
     in_placements:  pytree of placements per tensor input, for inputs of which a rank passes its shard
                     (of any size); None: every rank passes the same global input.
     out_placements: pytree of placements per tensor output: the rank gets its shard as a plain tensor;

@@ -73,6 +73,7 @@ def explain_plan(plan: Plan) -> str:
         f"the search counts {format_seconds(plan.cost)}, {plan.status}: for no plan less than "
         f"{format_seconds(plan.lower_bound)} (gap {plan.gap:.2%})",
         f"predicted peak memory {format_bytes(plan.peak_memory)} per device, at {plan.peak_node}"
+        + _reserved(plan)
         + ("" if plan.memory_limit is None else f"; limit {format_bytes(plan.memory_limit)}"),
         "",
         *_time_table(plan),
@@ -125,6 +126,15 @@ def plan_difference(mine: Plan, other: Plan) -> str:
 
 def _kind_counts(plan: Plan) -> Counter[str]:
     return Counter(f"{c.phase} {c.name}[{','.join(c.axes)}]" for c in plan.collectives)
+
+
+def _reserved(plan: Plan) -> str:
+    if not plan.reserve:
+        return ""
+    count = len(plan.communicators)
+    return (
+        f", and {format_bytes(plan.reserve)} for CUDA's context and {count} communicator{'s' * (count != 1)}"
+    )
 
 
 def _time_table(plan: Plan) -> list[str]:

@@ -45,6 +45,7 @@ def halo_exchange(
     same on all ranks, so all of them raise.
     """
     groups = _groups(mesh, len(halo))
+    _check_device(x, mesh)
     dims = {_dim(x, dim, "halo"): reach for dim, reach in halo.items()}
     given = {_dim(x, dim, "sizes"): size for dim, size in (sizes or {}).items()}
     wrapping = {_dim(x, dim, "periodic") for dim in periodic}
@@ -71,6 +72,14 @@ def _groups(mesh: DeviceMesh | dist.ProcessGroup, count: int) -> list[dist.Proce
             "  try: a part of the mesh, mesh['h', 'w'], with its axes in the order of halo's dims"
         )
     return groups
+
+
+def _check_device(x: Tensor, mesh: DeviceMesh | dist.ProcessGroup) -> None:
+    if isinstance(mesh, DeviceMesh) and x.device.type != mesh.device_type:
+        raise ShardingError(
+            f"halo_exchange: x is on {x.device}, and the mesh is one of {mesh.device_type} devices\n"
+            f"  try: x.to({mesh.device_type!r})"
+        )
 
 
 def _dim(x: Tensor, dim: int, argument: str) -> int:

@@ -19,6 +19,7 @@ from autoshard.explain import Collective, collectives_of, explain_node, explain_
 from autoshard.plan_graph import plan_graph
 from cost_model.errors import PlanError
 from cost_model.mesh import MeshSpec
+from cost_model.reserve import communicators
 from passes.assignment import Assignment
 from passes.describe import graph_hash
 from passes.graph_text import format_graph
@@ -36,7 +37,7 @@ from passes.records import (
 
 __all__ = ["SCHEMA_VERSION", "Plan", "PlanOrigin"]
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 Resolve = Callable[[str, Layout], "Plan"]
 
@@ -79,6 +80,7 @@ class Plan:
     peak_memory: int
     peak_node: str
     memory_limit: int | None
+    reserve: int
     records: tuple[NodeRecord, ...]
     parameter_layouts: Mapping[str, Layout]
     inputs: Mapping[int, Layout]
@@ -111,6 +113,12 @@ class Plan:
     def collectives(self) -> tuple[Collective, ...]:
         """Every collective of a step, in order."""
         return collectives_of(self.records)
+
+    @cached_property
+    def communicators(self) -> tuple[tuple[str, ...], ...]:
+        """The NCCL communicators of a rank that runs the plan, by their mesh axes, in the order in which they
+        are made: of all ranks, of every axis, and of the several axes that collectives run over. None on CPUs."""
+        return communicators(self.mesh, [c.axes for c in self.collectives])
 
     def to_text(self, *, seconds: bool = True) -> str:
         """The planned graph in the text form of docs/plans.md."""
@@ -205,6 +213,7 @@ class Plan:
             "peak_memory_bytes": self.peak_memory,
             "peak_node": self.peak_node,
             "memory_limit_bytes": self.memory_limit,
+            "reserve_bytes": self.reserve,
             "parameters": {name: layout_to_json(layout) for name, layout in self.parameter_layouts.items()},
             "inputs": {str(i): layout_to_json(layout) for i, layout in self.inputs.items()},
             "outputs": {
@@ -253,6 +262,7 @@ def _plan_from(data: Mapping[str, Any]) -> Plan:
         peak_memory=data["peak_memory_bytes"],
         peak_node=data["peak_node"],
         memory_limit=data["memory_limit_bytes"],
+        reserve=data["reserve_bytes"],
         records=tuple(record_from_json(record) for record in data["nodes"]),
         parameter_layouts={name: layout_from_json(layout) for name, layout in data["parameters"].items()},
         inputs={int(i): layout_from_json(layout) for i, layout in data["inputs"].items()},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,10 +13,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoshard.explain import Collective, collectives_of
 from autoshard.inputs import global_call
 from autoshard.pins import Constraints, resolve_pins
 from autoshard.plan import Plan, PlanOrigin
 from autoshard.profiling.startup import nominal_profile, startup_profile
+from autoshard.reserve import found_within, plan_reserve
 from autoshard.signature import as_call, matched_placements
 from autoshard.version import __version__
 from cost_model.bucketed import BucketedPrices
@@ -38,7 +40,7 @@ from passes.predict import predicted_step
 from passes.pricing import traffic_model
 from passes.redistribute import Redistributor
 from passes.search.boundary import boundary_of
-from passes.search.find import find_assignment
+from passes.search.find import Found, find_assignment
 from passes.search.space import Prices
 
 __all__ = ["CallLayouts", "find_plan", "mesh_spec", "prices_of", "search_plan"]
@@ -113,7 +115,7 @@ def find_plan(
                     are one rank's shards, all ranks' alike.
     profile:        a Profile, a path, or a shipped name; None: for a MeshSpec the nominal one of the device
                     type, for a DeviceMesh as in `autoshard` (then every rank must call this).
-    memory_limit:   bytes per device, or "70GB" / "64GiB".
+    memory_limit:   bytes per device, or "70GB" / "64GiB"; on GPUs with CUDA's context and communicators in it.
     in_placements:  pytree of placements per tensor input; None: replicated (global).
     out_placements: the same for outputs; "keep": as the plan leaves them; None: replicated (global).
     constraints:    {parameter name or pattern: placements} pins.
@@ -180,7 +182,16 @@ def search_plan(
     boundary = boundary_of(
         joint, parameters=_by_first_name(pins, captured), inputs=call.inputs, outputs=call.outputs
     )
-    found = find_assignment(joint, prices, boundary, memory_limit=memory_limit, time_limit=time_limit)
+
+    def find(reserve: int, seconds: float) -> Found:
+        return find_assignment(
+            joint, prices, boundary, memory_limit=memory_limit, reserve=reserve, time_limit=seconds
+        )
+
+    def moved(found: Found) -> Sequence[Collective]:
+        return collectives_of(describe(joint, found.assignment, prices))
+
+    found = found_within(find, moved, mesh, memory_limit, time_limit)
 
     def resolve(parameter: str, placements: Any) -> Plan:
         pinned = {**pins, **resolve_pins({parameter: placements}, parameter_shapes(captured), mesh)}
@@ -198,6 +209,7 @@ def search_plan(
         peak_memory=found.peak_nbytes,
         peak_node=found.peak_node,
         memory_limit=memory_limit,
+        reserve=plan_reserve(mesh, collectives_of(records)),
         records=records,
         parameter_layouts=_parameter_layouts(joint, found.assignment, captured),
         inputs=call.inputs,

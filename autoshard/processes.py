@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from autoshard.runtime.nccl import ask_for_host_order
 from cost_model.measure.measure import check_world
 from cost_model.mesh import MeshSpec
 
@@ -21,16 +23,15 @@ def started_mesh(axes: Mapping[str, int] | None, device_type: str) -> Generator[
     """A mesh over all started processes, one device each; a process group made here ends with the block.
 
     axes: names and sizes; None: one axis "ranks". Without torchrun this process is the only rank.
+    On GPUs a process takes that of its LOCAL_RANK, unless it has joined a process group before.
     Raises ShardingError if the mesh does not have as many devices as there are processes.
     """
     joined = dist.is_initialized()
     world = dist.get_world_size() if joined else int(os.environ.get("WORLD_SIZE", "1"))
     spec = MeshSpec({"ranks": world} if axes is None else axes, device_type)
     check_world(spec, world)
-    if device_type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not joined:
-        _join("nccl" if device_type == "cuda" else "gloo")
+        _join(device_type)
     try:
         yield init_device_mesh(device_type, spec.sizes, mesh_dim_names=spec.names)
     finally:
@@ -38,8 +39,13 @@ def started_mesh(axes: Mapping[str, int] | None, device_type: str) -> Generator[
             dist.destroy_process_group()
 
 
-def _join(backend: str) -> None:
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+def _join(device_type: str) -> None:
+    options: dict[str, Any] = {"backend": "gloo"}
+    if device_type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        ask_for_host_order()
+        options = {"backend": "nccl", "device_id": device}
+    if "RANK" not in os.environ:
+        options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(**options)

@@ -17,11 +17,12 @@ from autoshard.plan import Plan
 from autoshard.planning import CallLayouts, canonical_capture, output_layouts, prices_of, search_plan
 from autoshard.runtime.agreement import agree, collectively, everyones, from_first
 from autoshard.runtime.boundary import InputSide, OutputSide, plain_input, wrapped_output
+from autoshard.runtime.devices import arrived, check_placed, local_device, move_buffers, seed_on
 from autoshard.runtime.module import Call, dispatcher_of
+from autoshard.runtime.nccl import in_host_order
 from autoshard.runtime.observe import Observer
 from autoshard.runtime.parameters import distribute_parameters
 from autoshard.runtime.process_groups import groups_for
-from autoshard.runtime.sharding import local_device
 from autoshard.runtime.step import Program
 from autoshard.version import __version__
 from cost_model.errors import PlanError
@@ -90,6 +91,7 @@ class Session:
 
     def build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """The executable for calls like this one. Every rank of the mesh must get here."""
+        collectively(self.mesh, lambda: check_placed(self.model, self.mesh))
         whole, captured = collectively(self.mesh, lambda: self._captured(args, kwargs))
         layouts = CallLayouts(
             whole.layouts, output_layouts(captured, self.spec, self.settings.out_placements)
@@ -173,10 +175,22 @@ class Session:
             for node, spec in zip(joint.placeholders, joint.inputs, strict=True)
             if spec.kind != "tangent"
         ]
-        program = Program(phases, sides, self.spec, rank, self.settings.backend, self.observers)
+        separately = self._separately(plan)
+        program = Program(phases, sides, self.spec, rank, self.settings.backend, self.observers, separately)
         if phases.backward is not None:
             program.compile_backward(usually_missing(phases.backward))
         return program
+
+    def _separately(self, plan: Plan) -> bool:
+        """Whether collectives on different communicators must not be in flight together."""
+        if len(plan.communicators) < 2 or in_host_order():
+            return False
+        if len(_axes_in(plan, self.spec)) > 1 and dist.get_rank() == 0:
+            _log.warning(
+                "collectives over different mesh axes will not overlap: set NCCL_LAUNCH_ORDER_IMPLICIT=1 on all "
+                "ranks before init_process_group (NCCL 2.26), see docs/cuda.md"
+            )
+        return True
 
     def prices(self, profile: Profile | None = None) -> Prices:
         """What the program's kernels and collectives cost under `profile`, or the session's own."""
@@ -186,13 +200,14 @@ class Session:
         """The first plan's layouts become the parameters', and `call` what later calls must look like."""
         if self.plan is not None:
             return
+        move_buffers(self.model, local_device(self.mesh))
         distribute_parameters(self.model, self.mesh, plan.parameters)
         self.plan = plan
         self._first = call
         self.model.autoshard_plan = plan  # type: ignore[assignment]
 
     def next_seed(self) -> Tensor:
-        """The seed of one step's random ops: the same on every rank, another every call."""
+        """The seed of one step's random ops, on the CPU: the same on every rank, another every call."""
         return torch.randint(0, 2**62, (), generator=self._generator, dtype=torch.int64)
 
 
@@ -229,15 +244,17 @@ def _leaf(session: Session, joint: JointGraph, plan: Plan, position: int) -> Lea
     spec, node = joint.inputs[position], joint.placeholders[position]
     if spec.kind == "tangent":
         return None
+    device = local_device(session.mesh)
     if spec.kind == "seed":
-        device = local_device(session.mesh)
-        return lambda tensors: session.next_seed().to(device)
+        return lambda tensors: seed_on(session.next_seed(), device)
     if spec.kind == "constant":
-        constant = joint.constants[spec.name].to(local_device(session.mesh))
+        constant = joint.constants[spec.name].to(device)
         return lambda tensors: constant
     if spec.kind == "input":
         side = InputSide(tuple(node.meta["val"].shape), plan.assignment[node.name].results[0])
-        return lambda tensors: plain_input(tensors[spec.index], side, session.mesh, session.spec)
+        return lambda tensors: plain_input(
+            arrived(tensors[spec.index], spec.name, device), side, session.mesh, session.spec
+        )
     owner, name = _owner(session.model, spec.name)
     return lambda tensors: getattr(owner, name)
 

@@ -7,6 +7,7 @@ torchrun --nproc-per-node 3 examples/checkpoint.py load /tmp/gpt-checkpoint
 from __future__ import annotations
 
 import argparse
+import os
 
 import torch
 import torch.distributed as dist
@@ -24,14 +25,16 @@ def main() -> None:
     parser.add_argument("folder")
     arguments = parser.parse_args()
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
-    if device == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
     else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo")
         torch.set_num_threads(1)
-    mesh = init_device_mesh(device, (world,), mesh_dim_names=("ranks",))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("ranks",))
 
     config = GPTConfig()
     data = [(x.to(device), y.to(device)) for x, y in batches(config, batch=16, steps=4)]

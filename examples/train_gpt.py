@@ -9,6 +9,7 @@ Every rank passes the same global batch and sees the same loss, as on one device
 from __future__ import annotations
 
 import argparse
+import os
 
 import torch
 import torch.distributed as dist
@@ -25,14 +26,18 @@ def main() -> None:
     parser.add_argument("--backend", default="inductor")
     arguments = parser.parse_args()
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
-    if device == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        # The mesh has two axes: NCCL runs their collectives in the order in which they are issued.
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+        dist.init_process_group("nccl", device_id=device)
     else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo")
         torch.set_num_threads(1)
-    mesh = init_device_mesh(device, (world // arguments.tp, arguments.tp), mesh_dim_names=("dp", "tp"))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh(device.type, (world // arguments.tp, arguments.tp), mesh_dim_names=("dp", "tp"))
 
     config = GPTConfig()
     torch.manual_seed(0)

@@ -23,7 +23,8 @@ from autoshard.data.parts import (
 from autoshard.data.transfer import broadcast, open_group, receive, send
 from autoshard.inputs import joined
 from autoshard.runtime.agreement import agree, collectively, everyones
-from autoshard.runtime.sharding import local_device, shard_of
+from autoshard.runtime.devices import local_device
+from autoshard.runtime.sharding import shard_of
 from autoshard.signature import as_placements
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoshard.runtime.devices import local_device
 from autoshard.runtime.process_groups import whole_group
-from autoshard.runtime.sharding import local_device
 
 __all__ = ["broadcast", "open_group", "receive", "send"]
 

@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.data.parts import member
+from autoshard.runtime.devices import local_device
 from autoshard.runtime.process_groups import whole_group
-from autoshard.runtime.sharding import local_device
 
 __all__ = ["weighted_mean"]
 
@@ -28,8 +28,15 @@ def weighted_mean(value: Tensor | float, weight: float, mesh: DeviceMesh) -> Ten
             0 on all ranks gives nan.
     """
     member(mesh)
-    mine = torch.as_tensor(value, dtype=torch.float64, device=local_device(mesh))
+    mine = _sent(value, local_device(mesh))
     weighed = mine * weight if weight else torch.zeros_like(mine)
-    total = torch.cat([weighed.reshape(-1), weighed.new_tensor([weight])])
+    total = torch.cat([weighed.reshape(-1), weighed.new_full((1,), weight)])
     torch.distributed.all_reduce(total, group=whole_group(mesh))
     return (total[:-1] / total[-1]).view(mine.shape)
+
+
+def _sent(value: Tensor | float, device: torch.device) -> Tensor:
+    """In float64 on `device`, without waiting for it."""
+    if isinstance(value, Tensor):
+        return value.to(device, torch.float64, non_blocking=True)
+    return torch.full((), value, dtype=torch.float64, device=device)

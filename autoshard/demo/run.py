@@ -85,11 +85,13 @@ def _rank_main(rank: int, demo: DemoRun) -> None:
     from autoshard.api import autoshard
 
     torch.set_num_threads(1)
+    options: dict[str, Any] = {"backend": "gloo"}
     if demo.device == "cuda":
-        torch.cuda.set_device(rank)
-    backend = "nccl" if demo.device == "cuda" else "gloo"
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+        options = {"backend": "nccl", "device_id": device}
     store = dist.FileStore(f"{demo.folder}/store", demo.ranks)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=demo.ranks)
+    dist.init_process_group(**options, store=store, rank=rank, world_size=demo.ranks)
     try:
         report = _train_rank(autoshard, demo)
         (Path(demo.folder) / f"rank{rank}.json").write_text(json.dumps(report))

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoshard.runtime.devices import local_device
 from autoshard.runtime.process_groups import whole_group
 
 __all__ = ["checksum", "differing"]
@@ -42,8 +43,7 @@ def differing(tensors: Sequence[Tensor], mesh: DeviceMesh) -> list[bool]:
     """
     if mesh.size() == 1 or not tensors:
         return [False] * len(tensors)
-    device = "cpu" if mesh.device_type == "cpu" else mesh.device_type
-    mine = torch.tensor([checksum(t) for t in tensors], dtype=torch.int64, device=device)
+    mine = torch.tensor([checksum(t) for t in tensors], dtype=torch.int64, device=local_device(mesh))
     low, high = mine.clone(), mine.clone()
     group = whole_group(mesh)
     dist.all_reduce(low, dist.ReduceOp.MIN, group=group)

@@ -49,20 +49,29 @@ def adopt(optimizers: Iterable[torch.optim.Optimizer], moved: Mapping[Tensor, nn
     """Replace old parameters by new in every group, and shard the state kept for them.
 
     State of the old parameter's shape takes the new one's placements (each rank cuts its own values,
-    without communication); anything else, such as a step count, stays.
+    without communication). Anything else stays as it is, on the parameter's device; a step count only where
+    torch would have it there.
     """
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
+        groups = optimizer.param_groups
+        # As torch's optimizers make it: a step count is on the CPU unless the kernel reads it.
+        counted = {p for g in groups if g.get("fused") or g.get("capturable") for p in g["params"]}
+        for group in groups:
             group["params"] = [moved.get(p, p) for p in group["params"]]
         for old in [p for p in optimizer.state if p in moved]:
-            optimizer.state[moved[old]] = _sharded_state(optimizer.state.pop(old), moved[old])
+            optimizer.state[moved[old]] = _sharded_state(optimizer.state.pop(old), moved[old], old in counted)
 
 
-def _sharded_state(state: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
-    return {
-        name: like_parameter(value, parameter) if _follows(name, value, parameter) else value
-        for name, value in state.items()
-    }
+def _sharded_state(state: Mapping[str, Any], parameter: nn.Parameter, counts: bool) -> dict[str, Any]:
+    """counts: whether the step count moves to the parameter's device, too."""
+    found: dict[str, Any] = {}
+    for name, value in state.items():
+        if _follows(name, value, parameter):
+            value = like_parameter(value, parameter)
+        elif isinstance(value, Tensor) and not parameter.is_meta and (name != "step" or counts):
+            value = value.to(parameter.device)
+        found[name] = value
+    return found
 
 
 def _follows(name: str, value: Any, parameter: nn.Parameter) -> bool:

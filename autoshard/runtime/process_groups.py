@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoshard.runtime.devices import bound_device, local_device
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
 
@@ -20,7 +22,8 @@ def groups_for(mesh: DeviceMesh, axes_list: Iterable[Axes]) -> Mapping[Axes, str
 
     A group's ranks are in mesh order, the first of its axes varying slowest; so the axes of a tuple
     must be in mesh order. Groups that do not exist yet are made in the order of `axes_list`, by all
-    ranks of the world together: every rank must pass the same list. They live as long as the mesh.
+    ranks of the world together: every rank must pass the same list. They live as long as the mesh, and are
+    those of the mesh or of the world where these have the same ranks. On NCCL they are connected on return.
 
     Raises ShardingError for an unknown axis or axes out of order.
     """
@@ -34,7 +37,10 @@ def groups_for(mesh: DeviceMesh, axes_list: Iterable[Axes]) -> Mapping[Axes, str
                 f"axes {axes} of a process group are not in the order of the mesh, {spec.names}"
             )
         if axes not in made:
-            made[axes] = _group(mesh, spec, axes)
+            group = _group(mesh, spec, axes)
+            if group not in made.values():
+                _connect(group, mesh)
+            made[axes] = group
         names[axes] = made[axes].group_name
     return names
 
@@ -53,18 +59,44 @@ def whole_group(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def _group(mesh: DeviceMesh, spec: MeshSpec, axes: Axes) -> dist.ProcessGroup:
-    if len(axes) == 1:
-        return mesh.get_group(spec.index(axes[0]))
+    real = [axis for axis in axes if spec.size(axis) > 1]
+    if len(real) < 2:  # axes of one rank change nothing: no second communicator for the same ranks
+        return mesh.get_group(spec.index((real or axes)[0]))
     if spec.size(*axes) == dist.get_world_size():
         world = dist.group.WORLD
         assert world is not None
         return world
     # The other axes, in mesh order, number the groups: the same order of creation on every rank.
     members = {spec.group(rank, axes): None for rank in range(spec.device_count)}
+    name = f"autoshard {','.join(axes)}"
+    if mesh.device_type != "cpu" and bound_device() is not None:
+        return _split(list(members), spec, axes, name)
     mine = None
     for ranks in members:
-        group = dist.new_group(list(ranks), group_desc=f"autoshard {','.join(axes)}")
+        group = dist.new_group(list(ranks), group_desc=name)
         if dist.get_rank() in ranks:
             mine = group
     assert isinstance(mine, dist.ProcessGroup)
     return mine
+
+
+def _split(members: list[tuple[int, ...]], spec: MeshSpec, axes: Axes, name: str) -> dist.ProcessGroup:
+    """One split of the communicator of all ranks, which all of them take part in, makes all groups at once."""
+    if spec.device_count < dist.get_world_size():
+        raise ShardingError(
+            f"{spec} is a part of {dist.get_world_size()} processes, and a communicator over its axes {axes} would "
+            "be split from that of all, which the others do not take part in\n"
+            "  try: a mesh of all processes, or init_process_group without device_id"
+        )
+    group = dist.split_group(split_ranks=[list(ranks) for ranks in members], group_desc=name)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _connect(group: dist.ProcessGroup, mesh: DeviceMesh) -> None:
+    """Make NCCL's communicator now, where all ranks are, and not in the first step.
+
+    With a `device_id` that is done already. Without one it is the first collective that makes it.
+    """
+    if mesh.device_type == "cuda" and bound_device() is None:
+        dist.all_reduce(torch.zeros(1, device=local_device(mesh)), group=group)

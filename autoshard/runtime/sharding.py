@@ -11,21 +11,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from autoshard.runtime.devices import local_device
 from autoshard.runtime.process_groups import whole_group
 from cost_model.mesh import MeshSpec
 from passes.layout import Layout
 from passes.placements import placements_to_layout
 
-__all__ = ["distributed", "like_parameter", "local_device", "shard_of"]
+__all__ = ["distributed", "like_parameter", "shard_of"]
 
 _PIECE_BYTES = 64 << 20
-
-
-def local_device(mesh: DeviceMesh) -> torch.device:
-    """Where this rank's shards live."""
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
 def shard_of(whole: Tensor, layout: Layout, mesh: MeshSpec, rank: int) -> Tensor:

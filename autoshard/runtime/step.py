@@ -18,6 +18,7 @@ from passes.compile import Compiled, compile_graph
 from passes.missing_tangents import without_tangents
 from passes.phases import Backward, Phases
 from passes.schedule import scheduled
+from passes.serialize_communicators import SerializeCommunicators
 from passes.torch_compat import dtensor_from, local_of, sharding_of
 
 __all__ = ["Program"]
@@ -37,6 +38,7 @@ class Program:
     The backward is compiled on first use for every set of outputs that get no gradient.
 
     observers: told when a forward or backward begins and ends; may change while the program lives.
+    separately: whether collectives of different groups may not be in flight together.
     """
 
     def __init__(
@@ -47,9 +49,11 @@ class Program:
         rank: int,
         backend: str = "inductor",
         observers: Sequence[Observer] = (),
+        separately: bool = False,
     ) -> None:
         assert len(sides) == len(phases.inputs)
-        self.phases = replace(phases, forward=scheduled(phases.forward))
+        self._separately = separately
+        self.phases = replace(phases, forward=self._ordered(phases.forward))
         self.backend = backend
         self.device_type = spec.device_type
         self._spec, self._rank = spec, rank
@@ -129,13 +133,17 @@ class Program:
             locals_[i] = sliced(locals_[i], self._sides[i], self._spec, self._rank)
         return [conform(value, like) for value, like in zip(locals_, self._expected, strict=True)]
 
+    def _ordered(self, module: fx.GraphModule) -> fx.GraphModule:
+        module = scheduled(module)
+        return SerializeCommunicators()(module) if self._separately else module
+
     def _compile_backward(self, missing: frozenset[int]) -> _CompiledBackward:
         full = self.phases.backward
         assert full is not None
         graph = without_tangents(full, missing) if missing else full
         slots = [full.passed.index(p) for p in graph.passed]
         slots += [len(full.passed) + full.saved.index(s) for s in graph.saved]
-        graph = replace(graph, module=scheduled(graph.module))
+        graph = replace(graph, module=self._ordered(graph.module))
         run = compile_graph(graph.module, self.backend)
         values = _placeholder_values(graph.module)
         return _CompiledBackward(graph, run, slots, expected(values[len(slots) :]))

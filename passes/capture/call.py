@@ -17,18 +17,18 @@ __all__ = ["CallSpec", "flatten_call", "tensor_names"]
 
 @dataclass(frozen=True)
 class TensorKey:
-    """What of an input tensor a graph depends on. placements: of a DTensor, whose shape is global."""
+    """What of an input tensor a graph depends on; its device is not: the graph runs on the mesh's, and CPU tensors
+    are moved there. placements: of a DTensor, whose shape is global."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    device: torch.device
     requires_grad: bool
     placements: tuple[Hashable, ...]
 
     @staticmethod
     def of(tensor: Tensor) -> TensorKey:
         placements = tuple(getattr(tensor, "placements", ()))
-        return TensorKey(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad, placements)
+        return TensorKey(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, placements)
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
@@ -94,7 +94,7 @@ class CallSpec:
         """Raise ShardingError, naming the argument, unless `key` is this call at other sizes.
 
         Other sizes, and other values of arguments that are no tensors, give another graph of the
-        same model; another structure, dtype, device type or number of dims is a mistake.
+        same model; another structure, dtype or number of dims is a mistake.
         """
         self._check_structure(key)
         for name, wanted, got in zip(tensor_names(key), self.key.tensors, key.tensors, strict=True):
@@ -106,11 +106,6 @@ class CallSpec:
                 raise ShardingError(
                     f"{name} has {len(got.shape)} dims {list(got.shape)}, but the model was captured with "
                     f"{len(wanted.shape)} {list(wanted.shape)}\n  try: pass it with {len(wanted.shape)} dims"
-                )
-            if got.device.type != wanted.device.type:
-                raise ShardingError(
-                    f"{name} is on {got.device}, but the model was captured with it on {wanted.device}\n"
-                    f"  try: {name}.to({str(wanted.device)!r})"
                 )
 
     def _check_structure(self, key: CallKey) -> None:

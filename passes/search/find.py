@@ -40,21 +40,25 @@ def find_assignment(
     boundary: Boundary,
     *,
     memory_limit: int | None = None,
+    reserve: int = 0,
     time_limit: float = 600.0,
     rules: RuleTable | None = None,
 ) -> Found:
-    """The assignment of least total seconds whose peak memory stays within `memory_limit` bytes.
+    """The assignment of least total seconds whose peak memory stays within `memory_limit` less `reserve` bytes.
+
+    reserve: bytes of the limit that no tensor can have (`cost_model.reserve`); not part of the peak.
 
     Raises InfeasibleError, naming the nodes at which the pins contradict each other or the tensors
     that bind the memory limit.
     """
-    space = build_space(joint, prices, boundary, memory_limit=memory_limit, rules=rules)
+    room = None if memory_limit is None else _room(memory_limit, reserve, prices.mesh)
+    space = build_space(joint, prices, boundary, memory_limit=room, rules=rules)
     try:
         solution = solve_overlapped(
             space.problem, space.kinds, prices.overlap_efficiency, time_limit=time_limit
         )
     except Infeasible as reason:
-        raise _explained(reason, joint, space, prices.mesh, memory_limit) from None
+        raise _explained(reason, joint, space, prices.mesh, (memory_limit or 0, reserve)) from None
     peak, step = space.problem.peak(solution.choice)
     order = list(joint.graph.nodes)
     return Found(
@@ -68,9 +72,21 @@ def find_assignment(
     )
 
 
+def _room(limit: int, reserve: int, mesh: MeshSpec) -> int:
+    """Bytes for tensors. InfeasibleError if there are none."""
+    if limit > reserve:
+        return limit - reserve
+    raise InfeasibleError(
+        f"no plan fits memory_limit={format_bytes(limit)} per device on {mesh}\n"
+        f"  CUDA's context and the communicators alone take {format_bytes(reserve)}\n"
+        "  try: a memory_limit near what the device has"
+    )
+
+
 def _explained(
-    reason: Infeasible, joint: JointGraph, space: SearchSpace, mesh: MeshSpec, limit: int | None
+    reason: Infeasible, joint: JointGraph, space: SearchSpace, mesh: MeshSpec, limit: tuple[int, int]
 ) -> InfeasibleError:
+    """limit: the memory limit, and what of it is reserved."""
     if reason.kind == "memory":
         return _memory_error(reason, joint, space, mesh, limit)
     if reason.kind == "time":
@@ -87,19 +103,21 @@ def _explained(
 
 
 def _memory_error(
-    reason: Infeasible, joint: JointGraph, space: SearchSpace, mesh: MeshSpec, limit: int | None
+    reason: Infeasible, joint: JointGraph, space: SearchSpace, mesh: MeshSpec, limit: tuple[int, int]
 ) -> InfeasibleError:
+    whole, reserve = limit
     usages = space.problem.usages
     least = {i: int(usages[i].min()) for i in reason.nodes}
     largest = sorted(least, key=lambda i: (-least[i], i))[:8]
     kinds = {node.name: spec for node, spec in zip(joint.placeholders, joint.inputs, strict=True)}
     lines = [f"    {_readable(space.names[i], kinds)}: at least {format_bytes(least[i])}" for i in largest]
-    least_peak = format_bytes(int(reason.bound))
+    least_peak, enough = format_bytes(int(reason.bound)), format_bytes(int(reason.bound) + reserve)
+    kept = f", and {format_bytes(reserve)} for CUDA's context and communicators" if reserve else ""
     return InfeasibleError(
-        f"no plan fits memory_limit={format_bytes(limit or 0)} per device on {mesh}\n"
-        f"  any plan needs at least {least_peak} at {_step_name(joint, reason.step)}; what binds:\n"
+        f"no plan fits memory_limit={format_bytes(whole)} per device on {mesh}\n"
+        f"  any plan needs at least {least_peak}{kept} at {_step_name(joint, reason.step)}; what binds:\n"
         + "\n".join(lines)
-        + f"\n  try: memory_limit={least_peak} or more, more devices, or a smaller batch"
+        + f"\n  try: memory_limit={enough} or more, more devices, or a smaller batch"
     )
 
 

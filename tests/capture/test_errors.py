@@ -173,7 +173,6 @@ X, LABELS = torch.randn(2, 3), torch.zeros(2, dtype=torch.int64)
             r"args\[0\] is float64\[2, 3\], .* with float32\[2, 3\]",
         ),
         ((X[0],), {"batch": {"labels": LABELS}}, r"args\[0\] has 1 dims \[3\]"),
-        ((X.to("meta"),), {"batch": {"labels": LABELS}}, r"args\[0\] is on meta"),
         ((), {"batch": {"labels": LABELS}}, "0 positional arguments, but the model was captured with 1"),
         ((X,), {}, "batch is missing from the captured call"),
         ((X,), {"batch": {"labels": LABELS}, "more": X}, "more is not an argument of the captured call"),

@@ -1,0 +1,107 @@
+"""A memory limit holds CUDA's context and the communicators: the plan says how much, and keeps to it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from autoshard import InfeasibleError, MeshSpec, Plan, find_plan
+from autoshard.explain import Collective
+from autoshard.reserve import found_within, plan_reserve
+from cost_model.reserve import COMMUNICATOR_BYTES, CONTEXT_BYTES, PAIR_BYTES, PEER_BYTES
+from passes.search.find import Found
+from tests.models import TwoLinear
+from tests.profiles import slow_compute
+
+MESH = MeshSpec({"a": 2, "b": 4}, device_type="cuda")
+SLOW_GPUS = replace(slow_compute(), device_type="cuda")
+EVERY_PLAN = CONTEXT_BYTES + PAIR_BYTES + 2 * COMMUNICATOR_BYTES
+
+
+def planned(mesh: MeshSpec, **options: Any) -> Plan:
+    return find_plan(TwoLinear(), mesh, (torch.zeros(64, 10),), profile=SLOW_GPUS, **options)
+
+
+def test_the_plan_states_it() -> None:
+    plan = planned(MESH)
+    used = {c.axes for c in plan.collectives}
+    assert not any(c.kind == "all_to_all" for c in plan.collectives) and used <= {("a",), ("b",), ("a", "b")}
+    assert plan.reserve == EVERY_PLAN
+    assert plan.communicators == (("a", "b"), ("a",), ("b",))
+    # 600 MB + 544 MiB + 2 * 688 MiB
+    assert "and 2.613GB for CUDA's context and 3 communicators" in plan.explain()
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+
+
+def test_none_on_cpus() -> None:
+    plan = find_plan(TwoLinear(), MeshSpec({"a": 2, "b": 4}), (torch.zeros(64, 10),), profile=slow_compute())
+    assert plan.reserve == 0 and plan.communicators == ()
+    assert "communicator" not in plan.explain()
+
+
+def test_the_limit_holds_tensors_and_reserve() -> None:
+    free = planned(MESH)
+    least = free.peak_memory + free.reserve
+    assert planned(MESH, memory_limit=least).peak_memory <= free.peak_memory
+    with pytest.raises(InfeasibleError) as caught:
+        planned(MESH, memory_limit=EVERY_PLAN + 100)
+    text = str(caught.value)
+    assert "and 2.613GB for CUDA's context and communicators" in text
+    assert "try: memory_limit=2.613GB or more" in text
+    with pytest.raises(InfeasibleError, match=r"communicators alone take 2\.613GB"):
+        planned(MESH, memory_limit="1GB")
+
+
+def moved(kind: str, axes: tuple[str, ...], name: str = "") -> Collective:
+    return Collective(kind, axes, 1000, 1e-3, "x", "y", "forward", name or kind)
+
+
+def test_all_to_all_takes_more() -> None:
+    around = [moved("all_reduce", ("a", "b")), moved("all_gather", ("b",))]
+    assert plan_reserve(MESH, around) == EVERY_PLAN
+    assert plan_reserve(MESH, [*around, moved("all_to_all", ("b",))]) == EVERY_PLAN + 3 * PEER_BYTES
+    halo = moved("all_to_all", ("b",), "halo_exchange")
+    assert plan_reserve(MESH, [halo, halo]) == EVERY_PLAN + 2 * PEER_BYTES
+    assert plan_reserve(MESH, [moved("all_to_all", ("a",), "halo_exchange")]) == EVERY_PLAN + PEER_BYTES
+
+
+def found(seconds: float, peak: int) -> Found:
+    return Found(None, seconds, 0.9 * seconds, 0.1, "optimal", peak, "x")  # type: ignore[arg-type]
+
+
+def searched(limit: int, plans: Sequence[tuple[Found, list[Collective]]]) -> tuple[Found, list[int]]:
+    """The fastest of `plans` whose tensors fit beside the reserve; the reserves that were searched with."""
+    asked: list[int] = []
+
+    def find(reserve: int, seconds: float) -> Found:
+        asked.append(reserve)
+        fitting = [f for f, _ in plans if f.peak_nbytes + reserve <= limit]
+        if not fitting:
+            raise InfeasibleError("none")
+        return min(fitting, key=lambda f: f.seconds)
+
+    by_seconds = {f.seconds: collectives for f, collectives in plans}
+    return found_within(find, lambda f: by_seconds[f.seconds], MESH, limit, 60.0), asked
+
+
+def test_a_plan_that_needs_more_than_was_kept_is_searched_again() -> None:
+    """The fastest exchanges messages, for which its memory leaves no room; the next does not, and fits."""
+    limit = EVERY_PLAN + 1000
+    fast = (found(1.0, 900), [moved("all_to_all", ("b",))])
+    small = (found(2.0, 500), [moved("all_reduce", ("b",))])
+    roomy = limit + 3 * PEER_BYTES
+    assert searched(roomy, [fast, small]) == (fast[0], [EVERY_PLAN])
+    with pytest.raises(InfeasibleError) as caught:  # nothing is left when room is made for the messages
+        searched(limit, [fast])
+    # 600 MB + 544 MiB + 2 * 688 MiB + 3 * 469 MB
+    assert "its own communicators 4.02GB" in str(caught.value)
+    best, asked = searched(limit + 3 * PEER_BYTES - 200, [fast, small])
+    assert asked == [EVERY_PLAN, EVERY_PLAN + 3 * PEER_BYTES]
+    # No plan is known to be impossible below what the first search proved.
+    assert (best.seconds, best.lower_bound, best.status) == (2.0, 0.9, "feasible")
+    assert best.gap == pytest.approx((2.0 - 0.9) / 2.0)
