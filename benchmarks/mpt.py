@@ -1,7 +1,8 @@
 """MPT decoders as mosaicml/llm-foundry trained them: float32 parameters, bfloat16 gathered and computed.
 
 FSDP casts a parameter to `param_dtype` before it is gathered, so the casts are written out: `autocast` would leave
-to the planner whether float32 or bfloat16 travels.
+to the planner whether float32 or bfloat16 travels. One call a line: `passes.pricing.uncompiled_traffic` takes a line for
+a kernel.
 """
 
 from __future__ import annotations
@@ -49,10 +50,13 @@ class MPT(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         table = self.tokens.to(torch.bfloat16)
-        x = F.embedding(tokens, table) + self.positions.to(torch.bfloat16)
+        positions = self.positions.to(torch.bfloat16)
+        embedded = F.embedding(tokens, table)
+        x = embedded + positions
         for block in self.blocks:
             x = block(x)
-        logits = F.linear(self.norm(x), table)
+        x = self.norm(x)
+        logits = F.linear(x, table)
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
@@ -65,8 +69,12 @@ class Block(nn.Module):
         self.up, self.down = Linear(width, 4 * width), Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm_1(x))
-        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+        attended = self.attention(self.norm_1(x))
+        x = x + attended
+        wide = self.up(self.norm_2(x))
+        wide = F.gelu(wide)
+        narrow = self.down(wide)
+        return x + narrow
 
     def attention(self, x: Tensor) -> Tensor:
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
@@ -80,7 +88,8 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(torch.bfloat16))
+        weight = self.weight.to(torch.bfloat16)
+        return F.linear(x, weight)
 
 
 class Norm(nn.Module):
@@ -91,4 +100,5 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.weight.shape, self.weight.to(torch.bfloat16))
+        weight = self.weight.to(torch.bfloat16)
+        return F.layer_norm(x, weight.shape, weight)
