@@ -3,9 +3,10 @@
     python -m benchmarks.published                        # rows with one micro-batch and no checkpointing
     python -m benchmarks.published --accumulated          # and those of several micro-batches, as a check
     python -m benchmarks.published --rows my.csv --no-search
+    python -m benchmarks.published --layers 2 4           # quickly: of models of 2 and of 4 layers, then in proportion
 
-The parameters are pinned as FSDP splits them, the batch over all GPUs; casts and reductions as in `amp_bf16`, mode
-DEFAULT: bfloat16 gathered, float32 reduced. The runs were not compiled: each call of the model is torch's own
+The parameters are pinned as FSDP splits them, the batch over all GPUs; bfloat16 is gathered and float32 reduced, as in
+`amp_bf16`, mode DEFAULT. The runs were not compiled: each call of the model is torch's own
 kernel. Beside the plan are costs that the runs had and no plan has (`beside`). Then what autoshard would choose for the
 same model and batch, compiled, within 90% of the GPU's memory.
 """
@@ -33,6 +34,7 @@ from passes.predict import Prediction, predicted_step
 from passes.pricing import uncompiled_traffic
 from passes.search.boundary import boundary_of
 from passes.search.find import find_assignment
+from passes.search.space import Prices
 
 ROWS = Path(__file__).parent / "published" / "mpt.csv"
 PROFILES: Mapping[str, str] = {"h100_80gb": "h100", "a100_80gb": "a100", "a100_40gb": "a100"}
@@ -93,7 +95,7 @@ def read_rows(path: Path) -> list[Row]:
         ]
 
 
-def beside(row: Row, compute: ComputePrices) -> dict[str, float]:
+def beside(row: Row, layers: int, compute: ComputePrices) -> dict[str, float]:
     """Seconds of a step that the published runs spent on what is not in the model, by what on.
 
     copies:    around attention, `flash_attn_fn` gathers q, k and v without padding and scatters the result into zeros, and
@@ -101,20 +103,34 @@ def beside(row: Row, compute: ComputePrices) -> dict[str, float]:
                llmfoundry/models/layers/attention.py; Dao-AILab/flash-attention, flash_attn/bert_padding.py]
     metrics:   two cross entropies of the logits in float32: cast, log-softmax. [llm-foundry, ComposerMPTCausalLM,
                `use_train_metrics`]
+    padding:   before each of those three gathers some 12 kernels on the mask, of which the host reads two results, so that
+               it is not ahead. [flash_attn/bert_padding.py, unpad_input]
     optimizer: DecoupledAdamW, parameter by parameter: 9 kernels, and the host reads the step number, so that
-               nothing overlaps. [mosaicml/composer, composer/optim/decoupled_weight_decay.py]
+               nothing overlaps; before it a norm and a scaling of each gradient.
+               [mosaicml/composer, composer/optim/decoupled_weight_decay.py; llm-foundry, yamls: gradient_clipping]
     """
-    width, layers, _ = SIZES[row.model]
+    width = SIZES[row.model][0]
     parameters = 6 * layers + 3
     return {
         "copies": layers * compute.memory_seconds(20 * row.tokens * width * 2),
         "metrics": 2 * compute.memory_seconds(row.tokens * VOCABULARY * (2 + 4 + 4 + 4)),
-        "optimizer": parameters * 10 * HOST_SECONDS / row.accumulation,
+        "padding": layers * 3 * 12 * HOST_SECONDS,
+        "optimizer": parameters * 12 * HOST_SECONDS / row.accumulation,
     }
 
 
-def by_hand(row: Row, profile: Profile, layers: int | None = None) -> tuple[Prediction, float]:
-    """The plan that was run, and the seconds beside it. layers: fewer than the model's, to try things out."""
+def hand_seconds(row: Row, profile: Profile, layers: Sequence[int] = ()) -> float:
+    """Of a step as it was run; layers: from models of two depths, as steps are affine in it."""
+    if not layers:
+        return sum(by_hand(row, profile))
+    few, more = layers
+    (short, beside_few), (long, beside_more) = (by_hand(row, profile, depth) for depth in layers)
+    each = (SIZES[row.model][1] - few) / (more - few)
+    return short + beside_few + each * (long + beside_more - short - beside_few)
+
+
+def by_hand(row: Row, profile: Profile, layers: int | None = None) -> tuple[float, float]:
+    """Seconds of the plan that was run, and of what was beside it. layers: fewer than the model's."""
     mesh = MeshSpec({"dp": row.gpus}, device_type="cuda")
     joint = captured_joint(row, layers)
     prices = replace(prices_of(profile, mesh, "eager"), traffic=uncompiled_traffic)
@@ -127,9 +143,10 @@ def by_hand(row: Row, profile: Profile, layers: int | None = None) -> tuple[Pred
     batch = placements_to_layout(shard, (row.micro_batch * row.gpus, row.sequence), mesh, what="tokens")
     boundary = boundary_of(joint, parameters=pins, inputs={0: batch, 1: batch}, outputs={})
     found = find_assignment(joint, prices, boundary)
-    assignment = mixed_precision(joint, found.assignment)
-    extra = sum(beside(row, prices.compute).values())
-    return predicted_step(joint, assignment, prices), extra
+    prediction = predicted_step(joint, cast_first(joint, found.assignment), prices)
+    depth = layers or SIZES[row.model][1]
+    extra = sum(beside(row, depth, prices.compute).values())
+    return prediction.seconds, extra + wider_reductions(prediction, prices)
 
 
 def captured_joint(row: Row, layers: int | None = None) -> JointGraph:
@@ -138,11 +155,9 @@ def captured_joint(row: Row, layers: int | None = None) -> JointGraph:
     return canonical_capture(model, (tokens, tokens), {}).joint
 
 
-def mixed_precision(joint: JointGraph, assignment: Assignment) -> dict[str, NodeLayouts]:
-    """`assignment` with matrices cast before they are gathered, and gradients cast before they are reduced.
-
-    The search casts where it is cheapest, which for reductions is after them.
-    """
+def cast_first(joint: JointGraph, assignment: Assignment) -> dict[str, NodeLayouts]:
+    """`assignment` with matrices cast before they are gathered, as FSDP does; where it hides all the same, the search
+    may cast after."""
     changed = dict(assignment)
     for node in joint.graph.nodes:
         if node.target is not torch.ops.aten._to_copy.default or node_value(node).ndim < 2:
@@ -152,11 +167,19 @@ def mixed_precision(joint: JointGraph, assignment: Assignment) -> dict[str, Node
             (layout,) = assignment[source.name].results
             splits = tuple(FactorSplit(f"d{i}", axes) for i, axes in enumerate(layout.dims) if axes)
             changed[node.name] = NodeLayouts((layout,), (layout,), splits)
-        elif all(user.op == "output" for user in node.users):
-            layout = assignment[source.name].results[0]
-            if layout.partial and not any(layout.dims):
-                changed[node.name] = NodeLayouts((layout,), (layout,))
     return changed
+
+
+def wider_reductions(prediction: Prediction, prices: Prices) -> float:
+    """Seconds that reducing gradients in float32 adds to reducing them in bfloat16, as the plan does: what the overlap
+    does not hide of twice the bytes."""
+    seconds = prices.redistributor.collective_seconds
+    more = sum(
+        seconds(one.kind, one.axes, 2 * one.nbytes) - one.seconds
+        for one in prediction.collectives
+        if one.phase == "backward" and one.kind == "reduce_scatter"
+    )
+    return (1 - prices.overlap_efficiency) * more
 
 
 def chosen(row: Row, profile: Profile) -> tuple[float, str]:
@@ -170,14 +193,15 @@ def chosen(row: Row, profile: Profile) -> tuple[float, str]:
     return plan.step_time, f"{sum(whole)} of {len(whole)} weights whole"
 
 
-def predictions(rows: Sequence[Row], accumulated: bool, search: bool) -> Iterator[tuple[Row, float, str]]:
+def predictions(
+    rows: Sequence[Row], accumulated: bool, search: bool, layers: Sequence[int] = ()
+) -> Iterator[tuple[Row, float, str]]:
     """(row, predicted tokens a second of one GPU, what autoshard would choose)."""
     for row in rows:
         if row.missing() is not None and not (accumulated and runs_micro_batches(row)):
             continue
         profile = Profile.named(PROFILES[row.gpu])
-        prediction, extra = by_hand(row, profile)
-        rate = row.tokens / (prediction.seconds + extra)
+        rate = row.tokens / hand_seconds(row, profile, layers)
         ours = ""
         if search and row.accumulation == 1:
             seconds, layouts = chosen(row, profile)
@@ -195,13 +219,15 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, default=ROWS, help="a file like benchmarks/published/mpt.csv")
     parser.add_argument("--accumulated", action="store_true", help="also rows of several micro-batches")
     parser.add_argument("--no-search", action="store_true", help="only the plans run by hand")
+    parser.add_argument("--layers", type=int, nargs=2, default=(), help="two depths to predict from")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows = read_rows(arguments.rows)
     print("| model, sequence, GPUs | published | predicted | ratio | autoshard | its parameters |")
     print("| --- | ---: | ---: | ---: | ---: | --- |")
     ratios: list[float] = []
-    for row, rate, ours in predictions(rows, arguments.accumulated, not arguments.no_search):
+    wanted = predictions(rows, arguments.accumulated, not arguments.no_search, arguments.layers)
+    for row, rate, ours in wanted:
         ratio = rate / row.tokens_per_second
         note = f", {row.accumulation} micro-batches" if row.accumulation > 1 else ""
         if row.accumulation == 1:

@@ -161,11 +161,10 @@ def strategy_seconds(
             for layout, operand, read in zip(strategy.operands, operands, flow.reads, strict=True)
             if read
         )
-        if flow.writes:
-            nbytes += sum(local_nbytes(strategy.results[i], node, i, mesh) for i in results)
+        stored = sum(local_nbytes(strategy.results[i], node, i, mesh) for i in results) if flow.writes else 0
         local_shape = lambda i: strategy.operands[i].max_local_shape(node_value(operands[i]).shape, mesh)
         kind = arithmetic_kind(node, local_shape)
-        return _kernel_seconds(kind, flops * share, nbytes, dtype, flow, prices)
+        return _kernel_seconds(kind, flops * share, nbytes + stored, stored, dtype, flow, prices)
 
     return np.array([seconds(strategy) for strategy in strategies])
 
@@ -177,18 +176,27 @@ def local_seconds(node: fx.Node, flow: Traffic, prices: ComputePrices) -> float:
     kept = [value for value in node_values(node) if value is not None]
     flops = float(kept[0].numel()) if fuses(node) else global_flops(node)
     read = [node_value(n) for n, reads in zip(tensor_operands(node), flow.reads, strict=True) if reads]
-    nbytes = sum(value.numel() * value.element_size() for value in (*read, *(kept if flow.writes else ())))
+    loaded, stored = (
+        sum(value.numel() * value.element_size() for value in values)
+        for values in (read, kept if flow.writes else ())
+    )
     dtype = str(kept[0].dtype).removeprefix("torch.")
     kind = arithmetic_kind(node, lambda i: node_value(tensor_operands(node)[i]).shape)
-    return _kernel_seconds(kind, flops, nbytes, dtype, flow, prices)
+    return _kernel_seconds(kind, flops, loaded + stored, stored, dtype, flow, prices)
 
 
 def _kernel_seconds(
-    kind: KernelKind | None, flops: float, nbytes: float, dtype: str, flow: Traffic, prices: ComputePrices
+    kind: KernelKind | None,
+    flops: float,
+    nbytes: float,
+    stored: float,
+    dtype: str,
+    flow: Traffic,
+    prices: ComputePrices,
 ) -> float:
     if not flow.writes:
         return prices.kernel_seconds(flops, nbytes, dtype, kind)
-    return prices.op_seconds(flops, nbytes, dtype, kind)
+    return prices.op_seconds(flops, nbytes, dtype, kind, stored)
 
 
 def _share(split: FactorSplit, rule: OpRule, mesh: MeshSpec) -> float:
