@@ -1,8 +1,8 @@
 """MPT decoders as mosaicml/llm-foundry trained them: float32 parameters, bfloat16 gathered and computed.
 
 FSDP casts a parameter to `param_dtype` before it is gathered, so the casts are written out: `autocast` would leave
-to the planner whether float32 or bfloat16 travels. One call a line: `passes.pricing.uncompiled_traffic` takes a line for
-a kernel.
+to the planner whether float32 or bfloat16 travels. One call a line: `passes.pricing.uncompiled_traffic` takes
+a line for a kernel.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ SIZES: Mapping[str, tuple[int, int, int]] = {
     "30b": (7168, 48, 56),
     "70b": (8192, 80, 64),
 }
-"""Width, layers, heads. [mosaicml/llm-foundry, scripts/train/yamls/pretrain/mpt-*.yaml; heads of 128 where it states them
-so, 64 in the two smallest]"""
+"""Width, layers, heads. [mosaicml/llm-foundry, scripts/train/yamls/pretrain/mpt-*.yaml; heads of 64
+in the two smallest]"""
 
 VOCABULARY = 50_432
 """EleutherAI/gpt-neox-20b's 50,277 tokens, padded."""

@@ -8,7 +8,7 @@
 The parameters are pinned as FSDP splits them, the batch over all GPUs; bfloat16 is gathered and float32 reduced, as in
 `amp_bf16`, mode DEFAULT. The runs were not compiled: each call of the model is torch's own
 kernel. Beside the plan are costs that the runs had and no plan has (`beside`). Then what autoshard would choose for the
-same model and batch, compiled, within 90% of the GPU's memory.
+same model and batch, compiled, within the GPU's memory.
 """
 
 from __future__ import annotations
@@ -98,13 +98,13 @@ def read_rows(path: Path) -> list[Row]:
 def beside(row: Row, layers: int, compute: ComputePrices) -> dict[str, float]:
     """Seconds of a step that the published runs spent on what is not in the model, by what on.
 
-    copies:    around attention, `flash_attn_fn` gathers q, k and v without padding and scatters the result into zeros, and
-               the reverse backward: 20 reads and writes of an activation. [mosaicml/llm-foundry,
+    copies:    around attention, `flash_attn_fn` gathers q, k and v without padding and scatters the result into
+               zeros, and the reverse backward: 20 reads and writes of an activation. [mosaicml/llm-foundry,
                llmfoundry/models/layers/attention.py; Dao-AILab/flash-attention, flash_attn/bert_padding.py]
     metrics:   two cross entropies of the logits in float32: cast, log-softmax. [llm-foundry, ComposerMPTCausalLM,
                `use_train_metrics`]
-    padding:   before each of those three gathers some 12 kernels on the mask, of which the host reads two results, so that
-               it is not ahead. [flash_attn/bert_padding.py, unpad_input]
+    padding:   before each of those three gathers some 12 kernels on the mask, of which the host reads two results,
+               so that it is not ahead. [flash_attn/bert_padding.py, unpad_input]
     optimizer: DecoupledAdamW, parameter by parameter: 9 kernels, and the host reads the step number, so that
                nothing overlaps; before it a norm and a scaling of each gradient.
                [mosaicml/composer, composer/optim/decoupled_weight_decay.py; llm-foundry, yamls: gradient_clipping]
@@ -187,7 +187,7 @@ def chosen(row: Row, profile: Profile) -> tuple[float, str]:
     model = MPT(row.model, row.sequence)
     tokens = torch.zeros(row.micro_batch * row.gpus, row.sequence, dtype=torch.int64, device="meta")
     mesh = MeshSpec({"dp": row.gpus}, device_type="cuda")
-    limit = f"{int(row.gpu.split('_')[1].removesuffix('gb')) * 9 // 10}GB"
+    limit = row.gpu.split("_")[1].upper()
     plan = find_plan(model, mesh, (tokens, tokens), profile=profile, memory_limit=limit)
     whole = [not any(layout.dims) for name, layout in plan.parameter_layouts.items() if "weight" in name]
     return plan.step_time, f"{sum(whole)} of {len(whole)} weights whole"

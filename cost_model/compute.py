@@ -11,9 +11,9 @@ from cost_model.profile import Profile
 __all__ = ["STORE_SHARE", "ComputePrices"]
 
 STORE_SHARE = 0.5
-"""Of storing a product's result on a GPU, what its arithmetic does not hide. 4 products of 4096 x 4096 take 68.2 us on an
-H100 with 256 operations a result and 110.9 us with 512: 25.5 us, less a launch of 3, have nothing to do with arithmetic,
-where storing 134 MB takes 46 us. [openxla/xla, xla/service/gpu/model/matmul_interpolator_data.h, sm_90, bfloat16]"""
+"""Of storing a product's result on a GPU, what its arithmetic does not hide. Four products of 4096 x 4096 take 68.2 us
+on an H100 with 256 operations a result and 110.9 us with 512: 25.5 us have nothing to do with arithmetic, 3 of them the
+launch, where storing 134 MB takes 46 us. [openxla/xla, xla/service/gpu/model/matmul_interpolator_data.h, sm_90]"""
 
 
 class ComputePrices:

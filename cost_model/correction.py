@@ -113,7 +113,9 @@ def _slowed(link: LinkLevel, ratio: float) -> LinkLevel:
         link,
         latency_seconds=link.latency_seconds * ratio,
         bytes_per_second=rate,
-        reduced_bytes_per_second=None if reduced is None else min(reduced / ratio, link.peak_bytes_per_second),
+        reduced_bytes_per_second=None
+        if reduced is None
+        else min(reduced / ratio, link.peak_bytes_per_second),
     )
 
 
