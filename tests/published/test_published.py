@@ -60,7 +60,7 @@ def test_seconds_beside_the_plan_by_hand() -> None:
     compute = ComputePrices(Profile.named("h100"))
     bandwidth = Profile.named("h100").device.memory_bytes_per_second
     found = beside(SMALL, 12, compute)
-    assert found["copies"] == pytest.approx(12 * 20 * 256 * 768 * 2 / bandwidth)
+    assert found["copies"] == pytest.approx(12 * 256 * 768 * (8 / 150e9 + 8 / bandwidth))
     assert found["metrics"] == pytest.approx(2 * 256 * 50_432 * 14 / bandwidth)
     assert found["padding"] == pytest.approx(12 * 36 * 6e-6)
     assert found["optimizer"] == pytest.approx(75 * 12 * 6e-6)
