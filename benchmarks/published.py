@@ -42,8 +42,8 @@ SHARDED = ("FULL_SHARD", "SHARD_GRAD_OP")
 HOST_SECONDS = 6e-6
 """Of issuing one small kernel from Python. Assumed."""
 GATHERED_PER_SECOND = 150e9
-"""Elements, of whatever size: torch's gather and scatter took them one by one until 2025. [pytorch/pytorch issue 121389,
-torch 2.2: 8192 x 4096 in 0.224 ms, float32 in 0.259; issue 151612: 4096 x 5120 in 0.136 ms]"""
+"""Elements, of whatever size: torch's gather and scatter took them one by one until 2025. [pytorch/pytorch issue
+121389, torch 2.2: 8192 x 4096 in 0.224 ms, float32 in 0.259; issue 151612: 4096 x 5120 in 0.136 ms]"""
 
 
 @dataclass(frozen=True)
