@@ -117,9 +117,10 @@ def _all_reduce(group: Occupancy, links: Sequence[LinkLevel]) -> tuple[Line, ...
 
 def _in_switches(group: Occupancy, links: Sequence[LinkLevel]) -> tuple[Line, ...]:
     """None for a group that leaves the domain of its switches: what NCCL does then (NVLS trees) is not modelled."""
-    if len(group.uses) > 1:
+    use, *others = group.uses
+    if others:
         return ()
-    link = links[group.uses[0].level]
+    link = links[use.level]
     rate = link.reduced_bytes_per_second
     return () if rate is None else (Line(2.0 * link.latency_seconds, 1.0 / rate),)
 
