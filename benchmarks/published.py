@@ -150,7 +150,7 @@ def by_hand(row: Row, profile: Profile, layers: int | None = None) -> tuple[floa
     prediction = predicted_step(joint, cast_first(joint, found.assignment), prices)
     depth = layers or SIZES[row.model][1]
     extra = sum(beside(row, depth, prices.compute).values())
-    return prediction.seconds, extra + wider_reductions(prediction, prices)
+    return prediction.seconds, extra + as_fsdp_sends(row, depth, prediction, prices)
 
 
 def captured_joint(row: Row, layers: int | None = None) -> JointGraph:
@@ -174,16 +174,25 @@ def cast_first(joint: JointGraph, assignment: Assignment) -> dict[str, NodeLayou
     return changed
 
 
-def wider_reductions(prediction: Prediction, prices: Prices) -> float:
-    """Seconds that reducing gradients in float32 adds to reducing them in bfloat16, as the plan does: what the overlap
-    does not hide of twice the bytes."""
-    seconds = prices.redistributor.collective_seconds
-    more = sum(
-        seconds(one.kind, one.axes, 2 * one.nbytes) - one.seconds
-        for one in prediction.collectives
-        if one.phase == "backward" and one.kind == "reduce_scatter"
-    )
-    return (1 - prices.overlap_efficiency) * more
+def as_fsdp_sends(row: Row, layers: int, prediction: Prediction, prices: Prices) -> float:
+    """Seconds by which FSDP's communication is slower than the plan's (or faster, below 0), as far as the overlap does
+    not hide it.
+
+    FSDP gathers a block's parameters at once, in bfloat16, once a step if it keeps them (SHARD_GRAD_OP) and twice if
+    not, and reduces its gradients at once, in float32; what is in no block, likewise. The plan's buckets follow the
+    prices, and it reduces in bfloat16.
+    """
+    width = SIZES[row.model][0]
+    gathers = 2 if row.sharding == "FULL_SHARD" else 1
+    seconds = 0.0
+    for units, count in ((layers, 12 * width**2), (1, (VOCABULARY + row.sequence) * width)):
+        gather, reduce = (
+            prices.redistributor.collective_seconds(kind, ("dp",), count * itemsize)
+            for kind, itemsize in (("all_gather", 2), ("reduce_scatter", 4))
+        )
+        seconds += units * (gathers * gather + reduce)
+    ours = sum(c.seconds for c in prediction.collectives if c.kind in ("all_gather", "reduce_scatter"))
+    return (1 - prices.overlap_efficiency) * (seconds - ours)
 
 
 def chosen(row: Row, profile: Profile) -> tuple[float, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from autoshard import MeshSpec, Profile
 from benchmarks.published import (
     ROWS,
     Row,
+    as_fsdp_sends,
     beside,
     captured_joint,
     cast_first,
@@ -24,6 +26,7 @@ from cost_model.compute import ComputePrices
 from passes.assignment import NodeLayouts
 from passes.joint import node_value
 from passes.placements import placements_to_layout
+from passes.predict import PredictedCollective, Prediction
 
 SMALL = Row("125m", 64, 2, "h100_80gb", 4, 1, "FULL_SHARD", False, 1000.0)
 
@@ -85,6 +88,21 @@ def test_matrices_are_cast_before_they_are_gathered() -> None:
         if spec.kind == "param" and node_value(node).ndim == 2
     }
     assert all(changed[n.name].results == layouts[n.all_input_nodes[0].name].results for n in casts)
+
+
+@pytest.mark.parametrize(("sharding", "gathers"), [("FULL_SHARD", 2), ("SHARD_GRAD_OP", 1)])
+def test_fsdp_sends_block_by_block(sharding: str, gathers: int) -> None:
+    """Against a plan that takes 2 s to gather and 1 s to reduce, on a wire of 1 GB/s, half a second a start."""
+    sent = lambda kind, seconds: PredictedCollective("forward", "x", "x", kind, ("dp",), 1, seconds, 0.0, 0.0)
+    plan = Prediction(
+        9.0, (), (sent("all_gather", 2.0), sent("reduce_scatter", 1.0), sent("all_reduce", 5.0))
+    )
+    prices = Mock(overlap_efficiency=0.75)
+    prices.redistributor.collective_seconds = lambda kind, axes, nbytes: 0.5 + nbytes / 1e9
+    found = as_fsdp_sends(replace(SMALL, sharding=sharding), 3, plan, prices)
+    block, rest = 12 * 768**2, (50_432 + 64) * 768
+    wire = (gathers * 2 + 4) * (3 * block + rest) / 1e9 + 4 * (gathers + 1) * 0.5
+    assert found == pytest.approx(0.25 * (wire - 3.0))
 
 
 def test_from_two_depths() -> None:
