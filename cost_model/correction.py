@@ -108,7 +108,15 @@ def _levels(profile: Profile, mesh: MeshSpec, axes: tuple[str, ...]) -> set[int]
 
 def _slowed(link: LinkLevel, ratio: float) -> LinkLevel:
     rate = min(link.bytes_per_second / ratio, link.peak_bytes_per_second)
-    return replace(link, latency_seconds=link.latency_seconds * ratio, bytes_per_second=rate)
+    reduced = link.reduced_bytes_per_second
+    return replace(
+        link,
+        latency_seconds=link.latency_seconds * ratio,
+        bytes_per_second=rate,
+        reduced_bytes_per_second=None
+        if reduced is None
+        else min(reduced / ratio, link.peak_bytes_per_second),
+    )
 
 
 def _above(points: Mapping[int, float], slope: float) -> dict[int, float]:

@@ -101,15 +101,28 @@ def _ring_share(group: Occupancy, links: Sequence[LinkLevel]) -> tuple[Line, ...
 
 
 def _all_reduce(group: Occupancy, links: Sequence[LinkLevel]) -> tuple[Line, ...]:
-    """The better of a ring and a tree.
+    """The best of a ring, a tree and, inside one level whose switches sum, those.
 
     Ring: reduce-scatter then all-gather, t = 2 * sum(h_i * a_i) + 2(n-1)/n * S * max(1 / (m_i * B_i)).
     Tree: a chain of d_0 hops inside a node, binary between nodes, up and down, the whole array each way:
     t = 2 * (d_0 * a_0 + sum_{i>0} ceil(log2(d_i + 1)) * a_i) + 2 * S * max(1 / (m_i * B_i)).
+    Switches: each rank sends its array to them and receives the sum, t = 2 * a_i + S / R_i, with R_i the level's
+    `reduced_bytes_per_second`. [NVIDIA/nccl-tests issue 212]
     """
     (share,) = _ring_share(group, links)
     ring = Line(2.0 * share.alpha, 2.0 * share.beta)
-    return ring, Line(2.0 * _tree_latency(group, links), 2.0 * _ring_seconds_per_byte(group, links))
+    tree = Line(2.0 * _tree_latency(group, links), 2.0 * _ring_seconds_per_byte(group, links))
+    return ring, tree, *_in_switches(group, links)
+
+
+def _in_switches(group: Occupancy, links: Sequence[LinkLevel]) -> tuple[Line, ...]:
+    """None for a group that leaves the domain of its switches: what NCCL does then (NVLS trees) is not modelled."""
+    use, *others = group.uses
+    if others:
+        return ()
+    link = links[use.level]
+    rate = link.reduced_bytes_per_second
+    return () if rate is None else (Line(2.0 * link.latency_seconds, 1.0 / rate),)
 
 
 def _tree_latency(group: Occupancy, links: Sequence[LinkLevel]) -> float:

@@ -39,6 +39,8 @@ class LinkLevel:
                            ranks share a card it is their share of it.
     peak_bytes_per_second: the physical limit of the same. A measured time that would need more
                            is refused.
+    reduced_bytes_per_second: of an array that the level's switches sum on its way: its bytes over the seconds of
+                           its all-reduce (NVLink SHARP). None: ranks do the sums.
     """
 
     name: str
@@ -46,6 +48,7 @@ class LinkLevel:
     latency_seconds: float
     bytes_per_second: float
     peak_bytes_per_second: float
+    reduced_bytes_per_second: float | None = None
 
 
 @dataclass(frozen=True)

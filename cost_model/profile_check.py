@@ -85,7 +85,16 @@ class _Check:
                     f"{field}.bytes_per_second",
                     f"is {link.bytes_per_second:.4g}, above the peak of {link.peak_bytes_per_second:.4g}",
                 )
+            self._reduced(f"{field}.reduced_bytes_per_second", link)
             inner = self._domain(field, link.ranks, inner, outermost=i == len(links) - 1)
+
+    def _reduced(self, field: str, link: LinkLevel) -> None:
+        """An array summed on its way crosses each rank's port once in either direction."""
+        rate, peak = link.reduced_bytes_per_second, link.peak_bytes_per_second
+        if rate is not None:
+            self._positive(field, rate)
+            if rate > peak:
+                self._refuse(field, f"is {rate:.4g}, above the peak of {peak:.4g}")
 
     def _domain(self, field: str, ranks: int | None, inner: int, outermost: bool) -> int:
         if ranks is None:

@@ -140,9 +140,16 @@ def read_link(fields: Fields) -> LinkLevel:
         fields.number("latency_seconds"),
         fields.number("bytes_per_second"),
         fields.number("peak_bytes_per_second"),
+        _reduced(fields),
     )
     fields.close()
     return link
+
+
+def _reduced(fields: Fields) -> float | None:
+    """Older files say nothing of switches that sum."""
+    field = "reduced_bytes_per_second"
+    return None if fields.lacks(field) or not fields.has(field) else fields.number(field)
 
 
 def read_collective(fields: Fields) -> CollectiveSamples:

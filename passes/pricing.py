@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +28,7 @@ __all__ = [
     "local_seconds",
     "strategy_seconds",
     "traffic_model",
+    "uncompiled_traffic",
 ]
 
 
@@ -69,6 +70,44 @@ def fused_traffic(node: fx.Node) -> Traffic:
     # A draw fuses, but hashing an index takes about as long as storing the result.
     draws = node.target is torch.ops.autoshard.uniform.default
     return Traffic(reads, writes=not fuses(node) or draws or _is_stored(node))
+
+
+def uncompiled_traffic(node: fx.Node) -> Traffic:
+    """Of the model as torch runs it, neither compiled nor taken apart: what capture makes of one line of one module, in
+    one phase, is one of torch's own kernels (a norm, a softmax, a loss). It reads what comes from elsewhere once
+    and stores what is read elsewhere; products and all else that does not fuse read and store everything.
+
+    For predictions of runs of others: a model written so that each line is one call.
+    """
+    if is_view(node):
+        return Traffic((False,) * len(tensor_operands(node)), writes=False)
+    line = _line(node)
+    reads = tuple(
+        read and (line is None or (_line(storage_root(operand)) != line and _reads_first(node, operand)))
+        for operand, read in zip(tensor_operands(node), reads_values(node), strict=True)
+    )
+    return Traffic(reads, writes=line is None or any(_line(user) != line for user in _readers(node)))
+
+
+def _line(node: fx.Node) -> tuple[object, ...] | None:
+    """What nodes of one kernel of torch have in common; None: the node is a kernel of its own."""
+    cast = node.target is torch.ops.aten._to_copy.default
+    if node.op != "call_function" or not (fuses(node) or _reduces(node) or cast):
+        return None
+    line = tuple(node.meta.get(key) for key in ("phase", "module", "source"))
+    return line if line[-1] else None
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Who reads the value, directly or through views."""
+    for user in node.users:
+        yield from _readers(user) if is_view(user) else (user,)
+
+
+def _reads_first(node: fx.Node, operand: fx.Node) -> bool:
+    """Of the nodes of one line that read a value, whether `node` is the one for which it is counted."""
+    line = _line(node)
+    return next(reader for reader in _readers(storage_root(operand)) if _line(reader) == line) is node
 
 
 def _is_stored(node: fx.Node) -> bool:
@@ -122,11 +161,10 @@ def strategy_seconds(
             for layout, operand, read in zip(strategy.operands, operands, flow.reads, strict=True)
             if read
         )
-        if flow.writes:
-            nbytes += sum(local_nbytes(strategy.results[i], node, i, mesh) for i in results)
+        stored = sum(local_nbytes(strategy.results[i], node, i, mesh) for i in results) if flow.writes else 0
         local_shape = lambda i: strategy.operands[i].max_local_shape(node_value(operands[i]).shape, mesh)
         kind = arithmetic_kind(node, local_shape)
-        return _kernel_seconds(kind, flops * share, nbytes, dtype, flow, prices)
+        return _kernel_seconds(kind, flops * share, nbytes + stored, stored, dtype, flow, prices)
 
     return np.array([seconds(strategy) for strategy in strategies])
 
@@ -138,18 +176,27 @@ def local_seconds(node: fx.Node, flow: Traffic, prices: ComputePrices) -> float:
     kept = [value for value in node_values(node) if value is not None]
     flops = float(kept[0].numel()) if fuses(node) else global_flops(node)
     read = [node_value(n) for n, reads in zip(tensor_operands(node), flow.reads, strict=True) if reads]
-    nbytes = sum(value.numel() * value.element_size() for value in (*read, *(kept if flow.writes else ())))
+    loaded, stored = (
+        sum(value.numel() * value.element_size() for value in values)
+        for values in (read, kept if flow.writes else ())
+    )
     dtype = str(kept[0].dtype).removeprefix("torch.")
     kind = arithmetic_kind(node, lambda i: node_value(tensor_operands(node)[i]).shape)
-    return _kernel_seconds(kind, flops, nbytes, dtype, flow, prices)
+    return _kernel_seconds(kind, flops, loaded + stored, stored, dtype, flow, prices)
 
 
 def _kernel_seconds(
-    kind: KernelKind | None, flops: float, nbytes: float, dtype: str, flow: Traffic, prices: ComputePrices
+    kind: KernelKind | None,
+    flops: float,
+    nbytes: float,
+    stored: float,
+    dtype: str,
+    flow: Traffic,
+    prices: ComputePrices,
 ) -> float:
     if not flow.writes:
         return prices.kernel_seconds(flops, nbytes, dtype, kind)
-    return prices.op_seconds(flops, nbytes, dtype, kind)
+    return prices.op_seconds(flops, nbytes, dtype, kind, stored)
 
 
 def _share(split: FactorSplit, rule: OpRule, mesh: MeshSpec) -> float:

@@ -40,7 +40,7 @@ class Pause:
 
 def pause_series(pause: Pause) -> Series:
     """Of the products alone. size: their number."""
-    return Series("pause", (_PRODUCTS,), lambda _: pause, least=IN_A_ROW_SECONDS)
+    return Series("pause", (_PRODUCTS,), lambda _: pause, least=IN_A_ROW_SECONDS, ahead=True)
 
 
 def collective_series(
@@ -63,7 +63,7 @@ def collective_series(
 
         return both
 
-    return Series(name, sizes, prepare, least=IN_A_ROW_SECONDS, always=always)
+    return Series(name, sizes, prepare, least=IN_A_ROW_SECONDS, always=always, ahead=True)
 
 
 def beyond_pause(curve: Curve, pause: Curve) -> Curve:

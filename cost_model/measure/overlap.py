@@ -53,7 +53,7 @@ def overlap_efficiency(
     works = overlap_works(teams[shape], nbytes, edge, products, device)
     names = ("all_reduce alone", "products alone", "all_reduce behind products")
     series = [
-        Series(name, (nbytes,), lambda _, work=work: work, least=IN_A_ROW_SECONDS)
+        Series(name, (nbytes,), lambda _, work=work: work, least=IN_A_ROW_SECONDS, ahead=True)
         for name, work in zip(names, works, strict=True)
     ]
     curves = sample(series, peers, clock, seconds, progress)

@@ -44,6 +44,7 @@ class Series:
     least:   seconds of a repetition: shorter work is called in a row. A barrier lets ranks go a fraction
              of a millisecond apart, and ranks that share a core take turns of a few.
     always:  of the sizes, those that are measured whatever they take; (): the first three.
+    ahead:   the device's time where the host is ahead of it, and not the host's.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Series:
     across: Callable[[list[float]], float] = max
     least: float = 2e-3
     always: tuple[int, ...] = ()
+    ahead: bool = False
 
     @property
     def anchors(self) -> tuple[int, ...]:
@@ -116,7 +118,7 @@ class _Sampler:
     def time(self, point: _Point) -> float:
         """One repetition: the same seconds on all ranks."""
         self.peers.barrier()
-        mine = self.clock.seconds(point.work, point.calls)
+        mine = self.clock.seconds(point.work, point.calls, point.series.ahead)
         said = self.peers.numbers(mine, self.budget.spent(self.clock.now()))
         self.spent = said[0][1]
         self.progress(point.series.name, min(1.0, self.spent))

@@ -32,7 +32,7 @@ class Steady:
         self.time += 0.1
         return self.time
 
-    def seconds(self, work: Callable[[], object], calls: int) -> float:
+    def seconds(self, work: Callable[[], object], calls: int, ahead: bool = False) -> float:
         work()
         each = self.each * (0.4 if isinstance(work, Pause) else 1.0)
         return each if dist.get_rank() == 0 else each / 2

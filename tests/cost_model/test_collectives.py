@@ -264,3 +264,42 @@ def test_confidence_says_where_a_price_comes_from(round_profile: Profile) -> Non
     assert confidence(profile, "all_reduce", mesh, ("tp",)) == "modelled"
     assert confidence(profile, "all_gather", mesh, ("one",)) is None
     assert confidence(replace(profile, nominal=True), "all_gather", mesh, ("tp",)) == "nominal"
+
+
+def summing(profile: Profile, rate: float = 80e9) -> Profile:
+    """`profile` with switches inside its nodes that sum."""
+    return replace(
+        profile, links=(replace(profile.links[0], reduced_bytes_per_second=rate), profile.links[1])
+    )
+
+
+def test_switches_that_sum(round_profile: Profile) -> None:
+    """To the switch and back, 1 us each; 1 MB at 80 GB/s takes 12.5 us. Two ranks are faster by themselves."""
+    inside = summing(round_profile)
+    assert seconds(inside, "all_reduce", {"tp": 4}, ("tp",), MB) == pytest.approx((5 + 2 + 12.5) * 1e-6)
+    assert seconds(inside, "all_reduce", {"tp": 2}, ("tp",), MB) == pytest.approx((5 + 2 + 10) * 1e-6)
+    for kind in set(KINDS) - {"all_reduce"}:
+        same = seconds(round_profile, kind, {"tp": 4}, ("tp",), MB)
+        assert seconds(inside, kind, {"tp": 4}, ("tp",), MB) == same
+    between = seconds(round_profile, "all_reduce", {"tp": 8}, ("tp",), MB)
+    assert seconds(inside, "all_reduce", {"tp": 8}, ("tp",), MB) == between
+
+
+def test_switches_are_no_faster_than_their_ports(round_profile: Profile) -> None:
+    with pytest.raises(
+        ProfileError, match=r"links\[0\].reduced_bytes_per_second is 2.5e\+11, above the peak of 2e"
+    ):
+        summing(round_profile, 250e9)
+    profile = summing(round_profile)
+    assert Profile.from_json(profile.to_json(), "text") == profile
+    assert profile.hash() != round_profile.hash()
+
+
+def test_published_rates_of_a_node_of_8_h100() -> None:
+    """All-reduce: a bus bandwidth of 480 GB/s in its switches, 370 in rings, as the others. [nccl-tests issue 212]"""
+    h100 = Profile.named("h100")
+    reduce, gather = (
+        seconds(h100, kind, {"x": 8}, ("x",), 8 * 2**30) for kind in ("all_reduce", "all_gather")
+    )
+    assert 2 * 7 / 8 * 8 * 2**30 / reduce == pytest.approx(480e9, rel=0.01)
+    assert 7 / 8 * 8 * 2**30 / gather == pytest.approx(370e9, rel=0.03)

@@ -124,3 +124,13 @@ def test_update_measured_or_by_passes(round_profile: Profile) -> None:
     measured = replace(round_profile.device, update=UpdateRates(1e-3, 1e9))
     prices = ComputePrices(replace(round_profile, device=measured))
     assert prices.update_seconds(1e6, 20) == pytest.approx(2e-3)
+
+
+def test_nominal_products_on_gpus_wait_for_half_of_their_stores(round_profile: Profile) -> None:
+    """1e8 operations at 20 TFLOP/s take 5 us; 10 MB of results at 1 TB/s 10 us, of which 5 are waited for."""
+    nominal = ComputePrices(replace(round_profile, device_type="cuda", nominal=True))
+    assert nominal.kernel_seconds(1e8, 10e6, "bfloat16", "matmul", 10e6) == pytest.approx(10e-6)
+    assert nominal.kernel_seconds(1e8, 2e6, "bfloat16", "matmul", 2e6) == pytest.approx(6e-6)
+    measured = ComputePrices(replace(round_profile, device_type="cuda"))
+    assert measured.kernel_seconds(1e8, 2e6, "bfloat16", "matmul", 2e6) == pytest.approx(5e-6)
+    assert nominal.kernel_seconds(1e8, 2e6, "bfloat16", "attention", 2e6) == pytest.approx(5e-6)

@@ -36,7 +36,7 @@ class Scripted:
     def now(self) -> float:
         return self.time
 
-    def seconds(self, work: Callable[[], object], calls: int) -> float:
+    def seconds(self, work: Callable[[], object], calls: int, ahead: bool = False) -> float:
         size = work()
         assert isinstance(size, int)
         self.calls.append((size, calls))

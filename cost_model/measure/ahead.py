@@ -1,0 +1,119 @@
+"""Work timed on a device while the host that issues it is ahead.
+
+A small collective takes a GPU some 15 us, and its host two or three times as long to issue. In a step the host is
+ahead, since large kernels run; small ones called in a row measure the host. So the device is kept busy first, until
+the host has issued all that is timed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["AheadDevice", "CudaDevice", "ahead_seconds"]
+
+Work = Callable[[], object]
+
+_AT_ONCE = 16
+"""Calls issued while the device is held: some 15 kernels each, and about a thousand may wait for a GPU before its host
+must."""
+_MARGIN = 2.0
+_LONGEST = 0.1
+"""Seconds of a hold, at most."""
+
+
+class AheadDevice(Protocol):
+    """A device that works through what it is given while the host goes on."""
+
+    def now(self) -> float:
+        """Seconds on the host."""
+        ...
+
+    def hold(self, seconds: float) -> None:
+        """Give it computing for about so long."""
+        ...
+
+    def mark(self) -> Any:
+        """A point among what it was given."""
+        ...
+
+    def between(self, start: Any, end: Any) -> float:
+        """Seconds on the device between two marks that it has passed."""
+        ...
+
+    def finish(self) -> None:
+        """Wait for it."""
+        ...
+
+
+def ahead_seconds(device: AheadDevice, work: Work, calls: int) -> float:
+    """Seconds of one call on the device, averaged over `calls`.
+
+    How often `work` is called depends on `calls` alone: ranks that communicate in it agree. Of each run of calls
+    the first is not timed, as ranks meet in it.
+    """
+    issue = min(_issue_seconds(device, work) for _ in range(2))  # the first of all may set up connections
+    total = 0.0
+    for first in range(0, calls, _AT_ONCE):
+        count = min(_AT_ONCE, calls - first)
+        device.hold(min(_LONGEST, _MARGIN * issue * (count + 1)))
+        work()
+        start = device.mark()
+        for _ in range(count):
+            work()
+        end = device.mark()
+        device.finish()
+        total += device.between(start, end)
+    return total / calls
+
+
+def _issue_seconds(device: AheadDevice, work: Work) -> float:
+    """Of the host, for one call."""
+    device.finish()
+    start = device.now()
+    work()
+    seconds = device.now() - start
+    device.finish()
+    return seconds
+
+
+class CudaDevice:
+    """The current GPU; what it is given goes to the current stream."""
+
+    def __init__(self) -> None:
+        self._x = torch.ones(_EDGE, _EDGE, device="cuda")
+        self._product_seconds = self._timed(_PRODUCTS) / _PRODUCTS
+
+    def _timed(self, products: int) -> float:
+        torch.mm(self._x, self._x)  # sets up the library
+        start = self.mark()
+        for _ in range(products):
+            torch.mm(self._x, self._x)
+        end = self.mark()
+        self.finish()
+        return self.between(start, end)
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def hold(self, seconds: float) -> None:
+        for _ in range(1 + int(seconds / self._product_seconds)):
+            torch.mm(self._x, self._x)
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        return start.elapsed_time(end) * 1e-3
+
+    def finish(self) -> None:
+        torch.cuda.synchronize()
+
+
+_EDGE, _PRODUCTS = 2048, 8
+"""Float32: about 0.4 ms of an H100 a product, so that few of them hold it."""
