@@ -126,7 +126,7 @@ def find_plan(
     pins = resolve_pins(constraints, named_parameters(model), spec)
     args, kwargs = as_call(example_inputs)
     whole = global_call(args, kwargs, spec, in_placements)
-    captured = canonical_capture(model, whole.args, whole.kwargs)
+    captured = canonical_capture(model, whole.args, whole.kwargs, device=torch.device(spec.device_type))
     call = CallLayouts(whole.layouts, output_layouts(captured, spec, out_placements))
     return search_plan(captured, loaded, spec, call, pins, limit, backend, time_limit)
 

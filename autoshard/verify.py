@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,13 +19,16 @@ from autoshard.signature import as_call
 from autoshard.simulated_step import simulated_step
 from cost_model.errors import PlanError
 from cost_model.mesh import MeshSpec
+from passes.bind_device import bind_device
 from passes.bucket_plan import bucketed_turns
 from passes.capture import Captured
+from passes.describe import graph_hash
 from passes.joint import JointGraph, result_index, tensor_operands
 from passes.layout import Layout
 from passes.lower_rank import lower_rank
 from passes.partition import RankGraph
 from passes.reference import eager_results, graph_values, reference_inputs
+from passes.rewrite import copy_joint
 from passes.simulate import simulate, simulated_groups
 
 __all__ = ["Divergence", "VerifyReport", "verify"]
@@ -81,13 +84,15 @@ def verify(
     example_inputs: a tuple of arguments, or (tuple, dict of keyword arguments), all global: also those
                     of which a rank passes its shard.
     Output gradients are random (`seed`), so every gradient path counts. Dropout draws the same
-    global numbers on both sides. `model` must hold values (not be on `meta`); it is not changed.
+    global numbers on both sides. `model` must hold values (not be on `meta`); it is not changed. All runs on the
+    device where the model is. A model that computes something else there than on the mesh's devices (autocast, a
+    device test) is compared with its own unsharded graph, as one with dropout is.
 
     Raises PlanError if the plan belongs to another model, inputs or code.
     """
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     args, kwargs = as_call(example_inputs)
-    captured = canonical_capture(model, args, kwargs)
+    captured = canonical_capture(model, args, kwargs, device=torch.device(plan.mesh.device_type))
     joint = captured.joint
     plan.check_graph(joint)
     if any(parameter.is_meta for parameter in model.parameters()):
@@ -95,12 +100,16 @@ def verify(
             "verify() runs the model, and its parameters are on `meta`\n  try: model.to_empty(device='cpu'), then init"
         )
     tensors, _ = captured.call.flatten(args, kwargs)
-    values = reference_inputs(joint, model, tensors, seed=seed)
+    here = _device_of(model)
+    joint = replace(copy_joint(joint), device=here)
+    bind_device(joint.module, here)
+    values = [value.to(here) for value in reference_inputs(joint, model, tensors, seed=seed)]
     results, nodes = graph_values(joint, values)
+    comparable = not _is_random(joint) and _same_here(captured, model, args, kwargs)
     wanted = (
-        results
-        if _is_random(joint)
-        else eager_results(joint, model, lambda: _tensors(captured, model, args, kwargs), values)
+        eager_results(joint, model, lambda: _tensors(captured, model, args, kwargs), values)
+        if comparable
+        else results
     )
     graphs = _rank_graphs(joint, plan)
     shards = _shards(joint, plan, values)
@@ -122,6 +131,18 @@ def _tensors(
     """The tensor outputs of the model itself, parallel or not, in the order of the graph's outputs."""
     with original_forward(model):
         return captured.call.flatten_outputs(model(*args, **kwargs))
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def _same_here(captured: Captured, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the model computes on its own device what it computes on those of the plan."""
+    here = _device_of(model)
+    if here.type == captured.joint.device.type:
+        return True
+    return graph_hash(canonical_capture(model, args, kwargs, device=here).joint) == graph_hash(captured.joint)
 
 
 def _is_random(joint: JointGraph) -> bool:

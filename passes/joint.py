@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 __all__ = [
+    "CPU",
     "GraphInput",
     "GraphOutput",
     "JointGraph",
@@ -23,6 +24,8 @@ __all__ = [
     "result_shapes",
     "tensor_operands",
 ]
+
+CPU = torch.device("cpu")
 
 InputKind = Literal["param", "buffer", "constant", "input", "tangent", "seed"]
 OutputKind = Literal["output", "grad", "buffer"]
@@ -66,12 +69,16 @@ class JointGraph:
     "phase" ("forward" | "backward"), "module" (dotted path in the user's model, "" for the root),
     "source" ("file.py:12", "" if unknown). Placeholders have "val". The graph is functional: no
     in-place ops, no get_attr (constants are inputs of kind "constant", values in `constants`).
+
+    device: where the ranks run. The graph itself is on the CPU, on every machine; `passes.bind_device` moves a
+    rank's graph there.
     """
 
     module: fx.GraphModule
     inputs: tuple[GraphInput, ...]
     outputs: tuple[GraphOutput, ...]
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    device: torch.device = CPU
 
     @property
     def graph(self) -> fx.Graph:

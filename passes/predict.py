@@ -11,7 +11,7 @@ from cost_model.mesh import MeshSpec
 from cost_model.timeline import Timeline
 from passes.assignment import Assignment
 from passes.bucket_plan import bucketed_turns
-from passes.joint import JointGraph
+from passes.joint import CPU, JointGraph
 from passes.lower_rank import lower_rank
 from passes.missing_tangents import usually_missing, without_tangents
 from passes.phases import Phases, split_phases
@@ -97,6 +97,7 @@ def predicted_step(
     schedule: the order in which each phase runs.
     """
     mesh = prices.mesh
+    joint = replace(joint, device=CPU)  # nothing is run
     turns = bucketed_turns(joint, assignment, prices, rules)
 
     def of_rank(rank: int) -> Prediction:

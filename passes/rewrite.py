@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import keyword
 import re
 from collections.abc import Callable, Sequence
@@ -126,7 +127,7 @@ def copy_joint(joint: JointGraph) -> JointGraph:
             copy.target = copy.name  # names are made unique; the generated signature prints the target
         copy.meta = dict(node.meta)
         new[node] = copy
-    return JointGraph(lazy_module(graph, "JointGraph"), joint.inputs, joint.outputs, joint.constants)
+    return dataclasses.replace(joint, module=lazy_module(graph, "JointGraph"))
 
 
 def _op_name(node: fx.Node) -> str | None:

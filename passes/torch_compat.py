@@ -95,6 +95,14 @@ def fresh_fakes(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
 
 
+def fakes_on(device: torch.device, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Fakes of the sizes, strides and dtypes of `values` on `device`, of one new FakeTensorMode. Since torch 2.0."""
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        return [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=device) for v in values]
+
+
 @contextmanager
 def torch_deprecations_ignored() -> Generator[None]:
     """Inductor and Dynamo import modules that torch itself calls deprecated (2.13): not the user's affair."""
@@ -329,7 +337,8 @@ def shape_dependent_errors() -> tuple[type[Exception], ...]:
 
 
 @contextmanager
-def _attribute(owner: Any, name: str, value: Any) -> Generator[None]:
+def replaced_attribute(owner: Any, name: str, value: Any) -> Generator[None]:
+    """`owner.name` is `value` inside."""
     old = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -340,7 +349,7 @@ def _attribute(owner: Any, name: str, value: Any) -> Generator[None]:
 
 def compiling_flag() -> AbstractContextManager[None]:
     """`torch.compiler.is_compiling()` is True inside: models skip checks that read values. Since 2.1."""
-    return _attribute(torch.compiler, "_is_compiling_flag", True)
+    return replaced_attribute(torch.compiler, "_is_compiling_flag", True)
 
 
 def encoder_masks_trusted() -> AbstractContextManager[None]:
@@ -351,7 +360,7 @@ def encoder_masks_trusted() -> AbstractContextManager[None]:
     def trust(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
         return bool(is_causal)
 
-    return _attribute(transformer, "_detect_is_causal_mask", trust)
+    return replaced_attribute(transformer, "_detect_is_causal_mask", trust)
 
 
 def full_precision_backward() -> AbstractContextManager[None]:
@@ -392,3 +401,48 @@ def inductor_graph_order() -> AbstractContextManager[Any]:
 
     names = ("reorder_for_locality", "reorder_for_peak_memory")
     return config.patch({name: False for name in names if hasattr(config, name)})
+
+
+@contextmanager
+def accelerator_kernels(kernels: Mapping[Any, Callable[..., Any]]) -> Generator[None]:
+    """Inside, on this thread, calls of these ops run the given functions first, before autograd sees them.
+
+    The key is that of an autocast which no backend in torch uses, put among the keys of every call; torch's own
+    autocast keys follow a tensor's device. A function that calls its op again reaches torch.
+    `_C._ExcludeDispatchKeyGuard` and `_IncludeDispatchKeyGuard` since torch 1.13, `Library.fallback` since torch 2.6.
+    """
+    key = torch._C.DispatchKey.AutocastHPU
+    own, others = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
+
+    def below(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
+                return function(*args, **kwargs)
+
+        return run
+
+    try:
+        others.fallback(torch.library.fallthrough_kernel, key.name)
+        for op, function in kernels.items():
+            own.impl(op, below(function), key.name)
+        torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+        with torch._C._IncludeDispatchKeyGuard(key):
+            yield
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(key, True)
+        own._destroy()
+        others._destroy()
+
+
+def autocast_of_cpu_ignored() -> AbstractContextManager[Any]:
+    """`torch.autocast("cpu")` casts nothing inside. `_C._ExcludeDispatchKeyGuard` since torch 1.13."""
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))
+
+
+@contextmanager
+def tracing_suspended() -> Generator[None]:
+    """Inside, ops run on real tensors, unseen by fake and tracing modes. Since torch 2.1."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        yield

@@ -11,22 +11,30 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from passes.capture.autocast import cast_to
 from passes.ops.attention import attention
 
 __all__ = ["attention_captured", "scaled_dot_product"]
 
 
 @contextmanager
-def attention_captured() -> Generator[dict[Any, Callable[..., Any]]]:
+def attention_captured(device_type: str) -> Generator[dict[Any, Callable[..., Any]]]:
     """Torch functions to answer otherwise while tracing, for a TorchFunctionMode.
 
+    Under autocast of `device_type` the operands are cast to its dtype, as torch's own function does.
     A mode does not see calls made inside torch's own composite functions (nn.MultiheadAttention), so
     the name that they look up is exchanged too, and put back at the end.
     """
     original = F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = scaled_dot_product  # type: ignore[assignment]
+
+    def answer(*args: Any, **kwargs: Any) -> Tensor:
+        if torch.is_autocast_enabled(device_type):
+            args, kwargs = cast_to(torch.get_autocast_dtype(device_type), args, kwargs)
+        return scaled_dot_product(*args, **kwargs)
+
+    F.scaled_dot_product_attention = answer  # type: ignore[assignment]
     try:
-        yield {original: scaled_dot_product}
+        yield {original: answer}
     finally:
         F.scaled_dot_product_attention = original
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from cost_model.errors import AutoshardError, CaptureError
+from cost_model.errors import AutoshardError
 from passes.capture.build import build_joint
 from passes.capture.call import CallSpec, flatten_call, tensor_names
+from passes.capture.device_view import CARRIER
 from passes.capture.errors import capture_error
 from passes.capture.state import find_slots
 from passes.capture.trace import Program, trace
@@ -45,8 +46,9 @@ def capture(
     No kernel runs and nothing in `model` changes. Numbers, strings and None among the arguments are
     baked in. Outputs that are not tensors are kept as constants of the returned structure.
 
-    device:  where the graph's tensors live, a device of this machine; None: where the model and the
-             arguments are, with `meta` counting as the CPU. A plan is the same for any.
+    device:  where the ranks will run, on this machine or not: the model sees this type of device, with its
+             autocast ("cuda" on a laptop). None: the CPU. The graph is traced on CPU fakes whatever this is and
+             wherever the model and the arguments are, `meta` included, so it is the same everywhere.
     forward: what to call instead of `model` (of the same module).
 
     Raises CaptureError, with the line of the user's code, for what cannot be one graph: control flow
@@ -55,24 +57,14 @@ def capture(
     called = model if forward is None else forward
     inputs, key = flatten_call(args, kwargs)
     slots = find_slots(model)
-    program = Program(model, called, slots, inputs, key.tree)
+    runs_on = CARRIER if device is None else torch.device(device)
+    program = Program(model, called, slots, inputs, key.tree, runs_on.type)
     try:
-        traced = trace(program, None if device is None else _usable(torch.device(device)))
+        traced = trace(program)
     except AutoshardError:
         raise
     except Exception as cause:
         raise capture_error(model, called, cause) from cause
-    joint = build_joint(program, traced, tensor_names(key))
+    joint = replace(build_joint(program, traced, tensor_names(key)), device=runs_on)
     aliases = {slot.name: slot.aliases for slot in slots if slot.aliases}
     return Captured(joint, CallSpec(key, traced.outputs, traced.output_count), aliases)
-
-
-def _usable(device: torch.device) -> torch.device:
-    """Autograd crashes on fakes of a device that this torch cannot drive."""
-    backend: Any = getattr(torch, device.type, None)
-    if device.type != "cpu" and not (hasattr(backend, "is_available") and backend.is_available()):
-        raise CaptureError(
-            f"cannot capture on {device}: this machine has none\n"
-            "  try: device=None; a plan does not depend on the device that the model was captured on"
-        )
-    return device

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from cost_model.errors import CaptureError
 from passes.capture.attention import attention_captured
 from passes.capture.cumulative import trace_cumulative_averages
+from passes.capture.device_view import CARRIER, seen_on
 from passes.capture.kept import resizing_kept
 from passes.capture.padding import PADS
 from passes.capture.provenance import provenance
@@ -34,13 +35,16 @@ __all__ = ["Program", "Traced", "trace"]
 
 @dataclass(frozen=True)
 class Program:
-    """What is traced: `forward` of `model` on one call. inputs: tensors, `call` their structure."""
+    """What is traced: `forward` of `model` on one call. inputs: tensors, `call` their structure.
+
+    device_type: what the model sees that its tensors are on ("cpu", "cuda")."""
 
     model: nn.Module
     forward: Callable[..., Any]
     slots: Sequence[Slot]
     inputs: Sequence[Tensor]
     call: Tree
+    device_type: str
 
 
 @dataclass
@@ -76,7 +80,8 @@ class _Traceable(nn.Module):
         count = len(program.slots)
         with state_replaced(program.slots, tensors[:count]):
             args, kwargs = unflatten(program.call, tensors[count:])
-            outputs, tree = flatten(program.forward(*args, **kwargs))
+            with seen_on(program.device_type):
+                outputs, tree = flatten(program.forward(*args, **kwargs))
             rebound = rebound_buffers(program.slots, tensors[:count])
         if not outputs:
             raise CaptureError(
@@ -93,18 +98,15 @@ class _Traceable(nn.Module):
 _TRACER_FRAMES = frozenset({_Traceable.forward.__code__, trace_joint.__code__})
 
 
-def trace(program: Program, device: torch.device | None) -> Traced:
-    """Trace `program`. Everything it changes, in the model and in torch, is put back.
-
-    device: where the fakes live; None: where the real tensors are, `meta` counting as the CPU.
-    """
+def trace(program: Program) -> Traced:
+    """Trace `program` on CPU fakes. Everything it changes, in the model and in torch, is put back."""
     returned = Returned()
     with ExitStack() as stack:
         stack.enter_context(_plain_autograd())
         stack.enter_context(state_kept(program.model))
         trace_cumulative_averages(program.model)
-        fakes = _fakes(program, device)
-        replaced = stack.enter_context(attention_captured())
+        fakes = _fakes(program)
+        replaced = stack.enter_context(attention_captured(program.device_type))
         for context in (
             _fast_paths_off(),
             compiling_flag(),
@@ -119,16 +121,10 @@ def trace(program: Program, device: torch.device | None) -> Traced:
     return Traced(aot, returned.tree, returned.count, returned.rebound)
 
 
-def _fakes(program: Program, device: torch.device | None) -> list[Tensor]:
+def _fakes(program: Program) -> list[Tensor]:
     """Contiguous fakes that no longer know the real tensors, so that those can be swapped later."""
-
-    def place(tensor: Tensor) -> torch.device:
-        if device is not None:
-            return device
-        return torch.device("cpu") if tensor.device.type == "meta" else tensor.device
-
     real = [*(slot.tensor for slot in program.slots), *program.inputs]
-    return fake_tensors([(tuple(t.shape), t.dtype, place(t), t.requires_grad) for t in real])
+    return fake_tensors([(tuple(t.shape), t.dtype, CARRIER, t.requires_grad) for t in real])
 
 
 @contextmanager

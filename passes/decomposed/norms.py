@@ -1,4 +1,8 @@
-"""Group norm and its backward. (Layer, batch and RMS norm: torch's own, over our variance.)"""
+"""Layer, batch and group norm, the same on every device. (Their other gradients and RMS norm: torch's own.)
+
+In half precision torch keeps mean and deviation for the backward in half precision on CPUs and in float32 on GPUs.
+Here they are float32 everywhere: what capture sees does not depend on the device.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,61 @@ def _per_channel(x: Tensor, like: Tensor) -> Tensor:
     return x.reshape([1, -1, *([1] * (like.ndim - 2))])
 
 
+def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    scaled = x if weight is None else x * weight
+    return scaled if bias is None else scaled + bias
+
+
+def layer_norm(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x: [*lead, *shape]. Returns the normalised x, and mean and 1/deviation, [*lead, 1, ...] each."""
+    over = list(range(x.ndim - len(shape), x.ndim))
+    work = x.to(wide(x.dtype))
+    variance, center = moments(work, over, 0)
+    rstd = (variance + eps).rsqrt()
+    return _affine((work - center) * rstd, weight, bias).to(x.dtype), center, rstd
+
+
+def batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """x: [n, c, *spatial]. Returns the normalised x, mean and 1/deviation as the backward reads them ([c]; empty
+    without training), and the new running mean and variance, [c]. The running variance is the unbiased one."""
+    work = x.to(wide(x.dtype))
+    channel = lambda s: _per_channel(s, x)
+    weight, bias = (None if s is None else channel(s) for s in (weight, bias))
+    if not training:
+        assert running_mean is not None and running_var is not None
+        center, variance = running_mean.to(work.dtype), running_var.to(work.dtype)
+        result = _affine((work - channel(center)) * channel(1 / (variance + eps).sqrt()), weight, bias)
+        return result.to(x.dtype), x.new_zeros((0,)), x.new_zeros((0,)), running_mean, running_var
+    over = [d for d in range(x.ndim) if d != 1]
+    variance, center = moments(work, over, 0)
+    rstd = (variance + eps).rsqrt()
+    result = _affine((work - center) * rstd, weight, bias).to(x.dtype)
+    center, rstd, variance = (s.squeeze(over) for s in (center, rstd, variance))
+    if running_mean is not None:
+        running_mean = momentum * center + (1 - momentum) * running_mean
+    if running_var is not None:
+        count = x.numel() / x.shape[1]
+        running_var = momentum * (variance * (count / (count - 1))) + (1 - momentum) * running_var
+    return result, center, rstd, running_mean, running_var
+
+
+def batch_norm_without_stats(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, training: bool, momentum: float, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return batch_norm(x, weight, bias, None, None, training, momentum, eps)[:3]
+
+
 def group_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, n: int, c: int, hw: int, groups: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -32,8 +91,7 @@ def group_norm(
         result = result * _per_channel(weight, x)
     if bias is not None:
         result = result + _per_channel(bias, x)
-    center, rstd = (s.reshape(n, groups).to(x.dtype) for s in (center, rstd))
-    return result.to(x.dtype), center, rstd
+    return result.to(x.dtype), center.reshape(n, groups), rstd.reshape(n, groups)
 
 
 def group_norm_backward(
@@ -71,6 +129,9 @@ def group_norm_backward(
 
 
 NORMS: dict[Any, Callable[..., Any]] = {
+    aten.native_layer_norm.default: layer_norm,
+    aten._native_batch_norm_legit_functional.default: batch_norm,
+    aten._native_batch_norm_legit.no_stats: batch_norm_without_stats,
     aten.native_group_norm.default: group_norm,
     aten.native_group_norm_backward.default: group_norm_backward,
 }
