@@ -43,8 +43,8 @@ COMPILED = (("llama:autocast", "unet:bfloat16"), ("gpt2:bfloat16", "vit:float32"
 PARTS = (
     Part("imitation", "imitation"),
     Part("graphs", "graphs", FAMILIES),
-    Part("inductor 8.0", "inductor", COMPILED, "80"),
-    Part("inductor 9.0", "inductor", COMPILED, "90"),
+    Part("inductor-8.0", "inductor", COMPILED, "80"),
+    Part("inductor-9.0", "inductor", COMPILED, "90"),
     Part("portability", "portability"),
     Part("jobs", "jobs", alone=True),
     Part("commands", "commands", alone=True),
@@ -86,7 +86,7 @@ def run_process(part: Part, arguments: tuple[str, ...], venv: Path, laptop: str,
         "LAPTOP_PYTHON": laptop,
         "PATH": f"{venv / 'bin'}:{os.environ['PATH']}",
     }
-    log = logs / f"{part.name.replace(' ', '-')}{'-'.join(('', *arguments)).replace(':', '-')}.log"
+    log = logs / f"{part.name}{'-'.join(('', *arguments)).replace(':', '-')}.log"
     died = ""
     with log.open("w") as output:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from autoshard.planning import canonical_capture
@@ -15,4 +16,5 @@ __all__ = ["captured_for_cuda"]
 def captured_for_cuda(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
 ) -> Captured:
-    return canonical_capture(model, args, kwargs or {})
+    """For ranks on cuda:0; wherever the tensors are."""
+    return canonical_capture(model, args, kwargs or {}, device=torch.device("cuda", 0))

@@ -113,7 +113,7 @@ def main() -> None:
     for family in sys.argv[1:] or FAMILIES:
         for kind in KINDS:
             with report.case(f"{family} {kind}"):
-                phases = rank_phases(example(family, kind), mesh, (0, 3), DEVICE)
+                phases = rank_phases(example(family, kind), mesh, (0, 3))
                 wrong = [f"{name}: {text}" for name, module in phases.items() for text in check(module)]
                 assert not wrong, "\n".join(wrong[:12])
     report.exit()

@@ -95,7 +95,7 @@ WRONG: dict[Callable[[], None], str] = {
     _copy_from_freed_memory: "refuses cudaMemcpy: the source",
     _copy_past_the_end: "65 bytes at offset 0 of an allocation of 64",
     _host_pointer_in_a_kernel: "vectorized_elementwise_kernel",
-    _host_pointer_in_a_product: "refuses cublasSgemm: B is a host pointer",
+    _host_pointer_in_a_product: "is a host pointer",
     _another_devices_memory_in_a_kernel: "is on device 1, the call on device 0",
     _host_pointer_in_a_convolution: "refuses cudnnBackendExecute: tensor",
     _host_pointer_in_triton: "is a host pointer",
@@ -149,7 +149,8 @@ def _fused_attention() -> None:
 def _out_of_memory() -> None:
     try:
         torch.empty(100 << 30, dtype=torch.uint8, device="cuda")
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:  # torch's cache, where it is on, makes an OutOfMemoryError of it
+        assert "out of memory" in str(error), error
         return
     raise AssertionError("100 GiB fitted into 80")
 

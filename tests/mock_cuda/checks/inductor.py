@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from passes.compile import compile_graph
 from tests.mock_cuda.checks.families import example
-from tests.mock_cuda.checks.graphs import DEVICE, differences, fake_mesh, real
+from tests.mock_cuda.checks.graphs import differences, fake_mesh, real
 from tests.mock_cuda.checks.rank_phases import rank_phases
 from tests.mock_cuda.checks.report import Report
 
@@ -38,7 +38,7 @@ def main() -> None:
     for case in sys.argv[1:]:
         family, kind = case.split(":")
         with report.case(f"{family} {kind} compute capability {major}.{minor}"):
-            phases = rank_phases(example(family, kind), mesh, (0,), DEVICE)
+            phases = rank_phases(example(family, kind), mesh, (0,))
             wrong = [f"{name}: {text}" for name, module in phases.items() for text in check(module)]
             assert not wrong, "\n".join(wrong[:12])
     report.exit()

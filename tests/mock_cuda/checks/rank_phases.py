@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -21,10 +20,8 @@ from tests.mock_cuda.checks.families import Example
 __all__ = ["rank_phases"]
 
 
-def rank_phases(
-    case: Example, mesh: DeviceMesh, ranks: tuple[int, ...], device: torch.device
-) -> dict[str, fx.GraphModule]:
-    """ "rank 0 forward" and so on -> the graph that is compiled for it. mesh: of the ranks; device: the one at hand."""
+def rank_phases(case: Example, mesh: DeviceMesh, ranks: tuple[int, ...]) -> dict[str, fx.GraphModule]:
+    """ "rank 0 forward" and so on -> the graph that is compiled for it. mesh: of the ranks; all run on cuda:0."""
     spec = MeshSpec.of(mesh)
     captured = captured_for_cuda(case.model, case.args, case.kwargs)
     call = CallLayouts({}, output_layouts(captured, spec, None))
@@ -37,13 +34,7 @@ def rank_phases(
     for rank in ranks:
         ours = lower_rank(captured.joint, plan.assignment, prices, rank, groups, turns)
         phases = split_phases(ours.module, captured.joint.inputs, captured.joint.outputs)
-        found[f"rank {rank} forward"] = _bound(phases.forward, device)
+        found[f"rank {rank} forward"] = scheduled(phases.forward)
         if phases.backward is not None:
-            found[f"rank {rank} backward"] = _bound(phases.backward.module, device)
+            found[f"rank {rank} backward"] = scheduled(phases.backward.module)
     return found
-
-
-def _bound(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
-    from passes.bind_device import bind_device
-
-    return bind_device(scheduled(module), device)
