@@ -139,7 +139,9 @@ def _recurrent_layers_through_cudnn() -> None:
 
 
 def _fused_attention() -> None:
-    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH):
+    for backend in (
+        SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH,
+    ):  # fmt: skip
         q = torch.randn(2, 4, 64, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         with sdpa_kernel(backend):
             F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()

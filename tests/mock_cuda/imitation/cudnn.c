@@ -4,6 +4,7 @@
 
 /* Numbers of cuDNN 9's headers; the headers' own declarations would not go with plain types. */
 enum {
+  CUDNN_ATTR_ENGINECFG_WORKSPACE_SIZE = 303, CUDNN_ATTR_ENGINECFG_SHARED_MEMORY_USED = 304,
   CUDNN_ATTR_ENGINECFG_ENGINE = 300, CUDNN_ATTR_ENGINEHEUR_OPERATION_GRAPH = 201,
   CUDNN_ATTR_ENGINEHEUR_RESULTS = 202, CUDNN_ATTR_ENGINE_GLOBAL_INDEX = 1301,
   CUDNN_ATTR_ENGINE_OPERATION_GRAPH = 1300, CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG = 401,
@@ -103,6 +104,8 @@ int cudnnBackendGetAttribute(descriptor *d, int name, int type, int64_t requeste
     if (elements && requested) found[0]->graph = d->graph;
     return SUCCESS;
   case CUDNN_ATTR_OPERATIONGRAPH_ENGINE_GLOBAL_COUNT: return answer(1, type, requested, count, elements);
+  case CUDNN_ATTR_ENGINECFG_SHARED_MEMORY_USED: return answer(0, type, requested, count, elements);
+  case CUDNN_ATTR_ENGINECFG_WORKSPACE_SIZE:
   case CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE: return answer(WORKSPACE, type, requested, count, elements);
   case CUDNN_ATTR_ENGINE_GLOBAL_INDEX: if (!a) return answer(0, type, requested, count, elements);
   }
