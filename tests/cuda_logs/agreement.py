@@ -36,19 +36,26 @@ class Communicator:
 
 @dataclass(frozen=True)
 class Agreement:
-    """problems: empty if all fits. collectives, messages: calls of all ranks."""
+    """problems: empty if all fits. kinds: calls of all ranks, by kind; messages are sends and recvs."""
 
     problems: tuple[str, ...]
     communicators: tuple[Communicator, ...]
-    collectives: int
-    messages: int
+    kinds: Mapping[str, int]
+
+    @property
+    def messages(self) -> int:
+        return self.kinds.get("send", 0) + self.kinds.get("recv", 0)
+
+    @property
+    def collectives(self) -> int:
+        return sum(self.kinds.values()) - self.messages
 
     def __str__(self) -> str:
         sizes = Counter((c.size, c.made) for c in self.communicators)
         made = ", ".join(
             f"{n} of {size} ranks by {how}" for (size, how), n in sorted(sizes.items(), reverse=True)
         )
-        calls = f"{self.collectives} collectives, {self.messages} messages"
+        calls = ", ".join(f"{count} {kind}" for kind, count in sorted(self.kinds.items()))
         return f"{len(self.communicators)} communicators ({made}), {calls}"
 
 
@@ -66,9 +73,8 @@ def check_logs(processes: Sequence[Process]) -> Agreement:
     if not problems:
         # Only calls that match can be run; of others the lines above say what is wrong.
         problems += _run_in_order(processes, communicators)
-    every = [call for process in processes for call in process.calls]
-    messages = sum(call.is_message for call in every)
-    return Agreement(tuple(problems), tuple(communicators.values()), len(every) - messages, messages)
+    kinds = Counter(call.kind for process in processes for call in process.calls)
+    return Agreement(tuple(problems), tuple(communicators.values()), kinds)
 
 
 def _communicators(processes: Sequence[Process], problems: list[str]) -> dict[str, Communicator]:

@@ -46,7 +46,7 @@ def test_equal_sequences_agree() -> None:
 
     agreement = _checked(log(0), log(1))
     assert agreement.problems == ()
-    assert str(agreement) == "1 communicators (1 of 2 ranks by init), 4 collectives, 0 messages"
+    assert str(agreement) == "1 communicators (1 of 2 ranks by init), 2 all_reduce, 2 broadcast"
 
 
 def test_another_order_count_type_op_or_root_is_named() -> None:
@@ -70,6 +70,8 @@ def test_messages_match_in_order_and_size() -> None:
     pair = [_START, _call("send", 0, root=1), _call("recv", 0, count=4, root=1), _END]
     back = [_START, _call("recv", 1, root=0), _call("send", 1, count=4, root=0), _END]
     assert _both(pair, back) == ()
+    both = _checked([_init(0), *pair], [_init(1), *back])
+    assert (both.messages, both.collectives) == (4, 0)
     short = [_START, _call("recv", 1, count=7, root=0), _call("send", 1, count=4, root=0), _END]
     assert _both(pair, short) == (
         "communicator w: message 0 from rank 0 to rank 1: send to 1 f32[8], recv from 0 f32[7]",
@@ -127,7 +129,7 @@ def test_splits_are_counted_and_joined_by_all() -> None:
 
     agreement = _checked(*map(log, range(4)))
     assert agreement.problems == ()
-    assert str(agreement).startswith("3 communicators (1 of 4 ranks by init, 2 of 2 ranks by split), 4 coll")
+    assert str(agreement).startswith("3 communicators (1 of 4 ranks by init, 2 of 2 ranks by split), 4 all_")
     absent = _both([_split(0, 0)], [])
     assert absent == ("communicator w: ranks [1] do not join split 0",)
     # A rank that is in no part joins the split all the same.

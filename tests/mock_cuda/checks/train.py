@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from autoshard.demo.model import GPT, GPTConfig, batches
 from tests.mock_cuda.checks.families import Example, MeanSquare, example
 
 AXES = ("dp", "tp", "cp")
+IMAGE = 1024  # rows and columns of the images, over all ranks
 
 
 @dataclass(frozen=True)
@@ -65,12 +67,10 @@ def _uneven(axes: tuple[str, ...], dtype: torch.dtype) -> Job:
 
 
 def _halos(axes: tuple[str, ...], dtype: torch.dtype) -> Job:
-    """Every rank passes its rows of the images, so that the convolutions need their neighbours' rows."""
-    placements = [Shard(2 + i) for i in range(len(axes))][:2]
-    sizes = [16 // n for n in _mesh_sizes()] + [16]
-    images = torch.randn(2, 3, *sizes[:2], dtype=dtype)
-    options = {"in_placements": (placements,)}
-    return Job(Example(MeanSquare(Convolutions()).to(dtype), (images,), {}), options)
+    """Every rank passes its rows and columns of the images. At this size halos are cheaper than whole images."""
+    rows, columns = (IMAGE // n for n in (*_mesh_sizes(), 1)[:2])
+    case = Example(MeanSquare(Convolutions()).to(dtype), (torch.randn(2, 3, rows, columns, dtype=dtype),), {})
+    return Job(case, {"in_placements": ([Shard(2 + i) for i in range(len(axes))],)})
 
 
 MODELS = {"gpt": _gpt, "uneven": _uneven, "halos": _halos}
@@ -118,7 +118,8 @@ def main() -> None:
         if dist.get_rank() == 0:
             print(f"step {step}: loss {loss.item()}")
     if dist.get_rank() == 0:
-        print(f"{len(list(model.autoshard_plan.collectives))} collectives in the plan")
+        names = Counter(str(collective.name) for collective in model.autoshard_plan.collectives)
+        print("plan: " + ", ".join(f"{count} {name}" for name, count in names.items()))
     dist.destroy_process_group()
 
 
