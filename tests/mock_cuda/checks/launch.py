@@ -45,11 +45,13 @@ def run(
     return done.stdout
 
 
-def run_logged(command: Sequence[str], *, timeout: int = 1200) -> tuple[str, Agreement]:
+def run_logged(
+    command: Sequence[str], *, timeout: int = 1200, more: Mapping[str, str] | None = None
+) -> tuple[str, Agreement]:
     """The output, and what `check_logs` finds; AssertionError for the first problems."""
     with tempfile.TemporaryDirectory() as folder:
         prefix = Path(folder) / "nccl"
-        output = run(command, timeout=timeout, more={"MOCK_LOG": str(prefix)})
+        output = run(command, timeout=timeout, more={"MOCK_LOG": str(prefix), **(more or {})})
         agreement = check_logs(read_logs(prefix))
     assert not agreement.problems, "\n".join(agreement.problems[:8])
     assert agreement.communicators, "no NCCL call was logged"
