@@ -2,12 +2,14 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
+# The environment with the CUDA build of torch, for the imitated CUDA machine.
+VENV_CUDA ?= .venv-cuda
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format golden ci clean
+.PHONY: help demo test check format golden mock-cuda ci clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(BIN)/pytest: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -32,6 +34,17 @@ format: $(BIN)/pytest ## rewrite the code in the house format
 
 golden: $(BIN)/pytest ## rewrite golden files with what the tests get; read the diff
 	$(BIN)/pytest --update-golden
+
+# `===`: the CUDA build, as the index names it.
+$(VENV_CUDA)/bin/pytest:
+	$(PYTHON) -m venv $(VENV_CUDA)
+	$(VENV_CUDA)/bin/pip install 'torch===2.13.0'
+	grep -v '^torch==' constraints.txt >$(VENV_CUDA)/constraints.txt
+	$(VENV_CUDA)/bin/pip install -c $(VENV_CUDA)/constraints.txt -e . transformers pytest
+
+# PARTS: some of the checks only, such as PARTS='graphs jobs'.
+mock-cuda: $(VENV_CUDA)/bin/pytest $(BIN)/pytest ## the CUDA path on an imitated CUDA machine (needs gcc)
+	$(BIN)/python tests/mock_cuda/run.py --venv $(VENV_CUDA) --laptop $(BIN)/python $(PARTS)
 
 ci: ## everything CI does, in a fresh copy and a fresh environment
 	.ci/run

@@ -1,0 +1,123 @@
+"""Check: the graphs of ranks 0 and 3 on a (2, 2) mesh, run node by node on the device, give what their fakes say.
+
+python -m tests.mock_cuda.checks.graphs FAMILY...
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from passes.compile import name_collectives
+from passes.expand_ops import expand_ops
+from passes.fuse_eager import FuseEager
+from passes.recompute import is_collective
+from tests.mock_cuda.checks.families import FAMILIES, KINDS, example
+from tests.mock_cuda.checks.rank_phases import rank_phases
+from tests.mock_cuda.checks.report import Report
+
+__all__ = ["differences", "fake_mesh", "real"]
+
+DEVICE = torch.device("cuda", 0)
+
+
+def fake_mesh() -> DeviceMesh:
+    """(2, 2), without the other ranks."""
+    torch.cuda.set_device(DEVICE)
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    return init_device_mesh("cuda", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def real(fake: Tensor) -> Tensor:
+    """Memory for a fake, poison in it."""
+    return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
+
+
+def differences(value: Any, fake: Any) -> list[str]:
+    """How a value differs from its fake. Strides count where a dim has more than one element."""
+    if not isinstance(value, Tensor) or not isinstance(fake, Tensor):
+        return (
+            []
+            if isinstance(value, Tensor) == isinstance(fake, Tensor)
+            else [f"{type(value)} for {type(fake)}"]
+        )
+    found = [
+        f"{name} {got} where the fake has {expected}"
+        for name, got, expected in (
+            ("shape", tuple(value.shape), tuple(fake.shape)),
+            ("dtype", value.dtype, fake.dtype),
+            ("device", value.device, fake.device),
+        )
+        if got != expected
+    ]
+    strides = [
+        (v, f) for v, f, size in zip(value.stride(), fake.stride(), fake.shape, strict=True) if size > 1
+    ]
+    if not found and fake.numel() and any(v != f for v, f in strides):
+        found.append(
+            f"strides {value.stride()} where the fake has {fake.stride()}, shape {tuple(fake.shape)}"
+        )
+    return found
+
+
+class CheckedRun(fx.Interpreter):
+    """Runs a graph; `problems` says which nodes gave something else than their fakes."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.problems: list[str] = []
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        found = differences(value, n.meta["val"]) if n.op == "call_function" and "val" in n.meta else []
+        if is_collective(n) and "wait" not in str(n.target):
+            operands = n.args[0] if isinstance(n.args[0], list) else [n.args[0]]
+            found += ["operand not contiguous" for o in operands if not self.env[o].is_contiguous()]
+        self.problems += [f"{n.name} = {n.target}: {text}" for text in found]
+        return value
+
+
+def strangers(module: fx.GraphModule) -> list[str]:
+    """Nodes that are for a CPU: its kernels, or tensors made there."""
+    return [
+        f"{node.name} = {node.target}"
+        for node in module.graph.nodes
+        if node.op == "call_function"
+        and (
+            "for_cpu" in str(node.target)
+            or "mkldnn" in str(node.target)
+            or str(node.kwargs.get("device")) == "cpu"
+        )
+    ]
+
+
+def check(module: fx.GraphModule) -> list[str]:
+    """What is wrong with one rank's phase on the device."""
+    expanded = FuseEager()(name_collectives(expand_ops(module)))
+    run = CheckedRun(expanded)
+    fakes = [node.meta["val"] for node in expanded.graph.nodes if node.op == "placeholder"]
+    wrong = [f"input on {fake.device}" for fake in fakes if fake.device != DEVICE]
+    with torch.no_grad():
+        run.run(*[real(fake) for fake in fakes])
+    return wrong + strangers(expanded) + run.problems
+
+
+def main() -> None:
+    report, mesh = Report(), fake_mesh()
+    for family in sys.argv[1:] or FAMILIES:
+        for kind in KINDS:
+            with report.case(f"{family} {kind}"):
+                phases = rank_phases(example(family, kind), mesh, (0, 3))
+                wrong = [f"{name}: {text}" for name, module in phases.items() for text in check(module)]
+                assert not wrong, "\n".join(wrong[:12])
+    report.exit()
+
+
+if __name__ == "__main__":
+    main()
