@@ -1,4 +1,4 @@
-"""Tests here need GPUs, and say how many: `@pytest.mark.cuda(gpus=4)`. `make gpu` runs them and writes the results page.
+"""Tests here need GPUs, and say how many: `@pytest.mark.cuda(gpus=4)`. `make gpu` runs them and writes a page.
 
 A test writes figures for that page with `record_property`; no test asserts a time.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,14 +15,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from tests.models import seeded
+from tests.models import MODELS, seeded
 from tests.spatial.networks import NETWORKS, network
 
 __all__ = [
     "PRECISIONS",
     "Precision",
+    "copied",
     "gradients",
+    "loss_of",
     "losses_of_training",
+    "model_and_inputs",
     "prepared",
     "relative_error",
     "synchronisations",
@@ -53,14 +57,18 @@ PRECISIONS: Mapping[str, Precision] = {
 }
 
 
-def prepared(name: str, precision: Precision, **options: Any) -> tuple[nn.Module, dict[str, Any]]:
-    """A model of `tests.models` or a network of `tests.spatial`, and a global batch, both on this process's GPU;
+def model_and_inputs(name: str, **options: Any) -> tuple[nn.Module, dict[str, Any]]:
+    """A model of `tests.models` or a network of `tests.spatial`, and a global batch, in float32 on the CPU;
     values are the same in every process."""
-    if name in NETWORKS and name != "vit":
+    if name in NETWORKS and name not in MODELS:
         model, x = network(name, options.get("batch", 2))
-        inputs: dict[str, Any] = {"x": x}
-    else:
-        model, inputs = seeded(name, **options)
+        return model, {"x": x}
+    return seeded(name, **options)
+
+
+def prepared(name: str, precision: Precision, **options: Any) -> tuple[nn.Module, dict[str, Any]]:
+    """The same on this process's GPU, in the dtype of `precision`."""
+    model, inputs = model_and_inputs(name, **options)
     cast = lambda t: t.to("cuda", precision.dtype if t.is_floating_point() else None)
     return model.to("cuda", precision.dtype), pytree.tree_map_only(Tensor, cast, inputs)
 
@@ -85,10 +93,11 @@ def gradients(model: nn.Module, inputs: Mapping[str, Any], precision: Precision)
 
 
 def relative_error(got: Tensor, wanted: Tensor, floor: float = 0.0) -> float:
-    """Largest |difference| over the largest |wanted|, or over `floor` if that is more."""
+    """Largest |difference| over the largest |wanted|, or over `floor` if that is more; infinite for NaN."""
     if not wanted.numel():
         return 0.0
-    return float((got - wanted).abs().max()) / max(float(wanted.abs().max()), floor, 1e-300)
+    error = float((got - wanted).abs().max()) / max(float(wanted.abs().max()), floor, 1e-300)
+    return math.inf if math.isnan(error) else error
 
 
 def losses_of_training(

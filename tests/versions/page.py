@@ -60,8 +60,8 @@ def page(runs: Sequence[VersionRun]) -> str:
 def _head() -> Iterator[str]:
     yield "# Versions of torch and Python"
     yield ""
-    yield "Written by `make versions`; do not edit. Each row is an environment of its own, with the other packages as in"
-    yield f"`constraints.txt`, on CPU with gloo. torch {BASE} is what CI tests. The README promises what held here."
+    yield "Written by `make versions`; do not edit. Each row is an environment of its own, with the other packages as"
+    yield f"in `constraints.txt`, on CPU with gloo. torch {BASE} is what CI tests. The README promises what held here."
     yield ""
 
 
@@ -118,9 +118,9 @@ def _names(tests: Sequence[str]) -> str:
 def _graphs(runs: Sequence[VersionRun]) -> Iterator[str]:
     yield "## One graph on all versions"
     yield ""
-    yield "`python -m tests.versions.graph_hashes` captures usual models and layers (transformers of Hugging Face, a ViT, a U-Net,"
-    yield "convolutional and recurrent layers, norms, attention, losses), each in float32, in bfloat16 and under autocast, and hashes the"
-    yield "canonical graph. A plan made with one version runs with another where the hashes agree."
+    yield "`python -m tests.versions.graph_hashes` captures usual models and layers (Hugging Face's, a ViT, a U-Net,"
+    yield "convolutional and recurrent layers, norms, attention, losses), each in float32, in bfloat16 and under"
+    yield "autocast, and hashes the canonical graph. A plan made with one version runs with another where they agree."
     yield ""
     base = _base(runs)
     compared = [run for run in runs if run.hashes and run.torch.split("+")[0] != BASE]
