@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 VENV_CUDA ?= .venv-cuda
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format golden mock-cuda ci clean
+.PHONY: help demo test check format golden mock-cuda gpu versions ci clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,14 @@ mock-cuda: $(VENV_CUDA)/bin/pytest $(BIN)/pytest ## the CUDA path on an imitated
 
 ci: ## everything CI does, in a fresh copy and a fresh environment
 	.ci/run
+
+# A machine with GPUs may have torch and no package index: what $(PYTHON) has is used as it is.
+gpu: ## run the tests that need GPUs and write docs/gpu-results.md; PYTHON=... with torch is used as it is
+	@if $(PYTHON) -c 'import torch, pytest, highspy'; then $(PYTHON) -m benchmarks.gpu $(ARGS); \
+	else $(MAKE) $(BIN)/pytest && $(BIN)/python -m benchmarks.gpu $(ARGS); fi
+
+versions: ## run the tests on other versions of torch and Python and write docs/versions.md (hours; ARGS=--quick)
+	$(PYTHON) -m tests.versions.run $(ARGS)
 
 clean: ## remove the environment and caches
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .ruff_cache .import_linter_cache

@@ -24,7 +24,7 @@ from passes.redistribute import Redistributor
 from passes.rules.registry import RuleTable, rule_for
 from passes.rules.rule import OpRule
 from passes.served import Served
-from passes.torch_compat import fake_mode_of, lazy_module
+from passes.torch_compat import fake_mode_of, last_node, lazy_module
 
 __all__ = ["RankGraph", "partition"]
 
@@ -213,7 +213,7 @@ class _Writer:
         meta["transfer"] = self.transfers
         self.transfers += 1
         shape, mesh, groups = value.shape, self.mesh, self.groups
-        last = next(reversed(self.graph.nodes))
+        last = last_node(self.graph)
         moved = emit(self.graph, local, steps, shape, mesh, self.rank, groups, meta, self.calls)
         spans = [held.interval(shape, mesh, d, self.rank) for d in range(len(shape))]
         self.arrivals[reader.name, position] = _Arrival(local, spans, last.next, meta["transfer"])
@@ -259,7 +259,7 @@ class _Arrival:
     def put_off(self, graph: fx.Graph) -> None:
         """Let what arrives come after all that is emitted so far."""
         for node in self._received:
-            next(reversed(graph.nodes)).append(node)
+            last_node(graph).append(node)
 
 
 @dataclass

@@ -119,6 +119,11 @@ def lazy_module(graph: torch.fx.Graph, name: str = "GraphModule") -> torch.fx.Gr
     return _LazyGraphModule(torch.nn.Module(), graph, class_name=name)
 
 
+def last_node(graph: torch.fx.Graph) -> torch.fx.Node:
+    """The last node; until torch 2.12, `reversed(graph.nodes)` can be looped over, but is no iterator."""
+    return next(iter(reversed(graph.nodes)))
+
+
 def boxed_forward(module: Any) -> Callable[[list[Any]], Any]:
     """The generated code of a GraphModule, taking its inputs in a list that it empties, so that each is
     freed after its last use. `_BoxedCodeGen` since torch 2.10; without it inputs live to the end."""
