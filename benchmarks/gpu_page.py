@@ -50,7 +50,7 @@ def _head(machine: Machine) -> Iterator[str]:
     )
     yield ""
     if not machine.gpus:
-        yield "**Not run: this machine has no GPU.** The tests below were collected and skipped; no figure here is of a GPU."
+        yield "**Not run: this machine has no GPU.** The tests below were collected and skipped; no figure is of a GPU."
         yield ""
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from passes.torch_compat import accelerator_kernels
+from passes.torch_tracing import accelerator_kernels
 
 __all__ = ["CUDNN_LAYERS", "POLICIES", "accelerator_autocast", "autocast_on", "cast_to"]
 

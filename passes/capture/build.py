@@ -14,7 +14,8 @@ from passes.capture.errors import mutation_error
 from passes.capture.provenance import node_module, node_source
 from passes.capture.trace import Program, Traced
 from passes.joint import GraphInput, GraphOutput, JointGraph, ancestors
-from passes.torch_compat import AotEnd, fake_like, lazy_module
+from passes.torch_compat import fake_like, lazy_module
+from passes.torch_tracing import AotEnd
 
 __all__ = ["build_joint"]
 

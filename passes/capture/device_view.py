@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from passes.capture.autocast import accelerator_autocast
 from passes.capture.provenance import is_user_file
-from passes.torch_compat import autocast_of_cpu_ignored, replaced_attribute, tracing_suspended
+from passes.torch_tracing import autocast_of_cpu_ignored, replaced_attribute, tracing_suspended
 
 __all__ = ["CARRIER", "seen_on"]
 

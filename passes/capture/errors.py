@@ -12,7 +12,7 @@ from torch import nn
 
 from cost_model.errors import CaptureError
 from passes.capture.provenance import is_user_file
-from passes.torch_compat import data_dependent_errors, shape_dependent_errors
+from passes.torch_tracing import data_dependent_errors, shape_dependent_errors
 
 __all__ = ["capture_error", "mutation_error"]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cost_model.errors import UnsupportedOpError
 from passes.ops.grouped import grouped_mm
-from passes.torch_compat import grouped_mm_functions
+from passes.torch_tracing import grouped_mm_functions
 
 __all__ = ["grouped_captured", "grouped_product"]
 

@@ -21,7 +21,7 @@ from passes.capture.provenance import provenance
 from passes.capture.state import Slot, rebound_buffers, state_kept, state_replaced
 from passes.capture.trees import Tree, flatten, unflatten
 from passes.decompositions import decomposition_table
-from passes.torch_compat import (
+from passes.torch_tracing import (
     AotGraph,
     compiling_flag,
     encoder_masks_trusted,

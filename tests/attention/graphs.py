@@ -13,7 +13,8 @@ from torch import Tensor, fx
 from passes import ops  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from passes.expand_ops import expand_ops
 from passes.ops.attention_table import Chip
-from passes.torch_compat import fake_mode_of, fake_tensors
+from passes.torch_compat import fake_mode_of
+from passes.torch_tracing import fake_tensors
 
 MaskShape = Literal["none", "bool", "float", "broadcast", "row", "turned", "sliced"]
 MASKS: tuple[MaskShape, ...] = ("none", "bool", "float", "broadcast", "row", "turned", "sliced")

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import passes.ops  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers the op)
 from passes.ops.contract import Terms, contract_reference, format_equation, parse_equation
-from passes.torch_compat import fake_tensors
+from passes.torch_tracing import fake_tensors
 from tests.canonicalize.graphs import ramp
 
 

@@ -16,7 +16,8 @@ from passes.op_kinds import global_flops
 from passes.ops import grouped
 from passes.ops.grouped import grouped_mm
 from passes.rules.trial import call_node
-from passes.torch_compat import fake_mode_of, fake_tensors
+from passes.torch_compat import fake_mode_of
+from passes.torch_tracing import fake_tensors
 from tests.capture.running import check as check_captured
 from tests.profiles import slow_compute
 from tests.rules.registered import Draw, check
