@@ -175,7 +175,7 @@ def accelerator_kernels(kernels: Mapping[Any, Callable[..., Any]]) -> Generator[
     autocast keys follow a tensor's device. A function that calls its op again reaches torch.
     `_C._ExcludeDispatchKeyGuard` and `_IncludeDispatchKeyGuard` since torch 1.13, `Library.fallback` since torch 2.6.
     """
-    key = torch._C.DispatchKey.AutocastHPU
+    key = torch._C.DispatchKey.AutocastHPU  # type: ignore[attr-defined]
     own, others = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
 
     def below(function: Callable[..., Any]) -> Callable[..., Any]:

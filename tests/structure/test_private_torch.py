@@ -17,7 +17,7 @@ def test_private_torch_apis_are_used_at_home_only() -> None:
         if relative(path) not in HOMES
         for line, name in private_torch_uses(path.read_text())
     ]
-    assert not found, f"wrap these in a named function of {" or ".join(HOMES)}:\n" + "\n".join(found)
+    assert not found, f"wrap these in a named function of {' or '.join(HOMES)}:\n" + "\n".join(found)
 
 
 @pytest.mark.parametrize(
