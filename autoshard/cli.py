@@ -63,6 +63,7 @@ def _add_plan(commands: Any) -> None:
     plan.add_argument("--device", default="cuda", help="device type of the mesh (default cuda)")
     plan.add_argument("--profile", help="a profile's path, or a shipped one's name")
     plan.add_argument("--memory-limit", help='per device, such as "70GB"')
+    _add_autocast(plan)
     plan.add_argument("--output", "-o", type=Path, help="where to save the plan (JSON)")
     plan.set_defaults(command=_plan)
 
@@ -87,6 +88,7 @@ def _add_verify(commands: Any) -> None:
     verify = commands.add_parser("verify", help="simulate every rank of a plan and compare with the model")
     _add_model(verify)
     verify.add_argument("plan", type=Path)
+    _add_autocast(verify)
     verify.set_defaults(command=_verify)
 
 
@@ -123,6 +125,18 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "model",
         help="module:function; the function returns (model, example_inputs) and may use the meta device",
     )
+
+
+def _add_autocast(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--autocast", choices=["bfloat16", "float16"], help="as under torch.autocast of the mesh's devices"
+    )
+
+
+def _autocast(arguments: argparse.Namespace) -> Any:
+    import torch
+
+    return None if arguments.autocast is None else getattr(torch, arguments.autocast)
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -171,7 +185,12 @@ def _plan(arguments: argparse.Namespace) -> int:
     model, example_inputs = load_model(arguments.model)
     mesh = MeshSpec(arguments.mesh, device_type=arguments.device)
     plan = find_plan(
-        model, mesh, example_inputs, profile=arguments.profile, memory_limit=arguments.memory_limit
+        model,
+        mesh,
+        example_inputs,
+        profile=arguments.profile,
+        memory_limit=arguments.memory_limit,
+        autocast=_autocast(arguments),
     )
     print(plan.explain(), end="")
     if arguments.output is not None:
@@ -205,7 +224,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     from autoshard.verify import verify
 
     model, example_inputs = load_model(arguments.model)
-    report = verify(model, Plan.load(arguments.plan), example_inputs)
+    report = verify(model, Plan.load(arguments.plan), example_inputs, autocast=_autocast(arguments))
     print(report)
     return 0 if report.ok else 1
 

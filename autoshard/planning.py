@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +28,7 @@ from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.canonicalize import canonicalize
 from passes.capture import Captured, capture
+from passes.capture.autocast import autocast_on
 from passes.describe import describe, fallback_ops, graph_hash
 from passes.hiding import step_parts
 from passes.joint import JointGraph
@@ -101,6 +103,7 @@ def find_plan(
     constraints: Constraints | None = None,
     backend: str = "inductor",
     time_limit: float = 600.0,
+    autocast: torch.dtype | None = None,
 ) -> Plan:
     """The fastest plan for training `model` on `mesh`, with proof; nothing is run or changed.
 
@@ -116,6 +119,8 @@ def find_plan(
     constraints:    {parameter name or pattern: placements} pins.
     backend:        what will compile the plan: "eager" runs op by op and is priced so; others fuse.
     time_limit:     seconds for the search; when it ends first, the best plan so far with its gap.
+    autocast:       plan for calls under `torch.autocast(mesh.device_type, autocast)`, also where this machine has
+                    no such device and torch would ignore that. None: autocast as it is now.
 
     Raises ShardingError for arguments that do not fit the model or mesh, CaptureError if the model
     cannot be traced, ProfileError, and InfeasibleError if no plan meets the pins and the limit.
@@ -126,9 +131,19 @@ def find_plan(
     pins = resolve_pins(constraints, named_parameters(model), spec)
     args, kwargs = as_call(example_inputs)
     whole = global_call(args, kwargs, spec, in_placements)
-    captured = canonical_capture(model, whole.args, whole.kwargs, device=torch.device(spec.device_type))
+    with autocast_as(spec, autocast):
+        captured = canonical_capture(model, whole.args, whole.kwargs, device=torch.device(spec.device_type))
     call = CallLayouts(whole.layouts, output_layouts(captured, spec, out_placements))
     return search_plan(captured, loaded, spec, call, pins, limit, backend, time_limit)
+
+
+def autocast_as(mesh: MeshSpec, dtype: torch.dtype | None) -> AbstractContextManager[None]:
+    """Autocast of the mesh's devices to `dtype`; nothing for None. ShardingError for a dtype it does not cast to."""
+    if dtype is None:
+        return nullcontext()
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise ShardingError(f"autocast is {dtype}\n  try: torch.bfloat16, torch.float16, or None")
+    return autocast_on(mesh.device_type, dtype)
 
 
 def canonical_capture(

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from passes.torch_compat import accelerator_kernels
 
-__all__ = ["CUDNN_LAYERS", "POLICIES", "accelerator_autocast", "cast_to"]
+__all__ = ["CUDNN_LAYERS", "POLICIES", "accelerator_autocast", "autocast_on", "cast_to"]
 
 _LOWER_PRECISION = """
 _convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
@@ -131,6 +131,20 @@ POLICIES: dict[str, Policy] = {
     for name in names.split()
 }
 """ATen name, with its overload if that has a name -> what autocast does there."""
+
+
+@contextmanager
+def autocast_on(device_type: str, dtype: torch.dtype) -> Generator[None]:
+    """`torch.autocast(device_type, dtype)`, whether or not this machine has such a device (torch's own then warns and
+    does nothing)."""
+    before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+    torch.set_autocast_enabled(device_type, True)
+    torch.set_autocast_dtype(device_type, dtype)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device_type, before[0])
+        torch.set_autocast_dtype(device_type, before[1])
 
 
 @contextmanager

@@ -127,3 +127,12 @@ def test_profiles_are_listed(command: Command) -> None:
     code, out, _ = command("profile", "h100")
     assert code == 0 and out == Profile.named("h100").summary() + "\n"
     assert "nominal: not measured" in out and "TFLOP/s" in out and "GB/s" in out and "hop" in out
+
+
+def test_plan_and_verify_under_autocast(module: str, command: Command) -> None:
+    path = plan_file(command, module, "cast.json", "--device", "cuda", "--autocast", "bfloat16")
+    products = [r for r in Plan.load(path).records if r.op == "contract"]
+    assert products and {r.results[0].dtype for r in products} == {"bf16"}
+    assert command("verify", f"{module}:small", str(path), "--autocast", "bfloat16")[0] == 0
+    code, _, error = command("verify", f"{module}:small", str(path))
+    assert code == 1 and "the computation differs" in error

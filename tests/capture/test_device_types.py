@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from autoshard import MeshSpec, find_plan
+from autoshard import MeshSpec, PlanError, ShardingError, find_plan, verify
 from autoshard.planning import canonical_capture
 from passes.bind_device import bind_device
 from passes.capture.autocast import CUDNN_LAYERS, POLICIES
@@ -203,3 +203,25 @@ def test_bound_to_a_device_everything_is_there() -> None:
     assert (value.device, tuple(value.shape), value.stride()) == (torch.device("cuda", 2), (4, 8), (1, 4))
     assert two.meta["val"][0].device == torch.device("cuda", 2) and two.meta["val"][1] is None
     assert "cuda:2" in module.code.replace("index=", "") or "index=2" in module.code
+
+
+def test_planned_for_calls_under_autocast_and_verified_without_gpus() -> None:
+    torch.manual_seed(0)
+    model, x = Applied(nn.LayerNorm(8), 8), torch.randn(16, 8)
+    mesh = MeshSpec({"dp": 2}, device_type="cuda")
+    plan = find_plan(model, mesh, (x,), profile="h100", autocast=torch.bfloat16)
+    assert any(r.results[0].dtype == "bf16" for r in plan.records if r.op == "contract")
+    assert verify(model, plan, (x,), autocast=torch.bfloat16).ok
+    with pytest.raises(PlanError, match="the computation differs"):
+        verify(model, plan, (x,))
+    with pytest.raises(ShardingError, match=r"autocast is torch\.int8"):
+        find_plan(model, mesh, (x,), autocast=torch.int8)
+
+
+def test_a_model_that_takes_another_way_on_gpus_is_verified_by_its_own_graph() -> None:
+    torch.manual_seed(0)
+    model, x = Watching(), torch.randn(4, 8)
+    plan = find_plan(model, MeshSpec({"dp": 2}, device_type="cuda"), (x,), profile="h100")
+    assert verify(model, plan, (x,)).ok
+    plan = find_plan(model, MeshSpec({"dp": 2}), (x,))
+    assert verify(model, plan, (x,)).ok
