@@ -32,8 +32,8 @@ def trained(mesh: str, ranks: int, implicit: str, made: int) -> None:
     mine = {sum(number in c.members.values() for c in agreement.communicators) for number in range(ranks)}
     print(f"  {agreement}; a rank has {mine}, its plan says {counts}")
     assert counts == mine == {made}, (counts, mine)
-    warned = "will not overlap" in output
-    assert not (warned and implicit == "1"), "collectives were serialized though NCCL orders them"
+    # Rank 0 says so where communicators wait for each other, which they need not where NCCL orders them.
+    assert ("will not overlap" in output) == (implicit == "0")
 
 
 def main() -> None:
