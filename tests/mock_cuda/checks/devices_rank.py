@@ -59,7 +59,7 @@ def trained(mesh: DeviceMesh, device: torch.device) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
     torch.cuda.set_sync_debug_mode("default")
-    plan = model.autoshard_plan
+    plan: Any = model.autoshard_plan
     return {"communicators": len(plan.communicators), "reserve": plan.reserve}
 
 
@@ -108,7 +108,7 @@ def main() -> None:
     sizes = tuple(int(size) for size in arguments.mesh.split(","))
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl", **({} if arguments.unbound else {"device_id": device}))
+    dist.init_process_group("nccl", device_id=None if arguments.unbound else device)
     mesh = init_device_mesh("cuda", sizes, mesh_dim_names=AXES[: len(sizes)])
     torch.manual_seed(0)
     torch.backends.cudnn.enabled = False
