@@ -50,9 +50,8 @@ def _strides(x: torch.Tensor) -> list[int]:
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("dtype", [HALF, WIDE, SINGLE, DOUBLE], ids=str)
 def test_kernel_by_dtype_mask_and_head_size(dtype: torch.dtype, mask: str) -> None:
-    for d, (s, t), causal in itertools.product(
-        (64, 20, 72, 200, 256, 288), ((64, 64), (50, 77)), (False, True)
-    ):
+    heads = {DOUBLE: (64, 20), HALF: (64, 20, 288)}.get(dtype, (64, 20, 72, 200, 256, 288))
+    for d, (s, t), causal in itertools.product(heads, ((64, 64), (50, 77)), (False, True)):
         if causal and mask != "none":
             continue
         call = Call(dtype, mask, causal, d, s=s, t=t)  # type: ignore[arg-type]
