@@ -95,11 +95,20 @@ def fresh_fakes(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def fakes_on(device: torch.device, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Fakes of the sizes, strides and dtypes of `values` on `device`, of one new FakeTensorMode. Since torch 2.0."""
+    """Fakes of the sizes, strides, offsets and dtypes of `values` on `device`, of one new FakeTensorMode. Since 2.0."""
     from torch._subclasses import FakeTensorMode
 
-    with FakeTensorMode():
-        return [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=device) for v in values]
+    def moved(value: torch.Tensor) -> torch.Tensor:
+        shape, stride, offset = tuple(value.shape), value.stride(), value.storage_offset()
+        if not offset:
+            return torch.empty_strided(shape, stride, dtype=value.dtype, device=device)
+        # An offset decides what is aligned. The storage reaches as far as the tensor does, from its start.
+        length = offset + 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True) if n > 1)
+        storage = torch.empty(length, dtype=value.dtype, device=device)
+        return torch.as_strided(storage, shape, stride, offset)
+
+    with FakeTensorMode(), torch.no_grad():
+        return [moved(v) for v in values]
 
 
 @contextmanager

@@ -26,6 +26,10 @@ __all__ = ["CARRIER", "seen_on"]
 CARRIER = torch.device("cpu")
 """Where everything is traced."""
 
+_CAPABILITY = (9, 0)
+"""What a model that asks for the compute capability is told, whatever the GPU: the graph is one for all of them. It
+is Hopper's; the kernels that run are chosen by the real one."""
+
 
 @contextmanager
 def seen_on(device_type: str) -> Generator[None]:
@@ -49,7 +53,9 @@ def seen_on(device_type: str) -> Generator[None]:
 
 def _answer_for_machine(stack: ExitStack, device_type: str) -> None:
     """What a model may ask of the machine, answered as on a rank."""
-    of_type: dict[str, Any] = {"is_available": True, "is_bf16_supported": True, "current_device": 0}
+    of_type: dict[str, Any] = {
+        "is_available": True, "is_bf16_supported": True, "current_device": 0, "get_device_capability": _CAPABILITY,
+    }  # fmt: skip
     of_any: dict[str, Any] = {"is_available": True, "current_accelerator": torch.device(device_type)}
     for module, answers in ((getattr(torch, device_type, None), of_type), (torch.accelerator, of_any)):
         for name, value in answers.items():

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from cost_model.errors import CaptureError
 from passes.capture.attention import attention_captured
+from passes.capture.counting import COUNTS
 from passes.capture.cumulative import trace_cumulative_averages
 from passes.capture.device_view import CARRIER, seen_on
 from passes.capture.grouped import grouped_captured
@@ -117,7 +118,7 @@ def trace(program: Program) -> Traced:
         ):
             stack.enter_context(context)
         stack.enter_context(
-            provenance(program.model, {**replaced, **PADS, **grouped_captured()}, _TRACER_FRAMES)
+            provenance(program.model, {**replaced, **PADS, **COUNTS, **grouped_captured()}, _TRACER_FRAMES)
         )
         aot = trace_joint(_Traceable(program, returned), fakes, decomposition_table())
     assert returned.tree is not None

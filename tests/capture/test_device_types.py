@@ -196,12 +196,16 @@ def test_bound_to_a_device_everything_is_there() -> None:
     made.meta["val"] = torch.empty(8, 4, device="meta").t()
     two = graph.call_function(torch.ops.aten.max.dim, (x, 0))
     two.meta["val"] = (torch.empty(8, device="meta"), None)
-    graph.output((made, two))
+    part = graph.call_function(torch.ops.aten.slice.Tensor, (x, 0, 1, 4))
+    part.meta["val"] = torch.empty(4, 8, device="meta")[1:, 2:5]
+    graph.output((made, two, part))
     module = bind_device(fx.GraphModule(torch.nn.Module(), graph), torch.device("cuda", 2))
     assert made.kwargs["device"] == torch.device("cuda", 2)
     value = made.meta["val"]
     assert (value.device, tuple(value.shape), value.stride()) == (torch.device("cuda", 2), (4, 8), (1, 4))
     assert two.meta["val"][0].device == torch.device("cuda", 2) and two.meta["val"][1] is None
+    value = part.meta["val"]
+    assert (tuple(value.shape), value.stride(), value.storage_offset()) == ((3, 3), (8, 1), 10)
     assert "cuda:2" in module.code.replace("index=", "") or "index=2" in module.code
 
 

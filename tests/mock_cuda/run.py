@@ -47,6 +47,7 @@ PARTS = (
     Part("inductor-9.0", "inductor", COMPILED, "90"),
     Part("portability", "portability"),
     Part("jobs", "jobs", alone=True),
+    Part("devices", "devices", alone=True),
     Part("commands", "commands", alone=True),
     Part("laptop", "laptop", alone=True),
 )
