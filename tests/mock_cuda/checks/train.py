@@ -93,6 +93,7 @@ def _mesh_sizes() -> tuple[int, ...]:
 
 def main() -> None:
     arguments, sizes = _arguments(), _mesh_sizes()
+    os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] = "1"  # as docs/cuda.md says for meshes of several axes
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
