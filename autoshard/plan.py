@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,7 +22,7 @@ from cost_model.errors import PlanError
 from cost_model.mesh import MeshSpec
 from cost_model.reserve import communicators
 from passes.assignment import Assignment
-from passes.describe import graph_hash
+from passes.describe import graph_hash, op_counts
 from passes.graph_text import format_graph
 from passes.joint import JointGraph
 from passes.layout import Layout
@@ -180,9 +181,21 @@ class Plan:
 
             lines = [
                 "  parameters and inputs agree; the computation differs",
-                f"  plan: torch {self.origin.torch}; here: torch {torch_version}",
+                *self._ops_that_differ(joint),
+                f"  plan: {self.mesh.device_type}, torch {self.origin.torch}; "
+                f"here: {joint.device.type}, torch {torch_version}",
             ]
         return "\n".join([*lines[:8], "  try: find_plan(...) again and save the new plan"])
+
+    def _ops_that_differ(self, joint: JointGraph) -> list[str]:
+        ends = ("param", "buffer", "constant", "input", "tangent", "seed", "output")
+        mine = Counter(f"{r.op} {r.results[0].dtype}" for r in self.records if r.op not in ends)
+        here = op_counts(joint)
+        return [
+            f"  only {where}: " + ", ".join(f"{count} {op}" for op, count in more.most_common(6))
+            for where, more in (("in the plan", mine - here), ("here", here - mine))
+            if more
+        ]
 
     def save(self, path: str | os.PathLike[str]) -> None:
         Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")

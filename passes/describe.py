@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from passes.redistribute import (
 from passes.rules.registry import RuleTable, is_fallback, rule_for
 from passes.search.space import Prices
 
-__all__ = ["describe", "fallback_ops", "graph_hash", "short_dtype"]
+__all__ = ["describe", "fallback_ops", "graph_hash", "op_counts", "short_dtype"]
 
 
 @collector_paused()
@@ -68,6 +69,12 @@ def fallback_ops(joint: JointGraph) -> tuple[str, ...]:
     """Ops of the graph that no rule describes; they run replicated, their inputs gathered."""
     nodes = (n for n in joint.graph.nodes if n.op == "call_function" and result_index(n)[0] is n)
     return tuple(sorted({str(node.target) for node in nodes if is_fallback(node)}))
+
+
+def op_counts(joint: JointGraph) -> Counter[str]:
+    """How often each op occurs, by its name and the dtype of its first result: "contract bf16"."""
+    nodes = (n for n in joint.graph.nodes if n.op == "call_function" and result_index(n)[0] is n)
+    return Counter(f"{_op_name(node)} {_shapes(node)[0][1]}" for node in nodes)
 
 
 def graph_hash(joint: JointGraph) -> str:

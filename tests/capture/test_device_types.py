@@ -216,8 +216,11 @@ def test_planned_for_calls_under_autocast_and_verified_without_gpus() -> None:
     plan = find_plan(model, mesh, (x,), profile="h100", autocast=torch.bfloat16)
     assert any(r.results[0].dtype == "bf16" for r in plan.records if r.op == "contract")
     assert verify(model, plan, (x,), autocast=torch.bfloat16).ok
-    with pytest.raises(PlanError, match="the computation differs"):
+    with pytest.raises(PlanError, match="the computation differs") as raised:
         verify(model, plan, (x,))
+    # A product forward, and its weight's gradient.
+    assert re.search(r"only in the plan: .*2 contract bf16", str(raised.value))
+    assert re.search(r"only here: .*2 contract f32", str(raised.value))
     with pytest.raises(ShardingError, match=r"autocast is torch\.int8"):
         find_plan(model, mesh, (x,), autocast=torch.int8)
 
