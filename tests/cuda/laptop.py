@@ -26,8 +26,8 @@ def main(name: str, precision: str, axes: str, path: str) -> None:
     cast = lambda t: t.to(kind.dtype) if t.is_floating_point() else t
     inputs = pytree.tree_map_only(Tensor, cast, inputs)
     spec = MeshSpec(parse_mesh(axes), device_type="cuda")
-    with kind.scope():
-        plan = find_plan(model.to(kind.dtype), spec, ((), inputs), profile=slow_compute())
+    autocast = torch.bfloat16 if kind.autocast else None
+    plan = find_plan(model.to(kind.dtype), spec, ((), inputs), profile=slow_compute(), autocast=autocast)
     plan.save(Path(path))
 
 

@@ -16,14 +16,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from passes.ops import attention_choice
+from passes.ops.attention_choice import Case, chip_of, refusal
+from passes.ops.attention_table import contract_of
 from tests.cuda.programs import relative_error
-
-table = pytest.importorskip(
-    "passes.ops.attention_table", reason="the table of attention kernels is not there"
-)
-choice = pytest.importorskip(
-    "passes.ops.attention_choice", reason="the table of attention kernels is not there"
-)
 
 pytestmark = pytest.mark.cuda
 
@@ -175,13 +171,11 @@ def test_kernel_is_as_exact_as_the_formula(
     """The op made to run `kernel`, where the table says that it may."""
     given = SHAPES[shape]
     kind = "none" if not given.mask else "float" if given.mask in ("float", "turned") else "bool"
-    case = choice.Case(
-        "cuda", DTYPES[dtype], 2, given.h, given.s, given.t, given.d, given.e, kind, given.is_causal
-    )
-    why = choice.refusal(table.contract_of(kernel), case, choice.chip_of(torch.device("cuda", 0)))
+    case = Case("cuda", DTYPES[dtype], 2, given.h, given.s, given.t, given.d, given.e, kind, given.is_causal)
+    why = refusal(contract_of(kernel), case, chip_of(torch.device("cuda", 0)))
     if why is not None:
         pytest.skip(f"the table: {kernel} {why}")
-    monkeypatch.setattr(choice, "choose", lambda *_: kernel)
+    monkeypatch.setattr(attention_choice, "choose", lambda *_: kernel)
     attend = lambda q, k, v, *rest: torch.ops.autoshard.attention(q, k, v, *rest)[0]
     compare(attend, given, DTYPES[dtype], record_property)
 

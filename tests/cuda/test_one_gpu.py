@@ -59,15 +59,17 @@ def test_eager_and_inductor_compute_what_torch_does(
     check_gradients(found["inductor"], found["eager"], kind.tolerance)
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", ["llama", "vit", "unet"])
 def test_verify_on_the_gpu(name: str, precision: str, record_property: Callable[..., None]) -> None:
     """A plan for four GPUs, simulated on one with the values of a model that is there."""
-    model, inputs = prepared(name, PRECISIONS[precision])
+    kind = PRECISIONS[precision]
+    model, inputs = prepared(name, kind)
     spec = MeshSpec({"a": 2, "b": 2}, device_type="cuda")
-    plan = find_plan(model, spec, ((), inputs), profile=slow_compute())
+    autocast = torch.bfloat16 if kind.autocast else None
+    plan = find_plan(model, spec, ((), inputs), profile=slow_compute(), autocast=autocast)
     assert plan.collectives
-    report = verify(model, plan, ((), inputs))
+    report = verify(model, plan, ((), inputs), autocast=autocast)
     record_property("error", f"{report.max_error:.1e}")
     assert report.ok, str(report)
     assert all(p.is_cuda for p in model.parameters())

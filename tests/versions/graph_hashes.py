@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autoshard.planning import canonical_capture
+from autoshard import MeshSpec
+from autoshard.planning import autocast_as, canonical_capture
 from passes.describe import graph_hash
 from passes.joint import JointGraph
 from tests.models import seeded
 from tests.spatial.networks import network
 
-__all__ = ["CASES", "hashes", "joint"]
+__all__ = ["CASES", "KINDS", "hashes", "joint"]
 
 Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 VOCABULARY = 12
@@ -189,25 +190,31 @@ CASES = _cases()
 """name -> (dtype -> model, args, kwargs)."""
 
 
-def joint(name: str, dtype: torch.dtype, *, autocast: bool = False) -> JointGraph:
-    """The canonical graph of a case; autocast: in float32 under `torch.autocast("cpu", dtype)`."""
+KINDS: Mapping[str, tuple[str, torch.dtype, bool]] = {
+    "float32 on the CPU": ("cpu", torch.float32, False),
+    "float32": ("cuda", torch.float32, False),
+    "bfloat16": ("cuda", torch.bfloat16, False),
+    "autocast": ("cuda", torch.bfloat16, True),
+}
+"""name -> (device type of the mesh, dtype of the weights or of autocast, whether it is autocast). No GPU is needed."""
+
+
+def joint(name: str, kind: str) -> JointGraph:
+    """The canonical graph of a case; under autocast its weights are float32."""
+    device, dtype, autocast = KINDS[kind]
     torch.manual_seed(0)
     model, args, kwargs = CASES[name](torch.float32 if autocast else dtype)
-    with torch.autocast("cpu", dtype, enabled=autocast):
-        return canonical_capture(model, args, kwargs).joint
+    with autocast_as(MeshSpec({"a": 1}, device_type=device), dtype if autocast else None):
+        return canonical_capture(model, args, kwargs, device=torch.device(device)).joint
 
 
 def hashes() -> dict[str, str]:
-    """ "name, dtype" -> the hash, or the error that came instead."""
+    """ "case / kind" -> the hash, or the error that came instead."""
     found: dict[str, str] = {}
     for name in CASES:
-        for kind, dtype, autocast in (
-            ("float32", torch.float32, False),
-            ("bfloat16", torch.bfloat16, False),
-            ("autocast", torch.bfloat16, True),
-        ):
+        for kind in KINDS:
             try:
-                found[f"{name} / {kind}"] = graph_hash(joint(name, dtype, autocast=autocast))
+                found[f"{name} / {kind}"] = graph_hash(joint(name, kind))
             except Exception as error:  # another version's failure is what is looked for
                 found[f"{name} / {kind}"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
     return found
@@ -225,13 +232,12 @@ def _text(graph: JointGraph) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--text", choices=tuple(CASES), help="print this graph instead")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--autocast", action="store_true")
+    parser.add_argument("--kind", default="float32", choices=tuple(KINDS))
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     if given.text:
-        print(_text(joint(given.text, getattr(torch, given.dtype), autocast=given.autocast)))
+        print(_text(joint(given.text, given.kind)))
         return
     report = {"torch": torch.__version__, "python": sys.version.split()[0], "hashes": hashes()}
     print(json.dumps(report, indent=1))

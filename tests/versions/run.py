@@ -68,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--torch", nargs="*", default=[], help="only these versions")
     parser.add_argument("--quick", action="store_true", help="a selection of the tests")
+    parser.add_argument("--tests", nargs="*", default=[], help="only these files or folders")
     parser.add_argument("--page", action="store_true", help="only write the page")
     parser.add_argument("--keep", action="store_true", help="keep the environments, 1 to 6 GB each")
     parser.add_argument("--processes", default="2", help="of pytest (default 2)")
@@ -87,7 +88,7 @@ def _run(torch: str, python: str, given: argparse.Namespace) -> VersionRun:
     if note:
         return VersionRun(**facts, python=python, ran="", counts={}, failures=(), hashes={}, note=note)
     try:
-        paths = QUICK if given.quick else ()
+        paths = given.tests or (QUICK if given.quick else ())
         report = _tests(folder, paths, given.processes)
         outcomes = read_outcomes(report)
         return VersionRun(
