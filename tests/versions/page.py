@@ -119,9 +119,9 @@ def _graphs(runs: Sequence[VersionRun]) -> Iterator[str]:
     yield "## One graph on all versions"
     yield ""
     yield "`python -m tests.versions.graph_hashes` captures usual models and layers (Hugging Face's, a ViT, a U-Net,"
-    yield "convolutional and recurrent layers, norms, attention, losses), each for GPUs in float32, in bfloat16 and under"
-    yield "autocast, and for CPUs in float32 (no GPU is needed), and hashes the canonical graph. A plan made with one"
-    yield "version runs with another where they agree."
+    yield "convolutional and recurrent layers, norms, attention, losses), each for GPUs in float32, in bfloat16 and"
+    yield "under autocast, and for CPUs in float32 (no GPU is needed), and hashes the canonical graph. A plan made with"
+    yield "one version runs with another where they agree."
     yield ""
     base = _base(runs)
     compared = [run for run in runs if run.hashes and run.torch.split("+")[0] != BASE]
