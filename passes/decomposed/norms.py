@@ -58,7 +58,7 @@ def batch_norm(
     if not training:
         assert running_mean is not None and running_var is not None
         center, variance = running_mean.to(work.dtype), running_var.to(work.dtype)
-        result = _affine((work - channel(center)) * channel(1 / (variance + eps).sqrt()), weight, bias)
+        result = _affine((work - channel(center)) * channel((variance + eps).rsqrt()), weight, bias)
         return result.to(x.dtype), x.new_zeros((0,)), x.new_zeros((0,)), running_mean, running_var
     over = [d for d in range(x.ndim) if d != 1]
     variance, center = moments(work, over, 0)
@@ -77,6 +77,19 @@ def batch_norm_without_stats(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, training: bool, momentum: float, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     return batch_norm(x, weight, bias, None, None, training, momentum, eps)[:3]
+
+
+def batch_norm_frozen(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """In eval mode. torch's own form differs between its versions."""
+    return batch_norm(x, weight, bias, running_mean, running_var, False, momentum, eps)[:3]
 
 
 def group_norm(
@@ -132,6 +145,7 @@ NORMS: dict[Any, Callable[..., Any]] = {
     aten.native_layer_norm.default: layer_norm,
     aten._native_batch_norm_legit_functional.default: batch_norm,
     aten._native_batch_norm_legit.no_stats: batch_norm_without_stats,
+    aten._native_batch_norm_legit_no_training.default: batch_norm_frozen,
     aten.native_group_norm.default: group_norm,
     aten.native_group_norm_backward.default: group_norm_backward,
 }
