@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from tests.cuda.gpus import GpuPool, one_gpu
 
 
-@pytest.fixture(autouse=True)
-def _gpus(request: pytest.FixtureRequest) -> None:
-    """Skips a test for which this machine has too few GPUs."""
-    marker = request.node.get_closest_marker("cuda")
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips a test for which this machine has too few GPUs, before any fixture looks for one."""
+    marker = item.get_closest_marker("cuda")
     assert marker is not None, "a test in tests/cuda is marked: pytestmark = pytest.mark.cuda"
     wanted, here = marker.kwargs.get("gpus", 1), torch.cuda.device_count()
     if here < wanted:
