@@ -10,7 +10,7 @@
 typedef struct { char bytes[128]; } unique_id;
 typedef struct {
   char id[240];  /* the same on all ranks of the communicator */
-  int size;      /* 0: not known, after a split */
+  int size;      /* 0: not known, after a split without MOCK_LOG */
   int rank, device, splits;
 } communicator;
 
@@ -73,15 +73,41 @@ int ncclGetUniqueId(unique_id *u) {
 int ncclCommInitRank(communicator **c, int n, unique_id u, int rank) { return initialised(c, n, &u, rank); }
 int ncclCommInitRankConfig(communicator **c, int n, unique_id u, int rank, void *g) { return initialised(c, n, &u, rank); }
 int ncclCommInitRankScalable(communicator **c, int n, int rank, int k, unique_id *u, void *g) { return initialised(c, n, u, rank); }
-/* Its size would need the other ranks' colors. torch passes the rank in the new group as the key. */
+/* How many ranks of `parent` split with this color: each appends its color to a file beside the logs, and reads all.
+   Like NCCL's, the call returns when all ranks of the parent have made it. 0: no logs, so no place to meet, or two minutes
+   have passed. Its length decides what torch sends: for a communicator of no rank it sends no messages. */
+static int ranks_of_color(const communicator *parent, int color) {
+  const char *prefix = getenv("MOCK_LOG");
+  if (!prefix || !parent->size) return 0;
+  char id[240], name[4600], line[32];
+  snprintf(id, sizeof id, "%s", parent->id);
+  for (char *c = id; *c; c++)
+    if (*c == '/' || *c == ':') *c = '_';
+  snprintf(name, sizeof name, "%s-split-%s-%d", prefix, id, parent->splits);
+  FILE *all = fopen(name, "a");
+  if (!all) refuse("ncclCommSplit", "cannot write %s", name);
+  fprintf(all, "%d\n", color);
+  fclose(all);
+  for (int tries = 0; tries < 12000; tries++) {
+    int lines = 0, found = 0;
+    all = fopen(name, "r");
+    while (all && fgets(line, sizeof line, all)) lines++, found += atoi(line) == color;
+    if (all) fclose(all);
+    if (lines >= parent->size) return found;
+    usleep(10000);
+  }
+  return 0;
+}
+/* torch passes the rank in the new group as the key. */
 int ncclCommSplit(communicator *parent, int color, int key, communicator **out, void *g) {
   char id[240];
   snprintf(id, sizeof id, "%.180s/%d:%d", parent->id, parent->splits, color);
   log_line("{\"call\": \"split\", \"parent\": \"%s\", \"turn\": %d, \"parent_rank\": %d, \"comm\": \"%s\", \"color\": %d, \"key\": %d}",
            parent->id, parent->splits, parent->rank, color < 0 ? "" : id, color, key);
+  int size = ranks_of_color(parent, color);
   parent->splits++;
   *out = NULL;
-  return color < 0 ? 0 : made(out, id, 0, key);
+  return color < 0 ? 0 : made(out, id, size, key);
 }
 int ncclCommCount(communicator *c, int *n) { *n = c->size; return 0; }
 int ncclCommUserRank(communicator *c, int *n) { *n = c->rank; return 0; }
