@@ -198,6 +198,11 @@ def accelerator_kernels(kernels: Mapping[Any, Callable[..., Any]]) -> Generator[
         others._destroy()
 
 
+def is_autocast_op(name: str) -> bool:
+    """Whether this torch's autocast of CUDA does something at the ATen op "name" or "name.overload". Since 1.13."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCUDA")
+
+
 def autocast_of_cpu_ignored() -> AbstractContextManager[Any]:
     """`torch.autocast("cpu")` casts nothing inside. `_C._ExcludeDispatchKeyGuard` since torch 1.13."""
     return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))

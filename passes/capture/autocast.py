@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from passes.torch_tracing import accelerator_kernels
+from passes.torch_tracing import accelerator_kernels, is_autocast_op
 
 __all__ = ["CUDNN_LAYERS", "POLICIES", "accelerator_autocast", "autocast_on", "cast_to"]
 
@@ -163,10 +163,11 @@ def accelerator_autocast(device_type: str) -> Generator[None]:
         return run
 
     kernels: dict[Any, Op] = {}
+    layers = CUDNN_LAYERS.split()
     for name, policy in POLICIES.items():
         packet, _, overload = name.partition(".")
         op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
-        if op is not None:
+        if op is not None and (name in layers or is_autocast_op(name)):
             kernels[op] = kernel(op, policy)
     with accelerator_kernels(kernels):
         yield

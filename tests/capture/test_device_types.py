@@ -15,6 +15,7 @@ from autoshard.planning import canonical_capture
 from passes.bind_device import bind_device
 from passes.capture.autocast import CUDNN_LAYERS, POLICIES
 from passes.describe import graph_hash
+from passes.torch_tracing import is_autocast_op
 from tests.capture.device_cases import CASES, Applied, case
 
 CUDA = torch.device("cuda")
@@ -168,7 +169,7 @@ def header_lists() -> dict[str, set[str]]:
 def test_the_lists_are_those_of_torch() -> None:
     ours: dict[str, set[str]] = {}
     for name, policy in POLICIES.items():
-        if name not in CUDNN_LAYERS.split() and hasattr(torch.ops.aten, name.partition(".")[0]):
+        if name not in CUDNN_LAYERS.split() and is_autocast_op(name):
             ours.setdefault(policy.__name__, set()).add(name)
     theirs = header_lists()
     assert ours["_lower"] == theirs["LOWER_PRECISION_FP"]
