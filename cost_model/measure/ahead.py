@@ -85,7 +85,7 @@ class CudaDevice:
 
     def __init__(self) -> None:
         self._x = torch.ones(_EDGE, _EDGE, device="cuda")
-        self._product_seconds = self._timed(_PRODUCTS) / _PRODUCTS
+        self._product_seconds = max(self._timed(_PRODUCTS) / _PRODUCTS, _FASTEST)
 
     def _timed(self, products: int) -> float:
         torch.mm(self._x, self._x)  # sets up the library
@@ -117,3 +117,6 @@ class CudaDevice:
 
 _EDGE, _PRODUCTS = 2048, 8
 """Float32: about 0.4 ms of an H100 a product, so that few of them hold it."""
+_FASTEST = 1e-4
+"""Seconds of such a product at 170 Tflop/s. Where kernels do nothing, or a timer is coarse, a hold
+would else be countless products."""

@@ -163,7 +163,9 @@ def header_lists() -> dict[str, set[str]]:
     for macro in ("LOWER_PRECISION_FP", "FP32", "FP32_SET_OPT_DTYPE", "PROMOTE"):
         (body,) = re.findall(rf"^#define AT_FORALL_{macro}\(_\)(.*)$", text, re.MULTILINE)
         names = {".".join(re.split(r"\s*,\s*", entry)) for entry in re.findall(r"_\(([^)]*)\)", body)}
-        found[macro] = {name for name in names if "imname" not in name}  # of named tensors, which capture refuses
+        found[macro] = {
+            name for name in names if "imname" not in name
+        }  # of named tensors, which capture refuses
     return found
 
 
