@@ -88,7 +88,7 @@ def _tokens(batch: int, length: int) -> Tensor:
 
 def _language(model: nn.Module, length: int, **more: Any) -> Example:
     tokens = _tokens(4, length)
-    return Example(model, (), {"input_ids": tokens, "labels": tokens, **more})
+    return Example(model, (), {"input_ids": tokens, "labels": tokens.clone(), **more})
 
 
 def _llama(dtype: torch.dtype) -> Example:
