@@ -23,7 +23,7 @@ from passes.bind_device import bind_device
 from passes.bucket_plan import bucketed_turns
 from passes.capture import Captured
 from passes.describe import graph_hash
-from passes.joint import JointGraph, node_values, result_index, tensor_operands
+from passes.joint import CPU, JointGraph, node_values, result_index, tensor_operands
 from passes.layout import Layout
 from passes.lower_rank import lower_rank
 from passes.partition import RankGraph
@@ -108,8 +108,10 @@ def verify(
         )
     tensors, _ = captured.call.flatten(args, kwargs)
     here = _device_of(model)
-    joint = replace(copy_joint(joint), device=here)
-    bind_device(joint.module, here)
+    joint = replace(joint, device=here)
+    if here.type != CPU.type:
+        joint = copy_joint(joint)
+        bind_device(joint.module, here)
     values = [value.to(here) for value in reference_inputs(joint, model, tensors, seed=seed)]
     results, nodes = graph_values(joint, values)
     comparable = autocast is None and not _is_random(joint) and _same_here(captured, model, args, kwargs)
@@ -141,7 +143,7 @@ def _tensors(
 
 
 def _device_of(model: nn.Module) -> torch.device:
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
+    return next((p.device for p in model.parameters()), CPU)
 
 
 def _same_here(captured: Captured, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

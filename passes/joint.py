@@ -26,6 +26,7 @@ __all__ = [
 ]
 
 CPU = torch.device("cpu")
+"""Where every model is traced and every graph is made (docs/decisions/0020)."""
 
 InputKind = Literal["param", "buffer", "constant", "input", "tangent", "seed"]
 OutputKind = Literal["output", "grad", "buffer"]

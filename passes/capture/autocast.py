@@ -43,8 +43,9 @@ _FULL_PRECISION_OTHER_OVERLOAD = "norm.Scalar norm.ScalarOpt_dim"
 _WIDEST = "addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot"
 _REFUSED = "binary_cross_entropy"
 CUDNN_LAYERS = (
-    "lstm.input lstm.data gru.input gru.data rnn_tanh.input rnn_tanh.data rnn_relu.input rnn_relu.data"
-)
+    "lstm.input", "lstm.data", "gru.input", "gru.data",
+    "rnn_tanh.input", "rnn_tanh.data", "rnn_relu.input", "rnn_relu.data",
+)  # fmt: skip
 """Whole recurrent layers. On GPUs they are cuDNN's, which autocast gives everything in lower precision; capture traces
 them as products and pointwise ops."""
 
@@ -80,8 +81,7 @@ def _full_result(op: Any, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dic
     """The operand stays; the op is asked for a float32 result unless the call asks for another."""
     if not _is_cast(args[0]) or _given(op, "dtype", args, kwargs) is not None:
         return op(*args, **kwargs)
-    place = [argument.name for argument in op._schema.arguments].index("dtype")
-    return op(*args[:place], **{**kwargs, "dtype": torch.float32})
+    return op(*args[: _place(op, "dtype")], **{**kwargs, "dtype": torch.float32})
 
 
 def _full_other(op: Any, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -98,9 +98,12 @@ def _full_other(op: Any, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict
     return aten.ScalarOpt_dtype(tensor, 2 if given["p"] is None else given["p"], dtype=torch.float32)
 
 
+def _place(op: Any, name: str) -> int:
+    return [argument.name for argument in op._schema.arguments].index(name)
+
+
 def _given(op: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    places = [argument.name for argument in op._schema.arguments]
-    place = places.index(name)
+    place = _place(op, name)
     return args[place] if place < len(args) else kwargs.get(name)
 
 
@@ -121,7 +124,6 @@ POLICIES: dict[str, Policy] = {
     name: policy
     for names, policy in (
         (_LOWER_PRECISION, _lower),
-        (CUDNN_LAYERS, _lower),
         (_FULL_PRECISION, _full),
         (_FULL_PRECISION_RESULT, _full_result),
         (_FULL_PRECISION_OTHER_OVERLOAD, _full_other),
@@ -129,7 +131,7 @@ POLICIES: dict[str, Policy] = {
         (_REFUSED, _refuse),
     )
     for name in names.split()
-}
+} | dict.fromkeys(CUDNN_LAYERS, _lower)
 """ATen name, with its overload if that has a name -> what autocast does there."""
 
 
@@ -163,11 +165,10 @@ def accelerator_autocast(device_type: str) -> Generator[None]:
         return run
 
     kernels: dict[Any, Op] = {}
-    layers = CUDNN_LAYERS.split()
     for name, policy in POLICIES.items():
         packet, _, overload = name.partition(".")
         op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
-        if op is not None and (name in layers or is_autocast_op(name)):
+        if op is not None and (name in CUDNN_LAYERS or is_autocast_op(name)):
             kernels[op] = kernel(op, policy)
     with accelerator_kernels(kernels):
         yield

@@ -12,12 +12,11 @@ from torch import nn
 from cost_model.errors import AutoshardError
 from passes.capture.build import build_joint
 from passes.capture.call import CallSpec, flatten_call, tensor_names
-from passes.capture.device_view import CARRIER
 from passes.capture.errors import capture_error
 from passes.capture.state import find_slots
 from passes.capture.trace import Program, trace
 from passes.collector import collector_paused
-from passes.joint import JointGraph
+from passes.joint import CPU, JointGraph
 
 __all__ = ["Captured", "capture"]
 
@@ -57,7 +56,7 @@ def capture(
     called = model if forward is None else forward
     inputs, key = flatten_call(args, kwargs)
     slots = find_slots(model)
-    runs_on = CARRIER if device is None else torch.device(device)
+    runs_on = CPU if device is None else torch.device(device)
     program = Program(model, called, slots, inputs, key.tree, runs_on.type)
     try:
         traced = trace(program)

@@ -19,12 +19,10 @@ from torch.utils import _pytree as pytree
 
 from passes.capture.autocast import accelerator_autocast
 from passes.capture.provenance import is_user_file
+from passes.joint import CPU
 from passes.torch_tracing import autocast_of_cpu_ignored, replaced_attribute, tracing_suspended
 
-__all__ = ["CARRIER", "seen_on"]
-
-CARRIER = torch.device("cpu")
-"""Where everything is traced."""
+__all__ = ["seen_on"]
 
 _CAPABILITY = (9, 0)
 """What a model that asks for the compute capability is told, whatever the GPU: the graph is one for all of them. It
@@ -41,13 +39,13 @@ def seen_on(device_type: str) -> Generator[None]:
     """
     with ExitStack() as stack:
         # A default device that the user set names where tensors are made, not where they are traced.
-        stack.enter_context(torch.device(CARRIER))
-        if device_type != CARRIER.type:
+        stack.enter_context(torch.device(CPU))
+        if device_type != CPU.type:
             stack.enter_context(accelerator_autocast(device_type))
             _answer_for_machine(stack, device_type)
             stack.enter_context(_View(torch.device(device_type, 0)))
         elif torch.accelerator.is_available():
-            stack.enter_context(_OnCarrier())
+            stack.enter_context(_OnCpu())
         yield
 
 
@@ -67,7 +65,7 @@ def _answer(value: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: value
 
 
-class _OnCarrier(TorchFunctionMode):
+class _OnCpu(TorchFunctionMode):
     """Real tensors of a device are read as copies on the CPU, one copy of each."""
 
     def __init__(self) -> None:
@@ -93,7 +91,7 @@ class _OnCarrier(TorchFunctionMode):
             return leaf
         if id(leaf) not in self._copies:
             with tracing_suspended(), torch.no_grad():
-                copy = leaf.detach().to(CARRIER).requires_grad_(leaf.requires_grad)
+                copy = leaf.detach().to(CPU).requires_grad_(leaf.requires_grad)
             # The tensor is kept too: its id must not be another's while the copy is known by it.
             self._copies[id(leaf)] = leaf, copy
         return self._copies[id(leaf)][1]
@@ -102,10 +100,10 @@ class _OnCarrier(TorchFunctionMode):
 def _is_real_elsewhere(leaf: Any) -> bool:
     """Traced tensors are subclasses. `meta` tensors have no values to copy: capture names them in an error."""
     plain = type(leaf) in (Tensor, torch.nn.Parameter, torch.nn.Buffer)
-    return plain and leaf.device.type not in (CARRIER.type, "meta")
+    return plain and leaf.device.type not in (CPU.type, "meta")
 
 
-class _View(_OnCarrier):
+class _View(_OnCpu):
     """Answers what code asks about devices, and carries out on the CPU what it asks of the device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -115,7 +113,7 @@ class _View(_OnCarrier):
         self._answers: dict[Any, Callable[..., Any]] = {
             Tensor.device.__get__: self._device_of,  # type: ignore[attr-defined]
             Tensor.get_device: lambda tensor: self._device.index,
-            getattr(Tensor, f"is_{kind}").__get__: lambda tensor: tensor.device.type == CARRIER.type,
+            getattr(Tensor, f"is_{kind}").__get__: lambda tensor: tensor.device.type == CPU.type,
             Tensor.is_cpu.__get__: lambda tensor: False,  # type: ignore[attr-defined]
         }
         self._moves = getattr(Tensor, kind)
@@ -127,14 +125,14 @@ class _View(_OnCarrier):
         answer = self._answers.get(func)
         if answer is not None and is_user_file(sys._getframe(1).f_code.co_filename):
             return answer(*args, **kwargs)
-        with autocast_of_cpu_ignored() if torch.is_autocast_enabled(CARRIER.type) else nullcontext():
+        with autocast_of_cpu_ignored() if torch.is_autocast_enabled(CPU.type) else nullcontext():
             if func is self._moves:
-                return Tensor.to(args[0], CARRIER)
+                return Tensor.to(args[0], CPU)
             return func(*self._places(func, args), **self._keywords(kwargs))
 
     def _device_of(self, tensor: Tensor) -> torch.device:
         found = tensor.device
-        return self._device if found.type == CARRIER.type else found
+        return self._device if found.type == CPU.type else found
 
     def _keywords(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         if kwargs.get("device") is None:
@@ -148,7 +146,7 @@ class _View(_OnCarrier):
         return tuple(self._here(a) if isinstance(a, torch.device) else a for a in args)
 
     def _here(self, device: Any) -> Any:
-        """The carrier for a device of the mesh's type: an object, "cuda:1", or a number."""
+        """The CPU for a device of the mesh's type: an object, "cuda:1", or a number."""
         if isinstance(device, int):
-            return CARRIER
-        return CARRIER if torch.device(device).type == self._device.type else device
+            return CPU
+        return CPU if torch.device(device).type == self._device.type else device

@@ -14,7 +14,7 @@ from cost_model.errors import CaptureError
 from passes.capture.attention import attention_captured
 from passes.capture.counting import COUNTS
 from passes.capture.cumulative import trace_cumulative_averages
-from passes.capture.device_view import CARRIER, seen_on
+from passes.capture.device_view import seen_on
 from passes.capture.grouped import grouped_captured
 from passes.capture.kept import resizing_kept
 from passes.capture.padding import PADS
@@ -22,6 +22,7 @@ from passes.capture.provenance import provenance
 from passes.capture.state import Slot, rebound_buffers, state_kept, state_replaced
 from passes.capture.trees import Tree, flatten, unflatten
 from passes.decompositions import decomposition_table
+from passes.joint import CPU
 from passes.torch_tracing import (
     AotGraph,
     compiling_flag,
@@ -128,7 +129,7 @@ def trace(program: Program) -> Traced:
 def _fakes(program: Program) -> list[Tensor]:
     """Contiguous fakes that no longer know the real tensors, so that those can be swapped later."""
     real = [*(slot.tensor for slot in program.slots), *program.inputs]
-    return fake_tensors([(tuple(t.shape), t.dtype, CARRIER, t.requires_grad) for t in real])
+    return fake_tensors([(tuple(t.shape), t.dtype, CPU, t.requires_grad) for t in real])
 
 
 @contextmanager
