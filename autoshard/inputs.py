@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from autoshard.signature import matched_placements, tensor_names
+from autoshard.signature import matched_placements
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
+from passes.capture.call import flatten_call, tensor_names
+from passes.capture.trees import unflatten
 from passes.layout import Layout
 from passes.placements import placements_to_layout
 
@@ -52,7 +54,8 @@ def global_call(
 
     Raises ShardingError if placements do not fit the inputs, or the ranks' shards do not fit together.
     """
-    names, tensors, rebuild = tensor_names(args, kwargs)
+    tensors, key = flatten_call(args, kwargs)
+    names = tensor_names(key)
     given = matched_placements(in_placements, names, mesh, argument="in_placements")
     local = [tuple(t.to_local().shape) if isinstance(t, DTensor) else tuple(t.shape) for t in tensors]
     shapes = (everyones_shapes or alike(mesh))(local)
@@ -68,7 +71,7 @@ def global_call(
             continue
         layouts[position] = layout
         tensors[position] = _stand_in(tensor, shape)
-    new_args, new_kwargs = rebuild(tensors)
+    new_args, new_kwargs = unflatten(key.tree, tensors)
     return GlobalCall(new_args, new_kwargs, layouts, tuple(tuple(t.shape) for t in tensors))
 
 

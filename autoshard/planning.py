@@ -15,11 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.explain import Collective, collectives_of
 from autoshard.inputs import global_call
+from autoshard.outputs import output_layouts
 from autoshard.pins import Constraints, resolve_pins
 from autoshard.plan import Plan, PlanOrigin
 from autoshard.profiling.startup import nominal_profile, startup_profile
 from autoshard.reserve import found_within, plan_reserve
-from autoshard.signature import as_call, matched_placements
+from autoshard.signature import as_call
 from autoshard.version import __version__
 from cost_model.bucketed import BucketedPrices
 from cost_model.collectives import CollectivePrices
@@ -35,7 +36,6 @@ from passes.describe import describe, fallback_ops, graph_hash
 from passes.hiding import step_parts
 from passes.joint import JointGraph
 from passes.layout import Layout
-from passes.placements import placements_to_layout
 from passes.predict import predicted_step
 from passes.pricing import traffic_model
 from passes.redistribute import Redistributor
@@ -225,29 +225,6 @@ def search_plan(
         ),
         resolve=resolve,
     )
-
-
-def output_layouts(captured: Captured, mesh: MeshSpec, out_placements: Any) -> dict[int, Layout | None]:
-    """Layout per output that is not global; None where the plan may keep it as it likes."""
-    joint = captured.joint
-    values = {
-        spec.index: result.meta["val"]
-        for spec, result in zip(joint.outputs, joint.results, strict=True)
-        if spec.kind == "output" and result is not None
-    }
-    if isinstance(out_placements, str):
-        if out_placements != "keep":
-            raise ShardingError(
-                f"out_placements is {out_placements!r}\n  try: 'keep', None, or placements per output"
-            )
-        return dict.fromkeys(values)
-    names = [f"output {i}" for i in sorted(values)]
-    given = matched_placements(out_placements, names, mesh, argument="out_placements")
-    return {
-        i: placements_to_layout(placements, tuple(values[i].shape), mesh, what=f"output {i}")
-        for i, placements in given.items()
-        if placements is not None
-    }
 
 
 def parameter_shapes(captured: Captured) -> dict[str, torch.Tensor]:

@@ -11,14 +11,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from autoshard.inputs import GlobalCall, global_call
+from autoshard.outputs import output_layouts
 from autoshard.plan import Plan
-from autoshard.planning import CallLayouts, canonical_capture, output_layouts, prices_of, search_plan
+from autoshard.planning import (
+    CallLayouts,
+    canonical_capture,
+    named_parameters,
+    prices_of,
+    search_plan,
+)
 from autoshard.runtime.agreement import agree, collectively, everyones, from_first
 from autoshard.runtime.boundary import InputSide, OutputSide, plain_input, wrapped_output
 from autoshard.runtime.devices import arrived, check_placed, local_device, move_buffers, seed_on
-from autoshard.runtime.module import Call, dispatcher_of
+from autoshard.runtime.guards import Guards
+from autoshard.runtime.module import Built, dispatcher_of
 from autoshard.runtime.nccl import in_host_order
 from autoshard.runtime.observe import Observer
 from autoshard.runtime.parameters import distribute_parameters
@@ -29,13 +38,14 @@ from cost_model.errors import PlanError
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.bucket_plan import bucketed_turns
-from passes.capture import CallSpec, Captured, flatten_call
+from passes.capture import Captured, flatten_call
 from passes.describe import graph_hash
 from passes.joint import JointGraph
 from passes.layout import Layout
 from passes.lower_rank import lower_rank
 from passes.missing_tangents import usually_missing
 from passes.phases import split_phases
+from passes.placements import placements_to_layout
 from passes.search.space import Prices
 
 __all__ = ["Session", "Settings"]
@@ -72,7 +82,6 @@ class Session:
         self.settings = settings
         self.plan: Plan | None = None
         self.observers: list[Observer] = []
-        self._first: CallSpec | None = None
         self._generator = torch.Generator()
 
     @staticmethod
@@ -83,13 +92,10 @@ class Session:
         return owner if isinstance(owner, Session) else None
 
     def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What of a call's arguments decides its graph; ShardingError if it is no call of this model."""
-        _, key = flatten_call(args, kwargs)
-        if self._first is not None:
-            self._first.check(key)
-        return key
+        """What of a call's arguments decides its graph."""
+        return flatten_call(args, kwargs)[1]
 
-    def build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Built:
         """The executable for calls like this one. Every rank of the mesh must get here."""
         collectively(self.mesh, lambda: check_placed(self.model, self.mesh))
         whole, captured = collectively(self.mesh, lambda: self._captured(args, kwargs))
@@ -100,8 +106,10 @@ class Session:
         plan = self._planned(captured, layouts)
         groups_for(self.mesh, _axes_in(plan, self.spec))
         program = collectively(self.mesh, lambda: self._program(captured, plan))
-        self._settle(replace(captured.call, key=flatten_call(args, kwargs)[1]), plan)
-        return _Executable(self, captured, plan, program).call
+        self._settle(plan)
+        call = replace(captured.call, key=flatten_call(args, kwargs)[1])
+        guards = Guards(self.model, captured.reads)
+        return _Executable(self, replace(captured, call=call), plan, layouts, program, guards)
 
     def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[GlobalCall, Captured]:
         whole = global_call(args, kwargs, self.spec, self.settings.in_placements, self._everyones_shapes)
@@ -149,8 +157,9 @@ class Session:
         if self.plan is None and settings.plan is not None:
             _check_mesh(settings.plan, self.spec)
             settings.plan.check_graph(captured.joint)
+            _check_outputs(settings.plan, layouts.outputs)
             return settings.plan
-        pins = settings.pins if self.plan is None else self.plan.parameter_layouts
+        pins = settings.pins if self.plan is None else self._held()
         return search_plan(
             captured,
             settings.profile,
@@ -161,6 +170,14 @@ class Session:
             settings.backend,
             settings.time_limit,
         )
+
+    def _held(self) -> dict[str, Layout]:
+        """The layouts that parameters have: of those that are still the model's. A new layer's are free."""
+        return {
+            name: placements_to_layout(parameter.placements, tuple(parameter.shape), self.spec, what=name)
+            for name, parameter in named_parameters(self.model).items()
+            if isinstance(parameter, DTensor)
+        }
 
     def _program(self, captured: Captured, plan: Plan) -> Program:
         joint, rank = captured.joint, dist.get_rank()
@@ -196,15 +213,14 @@ class Session:
         """What the program's kernels and collectives cost under `profile`, or the session's own."""
         return prices_of(profile or self.settings.profile, self.spec, self.settings.backend)
 
-    def _settle(self, call: CallSpec, plan: Plan) -> None:
-        """The first plan's layouts become the parameters', and `call` what later calls must look like."""
-        if self.plan is not None:
-            return
+    def _settle(self, plan: Plan) -> None:
+        """The first plan's layouts become the parameters'; later plans hold them, and place what is new."""
         move_buffers(self.model, local_device(self.mesh))
-        distribute_parameters(self.model, self.mesh, plan.parameters)
-        self.plan = plan
-        self._first = call
-        self.model.autoshard_plan = plan  # type: ignore[assignment]
+        if any(not isinstance(parameter, DTensor) for parameter in self.model.parameters()):
+            distribute_parameters(self.model, self.mesh, plan.parameters)
+        if self.plan is None:
+            self.plan = plan
+            self.model.autoshard_plan = plan  # type: ignore[assignment]
 
     def next_seed(self) -> Tensor:
         """The seed of one step's random ops, on the CPU: the same on every rank, another every call."""
@@ -214,7 +230,16 @@ class Session:
 class _Executable:
     """Runs one kind of call: gathers the leaves, runs the program, rebuilds the user's outputs."""
 
-    def __init__(self, session: Session, captured: Captured, plan: Plan, program: Program) -> None:
+    def __init__(
+        self,
+        session: Session,
+        captured: Captured,
+        plan: Plan,
+        layouts: CallLayouts,
+        program: Program,
+        guards: Guards,
+    ) -> None:
+        self.guards = guards
         self._session = session
         self._spec = captured.call
         self._program = program
@@ -222,7 +247,7 @@ class _Executable:
         self._leaves = [
             leaf for leaf in (_leaf(session, joint, plan, i) for i in range(len(joint.inputs))) if leaf
         ]
-        self._outputs = _output_sides(session, joint, plan)
+        self._outputs = _output_sides(joint, plan, layouts.outputs)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors, _ = self._spec.flatten(args, kwargs)
@@ -233,7 +258,7 @@ class _Executable:
             wrapped_output(value, side, session.mesh, session.spec)
             for value, side in zip(outputs, self._outputs, strict=True)
         ]
-        return self._spec.unflatten(wrapped)
+        return self._spec.unflatten(wrapped, args, kwargs)
 
 
 Leaf = Callable[[Sequence[Tensor]], Tensor]
@@ -256,7 +281,9 @@ def _leaf(session: Session, joint: JointGraph, plan: Plan, position: int) -> Lea
             arrived(tensors[spec.index], spec.name, device), side, session.mesh, session.spec
         )
     owner, name = _owner(session.model, spec.name)
-    return lambda tensors: getattr(owner, name)
+    if spec.kind == "param":
+        return lambda tensors: getattr(owner, name)
+    return lambda tensors: arrived(getattr(owner, name), spec.name, device)
 
 
 def _owner(model: nn.Module, path: str) -> tuple[nn.Module, str]:
@@ -264,26 +291,36 @@ def _owner(model: nn.Module, path: str) -> tuple[nn.Module, str]:
     return model.get_submodule(module), name
 
 
-def _output_sides(session: Session, joint: JointGraph, plan: Plan) -> list[OutputSide]:
-    """One per tensor output of a call, in the order of their index."""
-    asked = session.settings.out_placements
+def _output_sides(joint: JointGraph, plan: Plan, asked: Mapping[int, Layout | None]) -> list[OutputSide]:
+    """One per tensor output of a call, in the order of their index. asked: as in `CallLayouts`."""
     shapes = {
         spec.index: tuple(result.meta["val"].shape)
         for spec, result in zip(joint.outputs, joint.results, strict=True)
         if spec.kind == "output" and result is not None
     }
-    kind = "dtensor" if asked == "keep" else "local"
     sides: list[OutputSide] = []
     for index in sorted(shapes):
         layout = plan.outputs[index]
         assert layout is not None
-        sides.append(OutputSide(shapes[index], layout, kind if asked is not None else "global"))
+        kind = "global" if index not in asked else "dtensor" if asked[index] is None else "local"
+        sides.append(OutputSide(shapes[index], layout, kind))
     return sides
 
 
 def _axes_in(plan: Plan, spec: MeshSpec) -> list[tuple[str, ...]]:
     """The groups that the plan's collectives need, axes in mesh order; the same list on every rank."""
     return sorted({tuple(sorted(c.axes, key=spec.index)) for c in plan.collectives})
+
+
+def _check_outputs(plan: Plan, asked: Mapping[int, Layout | None]) -> None:
+    """PlanError unless the plan returns what this call promises: whole tensors, or the layouts asked for."""
+    for index, layout in plan.outputs.items():
+        wanted = asked.get(index, Layout.replicated(len(layout.dims))) if layout is not None else None
+        if wanted is not None and wanted != layout:
+            raise PlanError(
+                f"the plan returns output {index} as {layout}, and out_placements asks for {wanted}\n"
+                "  try: the out_placements that find_plan was given"
+            )
 
 
 def _check_mesh(plan: Plan, spec: MeshSpec) -> None:

@@ -138,8 +138,9 @@ def _tensors(
     captured: Captured, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[torch.Tensor]:
     """The tensor outputs of the model itself, parallel or not, in the order of the graph's outputs."""
+    args, kwargs = captured.call.copied(args, kwargs)  # the model may change its arguments
     with original_forward(model):
-        return captured.call.flatten_outputs(model(*args, **kwargs))
+        return captured.call.flatten_outputs(model(*args, **kwargs), args, kwargs)
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from passes.capture.state import named_state, state_kept
 from passes.joint import JointGraph, node_value
 
 __all__ = ["eager_results", "graph_values", "reference_inputs"]
@@ -18,7 +19,7 @@ def reference_inputs(
 ) -> list[torch.Tensor]:
     """A value for every placeholder: the model's own, the call's, and random tangents."""
     generator = torch.Generator().manual_seed(seed)
-    named = {**_parameters(model), **dict(model.named_buffers())}
+    named = {**_parameters(model), **named_state(model)}
     return [
         _value(spec.kind, spec.name, spec.index, node, named, joint, tensors, generator)
         for spec, node in zip(joint.inputs, joint.placeholders, strict=True)
@@ -76,7 +77,7 @@ def eager_results(
 ) -> list[torch.Tensor | None]:
     """The graph's flat results as the untouched model computes them with autograd.
 
-    `call` runs the model and returns the tensor outputs of the call in order. The model's buffers
+    `call` runs the model and returns the tensor outputs of the call in order. The model's state
     and gradients are put back as they were. Buffer updates are read before that.
     """
     kinds = dict(zip(joint.placeholders, joint.inputs, strict=True))
@@ -85,22 +86,23 @@ def eager_results(
         for node, value in zip(joint.placeholders, values, strict=True)
         if kinds[node].kind == "tangent"
     }
-    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    kept = {name: parameter.grad for name, parameter in model.named_parameters()}
-    for parameter in model.parameters():
+    state = [(tensor, tensor.detach().clone()) for tensor in named_state(model).values()]
+    kept = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in kept:
         parameter.grad = None
     try:
-        outputs = call()
-        pairs = [(outputs[i], tangent) for i, tangent in tangents.items() if outputs[i].requires_grad]
-        if pairs:
-            torch.autograd.backward([o for o, _ in pairs], [t for _, t in pairs])
-        return [_result(spec.kind, spec.name, spec.index, outputs, model) for spec in joint.outputs]
+        with state_kept(model):
+            outputs = call()
+            pairs = [(outputs[i], tangent) for i, tangent in tangents.items() if outputs[i].requires_grad]
+            if pairs:
+                torch.autograd.backward([o for o, _ in pairs], [t for _, t in pairs])
+            return [_result(spec.kind, spec.name, spec.index, outputs, model) for spec in joint.outputs]
     finally:
-        for name, parameter in model.named_parameters():
-            parameter.grad = kept[name]
+        for parameter, gradient in kept:
+            parameter.grad = gradient
         with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                buffer.copy_(buffers[name])
+            for tensor, value in state:
+                tensor.copy_(value)
 
 
 def _result(
@@ -109,7 +111,7 @@ def _result(
     if kind == "output":
         return outputs[index].detach().clone()
     if kind == "buffer":
-        return dict(model.named_buffers())[name].detach().clone()
+        return named_state(model)[name].detach().clone()
     parameter = _parameters(model).get(name)
     return None if parameter is None or parameter.grad is None else parameter.grad.detach().clone()
 

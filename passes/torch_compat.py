@@ -248,6 +248,18 @@ def dtensor_from(local: torch.Tensor, sharding: Any) -> torch.Tensor:
     return DTensor(local, sharding, requires_grad=False)  # type: ignore[call-arg]
 
 
+def global_module_hooks() -> list[dict[int, Any]]:
+    """The tables of hooks that run around every module's forward and backward. Since torch 1.13."""
+    from torch.nn.modules import module
+
+    return [
+        module._global_forward_hooks,
+        module._global_forward_pre_hooks,
+        module._global_backward_hooks,
+        module._global_backward_pre_hooks,
+    ]
+
+
 def fake_like(value: torch.Tensor, fake: torch.Tensor) -> torch.Tensor:
     """A fake of `value`'s size, strides, dtype and device, of the same mode as `fake`. Since torch 2.0."""
     with fake_mode_of(fake):

@@ -121,6 +121,26 @@ def replaced_attribute(owner: Any, name: str, value: Any) -> Generator[None]:
         setattr(owner, name, old)
 
 
+@contextmanager
+def module_reads_seen(note: Callable[[torch.nn.Module, str, Any], None]) -> Generator[None]:
+    """Inside, `note(module, name, value)` is told of every attribute that is found on an `nn.Module` by the usual way.
+
+    nn.Module has no `__getattribute__` of its own, so one can be given to it, and taken away.
+    """
+
+    def seen(module: torch.nn.Module, name: str) -> Any:
+        value = object.__getattribute__(module, name)
+        note(module, name, value)
+        return value
+
+    assert "__getattribute__" not in vars(torch.nn.Module)
+    torch.nn.Module.__getattribute__ = seen  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del torch.nn.Module.__getattribute__
+
+
 def compiling_flag() -> AbstractContextManager[None]:
     """`torch.compiler.is_compiling()` is True inside: models skip checks that read values. Since 2.1."""
     return replaced_attribute(torch.compiler, "_is_compiling_flag", True)

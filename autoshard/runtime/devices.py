@@ -80,18 +80,22 @@ def check_bound(device: torch.device, bound: torch.device | None) -> None:
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Every buffer to `device`, those on `meta` excepted; one that several modules share stays one.
+    """Every buffer and plain tensor attribute to `device`, those on `meta` excepted; one that several modules share
+    stays one.
 
     As `model.to` does it, a moved buffer is a new tensor in the old one's place.
     """
     moved: dict[int, tuple[Tensor, Tensor]] = {}  # with the old one, so that its id stays its own
     for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is None or buffer.is_meta or buffer.device == device:
-                continue
-            if id(buffer) not in moved:
-                moved[id(buffer)] = buffer, buffer.to(device)
-            module._buffers[name] = moved[id(buffer)][1]
+        for table in (module._buffers, vars(module)):
+            for name, buffer in table.items():
+                if type(buffer) is not Tensor and (buffer is None or table is not module._buffers):
+                    continue
+                if buffer.is_meta or buffer.requires_grad or buffer.device == device:
+                    continue
+                if id(buffer) not in moved:
+                    moved[id(buffer)] = buffer, buffer.to(device)
+                table[name] = moved[id(buffer)][1]
 
 
 def arrived(tensor: Tensor, name: str, device: torch.device) -> Tensor:

@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Generator, Hashable
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-__all__ = ["Dispatcher", "dispatcher_of", "install", "mode_key", "original_forward"]
+from autoshard.runtime.guards import Guards
+
+__all__ = ["Built", "Dispatcher", "dispatcher_of", "install", "mode_key", "original_forward"]
+
+_log = logging.getLogger("autoshard")
 
 Call = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 """(args, kwargs) of a call of the module -> what the call returns."""
 Key = Callable[[tuple[Any, ...], dict[str, Any]], Hashable]
-Build = Callable[[tuple[Any, ...], dict[str, Any]], Call]
+
+
+class Built(Protocol):
+    """What runs one kind of call."""
+
+    @property
+    def guards(self) -> Guards:
+        """What it depends on beside the call's arguments and the module's mode."""
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+
+Build = Callable[[tuple[Any, ...], dict[str, Any]], Built]
+
+_MANY = 8
+"""So many programs for one kind of call are worth a warning: something in the model changes at every call."""
 
 
 class Dispatcher:
@@ -23,25 +44,49 @@ class Dispatcher:
     key:   of a call's arguments: their structure, shapes, dtypes. The module's mode is added here.
     build: makes the executable for a call like this one; what it raises reaches the caller, and
            nothing is remembered.
+
+    An executable is used as long as its guards hold; after that another is built, and the first is kept for the
+    case that what has changed changes back.
     """
 
     def __init__(self, model: nn.Module, key: Key, build: Build) -> None:
         self.original = model.forward
-        self.executables: dict[Hashable, Call] = {}
+        functools.update_wrapper(self, self.original, updated=())
+        self.executables: dict[Hashable, list[Built]] = {}
+        self.model = model
         self._mode = _Mode(model)
         self._key = key
         self.build = build
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.prepare(args, kwargs)(args, kwargs)
+        return self.prepare(args, kwargs).call(args, kwargs)
 
-    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """The executable for a call like this one, in the module's present mode; built if there is none."""
-        key = (self._mode.key(), self._key(args, kwargs))
-        executable = self.executables.get(key)
-        if executable is None:
-            executable = self.executables[key] = self.build(args, kwargs)
-        return executable
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Built:
+        """The executable for a call like this one, in the module's present state; built if there is none."""
+        key = self._key(args, kwargs)
+        known = self.executables.get((self._mode.key(), key), [])
+        for built in known:
+            if built.guards.hold():
+                return built
+        if known:
+            _tell(known)
+            self._mode = _Mode(self.model)  # layers may have changed
+        built = self.build(args, kwargs)
+        self.executables.setdefault((_Mode(self.model).key(), key), []).append(built)
+        return built
+
+
+def _tell(known: list[Built]) -> None:
+    """Why another program is made."""
+    reason = known[-1].guards.changed()
+    _log.info("the model has changed since this kind of call was planned: %s", reason)
+    if len(known) == _MANY:
+        _log.warning(
+            "%d programs were made for one kind of call, since the model keeps changing: %s\n"
+            "  try: pass it as a tensor argument, or keep it in a buffer (register_buffer)",
+            len(known),
+            reason,
+        )
 
 
 def install(model: nn.Module, key: Key, build: Build) -> Dispatcher:

@@ -43,6 +43,8 @@ def distribute_parameters(
     holders = _holders(model)
     moved: dict[Tensor, nn.Parameter] = {}
     for old, placed, layout in plans:
+        if isinstance(old, DTensor) and tuple(old.placements) == placed:
+            continue
         if isinstance(old, DTensor):
             new = old.redistribute(mesh, placed).detach()
         else:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.autograd.function import once_differentiable
 
 from autoshard.runtime.boundary import InputSide, conform, expected, sliced
 from autoshard.runtime.observe import Observer, PhaseRun, observed
+from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
 from passes.compile import Compiled, compile_graph
 from passes.missing_tangents import without_tangents
@@ -172,8 +172,15 @@ class _Step(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        # Autograd records the backward only for create_graph=True. What ran here would have no graph, and a penalty
+        # on these gradients no effect.
+        if torch.is_grad_enabled():
+            raise ShardingError(
+                "create_graph=True: the backward of a parallel model cannot be differentiated again\n"
+                "  try: compute the penalty in the model's forward, with torch.autograd.grad(..., create_graph=True) "
+                "there, and return it"
+            )
         program: Program = ctx.program
         saved = list(ctx.saved_tensors)
         # With retain_graph=False nobody needs them again: the backward may free each when it is done.

@@ -17,7 +17,7 @@ from passes.joint import GraphInput, GraphOutput, JointGraph, ancestors
 from passes.torch_compat import fake_like, lazy_module
 from passes.torch_tracing import AotEnd
 
-__all__ = ["build_joint"]
+__all__ = ["build_joint", "overwritten_inputs"]
 
 aten = torch.ops.aten
 _LIFTS = (aten.lift_fresh_copy.default, aten.lift_fresh.default)
@@ -29,6 +29,15 @@ def build_joint(program: Program, traced: Traced, input_names: Sequence[str]) ->
     builder.add_placeholders()
     builder.copy_nodes()
     return builder.finish()
+
+
+def overwritten_inputs(program: Program, traced: Traced) -> tuple[int, ...]:
+    """Tensors of the call that the forward changes in place, by position, in the order of their new values."""
+    slots = len(program.slots)
+    changed = [
+        end.index - slots for end in traced.aot.outputs if end.kind == "mutated" and end.index >= slots
+    ]
+    return tuple(sorted(changed))
 
 
 class _Builder:
@@ -43,6 +52,7 @@ class _Builder:
         self.constants: dict[str, torch.Tensor] = {}
         self.results = _results(self.old.graph)
         self._refuse_mutations()
+        self.overwritten = overwritten_inputs(program, traced)
 
     def add_placeholders(self) -> None:
         old = [node for node in self.old.graph.nodes if node.op == "placeholder"]
@@ -89,10 +99,13 @@ class _Builder:
         )
 
     def _output(self, end: AotEnd) -> GraphOutput:
+        slots = len(self.program.slots)
+        if end.kind == "mutated" and end.index >= slots:
+            index = self.traced.output_count + self.overwritten.index(end.index - slots)
+            return GraphOutput("output", f"output {index}", index)
         if end.kind == "mutated":
             return GraphOutput("buffer", self.program.slots[end.index].name, end.index)
         if end.kind == "grad":
-            slots = len(self.program.slots)
             if end.index < slots:
                 return GraphOutput("grad", self.program.slots[end.index].name, end.index)
             name = self.input_names[end.index - slots]
@@ -148,19 +161,18 @@ class _Builder:
     def _refuse_mutations(self) -> None:
         slots = self.program.slots
         for end in self.traced.aot.inputs:
-            if end.kind == "mutated_tangent" and end.index < len(slots) and not slots[end.index].is_parameter:
-                raise CaptureError(
-                    f"cannot capture {self._model}: forward changes buffer {slots[end.index].name} in place by a value "
-                    "that requires grad\n  try: .detach() the value first"
-                )
-        for node, end in zip(self.results, self.traced.aot.outputs, strict=True):
-            if end.kind != "mutated" or (end.index < len(slots) and not slots[end.index].is_parameter):
+            if end.kind != "mutated_tangent" or (end.index < len(slots) and slots[end.index].is_parameter):
                 continue
             inside = end.index < len(slots)
-            what = (
-                f"parameter {slots[end.index].name}" if inside else self.input_names[end.index - len(slots)]
+            what = f"buffer {slots[end.index].name}" if inside else self.input_names[end.index - len(slots)]
+            raise CaptureError(
+                f"cannot capture {self._model}: forward changes {what} in place by a value "
+                "that requires grad\n  try: .detach() the value first"
             )
-            raise mutation_error(self.program.model, what, "" if node is None else node_source(node))
+        for node, end in zip(self.results, self.traced.aot.outputs, strict=True):
+            if end.kind == "mutated" and end.index < len(slots) and slots[end.index].is_parameter:
+                what = f"parameter {slots[end.index].name}"
+                raise mutation_error(self.program.model, what, "" if node is None else node_source(node))
 
     @property
     def _model(self) -> str:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cost_model.errors import ShardingError
-from passes.capture.trees import Mapped, Sequenced, Tree, flatten, tensor_paths, unflatten
+from passes.capture.places import Place, leave_at, left_at
+from passes.capture.trees import Mapped, Sequenced, Tree, flatten, flatten_arguments, tensor_paths, unflatten
 
 __all__ = ["CallSpec", "flatten_call", "tensor_names"]
 
@@ -44,7 +44,7 @@ class CallKey:
 
 def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], CallKey]:
     """(tensors, key) of a call's arguments; everything that is no tensor is part of the key."""
-    tensors, tree = flatten((args, dict(kwargs)))
+    tensors, tree = flatten_arguments((args, dict(kwargs)))
     return tensors, CallKey(tree, tuple(TensorKey.of(t) for t in tensors))
 
 
@@ -66,79 +66,57 @@ def _arguments(key: CallKey) -> tuple[Tree, dict[str, Tree]]:
 
 @dataclass(frozen=True)
 class CallSpec:
-    """key: of the captured call. outputs: the returned structure. output_count: its flat tensors."""
+    """key: of the captured call. outputs: the structure of (what it returns, what it leaves in `places`), whose flat
+    tensors are the first of `output_count`; the first `returned` of these are returned. overwritten: the inputs whose
+    new values are the last of them: the forward changes them in place."""
 
     key: CallKey
     outputs: Tree
     output_count: int
+    returned: int
+    places: tuple[Place, ...] = ()
+    overwritten: tuple[int, ...] = ()
 
     def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], CallKey]:
         """(tensors in the order of the graph's "input" placeholders, key). O(leaves), no checks."""
         return flatten_call(args, kwargs)
 
-    def unflatten(self, outputs: Sequence[Any]) -> Any:
-        """The user's returned structure around the flat `outputs`."""
-        assert len(outputs) == self.output_count, (len(outputs), self.output_count)
-        return unflatten(self.outputs, outputs)
+    def copied(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The same call with containers and objects of its own, and with its own copies of tensors that the forward
+        changes."""
+        tensors, key = flatten_call(args, kwargs)
+        tensors = [t.clone() if i in self.overwritten else t for i, t in enumerate(tensors)]
+        return unflatten(key.tree, tensors)
 
-    def flatten_outputs(self, returned: Any) -> list[Tensor]:
-        """The flat tensors of what the unmodified model returned for the same call."""
-        tensors, _ = flatten(returned)
-        return tensors
+    def unflatten(self, outputs: Sequence[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The user's returned structure around the flat `outputs`. What the forward leaves in places is put there, and
+        the tensors it changes among the arguments of this call get their new values."""
+        assert len(outputs) == self.output_count, (len(outputs), self.output_count)
+        result, left = unflatten(self.outputs, outputs)
+        if self.overwritten:
+            self._overwrite(outputs, args, kwargs)
+        for place, value in zip(self.places, left, strict=True):
+            leave_at(place, (args, kwargs), value)
+        return result
+
+    def _overwrite(self, outputs: Sequence[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        tensors, _ = flatten_call(args, kwargs)
+        new = outputs[self.output_count - len(self.overwritten) :]
+        with torch.no_grad():
+            for index, value in zip(self.overwritten, new, strict=True):
+                tensors[index].copy_(value)
+
+    def flatten_outputs(
+        self, returned: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> list[Tensor]:
+        """The flat tensors of what the unmodified model just returned for this call, and of what it left."""
+        left = tuple(left_at(place, (args, kwargs)) for place in self.places)
+        tensors, _ = flatten((returned, left))
+        inputs, _ = flatten_call(args, kwargs)
+        return [*tensors, *(inputs[index] for index in self.overwritten)]
 
     @property
     def input_names(self) -> list[str]:
         return tensor_names(self.key)
-
-    def check(self, key: CallKey) -> None:
-        """Raise ShardingError, naming the argument, unless `key` is this call at other sizes.
-
-        Other sizes, and other values of arguments that are no tensors, give another graph of the
-        same model; another structure, dtype or number of dims is a mistake.
-        """
-        self._check_structure(key)
-        for name, wanted, got in zip(tensor_names(key), self.key.tensors, key.tensors, strict=True):
-            if got.dtype != wanted.dtype:
-                raise ShardingError(
-                    f"{name} is {got}, but the model was captured with {wanted}\n  try: {name}.to({wanted.dtype})"
-                )
-            if len(got.shape) != len(wanted.shape):
-                raise ShardingError(
-                    f"{name} has {len(got.shape)} dims {list(got.shape)}, but the model was captured with "
-                    f"{len(wanted.shape)} {list(wanted.shape)}\n  try: pass it with {len(wanted.shape)} dims"
-                )
-
-    def _check_structure(self, key: CallKey) -> None:
-        (args, kwargs), (wanted_args, wanted_kwargs) = _arguments(key), _arguments(self.key)
-        assert isinstance(args, Sequenced) and isinstance(wanted_args, Sequenced)
-        given, wanted = len(args.children), len(wanted_args.children)
-        if given != wanted:
-            raise ShardingError(
-                f"the call has {given} positional arguments, but the model was captured with {wanted}\n"
-                "  try: call it as in the captured call"
-            )
-        for name in sorted(wanted_kwargs.keys() ^ kwargs.keys()):
-            problem = "is missing from" if name in wanted_kwargs else "is not an argument of"
-            have = ", ".join(wanted_kwargs) or "no keyword arguments"
-            raise ShardingError(
-                f"{name} {problem} the captured call, which has {have}\n  try: call it the same way"
-            )
-        pairs = [
-            (f"args[{i}]", *pair)
-            for i, pair in enumerate(zip(wanted_args.children, args.children, strict=True))
-        ]
-        pairs += [(name, wanted_kwargs[name], kwargs[name]) for name in kwargs]
-        for name, old, new in pairs:
-            if not _same_paths(old, new):
-                raise ShardingError(
-                    f"{name} holds tensors at {_shown(new, name)}, but the model was captured with {_shown(old, name)}"
-                    "\n  try: pass the same structure"
-                )
-
-
-def _same_paths(a: Tree, b: Tree) -> bool:
-    return list(tensor_paths(a).values()) == list(tensor_paths(b).values())
-
-
-def _shown(tree: Tree, name: str) -> str:
-    return ", ".join(tensor_paths(tree, name).values()) or "no place"

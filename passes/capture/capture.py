@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from cost_model.errors import AutoshardError
-from passes.capture.build import build_joint
+from passes.capture.build import build_joint, overwritten_inputs
 from passes.capture.call import CallSpec, flatten_call, tensor_names
 from passes.capture.errors import capture_error
 from passes.capture.state import find_slots
@@ -24,11 +24,13 @@ __all__ = ["Captured", "capture"]
 @dataclass(frozen=True)
 class Captured:
     """joint: the graph. call: its mapping to the user's call. aliases: parameter or buffer name ->
-    the other names of the same tensor (tied weights); only those that have any."""
+    the other names of the same tensor (tied weights); only those that have any. reads: the attributes of modules
+    that the graph depends on."""
 
     joint: JointGraph
     call: CallSpec
     aliases: Mapping[str, tuple[str, ...]]
+    reads: Mapping[nn.Module, frozenset[str]]
 
 
 @collector_paused()
@@ -51,7 +53,7 @@ def capture(
     forward: what to call instead of `model` (of the same module).
 
     Raises CaptureError, with the line of the user's code, for what cannot be one graph: control flow
-    that depends on values, shapes that do, a changed argument or parameter, a forward that fails.
+    that depends on values, shapes that do, a changed parameter, a forward that fails.
     """
     called = model if forward is None else forward
     inputs, key = flatten_call(args, kwargs)
@@ -66,4 +68,7 @@ def capture(
         raise capture_error(model, called, cause) from cause
     joint = replace(build_joint(program, traced, tensor_names(key)), device=runs_on)
     aliases = {slot.name: slot.aliases for slot in slots if slot.aliases}
-    return Captured(joint, CallSpec(key, traced.outputs, traced.output_count), aliases)
+    overwritten = overwritten_inputs(program, traced)
+    count = traced.output_count + len(overwritten)
+    call = CallSpec(key, traced.outputs, count, traced.returned, traced.places, overwritten)
+    return Captured(joint, call, aliases, traced.reads)

@@ -1,29 +1,34 @@
-"""A model's parameters and buffers as slots that tracing fills with fakes, and empties again."""
+"""Parameters, buffers and tensor attributes of a model as slots, which tracing fills with fakes and empties again."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from cost_model.errors import CaptureError
+from passes.capture.snapshot import Snapshot
 
-__all__ = ["Slot", "find_slots", "rebound_buffers", "state_kept", "state_replaced"]
+__all__ = ["Slot", "find_slots", "named_state", "rebound_buffers", "state_kept", "state_replaced"]
+
+
+Table = Literal["_parameters", "_buffers", "__dict__"]
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One distinct parameter or buffer. places: every (module, attribute) that holds it; the first
-    gives `name`, the others `aliases`."""
+    """One distinct parameter, buffer, or tensor in a plain attribute (`self.scale = torch.ones(3)`), which counts as a
+    buffer: it may change from call to call. places: every (module, its table, key) that holds it; the first gives
+    `name`, the others `aliases`."""
 
     tensor: Tensor
     is_parameter: bool
     names: tuple[str, ...]
-    places: tuple[tuple[nn.Module, str], ...]
+    places: tuple[tuple[nn.Module, Table, str], ...]
 
     @property
     def name(self) -> str:
@@ -35,26 +40,67 @@ class Slot:
 
 
 def find_slots(model: nn.Module) -> list[Slot]:
-    """Parameters in the order of `named_parameters()`, then buffers; tied ones once.
+    """Parameters in the order of `named_parameters()`, then buffers, then attributes; tied ones once.
 
-    Raises CaptureError for a lazy parameter that has no shape yet.
+    Raises CaptureError for a lazy parameter that has no shape yet, and for an attribute that shares a parameter's
+    memory, which would keep its values when the parameter is sharded.
     """
-    names: dict[int, list[str]] = {}
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    tensors: dict[int, tuple[Tensor, bool]] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for table, is_parameter in ((module._parameters, True), (module._buffers, False)):
-            for key, tensor in table.items():
-                if tensor is None:
+    found: dict[int, Slot] = {}
+    for table in ("_parameters", "_buffers", "__dict__"):
+        for prefix, module in model.named_modules(remove_duplicate=False):
+            for key, tensor in vars(module).get(table, vars(module)).items():
+                if tensor is None or (table == "__dict__" and not _is_state(tensor)):
                     continue
                 full = f"{prefix}.{key}" if prefix else key
                 _check_initialised(tensor, full)
-                tensors.setdefault(id(tensor), (tensor, is_parameter))
-                names.setdefault(id(tensor), []).append(full)
-                if (module, key) not in places.setdefault(id(tensor), []):
-                    places[id(tensor)].append((module, key))
-    slots = [Slot(t, p, tuple(names[i]), tuple(places[i])) for i, (t, p) in tensors.items()]
-    return [s for s in slots if s.is_parameter] + [s for s in slots if not s.is_parameter]
+                found[id(tensor)] = _with_place(found.get(id(tensor)), tensor, table, module, key, full)
+    slots = list(found.values())
+    _check_own_memory(slots)
+    return slots
+
+
+def named_state(model: nn.Module) -> dict[str, Tensor]:
+    """Every buffer and tensor attribute, by every name."""
+    slots = [slot for slot in find_slots(model) if not slot.is_parameter]
+    return {name: slot.tensor for slot in slots for name in slot.names}
+
+
+def _is_state(value: Any) -> bool:
+    """Whether an attribute is a tensor that a forward may read and change as it does a buffer. One that requires
+    grad or is on `meta` has no place beside the parameters: capture names it in an error if it is used."""
+    return type(value) is Tensor and not value.requires_grad and not value.is_meta
+
+
+def _with_place(
+    slot: Slot | None, tensor: Tensor, table: Table, module: nn.Module, key: str, full: str
+) -> Slot:
+    place = (module, table, key)
+    if slot is None:
+        return Slot(tensor, table == "_parameters", (full,), (place,))
+    places = slot.places if place in slot.places else (*slot.places, place)
+    return replace(slot, names=(*slot.names, full), places=places)
+
+
+def _check_own_memory(slots: Sequence[Slot]) -> None:
+    attributes = [slot for slot in slots if slot.places[0][1] == "__dict__"]
+    if not attributes:
+        return
+    owners = {_memory(slot.tensor): slot.name for slot in slots if slot.is_parameter}
+    for slot in attributes:
+        owner = owners.get(_memory(slot.tensor))
+        if owner is not None and slot.tensor.numel():
+            raise CaptureError(
+                f"cannot capture: attribute {slot.name} is a view of parameter {owner}, and would no longer follow it\n"
+                "  try: compute it from the parameter in forward, or in a property"
+            )
+
+
+def _memory(tensor: Tensor) -> Any:
+    return (
+        id(tensor)
+        if tensor.is_meta or type(tensor).__name__ == "DTensor"
+        else tensor.untyped_storage().data_ptr()
+    )
 
 
 def _check_initialised(tensor: Tensor, name: str) -> None:
@@ -70,16 +116,13 @@ def _check_initialised(tensor: Tensor, name: str) -> None:
 
 
 @contextmanager
-def state_kept(model: nn.Module) -> Generator[None]:
-    """Whatever a traced forward assigns to a module's attributes is undone at the end."""
-    kept = [(m, dict(m.__dict__), dict(m._parameters), dict(m._buffers)) for m in model.modules()]
+def state_kept(model: nn.Module) -> Generator[Snapshot]:
+    """Whatever a traced forward changes in attributes and containers of the model is undone at the end."""
+    before = Snapshot(model)
     try:
-        yield
+        yield before
     finally:
-        for module, attributes, parameters, buffers in kept:
-            _refill(module.__dict__, attributes)
-            _refill(module._parameters, parameters)
-            _refill(module._buffers, buffers)
+        before.restore()
 
 
 def _refill(table: dict[str, Any], old: dict[str, Any]) -> None:
@@ -90,20 +133,21 @@ def _refill(table: dict[str, Any], old: dict[str, Any]) -> None:
 @contextmanager
 def state_replaced(slots: Sequence[Slot], values: Sequence[Tensor]) -> Generator[None]:
     """`values` in the places of `slots`, for one run of the forward; undone by `state_kept`."""
-    before = [
-        (module, dict(module._parameters), dict(module._buffers)) for s in slots for module, _ in s.places
-    ]
+    before = [(table, dict(table)) for slot in slots for table in _tables(slot)]
     try:
         for slot, value in zip(slots, values, strict=True):
-            for module, key in slot.places:
-                (module._parameters if slot.is_parameter else module._buffers)[key] = value  # type: ignore[assignment]
-        for module in {module for slot in slots for module, _ in slot.places}:
+            for (_, _, key), table in zip(slot.places, _tables(slot), strict=True):
+                table[key] = value
+        for module in {module for slot in slots for module, _, _ in slot.places}:
             _refresh_flat_weights(module)
         yield
     finally:
-        for module, parameters, buffers in before:
-            _refill(module._parameters, parameters)
-            _refill(module._buffers, buffers)
+        for table, old in before:
+            _refill(table, old)
+
+
+def _tables(slot: Slot) -> list[dict[str, Any]]:
+    return [vars(module) if table == "__dict__" else vars(module)[table] for module, table, _ in slot.places]
 
 
 def _refresh_flat_weights(module: nn.Module) -> None:
@@ -117,8 +161,8 @@ def rebound_buffers(slots: Sequence[Slot], values: Sequence[Tensor]) -> dict[int
     """Buffers that the forward assigned anew (`self.mean = ...`): slot position -> new value."""
     new: dict[int, Tensor] = {}
     for position, (slot, value) in enumerate(zip(slots, values, strict=True)):
-        for module, key in slot.places:
-            held = None if slot.is_parameter else module._buffers.get(key)
+        for module, table, key in slot.places:
+            held = module._buffers.get(key) if table == "_buffers" else None
             if held is not None and held is not value:
                 new[position] = held
     return new

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,9 +18,12 @@ from passes.capture.device_view import seen_on
 from passes.capture.grouped import grouped_captured
 from passes.capture.kept import resizing_kept
 from passes.capture.padding import PADS
+from passes.capture.places import Argument, Place
 from passes.capture.provenance import provenance
+from passes.capture.reads import attributes_read
 from passes.capture.state import Slot, rebound_buffers, state_kept, state_replaced
-from passes.capture.trees import Tree, flatten, unflatten
+from passes.capture.trees import Tree, changed_places, flatten, retree, unflatten
+from passes.capture.write_only import Spot, Uses, put_stand_ins, write_only_candidates
 from passes.decompositions import decomposition_table
 from passes.joint import CPU
 from passes.torch_tracing import (
@@ -52,46 +55,62 @@ class Program:
 
 @dataclass
 class Returned:
-    """Of the last run of the forward. A flat output is a tensor of the call or a re-assigned buffer."""
+    """Of the last run of the forward. A flat output is a tensor of the call, one that the forward left in a place, or
+    a re-assigned buffer."""
 
     tree: Tree | None = None
     count: int = 0
+    returned: int = 0
+    writes: tuple[tuple[Place, Any], ...] = ()
     rebound: tuple[int, ...] = ()
+    reads: Mapping[nn.Module, set[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Traced:
     """aot: inputs are the slots' values, then the call's tensors; flat outputs are the call's
-    `output_count` tensors, then the new values of the slots `rebound`."""
+    `output_count` tensors, then the new values of the slots `rebound`.
+
+    outputs: structure of (what the call returns, what it leaves in `places`). returned: how many of the
+    `output_count` tensors it returns. reads: attributes that it read and does not only add to."""
 
     aot: AotGraph
     outputs: Tree
     output_count: int
+    returned: int
+    places: tuple[Place, ...]
+    reads: Mapping[nn.Module, frozenset[str]]
     rebound: tuple[int, ...]
 
 
 class _Traceable(nn.Module):
     """The program as a function of all its tensors. The model is no submodule: it has no parameters."""
 
-    def __init__(self, program: Program, returned: Returned) -> None:
+    def __init__(self, program: Program, returned: Returned, spots: Sequence[Spot], uses: Uses) -> None:
         super().__init__()
         self.program = program
         self.returned = returned
+        self.spots, self.uses = spots, uses
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        program = self.program
+        program, run = self.program, self.returned
         count = len(program.slots)
-        with state_replaced(program.slots, tensors[:count]):
-            args, kwargs = unflatten(program.call, tensors[count:])
-            with seen_on(program.device_type):
-                outputs, tree = flatten(program.forward(*args, **kwargs))
+        with state_replaced(program.slots, tensors[:count]), state_kept(program.model) as before:
+            put_stand_ins(self.spots, self.uses)
+            args, kwargs = call = unflatten(program.call, tensors[count:])
+            with seen_on(program.device_type), attributes_read(before) as run.reads:
+                result = program.forward(*args, **kwargs)
+            after = retree(call, tensors[count:])
+            arguments = [(Argument(path), value) for path, value in changed_places(program.call, after, call)]
+            run.writes = (*before.changes(), *arguments)
+            outputs, run.tree = flatten((result, tuple(value for _, value in run.writes)))
             rebound = rebound_buffers(program.slots, tensors[:count])
-        if not outputs:
+        run.count, run.returned, run.rebound = len(outputs), len(flatten(result)[0]), tuple(rebound)
+        if not run.returned:
             raise CaptureError(
                 f"cannot capture {type(program.model).__name__}: its forward returns no tensor\n"
                 "  try: return the loss"
             )
-        self.returned.tree, self.returned.count, self.returned.rebound = tree, len(outputs), tuple(rebound)
         # A clone is no alias of an input, a parameter or another output: the graph stays functional.
         # Contiguous, so that the tangents are traced contiguous, as the runtime passes them.
         flat = (*outputs, *(buffer.detach() for buffer in rebound.values()))
@@ -103,6 +122,33 @@ _TRACER_FRAMES = frozenset({_Traceable.forward.__code__, trace_joint.__code__})
 
 def trace(program: Program) -> Traced:
     """Trace `program` on CPU fakes. Everything it changes, in the model and in torch, is put back."""
+    aot, run = _traced(program, (), Uses())
+    exempt: Sequence[Spot] = ()
+    spots, uses = write_only_candidates(run.writes, run.reads), Uses()
+    if spots:
+        again = _traced_if_possible(program, spots, uses)
+        if again is not None and not uses.looked_at:
+            (aot, run), exempt = again, spots
+    assert run.tree is not None
+    reads = {
+        module: frozenset(name for name in names if (module, name) not in exempt)
+        for module, names in run.reads.items()
+    }
+    places = tuple(place for place, _ in run.writes)
+    return Traced(aot, run.tree, run.count, run.returned, places, reads, run.rebound)
+
+
+def _traced_if_possible(
+    program: Program, spots: Sequence[Spot], uses: Uses
+) -> tuple[AotGraph, Returned] | None:
+    try:
+        return _traced(program, spots, uses)
+    except Exception:  # whatever code says to an object that is no number
+        return None
+
+
+def _traced(program: Program, spots: Sequence[Spot], uses: Uses) -> tuple[AotGraph, Returned]:
+    """One trace, with stand-ins in `spots`."""
     returned = Returned()
     with ExitStack() as stack:
         stack.enter_context(_plain_autograd())
@@ -121,9 +167,8 @@ def trace(program: Program) -> Traced:
         stack.enter_context(
             provenance(program.model, {**replaced, **PADS, **COUNTS, **grouped_captured()}, _TRACER_FRAMES)
         )
-        aot = trace_joint(_Traceable(program, returned), fakes, decomposition_table())
-    assert returned.tree is not None
-    return Traced(aot, returned.tree, returned.count, returned.rebound)
+        aot = trace_joint(_Traceable(program, returned, spots, uses), fakes, decomposition_table())
+    return aot, returned
 
 
 def _fakes(program: Program) -> list[Tensor]:

@@ -7,15 +7,26 @@ tensor attributes) and built again, so that no model needs to register its types
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["Tree", "flatten", "tensor_paths", "unflatten"]
+__all__ = [
+    "Step",
+    "Tree",
+    "changed_places",
+    "flatten",
+    "flatten_arguments",
+    "retree",
+    "tensor_paths",
+    "unflatten",
+]
 
 
 @dataclass(frozen=True)
@@ -68,7 +79,8 @@ class Registered:
 
 @dataclass(frozen=True)
 class Instance:
-    """Any other object with tensors inside: its attributes. `number` counts instances, for `Again`."""
+    """Any other object of a plain class: its attributes (a key/value cache, a config). `number` counts instances, for
+    `Again`."""
 
     kind: type
     number: int
@@ -89,6 +101,8 @@ _OPAQUE = (
     type, nn.Module, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType,
     torch.device, torch.dtype,
 )  # fmt: skip
+_HEAP_TYPE = 1 << 9
+"""Py_TPFLAGS_HEAPTYPE: a class made by a class statement."""
 _PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device)
 
 
@@ -99,11 +113,27 @@ def flatten(value: Any) -> tuple[list[Tensor], Tree]:
     return flattener.tensors, tree
 
 
+def flatten_arguments(value: Any) -> tuple[list[Tensor], Tree]:
+    """The same for a call's arguments, where objects without tensors are taken apart as well."""
+    flattener = _OfArguments()
+    tree = flattener.visit(value)
+    return flattener.tensors, tree
+
+
+def retree(value: Any, tensors: Sequence[Tensor]) -> Tree:
+    """The tree of a value that was built from these tensors, so that an unchanged one has the tree it was built by."""
+    flattener = _OfArguments()
+    for tensor in tensors:
+        flattener.visit(tensor)
+    return flattener.visit(value)
+
+
 class _Flattener:
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self.places: dict[int, int] = {}
         self.instances: dict[int, int] = {}
+        self.held: list[Any] = []
 
     def visit(self, value: Any) -> Tree:
         if isinstance(value, Tensor):
@@ -128,17 +158,28 @@ class _Flattener:
         return TensorLeaf(index)
 
     def _instance(self, value: Any) -> Tree:
-        attributes = getattr(value, "__dict__", None)
-        if not attributes or isinstance(value, _OPAQUE):
+        if not _is_open(value):
             return Static(value)
         if id(value) in self.instances:
             return Again(self.instances[id(value)])
-        found = len(self.tensors)
-        number = self.instances[id(value)] = len(self.instances)
-        children = tuple(self.visit(item) for item in attributes.values())
-        if not any(_has_tensor(child) for child in children) and len(self.tensors) == found:
-            return Static(value)
-        return Instance(type(value), number, tuple(attributes), children)
+        number = self.instances[id(value)] = len(self.held)
+        self.held.append(value)  # so that its id stays its own
+        children = tuple(self.visit(item) for item in vars(value).values())
+        return self._of(value, Instance(type(value), number, tuple(vars(value)), children))
+
+    def _of(self, value: Any, tree: Instance) -> Tree:
+        if _has_tensor(tree):
+            return tree
+        del self.instances[id(value)]
+        return Static(value)
+
+
+class _OfArguments(_Flattener):
+    """An object without tensors is taken apart too: a forward may fill it (an empty cache), and two calls with equal
+    ones are alike."""
+
+    def _of(self, value: Any, tree: Instance) -> Tree:
+        return tree
 
 
 def unflatten(tree: Tree, tensors: Sequence[Any]) -> Any:
@@ -174,6 +215,28 @@ class _Builder:
                 return self.instances[number]
 
 
+Step = tuple[str, Any]
+"""From a value to what it holds: ("item", key) or ("attribute", name)."""
+Path = tuple[Step, ...]
+
+
+def changed_places(before: Tree, after: Tree, value: Any, path: Path = ()) -> list[tuple[Path, Any]]:
+    """Where `value`, which was `before` and is now `after`, has changed: the outermost lists, dicts and objects that
+    differ, by the path to them, and each as it is now."""
+    if before == after:
+        return []
+    same_kind = type(before) is type(after) and getattr(before, "kind", None) is getattr(after, "kind", None)
+    fixed = isinstance(after, Sequenced) and after.kind is not list
+    top = len(path) < 2  # the pair of (args, kwargs), and these two
+    if same_kind and (fixed or top) and len(before.children) == len(after.children):  # type: ignore[union-attr]
+        found: list[tuple[Path, Any]] = []
+        keys = after.keys if isinstance(after, Mapped) else range(len(after.children))  # type: ignore[union-attr]
+        for key, old, new in zip(keys, before.children, after.children, strict=True):  # type: ignore[union-attr]
+            found += changed_places(old, new, value[key], (*path, ("item", key)))
+        return found
+    return [(path, value)]
+
+
 def tensor_paths(tree: Tree, root: str = "") -> dict[int, str]:
     """Where each tensor first appears: {0: "x", 1: "cache.layers[0].keys"}."""
     paths: dict[int, str] = {}
@@ -205,7 +268,20 @@ def _steps(tree: Sequenced | Mapped | Registered | Instance) -> list[str]:
 def _has_tensor(tree: Tree) -> bool:
     if isinstance(tree, (Sequenced, Mapped, Registered, Instance)):
         return any(_has_tensor(child) for child in tree.children)
-    return isinstance(tree, TensorLeaf)
+    return isinstance(tree, (TensorLeaf, Again))
+
+
+def _is_open(value: Any) -> bool:
+    return hasattr(value, "__dict__") and not isinstance(value, _OPAQUE) and _is_plain_class(type(value))
+
+
+@cache
+def _is_plain_class(kind: type) -> bool:
+    """Whether all that an object holds is in its `__dict__`: no C code and no slots keep anything beside it."""
+    return all(
+        base is object or (base.__flags__ & _HEAP_TYPE and not vars(base).get("__slots__"))
+        for base in kind.__mro__
+    ) and not issubclass(kind, (Enum, BaseException, Generator))
 
 
 def _freeze(context: Any) -> Any:

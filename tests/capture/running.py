@@ -18,6 +18,12 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
+        **{
+            f"{n}.{k}" if n else k: v
+            for n, m in model.named_modules()
+            for k, v in vars(m).items()
+            if type(v) is Tensor
+        },
     }
 
 
@@ -54,7 +60,7 @@ def run_eager(
     model = copy.deepcopy(model)
     args, kwargs = call
     inputs, _ = captured.call.flatten(args, kwargs)
-    outputs = captured.call.flatten_outputs(model(*args, **kwargs))
+    outputs = captured.call.flatten_outputs(model(*args, **kwargs), args, kwargs)
     pairs = [(o, t) for o, t in zip(outputs, tangents, strict=True) if o.requires_grad and t is not None]
     sources = {n: p for n, p in model.named_parameters() if p.requires_grad}
     sources |= {n: t for n, t in zip(captured.call.input_names, inputs, strict=True) if t.requires_grad}

@@ -106,8 +106,8 @@ def test_nested_inputs_and_outputs() -> None:
         "args[0]['x']", "args[1][0][0]", "args[1][0][1]", "args[1][1][0]", "args[1][1][1]", "extra[1]",
     ]  # fmt: skip
     returned = model(*args, **kwargs)
-    flat = captured.call.flatten_outputs(returned)
-    answer, rest = captured.call.unflatten(flat)
+    flat = captured.call.flatten_outputs(returned, args, kwargs)
+    answer, rest = captured.call.unflatten(flat, args, kwargs)
     assert isinstance(answer, Answer) and answer.note == "fine"
     assert answer.parts["same"] is answer.value and answer.parts["none"] is None and answer.parts["n"] == 3
     assert isinstance(rest[0], tuple)
@@ -126,7 +126,7 @@ def test_outputs_that_are_inputs_or_parameters() -> None:
 
     captured = check(Through(), torch.randn(2, 3))
     assert captured.call.output_count == 3
-    a, b, c, d, e = captured.call.unflatten([1, 2, 3])
+    a, b, c, d, e = captured.call.unflatten([1, 2, 3], (), {})
     assert (a, b, c, d, e) == (1, 2, 1, 3, None)
 
 
@@ -154,7 +154,7 @@ def test_buffer_changed_in_place_or_assigned(assign: bool, grad: bool) -> None:
     assert [spec.index for spec in captured.joint.outputs if spec.kind == "buffer"] == [0]
 
 
-def test_tensor_attribute_becomes_a_constant() -> None:
+def test_a_tensor_attribute_is_an_input_and_a_literal_a_constant() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -164,13 +164,13 @@ def test_tensor_attribute_becomes_a_constant() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x * self.scale * self.weight + self.scale + torch.tensor([4.0, 5.0, 6.0])
 
-    model = Scaled()
-    captured = check(model, torch.randn(2, 3))
-    assert [spec.name for spec in captured.joint.inputs if spec.kind == "constant"] == [
-        "constant 0",
-        "constant 1",
+    captured = check(Scaled(), torch.randn(2, 3))
+    assert [(spec.kind, spec.name) for spec in captured.joint.inputs[:3]] == [
+        ("param", "weight"),
+        ("buffer", "scale"),
+        ("constant", "constant 0"),
     ]
-    assert captured.joint.constants["constant 0"] is model.scale
+    assert captured.joint.constants["constant 0"].tolist() == [4.0, 5.0, 6.0]
 
 
 def test_order_of_inputs_and_outputs() -> None:

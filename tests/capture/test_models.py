@@ -45,7 +45,7 @@ def test_cache_comes_back_as_the_object_that_the_model_returns() -> None:
     model, inputs = seeded("llama")
     captured = capture(model, (), inputs)
     returned = model(**inputs)
-    rebuilt = captured.call.unflatten(captured.call.flatten_outputs(returned))
+    rebuilt = captured.call.unflatten(captured.call.flatten_outputs(returned, (), inputs), (), inputs)
     assert type(rebuilt) is type(returned)
     assert rebuilt.loss is returned.loss and rebuilt["logits"] is returned.logits
     assert type(rebuilt.past_key_values) is type(returned.past_key_values)

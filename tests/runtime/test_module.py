@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from autoshard.runtime.module import Call, dispatcher_of, install, mode_key, original_forward
+from autoshard.runtime.guards import Guards
+from autoshard.runtime.module import Built, dispatcher_of, install, mode_key, original_forward
 
 
 class Net(nn.Module):
@@ -20,16 +21,25 @@ class Net(nn.Module):
         return "original"
 
 
+class Returning:
+    """An executable that returns its number, and depends on what is read of the model."""
+
+    def __init__(self, number: Any, guards: Guards) -> None:
+        self.number, self.guards = number, guards
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.number, len(args), sorted(kwargs)
+
+
 class Builds:
-    """Counts builds; an executable returns its number."""
+    """Counts builds."""
 
-    def __init__(self) -> None:
-        self.count = 0
+    def __init__(self, model: nn.Module) -> None:
+        self.count, self.model = 0, model
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Built:
         self.count += 1
-        number = self.count
-        return lambda args, kwargs: (number, len(args), sorted(kwargs))
+        return Returning(self.count, Guards(self.model, {self.model: frozenset({"temperature"})}))
 
 
 def shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -37,7 +47,8 @@ def shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def installed() -> tuple[Net, Builds]:
-    model, builds = Net(), Builds()
+    model = Net()
+    builds = Builds(model)
     install(model, shapes, builds)
     return model, builds
 
@@ -69,6 +80,24 @@ def test_one_executable_per_kind_of_call() -> None:
     assert builds.count == 7
 
 
+def test_an_executable_is_used_while_its_guards_hold(caplog: pytest.LogCaptureFixture) -> None:
+    model, builds = installed()
+    x = torch.ones(2, 2)
+    assert model(x)[0] == 1
+    model.temperature = 2.0  # type: ignore[assignment]
+    with caplog.at_level("INFO", "autoshard"):
+        assert model(x)[0] == 2
+    assert "temperature is 2.0, and was missing" in caplog.text
+    model.unread = 3  # type: ignore[assignment]
+    assert model(x)[0] == 2
+    del model.temperature
+    assert model(x)[0] == 1  # as before
+    for number in range(8):
+        model.temperature = float(number)  # type: ignore[assignment]
+        assert model(x)[0] == (2 if number == 2 else builds.count)
+    assert "the model keeps changing: temperature is 7.0" in caplog.text
+
+
 def test_prepare_builds_without_running() -> None:
     model, builds = installed()
     dispatcher = dispatcher_of(model)
@@ -82,16 +111,16 @@ def test_a_failed_build_is_not_remembered() -> None:
     model = Net()
     attempts: list[int] = []
 
-    def build(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def build(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Built:
         attempts.append(1)
         if len(attempts) == 1:
             raise ValueError("no plan")
-        return lambda args, kwargs: "built"
+        return Returning("built", Guards(model, {}))
 
     install(model, shapes, build)
     with pytest.raises(ValueError, match="no plan"):
         model(torch.ones(2, 2))
-    assert model(torch.ones(2, 2)) == "built"
+    assert model(torch.ones(2, 2)) == ("built", 1, [])
 
 
 def test_the_original_forward_is_there_for_capture() -> None:
@@ -103,7 +132,7 @@ def test_the_original_forward_is_there_for_capture() -> None:
 
 def test_installing_again_replaces() -> None:
     model, first = installed()
-    second = Builds()
+    second = Builds(model)
     install(model, shapes, second)
     model(torch.ones(2, 2))
     assert (first.count, second.count) == (0, 1)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.planning import CallLayouts, output_layouts, prices_of, search_plan
+from autoshard.outputs import output_layouts
+from autoshard.planning import CallLayouts, prices_of, search_plan
 from autoshard.runtime.process_groups import groups_for
 from autoshard.session import _axes_in
 from cost_model.mesh import MeshSpec

@@ -1,0 +1,229 @@
+"""What a program depends on beside the call's arguments, and whether it is still so: attributes, layers, hooks.
+
+Checked before every call, so the common case, nothing has changed, is a comparison of identities in C.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from operator import is_, itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from passes.capture.places import Root, Via
+from passes.capture.surroundings import held_by, is_open
+from passes.torch_compat import global_module_hooks
+
+__all__ = ["Guards"]
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_ABSENT = object()
+
+
+@dataclass
+class _Watch:
+    """Values that stood somewhere. read: what stands there now, in the same order; names: of each, for an error."""
+
+    where: str
+    read: Callable[[], tuple[Any, ...]]
+    names: tuple[Any, ...]
+    values: tuple[Any, ...]
+    same: Callable[[Any, Any], bool]
+    held: Any = None
+    """Where the values stand: a dict, of which `names` are watched, or a list."""
+    picked: bool = False
+    """Whether `names` are some of the dict's keys only."""
+
+    def holds(self) -> bool:
+        now = self.read()
+        if len(now) == len(self.values) and all(map(is_, now, self.values)):
+            return True
+        if len(now) != len(self.values) or not all(map(self.same, self.values, now)):
+            return False
+        self.values = now
+        return True
+
+    def changed(self) -> str:
+        now = self.read()
+        if len(now) != len(self.values):
+            return f"{self.where or 'the model'} has {len(now)} items, and had {len(self.values)}"
+        for name, old, new in zip(self.names, self.values, now, strict=True):
+            if old is not new and not self.same(old, new):
+                return f"{_path(self.where, name)} is {_shown(new)}, and was {_shown(old)}"
+        return ""
+
+
+@dataclass
+class Guards:
+    """Of one program. Made when it is, from the attributes that its capture read.
+
+    reads: as `Captured.reads`. `hold()` says whether the program is still the model's; `changed()` what is not.
+    Parameters that were replaced by others of the same shape and layout count as the same, plain tensors in
+    attributes by others of the same shape and dtype.
+    """
+
+    model: nn.Module
+    reads: Mapping[nn.Module, frozenset[str]]
+    _watches: list[_Watch] = field(init=False)
+    _quick: _Quick = field(init=False)
+    _versions: list[tuple[Tensor, int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._watches = [*_structure(self.model), *_attributes(self.model, self.reads)]
+        self._quick = _Quick(self._watches)
+        self._versions = [(t, t._version) for watch in self._watches for t in _constants(watch)]
+
+    def hold(self) -> bool:
+        if not self._quick.unchanged():
+            if not all(watch.holds() for watch in self._watches):
+                return False
+            self._quick = _Quick(self._watches)
+        return all(tensor._version == version for tensor, version in self._versions)
+
+    def changed(self) -> str:
+        """The first thing that is not as it was; "" if all is."""
+        found = next((text for text in (watch.changed() for watch in self._watches) if text), "")
+        if found or all(tensor._version == version for tensor, version in self._versions):
+            return found
+        return "a tensor in a list or dict of the model was changed in place"
+
+
+class _Quick:
+    """Whether nothing at all was touched, for all watches at once, by identities and lengths."""
+
+    def __init__(self, watches: list[_Watch]) -> None:
+        self._whole = [w.held for w in watches if isinstance(w.held, dict) and not w.picked]
+        self._lists = [w.held for w in watches if w.held is not None and not isinstance(w.held, dict)]
+        self._picked = [
+            (itemgetter(present[0], *present), w.held)
+            for w in watches
+            if w.picked and (present := [name for name in w.names if name in w.held])
+        ]
+        self._sized = [w.held for w in watches if w.held is not None]
+        self._others = [w.read for w in watches if w.held is None]
+        self._lengths = list(map(len, self._sized))
+        self._values = tuple(self._now())
+
+    def unchanged(self) -> bool:
+        try:
+            # A missing name ends a getter; what is too long or too short shows in the lengths.
+            return list(map(len, self._sized)) == self._lengths and all(map(is_, self._now(), self._values))
+        except KeyError:
+            return False
+
+    def _now(self) -> Iterator[Any]:
+        return chain(
+            chain.from_iterable(map(dict.values, self._whole)),
+            chain.from_iterable(self._lists),
+            chain.from_iterable([pick(held) for pick, held in self._picked]),
+            chain.from_iterable([read() for read in self._others]),
+            (_ABSENT,),  # what is longer than it was comes where this stood
+        )
+
+
+def _structure(model: nn.Module) -> Iterator[_Watch]:
+    """Layers, parameters, buffers and hooks: tables of every module, where a name's identity matters."""
+    for name, module in model.named_modules():
+        for table, same in (("_modules", is_), ("_parameters", _same_tensor), ("_buffers", _same_tensor)):
+            held = vars(module)[table]
+            yield _of_dict(name, held, same)
+    hooks = [vars(module)[table] for module in model.modules() for table in _HOOKS]
+    hooks += global_module_hooks()
+    read = _hooks_in(hooks)
+    yield _Watch("hooks of modules", read, (), read(), is_)
+
+
+def _hooks_in(tables: list[dict[int, Any]]) -> Callable[[], tuple[Any, ...]]:
+    return lambda: tuple(hook for table in tables if table for hook in table.values())
+
+
+def _attributes(model: nn.Module, reads: Mapping[nn.Module, frozenset[str]]) -> Iterator[_Watch]:
+    paths = {module: name for name, module in model.named_modules()}
+    seen: set[int] = set()
+    for module, names in reads.items():
+        where, table = paths.get(module, type(module).__name__), vars(module)
+        yield _of_names(where, table, tuple(sorted(names)))
+        for name in sorted(names & table.keys()):
+            for container in held_by(Via(Root(module, where), name, True), table[name]):
+                if id(container.value) not in seen:
+                    seen.add(id(container.value))
+                    yield _of_container(str(container.where), container.value)
+
+
+def _of_names(where: str, table: dict[str, Any], names: tuple[str, ...]) -> _Watch:
+    def read() -> tuple[Any, ...]:
+        return tuple([table.get(name, _ABSENT) for name in names])
+
+    return _Watch(where, read, names, read(), _same, table, picked=True)
+
+
+def _of_dict(where: str, held: dict[Any, Any], same: Callable[[Any, Any], bool]) -> _Watch:
+    return _Watch(where, lambda: tuple(held.values()), tuple(held), tuple(held.values()), same, held)
+
+
+def _of_container(where: str, held: Any) -> _Watch:
+    if isinstance(held, dict):
+        return _of_dict(where, held, _same_inside)
+    return _Watch(where, lambda: tuple(held), tuple(range(len(held))), tuple(held), _same_inside, held)
+
+
+def _same(old: Any, new: Any) -> bool:
+    """For an attribute. A tensor there is read at every call, unless it requires grad."""
+    if isinstance(old, Tensor) and isinstance(new, Tensor):
+        return _same_tensor(old, new) and not (old.requires_grad or new.requires_grad)
+    return _same_inside(old, new)
+
+
+def _same_inside(old: Any, new: Any) -> bool:
+    """For what lies in a list, dict or object: Python values may be equal, others must be the same."""
+    if old is new:
+        return True
+    if type(old) is not type(new):
+        return False
+    if isinstance(old, tuple):
+        return len(old) == len(new) and all(map(_same_inside, old, new))
+    if isinstance(old, _PLAIN):
+        return bool(old == new)
+    # Bound methods are made anew by every read.
+    return callable(old) and bool(old == new)
+
+
+def _same_tensor(old: Any, new: Any) -> bool:
+    if old is new:
+        return True
+    if not isinstance(old, Tensor) or not isinstance(new, Tensor):
+        return False
+    alike = (old.shape, old.dtype, old.requires_grad) == (new.shape, new.dtype, new.requires_grad)
+    return alike and _placements(old) == _placements(new)
+
+
+def _placements(tensor: Tensor) -> Any:
+    return tensor.placements if isinstance(tensor, DTensor) else None
+
+
+def _constants(watch: _Watch) -> Iterator[Tensor]:
+    """Tensors that the program holds as constants: those in containers, not in attributes of modules."""
+    if watch.same is _same_inside:
+        yield from (value for value in watch.values if isinstance(value, Tensor))
+
+
+def _path(where: str, name: Any) -> str:
+    step = f".{name}" if isinstance(name, str) else f"[{name!r}]"
+    return f"{where}{step}".removeprefix(".")
+
+
+def _shown(value: Any) -> str:
+    if value is _ABSENT:
+        return "missing"
+    if isinstance(value, Tensor):
+        return f"a tensor {list(value.shape)} of {value.dtype}"
+    if isinstance(value, nn.Module) or is_open(value):
+        return f"a {type(value).__name__}"
+    text = repr(value)
+    return text if len(text) < 60 else f"{text[:57]}..."

@@ -1,0 +1,152 @@
+"""Places outside a call where a forward may leave something: attributes, items of dicts, ends of lists."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from passes.capture.trees import Step
+
+__all__ = [
+    "Appended",
+    "Argument",
+    "Attribute",
+    "Incremented",
+    "Item",
+    "Place",
+    "Root",
+    "Via",
+    "leave_at",
+    "left_at",
+]
+
+Call = tuple[tuple[Any, ...], Mapping[str, Any]]
+"""(args, kwargs)"""
+
+
+@dataclass(frozen=True, eq=False)
+class Root:
+    """An object that a path starts from. text: how the user would name it ("layers.0", "hook keep")."""
+
+    value: Any
+    text: str
+
+    def get(self) -> Any:
+        return self.value
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, eq=False)
+class Via:
+    """What `holder` holds under `key`: an attribute, or an item of a dict, list or tuple."""
+
+    holder: Root | Via
+    key: Any
+    attribute: bool
+
+    def get(self) -> Any:
+        held = self.holder.get()
+        return getattr(held, self.key) if self.attribute else held[self.key]
+
+    def __str__(self) -> str:
+        step = f".{self.key}" if self.attribute else f"[{self.key!r}]"
+        return f"{self.holder}{step}".removeprefix(".")
+
+
+@dataclass(frozen=True, eq=False)
+class Attribute:
+    """`holder.name = value` at every call."""
+
+    holder: Root | Via
+    name: str
+
+    def get(self) -> Any:
+        return getattr(self.holder.get(), self.name)
+
+    def put(self, value: Any) -> None:
+        setattr(self.holder.get(), self.name, value)
+
+
+@dataclass(frozen=True, eq=False)
+class Item:
+    """`holder[key] = value` at every call."""
+
+    holder: Root | Via
+    key: Hashable
+
+    def get(self) -> Any:
+        return self.holder.get()[self.key]
+
+    def put(self, value: Any) -> None:
+        self.holder.get()[self.key] = value
+
+
+@dataclass(frozen=True, eq=False)
+class Appended:
+    """`holder.append(value)` at every call. from_end: of what one call appends, 1 is the last."""
+
+    holder: Root | Via
+    from_end: int
+
+    def get(self) -> Any:
+        return self.holder.get()[-self.from_end]
+
+    def put(self, value: Any) -> None:
+        self.holder.get().append(value)
+
+
+@dataclass(frozen=True, eq=False)
+class Incremented:
+    """`holder.name += value` at every call: a counter that the forward does not otherwise read."""
+
+    holder: Root | Via
+    name: str
+
+    def put(self, value: Any) -> None:
+        held = self.holder.get()
+        setattr(held, self.name, getattr(held, self.name) + value)
+
+
+@dataclass(frozen=True, eq=False)
+class Argument:
+    """A list, dict or object among a call's arguments, which the forward changes: it gets what `value` holds.
+
+    path: steps from (args, kwargs)."""
+
+    path: tuple[Step, ...]
+
+    def get_from(self, call: Call) -> Any:
+        held: Any = call
+        for kind, key in self.path:
+            held = held[key] if kind == "item" else getattr(held, key)
+        return held
+
+    def put_into(self, call: Call, value: Any) -> None:
+        held = self.get_from(call)
+        if isinstance(held, list):
+            held[:] = value
+            return
+        old, new = (held, value) if isinstance(held, dict) else (vars(held), vars(value))
+        old.clear()
+        old.update(new)
+
+
+Place = Attribute | Item | Appended | Incremented | Argument
+
+
+def left_at(place: Place, call: Call) -> Any:
+    """What is in a place after a call; None for a counter."""
+    if isinstance(place, Incremented):
+        return None
+    return place.get_from(call) if isinstance(place, Argument) else place.get()
+
+
+def leave_at(place: Place, call: Call, value: Any) -> None:
+    """Do with `value` what the forward did."""
+    if isinstance(place, Argument):
+        place.put_into(call, value)
+    else:
+        place.put(value)

@@ -1,0 +1,143 @@
+"""The model and its surroundings before a forward runs: to see what it leaves behind, and to put all back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from cost_model.errors import CaptureError
+from passes.capture.places import Appended, Attribute, Item, Place, Root, Via
+from passes.capture.surroundings import Container, containers_of, is_own, module_attributes
+from passes.capture.write_only import Counted, Stored, incremented
+
+__all__ = ["Snapshot"]
+
+_ABSENT = object()
+_TABLES = (
+    "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks",
+    "_backward_pre_hooks", "_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)  # fmt: skip
+
+Changes = list[tuple[Place, Any]]
+"""Where a forward left something, and the value."""
+
+
+class Snapshot:
+    """Attributes, tables and containers of `model` as they are now, shallow copies."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = [(name, module, dict(vars(module))) for name, module in model.named_modules()]
+        self._tables = [
+            (table, table.copy())
+            for _, module, _ in self._modules
+            for table in (vars(module).get(name) for name in _TABLES)
+            if table is not None
+        ]
+        self._containers: list[tuple[Container, Any]] = [(c, c.value.copy()) for c in containers_of(model)]
+        self._attributes = {id(module): attributes for _, module, attributes in self._modules}
+
+    def untouched(self, module: nn.Module, name: str, value: Any) -> bool:
+        """Whether `value` of the attribute is still the one from before."""
+        return self._attributes.get(id(module), {}).get(name, _ABSENT) is value
+
+    def lacks(self, module: nn.Module, name: str) -> bool:
+        """Whether a name was an attribute of the module's class, not of its own, and still is."""
+        known = self._attributes.get(id(module))
+        return known is not None and name not in known and name not in vars(module)
+
+    def changes(self) -> Changes:
+        """What is new since then, in attributes and containers; CaptureError for what cannot be done at each call.
+
+        An attribute that was assigned an equal Python value has not changed.
+        """
+        found: Changes = []
+        for name, module, old in self._modules:
+            kept = {key: value for key, value in old.items() if not is_own(module, key)}
+            found += _attribute_changes(Root(module, name), module_attributes(module), kept)
+        for container, old in self._containers:
+            found += _container_changes(container, old)
+        return found
+
+    def restore(self) -> None:
+        """All as it was: the same objects in the same places."""
+        for container, old in self._containers:
+            _refill(container.value, old)
+        for table, old in self._tables:
+            _refill(table, old)
+        for _, module, attributes in self._modules:
+            _refill(vars(module), attributes)
+
+
+def _attribute_changes(where: Root | Via, new: Mapping[str, Any], old: Mapping[str, Any]) -> Changes:
+    found: Changes = []
+    for key, value in new.items():
+        place, before = Attribute(where, key), old.get(key, _ABSENT)
+        if isinstance(value, Counted):
+            found += [incremented(place, value)] if value.change else []
+        elif not _same(before, value.held if isinstance(value, Stored) else value):
+            found.append((place, value))
+    gone = [key for key in old if key not in new]
+    if gone:
+        raise _refused(f"{where}.{gone[0]}".removeprefix("."), "deletes")
+    return found
+
+
+def _container_changes(container: Container, old: Any) -> Changes:
+    value, where = container.value, container.where
+    if container.of_object:
+        return _attribute_changes(where, value, old)
+    if isinstance(value, dict):
+        if any(key not in value for key in old):
+            raise _refused(str(where), "removes items of")
+        return [(Item(where, k), v) for k, v in value.items() if not _same(old.get(k, _ABSENT), v)]
+    if isinstance(value, set):
+        if value != old:
+            raise _refused(str(where), "changes")
+        return []
+    items = list(value)
+    kept = len(items) >= len(old) and all(a is b for a, b in zip(items, old, strict=False))
+    if not kept:
+        raise _refused(str(where), "changes items of")
+    added = items[len(old) :]
+    return [(Appended(where, len(added) - i), item) for i, item in enumerate(added)]
+
+
+def _same(old: Any, new: Any) -> bool:
+    if old is new:
+        return True
+    plain = (bool, int, float, complex, str, bytes, tuple)
+    return type(old) is type(new) and isinstance(new, plain) and _plain(new) and bool(old == new)
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(_plain(item) for item in value)
+    return isinstance(value, (bool, int, float, complex, str, bytes, type(None)))
+
+
+def _refill(held: Any, old: Any) -> None:
+    """The items of `old` in `held`, unless they are there already."""
+    if isinstance(held, dict):
+        if list(held) != list(old) or any(
+            a is not b for a, b in zip(held.values(), old.values(), strict=True)
+        ):
+            held.clear()
+            held.update(old)
+    elif isinstance(held, set):
+        if held != old:
+            held.clear()
+            held.update(old)
+    elif len(held) != len(old) or any(a is not b for a, b in zip(held, old, strict=True)):
+        held.clear()
+        held.extend(old)
+
+
+def _refused(what: str, does: str) -> CaptureError:
+    return CaptureError(
+        f"cannot capture: forward {does} {what}, which a compiled call cannot repeat\n"
+        "  try: return the value instead, or keep it in a buffer (register_buffer)"
+    )

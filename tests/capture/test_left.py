@@ -1,0 +1,136 @@
+"""What a forward leaves behind: attributes, counters, lists, changed arguments; and what it reads."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cost_model.errors import CaptureError
+from passes.capture import capture
+from passes.capture.places import leave_at
+
+
+class Cache:
+    """As a key/value cache: filled by the forward."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+        self.length = 0
+
+
+class Leaves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(3, 3)
+        self.calls, self.scale, self.unread = 0, 2.0, 5
+        self.log: list[Tensor] = []
+        self.parts: dict[str, Tensor] = {}
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+        self.calls += 1
+        y = self.mix(x) * self.scale
+        self.last = y.mean()
+        self.log.append(y.detach())
+        self.parts["sum"] = y.sum()
+        if cache is not None:
+            cache.seen.append(y)
+            cache.length += y.shape[0]
+        return y
+
+
+def names(captured: Any) -> list[str]:
+    return [type(place).__name__ for place in captured.call.places]
+
+
+def test_what_a_forward_leaves_is_put_in_its_places() -> None:
+    model, x = Leaves(), torch.randn(2, 3)
+    captured = capture(model, (x,), {})
+    assert names(captured) == ["Incremented", "Attribute", "Appended", "Item"]
+    assert (model.calls, model.log, model.parts, model.last) == (0, [], {}, None)
+    values = [torch.tensor(float(i)) for i in range(captured.call.output_count)]
+    for _ in range(2):
+        captured.call.unflatten(values, (x,), {})
+    assert model.calls == 2 and len(model.log) == 2 and set(model.parts) == {"sum"}
+    assert isinstance(model.last, Tensor)
+
+
+def test_only_what_decides_is_read() -> None:
+    captured = capture(Leaves(), (torch.randn(2, 3),), {})
+    (module,) = [m for m in captured.reads if isinstance(m, Leaves)]
+    assert captured.reads[module] - {"forward"} == {"scale"}
+
+
+def test_a_counter_that_is_looked_at_is_an_attribute() -> None:
+    class Warm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix, self.step = nn.Linear(3, 3), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.step += 1
+            return self.mix(x) * (0.1 if self.step < 3 else 1.0)
+
+    captured = capture(Warm(), (torch.randn(2, 3),), {})
+    assert names(captured) == ["Attribute"] and any("step" in read for read in captured.reads.values())
+
+
+def test_an_argument_that_is_filled() -> None:
+    model, x, cache = Leaves(), torch.randn(2, 3), Cache()
+    captured = capture(model, (x,), {"cache": cache})
+    assert cache.seen == [] and cache.length == 0
+    assert names(captured)[-1] == "Argument"
+    values = [torch.tensor(float(i)) for i in range(captured.call.output_count)]
+    captured.call.unflatten(values, (x,), {"cache": cache})
+    assert len(cache.seen) == 1 and cache.length == 2
+
+
+def test_a_tensor_argument_that_is_changed() -> None:
+    class Changes(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            y[:, 0] = 1
+            return x + y
+
+    model, x, y = Changes(), torch.randn(2, 3), torch.randn(2, 3)
+    captured = capture(model, (x,), {"y": y})
+    assert captured.call.overwritten == (1,) and captured.call.output_count == 2
+    told = copy.deepcopy(y)
+    captured.call.unflatten([x, torch.ones(2, 3)], (x,), {"y": y})
+    assert torch.equal(y, torch.ones(2, 3)) and not torch.equal(told, y)
+
+
+def test_hooks_that_keep_what_they_see() -> None:
+    kept: dict[str, Tensor] = {}
+    model = nn.Sequential(nn.Linear(3, 3))
+    model[0].register_forward_hook(lambda module, args, out: kept.update(last=out.detach()))
+    captured = capture(model, (torch.randn(2, 3),), {})
+    assert kept == {} and names(captured) == ["Item"]
+    leave_at(captured.call.places[0], ((), {}), torch.ones(1))
+    assert kept["last"].tolist() == [1.0]
+
+
+def test_a_list_that_is_emptied_is_refused() -> None:
+    class Empties(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.log = [1, 2]
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.log.pop()
+            return x.cos()
+
+    model = Empties()
+    with pytest.raises(CaptureError, match=r"forward changes items of log(.|\n)*try: "):
+        capture(model, (torch.randn(2),), {})
+    assert model.log == [1, 2]
+
+
+def test_an_attribute_that_views_a_parameter_is_refused() -> None:
+    model = nn.Linear(3, 3)
+    model.alias = model.weight.detach()  # type: ignore[assignment]
+    with pytest.raises(CaptureError, match="alias is a view of parameter weight"):
+        capture(model, (torch.randn(2, 3),), {})
