@@ -25,9 +25,8 @@ Key = Callable[[tuple[Any, ...], dict[str, Any]], Hashable]
 class Built(Protocol):
     """What runs one kind of call."""
 
-    @property
-    def guards(self) -> Guards:
-        """What it depends on beside the call's arguments and the module's mode."""
+    guards: Guards
+    """What it depends on beside the call's arguments and the module's mode."""
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
