@@ -4,6 +4,7 @@ model = autoshard(model, mesh)
 """
 
 from autoshard.api import autoshard
+from autoshard.checkpoints import last_checkpoint, new_checkpoint
 from autoshard.data.arrays import ArrayDataset, PartialDataset
 from autoshard.data.loader import data_loader
 from autoshard.data.scatter import gather, scatter
@@ -11,6 +12,7 @@ from autoshard.data.weighted import weighted_mean
 from autoshard.halos import halo_exchange
 from autoshard.plan import Plan
 from autoshard.planning import find_plan
+from autoshard.random_state import random_state
 from autoshard.report import StepReport, report
 from autoshard.verify import VerifyReport, verify
 from autoshard.version import __version__
@@ -50,6 +52,9 @@ __all__ = [
     "find_plan",
     "gather",
     "halo_exchange",
+    "last_checkpoint",
+    "new_checkpoint",
+    "random_state",
     "register_rule",
     "report",
     "scatter",

@@ -12,7 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.pins import Constraints, resolve_pins
 from autoshard.plan import Plan
 from autoshard.planning import ProfileLike, load_profile, mesh_spec, named_parameters
+from autoshard.runtime.attachments import attach
 from autoshard.runtime.module import install
+from autoshard.runtime.wrapping import check_original
 from autoshard.session import Session, Settings
 from autoshard.signature import as_call
 from cost_model.errors import ShardingError
@@ -66,6 +68,7 @@ def autoshard(
     ProfileError, PlanError (a plan for something else, or ranks that would run different programs),
     InfeasibleError.
     """
+    check_original(model)
     spec = _checked_mesh(mesh)
     check_backend(backend)
     settings = Settings(
@@ -88,6 +91,7 @@ def autoshard(
         except BaseException:
             model.forward = dispatcher.original
             raise
+    attach(model, mesh)
     return model
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from autoshard.planning import (
 )
 from autoshard.runtime.agreement import agree, collectively, everyones, from_first
 from autoshard.runtime.boundary import InputSide, OutputSide, plain_input, wrapped_output
+from autoshard.runtime.copies import Copies, same_parameters
 from autoshard.runtime.devices import arrived, check_placed, local_device, move_buffers, seed_on
 from autoshard.runtime.guards import Guards
 from autoshard.runtime.module import Built, dispatcher_of
@@ -32,7 +34,9 @@ from autoshard.runtime.nccl import in_host_order
 from autoshard.runtime.observe import Observer
 from autoshard.runtime.parameters import distribute_parameters
 from autoshard.runtime.process_groups import groups_for
+from autoshard.runtime.seeds import SeedStream
 from autoshard.runtime.step import Program
+from autoshard.runtime.wrapping import check_unwrapped
 from autoshard.version import __version__
 from cost_model.errors import PlanError
 from cost_model.mesh import MeshSpec
@@ -82,7 +86,8 @@ class Session:
         self.settings = settings
         self.plan: Plan | None = None
         self.observers: list[Observer] = []
-        self._generator = torch.Generator()
+        self.seeds = SeedStream()
+        self._copies: Copies[Session] = Copies()
 
     @staticmethod
     def of(model: nn.Module) -> Session | None:
@@ -97,7 +102,7 @@ class Session:
 
     def build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Built:
         """The executable for calls like this one. Every rank of the mesh must get here."""
-        collectively(self.mesh, lambda: check_placed(self.model, self.mesh))
+        collectively(self.mesh, self._check_model)
         whole, captured = collectively(self.mesh, lambda: self._captured(args, kwargs))
         layouts = CallLayouts(
             whole.layouts, output_layouts(captured, self.spec, self.settings.out_placements)
@@ -110,6 +115,10 @@ class Session:
         call = replace(captured.call, key=flatten_call(args, kwargs)[1])
         guards = Guards(self.model, captured.reads)
         return _Executable(self, replace(captured, call=call), plan, layouts, program, guards)
+
+    def _check_model(self) -> None:
+        check_placed(self.model, self.mesh)
+        check_unwrapped(self.model)
 
     def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[GlobalCall, Captured]:
         whole = global_call(args, kwargs, self.spec, self.settings.in_placements, self._everyones_shapes)
@@ -145,7 +154,7 @@ class Session:
 
         data, seed = from_first(self.mesh, find)
         if self.plan is None:
-            self._generator.manual_seed(seed)
+            self.seeds.start(seed)
         plan = mine[0] if mine else Plan.from_json(data)
         if plan.fallbacks:
             found = ", ".join(plan.fallbacks)
@@ -215,6 +224,14 @@ class Session:
 
     def _settle(self, plan: Plan) -> None:
         """The first plan's layouts become the parameters'; later plans hold them, and place what is new."""
+        if self.plan is None:
+            copies = [c for c in self._copies.everywhere(self.mesh) if c.plan is None]
+            for session in copies:
+                if same_parameters(session.model, self.model):
+                    session._take(plan)
+        self._take(plan)
+
+    def _take(self, plan: Plan) -> None:
         move_buffers(self.model, local_device(self.mesh))
         if any(not isinstance(parameter, DTensor) for parameter in self.model.parameters()):
             distribute_parameters(self.model, self.mesh, plan.parameters)
@@ -222,9 +239,17 @@ class Session:
             self.plan = plan
             self.model.autoshard_plan = plan  # type: ignore[assignment]
 
-    def next_seed(self) -> Tensor:
-        """The seed of one step's random ops, on the CPU: the same on every rank, another every call."""
-        return torch.randint(0, 2**62, (), generator=self._generator, dtype=torch.int64)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Session:
+        """The session of a copied model: parameters and stream of seeds of its own, the plan of this one.
+
+        While there is no plan, a copy gets the one that this model finds, so that both can be averaged.
+        """
+        twin = Session(copy.deepcopy(self.model, memo), self.mesh, self.spec, self.settings)
+        memo[id(self)] = twin
+        twin.plan, twin.seeds = self.plan, self.seeds.copied()
+        if self.plan is None:
+            self._copies.add(twin)
+        return twin
 
 
 class _Executable:
@@ -271,7 +296,7 @@ def _leaf(session: Session, joint: JointGraph, plan: Plan, position: int) -> Lea
         return None
     device = local_device(session.mesh)
     if spec.kind == "seed":
-        return lambda tensors: seed_on(session.next_seed(), device)
+        return lambda tensors: seed_on(session.seeds.next(), device)
     if spec.kind == "constant":
         constant = joint.constants[spec.name].to(device)
         return lambda tensors: constant

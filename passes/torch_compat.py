@@ -281,3 +281,22 @@ def inductor_graph_order() -> AbstractContextManager[Any]:
 
     names = ("reorder_for_locality", "reorder_for_peak_memory")
     return config.patch({name: False for name in names if hasattr(config, name)})
+
+
+def move_gradient_hooks(old: torch.Tensor, new: torch.Tensor, changed: Callable[[Any], Any]) -> None:
+    """`new`, a leaf, gets `changed` hooks of `old`, in the same dicts, so that their handles remove them still.
+
+    `_backward_hooks` since torch 0.2, `_post_accumulate_grad_hooks` since 2.1.
+    """
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(old, name)
+        if hooks:
+            for number, hook in hooks.items():
+                hooks[number] = changed(hook)
+            setattr(new, name, hooks)
+            setattr(old, name, None)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was written to in place. `_version` since torch 0.4."""
+    return tensor._version

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import functools
+import copy
+import inspect
 import logging
 from collections.abc import Callable, Generator, Hashable
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from autoshard.runtime.guards import Guards
+from cost_model.errors import ShardingError
 
 __all__ = ["Built", "Dispatcher", "dispatcher_of", "install", "mode_key", "original_forward"]
 
@@ -50,7 +52,9 @@ class Dispatcher:
 
     def __init__(self, model: nn.Module, key: Key, build: Build) -> None:
         self.original = model.forward
-        functools.update_wrapper(self, self.original, updated=())
+        # Trainers look at what a model takes.
+        self.__signature__ = inspect.signature(model.forward)
+        self._uncompiled = torch.compiler.disable(_run)
         self.executables: dict[Hashable, list[Built]] = {}
         self.model = model
         self._mode = _Mode(model)
@@ -58,7 +62,7 @@ class Dispatcher:
         self.build = build
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.prepare(args, kwargs).call(args, kwargs)
+        return self._uncompiled(self, args, kwargs)
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Built:
         """The executable for a call like this one, in the module's present state; built if there is none."""
@@ -74,6 +78,20 @@ class Dispatcher:
         self.executables.setdefault((_Mode(self.model).key(), key), []).append(built)
         return built
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Dispatcher:
+        """A copied module is parallel too; what runs it was made for this one's tensors."""
+        twin = object.__new__(Dispatcher)
+        memo[id(self)] = twin
+        for name, value in vars(self).items():
+            setattr(twin, name, {} if name == "executables" else copy.deepcopy(value, memo))
+        return twin
+
+    def __reduce__(self) -> Any:
+        raise ShardingError(
+            "a model that autoshard made parallel cannot be pickled whole: it belongs to a mesh of processes\n"
+            "  try: its state_dict(), see docs/checkpoints.md; copy.deepcopy(model) for a copy in this process"
+        )
+
 
 def _tell(known: list[Built]) -> None:
     """Why another program is made."""
@@ -86,6 +104,11 @@ def _tell(known: list[Built]) -> None:
             len(known),
             reason,
         )
+
+
+def _run(dispatcher: Dispatcher, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What torch.compile leaves alone: the programs are compiled already, and planning is not to be traced."""
+    return dispatcher.prepare(args, kwargs).call(args, kwargs)
 
 
 def install(model: nn.Module, key: Key, build: Build) -> Dispatcher:
@@ -103,9 +126,11 @@ def install(model: nn.Module, key: Key, build: Build) -> Dispatcher:
 
 
 def dispatcher_of(model: nn.Module) -> Dispatcher | None:
-    """What `install` put on the model, if anything."""
+    """What `install` put on the model, if anything; also where a library wrapped it since, for autocast."""
     found = vars(model).get("forward")
-    return found if isinstance(found, Dispatcher) else None
+    while found is not None and not isinstance(found, Dispatcher):
+        found = getattr(found, "__wrapped__", None)
+    return found
 
 
 @contextmanager
@@ -115,11 +140,12 @@ def original_forward(model: nn.Module) -> Generator[None]:
     if dispatcher is None:
         yield
         return
+    installed = model.forward
     model.forward = dispatcher.original
     try:
         yield
     finally:
-        model.forward = dispatcher
+        model.forward = installed
 
 
 def mode_key(model: nn.Module) -> Hashable:

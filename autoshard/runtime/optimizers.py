@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from autoshard.runtime.sharding import like_parameter
 from cost_model.errors import ShardingError
 
-__all__ = ["adopt", "live_optimizers", "retire"]
+__all__ = ["adopt", "live_optimizers", "retire", "shard_when_loaded"]
 
 
 class RetiredParameter(nn.Parameter):
@@ -52,6 +52,7 @@ def adopt(optimizers: Iterable[torch.optim.Optimizer], moved: Mapping[Tensor, nn
     without communication). Anything else stays as it is, on the parameter's device; a step count only where
     torch would have it there.
     """
+    optimizers = list(optimizers)
     for optimizer in optimizers:
         groups = optimizer.param_groups
         # As torch's optimizers make it: a step count is on the CPU unless the kernel reads it.
@@ -60,6 +61,21 @@ def adopt(optimizers: Iterable[torch.optim.Optimizer], moved: Mapping[Tensor, nn
             group["params"] = [moved.get(p, p) for p in group["params"]]
         for old in [p for p in optimizer.state if p in moved]:
             optimizer.state[moved[old]] = _sharded_state(optimizer.state.pop(old), moved[old], old in counted)
+    shard_when_loaded(optimizers, set(moved.values()))
+
+
+def shard_when_loaded(optimizers: Iterable[torch.optim.Optimizer], parameters: Collection[Tensor]) -> None:
+    """Let `load_state_dict` of those that have one of `parameters` take whole states, as one process saves them."""
+    for optimizer in optimizers:
+        theirs = {p for group in optimizer.param_groups for p in group["params"]}
+        if not theirs.isdisjoint(parameters):
+            optimizer.register_load_state_dict_post_hook(_shard_loaded)
+
+
+def _shard_loaded(optimizer: torch.optim.Optimizer) -> None:
+    for parameter, state in optimizer.state.items():
+        if isinstance(parameter, DTensor):
+            optimizer.state[parameter] = _sharded_state(state, parameter, counts=False)
 
 
 def _sharded_state(state: Mapping[str, Any], parameter: nn.Parameter, counts: bool) -> dict[str, Any]:

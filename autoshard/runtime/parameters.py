@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor.experimental import implicit_replication
 
 from autoshard.runtime.checksum import differing
 from autoshard.runtime.optimizers import adopt, live_optimizers, retire
@@ -15,6 +18,7 @@ from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
 from passes.layout import Layout
 from passes.placements import placements_to_layout
+from passes.torch_compat import move_gradient_hooks
 
 __all__ = ["distribute_parameters"]
 
@@ -24,8 +28,8 @@ def distribute_parameters(
 ) -> None:
     """Make every parameter of `model` a DTensor on `mesh` with the placements of its name.
 
-    Names, `requires_grad`, gradients, tied weights (any of its names may be given) and attributes set on
-    a parameter stay. A DTensor is another Python object than the parameter it replaces (torch cannot
+    Names, `requires_grad`, gradients, gradient hooks, tied weights (any of its names may be given) and attributes
+    set on a parameter stay. A DTensor is another Python object than the parameter it replaces (torch cannot
     turn one into the other in place), so every live `torch.optim.Optimizer` is given the new ones, and
     its state is sharded likewise; any other use of an old one raises and says so. Values are rank 0's:
     those that differ on another rank are broadcast, in pieces, the others are cut without
@@ -92,11 +96,27 @@ def _holders(model: nn.Module) -> dict[Tensor, list[tuple[nn.Module, str]]]:
 
 
 def _replacement(old: nn.Parameter, new: Tensor) -> nn.Parameter:
-    """A parameter of `new` with everything else of `old`; `old.grad` goes along."""
+    """A parameter of `new` with everything else of `old`; `old.grad` and hooks go along."""
     parameter = nn.Parameter(new, requires_grad=old.requires_grad)
+    move_gradient_hooks(old, parameter, _GradientHook.of)
     vars(parameter).update({k: v for k, v in vars(old).items() if k not in vars(parameter)})
     gradient = old.grad
     if gradient is not None:
         old.grad = None
         parameter.grad = gradient if isinstance(gradient, DTensor) else like_parameter(gradient, parameter)
     return parameter
+
+
+@dataclass(frozen=True)
+class _GradientHook:
+    """A hook that was written for a plain gradient: tensors that it has, such as a mask, are whole on every rank."""
+
+    hook: Callable[[Any], Any]
+
+    @staticmethod
+    def of(hook: Callable[[Any], Any]) -> _GradientHook:
+        return hook if isinstance(hook, _GradientHook) else _GradientHook(hook)
+
+    def __call__(self, gradient: Any) -> Any:
+        with implicit_replication():
+            return self.hook(gradient)

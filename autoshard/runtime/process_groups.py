@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,19 @@ __all__ = ["axes_by_group", "groups_for", "whole_group"]
 Axes = tuple[str, ...]
 
 
+class _Groups(dict[Axes, dist.ProcessGroup]):
+    """Groups belong to a process: a saved mesh comes back without any, a copied one shares them.
+
+    They are saved as an empty OrderedDict, which `torch.load` takes without being told of this class.
+    """
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Groups:
+        return self
+
+
 def groups_for(mesh: DeviceMesh, axes_list: Iterable[Axes]) -> Mapping[Axes, str]:
     """Axes -> name of this rank's process group over them, for functional collectives.
 
@@ -28,8 +43,7 @@ def groups_for(mesh: DeviceMesh, axes_list: Iterable[Axes]) -> Mapping[Axes, str
     Raises ShardingError for an unknown axis or axes out of order.
     """
     spec = MeshSpec.of(mesh)
-    # Kept on the mesh itself, as its own groups are: an equal mesh of another world has other groups.
-    made: dict[Axes, dist.ProcessGroup] = vars(mesh).setdefault("_autoshard_groups", {})
+    made = _made(mesh)
     names: dict[Axes, str] = {}
     for axes in axes_list:
         if list(axes) != sorted(axes, key=spec.index) or len(set(axes)) < len(axes):
@@ -47,15 +61,22 @@ def groups_for(mesh: DeviceMesh, axes_list: Iterable[Axes]) -> Mapping[Axes, str
 
 def axes_by_group(mesh: DeviceMesh) -> Mapping[str, Axes]:
     """The inverse of what `groups_for` gave so far: name of a process group -> its axes."""
-    made: Mapping[Axes, dist.ProcessGroup] = vars(mesh).get("_autoshard_groups", {})
-    return {group.group_name: axes for axes, group in made.items()}
+    return {group.group_name: axes for axes, group in _made(mesh).items()}
 
 
 def whole_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """The group of all ranks of the mesh."""
     spec = MeshSpec.of(mesh)
     groups_for(mesh, [spec.names])
-    return vars(mesh)["_autoshard_groups"][spec.names]
+    return _made(mesh)[spec.names]
+
+
+def _made(mesh: DeviceMesh) -> _Groups:
+    """What there is so far, kept on the mesh as its own groups are: an equal mesh of another world has others."""
+    found = vars(mesh).get("_autoshard_groups")
+    if not isinstance(found, _Groups):
+        found = vars(mesh)["_autoshard_groups"] = _Groups()
+    return found
 
 
 def _group(mesh: DeviceMesh, spec: MeshSpec, axes: Axes) -> dist.ProcessGroup:

@@ -150,7 +150,7 @@ def leaf(monkeypatch: pytest.MonkeyPatch, kind: Any, session: Any) -> Callable[[
 def test_no_leaf_of_a_step_makes_the_host_wait(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     with FakeTensorMode():
         seed = torch.tensor(2**61 + 1)
-        session: Any = SimpleNamespace(mesh=None, spec=None, next_seed=lambda: seed)
+        session: Any = SimpleNamespace(mesh=None, spec=None, seeds=SimpleNamespace(next=lambda: seed))
         get = leaf(monkeypatch, kind, session)
         with Copies() as copies:
             value = get([torch.ones(2)])
