@@ -30,6 +30,9 @@ _SWEEP_REPETITIONS = 2
 _REPETITIONS = 40
 """At most, per point."""
 _MOST_CALLS = 200
+_OVERDRAWN_CALLS = 16
+"""When the budget is spent: sizes that are always measured need not be measured as well. What takes no time by the
+clock, as kernels do that do nothing, would else be called most."""
 
 Progress = Callable[[str, float], None]
 """Told what is being measured, and the share of the budget spent, in [0, 1]."""
@@ -103,7 +106,8 @@ class _Sampler:
         point = _Point(series, size, self.peers.collectively(series.name, partial(series.prepare, size)))
         # Warm up: the first call of all may set up connections, and says nothing of the time.
         once = min(self.time(point), self.time(point))
-        point.calls = max(1, min(_MOST_CALLS, int(series.least / max(once, 1e-9))))
+        most = _MOST_CALLS if self.spent < 1.0 else _OVERDRAWN_CALLS
+        point.calls = max(1, min(most, int(series.least / max(once, 1e-9))))
         point.samples = [self.time(point) for _ in range(_SWEEP_REPETITIONS)]
         return point
 
