@@ -39,11 +39,11 @@ from passes.layout import Layout
 from passes.predict import predicted_step
 from passes.pricing import traffic_model
 from passes.redistribute import Redistributor
-from passes.search.boundary import boundary_of
+from passes.search.boundary import Boundary, boundary_of
 from passes.search.find import Found, find_assignment
 from passes.search.space import Prices
 
-__all__ = ["CallLayouts", "find_plan", "mesh_spec", "prices_of", "search_plan"]
+__all__ = ["CallLayouts", "Task", "carried_plan", "find_plan", "mesh_spec", "prices_of", "search_plan"]
 
 ProfileLike = Profile | str | os.PathLike[str] | None
 
@@ -166,6 +166,32 @@ def named_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters(remove_duplicate=False))
 
 
+@dataclass(frozen=True)
+class Task:
+    """What is to be planned, and under which prices."""
+
+    captured: Captured
+    profile: Profile
+    mesh: MeshSpec
+    call: CallLayouts
+    pins: Mapping[str, Layout]
+    memory_limit: int | None
+    backend: str
+
+    @property
+    def joint(self) -> JointGraph:
+        return self.captured.joint
+
+    @property
+    def prices(self) -> Prices:
+        return prices_of(self.profile, self.mesh, self.backend)
+
+    @property
+    def boundary(self) -> Boundary:
+        pins = _by_first_name(self.pins, self.captured)
+        return boundary_of(self.joint, parameters=pins, inputs=self.call.inputs, outputs=self.call.outputs)
+
+
 def search_plan(
     captured: Captured,
     profile: Profile,
@@ -177,11 +203,8 @@ def search_plan(
     time_limit: float,
 ) -> Plan:
     """Search the canonical graph in `captured` under the given ends and prices."""
-    joint = captured.joint
-    prices = prices_of(profile, mesh, backend)
-    boundary = boundary_of(
-        joint, parameters=_by_first_name(pins, captured), inputs=call.inputs, outputs=call.outputs
-    )
+    task = Task(captured, profile, mesh, call, pins, memory_limit, backend)
+    joint, prices, boundary = task.joint, task.prices, task.boundary
 
     def find(reserve: int, seconds: float) -> Found:
         return find_assignment(
@@ -197,6 +220,29 @@ def search_plan(
         pinned = {**pins, **resolve_pins({parameter: placements}, parameter_shapes(captured), mesh)}
         return search_plan(captured, profile, mesh, call, pinned, memory_limit, backend, time_limit)
 
+    return _plan_of(task, found, predicted_step(joint, found.assignment, prices).seconds, resolve)
+
+
+def carried_plan(task: Task, first: Plan, time_limit: float) -> Plan:
+    """A plan for another call of the model that `first` plans, with its layouts wherever they fit: no search.
+
+    Where a node has no counterpart in `first`, it is searched. Nothing is proven of the result, and its step is not
+    simulated: `step_time` is the objective's. Raises InfeasibleError if the layouts do not fit.
+    """
+    found = find_assignment(
+        task.joint,
+        task.prices,
+        task.boundary,
+        memory_limit=task.memory_limit,
+        reserve=0 if task.memory_limit is None else first.reserve,
+        time_limit=time_limit,
+        held=first.assignment,
+    )
+    return _plan_of(task, replace(found, lower_bound=0.0, gap=1.0, status="feasible"), found.seconds, None)
+
+
+def _plan_of(task: Task, found: Found, step_time: float, resolve: Callable[[str, Any], Plan] | None) -> Plan:
+    joint, prices, mesh = task.joint, task.prices, task.mesh
     records = describe(joint, found.assignment, prices)
     recounted = step_parts(records).seconds(prices.overlap_efficiency)
     assert math.isclose(recounted, found.seconds, rel_tol=1e-6), (recounted, found.seconds)
@@ -205,20 +251,20 @@ def search_plan(
         cost=found.seconds,
         lower_bound=found.lower_bound,
         status=found.status,
-        step_time=predicted_step(joint, found.assignment, prices).seconds,
+        step_time=step_time,
         peak_memory=found.peak_nbytes,
         peak_node=found.peak_node,
-        memory_limit=memory_limit,
+        memory_limit=task.memory_limit,
         reserve=plan_reserve(mesh, collectives_of(records)),
         records=records,
-        parameter_layouts=_parameter_layouts(joint, found.assignment, captured),
-        inputs=call.inputs,
+        parameter_layouts=_parameter_layouts(joint, found.assignment, task.captured),
+        inputs=task.call.inputs,
         outputs=_output_layouts(joint, found.assignment),
         fallbacks=fallback_ops(joint),
         origin=PlanOrigin(
-            profile=profile.name,
-            profile_hash=profile.hash(),
-            nominal=profile.nominal,
+            profile=task.profile.name,
+            profile_hash=task.profile.hash(),
+            nominal=task.profile.nominal,
             graph_hash=graph_hash(joint),
             autoshard=__version__,
             torch=torch.__version__,

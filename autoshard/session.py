@@ -19,7 +19,9 @@ from autoshard.outputs import output_layouts
 from autoshard.plan import Plan
 from autoshard.planning import (
     CallLayouts,
+    Task,
     canonical_capture,
+    carried_plan,
     named_parameters,
     prices_of,
     search_plan,
@@ -38,7 +40,7 @@ from autoshard.runtime.seeds import SeedStream
 from autoshard.runtime.step import Program
 from autoshard.runtime.wrapping import check_unwrapped
 from autoshard.version import __version__
-from cost_model.errors import PlanError
+from cost_model.errors import InfeasibleError, PlanError
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.bucket_plan import bucketed_turns
@@ -163,12 +165,28 @@ class Session:
 
     def _plan(self, captured: Captured, layouts: CallLayouts) -> Plan:
         settings = self.settings
-        if self.plan is None and settings.plan is not None:
+        if self.plan is not None:
+            return self._carried(captured, layouts, self.plan)
+        if settings.plan is not None:
             _check_mesh(settings.plan, self.spec)
             settings.plan.check_graph(captured.joint)
             _check_outputs(settings.plan, layouts.outputs)
             return settings.plan
-        pins = settings.pins if self.plan is None else self._held()
+        return self._searched(captured, layouts, settings.pins)
+
+    def _carried(self, captured: Captured, layouts: CallLayouts, first: Plan) -> Plan:
+        """For another kind of call: the layouts there are; if they do not fit, a search with the parameters' held."""
+        settings, held = self.settings, self._held()
+        task = Task(
+            captured, settings.profile, self.spec, layouts, held, settings.memory_limit, settings.backend
+        )
+        try:
+            return carried_plan(task, first, settings.time_limit)
+        except InfeasibleError:
+            return self._searched(captured, layouts, held)
+
+    def _searched(self, captured: Captured, layouts: CallLayouts, pins: Mapping[str, Layout]) -> Plan:
+        settings = self.settings
         return search_plan(
             captured,
             settings.profile,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from cost_model.errors import ShardingError, UnsupportedOpError
-from passes.expand_ops import expand_ops
+from passes.expand_ops import CALLED, expand_ops
 from passes.fuse_eager import FuseEager
 from passes.ops.named_collective import ALL_REDUCE_IN_PLACE, NAMED, NAMED_BY_NAME
 from passes.recompute import is_collective
@@ -55,9 +55,9 @@ def compile_graph(module: fx.GraphModule, backend: str = "inductor") -> Compiled
     Raises ShardingError for an unknown backend, UnsupportedOpError if Inductor reorders collectives.
     """
     check_backend(backend)
-    expanded = name_collectives(expand_ops(module))
     if backend == "eager":
-        return boxed_forward(FuseEager()(expanded))
+        return boxed_forward(FuseEager()(name_collectives(expand_ops(module, called=CALLED))))
+    expanded = name_collectives(expand_ops(module))
     examples = fresh_fakes([n.meta["val"] for n in expanded.graph.nodes if n.op == "placeholder"])
     with torch.no_grad(), torch_deprecations_ignored():
         if backend == "inductor":

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from passes.ops.contract import contract_reference
 from passes.ops.grouped import grouped_mm_reference
 from passes.torch_compat import custom_op_body, fake_mode_of, fresh_fakes
 
-__all__ = ["expand_ops"]
+__all__ = ["CALLED", "expand_ops"]
 
 # Op -> the function that computes it in ATen ops.
 _REFERENCES: dict[str, Callable[..., Any]] = {
@@ -39,6 +40,11 @@ _REFERENCES: dict[str, Callable[..., Any]] = {
 }
 
 
+CALLED: Mapping[str, Callable[..., Any]] = {"autoshard.uniform.default": uniform_reference}
+"""What runs as well op by op when the function is simply called: no two calls are alike, and tracing each takes longer
+than all else that eager needs."""
+
+
 def _references(chip: Chip | None) -> dict[str, Callable[..., Any]]:
     return {
         **_REFERENCES,
@@ -47,12 +53,17 @@ def _references(chip: Chip | None) -> dict[str, Callable[..., Any]]:
     }
 
 
-def expand_ops(module: fx.GraphModule, chip: Chip | None = None) -> fx.GraphModule:
+def expand_ops(
+    module: fx.GraphModule,
+    chip: Chip | None = None,
+    called: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+) -> fx.GraphModule:
     """A module without ops of the namespace `autoshard`, but for grouped products that only a loop computes.
     Other nodes keep name and meta.
 
     chip: the CUDA device that the graph is for; None: the devices of its tensors are asked, where a kernel depends
-    on them. Raises UnsupportedOpError for an attention whose operands break its kernel's contract, or whose device is
+    on them. called: ops that become calls of the functions given, as they are.
+    Raises UnsupportedOpError for an attention whose operands break its kernel's contract, or whose device is
     not known here.
 
     %y: f32[4, 8, 32] = autoshard.contract(%x, %w, "b s k, n k -> b s n")
@@ -68,6 +79,9 @@ def expand_ops(module: fx.GraphModule, chip: Chip | None = None) -> fx.GraphModu
             graph.output(map_arg(node.args[0], new.__getitem__))
         elif str(node.target) == "autoshard.use.default":
             new[node] = new[node.args[0]]  # type: ignore[index]
+        elif str(node.target) in called:
+            new[node] = graph.node_copy(node, new.__getitem__)
+            new[node].target = called[str(node.target)]
         elif str(node.target) in references:
             new[node] = _inline(graph, node, new, traced, references[str(node.target)])
         elif isinstance(new.get(node.args[0] if node.args else None), tuple):  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from cost_model.errors import InfeasibleError
 from cost_model.mesh import MeshSpec
 from cost_model.units import format_bytes
-from passes.assignment import Assignment
+from passes.assignment import Assignment, NodeLayouts
 from passes.joint import GraphInput, JointGraph
 from passes.rules.registry import RuleTable
 from passes.search.boundary import Boundary
@@ -43,16 +43,18 @@ def find_assignment(
     reserve: int = 0,
     time_limit: float = 600.0,
     rules: RuleTable | None = None,
+    held: Mapping[str, NodeLayouts] | None = None,
 ) -> Found:
     """The assignment of least total seconds whose peak memory stays within `memory_limit` less `reserve` bytes.
 
     reserve: bytes of the limit that no tensor can have (`cost_model.reserve`); not part of the peak.
+    held: as `build_space` takes it; then nothing is proven of other assignments.
 
     Raises InfeasibleError, naming the nodes at which the pins contradict each other or the tensors
     that bind the memory limit.
     """
     room = None if memory_limit is None else _room(memory_limit, reserve, prices.mesh)
-    space = build_space(joint, prices, boundary, memory_limit=room, rules=rules)
+    space = build_space(joint, prices, boundary, memory_limit=room, rules=rules, held=held)
     try:
         solution = solve_overlapped(
             space.problem, space.kinds, prices.overlap_efficiency, time_limit=time_limit

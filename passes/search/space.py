@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -94,13 +94,17 @@ def build_space(
     *,
     memory_limit: int | None = None,
     rules: RuleTable | None = None,
+    held: Mapping[str, NodeLayouts] | None = None,
 ) -> SearchSpace:
     """The labelling problem of `joint` on `prices.mesh`.
 
     One search node per placeholder, op and untied output; one edge per operand, priced by the
     redistribution from the producer's layout to the one the consumer reads.
+
+    held: layouts of nodes of a graph like this one at other sizes: where a node of the same name may be split by the
+    same axes in the same dims, it is.
     """
-    builder = _Builder(joint, prices, boundary, rules, joint.trained, hidden_reads(joint))
+    builder = _Builder(joint, prices, boundary, rules, joint.trained, hidden_reads(joint), held or {})
     builder.add_nodes()
     builder.add_edges()
     return builder.finish(memory_limit)
@@ -122,6 +126,7 @@ class _Builder:
     rules: RuleTable | None
     trained: set[fx.Node]
     reads: HiddenReads
+    held: Mapping[str, NodeLayouts]
     index: dict[fx.Node, int] = field(default_factory=dict)
     nodes: list[fx.Node | None] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
@@ -132,6 +137,7 @@ class _Builder:
     slots: list[int | None] = field(default_factory=list)
     classes: dict[Hashable, _Option] = field(default_factory=dict)
     matrices: dict[Hashable, np.ndarray] = field(default_factory=dict)
+    single: dict[tuple[int, int], _Option] = field(default_factory=dict)
 
     def add_nodes(self) -> None:
         ops, mesh = list(ops_of(self.joint, self.rules)), self.prices.mesh
@@ -188,8 +194,23 @@ class _Builder:
             self.index[node] = position
         self.nodes.append(node)
         self.names.append(name)
-        self.options.append(option)
+        self.options.append(self._held(name, option))
         return position
+
+    def _held(self, name: str, option: _Option) -> _Option:
+        """`option` with the one strategy that is as the held one; itself if there is none."""
+        wanted = self.held.get(name)
+        if wanted is None:
+            return option
+        sign = _signature(wanted)
+        place = next((i for i, s in enumerate(option.strategies) if _signature(s) == sign), None)
+        if place is None:
+            return option
+        # One object for all nodes that are alike: their edges share a matrix.
+        key = (id(option), place)
+        if key not in self.single:
+            self.single[key] = _Option((option.strategies[place],), option.seconds[place : place + 1])
+        return self.single[key]
 
     def _placeholder(self, node: fx.Node, position: int) -> _Option:
         spec = self.joint.inputs[position]
@@ -292,6 +313,11 @@ def _distinct(layouts: Sequence[Layout]) -> tuple[list[Layout], list[int]]:
     position: dict[Layout, int] = {}
     where = [position.setdefault(layout, len(position)) for layout in layouts]
     return list(position), where
+
+
+def _signature(strategy: NodeLayouts) -> Hashable:
+    """What of a strategy does not depend on sizes: the axes of every dim, and what is pending."""
+    return tuple((layout.dims, layout.partial) for layout in (*strategy.operands, *strategy.results))
 
 
 def _class_key(node: fx.Node) -> Hashable:
