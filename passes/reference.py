@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from passes.capture.state import state_kept
 from passes.joint import JointGraph, node_value
 
 __all__ = ["eager_results", "graph_values", "reference_inputs"]
@@ -76,8 +77,8 @@ def eager_results(
 ) -> list[torch.Tensor | None]:
     """The graph's flat results as the untouched model computes them with autograd.
 
-    `call` runs the model and returns the tensor outputs of the call in order. The model's buffers
-    and gradients are put back as they were. Buffer updates are read before that.
+    `call` runs the model and returns the tensor outputs of the call in order. No gradient is accumulated, and what
+    `call` changes in the model is put back; buffer updates are read before that.
     """
     kinds = dict(zip(joint.placeholders, joint.inputs, strict=True))
     tangents = {
@@ -85,33 +86,48 @@ def eager_results(
         for node, value in zip(joint.placeholders, values, strict=True)
         if kinds[node].kind == "tangent"
     }
-    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    kept = {name: parameter.grad for name, parameter in model.named_parameters()}
-    for parameter in model.parameters():
-        parameter.grad = None
-    try:
-        outputs = call()
-        pairs = [(outputs[i], tangent) for i, tangent in tangents.items() if outputs[i].requires_grad]
-        if pairs:
-            torch.autograd.backward([o for o, _ in pairs], [t for _, t in pairs])
-        return [_result(spec.kind, spec.name, spec.index, outputs, model) for spec in joint.outputs]
-    finally:
-        for name, parameter in model.named_parameters():
-            parameter.grad = kept[name]
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                buffer.copy_(buffers[name])
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    with state_kept(model):
+        try:
+            outputs = call()
+            gradients = _gradients(model, outputs, tangents)
+            return [
+                _result(spec.kind, spec.name, spec.index, outputs, model, gradients) for spec in joint.outputs
+            ]
+        finally:
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+
+
+def _gradients(
+    model: nn.Module, outputs: Sequence[torch.Tensor], tangents: Mapping[int, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """By parameter name. `autograd.grad`: `.grad` of parameters and inputs, and what hooks do with it, stay."""
+    trained = {name: p for name, p in _parameters(model).items() if p.requires_grad}
+    pairs = [(outputs[i], tangent) for i, tangent in tangents.items() if outputs[i].requires_grad]
+    if not pairs or not trained:
+        return {}
+    roots, seeds = [root for root, _ in pairs], [seed for _, seed in pairs]
+    found: Sequence[torch.Tensor | None] = torch.autograd.grad(
+        roots, list(trained.values()), seeds, allow_unused=True
+    )
+    return {name: value for name, value in zip(trained, found, strict=True) if value is not None}
 
 
 def _result(
-    kind: str, name: str, index: int, outputs: Sequence[torch.Tensor], model: nn.Module
+    kind: str,
+    name: str,
+    index: int,
+    outputs: Sequence[torch.Tensor],
+    model: nn.Module,
+    gradients: Mapping[str, torch.Tensor],
 ) -> torch.Tensor | None:
     if kind == "output":
         return outputs[index].detach().clone()
     if kind == "buffer":
         return dict(model.named_buffers())[name].detach().clone()
-    parameter = _parameters(model).get(name)
-    return None if parameter is None or parameter.grad is None else parameter.grad.detach().clone()
+    return gradients.get(name)
 
 
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:

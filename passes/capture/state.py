@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cost_model.errors import CaptureError
+from passes.capture.contents import contents_of
 
 __all__ = ["Slot", "find_slots", "rebound_buffers", "state_kept", "state_replaced"]
 
@@ -71,15 +72,26 @@ def _check_initialised(tensor: Tensor, name: str) -> None:
 
 @contextmanager
 def state_kept(model: nn.Module) -> Generator[None]:
-    """Whatever a traced forward assigns to a module's attributes is undone at the end."""
-    kept = [(m, dict(m.__dict__), dict(m._parameters), dict(m._buffers)) for m in model.modules()]
+    """Whatever a forward inside does to what the modules hold is undone at the end.
+
+    Attributes, parameters and buffers as such, hooks, and the contents of containers and plain tensors. Raises
+    CaptureError for a plain tensor that was changed in place: a graph would not do that again at each call.
+    """
+    contents = contents_of(model)
     try:
         yield
-    finally:
-        for module, attributes, parameters, buffers in kept:
-            _refill(module.__dict__, attributes)
-            _refill(module._parameters, parameters)
-            _refill(module._buffers, buffers)
+    except BaseException as cause:
+        _refuse_changed(model, contents.restore(), cause)
+        raise
+    _refuse_changed(model, contents.restore(), None)
+
+
+def _refuse_changed(model: nn.Module, tensors: Sequence[str], cause: BaseException | None) -> None:
+    if tensors and (cause is None or isinstance(cause, Exception)):
+        raise CaptureError(
+            f"cannot capture {type(model).__name__}: forward changes {', '.join(tensors)} in place, a tensor that is "
+            f"no buffer\n  try: self.register_buffer({tensors[0].rpartition('.')[2]!r}, tensor, persistent=False)"
+        ) from cause
 
 
 def _refill(table: dict[str, Any], old: dict[str, Any]) -> None:
