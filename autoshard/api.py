@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoshard.arguments import check_call_placements, checked_model
 from autoshard.pins import Constraints, resolve_pins
 from autoshard.plan import Plan
 from autoshard.planning import ProfileLike, load_profile, mesh_spec, named_parameters
@@ -17,14 +18,17 @@ from autoshard.runtime.module import install
 from autoshard.runtime.wrapping import check_original
 from autoshard.session import Session, Settings
 from autoshard.signature import as_call
+from cost_model.arguments import checked_seconds
 from cost_model.errors import ShardingError
 from cost_model.memory import parse_bytes
 from cost_model.mesh import MeshSpec
 from passes.compile import check_backend
+from passes.random_state import random_state_kept
 
 __all__ = ["autoshard"]
 
 
+@random_state_kept()
 def autoshard(
     model: nn.Module,
     mesh: DeviceMesh,
@@ -70,7 +74,10 @@ def autoshard(
     """
     check_original(model)
     spec = _checked_mesh(mesh)
+    checked_model(model)
     check_backend(backend)
+    check_call_placements(in_placements, out_placements, spec)
+    call = None if example_inputs is None else as_call(example_inputs)
     settings = Settings(
         memory_limit=None if memory_limit is None else parse_bytes(memory_limit),
         in_placements=in_placements,
@@ -78,21 +85,28 @@ def autoshard(
         pins=resolve_pins(constraints, named_parameters(model), spec),
         plan=plan if plan is None or isinstance(plan, Plan) else Plan.load(plan),
         backend=backend,
-        time_limit=time_limit,
+        time_limit=checked_seconds(time_limit, "time_limit"),
         # Last, since without a profile it measures: not for arguments that are wrong. A plan needs none.
         profile=load_profile(profile, mesh if plan is None else spec),
     )
     session = Session(model, mesh, spec, settings)
-    call = None if example_inputs is None else as_call(example_inputs)
+    before = vars(model).get("forward")
     dispatcher = install(model, session.key, session.build)
     if call is not None:
         try:
             dispatcher.prepare(*call)
         except BaseException:
-            model.forward = dispatcher.original
+            _uninstall(model, before)
             raise
     attach(model, mesh)
     return model
+
+
+def _uninstall(model: nn.Module, before: Any) -> None:
+    """`model` with the `forward` of its own that it had before, which most have none of."""
+    del vars(model)["forward"]
+    if before is not None:
+        model.forward = before
 
 
 def _checked_mesh(mesh: DeviceMesh) -> MeshSpec:

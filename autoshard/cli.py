@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return command(arguments)
     except AutoshardError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+    except OSError as error:
+        print(f"{type(error).__name__}: {error}\n  try: another path, or its permissions", file=sys.stderr)
+    return 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -43,8 +46,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_demo(commands: Any) -> None:
     demo = commands.add_parser("demo", help="train a small GPT on 4 local ranks beside one process")
-    demo.add_argument("--ranks", type=int, default=4)
-    demo.add_argument("--steps", type=int, default=20)
+    demo.add_argument("--ranks", type=positive, default=4)
+    demo.add_argument("--steps", type=positive, default=20)
     demo.add_argument(
         "--backend",
         help="inductor, eager, or any torch.compile backend (default: inductor on GPUs, eager on CPUs, "
@@ -112,8 +115,8 @@ def _add_report(commands: Any) -> None:
         "--profile", help="prices of the prediction: a profile's path, or a shipped one's name"
     )
     report.add_argument("--backend", default="inductor", help="inductor, eager, or any torch.compile backend")
-    report.add_argument("--steps", type=int, default=20, help="steps to run (default 20)")
-    report.add_argument("--warmup", type=int, default=3, help="of them not counted (default 3)")
+    report.add_argument("--steps", type=positive, default=20, help="steps to run (default 20)")
+    report.add_argument("--warmup", type=count, default=3, help="of them not counted (default 3)")
     report.add_argument(
         "--write-profile", type=Path, help="where to save the profile, corrected by what was measured"
     )
@@ -139,6 +142,20 @@ def _autocast(arguments: argparse.Namespace) -> Any:
     return None if arguments.autocast is None else getattr(torch, arguments.autocast)
 
 
+def count(text: str) -> int:
+    """An integer from 0; argparse's error for anything else."""
+    if not text.isascii() or not text.isdigit() or len(text) > 18:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number of steps or ranks")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    """An integer from 1."""
+    if not count(text):
+        raise argparse.ArgumentTypeError("0 is too few; 1 or more")
+    return int(text)
+
+
 def parse_mesh(text: str) -> dict[str, int]:
     """ "dp=32,tp=8" -> {"dp": 32, "tp": 8}; argparse's error for anything else."""
     try:
@@ -159,18 +176,32 @@ def load_model(reference: str) -> tuple[Any, Any]:
     sys.path.insert(0, "")
     try:
         function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # of the user's module, whatever it is
         raise ShardingError(
-            f"cannot load model {reference!r}: {error}\n  try: module:function, with the module importable from here"
-        ) from None
+            f"cannot load model {reference!r}: {_said(error)}\n"
+            "  try: module:function, with the module importable from here"
+        ) from error
     finally:
         sys.path.remove("")
-    built = function()
+    try:
+        built = function()
+    except Exception as error:
+        raise ShardingError(
+            f"{reference} raised {_said(error)}\n  try: a function without arguments that returns (model, example_inputs)"
+        ) from error
     if not isinstance(built, tuple) or len(built) != 2:
         raise ShardingError(
-            f"{reference} returned a {type(built).__name__}; it must return (model, example_inputs)"
+            f"{reference} returned a {type(built).__name__}; it must return (model, example_inputs)\n"
+            "  try: return model, (x,)"
         )
     return built
+
+
+def _said(error: BaseException) -> str:
+    """What the user's code raised, and at which of its lines."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"
 
 
 def _demo(arguments: argparse.Namespace) -> int:

@@ -13,6 +13,7 @@ import networkx as nx
 from autoshard.drawing.dot import dot_text
 from autoshard.drawing.html import html_text
 from autoshard.drawing.svg import svg_text
+from cost_model.arguments import checked_path
 from cost_model.errors import PlanError
 
 __all__ = ["draw", "write_dot", "write_graphml", "write_html", "write_json", "write_svg"]
@@ -29,14 +30,17 @@ def draw(graph: nx.DiGraph, path: PathLike) -> Path:
 
     Raises PlanError for another suffix.
     """
-    target = Path(path)
+    target = checked_path(path, "path", PlanError)
     writer = WRITERS.get(target.suffix.lower())
     if writer is None:
         raise PlanError(
-            f"draw({os.fspath(path)!r}): no format has the suffix {target.suffix!r}\n"
-            f"  try: {target.with_suffix('.svg').name!r}, or one of {' '.join(WRITERS)}"
+            f"draw({str(target)!r}): no format has the suffix {target.suffix!r}\n"
+            f"  try: a name that ends in one of {' '.join(WRITERS)}"
         )
-    writer(graph, target)
+    try:
+        writer(graph, target)
+    except OSError as error:
+        raise PlanError(f"cannot write {str(target)!r}: {error.strerror}\n  try: another path") from None
     return target
 
 

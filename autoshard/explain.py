@@ -91,7 +91,10 @@ def explain_node(plan: Plan, name: str) -> str:
     """One node, parameter or module: layouts, seconds and the transfers in front of it."""
     found = [r for r in plan.records if name in (r.name, r.module) or r.text == f"param {name}"]
     if not found:
-        raise PlanError(f"explain({name!r}): the plan has no node, parameter or module of that name")
+        raise PlanError(
+            f"explain({name!r}): the plan has no node, parameter or module of that name\n"
+            "  try: a name from to_text(), or from the model's named_parameters() or named_modules()"
+        )
     lines: list[str] = []
     for record in found:
         results = ", ".join(str(result) for result in record.results)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import passes.ops  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::halo_exchange)
+from cost_model.arguments import checked_count, reject, shown
 from cost_model.errors import ShardingError
 from passes.layout import chunk_sizes
 
@@ -44,6 +45,7 @@ def halo_exchange(
     Raises ShardingError for arguments that do not fit, before anything is sent; all but x's shape is the
     same on all ranks, so all of them raise.
     """
+    _check_kinds(x, mesh, halo, sizes, periodic)
     groups = _groups(mesh, len(halo))
     _check_device(x, mesh)
     dims = {_dim(x, dim, "halo"): reach for dim, reach in halo.items()}
@@ -58,6 +60,18 @@ def halo_exchange(
             x, dim, parts, list(chain(*spans)), dim in wrapping, group.rank(), group.group_name
         )
     return x
+
+
+def _check_kinds(x: object, mesh: object, halo: object, sizes: object, periodic: object) -> None:
+    if not isinstance(x, Tensor):
+        raise reject("halo_exchange: x", x, "this rank's part, a tensor")
+    if not isinstance(mesh, (DeviceMesh, dist.ProcessGroup)):
+        raise reject("halo_exchange: mesh", mesh, "a DeviceMesh with one axis for each dim of halo")
+    for argument, value in (("halo", halo), ("sizes", {} if sizes is None else sizes)):
+        if not isinstance(value, Mapping):
+            raise reject(f"halo_exchange: {argument}", value, "{dim: ...}, such as halo={2: (1, 1)}")
+    if isinstance(periodic, str) or not isinstance(periodic, Collection):
+        raise reject("halo_exchange: periodic", periodic, "the dims that wrap around, such as (2,)")
 
 
 def _groups(mesh: DeviceMesh | dist.ProcessGroup, count: int) -> list[dist.ProcessGroup]:
@@ -83,8 +97,11 @@ def _check_device(x: Tensor, mesh: DeviceMesh | dist.ProcessGroup) -> None:
 
 
 def _dim(x: Tensor, dim: int, argument: str) -> int:
-    if not -x.ndim <= dim < x.ndim:
-        raise ShardingError(f"halo_exchange: {argument} names dim {dim}, but x has {x.ndim} dims")
+    if isinstance(dim, bool) or not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
+        raise ShardingError(
+            f"halo_exchange: {argument} names dim {shown(dim)}, but x has {x.ndim} dims\n"
+            f"  try: an integer from {-x.ndim} to {x.ndim - 1}"
+        )
     return dim % x.ndim
 
 
@@ -92,7 +109,9 @@ def _check_dims(
     dims: Collection[int], halo: Collection[int], sizes: Collection[int], periodic: Collection[int]
 ) -> None:
     if len(dims) < len(halo):
-        raise ShardingError(f"halo_exchange: halo names a dim twice: {list(halo)}")
+        raise ShardingError(
+            f"halo_exchange: halo names a dim twice: {list(halo)}\n  try: each dim once, counted from 0"
+        )
     for argument, named in {"sizes": sizes, "periodic": periodic}.items():
         if unknown := [dim for dim in named if dim not in dims]:
             raise ShardingError(
@@ -102,9 +121,9 @@ def _check_dims(
 
 
 def _check_reach(dim: int, reach: Sequence[int]) -> None:
-    if len(reach) != 2 or min(reach) < 0:
+    if not _is_numbers(reach) or len(reach) != 2:
         raise ShardingError(
-            f"halo_exchange: the halo of dim {dim} is {tuple(reach)}\n"
+            f"halo_exchange: the halo of dim {dim} is {shown(reach)}\n"
             "  try: (before, after), two numbers of rows, at least 0"
         )
 
@@ -114,13 +133,24 @@ def _parts(given: int | Sequence[int] | None, mine: int, dim: int, ranks: int) -
     if given is None:
         return [mine] * ranks
     if isinstance(given, int):
-        return list(chunk_sizes(given, ranks))
+        return list(chunk_sizes(checked_count(given, f"halo_exchange: sizes[{dim}]"), ranks))
+    if not _is_numbers(given):
+        raise reject(
+            f"halo_exchange: sizes[{dim}]", given, "the length of the dim, or a list of each rank's rows"
+        )
     if len(given) != ranks:
         raise ShardingError(
             f"halo_exchange: {len(given)} sizes of dim {dim} for a group of {ranks} ranks\n"
             "  try: one for each rank, 0 where it holds nothing"
         )
     return list(given)
+
+
+def _is_numbers(value: object) -> bool:
+    """Whether it is a list of integers, none negative."""
+    if not isinstance(value, (list, tuple)):
+        return False
+    return all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 2**40 for n in value)
 
 
 def _spans(parts: Sequence[int], reach: tuple[int, int], wraps: bool) -> list[tuple[int, int]]:

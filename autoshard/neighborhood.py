@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from cost_model.arguments import reject
 from cost_model.errors import ShardingError, UnsupportedOpError
 from passes.ops import neighborhood_attention
 
@@ -83,6 +84,11 @@ def _attend(
     is_causal: bool | Sequence[bool] | None,
     scale: float | None,
 ) -> Tensor:
+    for argument, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor):
+            raise reject(f"{name}: {argument}", x, "a tensor")
+    if scale is not None and (not isinstance(scale, (int, float)) or abs(scale) >= 2**63):
+        raise reject(f"{name}: scale", scale, "a number, or None")
     if any(n != 1 for n in _each(name, "stride", stride, space)):
         raise UnsupportedOpError(f"{name}: stride {stride} is not supported\n  try: stride=1")
     _check_tensors(name, space, query, key, value)
@@ -99,12 +105,14 @@ def _attend(
 
 def _each(name: str, argument: str, value: T | Sequence[T], space: int) -> list[T]:
     """One number for every dim of space, or one a dim."""
-    found = [value] * space if isinstance(value, int) else list(value)
+    found = [value] * space if isinstance(value, int) else value
+    if not isinstance(found, (list, tuple)) or not all(isinstance(n, int) and abs(n) < 2**40 for n in found):
+        raise reject(f"{name}: {argument}", value, "one number, or one a dim")
     if len(found) != space:
         raise ShardingError(
             f"{name}: {argument} {value} has {len(found)} entries for {space} dims\n  try: one number, or one a dim"
         )
-    return found
+    return list(found)
 
 
 def _check_tensors(name: str, space: int, query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -116,7 +124,8 @@ def _check_tensors(name: str, space: int, query: Tensor, key: Tensor, value: Ten
         )
     if len({shape[:-2] for shape in shapes}) != 1 or shapes[0][-1] != shapes[1][-1]:
         raise ShardingError(
-            f"{name}: query, key and value {dims} of shapes {shapes} differ in batch, space or head_dim"
+            f"{name}: query, key and value {dims} of shapes {shapes} differ in batch, space or head_dim\n"
+            "  try: the same for all but the value's head_dim"
         )
     heads, groups = shapes[0][-2], shapes[1][-2]
     if shapes[2][-2] != groups or groups == 0 or heads % groups:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from autoshard.signature import matched_placements
-from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
 from passes.capture import Captured
+from passes.capture.trees import tensor_paths
 from passes.layout import Layout
 from passes.placements import placements_to_layout
 
@@ -32,15 +33,12 @@ def output_layouts(captured: Captured, mesh: MeshSpec, out_placements: Any) -> d
     values = _values(captured)
     returned = [index for index in sorted(values) if index < captured.call.returned]
     left = {index: None for index in values if index not in returned and _is_large(values[index])}
-    if isinstance(out_placements, str):
-        if out_placements != "keep":
-            raise ShardingError(
-                f"out_placements is {out_placements!r}\n  try: 'keep', None, or placements per output"
-            )
+    if isinstance(out_placements, str):  # "keep", as `check_call_placements` has seen
         return {**dict.fromkeys(returned), **left}
     if out_placements is None:
         return {**dict.fromkeys(_unasked(captured, returned, values)), **left}
-    names = [f"output {i}" for i in returned]
+    paths = tensor_paths(captured.call.returned_tree)
+    names = [_output_name(paths[i], i) for i in returned]
     given = matched_placements(out_placements, names, mesh, argument="out_placements")
     asked: dict[int, Layout | None] = {
         i: placements_to_layout(placements, tuple(values[i].shape), mesh, what=f"output {i}")
@@ -63,6 +61,12 @@ def _unasked(captured: Captured, returned: list[int], values: Mapping[int, torch
     trained = {spec.index for spec in captured.joint.inputs if spec.kind == "tangent"}
     has_loss = any(i in trained and values[i].numel() == 1 for i in returned)
     return [i for i in returned if has_loss and values[i].numel() > 1 and _is_large(values[i])]
+
+
+def _output_name(path: str, position: int) -> str:
+    """Of an output in a dict or an object its name there, "logits"; of others the position."""
+    named = re.match(r"(?:\.|\[['\"])(\w+)(?:['\"]\])?", path)
+    return named[1] + path[named.end() :] if named else f"output {position}"
 
 
 def _is_large(value: torch.Tensor) -> bool:

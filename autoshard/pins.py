@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.distributed.tensor import Placement
 
+from cost_model.arguments import reject
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
 from passes.layout import Layout
@@ -29,7 +30,13 @@ def resolve_pins(
     an axis the mesh does not have, a dim that does not exist, or a Partial pin.
     """
     pins: dict[str, Layout] = {}
+    if constraints is not None and not isinstance(constraints, Mapping):
+        raise reject("constraints", constraints, "{'layers.*.weight': [Shard(0)]}, or None")
     for pattern, placements in (constraints or {}).items():
+        if not isinstance(pattern, str):
+            raise reject(
+                "a name in constraints", pattern, "a parameter's name, or a pattern such as 'layers.*'"
+            )
         matched = [name for name in parameters if fnmatch.fnmatchcase(name, pattern)]
         if not matched:
             raise ShardingError(_no_match(pattern, parameters))
@@ -46,7 +53,9 @@ def _pin(
     mesh: MeshSpec,
 ) -> Layout:
     what = f"parameter {name}" + ("" if name == pattern else f" (constraints[{pattern!r}])")
-    ordered = _by_axis(placements, mesh, what) if isinstance(placements, Mapping) else list(placements)
+    ordered = _by_axis(placements, mesh, what) if isinstance(placements, Mapping) else placements
+    if not isinstance(ordered, (list, tuple)):
+        raise reject(f"the pin of {what}", ordered, "one placement per mesh axis, such as [Shard(0)]")
     layout = placements_to_layout(ordered, tuple(value.shape), mesh, what=what)
     if layout.partial:
         raise ShardingError(
@@ -62,7 +71,7 @@ def _by_axis(placements: Mapping[str, Placement], mesh: MeshSpec, what: str) -> 
         if axis not in mesh.names:
             raise ShardingError(
                 f"{what} is pinned on mesh axis {axis!r}, which the mesh does not have\n"
-                f"  its axes are {', '.join(map(repr, mesh.names))}"
+                f"  try: one of its axes, {', '.join(map(repr, mesh.names))}"
             )
     return [placements.get(axis, Replicate()) for axis in mesh.names]
 

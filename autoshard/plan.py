@@ -12,33 +12,29 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import networkx as nx
 from torch.distributed.tensor import Placement
 
 from autoshard.draw import draw
 from autoshard.explain import Collective, collectives_of, explain_node, explain_plan, plan_difference
+from autoshard.plan_check import plan_problems
 from autoshard.plan_graph import plan_graph
+from autoshard.plan_json import SCHEMA_VERSION, PlanData, damaged, plan_data, plan_to_json
+from cost_model.arguments import checked_path, reject
 from cost_model.errors import PlanError
+from cost_model.json_text import parse_json, read_text
 from cost_model.mesh import MeshSpec
 from cost_model.reserve import communicators
 from passes.assignment import Assignment
-from passes.describe import graph_hash, op_counts
+from passes.describe import graph_hash, op_counts, records_that_differ
 from passes.graph_text import format_graph
 from passes.joint import JointGraph
 from passes.layout import Layout
 from passes.placements import layout_to_placements
-from passes.records import (
-    NodeRecord,
-    layout_from_json,
-    layout_to_json,
-    layouts_of,
-    record_from_json,
-    record_to_json,
-)
+from passes.records import NodeRecord, layouts_of
 
 __all__ = ["SCHEMA_VERSION", "Plan", "PlanOrigin"]
-
-SCHEMA_VERSION = 4
 
 Resolve = Callable[[str, Layout], "Plan"]
 
@@ -135,6 +131,8 @@ class Plan:
 
     def explain(self, node: str | None = None) -> str:
         """Where the time and the bytes go; with `node`, one op, parameter or module."""
+        if node is not None and not isinstance(node, str):
+            raise PlanError(str(reject("node", node, "a name from explain() or to_text(), or None")))
         return explain_plan(self) if node is None else explain_node(self, node)
 
     def why_not(self, parameter: str, placements: Any) -> str:
@@ -147,17 +145,25 @@ class Plan:
                 f"why_not({parameter!r}) must search again, and this plan was loaded from a file\n"
                 "  try: plan = find_plan(model, mesh, example_inputs), then plan.why_not(...)"
             )
+        if not isinstance(parameter, str):
+            raise PlanError(str(reject("parameter", parameter, "a parameter's name")))
         other = self.resolve(parameter, placements)
         return plan_difference(self, other)
 
     def diff(self, other: Plan) -> str:
         """Parameters and collectives in which two plans differ, with their prices."""
+        if not isinstance(other, Plan):
+            raise PlanError(str(reject("other", other, "a Plan, or Plan.load(path)")))
         return plan_difference(self, other)
 
     def check_graph(self, joint: JointGraph) -> None:
         """PlanError, saying what changed, unless the plan was made for `joint`."""
         found = graph_hash(joint)
         if found == self.origin.graph_hash:
+            for problem in records_that_differ(self.records, joint):
+                raise PlanError(
+                    f"the plan is damaged: {problem}\n  try: find_plan(...) again and save the new plan"
+                )
             return
         raise PlanError(f"the plan was made for another model, inputs or code\n{self._changes(joint)}")
 
@@ -198,91 +204,53 @@ class Plan:
         ]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+        """Write the JSON that `load` reads. PlanError where no file can be written."""
+        target = checked_path(path, "path", PlanError)
+        try:
+            target.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise PlanError(
+                f"cannot write plan {str(target)!r}: {error.strerror}\n  try: another path"
+            ) from None
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
-        """Read a saved plan. PlanError if it is missing, not a plan, or of another schema version."""
-        try:
-            data = json.loads(Path(path).read_text())
-        except OSError as error:
-            raise PlanError(f"cannot read plan {os.fspath(path)!r}: {error.strerror}") from None
-        except ValueError as error:
-            raise PlanError(f"{os.fspath(path)!r} is no JSON file: {error}") from None
-        return Plan.from_json(data, where=os.fspath(path))
+        """Read a saved plan. PlanError if it is missing, not a plan, damaged, or of another schema version."""
+        file = checked_path(path, "plan", PlanError)
+        text = read_text(file, "plan", PlanError)
+        return Plan.from_json(parse_json(text, repr(str(file)), PlanError), where=str(file))
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "mesh": {
-                "axes": dict(zip(self.mesh.names, self.mesh.sizes, strict=True)),
-                "device": self.mesh.device_type,
-            },
-            "origin": vars(self.origin),
-            "cost_seconds": self.cost,
-            "lower_bound_seconds": self.lower_bound,
-            "status": self.status,
-            "step_seconds": self.step_time,
-            "peak_memory_bytes": self.peak_memory,
-            "peak_node": self.peak_node,
-            "memory_limit_bytes": self.memory_limit,
-            "reserve_bytes": self.reserve,
-            "parameters": {name: layout_to_json(layout) for name, layout in self.parameter_layouts.items()},
-            "inputs": {str(i): layout_to_json(layout) for i, layout in self.inputs.items()},
-            "outputs": {
-                str(i): None if layout is None else layout_to_json(layout)
-                for i, layout in self.outputs.items()
-            },
-            "fallbacks": list(self.fallbacks),
-            "nodes": [record_to_json(record) for record in self.records],
-        }
+        return plan_to_json(self)
 
     @staticmethod
     def from_json(data: Any, *, where: str = "plan") -> Plan:
-        """Inverse of `to_json`. PlanError for anything else; NaN and negative prices are refused."""
-        if not isinstance(data, dict) or "schema_version" not in data:
-            raise PlanError(f"{where} is no autoshard plan: it has no schema_version")
-        if data["schema_version"] != SCHEMA_VERSION:
-            raise PlanError(
-                f"{where} has plan schema {data['schema_version']}; this version reads {SCHEMA_VERSION}\n"
-                "  try: find_plan(...) again and save the new plan"
-            )
+        """Inverse of `to_json`. PlanError for anything else: what is accepted can be shown, drawn and compared."""
+        content = plan_data(data, where)
         try:
-            plan = _plan_from(data)
-        except (KeyError, TypeError, ValueError, AttributeError, AssertionError) as error:
-            raise PlanError(f"{where} is a damaged plan: {type(error).__name__} {error}") from None
-        plan._check_prices(where)
+            plan = _plan_from(content)
+        except ValueError as error:  # a ShardingError of the mesh is one
+            raise damaged(where, str(error).partition("\n")[0]) from None
+        for problem in plan_problems(plan):
+            raise damaged(where, problem)
         return plan
 
-    def _check_prices(self, where: str) -> None:
-        prices = [("cost", self.cost), ("lower_bound", self.lower_bound), ("step", self.step_time)]
-        prices += [(record.name, record.seconds) for record in self.records]
-        prices += [(c.node, c.seconds) for c in self.collectives]
-        for name, seconds in prices:
-            if not 0.0 <= seconds < float("inf"):
-                raise PlanError(
-                    f"{where}: the price of {name} is {seconds} seconds; a price is finite and not negative"
-                )
 
-
-def _plan_from(data: Mapping[str, Any]) -> Plan:
+def _plan_from(data: PlanData) -> Plan:
     return Plan(
-        mesh=MeshSpec(data["mesh"]["axes"], data["mesh"]["device"]),
-        cost=float(data["cost_seconds"]),
-        lower_bound=float(data["lower_bound_seconds"]),
-        status=data["status"],
-        step_time=float(data["step_seconds"]),
-        peak_memory=data["peak_memory_bytes"],
-        peak_node=data["peak_node"],
-        memory_limit=data["memory_limit_bytes"],
-        reserve=data["reserve_bytes"],
-        records=tuple(record_from_json(record) for record in data["nodes"]),
-        parameter_layouts={name: layout_from_json(layout) for name, layout in data["parameters"].items()},
-        inputs={int(i): layout_from_json(layout) for i, layout in data["inputs"].items()},
-        outputs={
-            int(i): None if layout is None else layout_from_json(layout)
-            for i, layout in data["outputs"].items()
-        },
-        fallbacks=tuple(data["fallbacks"]),
-        origin=PlanOrigin(**data["origin"]),
+        mesh=data.mesh_spec(),
+        cost=data.cost_seconds,
+        lower_bound=data.lower_bound_seconds,
+        status=data.status,
+        step_time=data.step_seconds,
+        peak_memory=data.peak_memory_bytes,
+        peak_node=data.peak_node,
+        memory_limit=data.memory_limit_bytes,
+        reserve=data.reserve_bytes,
+        records=tuple(node.record() for node in data.nodes),
+        parameter_layouts={name: layout.layout() for name, layout in data.parameters.items()},
+        inputs={int(i): layout.layout() for i, layout in data.inputs.items()},
+        outputs={int(i): None if layout is None else layout.layout() for i, layout in data.outputs.items()},
+        fallbacks=data.fallbacks,
+        origin=PlanOrigin(**msgspec.structs.asdict(data.origin)),
     )

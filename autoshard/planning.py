@@ -13,6 +13,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoshard.arguments import (
+    check_autocast,
+    check_call_placements,
+    check_device,
+    check_profile_kind,
+    checked_model,
+)
 from autoshard.explain import Collective, collectives_of
 from autoshard.inputs import global_call
 from autoshard.outputs import output_layouts
@@ -22,6 +29,7 @@ from autoshard.profiling.startup import nominal_profile, startup_profile
 from autoshard.reserve import found_within, plan_reserve
 from autoshard.signature import as_call
 from autoshard.version import __version__
+from cost_model.arguments import checked_seconds
 from cost_model.bucketed import BucketedPrices
 from cost_model.collectives import CollectivePrices
 from cost_model.compute import ComputePrices
@@ -32,12 +40,14 @@ from cost_model.profile import Profile
 from passes.canonicalize import canonicalize
 from passes.capture import Captured, capture
 from passes.capture.autocast import autocast_on
+from passes.compile import check_backend
 from passes.describe import describe, fallback_ops, graph_hash
 from passes.hiding import step_parts
 from passes.joint import JointGraph
 from passes.layout import Layout
 from passes.predict import predicted_step
 from passes.pricing import traffic_model
+from passes.random_state import random_state_kept
 from passes.redistribute import Redistributor
 from passes.search.boundary import Boundary, boundary_of
 from passes.search.find import Found, find_assignment
@@ -59,18 +69,19 @@ class CallLayouts:
 
 def mesh_spec(mesh: DeviceMesh | MeshSpec) -> MeshSpec:
     """Names and sizes of a mesh; unnamed DeviceMesh axes are called "axis0", "axis1", ..."""
-    if isinstance(mesh, MeshSpec):
-        return mesh
-    if not isinstance(mesh, DeviceMesh):
+    if not isinstance(mesh, (MeshSpec, DeviceMesh)):
         raise ShardingError(
             f"mesh is a {type(mesh).__name__}\n"
             "  try: torch.distributed.device_mesh.init_device_mesh('cuda', (8,), mesh_dim_names=('dp',))"
         )
-    return MeshSpec.of(mesh)
+    spec = mesh if isinstance(mesh, MeshSpec) else MeshSpec.of(mesh)
+    check_device(spec)
+    return spec
 
 
 def load_profile(profile: ProfileLike, mesh: DeviceMesh | MeshSpec) -> Profile:
     """`profile` itself, or read; without one what `startup_profile` gives, for a MeshSpec the nominal one."""
+    check_profile_kind(profile)
     if isinstance(profile, Profile):
         return profile
     if profile is not None:
@@ -93,6 +104,7 @@ def prices_of(profile: Profile, mesh: MeshSpec, backend: str = "inductor") -> Pr
     )
 
 
+@random_state_kept()
 def find_plan(
     model: nn.Module,
     mesh: DeviceMesh | MeshSpec,
@@ -128,23 +140,28 @@ def find_plan(
     cannot be traced, ProfileError, and InfeasibleError if no plan meets the pins and the limit.
     """
     spec = mesh_spec(mesh)
-    loaded = load_profile(profile, mesh)
+    checked_model(model)
+    check_backend(backend)
+    seconds = checked_seconds(time_limit, "time_limit")
     limit = None if memory_limit is None else parse_bytes(memory_limit)
     pins = resolve_pins(constraints, named_parameters(model), spec)
     args, kwargs = as_call(example_inputs)
+    check_call_placements(in_placements, out_placements, spec)
+    check_autocast(autocast)
+    # Last, since without a profile it may measure.
+    loaded = load_profile(profile, mesh)
     whole = global_call(args, kwargs, spec, in_placements)
     with autocast_as(spec, autocast):
         captured = canonical_capture(model, whole.args, whole.kwargs, device=torch.device(spec.device_type))
     call = CallLayouts(whole.layouts, output_layouts(captured, spec, out_placements))
-    return search_plan(captured, loaded, spec, call, pins, limit, backend, time_limit)
+    return search_plan(captured, loaded, spec, call, pins, limit, backend, seconds)
 
 
 def autocast_as(mesh: MeshSpec, dtype: torch.dtype | None) -> AbstractContextManager[None]:
     """Autocast of the mesh's devices to `dtype`; nothing for None. ShardingError for a dtype it does not cast to."""
+    check_autocast(dtype)
     if dtype is None:
         return nullcontext()
-    if dtype not in (torch.bfloat16, torch.float16):
-        raise ShardingError(f"autocast is {dtype}\n  try: torch.bfloat16, torch.float16, or None")
     return autocast_on(mesh.device_type, dtype)
 
 

@@ -17,6 +17,7 @@ from types import TracebackType
 import torch
 from torch import nn
 
+from autoshard.arguments import checked_model
 from autoshard.reporting.marks import Marks, marks_of
 from autoshard.reporting.measured import RankFigures, StepFigures, put_together
 from autoshard.reporting.probe import Probe
@@ -25,6 +26,7 @@ from autoshard.reporting.text import report_text
 from autoshard.runtime.agreement import everyones
 from autoshard.runtime.process_groups import axes_by_group
 from autoshard.session import Session
+from cost_model.arguments import checked_count
 from cost_model.correction import CollectiveTime, corrected_profile
 from cost_model.errors import PlanError
 from cost_model.profile import Profile
@@ -47,7 +49,9 @@ def report(model: nn.Module, *, warmup: int = 2, repeats: int = 5) -> StepReport
 
     Raises PlanError if `model` is not parallel, or was not called in the block.
     """
-    session = Session.of(model)
+    session = Session.of(checked_model(model))
+    checked_count(warmup, "warmup")
+    checked_count(repeats, "repeats", least=1)
     if session is None:
         raise PlanError(
             "report: the model is not parallel\n  try: model = autoshard(model, mesh, ...) before"

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import Placement
 from torch.utils import _pytree as pytree
 
+from cost_model.arguments import shown
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
 
@@ -52,10 +53,8 @@ def matched_placements(
     if _is_leaf(given):
         leaf = as_placements(given, mesh, argument)
         return dict.fromkeys(range(len(names)), leaf)
-    if isinstance(given, Mapping) and all(key in names for key in given):
-        return {
-            names.index(key): as_placements(leaf, mesh, f"{argument}[{key!r}]") for key, leaf in given.items()
-        }
+    if isinstance(given, Mapping):
+        return _by_name(given, names, mesh, argument)
     leaves = placement_leaves(given, mesh, argument=argument)
     if len(leaves) != len(names):
         raise ShardingError(
@@ -63,6 +62,28 @@ def matched_placements(
             f"  try: one tuple of {len(mesh.names)} placements per tensor, or None for a global one"
         )
     return {i: leaf for i, leaf in enumerate(leaves) if leaf is not None}
+
+
+def _by_name(
+    given: Mapping[Any, Any], names: Sequence[str], mesh: MeshSpec, argument: str
+) -> dict[int, Placements | None]:
+    """A key names a tensor, or an argument with tensors inside: then its value has one leaf for all, or one for each."""
+    found: dict[int, Placements | None] = {}
+    for key, value in given.items():
+        inside = [i for i, name in enumerate(names) if name == key or _is_inside(name, key)]
+        if not inside:
+            raise ShardingError(
+                f"{argument} names {key!r}, which is no tensor of the call\n"
+                f"  try: one of {', '.join(map(repr, names))}"
+            )
+        part = [names[i] for i in inside]
+        inner = matched_placements(value, part, mesh, argument=f"{argument}[{key!r}]")
+        found.update({inside[i]: leaf for i, leaf in inner.items()})
+    return found
+
+
+def _is_inside(name: str, argument: object) -> bool:
+    return isinstance(argument, str) and name.startswith((f"{argument}[", f"{argument}."))
 
 
 def placement_leaves(given: Any, mesh: MeshSpec, *, argument: str) -> list[Placements | None]:
@@ -86,7 +107,7 @@ def as_placements(leaf: Any, mesh: MeshSpec, argument: str) -> Placements:
     """One placement per mesh axis from a leaf; ShardingError, naming `argument`, if it is none."""
     if not _is_leaf(leaf):
         raise ShardingError(
-            f"{argument} is {leaf!r}, which is no placement\n  try: [Shard(0)] from torch.distributed.tensor"
+            f"{argument} is {shown(leaf)}, which is no placement\n  try: [Shard(0)] from torch.distributed.tensor"
         )
     placements = (leaf,) if isinstance(leaf, Placement) else tuple(leaf)
     if len(placements) != len(mesh.names):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from autoshard.arguments import checked_model
 from autoshard.pieces import largest, piece_error
 from autoshard.plan import Plan
 from autoshard.planning import autocast_as, canonical_capture, load_profile, prices_of
@@ -17,7 +19,8 @@ from autoshard.runtime.module import original_forward
 from autoshard.runtime.sharding import shard_of
 from autoshard.signature import as_call
 from autoshard.simulated_step import simulated_step
-from cost_model.errors import PlanError
+from cost_model.arguments import checked_count
+from cost_model.errors import AutoshardError, PlanError
 from cost_model.mesh import MeshSpec
 from passes.bind_device import bind_device
 from passes.bucket_plan import bucketed_turns
@@ -27,6 +30,7 @@ from passes.joint import CPU, JointGraph, node_values, result_index, tensor_oper
 from passes.layout import Layout
 from passes.lower_rank import lower_rank
 from passes.partition import RankGraph
+from passes.random_state import random_state_kept
 from passes.reference import eager_results, graph_values, reference_inputs
 from passes.rewrite import copy_joint
 from passes.simulate import simulate, simulated_groups
@@ -76,6 +80,7 @@ class VerifyReport:
         return f"verify: {verdict}, largest relative error {self.max_error:.3g} over {len(self.errors)} results{first}"
 
 
+@random_state_kept()
 def verify(
     model: nn.Module,
     plan: Plan | str | os.PathLike[str],
@@ -97,6 +102,8 @@ def verify(
     Raises PlanError if the plan belongs to another model, inputs or code.
     """
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+    checked_model(model)
+    checked_count(seed, "seed")
     args, kwargs = as_call(example_inputs)
     with autocast_as(plan.mesh, autocast):
         captured = canonical_capture(model, args, kwargs, device=torch.device(plan.mesh.device_type))
@@ -120,9 +127,10 @@ def verify(
         if comparable
         else results
     )
-    graphs = _rank_graphs(joint, plan)
-    shards = _shards(joint, plan, values)
-    errors = _compared(joint, plan, simulated_step(joint, graphs, shards, plan.mesh), wanted)
+    with _runnable(plan):
+        graphs = _rank_graphs(joint, plan)
+        shards = _shards(joint, plan, values)
+        errors = _compared(joint, plan, simulated_step(joint, graphs, shards, plan.mesh), wanted)
     worst = max(errors.values(), default=0.0)
     limit = _tolerance(joint)
     if worst <= limit:
@@ -130,8 +138,25 @@ def verify(
     # Once more, in the order of the global graph, where every node of it can be compared.
     watcher = _Watcher(joint, plan, nodes)
     watcher.attach(graphs)
-    simulate([graph.module for graph in graphs], shards, plan.mesh, observe=watcher)
+    with _runnable(plan):
+        simulate([graph.module for graph in graphs], shards, plan.mesh, observe=watcher)
     return VerifyReport(False, worst, errors, watcher.first(limit * _NODE_SLACK))
+
+
+@contextmanager
+def _runnable(plan: Plan) -> Generator[None]:
+    """A plan that the search found runs. One that somebody edited may ask for what no op can do."""
+    try:
+        yield
+    except AutoshardError:
+        raise
+    except Exception as error:
+        said = (str(error) or "no message").splitlines()[0]
+        raise PlanError(
+            f"the plan for {plan.mesh} cannot be run: {type(error).__name__}: {said[:200]}\n"
+            "  its layouts contradict each other or the ops that read them\n"
+            "  try: find_plan(...) again, or the plan as it was saved"
+        ) from error
 
 
 def _tensors(

@@ -10,6 +10,7 @@ from decimal import Decimal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from cost_model.arguments import shown
 from cost_model.compute import ComputePrices
 from cost_model.errors import ShardingError
 
@@ -153,7 +154,7 @@ def parse_bytes(value: str | int, argument: str = "memory_limit") -> int:
         nbytes = value
     else:
         raise _bad_size(value, argument)
-    if nbytes < 1:
+    if not 1 <= nbytes < 2**63:
         raise _bad_size(value, argument)
     return nbytes
 
@@ -169,7 +170,7 @@ def _parse_text(text: str, argument: str) -> int:
 def _bad_size(value: object, argument: str) -> ShardingError:
     units: Sequence[str] = [unit for unit in _UNITS if unit]
     return ShardingError(
-        f"{argument} is {value!r}; it must be a number of bytes above zero\n"
+        f"{argument} is {shown(value)}; it must be a number of bytes above zero\n"
         f"  the units are {', '.join(units)}\n"
         '  try: "70GB" (70 * 1000**3), "64GiB" (64 * 1024**3) or an integer'
     )

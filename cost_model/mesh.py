@@ -8,12 +8,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cost_model.arguments import checked_count, reject
 from cost_model.errors import ShardingError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["MeshSpec"]
+
+_MOST_DEVICES = 2**20
+"""More are a slip: what is done for every rank would not end."""
 
 
 @dataclass(frozen=True, init=False)
@@ -33,13 +37,20 @@ class MeshSpec:
     device_type: str
 
     def __init__(self, axes: Mapping[str, int], device_type: str = "cpu") -> None:
+        if not isinstance(axes, Mapping):
+            raise reject("the axes of a mesh", axes, "MeshSpec({'dp': 8})")
         if not axes:
             raise ShardingError("mesh has no axes\n  try: MeshSpec({'dp': 8})")
         for name, size in axes.items():
-            if not name.isidentifier():
-                raise ShardingError(f"mesh axis name {name!r} is not an identifier")
-            if not isinstance(size, int) or size < 1:
-                raise ShardingError(f"mesh axis {name!r} has size {size!r}; a size is an integer >= 1")
+            if not isinstance(name, str) or not name.isidentifier():
+                raise reject("the name of a mesh axis", name, "an identifier, such as 'dp'")
+            checked_count(size, f"the size of mesh axis {name!r}", least=1)
+        if math.prod(axes.values()) > _MOST_DEVICES:
+            raise ShardingError(
+                f"mesh has {math.prod(axes.values()):.3g} devices\n  try: at most {_MOST_DEVICES}"
+            )
+        if not isinstance(device_type, str):
+            raise reject("device_type", device_type, "'cpu' or 'cuda'")
         object.__setattr__(self, "names", tuple(axes))
         object.__setattr__(self, "sizes", tuple(axes.values()))
         object.__setattr__(self, "device_type", device_type)
@@ -77,7 +88,7 @@ class MeshSpec:
             return self.names.index(axis)
         except ValueError:
             raise ShardingError(
-                f"mesh has no axis {axis!r}\n  its axes are {', '.join(map(repr, self.names))}"
+                f"mesh has no axis {axis!r}\n  try: one of its axes, {', '.join(map(repr, self.names))}"
             ) from None
 
     def stride(self, axis: str) -> int:

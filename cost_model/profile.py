@@ -8,10 +8,11 @@ import os
 import re
 from dataclasses import asdict, dataclass
 from importlib.resources import files
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cost_model.arguments import checked_path, shown
 from cost_model.errors import ProfileError
+from cost_model.json_text import parse_json
 from cost_model.measurements import CollectiveSamples, DeviceRates, LinkLevel
 from cost_model.profile_check import check_profile
 from cost_model.profile_json import Fields, read_collective, read_device, read_link
@@ -85,9 +86,9 @@ class Profile:
     @staticmethod
     def named(name: str) -> Profile:
         """A shipped profile. ProfileError, listing them, if there is none of this name."""
-        if name not in Profile.names():
+        if not isinstance(name, str) or name not in Profile.names():
             raise ProfileError(
-                f"no shipped profile is named {name!r}\n"
+                f"no shipped profile is named {shown(name)}\n"
                 f"  the shipped ones are {', '.join(Profile.names())}\n"
                 "  try: one of these, or the path of a profile file"
             )
@@ -100,7 +101,7 @@ class Profile:
 
         Raises ProfileError, starting with the file, if it cannot be read or says something impossible.
         """
-        path = Path(path_or_name)
+        path = checked_path(path_or_name, "profile", ProfileError)
         bare = isinstance(path_or_name, str) and path.name == path_or_name and not path.suffix
         if bare and (path.name in Profile.names() or not path.exists()):
             return Profile.named(path.name)
@@ -110,7 +111,7 @@ class Profile:
             raise ProfileError(
                 f"cannot read profile {path}: {error}\n"
                 f"  try: a profile file, or a shipped one: {', '.join(Profile.names())}"
-            ) from error
+            ) from None
         return Profile.from_json(text, str(path))
 
     @staticmethod
@@ -169,8 +170,14 @@ class Profile:
         return read_profile(paths, base, rank_stride=rank_stride, busbw_limit=busbw_limit)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the JSON that `load` reads."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        """Write the JSON that `load` reads. ProfileError where no file can be written."""
+        target = checked_path(path, "path", ProfileError)
+        try:
+            target.write_text(self.to_json(), encoding="utf-8")
+        except OSError as error:
+            raise ProfileError(
+                f"cannot write profile {str(target)!r}: {error.strerror}\n  try: another path"
+            ) from None
 
     def to_json(self) -> str:
         """The JSON text of this profile: schema version first, then the fields in order."""
@@ -181,10 +188,9 @@ class Profile:
     @staticmethod
     def from_json(text: str, where: str) -> Profile:
         """Inverse of `to_json`; `where` (a file name) starts the message of every ProfileError."""
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ProfileError(f"{where}: not JSON: {error}\n  try: write the profile again") from error
+        if not isinstance(text, str):
+            raise ProfileError(f"{where}: is {shown(text)}\n  try: the text that to_json() gives")
+        data = parse_json(text, where, ProfileError)
         _check_schema(where, data)
         fields = Fields(where, "", data)
         values: dict[str, Any] = {
@@ -235,6 +241,6 @@ def _check_schema(where: str, data: object) -> None:
     version = data.get("schema_version") if isinstance(data, dict) else None
     if version != SCHEMA_VERSION or isinstance(version, bool):
         raise ProfileError(
-            f"{where}: field schema_version is {version!r}; this autoshard reads {SCHEMA_VERSION}\n"
+            f"{where}: field schema_version is {shown(version)}; this autoshard reads {SCHEMA_VERSION}\n"
             "  try: measure the profile again, or install the autoshard that wrote it"
         )

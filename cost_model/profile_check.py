@@ -21,6 +21,9 @@ from cost_model.measurements import (
 
 __all__ = ["check_profile"]
 
+_SMALLEST, _LARGEST = 1e-30, 1e30
+_MOST_RANKS = 2**20
+
 _REMEDY = "correct it, or measure the profile again"
 
 
@@ -70,6 +73,8 @@ class _Check:
     def _positive(self, field: str, value: float) -> None:
         if not (math.isfinite(value) and value > 0):
             self._refuse(field, f"is {value!r}; it must be finite and above zero")
+        if not _SMALLEST < value < _LARGEST:
+            self._refuse(field, f"is {value:.3g}, which nothing in a computer is")
 
     def _links(self, links: Sequence[LinkLevel]) -> None:
         if not links:
@@ -127,6 +132,10 @@ class _Check:
 
     def _group(self, field: str, group: GroupShape) -> None:
         """The canonical form that `group_shape` gives: no size 1, large strides first, nothing to merge."""
+        if math.prod(ranks for ranks, _ in group) > _MOST_RANKS or any(
+            stride > _MOST_RANKS for _, stride in group
+        ):
+            self._refuse(field, f"spans more than {_MOST_RANKS} ranks")
         if not group or any(ranks < 2 or stride < 1 for ranks, stride in group):
             self._refuse(field, f"is {group}; it must list pairs [ranks >= 2, stride >= 1]")
         for (_, outer), (ranks, inner) in itertools.pairwise(group):

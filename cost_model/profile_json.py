@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn, cast
 
+from cost_model.arguments import shown
 from cost_model.errors import ProfileError
 from cost_model.measurements import (
     KERNEL_KINDS,
@@ -29,7 +30,7 @@ class Fields:
         self._where = where
         self._path = path
         if not isinstance(data, dict):
-            self._refuse(path.rstrip("."), f"is {data!r}, not an object")
+            self._refuse(path.rstrip("."), f"is {shown(data)}, not an object")
         self._data = cast("dict[str, Any]", data)
         self._read: set[str] = set()
 
@@ -48,13 +49,13 @@ class Fields:
     def text(self, field: str) -> str:
         value = self._get(field)
         if not isinstance(value, str):
-            self._refuse(self._path + field, f"is {value!r}, not a text")
+            self._refuse(self._path + field, f"is {shown(value)}, not a text")
         return value
 
     def flag(self, field: str) -> bool:
         value = self._get(field)
         if not isinstance(value, bool):
-            self._refuse(self._path + field, f"is {value!r}, neither true nor false")
+            self._refuse(self._path + field, f"is {shown(value)}, neither true nor false")
         return value
 
     def number(self, field: str) -> float:
@@ -80,22 +81,25 @@ class Fields:
         for i, pair in enumerate(self._list(field)):
             place = f"{self._path}{field}[{i}]"
             if not isinstance(pair, list) or len(cast("list[object]", pair)) != 2:
-                self._refuse(place, f"is {pair!r}, not a pair [ranks, stride]")
+                self._refuse(place, f"is {shown(pair)}, not a pair [ranks, stride]")
             result.append((self._count(f"{place}[0]", pair[0]), self._count(f"{place}[1]", pair[1])))
         return tuple(result)
 
     def texts(self, field: str) -> tuple[str, ...]:
         values = self._list(field)
         if not all(isinstance(value, str) for value in values):
-            self._refuse(self._path + field, f"is {values!r}, not a list of texts")
+            self._refuse(self._path + field, f"is {shown(values)}, not a list of texts")
         return tuple(values)
 
     def texts_by_name(self, field: str) -> tuple[tuple[str, str], ...]:
         value = self._get(field)
         if not isinstance(value, dict):
-            self._refuse(self._path + field, f"is {value!r}, not an object of texts")
+            self._refuse(self._path + field, f"is {shown(value)}, not an object of texts")
         items = cast("dict[str, object]", value)
-        return tuple((name, str(text)) for name, text in items.items())
+        for name, text in items.items():
+            if not isinstance(text, str):
+                self._refuse(f"{self._path}{field}.{name}", f"is {shown(text)}, not a text")
+        return tuple(cast("dict[str, str]", items).items())
 
     def has(self, field: str) -> bool:
         """Whether the field, which must be there, is not null."""
@@ -119,17 +123,17 @@ class Fields:
     def _list(self, field: str) -> list[Any]:
         value = self._get(field)
         if not isinstance(value, list):
-            self._refuse(self._path + field, f"is {value!r}, not a list")
+            self._refuse(self._path + field, f"is {shown(value)}, not a list")
         return cast("list[Any]", value)
 
     def _number(self, place: str, value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
-            self._refuse(place, f"is {value!r}, not a number")
+            self._refuse(place, f"is {shown(value)}, not a number")
         return float(value)
 
     def _count(self, place: str, value: object) -> int:
         if isinstance(value, bool) or not isinstance(value, int):
-            self._refuse(place, f"is {value!r}, not an integer")
+            self._refuse(place, f"is {shown(value)}, not an integer")
         return value
 
 

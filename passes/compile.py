@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, fx
 
+from cost_model.arguments import reject
 from cost_model.errors import ShardingError, UnsupportedOpError
 from passes.expand_ops import CALLED, expand_ops
 from passes.fuse_eager import FuseEager
@@ -35,6 +36,8 @@ Compiled = Callable[[list[Tensor]], Sequence[Tensor | None]]
 
 def check_backend(backend: str) -> None:
     """ShardingError, listing the choices, unless `backend` is "eager" or a torch.compile backend."""
+    if not isinstance(backend, str):
+        raise reject("backend", backend, "'inductor', 'eager', or the name of a torch.compile backend")
     if backend in ("eager", "inductor"):
         return
     with torch_deprecations_ignored():

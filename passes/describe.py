@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ from passes.redistribute import (
 from passes.rules.registry import RuleTable, is_fallback, rule_for
 from passes.search.space import Prices
 
-__all__ = ["describe", "fallback_ops", "graph_hash", "op_counts", "short_dtype"]
+__all__ = ["describe", "fallback_ops", "graph_hash", "op_counts", "records_that_differ", "short_dtype"]
 
 
 @collector_paused()
@@ -116,6 +117,28 @@ def _portable(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{k}: {_portable(v)}" for k, v in sorted(value.items())) + "}"
     return str(value)
+
+
+def records_that_differ(records: Sequence[NodeRecord], joint: JointGraph) -> Iterator[str]:
+    """Where `records` are not of `joint`, in sentences: a graph's hash is stored beside them, and does not cover them."""
+    by_name = {record.name: record for record in records}
+    for node in joint.graph.nodes:
+        if node.op not in ("placeholder", "call_function") or result_index(node)[0] is not node:
+            continue
+        record = by_name.pop(node.name, None)
+        if record is None:
+            yield f"the model's node {node.name} is missing"
+        elif [(r.shape, r.dtype) for r in record.results] != [(tuple(s), d) for s, d in _shapes(node)]:
+            yield f"node {node.name} has results {', '.join(map(str, record.results))}, and not those of the model"
+        elif [(o.source, o.result) for o in record.operands] != [
+            (producer.name, index) for producer, index in map(result_index, tensor_operands(node))
+        ]:
+            yield f"node {node.name} reads {', '.join(o.source for o in record.operands)}, and not what the model does"
+    ends = [(p.name, i) for p, i in map(result_index, tensor_operands(joint.output_node))]
+    output = by_name.pop("output", None)
+    if output is None or [(o.source, o.result) for o in output.operands] != ends:
+        yield "its output is not the model's"
+    yield from (f"the model has no node {name}" for name in by_name)
 
 
 def _placeholder(

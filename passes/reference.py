@@ -77,8 +77,8 @@ def eager_results(
 ) -> list[torch.Tensor | None]:
     """The graph's flat results as the untouched model computes them with autograd.
 
-    `call` runs the model and returns the tensor outputs of the call in order. The model's state
-    and gradients are put back as they were. Buffer updates are read before that.
+    `call` runs the model and returns the tensor outputs of the call in order. No gradient is accumulated, and what
+    `call` changes in the model is put back; buffer updates are read before that.
     """
     kinds = dict(zip(joint.placeholders, joint.inputs, strict=True))
     tangents = {
@@ -86,34 +86,48 @@ def eager_results(
         for node, value in zip(joint.placeholders, values, strict=True)
         if kinds[node].kind == "tangent"
     }
-    state = [(tensor, tensor.detach().clone()) for tensor in named_state(model).values()]
-    kept = [(parameter, parameter.grad) for parameter in model.parameters()]
-    for parameter, _ in kept:
-        parameter.grad = None
-    try:
-        with state_kept(model):
+    buffers = [(buffer, buffer.detach().clone()) for buffer in named_state(model).values()]
+    with state_kept(model):
+        try:
             outputs = call()
-            pairs = [(outputs[i], tangent) for i, tangent in tangents.items() if outputs[i].requires_grad]
-            if pairs:
-                torch.autograd.backward([o for o, _ in pairs], [t for _, t in pairs])
-            return [_result(spec.kind, spec.name, spec.index, outputs, model) for spec in joint.outputs]
-    finally:
-        for parameter, gradient in kept:
-            parameter.grad = gradient
-        with torch.no_grad():
-            for tensor, value in state:
-                tensor.copy_(value)
+            gradients = _gradients(model, outputs, tangents)
+            return [
+                _result(spec.kind, spec.name, spec.index, outputs, model, gradients) for spec in joint.outputs
+            ]
+        finally:
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+
+
+def _gradients(
+    model: nn.Module, outputs: Sequence[torch.Tensor], tangents: Mapping[int, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """By parameter name. `autograd.grad`: `.grad` of parameters and inputs, and what hooks do with it, stay."""
+    trained = {name: p for name, p in _parameters(model).items() if p.requires_grad}
+    pairs = [(outputs[i], tangent) for i, tangent in tangents.items() if outputs[i].requires_grad]
+    if not pairs or not trained:
+        return {}
+    roots, seeds = [root for root, _ in pairs], [seed for _, seed in pairs]
+    found: Sequence[torch.Tensor | None] = torch.autograd.grad(
+        roots, list(trained.values()), seeds, allow_unused=True
+    )
+    return {name: value for name, value in zip(trained, found, strict=True) if value is not None}
 
 
 def _result(
-    kind: str, name: str, index: int, outputs: Sequence[torch.Tensor], model: nn.Module
+    kind: str,
+    name: str,
+    index: int,
+    outputs: Sequence[torch.Tensor],
+    model: nn.Module,
+    gradients: Mapping[str, torch.Tensor],
 ) -> torch.Tensor | None:
     if kind == "output":
         return outputs[index].detach().clone()
     if kind == "buffer":
         return named_state(model)[name].detach().clone()
-    parameter = _parameters(model).get(name)
-    return None if parameter is None or parameter.grad is None else parameter.grad.detach().clone()
+    return gradients.get(name)
 
 
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:

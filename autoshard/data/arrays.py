@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from cost_model.arguments import reject
 from cost_model.errors import ShardingError
 
 __all__ = ["ArrayDataset", "PartialDataset"]
@@ -49,6 +50,11 @@ class ArrayDataset(Dataset[Any]):
             )
         self.arrays = dict(enumerate(arrays)) or named
         self._as_tuple = bool(arrays)
+        for key, array in self.arrays.items():
+            if not hasattr(array, "shape") or not hasattr(array, "__getitem__") or not len(array.shape):
+                raise reject(
+                    f"array {key} of an ArrayDataset", array, "a tensor or an array with samples along dim 0"
+                )
         lengths = {key: len(array) for key, array in self.arrays.items()}
         if len(set(lengths.values())) != 1:
             raise ShardingError(

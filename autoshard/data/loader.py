@@ -10,10 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from autoshard.data.batches import PartReader, batch_reader
-from autoshard.data.parts import Sizes, member
+from autoshard.data.parts import Sizes, checked_sizes, member
 from autoshard.data.sampling import BatchSplit, PartSampler
 from autoshard.data.splits import batch_axes
 from autoshard.runtime.agreement import agree, collectively
+from cost_model.arguments import checked_count, checked_flag, reject
 from cost_model.errors import PlanError, ShardingError
 from cost_model.mesh import MeshSpec
 
@@ -57,6 +58,12 @@ def data_loader(
     ShardingError on all if any argument is bad, PlanError if they differ between ranks.
     """
     spec, rank = member(mesh)
+    checked_flag(shuffle, "shuffle")
+    checked_flag(drop_last, "drop_last")
+    checked_count(seed, "seed")
+    if not callable(collate_fn):
+        raise reject("collate_fn", collate_fn, "a function: list of samples -> batch")
+    checked_sizes(sizes)
     order = Order(batch_size, sizes, shuffle, seed, drop_last)
     loader = collectively(
         mesh, lambda: rank_loader(dataset, spec, rank, placements, order, collate_fn, options)
@@ -100,7 +107,13 @@ def rank_loader(
     )
     _check_batches(sampler)
     reader = batch_reader(dataset, placements, mesh, rank, order.sizes, collate, order.seed)
-    return PartLoader(reader, sampler, options or {})
+    try:
+        return PartLoader(reader, sampler, options or {})
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ShardingError(
+            f"data_loader: torch's DataLoader refuses its options {sorted(options or {})}: {error}\n"
+            "  try: num_workers, pin_memory, ... as DataLoader takes them"
+        ) from None
 
 
 class PartLoader(DataLoader[Any]):

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from autoshard.planning import mesh_spec
+from cost_model.arguments import checked_count, reject
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
 from passes.layout import Layout, Span
@@ -19,6 +20,7 @@ __all__ = [
     "Placements",
     "Sizes",
     "checked_plain",
+    "checked_sizes",
     "member",
     "part_layout",
     "refuse_partial",
@@ -57,6 +59,22 @@ def part_layout(
     """
     layout = placements_to_layout(placements, shape, mesh, what=what)
     return sized(refuse_partial(layout, what), shape, mesh, sizes, what)
+
+
+def checked_sizes(sizes: object) -> Sizes | None:
+    """`sizes` if it is one; ShardingError for anything else. Whether it fits a tensor is another question."""
+    if sizes is None:
+        return None
+    if not isinstance(sizes, Mapping):
+        raise reject("sizes", sizes, "{dim: [length of each part]}")
+    found: dict[int, list[int]] = {}
+    for dim, parts in sizes.items():
+        if isinstance(dim, bool) or not isinstance(dim, int):
+            raise reject("a dim in sizes", dim, "{dim: [length of each part]}")
+        if not isinstance(parts, (list, tuple)):
+            raise reject(f"sizes[{dim}]", parts, "a list, the length of each part")
+        found[dim] = [checked_count(part, f"sizes[{dim}][{i}]") for i, part in enumerate(parts)]
+    return found
 
 
 def sized(layout: Layout, shape: Sequence[int], mesh: MeshSpec, sizes: Sizes | None, what: str) -> Layout:

@@ -15,6 +15,7 @@ from autoshard.data.parts import (
     Placements,
     Sizes,
     checked_plain,
+    checked_sizes,
     member,
     part_layout,
     refuse_partial,
@@ -26,6 +27,7 @@ from autoshard.runtime.agreement import agree, collectively, everyones
 from autoshard.runtime.devices import local_device
 from autoshard.runtime.sharding import shard_of
 from autoshard.signature import as_placements
+from cost_model.arguments import reject, shown
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
 from passes.layout import Layout
@@ -129,7 +131,7 @@ def gather(
     spec, rank = member(mesh)
 
     def checked() -> tuple[Placement, ...]:
-        _check_part(local, target, spec)
+        _check_part(local, target, spec, device)
         return as_placements(placements, spec, "placements")
 
     given = collectively(mesh, checked)
@@ -186,22 +188,27 @@ def _check_holder(tensor: Tensor | None, source: int, rank: int, spec: MeshSpec)
         )
 
 
-def _check_part(local: Tensor, target: int | None, spec: MeshSpec) -> None:
+def _check_part(local: Tensor, target: int | None, spec: MeshSpec, device: object) -> None:
     if target is not None:
         _check_rank(target, "target", spec)
     checked_plain(local, "local")
+    try:
+        known = device is None or torch.empty(0, device=device)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError, AssertionError, NotImplementedError):
+        known = None
+    if known is None:
+        raise reject("device", device, "a device of this machine, such as 'cpu'")
 
 
 def _check_rank(rank: int, name: str, spec: MeshSpec) -> None:
-    if not 0 <= rank < spec.device_count:
-        raise ShardingError(f"{name} is rank {rank}; {spec} has ranks 0 to {spec.device_count - 1}")
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < spec.device_count:
+        raise ShardingError(
+            f"{name} is rank {shown(rank)}; {spec} has ranks 0 to {spec.device_count - 1}\n  try: one of these"
+        )
 
 
 def _text(sizes: Sizes | None) -> str:
-    try:
-        return str({int(dim): [int(size) for size in parts] for dim, parts in sorted((sizes or {}).items())})
-    except (AttributeError, TypeError, ValueError):
-        raise ShardingError(f"sizes is {sizes!r}\n  try: {{dim: [length of each part]}}") from None
+    return str(sorted((checked_sizes(sizes) or {}).items()))
 
 
 def _largest(shapes: Sequence[tuple[int, ...]]) -> tuple[int]:

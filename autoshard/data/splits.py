@@ -10,6 +10,7 @@ from torch.distributed.tensor import Placement
 
 from autoshard.data.parts import Sizes, refuse_partial, sized, spans_of
 from autoshard.signature import as_call, matched_placements, placement_leaves, tensor_names
+from cost_model.arguments import checked_count
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
 from passes.layout import Layout, Span
@@ -24,8 +25,7 @@ def batch_axes(placements: Any, mesh: MeshSpec, sizes: Sizes | None, batch_size:
     Raises ShardingError for tensors that differ in them, a Partial, a dim counted from the end, or sizes
     of dim 0 that do not add up to `batch_size` or of a dim that no tensor splits.
     """
-    if not isinstance(batch_size, int) or batch_size < 1:
-        raise ShardingError(f"batch_size is {batch_size!r}\n  try: a number of samples, at least 1")
+    checked_count(batch_size, "batch_size", least=1)
     layouts = [
         _open_layout(leaf, mesh, f"placements[{i}]")
         for i, leaf in enumerate(placement_leaves(placements, mesh, argument="placements"))

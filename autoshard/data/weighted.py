@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -9,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.data.parts import member
 from autoshard.runtime.devices import local_device
 from autoshard.runtime.process_groups import whole_group
+from cost_model.arguments import reject
 
 __all__ = ["weighted_mean"]
 
@@ -28,6 +31,10 @@ def weighted_mean(value: Tensor | float, weight: float, mesh: DeviceMesh) -> Ten
             0 on all ranks gives nan.
     """
     member(mesh)
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < math.inf:
+        raise reject("weight", weight, "how many elements the value is the mean of, at least 0")
+    if not isinstance(value, (int, float, Tensor)) or (isinstance(value, Tensor) and value.is_complex()):
+        raise reject("value", value, "a number, or a tensor of real ones")
     mine = _sent(value, local_device(mesh))
     weighed = mine * weight if weight else torch.zeros_like(mine)
     total = torch.cat([weighed.reshape(-1), weighed.new_full((1,), weight)])

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from cost_model.arguments import shown
 from cost_model.errors import ProfileError, ShardingError
 from cost_model.groups import GroupShape, shape_text
 from cost_model.measure.behind import Pause, beyond_pause, collective_series, pause_series
@@ -151,11 +152,13 @@ def check_world(spec: MeshSpec, world: int) -> None:
 
 
 def _check_arguments(time_budget: float, largest_nbytes: int | None) -> None:
-    if not time_budget > 0.0:
-        raise ProfileError(f"time_budget is {time_budget!r} seconds\n  try: a number above 0, such as 60.0")
-    if largest_nbytes is not None and largest_nbytes < 2 * SMALLEST_NBYTES:
+    number = isinstance(time_budget, (int, float)) and not isinstance(time_budget, bool)
+    if not number or not 0.0 < time_budget < float("inf"):
+        raise ProfileError(f"time_budget is {shown(time_budget)}\n  try: a number above 0, such as 60.0")
+    whole = isinstance(largest_nbytes, int) and not isinstance(largest_nbytes, bool)
+    if largest_nbytes is not None and not (whole and 2 * SMALLEST_NBYTES <= largest_nbytes < 2**40):
         raise ProfileError(
-            f"largest_nbytes is {largest_nbytes!r}; a curve starts at {SMALLEST_NBYTES} bytes\n"
+            f"largest_nbytes is {shown(largest_nbytes)}; a curve starts at {SMALLEST_NBYTES} bytes\n"
             "  try: 2**26, the default on CPUs"
         )
 

@@ -82,10 +82,12 @@ def read_nccl_json(file: str, text: str, when: datetime) -> tuple[Run, ...]:
     version.
     """
     try:
-        data = json.loads(text)
+        data = json.loads(text, parse_int=_integer)
     except json.JSONDecodeError as error:
         place = Place(file, error.lineno)
         refuse(place, f"not JSON: {error.msg}, column {error.colno}", _around(text, error.pos), _UNCHANGED)
+    except RecursionError:
+        refuse(Place(file, 1), "nested too deep", text[:80], _UNCHANGED)
     if not isinstance(data, dict):
         refuse(Place(file, 1), "not a JSON object", text[:80], _UNCHANGED)
     root = _Entry(Place(file, 1), "", cast("dict[str, Any]", data))
@@ -105,6 +107,11 @@ def read_nccl_json(file: str, text: str, when: datetime) -> tuple[Run, ...]:
     software = (("nccl", str(root.data["nccl_version"])),) if "nccl_version" in root.data else ()
     title = f"{kind or program or 'a collective'}, nccl-tests JSON version {root.data['version']}"
     return (Run(kind, title, group, points, root.place, unproved, device, software),)
+
+
+def _integer(digits: str) -> int | float:
+    """More than 18 digits count nothing; Python itself refuses to read thousands."""
+    return int(digits) if len(digits) <= 18 else float(digits)
 
 
 def _around(text: str, position: int) -> str:

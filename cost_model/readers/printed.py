@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 
 __all__ = ["Printed", "agree"]
 
@@ -26,9 +26,14 @@ class Printed:
         """None unless `text` is a plain finite number >= 0."""
         if not _NUMBER.fullmatch(text):
             return None
-        number = Decimal(text)
+        try:
+            number = Decimal(text)
+        except InvalidOperation:  # an exponent of more digits than there are
+            return None
         exponent = number.as_tuple().exponent
         assert isinstance(exponent, int)
+        if not number.is_finite() or not -300 < exponent < 300 or number.adjusted() > 300:
+            return None
         return Printed(float(number), 0.5 * 10.0**exponent)
 
     def times(self, factor: float) -> Printed:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
+from cost_model.arguments import checked_path, shown
 from cost_model.errors import ProfileError
 from cost_model.groups import shape_text
 from cost_model.profile import Profile
@@ -50,7 +51,9 @@ def read_profile(
     contradictory or impossible.
     """
     start = base if isinstance(base, Profile) else Profile.load(base)
-    files = [Path(path) for path in paths]
+    if isinstance(paths, (str, bytes)) or not isinstance(paths, Iterable):
+        raise ProfileError(f"paths is {shown(paths)}\n  try: a list of files")
+    files = [checked_path(path, "a path of a benchmark's output", ProfileError) for path in paths]
     if not files:
         raise ProfileError("no benchmark output is given\n  try: one or more files")
     if start.device_type != "cuda":
@@ -58,8 +61,7 @@ def read_profile(
             f"base profile {start.name!r} is of device type {start.device_type!r}; these benchmarks measure GPUs\n"
             "  try: a base of the GPUs' links and rates, such as 'h100'"
         )
-    if rank_stride is not None and rank_stride < 1:
-        raise ProfileError(f"rank_stride is {rank_stride}\n  try: 1 or more")
+    _check_options(rank_stride, busbw_limit)
     runs = [
         _placed(run, start, rank_stride)
         for path in files
@@ -75,6 +77,15 @@ def read_profile(
             "  try: larger sizes (-e 1G), or nccl-tests -J, which prints more digits"
         )
     return _profile(start, files, runs)
+
+
+def _check_options(rank_stride: object, busbw_limit: object) -> None:
+    integer = isinstance(rank_stride, int) and not isinstance(rank_stride, bool)
+    if rank_stride is not None and not (integer and 1 <= rank_stride <= 2**20):
+        raise ProfileError(f"rank_stride is {shown(rank_stride)}\n  try: 1 or more")
+    number = isinstance(busbw_limit, (int, float)) and not isinstance(busbw_limit, bool)
+    if busbw_limit is not None and not (number and busbw_limit > 0):
+        raise ProfileError(f"busbw_limit is {shown(busbw_limit)}\n  try: bytes per second, above zero")
 
 
 def _read(path: Path) -> tuple[Run, ...]:

@@ -81,6 +81,12 @@ class CallSpec:
         """(tensors in the order of the graph's "input" placeholders, key). O(leaves), no checks."""
         return flatten_call(args, kwargs)
 
+    @property
+    def returned_tree(self) -> Tree:
+        """The structure of what the call returns."""
+        assert isinstance(self.outputs, Sequenced)
+        return self.outputs.children[0]
+
     def copied(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:

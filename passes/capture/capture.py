@@ -12,11 +12,13 @@ from torch import nn
 from cost_model.errors import AutoshardError
 from passes.capture.build import build_joint, overwritten_inputs
 from passes.capture.call import CallSpec, flatten_call, tensor_names
+from passes.capture.dtypes import check_dtypes
 from passes.capture.errors import capture_error
 from passes.capture.state import find_slots
 from passes.capture.trace import Program, trace
 from passes.collector import collector_paused
 from passes.joint import CPU, JointGraph
+from passes.random_state import random_state_kept
 
 __all__ = ["Captured", "capture"]
 
@@ -34,6 +36,7 @@ class Captured:
 
 
 @collector_paused()
+@random_state_kept()
 def capture(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -44,8 +47,8 @@ def capture(
 ) -> Captured:
     """The joint graph of `forward(*args, **kwargs)`, as gradient mode, autocast and train flags are now.
 
-    No kernel runs and nothing in `model` changes. Numbers, strings and None among the arguments are
-    baked in. Outputs that are not tensors are kept as constants of the returned structure.
+    No kernel runs, and nothing changes in `model` and the global random numbers. Numbers, strings and None among the
+    arguments are baked in. Outputs that are not tensors are kept as constants of the returned structure.
 
     device:  where the ranks will run, on this machine or not: the model sees this type of device, with its
              autocast ("cuda" on a laptop). None: the CPU. The graph is traced on CPU fakes whatever this is and
@@ -66,6 +69,7 @@ def capture(
         raise
     except Exception as cause:
         raise capture_error(model, called, cause) from cause
+    check_dtypes(traced.aot.module.graph)
     joint = replace(build_joint(program, traced, tensor_names(key)), device=runs_on)
     aliases = {slot.name: slot.aliases for slot in slots if slot.aliases}
     overwritten = overwritten_inputs(program, traced)

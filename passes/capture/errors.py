@@ -17,6 +17,10 @@ from passes.torch_tracing import data_dependent_errors, shape_dependent_errors
 __all__ = ["capture_error", "mutation_error"]
 
 
+_CHANGED_IN_PLACE = ("mutating a non-functional tensor", "expected to have an entirely functional graph")
+"""What torch says where a tensor that it has not traced from the beginning is written to."""
+
+
 def capture_error(model: nn.Module, forward: Callable[..., Any], cause: BaseException) -> CaptureError:
     """The error for `cause`, raised while `forward` was traced."""
     reason, remedy = _explain(cause)
@@ -45,6 +49,11 @@ def _explain(cause: BaseException) -> tuple[str, str]:
         return (
             "the shape of a result depends on the values of a tensor (nonzero, boolean index, unique, ...)",
             "torch.where or a mask of fixed shape",
+        )
+    if any(text in str(cause) for text in _CHANGED_IN_PLACE):
+        return (
+            "it changes a tensor in place that is neither a buffer nor made in forward",
+            "self.register_buffer(name, tensor, persistent=False), which may change",
         )
     first = (str(cause).strip() or "no message").splitlines()[0]
     if isinstance(cause, TypeError):

@@ -9,9 +9,11 @@ from typing import Any
 from passes.capture.trees import Step
 
 __all__ = [
+    "Added",
     "Appended",
     "Argument",
     "Attribute",
+    "Hooked",
     "Incremented",
     "Item",
     "Place",
@@ -99,6 +101,33 @@ class Appended:
 
 
 @dataclass(frozen=True, eq=False)
+class Added:
+    """`holder.add(value)`, for a set, at every call. There is nothing to get: what is hashed is no tensor."""
+
+    holder: Root | Via
+
+    def get(self) -> Any:
+        return None
+
+    def put(self, value: Any) -> None:
+        self.holder.get().add(value)
+
+
+@dataclass(frozen=True, eq=False)
+class Hooked:
+    """A hook that the forward registered on a module of its own, once."""
+
+    table: Any
+    number: int
+
+    def get(self) -> Any:
+        return None
+
+    def put(self, value: Any) -> None:
+        self.table[self.number] = value
+
+
+@dataclass(frozen=True, eq=False)
 class Incremented:
     """`holder.name += value` at every call: a counter that the forward does not otherwise read."""
 
@@ -134,7 +163,7 @@ class Argument:
         old.update(new)
 
 
-Place = Attribute | Item | Appended | Incremented | Argument
+Place = Attribute | Item | Appended | Added | Hooked | Incremented | Argument
 
 
 def left_at(place: Place, call: Call) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from cost_model.errors import CaptureError
-from passes.capture.places import Appended, Attribute, Item, Place, Root, Via
+from passes.capture.places import Added, Appended, Attribute, Hooked, Item, Place, Root, Via
 from passes.capture.surroundings import Container, containers_of, is_own, module_attributes
 from passes.capture.write_only import Counted, Stored, incremented
 
@@ -38,6 +38,11 @@ class Snapshot:
             if table is not None
         ]
         self._containers: list[tuple[Container, Any]] = [(c, c.value.copy()) for c in containers_of(model)]
+        self._hooks = [
+            (table, table.copy())
+            for _, module, _ in self._modules
+            for table in (vars(module)[key] for key in _TABLES if "_hooks" in key)
+        ]
         self._attributes = {id(module): attributes for _, module, attributes in self._modules}
 
     def untouched(self, module: nn.Module, name: str, value: Any) -> bool:
@@ -60,6 +65,8 @@ class Snapshot:
             found += _attribute_changes(Root(module, name), module_attributes(module), kept)
         for container, old in self._containers:
             found += _container_changes(container, old)
+        for table, old in self._hooks:
+            found += [(Hooked(table, key), hook) for key, hook in table.items() if key not in old]
         return found
 
     def restore(self) -> None:
@@ -95,15 +102,28 @@ def _container_changes(container: Container, old: Any) -> Changes:
             raise _refused(str(where), "removes items of")
         return [(Item(where, k), v) for k, v in value.items() if not _same(old.get(k, _ABSENT), v)]
     if isinstance(value, set):
-        if value != old:
-            raise _refused(str(where), "changes")
-        return []
-    items = list(value)
-    kept = len(items) >= len(old) and all(a is b for a, b in zip(items, old, strict=False))
-    if not kept:
-        raise _refused(str(where), "changes items of")
-    added = items[len(old) :]
-    return [(Appended(where, len(added) - i), item) for i, item in enumerate(added)]
+        if not old <= value:
+            raise _refused(str(where), "removes items of")
+        return [(Added(where), item) for item in value - old]
+    return _list_changes(where, list(value), list(old), getattr(value, "maxlen", None))
+
+
+def _list_changes(where: Root | Via, new: list[Any], old: list[Any], most: int | None) -> Changes:
+    """most: of a deque that drops its first item for one more."""
+    dropped = 0
+    while most is not None and dropped < len(old) and not _starts(new, old[dropped:]):
+        dropped += 1
+    old = old[dropped:]
+    if len(new) < len(old):
+        raise _refused(str(where), "removes items of")
+    replaced = [(i, b) for i, (a, b) in enumerate(zip(old, new, strict=False)) if not _same(a, b)]
+    added = new[len(old) :]
+    changes: Changes = [(Item(where, i), item) for i, item in replaced]
+    return changes + [(Appended(where, len(added) - i), item) for i, item in enumerate(added)]
+
+
+def _starts(items: list[Any], first: list[Any]) -> bool:
+    return len(items) >= len(first) and all(a is b for a, b in zip(items, first, strict=False))
 
 
 def _same(old: Any, new: Any) -> bool:

@@ -16,6 +16,7 @@ from passes.capture.counting import COUNTS
 from passes.capture.cumulative import trace_cumulative_averages
 from passes.capture.device_view import seen_on
 from passes.capture.grouped import grouped_captured
+from passes.capture.held_tensors import held_tensors_kept
 from passes.capture.kept import resizing_kept
 from passes.capture.padding import PADS
 from passes.capture.places import Argument, Place
@@ -153,6 +154,7 @@ def _traced(program: Program, spots: Sequence[Spot], uses: Uses) -> tuple[AotGra
     with ExitStack() as stack:
         stack.enter_context(_plain_autograd())
         stack.enter_context(state_kept(program.model))
+        stack.enter_context(held_tensors_kept(program.model))
         trace_cumulative_averages(program.model)
         fakes = _fakes(program)
         replaced = stack.enter_context(attention_captured(program.device_type))

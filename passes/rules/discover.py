@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
+from cost_model.arguments import reject
 from cost_model.errors import ShardingError
 from passes.joint import map_operands, tensor_operands
 from passes.rules.empty import neutral_where_empty
@@ -57,12 +58,14 @@ def discover_rule(
 
     Raises ShardingError if the op does not return tensors, or has too many dims to try them all.
     """
-    node = call_node(op, example_args, example_kwargs)
+    node = _called(op, example_args, example_kwargs)
     operands = [operand.meta["val"] for operand in tensor_operands(node)]
     results = _results(node.meta["val"])
     if not all(isinstance(r, Tensor) for r in results):
         returned = type(node.meta["val"]).__name__
-        raise ShardingError(f"cannot discover a rule for {op}: it returns {returned}, not tensors")
+        raise ShardingError(
+            f"cannot discover a rule for {op}: it returns {returned}, not tensors\n  try: an op that returns tensors"
+        )
     factors = _compatible(_candidates(node, operands, results))
     while True:
         rule = _write(factors, operands, results)
@@ -161,6 +164,25 @@ def _compatible(candidates: Sequence[_Factor]) -> list[_Factor]:
             taken |= dims
             chosen.append(factor)
     return chosen
+
+
+def _called(op: Any, args: Any, kwargs: Any) -> fx.Node:
+    """The op run once on its examples; ShardingError if it cannot be."""
+    if not callable(op) or isinstance(op, (type, nn.Module)):
+        raise reject("op", op, "an operator, such as torch.ops.mylib.op")
+    if not isinstance(args, (list, tuple)):
+        raise reject("example_args", args, "a tuple of the op's arguments")
+    named = isinstance(kwargs, dict) and all(isinstance(name, str) for name in kwargs)
+    if kwargs is not None and not named:
+        raise reject("example_kwargs", kwargs, "a dict of the op's keyword arguments, or None")
+    try:
+        return call_node(op, args, kwargs)
+    except Exception as error:  # of the op, whatever it is
+        first = (str(error) or "no message").splitlines()[0]
+        raise ShardingError(
+            f"cannot discover a rule for {op}: it raises {type(error).__name__}: {first}\n"
+            "  try: arguments that the op takes"
+        ) from error
 
 
 def _write(factors: Sequence[_Factor], operands: Sequence[Tensor], results: Sequence[Tensor]) -> str:

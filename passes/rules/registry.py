@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from cost_model.arguments import reject, shown
 from cost_model.errors import ShardingError
 from passes.rules.assemble import whole_rule
 from passes.rules.empty import neutral_where_empty
@@ -59,19 +60,35 @@ class RuleTable:
         Raises ShardingError for a rule that cannot be read or an op that is not one.
         """
         name = op if isinstance(op, str) else op_key(op)
+        sets = _checked_sets(linear)
+        if localize is not None and not callable(localize):
+            raise reject("localize", localize, "a function that emits one rank's part of the op, or None")
         if name is None or "::" not in name:
             raise ShardingError(
-                f"cannot register a rule for {op!r}: not an operator\n"
+                f"cannot register a rule for {shown(op)}: not an operator\n"
                 "  try: 'mylib::op', torch.ops.mylib.op, or what torch.library.custom_op returned"
             )
+        if not isinstance(rule, str) and not callable(rule):
+            raise reject("rule", rule, "'b t d, d -> b t d', or a function from OpCall to OpRule")
         if isinstance(rule, str):
-            self.builders[name] = _from_notation(parse(rule).with_linear(linear), localize)
+            self.builders[name] = _from_notation(parse(rule).with_linear(sets), localize)
         else:
             self.builders[name] = rule
 
     def lookup(self, key: str) -> Builder | None:
         """The builder for "namespace::op.overload"."""
         return self.builders.get(key) or self.builders.get(key.partition(".")[0])
+
+
+def _checked_sets(linear: Any) -> list[frozenset[int]]:
+    """Sets of operand positions; ShardingError for anything else."""
+    remedy = "sets of operand positions, such as [{0}, {1}]"
+    if not isinstance(linear, (list, tuple)):
+        raise reject("linear", linear, remedy)
+    for members in linear:
+        if not isinstance(members, (set, frozenset, list, tuple)) or not all(type(m) is int for m in members):
+            raise reject("an entry of linear", members, remedy)
+    return [frozenset(members) for members in linear]
 
 
 USER_RULES = RuleTable()

@@ -137,7 +137,7 @@ class _Builder:
     slots: list[int | None] = field(default_factory=list)
     classes: dict[Hashable, _Option] = field(default_factory=dict)
     matrices: dict[Hashable, np.ndarray] = field(default_factory=dict)
-    single: dict[tuple[int, int], _Option] = field(default_factory=dict)
+    single: dict[tuple[int, int], tuple[_Option, _Option]] = field(default_factory=dict)
 
     def add_nodes(self) -> None:
         ops, mesh = list(ops_of(self.joint, self.rules)), self.prices.mesh
@@ -209,8 +209,9 @@ class _Builder:
         # One object for all nodes that are alike: their edges share a matrix.
         key = (id(option), place)
         if key not in self.single:
-            self.single[key] = _Option((option.strategies[place],), option.seconds[place : place + 1])
-        return self.single[key]
+            one = _Option((option.strategies[place],), option.seconds[place : place + 1])
+            self.single[key] = option, one  # with the option, so that its id stays its own
+        return self.single[key][1]
 
     def _placeholder(self, node: fx.Node, position: int) -> _Option:
         spec = self.joint.inputs[position]

@@ -124,7 +124,7 @@ def test_a_list_that_is_emptied_is_refused() -> None:
             return x.cos()
 
     model = Empties()
-    with pytest.raises(CaptureError, match=r"forward changes items of log(.|\n)*try: "):
+    with pytest.raises(CaptureError, match=r"forward removes items of log(.|\n)*try: "):
         capture(model, (torch.randn(2),), {})
     assert model.log == [1, 2]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from cost_model.mesh import MeshSpec
 from passes.layout import Halo, Layout, Span
 from passes.lower_redistribute import collective_nodes
-from passes.records import layout_from_json, layout_to_json
+from passes.record_json import layout_from_json, layout_to_json
 from passes.redistribute import HaloExchange, HaloReduce, Redistributor
 from tests.redistribute.layouts import (
     creatable,

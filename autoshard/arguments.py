@@ -1,0 +1,69 @@
+"""Arguments of the public functions: what they must be, before anything is traced, measured or communicated."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.signature import placement_leaves
+from cost_model.arguments import checked_path, reject
+from cost_model.errors import ProfileError, ShardingError
+from cost_model.mesh import MeshSpec
+from cost_model.profile import Profile
+from passes.torch_compat import wrapped_module
+
+__all__ = ["check_call_placements", "check_device", "check_profile_kind", "checked_model"]
+
+_DEVICES = ("cpu", "cuda")
+
+
+def checked_model(model: object) -> nn.Module:
+    """`model` if it is a module of the user's own; ShardingError for a wrapper, a class or anything else."""
+    if not isinstance(model, nn.Module):
+        raise reject("model", model, "an nn.Module, such as nn.Linear(8, 8)")
+    wrapped = wrapped_module(model)
+    if wrapped is not None:
+        raise ShardingError(f"model is {wrapped[0]}\n  try: the original module, {wrapped[1]}")
+    return model
+
+
+def check_device(mesh: MeshSpec) -> None:
+    """ShardingError unless plans can be made for the mesh's devices, here or elsewhere."""
+    if mesh.device_type not in _DEVICES:
+        raise ShardingError(
+            f"mesh is one of {mesh.device_type!r} devices\n  try: {' or '.join(map(repr, _DEVICES))}"
+        )
+
+
+def check_profile_kind(profile: object) -> None:
+    """ProfileError unless `profile` is one, or may name one."""
+    if profile is not None and not isinstance(profile, Profile):
+        if not isinstance(profile, (str, os.PathLike)):
+            raise ProfileError(
+                str(reject("profile", profile, "a Profile, a path, a shipped profile's name, or None"))
+            )
+        checked_path(profile, "profile", ProfileError)
+
+
+def check_call_placements(in_placements: Any, out_placements: Any, mesh: MeshSpec) -> None:
+    """ShardingError for what are no placements on `mesh`; to which tensors they belong is known after capture."""
+    if in_placements is not None:
+        placement_leaves(in_placements, mesh, argument="in_placements")
+    if isinstance(out_placements, str):
+        if out_placements != "keep":
+            raise ShardingError(
+                f"out_placements is {out_placements!r}\n  try: 'keep', None, or placements per output"
+            )
+    elif out_placements is not None:
+        placement_leaves(out_placements, mesh, argument="out_placements")
+
+
+def check_autocast(dtype: object) -> None:
+    """ShardingError for a dtype that autocast does not cast to."""
+    if dtype is not None and not (
+        isinstance(dtype, torch.dtype) and dtype in (torch.bfloat16, torch.float16)
+    ):
+        raise reject("autocast", dtype, "torch.bfloat16, torch.float16, or None")

@@ -1,0 +1,57 @@
+"""Checks of arguments that several public functions share: before anything is traced, measured or communicated."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+from cost_model.errors import AutoshardError, ShardingError
+
+__all__ = ["checked_count", "checked_flag", "checked_path", "checked_seconds", "reject", "shown"]
+
+
+def reject(argument: str, value: object, remedy: str) -> ShardingError:
+    """The error for a value of the wrong kind. A long value is cut: it may be a whole tensor."""
+    return ShardingError(f"{argument} is {shown(value)}\n  try: {remedy}")
+
+
+def shown(value: object) -> str:
+    """A value in a message: numbers, text and what is short as written, all else by its type."""
+    text = repr(value) if isinstance(value, (str, bytes, float, bool, type(None))) else ""
+    if isinstance(value, int) and abs(value) < 10**40:  # Python refuses to write the longest
+        text = repr(value)
+    return text if 0 < len(text) <= 60 else f"a {type(value).__name__}"
+
+
+def checked_seconds(value: object, argument: str) -> float:
+    """A time above zero, infinity allowed."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or (not 0 < value < 2**63 and value != math.inf):
+        raise reject(argument, value, "a number of seconds above zero")
+    return float(value)
+
+
+def checked_count(value: object, argument: str, least: int = 0) -> int:
+    """An integer of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least or value >= 2**63:
+        raise reject(argument, value, f"an integer, at least {least}")
+    return value
+
+
+def checked_path(value: object, argument: str, error: type[AutoshardError] = ShardingError) -> Path:
+    """A path that can name a file; `error` for anything else."""
+    try:
+        path = Path(os.fspath(value))  # type: ignore[arg-type]
+        str(path).encode("utf-8")
+    except (TypeError, UnicodeEncodeError):
+        raise error(f"{argument} is {shown(value)}\n  try: a file's path") from None
+    if "\0" in str(path):
+        raise error(f"{argument} is {shown(value)}, which holds a zero character\n  try: a file's path")
+    return path
+
+
+def checked_flag(value: object, argument: str) -> bool:
+    if not isinstance(value, bool):
+        raise reject(argument, value, "True or False")
+    return value

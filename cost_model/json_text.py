@@ -1,0 +1,57 @@
+"""JSON from files that anything may have happened to: what Python's reader takes and no writer of ours makes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from cost_model.errors import AutoshardError
+
+__all__ = ["parse_json", "read_text"]
+
+_MOST_DIGITS = 18
+
+
+def read_text(path: Path, what: str, error: type[AutoshardError]) -> str:
+    """The file's text. `error`, naming it, if it cannot be read or is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as cause:
+        raise error(
+            f"cannot read {what} {str(path)!r}: {cause.strerror}\n  try: a path that exists"
+        ) from None
+    except UnicodeDecodeError as cause:
+        raise error(
+            f"{str(path)!r} is no {what}: not UTF-8 ({cause.reason})\n  try: the file as it was written"
+        ) from None
+
+
+def parse_json(text: str, where: str, error: type[AutoshardError]) -> Any:
+    """What `text` says. `error`, starting with `where`, for what is no JSON, repeats a name in an object, or is nested
+    deeper than Python can follow. An integer of more than 18 digits becomes a float: no count of anything is so large."""
+    try:
+        return json.loads(text, object_pairs_hook=_unrepeated, parse_int=_integer)
+    except json.JSONDecodeError as cause:
+        problem = f"no JSON: {cause.msg}, line {cause.lineno} column {cause.colno}"
+    except RecursionError:
+        problem = "no JSON of ours: nested too deep"
+    except _RepeatedError as cause:
+        problem = f"damaged: the name {str(cause)[:60]!r} stands twice in one object"
+    raise error(f"{where} is {problem}\n  try: the file as it was written, or make it again")
+
+
+class _RepeatedError(Exception):
+    pass
+
+
+def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise _RepeatedError(next(name for name in names if names.count(name) > 1))
+    return found
+
+
+def _integer(digits: str) -> int | float:
+    return int(digits) if len(digits.lstrip("-")) <= _MOST_DIGITS else float(digits)

@@ -1,0 +1,210 @@
+"""Records and layouts as JSON data, and back: the schema, which msgspec checks, of what `passes.records` holds."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from passes.assignment import FactorSplit
+from passes.layout import Halo, Layout
+from passes.records import NodeRecord, OperandRecord, ResultRecord, Transfer
+
+__all__ = ["Count", "LayoutData", "NodeData", "Text", "layout_from_json", "layout_to_json", "record_to_json"]
+
+Count = Annotated[int, Meta(ge=0, le=2**62)]
+Text = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]*$", max_length=20_000)]
+"""What may be printed, and written to any format that a plan is drawn in."""
+
+_Word = Annotated[str, Meta(pattern=r"^\w+$", max_length=200)]
+_Position = Annotated[int, Meta(ge=-(2**62), le=2**62)]
+_Span = tuple[_Position, _Position]
+_Kind = Literal[
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "reduce_scatter",
+    "point_to_point",
+    "slice",
+    "to_partial",
+    "reshard",
+]
+_Phase = Literal["forward", "backward"]
+_MAX_DIMS = 64
+
+
+class HaloData(Struct, frozen=True, forbid_unknown_fields=True):
+    """`Halo`."""
+
+    spans: tuple[_Span, ...]
+    summed: bool
+
+    def halo(self) -> Halo:
+        return Halo(self.spans, self.summed)
+
+
+class LayoutData(Struct, frozen=True, forbid_unknown_fields=True):
+    """`Layout`; what is None for every dim is left out."""
+
+    dims: Annotated[tuple[tuple[_Word, ...], ...], Meta(max_length=_MAX_DIMS)]
+    partial: tuple[tuple[_Word, Literal["sum", "max", "min"]], ...] = ()
+    sizes: tuple[tuple[Count, ...] | None, ...] = ()
+    halos: tuple[HaloData | None, ...] = ()
+
+    def layout(self) -> Layout:
+        """ValueError for what no layout can be, on any mesh."""
+        for name, given in (("sizes", self.sizes), ("halos", self.halos)):
+            if given and len(given) != len(self.dims):
+                raise ValueError(f"a layout of {len(self.dims)} dims has {name} of {len(given)}")
+        axes = [axis for dim in self.dims for axis in dim] + [axis for axis, _ in self.partial]
+        if len(set(axes)) < len(axes):
+            raise ValueError(f"a layout uses a mesh axis twice: {', '.join(axes)}")
+        return Layout(
+            self.dims, self.partial, self.sizes, tuple(None if h is None else h.halo() for h in self.halos)
+        )
+
+
+class TransferData(Struct, frozen=True, forbid_unknown_fields=True):
+    """`Transfer`."""
+
+    kind: _Kind
+    axes: tuple[_Word, ...]
+    nbytes: Count
+    seconds: float
+    text: Annotated[str, Meta(pattern=r"^\w+(\[[\w,]*\])?(\([\w=, @{}:+>-]*\))?$", max_length=2_000)]
+    after: LayoutData
+
+    def transfer(self) -> Transfer:
+        return Transfer(self.kind, self.axes, self.nbytes, self.seconds, self.text, self.after.layout())
+
+
+class OperandData(Struct, frozen=True, forbid_unknown_fields=True):
+    """`OperandRecord`."""
+
+    source: _Word
+    result: Annotated[int, Meta(ge=0, le=10_000)]
+    layout: LayoutData
+    transfers: tuple[TransferData, ...]
+    hides: bool
+
+    def operand(self) -> OperandRecord:
+        transfers = tuple(transfer.transfer() for transfer in self.transfers)
+        return OperandRecord(self.source, self.result, self.layout.layout(), transfers, self.hides)
+
+
+class ResultData(Struct, frozen=True, forbid_unknown_fields=True):
+    """`ResultRecord`."""
+
+    shape: Annotated[tuple[Count, ...], Meta(max_length=_MAX_DIMS)]
+    dtype: _Word
+    layout: LayoutData
+
+    def result(self) -> ResultRecord:
+        return ResultRecord(self.shape, self.dtype, self.layout.layout())
+
+
+class SplitData(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """`FactorSplit`, a list."""
+
+    factor: Text
+    axes: tuple[_Word, ...]
+    spans: tuple[_Span, ...] | None = None
+
+    def split(self) -> FactorSplit:
+        return FactorSplit(self.factor, self.axes, self.spans)
+
+
+class NodeData(Struct, frozen=True, forbid_unknown_fields=True):
+    """`NodeRecord`."""
+
+    name: _Word
+    op: Text
+    text: Text
+    operands: tuple[OperandData, ...]
+    results: tuple[ResultData, ...]
+    splits: tuple[SplitData, ...]
+    seconds: float
+    phase: _Phase
+    module: Text
+    source: Text
+
+    def record(self) -> NodeRecord:
+        """ValueError, naming the node, for a layout that cannot be."""
+        try:
+            return NodeRecord(
+                name=self.name,
+                op=self.op,
+                text=self.text,
+                operands=tuple(operand.operand() for operand in self.operands),
+                results=tuple(result.result() for result in self.results),
+                splits=tuple(split.split() for split in self.splits),
+                seconds=self.seconds,
+                phase=self.phase,
+                module=self.module,
+                source=self.source,
+            )
+        except ValueError as error:
+            raise ValueError(f"node {self.name}: {error}") from None
+
+
+def layout_from_json(data: Any) -> Layout:
+    """Inverse of `layout_to_json`. msgspec.ValidationError or ValueError for anything else."""
+    return msgspec.convert(data, LayoutData).layout()
+
+
+def layout_to_json(layout: Layout) -> dict[str, Any]:
+    data: dict[str, Any] = {"dims": [list(axes) for axes in layout.dims]}
+    if layout.partial:
+        data["partial"] = [list(pair) for pair in layout.partial]
+    if any(sizes is not None for sizes in layout.sizes):
+        data["sizes"] = [None if sizes is None else list(sizes) for sizes in layout.sizes]
+    if layout.has_halo:
+        data["halos"] = [
+            None if h is None else {"spans": [list(s) for s in h.spans], "summed": h.summed}
+            for h in layout.halos
+        ]
+    return data
+
+
+def record_to_json(record: NodeRecord) -> dict[str, Any]:
+    return {
+        "name": record.name,
+        "op": record.op,
+        "text": record.text,
+        "operands": [_operand_to_json(operand) for operand in record.operands],
+        "results": [
+            {"shape": list(r.shape), "dtype": r.dtype, "layout": layout_to_json(r.layout)}
+            for r in record.results
+        ],
+        "splits": [_split_to_json(split) for split in record.splits],
+        "seconds": record.seconds,
+        "phase": record.phase,
+        "module": record.module,
+        "source": record.source,
+    }
+
+
+def _split_to_json(split: FactorSplit) -> list[Any]:
+    data: list[Any] = [split.factor, list(split.axes)]
+    return data if split.spans is None else [*data, [list(span) for span in split.spans]]
+
+
+def _operand_to_json(operand: OperandRecord) -> dict[str, Any]:
+    return {
+        "source": operand.source,
+        "result": operand.result,
+        "layout": layout_to_json(operand.layout),
+        "transfers": [
+            {
+                "kind": t.kind,
+                "axes": list(t.axes),
+                "nbytes": t.nbytes,
+                "seconds": t.seconds,
+                "text": t.text,
+                "after": layout_to_json(t.after),
+            }
+            for t in operand.transfers
+        ],
+        "hides": operand.hides,
+    }
