@@ -57,6 +57,7 @@ def global_call(
     local = [tuple(t.to_local().shape) if isinstance(t, DTensor) else tuple(t.shape) for t in tensors]
     shapes = (everyones_shapes or alike(mesh))(local)
     layouts: dict[int, Layout] = {}
+    stand_ins: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}  # one tensor passed twice stays one
     for position, tensor in enumerate(tensors):
         what = f"input {names[position]}"
         if isinstance(tensor, DTensor):
@@ -67,7 +68,7 @@ def global_call(
         else:
             continue
         layouts[position] = layout
-        tensors[position] = _stand_in(tensor, shape)
+        tensors[position] = stand_ins.setdefault((id(tensor), shape), _stand_in(tensor, shape))
     new_args, new_kwargs = rebuild(tensors)
     return GlobalCall(new_args, new_kwargs, layouts, tuple(tuple(t.shape) for t in tensors))
 

@@ -67,6 +67,8 @@ def adopt(optimizers: Iterable[torch.optim.Optimizer], moved: Mapping[Tensor, nn
 def shard_when_loaded(optimizers: Iterable[torch.optim.Optimizer], parameters: Collection[Tensor]) -> None:
     """Let `load_state_dict` of those that have one of `parameters` take whole states, as one process saves them."""
     for optimizer in optimizers:
+        if "param_groups" not in vars(optimizer):
+            continue  # accelerate's wraps another, which is among them
         theirs = {p for group in optimizer.param_groups for p in group["params"]}
         if not theirs.isdisjoint(parameters):
             optimizer.register_load_state_dict_post_hook(_shard_loaded)
