@@ -77,6 +77,7 @@ def shard_when_loaded(optimizers: Iterable[torch.optim.Optimizer], parameters: C
 def _shard_loaded(optimizer: torch.optim.Optimizer) -> None:
     for parameter, state in optimizer.state.items():
         if isinstance(parameter, DTensor):
+            assert isinstance(parameter, nn.Parameter)
             optimizer.state[parameter] = _sharded_state(state, parameter, counts=False)
 
 

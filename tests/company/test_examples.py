@@ -8,11 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.company.run_examples import ROOT, alone
 
 
+@pytest.mark.filterwarnings("ignore")  # of the libraries, about each other
 def test_the_losses_of_one_process(tmp_path: Path) -> None:
     command = [
         sys.executable,
