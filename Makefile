@@ -40,7 +40,7 @@ $(VENV_CUDA)/bin/pytest:
 	$(PYTHON) -m venv $(VENV_CUDA)
 	$(VENV_CUDA)/bin/pip install 'torch===2.13.0'
 	grep -v '^torch==' constraints.txt >$(VENV_CUDA)/constraints.txt
-	$(VENV_CUDA)/bin/pip install -c $(VENV_CUDA)/constraints.txt -e . transformers pytest
+	$(VENV_CUDA)/bin/pip install -c $(VENV_CUDA)/constraints.txt -e . transformers accelerate lightning pytest
 
 # PARTS: some of the checks only, such as PARTS='graphs jobs'.
 mock-cuda: $(VENV_CUDA)/bin/pytest $(BIN)/pytest ## the CUDA path on an imitated CUDA machine (needs gcc)

@@ -54,7 +54,7 @@ class Dispatcher:
         self.original = model.forward
         # Trainers look at what a model takes.
         self.__signature__ = inspect.signature(model.forward)
-        self._uncompiled = torch.compiler.disable(_run)
+        self._uncompiled: Callable[..., Any] = torch.compiler.disable(_run)
         self.executables: dict[Hashable, list[Built]] = {}
         self.model = model
         self._mode = _Mode(model)

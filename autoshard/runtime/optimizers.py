@@ -67,6 +67,8 @@ def adopt(optimizers: Iterable[torch.optim.Optimizer], moved: Mapping[Tensor, nn
 def shard_when_loaded(optimizers: Iterable[torch.optim.Optimizer], parameters: Collection[Tensor]) -> None:
     """Let `load_state_dict` of those that have one of `parameters` take whole states, as one process saves them."""
     for optimizer in optimizers:
+        if "param_groups" not in vars(optimizer):
+            continue  # accelerate's wraps another, which is among them
         theirs = {p for group in optimizer.param_groups for p in group["params"]}
         if not theirs.isdisjoint(parameters):
             optimizer.register_load_state_dict_post_hook(_shard_loaded)
@@ -75,6 +77,7 @@ def shard_when_loaded(optimizers: Iterable[torch.optim.Optimizer], parameters: C
 def _shard_loaded(optimizer: torch.optim.Optimizer) -> None:
     for parameter, state in optimizer.state.items():
         if isinstance(parameter, DTensor):
+            assert isinstance(parameter, nn.Parameter)
             optimizer.state[parameter] = _sharded_state(state, parameter, counts=False)
 
 

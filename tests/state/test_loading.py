@@ -66,6 +66,7 @@ def through_torchs_functions(rank: int, model: nn.Module) -> None:
     set_model_state_dict(model, copy.deepcopy(plain.state_dict()) if rank == 0 else {}, options=options)
     check(model, plain.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model.zero_grad()  # torch makes room for an optimizer's state only where there are no gradients
     state = get_optimizer_state_dict(plain, plain_optimizer)
     set_optimizer_state_dict(model, optimizer, copy.deepcopy(state), options=WHOLE)
     assert_close(trained(model, optimizer, 1), trained(plain, plain_optimizer, 1))

@@ -55,12 +55,30 @@ def _plan_offline(folder: Path) -> None:
     assert (folder / "gpt-plan.json").exists()
 
 
+def _company(name: str) -> Callable[[Path], None]:
+    def check(folder: Path) -> None:
+        script = str(ROOT / "examples" / name)
+        assert "losses" in run(torchrun(2, script, "--steps", "2", "--backend", "eager"), folder=folder)
+
+    return check
+
+
+def _train_llama3(folder: Path) -> None:
+    script = str(ROOT / "examples" / "train_llama3.py")
+    for stop in ("1", "2"):
+        run(torchrun(4, script, "--stop", stop, "--every", "1", "--backend", "eager"), folder=folder)
+
+
 COMMANDS: dict[str, Callable[[Path], None]] = {
     "autoshard demo": _demo,
     "autoshard profile": _profile,
     "autoshard report": _report,
     "examples/train_gpt.py": _train_gpt,
     "examples/checkpoint.py": _checkpoint,
+    "examples/train_llama3.py": _train_llama3,
+    "examples/with_accelerate.py": _company("with_accelerate.py"),
+    "examples/with_lightning.py": _company("with_lightning.py"),
+    "examples/with_trainer.py": _company("with_trainer.py"),
     "examples/pin_and_explain.py": _pin_and_explain,
     "examples/plan_offline.py": _plan_offline,
 }

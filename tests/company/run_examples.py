@@ -1,0 +1,102 @@
+"""The examples with other libraries, small, in one process or as a rank that torchrun started.
+
+torchrun --nproc-per-node 2 tests/company/run_examples.py FOLDER
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+from autoshard.data.loader import Order, rank_loader
+from autoshard.demo.model import GPTConfig
+from cost_model.mesh import MeshSpec
+from tests.profiles import slow_compute
+
+ROOT = Path(__file__).parents[2]
+STEPS = 3
+GPT = GPTConfig(context=16, width=32, heads=2, layers=1)
+SMALL = ["--hidden", "32", "--intermediate", "64", "--layers", "1", "--context", "16", "--batch", "4"]
+SMALL += ["--steps", "4", "--every", "2", "--lr", "1e-2"]
+Losses = dict[str, list[float]]
+
+
+def example(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def alone(folder: Path) -> Losses:
+    """The same training without autoshard."""
+    return {
+        "accelerate": example("with_accelerate").train(None, STEPS, GPT),
+        "trainer": example("with_trainer").train(None, STEPS, str(folder / "alone")),
+        "lightning": example("with_lightning").train(STEPS, GPT),
+        "llama3": llama_alone(),
+    }
+
+
+def llama_alone() -> list[float]:
+    llama3 = example("train_llama3")
+    arguments = llama3.parsed(SMALL)
+    model: nn.Module = llama3.llama(arguments)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=arguments.steps)
+    order = Order(arguments.batch, shuffle=True, drop_last=True)
+    loader = rank_loader(llama3.Text(arguments.context), MeshSpec({"dp": 1}), 0, [Shard(0)], order)
+    losses: list[float] = []
+    for tokens, _ in zip(loader, range(arguments.steps), strict=False):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        losses.append(loss.item())
+    return losses
+
+
+def llama_stopped_and_resumed(folder: Path, options: dict[str, Any]) -> list[float]:
+    """Two steps on one mesh of two axes, two on another."""
+    llama3 = example("train_llama3")
+    losses: dict[int, float] = {}
+    for sizes, stop in (((2, 1), "2"), ((1, 2), "4")):
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
+        arguments = llama3.parsed([*SMALL, "--stop", stop, "--folder", str(folder / "llama3")])
+        found = llama3.train(arguments, mesh, **options)
+        assert not losses.keys() & found.keys()
+        losses.update(found)
+    return [losses[step] for step in sorted(losses)]
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    options: dict[str, Any] = {"profile": slow_compute(), "backend": "eager"}
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ranks",))
+    losses = {
+        "llama3": llama_stopped_and_resumed(folder, options),
+        "accelerate": example("with_accelerate").train(mesh, STEPS, GPT, **options),
+        "trainer": example("with_trainer").train(mesh, STEPS, str(folder / "parallel"), **options),
+        "lightning": example("with_lightning").train(STEPS, GPT, options),
+    }
+    (folder / f"losses-{os.environ['RANK']}.json").write_text(json.dumps(losses))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
