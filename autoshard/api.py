@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from autoshard.arguments import check_call_placements, checked_model
 from autoshard.pins import Constraints, resolve_pins
 from autoshard.plan import Plan
 from autoshard.planning import ProfileLike, load_profile, mesh_spec, named_parameters
+from autoshard.runtime.agreement import agree, collectively
 from autoshard.runtime.attachments import attach
 from autoshard.runtime.module import install
 from autoshard.runtime.wrapping import check_original
@@ -22,7 +24,9 @@ from cost_model.arguments import checked_seconds
 from cost_model.errors import ShardingError
 from cost_model.memory import parse_bytes
 from cost_model.mesh import MeshSpec
+from cost_model.profile import Profile
 from passes.compile import check_backend
+from passes.layout import Layout
 from passes.random_state import random_state_kept
 
 __all__ = ["autoshard"]
@@ -59,7 +63,8 @@ def autoshard(
     in_placements:  pytree of placements per tensor input, for inputs of which a rank passes its shard
                     (of any size); None: every rank passes the same global input.
     out_placements: pytree of placements per tensor output: the rank gets its shard as a plain tensor;
-                    "keep": DTensors as the plan leaves them; None: global values on every rank.
+                    "keep": DTensors as the plan leaves them; None: global values on every rank, but in
+                    training, beside a scalar loss, outputs over 1 MiB stay DTensors.
     constraints:    {parameter name or pattern: placements} pins.
     plan:           a Plan or a saved one's path: no search.
     backend:        "inductor", "eager", or any torch.compile backend.
@@ -74,20 +79,37 @@ def autoshard(
     """
     check_original(model)
     spec = _checked_mesh(mesh)
-    checked_model(model)
-    check_backend(backend)
-    check_call_placements(in_placements, out_placements, spec)
-    call = None if example_inputs is None else as_call(example_inputs)
+    given = {"memory_limit": memory_limit, "in_placements": in_placements, "out_placements": out_placements}
+    given |= {"backend": backend, "time_limit": time_limit}
+
+    def checked() -> tuple[Mapping[str, Layout], Plan | None, Profile | None]:
+        checked_model(model)
+        check_backend(backend)
+        check_call_placements(in_placements, out_placements, spec)
+        checked_seconds(time_limit, "time_limit")
+        parse_bytes(memory_limit) if memory_limit is not None else None
+        pins = resolve_pins(constraints, named_parameters(model), spec)
+        ready = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
+        # A plan needs no profile; without both it is measured, below.
+        named = None if profile is None and plan is None else load_profile(profile, spec)
+        return pins, ready, named
+
+    pins, ready, named = collectively(mesh, checked, what="autoshard(...)")
+    call = None if example_inputs is None else collectively(mesh, lambda: as_call(example_inputs))
+    given |= {"mesh": spec, "constraints": sorted(pins.items()), "example_inputs": example_inputs is not None}
+    given |= {"plan": None if ready is None else ready.fingerprint}
+    given |= {"profile": None if named is None else named.hash()}
+    agree(mesh, {name: str(value) for name, value in given.items()}, what="arguments of autoshard(...)")
     settings = Settings(
         memory_limit=None if memory_limit is None else parse_bytes(memory_limit),
         in_placements=in_placements,
         out_placements=out_placements,
-        pins=resolve_pins(constraints, named_parameters(model), spec),
-        plan=plan if plan is None or isinstance(plan, Plan) else Plan.load(plan),
+        pins=pins,
+        plan=ready,
         backend=backend,
         time_limit=checked_seconds(time_limit, "time_limit"),
-        # Last, since without a profile it measures: not for arguments that are wrong. A plan needs none.
-        profile=load_profile(profile, mesh if plan is None else spec),
+        # Last, since it measures: not for arguments that are wrong.
+        profile=load_profile(None, mesh) if named is None else named,
     )
     session = Session(model, mesh, spec, settings)
     before = vars(model).get("forward")

@@ -40,6 +40,9 @@ from autoshard.runtime.seeds import SeedStream
 from autoshard.runtime.step import Program
 from autoshard.runtime.wrapping import check_unwrapped
 from autoshard.version import __version__
+from autoshard.watching.inputs import CheckInputs, checked_inputs
+from autoshard.watching.kinds import kind_of, local_call, tensor_shapes, turns_of
+from autoshard.watching.registry import watch_of
 from cost_model.errors import InfeasibleError, PlanError
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
@@ -90,6 +93,7 @@ class Session:
         self.observers: list[Observer] = []
         self.seeds = SeedStream()
         self._copies: Copies[Session] = Copies()
+        self.watch = watch_of(mesh)
 
     @staticmethod
     def of(model: nn.Module) -> Session | None:
@@ -104,33 +108,47 @@ class Session:
 
     def build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Built:
         """The executable for calls like this one. Every rank of the mesh must get here."""
-        collectively(self.mesh, self._check_model)
-        whole, captured = collectively(self.mesh, lambda: self._captured(args, kwargs))
+        what, detail = "planning a new kind of call", local_call(args, kwargs)
+        collectively(self.mesh, self._check_model, what=what, detail=detail)
+        shapes = everyones(self.mesh, tensor_shapes(args, kwargs), what="shapes of a new kind of call")
+        whole, captured = collectively(
+            self.mesh, lambda: self._captured(args, kwargs, shapes), what="capture", detail=detail
+        )
         layouts = CallLayouts(
             whole.layouts, output_layouts(captured, self.spec, self.settings.out_placements)
         )
         agree(self.mesh, self._fingerprint(captured.joint, whole))
         plan = self._planned(captured, layouts)
         groups_for(self.mesh, _axes_in(plan, self.spec))
-        program = collectively(self.mesh, lambda: self._program(captured, plan))
+        kind = kind_of(self.model, captured.joint)
+        program = collectively(
+            self.mesh, lambda: self._program(captured, plan, kind), what="compiling a plan"
+        )
         self._settle(plan)
         call = replace(captured.call, key=flatten_call(args, kwargs)[1])
-        guards = Guards(self.model, captured.reads)
-        return _Executable(self, replace(captured, call=call), plan, layouts, program, guards)
+        inputs = checked_inputs(captured.joint, whole.layouts, self.spec, self.mesh.get_rank())
+        return _Executable(
+            self,
+            replace(captured, call=call),
+            plan,
+            layouts,
+            program,
+            Guards(self.model, captured.reads),
+            CheckInputs(self.mesh, self.watch, inputs),
+        )
 
     def _check_model(self) -> None:
         check_placed(self.model, self.mesh)
         check_unwrapped(self.model)
 
-    def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[GlobalCall, Captured]:
-        whole = global_call(args, kwargs, self.spec, self.settings.in_placements, self._everyones_shapes)
+    def _captured(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: list[list[tuple[int, ...]]]
+    ) -> tuple[GlobalCall, Captured]:
+        whole = global_call(args, kwargs, self.spec, self.settings.in_placements, lambda _: shapes)
         dispatcher = dispatcher_of(self.model)
         forward = self.model.forward if dispatcher is None else dispatcher.original
         device = local_device(self.mesh)
         return whole, canonical_capture(self.model, whole.args, whole.kwargs, device=device, forward=forward)
-
-    def _everyones_shapes(self, shapes: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
-        return everyones(self.mesh, shapes)
 
     def _fingerprint(self, joint: JointGraph, whole: GlobalCall) -> dict[str, str]:
         given = self.settings.plan
@@ -139,6 +157,8 @@ class Session:
             "autoshard": __version__,
             "inputs": str(whole.shapes),
             "model and its code (canonical graph)": graph_hash(joint),
+            "in_placements": str(self.settings.in_placements),
+            "out_placements": str(self.settings.out_placements),
             "profile": self.settings.profile.hash(),
             "plan": "searched" if given is None else given.fingerprint,
             "pins": str(sorted(self.settings.pins.items())),
@@ -154,7 +174,7 @@ class Session:
             mine.append(self._plan(captured, layouts))
             return mine[0].to_json(), torch.initial_seed()
 
-        data, seed = from_first(self.mesh, find)
+        data, seed = from_first(self.mesh, find, what="the plan")
         if self.plan is None:
             self.seeds.start(seed)
         plan = mine[0] if mine else Plan.from_json(data)
@@ -206,7 +226,7 @@ class Session:
             if isinstance(parameter, DTensor)
         }
 
-    def _program(self, captured: Captured, plan: Plan) -> Program:
+    def _program(self, captured: Captured, plan: Plan, kind: str) -> Program:
         joint, rank = captured.joint, dist.get_rank()
         prices = self.prices()
         groups = groups_for(self.mesh, _axes_in(plan, self.spec))
@@ -220,7 +240,8 @@ class Session:
             if spec.kind != "tangent"
         ]
         separately = self._separately(plan)
-        program = Program(phases, sides, self.spec, rank, self.settings.backend, self.observers, separately)
+        backend, turn = self.settings.backend, turns_of(self.watch, kind)
+        program = Program(phases, sides, self.spec, rank, backend, self.observers, separately, turn)
         if phases.backward is not None:
             program.compile_backward(usually_missing(phases.backward))
         return program
@@ -281,9 +302,11 @@ class _Executable:
         layouts: CallLayouts,
         program: Program,
         guards: Guards,
+        check_inputs: CheckInputs,
     ) -> None:
         self.guards = guards
         self._session = session
+        self._check_inputs = check_inputs
         self._spec = captured.call
         self._program = program
         joint = captured.joint
@@ -294,6 +317,7 @@ class _Executable:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors, _ = self._spec.flatten(args, kwargs)
+        self._check_inputs(tensors)
         leaves = [leaf(tensors) for leaf in self._leaves]
         outputs = self._program(leaves)
         session = self._session

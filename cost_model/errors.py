@@ -6,6 +6,7 @@ __all__ = [
     "InfeasibleError",
     "PlanError",
     "ProfileError",
+    "RankError",
     "ShardingError",
     "UnsupportedOpError",
 ]
@@ -37,3 +38,7 @@ class ProfileError(AutoshardError, ValueError):
 
 class PlanError(AutoshardError, ValueError):
     """A plan is malformed, stale, or belongs to another model or mesh."""
+
+
+class RankError(PlanError):
+    """The ranks do different things, or one of them is gone: said on every rank, and nothing parallel goes on."""

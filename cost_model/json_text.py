@@ -29,7 +29,7 @@ def read_text(path: Path, what: str, error: type[AutoshardError]) -> str:
 
 def parse_json(text: str, where: str, error: type[AutoshardError]) -> Any:
     """What `text` says. `error`, starting with `where`, for what is no JSON, repeats a name in an object, or is nested
-    deeper than Python can follow. An integer of more than 18 digits becomes a float: no count of anything is so large."""
+    deeper than Python can follow. An integer of more than 18 digits becomes a float: no count is so large."""
     try:
         return json.loads(text, object_pairs_hook=_unrepeated, parse_int=_integer)
     except json.JSONDecodeError as cause:

@@ -213,6 +213,13 @@ def default_store() -> Any:
     return _get_default_store()
 
 
+def abort_process_groups() -> None:
+    """End what runs on this process's communicators, so that no host or GPU waits in it: for NCCL, since gloo's
+    `abort` interrupts nothing. `_world.pg_map` since torch 2.0, `ProcessGroup.abort` since 2.6."""
+    for group in list(torch.distributed.distributed_c10d._world.pg_map):
+        group.abort()
+
+
 def process_group_named(name: str) -> Any:
     """The process group that functional collectives know by `name`. `_resolve_process_group` since torch 2.1."""
     known: Any = name

@@ -1,38 +1,50 @@
 """All ranks go on, or all raise: exchanges that come before the first collective.
 
-They use the key-value store that the process group was started with, not collectives: a rank that
-never arrives is named after a timeout, and ranks that would run different programs can still talk.
+They use the key-value store that the process group was started with, not collectives: ranks that would run different
+programs can still talk. Nobody waits for a rank that is gone or elsewhere (`autoshard.watching`); one that is busy may
+take its time.
 """
 
 from __future__ import annotations
 
+import logging
 import pickle
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import cost_model.errors
-from cost_model.errors import AutoshardError, PlanError
-from passes.torch_compat import default_store
+from autoshard.watching.registry import watch_of
+from autoshard.watching.stopping import Stopped
+from autoshard.watching.watch import Watch
+from cost_model.errors import AutoshardError, PlanError, RankError
 
 __all__ = ["agree", "collectively", "everyones", "from_first"]
 
 T = TypeVar("T")
-_TIMEOUT = timedelta(minutes=30)
+_LONGEST_PAUSE_SECONDS = 0.02
+_NOTICE_SECONDS = 30.0
+
+_log = logging.getLogger("autoshard")
 
 
 def agree(
-    mesh: DeviceMesh, fingerprint: Mapping[str, str], timeout: timedelta = timedelta(minutes=5)
+    mesh: DeviceMesh,
+    fingerprint: Mapping[str, str],
+    timeout: timedelta | None = None,
+    *,
+    what: str = "a comparison",
 ) -> None:
     """Compare what the ranks are about to run; raise PlanError on all of them if it differs.
 
     fingerprint: what is compared -> its hash or text ("plan", "graph", "inputs", "torch", ...). The
                  error names the first difference of every rank that differs from rank 0.
     """
-    prints = everyones(mesh, dict(fingerprint), timeout)
+    prints = everyones(mesh, dict(fingerprint), timeout, what=what)
     lines: list[str] = []
     for rank, other in enumerate(prints):
         names = [n for n in [*prints[0], *other] if prints[0].get(n) != other.get(n)]
@@ -47,20 +59,34 @@ def agree(
         )
 
 
-def collectively(mesh: DeviceMesh, fn: Callable[[], T], timeout: timedelta = _TIMEOUT) -> T:
+def collectively(
+    mesh: DeviceMesh,
+    fn: Callable[[], T],
+    timeout: timedelta | None = None,
+    *,
+    what: str = "a check",
+    detail: str = "",
+) -> T:
     """fn() on every rank; if it raises on any, then this raises on all, and nobody waits forever.
 
     A rank where fn raised re-raises that. The others raise an error of the same class if it is one of
-    autoshard's, else PlanError, saying which rank failed and how. Raises PlanError for a rank that does
-    not arrive within `timeout`.
+    autoshard's, else PlanError, saying which rank failed and how. fn must not talk to other ranks.
+
+    what:    the name of this exchange, the same on all ranks; detail: of this rank alone, for messages.
+    timeout: the longest to wait for the others after fn; without it as long as they live and are busy.
+
+    Raises RankError if a rank is gone or does something else. Ctrl-C on one rank ends it on all.
     """
     error: Exception | None = None
     result: Any = None
-    try:
-        result = fn()
-    except Exception as raised:
-        error = raised
-    replies = _exchange(mesh, pickle.dumps(_described(error)), timeout)
+    with _exchange(mesh, what, detail, timeout) as exchange:
+        try:
+            result = exchange.run(fn)
+        except RankError:
+            raise
+        except Exception as raised:
+            error = raised
+        replies = exchange.swap(pickle.dumps(_described(error)))
     if error is not None:
         raise error
     for rank, reply in enumerate(replies):
@@ -68,57 +94,134 @@ def collectively(mesh: DeviceMesh, fn: Callable[[], T], timeout: timedelta = _TI
     return result
 
 
-def everyones(mesh: DeviceMesh, value: T, timeout: timedelta = _TIMEOUT) -> list[T]:
-    """Every rank's `value`, by rank. It must pickle. PlanError for a rank that does not arrive in time."""
-    return [pickle.loads(text) for text in _exchange(mesh, pickle.dumps(value), timeout)]
+def everyones(
+    mesh: DeviceMesh, value: T, timeout: timedelta | None = None, *, what: str = "an exchange"
+) -> list[T]:
+    """Every rank's `value`, by rank. It must pickle. RankError as in `collectively`."""
+    with _exchange(mesh, what, "", timeout) as exchange:
+        return [pickle.loads(text) for text in exchange.swap(pickle.dumps(value))]
 
 
-def from_first(mesh: DeviceMesh, fn: Callable[[], T], timeout: timedelta = _TIMEOUT) -> T:
+def from_first(
+    mesh: DeviceMesh,
+    fn: Callable[[], T],
+    timeout: timedelta | None = None,
+    *,
+    what: str = "a result of rank 0",
+) -> T:
     """Rank 0's fn(), on all ranks; if it raises there, all raise. The result must pickle."""
     if mesh.size() == 1:
         return fn()
-    if mesh.get_rank() != 0:
-        replies = _exchange(mesh, pickle.dumps((None, None)), timeout)
-        value, failure = pickle.loads(replies[0])
-        _raise_for(0, failure)
-        return value
-    error: Exception | None = None
-    reply = b""
-    try:
-        result = fn()
-        reply = pickle.dumps((result, None))
-    except Exception as raised:
-        error, reply = raised, pickle.dumps((None, _described(raised)))
-    _exchange(mesh, reply, timeout)
-    if error is not None:
-        raise error
-    return pickle.loads(reply)[0]
+    with _exchange(mesh, what, "", timeout) as exchange:
+        if mesh.get_rank() != 0:
+            value, failure = pickle.loads(exchange.swap(pickle.dumps((None, None)))[0])
+            _raise_for(0, failure)
+            return value
+        error: Exception | None = None
+        reply = b""
+        try:
+            reply = pickle.dumps((exchange.run(fn), None))
+        except RankError:
+            raise
+        except Exception as raised:
+            error, reply = raised, pickle.dumps((None, _described(raised)))
+        exchange.swap(reply)
+        if error is not None:
+            raise error
+        return pickle.loads(reply)[0]
 
 
-def _exchange(mesh: DeviceMesh, message: bytes, timeout: timedelta) -> list[bytes]:
-    """Everybody's message, by rank."""
-    world = mesh.size()
-    if world == 1:
+class _Alone:
+    """An exchange of one rank."""
+
+    def run(self, fn: Callable[[], T]) -> T:
+        return fn()
+
+    def swap(self, message: bytes) -> list[bytes]:
         return [message]
-    store, rank = default_store(), mesh.get_rank()
-    prefix = f"autoshard/{world}"
-    # Every rank counts its own exchanges, in the store: no state here, and none shared by two worlds.
-    turn = store.add(f"{prefix}/turns/{rank}", 1)
-    keys = [f"{prefix}/{turn}/{r}" for r in range(world)]
-    store.set(keys[rank], message)
+
+
+class _Exchange:
+    """One exchange of all ranks, and this rank's part in it."""
+
+    def __init__(self, watch: Watch, what: str, timeout: timedelta | None) -> None:
+        self._watch, self._what = watch, what
+        self._timeout = None if timeout is None else timeout.total_seconds()
+        self._number = watch.turns.count
+
+    def run(self, fn: Callable[[], T]) -> T:
+        """fn(), ended with RankError when another rank fails meanwhile."""
+        try:
+            with self._watch.stoppable.block():
+                return fn()
+        except Stopped:
+            self._watch.check()
+            raise
+
+    def swap(self, message: bytes) -> list[bytes]:
+        """Everybody's message, by rank."""
+        board, name = self._watch.board, f"exchange{self._number}"
+        board.write(name, (self._what, message))
+        self._wait(name)
+        said = board.read(name, range(board.world))
+        before = self._watch.erasable(name)
+        if before is not None:
+            board.erase(before)
+        other = next((rank for rank, (what, _) in said.items() if what != said[0][0]), None)
+        if other is not None:
+            self._watch.fail(
+                f"the ranks do different things in turn {self._number}\n"
+                f"  rank 0: {said[0][0]}\n  rank {other}: {said[other][0]}\n"
+                "  try: the same calls of autoshard in the same order on every rank"
+            )
+            self._watch.check()
+        return [text for _, text in said.values()]
+
+    def _wait(self, name: str) -> None:
+        board, pause, begun = self._watch.board, 0.0005, time.monotonic()
+        notice = begun + _NOTICE_SECONDS
+        while not board.complete(name):
+            self._watch.check()
+            now = time.monotonic()
+            if self._timeout is not None and now - begun > self._timeout:
+                raise RankError(
+                    f"rank(s) {_listed(board.absent(name))} did not arrive within {self._timeout:.0f} s: {self._what}\n"
+                    "  try: look there first: they failed earlier, or run something else"
+                )
+            if now > notice:
+                _log.warning(
+                    "waiting since %.0f s for rank(s) %s: %s",
+                    now - begun,
+                    _listed(board.absent(name)),
+                    self._what,
+                )
+                notice = now + 2 * (now - begun)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+
+@contextmanager
+def _exchange(
+    mesh: DeviceMesh, what: str, detail: str, timeout: timedelta | None
+) -> Generator[_Alone | _Exchange]:
+    watch = watch_of(mesh)
+    if watch is None:
+        yield _Alone()
+        return
     try:
-        store.wait(keys, timeout)
-    except (dist.DistStoreError, RuntimeError) as error:
-        absent = [r for r, key in enumerate(keys) if not store.check([key])]
-        raise PlanError(
-            f"rank(s) {', '.join(map(str, absent))} did not arrive within {timeout.total_seconds():.0f} s\n"
-            "  try: look there first: they failed earlier, or run something else"
-        ) from error
-    said = store.multi_get(keys)
-    if turn > 2:
-        # Whoever reached this turn has read the last one, so nobody needs the one before.
-        store.delete_key(f"{prefix}/{turn - 2}/{rank}")
-    return said
+        with watch.turn(what, detail):
+            yield _Exchange(watch, what, timeout)
+    except Exception:
+        raise
+    except BaseException as error:
+        watch.fail(
+            f"rank {watch.rank} was interrupted ({type(error).__name__}) during {what}\n  try: start again"
+        )
+        raise
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 def _described(error: Exception | None) -> tuple[str, str] | None:

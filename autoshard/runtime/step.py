@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -24,6 +24,10 @@ from passes.torch_compat import dtensor_from, local_of, sharding_of
 __all__ = ["Program"]
 
 
+def _no_turn(phase: str) -> AbstractContextManager[Any]:
+    return nullcontext()
+
+
 class Program:
     """The two graphs of a rank, compiled, run on the values of one call.
 
@@ -39,6 +43,7 @@ class Program:
 
     observers: told when a forward or backward begins and ends; may change while the program lives.
     separately: whether collectives of different groups may not be in flight together.
+    turn: of "forward" or "backward": the block in which it runs, so that ranks know where the others are.
     """
 
     def __init__(
@@ -50,7 +55,9 @@ class Program:
         backend: str = "inductor",
         observers: Sequence[Observer] = (),
         separately: bool = False,
+        turn: Callable[[str], AbstractContextManager[Any]] = _no_turn,
     ) -> None:
+        self._turn = turn
         assert len(sides) == len(phases.inputs)
         self._separately = separately
         self.phases = replace(phases, forward=self._ordered(phases.forward))
@@ -85,7 +92,7 @@ class Program:
         """(outputs, tensors to save). Outside autograd."""
         locals_ = self._localize(leaves)
         run = lambda: PhaseRun("forward", self.phases, tuple(locals_))
-        with _autocast_off(self.device_type), observed(self._observers, run):
+        with _autocast_off(self.device_type), self._turn("forward"), observed(self._observers, run):
             results = self._forward(list(locals_))
             for position, leaf in self._buffers:
                 local_of(leaves[leaf]).copy_(results[position])  # type: ignore[arg-type]
@@ -109,7 +116,7 @@ class Program:
         saved.clear()
         given.clear()
         run = lambda: PhaseRun("backward", replace(self.phases, backward=backward.graph))
-        with _autocast_off(self.device_type), observed(self._observers, run):
+        with _autocast_off(self.device_type), self._turn("backward"), observed(self._observers, run):
             return list(backward.run(inputs))
 
     def compile_backward(self, missing: frozenset[int] = frozenset()) -> None:

@@ -37,8 +37,9 @@ def _held(model: nn.Module) -> list[tuple[str, Tensor]]:
     found: dict[int, tuple[str, Tensor]] = {}
     for container in containers_of(model):
         for name, value in _entries(container):
-            plain = type(value) is Tensor and value.layout == torch.strided and not value.is_meta
-            if plain and id(value) not in own:
+            if type(value) is not Tensor or value.layout != torch.strided or value.is_meta:
+                continue
+            if id(value) not in own:
                 found.setdefault(id(value), (name, value))
     return list(found.values())
 

@@ -1,4 +1,4 @@
-"""Every public function with every wrong kind of argument: a named error with a remedy, or it works; nothing changed."""
+"""Every public function with every wrong kind of argument: a named error and a remedy, or it works; nothing changed."""
 
 from __future__ import annotations
 

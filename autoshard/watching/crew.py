@@ -1,0 +1,115 @@
+"""The processes of all ranks: where each runs and listens, and which of them has gone without a word."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autoshard.watching.board import Board
+from autoshard.watching.connections import Address, listening
+from autoshard.watching.processes import Processes, this_host
+from autoshard.watching.state import State
+
+__all__ = ["Crew", "Member"]
+
+LOOK_SECONDS = 5.0
+SILENT_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class Member:
+    """The process of a rank."""
+
+    host: str
+    pid: int
+    addresses: frozenset[Address]
+
+
+class Crew:
+    """What this rank knows of the others' processes."""
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self._me = Member(this_host(), os.getpid(), frozenset())
+        self._members: dict[int, Member] = {}
+        self._processes = Processes()
+        self._looked_at = -LOOK_SECONDS
+        self._beats: dict[int, tuple[int, float]] = {}  # rank -> its last beat, and when that was new
+
+    @property
+    def ours(self) -> frozenset[Address]:
+        return self._me.addresses
+
+    @property
+    def theirs(self) -> frozenset[Address]:
+        others = [m.addresses for rank, m in self._members.items() if rank != self._board.rank]
+        return frozenset[Address]().union(*others)
+
+    def join(self) -> None:
+        self._write(listening())
+
+    def look(self, now: bool = False) -> None:
+        """Learn about members that are new or have made process groups, now and then or `now`."""
+        known = len(self._members) == self._board.world
+        if not now and known and time.monotonic() - self._looked_at < LOOK_SECONDS:
+            return
+        self._looked_at = time.monotonic()
+        addresses = listening()
+        if addresses != self._me.addresses:
+            self._write(addresses)
+        found = self._board.read("member", range(self._board.world))
+        others = {r: m for r, m in found.items() if r not in self._members and r != self._board.rank}
+        self._processes.add({r: m.pid for r, m in others.items() if m.host == self._me.host})
+        self._members.update(found)
+
+    def lost(self, states: Mapping[int, State]) -> str | None:
+        """Which process is gone that has not said that it would; None if all are there.
+
+        One of this host: by the kernel's word. A host: when nothing is heard of any of its ranks any more.
+        """
+        for rank in sorted(self._processes.dead()):
+            state = states.get(rank) or self._board.read("state", [rank]).get(rank) or State(rank)
+            if not state.ended:
+                return _died(state, "its process ended without a word, as by a kill or a crash")
+        now = time.monotonic()
+        heard: dict[str, float] = {}
+        for rank, state in states.items():
+            beat, since = self._beats.get(rank, (None, now))
+            self._beats[rank] = (state.beat, since if beat == state.beat else now)
+            member = self._members.get(rank)
+            if member is not None:
+                heard[member.host] = max(heard.get(member.host, 0.0), self._beats[rank][1])
+        for rank, state in states.items():
+            member = self._members.get(rank)
+            if member is None or state.ended or member.host == self._me.host:
+                continue
+            if now - heard[member.host] > SILENT_SECONDS:
+                return _died(state, f"nothing was heard of its host for {SILENT_SECONDS:.0f} s")
+        return None
+
+    def lost_store(self, error: RuntimeError) -> str:
+        """Why there is nobody to ask any more. The store is in rank 0's process, or in the launcher's."""
+        who = (
+            "rank 0 has died or ended"
+            if 0 in self._processes.dead()
+            else "rank 0 or the launcher has died or ended"
+        )
+        return (
+            f"{who}, which keeps the store of the process group, while other ranks need it: "
+            f"{str(error).splitlines()[0]}\n  try: look there first: its output says why"
+        )
+
+    def close(self) -> None:
+        self._processes.close()
+
+    def _write(self, addresses: frozenset[Address]) -> None:
+        self._me = Member(self._me.host, self._me.pid, addresses)
+        self._board.write("member", self._me)
+
+
+def _died(state: State, how: str) -> str:
+    done = f"turn {state.turns[-1].number}, {state.turns[-1]}" if state.turns else "its first call"
+    when = ("in " if state.inside else "after ") + done if state.turns else "before its first call"
+    return f"rank {state.rank} has died {when}: {how}\n  try: look at its output, and at the memory of its machine"

@@ -1,0 +1,109 @@
+"""What a rank tells the others about itself, and the judgement over what all tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from autoshard.watching.turns import Turn, first_difference
+
+__all__ = ["State", "judge"]
+
+STUCK_SECONDS = 8.0
+ENDED_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class State:
+    """One rank at one moment.
+
+    turns:   its last ones, oldest first. inside: whether it is still in the last.
+    seconds: for how long it has been so.
+    place:   file and line of the user's code where it is.
+    waits:   the function of torch.distributed in which its main thread sits outside any turn, "" if in none.
+    ended:   how it left, "" if it is there. failed: whether that was with an error.
+    """
+
+    rank: int
+    beat: int = 0
+    turns: tuple[Turn, ...] = ()
+    inside: bool = False
+    seconds: float = 0.0
+    place: str = ""
+    waits: str = ""
+    ended: str = ""
+    failed: bool = False
+
+    @property
+    def count(self) -> int:
+        return self.turns[-1].number if self.turns else 0
+
+
+def judge(states: Mapping[int, State]) -> str | None:
+    """What is wrong between the ranks, None if nothing is known to be.
+
+    Legal is: any rank late by any time, as long as it is busy. Not: two ranks with another history of turns; a rank in
+    a turn that another will not take, since it has left or itself waits for somebody.
+    """
+    return next(_faults(states), None)
+
+
+def _faults(states: Mapping[int, State]) -> Iterator[str]:
+    first = states[min(states)]
+    for state in states.values():
+        number = first_difference(first.turns, state.turns)
+        if number is not None:
+            yield _different(states, number)
+    inside = [s for s in states.values() if s.inside and not s.ended]
+    if not inside:
+        return
+    ahead = max(inside, key=lambda s: s.count)
+    behind = [s for s in states.values() if s.count < ahead.count and s is not ahead]
+    gone = [s for s in behind if s.ended]
+    if gone and ahead.seconds >= ENDED_SECONDS:
+        yield _report(
+            f"{_names(gone)} {gone[0].ended} before turn {ahead.count}, in which others wait",
+            states,
+            "the same number of calls on every rank: the same number of batches, and evaluation on all",
+        )
+    stuck = behind and all(s.waits and not s.inside and s.seconds >= STUCK_SECONDS for s in behind)
+    if stuck and ahead.seconds >= STUCK_SECONDS:
+        yield _report(
+            f"the ranks wait for each other: turn {ahead.count} is of all ranks, and {_names(behind)} "
+            f"{'waits' if len(behind) == 1 else 'wait'} elsewhere",
+            states,
+            "a call of the model, as any collective, on every rank; not under `if rank == 0`",
+        )
+
+
+def _different(states: Mapping[int, State], number: int) -> str:
+    return _report(
+        f"the ranks do different things in turn {number}",
+        states,
+        "the same calls in the same order on every rank: shapes, train() and eval(), frozen parameters, "
+        "backward and skipped steps alike",
+        number,
+    )
+
+
+def _report(title: str, states: Mapping[int, State], remedy: str, number: int | None = None) -> str:
+    lines: dict[str, list[State]] = {}
+    for state in states.values():
+        lines.setdefault(_line(state, number), []).append(state)
+    told = "\n".join(f"  {_names(who)}: {line}" for line, who in lines.items())
+    return f"{title}\n{told}\n  try: {remedy}"
+
+
+def _line(state: State, number: int | None) -> str:
+    turn = next((t for t in state.turns if t.number == number), state.turns[-1] if state.turns else None)
+    done = "has made no call yet" if turn is None else f"turn {turn.number}, {turn}"
+    if state.ended:
+        return f"{done}; it {state.ended} since"
+    where = f", at {state.place}" if state.place else ""
+    waits = f", waits in {state.waits}" if state.waits and not state.inside else ""
+    return f"{done}{waits}{where}"
+
+
+def _names(states: list[State]) -> str:
+    ranks = ", ".join(str(s.rank) for s in states)
+    return f"rank {ranks}" if len(states) == 1 else f"ranks {ranks}"

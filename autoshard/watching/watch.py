@@ -1,0 +1,260 @@
+"""The watch of one rank: a thread that tells the others where it is, learns where they are, and ends what cannot end.
+
+Collectives in flight know nothing of why a partner does not come. The watch does, within a second or two: then every
+rank has the same reason, its connections are cut, and what waits in them raises.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import multiprocessing.util
+import os
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch.distributed as dist
+
+from autoshard.watching.board import Board
+from autoshard.watching.connections import cut
+from autoshard.watching.crew import Crew
+from autoshard.watching.input_sums import InputSums
+from autoshard.watching.state import State, judge
+from autoshard.watching.stopping import Stoppable
+from autoshard.watching.turns import Turns
+from autoshard.watching.whereabouts import whereabouts
+from cost_model.errors import RankError
+from passes.torch_compat import abort_process_groups
+
+__all__ = ["Watch"]
+
+PERIOD_SECONDS = 0.5
+BEAT_SECONDS = 2.0
+CUTTING_SECONDS = 15.0
+EXPLAINED_SECONDS = 5.0
+LINGER_SECONDS = 1.5
+LOST_ROUNDS = 3
+IDLE = 0.5
+
+_OF_COMMUNICATION = ("gloo", "NCCL", "onnection", "Socket")
+
+_log = logging.getLogger("autoshard")
+
+
+class Watch:
+    """Of one rank, over the ranks 0, 1, ... of a mesh; `watch_of` has it. Its thread ends with the process group.
+
+    turns: what this rank does in turn with the others. failure: why everything has to stop, None while all is well.
+    """
+
+    def __init__(self, store: Any, rank: int, world: int, group: Any, device_type: str) -> None:
+        self.rank, self.world = rank, world
+        self.turns = Turns()
+        self.failure: str | None = None
+        self.stoppable = Stoppable()
+        self.board = Board(store, rank, world)
+        self.sums = InputSums(self.board)
+        self._crew = Crew(self.board)
+        self._device_type = device_type
+        self._group = weakref.ref(group)
+        self._main = threading.get_ident()
+        self._pid = os.getpid()
+        self._told = State(rank)
+        self._told_at = self._since = time.monotonic()
+        self._used = (self._since, time.process_time())
+        self._cut_until = 0.0
+        self._exchanges: deque[str] = deque()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="autoshard watch")
+
+    def start(self) -> None:
+        self._crew.join()
+        self.board.write("state", self._told)
+        self._thread.start()
+        # A daemon thread inside the store when the interpreter goes would abort the process.
+        atexit.register(self._leave)
+        if multiprocessing.parent_process() is not None:
+            multiprocessing.util.Finalize(None, self._leave, exitpriority=100)
+
+    def check(self) -> None:
+        """Raise what ended the work of all ranks, if anything did."""
+        if self.failure is not None:
+            raise RankError(self.failure)
+
+    def fail(self, reason: str) -> None:
+        """End the work of all ranks."""
+        with suppress(RuntimeError):
+            reason = self.board.condemn(reason) or reason
+        self._stop(reason)
+
+    def erasable(self, name: str) -> str | None:
+        """Of the exchanges, the one before the last: whoever is in `name` has read the last, so nobody needs it."""
+        self._exchanges.append(name)
+        return self._exchanges.popleft() if len(self._exchanges) > 2 else None
+
+    @contextmanager
+    def turn(self, key: str, detail: str = "") -> Generator[None]:
+        """A turn that every rank takes: what other ranks have to have in the same place. RankError if they failed."""
+        self.check()
+        self.turns.begin(key, detail)
+        try:
+            yield
+        except RuntimeError as error:
+            self._explain(error)
+            raise
+        finally:
+            self.turns.end()
+
+    def _explain(self, error: RuntimeError) -> None:
+        """Raise RankError if what failed in between ranks did so because of another rank."""
+        if not isinstance(error, dist.DistError) and not any(
+            word in str(error) for word in _OF_COMMUNICATION
+        ):
+            return
+        deadline = time.monotonic() + EXPLAINED_SECONDS
+        while self.failure is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if self.failure is not None:
+            raise RankError(self.failure) from error
+
+    def _run(self) -> None:
+        while not self._over.wait(PERIOD_SECONDS):
+            if self._group() is None or dist.group.WORLD is not self._group():
+                self._leave()
+                return
+            try:
+                self._round()
+            except RuntimeError as error:
+                if self._store_is_lost(error):
+                    return
+
+    def _round(self) -> None:
+        self._tell()
+        self.sums.send()
+        if self.failure is not None:
+            if time.monotonic() < self._cut_until:
+                self._cut()
+            return
+        verdict = self.board.verdict() or self._fault()
+        if verdict is not None:
+            self._stop(self.board.condemn(verdict) or verdict)
+
+    def _tell(self) -> None:
+        state = self._state()
+        changed = (state.turns[-1:], state.inside, state.waits) != (
+            self._told.turns[-1:],
+            self._told.inside,
+            self._told.waits,
+        )
+        now = time.monotonic()
+        if changed:
+            self._since = now
+        stuck = state.inside or state.waits
+        if changed or now - self._told_at >= (PERIOD_SECONDS if stuck else BEAT_SECONDS):
+            self.board.write("state", state)
+            self._told, self._told_at = state, now
+
+    def _state(self) -> State:
+        place, waits = whereabouts(self._main)
+        inside = self.turns.inside
+        return State(
+            self.rank,
+            self._told.beat + 1,
+            self.turns.last(),
+            inside,
+            time.monotonic() - self._since,
+            place,
+            waits if not inside and self._is_idle() else "",
+        )
+
+    def _is_idle(self) -> bool:
+        """Whether the process computed less than half of the time since it was last asked: in torch.distributed it
+        waits then, and does not work on DTensors."""
+        clock, used = self._used
+        self._used = (time.monotonic(), time.process_time())
+        return self._used[1] - used < IDLE * (self._used[0] - clock)
+
+    def _fault(self) -> str | None:
+        """What this rank finds wrong: a process that died, and, if no lower rank is there to look, all else."""
+        self._crew.look()
+        lower: dict[int, State] = {}
+        for rank in range(self.rank):
+            lower |= self.board.read("state", [rank])
+            if rank in lower and not lower[rank].ended:
+                break
+        lost = self._crew.lost(lower)
+        if lost is not None:
+            return lost
+        if any(not state.ended for state in lower.values()):
+            return None
+        states = self.board.read("state", range(self.world))
+        states[self.rank] = self._told
+        states = dict(sorted(states.items()))
+        return self._crew.lost(states) or judge(states) or self.sums.compare()
+
+    def _stop(self, reason: str) -> None:
+        """Let this rank's main thread out of wherever it waits or plans."""
+        if self.failure is not None:
+            return
+        self.failure = reason
+        _log.error("rank %d stops: %s", self.rank, reason)
+        self.stoppable.stop()
+        self._cut_until = time.monotonic() + CUTTING_SECONDS
+        if self._device_type != "cpu":
+            abort_process_groups()
+        self._cut()
+
+    def _cut(self) -> None:
+        with suppress(RuntimeError):
+            self._crew.look(now=True)
+        cut(self._crew.ours, self._crew.theirs)
+
+    def _store_is_lost(self, error: RuntimeError) -> bool:
+        """The store is in rank 0's process, or in the launcher's. True when this rank has been stopped."""
+        if self._over.is_set():
+            return True
+        if "imed out" in str(error) or "imeout" in str(error):
+            return False
+        self.board.close()
+        needing = 0
+        while not self._over.wait(PERIOD_SECONDS):
+            state = self._state()
+            needing = needing + 1 if state.inside or state.waits else 0
+            if self.failure is None and needing < LOST_ROUNDS:
+                continue
+            self._stop(self._crew.lost_store(error))
+            if time.monotonic() > self._cut_until:
+                return True
+            self._cut()
+        return True
+
+    def _leave(self) -> None:
+        """Say that this rank is gone: with the process group, or at the end of the process."""
+        if self._over.is_set() or os.getpid() != self._pid:
+            return
+        self._over.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(5.0)
+        error = getattr(sys, "last_value", None)
+        with suppress(RuntimeError):
+            said = "has ended" if error is None else f"has ended with {_first_line(error)}"
+            self.board.write(
+                "state", State(self.rank, -1, self.turns.last(), ended=said, failed=error is not None)
+            )
+            if error is not None and self.failure is None:
+                where = f" after turn {self.turns.count}" if self.turns.count else ""
+                self.board.condemn(f"rank {self.rank} {said}{where}\n  try: its own output says where")
+                if self.rank == 0:
+                    time.sleep(LINGER_SECONDS)  # the store goes with this process: let the others read why
+        self._crew.close()
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
