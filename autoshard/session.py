@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from autoshard.executable import Executable
 from autoshard.inputs import GlobalCall, global_call
 from autoshard.outputs import output_layouts
 from autoshard.plan import Plan
-from autoshard.planning import (
-    CallLayouts,
-    Task,
-    canonical_capture,
-    carried_plan,
-    named_parameters,
-    prices_of,
-    search_plan,
-)
+from autoshard.plan_cache import cached_plan
+from autoshard.planning import canonical_capture, named_parameters
+from autoshard.progress import stages_of
 from autoshard.runtime.agreement import agree, collectively, everyones, from_first
-from autoshard.runtime.boundary import InputSide, OutputSide, plain_input, wrapped_output
+from autoshard.runtime.boundary import InputSide
 from autoshard.runtime.copies import Copies, same_parameters
-from autoshard.runtime.devices import arrived, check_placed, local_device, move_buffers, seed_on
+from autoshard.runtime.devices import check_placed, local_device, move_buffers
 from autoshard.runtime.guards import Guards
 from autoshard.runtime.module import Built, dispatcher_of
 from autoshard.runtime.nccl import in_host_order
@@ -39,6 +34,7 @@ from autoshard.runtime.process_groups import groups_for
 from autoshard.runtime.seeds import SeedStream
 from autoshard.runtime.step import Program
 from autoshard.runtime.wrapping import check_unwrapped
+from autoshard.task import CallLayouts, Task, carried_plan, prices_of, search_plan
 from autoshard.version import __version__
 from autoshard.watching.inputs import CheckInputs, checked_inputs
 from autoshard.watching.kinds import kind_of, local_call, tensor_shapes, turns_of
@@ -94,6 +90,8 @@ class Session:
         self.seeds = SeedStream()
         self._copies: Copies[Session] = Copies()
         self.watch = watch_of(mesh)
+        numbers = sum(parameter.numel() for parameter in model.parameters())
+        self._stages = stages_of(mesh.get_rank(), f"{type(model).__name__} of {numbers} parameters")
 
     @staticmethod
     def of(model: nn.Module) -> Session | None:
@@ -111,23 +109,26 @@ class Session:
         what, detail = "planning a new kind of call", local_call(args, kwargs)
         collectively(self.mesh, self._check_model, what=what, detail=detail)
         shapes = everyones(self.mesh, tensor_shapes(args, kwargs), what="shapes of a new kind of call")
-        whole, captured = collectively(
-            self.mesh, lambda: self._captured(args, kwargs, shapes), what="capture", detail=detail
-        )
+        with self._stages("tracing the model"):
+            whole, captured = collectively(
+                self.mesh, lambda: self._captured(args, kwargs, shapes), what="capture", detail=detail
+            )
         layouts = CallLayouts(
             whole.layouts, output_layouts(captured, self.spec, self.settings.out_placements)
         )
         agree(self.mesh, self._fingerprint(captured.joint, whole))
-        plan = self._planned(captured, layouts)
+        with self._stages("finding a plan"):
+            plan = self._planned(captured, layouts)
         groups_for(self.mesh, _axes_in(plan, self.spec))
         kind = kind_of(self.model, captured.joint)
-        program = collectively(
-            self.mesh, lambda: self._program(captured, plan, kind), what="compiling a plan"
-        )
+        with self._stages("compiling the plan"):
+            program = collectively(
+                self.mesh, lambda: self._program(captured, plan, kind), what="compiling a plan"
+            )
         self._settle(plan)
         call = replace(captured.call, key=flatten_call(args, kwargs)[1])
         inputs = checked_inputs(captured.joint, whole.layouts, self.spec, self.mesh.get_rank())
-        return _Executable(
+        return Executable(
             self,
             replace(captured, call=call),
             plan,
@@ -192,31 +193,20 @@ class Session:
             settings.plan.check_graph(captured.joint)
             _check_outputs(settings.plan, layouts.outputs)
             return settings.plan
-        return self._searched(captured, layouts, settings.pins)
+        task = self._task(captured, layouts, settings.pins)
+        return cached_plan(task, lambda: search_plan(task))
 
     def _carried(self, captured: Captured, layouts: CallLayouts, first: Plan) -> Plan:
         """For another kind of call: the layouts there are; if they do not fit, a search with the parameters' held."""
-        settings, held = self.settings, self._held()
-        task = Task(
-            captured, settings.profile, self.spec, layouts, held, settings.memory_limit, settings.backend
-        )
+        task = self._task(captured, layouts, self._held())
         try:
-            return carried_plan(task, first, settings.time_limit)
+            return carried_plan(task, first)
         except InfeasibleError:
-            return self._searched(captured, layouts, held)
+            return search_plan(task)
 
-    def _searched(self, captured: Captured, layouts: CallLayouts, pins: Mapping[str, Layout]) -> Plan:
-        settings = self.settings
-        return search_plan(
-            captured,
-            settings.profile,
-            self.spec,
-            layouts,
-            pins,
-            settings.memory_limit,
-            settings.backend,
-            settings.time_limit,
-        )
+    def _task(self, captured: Captured, layouts: CallLayouts, pins: Mapping[str, Layout]) -> Task:
+        s = self.settings
+        return Task(captured, s.profile, self.spec, layouts, pins, s.memory_limit, s.backend, s.time_limit)
 
     def _held(self) -> dict[str, Layout]:
         """The layouts that parameters have: of those that are still the model's. A new layer's are free."""
@@ -289,89 +279,6 @@ class Session:
         if self.plan is None:
             self._copies.add(twin)
         return twin
-
-
-class _Executable:
-    """Runs one kind of call: gathers the leaves, runs the program, rebuilds the user's outputs."""
-
-    def __init__(
-        self,
-        session: Session,
-        captured: Captured,
-        plan: Plan,
-        layouts: CallLayouts,
-        program: Program,
-        guards: Guards,
-        check_inputs: CheckInputs,
-    ) -> None:
-        self.guards = guards
-        self._session = session
-        self._check_inputs = check_inputs
-        self._spec = captured.call
-        self._program = program
-        joint = captured.joint
-        self._leaves = [
-            leaf for leaf in (_leaf(session, joint, plan, i) for i in range(len(joint.inputs))) if leaf
-        ]
-        self._outputs = _output_sides(joint, plan, layouts.outputs)
-
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors, _ = self._spec.flatten(args, kwargs)
-        self._check_inputs(tensors)
-        leaves = [leaf(tensors) for leaf in self._leaves]
-        outputs = self._program(leaves)
-        session = self._session
-        wrapped = [
-            wrapped_output(value, side, session.mesh, session.spec)
-            for value, side in zip(outputs, self._outputs, strict=True)
-        ]
-        return self._spec.unflatten(wrapped, args, kwargs)
-
-
-Leaf = Callable[[Sequence[Tensor]], Tensor]
-
-
-def _leaf(session: Session, joint: JointGraph, plan: Plan, position: int) -> Leaf | None:
-    """How to get the tensor of one placeholder in a call; None for tangents."""
-    spec, node = joint.inputs[position], joint.placeholders[position]
-    if spec.kind == "tangent":
-        return None
-    device = local_device(session.mesh)
-    if spec.kind == "seed":
-        return lambda tensors: seed_on(session.seeds.next(), device)
-    if spec.kind == "constant":
-        constant = joint.constants[spec.name].to(device)
-        return lambda tensors: constant
-    if spec.kind == "input":
-        side = InputSide(tuple(node.meta["val"].shape), plan.assignment[node.name].results[0])
-        return lambda tensors: plain_input(
-            arrived(tensors[spec.index], spec.name, device), side, session.mesh, session.spec
-        )
-    owner, name = _owner(session.model, spec.name)
-    if spec.kind == "param":
-        return lambda tensors: getattr(owner, name)
-    return lambda tensors: arrived(getattr(owner, name), spec.name, device)
-
-
-def _owner(model: nn.Module, path: str) -> tuple[nn.Module, str]:
-    module, _, name = path.rpartition(".")
-    return model.get_submodule(module), name
-
-
-def _output_sides(joint: JointGraph, plan: Plan, asked: Mapping[int, Layout | None]) -> list[OutputSide]:
-    """One per tensor output of a call, in the order of their index. asked: as in `CallLayouts`."""
-    shapes = {
-        spec.index: tuple(result.meta["val"].shape)
-        for spec, result in zip(joint.outputs, joint.results, strict=True)
-        if spec.kind == "output" and result is not None
-    }
-    sides: list[OutputSide] = []
-    for index in sorted(shapes):
-        layout = plan.outputs[index]
-        assert layout is not None
-        kind = "global" if index not in asked else "dtensor" if asked[index] is None else "local"
-        sides.append(OutputSide(shapes[index], layout, kind))
-    return sides
 
 
 def _axes_in(plan: Plan, spec: MeshSpec) -> list[tuple[str, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,9 @@ import pytest
 # Read when torch or transformers are first imported, so set here, before any test module is.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+os.environ.setdefault("AUTOSHARD_PROGRESS", "0")
+# Plans and profiles of earlier runs are no part of a test; ranks inherit it.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="autoshard-cache-")
 
 import torch
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoshard.cache_files import cache_folder, write_whole
 from autoshard.profiling.attend import attend
 from autoshard.runtime.agreement import everyones, from_first
 from cost_model.errors import ProfileError
@@ -23,7 +21,7 @@ from cost_model.measure.facts import collective_backend, device_name, host_name
 from cost_model.mesh import MeshSpec
 from cost_model.profile import SCHEMA_VERSION, Profile
 
-__all__ = ["cache_folder", "cache_path", "machine_key", "nominal_profile", "startup_profile"]
+__all__ = ["cache_path", "machine_key", "nominal_profile", "startup_profile"]
 
 STARTUP_SECONDS = 4.0
 LARGEST_NBYTES = {"cpu": 2**24, "cuda": 2**28}
@@ -90,12 +88,6 @@ def cache_path(key: Mapping[str, object]) -> Path:
     return cache_folder() / f"profile-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
 
-def cache_folder() -> Path:
-    """$XDG_CACHE_HOME/autoshard, or ~/.cache/autoshard."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "autoshard"
-
-
 def _read(path: Path) -> Profile | None:
     """The cached profile; None if there is none, or an older version or a crash left something else."""
     if not path.exists():
@@ -112,15 +104,7 @@ def _read(path: Path) -> Profile | None:
 def _write(profile: Profile, path: Path) -> None:
     """All at once, or not at all; a cache that cannot be written is no reason to fail."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            file.write(profile.to_json())
-        try:
-            os.replace(file.name, path)
-        except OSError:
-            with suppress(OSError):
-                os.unlink(file.name)
-            raise
+        write_whole(path, profile.to_json())
     except OSError as error:
         _log.warning("profile: measured, but not cached: %s", error)
         return

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from autoshard import Plan, autoshard
-from autoshard.planning import CallLayouts, canonical_capture, load_profile, prices_of, search_plan
+from autoshard.planning import CallLayouts, Task, canonical_capture, load_profile, prices_of, search_plan
 from autoshard.simulated_step import simulated_step
 from autoshard.verify import held_value
 from cost_model.mesh import MeshSpec
@@ -112,7 +112,7 @@ class Simulated:
         call = CallLayouts({0: layout}, {0: layout})
         pins = {name: Layout.replicated(p.ndim) for name, p in model.named_parameters()}
         with restricted(always_split(layout)):
-            self.plan = search_plan(captured, slow_compute(), mesh, call, pins, None, "eager", 60.0)
+            self.plan = search_plan(Task(captured, slow_compute(), mesh, call, pins, None, "eager", 60.0))
         self.joint, self.mesh = captured.joint, mesh
         prices = prices_of(load_profile(None, mesh), mesh)
         turns = bucketed_turns(self.joint, self.plan.assignment, prices)

@@ -6,7 +6,7 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.outputs import output_layouts
-from autoshard.planning import CallLayouts, prices_of, search_plan
+from autoshard.planning import CallLayouts, Task, prices_of, search_plan
 from autoshard.runtime.process_groups import groups_for
 from autoshard.session import _axes_in
 from cost_model.mesh import MeshSpec
@@ -26,7 +26,7 @@ def rank_phases(case: Example, mesh: DeviceMesh, ranks: tuple[int, ...]) -> dict
     spec = MeshSpec.of(mesh)
     captured = captured_for_cuda(case.model, case.args, case.kwargs)
     call = CallLayouts({}, output_layouts(captured, spec, None))
-    plan = search_plan(captured, Profile.named("h100"), spec, call, {}, None, "inductor", 20.0)
+    plan = search_plan(Task(captured, Profile.named("h100"), spec, call, {}, None, "inductor", 20.0))
     assert not plan.fallbacks, plan.fallbacks
     prices = prices_of(Profile.named("h100"), spec, "inductor")
     groups = groups_for(mesh, _axes_in(plan, spec))

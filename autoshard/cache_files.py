@@ -1,0 +1,46 @@
+"""Files that a later run may use: where they are, and how they are written whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+__all__ = ["cache_folder", "code_fingerprint", "write_whole"]
+
+
+def cache_folder() -> Path:
+    """$XDG_CACHE_HOME/autoshard, or ~/.cache/autoshard."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "autoshard"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """`text` under `path`, with the folders it needs. Whoever reads it finds all of it or what was there before.
+
+    Raises OSError if it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+        file.write(text)
+    try:
+        os.replace(file.name, path)
+    except OSError:
+        with suppress(OSError):
+            os.unlink(file.name)
+        raise
+
+
+@cache
+def code_fingerprint() -> str:
+    """Of this installation's own code: names, sizes and times of its files. A plan is that of the code that made it."""
+    root = Path(__file__).parents[1]
+    found: list[str] = []
+    for package in ("autoshard", "passes", "cost_model"):
+        for path in sorted((root / package).rglob("*.py")):
+            state = path.stat()
+            found.append(f"{path.relative_to(root)} {state.st_size} {state.st_mtime_ns}")
+    return hashlib.sha256("\n".join(found).encode()).hexdigest()[:16]

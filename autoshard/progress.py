@@ -1,0 +1,123 @@
+"""What takes longer than a second says so: its stage, how long it has taken, and how long it took the last time."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Protocol
+
+from tqdm import tqdm
+
+from autoshard.cache_files import cache_folder, write_whole
+
+__all__ = ["Stages", "stages_of"]
+
+_log = logging.getLogger("autoshard")
+
+_SILENT_SECONDS = 1.0
+_LINES_SECONDS = 10.0
+"""Between two lines of a log."""
+_TICK_SECONDS = 0.5
+
+
+class Stages(Protocol):
+    """`with stages("searching a plan"):` around what may take long."""
+
+    def __call__(self, stage: str) -> AbstractContextManager[None]: ...
+
+
+def stages_of(rank: int, subject: str) -> Stages:
+    """For one model; of rank 0 alone, and of none if $AUTOSHARD_PROGRESS is 0.
+
+    subject: what tells this model from others in what is kept of the last run: its class and size.
+    """
+    if rank != 0 or os.environ.get("AUTOSHARD_PROGRESS") == "0":
+        return lambda stage: nullcontext()
+    return _Shown(subject, cache_folder() / "stages.json")
+
+
+class _Shown:
+    def __init__(self, subject: str, path: Path) -> None:
+        self._subject, self._path = subject, path
+
+    @contextmanager
+    def __call__(self, stage: str) -> Generator[None]:
+        name = f"{self._subject}: {stage}"
+        expected = _known(self._path).get(name)
+        done = threading.Event()
+        start = time.monotonic()
+        shown = threading.Thread(target=_show, args=(stage, expected, start, done), daemon=True)
+        shown.start()
+        try:
+            yield
+            seconds = time.monotonic() - start
+        finally:
+            done.set()
+            shown.join()
+        if seconds > _SILENT_SECONDS:
+            _keep(self._path, name, seconds)
+
+
+def _show(stage: str, expected: float | None, start: float, done: threading.Event) -> None:
+    if done.wait(_SILENT_SECONDS):
+        return
+    on_terminal = sys.stderr.isatty()
+    tell, tick = _bar(stage, expected) if on_terminal else (_line(stage, expected), _LINES_SECONDS)
+    while True:
+        tell(time.monotonic() - start, False)
+        if done.wait(tick):
+            tell(time.monotonic() - start, True)
+            return
+
+
+Tell = Callable[[float, bool], None]
+"""(seconds since the stage began, whether it has ended)"""
+
+
+def _bar(stage: str, expected: float | None) -> tuple[Tell, float]:
+    known = "{desc}: {elapsed} of about {postfix}" if expected else "{desc}: {elapsed}"
+    bar = tqdm(desc=f"autoshard: {stage}", bar_format=known, postfix=_seconds(expected or 0.0), leave=False)
+
+    def tell(elapsed: float, ended: bool) -> None:
+        bar.close() if ended else bar.refresh()
+
+    return tell, _TICK_SECONDS
+
+
+def _line(stage: str, expected: float | None) -> Tell:
+    about = f", of about {_seconds(expected)}" if expected else ""
+
+    def tell(elapsed: float, ended: bool) -> None:
+        said = f"took {_seconds(elapsed)}" if ended else f"{_seconds(elapsed)}{about}"
+        print(f"autoshard: {stage}: {said}", file=sys.stderr, flush=True)
+
+    return tell
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.0f} s" if value < 100 else f"{value / 60:.1f} min"
+
+
+def _known(path: Path) -> dict[str, float]:
+    """Seconds of stages that ended; nothing if the file is missing or damaged."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(data, dict):
+        return {}
+    return {name: float(s) for name, s in data.items() if isinstance(s, (int, float)) and 0 < s < 1e6}
+
+
+def _keep(path: Path, name: str, seconds: float) -> None:
+    try:
+        write_whole(path, json.dumps({**_known(path), name: round(seconds, 1)}, indent=1, sort_keys=True))
+    except OSError as error:
+        _log.info("progress: times not kept: %s", error)

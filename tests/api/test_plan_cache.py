@@ -1,0 +1,75 @@
+"""A plan that was proven once is read the next time; anything else is searched again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autoshard.plan import Plan
+from autoshard.plan_cache import cached_plan, plan_path
+from autoshard.planning import canonical_capture
+from autoshard.task import CallLayouts, Task, search_plan
+from cost_model.mesh import MeshSpec
+from tests.profiles import slow_compute
+
+
+def task(width: int = 8) -> Task:
+    model = nn.Sequential(nn.Linear(width, 16), nn.ReLU(), nn.Linear(16, 4))
+    captured = canonical_capture(model, (torch.randn(6, width),), {})
+    return Task(captured, slow_compute(), MeshSpec({"x": 2}), CallLayouts({}, {}), {}, None, "eager", 60.0)
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+class Searches:
+    def __init__(self, one: Task, **changed: Any) -> None:
+        self.task, self.changed, self.count = one, changed, 0
+
+    def __call__(self) -> Plan:
+        self.count += 1
+        return replace(search_plan(self.task), **self.changed)
+
+
+def test_the_second_time_nothing_is_searched() -> None:
+    one, two = Searches(task()), Searches(task())
+    first, second = cached_plan(one.task, one), cached_plan(two.task, two)
+    assert (one.count, two.count) == (1, 0)
+    assert second == first and second.assignment == first.assignment
+    assert second.explain("0.weight")  # which may search with other pins
+
+
+def test_another_task_is_another_plan() -> None:
+    one = task()
+    others = [
+        task(width=10),
+        replace(one, memory_limit=10**9),
+        replace(one, backend="inductor"),
+        replace(one, mesh=MeshSpec({"x": 4})),
+        replace(one, call=CallLayouts({}, {0: None})),
+    ]
+    assert len({plan_path(other) for other in (one, *others)}) == 6
+
+
+def test_what_is_not_proven_is_not_kept() -> None:
+    found = Searches(task(), status="feasible")
+    cached_plan(found.task, found)
+    assert not plan_path(found.task).exists()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}"])
+def test_a_damaged_file_is_searched_again(text: str, caplog: pytest.LogCaptureFixture) -> None:
+    found = Searches(task())
+    path = plan_path(found.task)
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    cached_plan(found.task, found)
+    assert found.count == 1 and "searching again" in caplog.text
+    assert Plan.load(path).status == "optimal"
