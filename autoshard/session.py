@@ -108,7 +108,9 @@ class Session:
         plan = self._planned(captured, layouts)
         groups_for(self.mesh, _axes_in(plan, self.spec))
         kind = kind_of(self.model, captured.joint)
-        program = collectively(self.mesh, lambda: self._program(captured, plan, kind), what="compiling a plan")
+        program = collectively(
+            self.mesh, lambda: self._program(captured, plan, kind), what="compiling a plan"
+        )
         self._settle(replace(captured.call, key=flatten_call(args, kwargs)[1]), plan)
         inputs = checked_inputs(captured.joint, whole.layouts, self.spec, self.mesh.get_rank())
         return _Executable(self, captured, plan, program, CheckInputs(self.mesh, self.watch, inputs)).call

@@ -60,7 +60,12 @@ def agree(
 
 
 def collectively(
-    mesh: DeviceMesh, fn: Callable[[], T], timeout: timedelta | None = None, *, what: str = "a check", detail: str = ""
+    mesh: DeviceMesh,
+    fn: Callable[[], T],
+    timeout: timedelta | None = None,
+    *,
+    what: str = "a check",
+    detail: str = "",
 ) -> T:
     """fn() on every rank; if it raises on any, then this raises on all, and nobody waits forever.
 
@@ -98,7 +103,11 @@ def everyones(
 
 
 def from_first(
-    mesh: DeviceMesh, fn: Callable[[], T], timeout: timedelta | None = None, *, what: str = "a result of rank 0"
+    mesh: DeviceMesh,
+    fn: Callable[[], T],
+    timeout: timedelta | None = None,
+    *,
+    what: str = "a result of rank 0",
 ) -> T:
     """Rank 0's fn(), on all ranks; if it raises there, all raise. The result must pickle."""
     if mesh.size() == 1:
@@ -181,7 +190,10 @@ class _Exchange:
                 )
             if now > notice:
                 _log.warning(
-                    "waiting since %.0f s for rank(s) %s: %s", now - begun, _listed(board.absent(name)), self._what
+                    "waiting since %.0f s for rank(s) %s: %s",
+                    now - begun,
+                    _listed(board.absent(name)),
+                    self._what,
                 )
                 notice = now + 2 * (now - begun)
             time.sleep(pause)
@@ -202,7 +214,9 @@ def _exchange(
     except Exception:
         raise
     except BaseException as error:
-        watch.fail(f"rank {watch.rank} was interrupted ({type(error).__name__}) during {what}\n  try: start again")
+        watch.fail(
+            f"rank {watch.rank} was interrupted ({type(error).__name__}) during {what}\n  try: start again"
+        )
         raise
 
 

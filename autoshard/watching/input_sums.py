@@ -75,7 +75,10 @@ def difference(ranks: Mapping[int, Sequence[Sum]]) -> str | None:
     for rank, sums in ranks.items():
         for mine in sums:
             other, theirs = seen.setdefault((mine.name, mine.part), (rank, mine))
-            if abs(mine.weighted - theirs.weighted) > mine.tolerance * (mine.absolute + theirs.absolute) + 1e-300:
+            if (
+                abs(mine.weighted - theirs.weighted)
+                > mine.tolerance * (mine.absolute + theirs.absolute) + 1e-300
+            ):
                 return _text(mine, rank, other)
     return None
 
