@@ -281,6 +281,7 @@ class Watch:
     def _linger(self) -> None:
         """The store may go with this process: first let the others read why they stop."""
         deadline = time.monotonic() + LINGER_SECONDS
+        self._crew.look(now=True)
         while self._crew.living - set(self.board.read("stopped", range(self.world))):
             if time.monotonic() > deadline:
                 return

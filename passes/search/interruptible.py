@@ -1,4 +1,4 @@
-"""HiGHS in a thread of its own, so that Ctrl-C, or the failure of another rank, ends a search in the middle of a solve."""
+"""HiGHS in a thread of its own, so that Ctrl-C, or a failure of another rank, ends a search within a solve."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _LEFT_SECONDS = 5.0
 
 
 def run_solver(solver: Any) -> None:
-    """`solver.run()`; what is raised in this thread meanwhile stops it. In one thread no handler of signals would run."""
+    """`solver.run()`; what is raised in this thread meanwhile stops it. Inside `run` no signal's handler would run."""
     solver.HandleUserInterrupt = True
     thread = solver.startSolve()
     try:

@@ -16,7 +16,6 @@ import highspy
 import numpy as np
 from numpy.typing import NDArray
 
-
 from .dual import Messages
 from .graph import Graph
 from .interruptible import run_solver

@@ -37,14 +37,14 @@ def test_a_connection_between_ranks_is_cut_and_no_other() -> None:
 
 
 def test_a_process_lives_until_it_ends() -> None:
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    processes = Processes()
-    processes.add({3: child.pid})
-    assert processes.dead() == set()
-    child.kill()
-    child.wait()
-    assert processes.dead() == {3}
-    processes.close()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        processes = Processes()
+        processes.add({3: child.pid})
+        assert processes.dead() == set()
+        child.kill()
+        child.wait()
+        assert processes.dead() == {3}
+        processes.close()
 
 
 def test_a_block_is_stopped_from_another_thread() -> None:

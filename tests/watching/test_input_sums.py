@@ -59,4 +59,20 @@ def test_only_equal_parts_are_compared() -> None:
 
 
 def test_calls_are_compared_at_growing_intervals() -> None:
-    assert [n for n in range(1, 5000) if due(n)] == [1, 2, 3, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 3072, 4096]
+    assert [n for n in range(1, 5000) if due(n)] == [
+        1,
+        2,
+        3,
+        4,
+        8,
+        16,
+        32,
+        64,
+        128,
+        256,
+        512,
+        1024,
+        2048,
+        3072,
+        4096,
+    ]

@@ -50,14 +50,18 @@ def test_a_rank_that_left_is_missed_only_in_a_turn() -> None:
     assert judge(by_rank(state(0, "a", inside=False), left)) is None
     found = judge(by_rank(state(0, "a", "b"), left))
     assert found is not None
-    assert found.startswith("rank 1 has ended before turn 2, in which others wait\n  rank 0: turn 2, b, at train.py:7\n")
+    assert found.startswith(
+        "rank 1 has ended before turn 2, in which others wait\n  rank 0: turn 2, b, at train.py:7\n"
+    )
 
 
 def test_ranks_that_wait_for_each_other_do_not_wait_for_ever() -> None:
     waiting = [replace(state(rank, "a", inside=False), waits="barrier") for rank in (1, 2)]
     found = judge(by_rank(state(0, "a", "b"), *waiting))
     assert found is not None
-    assert found.startswith("the ranks wait for each other: turn 2 is of all ranks, and ranks 1, 2 wait elsewhere\n")
+    assert found.startswith(
+        "the ranks wait for each other: turn 2 is of all ranks, and ranks 1, 2 wait elsewhere\n"
+    )
     assert "ranks 1, 2: turn 1, a, waits in barrier, at train.py:7" in found
     # One that computes may still come, and let the others go.
     assert judge(by_rank(state(0, "a", "b"), waiting[0], replace(waiting[1], waits=""))) is None
