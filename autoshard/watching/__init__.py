@@ -1,1 +1,1 @@
-"""Every rank knows where the others are: what they do, whether they live, and how to get out when they do not."""
+"""Every rank knows where the others are: what they do in turn, whether they live, and how to get out if not."""

@@ -15,7 +15,7 @@ _LASTING = ("member", "state")
 
 
 class Board:
-    """The notes of the ranks of one mesh. Nothing here waits for another; a store that is gone raises RuntimeError.
+    """The notes of the ranks of one mesh. Nothing here waits for a rank; a store that is gone raises RuntimeError.
 
     It has a connection of its own, so that a main thread that waits in the store does not hold up the watch.
     """

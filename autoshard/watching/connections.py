@@ -11,7 +11,7 @@ import socket
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 
-__all__ = ["Address", "cut", "listening"]
+__all__ = ["Address", "connections", "cut", "listening"]
 
 Address = tuple[str, int]
 
@@ -25,6 +25,15 @@ def listening() -> frozenset[Address]:
             if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and here[0] not in ("0.0.0.0", "::"):
                 found.add(here)
     return frozenset(found)
+
+
+def connections() -> list[tuple[Address, Address]]:
+    """(here, there) of every connection of this process."""
+    found: list[tuple[Address, Address]] = []
+    for sock in _sockets():
+        with sock, suppress(OSError):  # one that listens has no other end
+            found.append((_address(sock.getsockname()), _address(sock.getpeername())))
+    return found
 
 
 def cut(ours: Collection[Address], theirs: Collection[Address]) -> int:

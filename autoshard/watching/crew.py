@@ -7,8 +7,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch.distributed as dist
+
 from autoshard.watching.board import Board
-from autoshard.watching.connections import Address, listening
+from autoshard.watching.connections import Address, connections, listening
 from autoshard.watching.processes import Processes, this_host
 from autoshard.watching.state import State
 
@@ -20,11 +22,12 @@ SILENT_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Member:
-    """The process of a rank."""
+    """The process of a rank. addresses: where it listens. ends: its own ends of connections, when it came."""
 
     host: str
     pid: int
     addresses: frozenset[Address]
+    ends: frozenset[Address] = frozenset()
 
 
 class Crew:
@@ -47,13 +50,22 @@ class Crew:
         others = [m.addresses for rank, m in self._members.items() if rank != self._board.rank]
         return frozenset[Address]().union(*others)
 
+    @property
+    def complete(self) -> bool:
+        """Whether every rank has come."""
+        return len(self._members) == self._board.world
+
+    @property
+    def living(self) -> set[int]:
+        """Ranks that have come and are not known to have died."""
+        return set(self._members) - self._processes.dead()
+
     def join(self) -> None:
         self._write(listening())
 
     def look(self, now: bool = False) -> None:
         """Learn about members that are new or have made process groups, now and then or `now`."""
-        known = len(self._members) == self._board.world
-        if not now and known and time.monotonic() - self._looked_at < LOOK_SECONDS:
+        if not now and self.complete and time.monotonic() - self._looked_at < LOOK_SECONDS:
             return
         self._looked_at = time.monotonic()
         addresses = listening()
@@ -63,6 +75,25 @@ class Crew:
         others = {r: m for r, m in found.items() if r not in self._members and r != self._board.rank}
         self._processes.add({r: m.pid for r, m in others.items() if m.host == self._me.host})
         self._members.update(found)
+
+    def lost_before(self) -> str | None:
+        """Who ended before it called autoshard, and so told nothing; None if nobody did as far as is known.
+
+        gloo connects all ranks when the process group is made. Of the connections those to ranks that have come are
+        known by their ends; if fewer are left than ranks that have not come, one of these has ended.
+        """
+        if not self._connected:
+            return None
+        hosts = {host for host, _ in self.ours}
+        open_ = [there for here, there in connections() if here[0] in hosts]
+        self.look(now=True)
+        absent = [rank for rank in range(self._board.world) if rank not in self._members]
+        known = frozenset[Address]().union(*(member.ends for member in self._members.values()))
+        if sum(there not in known for there in open_) >= len(absent):
+            return None
+        names = ", ".join(map(str, absent))
+        which = f"rank {names}" if len(absent) == 1 else f"one of the ranks {names}"
+        return f"{which} has ended before it called autoshard\n  try: look at its output"
 
     def lost(self, states: Mapping[int, State]) -> str | None:
         """Which process is gone that has not said that it would; None if all are there.
@@ -105,8 +136,14 @@ class Crew:
         self._processes.close()
 
     def _write(self, addresses: frozenset[Address]) -> None:
-        self._me = Member(self._me.host, self._me.pid, addresses)
+        ends = self._me.ends or frozenset(here for here, _ in connections())
+        self._me = Member(self._me.host, self._me.pid, addresses, ends)
         self._board.write("member", self._me)
+
+    @property
+    def _connected(self) -> bool:
+        """Whether gloo has connected every rank with every other."""
+        return "gloo" in dist.get_backend_config() and os.environ.get("TORCH_GLOO_LAZY_INIT", "0") != "1"
 
 
 def _died(state: State, how: str) -> str:

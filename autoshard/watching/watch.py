@@ -7,6 +7,7 @@ rank has the same reason, its connections are cut, and what waits in them raises
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import logging
 import multiprocessing.util
 import os
@@ -36,9 +37,11 @@ __all__ = ["Watch"]
 
 PERIOD_SECONDS = 0.5
 BEAT_SECONDS = 2.0
-CUTTING_SECONDS = 15.0
+CUTTING_SECONDS = 10.0
+GRACE_SECONDS = 5.0
+STUCK_CODE = 70
 EXPLAINED_SECONDS = 5.0
-LINGER_SECONDS = 1.5
+LINGER_SECONDS = 4.0
 LOST_ROUNDS = 3
 IDLE = 0.5
 
@@ -138,8 +141,7 @@ class Watch:
         self._tell()
         self.sums.send()
         if self.failure is not None:
-            if time.monotonic() < self._cut_until:
-                self._cut()
+            self._insist()
             return
         verdict = self.board.verdict() or self._fault()
         if verdict is not None:
@@ -183,6 +185,10 @@ class Watch:
     def _fault(self) -> str | None:
         """What this rank finds wrong: a process that died, and, if no lower rank is there to look, all else."""
         self._crew.look()
+        if not self._crew.complete:
+            absent = self._crew.lost_before()
+            if absent is not None:
+                return absent
         lower: dict[int, State] = {}
         for rank in range(self.rank):
             lower |= self.board.read("state", [rank])
@@ -204,6 +210,8 @@ class Watch:
             return
         self.failure = reason
         _log.error("rank %d stops: %s", self.rank, reason)
+        with suppress(RuntimeError):
+            self.board.write("stopped", reason)
         self.stoppable.stop()
         self._cut_until = time.monotonic() + CUTTING_SECONDS
         if self._device_type != "cpu":
@@ -229,10 +237,24 @@ class Watch:
             if self.failure is None and needing < LOST_ROUNDS:
                 continue
             self._stop(self._crew.lost_store(error))
-            if time.monotonic() > self._cut_until:
-                return True
-            self._cut()
+            self._insist()
         return True
+
+    def _insist(self) -> None:
+        """Cut again, since connections come up while others go; a main thread that sits still after that gets no error
+        from gloo any more (it loses some, torch 2.13), and its process ends."""
+        left = self._cut_until - time.monotonic()
+        if left > 0.0:
+            self._cut()
+        state = self._state()
+        if not (state.inside or state.waits):
+            self._cut_until = max(self._cut_until, time.monotonic() + GRACE_SECONDS)
+        elif left < 0.0:
+            _log.critical(
+                "rank %d is stuck in a collective, and its process is ended: %s", self.rank, self.failure
+            )
+            faulthandler.dump_traceback()
+            os._exit(STUCK_CODE)
 
     def _leave(self) -> None:
         """Say that this rank is gone: with the process group, or at the end of the process."""
@@ -249,10 +271,21 @@ class Watch:
             )
             if error is not None and self.failure is None:
                 where = f" after turn {self.turns.count}" if self.turns.count else ""
-                self.board.condemn(f"rank {self.rank} {said}{where}\n  try: its own output says where")
-                if self.rank == 0:
-                    time.sleep(LINGER_SECONDS)  # the store goes with this process: let the others read why
+                self.failure = f"rank {self.rank} {said}{where}\n  try: its own output says where"
+                self.board.condemn(self.failure)
+                self.board.write("stopped", self.failure)
+            if self.rank == 0 and self.failure is not None:
+                self._linger()
         self._crew.close()
+
+    def _linger(self) -> None:
+        """The store may go with this process: first let the others read why they stop."""
+        deadline = time.monotonic() + LINGER_SECONDS
+        self._crew.look(now=True)
+        while self._crew.living - set(self.board.read("stopped", range(self.world))):
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.05)
 
 
 def _first_line(error: BaseException) -> str:

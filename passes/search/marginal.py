@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from .dual import Messages
 from .graph import Graph
+from .interruptible import run_solver
 from .problem import Array
 from .rows import Row
 
@@ -212,7 +213,7 @@ class Relaxation:
         """None if time ran out or it is infeasible."""
         solver, program = self._solver, self._program
         solver.setOptionValue("time_limit", solver.getRunTime() + max(0.01, deadline - time.monotonic()))
-        solver.run()
+        run_solver(solver)
         if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
             return None
         solution = solver.getSolution()
@@ -246,7 +247,7 @@ def solve_integers(
     solver.setOptionValue("mip_abs_gap", gap * program.factor)
     if start is not None:
         solver.setSolution(_start_values(program, start))
-    solver.run()
+    run_solver(solver)
     status = solver.getModelStatus()
     if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
         return None, np.inf

@@ -1,0 +1,78 @@
+"""Which inputs count as the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from autoshard.watching.input_sums import as_sums, difference, due, sums_of, tolerance_of
+
+
+def compared(tensors: list[Tensor], parts: list[str] | None = None) -> str | None:
+    """The ranks' tensors, each its rank's only input."""
+    parts = parts or [""] * len(tensors)
+    return difference(
+        {
+            rank: as_sums((("x", part, tolerance_of(tensor.dtype)),), sums_of([tensor]))
+            for rank, (tensor, part) in enumerate(zip(tensors, parts, strict=True))
+        }
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+def test_another_batch_is_found(dtype: torch.dtype) -> None:
+    one, other = (torch.randn(64, 100).mul(3).to(dtype) for _ in range(2))
+    assert compared([one, one.clone(), one.clone()]) is None
+    found = compared([one, one, other])
+    assert found is not None
+    assert found.startswith("input x is not the same on rank 2 as on rank 0")
+    assert "data_loader" in found
+    assert "in_placements" in found
+
+
+def test_the_same_samples_in_another_order_are_found() -> None:
+    batch = torch.randn(64, 100)
+    assert compared([batch, batch.flip(0)]) is not None
+
+
+def test_one_sample_of_many_is_found() -> None:
+    batch = torch.randint(0, 50_000, (256, 128))
+    other = batch.clone()
+    other[77] = torch.randint(0, 50_000, (128,))
+    assert compared([batch, other]) is not None
+
+
+def test_rounding_is_no_difference() -> None:
+    batch = torch.randn(64, 100)
+    assert compared([batch, batch * (1 + 1e-7)]) is None
+    assert compared([torch.tensor([float("nan"), 1.0])] * 2) is None
+    assert compared([torch.zeros(0, 3)] * 2) is None
+
+
+def test_only_equal_parts_are_compared() -> None:
+    one, other = torch.randn(4, 4), torch.randn(4, 4)
+    assert compared([one, other, one, other], ["0 of dim 0", "1 of dim 0"] * 2) is None
+    found = compared([one, other, one, one], ["0 of dim 0", "1 of dim 0"] * 2)
+    assert found is not None
+    assert found.startswith("the part 1 of dim 0 of input x is not the same on rank 3 as on rank 1")
+
+
+def test_calls_are_compared_at_growing_intervals() -> None:
+    assert [n for n in range(1, 5000) if due(n)] == [
+        1,
+        2,
+        3,
+        4,
+        8,
+        16,
+        32,
+        64,
+        128,
+        256,
+        512,
+        1024,
+        2048,
+        3072,
+        4096,
+    ]
