@@ -53,8 +53,9 @@ class _Watch:
         now = self.read()
         if len(now) != len(self.values):
             return f"{self.where or 'the model'} has {len(now)} items, and had {len(self.values)}"
-        for name, old, new in zip(self.names, self.values, now, strict=True):
+        for i, (old, new) in enumerate(zip(self.values, now, strict=True)):
             if old is not new and not self.same(old, new):
+                name = self.names[i] if i < len(self.names) else i
                 return f"{_path(self.where, name)} is {_shown(new)}, and was {_shown(old)}"
         return ""
 
