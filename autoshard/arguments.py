@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autoshard.signature import placement_leaves
-from cost_model.arguments import checked_path, reject
+from cost_model.arguments import checked_path, reject, shown
 from cost_model.errors import ProfileError, ShardingError
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
@@ -66,4 +66,5 @@ def check_autocast(dtype: object) -> None:
     if dtype is not None and not (
         isinstance(dtype, torch.dtype) and dtype in (torch.bfloat16, torch.float16)
     ):
-        raise reject("autocast", dtype, "torch.bfloat16, torch.float16, or None")
+        said = str(dtype) if isinstance(dtype, torch.dtype) else shown(dtype)
+        raise ShardingError(f"autocast is {said}\n  try: torch.bfloat16, torch.float16, or None")

@@ -101,8 +101,6 @@ _OPAQUE = (
     type, nn.Module, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType,
     torch.device, torch.dtype,
 )  # fmt: skip
-_HEAP_TYPE = 1 << 9
-"""Py_TPFLAGS_HEAPTYPE: a class made by a class statement."""
 _PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device)
 
 
@@ -278,10 +276,9 @@ def _is_open(value: Any) -> bool:
 @cache
 def _is_plain_class(kind: type) -> bool:
     """Whether all that an object holds is in its `__dict__`: no C code and no slots keep anything beside it."""
-    return all(
-        base is object or (base.__flags__ & _HEAP_TYPE and not vars(base).get("__slots__"))
-        for base in kind.__mro__
-    ) and not issubclass(kind, (Enum, BaseException, Generator))
+    made_plainly = kind.__new__ is object.__new__ or isinstance(kind.__new__, types.FunctionType)
+    slots = any(vars(base).get("__slots__") for base in kind.__mro__)
+    return made_plainly and not slots and not issubclass(kind, (Enum, BaseException, Generator))
 
 
 def _freeze(context: Any) -> Any:

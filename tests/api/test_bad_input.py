@@ -138,10 +138,9 @@ def test_a_mesh_without_processes() -> None:
 
 CALLS: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "dtype": (lambda m, x: m(x.double()), "float64"),
-    "dims": (lambda m, x: m(x[0]), "args[0] has 1 dims"),
-    "too many": (lambda m, x: m(x, x), "2 positional arguments"),
-    "keyword": (lambda m, x: m(x=x), "positional arguments"),
-    "structure": (lambda m, x: m([x]), "args[0]"),
+    "too many": (lambda m, x: m(x, x), "takes 2 positional arguments but 3 were given"),
+    "keyword": (lambda m, x: m(y=x), "unexpected keyword argument 'y'"),
+    "structure": (lambda m, x: m([x]), "must be Tensor, not list"),
     "width": (lambda m, x: m(x[:, :7]), ""),
 }
 
@@ -170,7 +169,7 @@ MISMATCHES: dict[str, str] = {
     "model": "model and its code",
     "rows": "inputs",
     "memory": "memory_limit",
-    "pins": "pins",
+    "pins": "constraints",
     "backend": "backend",
     "profile": "profile",
 }
