@@ -187,7 +187,8 @@ def load_model(reference: str) -> tuple[Any, Any]:
         built = function()
     except Exception as error:
         raise ShardingError(
-            f"{reference} raised {_said(error)}\n  try: a function without arguments that returns (model, example_inputs)"
+            f"{reference} raised {_said(error)}\n"
+            "  try: a function without arguments that returns (model, example_inputs)"
         ) from error
     if not isinstance(built, tuple) or len(built) != 2:
         raise ShardingError(
