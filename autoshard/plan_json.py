@@ -79,6 +79,8 @@ def plan_data(data: Any, where: str) -> PlanData:
         raise damaged(where, str(error)) from None
     except RecursionError:
         raise damaged(where, "nested too deep") from None
+    except UnicodeEncodeError:
+        raise damaged(where, "a text in it is no UTF-8") from None
 
 
 def damaged(where: str, problem: str) -> PlanError:

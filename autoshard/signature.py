@@ -67,7 +67,7 @@ def matched_placements(
 def _by_name(
     given: Mapping[Any, Any], names: Sequence[str], mesh: MeshSpec, argument: str
 ) -> dict[int, Placements | None]:
-    """A key names a tensor, or an argument with tensors inside: its value is one leaf for all, or one for each."""
+    """A key names a tensor, or an argument with tensors inside: its value has one leaf for all, or one for each."""
     found: dict[int, Placements | None] = {}
     for key, value in given.items():
         inside = [i for i, name in enumerate(names) if name == key or _is_inside(name, key)]

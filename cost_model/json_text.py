@@ -31,9 +31,14 @@ def parse_json(text: str, where: str, error: type[AutoshardError]) -> Any:
     """What `text` says. `error`, starting with `where`, for what is no JSON, repeats a name in an object, or is nested
     deeper than Python can follow. An integer of more than 18 digits becomes a float: no count is so large."""
     try:
-        return json.loads(text, object_pairs_hook=_unrepeated, parse_int=_integer)
+        data = json.loads(text, object_pairs_hook=_unrepeated, parse_int=_integer)
+        if "\\ud" in text.lower():  # half of a character, which no file can be written with
+            json.dumps(data, ensure_ascii=False).encode()
+        return data
     except json.JSONDecodeError as cause:
         problem = f"no JSON: {cause.msg}, line {cause.lineno} column {cause.colno}"
+    except UnicodeEncodeError:
+        problem = "damaged: a text in it is no UTF-8"
     except RecursionError:
         problem = "no JSON of ours: nested too deep"
     except _RepeatedError as cause:

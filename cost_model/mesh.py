@@ -62,6 +62,8 @@ class MeshSpec:
         Raises ShardingError where the mesh does not number its ranks 0, 1, 2, ... row-major: a rank's
         place in the mesh would not be its rank.
         """
+        if not hasattr(mesh, "mesh_dim_names") or isinstance(mesh, type):
+            raise reject("mesh", mesh, "init_device_mesh(device_type, shape, mesh_dim_names=names)")
         names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
         ranks = mesh.mesh.flatten().tolist()
         if ranks != list(range(len(ranks))):

@@ -13,9 +13,8 @@ __all__ = ["check_dtypes"]
 aten = torch.ops.aten
 _ALIKE = frozenset(
     {
-        aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default, aten.mv.default,
-        aten.addmv.default, aten.dot.default, aten.convolution.default, aten.linear.default, aten.addbmm.default,
-        aten.addr.default,
+        aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default, aten.addbmm.default,
+        aten.mv.default, aten.addmv.default, aten.dot.default, aten.convolution.default, aten.linear.default,
     }
 )  # fmt: skip
 
