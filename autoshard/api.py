@@ -85,13 +85,15 @@ def autoshard(
     session = Session(model, mesh, spec, settings)
     call = None if example_inputs is None else as_call(example_inputs)
     dispatcher = install(model, session.key, session.build)
+    # Before the first capture: what it sees of the model is to stay.
+    detach = attach(model, mesh)
     if call is not None:
         try:
             dispatcher.prepare(*call)
         except BaseException:
             model.forward = dispatcher.original
+            detach()
             raise
-    attach(model, mesh)
     return model
 
 
