@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -17,16 +16,13 @@ from autoshard.planning import ProfileLike, load_profile, mesh_spec, named_param
 from autoshard.runtime.agreement import agree, collectively
 from autoshard.runtime.attachments import attach
 from autoshard.runtime.module import install
-from autoshard.runtime.wrapping import check_original
 from autoshard.session import Session, Settings
 from autoshard.signature import as_call
 from cost_model.arguments import checked_seconds
 from cost_model.errors import ShardingError
 from cost_model.memory import parse_bytes
 from cost_model.mesh import MeshSpec
-from cost_model.profile import Profile
 from passes.compile import check_backend
-from passes.layout import Layout
 from passes.random_state import random_state_kept
 
 __all__ = ["autoshard"]
@@ -77,50 +73,45 @@ def autoshard(
     ProfileError, PlanError (a plan for something else, or ranks that would run different programs),
     InfeasibleError.
     """
-    check_original(model)
     spec = _checked_mesh(mesh)
-    given = {"memory_limit": memory_limit, "in_placements": in_placements, "out_placements": out_placements}
-    given |= {"backend": backend, "time_limit": time_limit}
 
-    def checked() -> tuple[Mapping[str, Layout], Plan | None, Profile | None]:
+    def checked() -> Settings:
+        """All but the profile, where none is given: that is measured when everything else is right."""
         checked_model(model)
         check_backend(backend)
         check_call_placements(in_placements, out_placements, spec)
-        checked_seconds(time_limit, "time_limit")
-        parse_bytes(memory_limit) if memory_limit is not None else None
-        pins = resolve_pins(constraints, named_parameters(model), spec)
         ready = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
-        # A plan needs no profile; without both it is measured, below.
-        named = None if profile is None and plan is None else load_profile(profile, spec)
-        return pins, ready, named
+        # A plan needs no profile.
+        known = profile is not None or plan is not None
+        return Settings(
+            memory_limit=None if memory_limit is None else parse_bytes(memory_limit),
+            in_placements=in_placements,
+            out_placements=out_placements,
+            pins=resolve_pins(constraints, named_parameters(model), spec),
+            plan=ready,
+            backend=backend,
+            time_limit=checked_seconds(time_limit, "time_limit"),
+            profile=load_profile(profile, spec) if known else None,
+        )
 
-    pins, ready, named = collectively(mesh, checked, what="autoshard(...)")
+    settings = collectively(mesh, checked, what="autoshard(...)")
     call = None if example_inputs is None else collectively(mesh, lambda: as_call(example_inputs))
-    given |= {"mesh": spec, "constraints": sorted(pins.items()), "example_inputs": example_inputs is not None}
-    given |= {"plan": None if ready is None else ready.fingerprint}
-    given |= {"profile": None if named is None else named.hash()}
-    agree(mesh, {name: str(value) for name, value in given.items()}, what="arguments of autoshard(...)")
-    settings = Settings(
-        memory_limit=None if memory_limit is None else parse_bytes(memory_limit),
-        in_placements=in_placements,
-        out_placements=out_placements,
-        pins=pins,
-        plan=ready,
-        backend=backend,
-        time_limit=checked_seconds(time_limit, "time_limit"),
-        # Last, since it measures: not for arguments that are wrong.
-        profile=load_profile(None, mesh) if named is None else named,
-    )
+    given = {**settings.described(), "mesh": str(spec), "example_inputs": str(call is not None)}
+    agree(mesh, given, what="arguments of autoshard(...)")
+    if settings.profile is None:
+        settings = replace(settings, profile=load_profile(None, mesh))
     session = Session(model, mesh, spec, settings)
     before = vars(model).get("forward")
     dispatcher = install(model, session.key, session.build)
+    # Before the first capture: what it sees of the model is to stay.
+    detach = attach(model, mesh)
     if call is not None:
         try:
             dispatcher.prepare(*call)
         except BaseException:
             _uninstall(model, before)
+            detach()
             raise
-    attach(model, mesh)
     return model
 
 

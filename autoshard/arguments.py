@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoshard.runtime.wrapping import check_original
 from autoshard.signature import placement_leaves
 from cost_model.arguments import checked_path, reject, shown
 from cost_model.errors import ProfileError, ShardingError
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
-from passes.torch_compat import wrapped_module
 
 __all__ = ["check_call_placements", "check_device", "check_profile_kind", "checked_model"]
 
@@ -24,9 +24,7 @@ def checked_model(model: object) -> nn.Module:
     """`model` if it is a module of the user's own; ShardingError for a wrapper, a class or anything else."""
     if not isinstance(model, nn.Module):
         raise reject("model", model, "an nn.Module, such as nn.Linear(8, 8)")
-    wrapped = wrapped_module(model)
-    if wrapped is not None:
-        raise ShardingError(f"model is {wrapped[0]}\n  try: the original module, {wrapped[1]}")
+    check_original(model)
     return model
 
 

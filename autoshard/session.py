@@ -60,9 +60,9 @@ _log = logging.getLogger("autoshard")
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user asked `autoshard` for; see its docstring."""
+    """What the user asked `autoshard` for; see its docstring. profile: None until it is measured."""
 
-    profile: Profile
+    profile: Profile | None
     memory_limit: int | None
     in_placements: Any
     out_placements: Any
@@ -70,6 +70,19 @@ class Settings:
     plan: Plan | None
     backend: str
     time_limit: float
+
+    def described(self) -> dict[str, str]:
+        """By argument, what all ranks must have given alike."""
+        return {
+            "memory_limit": str(self.memory_limit),
+            "in_placements": str(self.in_placements),
+            "out_placements": str(self.out_placements),
+            "constraints": str(sorted(self.pins.items())),
+            "plan": "searched" if self.plan is None else self.plan.fingerprint,
+            "backend": self.backend,
+            "time_limit": str(self.time_limit),
+            "profile": "measured" if self.profile is None else self.profile.hash(),
+        }
 
 
 class Session:
@@ -152,19 +165,12 @@ class Session:
         return whole, canonical_capture(self.model, whole.args, whole.kwargs, device=device, forward=forward)
 
     def _fingerprint(self, joint: JointGraph, whole: GlobalCall) -> dict[str, str]:
-        given = self.settings.plan
         return {
             "torch": torch.__version__,
             "autoshard": __version__,
             "inputs": str(whole.shapes),
             "model and its code (canonical graph)": graph_hash(joint),
-            "in_placements": str(self.settings.in_placements),
-            "out_placements": str(self.settings.out_placements),
-            "profile": self.settings.profile.hash(),
-            "plan": "searched" if given is None else given.fingerprint,
-            "pins": str(sorted(self.settings.pins.items())),
-            "memory_limit": str(self.settings.memory_limit),
-            "backend": self.settings.backend,
+            **self.settings.described(),
         }
 
     def _planned(self, captured: Captured, layouts: CallLayouts) -> Plan:
@@ -206,7 +212,9 @@ class Session:
 
     def _task(self, captured: Captured, layouts: CallLayouts, pins: Mapping[str, Layout]) -> Task:
         s = self.settings
-        return Task(captured, s.profile, self.spec, layouts, pins, s.memory_limit, s.backend, s.time_limit)
+        return Task(
+            captured, self._profile, self.spec, layouts, pins, s.memory_limit, s.backend, s.time_limit
+        )
 
     def _held(self) -> dict[str, Layout]:
         """The layouts that parameters have: of those that are still the model's. A new layer's are free."""
@@ -249,7 +257,12 @@ class Session:
 
     def prices(self, profile: Profile | None = None) -> Prices:
         """What the program's kernels and collectives cost under `profile`, or the session's own."""
-        return prices_of(profile or self.settings.profile, self.spec, self.settings.backend)
+        return prices_of(profile or self._profile, self.spec, self.settings.backend)
+
+    @property
+    def _profile(self) -> Profile:
+        assert self.settings.profile is not None
+        return self.settings.profile
 
     def _settle(self, plan: Plan) -> None:
         """The first plan's layouts become the parameters'; later plans hold them, and place what is new."""

@@ -307,18 +307,3 @@ def move_gradient_hooks(old: torch.Tensor, new: torch.Tensor, changed: Callable[
 def version_of(tensor: torch.Tensor) -> int:
     """How often a tensor was written to in place. `_version` since torch 0.4."""
     return tensor._version
-
-
-def wrapped_module(model: torch.nn.Module) -> tuple[str, str] | None:
-    """Of a module that stands for another one: what it is, and where the other is kept. None of any other module.
-
-    `_dynamo.eval_frame.OptimizedModule._orig_mod` since torch 2.0.
-    """
-    if isinstance(model, torch.jit.ScriptModule):
-        return "a scripted module, whose Python code is gone", "the one that was given to torch.jit"
-    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        return "in DistributedDataParallel, which replicates it", "model.module"
-    if isinstance(model, torch.nn.DataParallel):
-        return "in DataParallel, which replicates it", "model.module"
-    kept = "_orig_mod" in model._modules and type(model).__module__ == "torch._dynamo.eval_frame"
-    return ("what torch.compile made", "model._orig_mod") if kept else None

@@ -134,7 +134,9 @@ def _structure(model: nn.Module) -> Iterator[_Watch]:
         for table, same in (("_modules", is_), ("_parameters", _same_tensor), ("_buffers", _same_tensor)):
             held = vars(module)[table]
             yield _of_dict(name, held, same)
-    hooks = [vars(module)[table] for module in model.modules() for table in _HOOKS]
+    # Hooks of the model itself run outside its program, at every call.
+    inner = [module for module in model.modules() if module is not model]
+    hooks = [vars(module)[table] for module in inner for table in _HOOKS]
     hooks += global_module_hooks()
     read = _hooks_in(hooks)
     yield _Watch("hooks of modules", read, (), read(), is_)

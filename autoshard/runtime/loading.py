@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from autoshard.runtime.agreement import everyones
 from autoshard.runtime.checksum import checksum
@@ -18,14 +19,13 @@ from cost_model.errors import ShardingError
 __all__ = ["accept_any_state"]
 
 
-def accept_any_state(model: nn.Module) -> None:
+def accept_any_state(model: nn.Module) -> list[RemovableHandle]:
     """Let `load_state_dict` of the model and of its modules take whole tensors and DTensors alike.
 
     Every rank passes the same whole tensors and keeps its part, without communication but for a comparison of
     checksums. Raises ShardingError if they differ, before anything is loaded.
     """
-    for module in model.modules():
-        module.register_load_state_dict_pre_hook(_fit)
+    return [module.register_load_state_dict_pre_hook(_fit) for module in model.modules()]
 
 
 def _fit(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

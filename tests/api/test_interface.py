@@ -317,8 +317,8 @@ class Returns(nn.Module):
         Layered(lambda: nn.Linear(2, 2), (), "cannot capture Linear"),
         Layered(lambda: Returns(None), (X,), "returns no tensor"),
         Layered(lambda: Returns(3), (X,), "returns no tensor"),
-        Layered(lambda: torch.jit.script(nn.Linear(2, 2)), (X,), "scripted module"),
-        Layered(lambda: torch.compile(nn.Linear(2, 2), backend="eager"), (X,), "model._orig_mod"),
+        Layered(lambda: torch.jit.script(nn.Linear(2, 2)), (X,), "TorchScript module"),
+        Layered(lambda: torch.compile(nn.Linear(2, 2), backend="eager"), (X,), "what torch.compile returned"),
     ],
     ids=lambda case: case.message,
 )

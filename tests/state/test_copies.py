@@ -94,6 +94,25 @@ def hooked(axes: Axes | None) -> Found:
     return {"gradients": gradients, "seen": seen}
 
 
+def called_directly(axes: Axes | None) -> Found:
+    """A layer, and a block of two, outside the model's forward; then the model again."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(10, 16), nn.ReLU()), nn.Linear(16, 5))
+    with torch.no_grad():
+        for n, parameter in enumerate(model.parameters()):
+            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).sin().view_as(parameter) + n)
+    x = data()[0].requires_grad_()
+    if axes is not None:
+        parallel(model, axes, (x,))
+    outputs = [model[0](x), model[1](torch.ones(2, 16))]
+    sum(output.square().sum() for output in outputs).backward()
+    gradients = [full(p.grad) for p in model.parameters()]
+    with pytest.raises(RuntimeError):
+        model[0](torch.ones(2, 7))
+    outputs += [model(x)]
+    assert all(type(output) is Tensor for output in outputs)
+    return {"outputs": [full(o) for o in outputs], "gradients": gradients, "x": full(x.grad)}
+
+
 def everything(rank: int, axes: Axes | None) -> dict[str, Found]:
     return {
         "late": averaged(axes, early=False),
@@ -101,6 +120,7 @@ def everything(rank: int, axes: Axes | None) -> dict[str, Found]:
         "copied": copied(axes),
         "saved": saved(axes),
         "hooked": hooked(axes),
+        "directly": called_directly(axes),
     }
 
 
