@@ -185,7 +185,7 @@ class _Exchange:
             now = time.monotonic()
             if self._timeout is not None and now - begun > self._timeout:
                 raise RankError(
-                    f"rank(s) {_listed(board.absent(name))} did not arrive within {self._timeout:.0f} s: {self._what}\n"
+                    f"ranks {_listed(board.absent(name))} did not come within {self._timeout:.0f} s for {self._what}\n"
                     "  try: look there first: they failed earlier, or run something else"
                 )
             if now > notice:

@@ -95,7 +95,7 @@ def late(rank: int) -> str:
 
 def test_a_rank_that_does_not_come_is_named(ranks: RankPool) -> None:
     waiting, _ = ranks.run(late, world=2)
-    assert waiting.startswith("RankError: rank(s) 1 did not arrive within 0 s")
+    assert waiting.startswith("RankError: ranks 1 did not come within 0 s for a check\n")
 
 
 def test_alone_there_is_nobody_to_ask() -> None:
