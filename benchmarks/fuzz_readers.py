@@ -29,7 +29,22 @@ from cost_model.readers import read_profile
 SAMPLES = Path(__file__).parent.parent / "tests" / "cost_model" / "samples"
 NUMBERS = (0, -1, 1, 2**31, 2**63, 10**40, 0.5, -0.0, 1e-320, 1e308, float("nan"), float("inf"))
 VALUES = (*NUMBERS, None, True, "", "x", "\0", "\udcff", "{0:>9999999999}", "{}", [], {}, [[[]]], {"x": {}})
-TEXTS = ("nan", "-1", "1e999", "9" * 5000, "\t", "\0", "[" * 3000, "{" * 3000, "inf", "é", "#", "|", "0x10", "")
+TEXTS = (
+    "nan",
+    "-1",
+    "1e999",
+    "9" * 5000,
+    "\t",
+    "\0",
+    "[" * 3000,
+    "{" * 3000,
+    "inf",
+    "é",
+    "#",
+    "|",
+    "0x10",
+    "",
+)
 
 Case = tuple[str, str]
 """What became of a damaged file, and of which error."""
@@ -110,7 +125,9 @@ def small_plan() -> Plan:
 def use_plan(path: Path) -> None:
     plan = Plan.load(path)
     use = [plan.explain, plan.to_text, plan.to_networkx, lambda: plan.diff(plan), lambda: plan.parameters]
-    use += [lambda suffix=s: plan.draw(path.with_suffix(suffix)) for s in (".svg", ".html", ".dot", ".graphml")]
+    use += [
+        lambda suffix=s: plan.draw(path.with_suffix(suffix)) for s in (".svg", ".html", ".dot", ".graphml")
+    ]
     for action in use:
         _used(action)
     _used(lambda: verify(small_model(), plan, (torch.zeros(8, 6),)))
@@ -172,7 +189,11 @@ def fuzz(kind: str, cases: int, seed: int, folder: Path) -> Counter[Case]:
     for _ in range(cases):
         text, use = rng.choice(samples)
         json_like = text.lstrip().startswith(b"{")
-        content = damaged_json(json.loads(text), rng) if json_like and rng.random() < 0.7 else damaged_bytes(text, rng)
+        content = (
+            damaged_json(json.loads(text), rng)
+            if json_like and rng.random() < 0.7
+            else damaged_bytes(text, rng)
+        )
         found[outcome(use, content, folder / "damaged.json")] += 1
     return found
 
@@ -195,15 +216,23 @@ def _benchmarks(names: Sequence[str]) -> Callable[[], list[Sample]]:
 SOURCES: Mapping[str, Callable[[], list[Sample]]] = {
     "plans": _plans,
     "profiles": _profiles,
-    "nccl-tests text": _benchmarks(["all_reduce_perf.txt", "all_gather_16.txt", "broadcast.txt", "sweep_prefixed.log"]),
+    "nccl-tests text": _benchmarks(
+        ["all_reduce_perf.txt", "all_gather_16.txt", "broadcast.txt", "sweep_prefixed.log"]
+    ),
     "nccl-tests JSON": _benchmarks(["all_gather_one_process.json"]),
-    "stas00 tables": _benchmarks(["all_reduce_bench.txt", "all_reduce_bench_table.md", "torch_dist_bench.txt"]),
+    "stas00 tables": _benchmarks(
+        ["all_reduce_bench.txt", "all_reduce_bench_table.md", "torch_dist_bench.txt"]
+    ),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=10_000, help="damaged files of each kind (default 10000)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--cases", type=int, default=10_000, help="damaged files of each kind (default 10000)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", nargs="+", choices=sorted(SOURCES), default=list(SOURCES))
     arguments = parser.parse_args(argv)
@@ -215,7 +244,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             for (what, _), count in found.items():
                 totals[what] += count
             bad += totals["raw"] + totals["crashed"]
-            print(kind, ", ".join(f"{totals[w]} {w}" for w in ("refused", "accepted", "raw", "crashed")), flush=True)
+            print(
+                kind,
+                ", ".join(f"{totals[w]} {w}" for w in ("refused", "accepted", "raw", "crashed")),
+                flush=True,
+            )
             for (what, text), count in found.most_common():
                 if what in ("raw", "crashed"):
                     print(f"  {what} {count}: {text}")
