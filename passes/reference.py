@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 
 from passes.capture.state import named_state, state_kept
+from passes.conditioning import seeded_call
 from passes.joint import JointGraph, node_value
 
 __all__ = ["eager_results", "graph_values", "reference_inputs"]
@@ -54,7 +55,7 @@ class _Recorder(fx.Interpreter):
         self.values: dict[str, Any] = {}
 
     def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
+        value = seeded_call(n, super().run_node)
         self.values[n.name] = value
         return value
 

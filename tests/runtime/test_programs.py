@@ -31,7 +31,8 @@ def test_which_program_runs(backend: str, at_once: bool, wanted: list[str]) -> N
 
 
 def recurring(rank: int) -> list[list[torch.Tensor]]:
-    """Losses and gradients of a second kind of call, four times; the last backward after a compiled forward began."""
+    """Losses and gradients of a second kind of call, four times. Two backwards follow two forwards, of another program
+    in the second pair: gradients are doubled."""
     model = parallel(two_linear(), (("x", 2),), (data(8)[0],), backend="aot_eager")
     found: list[list[torch.Tensor]] = []
     pending = []
@@ -39,7 +40,7 @@ def recurring(rank: int) -> list[list[torch.Tensor]]:
         model.zero_grad()
         loss = model(data(6)[0]).square().mean()
         pending.append(loss)
-        if len(pending) == 2:  # both backwards after both forwards, of other programs in the second pair: twice the gradient
+        if len(pending) == 2:
             for one in pending:
                 one.backward()
             pending.clear()
