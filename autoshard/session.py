@@ -211,9 +211,7 @@ class Session:
 
     def _task(self, captured: Captured, layouts: CallLayouts, pins: Mapping[str, Layout]) -> Task:
         s = self.settings
-        return Task(
-            captured, self._profile, self.spec, layouts, pins, s.memory_limit, s.backend, s.time_limit
-        )
+        return Task(captured, self.profile, self.spec, layouts, pins, s.memory_limit, s.backend, s.time_limit)
 
     def _held(self) -> dict[str, Layout]:
         """The layouts that parameters have: of those that are still the model's. A new layer's are free."""
@@ -268,10 +266,11 @@ class Session:
 
     def prices(self, profile: Profile | None = None) -> Prices:
         """What the program's kernels and collectives cost under `profile`, or the session's own."""
-        return prices_of(profile or self._profile, self.spec, self.settings.backend)
+        return prices_of(profile or self.profile, self.spec, self.settings.backend)
 
     @property
-    def _profile(self) -> Profile:
+    def profile(self) -> Profile:
+        """What it plans with."""
         assert self.settings.profile is not None
         return self.settings.profile
 

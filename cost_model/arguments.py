@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
+from typing import TypeGuard
 
 from cost_model.errors import AutoshardError, ShardingError
 
-__all__ = ["checked_count", "checked_flag", "checked_path", "checked_seconds", "reject", "shown"]
+__all__ = ["checked_count", "checked_flag", "checked_path", "checked_seconds", "is_number", "reject", "shown"]
 
 
 def reject(argument: str, value: object, remedy: str) -> ShardingError:
@@ -24,10 +25,14 @@ def shown(value: object) -> str:
     return text if 0 < len(text) <= 60 else f"a {type(value).__name__}"
 
 
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether it is an int or a float; True and False are not."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def checked_seconds(value: object, argument: str) -> float:
     """A time above zero, infinity allowed."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or (not 0 < value < 2**63 and value != math.inf):
+    if not is_number(value) or (not 0 < value < 2**63 and value != math.inf):
         raise reject(argument, value, "a number of seconds above zero")
     return float(value)
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from cost_model.arguments import checked_path, shown
+from cost_model.arguments import checked_path, is_number, shown
 from cost_model.errors import ProfileError
 from cost_model.groups import shape_text
 from cost_model.profile import Profile
@@ -80,11 +80,10 @@ def read_profile(
 
 
 def _check_options(rank_stride: object, busbw_limit: object) -> None:
-    integer = isinstance(rank_stride, int) and not isinstance(rank_stride, bool)
-    if rank_stride is not None and not (integer and 1 <= rank_stride <= 2**20):
+    whole = is_number(rank_stride) and isinstance(rank_stride, int) and 1 <= rank_stride <= 2**20
+    if rank_stride is not None and not whole:
         raise ProfileError(f"rank_stride is {shown(rank_stride)}\n  try: 1 or more")
-    number = isinstance(busbw_limit, (int, float)) and not isinstance(busbw_limit, bool)
-    if busbw_limit is not None and not (number and busbw_limit > 0):
+    if busbw_limit is not None and not (is_number(busbw_limit) and busbw_limit > 0):
         raise ProfileError(f"busbw_limit is {shown(busbw_limit)}\n  try: bytes per second, above zero")
 
 
