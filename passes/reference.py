@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -110,7 +110,10 @@ def _gradients(
     if not pairs or not trained:
         return {}
     roots, seeds = [root for root, _ in pairs], [seed for _, seed in pairs]
-    found: Sequence[Any] = torch.autograd.grad(roots, list(trained.values()), seeds, allow_unused=True)
+    found = cast(
+        "Sequence[torch.Tensor | None]",
+        torch.autograd.grad(roots, list(trained.values()), seeds, allow_unused=True),
+    )
     return {name: value for name, value in zip(trained, found, strict=True) if value is not None}
 
 
