@@ -15,16 +15,15 @@ from passes.torch_compat import op_key
 
 __all__ = ["Rounding", "draws", "measured_rounding", "seeded_call"]
 
-_ROUNDED = frozenset(
-    """
-    contract use_attention attention attention_backward convolution convolution_backward mm bmm addmm baddbmm
-    add sub mul div rsub reciprocal sqrt rsqrt exp exp2 expm1 log log1p log2 tanh sigmoid erf gelu gelu_backward silu
-    silu_backward tanh_backward sigmoid_backward pow sin cos sum mean var var_mean std prod cumsum softmax _softmax
-    _log_softmax _softmax_backward_data _log_softmax_backward_data logsumexp native_layer_norm native_group_norm
-    native_batch_norm addcmul addcdiv lerp norm linalg_vector_norm _fft_r2c _fft_c2r _fft_c2c index_add scatter_add
-    index_put embedding_dense_backward avg_pool2d avg_pool2d_backward upsample_bilinear2d neighborhood_attention
-    """.split()
-)
+_NAMES = """
+contract use_attention attention attention_backward convolution convolution_backward mm bmm addmm baddbmm
+add sub mul div rsub reciprocal sqrt rsqrt exp exp2 expm1 log log1p log2 tanh sigmoid erf gelu gelu_backward silu
+silu_backward tanh_backward sigmoid_backward pow sin cos sum mean var var_mean std prod cumsum softmax _softmax
+_log_softmax _softmax_backward_data _log_softmax_backward_data logsumexp native_layer_norm native_group_norm
+native_batch_norm addcmul addcdiv lerp norm linalg_vector_norm _fft_r2c _fft_c2r _fft_c2c index_add scatter_add
+index_put embedding_dense_backward avg_pool2d avg_pool2d_backward upsample_bilinear2d neighborhood_attention
+"""
+_ROUNDED = frozenset(_NAMES.split())
 """Ops that round. Others select, move or compare: what they return must stay equal to what they were given."""
 
 

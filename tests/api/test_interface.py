@@ -310,7 +310,9 @@ class Returns(nn.Module):
     [
         Layered(lambda: nn.Linear(2, 2), (torch.ones(4, 2, dtype=torch.int64),), "int64"),
         Layered(lambda: nn.Linear(2, 2), (X.double(),), "float64"),
-        Layered(lambda: nn.Conv1d(2, 2, 1), (torch.ones(1, 2, 4, dtype=torch.int32),), "int32"),
+        Layered(
+            lambda: nn.Conv1d(2, 2, 1), (torch.ones(1, 2, 4, dtype=torch.int32),), "cannot capture Conv1d"
+        ),
         Layered(lambda: nn.Linear(2, 2), (X[:, :1],), "cannot capture Linear"),
         Layered(lambda: nn.Linear(2, 2), (), "cannot capture Linear"),
         Layered(lambda: Returns(None), (X,), "returns no tensor"),
