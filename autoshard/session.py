@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -104,8 +105,6 @@ class Session:
         self.seeds = SeedStream()
         self._copies: Copies[Session] = Copies()
         self.watch = watch_of(mesh)
-        numbers = sum(parameter.numel() for parameter in model.parameters())
-        self._stages = stages_of(mesh.get_rank(), f"{type(model).__name__} of {numbers} parameters")
 
     @staticmethod
     def of(model: nn.Module) -> Session | None:
@@ -113,6 +112,10 @@ class Session:
         dispatcher = dispatcher_of(model)
         owner = None if dispatcher is None else getattr(dispatcher.build, "__self__", None)
         return owner if isinstance(owner, Session) else None
+
+    def _stages(self, stage: str) -> AbstractContextManager[None]:
+        numbers = sum(parameter.numel() for parameter in self.model.parameters())
+        return stages_of(self.mesh.get_rank(), f"{type(self.model).__name__} of {numbers} parameters")(stage)
 
     def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What of a call's arguments decides its graph."""

@@ -80,7 +80,9 @@ def _change(holder: Any, key: Any, rng: random.Random, places: Sequence[tuple[An
             del holder[key]
         case 1:
             other, at = rng.choice(places)
-            if (isinstance(other, dict) and at not in other) or (isinstance(other, list) and at >= len(other)):
+            if (isinstance(other, dict) and at not in other) or (
+                isinstance(other, list) and at >= len(other)
+            ):
                 return
             holder[key] = json.loads(json.dumps(other[at]))
         case 2 if isinstance(holder, list):

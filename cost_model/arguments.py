@@ -19,10 +19,20 @@ def reject(argument: str, value: object, remedy: str) -> ShardingError:
 
 def shown(value: object) -> str:
     """A value in a message: numbers, text and what is short as written, all else by its type."""
+    if isinstance(value, (list, tuple, dict)) and len(value) <= 8 and all(map(_is_plain, value)):
+        inside = value.values() if isinstance(value, dict) else ()
+        return repr(value) if all(map(_is_plain, inside)) else f"a {type(value).__name__}"
     text = repr(value) if isinstance(value, (str, bytes, float, bool, type(None))) else ""
     if isinstance(value, int) and abs(value) < 10**40:  # Python refuses to write the longest
         text = repr(value)
     return text if 0 < len(text) <= 60 else f"a {type(value).__name__}"
+
+
+def _is_plain(value: object) -> bool:
+    """Whether it is short when written down."""
+    return isinstance(value, (float, bool, type(None))) or (
+        (isinstance(value, int) and abs(value) < 10**12) or (isinstance(value, str) and len(value) < 20)
+    )
 
 
 def is_number(value: object) -> TypeGuard[float]:
