@@ -26,8 +26,11 @@ def shown(value: object) -> str:
 
 def checked_seconds(value: object, argument: str) -> float:
     """A time above zero, infinity allowed."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or (not 0 < value < 2**63 and value != math.inf):
+    if (
+        not isinstance(value, (int, float))
+        or isinstance(value, bool)
+        or not (0 < value < 2**63 or value == math.inf)
+    ):
         raise reject(argument, value, "a number of seconds above zero")
     return float(value)
 
