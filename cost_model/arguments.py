@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import os
+import reprlib
 from pathlib import Path
-from typing import TypeGuard
 
 from cost_model.errors import AutoshardError, ShardingError
 
-__all__ = ["checked_count", "checked_flag", "checked_path", "checked_seconds", "is_number", "reject", "shown"]
+__all__ = ["checked_count", "checked_flag", "checked_path", "checked_seconds", "reject", "shown"]
+
+
+_SHORT = reprlib.Repr()
 
 
 def reject(argument: str, value: object, remedy: str) -> ShardingError:
@@ -18,31 +21,25 @@ def reject(argument: str, value: object, remedy: str) -> ShardingError:
 
 
 def shown(value: object) -> str:
-    """A value in a message: numbers, text and what is short as written, all else by its type."""
-    if isinstance(value, (list, tuple, dict)) and len(value) <= 8 and all(map(_is_plain, value)):
-        inside = value.values() if isinstance(value, dict) else ()
-        return repr(value) if all(map(_is_plain, inside)) else f"a {type(value).__name__}"
+    """A value in a message: numbers, text and short lists as written, all else by its type."""
+    if isinstance(value, (list, tuple, dict)):
+        try:
+            return _SHORT.repr(value)  # which follows no depth
+        except ValueError:  # an integer that Python refuses to write
+            return f"a {type(value).__name__}"
     text = repr(value) if isinstance(value, (str, bytes, float, bool, type(None))) else ""
     if isinstance(value, int) and abs(value) < 10**40:  # Python refuses to write the longest
         text = repr(value)
     return text if 0 < len(text) <= 60 else f"a {type(value).__name__}"
 
 
-def _is_plain(value: object) -> bool:
-    """Whether it is short when written down."""
-    return isinstance(value, (float, bool, type(None))) or (
-        (isinstance(value, int) and abs(value) < 10**12) or (isinstance(value, str) and len(value) < 20)
-    )
-
-
-def is_number(value: object) -> TypeGuard[float]:
-    """Whether it is an int or a float; True and False are not."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def checked_seconds(value: object, argument: str) -> float:
     """A time above zero, infinity allowed."""
-    if not is_number(value) or (not 0 < value < 2**63 and value != math.inf):
+    if (
+        not isinstance(value, (int, float))
+        or isinstance(value, bool)
+        or not (0 < value < 2**63 or value == math.inf)
+    ):
         raise reject(argument, value, "a number of seconds above zero")
     return float(value)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -110,11 +110,11 @@ def _gradients(
     if not pairs or not trained:
         return {}
     roots, seeds = [root for root, _ in pairs], [seed for _, seed in pairs]
-    found = cast(
-        "Sequence[torch.Tensor | None]",
-        torch.autograd.grad(roots, list(trained.values()), seeds, allow_unused=True),
-    )
-    return {name: value for name, value in zip(trained, found, strict=True) if value is not None}
+    found = torch.autograd.grad(roots, list(trained.values()), seeds, allow_unused=True)
+    # None where a parameter was not used, which torch's annotation does not say.
+    return {
+        name: value for name, value in zip(trained, found, strict=True) if isinstance(value, torch.Tensor)
+    }
 
 
 def _result(

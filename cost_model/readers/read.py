@@ -9,7 +9,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from cost_model.arguments import checked_path, is_number, shown
+from cost_model.arguments import checked_path, shown
 from cost_model.errors import ProfileError
 from cost_model.groups import shape_text
 from cost_model.profile import Profile
@@ -80,10 +80,11 @@ def read_profile(
 
 
 def _check_options(rank_stride: object, busbw_limit: object) -> None:
-    whole = is_number(rank_stride) and isinstance(rank_stride, int) and 1 <= rank_stride <= 2**20
-    if rank_stride is not None and not whole:
+    integer = isinstance(rank_stride, int) and not isinstance(rank_stride, bool) and 1 <= rank_stride <= 2**20
+    if rank_stride is not None and not integer:
         raise ProfileError(f"rank_stride is {shown(rank_stride)}\n  try: 1 or more")
-    if busbw_limit is not None and not (is_number(busbw_limit) and busbw_limit > 0):
+    number = isinstance(busbw_limit, (int, float)) and not isinstance(busbw_limit, bool) and busbw_limit > 0
+    if busbw_limit is not None and not number:
         raise ProfileError(f"busbw_limit is {shown(busbw_limit)}\n  try: bytes per second, above zero")
 
 
