@@ -52,12 +52,12 @@ class RandomToUniform(GraphPass):
             source = _Source(seed, itertools.count())
             for node in draws:
                 _TABLE[node.target](source, node)
-        for node in joint.graph.nodes:
-            _refuse_generators(node)
         for node in [n for n in joint.graph.nodes if n.target is aten.native_dropout_backward.default]:
             grad, mask, scale = node.args
             replace_node(node, _scaled(node, emit(node, aten.mul.Tensor, grad, mask), scale))
         erase_dead(joint.graph)
+        for node in joint.graph.nodes:
+            _refuse_generators(node)
         return joint
 
 
