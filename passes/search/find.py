@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -18,6 +19,11 @@ from passes.search.problem import Infeasible
 from passes.search.space import Prices, SearchSpace, build_space
 
 __all__ = ["Found", "find_assignment"]
+
+_LISTING_SECONDS = 20.0
+_SOLVING_SECONDS = 1.0
+"""A time limit is for the search. Listing layouts before it may take so long if the limit is shorter, and leaves it
+so much."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +61,13 @@ def find_assignment(
     that bind the memory limit.
     """
     room = None if memory_limit is None else _room(memory_limit, reserve, prices.mesh)
-    space = build_space(joint, prices, boundary, memory_limit=room, rules=rules, held=held)
+    start = time.monotonic()
+    latest = start + max(time_limit, _LISTING_SECONDS)
+    space = build_space(joint, prices, boundary, memory_limit=room, rules=rules, held=held, deadline=latest)
+    seconds = max(_SOLVING_SECONDS, start + time_limit - time.monotonic())
     try:
         solution = solve_overlapped(
-            space.problem, space.kinds, prices.overlap_efficiency, time_limit=time_limit
+            space.problem, space.kinds, prices.overlap_efficiency, time_limit=min(time_limit, seconds)
         )
     except Infeasible as reason:
         raise _explained(reason, joint, space, prices.mesh, (memory_limit or 0, reserve)) from None

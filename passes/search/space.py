@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -11,6 +13,7 @@ import torch
 from torch import fx
 
 from cost_model.compute import ComputePrices
+from cost_model.errors import InfeasibleError
 from cost_model.mesh import MeshSpec
 from passes.assignment import NodeLayouts
 from passes.chains import find_chains
@@ -95,6 +98,7 @@ def build_space(
     memory_limit: int | None = None,
     rules: RuleTable | None = None,
     held: Mapping[str, NodeLayouts] | None = None,
+    deadline: float = math.inf,
 ) -> SearchSpace:
     """The labelling problem of `joint` on `prices.mesh`.
 
@@ -103,8 +107,12 @@ def build_space(
 
     held: layouts of nodes of a graph like this one at other sizes: where a node of the same name may be split by the
     same axes in the same dims, it is.
+    deadline: on the clock of `time.monotonic`; later than that, InfeasibleError: layouts of a mesh of many axes, and
+    the ways between them, are too many.
     """
-    builder = _Builder(joint, prices, boundary, rules, joint.trained, hidden_reads(joint), held or {})
+    builder = _Builder(
+        joint, prices, boundary, rules, joint.trained, hidden_reads(joint), held or {}, deadline
+    )
     builder.add_nodes()
     builder.add_edges()
     return builder.finish(memory_limit)
@@ -127,6 +135,7 @@ class _Builder:
     trained: set[fx.Node]
     reads: HiddenReads
     held: Mapping[str, NodeLayouts]
+    deadline: float
     index: dict[fx.Node, int] = field(default_factory=dict)
     nodes: list[fx.Node | None] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
@@ -264,8 +273,17 @@ class _Builder:
 
     def _classed(self, key: Hashable, make: Callable[[], _Option]) -> _Option:
         if key not in self.classes:
+            self._check_time()
             self.classes[key] = make()
         return self.classes[key]
+
+    def _check_time(self) -> None:
+        if time.monotonic() > self.deadline:
+            mesh = self.prices.mesh
+            raise InfeasibleError(
+                f"the layouts on {mesh} and the ways between them could not be listed in the time limit\n"
+                f"  try: a larger `time_limit` (seconds), or a mesh of fewer axes than {len(mesh.real_axes())}"
+            )
 
     def _slot(self, position: int, result: fx.Node) -> int:
         """The search node whose layout the graph's result must reach."""
@@ -294,6 +312,7 @@ class _Builder:
         read = self.options[edge.consumer].strategies
         key = (id(held), edge.result, id(read), edge.operand, tuple(value.shape), value.dtype, merges)
         if key not in self.matrices:
+            self._check_time()
             sources = [s.results[edge.result] for s in held]
             targets = [s.results[0] if edge.operand is None else s.operands[edge.operand] for s in read]
             self.matrices[key] = self._edge_matrix(sources, targets, value, merges)
