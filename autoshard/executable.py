@@ -12,8 +12,8 @@ from autoshard.plan import Plan
 from autoshard.runtime.boundary import InputSide, OutputSide, plain_input, wrapped_output
 from autoshard.runtime.devices import arrived, local_device, seed_on
 from autoshard.runtime.guards import Guards
+from autoshard.runtime.programs import Programs
 from autoshard.runtime.seeds import SeedStream
-from autoshard.runtime.step import Program
 from autoshard.task import CallLayouts
 from autoshard.watching.inputs import CheckInputs
 from cost_model.mesh import MeshSpec
@@ -42,7 +42,7 @@ class Executable:
         captured: Captured,
         plan: Plan,
         layouts: CallLayouts,
-        program: Program,
+        programs: Programs,
         guards: Guards,
         check_inputs: CheckInputs,
     ) -> None:
@@ -50,7 +50,7 @@ class Executable:
         self._home = home
         self._check_inputs = check_inputs
         self._spec = captured.call
-        self._program = program
+        self._programs = programs
         joint = captured.joint
         self._leaves = [
             leaf for leaf in (_leaf(home, joint, plan, i) for i in range(len(joint.inputs))) if leaf
@@ -61,7 +61,7 @@ class Executable:
         tensors, _ = self._spec.flatten(args, kwargs)
         self._check_inputs(tensors)
         leaves = [leaf(tensors) for leaf in self._leaves]
-        outputs = self._program(leaves)
+        outputs = self._programs.next()(leaves)
         home = self._home
         wrapped = [
             wrapped_output(value, side, home.mesh, home.spec)

@@ -18,7 +18,7 @@ def largest(values: Iterable[torch.Tensor | None]) -> float:
     """Largest finite magnitude among floating point tensors; 0 if there is none."""
     found = 0.0
     for value in values:
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel():
+        if isinstance(value, torch.Tensor) and _is_real_or_complex(value) and value.numel():
             found = max(found, float(value.detach().abs().nan_to_num(0.0, 0.0, 0.0).max()))
     return found
 
@@ -79,16 +79,23 @@ def _reduced(pieces: Sequence[torch.Tensor | None], layout: Layout) -> torch.Ten
     return total
 
 
+def _is_real_or_complex(value: torch.Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
+
+
 def relative_error(got: torch.Tensor, part: torch.Tensor, scale: float) -> float:
     """Largest |got - part| over `scale` (1 if that is 0); inf where NaN or inf, or whole numbers, differ."""
     if got.numel() == 0:
         return 0.0
-    if not got.is_floating_point():
+    if scale == float("inf"):  # rounding alone decides what it is
+        return 0.0
+    if not _is_real_or_complex(got):
         return 0.0 if torch.equal(got, part) else float("inf")
     same = (got == part) | (got.isnan() & part.isnan())
     if bool(same.all()):
         return 0.0
-    difference = torch.where(same, 0.0, (got.double() - part.double()).abs())
+    wide = torch.complex128 if got.is_complex() else torch.float64
+    difference = torch.where(same, 0.0, (got.to(wide) - part.to(wide)).abs())
     if not bool(difference.isfinite().all()):
         return float("inf")
     return float(difference.max()) / (scale or 1.0)

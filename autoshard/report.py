@@ -91,7 +91,7 @@ class StepReport:
 
     def text(self) -> str:
         """Whole step, phases and collectives: predicted, measured, predicted / measured."""
-        return report_text(self.figures, str(self._session.settings.profile))
+        return report_text(self.figures, str(self._session.profile))
 
     def __str__(self) -> str:
         return self.text()
@@ -114,7 +114,7 @@ class StepReport:
             f"{session.spec}, torch {torch.__version__}, backend {session.settings.backend}: "
             f"{len(times)} collectives, kernels x {factor:.3g}"
         )
-        return corrected_profile(profile or session.settings.profile, session.spec, times, factor, note)
+        return corrected_profile(profile or session.profile, session.spec, times, factor, note)
 
     def _measure(self) -> StepFigures:
         session = self._session

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +32,7 @@ from autoshard.runtime.nccl import in_host_order
 from autoshard.runtime.observe import Observer
 from autoshard.runtime.parameters import distribute_parameters
 from autoshard.runtime.process_groups import groups_for
+from autoshard.runtime.programs import Programs
 from autoshard.runtime.seeds import SeedStream
 from autoshard.runtime.step import Program
 from autoshard.runtime.wrapping import check_unwrapped
@@ -49,7 +51,7 @@ from passes.joint import JointGraph
 from passes.layout import Layout
 from passes.lower_rank import lower_rank
 from passes.missing_tangents import usually_missing
-from passes.phases import split_phases
+from passes.phases import Phases, split_phases
 from passes.placements import placements_to_layout
 from passes.search.space import Prices
 
@@ -103,8 +105,6 @@ class Session:
         self.seeds = SeedStream()
         self._copies: Copies[Session] = Copies()
         self.watch = watch_of(mesh)
-        numbers = sum(parameter.numel() for parameter in model.parameters())
-        self._stages = stages_of(mesh.get_rank(), f"{type(model).__name__} of {numbers} parameters")
 
     @staticmethod
     def of(model: nn.Module) -> Session | None:
@@ -112,6 +112,10 @@ class Session:
         dispatcher = dispatcher_of(model)
         owner = None if dispatcher is None else getattr(dispatcher.build, "__self__", None)
         return owner if isinstance(owner, Session) else None
+
+    def _stages(self, stage: str) -> AbstractContextManager[None]:
+        numbers = sum(parameter.numel() for parameter in self.model.parameters())
+        return stages_of(self.mesh.get_rank(), f"{type(self.model).__name__} of {numbers} parameters")(stage)
 
     def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What of a call's arguments decides its graph."""
@@ -134,10 +138,8 @@ class Session:
             plan = self._planned(captured, layouts)
         groups_for(self.mesh, _axes_in(plan, self.spec))
         kind = kind_of(self.model, captured.joint)
-        with self._stages("compiling the plan"):
-            program = collectively(
-                self.mesh, lambda: self._program(captured, plan, kind), what="compiling a plan"
-            )
+        made = self._made(captured, plan, kind)
+        programs = Programs(made, self.settings.backend, at_once=self.plan is None)
         self._settle(plan)
         call = replace(captured.call, key=flatten_call(args, kwargs)[1])
         inputs = checked_inputs(captured.joint, whole.layouts, self.spec, self.mesh.get_rank())
@@ -146,7 +148,7 @@ class Session:
             replace(captured, call=call),
             plan,
             layouts,
-            program,
+            programs,
             Guards(self.model, captured.reads),
             CheckInputs(self.mesh, self.watch, inputs),
         )
@@ -212,9 +214,7 @@ class Session:
 
     def _task(self, captured: Captured, layouts: CallLayouts, pins: Mapping[str, Layout]) -> Task:
         s = self.settings
-        return Task(
-            captured, self._profile, self.spec, layouts, pins, s.memory_limit, s.backend, s.time_limit
-        )
+        return Task(captured, self.profile, self.spec, layouts, pins, s.memory_limit, s.backend, s.time_limit)
 
     def _held(self) -> dict[str, Layout]:
         """The layouts that parameters have: of those that are still the model's. A new layer's are free."""
@@ -224,25 +224,37 @@ class Session:
             if isinstance(parameter, DTensor)
         }
 
-    def _program(self, captured: Captured, plan: Plan, kind: str) -> Program:
-        joint, rank = captured.joint, dist.get_rank()
+    def _made(self, captured: Captured, plan: Plan, kind: str) -> Callable[[str], Program]:
+        """What compiles this rank's program by a backend, on all ranks together."""
+        phases, sides = collectively(self.mesh, lambda: self._lowered(captured, plan), what="lowering a plan")
+        separately, turn = self._separately(plan), turns_of(self.watch, kind)
+
+        def compiled(backend: str) -> Program:
+            rank = self.mesh.get_rank()
+            program = Program(phases, sides, self.spec, rank, backend, self.observers, separately, turn)
+            if phases.backward is not None:
+                program.compile_backward(usually_missing(phases.backward))
+            return program
+
+        def together(backend: str) -> Program:
+            with self._stages("compiling the plan"):
+                return collectively(self.mesh, lambda: compiled(backend), what="compiling a plan")
+
+        return together
+
+    def _lowered(self, captured: Captured, plan: Plan) -> tuple[Phases, list[InputSide]]:
+        joint = captured.joint
         prices = self.prices()
         groups = groups_for(self.mesh, _axes_in(plan, self.spec))
         turns = bucketed_turns(joint, plan.assignment, prices)
-        ours = lower_rank(joint, plan.assignment, prices, rank, groups, turns)
-        phases = split_phases(ours.module, joint.inputs, joint.outputs)
+        ours = lower_rank(joint, plan.assignment, prices, dist.get_rank(), groups, turns)
         shapes = {node.name: tuple(node.meta["val"].shape) for node in joint.placeholders}
         sides = [
             InputSide(shapes[node.name], plan.assignment[node.name].results[0])
             for node, spec in zip(joint.placeholders, joint.inputs, strict=True)
             if spec.kind != "tangent"
         ]
-        separately = self._separately(plan)
-        backend, turn = self.settings.backend, turns_of(self.watch, kind)
-        program = Program(phases, sides, self.spec, rank, backend, self.observers, separately, turn)
-        if phases.backward is not None:
-            program.compile_backward(usually_missing(phases.backward))
-        return program
+        return split_phases(ours.module, joint.inputs, joint.outputs), sides
 
     def _separately(self, plan: Plan) -> bool:
         """Whether collectives on different communicators must not be in flight together."""
@@ -257,10 +269,11 @@ class Session:
 
     def prices(self, profile: Profile | None = None) -> Prices:
         """What the program's kernels and collectives cost under `profile`, or the session's own."""
-        return prices_of(profile or self._profile, self.spec, self.settings.backend)
+        return prices_of(profile or self.profile, self.spec, self.settings.backend)
 
     @property
-    def _profile(self) -> Profile:
+    def profile(self) -> Profile:
+        """What it plans with."""
         assert self.settings.profile is not None
         return self.settings.profile
 

@@ -25,6 +25,7 @@ from cost_model.mesh import MeshSpec
 from passes.bind_device import bind_device
 from passes.bucket_plan import bucketed_turns
 from passes.capture import Captured
+from passes.conditioning import draws, measured_rounding
 from passes.describe import graph_hash
 from passes.joint import CPU, JointGraph, node_values, result_index, tensor_operands
 from passes.layout import Layout
@@ -44,6 +45,11 @@ _CANCELLED = 1e-3
 """A value below this share of what it is computed from or belongs with is rounding left by a
 cancellation (the gradient of an attention key's bias is 0 in exact arithmetic): its error is counted
 relative to that share."""
+
+
+_ROUNDINGS = 16.0
+"""An error within so many times of what other roundings of the unsharded graph change is none: ranks add in another
+order, and more often."""
 
 
 @dataclass(frozen=True)
@@ -130,13 +136,17 @@ def verify(
     with _runnable(plan):
         graphs = _rank_graphs(joint, plan)
         shards = _shards(joint, plan, values)
-        errors = _compared(joint, plan, simulated_step(joint, graphs, shards, plan.mesh), wanted)
+        limit = _tolerance(joint)
+        rounding = measured_rounding(joint, values, results, nodes, seed=seed)
+        floors = [_ROUNDINGS * change / limit for change in rounding.results]
+        found = simulated_step(joint, graphs, shards, plan.mesh)
+        errors = _compared(joint, plan, found, wanted, floors)
     worst = max(errors.values(), default=0.0)
-    limit = _tolerance(joint)
     if worst <= limit:
         return VerifyReport(True, worst, errors, None)
     # Once more, in the order of the global graph, where every node of it can be compared.
-    watcher = _Watcher(joint, plan, nodes)
+    least = {name: _ROUNDINGS * change / limit for name, change in rounding.nodes.items()}
+    watcher = _Watcher(joint, plan, nodes, least)
     watcher.attach(graphs)
     with _runnable(plan):
         simulate([graph.module for graph in graphs], shards, plan.mesh, observe=watcher)
@@ -182,7 +192,7 @@ def _same_here(captured: Captured, model: nn.Module, args: tuple[Any, ...], kwar
 
 def _is_random(joint: JointGraph) -> bool:
     """Whether the model draws random numbers: eager torch draws others, so only the graph can be compared."""
-    return any(spec.kind == "seed" for spec in joint.inputs)
+    return any(spec.kind == "seed" for spec in joint.inputs) or any(map(draws, joint.graph.nodes))
 
 
 def _tolerance(joint: JointGraph) -> float:
@@ -226,7 +236,9 @@ def _compared(
     plan: Plan,
     results: Sequence[Sequence[torch.Tensor | None]],
     wanted: Sequence[torch.Tensor | None],
+    least: Sequence[float],
 ) -> dict[str, float]:
+    """least: per result, the least scale that an error is relative to."""
     ends = iter(plan.assignment["output"].operands)
     errors: dict[str, float] = {}
     kinds = [spec.kind for spec in joint.outputs]
@@ -242,7 +254,7 @@ def _compared(
             continue
         pieces = [result[position] for result in results]
         errors[f"{spec.kind} {spec.name}"] = max(
-            piece_error(pieces, expected, layout, plan.mesh, rank, floors[spec.kind])
+            piece_error(pieces, expected, layout, plan.mesh, rank, max(floors[spec.kind], least[position]))
             for rank in range(plan.mesh.device_count)
         )
     return errors
@@ -251,8 +263,11 @@ def _compared(
 class _Watcher:
     """Collects every rank's value of every global node and notes where they differ."""
 
-    def __init__(self, joint: JointGraph, plan: Plan, expected: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self, joint: JointGraph, plan: Plan, expected: Mapping[str, torch.Tensor], least: Mapping[str, float]
+    ) -> None:
         self._plan = plan
+        self._least = least
         self._expected = expected
         self._order = [node for node in joint.graph.nodes if node.op == "call_function"]
         self._globals: list[dict[str, list[str]]] = []
@@ -282,7 +297,8 @@ class _Watcher:
             return
         ordered = [pieces[rank] for rank in range(len(pieces))]
         mesh, layout = self._plan.mesh, self._layouts[name]
-        floor = _CANCELLED * largest(self._expected.get(operand) for operand in self._operands[name])
+        cancelled = _CANCELLED * largest(self._expected.get(operand) for operand in self._operands[name])
+        floor = max(cancelled, self._least.get(name, 0.0))
         ranks = range(len(ordered))
         self._errors[name] = max(piece_error(ordered, expected, layout, mesh, r, floor) for r in ranks)
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 import os
+import reprlib
 from pathlib import Path
 
 from cost_model.errors import AutoshardError, ShardingError
 
 __all__ = ["checked_count", "checked_flag", "checked_path", "checked_seconds", "reject", "shown"]
+
+
+_SHORT = reprlib.Repr()
 
 
 def reject(argument: str, value: object, remedy: str) -> ShardingError:
@@ -17,7 +21,12 @@ def reject(argument: str, value: object, remedy: str) -> ShardingError:
 
 
 def shown(value: object) -> str:
-    """A value in a message: numbers, text and what is short as written, all else by its type."""
+    """A value in a message: numbers, text and short lists as written, all else by its type."""
+    if isinstance(value, (list, tuple, dict)):
+        try:
+            return _SHORT.repr(value)  # which follows no depth
+        except ValueError:  # an integer that Python refuses to write
+            return f"a {type(value).__name__}"
     text = repr(value) if isinstance(value, (str, bytes, float, bool, type(None))) else ""
     if isinstance(value, int) and abs(value) < 10**40:  # Python refuses to write the longest
         text = repr(value)
@@ -26,8 +35,11 @@ def shown(value: object) -> str:
 
 def checked_seconds(value: object, argument: str) -> float:
     """A time above zero, infinity allowed."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or (not 0 < value < 2**63 and value != math.inf):
+    if (
+        not isinstance(value, (int, float))
+        or isinstance(value, bool)
+        or not (0 < value < 2**63 or value == math.inf)
+    ):
         raise reject(argument, value, "a number of seconds above zero")
     return float(value)
 

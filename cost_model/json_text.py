@@ -36,14 +36,14 @@ def parse_json(text: str, where: str, error: type[AutoshardError]) -> Any:
             json.dumps(data, ensure_ascii=False).encode()
         return data
     except json.JSONDecodeError as cause:
-        problem = f"no JSON: {cause.msg}, line {cause.lineno} column {cause.colno}"
+        problem = f"not JSON: {cause.msg}, line {cause.lineno} column {cause.colno}"
     except UnicodeEncodeError:
         problem = "damaged: a text in it is no UTF-8"
     except RecursionError:
-        problem = "no JSON of ours: nested too deep"
+        problem = "not JSON of ours: nested too deep"
     except _RepeatedError as cause:
         problem = f"damaged: the name {str(cause)[:60]!r} stands twice in one object"
-    raise error(f"{where} is {problem}\n  try: the file as it was written, or make it again")
+    raise error(f"{where}: {problem}\n  try: the file as it was written, or make it again")
 
 
 class _RepeatedError(Exception):

@@ -87,8 +87,9 @@ class Fields:
 
     def texts(self, field: str) -> tuple[str, ...]:
         values = self._list(field)
-        if not all(isinstance(value, str) for value in values):
-            self._refuse(self._path + field, f"is {shown(values)}, not a list of texts")
+        for i, value in enumerate(values):
+            if not isinstance(value, str):
+                self._refuse(f"{self._path}{field}[{i}]", f"is {shown(value)}, not a text")
         return tuple(values)
 
     def texts_by_name(self, field: str) -> tuple[tuple[str, str], ...]:

@@ -120,7 +120,7 @@ def _portable(value: Any) -> str:
 
 
 def records_that_differ(records: Sequence[NodeRecord], joint: JointGraph) -> Iterator[str]:
-    """Where `records` are not of `joint`, in sentences: a graph's hash does not cover what is beside it."""
+    """Where `records` are not of `joint`, in sentences. Its hash, stored beside them, does not cover them."""
     by_name = {record.name: record for record in records}
     for node in joint.graph.nodes:
         if node.op not in ("placeholder", "call_function") or result_index(node)[0] is not node:

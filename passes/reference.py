@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 
 from passes.capture.state import named_state, state_kept
+from passes.conditioning import seeded_call
 from passes.joint import JointGraph, node_value
 
 __all__ = ["eager_results", "graph_values", "reference_inputs"]
@@ -54,7 +55,7 @@ class _Recorder(fx.Interpreter):
         self.values: dict[str, Any] = {}
 
     def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
+        value = seeded_call(n, super().run_node)
         self.values[n.name] = value
         return value
 
@@ -109,10 +110,11 @@ def _gradients(
     if not pairs or not trained:
         return {}
     roots, seeds = [root for root, _ in pairs], [seed for _, seed in pairs]
-    found: Sequence[torch.Tensor | None] = torch.autograd.grad(
-        roots, list(trained.values()), seeds, allow_unused=True
-    )
-    return {name: value for name, value in zip(trained, found, strict=True) if value is not None}
+    found = torch.autograd.grad(roots, list(trained.values()), seeds, allow_unused=True)
+    # None where a parameter was not used, which torch's annotation does not say.
+    return {
+        name: value for name, value in zip(trained, found, strict=True) if isinstance(value, torch.Tensor)
+    }
 
 
 def _result(

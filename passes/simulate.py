@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from cost_model.mesh import MeshSpec
+from passes.conditioning import seeded_call
 
 __all__ = [
     "LockstepError",
@@ -115,7 +116,7 @@ def _run_rank(rank: int, graph: fx.GraphModule, inputs: Sequence[Any], observe: 
         elif node.op == "call_function" and node.target is c10d.wait_tensor.default:
             env[node] = env[node.args[0]]
         else:
-            env[node] = interpreter.run_node(node)
+            env[node] = seeded_call(node, interpreter.run_node)
         if observe is not None and node.op not in ("placeholder", "output"):
             observe(rank, node, env[node])
         if node.op == "output":

@@ -97,7 +97,7 @@ def group_of(place: Place, members: Mapping[int, Sequence[int]], hosts: Mapping[
     Raises ProfileError if ranks are missing or the groups are not all of one shape.
     """
     ranks = sorted(rank for group in members.values() for rank in group)
-    if ranks != list(range(len(ranks))):
+    if not ranks or ranks != list(range(len(ranks))):
         refuse(
             place,
             f"the lines of {len(ranks)} ranks do not name ranks 0 to {len(ranks) - 1} once each",

@@ -80,11 +80,11 @@ def read_profile(
 
 
 def _check_options(rank_stride: object, busbw_limit: object) -> None:
-    integer = isinstance(rank_stride, int) and not isinstance(rank_stride, bool)
-    if rank_stride is not None and not (integer and 1 <= rank_stride <= 2**20):
+    integer = isinstance(rank_stride, int) and not isinstance(rank_stride, bool) and 1 <= rank_stride <= 2**20
+    if rank_stride is not None and not integer:
         raise ProfileError(f"rank_stride is {shown(rank_stride)}\n  try: 1 or more")
-    number = isinstance(busbw_limit, (int, float)) and not isinstance(busbw_limit, bool)
-    if busbw_limit is not None and not (number and busbw_limit > 0):
+    number = isinstance(busbw_limit, (int, float)) and not isinstance(busbw_limit, bool) and busbw_limit > 0
+    if busbw_limit is not None and not number:
         raise ProfileError(f"busbw_limit is {shown(busbw_limit)}\n  try: bytes per second, above zero")
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -10,6 +11,7 @@ import torch
 from torch import fx
 
 import passes.ops  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::uniform)
+from cost_model.errors import CaptureError
 from passes.base import GraphPass
 from passes.joint import GraphInput, JointGraph
 from passes.rewrite import emit, erase_dead, int_at, tensor_at
@@ -37,8 +39,10 @@ class RandomToUniform(GraphPass):
     a seed repeats a run, in any layout. Each draw has its own `stream`, counted in graph order. A
     backward reads the forward's mask; whether to save or redraw it is decided by the phase split.
 
-    Ensures: an input of kind "seed" (int64, 0-d) comes last if anything is drawn. Left alone, and
-    not reproducible: draws without a pointwise form (multinomial, randperm).
+    A random permutation is the order of as many uniform numbers.
+
+    Ensures: an input of kind "seed" (int64, 0-d) comes last if anything is drawn, and nothing draws from a generator:
+    CaptureError for ops that do (multinomial, poisson), since every rank would draw its own numbers.
     """
 
     def __call__(self, joint: JointGraph) -> JointGraph:
@@ -52,6 +56,8 @@ class RandomToUniform(GraphPass):
             grad, mask, scale = node.args
             replace_node(node, _scaled(node, emit(node, aten.mul.Tensor, grad, mask), scale))
         erase_dead(joint.graph)
+        for node in joint.graph.nodes:
+            _refuse_generators(node)
         return joint
 
 
@@ -170,6 +176,22 @@ def _randint(low_high: Callable[[fx.Node], tuple[int, int]]) -> Callable[[_Sourc
     return draw
 
 
+def _randperm(source: _Source, node: fx.Node) -> None:
+    numbers = source.uniform(node, [int_at(node, 0)])
+    pair = emit(node, aten.sort.stable, numbers, stable=True)
+    replace_node(node, _cast(node, emit(node, operator.getitem, pair, 1)))
+
+
+def _refuse_generators(node: fx.Node) -> None:
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return
+    where = " ".join(text for text in (node.meta.get("module"), node.meta.get("source")) if text)
+    raise CaptureError(
+        f"cannot capture: {node.target} draws from a generator{' at ' + where if where else ''}, and each rank would "
+        "draw numbers of its own\n  try: draw them outside the model, and pass them as an argument"
+    )
+
+
 _TABLE: dict[Any, Callable[[_Source, fx.Node], None]] = {
     aten.native_dropout.default: _native_dropout,
     aten.bernoulli.p: _bernoulli,
@@ -181,6 +203,7 @@ _TABLE: dict[Any, Callable[[_Source, fx.Node], None]] = {
     aten.uniform.default: _uniform,
     aten.normal_functional.default: _normal,
     aten.exponential.default: _exponential,
+    aten.randperm.default: _randperm,
     aten.randint.default: _randint(lambda node: (0, int_at(node, 0))),
     aten.randint.low: _randint(lambda node: (int_at(node, 0), int_at(node, 1))),
     aten.randint_like.default: _randint(lambda node: (0, int_at(node, 1))),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ from cost_model.errors import InfeasibleError
 from cost_model.mesh import MeshSpec
 from cost_model.units import format_bytes
 from passes.assignment import Assignment, NodeLayouts
-from passes.joint import GraphInput, JointGraph
+from passes.joint import GraphInput, JointGraph, node_value
 from passes.rules.registry import RuleTable
 from passes.search.boundary import Boundary
 from passes.search.overlapped import solve_overlapped
@@ -119,8 +120,16 @@ def _memory_error(
         f"no plan fits memory_limit={format_bytes(whole)} per device on {mesh}\n"
         f"  any plan needs at least {least_peak}{kept} at {_step_name(joint, reason.step)}; what binds:\n"
         + "\n".join(lines)
-        + f"\n  try: memory_limit={enough} or more, more devices, or a smaller batch"
+        + f"\n  try: memory_limit={enough} or more, more devices, or a smaller batch{_or_keep(joint, reason.bound)}"
     )
+
+
+def _or_keep(joint: JointGraph, bound: float) -> str:
+    """What to try as well, where outputs are much of the peak: by default every rank gets them whole."""
+    ends = zip(joint.outputs, joint.results, strict=True)
+    values = [node_value(node) for end, node in ends if end.kind == "output" and node is not None]
+    nbytes = sum(math.prod(value.shape) * value.element_size() for value in values)
+    return f', or out_placements="keep" for {format_bytes(nbytes)} of outputs' if 10 * nbytes > bound else ""
 
 
 def _step_name(joint: JointGraph, step: int | None) -> str:

@@ -1,4 +1,4 @@
-"""Damaged plans, profiles and benchmark outputs: refused by name, or usable. 10,000 each: benchmarks.fuzz_readers."""
+"""Damaged plans, profiles and benchmark outputs: refused by name, or usable. Many more: benchmarks.fuzz_readers."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from cost_model.errors import CaptureError
 from passes.canonicalization.random_to_uniform import RandomToUniform
 from passes.joint import JointGraph
 from passes.rewrite import copy_joint
@@ -90,3 +91,18 @@ def test_draws_differ_and_a_seed_repeats_them() -> None:
 def test_a_graph_without_draws_gets_no_seed() -> None:
     x = torch.ones(4)
     assert [i.kind for i in RandomToUniform()(prepared(lambda x: x * 2, x)).inputs] == ["input"]
+
+
+def test_a_random_permutation_holds_every_number_once_and_differs_by_seed() -> None:
+    joint = drawn(lambda x: torch.randperm(40) + 0 * x.long(), torch.ones(40))
+    first, again, other = (value(joint, torch.ones(40), seed=seed) for seed in (1, 1, 2))
+    assert sorted(first.tolist()) == list(range(40)) and first.dtype == torch.int64
+    assert torch.equal(first, again) and not torch.equal(first, other)
+
+
+@pytest.mark.parametrize(
+    "draw", [lambda x: torch.multinomial(x, 2), torch.poisson], ids=["multinomial", "poisson"]
+)
+def test_what_would_draw_from_a_generator_is_refused(draw: Function) -> None:
+    with pytest.raises(CaptureError, match=r"draws from a generator(.|\n)*try: draw them outside the model"):
+        RandomToUniform()(prepared(draw, torch.ones(8)))

@@ -127,7 +127,7 @@ Break = Callable[[dict[str, Any]], object]
         (lambda d: d.update(name=3), "field name is 3, not a text"),
         (lambda d: d.update(links={}), "field links is {}, not a list"),
         (lambda d: d.update(device=[]), "field device is [], not an object"),
-        (lambda d: d.update(sources=[1]), "field sources is [1], not a list of texts"),
+        (lambda d: d.update(sources=[1]), "field sources[0] is 1, not a text"),
         (lambda d: d["links"][0].update(ranks=4.5), "field links[0].ranks is 4.5, not an integer"),
         (
             lambda d: d["device"].update(launch_seconds="2us"),

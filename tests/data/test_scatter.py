@@ -153,7 +153,7 @@ EXPECTED = [
     "ShardingError: the tensor to scatter is Partial over axis 'a'; data is split or replicated",
     "ShardingError: placements has 2 placements; the mesh has 1 axes ('a',)",
     "ShardingError: sizes[0] = [5, 7, 5] adds up to 17; dim 0 of the tensor to scatter is 16 long",
-    "ShardingError: sizes[0] = [5, 12, -1] adds up to 16; dim 0 of the tensor to scatter is 16 long",
+    "ShardingError: sizes[0][2] is -1",
     "ShardingError: sizes[1] has 2 parts [1, 1]; dim 1 of the tensor to scatter is split over no axis, into 1",
     "ShardingError: sizes has dim 4; the tensor to scatter has 2 dims (16, 2)",
     "ShardingError: sizes is [5, 7, 4]",

@@ -38,7 +38,7 @@ def test_an_unknown_suffix_is_refused_with_those_that_work(tmp_path: Path, name:
         draw(mlp(), path)
     assert str(caught.value) == (
         f"draw({str(path)!r}): no format has the suffix {suffix}\n"
-        "  try: 'plan.svg', or one of .svg .html .dot .json .graphml"
+        "  try: a name that ends in one of .svg .html .dot .json .graphml"
     )
     assert not path.exists()
 

@@ -62,5 +62,5 @@ def test_mesh_groups_are_row_major() -> None:
 
 
 def test_unknown_axis_is_named() -> None:
-    with pytest.raises(ShardingError, match="no axis 'pp'\n  its axes are 'dp', 'tp'"):
+    with pytest.raises(ShardingError, match="no axis 'pp'\n  try: one of its axes, 'dp', 'tp'"):
         MeshSpec({"dp": 2, "tp": 4}).size("pp")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import autoshard.session as session_module
+import autoshard.executable as executable_module
 from autoshard.runtime.devices import arrived, check_bound, check_devices, move_buffers
 from cost_model.errors import ShardingError
 from passes.capture import flatten_call
@@ -134,14 +134,14 @@ class Copies(TorchDispatchMode):
 
 def leaf(monkeypatch: pytest.MonkeyPatch, kind: Any, session: Any) -> Callable[[list[Tensor]], Tensor]:
     """How a session gets the tensor of a placeholder of that kind on a rank of device MINE."""
-    monkeypatch.setattr(session_module, "local_device", lambda mesh: MINE)
+    monkeypatch.setattr(executable_module, "local_device", lambda mesh: MINE)
     node = SimpleNamespace(name="p", meta={"val": torch.ones(2)})
     layout = SimpleNamespace(results=[None])
     joint: Any = SimpleNamespace(
         inputs=[GraphInput(kind, "x", 0)], placeholders=[node], constants={"x": torch.tensor(2.5)}
     )
     plan: Any = SimpleNamespace(assignment={"p": layout})
-    found = session_module._leaf(session, joint, plan, 0)
+    found = executable_module._leaf(session, joint, plan, 0)
     assert found is not None
     return found
 

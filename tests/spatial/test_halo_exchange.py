@@ -199,7 +199,10 @@ CALL_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         "halo_exchange: a mesh of 1 axes for the 2 dims of halo; each dim is split over one axis\n"
         "  try: a part of the mesh, mesh['h', 'w'], with its axes in the order of halo's dims",
     ),
-    "dim": ({"halo": {2: (1, 1)}}, "halo_exchange: halo names dim 2, but x has 2 dims"),
+    "dim": (
+        {"halo": {2: (1, 1)}},
+        "halo_exchange: halo names dim 2, but x has 2 dims\n  try: an integer from -2 to 1",
+    ),
     "negative": (
         {"halo": {0: (-1, 1)}},
         "halo_exchange: the halo of dim 0 is (-1, 1)\n"

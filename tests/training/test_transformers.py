@@ -18,6 +18,7 @@ LOSS_TOLERANCE = 1e-5
 PARAMETER_TOLERANCE = 1e-4
 """Absolute, of every element after the last step."""
 
+PAIR: dict[str, Axes] = {"2": (("dp", 2),)}
 MESHES: dict[str, Axes] = {"4": (("dp", 4),), "3": (("dp", 3),), "2x2": (("dp", 2), ("tp", 2))}
 
 
@@ -52,7 +53,7 @@ def determined(name: str, value: Tensor) -> Tensor:
 
 
 def check(ranks: RankPool, name: str, mesh: str, backend: str) -> None:
-    axes = MESHES[mesh]
+    axes = {**MESHES, **PAIR}[mesh]
     world = 1
     for _, size in axes:
         world *= size
@@ -69,8 +70,9 @@ def check(ranks: RankPool, name: str, mesh: str, backend: str) -> None:
     assert parameters < PARAMETER_TOLERANCE
 
 
-IN_CI = {("llama", "2x2"), ("gpt2", "3"), ("bert", "4"), ("vit", "3")}
-"""Every model, every mesh."""
+IN_CI = {("llama", "2x2"), ("gpt2", "3"), ("vit", "3")}
+"""Two causal models and one of images, on an even, an uneven and a square mesh (vit64 is on the line of 4); bert is
+simulated on every mesh in test_simulated.py."""
 
 
 @pytest.mark.parametrize(
@@ -90,4 +92,4 @@ def test_training_in_float64_matches_in_every_parameter(ranks: RankPool) -> None
 
 
 def test_compiled_training_matches_one_process(ranks: RankPool) -> None:
-    check(ranks, "llama", "2x2", "inductor")
+    check(ranks, "llama", "2", "inductor")
