@@ -97,16 +97,15 @@ def refusal_of(script: Script) -> str:
 
 def scripts_in(module: ModuleType) -> dict[str, Script]:
     """By name, in the module's order."""
-    found = {
-        name: value
-        for name, value in vars(module).items()
-        if inspect.isfunction(value) and value.__module__ == module.__name__
-    }
     return {
         name: value
-        for name, value in found.items()
-        if next(iter(inspect.signature(value).parameters), "") == "make"
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and _takes_make(value)
     }
+
+
+def _takes_make(function: Callable[..., Any]) -> bool:
+    return list(inspect.signature(function).parameters) == ["make"]
 
 
 def alone(script: Script) -> Any:
