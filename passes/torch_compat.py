@@ -62,6 +62,20 @@ def strided_shard_factor(placement: Any) -> int:
     return int(placement.split_factor)
 
 
+def scalars_of_whole_tensors() -> None:
+    """From now on a number read of a DTensor (`.item()`, `float`, `bool`) is that of the whole tensor.
+
+    torch reads the rank's own part, of a pending sum or norm too: `p.grad.norm().item()` is the norm of a shard,
+    without a word. `_custom_op_handlers` since 2.4; `_local_scalar_dense` has none.
+    """
+    from torch.distributed.tensor import DTensor
+
+    def read(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return op(args[0].full_tensor(), **kwargs)
+
+    DTensor._op_dispatcher._custom_op_handlers.setdefault(torch.ops.aten._local_scalar_dense.default, read)
+
+
 def is_profiling() -> bool:
     """Whether a profiler records now; 50 ns, where `record_function` costs microseconds. Since 1.9."""
     return torch.autograd._profiler_enabled()

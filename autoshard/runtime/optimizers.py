@@ -58,7 +58,7 @@ def adopt(optimizers: Iterable[torch.optim.Optimizer], moved: Mapping[Tensor, nn
         # As torch's optimizers make it: a step count is on the CPU unless the kernel reads it.
         counted = {p for g in groups if g.get("fused") or g.get("capturable") for p in g["params"]}
         for group in groups:
-            group["params"] = [moved.get(p, p) for p in group["params"]]
+            group["params"][:] = [moved.get(p, p) for p in group["params"]]  # L-BFGS keeps the list itself
         for old in [p for p in optimizer.state if p in moved]:
             optimizer.state[moved[old]] = _sharded_state(optimizer.state.pop(old), moved[old], old in counted)
     shard_when_loaded(optimizers, set(moved.values()))

@@ -18,7 +18,7 @@ from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
 from passes.layout import Layout
 from passes.placements import placements_to_layout
-from passes.torch_compat import move_gradient_hooks
+from passes.torch_compat import move_gradient_hooks, scalars_of_whole_tensors
 
 __all__ = ["distribute_parameters"]
 
@@ -39,6 +39,7 @@ def distribute_parameters(
     Call it on every rank of the mesh. Raises ShardingError, before anything is changed, for a name
     that no parameter has, or placements that its shape or the mesh does not allow.
     """
+    scalars_of_whole_tensors()
     spec = MeshSpec.of(mesh)
     plans = _plans(model, spec, placements)
     whole = [p for p, _, _ in plans if not isinstance(p, DTensor) and not p.is_meta]

@@ -1,0 +1,74 @@
+"""Every script of docs/scripts.md: on two ranks as in one process, or refused on both in the words of the page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from tests.ranks import RankPool
+from tests.scripts.catalog import MODULES
+from tests.scripts.script import Outcome, alone, refusal_of, scripts_in, together
+
+Outcomes = list[dict[str, Outcome]]
+"""By rank and name of the script."""
+
+
+class Runs:
+    """One run of the ranks for all scripts of a module, made when the first of them is asked for."""
+
+    def __init__(self, ranks: RankPool) -> None:
+        self._ranks = ranks
+        self._outcomes: dict[str, Outcomes] = {}
+
+    def of(self, module: str) -> Outcomes:
+        if module not in self._outcomes:
+            scripts = list(scripts_in(MODULES[module]).values())
+            self._outcomes[module] = self._ranks.run(together, scripts, world=2)
+        return self._outcomes[module]
+
+
+@pytest.fixture(scope="session")
+def runs(ranks: RankPool) -> Iterator[Runs]:
+    yield Runs(ranks)
+
+
+def cases() -> list[Any]:
+    return [
+        pytest.param(module, name, id=name, marks=pytest.mark.xdist_group(f"scripts {module}"))
+        for module, found in MODULES.items()
+        for name in scripts_in(found)
+    ]
+
+
+@pytest.mark.parametrize(("module", "name"), cases())
+def test_situation(runs: Runs, module: str, name: str) -> None:
+    script = scripts_in(MODULES[module])[name]
+    wanted, outcomes = alone(script), [by_name[name] for by_name in runs.of(module)]
+    refusal = refusal_of(script)
+    for outcome in outcomes:
+        assert refusal in outcome.error and bool(outcome.error) == bool(refusal), outcome.text or outcome
+        if not refusal:
+            assert outcome.collectives > 0, "nothing was split"
+            assert_same(outcome.value, wanted)
+
+
+ROUNDING = {torch.bfloat16: 3e-2, torch.float16: 3e-3}
+"""Of single ops in that dtype, which ranks do on parts; 1e-5 and, relative, 1e-4 for others."""
+
+
+def assert_same(got: Any, wanted: Any) -> None:
+    """Numbers within rounding; all else equal."""
+    ours, ours_spec = pytree.tree_flatten(got)
+    theirs, theirs_spec = pytree.tree_flatten(wanted)
+    assert ours_spec == theirs_spec
+    for a, b in zip(ours, theirs, strict=True):
+        if isinstance(b, float | torch.Tensor):
+            rounding = ROUNDING.get(getattr(b, "dtype", torch.float32))
+            tolerance = {"rtol": rounding or 1e-4, "atol": rounding or 1e-5}
+            torch.testing.assert_close(a, b, **tolerance)
+        else:
+            assert a == b
