@@ -25,6 +25,7 @@ import torch.distributed as dist
 from autoshard.watching.board import Board
 from autoshard.watching.connections import cut
 from autoshard.watching.crew import Crew
+from autoshard.watching.idling import Idling
 from autoshard.watching.input_sums import InputSums
 from autoshard.watching.state import State, judge
 from autoshard.watching.stopping import Stoppable
@@ -43,7 +44,6 @@ STUCK_CODE = 70
 EXPLAINED_SECONDS = 5.0
 LINGER_SECONDS = 4.0
 LOST_ROUNDS = 3
-IDLE = 0.5
 
 _OF_COMMUNICATION = ("gloo", "NCCL", "onnection", "Socket")
 
@@ -70,7 +70,7 @@ class Watch:
         self._pid = os.getpid()
         self._told = State(rank)
         self._told_at = self._since = time.monotonic()
-        self._used = (self._since, time.process_time())
+        self._idling = Idling(threading.get_native_id())
         self._cut_until = 0.0
         self._exchanges: deque[str] = deque()
         self._over = threading.Event()
@@ -164,6 +164,8 @@ class Watch:
 
     def _state(self) -> State:
         place, waits = whereabouts(self._main)
+        # In torch.distributed a busy thread works on DTensors; it does not wait there.
+        idle = self._idling.is_idle()
         inside = self.turns.inside
         return State(
             self.rank,
@@ -172,15 +174,8 @@ class Watch:
             inside,
             time.monotonic() - self._since,
             place,
-            waits if not inside and self._is_idle() else "",
+            waits if not inside and idle else "",
         )
-
-    def _is_idle(self) -> bool:
-        """Whether the process computed less than half of the time since it was last asked: in torch.distributed it
-        waits then, and does not work on DTensors."""
-        clock, used = self._used
-        self._used = (time.monotonic(), time.process_time())
-        return self._used[1] - used < IDLE * (self._used[0] - clock)
 
     def _fault(self) -> str | None:
         """What this rank finds wrong: a process that died, and, if no lower rank is there to look, all else."""
