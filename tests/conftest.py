@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,8 @@ import torch
 from tests.golden import Golden
 from tests.ranks import RankPool
 
+HALVED = ("spatial",)
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -30,11 +33,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under `pytest -n`, what makes network namespaces stays in one process: clean-up of one run is not another's."""
+    """Under `pytest -n`, what makes network namespaces stays in one process: clean-up of one run is not another's.
+
+    Of the many cases of one test in space every second is slow, by its name; the first of each test is not.
+    """
     here = Path(__file__).parent
+    seen: set[str] = set()
     for item in items:
-        if item.path.relative_to(here).parts[0] in ("cluster", "race"):
+        area = item.path.relative_to(here).parts[0]
+        if area in ("cluster", "race"):
             item.add_marker(pytest.mark.xdist_group("namespaces"))
+        test = item.nodeid.partition("[")[0]
+        if area in HALVED and test in seen and zlib.crc32(item.nodeid.encode()) % 2:
+            item.add_marker(pytest.mark.slow)
+        seen.add(test)
 
 
 @pytest.fixture(scope="session", autouse=True)
