@@ -1,4 +1,4 @@
-"""docs/scripts.md and the scripts are in step: a row a script, and what the row says is what the test of it asks for."""
+"""docs/scripts.md and the scripts are in step: a row a script, which says what its test asks for."""
 
 from __future__ import annotations
 
