@@ -50,7 +50,8 @@ def adopt(optimizers: Iterable[torch.optim.Optimizer], moved: Mapping[Tensor, nn
 
     State of the old parameter's shape takes the new one's placements (each rank cuts its own values,
     without communication). Anything else stays as it is, on the parameter's device; a step count only where
-    torch would have it there.
+    torch would have it there. Lists and dicts stay the same objects: L-BFGS has its own hold of them while it calls
+    the model for the first time.
     """
     optimizers = list(optimizers)
     for optimizer in optimizers:
@@ -58,9 +59,10 @@ def adopt(optimizers: Iterable[torch.optim.Optimizer], moved: Mapping[Tensor, nn
         # As torch's optimizers make it: a step count is on the CPU unless the kernel reads it.
         counted = {p for g in groups if g.get("fused") or g.get("capturable") for p in g["params"]}
         for group in groups:
-            group["params"][:] = [moved.get(p, p) for p in group["params"]]  # L-BFGS keeps the list itself
+            group["params"][:] = [moved.get(p, p) for p in group["params"]]
         for old in [p for p in optimizer.state if p in moved]:
-            optimizer.state[moved[old]] = _sharded_state(optimizer.state.pop(old), moved[old], old in counted)
+            state = optimizer.state[moved[old]] = optimizer.state.pop(old)
+            state.update(_sharded_state(state, moved[old], old in counted))
     shard_when_loaded(optimizers, set(moved.values()))
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from cost_model.errors import CaptureError
 from passes.capture.attention import attention_captured
+from passes.capture.backward_writes import check_backward_writes
 from passes.capture.counting import COUNTS
 from passes.capture.cumulative import trace_cumulative_averages
 from passes.capture.device_view import seen_on
@@ -22,6 +23,7 @@ from passes.capture.padding import PADS
 from passes.capture.places import Argument, Place
 from passes.capture.provenance import provenance
 from passes.capture.reads import attributes_read
+from passes.capture.snapshot import Snapshot
 from passes.capture.state import Slot, rebound_buffers, state_kept, state_replaced
 from passes.capture.trees import Tree, changed_places, flatten, retree, unflatten
 from passes.capture.write_only import Spot, Uses, put_stand_ins, write_only_candidates
@@ -156,6 +158,7 @@ def _traced(program: Program, spots: Sequence[Spot], uses: Uses) -> tuple[AotGra
         stack.enter_context(state_kept(program.model))
         stack.enter_context(held_tensors_kept(program.model))
         trace_cumulative_averages(program.model)
+        before = Snapshot(program.model)
         fakes = _fakes(program)
         replaced = stack.enter_context(attention_captured(program.device_type))
         for context in (
@@ -170,6 +173,7 @@ def _traced(program: Program, spots: Sequence[Spot], uses: Uses) -> tuple[AotGra
             provenance(program.model, {**replaced, **PADS, **COUNTS, **grouped_captured()}, _TRACER_FRAMES)
         )
         aot = trace_joint(_Traceable(program, returned, spots, uses), fakes, decomposition_table())
+        check_backward_writes(before, [place for place, _ in returned.writes])
     return aot, returned
 
 

@@ -283,7 +283,7 @@ def early_stopping(make: Make) -> Any:
     return [losses, best]
 
 
-@refused("the data decide")
+@refused("the value of a tensor decides what runs next")
 def branch_on_a_value(make: Make) -> Any:
     class Branch(Net):
         def forward(self, x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.scripts.parts import Net, batch, net, state, step, train
-from tests.scripts.script import Make
+from tests.scripts.script import Make, refused
 
 
 def frozen_layers(make: Make) -> Any:
@@ -133,11 +133,19 @@ def parameters_edited_without_gradient(make: Make) -> Any:
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(0.5).add_(0.01)
-        model.down.weight[0] = 0.0
         model.up.weight.clamp_(-0.1, 0.1)
         model.up.bias.copy_(torch.arange(16.0))
         model.down.bias.data.zero_()
     return [model(batch()[0]), state(model)]
+
+
+@refused("does not have a sharding strategy registered")
+def part_of_a_parameter_assigned(make: Make) -> Any:
+    model = make(net())
+    model(batch()[0])
+    with torch.no_grad():
+        model.down.weight[0] = 0.0
+    return state(model)
 
 
 def weights_initialized_after_autoshard(make: Make) -> Any:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.scripts.parts import Net, batch, gradients, net, state
-from tests.scripts.script import Make
+from tests.scripts.script import Make, refused
 
 
 def forward_hook(make: Make) -> Any:
@@ -50,6 +50,7 @@ def full_backward_hook(make: Make) -> Any:
     return gradients(model)
 
 
+@refused("a hook leaves something in a hook of down during the backward")
 def backward_hook_that_records(make: Make) -> Any:
     model = make(net())
     x, y = batch()
@@ -83,6 +84,7 @@ class Retained(Net):
         return self.down(self.hidden)
 
 
+@refused("appears to not have been used in the graph")
 def gradient_of_an_activation(make: Make) -> Any:
     """Grad-CAM: an activation kept in an attribute, with `retain_grad`."""
     torch.manual_seed(1)

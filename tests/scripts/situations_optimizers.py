@@ -64,9 +64,9 @@ def nadam_radam_adadelta(make: Make) -> Any:
 
 
 def lbfgs_with_closure(make: Make) -> Any:
-    model = make(net())
+    model = make(net(torch.float64))
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
-    x, y = batch()
+    x, y = batch(dtype=torch.float64)
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()

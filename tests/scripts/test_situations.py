@@ -44,6 +44,8 @@ def cases() -> list[Any]:
     ]
 
 
+# All of them take minutes, which CI has not: `pytest -m slow tests/scripts`.
+@pytest.mark.slow
 @pytest.mark.parametrize(("module", "name"), cases())
 def test_situation(runs: Runs, module: str, name: str) -> None:
     script = scripts_in(MODULES[module])[name]
