@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """docs/scripts.md and the scripts are in step: a row a script, and a row says what the test of it asks for."""
-=======
-"""docs/scripts.md and the scripts are in step: a row a script, which says what its test asks for."""
->>>>>>> scripts
 
 from __future__ import annotations
 
