@@ -73,7 +73,8 @@ def scalars_of_whole_tensors() -> None:
     def read(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return op(args[0].full_tensor(), **kwargs)
 
-    DTensor._op_dispatcher._custom_op_handlers.setdefault(torch.ops.aten._local_scalar_dense.default, read)
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers  # type: ignore[assignment]
+    handlers.setdefault(torch.ops.aten._local_scalar_dense.default, read)
 
 
 def is_profiling() -> bool:
