@@ -1,8 +1,9 @@
-"""What agreement between the ranks costs a step of the demo's model.
+"""What guards and agreement between the ranks cost a step of the demo's model.
 
     python -m benchmarks.guards --ranks 4
 
-A step takes two turns, which its main thread waits for; the watch is a thread beside it, which takes what it computes.
+A step looks up its program, guards included, and takes two turns, which its main thread waits for; the watch is a
+thread beside it, which takes what it computes.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autoshard
 from autoshard.demo.model import GPT, GPTConfig, batches
+from autoshard.runtime.module import dispatcher_of
 from autoshard.watching.registry import watch_of
 from autoshard.watching.watch import Watch
 from benchmarks.faults import free_port
@@ -62,23 +64,32 @@ def _rank(rank: int, ranks: int, steps_wanted: int, port: int) -> None:
         steps.append(time.perf_counter() - start)
     share = (time.clock_gettime(clock) - used) / (time.perf_counter() - begun)
     if rank == 0:
-        step, turn = statistics.median(steps), _turn_seconds(watch)
+        dispatcher = dispatcher_of(model)
+        assert dispatcher is not None
+        step, turn = statistics.median(steps), _median_seconds(lambda: _take(watch))
+        lookup = _median_seconds(lambda: dispatcher.prepare(x, {}))
+        together = (lookup + 2 * turn) / step + share
         print(
-            f"a step {1e3 * step:.2f} ms; two turns {2e6 * turn:.1f} us: {2 * turn / step:.5f}; the watch of rank 0 "
-            f"computes {share:.5f} of the time; together {2 * turn / step + share:.5f}"
+            f"a step {1e3 * step:.2f} ms; looking up its program {1e6 * lookup:.1f} us: {lookup / step:.5f}; two turns "
+            f"{2e6 * turn:.1f} us: {2 * turn / step:.5f}; the watch of rank 0 computes {share:.5f} of the time; "
+            f"together {together:.5f}"
         )
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _turn_seconds(watch: Watch) -> float:
-    """The median of batches: other processes run too."""
+def _take(watch: Watch) -> None:
+    with watch.turn("a turn"):
+        pass
+
+
+def _median_seconds(work: Callable[[], object]) -> float:
+    """Of one `work()`: the median of batches, since other processes run too."""
     found: list[float] = []
     for _ in range(50):
         start = time.perf_counter()
         for _ in range(100):
-            with watch.turn("a turn"):
-                pass
+            work()
         found.append((time.perf_counter() - start) / 100)
     return statistics.median(found)
 

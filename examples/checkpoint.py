@@ -28,7 +28,7 @@ def main() -> None:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)  # gloo: what a checkpoint agrees on
     else:
         device = torch.device("cpu")
         dist.init_process_group("gloo")

@@ -17,6 +17,9 @@ from torch.utils.data import DataLoader
 from autoshard import autoshard
 from autoshard.demo.model import GPT, GPTConfig, batches
 
+BACKEND = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+"""gloo, also beside GPUs: Lightning broadcasts Python objects."""
+
 
 class Language(lightning.LightningModule):
     """options: of `autoshard`; None: one process."""
@@ -52,7 +55,7 @@ def train(steps: int, config: GPTConfig | None = None, options: dict[str, Any] |
     trainer = lightning.Trainer(
         accelerator="auto",
         devices=world,
-        strategy="auto" if options is None else ModelParallelStrategy(),
+        strategy="auto" if options is None else ModelParallelStrategy(process_group_backend=BACKEND),
         max_steps=steps,
         use_distributed_sampler=False,  # every rank passes the same batch
         logger=False,

@@ -85,22 +85,28 @@ class CudaDevice:
 
     def __init__(self) -> None:
         self._x = torch.ones(_EDGE, _EDGE, device="cuda")
-        self._product_seconds = max(self._timed(_PRODUCTS) / _PRODUCTS, _FASTEST)
+        self._product_seconds, issue = self._timed()
+        self._can_hold = self._product_seconds > issue
 
-    def _timed(self, products: int) -> float:
+    def _timed(self) -> tuple[float, float]:
+        """Seconds of one product: on the device, and of the host that issues it."""
         torch.mm(self._x, self._x)  # sets up the library
-        start = self.mark()
-        for _ in range(products):
+        self.finish()
+        start, begun = self.mark(), self.now()
+        for _ in range(_PRODUCTS):
             torch.mm(self._x, self._x)
+        issue = self.now() - begun
         end = self.mark()
         self.finish()
-        return self.between(start, end)
+        return self.between(start, end) / _PRODUCTS, issue / _PRODUCTS
 
     def now(self) -> float:
         return time.perf_counter()
 
     def hold(self, seconds: float) -> None:
-        for _ in range(1 + int(seconds / self._product_seconds)):
+        """Nothing where issuing takes longer than computing, as where kernels do nothing: the device would not be
+        held, and the products be countless."""
+        for _ in range(1 + int(seconds / self._product_seconds) if self._can_hold else 0):
             torch.mm(self._x, self._x)
 
     def mark(self) -> torch.cuda.Event:
@@ -117,6 +123,3 @@ class CudaDevice:
 
 _EDGE, _PRODUCTS = 2048, 8
 """Float32: about 0.4 ms of an H100 a product, so that few of them hold it."""
-_FASTEST = 1e-4
-"""Seconds of such a product at 170 Tflop/s. Where kernels do nothing, or a timer is coarse, a hold
-would else be countless products."""

@@ -13,7 +13,7 @@ import inspect
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -113,15 +113,12 @@ def alone(script: Script) -> Any:
     return _run(script, Make()).value
 
 
-def together(rank: int, scripts: Sequence[Script]) -> dict[str, Outcome]:
-    """The outcome of every script on this rank, one after another."""
-    outcomes: dict[str, Outcome] = {}
-    for script in scripts:
-        try:
-            outcomes[script.__name__] = _run(script, Make(device_mesh(AXES)))
-        except Exception as error:
-            outcomes[script.__name__] = Outcome(error=_said(error), text=traceback.format_exc())
-    return outcomes
+def together(rank: int, script: Script) -> Outcome:
+    """The outcome of the script on this rank."""
+    try:
+        return _run(script, Make(device_mesh(AXES)))
+    except Exception as error:
+        return Outcome(error=_said(error), text=traceback.format_exc())
 
 
 def _run(script: Script, make: Make) -> Outcome:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,34 +10,11 @@ from torch.utils import _pytree as pytree
 
 from tests.ranks import RankPool
 from tests.scripts.catalog import MODULES
-from tests.scripts.script import Outcome, alone, refusal_of, scripts_in, together
-
-Outcomes = list[dict[str, Outcome]]
-"""By rank and name of the script."""
-
-
-class Runs:
-    """One run of the ranks for all scripts of a module, made when the first of them is asked for."""
-
-    def __init__(self, ranks: RankPool) -> None:
-        self._ranks = ranks
-        self._outcomes: dict[str, Outcomes] = {}
-
-    def of(self, module: str) -> Outcomes:
-        if module not in self._outcomes:
-            scripts = list(scripts_in(MODULES[module]).values())
-            self._outcomes[module] = self._ranks.run(together, scripts, world=2)
-        return self._outcomes[module]
-
-
-@pytest.fixture(scope="session")
-def runs(ranks: RankPool) -> Iterator[Runs]:
-    yield Runs(ranks)
-
+from tests.scripts.script import alone, refusal_of, scripts_in, together
 
 def cases() -> list[Any]:
     return [
-        pytest.param(module, name, id=name, marks=pytest.mark.xdist_group(f"scripts {module}"))
+        pytest.param(module, name, id=name)
         for module, found in MODULES.items()
         for name in scripts_in(found)
     ]
@@ -47,9 +23,9 @@ def cases() -> list[Any]:
 # All of them take minutes, which CI has not: `pytest -m slow tests/scripts`.
 @pytest.mark.slow
 @pytest.mark.parametrize(("module", "name"), cases())
-def test_situation(runs: Runs, module: str, name: str) -> None:
+def test_situation(ranks: RankPool, module: str, name: str) -> None:
     script = scripts_in(MODULES[module])[name]
-    wanted, outcomes = alone(script), [by_name[name] for by_name in runs.of(module)]
+    wanted, outcomes = alone(script), ranks.run(together, script, world=2)
     refusal = refusal_of(script)
     for outcome in outcomes:
         assert refusal in outcome.error and bool(outcome.error) == bool(refusal), outcome.text or outcome
