@@ -65,8 +65,9 @@ def _sums(tensor: Tensor) -> Tensor:
     steps = torch.arange(min(count, SAMPLED), device=tensor.device)
     positions = steps if count <= SAMPLED else (steps * 2654435761 + 97) % count
     values = torch.take(tensor, positions).double().nan_to_num(nan=1.0, posinf=2.0, neginf=-2.0)
-    slopes = torch.tensor(SLOPES, dtype=torch.float64, device=tensor.device)
-    weights = torch.frac((steps.double() + 1.0) * slopes[:, None]) + 0.5
+    places = steps.double() + 1.0
+    # One by one: a tensor of the slopes would be copied to a GPU, for which its host waits.
+    weights = torch.stack([torch.frac(places * slope) for slope in SLOPES]) + 0.5
     return torch.cat([(values * weights).sum(1), values.abs().sum()[None]])
 
 
