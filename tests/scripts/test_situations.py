@@ -12,11 +12,10 @@ from tests.ranks import RankPool
 from tests.scripts.catalog import MODULES
 from tests.scripts.script import alone, refusal_of, scripts_in, together
 
+
 def cases() -> list[Any]:
     return [
-        pytest.param(module, name, id=name)
-        for module, found in MODULES.items()
-        for name in scripts_in(found)
+        pytest.param(module, name, id=name) for module, found in MODULES.items() for name in scripts_in(found)
     ]
 
 
