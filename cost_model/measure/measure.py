@@ -37,7 +37,7 @@ from cost_model.measurements import KINDS, CollectiveSamples, LinkLevel
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 
-__all__ = ["check_world", "measure_profile", "mesh_device", "world_size"]
+__all__ = ["check_device_type", "check_world", "measure_profile", "mesh_device", "world_size"]
 
 SMALLEST_NBYTES = 2**12
 LARGEST_NBYTES = {"cpu": 2**26, "cuda": 2**30}
@@ -123,6 +123,14 @@ def _communication(
             name = f"{kind} over {shape_text(shape)}"
             found.append(collective_series(name, kind, team, tuple(whole), buffers, pause, anchors))
     return found
+
+
+def check_device_type(device_type: str) -> None:
+    """ShardingError for a type that is not measured, or a GPU that is not there."""
+    if device_type not in ("cpu", "cuda"):
+        raise ShardingError(f"cannot measure devices of type {device_type!r}\n  try: 'cpu' or 'cuda'")
+    if device_type == "cuda" and not torch.cuda.is_available():
+        raise ShardingError("cannot measure GPUs: torch finds none\n  try: device type 'cpu'")
 
 
 def mesh_device(device_type: str) -> torch.device:
