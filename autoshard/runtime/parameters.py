@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor.experimental import implicit_replication
 
 from autoshard.runtime.checksum import differing
+from autoshard.runtime.devices import local_device
 from autoshard.runtime.dtensor_ops import complete_dtensor_ops
 from autoshard.runtime.optimizers import adopt, live_optimizers, retire
 from autoshard.runtime.sharding import distributed, like_parameter
@@ -40,7 +41,7 @@ def distribute_parameters(
     Call it on every rank of the mesh. Raises ShardingError, before anything is changed, for a name
     that no parameter has, or placements that its shape or the mesh does not allow.
     """
-    complete_dtensor_ops()
+    complete_dtensor_ops(local_device(mesh))
     spec = MeshSpec.of(mesh)
     plans = _plans(model, spec, placements)
     whole = [p for p, _, _ in plans if not isinstance(p, DTensor) and not p.is_meta]

@@ -16,7 +16,7 @@ WHOLE = torch.arange(15.0).view(5, 3)
 
 
 def _made() -> tuple[Any, DTensor]:
-    complete_dtensor_ops()
+    complete_dtensor_ops(torch.device("cpu"))
     mesh = init_device_mesh("cpu", (2,))
     return mesh, distribute_tensor(WHOLE.clone(), mesh, [Shard(0)])
 
@@ -38,6 +38,40 @@ def test_copy_takes_and_gives_whole_tensors(ranks: RankPool) -> None:
     for found in ranks.run(_copied, world=2):
         for ours, theirs in zip(found, wanted, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def _assigned(rank: int) -> list[Tensor]:
+    mesh, parameter = _made()
+    parameter.data = parameter.data * 2
+    found = [parameter.full_tensor()]
+    for value in (WHOLE + 1, distribute_tensor(WHOLE + 2, mesh, [Shard(1)])):
+        parameter.data = value
+        found.append(parameter.full_tensor())
+    assert parameter.placements == (Shard(0),)
+    return found
+
+
+def test_data_is_assigned(ranks: RankPool) -> None:
+    for found in ranks.run(_assigned, world=2):
+        for ours, theirs in zip(found, (WHOLE * 2, WHOLE + 1, WHOLE + 2), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def _mixed(rank: int) -> list[Tensor]:
+    """A plain loss and a penalty on a parameter, differentiated together."""
+    _, parameter = _made()
+    parameter.requires_grad_()
+    x = torch.linspace(0, 1, 3, requires_grad=True)
+    loss = (x * torch.ones(3)).square().sum() + (parameter * torch.ones(3)).square().sum()
+    loss.backward()
+    grads = [x.grad, parameter.grad]
+    return [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]  # type: ignore[misc]
+
+
+def test_a_plain_tensor_beside_a_parameter_is_whole(ranks: RankPool) -> None:
+    for x, parameter in ranks.run(_mixed, world=2):
+        torch.testing.assert_close(x, 2 * torch.linspace(0, 1, 3))
+        torch.testing.assert_close(parameter, 2 * WHOLE)
 
 
 def _read(rank: int) -> list[Any]:
