@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from passes.lower_rank import lower_rank
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -34,7 +35,6 @@ from passes.bucket_plan import bucketed_turns
 from passes.compile import compile_graph
 from passes.issue_order import Transfer, Turn, issue_order
 from passes.joint import JointGraph
-from passes.lower_rank import lower_rank
 from passes.lower_redistribute import collective_nodes
 from passes.overlap import Overlap
 from passes.phases import Phases, split_phases

@@ -28,6 +28,7 @@ from datetime import date
 from typing import Any
 
 import torch
+from passes.lower_rank import lower_rank
 
 from autoshard import MeshSpec, Profile, find_plan
 from autoshard.cli import parse_mesh
@@ -38,7 +39,6 @@ from passes.bucket_plan import bucketed_turns
 from passes.canonicalize import canonicalize
 from passes.capture import capture
 from passes.describe import describe, graph_hash
-from passes.lower_rank import lower_rank
 from passes.phases import split_phases
 from passes.predict import ordered_phases, predicted_step
 from passes.search.boundary import boundary_of

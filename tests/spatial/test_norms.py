@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from passes.lower_rank import lower_rank
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
@@ -21,7 +22,6 @@ from cost_model.mesh import MeshSpec
 from passes.assignment import NodeLayouts
 from passes.bucket_plan import bucketed_turns
 from passes.layout import Layout
-from passes.lower_rank import lower_rank
 from passes.rules.rule import OpRule
 from passes.simulate import simulated_groups
 from tests.profiles import slow_compute

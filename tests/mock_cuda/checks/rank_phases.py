@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from passes.lower_rank import lower_rank
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -12,7 +13,6 @@ from autoshard.session import _axes_in
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.bucket_plan import bucketed_turns
-from passes.lower_rank import lower_rank
 from passes.phases import split_phases
 from passes.schedule import scheduled
 from tests.mock_cuda.checks.capture_for import captured_for_cuda
