@@ -13,7 +13,7 @@ from torch import fx
 from passes.joint import JointGraph, node_values
 from passes.properties import HasGraph, Kept, Property, described, of_ops
 
-__all__ = ["CAPTURED", "ENDS", "INVARIANTS", "IN_ORDER", "NO_DEAD_CODE", "NO_USES"]
+__all__ = ["CAPTURED", "ENDS", "FUNCTIONAL", "INVARIANTS", "IN_ORDER", "NO_DEAD_CODE", "NO_USES"]
 
 _META = ("val", "phase", "module", "source")
 
@@ -90,13 +90,13 @@ def _too_early(node: fx.Node) -> str | None:
 
 
 IN_ORDER: Property[Any] = Property("placeholders, ops, one output: every node after its operands", _disorder)
-"""Of any graph, a rank's too."""
+FUNCTIONAL = of_ops("the graph is functional", _writes)
 
 INVARIANTS: tuple[Property[Any], ...] = (
     IN_ORDER,
     Property("fx finds no fault with the graph", _unlinted),
     Property("inputs parallel the placeholders, outputs what is returned", _unlike_ends),
-    of_ops("the graph is functional", _writes),
+    FUNCTIONAL,
     of_ops(f"every op has meta {', '.join(_META)}", _incomplete),
     of_ops("the forward reads nothing of the backward", _too_early),
 )

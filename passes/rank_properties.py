@@ -19,7 +19,7 @@ _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _MOVING = (
     aten.cat.default,
     aten.clone.default,
-    aten.empty.memory_format,
+    aten.new_zeros.default,
     aten.slice.Tensor,
     aten.view.default,
 )
