@@ -25,8 +25,8 @@ from passes.redistribute import (
     ToPartial,
     redistribution,
 )
-from passes.redistribution.splits import DimSpec
 from passes.redistribution.moves import as_layout
+from passes.redistribution.splits import DimSpec
 from passes.redistribution.universe import UniverseKey, build_universe
 from tests.redistribute.layouts import creatable, link_prices, random_layout
 
