@@ -6,15 +6,16 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Protocol
 
+from autoshard.explain import Collective
 from cost_model.errors import InfeasibleError
 from cost_model.mesh import MeshSpec
 from cost_model.reserve import Axes, reserve_bytes
 from cost_model.units import format_bytes
+from passes.redistribution.steps import Step
 from passes.search.find import Found
 
-__all__ = ["Exchange", "found_within", "plan_reserve"]
+__all__ = ["found_within", "plan_reserve"]
 
 _NEIGHBOURS = 2
 """Ranks with which a halo is exchanged: one before, one after. Longer halos reach further, which is not counted."""
@@ -23,24 +24,14 @@ _PEERS = {"all_to_all": _ALL, "reshard": _ALL, "halo_exchange": _NEIGHBOURS, "ha
 """Ranks with which a rank exchanges messages of its own in a step, by its name."""
 
 
-class Exchange(Protocol):
-    """A step that moves something: by its name, over mesh axes."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def axes(self) -> tuple[str, ...]: ...
-
-
-def plan_reserve(mesh: MeshSpec, collectives: Iterable[Exchange]) -> int:
+def plan_reserve(mesh: MeshSpec, collectives: Iterable[Collective | Step]) -> int:
     """Bytes per device for CUDA's context and the communicators of a plan with these collectives."""
     return reserve_bytes(mesh, _peers(mesh, collectives))
 
 
 def found_within(
     find: Callable[[int, float], Found],
-    collectives_of: Callable[[Found], Iterable[Exchange]],
+    collectives_of: Callable[[Found], Iterable[Collective | Step]],
     mesh: MeshSpec,
     memory_limit: int | None,
     time_limit: float,
@@ -73,7 +64,7 @@ def found_within(
         peers = {axes: max(peers.get(axes, 0), mine.get(axes, 0)) for axes in {**peers, **mine}}
 
 
-def _peers(mesh: MeshSpec, collectives: Iterable[Exchange]) -> Mapping[Axes, int]:
+def _peers(mesh: MeshSpec, collectives: Iterable[Collective | Step]) -> Mapping[Axes, int]:
     """Axes -> ranks with which one exchanges messages of its own."""
     peers: dict[Axes, int] = {}
     for c in collectives:
