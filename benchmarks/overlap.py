@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from passes.lower_rank import lower_rank
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -32,13 +31,8 @@ from autoshard.runtime.process_groups import groups_for
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.compile import compile_graph
-<<<<<<< HEAD
-from passes.issue_order import Transfer, Turn, issue_order
-from passes.joint import JointGraph
-=======
 from passes.decide import decide_lowering
 from passes.issue_order import issue_order
->>>>>>> plan
 from passes.lower_redistribute import collective_nodes
 from passes.lowering_plan import LoweringPlan
 from passes.overlap import Overlap

@@ -28,7 +28,6 @@ from datetime import date
 from typing import Any
 
 import torch
-from passes.lower_rank import lower_rank
 
 from autoshard import MeshSpec, Profile, find_plan
 from autoshard.cli import parse_mesh
@@ -39,13 +38,8 @@ from passes.canonicalize import canonicalize
 from passes.capture import capture
 from passes.decide import decide_lowering
 from passes.describe import describe, graph_hash
-<<<<<<< HEAD
-from passes.phases import split_phases
-from passes.predict import ordered_phases, predicted_step
-=======
 from passes.predict import predicted_step
 from passes.rank_program import rank_program
->>>>>>> plan
 from passes.search.boundary import boundary_of
 from passes.search.overlapped import solve_overlapped
 from passes.search.space import build_space

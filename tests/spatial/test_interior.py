@@ -6,21 +6,13 @@ from unittest import mock
 
 import pytest
 import torch
-from passes.lower_rank import lower_rank
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import Shard
 
 from autoshard import MeshSpec, find_plan, verify
-<<<<<<< HEAD
-from autoshard.planning import canonical_capture, prices_of
-from passes.issue_order import issue_order
-from passes.overlap import Overlap
-from passes.phases import split_phases
-=======
 from autoshard.planning import canonical_capture
 from passes.interior import in_parts
 from passes.rank_program import rank_program
->>>>>>> plan
 from passes.simulate import simulated_groups
 from tests.profiles import slow_compute
 from tests.spatial.networks import network

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from passes.lower_rank import lower_rank
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -12,13 +11,7 @@ from autoshard.planning import CallLayouts, Task, search_plan
 from autoshard.runtime.process_groups import groups_for
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
-<<<<<<< HEAD
-from passes.bucket_plan import bucketed_turns
-from passes.phases import split_phases
-from passes.schedule import scheduled
-=======
 from passes.rank_program import rank_program
->>>>>>> plan
 from tests.mock_cuda.checks.capture_for import captured_for_cuda
 from tests.mock_cuda.checks.families import Example
 
