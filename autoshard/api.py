@@ -17,7 +17,8 @@ from autoshard.planning import ProfileLike, load_profile, mesh_spec, named_param
 from autoshard.runtime.agreement import agree, collectively
 from autoshard.runtime.attachments import attach
 from autoshard.runtime.module import install
-from autoshard.session import Session, Settings
+from autoshard.session import Session
+from autoshard.settings import Settings
 from autoshard.signature import as_call
 from cost_model.arguments import checked_seconds
 from cost_model.errors import ShardingError

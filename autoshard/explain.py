@@ -17,15 +17,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Collective", "collectives_of", "explain_node", "explain_plan", "plan_difference"]
 
-_LOCAL = frozenset({"slice", "to_partial"})
-
 
 @dataclass(frozen=True)
 class Collective:
     """kind over axes, of nbytes priced at seconds. value: the tensor moved; node: who reads it.
 
-    kind: what is sent and priced, one of the four collectives. name: the step it performs, as a plan prints it: the
-    kind, or of an all-to-all "halo_exchange", "halo_reduce" or "reshard".
+    kind: as what it is priced, a key of `PAYLOAD_BYTES`. name: the step it performs, as a plan prints it: the kind, or
+    of "point_to_point" "halo_exchange", "halo_reduce" or "reshard".
     """
 
     kind: str
@@ -47,19 +45,19 @@ def collectives_of(records: Sequence[NodeRecord]) -> tuple[Collective, ...]:
     phases = {record.name: record.phase for record in records}
     return tuple(
         Collective(
-            kind=transfer.kind,
-            axes=transfer.axes,
+            kind=transfer.step.kind,
+            axes=transfer.step.axes,
             nbytes=transfer.nbytes,
             seconds=transfer.seconds,
             value=operand.source,
             node=record.name,
             phase=phases[operand.source] if record.op == "output" else record.phase,
-            name=transfer.text.partition("[")[0],
+            name=transfer.step.name,
         )
         for record in records
         for operand in record.operands
         for transfer in operand.transfers
-        if transfer.kind not in _LOCAL
+        if transfer.step.kind is not None
     )
 
 
@@ -104,7 +102,7 @@ def explain_node(plan: Plan, name: str) -> str:
         for operand in record.operands:
             for transfer in operand.transfers:
                 cost = f"{format_bytes(transfer.nbytes)}, {format_seconds(transfer.seconds)}"
-                lines.append(f"    reads %{operand.source} through {transfer.text}: {cost}")
+                lines.append(f"    reads %{operand.source} through {transfer.step.text()}: {cost}")
     return "\n".join(lines) + "\n"
 
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -27,12 +27,15 @@ from cost_model.json_text import parse_json, read_text
 from cost_model.mesh import MeshSpec
 from cost_model.reserve import communicators
 from passes.assignment import Assignment
+from passes.check_lowering import lowering_problems
 from passes.describe import graph_hash, op_counts, records_that_differ
 from passes.graph_text import format_graph
 from passes.joint import JointGraph
 from passes.layout import Layout
+from passes.lowering_plan import LoweringPlan
 from passes.placements import layout_to_placements
-from passes.records import NodeRecord, layouts_of
+from passes.record_json import records_of
+from passes.records import NodeRecord, layouts_of, lowering_of
 
 __all__ = ["SCHEMA_VERSION", "Plan", "PlanOrigin"]
 
@@ -98,8 +101,13 @@ class Plan:
 
     @cached_property
     def assignment(self) -> Assignment:
-        """Layouts by node name: what the partition reads."""
+        """Layouts by node name: with `lowering`, what decides each rank's program."""
         return layouts_of(self.records)
+
+    @cached_property
+    def lowering(self) -> LoweringPlan:
+        """Steps, turns and interiors."""
+        return lowering_of(self.records)
 
     @cached_property
     def parameters(self) -> dict[str, tuple[Placement, ...]]:
@@ -160,12 +168,16 @@ class Plan:
         """PlanError, saying what changed, unless the plan was made for `joint`."""
         found = graph_hash(joint)
         if found == self.origin.graph_hash:
-            for problem in records_that_differ(self.records, joint):
+            for problem in self._problems(joint):
                 raise PlanError(
                     f"the plan is damaged: {problem}\n  try: find_plan(...) again and save the new plan"
                 )
             return
         raise PlanError(f"the plan was made for another model, inputs or code\n{self._changes(joint)}")
+
+    def _problems(self, joint: JointGraph) -> Iterator[str]:
+        yield from records_that_differ(self.records, joint)
+        yield from lowering_problems(joint, self.assignment, self.lowering)
 
     def _changes(self, joint: JointGraph) -> str:
         mine = {(r.op, r.text): r.results[0] for r in self.records if r.op in ("param", "buffer", "input")}
@@ -247,7 +259,7 @@ def _plan_from(data: PlanData) -> Plan:
         peak_node=data.peak_node,
         memory_limit=data.memory_limit_bytes,
         reserve=data.reserve_bytes,
-        records=tuple(node.record() for node in data.nodes),
+        records=records_of(data.nodes),
         parameter_layouts={name: layout.layout() for name, layout in data.parameters.items()},
         inputs={int(i): layout.layout() for i, layout in data.inputs.items()},
         outputs={int(i): None if layout is None else layout.layout() for i, layout in data.outputs.items()},

@@ -7,9 +7,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from autoshard.transfer_check import Ways, turn_problems
 from cost_model.mesh import MeshSpec
 from passes.layout import Layout
-from passes.records import NodeRecord, OperandRecord, ResultRecord
+from passes.records import NodeRecord
 
 if TYPE_CHECKING:
     from autoshard.plan import Plan
@@ -25,6 +26,7 @@ def plan_problems(plan: Plan) -> Iterator[str]:
     not of it: whether it is of a certain model is for `Plan.check_graph`."""
     yield from _prices(plan)
     yield from _nodes(plan.records, plan.mesh)
+    yield from turn_problems(plan.records)
     yield from _ends(plan)
 
 
@@ -41,10 +43,9 @@ def _prices(plan: Plan) -> Iterator[str]:
 
 def _nodes(records: Sequence[NodeRecord], mesh: MeshSpec) -> Iterator[str]:
     known: dict[str, NodeRecord] = {}
+    ways = Ways(mesh)
     for record in records:
-        if record.name in known:
-            yield f"two nodes are called {record.name}"
-        for problem in _node(record, known, mesh):
+        for problem in _node(record, known, mesh, ways):
             yield f"node {record.name}: {problem}"
         known[record.name] = record
     if [record.name for record in records if record.op == "output"] != ["output"]:
@@ -53,7 +54,7 @@ def _nodes(records: Sequence[NodeRecord], mesh: MeshSpec) -> Iterator[str]:
         yield "the node `output` is not the last"
 
 
-def _node(record: NodeRecord, known: Mapping[str, NodeRecord], mesh: MeshSpec) -> Iterator[str]:
+def _node(record: NodeRecord, known: Mapping[str, NodeRecord], mesh: MeshSpec, ways: Ways) -> Iterator[str]:
     plain = record.text.replace("{{", "").replace("}}", "")
     indices = [int(index) for index in _FIELD.findall(plain)]
     if re.search(r"[{}]", _FIELD.sub("", plain)) or any(index >= len(record.operands) for index in indices):
@@ -65,29 +66,17 @@ def _node(record: NodeRecord, known: Mapping[str, NodeRecord], mesh: MeshSpec) -
     for result in record.results:
         yield from _fits(result.layout, result.shape, mesh)
     for operand in record.operands:
-        value = _value(operand, known)
-        if value is None:
-            yield f"it reads result {operand.result} of {operand.source}, which is no node before it"
-        else:
-            yield from _operand(operand, value, mesh)
+        value = known[operand.source].results[operand.result]
+        unfit = list(_fits(operand.layout, value.shape, mesh))
+        # A source that fits nothing has been said already.
+        fits = not unfit and not any(_fits(value.layout, value.shape, mesh))
+        yield from unfit if unfit else ways.problems(operand, value) if fits else ()
     for split in record.splits:
         yield from _axes(split.axes, mesh)
         if split.spans is not None and len(split.spans) != math.prod(_sizes(split.axes, mesh)):
             yield f"factor {split.factor} has {len(split.spans)} spans over {split.axes}"
         if any(low > high for low, high in split.spans or ()):
             yield f"a span of factor {split.factor} ends before it begins"
-
-
-def _value(operand: OperandRecord, known: Mapping[str, NodeRecord]) -> ResultRecord | None:
-    source = known.get(operand.source)
-    return None if source is None or operand.result >= len(source.results) else source.results[operand.result]
-
-
-def _operand(operand: OperandRecord, value: ResultRecord, mesh: MeshSpec) -> Iterator[str]:
-    yield from _fits(operand.layout, value.shape, mesh)
-    for transfer in operand.transfers:
-        yield from _axes(transfer.axes, mesh)
-        yield from _fits(transfer.after, value.shape, mesh)
 
 
 def _fits(layout: Layout, shape: Sequence[int], mesh: MeshSpec) -> Iterator[str]:

@@ -9,10 +9,8 @@ import networkx as nx
 from cost_model.mesh import MeshSpec
 from passes.records import NodeRecord, OperandRecord, Transfer
 
-__all__ = ["LOCAL_STEPS", "PLACEHOLDERS", "plan_graph"]
+__all__ = ["PLACEHOLDERS", "plan_graph"]
 
-# Steps of a redistribution that move nothing between ranks.
-LOCAL_STEPS = frozenset({"slice", "to_partial", "reshard"})
 PLACEHOLDERS = frozenset({"param", "buffer", "constant", "input", "tangent", "seed"})
 
 
@@ -30,7 +28,7 @@ def plan_graph(records: Sequence[NodeRecord], mesh: MeshSpec) -> nx.DiGraph:
         layout      as the reader needs it ("[@dp, @tp]")
         collective  "reduce_scatter[tp](dim=1)", "; " between several, "" if the value is read as it is
         seconds, nbytes  of those collectives together
-        each_seconds, each_nbytes  of each of them, "; " between several
+        each_kind, each_axes, each_seconds, each_nbytes  of each of them, "; " between several; axes as "dp,tp"
 
     A `use` (one redistribution for several readers) stays where it has both; otherwise its readers
     read the value itself, through its transfers.
@@ -104,12 +102,14 @@ def _add_edge(
 
 
 def _edge_attributes(layout: str, transfers: Sequence[Transfer]) -> dict[str, str | float]:
-    moved = [transfer for transfer in transfers if transfer.kind not in LOCAL_STEPS]
+    moved = [transfer for transfer in transfers if not transfer.is_local]
     return {
         "layout": layout,
-        "collective": "; ".join(transfer.text for transfer in moved),
+        "collective": "; ".join(transfer.step.text() for transfer in moved),
         "seconds": float(sum(transfer.seconds for transfer in moved)),
         "nbytes": sum(transfer.nbytes for transfer in moved),
+        "each_kind": "; ".join(transfer.step.name for transfer in moved),
+        "each_axes": "; ".join(",".join(transfer.step.axes) for transfer in moved),
         "each_seconds": "; ".join(repr(transfer.seconds) for transfer in moved),
         "each_nbytes": "; ".join(str(transfer.nbytes) for transfer in moved),
     }
@@ -119,7 +119,7 @@ def _merged(first: dict[str, str | float], second: dict[str, str | float]) -> di
     layouts = dict.fromkeys((str(first["layout"]), str(second["layout"])))
     listed = {
         key: "; ".join(str(edge[key]) for edge in (first, second) if edge[key])
-        for key in ("collective", "each_seconds", "each_nbytes")
+        for key in ("collective", "each_kind", "each_axes", "each_seconds", "each_nbytes")
     }
     return {
         "layout": "; ".join(layouts),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SCHEMA_VERSION", "PlanData", "plan_data", "plan_to_json"]
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 _AGAIN = "\n  try: the file as it was saved, or find_plan(...) again"
 _Index = Annotated[str, Meta(pattern=r"^(0|[1-9]\d{0,8})$")]

@@ -12,22 +12,26 @@ from cost_model.errors import InfeasibleError
 from cost_model.mesh import MeshSpec
 from cost_model.reserve import Axes, reserve_bytes
 from cost_model.units import format_bytes
+from passes.redistribution.steps import Step
 from passes.search.find import Found
 
 __all__ = ["found_within", "plan_reserve"]
 
 _NEIGHBOURS = 2
 """Ranks with which a halo is exchanged: one before, one after. Longer halos reach further, which is not counted."""
+_ALL = 2**62
+_PEERS = {"all_to_all": _ALL, "reshard": _ALL, "halo_exchange": _NEIGHBOURS, "halo_reduce": _NEIGHBOURS}
+"""Ranks with which a rank exchanges messages of its own in a step, by its name."""
 
 
-def plan_reserve(mesh: MeshSpec, collectives: Iterable[Collective]) -> int:
+def plan_reserve(mesh: MeshSpec, collectives: Iterable[Collective | Step]) -> int:
     """Bytes per device for CUDA's context and the communicators of a plan with these collectives."""
     return reserve_bytes(mesh, _peers(mesh, collectives))
 
 
 def found_within(
     find: Callable[[int, float], Found],
-    collectives_of: Callable[[Found], Iterable[Collective]],
+    collectives_of: Callable[[Found], Iterable[Collective | Step]],
     mesh: MeshSpec,
     memory_limit: int | None,
     time_limit: float,
@@ -60,15 +64,14 @@ def found_within(
         peers = {axes: max(peers.get(axes, 0), mine.get(axes, 0)) for axes in {**peers, **mine}}
 
 
-def _peers(mesh: MeshSpec, collectives: Iterable[Collective]) -> Mapping[Axes, int]:
+def _peers(mesh: MeshSpec, collectives: Iterable[Collective | Step]) -> Mapping[Axes, int]:
     """Axes -> ranks with which one exchanges messages of its own."""
     peers: dict[Axes, int] = {}
     for c in collectives:
         axes = tuple(sorted(c.axes, key=mesh.index))
         others = mesh.size(*axes) - 1
-        halo = c.name in ("halo_exchange", "halo_reduce")
-        count = 0 if c.kind != "all_to_all" else min(others, _NEIGHBOURS) if halo else others
-        peers[axes] = max(peers.get(axes, 0), count)
+        count = _PEERS.get(c.name, 0)
+        peers[axes] = max(peers.get(axes, 0), min(others, count))
     return peers
 
 

@@ -6,7 +6,7 @@ import copy
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from autoshard.inputs import GlobalCall, global_call
 from autoshard.outputs import output_layouts
 from autoshard.plan import Plan
 from autoshard.plan_cache import cached_plan
+from autoshard.plan_fits import axes_in, check_mesh, check_outputs, runnable
 from autoshard.planning import canonical_capture, named_parameters
 from autoshard.progress import stages_of
 from autoshard.runtime.agreement import agree, collectively, everyones, from_first
@@ -36,55 +37,28 @@ from autoshard.runtime.programs import Programs
 from autoshard.runtime.seeds import SeedStream
 from autoshard.runtime.step import Program
 from autoshard.runtime.wrapping import check_unwrapped
+from autoshard.settings import Settings
 from autoshard.task import CallLayouts, Task, carried_plan, prices_of, search_plan
 from autoshard.version import __version__
 from autoshard.watching.inputs import CheckInputs, checked_inputs
 from autoshard.watching.kinds import kind_of, local_call, tensor_shapes, turns_of
 from autoshard.watching.registry import watch_of
-from cost_model.errors import InfeasibleError, PlanError
+from cost_model.errors import InfeasibleError
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
-from passes.bucket_plan import bucketed_turns
 from passes.capture import Captured, flatten_call
 from passes.describe import graph_hash
 from passes.joint import JointGraph
 from passes.layout import Layout
-from passes.lower_rank import lower_rank
 from passes.missing_tangents import usually_missing
-from passes.phases import Phases, split_phases
 from passes.placements import placements_to_layout
+from passes.rank_program import RankProgram, rank_program
+from passes.schedule import one_communicator_at_a_time, scheduled
 from passes.search.space import Prices
 
-__all__ = ["Session", "Settings"]
+__all__ = ["Session"]
 
 _log = logging.getLogger("autoshard")
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the user asked `autoshard` for; see its docstring. profile: None until it is measured."""
-
-    profile: Profile | None
-    memory_limit: int | None
-    in_placements: Any
-    out_placements: Any
-    pins: Mapping[str, Layout]
-    plan: Plan | None
-    backend: str
-    time_limit: float
-
-    def described(self) -> dict[str, str]:
-        """By argument, what all ranks must have given alike."""
-        return {
-            "memory_limit": str(self.memory_limit),
-            "in_placements": str(self.in_placements),
-            "out_placements": str(self.out_placements),
-            "constraints": str(sorted(self.pins.items())),
-            "plan": "searched" if self.plan is None else self.plan.fingerprint,
-            "backend": self.backend,
-            "time_limit": str(self.time_limit),
-            "profile": "measured" if self.profile is None else self.profile.hash(),
-        }
 
 
 class Session:
@@ -136,7 +110,7 @@ class Session:
         agree(self.mesh, self._fingerprint(captured.joint, whole))
         with self._stages("finding a plan"):
             plan = self._planned(captured, layouts)
-        groups_for(self.mesh, _axes_in(plan, self.spec))
+        groups_for(self.mesh, axes_in(plan))
         kind = kind_of(self.model, captured.joint)
         made = self._made(captured, plan, kind)
         programs = Programs(made, self.settings.backend, at_once=self.plan is None)
@@ -197,9 +171,9 @@ class Session:
         if self.plan is not None:
             return self._carried(captured, layouts, self.plan)
         if settings.plan is not None:
-            _check_mesh(settings.plan, self.spec)
+            check_mesh(settings.plan, self.spec)
             settings.plan.check_graph(captured.joint)
-            _check_outputs(settings.plan, layouts.outputs)
+            check_outputs(settings.plan, layouts.outputs)
             return settings.plan
         task = self._task(captured, layouts, settings.pins)
         return cached_plan(task, lambda: search_plan(task))
@@ -226,14 +200,14 @@ class Session:
 
     def _made(self, captured: Captured, plan: Plan, kind: str) -> Callable[[str], Program]:
         """What compiles this rank's program by a backend, on all ranks together."""
-        phases, sides = collectively(self.mesh, lambda: self._lowered(captured, plan), what="lowering a plan")
-        separately, turn = self._separately(plan), turns_of(self.watch, kind)
+        ours, sides = collectively(self.mesh, lambda: self._lowered(captured, plan), what="lowering a plan")
+        turn = turns_of(self.watch, kind)
 
         def compiled(backend: str) -> Program:
-            rank = self.mesh.get_rank()
-            program = Program(phases, sides, self.spec, rank, backend, self.observers, separately, turn)
-            if phases.backward is not None:
-                program.compile_backward(usually_missing(phases.backward))
+            rank, backward = self.mesh.get_rank(), ours.phases.backward
+            program = Program(ours, sides, self.spec, rank, backend, self.observers, turn)
+            if backward is not None:
+                program.compile_backward(usually_missing(backward))
             return program
 
         def together(backend: str) -> Program:
@@ -242,25 +216,27 @@ class Session:
 
         return together
 
-    def _lowered(self, captured: Captured, plan: Plan) -> tuple[Phases, list[InputSide]]:
+    def _lowered(self, captured: Captured, plan: Plan) -> tuple[RankProgram, list[InputSide]]:
         joint = captured.joint
-        prices = self.prices()
-        groups = groups_for(self.mesh, _axes_in(plan, self.spec))
-        turns = bucketed_turns(joint, plan.assignment, prices)
-        ours = lower_rank(joint, plan.assignment, prices, dist.get_rank(), groups, turns)
+        groups = groups_for(self.mesh, axes_in(plan))
+        schedule = one_communicator_at_a_time if self._separately(plan) else scheduled
+        with runnable(plan):
+            ours = rank_program(
+                joint, plan.assignment, plan.lowering, self.spec, dist.get_rank(), groups, schedule=schedule
+            )
         shapes = {node.name: tuple(node.meta["val"].shape) for node in joint.placeholders}
         sides = [
             InputSide(shapes[node.name], plan.assignment[node.name].results[0])
             for node, spec in zip(joint.placeholders, joint.inputs, strict=True)
             if spec.kind != "tangent"
         ]
-        return split_phases(ours.module, joint.inputs, joint.outputs), sides
+        return ours, sides
 
     def _separately(self, plan: Plan) -> bool:
         """Whether collectives on different communicators must not be in flight together."""
         if len(plan.communicators) < 2 or in_host_order():
             return False
-        if len(_axes_in(plan, self.spec)) > 1 and dist.get_rank() == 0:
+        if len(axes_in(plan)) > 1 and dist.get_rank() == 0:
             _log.warning(
                 "collectives over different mesh axes will not overlap: set NCCL_LAUNCH_ORDER_IMPLICIT=1 on all "
                 "ranks before init_process_group (NCCL 2.26), see docs/cuda.md"
@@ -305,26 +281,3 @@ class Session:
         if self.plan is None:
             self._copies.add(twin)
         return twin
-
-
-def _axes_in(plan: Plan, spec: MeshSpec) -> list[tuple[str, ...]]:
-    """The groups that the plan's collectives need, axes in mesh order; the same list on every rank."""
-    return sorted({tuple(sorted(c.axes, key=spec.index)) for c in plan.collectives})
-
-
-def _check_outputs(plan: Plan, asked: Mapping[int, Layout | None]) -> None:
-    """PlanError unless the plan returns what this call promises: whole tensors, or the layouts asked for."""
-    for index, layout in plan.outputs.items():
-        wanted = asked.get(index, Layout.replicated(len(layout.dims))) if layout is not None else None
-        if wanted is not None and wanted != layout:
-            raise PlanError(
-                f"the plan returns output {index} as {layout}, and out_placements asks for {wanted}\n"
-                "  try: the out_placements that find_plan was given"
-            )
-
-
-def _check_mesh(plan: Plan, spec: MeshSpec) -> None:
-    if (plan.mesh.names, plan.mesh.sizes) != (spec.names, spec.sizes):
-        raise PlanError(
-            f"the plan was made for {plan.mesh}, and this is {spec}\n  try: find_plan(...) for this mesh"
-        )

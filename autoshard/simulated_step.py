@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import fx
 
 from cost_model.mesh import MeshSpec
 from passes.joint import GraphOutput, JointGraph
-from passes.partition import RankGraph
-from passes.phases import Phases, split_phases
-from passes.schedule import scheduled
+from passes.phases import Backward
+from passes.rank_program import RankProgram
 from passes.simulate import simulate
 
 __all__ = ["simulated_step"]
@@ -20,44 +18,39 @@ Values = list[torch.Tensor | None]
 
 
 def simulated_step(
-    joint: JointGraph, graphs: Sequence[RankGraph], shards: Sequence[Sequence[torch.Tensor]], mesh: MeshSpec
+    joint: JointGraph,
+    programs: Sequence[RankProgram],
+    shards: Sequence[Sequence[torch.Tensor]],
+    mesh: MeshSpec,
 ) -> list[Values]:
     """Per rank the flat results of `joint`, from that rank's `shards` of its placeholders.
 
-    The programs are those that the runtime compiles when every output gets a gradient. Raises LockstepError if
-    the ranks' collectives disagree: for real, they would hang.
+    All outputs get a gradient. Raises LockstepError if the ranks' collectives disagree: for real, they would hang.
     """
-    phases = [split_phases(graph.module, joint.inputs, joint.outputs) for graph in graphs]
+    phases = [program.phases for program in programs]
     is_tangent = [spec.kind == "tangent" for spec in joint.inputs]
     leaves = [[v for v, t in zip(values, is_tangent, strict=True) if not t] for values in shards]
-    forwards = simulate([scheduled(p.forward) for p in phases], leaves, mesh)
+    forwards = simulate([p.forward for p in phases], leaves, mesh)
     found = [_by_spec(p.outputs, flat) for p, flat in zip(phases, forwards, strict=True)]
     if any(p.backward is not None for p in phases):
+        ordered = [program.backward() for program in programs]
         inputs = [
-            _backward_inputs(joint, p, mine, flat, values)
-            for p, mine, flat, values in zip(phases, leaves, forwards, shards, strict=True)
+            _backward_inputs(joint, backward, mine, flat, values)
+            for backward, mine, flat, values in zip(ordered, leaves, forwards, shards, strict=True)
         ]
-        backwards = simulate([_backward(p) for p in phases], inputs, mesh)
-        for p, results, flat in zip(phases, found, backwards, strict=True):
-            assert p.backward is not None
-            results.update(_by_spec(p.backward.gradients, flat))
+        backwards = simulate([backward.module for backward in ordered], inputs, mesh)
+        for backward, results, flat in zip(ordered, found, backwards, strict=True):
+            results.update(_by_spec(backward.gradients, flat))
     return [[results.get((spec.kind, spec.index)) for spec in joint.outputs] for results in found]
-
-
-def _backward(phases: Phases) -> fx.GraphModule:
-    assert phases.backward is not None, "all ranks have a backward or none"
-    return scheduled(phases.backward.module)
 
 
 def _backward_inputs(
     joint: JointGraph,
-    phases: Phases,
+    backward: Backward,
     leaves: Sequence[torch.Tensor],
     forward: Sequence[torch.Tensor | None],
     shards: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
-    backward = phases.backward
-    assert backward is not None
     tangents = {
         spec.index: value for spec, value in zip(joint.inputs, shards, strict=True) if spec.kind == "tangent"
     }

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autoshard.explain import Collective, collectives_of
+from autoshard.explain import collectives_of
 from autoshard.pins import resolve_pins
 from autoshard.plan import Plan, PlanOrigin
 from autoshard.reserve import found_within, plan_reserve
@@ -22,13 +22,14 @@ from cost_model.memory import ADAMW
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.capture import Captured
+from passes.decide import chosen_steps, decide_lowering
 from passes.describe import describe, fallback_ops, graph_hash
 from passes.hiding import step_parts
 from passes.joint import JointGraph
 from passes.layout import Layout
 from passes.predict import predicted_step
 from passes.pricing import traffic_model
-from passes.redistribute import Redistributor
+from passes.redistribute import Redistributor, Step
 from passes.search.boundary import Boundary, boundary_of
 from passes.search.find import Found, find_assignment
 from passes.search.space import Prices
@@ -106,11 +107,14 @@ def search_plan(task: Task) -> Plan:
             joint, prices, boundary, memory_limit=limit, reserve=reserve, time_limit=seconds
         )
 
-    def moved(found: Found) -> Sequence[Collective]:
-        return collectives_of(describe(joint, found.assignment, prices))
+    def moved(found: Found) -> Sequence[Step]:
+        chosen = chosen_steps(joint, found.assignment, prices.redistributor, prices.merged)
+        return [step for way in chosen.values() for step in way.steps if step.kind is not None]
 
     found = found_within(find, moved, task.mesh, task.memory_limit, task.time_limit)
-    return _plan_of(task, found, predicted_step(joint, found.assignment, prices).seconds, task.resolver())
+    plan = _plan_of(task, prices, found, task.resolver())
+    step = predicted_step(joint, plan.assignment, plan.lowering, prices)
+    return replace(plan, step_time=step.seconds)
 
 
 def carried_plan(task: Task, first: Plan) -> Plan:
@@ -119,21 +123,24 @@ def carried_plan(task: Task, first: Plan) -> Plan:
     Where a node has no counterpart in `first`, it is searched. Nothing is proven of the result, and its step is not
     simulated: `step_time` is the objective's. Raises InfeasibleError if the layouts do not fit.
     """
+    prices = task.prices
     found = find_assignment(
         task.joint,
-        task.prices,
+        prices,
         task.boundary,
         memory_limit=task.memory_limit,
         reserve=0 if task.memory_limit is None else first.reserve,
         time_limit=task.time_limit,
         held=first.assignment,
     )
-    return _plan_of(task, replace(found, lower_bound=0.0, gap=1.0, status="feasible"), found.seconds, None)
+    return _plan_of(task, prices, replace(found, lower_bound=0.0, gap=1.0, status="feasible"), None)
 
 
-def _plan_of(task: Task, found: Found, step_time: float, resolve: Callable[[str, Any], Plan] | None) -> Plan:
-    joint, prices, mesh = task.joint, task.prices, task.mesh
-    records = describe(joint, found.assignment, prices)
+def _plan_of(task: Task, prices: Prices, found: Found, resolve: Callable[[str, Any], Plan] | None) -> Plan:
+    """All that is left to decide, decided. Its `step_time` is the objective's."""
+    joint, mesh = task.joint, task.mesh
+    lowering, moved = decide_lowering(joint, found.assignment, prices)
+    records = describe(joint, found.assignment, lowering, moved, prices)
     recounted = step_parts(records).seconds(prices.overlap_efficiency)
     assert math.isclose(recounted, found.seconds, rel_tol=1e-6), (recounted, found.seconds)
     return Plan(
@@ -141,7 +148,7 @@ def _plan_of(task: Task, found: Found, step_time: float, resolve: Callable[[str,
         cost=found.seconds,
         lower_bound=found.lower_bound,
         status=found.status,
-        step_time=step_time,
+        step_time=found.seconds,
         peak_memory=found.peak_nbytes,
         peak_node=found.peak_node,
         memory_limit=task.memory_limit,

@@ -3,35 +3,34 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from autoshard.arguments import checked_model
+from autoshard.divergence import CANCELLED, Divergence, Watcher
 from autoshard.pieces import largest, piece_error
 from autoshard.plan import Plan
-from autoshard.planning import autocast_as, canonical_capture, load_profile, prices_of
+from autoshard.plan_fits import runnable
+from autoshard.planning import autocast_as, canonical_capture
 from autoshard.runtime.module import original_forward
 from autoshard.runtime.sharding import shard_of
 from autoshard.signature import as_call
 from autoshard.simulated_step import simulated_step
 from cost_model.arguments import checked_count
-from cost_model.errors import AutoshardError, PlanError
+from cost_model.errors import PlanError
 from cost_model.mesh import MeshSpec
 from passes.bind_device import bind_device
-from passes.bucket_plan import bucketed_turns
 from passes.capture import Captured
 from passes.conditioning import draws, measured_rounding
 from passes.describe import graph_hash
-from passes.joint import CPU, JointGraph, node_values, result_index, tensor_operands
+from passes.joint import CPU, JointGraph, node_values
 from passes.layout import Layout
-from passes.lower_rank import lower_rank
-from passes.partition import RankGraph
 from passes.random_state import random_state_kept
+from passes.rank_program import RankProgram, rank_program
 from passes.reference import eager_results, graph_values, reference_inputs
 from passes.rewrite import copy_joint
 from passes.simulate import simulate, simulated_groups
@@ -41,30 +40,9 @@ __all__ = ["Divergence", "VerifyReport", "verify"]
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 _NODE_SLACK = 10.0
 """An intermediate may cancel where the results do not: it counts as diverged at ten times the tolerance."""
-_CANCELLED = 1e-3
-"""A value below this share of what it is computed from or belongs with is rounding left by a
-cancellation (the gradient of an attention key's bias is 0 in exact arithmetic): its error is counted
-relative to that share."""
-
-
 _ROUNDINGS = 16.0
 """An error within so many times of what other roundings of the unsharded graph change is none: ranks add in another
 order, and more often."""
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """The first node whose sharded value differs. error: largest |difference| / largest |value|."""
-
-    node: str
-    op: str
-    error: float
-    module: str
-    source: str
-
-    def __str__(self) -> str:
-        where = " ".join(part for part in (self.module, self.source) if part)
-        return f"{self.node} = {self.op} ({where or 'unknown source'}): relative error {self.error:.3g}"
 
 
 @dataclass(frozen=True)
@@ -133,40 +111,25 @@ def verify(
         if comparable
         else results
     )
-    with _runnable(plan):
-        graphs = _rank_graphs(joint, plan)
+    with runnable(plan):
+        programs = _programs(joint, plan)
         shards = _shards(joint, plan, values)
         limit = _tolerance(joint)
         rounding = measured_rounding(joint, values, results, nodes, seed=seed)
         floors = [_ROUNDINGS * change / limit for change in rounding.results]
-        found = simulated_step(joint, graphs, shards, plan.mesh)
+        found = simulated_step(joint, programs, shards, plan.mesh)
         errors = _compared(joint, plan, found, wanted, floors)
     worst = max(errors.values(), default=0.0)
     if worst <= limit:
         return VerifyReport(True, worst, errors, None)
     # Once more, in the order of the global graph, where every node of it can be compared.
     least = {name: _ROUNDINGS * change / limit for name, change in rounding.nodes.items()}
-    watcher = _Watcher(joint, plan, nodes, least)
+    graphs = [program.local for program in programs]
+    watcher = Watcher(joint, plan, nodes, least)
     watcher.attach(graphs)
-    with _runnable(plan):
+    with runnable(plan):
         simulate([graph.module for graph in graphs], shards, plan.mesh, observe=watcher)
     return VerifyReport(False, worst, errors, watcher.first(limit * _NODE_SLACK))
-
-
-@contextmanager
-def _runnable(plan: Plan) -> Generator[None]:
-    """A plan that the search found runs. One that somebody edited may ask for what no op can do."""
-    try:
-        yield
-    except AutoshardError:
-        raise
-    except Exception as error:
-        said = (str(error) or "no message").splitlines()[0]
-        raise PlanError(
-            f"the plan for {plan.mesh} cannot be run: {type(error).__name__}: {said[:200]}\n"
-            "  its layouts contradict each other or the ops that read them\n"
-            "  try: find_plan(...) again, or the plan as it was saved"
-        ) from error
 
 
 def _tensors(
@@ -201,14 +164,12 @@ def _tolerance(joint: JointGraph) -> float:
     return max((_TOLERANCE.get(v.dtype, 0.0) for v in values if v is not None), default=1e-4) or 1e-4
 
 
-def _rank_graphs(joint: JointGraph, plan: Plan) -> list[RankGraph]:
-    # Steps and buckets are chosen by prices; any prices give correct ones.
-    prices = prices_of(load_profile(None, plan.mesh), plan.mesh)
-    turns = bucketed_turns(joint, plan.assignment, prices)
+def _programs(joint: JointGraph, plan: Plan) -> list[RankProgram]:
     groups = simulated_groups(plan.mesh)
-
-    ranks = range(plan.mesh.device_count)
-    return [lower_rank(joint, plan.assignment, prices, rank, groups, turns) for rank in ranks]
+    return [
+        rank_program(joint, plan.assignment, plan.lowering, plan.mesh, rank, groups)
+        for rank in range(plan.mesh.device_count)
+    ]
 
 
 def _shards(joint: JointGraph, plan: Plan, values: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -243,7 +204,7 @@ def _compared(
     errors: dict[str, float] = {}
     kinds = [spec.kind for spec in joint.outputs]
     floors = {
-        kind: _CANCELLED * largest(w for w, k in zip(wanted, kinds, strict=True) if k == kind)
+        kind: CANCELLED * largest(w for w, k in zip(wanted, kinds, strict=True) if k == kind)
         for kind in kinds
     }
     for position, (spec, value) in enumerate(zip(joint.outputs, joint.results, strict=True)):
@@ -258,65 +219,3 @@ def _compared(
             for rank in range(plan.mesh.device_count)
         )
     return errors
-
-
-class _Watcher:
-    """Collects every rank's value of every global node and notes where they differ."""
-
-    def __init__(
-        self, joint: JointGraph, plan: Plan, expected: Mapping[str, torch.Tensor], least: Mapping[str, float]
-    ) -> None:
-        self._plan = plan
-        self._least = least
-        self._expected = expected
-        self._order = [node for node in joint.graph.nodes if node.op == "call_function"]
-        self._globals: list[dict[str, list[str]]] = []
-        self._pieces: dict[str, dict[int, torch.Tensor]] = {}
-        self._errors: dict[str, float] = {}
-        self._operands = {node.name: [o.name for o in tensor_operands(node)] for node in self._order}
-        self._layouts = {node.name: _layout(plan, node) for node in self._order if _is_single(node)}
-
-    def attach(self, graphs: Sequence[RankGraph]) -> None:
-        for graph in graphs:
-            names: dict[str, list[str]] = {}
-            for global_name, local_name in graph.values.items():
-                if global_name in self._layouts:
-                    names.setdefault(local_name, []).append(global_name)
-            self._globals.append(names)
-
-    def __call__(self, rank: int, node: fx.Node, value: Any) -> None:
-        for name in self._globals[rank].get(node.name, ()):
-            pieces = self._pieces.setdefault(name, {})
-            pieces[rank] = value
-            if len(pieces) == len(self._globals):
-                self._finish(name, self._pieces.pop(name))
-
-    def _finish(self, name: str, pieces: Mapping[int, torch.Tensor]) -> None:
-        expected = self._expected.get(name)
-        if expected is None:
-            return
-        ordered = [pieces[rank] for rank in range(len(pieces))]
-        mesh, layout = self._plan.mesh, self._layouts[name]
-        cancelled = _CANCELLED * largest(self._expected.get(operand) for operand in self._operands[name])
-        floor = max(cancelled, self._least.get(name, 0.0))
-        ranks = range(len(ordered))
-        self._errors[name] = max(piece_error(ordered, expected, layout, mesh, r, floor) for r in ranks)
-
-    def first(self, limit: float) -> Divergence | None:
-        for node in self._order:
-            error = self._errors.get(node.name, 0.0)
-            if error > limit:
-                meta = node.meta
-                return Divergence(
-                    node.name, str(node.target), error, meta.get("module", ""), meta.get("source", "")
-                )
-        return None
-
-
-def _is_single(node: fx.Node) -> bool:
-    return not isinstance(node.meta["val"], (tuple, list))
-
-
-def _layout(plan: Plan, node: fx.Node) -> Layout:
-    producer, index = result_index(node)
-    return plan.assignment[producer.name].results[index]

@@ -15,7 +15,7 @@ import argparse
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -30,17 +30,15 @@ from autoshard.profiling.attend import attend
 from autoshard.runtime.process_groups import groups_for
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
-from passes.bucket_plan import bucketed_turns
 from passes.compile import compile_graph
-from passes.issue_order import Transfer, Turn, issue_order
-from passes.joint import JointGraph
-from passes.lower_rank import lower_rank
+from passes.decide import decide_lowering
+from passes.issue_order import issue_order
 from passes.lower_redistribute import collective_nodes
+from passes.lowering_plan import LoweringPlan
 from passes.overlap import Overlap
-from passes.phases import Phases, split_phases
+from passes.rank_program import RankProgram, Schedule, rank_program
 from passes.schedule import scheduled
 
-Schedule = Callable[[fx.GraphModule], fx.GraphModule]
 PINS = {"ddp": [Replicate()], "fsdp": [Shard(0)]}
 
 
@@ -78,19 +76,18 @@ def compare(arguments: argparse.Namespace) -> None:
     slow = slow_compute(profile)
     plan = find_plan(model, spec, inputs, profile=slow, constraints=pins, backend="eager", **placements)
     joint = canonical_capture(model, inputs, {}).joint
-    prices = prices_of(profile, spec, "eager")
-    plain = issue_order(joint, plan.assignment)
-    merged = bucketed_turns(joint, plan.assignment, prices)
+    # The layouts are those of slow kernels, the rest is decided for this machine.
+    merged, _ = decide_lowering(joint, plan.assignment, prices_of(profile, spec, "eager"))
+    plain = replace(merged, turns=issue_order(joint, plan.assignment))
     groups = groups_for(mesh, [spec.names])
 
-    def lowered(turns: Mapping[Transfer, Turn]) -> Phases:
-        ours = lower_rank(joint, plan.assignment, prices, rank, groups, turns)
-        return split_phases(ours.module, joint.inputs, joint.outputs)
+    def way(lowering: LoweringPlan, schedule: Schedule) -> Way:
+        return Way(rank_program(joint, plan.assignment, lowering, spec, rank, groups, schedule=schedule))
 
     ways = {
-        "wait at once": Way(joint, lowered(plain), wait_at_once),
-        "overlap": Way(joint, lowered(plain), Overlap()),
-        "overlap and buckets": Way(joint, lowered(merged), scheduled),
+        "wait at once": way(plain, wait_at_once),
+        "overlap": way(plain, Overlap()),
+        "overlap and buckets": way(merged, scheduled),
     }
     times: dict[str, list[float]] = {name: [] for name in ways}
     for step in range(arguments.steps + 2):
@@ -137,10 +134,9 @@ def report(
 class Way:
     """The two programs of a rank, and something to run them on."""
 
-    def __init__(self, joint: JointGraph, phases: Phases, schedule: Schedule) -> None:
-        assert phases.backward is not None
-        self.phases, self.backward = phases, phases.backward
-        modules = [schedule(phases.forward), schedule(self.backward.module)]
+    def __init__(self, program: RankProgram) -> None:
+        self.backward = program.backward()
+        modules = [program.phases.forward, self.backward.module]
         self.collectives = sum(len(collective_nodes(module.graph)) for module in modules)
         self.run = [compile_graph(module, "eager") for module in modules]
         forward, backward = ([n for n in m.graph.nodes if n.op == "placeholder"] for m in modules)

@@ -34,13 +34,12 @@ from autoshard.cli import parse_mesh
 from autoshard.planning import prices_of
 from benchmarks.models import MODELS
 from cost_model.memory import parse_bytes
-from passes.bucket_plan import bucketed_turns
 from passes.canonicalize import canonicalize
 from passes.capture import capture
+from passes.decide import decide_lowering
 from passes.describe import describe, graph_hash
-from passes.lower_rank import lower_rank
-from passes.phases import split_phases
-from passes.predict import ordered_phases, predicted_step
+from passes.predict import predicted_step
+from passes.rank_program import rank_program
 from passes.search.boundary import boundary_of
 from passes.search.overlapped import solve_overlapped
 from passes.search.space import build_space
@@ -124,18 +123,15 @@ def _by_stage(arguments: argparse.Namespace) -> Run:
             space.problem, space.kinds, prices.overlap_efficiency, time_limit=arguments.time_limit
         )
         assignment = space.assignment(found.choice)
+    with run.stage("decide"):
+        lowering, moved = decide_lowering(joint, assignment, prices)
     with run.stage("describe"):
-        describe(joint, assignment, prices)
+        describe(joint, assignment, lowering, moved, prices)
         graph_hash(joint)
     with run.stage("predict"):
-        predicted = predicted_step(joint, assignment, prices)
-    with run.stage("partition"):
-        turns = bucketed_turns(joint, assignment, prices)
-        rank = lower_rank(joint, assignment, prices, 0, simulated_groups(mesh), turns)
-    with run.stage("phases"):
-        phases = split_phases(rank.module, joint.inputs, joint.outputs)
-    with run.stage("order"):
-        phases = ordered_phases(phases)
+        predicted = predicted_step(joint, assignment, lowering, prices)
+    with run.stage("rank program"):
+        phases = rank_program(joint, assignment, lowering, mesh, 0, simulated_groups(mesh)).usual()
     peak, _ = space.problem.peak(found.choice)
     backward = 0 if phases.backward is None else len(phases.backward.module.graph.nodes)
     run.facts = {

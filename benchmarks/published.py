@@ -28,6 +28,7 @@ from autoshard.planning import canonical_capture, prices_of
 from benchmarks.mpt import MPT, SIZES, VOCABULARY
 from cost_model.compute import ComputePrices
 from passes.assignment import Assignment, FactorSplit, NodeLayouts
+from passes.decide import decide_lowering
 from passes.joint import JointGraph, node_value
 from passes.placements import placements_to_layout
 from passes.predict import Prediction, predicted_step
@@ -147,7 +148,9 @@ def by_hand(row: Row, profile: Profile, layers: int | None = None) -> tuple[floa
     batch = placements_to_layout(shard, (row.micro_batch * row.gpus, row.sequence), mesh, what="tokens")
     boundary = boundary_of(joint, parameters=pins, inputs={0: batch, 1: batch}, outputs={})
     found = find_assignment(joint, prices, boundary)
-    prediction = predicted_step(joint, cast_first(joint, found.assignment), prices)
+    assignment = cast_first(joint, found.assignment)
+    lowering, _ = decide_lowering(joint, assignment, prices)
+    prediction = predicted_step(joint, assignment, lowering, prices)
     depth = layers or SIZES[row.model][1]
     extra = sum(beside(row, depth, prices.compute).values())
     return prediction.seconds, extra + as_fsdp_sends(row, depth, prediction, prices)

@@ -36,7 +36,6 @@ from torch import fx
 
 from cost_model.bucketed import BucketedPrices, copies_seconds
 from passes.assignment import Assignment
-from passes.hiding import ending_reads
 from passes.issue_order import Move, Side, Transfer, Turn, issue_order
 from passes.joint import JointGraph, node_value, result_index
 from passes.pricing import strategy_seconds
@@ -61,10 +60,14 @@ Kind = tuple[tuple[str, tuple[str, ...], str], ...]
 
 
 def bucketed_turns(
-    joint: JointGraph, assignment: Assignment, prices: Prices, rules: RuleTable | None = None
+    joint: JointGraph,
+    assignment: Assignment,
+    prices: Prices,
+    moved: Mapping[Transfer, Redistribution],
+    rules: RuleTable | None = None,
 ) -> Mapping[Transfer, Turn]:
-    """`issue_order` with transfers merged where `prices` say that a step is shorter for it."""
-    return issue_order(joint, assignment, merge=BucketPlan(assignment, prices, ending_reads(joint), rules))
+    """`issue_order` with transfers merged where `prices` say that a step is shorter for it. moved: their steps."""
+    return issue_order(joint, assignment, merge=BucketPlan(assignment, prices, moved, rules))
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class BucketPlan:
 
     assignment: Assignment
     prices: Prices
-    ending: frozenset[Transfer]
+    moved: Mapping[Transfer, Redistribution]
     rules: RuleTable | None = None
 
     def __call__(self, side: Side, moves: Sequence[Move], ops: Sequence[fx.Node]) -> list[Sequence[Move]]:
@@ -104,21 +107,15 @@ class BucketPlan:
         dtype = node_value(move.operand).dtype
         if dtype == torch.bool or dtype.is_complex:  # travels as bytes, or as pairs
             return None
-        steps = [step for step in self._plan(move).steps if step.kind is not None]
+        steps = [step for step in self.moved[move.transfer].steps if step.kind is not None]
         if not steps or not all(isinstance(step, _MERGED) for step in steps):
             return None
         mesh = self.prices.mesh
         axes = [tuple(sorted(step.axes, key=mesh.index)) for step in steps]
         return tuple((str(s.kind), a, getattr(s, "op", "")) for s, a in zip(steps, axes, strict=True))
 
-    def _plan(self, move: Move) -> Redistribution:
-        value = node_value(move.operand)
-        last = move.transfer in self.ending
-        chooser = self.prices.merged if last else self.prices.redistributor
-        return chooser.plan(move.held, move.wanted, value.shape, value.element_size())
-
     def _nbytes(self, move: Move) -> tuple[int, ...]:
-        plan = self._plan(move)
+        plan = self.moved[move.transfer]
         pairs = zip(plan.steps, plan.step_nbytes, strict=True)
         return tuple(nbytes for step, nbytes in pairs if step.kind is not None)
 

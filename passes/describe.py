@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,31 +13,21 @@ from torch import fx
 
 from passes.assignment import Assignment, NodeLayouts
 from passes.collector import collector_paused
-from passes.hiding import HiddenReads, hidden_reads
+from passes.decide import Moved
+from passes.hiding import hidden_reads
+from passes.issue_order import Transfer as Read
 from passes.joint import (
     GraphInput,
     JointGraph,
     map_operands,
-    node_value,
     node_values,
     result_index,
     tensor_operands,
 )
-from passes.layout import Layout
+from passes.lowering_plan import LoweringPlan
 from passes.pricing import local_nbytes, strategy_seconds
 from passes.records import NodeRecord, OperandRecord, ResultRecord, Transfer
-from passes.redistribute import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    HaloExchange,
-    HaloReduce,
-    Redistributor,
-    ReduceScatter,
-    Reshard,
-    Slice,
-    Step,
-)
+from passes.redistribute import Redistribution
 from passes.rules.registry import RuleTable, is_fallback, rule_for
 from passes.search.space import Prices
 
@@ -45,24 +36,29 @@ __all__ = ["describe", "fallback_ops", "graph_hash", "op_counts", "records_that_
 
 @collector_paused()
 def describe(
-    joint: JointGraph, assignment: Assignment, prices: Prices, rules: RuleTable | None = None
+    joint: JointGraph,
+    assignment: Assignment,
+    lowering: LoweringPlan,
+    moved: Moved,
+    prices: Prices,
+    rules: RuleTable | None = None,
 ) -> tuple[NodeRecord, ...]:
-    """One record per node of `joint`, `getitem`s left out, in the graph's order.
+    """One record per node of `joint`, `getitem`s left out, in the graph's order. lowering, moved: of `decide_lowering`.
 
     Prices come from the assignment itself, not from the search: the sum of all seconds is the
     plan's cost, counted a second way.
     """
     kinds = dict(zip(joint.placeholders, joint.inputs, strict=True))
     trained = joint.trained
-    reads = hidden_reads(joint)
+    writer = _Writer(assignment, lowering, moved, prices, hidden_reads(joint).hides, rules)
     records: list[NodeRecord] = []
     for node in joint.graph.nodes:
         if node.op == "placeholder":
             records.append(_placeholder(node, kinds[node], assignment[node.name], prices, node in trained))
         elif node.op == "output":
-            records.append(_output(node, assignment, prices, reads))
+            records.append(writer.output(node))
         elif result_index(node)[0] is node:
-            records.append(_op(node, assignment, prices, rules, reads))
+            records.append(writer.op(node))
     return tuple(records)
 
 
@@ -153,82 +149,54 @@ def _placeholder(
     )
 
 
-def _op(
-    node: fx.Node, assignment: Assignment, prices: Prices, rules: RuleTable | None, reads: HiddenReads
-) -> NodeRecord:
-    layouts = assignment[node.name]
-    rule = rule_for(node, rules)
-    seconds = strategy_seconds(node, rule, [layouts], prices.traffic(node), prices.mesh, prices.compute)
-    return NodeRecord(
-        name=node.name,
-        op=_op_name(node),
-        text=_op_text(node),
-        operands=_operands(node, layouts, assignment, prices, reads),
-        results=_results(node, layouts),
-        splits=layouts.splits,
-        seconds=float(seconds[0]),
-        phase=node.meta.get("phase", "forward"),
-        module=node.meta.get("module", ""),
-        source=node.meta.get("source", ""),
-    )
+@dataclass(frozen=True)
+class _Writer:
+    """Records of ops and of the output. hides: the reads whose transfers may run behind computation."""
+
+    assignment: Assignment
+    lowering: LoweringPlan
+    moved: Moved
+    prices: Prices
+    hides: frozenset[Read]
+    rules: RuleTable | None
+
+    def op(self, node: fx.Node) -> NodeRecord:
+        prices, layouts = self.prices, self.assignment[node.name]
+        rule = rule_for(node, self.rules)
+        seconds = strategy_seconds(node, rule, [layouts], prices.traffic(node), prices.mesh, prices.compute)
+        return NodeRecord(
+            name=node.name,
+            op=_op_name(node),
+            text=_op_text(node),
+            operands=self._operands(node),
+            results=_results(node, layouts),
+            splits=layouts.splits,
+            seconds=float(seconds[0]),
+            phase=node.meta.get("phase", "forward"),
+            module=node.meta.get("module", ""),
+            source=node.meta.get("source", ""),
+            interior=self.lowering.interiors.get(node.name),
+        )
+
+    def output(self, node: fx.Node) -> NodeRecord:
+        return NodeRecord("output", "output", "", self._operands(node), (), (), 0.0, "backward", "", "")
+
+    def _operands(self, node: fx.Node) -> tuple[OperandRecord, ...]:
+        found: list[OperandRecord] = []
+        wanted = self.assignment[node.name].operands
+        for position, (operand, layout) in enumerate(zip(tensor_operands(node), wanted, strict=True)):
+            producer, index = result_index(operand)
+            read = node.name, position
+            transfers = _transfers(self.moved.get(read))
+            turn = self.lowering.turns.get(read)
+            found.append(OperandRecord(producer.name, index, layout, transfers, read in self.hides, turn))
+        return tuple(found)
 
 
-def _output(node: fx.Node, assignment: Assignment, prices: Prices, reads: HiddenReads) -> NodeRecord:
-    operands = _operands(node, assignment["output"], assignment, prices, reads)
-    return NodeRecord("output", "output", "", operands, (), (), 0.0, "backward", "", "")
-
-
-def _operands(
-    node: fx.Node, layouts: NodeLayouts, assignment: Assignment, prices: Prices, reads: HiddenReads
-) -> tuple[OperandRecord, ...]:
-    found: list[OperandRecord] = []
-    reader = "output" if node.op == "output" else node.name
-    for position, (operand, wanted) in enumerate(zip(tensor_operands(node), layouts.operands, strict=True)):
-        producer, index = result_index(operand)
-        held = assignment[producer.name].results[index]
-        value = node_value(operand)
-        read = reader, position
-        chooser = prices.merged if read in reads.ending else prices.redistributor
-        transfers = _transfers(held, wanted, value, chooser)
-        found.append(OperandRecord(producer.name, index, wanted, transfers, read in reads.hides))
-    return tuple(found)
-
-
-def _transfers(
-    held: Layout, wanted: Layout, value: torch.Tensor, redistributor: Redistributor
-) -> tuple[Transfer, ...]:
-    plan = redistributor.plan(held, wanted, tuple(value.shape), value.element_size())
-    return tuple(
-        Transfer(step.kind or _local_kind(step), step.axes, nbytes, seconds, _step_text(step), step.after)
-        for step, nbytes, seconds in zip(plan.steps, plan.step_nbytes, plan.step_seconds, strict=True)
-    )
-
-
-def _local_kind(step: Step) -> str:
-    return "slice" if isinstance(step, Slice) else "to_partial"
-
-
-def _step_text(step: Step) -> str:
-    """`reduce_scatter[tp](dim=1)`; the printer puts the value in front of the arguments."""
-    axes = ",".join(step.axes)
-    match step:
-        case AllGather() | Slice():
-            arguments = f"dim={step.dim}"
-        case HaloExchange():
-            return f"halo_exchange[{axes}](dim={step.dim})"
-        case HaloReduce():
-            return f"halo_reduce[{axes}](dim={step.dim})"
-        case Reshard():
-            return f"reshard[{axes}](dim={step.dim})"
-        case ReduceScatter():
-            arguments = f"dim={step.dim}" + ("" if step.op == "sum" else f", op={step.op}")
-        case AllReduce():
-            arguments = "" if step.op == "sum" else f"op={step.op}"
-        case AllToAll():
-            arguments = f"from_dim={step.from_dim}, to_dim={step.to_dim}"
-        case _:
-            arguments = ""
-    return f"{step.kind or _local_kind(step)}[{axes}]({arguments})"
+def _transfers(moved: Redistribution | None) -> tuple[Transfer, ...]:
+    if moved is None:
+        return ()
+    return tuple(map(Transfer, moved.steps, moved.step_nbytes, moved.step_seconds))
 
 
 def _results(node: fx.Node, layouts: NodeLayouts) -> tuple[ResultRecord, ...]:

@@ -75,9 +75,9 @@ class _Writer:
         lines: list[str] = []
         for transfer in operand.transfers:
             copy = self._copy(name)
-            value = ResultRecord(shape.shape, shape.dtype, transfer.after)
-            text = transfer.text.replace("(", f"({name}, ", 1).replace(", )", ")")
-            lines.append(self._priced(f"{copy}: {value} = {text}", transfer.seconds))
+            step = transfer.step
+            value = ResultRecord(shape.shape, shape.dtype, step.after)
+            lines.append(self._priced(f"{copy}: {value} = {step.text(name)}", transfer.seconds))
             name = copy
         return lines, name
 

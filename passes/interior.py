@@ -17,7 +17,7 @@ interior is each rank's own affair, as no collective depends on it.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,15 +26,14 @@ from torch import fx
 
 from passes.assignment import Assignment
 from passes.cuts import ops_of
-from passes.joint import JointGraph, map_operands, node_value, node_values, result_index, tensor_operands
+from passes.issue_order import Transfer
+from passes.joint import JointGraph, map_operands, result_index, tensor_operands
 from passes.layout import Span
-from passes.pricing import local_nbytes, strategy_seconds
-from passes.redistribute import HaloExchange
+from passes.redistribution.steps import HaloExchange, Step
 from passes.rules.registry import RuleTable
 from passes.rules.rule import LocalContext, OpRule
-from passes.search.space import Prices
 
-__all__ = ["Own", "exchange_before", "find_interiors", "in_parts", "interior_of"]
+__all__ = ["Own", "PossibleInterior", "exchange_before", "in_parts", "interior_of", "possible_interiors"]
 
 aten = torch.ops.aten
 
@@ -42,18 +41,35 @@ Own = Mapping[int, tuple[fx.Node, Span]]
 """Operand seen through a window -> (what this rank holds of it before the exchange, its span)."""
 
 
-def find_interiors(
-    joint: JointGraph, assignment: Assignment, prices: Prices, rules: RuleTable | None = None
-) -> Mapping[str, str]:
-    """Ops worth computing in parts, by name -> the factor whose parts they are."""
-    found: dict[str, str] = {}
+@dataclass(frozen=True)
+class PossibleInterior:
+    """An op that may be computed in parts. exchanges: the transfers that bring the halos it reads, each a single
+    exchange: what it has before is its part of the value itself."""
+
+    node: fx.Node
+    rule: OpRule
+    factor: str
+    exchanges: tuple[Transfer, ...]
+
+
+def possible_interiors(
+    joint: JointGraph,
+    assignment: Assignment,
+    steps: Mapping[Transfer, Sequence[Step]],
+    rules: RuleTable | None = None,
+) -> Iterator[PossibleInterior]:
+    """Every op for which an interior is legal."""
     for node, every in ops_of(joint, rules):
-        rule = every.splitting(split.factor for split in assignment[node.name].splits)
-        if rule.windows and any(layout.has_halo for layout in assignment[node.name].operands):
-            factor = _factor(node, rule, assignment)
-            if factor is not None and _gain(node, rule, factor, assignment, prices) > 0.0:
-                found[node.name] = factor
-    return found
+        layouts = assignment[node.name]
+        rule = every.splitting(split.factor for split in layouts.splits)
+        if not rule.windows or not any(layout.has_halo for layout in layouts.operands):
+            continue
+        factor = _factor(node, rule, assignment)
+        if factor is None:
+            continue
+        exchanges = [_exchange(node, t, assignment, steps) for t in _windowed(rule, factor)]
+        if all(exchange is not None for exchange in exchanges):
+            yield PossibleInterior(node, rule, factor, tuple(e for e in exchanges if e is not None))
 
 
 def exchange_before(node: fx.Node, position: int, assignment: Assignment) -> tuple[fx.Node, int] | None:
@@ -80,37 +96,18 @@ def _factor(node: fx.Node, rule: OpRule, assignment: Assignment) -> str | None:
     return factor if plain else None
 
 
-def _gain(node: fx.Node, rule: OpRule, factor: str, assignment: Assignment, prices: Prices) -> float:
-    """Seconds saved: what is hidden, less what it takes. No more than half of the op is taken to be interior."""
-    layouts, mesh = assignment[node.name], prices.mesh
-    exchanged = [_exchange_seconds(node, t, assignment, prices) for t in _windowed(rule, factor)]
-    if None in exchanged:
-        return 0.0
-    own = strategy_seconds(node, rule, [layouts], prices.traffic(node), mesh, prices.compute)[0]
-    hidden = prices.overlap_efficiency * min(sum(s for s in exchanged if s is not None), 0.5 * float(own))
-    nbytes = sum(
-        local_nbytes(layout, node, i, mesh)
-        for i, layout in enumerate(layouts.results)
-        if node_values(node)[i] is not None
-    )
-    copied = prices.compute.kernel_seconds(0.0, 2.0 * nbytes, "float32", None)
-    return hidden - copied - 3 * prices.compute.launch_seconds
-
-
-def _exchange_seconds(node: fx.Node, position: int, assignment: Assignment, prices: Prices) -> float | None:
-    """Of the exchange of an operand; None if that is anything but one exchange of halos."""
+def _exchange(
+    node: fx.Node, position: int, assignment: Assignment, steps: Mapping[Transfer, Sequence[Step]]
+) -> Transfer | None:
+    """The transfer of an operand; None if it is anything but one exchange of halos."""
     found = exchange_before(node, position, assignment)
     if found is None:
         return None
     reader, operand = found
-    source = tensor_operands(reader)[operand]
-    producer, index = result_index(source)
-    held, wanted = assignment[producer.name].results[index], assignment[reader.name].operands[operand]
-    value = node_value(source)
-    plan = prices.redistributor.plan(held, wanted, tuple(value.shape), value.element_size())
-    alone = len(plan.steps) == 1 and isinstance(plan.steps[0], HaloExchange)
-    reads_that = assignment[node.name].operands[position] == wanted
-    return plan.seconds if alone and reads_that else None
+    taken = steps[reader.name, operand]
+    alone = len(taken) == 1 and isinstance(taken[0], HaloExchange)
+    reads_that = assignment[node.name].operands[position] == assignment[reader.name].operands[operand]
+    return (reader.name, operand) if alone and reads_that else None
 
 
 def _windowed(rule: OpRule, factor: str) -> list[int]:

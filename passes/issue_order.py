@@ -41,7 +41,19 @@ from passes.layout import Layout
 from passes.phase_ops import ops_by_phase
 from passes.recompute import is_collective
 
-__all__ = ["PREFETCH", "REACH", "Merge", "Move", "Side", "Transfer", "Turn", "is_product", "issue_order"]
+__all__ = [
+    "PREFETCH",
+    "REACH",
+    "Merge",
+    "Move",
+    "Side",
+    "Transfer",
+    "Turn",
+    "is_product",
+    "issue_order",
+    "late_transfers",
+    "transfers",
+]
 
 Transfer = tuple[str, int]
 """(global name of the reader, which of its tensor operands)."""
@@ -131,8 +143,8 @@ def issue_order(
     """Every transfer that `assignment` asks for -> its turn; smaller is earlier, and only merged ones
     have the same."""
     forward, backward = ops_by_phase(joint)
-    moves = _moves(joint, assignment)
-    late = {m for m in moves if _is_late(m, set(forward), joint)}
+    moves = transfers(joint, assignment)
+    late = late_transfers(joint, moves, set(forward))
     phases = (
         _Phase(forward, joint, [m for m in moves if m not in late]),
         _Phase(backward, joint, [m for m in moves if m in late]),
@@ -145,7 +157,8 @@ def issue_order(
     }
 
 
-def _moves(joint: JointGraph, assignment: Assignment) -> list[Move]:
+def transfers(joint: JointGraph, assignment: Assignment) -> list[Move]:
+    """What `assignment` asks for, in the order of the graph; not yet placed in a phase."""
     found: list[Move] = []
     for reader in joint.graph.nodes:
         if reader.op == "placeholder" or result_index(reader)[0] is not reader:
@@ -172,13 +185,15 @@ def _is_local(held: Layout, wanted: Layout) -> bool:
     return set(held.partial) <= set(wanted.partial)
 
 
-def _is_late(transfer: Move, forward: set[fx.Node], joint: JointGraph) -> bool:
-    """Whether only gradients depend on what it delivers."""
-    if transfer.reader.op != "output":
-        return transfer.reader not in forward
+def late_transfers(
+    joint: JointGraph, moves: Sequence[Move], forward: set[fx.Node] | None = None
+) -> set[Move]:
+    """Those of the backward: only gradients depend on what they deliver. forward: its ops, if known."""
+    forward = set(ops_by_phase(joint)[0]) if forward is None else forward
     ends = zip(joint.outputs, joint.results, strict=True)
     kinds = [spec.kind for spec, result in ends if result is not None]
-    return kinds[transfer.index] == "grad"
+    at_end = lambda move: kinds[move.index] == "grad"
+    return {m for m in moves if (at_end(m) if m.reader.op == "output" else m.reader not in forward)}
 
 
 class _Phase:

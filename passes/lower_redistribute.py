@@ -35,7 +35,6 @@ from passes.redistribute import (
     AllToAll,
     HaloExchange,
     HaloReduce,
-    Redistribution,
     ReduceScatter,
     Reshard,
     Slice,
@@ -63,7 +62,7 @@ c10d = torch.ops._c10d_functional
 def emit(
     graph: fx.Graph,
     node: fx.Node,
-    redistribution: Redistribution,
+    steps: Sequence[Step],
     shape: Sequence[int],
     mesh: MeshSpec,
     rank: int,
@@ -71,7 +70,7 @@ def emit(
     meta: Mapping[str, Any],
     calls: FakeCalls | None = None,
 ) -> fx.Node:
-    """Emit `redistribution` of `node` at the graph's insertion point; returns the node of the result.
+    """Emit `steps`, a redistribution of `node`, at the graph's insertion point; returns the node of the result.
 
     node:   this rank's tensor in the first step's layout; node.meta["val"] is a fake tensor of the
             local shape. With no steps it is returned as it is.
@@ -83,7 +82,7 @@ def emit(
     """
     emitter = Emitter(graph, meta, calls or FakeCalls())
     exchanges = 0
-    for step in redistribution.steps:
+    for step in steps:
         if step.kind is not None:
             emitter = replace(emitter, meta={**meta, "step": exchanges})
             exchanges += 1
@@ -91,7 +90,7 @@ def emit(
         expected = step.before.local_shape(shape, mesh, rank)
         assert tuple(value(node).shape) == expected, f"{node}: {value(node).shape}, layout says {expected}"
         node = _EMIT[type(step)](site, node)
-    if not redistribution.steps or (not exchanges and redistribution.steps[0].before.has_halo):
+    if not steps or (not exchanges and steps[0].before.has_halo):
         return node
     return emitter.contiguous(node)
 

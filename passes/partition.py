@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import fx
 
 from cost_model.mesh import MeshSpec
+from passes.arrivals import Arrival
 from passes.assignment import Assignment, FactorSplit, NodeLayouts
 from passes.collector import collector_paused
 from passes.fake_calls import FakeCalls
-from passes.hiding import ending_reads
 from passes.interior import exchange_before, in_parts, interior_of
-from passes.issue_order import Transfer, Turn, issue_order
+from passes.issue_order import Transfer
 from passes.joint import JointGraph, map_operands, node_value, result_index, tensor_operands
 from passes.layout import Layout, Span
 from passes.lower_redistribute import emit
-from passes.redistribute import Redistributor
+from passes.lowering_plan import LoweringPlan
 from passes.rules.registry import RuleTable, rule_for
 from passes.rules.rule import OpRule
 from passes.served import Served
@@ -50,20 +49,15 @@ def partition(
     mesh: MeshSpec,
     rank: int,
     groups: Mapping[tuple[str, ...], str],
-    redistributor: Redistributor,
+    lowering: LoweringPlan,
     rules: RuleTable | None = None,
-    turns: Mapping[Transfer, Turn] | None = None,
-    merged: Redistributor | None = None,
-    interiors: Mapping[str, str] = MappingProxyType({}),
 ) -> RankGraph:
     """The graph that `rank` runs.
 
     Every op is emitted by its rule on this rank's shards; where an operand's layout differs from
-    the one the op reads, the steps that `redistributor` chose (and priced) are emitted before it; if given,
-    `merged` chooses those that only the end of the program reads (`passes.hiding`), as their prices differ.
-    `groups` names the process group of every tuple of axes. `turns` is the order of the collectives, the
-    same on every rank: `issue_order`'s without merging if not given. `interiors`: ops to compute in parts, of a factor
-    each, so that a halo travels meanwhile (`passes.interior`).
+    the one the op reads, the steps of `lowering` are emitted before it, and their nodes get its turn.
+    `groups` names the process group of every tuple of axes. Ops of `lowering.interiors` are computed in parts, so that
+    a halo travels meanwhile (`passes.interior`).
 
         %h: f32[8@dp, 64@tp]  = contract(%x, %up)                 global, (dp=2, tp=4)
         %y: f32[8@dp, 16]     = all_reduce[tp](contract(%h, %down))
@@ -72,25 +66,10 @@ def partition(
         %y_partial: f32[4, 16] = contract(%h, %down)
         %y: f32[4, 16] = wait_tensor(all_reduce(%y_partial, "sum", "tp"))
     """
-    turns = issue_order(joint, assignment) if turns is None else turns
-    ending = frozenset[Transfer]() if merged is None else ending_reads(joint)
-    choices = _Choices(redistributor, merged or redistributor, ending)
-    writer = _Writer(assignment, mesh, rank, groups, choices, rules, turns, interiors, Served.of(joint))
+    writer = _Writer(assignment, mesh, rank, groups, lowering, rules, Served.of(joint))
     for node in joint.graph.nodes:
         writer.write(node)
     return writer.finish()
-
-
-@dataclass(frozen=True)
-class _Choices:
-    """Who chooses the steps of a transfer: `merged` of those in `ending`, `alone` of the others."""
-
-    alone: Redistributor
-    merged: Redistributor
-    ending: frozenset[Transfer]
-
-    def of(self, reader: str, position: int) -> Redistributor:
-        return self.merged if (reader, position) in self.ending else self.alone
 
 
 @dataclass
@@ -99,17 +78,15 @@ class _Writer:
     mesh: MeshSpec
     rank: int
     groups: Mapping[tuple[str, ...], str]
-    choices: _Choices
+    lowering: LoweringPlan
     rules: RuleTable | None
-    turns: Mapping[Transfer, Turn]
-    interiors: Mapping[str, str]
     served: Served
     graph: fx.Graph = field(default_factory=fx.Graph)
     calls: FakeCalls = field(default_factory=lambda: FakeCalls())
     # An op of several results has one node of a tuple, or, if its rule made them one by one, a tuple of nodes.
     local: dict[fx.Node, Any] = field(default_factory=dict)
     transfers: int = 0
-    arrivals: dict[Transfer, _Arrival] = field(default_factory=dict)
+    arrivals: dict[Transfer, Arrival] = field(default_factory=dict)
 
     def write(self, node: fx.Node) -> None:
         if node.op == "placeholder":
@@ -162,8 +139,9 @@ class _Writer:
         layouts = self.assignment[node.name]
         rule = rule_for(node, self.rules).splitting(split.factor for split in layouts.splits)
         context = _Context(self, node, args, kwargs, rule, layouts)
-        if node.name in self.interiors:
-            parts = self._in_parts(context, rule, self.interiors[node.name], operands)
+        interiors = self.lowering.interiors
+        if node.name in interiors:
+            parts = self._in_parts(context, rule, interiors[node.name], operands)
             if parts is not None:
                 return parts
         if rule.localize is not None:
@@ -174,7 +152,7 @@ class _Writer:
         """The interior first, and what arrives after it; None if this rank has no interior, or the halo is read
         already."""
         own: dict[int, tuple[fx.Node, Span]] = {}
-        arrivals: list[_Arrival] = []
+        arrivals: list[Arrival] = []
         for t, d in rule.windows:
             if t < len(operands) and rule.operands[t][d] == (factor,):
                 found = exchange_before(context.node, t, self.assignment)
@@ -204,11 +182,10 @@ class _Writer:
         if held == wanted:
             return local
         value = node_value(operand)
-        chooser = self.choices.of(reader.name, position)
-        steps = chooser.plan(held, wanted, value.shape, value.element_size())
+        steps = self.lowering.steps[reader.name, position]
         meta = _meta(reader if reader.op != "output" else operand)
         meta["serves"] = self.served.name(operand, reader, position)
-        meta["turn"] = self.turns[reader.name, position]
+        meta["turn"] = self.lowering.turns[reader.name, position]
         # Of a bucket's members no rank's graph need know the order: what one of them reads, none on another does.
         meta["transfer"] = self.transfers
         self.transfers += 1
@@ -216,7 +193,7 @@ class _Writer:
         last = last_node(self.graph)
         moved = emit(self.graph, local, steps, shape, mesh, self.rank, groups, meta, self.calls)
         spans = [held.interval(shape, mesh, d, self.rank) for d in range(len(shape))]
-        self.arrivals[reader.name, position] = _Arrival(local, spans, last.next, meta["transfer"])
+        self.arrivals[reader.name, position] = Arrival(local, spans, last.next, meta["transfer"])
         return moved
 
     def _emit(
@@ -226,40 +203,6 @@ class _Writer:
         local.meta = _meta(node)
         local.meta["val"] = self.calls(target, args, kwargs, fake_mode_of(node.meta["val"]))
         return local
-
-
-@dataclass(frozen=True)
-class _Arrival:
-    """A redistribution as emitted. own: what was moved, of these spans; first: the first node of the move; number: of
-    the transfer."""
-
-    own: fx.Node
-    spans: Sequence[Span]
-    first: fx.Node
-    number: int
-
-    @property
-    def _received(self) -> list[fx.Node]:
-        """The wait and all that is made of what has arrived."""
-        found: dict[fx.Node, None] = {}
-        node = self.first
-        while node.op == "call_function" and node.meta.get("transfer") == self.number:
-            after_wait = node.target is torch.ops._c10d_functional.wait_tensor.default
-            if after_wait or any(n in found for n in node.all_input_nodes):
-                found[node] = None
-            node = node.next
-        return list(found)
-
-    @property
-    def unread(self) -> bool:
-        """Whether nothing emitted so far reads what arrives."""
-        received = self._received
-        return all(user in received for node in received for user in node.users)
-
-    def put_off(self, graph: fx.Graph) -> None:
-        """Let what arrives come after all that is emitted so far."""
-        for node in self._received:
-            last_node(graph).append(node)
 
 
 @dataclass

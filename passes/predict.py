@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-
-from torch import fx
 
 from cost_model.mesh import MeshSpec
 from cost_model.timeline import Timeline
 from passes.assignment import Assignment
-from passes.bucket_plan import bucketed_turns
 from passes.joint import CPU, JointGraph
-from passes.lower_rank import lower_rank
-from passes.missing_tangents import usually_missing, without_tangents
-from passes.phases import Phases, split_phases
+from passes.lowering_plan import LoweringPlan
+from passes.phases import Phases
+from passes.rank_program import Schedule, rank_program
 from passes.rules.registry import RuleTable
 from passes.schedule import scheduled
 from passes.search.space import Prices
@@ -25,15 +22,10 @@ __all__ = [
     "PredictedCollective",
     "PredictedPhase",
     "Prediction",
-    "Schedule",
-    "ordered_phases",
     "predict_phases",
     "predicted_step",
     "slowest_ranks",
 ]
-
-Schedule = Callable[[fx.GraphModule], fx.GraphModule]
-"""Puts a phase's graph, in place, into the order in which it runs."""
 
 
 @dataclass(frozen=True)
@@ -87,36 +79,27 @@ class Prediction:
 def predicted_step(
     joint: JointGraph,
     assignment: Assignment,
+    lowering: LoweringPlan,
     prices: Prices,
     *,
     schedule: Schedule = scheduled,
     rules: RuleTable | None = None,
 ) -> Prediction:
-    """The step of the slowest rank: its graph is lowered, split and ordered as for running it.
+    """The step of the slowest rank: the program that runs, under `prices`.
 
-    schedule: the order in which each phase runs.
+    lowering: of the plan, as `assignment` is. schedule: the order in which each phase runs.
     """
     mesh = prices.mesh
     joint = replace(joint, device=CPU)  # nothing is run
-    turns = bucketed_turns(joint, assignment, prices, rules)
+    groups = simulated_groups(mesh)
 
     def of_rank(rank: int) -> Prediction:
-        ours = lower_rank(joint, assignment, prices, rank, simulated_groups(mesh), turns, rules)
-        phases = split_phases(ours.module, joint.inputs, joint.outputs)
-        return predict_phases(ordered_phases(phases, schedule), prices, simulated_group_axes)
+        program = rank_program(
+            joint, assignment, lowering, mesh, rank, groups, rules=rules, schedule=schedule
+        )
+        return predict_phases(program.usual(), prices, simulated_group_axes)
 
     return max((of_rank(rank) for rank in slowest_ranks(assignment, mesh)), key=lambda p: p.seconds)
-
-
-def ordered_phases(phases: Phases, schedule: Schedule = scheduled) -> Phases:
-    """As they run in a usual step: ordered, and with a gradient for the loss alone if there is one."""
-    backward = phases.backward
-    if backward is not None:
-        missing = usually_missing(backward)
-        backward = without_tangents(backward, missing) if missing else backward
-        schedule(backward.module)
-    schedule(phases.forward)
-    return replace(phases, backward=backward)
 
 
 def predict_phases(phases: Phases, prices: Prices, axes_of: AxesOf) -> Prediction:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -10,8 +11,18 @@ from msgspec import Meta, Struct
 from passes.assignment import FactorSplit
 from passes.layout import Halo, Layout
 from passes.records import NodeRecord, OperandRecord, ResultRecord, Transfer
+from passes.redistribution.steps import STEPS, Step
 
-__all__ = ["Count", "LayoutData", "NodeData", "Text", "layout_from_json", "layout_to_json", "record_to_json"]
+__all__ = [
+    "Count",
+    "LayoutData",
+    "NodeData",
+    "Text",
+    "layout_from_json",
+    "layout_to_json",
+    "record_to_json",
+    "records_of",
+]
 
 Count = Annotated[int, Meta(ge=0, le=2**62)]
 Text = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]*$", max_length=20_000)]
@@ -20,18 +31,9 @@ Text = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uf
 _Word = Annotated[str, Meta(pattern=r"^\w+$", max_length=200)]
 _Position = Annotated[int, Meta(ge=-(2**62), le=2**62)]
 _Span = tuple[_Position, _Position]
-_Kind = Literal[
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "reduce_scatter",
-    "point_to_point",
-    "slice",
-    "to_partial",
-    "reshard",
-]
 _Phase = Literal["forward", "backward"]
 _MAX_DIMS = 64
+_Dim = Annotated[int, Meta(ge=0, lt=_MAX_DIMS)]
 
 
 class HaloData(Struct, frozen=True, forbid_unknown_fields=True):
@@ -65,18 +67,39 @@ class LayoutData(Struct, frozen=True, forbid_unknown_fields=True):
         )
 
 
+class StepData(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """`Step`, its `kind` the step's name; without the layout it begins with, where the one before it has led."""
+
+    kind: _Word
+    axes: tuple[_Word, ...]
+    dim: _Dim | None = None
+    from_dim: _Dim | None = None
+    to_dim: _Dim | None = None
+    op: Literal["sum", "max", "min"] | None = None
+
+    def step(self, before: Layout, after: Layout) -> Step:
+        """ValueError for a step that there is not, or of other arguments."""
+        make = STEPS.get(self.kind)
+        if make is None:
+            raise ValueError(f"there is no step {self.kind}, but {', '.join(STEPS)}")
+        said = {name: getattr(self, name) for name in ("dim", "from_dim", "to_dim", "op")}
+        given = {name: value for name, value in said.items() if value is not None}
+        if given.keys() != set(make.argument_names()):
+            wanted = ", ".join(make.argument_names()) or "no argument"
+            raise ValueError(f"a step {self.kind} has {wanted}, and not {', '.join(given) or 'none'}")
+        return make(before=before, after=after, axes=self.axes, **given)
+
+
 class TransferData(Struct, frozen=True, forbid_unknown_fields=True):
     """`Transfer`."""
 
-    kind: _Kind
-    axes: tuple[_Word, ...]
+    step: StepData
     nbytes: Count
     seconds: float
-    text: Annotated[str, Meta(pattern=r"^\w+(\[[\w,]*\])?(\([\w=, @{}:+>-]*\))?$", max_length=2_000)]
     after: LayoutData
 
-    def transfer(self) -> Transfer:
-        return Transfer(self.kind, self.axes, self.nbytes, self.seconds, self.text, self.after.layout())
+    def transfer(self, before: Layout) -> Transfer:
+        return Transfer(self.step.step(before, self.after.layout()), self.nbytes, self.seconds)
 
 
 class OperandData(Struct, frozen=True, forbid_unknown_fields=True):
@@ -87,10 +110,15 @@ class OperandData(Struct, frozen=True, forbid_unknown_fields=True):
     layout: LayoutData
     transfers: tuple[TransferData, ...]
     hides: bool
+    turn: tuple[Literal[0, 1], Count] | None = None
 
-    def operand(self) -> OperandRecord:
-        transfers = tuple(transfer.transfer() for transfer in self.transfers)
-        return OperandRecord(self.source, self.result, self.layout.layout(), transfers, self.hides)
+    def operand(self, held: Layout) -> OperandRecord:
+        """held: the layout of what is read."""
+        transfers: list[Transfer] = []
+        for data in self.transfers:
+            transfers.append(data.transfer(transfers[-1].step.after if transfers else held))
+        layout = self.layout.layout()
+        return OperandRecord(self.source, self.result, layout, tuple(transfers), self.hides, self.turn)
 
 
 class ResultData(Struct, frozen=True, forbid_unknown_fields=True):
@@ -128,24 +156,43 @@ class NodeData(Struct, frozen=True, forbid_unknown_fields=True):
     phase: _Phase
     module: Text
     source: Text
+    interior: Text | None = None
 
-    def record(self) -> NodeRecord:
-        """ValueError, naming the node, for a layout that cannot be."""
+    def record(self, before: Mapping[str, NodeRecord]) -> NodeRecord:
+        """before: the nodes before it, by name. ValueError, naming the node, for a layout or a step that cannot be."""
         try:
             return NodeRecord(
                 name=self.name,
                 op=self.op,
                 text=self.text,
-                operands=tuple(operand.operand() for operand in self.operands),
+                operands=tuple(operand.operand(_held(operand, before)) for operand in self.operands),
                 results=tuple(result.result() for result in self.results),
                 splits=tuple(split.split() for split in self.splits),
                 seconds=self.seconds,
                 phase=self.phase,
                 module=self.module,
                 source=self.source,
+                interior=self.interior,
             )
         except ValueError as error:
             raise ValueError(f"node {self.name}: {error}") from None
+
+
+def _held(operand: OperandData, before: Mapping[str, NodeRecord]) -> Layout:
+    source = before.get(operand.source)
+    if source is None or operand.result >= len(source.results):
+        raise ValueError(f"it reads result {operand.result} of {operand.source}, which is no node before it")
+    return source.results[operand.result].layout
+
+
+def records_of(nodes: Sequence[NodeData]) -> tuple[NodeRecord, ...]:
+    """ValueError, naming the node, for what no record can be, or for two of one name."""
+    found: dict[str, NodeRecord] = {}
+    for node in nodes:
+        if node.name in found:
+            raise ValueError(f"two nodes are called {node.name}")
+        found[node.name] = node.record(found)
+    return tuple(found.values())
 
 
 def layout_from_json(data: Any) -> Layout:
@@ -168,7 +215,7 @@ def layout_to_json(layout: Layout) -> dict[str, Any]:
 
 
 def record_to_json(record: NodeRecord) -> dict[str, Any]:
-    return {
+    data = {
         "name": record.name,
         "op": record.op,
         "text": record.text,
@@ -183,6 +230,7 @@ def record_to_json(record: NodeRecord) -> dict[str, Any]:
         "module": record.module,
         "source": record.source,
     }
+    return data if record.interior is None else {**data, "interior": record.interior}
 
 
 def _split_to_json(split: FactorSplit) -> list[Any]:
@@ -191,20 +239,21 @@ def _split_to_json(split: FactorSplit) -> list[Any]:
 
 
 def _operand_to_json(operand: OperandRecord) -> dict[str, Any]:
-    return {
+    data = {
         "source": operand.source,
         "result": operand.result,
         "layout": layout_to_json(operand.layout),
-        "transfers": [
-            {
-                "kind": t.kind,
-                "axes": list(t.axes),
-                "nbytes": t.nbytes,
-                "seconds": t.seconds,
-                "text": t.text,
-                "after": layout_to_json(t.after),
-            }
-            for t in operand.transfers
-        ],
+        "transfers": [_transfer_to_json(transfer) for transfer in operand.transfers],
         "hides": operand.hides,
+    }
+    return data if operand.turn is None else {**data, "turn": list(operand.turn)}
+
+
+def _transfer_to_json(transfer: Transfer) -> dict[str, Any]:
+    step = transfer.step
+    return {
+        "step": {"kind": step.name, "axes": list(step.axes), **step.arguments},
+        "nbytes": transfer.nbytes,
+        "seconds": transfer.seconds,
+        "after": layout_to_json(step.after),
     }

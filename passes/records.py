@@ -6,38 +6,40 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from passes.assignment import FactorSplit, NodeLayouts
+from passes.issue_order import Turn
 from passes.layout import Layout
+from passes.lowering_plan import LoweringPlan
+from passes.redistribution.steps import Step
 
-__all__ = ["NodeRecord", "OperandRecord", "ResultRecord", "Transfer", "layouts_of"]
+__all__ = ["NodeRecord", "OperandRecord", "ResultRecord", "Transfer", "layouts_of", "lowering_of"]
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """One step of a redistribution.
+    """One step of a redistribution. nbytes: as the collective is priced (cost_model/collectives.py says of what)."""
 
-    kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", or a local step ("slice",
-    "to_partial"). text: as printed, "reduce_scatter[tp](dim=1)". nbytes: as the collective is
-    priced (cost_model/collectives.py says of what). after: the layout it leaves.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
+    step: Step
     nbytes: int
     seconds: float
-    text: str
-    after: Layout
+
+    @property
+    def is_local(self) -> bool:
+        """Whether nothing moves between ranks."""
+        return self.step.kind is None
 
 
 @dataclass(frozen=True)
 class OperandRecord:
     """source: name of the node read; result: which of its results; layout: as read; hides: whether the
-    transfers may run behind computation (`passes.hiding`)."""
+    transfers may run behind computation (`passes.hiding`); turn: theirs in the order of all ranks, which the members
+    of a bucket share; None where there are none."""
 
     source: str
     result: int
     layout: Layout
     transfers: tuple[Transfer, ...]
     hides: bool
+    turn: Turn | None = None
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,8 @@ class ResultRecord:
 @dataclass(frozen=True)
 class NodeRecord:
     """One node of the global graph. text: the op with `{0}`, `{1}` ... for its tensor operands,
-    or "param up.weight", "input x". seconds: the op alone, transfers not counted."""
+    or "param up.weight", "input x". seconds: the op alone, transfers not counted. interior: the factor along which
+    it is computed in parts (`passes.interior`), or None."""
 
     name: str
     op: str
@@ -67,6 +70,7 @@ class NodeRecord:
     phase: str
     module: str
     source: str
+    interior: str | None = None
 
 
 def layouts_of(records: Sequence[NodeRecord]) -> dict[str, NodeLayouts]:
@@ -79,3 +83,15 @@ def layouts_of(records: Sequence[NodeRecord]) -> dict[str, NodeLayouts]:
         )
         for record in records
     }
+
+
+def lowering_of(records: Sequence[NodeRecord]) -> LoweringPlan:
+    """What else the records decide: every transfer's steps and turn, and the interiors."""
+    reads = [((r.name, i), operand) for r in records for i, operand in enumerate(r.operands)]
+    return LoweringPlan(
+        steps={
+            read: tuple(t.step for t in operand.transfers) for read, operand in reads if operand.transfers
+        },
+        turns={read: operand.turn for read, operand in reads if operand.turn is not None},
+        interiors={record.name: record.interior for record in records if record.interior is not None},
+    )

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from cost_model.errors import ProfileError, ShardingError
 from cost_model.mesh import MeshSpec
 from passes.layout import Layout
+from passes.redistribution.moves import as_state, as_step
 from passes.redistribution.splits import DimSpec, Split, sort_key
 from passes.redistribution.steps import (
     AllGather,
@@ -34,7 +35,7 @@ from passes.redistribution.steps import (
     Step,
     ToPartial,
 )
-from passes.redistribution.universe import State, Universe, UniverseKey, as_layout, build_universe
+from passes.redistribution.universe import Universe, UniverseKey, build_universe
 
 __all__ = [
     "AllGather",
@@ -51,6 +52,7 @@ __all__ = [
     "Step",
     "ToPartial",
     "redistribution",
+    "universe_key",
 ]
 
 Floats = npt.NDArray[np.float64]
@@ -91,8 +93,7 @@ class _Space:
     rows: dict[int, Floats]  # source state -> [states] distances, filled on demand
 
     def state(self, layout: Layout) -> int | None:
-        splits = tuple(Split(layout.dims[d], layout.sizes[d], layout.halos[d]) for d in self.dims)
-        return self.universe.index.get(State(splits, layout.partial))
+        return self.universe.index.get(as_state(layout, self.dims))
 
     def rounds(self, sources: Sequence[int]) -> list[Floats]:
         """[states, sources] distances with at most 0, 1, 2, ... steps, until they stay the same."""
@@ -189,22 +190,10 @@ class Redistributor:
 
     def _step(self, space: _Space, number: int, ndim: int) -> Step:
         universe, move = space.universe, space.universe.moves[number]
-        fields: dict[str, object] = {
-            "before": as_layout(universe.states[universe.tail[number]], space.dims, ndim),
-            "after": as_layout(move.target, space.dims, ndim),
-            "axes": move.axes,
-        }
-        names = ("from_dim", "to_dim") if move.make is AllToAll else ("dim",)
-        fields.update(zip(names, (space.dims[d] for d in move.dims), strict=False))
-        if move.make in (AllReduce, ReduceScatter):
-            fields["op"] = move.op
-        return move.make(**fields)  # type: ignore[arg-type]
+        return as_step(universe.states[universe.tail[number]], move, space.dims, ndim)
 
     def _space(self, layouts: Sequence[Layout], shape: tuple[int, ...], itemsize: int) -> _Space:
-        """Dims of length 1 are in play only if a layout splits them."""
-        used = {dim for layout in layouts for dim, axes in enumerate(layout.dims) if axes}
-        dims = tuple(d for d, length in enumerate(shape) if length > 1 or d in used)
-        key = UniverseKey(tuple(_dim_spec(layouts, shape[d], d) for d in dims), _reduced(layouts))
+        dims, key = universe_key(layouts, shape)
         universe = self._universes.get(key)
         if universe is None:
             universe = self._universes[key] = build_universe(self.mesh, key)
@@ -243,6 +232,14 @@ def redistribution(
 ) -> Redistribution:
     """`Redistributor.plan` for a single use."""
     return Redistributor(mesh, prices).plan(src, dst, shape, itemsize)
+
+
+def universe_key(layouts: Sequence[Layout], shape: Sequence[int]) -> tuple[tuple[int, ...], UniverseKey]:
+    """(dims in play, what decides the moves) between `layouts` of a tensor of global `shape`. Dims of length 1 are in
+    play only if a layout splits them."""
+    used = {dim for layout in layouts for dim, axes in enumerate(layout.dims) if axes}
+    dims = tuple(d for d, length in enumerate(shape) if length > 1 or d in used)
+    return dims, UniverseKey(tuple(_dim_spec(layouts, shape[d], d) for d in dims), _reduced(layouts))
 
 
 def _dim_spec(layouts: Sequence[Layout], length: int, dim: int) -> DimSpec:

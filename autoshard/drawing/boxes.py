@@ -90,7 +90,7 @@ def _chips(graph: nx.DiGraph, grouping: Grouping, group: Group) -> list[Line]:
         ends = [("result", e) for _, end, e in graph.out_edges(node, data=True) if end not in grouping.of]
         for value, edge in [*reads, *ends]:
             for moved in collectives(edge):
-                found.setdefault((moved.text.partition("(")[0], value), []).append(moved)
+                found.setdefault((f"{moved.kind}[{moved.axes}]", value), []).append(moved)
     return _few([_chip(text, value, moves) for (text, value), moves in found.items()])
 
 
@@ -98,7 +98,7 @@ def _chip(text: str, value: str, moves: list[Moved]) -> Line:
     times = f" ×{len(moves)}" if len(moves) > 1 else ""
     nbytes, seconds = sum(moved.nbytes for moved in moves), sum(moved.seconds for moved in moves)
     price = f"{value} {format_bytes(nbytes)} {format_seconds(seconds)}".strip()
-    return Line("chip", text + times, price, colour(text))
+    return Line("chip", text + times, price, colour(moves[0].kind))
 
 
 def _value_name(graph: nx.DiGraph, source: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import networkx as nx
 
-__all__ = ["Moved", "Total", "collectives", "colour", "kind_of", "totals"]
+__all__ = ["Moved", "Total", "collectives", "colour", "totals"]
 
 # Dark enough for white text on them, and told apart in the common forms of colour blindness.
 COLOURS: Mapping[str, str] = MappingProxyType(
@@ -18,7 +18,9 @@ COLOURS: Mapping[str, str] = MappingProxyType(
         "reduce_scatter": "#0f8a5f",
         "all_reduce": "#d92d20",
         "all_to_all": "#8b35d6",
-        "point_to_point": "#8b35d6",
+        "halo_exchange": "#8b35d6",
+        "halo_reduce": "#8b35d6",
+        "reshard": "#8b35d6",
     }
 )
 OTHER = "#b45309"
@@ -37,35 +39,26 @@ class Total:
 
 @dataclass(frozen=True)
 class Moved:
-    """One collective of an edge. text: "all_gather[dp](dim=0)"."""
+    """One collective of an edge. kind: "all_gather"; over axes: "dp", or "dp,tp"; text: "all_gather[dp](dim=0)"."""
 
+    kind: str
+    axes: str
     text: str
     nbytes: int
     seconds: float
 
 
 def collectives(edge: Mapping[str, Any]) -> list[Moved]:
-    """The collectives of an edge, in order. An edge without the prices of each counts all for the first."""
-    texts = [text for text in str(edge.get("collective", "")).split("; ") if text]
-    if not texts:
+    """The collectives of an edge, in order."""
+    if not edge["collective"]:
         return []
-    rest = len(texts) - 1
-    seconds = _numbers(edge.get("each_seconds")) or [float(edge["seconds"]), *[0.0] * rest]
-    nbytes = _numbers(edge.get("each_nbytes")) or [float(edge["nbytes"]), *[0.0] * rest]
-    return [Moved(t, round(n), s) for t, n, s in zip(texts, nbytes, seconds, strict=True)]
+    names = ("each_kind", "each_axes", "collective", "each_nbytes", "each_seconds")
+    columns = zip(*(str(edge[name]).split("; ") for name in names), strict=True)
+    return [Moved(kind, axes, text, int(nbytes), float(s)) for kind, axes, text, nbytes, s in columns]
 
 
-def _numbers(text: object) -> list[float]:
-    return [float(part) for part in str(text or "").split("; ") if part]
-
-
-def kind_of(text: str) -> str:
-    """ "all_gather" of "all_gather[dp](dim=0)"."""
-    return text.partition("[")[0].partition("(")[0]
-
-
-def colour(text: str) -> str:
-    return COLOURS.get(kind_of(text), OTHER)
+def colour(kind: str) -> str:
+    return COLOURS.get(kind, OTHER)
 
 
 def totals(graph: nx.DiGraph) -> list[Total]:
@@ -78,7 +71,7 @@ def totals(graph: nx.DiGraph) -> list[Total]:
         end = source if graph.nodes[reader].get("kind") == "output" else reader
         phase = graph.nodes[end]["phase"]
         for moved in collectives(edge):
-            kind = kind_of(moved.text)
+            kind = moved.kind
             old = found.get((phase, kind), Total(kind, phase, 0, 0, 0.0))
             new = Total(kind, phase, old.count + 1, old.nbytes + moved.nbytes, old.seconds + moved.seconds)
             found[phase, kind] = new

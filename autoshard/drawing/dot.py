@@ -59,12 +59,12 @@ def _node(name: str, data: dict[str, str | float]) -> str:
 
 
 def _edge(source: str, reader: str, data: dict[str, str | float]) -> str:
-    texts = [moved.text for moved in collectives(data)]
-    if not texts:
+    found = collectives(data)
+    if not found:
         return f"  {_quoted(source)} -> {_quoted(reader)}"
     price = f"{format_bytes(int(data['nbytes']))} {format_seconds(float(data['seconds']))}"
-    label = _quoted("\n".join([*texts, price]))
-    tint = colour(texts[0])
+    label = _quoted("\n".join([*(moved.text for moved in found), price]))
+    tint = colour(found[0].kind)
     paint = f'color="{tint}" fontcolor="{tint}" penwidth=2'
     return f"  {_quoted(source)} -> {_quoted(reader)} [label={label} {paint}]"
 

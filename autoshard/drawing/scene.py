@@ -38,7 +38,7 @@ class PlacedBox:
 
 @dataclass(frozen=True)
 class Edge:
-    """points: from one box through lanes to the other. collective: of the values passed, the text of
+    """points: from one box through lanes to the other. collective: of the values passed, the kind of
     the first collective, or "". saved: from forward to backward."""
 
     source: int
@@ -154,5 +154,5 @@ def _first_collective(graph: nx.DiGraph, grouping: Grouping, edge: tuple[int, in
         for source, _, data in graph.in_edges(node, data=True):
             if grouping.of.get(source) == edge[0]:
                 for moved in collectives(data):
-                    return moved.text
+                    return moved.kind
     return ""

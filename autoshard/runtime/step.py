@@ -16,10 +16,8 @@ from autoshard.runtime.observe import Observer, PhaseRun, observed
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
 from passes.compile import Compiled, compile_graph
-from passes.missing_tangents import without_tangents
-from passes.phases import Backward, Phases
-from passes.schedule import scheduled
-from passes.serialize_communicators import SerializeCommunicators
+from passes.phases import Backward
+from passes.rank_program import RankProgram
 from passes.torch_compat import dtensor_from, local_of, sharding_of
 
 __all__ = ["Program"]
@@ -32,7 +30,7 @@ def _no_turn(phase: str) -> AbstractContextManager[Any]:
 class Program:
     """The two graphs of a rank, compiled, run on the values of one call.
 
-        outputs = Program(phases, sides, spec, rank, backend)(leaves)
+        outputs = Program(program, sides, spec, rank, backend)(leaves)
 
     leaves:  one tensor per `phases.inputs`: parameters (DTensors or plain), buffers, constants, the
              call's tensors, the seed. DTensor arguments of the call come as shards (`plain_input`).
@@ -43,32 +41,31 @@ class Program:
     The backward is compiled on first use for every set of outputs that get no gradient.
 
     observers: told when a forward or backward begins and ends; may change while the program lives.
-    separately: whether collectives of different groups may not be in flight together.
     turn: of "forward" or "backward": the block in which it runs, so that ranks know where the others are.
     """
 
     def __init__(
         self,
-        phases: Phases,
+        program: RankProgram,
         sides: Sequence[InputSide],
         spec: MeshSpec,
         rank: int,
         backend: str = "inductor",
         observers: Sequence[Observer] = (),
-        separately: bool = False,
         turn: Callable[[str], AbstractContextManager[Any]] = _no_turn,
     ) -> None:
         self._turn = turn
+        phases = program.phases
         assert len(sides) == len(phases.inputs)
-        self._separately = separately
-        self.phases = replace(phases, forward=self._ordered(phases.forward))
+        self._program = program
+        self.phases = phases
         self.backend = backend
         self.device_type = spec.device_type
         self._spec, self._rank = spec, rank
         self._observers = observers
         self._sides = tuple(sides)
-        self._forward = compile_graph(self.phases.forward, backend)
-        self._expected = expected(_placeholder_values(self.phases.forward))
+        self._forward = compile_graph(phases.forward, backend)
+        self._expected = expected(_placeholder_values(phases.forward))
         # Parameters and buffers by far outnumber what may need slicing.
         kinds = [i.kind for i in phases.inputs]
         self._may_slice = [i for i, kind in enumerate(kinds) if kind != "param"]
@@ -141,17 +138,12 @@ class Program:
             locals_[i] = sliced(locals_[i], self._sides[i], self._spec, self._rank)
         return [conform(value, like) for value, like in zip(locals_, self._expected, strict=True)]
 
-    def _ordered(self, module: fx.GraphModule) -> fx.GraphModule:
-        module = scheduled(module)
-        return SerializeCommunicators()(module) if self._separately else module
-
     def _compile_backward(self, missing: frozenset[int]) -> _CompiledBackward:
         full = self.phases.backward
         assert full is not None
-        graph = without_tangents(full, missing) if missing else full
+        graph = self._program.backward(missing)
         slots = [full.passed.index(p) for p in graph.passed]
         slots += [len(full.passed) + full.saved.index(s) for s in graph.saved]
-        graph = replace(graph, module=self._ordered(graph.module))
         run = compile_graph(graph.module, self.backend)
         values = _placeholder_values(graph.module)
         return _CompiledBackward(graph, run, slots, expected(values[len(slots) :]))

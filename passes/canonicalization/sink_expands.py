@@ -8,6 +8,9 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from passes.base import GraphPass
+from passes.canonicalization.merge_duplicates import NO_DUPLICATES
+from passes.canonicalization.normalize_arguments import ONE_SPELLING
+from passes.canonicalization.normalize_creations import PLAIN_CREATIONS
 from passes.joint import JointGraph
 from passes.rewrite import call_like, emit, erase_dead, replace, shape_of, tensor_at
 
@@ -30,6 +33,9 @@ class SinkExpands(GraphPass):
     A constant with dims (`full`) counts as an expanded number. The gradients of means and norms come
     expanded out of autograd; unexpanded they are smaller to compute, to save and to send.
     """
+
+    requires = (ONE_SPELLING, PLAIN_CREATIONS)
+    breaks = (NO_DUPLICATES,)
 
     def __call__(self, joint: JointGraph) -> JointGraph:
         for node in list(joint.graph.nodes):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,6 +13,7 @@ from passes.layout import Layout
 
 __all__ = [
     "PAYLOAD_BYTES",
+    "STEPS",
     "AllGather",
     "AllReduce",
     "AllToAll",
@@ -29,15 +31,31 @@ __all__ = [
 class Step:
     """One move of a tensor from layout `before` to layout `after`.
 
+    name: what a plan calls it, in its file and in print; a key of `STEPS`.
     kind: the collective that performs it, a key of `PAYLOAD_BYTES`; None for a local, free step.
     axes: the mesh axes it works over, in the order in which the layout nests them (AllReduce: mesh
           order). The process group of a collective always has its axes in mesh order.
     """
 
+    name: ClassVar[str] = ""
     kind: ClassVar[str | None] = None
     before: Layout
     after: Layout
     axes: tuple[str, ...]
+
+    @classmethod
+    def argument_names(cls) -> tuple[str, ...]:
+        """What is said of such a step beside its axes and layouts: `dim`, say."""
+        return tuple(field.name for field in fields(cls) if field.name not in ("before", "after", "axes"))
+
+    @property
+    def arguments(self) -> dict[str, int | str]:
+        return {name: getattr(self, name) for name in self.argument_names()}
+
+    def text(self, *operands: str) -> str:
+        """As printed: "reduce_scatter[tp](%x, dim=1)". A sum is not said."""
+        shown = [f"{name}={value}" for name, value in self.arguments.items() if value != "sum"]
+        return f"{self.name}[{','.join(self.axes)}]({', '.join([*operands, *shown])})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +63,7 @@ class Slice(Step):
     """Every rank keeps its part of `dim`: newly split by `axes` at the minor end, or less of the halo it holds over
     them. Local, free."""
 
+    name = "slice"
     dim: int
 
 
@@ -52,11 +71,14 @@ class Slice(Step):
 class ToPartial(Step):
     """Replicated -> Partial(sum): index 0 of the axis keeps the value, the others hold zeros."""
 
+    name = "to_partial"
+
 
 @dataclass(frozen=True, kw_only=True)
 class AllGather(Step):
     """Undo the split of `dim` by its minor-most `axes`, as one group."""
 
+    name = "all_gather"
     kind = "all_gather"
     dim: int
 
@@ -65,6 +87,7 @@ class AllGather(Step):
 class AllReduce(Step):
     """Reduce the partial `axes` with `op`, as one group."""
 
+    name = "all_reduce"
     kind = "all_reduce"
     op: str
 
@@ -73,6 +96,7 @@ class AllReduce(Step):
 class ReduceScatter(Step):
     """Reduce the partial `axes` with `op` and split `dim` by them at its minor end."""
 
+    name = "reduce_scatter"
     kind = "reduce_scatter"
     dim: int
     op: str
@@ -82,6 +106,7 @@ class ReduceScatter(Step):
 class AllToAll(Step):
     """Move `axes` from the minor end of `from_dim` to the minor end of `to_dim`."""
 
+    name = "all_to_all"
     kind = "all_to_all"
     from_dim: int
     to_dim: int
@@ -95,6 +120,7 @@ class Reshard(Step):
     by what is foreign, as halos are.
     """
 
+    name = "reshard"
     kind = "point_to_point"
     dim: int
 
@@ -107,6 +133,7 @@ class HaloExchange(Step):
     collective moves what is foreign; priced by the bytes of the rank that sends or receives most of it.
     """
 
+    name = "halo_exchange"
     kind = "point_to_point"
     dim: int
 
@@ -115,9 +142,28 @@ class HaloExchange(Step):
 class HaloReduce(Step):
     """The transpose: overlapping summands of `dim` go to the rank whose split has the place, and are added there."""
 
+    name = "halo_reduce"
     kind = "point_to_point"
     dim: int
 
+
+STEPS: Mapping[str, type[Step]] = MappingProxyType(
+    {
+        step.name: step
+        for step in (
+            Slice,
+            ToPartial,
+            AllGather,
+            AllReduce,
+            ReduceScatter,
+            AllToAll,
+            Reshard,
+            HaloExchange,
+            HaloReduce,
+        )
+    }
+)
+"""Every step by its name."""
 
 Bytes = Any  # int, or an int64 array with one entry per step
 

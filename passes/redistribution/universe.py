@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,34 +11,15 @@ import numpy as np
 import numpy.typing as npt
 
 from cost_model.mesh import MeshSpec
-from passes.layout import Layout, nested_sizes
-from passes.redistribution.splits import UNSPLIT, DimSpec, DimSplits, Split, subsets
-from passes.redistribution.steps import (
-    PAYLOAD_BYTES,
-    AllGather,
-    AllReduce,
-    AllToAll,
-    HaloExchange,
-    HaloReduce,
-    ReduceScatter,
-    Reshard,
-    Slice,
-    Step,
-    ToPartial,
-)
+from passes.layout import nested_sizes
+from passes.redistribution.moves import Move, Moves, Partial, State
+from passes.redistribution.splits import UNSPLIT, DimSpec, DimSplits, Split
+from passes.redistribution.steps import PAYLOAD_BYTES
 
-__all__ = ["Move", "State", "Universe", "UniverseKey", "as_layout", "build_universe"]
+__all__ = ["Universe", "UniverseKey", "build_universe"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-Partial = tuple[tuple[str, str], ...]
-
-
-class State(NamedTuple):
-    """A layout over the dims in play: one split per dim, and the partial axes."""
-
-    splits: tuple[Split, ...]
-    partial: Partial
 
 
 class UniverseKey(NamedTuple):
@@ -46,19 +27,6 @@ class UniverseKey(NamedTuple):
 
     dims: tuple[DimSpec, ...]
     reduced: Partial
-
-
-class Move(NamedTuple):
-    """An edge before it is a `Step`. dims are positions among the dims in play."""
-
-    make: type[Step]
-    axes: tuple[str, ...]
-    dims: tuple[int, ...]
-    op: str
-    target: State
-    share: float | None = (
-        None  # what part of the shard is sent or received, where that is known: of halos and sizes
-    )
 
 
 @dataclass(frozen=True)
@@ -133,7 +101,7 @@ class Universe:
 
 def build_universe(mesh: MeshSpec, key: UniverseKey) -> Universe:
     """Every state that can be reached from the replicated one, or from the partial `key.reduced`."""
-    expand = _Expander(mesh, tuple(DimSplits(mesh, spec) for spec in key.dims))
+    expand = Moves(mesh, tuple(DimSplits(mesh, spec) for spec in key.dims))
     plain = (UNSPLIT,) * len(key.dims)
     held = itertools.product(_partials(key.reduced), _summands(expand.dims))
     states = [State(splits or plain, partial) for partial, splits in held if _disjoint(splits, partial)]
@@ -204,90 +172,3 @@ def _universe(
         shared=np.array([i for i, _ in shared], dtype=np.int64),
         share=np.array([share for _, share in shared], dtype=np.float64),
     )
-
-
-@dataclass(frozen=True)
-class _Expander:
-    """The moves out of a state. This is the definition of what a redistribution may do."""
-
-    mesh: MeshSpec
-    dims: tuple[DimSplits, ...]
-
-    def __call__(self, state: State) -> Iterator[Move]:
-        yield from self.local(state)
-        yield from self.gathers_and_exchanges(state)
-        yield from self.reductions(state)
-        yield from self.halos(state)
-
-    def local(self, state: State) -> Iterator[Move]:
-        used = {axis for split in state.splits for axis in split.axes} | {a for a, _ in state.partial}
-        free = [axis for axis in self.mesh.real_axes() if axis not in used]
-        for run in _runs(free):
-            for dim, target in self.split_by(state, run):
-                yield Move(Slice, run, (dim,), "", target)
-        for run in _runs(free):
-            for dim, splits in enumerate(self.dims):
-                if state.splits[dim] == UNSPLIT:
-                    for held in splits.halos(run, summed=False):
-                        yield Move(Slice, run, (dim,), "", _with_split(state, dim, held))
-        for dim, splits in enumerate(self.dims):
-            for trimmed in splits.trims(state.splits[dim]):
-                yield Move(Slice, state.splits[dim].axes, (dim,), "", _with_split(state, dim, trimmed))
-        for axis in free:
-            partial = tuple(sorted((*state.partial, (axis, "sum"))))
-            yield Move(ToPartial, (axis,), (), "sum", State(state.splits, partial))
-
-    def gathers_and_exchanges(self, state: State) -> Iterator[Move]:
-        for dim, splits in enumerate(self.dims):
-            for run, coarser in splits.gathers(state.splits[dim]):
-                gathered = _with_split(state, dim, coarser)
-                yield Move(AllGather, run, (dim,), "", gathered)
-                for order in itertools.permutations(run):
-                    for to_dim, target in self.split_by(gathered, order):
-                        if to_dim != dim:
-                            yield Move(AllToAll, order, (dim, to_dim), "", target)
-            for axes, other in splits.reshards(state.splits[dim]):
-                share = splits.foreign(state.splits[dim], other)
-                yield Move(Reshard, axes, (dim,), "", _with_split(state, dim, other), share)
-
-    def halos(self, state: State) -> Iterator[Move]:
-        for dim, splits in enumerate(self.dims):
-            split = state.splits[dim]
-            moves = [(HaloExchange, other) for other in splits.exchanges(split)]
-            moves += [(HaloReduce, other) for other in splits.sums(split)]
-            for make, other in moves:
-                share = splits.foreign(split, other)
-                yield Move(make, split.axes, (dim,), "", _with_split(state, dim, other), share)
-
-    def reductions(self, state: State) -> Iterator[Move]:
-        for op in sorted({op for _, op in state.partial}):
-            axes = [axis for axis in self.mesh.names if (axis, op) in state.partial]
-            for chosen in subsets(axes):
-                left = tuple((a, o) for a, o in state.partial if a not in chosen)
-                reduced = State(state.splits, left)
-                yield Move(AllReduce, chosen, (), op, reduced)
-                for order in itertools.permutations(chosen):
-                    for dim, target in self.split_by(reduced, order):
-                        yield Move(ReduceScatter, order, (dim,), op, target)
-
-    def split_by(self, state: State, run: tuple[str, ...]) -> Iterator[tuple[int, State]]:
-        for dim, splits in enumerate(self.dims):
-            for finer in splits.refinements(state.splits[dim], run):
-                yield dim, _with_split(state, dim, finer)
-
-
-def _runs(axes: list[str]) -> Iterator[tuple[str, ...]]:
-    for count in range(1, len(axes) + 1):
-        yield from itertools.permutations(axes, count)
-
-
-def _with_split(state: State, dim: int, split: Split) -> State:
-    return State((*state.splits[:dim], split, *state.splits[dim + 1 :]), state.partial)
-
-
-def as_layout(state: State, dims: tuple[int, ...], ndim: int) -> Layout:
-    """The layout of an `ndim`-dimensional tensor whose dims in play are `dims`."""
-    at = dict(zip(dims, state.splits, strict=True))
-    splits = [at.get(dim, UNSPLIT) for dim in range(ndim)]
-    axes, sizes, halos = (tuple(column) for column in zip(*splits, strict=True)) if splits else ((), (), ())
-    return Layout(axes, state.partial, sizes, halos)

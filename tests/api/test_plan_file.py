@@ -37,7 +37,7 @@ def test_a_file_holds_all_of_the_plan(plan: Plan, tmp_path: Path) -> None:
     assert loaded.explain() == plan.explain()
     assert loaded.parameters == plan.parameters
     assert loaded.parameters["up.weight"] == (Shard(0),)
-    assert json.loads((tmp_path / "plan.json").read_text())["schema_version"] == 4
+    assert json.loads((tmp_path / "plan.json").read_text())["schema_version"] == 5
 
 
 def test_a_plan_with_several_axes_survives_the_file(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def change(data: dict[str, Any], path: tuple[Any, ...], value: Any) -> None:
 
 
 DAMAGE: list[tuple[tuple[Any, ...], Any, str]] = [
-    (("schema_version",), 99, "has plan schema 99; this version reads 4"),
+    (("schema_version",), 99, "has plan schema 99; this version reads 5"),
     (("schema_version",), None, "no autoshard plan: it has no schema_version"),
     (("nodes",), None, "damaged plan: .*missing required field `nodes`"),
     (("nodes", 0), "oops", "damaged plan"),

@@ -4,7 +4,22 @@ from __future__ import annotations
 
 import networkx as nx
 
-__all__ = ["mlp", "transformer"]
+__all__ = ["UNMOVED", "mlp", "through", "transformer"]
+
+
+UNMOVED: dict[str, str | float] = {"collective": "", "seconds": 0.0, "nbytes": 0}
+
+
+def through(text: str, seconds: float, nbytes: int) -> dict[str, str | float]:
+    """An edge's attributes with one collective on it."""
+    kind, _, rest = text.partition("[")
+    each = {"kind": kind, "axes": rest.partition("]")[0], "seconds": repr(seconds), "nbytes": str(nbytes)}
+    return {
+        "collective": text,
+        "seconds": seconds,
+        "nbytes": nbytes,
+        **{f"each_{name}": value for name, value in each.items()},
+    }
 
 
 class _Builder:
@@ -45,8 +60,8 @@ class _Builder:
         self.node(name, "op", label, layout, module, phase, seconds)
         for read in reads:
             source, collective = (read, "") if isinstance(read, str) else read
-            moved = {"seconds": 35e-6, "nbytes": 8_388_608} if collective else {"seconds": 0.0, "nbytes": 0}
-            self.graph.add_edge(source, name, layout="[@dp, -, -]", collective=collective, **moved)
+            moved = through(collective, 35e-6, 8_388_608) if collective else UNMOVED
+            self.graph.add_edge(source, name, layout="[@dp, -, -]", **moved)
         return name
 
 
@@ -72,11 +87,9 @@ def mlp() -> nx.DiGraph:
     b.op("d_up", "aten.threshold_backward", ["d_relu", "relu"], "f32[8, 32@tp]", "1", "backward")
     b.op("d_w0", "contract", ["d_up", "x"], "f32[32@tp, 10]", "0", "backward")
     b.node("output", "output", "output", "", "", "backward", 0.0)
-    b.graph.add_edge(
-        "down", "output", layout="", collective="reduce_scatter[tp](dim=0)", seconds=5e-6, nbytes=160
-    )
+    b.graph.add_edge("down", "output", layout="", **through("reduce_scatter[tp](dim=0)", 5e-6, 160))
     for gradient in ("d_w2", "d_w0"):
-        b.graph.add_edge(gradient, "output", layout="", collective="", seconds=0.0, nbytes=0)
+        b.graph.add_edge(gradient, "output", layout="", **UNMOVED)
     return b.graph
 
 
@@ -119,15 +132,13 @@ def transformer(layers: int) -> nx.DiGraph:
         )
     )
     b.node("output", "output", "output", "", "", "backward", 0.0)
-    b.graph.add_edge(loss, "output", layout="[]", collective="all_reduce[dp]()", seconds=9e-6, nbytes=4)
+    b.graph.add_edge(loss, "output", layout="[]", **through("all_reduce[dp]()", 9e-6, 4))
     for gradient in gradients:
         b.graph.add_edge(
             gradient,
             "output",
             layout="[@tp, @dp]",
-            collective="reduce_scatter[dp](dim=1)",
-            seconds=2e-4,
-            nbytes=33_554_432,
+            **through("reduce_scatter[dp](dim=1)", 2e-4, 33_554_432),
         )
     return b.graph
 

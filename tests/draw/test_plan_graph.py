@@ -8,6 +8,7 @@ from autoshard.plan_graph import plan_graph
 from cost_model.mesh import MeshSpec
 from passes.layout import Layout
 from passes.records import NodeRecord, OperandRecord, ResultRecord, Transfer
+from passes.redistribution.steps import STEPS
 
 MESH = MeshSpec({"dp": 2, "tp": 4})
 WHOLE = Layout.replicated(2)
@@ -15,7 +16,10 @@ ROWS = Layout((("dp",), ()))
 
 
 def transfer(kind: str, seconds: float, nbytes: int = 64) -> Transfer:
-    return Transfer(kind, ("dp",), nbytes, seconds, f"{kind}[dp](dim=0)", WHOLE)
+    make = STEPS[kind]
+    given = {"dim": 0, "op": "sum"}
+    arguments = {name: given[name] for name in make.argument_names()}
+    return Transfer(make(before=ROWS, after=WHOLE, axes=("dp",), **arguments), nbytes, seconds)
 
 
 def read(source: str, *transfers: Transfer, layout: Layout = WHOLE) -> OperandRecord:
@@ -68,9 +72,11 @@ def test_an_edge_carries_its_collectives_and_leaves_local_steps_out() -> None:
     )
     assert graph.edges["x", "y"] == {
         "layout": "[-, -]",
-        "collective": "all_gather[dp](dim=0); all_reduce[dp](dim=0)",
+        "collective": "all_gather[dp](dim=0); all_reduce[dp]()",
         "seconds": 3.0,
         "nbytes": 72,
+        "each_kind": "all_gather; all_reduce",
+        "each_axes": "dp; dp",
         "each_seconds": "2.0; 1.0",
         "each_nbytes": "64; 8",
     }
@@ -103,8 +109,8 @@ def test_a_use_that_moves_nothing_or_for_one_reader_is_left_out() -> None:
     ]
     graph = plan_graph(records, MESH)
     assert set(graph) == {"x", "a", "b", "c"}
-    assert graph.edges["x", "b"]["collective"] == "all_reduce[dp](dim=0)"
-    assert graph.edges["a", "c"]["collective"] == "all_gather[dp](dim=0); all_reduce[dp](dim=0)"
+    assert graph.edges["x", "b"]["collective"] == "all_reduce[dp]()"
+    assert graph.edges["a", "c"]["collective"] == "all_gather[dp](dim=0); all_reduce[dp]()"
 
 
 def test_a_use_that_gathers_for_several_readers_stays_and_is_priced_once() -> None:

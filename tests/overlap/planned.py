@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from autoshard.planning import canonical_capture
 from cost_model.mesh import MeshSpec
 from passes.assignment import Assignment, NodeLayouts
+from passes.decide import unmerged
 from passes.joint import JointGraph, node_value, result_index, tensor_operands
 from passes.layout import Layout
 from passes.lower_redistribute import collective_nodes
@@ -72,11 +73,10 @@ def _random_strategy(
 
 def lowered(joint: JointGraph, assignment: Assignment, mesh: MeshSpec) -> list[Phases]:
     """Each rank's phases."""
-    redistributor = Redistributor(mesh, link_prices(mesh))
+    lowering = unmerged(joint, assignment, Redistributor(mesh, link_prices(mesh)))
     groups = simulated_groups(mesh)
     modules = [
-        partition(joint, assignment, mesh, rank, groups, redistributor).module
-        for rank in range(mesh.device_count)
+        partition(joint, assignment, mesh, rank, groups, lowering).module for rank in range(mesh.device_count)
     ]
     return [split_phases(module, joint.inputs, joint.outputs) for module in modules]
 

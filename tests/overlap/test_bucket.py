@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -18,7 +18,8 @@ from cost_model.profile import Profile
 from passes.assignment import Assignment
 from passes.bucket import Bucket
 from passes.bucket_plan import Item, Wire, bucketed_turns, least_end
-from passes.issue_order import Merge, Move, Side, issue_order
+from passes.decide import chosen_steps, unmerged
+from passes.issue_order import Merge, Move, Side, Transfer, Turn, issue_order
 from passes.joint import JointGraph
 from passes.layout import Layout
 from passes.lower_redistribute import collective_nodes
@@ -107,13 +108,22 @@ def at_random(seed: int) -> Merge:
     return merge
 
 
+def bucketed(joint: JointGraph, assignment: Assignment, prices: Prices) -> Mapping[Transfer, Turn]:
+    moved = chosen_steps(joint, assignment, prices.redistributor, prices.merged)
+    return bucketed_turns(joint, assignment, prices, moved)
+
+
 def phases_of(
-    joint: JointGraph, assignment: Assignment, mesh: MeshSpec, turns: object, redistributor: Redistributor
+    joint: JointGraph,
+    assignment: Assignment,
+    mesh: MeshSpec,
+    turns: Mapping[Transfer, Turn],
+    redistributor: Redistributor,
 ) -> list[Phases]:
     groups = simulated_groups(mesh)
+    lowering = replace(unmerged(joint, assignment, redistributor), turns=turns)
     modules = [
-        partition(joint, assignment, mesh, rank, groups, redistributor, turns=turns).module  # type: ignore[arg-type]
-        for rank in range(mesh.device_count)
+        partition(joint, assignment, mesh, rank, groups, lowering).module for rank in range(mesh.device_count)
     ]
     return [split_phases(module, joint.inputs, joint.outputs) for module in modules]
 
@@ -121,10 +131,10 @@ def phases_of(
 def check_equal(joint: JointGraph, assignment: Assignment, mesh: MeshSpec, ranks: list[Phases]) -> None:
     """The merged graphs compute what the plain ones do, and groups issue the same list."""
     parts = shards(joint, assignment, mesh, values_of(joint))
-    groups, redistributor = simulated_groups(mesh), Redistributor(mesh, link_prices(mesh))
+    groups = simulated_groups(mesh)
+    lowering = unmerged(joint, assignment, Redistributor(mesh, link_prices(mesh)))
     plain = [
-        partition(joint, assignment, mesh, rank, groups, redistributor).module
-        for rank in range(mesh.device_count)
+        partition(joint, assignment, mesh, rank, groups, lowering).module for rank in range(mesh.device_count)
     ]
     wanted = simulate(plain, parts, mesh)
     found = run_phases(joint, ranks, parts, mesh, scheduled)
@@ -152,7 +162,7 @@ def test_random_layouts_and_prices_that_ask_for_buckets(
     mesh = MeshSpec(axes)
     prices = priced(mesh, 1.0, 1e-9)
     assignment = random_assignment(layers, mesh, random.Random(seed))
-    turns = bucketed_turns(layers, assignment, prices)
+    turns = bucketed(layers, assignment, prices)
     ranks = phases_of(layers, assignment, mesh, turns, prices.redistributor)
     layouts_seen.append(len(turns) - len(set(turns.values())))
     check_equal(layers, assignment, mesh, ranks)
@@ -202,7 +212,7 @@ def test_halos_that_may_travel_together(rows: tuple[int, ...]) -> None:
     counts: list[int] = []
     for start, per_byte in ((0.0, 1.0), (10.0, 1e-9)):
         prices = priced(mesh, start, per_byte)
-        turns = bucketed_turns(joint, assignment, prices)
+        turns = bucketed(joint, assignment, prices)
         ranks = phases_of(joint, assignment, mesh, turns, prices.redistributor)
         check_equal(joint, assignment, mesh, ranks)
         exchanges = [n for n in collective_nodes(Bucket()(ranks[1].forward).graph) if n.target is ALL_TO_ALL]
@@ -231,7 +241,7 @@ def counted(joint: JointGraph, start: float, per_byte: float) -> list[int]:
     mesh = MeshSpec({"a": 4})
     prices = priced(mesh, start, per_byte)
     assignment = sliced_joint(mesh, joint)
-    turns = bucketed_turns(joint, assignment, prices)
+    turns = bucketed(joint, assignment, prices)
     phases = phases_of(joint, assignment, mesh, turns, prices.redistributor)[0]
     return [len(collective_nodes(Bucket()(_graph(phases, p)).graph)) for p in ("forward", "backward")]
 

@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from cost_model.mesh import MeshSpec
 from passes.assignment import Assignment
+from passes.decide import unmerged
 from passes.issue_order import Transfer, Turn, issue_order
 from passes.joint import JointGraph, tensor_operands
 from passes.layout import Layout
@@ -68,11 +69,10 @@ def convolutions() -> JointGraph:
 
 
 def rank_graphs(joint: JointGraph, assignment: Assignment, mesh: MeshSpec) -> list[fx.GraphModule]:
-    redistributor = Redistributor(mesh, link_prices(mesh))
+    lowering = unmerged(joint, assignment, Redistributor(mesh, link_prices(mesh)))
     groups = simulated_groups(mesh)
     return [
-        partition(joint, assignment, mesh, rank, groups, redistributor).module
-        for rank in range(mesh.device_count)
+        partition(joint, assignment, mesh, rank, groups, lowering).module for rank in range(mesh.device_count)
     ]
 
 

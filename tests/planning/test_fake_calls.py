@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from cost_model.mesh import MeshSpec
+from passes.decide import unmerged
 from passes.fake_calls import FakeCalls
 from passes.partition import partition
 from passes.redistribute import Redistributor
@@ -102,14 +103,13 @@ class Forgetful(FakeCalls):
 def test_a_rank_s_graph_is_the_same_with_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = MeshSpec({"a": 2, "b": 3})
     joint = joint_of(Twice(), torch.randn(6, 8))
-    redistributor = Redistributor(mesh, link_prices(mesh))
     assignment = random_assignment(joint, mesh, random.Random(0))
+    lowering = unmerged(joint, assignment, Redistributor(mesh, link_prices(mesh)))
 
     def graphs() -> list[list[tuple[str, Any]]]:
         groups = simulated_groups(mesh)
         return [
-            looks(partition(joint, assignment, mesh, rank, groups, redistributor).module)
-            for rank in (0, 1, 5)
+            looks(partition(joint, assignment, mesh, rank, groups, lowering).module) for rank in (0, 1, 5)
         ]
 
     remembered = graphs()

@@ -15,24 +15,18 @@ from autoshard.planning import prices_of
 from cost_model.compute import ComputePrices
 from cost_model.measurements import DeviceRates, MatmulRates
 from passes.assignment import NodeLayouts
+from passes.decide import decide_lowering, unmerged
 from passes.joint import GraphInput, GraphOutput
 from passes.layout import Layout
 from passes.overlap import Overlap
-from passes.partition import partition
-from passes.phases import Backward, Phases, split_phases
-from passes.predict import (
-    Prediction,
-    Schedule,
-    ordered_phases,
-    predict_phases,
-    predicted_step,
-    slowest_ranks,
-)
+from passes.phases import Backward, Phases
+from passes.predict import Prediction, predict_phases, predicted_step, slowest_ranks
 from passes.pricing import eager_traffic
+from passes.rank_program import Schedule, rank_program
 from passes.redistribute import Redistributor
 from passes.search.space import Prices
 from passes.simulate import simulated_group_axes, simulated_groups
-from tests.overlap.planned import joint_of, lowered, random_assignment
+from tests.overlap.planned import joint_of, random_assignment
 from tests.profiles import slow_compute
 from tests.runtime.graphs import Local
 
@@ -180,7 +174,11 @@ def of_plan(
     model, x = Net(), torch.randn(8, 16)
     plan = find_plan(model, mesh, (x,), profile=profile, backend=backend)
     found = predicted_step(
-        joint_of(model, x), plan.assignment, prices_of(profile, mesh, backend), schedule=schedule
+        joint_of(model, x),
+        plan.assignment,
+        plan.lowering,
+        prices_of(profile, mesh, backend),
+        schedule=schedule,
     )
     return found, plan
 
@@ -241,9 +239,10 @@ def test_the_backward_is_the_loss_s_alone() -> None:
     mesh, x = MeshSpec({"dp": 1}), torch.randn(8, 16)
     joint = joint_of(WithLogits(), x)
     plan = find_plan(WithLogits(), mesh, (x,), profile=slow_compute(), backend="eager")
-    (phases,) = lowered(joint, plan.assignment, mesh)
-    assert phases.backward is not None and [t.index for t in phases.backward.tangents] == [0, 1]
-    backward = ordered_phases(phases).backward
+    program = rank_program(joint, plan.assignment, plan.lowering, mesh, 0, simulated_groups(mesh))
+    whole = program.phases.backward
+    assert whole is not None and [t.index for t in whole.tangents] == [0, 1]
+    backward = program.usual().backward
     assert backward is not None and [t.index for t in backward.tangents] == [1]
 
 
@@ -255,13 +254,13 @@ def test_the_slowest_rank_of_uneven_shards(seed: int) -> None:
     joint = joint_of(Net(), torch.randn(8, 16))
     assignment = random_assignment(joint, mesh, rng)
     prices = round_prices(mesh, 0.5, launch=1e-12)
-    found = predicted_step(joint, assignment, prices, schedule=Overlap())
-    groups = simulated_groups(mesh)
+    lowering, _ = decide_lowering(joint, assignment, prices)
+    found = predicted_step(joint, assignment, lowering, prices, schedule=Overlap())
+    groups, alone = simulated_groups(mesh), unmerged(joint, assignment, prices.redistributor)
     ranks: list[float] = []
     for rank in range(mesh.device_count):
-        module = partition(joint, assignment, mesh, rank, groups, prices.redistributor).module
-        phases = ordered_phases(split_phases(module, joint.inputs, joint.outputs), Overlap())
-        ranks.append(predict_phases(phases, prices, simulated_group_axes).seconds)
+        program = rank_program(joint, assignment, alone, mesh, rank, groups, schedule=Overlap())
+        ranks.append(predict_phases(program.usual(), prices, simulated_group_axes).seconds)
     assert len(slowest_ranks(assignment, mesh)) > 1
     assert found.seconds >= 0.99 * max(ranks)
 

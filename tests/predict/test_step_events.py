@@ -27,7 +27,7 @@ def moved(before: Layout, after: Layout, shape: tuple[int, ...]) -> fx.GraphModu
     redistributor = Redistributor(MESH, PerByte())
     local = Local()
     x = local.input(*before.local_shape(shape, MESH, 0))
-    steps = redistributor.plan(before, after, shape, 4)
+    steps = redistributor.plan(before, after, shape, 4).steps
     with local.mode:
         result = emit(local.graph, x, steps, shape, MESH, 0, simulated_groups(MESH), {"turn": (0, 1)})
     return local.module(result)

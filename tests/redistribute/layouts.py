@@ -129,7 +129,9 @@ def rank_graph(
     graph = fx.Graph()
     x = graph.placeholder("x")
     x.meta["val"] = local.to("meta")
-    graph.output((emit(graph, x, plan, shape, mesh, rank, simulated_groups(mesh), {"phase": "forward"}),))
+    graph.output(
+        (emit(graph, x, plan.steps, shape, mesh, rank, simulated_groups(mesh), {"phase": "forward"}),)
+    )
     graph.lint()
     return fx.GraphModule(torch.nn.Module(), graph)
 

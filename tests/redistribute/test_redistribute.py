@@ -25,8 +25,9 @@ from passes.redistribute import (
     ToPartial,
     redistribution,
 )
+from passes.redistribution.moves import as_layout
 from passes.redistribution.splits import DimSpec
-from passes.redistribution.universe import UniverseKey, as_layout, build_universe
+from passes.redistribution.universe import UniverseKey, build_universe
 from tests.redistribute.layouts import creatable, link_prices, random_layout
 
 R1, R2 = Layout.replicated(1), Layout.replicated(2)

@@ -15,6 +15,7 @@ from cost_model.mesh import MeshSpec
 from passes.assignment import NodeLayouts
 from passes.joint import GraphInput, GraphOutput, JointGraph, tensor_operands
 from passes.layout import Layout
+from passes.lowering_plan import LoweringPlan
 from passes.partition import partition
 from passes.rules.registry import rule_for
 from passes.rules.trial import call_node
@@ -106,7 +107,7 @@ def check_all(op: Callable[..., Any], args: tuple[Any, ...], mesh: MeshSpec) -> 
         outputs: list[Any] = []
         for rank in range(mesh.device_count):
             groups = {axes: str(axes) for axes in [("a",), ("b",), ("a", "b")]}
-            local = partition(joint, assignment, mesh, rank, groups, None)  # type: ignore[arg-type]
+            local = partition(joint, assignment, mesh, rank, groups, LoweringPlan({}, {}, {}))
             shards = [shard(t, x, mesh, rank) for t, x in zip(operands, strategy.operands, strict=True)]
             outputs.append(local.module(*shards))
         for index, (whole, layout) in enumerate(zip(results, strategy.results, strict=True)):

@@ -23,7 +23,8 @@ from cost_model.mesh import MeshSpec
 from passes.decompositions import decomposition_table
 from passes.joint import GraphInput, GraphOutput, JointGraph
 from passes.layout import Layout
-from passes.phases import split_phases
+from passes.partition import RankGraph
+from passes.rank_program import RankProgram
 from tests.ranks import RankPool
 from tests.runtime.graphs import Local, joint_graph
 
@@ -48,10 +49,10 @@ class Net(nn.Module):
 
 def whole_program(joint: JointGraph, backend: str = "eager") -> Program:
     """The program of a mesh of one rank."""
-    phases = split_phases(joint.module, joint.inputs, joint.outputs)
+    ours = RankProgram.of(RankGraph(joint.module, {}), joint.inputs, joint.outputs)
     shapes = [tuple(n.meta["val"].shape) for n in joint.placeholders]
-    sides = [InputSide(s, Layout.replicated(len(s))) for s in shapes[: len(phases.inputs)]]
-    return Program(phases, sides, ONE, 0, backend)
+    sides = [InputSide(s, Layout.replicated(len(s))) for s in shapes[: len(ours.phases.inputs)]]
+    return Program(ours, sides, ONE, 0, backend)
 
 
 def net_program(backend: str = "eager") -> tuple[Net, Net, Program]:
@@ -231,10 +232,9 @@ def test_a_whole_gradient_of_an_input_that_came_as_a_shard() -> None:
     doubled = local.call(aten.mul.Tensor, tangent, 2.0)
     whole = local.call(aten.constant_pad_nd.default, doubled, [3, 0])
     inputs = [GraphInput("input", "x"), GraphInput("tangent", "tangent 0")]
-    phases = split_phases(
-        local.module(y, whole), inputs, [GraphOutput("output", "y"), GraphOutput("grad", "x")]
-    )
-    program = Program(phases, [InputSide((5,), Layout((("dp",),)))], MeshSpec({"dp": 2}), 1, "eager")
+    outputs = [GraphOutput("output", "y"), GraphOutput("grad", "x")]
+    ours = RankProgram.of(RankGraph(local.module(y, whole), {}), inputs, outputs)
+    program = Program(ours, [InputSide((5,), Layout((("dp",),)))], MeshSpec({"dp": 2}), 1, "eager")
     values = torch.arange(5.0, requires_grad=True)
     shard = torch.tensor([3.0, 4.0], requires_grad=True)
     for given in (values, shard):
@@ -275,14 +275,12 @@ def zero3(rank: int, spec: MeshSpec, group: str, kept: bool) -> Program:
     grad_w = local.call(c10d.wait_tensor.default, scattered)
     grad_w = local.call(aten.slice.Tensor, grad_w, 0, 0, w_hi - w_lo)
     module = local.module(y, grad_w)
-    phases = split_phases(
-        module,
+    ours = RankProgram.of(
+        RankGraph(module, {}),
         [GraphInput("param", "w"), GraphInput("input", "x"), GraphInput("tangent", "tangent 0")],
         [GraphOutput("output", "y"), GraphOutput("grad", "w")],
     )
-    return Program(
-        phases, [InputSide((WIDTH, OUT), cols), InputSide((ROWS, WIDTH), rows)], spec, rank, "eager"
-    )
+    return Program(ours, [InputSide((WIDTH, OUT), cols), InputSide((ROWS, WIDTH), rows)], spec, rank, "eager")
 
 
 def run_zero3(rank: int, given: str) -> dict[str, Tensor]:

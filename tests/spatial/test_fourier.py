@@ -92,7 +92,7 @@ def sent(rank: int, before: Layout, after: Layout, local: Tensor, group: str, me
     graph = fx.Graph()
     x = graph.placeholder("x")
     x.meta["val"] = torch.empty(local.shape, dtype=local.dtype, device="meta")
-    graph.output(emit(graph, x, plan, (5, 4), mesh, rank, {("a",): group}, {}))
+    graph.output(emit(graph, x, plan.steps, (5, 4), mesh, rank, {("a",): group}, {}))
     return fx.GraphModule(nn.Module(), graph)(local)
 
 

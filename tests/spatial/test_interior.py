@@ -10,16 +10,14 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import Shard
 
 from autoshard import MeshSpec, find_plan, verify
-from autoshard.planning import canonical_capture, prices_of
-from passes.issue_order import issue_order
-from passes.lower_rank import lower_rank
-from passes.overlap import Overlap
-from passes.phases import split_phases
+from autoshard.planning import canonical_capture
+from passes.interior import in_parts
+from passes.rank_program import rank_program
 from passes.simulate import simulated_groups
 from tests.profiles import slow_compute
 from tests.spatial.networks import network
 
-EVERY_TIME = mock.patch("passes.interior._gain", lambda *given: 1.0)
+EVERY_TIME = mock.patch("passes.find_interiors._gain", lambda *given: 1.0)
 ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 CONVOLUTION = torch.ops.aten.convolution.default
@@ -30,13 +28,9 @@ CONVOLUTION = torch.ops.aten.convolution.default
 )
 def test_simulated(name: str, axes: dict[str, int]) -> None:
     model, x = network(name, 1, torch.float64)
-    plan = find_plan(model, MeshSpec(axes), (x,), profile=slow_compute())
-    with (
-        EVERY_TIME,
-        mock.patch(
-            "passes.partition.in_parts", wraps=__import__("passes.interior").interior.in_parts
-        ) as made,
-    ):
+    with EVERY_TIME:
+        plan = find_plan(model, MeshSpec(axes), (x,), profile=slow_compute())
+    with mock.patch("passes.partition.in_parts", wraps=in_parts) as made:
         report = verify(model, plan, (x,))
     assert made.call_count > 0
     assert report.ok, report
@@ -54,12 +48,11 @@ class Layer(nn.Module):
 def forward_of(rank: int) -> fx.GraphModule:
     model, x, mesh = Layer(), torch.randn(1, 2, 30), MeshSpec({"a": 3})
     ends = {"in_placements": [Shard(2)], "out_placements": [Shard(2)]}
-    plan = find_plan(model, mesh, (x[..., :10],), profile=slow_compute(), **ends)  # type: ignore[arg-type]
-    joint = canonical_capture(model, (x,), {}).joint
-    prices, turns = prices_of(slow_compute(), mesh), issue_order(joint, plan.assignment)
     with EVERY_TIME:
-        ranked = lower_rank(joint, plan.assignment, prices, rank, simulated_groups(mesh), turns)
-    return Overlap()(split_phases(ranked.module, joint.inputs, joint.outputs).forward)
+        plan = find_plan(model, mesh, (x[..., :10],), profile=slow_compute(), **ends)  # type: ignore[arg-type]
+    joint = canonical_capture(model, (x,), {}).joint
+    groups = simulated_groups(mesh)
+    return rank_program(joint, plan.assignment, plan.lowering, mesh, rank, groups).phases.forward
 
 
 @pytest.mark.parametrize(("rank", "parts"), [(0, [8, 2]), (1, [6, 2, 2]), (2, [8, 2])], ids=str)

@@ -14,14 +14,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from autoshard import Plan, autoshard
-from autoshard.planning import CallLayouts, Task, canonical_capture, load_profile, prices_of, search_plan
+from autoshard.planning import CallLayouts, Task, canonical_capture, search_plan
 from autoshard.simulated_step import simulated_step
 from autoshard.verify import held_value
 from cost_model.mesh import MeshSpec
 from passes.assignment import NodeLayouts
-from passes.bucket_plan import bucketed_turns
 from passes.layout import Layout
-from passes.lower_rank import lower_rank
+from passes.rank_program import rank_program
 from passes.rules.rule import OpRule
 from passes.simulate import simulated_groups
 from tests.profiles import slow_compute
@@ -114,10 +113,9 @@ class Simulated:
         with restricted(always_split(layout)):
             self.plan = search_plan(Task(captured, slow_compute(), mesh, call, pins, None, "eager", 60.0))
         self.joint, self.mesh = captured.joint, mesh
-        prices = prices_of(load_profile(None, mesh), mesh)
-        turns = bucketed_turns(self.joint, self.plan.assignment, prices)
-        self.graphs = [
-            lower_rank(self.joint, self.plan.assignment, prices, rank, simulated_groups(mesh), turns)
+        layouts, lowering = self.plan.assignment, self.plan.lowering
+        self.programs = [
+            rank_program(self.joint, layouts, lowering, mesh, rank, simulated_groups(mesh))
             for rank in range(mesh.device_count)
         ]
 
@@ -137,7 +135,7 @@ class Simulated:
             ]
             for rank in range(self.mesh.device_count)
         ]
-        results = simulated_step(self.joint, self.graphs, shards, self.mesh)
+        results = simulated_step(self.joint, self.programs, shards, self.mesh)
         return {name: self._whole(i, [r[i] for r in results]) for i, name in enumerate(self._names())}
 
     def _names(self) -> list[str]:

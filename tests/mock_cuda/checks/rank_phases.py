@@ -6,15 +6,12 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.outputs import output_layouts
-from autoshard.planning import CallLayouts, Task, prices_of, search_plan
+from autoshard.plan_fits import axes_in
+from autoshard.planning import CallLayouts, Task, search_plan
 from autoshard.runtime.process_groups import groups_for
-from autoshard.session import _axes_in
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
-from passes.bucket_plan import bucketed_turns
-from passes.lower_rank import lower_rank
-from passes.phases import split_phases
-from passes.schedule import scheduled
+from passes.rank_program import rank_program
 from tests.mock_cuda.checks.capture_for import captured_for_cuda
 from tests.mock_cuda.checks.families import Example
 
@@ -28,14 +25,11 @@ def rank_phases(case: Example, mesh: DeviceMesh, ranks: tuple[int, ...]) -> dict
     call = CallLayouts({}, output_layouts(captured, spec, None))
     plan = search_plan(Task(captured, Profile.named("h100"), spec, call, {}, None, "inductor", 20.0))
     assert not plan.fallbacks, plan.fallbacks
-    prices = prices_of(Profile.named("h100"), spec, "inductor")
-    groups = groups_for(mesh, _axes_in(plan, spec))
-    turns = bucketed_turns(captured.joint, plan.assignment, prices)
+    groups = groups_for(mesh, axes_in(plan))
     found: dict[str, fx.GraphModule] = {}
     for rank in ranks:
-        ours = lower_rank(captured.joint, plan.assignment, prices, rank, groups, turns)
-        phases = split_phases(ours.module, captured.joint.inputs, captured.joint.outputs)
-        found[f"rank {rank} forward"] = scheduled(phases.forward)
-        if phases.backward is not None:
-            found[f"rank {rank} backward"] = scheduled(phases.backward.module)
+        ours = rank_program(captured.joint, plan.assignment, plan.lowering, spec, rank, groups)
+        found[f"rank {rank} forward"] = ours.phases.forward
+        if ours.phases.backward is not None:
+            found[f"rank {rank} backward"] = ours.backward().module
     return found

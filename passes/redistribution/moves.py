@@ -1,0 +1,154 @@
+"""The moves out of a layout: what one step of a redistribution may do."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from cost_model.mesh import MeshSpec
+from passes.layout import Layout
+from passes.redistribution.splits import UNSPLIT, DimSplits, Split, subsets
+from passes.redistribution.steps import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    HaloExchange,
+    HaloReduce,
+    ReduceScatter,
+    Reshard,
+    Slice,
+    Step,
+    ToPartial,
+)
+
+__all__ = ["Move", "Moves", "Partial", "State", "as_layout", "as_state", "as_step"]
+
+Partial = tuple[tuple[str, str], ...]
+
+
+class State(NamedTuple):
+    """A layout over the dims in play: one split per dim, and the partial axes."""
+
+    splits: tuple[Split, ...]
+    partial: Partial
+
+
+class Move(NamedTuple):
+    """An edge before it is a `Step`. dims are positions among the dims in play."""
+
+    make: type[Step]
+    axes: tuple[str, ...]
+    dims: tuple[int, ...]
+    op: str
+    target: State
+    share: float | None = (
+        None  # what part of the shard is sent or received, where that is known: of halos and sizes
+    )
+
+
+@dataclass(frozen=True)
+class Moves:
+    """The moves out of a state. This is the definition of what a redistribution may do."""
+
+    mesh: MeshSpec
+    dims: tuple[DimSplits, ...]
+
+    def __call__(self, state: State) -> Iterator[Move]:
+        yield from self.local(state)
+        yield from self.gathers_and_exchanges(state)
+        yield from self.reductions(state)
+        yield from self.halos(state)
+
+    def local(self, state: State) -> Iterator[Move]:
+        used = {axis for split in state.splits for axis in split.axes} | {a for a, _ in state.partial}
+        free = [axis for axis in self.mesh.real_axes() if axis not in used]
+        for run in _runs(free):
+            for dim, target in self.split_by(state, run):
+                yield Move(Slice, run, (dim,), "", target)
+        for run in _runs(free):
+            for dim, splits in enumerate(self.dims):
+                if state.splits[dim] == UNSPLIT:
+                    for held in splits.halos(run, summed=False):
+                        yield Move(Slice, run, (dim,), "", _with_split(state, dim, held))
+        for dim, splits in enumerate(self.dims):
+            for trimmed in splits.trims(state.splits[dim]):
+                yield Move(Slice, state.splits[dim].axes, (dim,), "", _with_split(state, dim, trimmed))
+        for axis in free:
+            partial = tuple(sorted((*state.partial, (axis, "sum"))))
+            yield Move(ToPartial, (axis,), (), "sum", State(state.splits, partial))
+
+    def gathers_and_exchanges(self, state: State) -> Iterator[Move]:
+        for dim, splits in enumerate(self.dims):
+            for run, coarser in splits.gathers(state.splits[dim]):
+                gathered = _with_split(state, dim, coarser)
+                yield Move(AllGather, run, (dim,), "", gathered)
+                for order in itertools.permutations(run):
+                    for to_dim, target in self.split_by(gathered, order):
+                        if to_dim != dim:
+                            yield Move(AllToAll, order, (dim, to_dim), "", target)
+            for axes, other in splits.reshards(state.splits[dim]):
+                share = splits.foreign(state.splits[dim], other)
+                yield Move(Reshard, axes, (dim,), "", _with_split(state, dim, other), share)
+
+    def halos(self, state: State) -> Iterator[Move]:
+        for dim, splits in enumerate(self.dims):
+            split = state.splits[dim]
+            moves = [(HaloExchange, other) for other in splits.exchanges(split)]
+            moves += [(HaloReduce, other) for other in splits.sums(split)]
+            for make, other in moves:
+                share = splits.foreign(split, other)
+                yield Move(make, split.axes, (dim,), "", _with_split(state, dim, other), share)
+
+    def reductions(self, state: State) -> Iterator[Move]:
+        for op in sorted({op for _, op in state.partial}):
+            axes = [axis for axis in self.mesh.names if (axis, op) in state.partial]
+            for chosen in subsets(axes):
+                left = tuple((a, o) for a, o in state.partial if a not in chosen)
+                reduced = State(state.splits, left)
+                yield Move(AllReduce, chosen, (), op, reduced)
+                for order in itertools.permutations(chosen):
+                    for dim, target in self.split_by(reduced, order):
+                        yield Move(ReduceScatter, order, (dim,), op, target)
+
+    def split_by(self, state: State, run: tuple[str, ...]) -> Iterator[tuple[int, State]]:
+        for dim, splits in enumerate(self.dims):
+            for finer in splits.refinements(state.splits[dim], run):
+                yield dim, _with_split(state, dim, finer)
+
+
+def _runs(axes: list[str]) -> Iterator[tuple[str, ...]]:
+    for count in range(1, len(axes) + 1):
+        yield from itertools.permutations(axes, count)
+
+
+def _with_split(state: State, dim: int, split: Split) -> State:
+    return State((*state.splits[:dim], split, *state.splits[dim + 1 :]), state.partial)
+
+
+def as_layout(state: State, dims: tuple[int, ...], ndim: int) -> Layout:
+    """The layout of an `ndim`-dimensional tensor whose dims in play are `dims`."""
+    at = dict(zip(dims, state.splits, strict=True))
+    splits = [at.get(dim, UNSPLIT) for dim in range(ndim)]
+    axes, sizes, halos = (tuple(column) for column in zip(*splits, strict=True)) if splits else ((), (), ())
+    return Layout(axes, state.partial, sizes, halos)
+
+
+def as_state(layout: Layout, dims: tuple[int, ...]) -> State:
+    """Inverse of `as_layout`."""
+    return State(tuple(Split(layout.dims[d], layout.sizes[d], layout.halos[d]) for d in dims), layout.partial)
+
+
+def as_step(state: State, move: Move, dims: tuple[int, ...], ndim: int) -> Step:
+    """`move` out of `state`, of an `ndim`-dimensional tensor whose dims in play are `dims`."""
+    fields: dict[str, object] = {
+        "before": as_layout(state, dims, ndim),
+        "after": as_layout(move.target, dims, ndim),
+        "axes": move.axes,
+    }
+    names = ("from_dim", "to_dim") if move.make is AllToAll else ("dim",)
+    fields.update(zip(names, (dims[d] for d in move.dims), strict=False))
+    if move.make in (AllReduce, ReduceScatter):
+        fields["op"] = move.op
+    return move.make(**fields)  # type: ignore[arg-type]
