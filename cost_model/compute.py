@@ -6,7 +6,7 @@ import re
 
 from cost_model.curve import Curve
 from cost_model.measurements import KERNEL_KINDS, KernelKind, MatmulRates
-from cost_model.profile import Profile
+from cost_model.profile_record import ProfileRecord
 
 __all__ = ["STORE_SHARE", "ComputePrices"]
 
@@ -38,7 +38,7 @@ class ComputePrices:
     plan for GPUs may be tried on CPUs); `foreign` then says that the numbers are another device's.
     """
 
-    def __init__(self, profile: Profile, device_type: str | None = None) -> None:
+    def __init__(self, profile: ProfileRecord, device_type: str | None = None) -> None:
         self.profile = profile
         self.foreign = device_type is not None and device_type != profile.device_type
         self._launch = profile.device.launch_seconds

@@ -10,6 +10,7 @@ from cost_model.groups import GroupShape
 __all__ = [
     "KERNEL_KINDS",
     "KINDS",
+    "CollectiveKind",
     "CollectiveSamples",
     "DeviceRates",
     "KernelKind",
@@ -18,8 +19,12 @@ __all__ = [
     "UpdateRates",
 ]
 
-KINDS = ("all_gather", "all_reduce", "all_to_all", "broadcast", "point_to_point", "reduce_scatter")
+CollectiveKind = Literal[
+    "all_gather", "all_reduce", "all_to_all", "broadcast", "point_to_point", "reduce_scatter"
+]
 """Every collective that has a price. What `nbytes` means for each is in `cost_model.collectives`."""
+
+KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 
 KernelKind = Literal["matmul", "convolution", "attention", "pooling", "narrow_convolution"]
 """Ops that count in operations, by what rate they reach: fields of `DeviceRates`."""
