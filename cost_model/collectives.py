@@ -16,7 +16,6 @@ All groups along the axes are taken to communicate at the same time, as they do 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Literal
 
 from cost_model.curve import Curve
@@ -26,7 +25,7 @@ from cost_model.measurements import CollectiveSamples
 from cost_model.mesh import MeshSpec
 from cost_model.profile_record import ProfileRecord
 
-__all__ = ["CollectivePrices", "Confidence", "Price", "collective_seconds", "confidence"]
+__all__ = ["CollectivePrices", "Confidence", "Price"]
 
 Price = Callable[[float], float]
 """nbytes -> seconds."""
@@ -88,25 +87,6 @@ class CollectivePrices:
             return "modelled"
         inside = nbytes is None or samples.nbytes[0] <= nbytes <= samples.nbytes[-1]
         return "measured" if inside else "extrapolated"
-
-
-@lru_cache(maxsize=64)
-def _cached(profile: ProfileRecord, mesh: MeshSpec) -> CollectivePrices:
-    return CollectivePrices(profile, mesh)
-
-
-def collective_seconds(
-    profile: ProfileRecord, kind: str, mesh: MeshSpec, axes: Sequence[str], nbytes: float
-) -> float:
-    """One price (see `CollectivePrices.seconds`). In a loop, keep a `CollectivePrices` instead."""
-    return _cached(profile, mesh).seconds(kind, tuple(axes), nbytes)
-
-
-def confidence(
-    profile: ProfileRecord, kind: str, mesh: MeshSpec, axes: Sequence[str], nbytes: float | None = None
-) -> Confidence | None:
-    """How far to trust one price (see `CollectivePrices.confidence`)."""
-    return _cached(profile, mesh).confidence(kind, tuple(axes), nbytes)
 
 
 def _resolve(profile: ProfileRecord, mesh: MeshSpec, kind: str, axes: tuple[str, ...]) -> Price:
