@@ -23,7 +23,7 @@ from cost_model.measure.peers import world_peers
 from cost_model.measure.sampling import Progress, Series, sample
 from cost_model.measure.statistics import median
 from cost_model.measure.teams import shapes_of, teams_of
-from cost_model.measurements import KINDS, CollectiveSamples, MatmulRates
+from cost_model.measurements import PLAN_KINDS, CollectiveSamples, MatmulRates
 from cost_model.mesh import MeshSpec
 from cost_model.profile_record import ProfileRecord
 
@@ -154,7 +154,7 @@ def _communication(
     axes = shapes_of(spec)
     measured = {(samples.kind, samples.group): samples for samples in profile.collectives}
     for shape, team in teams.items():
-        for kind in KINDS:
+        for kind in PLAN_KINDS:
             sizes = _sizes(measured.get((kind, shape)), team)
             yield _Expected(
                 collective_series(

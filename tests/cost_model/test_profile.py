@@ -251,6 +251,12 @@ def test_a_number_that_no_float_holds(measured: Profile) -> None:
         replace(measured, collective_launch_seconds=10**400)
 
 
+def test_a_broadcast_measured_by_an_older_version_stays(measured: Profile) -> None:
+    samples = CollectiveSamples("broadcast", ((8, 1),), (1000, 2000), (1e-4, 1.5e-4))
+    text = replace(measured, collectives=(*measured.collectives, samples)).to_json()
+    assert Profile.from_json(text, "text").collectives == (*measured.collectives, samples)
+
+
 def test_one_group_twice(measured: Profile) -> None:
     with pytest.raises(ProfileError, match=r"collectives\[1\] repeats a kind and group"):
         replace(measured, collectives=measured.collectives * 2)
