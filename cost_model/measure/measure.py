@@ -33,9 +33,9 @@ from cost_model.measure.peers import Peers, world_peers
 from cost_model.measure.sampling import Progress, Series, sample
 from cost_model.measure.statistics import Curve
 from cost_model.measure.teams import teams_of
-from cost_model.measurements import KINDS, CollectiveSamples, LinkLevel
+from cost_model.measurements import PLAN_KINDS, CollectiveSamples, LinkLevel
 from cost_model.mesh import MeshSpec
-from cost_model.profile import Profile
+from cost_model.profile_record import ProfileRecord
 
 __all__ = ["check_device_type", "check_world", "measure_profile", "mesh_device", "world_size"]
 
@@ -57,7 +57,7 @@ def measure_profile(
     progress: Progress,
     clock: Clock | None,
     attend: Attend | None,
-) -> Profile:
+) -> ProfileRecord:
     """See `Profile.measure`."""
     spec = MeshSpec.of(mesh)
     check_world(spec, world_size())
@@ -81,7 +81,7 @@ def measure_profile(
             teams, collectives, rates, peers, clock, _OVERLAP_SHARE * time_budget, device, progress
         )
         launch, links = _links(hosts, collectives, device)
-        profile = Profile(
+        profile = ProfileRecord(
             name=name,
             nominal=False,
             device_type=spec.device_type,
@@ -119,7 +119,7 @@ def _communication(
     for shape, team in teams.items():
         whole = {whole_size(nbytes, team.size): nbytes in always for nbytes in sizes}
         anchors = tuple(nbytes for nbytes, anchor in whole.items() if anchor)
-        for kind in KINDS:
+        for kind in PLAN_KINDS:
             name = f"{kind} over {shape_text(shape)}"
             found.append(collective_series(name, kind, team, tuple(whole), buffers, pause, anchors))
     return found
@@ -177,7 +177,7 @@ def _collective_samples(
     """Of the curves of `_communication`."""
     if not teams:
         return ()
-    keys = [(kind, shape) for shape in teams for kind in KINDS]
+    keys = [(kind, shape) for shape in teams for kind in PLAN_KINDS]
     pause, *others = curves
     alone = (beyond_pause(curve, pause) for curve in others)
     return tuple(
@@ -191,7 +191,7 @@ def _links(
 ) -> tuple[float, tuple[LinkLevel, ...]]:
     if collectives:
         return fit_links(levels_of(hosts), collectives)
-    nominal = Profile.named("h100" if device.type == "cuda" else "cpu")
+    nominal = ProfileRecord.named("h100" if device.type == "cuda" else "cpu")
     return nominal.collective_launch_seconds, nominal.links
 
 
