@@ -21,8 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
-from passes.search.problem import Array, Infeasible, Problem
-from passes.search.solve import solve
+from passes.solver.problem import Array, Infeasible, Problem
+from passes.solver.solve import solve
 
 IMPOSSIBLE = 1e18
 """Costs from here on stand for what is impossible."""

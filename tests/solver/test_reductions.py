@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from passes.search.dual import ascend, lower_bound, prune, zero_messages
-from passes.search.graph import DeadEnd, Graph
-from passes.search.presolve import presolve, propagate
-from passes.search.problem import Array, Problem
-from passes.search.rows import Rows
-from passes.search.tables import Tables
+from passes.solver.dual import ascend, lower_bound, prune, zero_messages
+from passes.solver.graph import DeadEnd, Graph
+from passes.solver.presolve import presolve, propagate
+from passes.solver.problem import Array, Problem
+from passes.solver.rows import Rows
+from passes.solver.tables import Tables
 
 sys.path.insert(0, str(Path(__file__).parent))
 from oracle import brute_force, chain, random_problem

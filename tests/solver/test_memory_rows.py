@@ -9,17 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from passes.search import memory
-from passes.search.core import Budget
-from passes.search.graph import Graph
-from passes.search.lagrange import improve_prices
-from passes.search.local_search import Search
-from passes.search.neighbourhood import improve_part, part_of
-from passes.search.problem import Problem
-from passes.search.rows import Rows
-from passes.search.solve import solve
-from passes.search.tables import Tables
-from passes.search.usage import RangeMinimum, Usage, combine
+from passes.solver import memory
+from passes.solver.core import Budget
+from passes.solver.graph import Graph
+from passes.solver.lagrange import improve_prices
+from passes.solver.local_search import Search
+from passes.solver.neighbourhood import improve_part, part_of
+from passes.solver.problem import Problem
+from passes.solver.rows import Rows
+from passes.solver.solve import solve
+from passes.solver.tables import Tables
+from passes.solver.usage import RangeMinimum, Usage, combine
 
 sys.path.insert(0, str(Path(__file__).parent))
 from oracle import brute_force, chain, random_problem

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from passes.search.problem import Infeasible, Problem
-from passes.search.solve import solve
+from passes.solver.problem import Infeasible, Problem
+from passes.solver.solve import solve
 
 sys.path.insert(0, str(Path(__file__).parent))
 from oracle import brute_force, chain, on_nodes, random_problem
