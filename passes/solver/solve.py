@@ -90,7 +90,7 @@ def _reason(problem: Problem, base: Graph, dead: DeadEnd, deadline: float) -> In
     if problem.limit is not None:
         graph = base.copy()
         try:
-            presolve(graph)
+            presolve(graph, deadline)
             solve_presolved(graph, Budget(deadline, float("inf")))
         except Infeasible as out_of_time:
             return out_of_time
