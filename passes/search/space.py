@@ -35,9 +35,9 @@ from passes.rules.registry import RuleTable, rule_for
 from passes.search.boundary import Boundary
 from passes.search.cost_kinds import CostKinds
 from passes.search.free_layouts import free_axis_order, is_storable, tensor_rule
-from passes.search.problem import Problem
 from passes.search.residency import Residency
 from passes.search.space_dims import out_of_space
+from passes.solver.problem import Problem
 from passes.strategies import enumerate_strategies
 
 __all__ = ["Edge", "Prices", "SearchSpace", "build_space"]
