@@ -58,6 +58,8 @@ def test_equal_collectives_are_one_line_with_their_sum() -> None:
         "collective": "all_gather[tp](dim=0); all_reduce[tp]()",
         "seconds": 3e-6,
         "nbytes": 1500,
+        "each_kind": "all_gather; all_reduce",
+        "each_axes": "tp; tp",
         "each_seconds": "2e-06; 1e-06",
         "each_nbytes": "1000; 500",
     }
