@@ -23,7 +23,7 @@ from passes.joint import (
     tensor_operands,
 )
 from passes.layout import Layout
-from passes.pricing import local_nbytes, strategy_seconds
+from passes.pricing import local_nbytes
 from passes.records import NodeRecord, OperandRecord, ResultRecord, Transfer
 from passes.redistribute import (
     AllGather,
@@ -37,7 +37,7 @@ from passes.redistribute import (
     Slice,
     Step,
 )
-from passes.rules.registry import RuleTable, is_fallback, rule_for
+from passes.rules.registry import RuleTable, is_fallback
 from passes.search.space import Prices
 
 __all__ = ["describe", "fallback_ops", "graph_hash", "op_counts", "records_that_differ", "short_dtype"]
@@ -157,8 +157,6 @@ def _op(
     node: fx.Node, assignment: Assignment, prices: Prices, rules: RuleTable | None, reads: HiddenReads
 ) -> NodeRecord:
     layouts = assignment[node.name]
-    rule = rule_for(node, rules)
-    seconds = strategy_seconds(node, rule, [layouts], prices.traffic(node), prices.mesh, prices.compute)
     return NodeRecord(
         name=node.name,
         op=_op_name(node),
@@ -166,7 +164,7 @@ def _op(
         operands=_operands(node, layouts, assignment, prices, reads),
         results=_results(node, layouts),
         splits=layouts.splits,
-        seconds=float(seconds[0]),
+        seconds=prices.op_seconds(node, layouts, rules),
         phase=node.meta.get("phase", "forward"),
         module=node.meta.get("module", ""),
         source=node.meta.get("source", ""),

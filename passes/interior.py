@@ -28,7 +28,7 @@ from passes.assignment import Assignment
 from passes.cuts import ops_of
 from passes.joint import JointGraph, map_operands, node_value, node_values, result_index, tensor_operands
 from passes.layout import Span
-from passes.pricing import local_nbytes, strategy_seconds
+from passes.pricing import local_nbytes
 from passes.redistribute import HaloExchange
 from passes.rules.registry import RuleTable
 from passes.rules.rule import LocalContext, OpRule
@@ -51,7 +51,7 @@ def find_interiors(
         rule = every.splitting(split.factor for split in assignment[node.name].splits)
         if rule.windows and any(layout.has_halo for layout in assignment[node.name].operands):
             factor = _factor(node, rule, assignment)
-            if factor is not None and _gain(node, rule, factor, assignment, prices) > 0.0:
+            if factor is not None and _gain(node, rule, factor, assignment, prices, rules) > 0.0:
                 found[node.name] = factor
     return found
 
@@ -80,14 +80,21 @@ def _factor(node: fx.Node, rule: OpRule, assignment: Assignment) -> str | None:
     return factor if plain else None
 
 
-def _gain(node: fx.Node, rule: OpRule, factor: str, assignment: Assignment, prices: Prices) -> float:
+def _gain(
+    node: fx.Node,
+    rule: OpRule,
+    factor: str,
+    assignment: Assignment,
+    prices: Prices,
+    rules: RuleTable | None,
+) -> float:
     """Seconds saved: what is hidden, less what it takes. No more than half of the op is taken to be interior."""
     layouts, mesh = assignment[node.name], prices.mesh
     exchanged = [_exchange_seconds(node, t, assignment, prices) for t in _windowed(rule, factor)]
     if None in exchanged:
         return 0.0
-    own = strategy_seconds(node, rule, [layouts], prices.traffic(node), mesh, prices.compute)[0]
-    hidden = prices.overlap_efficiency * min(sum(s for s in exchanged if s is not None), 0.5 * float(own))
+    own = prices.op_seconds(node, layouts, rules)
+    hidden = prices.overlap_efficiency * min(sum(s for s in exchanged if s is not None), 0.5 * own)
     nbytes = sum(
         local_nbytes(layout, node, i, mesh)
         for i, layout in enumerate(layouts.results)

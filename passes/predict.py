@@ -11,6 +11,7 @@ from cost_model.mesh import MeshSpec
 from cost_model.timeline import Timeline
 from passes.assignment import Assignment
 from passes.bucket_plan import bucketed_turns
+from passes.collector import collector_paused
 from passes.joint import CPU, JointGraph
 from passes.lower_rank import lower_rank
 from passes.missing_tangents import usually_missing, without_tangents
@@ -84,6 +85,7 @@ class Prediction:
         return sum(phase.exposed for phase in self.phases)
 
 
+@collector_paused()
 def predicted_step(
     joint: JointGraph,
     assignment: Assignment,
