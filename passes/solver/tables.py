@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Hashable
+from typing import TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,8 @@ from numpy.typing import NDArray
 from .problem import Array
 
 __all__ = ["Index", "Tables"]
+
+T = TypeVar("T")
 
 Index = NDArray[np.intp]
 BLOCK = 1 << 20
@@ -101,12 +104,20 @@ class Tables:
         assert isinstance(found, np.ndarray)
         return found
 
+<<<<<<< HEAD:passes/solver/tables.py
     def excess(self, matrix: Array) -> Array:
         """[a, b] = max over k of matrix[a, k] - matrix[b, k], over the k that b allows.
 
         What a can cost more than b on this edge at worst; inf where b allows a k that a does not.
         """
         return self._of(matrix)._array(("excess", id(matrix)), lambda: _excess(matrix))
+=======
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` returns, of operations on interned arrays named by their ids: made once per key."""
+        if key not in self._memo:
+            self._memo[key] = make()
+        return cast(T, self._memo[key])
+>>>>>>> speed:passes/search/tables.py
 
     def function(self, matrix: Array) -> Index | None:
         """The column of each row, if every row has exactly one finite entry; otherwise None."""
@@ -136,18 +147,6 @@ def _min_plus(left: Array, right: Array) -> Array:
     for k in range(1, len(columns)):
         np.add(columns[k][:, None], right[k], out=term)
         np.minimum(result, term, out=result)
-    return result
-
-
-def _excess(matrix: Array) -> Array:
-    count = len(matrix)
-    result = np.empty((count, count))
-    rows = max(1, BLOCK // matrix.size)
-    with np.errstate(invalid="ignore"):
-        for start in range(0, count, rows):
-            block = matrix[start : start + rows, None, :] - matrix[None, :, :]
-            np.fmax.reduce(block, axis=2, out=result[start : start + rows])  # inf - inf is ignored
-    result[np.isnan(result)] = -np.inf
     return result
 
 
