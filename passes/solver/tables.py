@@ -104,20 +104,11 @@ class Tables:
         assert isinstance(found, np.ndarray)
         return found
 
-<<<<<<< HEAD:passes/solver/tables.py
-    def excess(self, matrix: Array) -> Array:
-        """[a, b] = max over k of matrix[a, k] - matrix[b, k], over the k that b allows.
-
-        What a can cost more than b on this edge at worst; inf where b allows a k that a does not.
-        """
-        return self._of(matrix)._array(("excess", id(matrix)), lambda: _excess(matrix))
-=======
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """What `make` returns, of operations on interned arrays named by their ids: made once per key."""
         if key not in self._memo:
             self._memo[key] = make()
         return cast(T, self._memo[key])
->>>>>>> speed:passes/search/tables.py
 
     def function(self, matrix: Array) -> Index | None:
         """The column of each row, if every row has exactly one finite entry; otherwise None."""
