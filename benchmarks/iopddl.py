@@ -94,7 +94,9 @@ def run(name: str, path: Path, best: Best) -> str:
     try:
         solution = solve(problem, time_limit=max(0.0, left))
     except Infeasible as reason:
-        return f"{size} none: {reason.kind} | | | | | {time.monotonic() - start:.1f} | | {best.seconds:.0f} | |"
+        return (
+            f"{size} none: {reason.kind} | | | | | {time.monotonic() - start:.1f} | | {best.seconds:.0f} | |"
+        )
     seconds = time.monotonic() - start
     assert problem.limit is None or problem.peak(solution.choice)[0] <= problem.limit
     known = "" if best.cost is None else f"{best.cost:.0f}"
