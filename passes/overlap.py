@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from passes.issue_order import PREFETCH, REACH, Turn, is_product
+from passes.issue_order import PREFETCH, REACH, is_product
 from passes.lower_redistribute import collective_nodes
 from passes.recompute import is_cheap, is_collective
+from passes.transfers import Turn
 
 __all__ = ["Overlap"]
 
