@@ -11,17 +11,30 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from passes.base import RankPass
 from passes.fake_calls import FakeCalls
+from passes.graph_properties import FUNCTIONAL
 from passes.lower_redistribute import collective_nodes
+from passes.properties import HasGraph, Property, described
+from passes.rank_properties import COMPUTING
 from passes.redistribution.emit import Emitter, value
 
-__all__ = ["Bucket"]
+__all__ = ["MERGED", "Bucket"]
 
 c10d = torch.ops._c10d_functional
 
 
+def _unmerged(graph: HasGraph) -> str | None:
+    for first, second, *_ in _buckets(graph.graph):
+        return f"{described(second)}: could go with %{first.name}"
+    return None
+
+
+MERGED = Property("alike collectives of one turn and step are one", _unmerged)
+
+
 @dataclass(frozen=True)
-class Bucket:
+class Bucket(RankPass):
     """Replace the collectives of a bucket by one.
 
     A *bucket* is the transfers to which `passes.bucket_plan` gave one turn; of their collectives, those
@@ -41,30 +54,36 @@ class Bucket:
     a group exchanges anything for a transfer is known to all of it, and its ranks' padded operands have the
     same size.
 
-    Requires: functional; operands of collectives contiguous; a collective is read by its wait only; none
-              of a bucket depends on another step of it but for its own.
-    Ensures:  the same results bit by bit, each where the dependencies allow; one collective per (turn,
-              step) where turns are shared.
+    Requires besides: operands of collectives are contiguous; none of a bucket depends on another step of it but for
+    its own. Results are the same bit by bit, each where the dependencies allow.
     """
 
+    requires = (FUNCTIONAL,)
+    ensures = (MERGED,)
+    keeps = (COMPUTING,)
+
     def __call__(self, module: fx.GraphModule) -> fx.GraphModule:
-        found: dict[Any, list[fx.Node]] = {}
-        for node in collective_nodes(module.graph):
-            if node.target in _MERGES and "turn" in node.meta:
-                alike = node.args[-1:] if node.target is _ALL_TO_ALL else node.args[1:]
-                key = (node.meta["turn"], node.meta.get("step"), node.target, alike, value(node).dtype)
-                found.setdefault(key, []).append(node)
         place = {node: i for i, node in enumerate(module.graph.nodes)}
         merged = [
             _merge(module.graph, sorted(nodes, key=_transfer), before=max(nodes, key=place.__getitem__))
-            for nodes in found.values()
-            if len(nodes) > 1 and all(_is_flat(node) for node in nodes)
+            for nodes in _buckets(module.graph)
         ]
         if merged:
             _sort(module.graph, {node: _ready(node, place) for node in merged})
             module.graph.lint()
             module.recompile()
         return module
+
+
+def _buckets(graph: fx.Graph) -> list[list[fx.Node]]:
+    """The collectives to merge."""
+    found: dict[Any, list[fx.Node]] = {}
+    for node in collective_nodes(graph):
+        if node.target in _MERGES and "turn" in node.meta:
+            alike = node.args[-1:] if node.target is _ALL_TO_ALL else node.args[1:]
+            key = (node.meta["turn"], node.meta.get("step"), node.target, alike, value(node).dtype)
+            found.setdefault(key, []).append(node)
+    return [nodes for nodes in found.values() if len(nodes) > 1 and all(_is_flat(node) for node in nodes)]
 
 
 def _is_flat(collective: fx.Node) -> bool:

@@ -11,10 +11,11 @@ from torch import Tensor, fx
 
 from cost_model.arguments import reject
 from cost_model.errors import ShardingError, UnsupportedOpError
+from passes.base import run_rank_passes
 from passes.expand_ops import CALLED, expand_ops
 from passes.fuse_eager import FuseEager
+from passes.op_traits import is_collective
 from passes.ops.named_collective import ALL_REDUCE_IN_PLACE, NAMED, NAMED_BY_NAME
-from passes.recompute import is_collective
 from passes.torch_compat import (
     boxed_forward,
     compile_with_inductor,
@@ -59,7 +60,8 @@ def compile_graph(module: fx.GraphModule, backend: str = "inductor") -> Compiled
     """
     check_backend(backend)
     if backend == "eager":
-        return boxed_forward(FuseEager()(name_collectives(expand_ops(module, called=CALLED))))
+        expanded = name_collectives(expand_ops(module, called=CALLED))
+        return boxed_forward(run_rank_passes(expanded, [FuseEager()]))
     expanded = name_collectives(expand_ops(module))
     examples = fresh_fakes([n.meta["val"] for n in expanded.graph.nodes if n.op == "placeholder"])
     with torch.no_grad(), torch_deprecations_ignored():

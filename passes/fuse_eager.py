@@ -9,7 +9,10 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from passes.base import RankPass
+from passes.graph_properties import FUNCTIONAL
 from passes.ops.named_collective import ALL_REDUCE_IN_PLACE, NAMED_BY_NAME
+from passes.rank_properties import COLLECTIVES
 
 __all__ = ["FuseEager"]
 
@@ -23,7 +26,7 @@ _IN_PLACE: dict[Any, Any] = {
 
 
 @dataclass(frozen=True)
-class FuseEager:
+class FuseEager(RankPass):
     """Drop views that change nothing, add biases in the product, pad in the copy, reduce fresh buffers in place.
 
         %p: f32[32, 64]   = mm(%x, %w)
@@ -37,9 +40,12 @@ class FuseEager:
     In place. Run last, on ATen ops: afterwards the graph is functional no more. In place is legal where the
     operand is a `cat`, which owns its storage, and has no other reader.
 
-    Requires: functional; every tensor node has meta "val".
-    Ensures:  the same results, sums of a product and its bias rounded once instead of twice.
+    The same results; sums of a product and its bias are rounded once instead of twice.
     """
+
+    requires = (FUNCTIONAL,)
+    breaks = (FUNCTIONAL,)
+    keeps = (COLLECTIVES,)
 
     def __call__(self, module: fx.GraphModule) -> fx.GraphModule:
         graph = module.graph

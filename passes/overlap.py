@@ -9,18 +9,40 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from passes.issue_order import PREFETCH, REACH, is_product
+from passes.base import RankPass
+from passes.graph_properties import FUNCTIONAL
+from passes.issue_order import PREFETCH, REACH
 from passes.lower_redistribute import collective_nodes
-from passes.recompute import is_cheap, is_collective
+from passes.op_traits import is_cheap, is_collective, is_product
+from passes.properties import HasGraph, Property, described
+from passes.rank_properties import OPS
 from passes.transfers import Turn
 
-__all__ = ["Overlap"]
+__all__ = ["IN_TURN", "Overlap"]
 
 _NO_TURN: Turn = (-1, 0)
 
 
+def _out_of_turn(graph: HasGraph) -> str | None:
+    for before, node in itertools.pairwise(collective_nodes(graph.graph)):
+        if _issue_key(before) > _issue_key(node):
+            turns = [start.meta.get("turn") for start in (node, before)]
+            return f"{described(node)}: has turn {turns[0]}, and stands behind %{before.name} with {turns[1]}"
+    return None
+
+
+def _issue_key(collective: fx.Node) -> tuple[Turn, int, int]:
+    """Turn, then the step of a transfer of several: a rank that receives nothing in the first of them has nothing that
+    says it comes before the second. Then the transfer, where several share a turn and were not merged."""
+    meta = collective.meta
+    return meta.get("turn", _NO_TURN), meta.get("step", 0), meta.get("transfer", 0)
+
+
+IN_TURN = Property("collectives of all groups start in the order of their turns", _out_of_turn)
+
+
 @dataclass(frozen=True)
-class Overlap:
+class Overlap(RankPass):
     """Start every collective as soon as its operand exists, wait for it as late as possible.
 
         %dw: f32[64, 16] = mm(%gt, %x)                %dx: f32[8, 16] = mm(%g, %w)
@@ -44,9 +66,12 @@ class Overlap:
     starts is this rank's affair: as all ranks issue what they share in the same order, the earliest
     collective that is not finished can always be joined.
 
-    Requires: functional; a collective is read by its wait only; turns agree with the dependencies.
-    Ensures:  same nodes, arguments and outputs; every node after its operands; collectives in turn.
+    Requires besides: turns agree with the dependencies.
     """
+
+    requires = (FUNCTIONAL,)
+    ensures = (IN_TURN,)
+    keeps = (OPS,)
 
     prefetch: int = PREFETCH
     pending: int = 4
@@ -60,13 +85,6 @@ class Overlap:
         graph.lint()
         module.recompile()
         return module
-
-
-def _issue_key(collective: fx.Node) -> tuple[Turn, int, int]:
-    """Turn, then the step of a transfer of several: a rank that receives nothing in the first of them has nothing that
-    says it comes before the second. Then the transfer, where several share a turn and were not merged."""
-    meta = collective.meta
-    return meta.get("turn", _NO_TURN), meta.get("step", 0), meta.get("transfer", 0)
 
 
 class _Schedule:

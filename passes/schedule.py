@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from torch import fx
 
+from passes.base import RankPass, run_rank_passes
 from passes.bucket import Bucket
 from passes.overlap import Overlap
 from passes.serialize_communicators import SerializeCommunicators
 
-__all__ = ["one_communicator_at_a_time", "scheduled"]
+__all__ = ["SCHEDULE", "one_communicator_at_a_time", "scheduled"]
+
+SCHEDULE: tuple[RankPass, ...] = (
+    Bucket(),  # first: what is left to hide is then what the buckets take
+    Overlap(),
+)
 
 
 def scheduled(module: fx.GraphModule) -> fx.GraphModule:
-    """`module`, in place, with its collectives merged and running behind computation.
-
-    Merged first: what is left to hide is then what the buckets take.
-    """
-    return Overlap()(Bucket()(module))
+    """`module`, in place, with its collectives merged and running behind computation."""
+    return run_rank_passes(module, SCHEDULE)
 
 
 def one_communicator_at_a_time(module: fx.GraphModule) -> fx.GraphModule:
     """`scheduled`, where collectives of different groups must not be in flight together."""
-    return SerializeCommunicators()(scheduled(module))
+    return run_rank_passes(module, (*SCHEDULE, SerializeCommunicators()))

@@ -6,13 +6,33 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from passes.lower_redistribute import collective_nodes
+from passes.base import RankPass
+from passes.properties import HasGraph, Property, described
+from passes.rank_properties import COLLECTIVES, OPS, group_of, is_start
 
-__all__ = ["SerializeCommunicators"]
+__all__ = ["ONE_GROUP_IN_FLIGHT", "SerializeCommunicators"]
+
+
+def _two_groups(graph: HasGraph) -> str | None:
+    flying: dict[fx.Node, str] = {}
+    for node in graph.graph.nodes:
+        if is_start(node):
+            others = [other for other, group in flying.items() if group != group_of(node)]
+            if others:
+                return (
+                    f"{described(node)}: starts while %{others[0].name} of {flying[others[0]]} is in flight"
+                )
+            flying[node] = group_of(node)
+        elif node.all_input_nodes:
+            flying.pop(node.all_input_nodes[0], None)
+    return None
+
+
+ONE_GROUP_IN_FLIGHT = Property("collectives in flight together are of one group", _two_groups)
 
 
 @dataclass(frozen=True)
-class SerializeCommunicators:
+class SerializeCommunicators(RankPass):
     """Wait for what is in flight on other communicators before a collective starts.
 
         %g: f32[8, 16] = all_gather(%w, group dp)          %g: f32[8, 16] = all_gather(%w, group dp)
@@ -25,18 +45,17 @@ class SerializeCommunicators:
     communicators concurrently"] On a GPU a wait is an order between streams: the host goes on.
 
     Collectives of one communicator stay in flight together: they run in the order in which they were issued.
-
-    Requires: a collective is read by its wait only.
-    Ensures:  what is in flight at any place of the graph is of one group; collectives in their old order.
     """
+
+    ensures = (ONE_GROUP_IN_FLIGHT,)
+    keeps = (OPS, COLLECTIVES)
 
     def __call__(self, module: fx.GraphModule) -> fx.GraphModule:
         graph = module.graph
-        starts = set(collective_nodes(graph))
         flying: dict[fx.Node, fx.Node] = {}
         for node in list(graph.nodes):
-            if node in starts:
-                for other in [o for o in flying if o.args[-1] != node.args[-1]]:
+            if is_start(node):
+                for other in [o for o in flying if group_of(o) != group_of(node)]:
                     node.prepend(flying.pop(other))
                 (flying[node],) = node.users
             elif node.all_input_nodes:

@@ -14,6 +14,7 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("AUTOSHARD_PROGRESS", "0")
+os.environ.setdefault("AUTOSHARD_VERIFY", "1")
 # Plans and profiles of earlier runs are no part of a test; ranks inherit it.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="autoshard-cache-")
 

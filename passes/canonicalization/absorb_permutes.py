@@ -6,6 +6,11 @@ import torch
 from torch import fx
 
 from passes.base import GraphPass
+from passes.canonicalization.matmul_to_contract import PRODUCTS_ARE_CONTRACTS
+from passes.canonicalization.merge_duplicates import NO_DUPLICATES
+from passes.canonicalization.normalize_arguments import ONE_SPELLING
+from passes.canonicalization.view_properties import PERMUTES_ABSORBED
+from passes.graph_properties import NO_USES
 from passes.joint import JointGraph
 from passes.ops.contract import format_equation, parse_equation
 from passes.rewrite import erase_dead, ints_at, tensor_at
@@ -28,6 +33,10 @@ class AbsorbPermutes(GraphPass):
     A weight and its gradient then appear in the order that the user gave them. The result's permute
     is taken in only where nothing else reads the product.
     """
+
+    requires = (ONE_SPELLING, NO_USES, PRODUCTS_ARE_CONTRACTS)
+    ensures = (PERMUTES_ABSORBED,)
+    breaks = (NO_DUPLICATES,)
 
     def __call__(self, joint: JointGraph) -> JointGraph:
         for node in list(joint.graph.nodes):

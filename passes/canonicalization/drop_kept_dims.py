@@ -6,6 +6,8 @@ import torch
 from torch import fx
 
 from passes.base import GraphPass
+from passes.canonicalization.merge_duplicates import NO_DUPLICATES
+from passes.canonicalization.normalize_arguments import ONE_SPELLING
 from passes.joint import JointGraph
 from passes.rewrite import call_like, erase_dead, ints_at, replace, shape_of, tensor_at
 
@@ -25,6 +27,9 @@ class DropKeptDims(GraphPass):
     ->
     %g: f32[16]       = aten.sum(%x, [0, 1], False)
     """
+
+    requires = (ONE_SPELLING,)
+    breaks = (NO_DUPLICATES,)
 
     def __call__(self, joint: JointGraph) -> JointGraph:
         for node in list(joint.graph.nodes):

@@ -6,6 +6,10 @@ import torch
 from torch import fx
 
 from passes.base import GraphPass
+from passes.canonicalization.matmul_to_contract import PRODUCTS_ARE_CONTRACTS
+from passes.canonicalization.merge_duplicates import NO_DUPLICATES
+from passes.canonicalization.normalize_arguments import ONE_SPELLING
+from passes.graph_properties import NO_DEAD_CODE
 from passes.joint import JointGraph
 from passes.ops.contract import format_equation, parse_equation
 from passes.rewrite import call_like, emit, ints_at, replace, shape_of, tensor_at
@@ -31,6 +35,9 @@ class DropUnitDims(GraphPass):
     cancel, and the permute can go into a product. Left alone: a permute that does not move its dims
     of size 1 and has no reshape next to it.
     """
+
+    requires = (ONE_SPELLING, PRODUCTS_ARE_CONTRACTS)
+    breaks = (NO_DEAD_CODE, NO_DUPLICATES)
 
     def __call__(self, joint: JointGraph) -> JointGraph:
         for node in list(joint.graph.nodes):

@@ -6,6 +6,10 @@ import torch
 from torch import fx
 
 from passes.base import GraphPass
+from passes.canonicalization.merge_duplicates import NO_DUPLICATES
+from passes.canonicalization.normalize_arguments import ONE_SPELLING
+from passes.canonicalization.view_properties import ONE_RESHAPE, PERMUTES_FUSED
+from passes.graph_properties import NO_USES
 from passes.joint import JointGraph
 from passes.rewrite import erase_dead, ints_at, replace, tensor_at
 
@@ -23,6 +27,10 @@ class FusePermutes(GraphPass):
     ->
     %x itself
     """
+
+    requires = (ONE_SPELLING, NO_USES)
+    ensures = (PERMUTES_FUSED,)
+    breaks = (NO_DUPLICATES, ONE_RESHAPE)
 
     def __call__(self, joint: JointGraph) -> JointGraph:
         for node in list(joint.graph.nodes):

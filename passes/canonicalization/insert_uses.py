@@ -8,10 +8,28 @@ from torch import fx
 
 import passes.ops.use  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::use)
 from passes.base import GraphPass
+from passes.canonicalization.matmul_to_contract import PRODUCTS_ARE_CONTRACTS
+from passes.canonicalization.merge_duplicates import NO_DUPLICATES
+from passes.graph_properties import NO_DEAD_CODE, NO_USES
 from passes.joint import JointGraph, tensor_operands
+from passes.properties import Property, described
 from passes.rules.registry import rule_for
 
-__all__ = ["InsertUses"]
+__all__ = ["READERS_SHARE", "InsertUses"]
+
+
+def _unshared(joint: JointGraph) -> str | None:
+    for node in joint.graph.nodes:
+        if not _is_value(node) or node.target is torch.ops.autoshard.use.default:
+            continue
+        for phase in ("forward", "backward"):
+            readers = [user for user in node.users if user.meta.get("phase") == phase and user.op != "output"]
+            if len(readers) > 1:
+                return f"{described(node)}: read in the {phase} by {readers}"
+    return None
+
+
+READERS_SHARE = Property("the readers of a value in one phase read one use of it", _unshared)
 
 
 @dataclass(frozen=True)
@@ -35,6 +53,10 @@ class InsertUses(GraphPass):
 
     Last of the pipeline: no other pass looks through a `use`.
     """
+
+    requires = (PRODUCTS_ARE_CONTRACTS, NO_DUPLICATES, NO_DEAD_CODE, NO_USES)
+    ensures = (READERS_SHARE,)
+    breaks = (NO_DUPLICATES, NO_USES)
 
     def __call__(self, joint: JointGraph) -> JointGraph:
         order = {node: position for position, node in enumerate(joint.graph.nodes)}

@@ -8,8 +8,9 @@ import torch
 import passes.ops.contract  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::contract)
 from passes.base import GraphPass
 from passes.joint import JointGraph
+from passes.properties import of_ops
 
-__all__ = ["MatmulToContract"]
+__all__ = ["PRODUCTS_ARE_CONTRACTS", "MatmulToContract"]
 
 aten = torch.ops.aten
 
@@ -19,6 +20,11 @@ _EQUATIONS: dict[Any, str] = {
     aten.mv.default: "m k, k -> m",
     aten.dot.default: "k, k -> ",
 }
+
+
+PRODUCTS_ARE_CONTRACTS = of_ops(
+    "every product is a contract", lambda node: "a product" if node.target in _EQUATIONS else None
+)
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,8 @@ class MatmulToContract(GraphPass):
 
     m: rows, n: columns, k: summed, b: batch. Later passes give the operands their dims back.
     """
+
+    ensures = (PRODUCTS_ARE_CONTRACTS,)
 
     def __call__(self, joint: JointGraph) -> JointGraph:
         for node in joint.graph.nodes:

@@ -8,12 +8,32 @@ import torch
 from torch import fx
 
 from passes.base import GraphPass
+from passes.canonicalization.normalize_arguments import ONE_SPELLING
+from passes.graph_properties import NO_USES
 from passes.joint import JointGraph
+from passes.properties import Property, described
 from passes.rewrite import replace
 
-__all__ = ["MergeDuplicates"]
+__all__ = ["NO_DUPLICATES", "MergeDuplicates"]
 
 aten = torch.ops.aten
+
+
+def _identity(node: fx.Node) -> Hashable:
+    return node.target, _key(node.args), _key(node.kwargs)
+
+
+def _duplicate(joint: JointGraph) -> str | None:
+    first: dict[Hashable, fx.Node] = {}
+    for node in joint.graph.nodes:
+        if node.op == "call_function" and _mergeable(node):
+            twin = first.setdefault(_identity(node), node)
+            if twin is not node:
+                return f"{described(node)}: computes what %{twin.name} does"
+    return None
+
+
+NO_DUPLICATES = Property("nothing is computed twice", _duplicate)
 
 
 @dataclass(frozen=True)
@@ -32,12 +52,15 @@ class MergeDuplicates(GraphPass):
     matters; constants with dims, which are free and should each take the layout of their reader.
     """
 
+    requires = (ONE_SPELLING, NO_USES)
+    ensures = (NO_DUPLICATES,)
+
     def __call__(self, joint: JointGraph) -> JointGraph:
         first: dict[Hashable, fx.Node] = {}
         for node in list(joint.graph.nodes):
             if node.op != "call_function" or not _mergeable(node):
                 continue
-            twin = first.setdefault((node.target, _key(node.args), _key(node.kwargs)), node)
+            twin = first.setdefault(_identity(node), node)
             if twin is not node:
                 replace(node, twin)
         return joint

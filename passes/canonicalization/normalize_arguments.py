@@ -9,11 +9,24 @@ from torch import fx
 
 from passes.base import GraphPass
 from passes.joint import JointGraph
+from passes.properties import of_ops
 from passes.rewrite import int_at, ints_at, shape_of, tensor_at
 
-__all__ = ["NormalizeArguments"]
+__all__ = ["ONE_SPELLING", "NormalizeArguments"]
 
 aten = torch.ops.aten
+
+
+def _misspelled(node: fx.Node) -> str | None:
+    normalize = _TABLE.get(node.target)
+    found = None if normalize is None else normalize(node)
+    if found is None or found == (node.target, node.args, node.kwargs):
+        return None
+    op, args, kwargs = found
+    return f"with {node.args[1:]} {node.kwargs} where {op} has {args[1:]} {kwargs}"
+
+
+ONE_SPELLING = of_ops("views, dims and sizes have one spelling", _misspelled)
 
 
 @dataclass(frozen=True)
@@ -31,6 +44,8 @@ class NormalizeArguments(GraphPass):
     `reshape`, not `view`: strides carry no meaning in a canonical graph, and a shard of a tensor need
     not be laid out like the tensor.
     """
+
+    ensures = (ONE_SPELLING,)
 
     def __call__(self, joint: JointGraph) -> JointGraph:
         for node in joint.graph.nodes:

@@ -8,11 +8,23 @@ import torch
 from torch import fx
 
 from passes.base import GraphPass
+from passes.graph_properties import NO_DEAD_CODE
 from passes.joint import JointGraph
+from passes.properties import of_ops
 
-__all__ = ["NormalizeCreations"]
+__all__ = ["PLAIN_CREATIONS", "NormalizeCreations"]
 
 aten = torch.ops.aten
+
+
+def _creates_otherwise(node: fx.Node) -> str | None:
+    plain = node.target in (aten.full.default, aten.arange.start_step)
+    if not plain:
+        return "a constant or a range in other words" if node.target in {*_FILLS, *_RANGES} else None
+    return None if {"dtype", "device"} <= set(node.kwargs) else "leaves dtype or device to a default"
+
+
+PLAIN_CREATIONS = of_ops("constants are `full`, ranges `arange.start_step`", _creates_otherwise)
 
 
 @dataclass(frozen=True)
@@ -28,6 +40,9 @@ class NormalizeCreations(GraphPass):
     A creation reads no tensor, so it can be made in any layout for nothing; `zeros_like(%x)` would
     tie it to the layout of %x and keep %x alive. Uninitialised memory becomes zeros.
     """
+
+    ensures = (PLAIN_CREATIONS,)
+    breaks = (NO_DEAD_CODE,)
 
     def __call__(self, joint: JointGraph) -> JointGraph:
         for node in joint.graph.nodes:

@@ -8,6 +8,8 @@ from torch import fx
 from torch.fx.node import Argument
 
 from passes.base import GraphPass
+from passes.canonicalization.merge_duplicates import NO_DUPLICATES
+from passes.graph_properties import NO_USES
 from passes.joint import JointGraph
 from passes.rewrite import emit, erase_dead, ints_at, replace, shape_of, tensor_at
 
@@ -29,6 +31,9 @@ class PadsToCat(GraphPass):
     The gradients of slices that together cover a tensor (rotary halves; query, key and value of one
     projection) come out of autograd as such sums.
     """
+
+    requires = (NO_USES,)
+    breaks = (NO_DUPLICATES,)
 
     def __call__(self, joint: JointGraph) -> JointGraph:
         for node in reversed(list(joint.graph.nodes)):  # the largest sum first

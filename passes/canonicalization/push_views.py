@@ -3,8 +3,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from passes.base import GraphPass
+from passes.canonicalization.matmul_to_contract import PRODUCTS_ARE_CONTRACTS
+from passes.canonicalization.merge_duplicates import NO_DUPLICATES
+from passes.canonicalization.normalize_arguments import ONE_SPELLING
 from passes.canonicalization.push_rules import push_rule
 from passes.canonicalization.push_sweep import Sweep
+from passes.canonicalization.view_properties import ONE_RESHAPE, PERMUTES_ABSORBED, PERMUTES_FUSED
+from passes.graph_properties import NO_USES
 from passes.joint import JointGraph
 from passes.rewrite import erase_dead
 
@@ -30,9 +35,11 @@ class PushViews(GraphPass):
     only merges dims, but is remembered as a `Flat`; ops in push_rules.py compute on the finer dims and
     hand the flattening on; any other reader, and the output, gets the reshape. Where partners
     disagree about the finer dims of a dim, `dim_groups.resolve` says which win.
-
-    Requires: NormalizeArguments. Ensures: reshapes of reshapes are one.
     """
+
+    requires = (ONE_SPELLING, NO_USES, PRODUCTS_ARE_CONTRACTS)
+    ensures = (ONE_RESHAPE,)
+    breaks = (NO_DUPLICATES, PERMUTES_FUSED, PERMUTES_ABSORBED)
 
     def __call__(self, joint: JointGraph) -> JointGraph:
         sweep = Sweep(push_rule)

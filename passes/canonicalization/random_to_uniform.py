@@ -13,14 +13,25 @@ from torch import fx
 import passes.ops  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::uniform)
 from cost_model.errors import CaptureError
 from passes.base import GraphPass
+from passes.canonicalization.normalize_arguments import ONE_SPELLING
+from passes.graph_properties import NO_DEAD_CODE
 from passes.joint import GraphInput, JointGraph
+from passes.properties import of_ops
 from passes.rewrite import emit, erase_dead, int_at, tensor_at
 from passes.rewrite import replace as replace_node
 from passes.torch_compat import fake_mode_of
 
-__all__ = ["RandomToUniform"]
+__all__ = ["NO_GENERATORS", "RandomToUniform"]
 
 aten = torch.ops.aten
+
+
+def _draws(node: fx.Node) -> str | None:
+    draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return "draws from a generator" if draws else None
+
+
+NO_GENERATORS = of_ops("nothing draws from a generator", _draws)
 
 
 @dataclass(frozen=True)
@@ -44,6 +55,9 @@ class RandomToUniform(GraphPass):
     Ensures: an input of kind "seed" (int64, 0-d) comes last if anything is drawn, and nothing draws from a generator:
     CaptureError for ops that do (multinomial, poisson), since every rank would draw its own numbers.
     """
+
+    requires = (ONE_SPELLING, NO_DEAD_CODE)
+    ensures = (NO_GENERATORS,)
 
     def __call__(self, joint: JointGraph) -> JointGraph:
         draws = [n for n in joint.graph.nodes if n.op == "call_function" and n.target in _TABLE]
@@ -183,7 +197,7 @@ def _randperm(source: _Source, node: fx.Node) -> None:
 
 
 def _refuse_generators(node: fx.Node) -> None:
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+    if _draws(node) is None:
         return
     where = " ".join(text for text in (node.meta.get("module"), node.meta.get("source")) if text)
     raise CaptureError(

@@ -3,6 +3,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from passes.base import GraphPass
+from passes.graph_properties import NO_DEAD_CODE
 from passes.joint import JointGraph
 from passes.rewrite import erase_dead
 
@@ -17,6 +18,8 @@ class RemoveDeadCode(GraphPass):
     ->
     (nothing)
     """
+
+    ensures = (NO_DEAD_CODE,)
 
     def __call__(self, joint: JointGraph) -> JointGraph:
         erase_dead(joint.graph)

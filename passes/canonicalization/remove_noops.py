@@ -8,6 +8,11 @@ import torch
 from torch import fx
 
 from passes.base import GraphPass
+from passes.canonicalization.merge_duplicates import NO_DUPLICATES
+from passes.canonicalization.normalize_arguments import ONE_SPELLING
+from passes.canonicalization.view_properties import ONE_RESHAPE, PERMUTES_ABSORBED, PERMUTES_FUSED
+from passes.canonicalization.write_conjugates import CONJUGATES_WRITTEN
+from passes.graph_properties import NO_DEAD_CODE
 from passes.joint import JointGraph, tensor_operands
 from passes.rewrite import ints_at, replace
 
@@ -30,6 +35,9 @@ class RemoveNoops(GraphPass):
     Kept: a `clone` that the graph returns of an input or of another returned value, where the caller
     could tell the two apart by writing into one.
     """
+
+    requires = (CONJUGATES_WRITTEN, ONE_SPELLING)
+    breaks = (NO_DEAD_CODE, NO_DUPLICATES, PERMUTES_FUSED, PERMUTES_ABSORBED, ONE_RESHAPE)
 
     def __call__(self, joint: JointGraph) -> JointGraph:
         for node in list(joint.graph.nodes):

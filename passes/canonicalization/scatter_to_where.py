@@ -7,14 +7,23 @@ import torch
 from torch import fx
 
 from passes.base import GraphPass
+from passes.canonicalization.normalize_arguments import ONE_SPELLING
+from passes.canonicalization.normalize_creations import PLAIN_CREATIONS
 from passes.joint import JointGraph
+from passes.properties import of_ops
 from passes.rewrite import emit, erase_dead, int_at, replace, shape_of, tensor_at
 
-__all__ = ["ScatterToWhere"]
+__all__ = ["SCATTERS_WRITTEN", "ScatterToWhere"]
 
 aten = torch.ops.aten
 
 _SCATTERS = (aten.scatter.value, aten.scatter.src, aten.scatter_add.default)
+
+
+SCATTERS_WRITTEN = of_ops(
+    "no scatter sets one element per row",
+    lambda node: "does" if node.target in _SCATTERS and _one_per_row(node) else None,
+)
 
 
 @dataclass(frozen=True)
@@ -31,6 +40,9 @@ class ScatterToWhere(GraphPass):
     The gradient of a gather, as in cross entropy over a vocabulary, is then pointwise: its
     vocabulary dim splits without knowing which rank holds the target.
     """
+
+    requires = (ONE_SPELLING, PLAIN_CREATIONS)
+    ensures = (SCATTERS_WRITTEN,)
 
     def __call__(self, joint: JointGraph) -> JointGraph:
         for node in list(joint.graph.nodes):

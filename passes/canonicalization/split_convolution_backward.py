@@ -9,11 +9,21 @@ from torch import fx
 
 from passes.base import GraphPass
 from passes.joint import JointGraph
+from passes.properties import of_ops
 from passes.rewrite import emit, inherit
 
-__all__ = ["SplitConvolutionBackward"]
+__all__ = ["GRADIENTS_APART", "SplitConvolutionBackward"]
 
 aten = torch.ops.aten
+
+
+def _joined(node: fx.Node) -> str | None:
+    if node.target is not aten.convolution_backward.default:
+        return None
+    return "computes both" if _has_both(node.args[-1]) else None  # type: ignore[arg-type]
+
+
+GRADIENTS_APART = of_ops("a convolution's gradients of input and weight are ops of their own", _joined)
 
 
 @dataclass(frozen=True)
@@ -28,6 +38,8 @@ class SplitConvolutionBackward(GraphPass):
     Kernels compute them apart in any case. As ops they may be split differently, and what the first leaves to be
     exchanged with neighbours, or to be summed, travels while the second runs.
     """
+
+    ensures = (GRADIENTS_APART,)
 
     def __call__(self, joint: JointGraph) -> JointGraph:
         for node in list(joint.graph.nodes):

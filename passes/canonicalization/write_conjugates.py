@@ -7,9 +7,10 @@ import torch
 from torch import fx
 
 from passes.base import GraphPass
-from passes.joint import JointGraph
+from passes.joint import JointGraph, node_values
+from passes.properties import of_ops
 
-__all__ = ["WriteConjugates"]
+__all__ = ["CONJUGATES_WRITTEN", "WriteConjugates"]
 
 aten = torch.ops.aten
 
@@ -17,6 +18,15 @@ _WRITTEN: dict[Any, Any] = {
     aten._conj.default: aten.conj_physical.default,
     aten._neg_view.default: aten.neg.default,
 }
+
+
+def _noted(node: fx.Node) -> str | None:
+    values = [v for v in node_values(node) if isinstance(v, torch.Tensor)]
+    is_noted = node.target in _WRITTEN or any(v.is_conj() or v.is_neg() for v in values)
+    return "a conjugate that is only noted" if is_noted else None
+
+
+CONJUGATES_WRITTEN = of_ops("conjugates are written out", _noted)
 
 
 @dataclass(frozen=True)
@@ -30,6 +40,8 @@ class WriteConjugates(GraphPass):
     A clone that takes the bit away is then a copy like any other, and a collective moves what it should: it
     sends memory and knows nothing of the bit.
     """
+
+    ensures = (CONJUGATES_WRITTEN,)
 
     def __call__(self, joint: JointGraph) -> JointGraph:
         for node in joint.graph.nodes:
