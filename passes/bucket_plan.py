@@ -36,7 +36,7 @@ from torch import fx
 
 from cost_model.bucketed import BucketedPrices, copies_seconds
 from passes.assignment import Assignment
-from passes.issue_order import Move, Side, Transfer, Turn, issue_order
+from passes.issue_order import Side, issue_order
 from passes.joint import JointGraph, node_value, result_index
 from passes.redistribute import (
     AllGather,
@@ -49,6 +49,7 @@ from passes.redistribute import (
 )
 from passes.rules.registry import RuleTable
 from passes.search.space import Prices
+from passes.transfers import Move, Transfer, Turn
 
 __all__ = ["BucketPlan", "Item", "Wire", "bucketed_turns", "least_end"]
 

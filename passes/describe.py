@@ -15,7 +15,6 @@ from passes.assignment import Assignment, NodeLayouts
 from passes.collector import collector_paused
 from passes.decide import Moved
 from passes.hiding import hidden_reads
-from passes.issue_order import Transfer as Read
 from passes.joint import (
     GraphInput,
     JointGraph,
@@ -30,6 +29,7 @@ from passes.records import NodeRecord, OperandRecord, ResultRecord, Transfer
 from passes.redistribute import Redistribution
 from passes.rules.registry import RuleTable, is_fallback
 from passes.search.space import Prices
+from passes.transfers import Transfer as Read
 
 __all__ = ["describe", "fallback_ops", "graph_hash", "op_counts", "records_that_differ", "short_dtype"]
 

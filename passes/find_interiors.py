@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 from passes.assignment import Assignment
 from passes.interior import PossibleInterior, possible_interiors
-from passes.issue_order import Transfer
 from passes.joint import JointGraph, node_values
 from passes.pricing import local_nbytes
 from passes.redistribute import Redistribution
 from passes.rules.registry import RuleTable
 from passes.search.space import Prices
+from passes.transfers import Transfer
 
 __all__ = ["find_interiors"]
 

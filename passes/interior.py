@@ -26,13 +26,13 @@ from torch import fx
 
 from passes.assignment import Assignment
 from passes.cuts import ops_of
-from passes.issue_order import Transfer
 from passes.joint import JointGraph, map_operands, result_index, tensor_operands
 from passes.layout import Span
 from passes.op_traits import is_use
 from passes.redistribution.steps import HaloExchange, Step
 from passes.rules.registry import RuleTable
 from passes.rules.rule import LocalContext, OpRule
+from passes.transfers import Transfer
 
 __all__ = ["Own", "PossibleInterior", "exchange_before", "in_parts", "interior_of", "possible_interiors"]
 
