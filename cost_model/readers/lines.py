@@ -32,7 +32,7 @@ class Line:
 
 
 def lines_of(file: str, text: str) -> Iterator[Line]:
-    """The lines of `text`, numbered from 1. Of a line redrawn with carriage returns, the last state."""
+    """The lines of `text`, numbered from 1. A line that was redrawn with carriage returns has its last state."""
     for number, raw in enumerate(text.split("\n"), start=1):
         shown, when = _strip(raw.rstrip().rsplit("\r", 1)[-1])
         yield Line(Place(file, number), shown, when)

@@ -143,7 +143,7 @@ class _Reader:
             self._other(line.text)
 
     def _may_be_rank(self, text: str) -> bool:
-        """Between the header and the table only lines of ranks are indented, and what stands over columns."""
+        """Only lines of ranks and the words over columns are indented between the header and the table."""
         before_table = self.run is not None and self.run.columns is None
         return before_table and text.startswith("#  ") and "out-of-place" not in text
 
@@ -230,7 +230,7 @@ def _check_sizes(line: Line, run: _Open) -> None:
             _WHOLE,
         )
     for row, size in zip(run.rows, _cycle(wanted, len(run.rows)), strict=True):
-        # Rounded down to a whole element; where each rank has its share, to 16 bytes or one on each.
+        # Sizes are rounded down to a whole element; if each rank has a share, to 16 bytes or one element on each.
         whole = row.nbytes > 0 and row.count * row.item_bytes == row.nbytes
         if not size - (row.item_bytes if whole else 32 * ranks) < row.nbytes <= size:
             refuse(row.place, f"the row should be of {size} bytes, by the header", row.text, _WHOLE)
