@@ -22,7 +22,7 @@ __all__ = ["Pause", "beyond_pause", "collective_series", "pause_series"]
 Work = Callable[[], object]
 
 _PRODUCTS, _EDGE = 10, 128
-"""Edge of a float32 product: 42 million operations, about a millisecond of a core."""
+"""Float32 products and their edge: 42 million operations, about a millisecond of a core."""
 _LEAST_SHARE = 0.1
 """The least share of the time of both that is the collective's: noise may leave less of a short one."""
 

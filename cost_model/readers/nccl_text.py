@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from cost_model.readers.lines import Line, lines_of
+from cost_model.readers.lines import Line, lines_of, whole_number
 from cost_model.readers.nccl_kind import PROGRAMS, kind_of
 from cost_model.readers.nccl_rows_text import Columns, check_units, read_columns, read_row, sizes_asked
 from cost_model.readers.points import Group, Place, Run, group_of, refuse
@@ -104,7 +104,7 @@ class _Reader:
                 line.text,
                 f"{_WHOLE} to a file; several processes are one run only if nccl-tests is built with MPI=1",
             )
-        threads, gpus, least, most, step = (int(match[i]) for i in range(1, 6))
+        threads, gpus, least, most, step = (whole_number(line, match[i]) for i in range(1, 6))
         if threads * gpus < 1 or least < 1 or step < (2 if match[6] == "factor" else 1):
             refuse(line.place, "the sizes or ranks of the run cannot be", line.text, _WHOLE)
         sizes = (least, most, step, match[6] == "factor")
@@ -114,7 +114,7 @@ class _Reader:
 
     def _rank(self, line: Line, match: re.Match[str]) -> None:
         run = self._open(line)
-        rank, group = int(match[1]), int(match[2])
+        rank, group = whole_number(line, match[1]), whole_number(line, match[2])
         run.members.setdefault(group, []).append(rank)
         run.hosts[rank] = match[3]
         run.device = run.device or match[4].strip()
@@ -129,8 +129,8 @@ class _Reader:
             self._name(line, match[1].removesuffix("_mpi").removesuffix("_perf"))
         elif (match := _REDUCED.match(line.text)) and self.run is not None:
             least, _, step, factor = self.run.sizes
-            self.run.sizes = (least, int(match[1]), step, factor)
-        elif (match := _ERRORS.match(line.text)) and int(match[1]):
+            self.run.sizes = (least, whole_number(line, match[1]), step, factor)
+        elif (match := _ERRORS.match(line.text)) and match[1].strip("0"):
             refuse(
                 line.place,
                 f"{match[1]} results were wrong",
