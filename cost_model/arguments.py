@@ -16,15 +16,15 @@ _SHORT = reprlib.Repr()
 
 
 def reject(argument: str, value: object, remedy: str) -> ShardingError:
-    """The error for a value of the wrong kind. A long value is cut: it may be a whole tensor."""
+    """The error for a value of the wrong kind. A long value is cut, because it may be a whole tensor."""
     return ShardingError(f"{argument} is {shown(value)}\n  try: {remedy}")
 
 
 def shown(value: object) -> str:
-    """A value in a message: numbers, text and short lists as written, all else by its type."""
+    """A value in a message. Numbers, text and short lists are shown as written, all else by its type."""
     if isinstance(value, (list, tuple, dict)):
         try:
-            return _SHORT.repr(value)  # which follows no depth
+            return _SHORT.repr(value)  # it does not recurse into what is nested deep
         except ValueError:  # an integer that Python refuses to write
             return f"a {type(value).__name__}"
     text = repr(value) if isinstance(value, (str, bytes, float, bool, type(None))) else ""
@@ -34,7 +34,7 @@ def shown(value: object) -> str:
 
 
 def checked_seconds(value: object, argument: str) -> float:
-    """A time above zero, infinity allowed."""
+    """A time above zero, which may be infinite."""
     if (
         not isinstance(value, (int, float))
         or isinstance(value, bool)

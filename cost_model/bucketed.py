@@ -11,7 +11,7 @@ from cost_model.mesh import MeshSpec
 __all__ = ["MERGED", "START_SHARE", "BucketedPrices", "Seconds", "copies_seconds"]
 
 START_SHARE = 0.1
-"""Of a collective's time; a bucket at which starting it takes less is large enough."""
+"""A share of a collective's time. A bucket is large enough if starting it takes less than this share."""
 
 MERGED = ("all_gather", "all_reduce", "reduce_scatter")
 """The kinds that can share a buffer."""
@@ -24,10 +24,10 @@ Seconds = Callable[[str, tuple[str, ...], int], float]
 class BucketedPrices:
     """`seconds` of one collective as a part of a full bucket.
 
-    A bucket of `limit` bytes takes t = price(limit); n < limit of its bytes are charged n / limit of t, which
-    is less than price(n) by their share of the start, and their copies into the bucket and out of it. Larger
-    ones fill a bucket alone. Kinds that are not merged (`MERGED`) keep their price. What is rounded up in
-    reality, the last bucket of a phase, is not here.
+    A bucket of `limit` bytes takes t = price(limit). A part of n < limit bytes is charged n / limit of t, which is
+    less than price(n) because the parts share one start, and its copies into the bucket and out of it. A larger
+    collective fills a bucket alone. Kinds that are not merged (`MERGED`) keep their price. The price leaves out
+    that the last bucket of a phase is not full.
     """
 
     def __init__(self, price: Seconds, mesh: MeshSpec, compute: ComputePrices) -> None:
@@ -48,11 +48,11 @@ class BucketedPrices:
         return min(alone, share + copies)
 
     def limit(self, kind: str, axes: tuple[str, ...]) -> int:
-        """Bytes of a full bucket: from there on starting takes no more than `START_SHARE`.
+        """Bytes of a full bucket: starting it takes no more than `START_SHARE`.
 
-        Starting is what merging two of a size saves, 2 seconds(n) - seconds(2 n): the median of the sizes at which
-        it matters, as the smallest measured sizes say little about larger ones, and those that take long for their
-        bytes nothing of starting.
+        The start is what merging two collectives of a size saves, 2 seconds(n) - seconds(2 n). It is the median over
+        the sizes at which it matters: the smallest measured sizes say little about larger ones, and sizes that take
+        long for their bytes say nothing of the start.
         """
         if (kind, axes) not in self._limits:
             seconds = {nbytes: self._price(kind, axes, nbytes) for nbytes in _SIZES}
@@ -64,8 +64,8 @@ class BucketedPrices:
 
 
 def copies_seconds(compute: ComputePrices, kind: str, ranks: int, nbytes: int, count: int) -> float:
-    """Of `count` tensors in a bucket of `nbytes` over `ranks`, into it and, of what is gathered, out of it: each
-    copy reads and writes. Into it is one kernel for the bucket, not counted here; out of it one a tensor."""
+    """Seconds to copy `count` tensors into a bucket of `nbytes` over `ranks` and, if they are gathered, out of it.
+    Each copy reads and writes. One kernel fills the bucket and is not counted here; one kernel a tensor empties it."""
     if kind == "all_gather":
         return count * compute.launch_seconds + compute.memory_seconds(2 * nbytes + 2 * nbytes / ranks)
     return compute.memory_seconds(2 * nbytes)

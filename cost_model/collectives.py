@@ -31,7 +31,7 @@ Price = Callable[[float], float]
 """nbytes -> seconds."""
 
 Confidence = Literal["measured", "extrapolated", "modelled", "nominal"]
-"""Where a price comes from. Everything but "measured" is low confidence, and plans show it:
+"""Where a price comes from. Everything but "measured" is low confidence.
 
 measured      this kind on this group shape, at sizes around this one
 extrapolated  measured, but beyond the measured sizes
@@ -46,9 +46,9 @@ class CollectivePrices:
         prices = CollectivePrices(Profile.named("h100"), MeshSpec({"dp": 32, "tp": 8}))
         prices.seconds("all_reduce", ("tp",), 2**20)
 
-    A measured group is priced from its measured curve. Another gets the link model, held between the
-    measured prices of the same stride with fewer and with more ranks. Prices never fall with bytes, nor
-    with ranks at one stride as long as every node holds the same number of the group's ranks.
+    A measured group is priced from its measured curve. Any other group is priced by the link model. That price is
+    held between the measured prices of the same stride with fewer and with more ranks. Prices never fall with bytes.
+    They never fall with ranks at one stride either, as long as every node holds the same number of the group's ranks.
     """
 
     def __init__(self, profile: ProfileRecord, mesh: MeshSpec) -> None:
@@ -114,7 +114,7 @@ def _samples(profile: ProfileRecord, kind: str) -> dict[GroupShape, CollectiveSa
 
 
 def _model(profile: ProfileRecord, kind: str, groups: frozenset[Occupancy]) -> Price:
-    """The slowest of the groups decides: they meet again at the next collective."""
+    """The slowest of the groups decides, because all groups meet at the next collective."""
     launch = profile.collective_launch_seconds
     return _slowest([_fastest(model_lines(kind, group, profile.links, launch)) for group in groups])
 
@@ -122,8 +122,8 @@ def _model(profile: ProfileRecord, kind: str, groups: frozenset[Occupancy]) -> P
 def _measured(samples: CollectiveSamples, floor: float) -> Price:
     """The measured curve, and outside the measured sizes alpha + beta * nbytes.
 
-    beta is taken from the two nearest points: below, at most what reaches 0 at 0 bytes; above, at least
-    `floor`, the seconds per byte at the links' peak.
+    beta comes from the two nearest points. Below them it is at most what reaches 0 at 0 bytes. Above them it is at
+    least `floor`, the seconds per byte at the links' peak.
     """
     sizes, times = samples.nbytes, samples.seconds
     below = min((times[1] - times[0]) / (sizes[1] - sizes[0]), times[0] / sizes[0])

@@ -11,9 +11,9 @@ from cost_model.profile_record import ProfileRecord
 __all__ = ["STORE_SHARE", "ComputePrices"]
 
 STORE_SHARE = 0.5
-"""Of storing a product's result on a GPU, what its arithmetic does not hide. Four products of 4096 x 4096 take 68.2 us
-on an H100 with 256 operations a result and 110.9 us with 512: 25.5 us have nothing to do with arithmetic, 3 of them the
-launch, where storing 134 MB takes 46 us. [openxla/xla, xla/service/gpu/model/matmul_interpolator_data.h, sm_90]"""
+"""The share of storing a product's result on a GPU that arithmetic does not hide. Four products of 4096 x 4096 take
+68.2 us on an H100 with 256 operations a result and 110.9 us with 512. So 25.5 us are not arithmetic; the launch is 3 of
+them, and storing 134 MB takes 46 us. [openxla/xla, xla/service/gpu/model/matmul_interpolator_data.h, sm_90]"""
 
 
 class ComputePrices:
@@ -21,16 +21,16 @@ class ComputePrices:
 
         op_seconds = launch + max(flops / rate(flops, dtype), nbytes / memory bandwidth)
 
-    On CPUs a product waits for what it loads beyond the operands that its rate was measured with: there
+    A product on a CPU waits for what it loads beyond the operands that its rate was measured with:
 
         op_seconds = launch + max(flops / rate, bare(flops) + nbytes / memory bandwidth)
 
     where bare is flops / rate less the time to load the operands of the product that was measured.
-    Seen on one core, 16 rows times a cold 768 x 3072 weight: 1.46 ms, where 0.90 ms is arithmetic at the measured
-    rate and 9.4 MB are loaded at 17 GB/s.
+    16 rows times a cold 768 x 3072 weight took 1.46 ms on one core. The arithmetic takes 0.90 ms at the measured rate,
+    and 9.4 MB are loaded at 17 GB/s.
 
-    On GPUs it waits for half of its stores (`STORE_SHARE`). Profiles that were measured have that in their rates, of
-    products of whatever shape they measured, so only nominal ones add it:
+    A product on a GPU waits for half of its stores (`STORE_SHARE`). Measured rates include this wait, so only nominal
+    profiles add it:
 
         op_seconds = launch + max(flops / rate + STORE_SHARE * stored / memory bandwidth, nbytes / memory bandwidth)
 
@@ -75,8 +75,8 @@ class ComputePrices:
         return nbytes * self._seconds_per_byte
 
     def arithmetic_seconds(self, kind: KernelKind | None, flops: float, dtype_name: str) -> float:
-        """`flops` operations of one op of that kind; without measured rates of its own, or without a kind, as a
-        matrix product (a narrow convolution as any other)."""
+        """Seconds of `flops` operations of one op of that kind. An op without a kind, or of a kind without rates,
+        counts as a matrix product; a narrow convolution counts as any other convolution."""
         own = self._kinds[kind].get(dtype_name) if flops and kind is not None else None
         return self.matmul_seconds(flops, dtype_name) if own is None else own(flops)
 
@@ -99,8 +99,8 @@ class ComputePrices:
         kind: KernelKind | None = "matmul",
         stored: float = 0.0,
     ) -> float:
-        """Seconds of a kernel that is running: of its arithmetic and its loads and stores, see above. stored: of
-        `nbytes`, those of results."""
+        """Seconds of a kernel that is running: its arithmetic, loads and stores, as the class says. stored: those of
+        `nbytes` that are results."""
         arithmetic, memory = self.arithmetic_seconds(kind, flops, dtype_name), self.memory_seconds(nbytes)
         if kind == "matmul" and flops and dtype_name in self._bare:
             memory += self._bare[dtype_name](flops)
@@ -109,8 +109,8 @@ class ComputePrices:
         return max(arithmetic, memory)
 
     def update_seconds(self, nbytes: float, passes: int) -> float:
-        """The optimizer's update of one parameter of which this device holds `nbytes`: measured, or
-        `passes` arrays of that size read and written."""
+        """Seconds of the optimizer's update of one parameter, of which this device holds `nbytes`. The rate is
+        measured; without a measurement, `passes` arrays of that size are read and written."""
         update = self.profile.device.update
         if update is None:
             return self.memory_seconds(passes * nbytes)
@@ -126,8 +126,8 @@ def _time_curve(rates: MatmulRates) -> Curve:
 
 def _bare_curve(rates: MatmulRates, seconds_per_byte: float) -> Curve:
     """flops -> seconds of arithmetic alone. A product of 2 e^3 operations was measured as a square one and as one of
-    e / 4 rows against a transposed weight of 2 e x 2 e (`cost_model.measure.compute_work.matmul_work`), which
-    load and store 4 e^2 elements on average. Never falling, so that no price falls as operations are added."""
+    e / 4 rows against a transposed weight of 2 e x 2 e (`cost_model.measure.compute_work.matmul_work`). The two load
+    and store 4 e^2 elements on average. The curve never falls, so that no price falls as operations are added."""
     times: list[float] = []
     for flops, rate in zip(rates.flops, rates.flops_per_second, strict=True):
         loads = 4 * (flops / 2) ** (2 / 3) * _element_nbytes(rates.dtype)

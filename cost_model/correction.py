@@ -17,8 +17,8 @@ from cost_model.profile import Profile
 __all__ = ["CollectiveTime", "corrected_profile"]
 
 _STEPS = (4, 16, 64)
-"""A group that has no samples gets its modelled times, scaled, so many times below and above what was
-measured."""
+"""Sizes for a group without samples, as multiples and fractions of the measured sizes. It gets its modelled times
+there, scaled."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ def corrected_profile(
 ) -> Profile:
     """`profile` with the measured collectives in it, and kernels `compute_factor` times as long.
 
-    A measured time replaces the sample of its kind, group and size, or joins the others, which are
-    moved as little as makes times grow with size. A group without samples gets its modelled times, in
-    the ratio of measured to modelled at the nearest measured size; and the link levels it uses get
-    slower, or faster, in that ratio, because what else is priced by them is as wrong. No time beats the
+    A measured time replaces the sample of its kind, group and size, or joins the other samples. Those are
+    moved no further than makes times grow with size. A group without samples gets its modelled times, scaled by
+    the ratio of measured to modelled at the nearest measured size. The link levels that it uses get
+    slower, or faster, by that ratio, because their other prices are as wrong. No time beats the
     links' peak. `nominal` stays. note: goes to `sources`.
     """
     assert compute_factor > 0.0, compute_factor
@@ -81,7 +81,7 @@ def corrected_profile(
 def _by_group(
     times: Sequence[CollectiveTime], mesh: MeshSpec
 ) -> dict[tuple[str, tuple[str, ...]], dict[int, float]]:
-    """(kind, axes) -> size -> median seconds; of axes with equal group shapes one stands for all."""
+    """(kind, axes) -> size -> median seconds. The first of several axes with equal group shapes stands for all."""
     names: dict[tuple[str, GroupShape], tuple[str, ...]] = {}
     found: dict[tuple[str, tuple[str, ...]], dict[int, list[float]]] = {}
     for time in times:
@@ -120,7 +120,7 @@ def _slowed(link: LinkLevel, ratio: float) -> LinkLevel:
 
 
 def _above(points: Mapping[int, float], slope: float) -> dict[int, float]:
-    """Times that `slope` allows, rounding not counted."""
+    """Times that `slope` allows, but for rounding."""
     return {nbytes: max(seconds, slope * nbytes * (1 + 1e-9)) for nbytes, seconds in points.items()}
 
 

@@ -41,4 +41,4 @@ class PlanError(AutoshardError, ValueError):
 
 
 class RankError(PlanError):
-    """The ranks do different things, or one of them is gone: said on every rank, and nothing parallel goes on."""
+    """The ranks do different things, or one of them is gone. Every rank raises it, and nothing parallel goes on."""

@@ -1,4 +1,4 @@
-"""JSON from files that anything may have happened to: what Python's reader takes and no writer of ours makes."""
+"""JSON from files that may be damaged. Python's reader accepts things that our writers never make; they are refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def parse_json(text: str, where: str, error: type[AutoshardError]) -> Any:
     deeper than Python can follow. An integer of more than 18 digits becomes a float: no count is so large."""
     try:
         data = json.loads(text, object_pairs_hook=_unrepeated, parse_int=_integer)
-        if "\\ud" in text.lower():  # half of a character, which no file can be written with
+        if "\\ud" in text.lower():  # half of a character: no file can hold it
             json.dumps(data, ensure_ascii=False).encode()
         return data
     except json.JSONDecodeError as cause:

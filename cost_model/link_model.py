@@ -60,8 +60,8 @@ def floor_slope(kind: str, group: Occupancy, links: Sequence[LinkLevel]) -> floa
 
     A unit that holds m of the n ranks must receive what it does not have through its m ports at peak
     rate P: (n - m) / n * S of a gathered, scattered or exchanged array, S of a broadcast one. An
-    all-reduce gets S: switches that reduce (NVLink SHARP) need only that. Of messages to neighbours
-    half may come from either side, through two ports where the unit holds two of the ranks.
+    all-reduce gets S: switches that reduce (NVLink SHARP) need only that. Half of the
+    messages to neighbours may come from either side, through two ports where the unit holds two of the ranks.
     """
     check_kind(kind)
     return max(
@@ -116,7 +116,7 @@ def _all_reduce(group: Occupancy, links: Sequence[LinkLevel]) -> tuple[Line, ...
 
 
 def _in_switches(group: Occupancy, links: Sequence[LinkLevel]) -> tuple[Line, ...]:
-    """None for a group that leaves the domain of its switches: what NCCL does then (NVLS trees) is not modelled."""
+    """None for a group that leaves the domain of its switches: NCCL's NVLS trees are not modelled."""
     use, *others = group.uses
     if others:
         return ()

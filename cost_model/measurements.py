@@ -28,10 +28,10 @@ CollectiveKind = Literal[
 KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 
 PLAN_KINDS = tuple(kind for kind in KINDS if kind != "broadcast")
-"""Those that plans emit: only they are measured. Benchmarks of others, and older profiles, hold broadcasts too."""
+"""The kinds that plans emit: only these are measured. Other benchmarks, and older profiles, hold broadcasts too."""
 
 KernelKind = Literal["matmul", "convolution", "attention", "pooling", "narrow_convolution"]
-"""Ops that count in operations, by what rate they reach: fields of `DeviceRates`."""
+"""Kinds of ops whose work is counted in operations, each with its own rate: fields of `DeviceRates`."""
 
 KERNEL_KINDS: tuple[KernelKind, ...] = get_args(KernelKind)
 
@@ -48,8 +48,8 @@ class LinkLevel:
                            ranks share a card it is their share of it.
     peak_bytes_per_second: the physical limit of the same. A measured time that would need more
                            is refused.
-    reduced_bytes_per_second: of an array that the level's switches sum on its way: its bytes over the seconds of
-                           its all-reduce (NVLink SHARP). None: ranks do the sums.
+    reduced_bytes_per_second: bytes of an array over the seconds of its all-reduce, if the level's switches sum it on
+                           its way (NVLink SHARP). None: the ranks sum it.
     """
 
     name: str
@@ -104,8 +104,8 @@ class DeviceRates:
     """One device: kernel launch time, memory bandwidth (bytes read plus written), matrix products.
 
     convolution, attention, pooling (max-pooling, forward: comparisons): rates by operations of one op, as for
-    products; none: those of products. narrow_convolution: of few channels; none: those of convolutions.
-    update: of the optimizer; None: from memory bandwidth (`cost_model.memory`).
+    products. A kind without rates has those of products. narrow_convolution: convolutions of few channels; without
+    rates, those of convolutions. update: of the optimizer; None: computed from memory bandwidth.
     """
 
     launch_seconds: float

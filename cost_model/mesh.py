@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["MeshSpec"]
 
 _MOST_DEVICES = 2**20
-"""More are a slip: what is done for every rank would not end."""
+"""More devices are a slip: work that is done for every rank would not end."""
 
 
 @dataclass(frozen=True, init=False)
@@ -80,7 +80,7 @@ class MeshSpec:
     def size(self, *axes: str) -> int:
         """Number of devices along `axes` together (1 for no axes)."""
         product = 1
-        for axis in axes:  # called a million times in a search: no generator
+        for axis in axes:  # a search calls this a million times, so no generator
             product *= self.sizes[self.index(axis)]
         return product
 
@@ -123,7 +123,7 @@ class MeshSpec:
         return position
 
     def real_axes(self) -> tuple[str, ...]:
-        """Axes with more than one device: the others change nothing."""
+        """Axes with more than one device. The others change nothing."""
         return tuple(n for n, s in zip(self.names, self.sizes, strict=True) if s > 1)
 
     def __str__(self) -> str:

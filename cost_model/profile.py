@@ -38,7 +38,7 @@ class Profile(ProfileRecord):
         """Measure the machines that `mesh` runs on, under torch.distributed (NCCL or gloo).
 
         Call it on every rank of the mesh at once, on otherwise idle machines; all get the same profile.
-        Measured are collectives of every kind that plans emit, over every group of mesh axes; matrix products by
+        It measures collectives of every kind that plans emit, over every group of mesh axes; matrix products by
         dtype and size; memory bandwidth, launch time and overlap.
 
         time_budget:    seconds in all, shared fairly: sizes are left out from the largest down, then
@@ -47,8 +47,8 @@ class Profile(ProfileRecord):
         name, command:  recorded in the profile.
         progress:       told what is being measured and the share of the budget spent.
         clock:          what times the work; None: the device's own.
-        attend:         (q, k, v) -> out, the attention that is timed; None: torch's own. Plans run other kernels:
-                        `autoshard profile` and the start-up pass `autoshard.profiling.attend`.
+        attend:         (q, k, v) -> out, the attention that is timed; None: torch's own. Plans run other kernels,
+                        `autoshard.profiling.attend`; `autoshard profile` gives it.
 
         Raises ProfileError, on all ranks, if one of them fails between two measurements, and ShardingError
         for a mesh over ranks other than 0, 1, 2, ...

@@ -27,8 +27,8 @@ Axes = tuple[str, ...]
 CONTEXT_BYTES = 600_000_000
 """CUDA's context with the kernels that a training step loads, and cuBLAS's workspaces.
 
-426 MiB were seen after the first call with torch 2.10 and CUDA 13 [unslothai/unsloth-zoo#1053], "around 400 MB" since
-kernels load lazily [pytorch/pytorch#109888]; kernels come on top as they are used, and torch gives cuBLAS and cuBLASLt
+The context took 426 MiB after the first call with torch 2.10 and CUDA 13 [unslothai/unsloth-zoo#1053], "around 400 MB"
+since kernels load lazily [pytorch/pytorch#109888]. Kernels add to it as they are used. torch gives cuBLAS and cuBLASLt
 32 MiB each on Hopper [torch docs, notes/cuda, cuBLAS workspaces]."""
 
 COMMUNICATOR_BYTES = 688 << 20
@@ -36,25 +36,25 @@ COMMUNICATOR_BYTES = 688 << 20
 [NVIDIA/nccl#964] More channels take more [NVIDIA/nccl#864, #986], and from 2.22 on NCCL allocates what it connects."""
 
 PAIR_BYTES = 544 << 20
-"""The same of two ranks. [NVIDIA/nccl#964]"""
+"""The same for two ranks. [NVIDIA/nccl#964]"""
 
 PEER_BYTES = 469_000_000
-"""More for every rank in reach of NVLink with which an all-to-all exchanges messages: the first all-to-all of eight
+"""Added for every rank in reach of NVLink with which an all-to-all exchanges messages. The first all-to-all of eight
 H100s took 4.34 - 1.06 GB, over seven peers. [NVIDIA/nccl#1685]"""
 
 PEERS_IN_REACH = 7
 """Ranks that one is joined to by NVLink in a machine of eight. Those beyond share one buffer. [NVIDIA/nccl#1450]"""
 
 NETWORK_BYTES = 512 << 20
-"""That buffer, shared by all messages over a network. [NVIDIA/nccl#2363]"""
+"""The buffer that all messages over a network share. [NVIDIA/nccl#2363]"""
 
 
 def communicators(mesh: MeshSpec, used: Iterable[Axes] = ()) -> tuple[Axes, ...]:
     """The communicators of one rank, in the order in which they are made; none on CPUs or for one rank.
 
-    That of all ranks first (the default process group), then one for every mesh axis (DeviceMesh makes
-    them), then those of several axes in `used`. Each by its axes of more than one device, in mesh order;
-    axes that span the same ranks share a communicator.
+    The first is that of all ranks (the default process group). One for every mesh axis follows (DeviceMesh makes
+    them), then those of several axes in `used`. Each is named by its axes of more than one device, in mesh order.
+    Axes that span the same ranks share a communicator.
     """
     world = mesh.real_axes()
     if mesh.device_type != "cuda" or not world:

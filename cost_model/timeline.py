@@ -49,9 +49,9 @@ class Timeline:
     """When each event runs.
 
     start, end: seconds from the beginning, per event.
-    exposed:    per event, how much longer the step takes for it: of a communication, the time in which
-                the compute stream stood still plus the time by which it was slowed down; 0 for
-                computing events. The sum is what the step would save if communication took no time.
+    exposed:    per event, how much longer the step takes for it. For a communication it is the time in which
+                the compute stream stood still plus the time by which it was slowed down; for a
+                computing event it is 0. The sum is what the step would save if communication took no time.
     """
 
     events: tuple[Event, ...]
@@ -88,7 +88,7 @@ class _Run:
         self.heads = {"compute": self._queue("compute"), "comm": self._queue("comm")}
 
     def _queue(self, stream: Stream) -> list[int]:
-        """Events not finished, next one last."""
+        """Events that are not finished, the next one last."""
         return [i for i, event in enumerate(self.events) if event.stream == stream][::-1]
 
     def finish(self) -> Timeline:
@@ -101,7 +101,7 @@ class _Run:
         return Timeline(self.events, tuple(self.start), ends, tuple(self.exposed))
 
     def _running(self, stream: Stream, before: int | None) -> int | None:
-        """The event that the stream is at, if it can run; notes when it began."""
+        """The event that the stream is at, if it can run. Records when it began."""
         queue = self.heads[stream]
         if not queue:
             return None
@@ -114,7 +114,7 @@ class _Run:
         return head
 
     def _advance(self, compute: int | None, comm: int | None) -> None:
-        """Until the first of the running events ends."""
+        """Advance until the first of the running events ends."""
         # The first event not finished has all it waits for, so one of the streams always runs.
         assert compute is not None or comm is not None
         running = [i for i in (compute, comm) if i is not None]

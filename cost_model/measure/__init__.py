@@ -1,2 +1,2 @@
-"""Measuring a profile under torch.distributed, with the collectives that plans run. Needs torch, as nothing else in
-cost_model does."""
+"""Measuring a profile under torch.distributed, with the collectives that plans run. Nothing else in
+cost_model needs torch."""

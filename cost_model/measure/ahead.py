@@ -1,8 +1,8 @@
 """Work timed on a device while the host that issues it is ahead.
 
 A small collective takes a GPU some 15 us, and its host two or three times as long to issue. In a step the host is
-ahead, since large kernels run; small ones called in a row measure the host. So the device is kept busy first, until
-the host has issued all that is timed.
+ahead, since large kernels run. Small ones that are called in a row measure the host instead. So the device is kept busy
+first, until the host has issued all that is timed.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ __all__ = ["AheadDevice", "CudaDevice", "ahead_seconds"]
 Work = Callable[[], object]
 
 _AT_ONCE = 16
-"""Calls issued while the device is held: some 15 kernels each, and about a thousand may wait for a GPU before its host
-must."""
+"""Calls issued while the device is held. A call has some 15 kernels, and a GPU queues about a thousand before its host
+waits."""
 _MARGIN = 2.0
 _LONGEST = 0.1
 """Seconds of a hold, at most."""
@@ -33,11 +33,11 @@ class AheadDevice(Protocol):
         ...
 
     def hold(self, seconds: float) -> None:
-        """Give it computing for about so long."""
+        """Give it computing for about `seconds`."""
         ...
 
     def mark(self) -> Any:
-        """A point among what it was given."""
+        """A point in the queue of its work."""
         ...
 
     def between(self, start: Any, end: Any) -> float:
@@ -45,17 +45,17 @@ class AheadDevice(Protocol):
         ...
 
     def finish(self) -> None:
-        """Wait for it."""
+        """Wait until it has done all."""
         ...
 
 
 def ahead_seconds(device: AheadDevice, work: Work, calls: int) -> float:
     """Seconds of one call on the device, averaged over `calls`.
 
-    How often `work` is called depends on `calls` alone: ranks that communicate in it agree. Of each run of calls
-    the first is not timed, as ranks meet in it.
+    How often `work` is called depends on `calls` alone, so that ranks that communicate in it agree. The first call of
+    each run is not timed, as ranks meet in it.
     """
-    issue = min(_issue_seconds(device, work) for _ in range(2))  # the first of all may set up connections
+    issue = min(_issue_seconds(device, work) for _ in range(2))  # the first call may set up connections
     total = 0.0
     for first in range(0, calls, _AT_ONCE):
         count = min(_AT_ONCE, calls - first)
@@ -71,7 +71,7 @@ def ahead_seconds(device: AheadDevice, work: Work, calls: int) -> float:
 
 
 def _issue_seconds(device: AheadDevice, work: Work) -> float:
-    """Of the host, for one call."""
+    """Seconds of the host for one call."""
     device.finish()
     start = device.now()
     work()
@@ -81,7 +81,7 @@ def _issue_seconds(device: AheadDevice, work: Work) -> float:
 
 
 class CudaDevice:
-    """The current GPU; what it is given goes to the current stream."""
+    """The current GPU. Work goes to its current stream."""
 
     def __init__(self) -> None:
         self._x = torch.ones(_EDGE, _EDGE, device="cuda")
@@ -89,7 +89,7 @@ class CudaDevice:
         self._can_hold = self._product_seconds > issue
 
     def _timed(self) -> tuple[float, float]:
-        """Seconds of one product: on the device, and of the host that issues it."""
+        """Seconds of one product on the device, and of the host to issue it."""
         torch.mm(self._x, self._x)  # sets up the library
         self.finish()
         start, begun = self.mark(), self.now()
@@ -104,8 +104,8 @@ class CudaDevice:
         return time.perf_counter()
 
     def hold(self, seconds: float) -> None:
-        """Nothing where issuing takes longer than computing, as where kernels do nothing: the device would not be
-        held, and the products be countless."""
+        """Does nothing where issuing takes longer than computing, as for kernels that do nothing: no number of products
+        would hold the device."""
         for _ in range(1 + int(seconds / self._product_seconds) if self._can_hold else 0):
             torch.mm(self._x, self._x)
 
@@ -122,4 +122,4 @@ class CudaDevice:
 
 
 _EDGE, _PRODUCTS = 2048, 8
-"""Float32: about 0.4 ms of an H100 a product, so that few of them hold it."""
+"""Float32. A product takes an H100 about 0.4 ms, so that few of them hold it."""

@@ -1,9 +1,9 @@
 """Collectives timed as they come in a step: each behind some computing.
 
 Ranks that compute between two collectives come to the next one at different times, above all where they share cores,
-and processes that slept must wake. In a row without a pause, messages between 2 ranks on 2 cores took 0.2 ms; behind
-half a millisecond of products 0.5 ms more than these, behind two 1.8 ms. What a collective is priced at is what the two
-take beyond the products alone.
+and processes that slept must wake. Messages between 2 ranks on 2 cores took 0.2 ms in a row
+without a pause, 0.5 ms behind half a millisecond of products, and 1.8 ms behind two. The price of a collective is the
+time of both less that of the products alone.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ __all__ = ["Pause", "beyond_pause", "collective_series", "pause_series"]
 Work = Callable[[], object]
 
 _PRODUCTS, _EDGE = 10, 128
-"""Of float32: 42 million operations, about a millisecond of a core."""
+"""Float32 products and their edge: 42 million operations, about a millisecond of a core."""
 _LEAST_SHARE = 0.1
-"""Of the time of both that is always the collective's: noise may leave less of a short one."""
+"""The least share of the time of both that is the collective's: noise may leave less of a short one."""
 
 
 class Pause:
@@ -39,7 +39,7 @@ class Pause:
 
 
 def pause_series(pause: Pause) -> Series:
-    """Of the products alone. size: their number."""
+    """The series of the products alone. size: their number."""
     return Series("pause", (_PRODUCTS,), lambda _: pause, least=IN_A_ROW_SECONDS, ahead=True)
 
 
@@ -52,7 +52,7 @@ def collective_series(
     pause: Pause,
     always: tuple[int, ...] = (),
 ) -> Series:
-    """Of the products and then `kind` over the team's group, by bytes as `cost_model.collectives` counts them."""
+    """The series of the products and then `kind` over the team's group. Sizes are bytes by `cost_model.collectives`."""
 
     def prepare(nbytes: int) -> Work:
         communicate = collective_work(kind, team, buffers, nbytes)

@@ -17,20 +17,20 @@ Work = Callable[[], object]
 
 
 class Clock(Protocol):
-    """What times work; tests bring their own."""
+    """What times work. Tests bring their own."""
 
     def now(self) -> float:
         """Seconds since some start, for budgets."""
         ...
 
     def seconds(self, work: Work, calls: int, ahead: bool = False) -> float:
-        """Seconds of one call, averaged over `calls` in a row. ahead: of a device that does not wait for its host,
-        where the two are apart (`cost_model.measure.ahead`)."""
+        """Seconds of one call, averaged over `calls` in a row. ahead: the time of a device that does not wait for
+        its host, if the device works on its own (`cost_model.measure.ahead`)."""
         ...
 
 
 class CpuClock:
-    """Wall time: work is done when the call returns."""
+    """Wall time. Work is done when the call returns."""
 
     def now(self) -> float:
         return time.perf_counter()
@@ -43,8 +43,8 @@ class CpuClock:
 
 
 class CudaClock:
-    """Time on the current stream, between two events; what other streams do counts as far as it is
-    waited for, as a collective's wait_tensor does."""
+    """Time on the current stream, between two events. Work of other streams counts as far as the current one waits
+    for it, as a collective's wait_tensor does."""
 
     def now(self) -> float:
         return time.perf_counter()
@@ -67,5 +67,5 @@ class CudaClock:
 
 
 def device_clock(device_type: str) -> Clock:
-    """Of "cuda" or "cpu"; any other device is timed as the CPU is."""
+    """The clock of "cuda" or "cpu". Any other device is timed as the CPU is."""
     return CudaClock() if device_type == "cuda" else CpuClock()

@@ -7,8 +7,8 @@
 | all_reduce     | the collective, out of place                                                        |
 | point_to_point | every rank sends one half to the next of its group and one to the one before       |
 
-On gloo little data goes in one round (`cost_model.measure.messages`), as in a lowered graph.
-Along dim 0 the copies fall away: a price is that of the dearer case. float32, sums.
+Small messages on gloo go in one round (`cost_model.measure.messages`), as in a lowered graph.
+Along dim 0 there are no copies: the price is that of the more expensive case. Data is float32, reductions are sums.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ c10d = torch.ops._c10d_functional
 _ITEMSIZE = 4  # float32
 
 IN_A_ROW_SECONDS = 2e-2
-"""Of calls of a small collective, at least. The first few after a barrier are cheap, as nobody is late yet: two
-messages over 4 ranks on 2 cores took 0.65 ms in two calls, and 1.2 ms in fifty."""
+"""The least seconds of a row of calls of a small collective. The first few after a barrier are cheap, as nobody is late
+yet: two messages over 4 ranks on 2 cores took 0.65 ms in two calls, and 1.2 ms in fifty."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ Work = Callable[[], object]
 
 
 class Buffers:
-    """Arguments of works on one device: views of few tensors, since hundreds of works are kept at a time.
+    """Arguments of works on one device. They are views of few tensors, since hundreds of works are kept at a time.
 
-    Nobody reads what is in them, and works run one after the other.
+    Works run one after the other, and nobody reads the values.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -72,7 +72,7 @@ class Buffers:
 
 
 def whole_size(nbytes: int, ranks: int) -> int:
-    """`nbytes` rounded up to a size that a group can cut into equal 2-d parts: `ranks` ** 2 elements."""
+    """`nbytes` rounded up to a multiple of `ranks` ** 2 elements, which a group can cut into equal 2-d parts."""
     unit = ranks * ranks * _ITEMSIZE
     return -(-nbytes // unit) * unit
 
@@ -93,7 +93,7 @@ def _wait(started: Tensor) -> Tensor:
 
 
 def _stack(x: Tensor, parts: int) -> Tensor:
-    """[a, parts * s] -> [parts * a, s]: what goes to each rank in one piece."""
+    """[a, parts * s] -> [parts * a, s]: the part of each rank in one piece."""
     rows, columns = x.shape
     cut = x.view(rows, parts, columns // parts).permute(1, 0, 2).contiguous()
     return cut.view(parts * rows, columns // parts)

@@ -26,7 +26,7 @@ Work = Callable[[], object]
 
 
 def matmul_flops(edge: int) -> int:
-    """Of each product of `matmul_work(edge)`: 2 m n k."""
+    """Operations of each product of `matmul_work(edge)`: 2 m n k."""
     return 2 * edge**3
 
 
@@ -54,7 +54,7 @@ def matmul_work(edge: int, dtype: torch.dtype, device: torch.device) -> Work:
 
 
 def _random(shape: tuple[int, int], device: torch.device) -> torch.Tensor:
-    """Not constants, on which GPUs clock higher; and not from the user's generator."""
+    """Random values, as GPUs clock higher on constants. They do not come from the user's generator."""
     return torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(0))
 
 

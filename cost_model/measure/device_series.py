@@ -26,23 +26,23 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 
 LEAST_SECONDS = 60e-3
-"""Of a repetition: long enough that ranks which share a core have all had their turns. Four ranks on two cores,
-each alone 90 GFLOP/s, measured 57 with 10 ms and 45, their share, with 60 ms."""
+"""The least seconds of a repetition. In this time all ranks that share a core have had their turns. Four ranks on two
+cores reach 90 GFLOP/s each alone; they measured 57 with 10 ms and 45, their share, with 60 ms."""
 
 _EDGES = {"cpu": (16, 32, 64, 128, 256, 512, 1024, 2048), "cuda": (64, 128, 256, 512, 1024, 2048, 4096, 8192)}
 _MEMORY_NBYTES = {"cpu": (2**22, 2**23, 2**24, 2**25), "cuda": (2**24, 2**26, 2**28, 2**29)}
 
 
 def device_series(device: torch.device) -> list[Series]:
-    """Launch, memory, then products by dtype: what `device_rates` reads. All ranks compute at once, as
-    they share cores and memory in a step; a rate is the median rank's."""
+    """Launch, memory, then products by dtype, as `device_rates` reads them. All ranks compute at once, because
+    they share cores and memory in a step. A rate is the median rank's."""
     works: list[tuple[str, tuple[int, ...], Callable[[int], Callable[[], object]], int]] = [
         ("launch", (LAUNCHES,), lambda _: launch_work(device), 1),
         ("memory", _of(_MEMORY_NBYTES, device), lambda nbytes: memory_work(nbytes, device), 1),
     ]
     products = tuple(matmul_flops(edge) for edge in _of(_EDGES, device))
     works += [(f"{name} products", products, partial(_matmul, t, device), 2) for name, t in DTYPES.items()]
-    # Of products every second size is measured always, up to the fifth.
+    # Every second size of products is always measured, up to the fifth.
     return [
         Series(name, sizes, prepare, median, LEAST_SECONDS, sizes[: 2 * apart + 1 : apart])
         for name, sizes, prepare, apart in works
@@ -50,7 +50,7 @@ def device_series(device: torch.device) -> list[Series]:
 
 
 def device_rates(curves: Sequence[Curve]) -> DeviceRates:
-    """From the curves of `device_series`. Memory bandwidth is that of the largest array."""
+    """The rates from the curves of `device_series`. Memory bandwidth is that of the largest array."""
     launch, memory, *products = curves
     return DeviceRates(
         launch_seconds=launch.seconds[0] / LAUNCHES,

@@ -19,12 +19,12 @@ __all__ = ["collective_backend", "device_name", "hardware_text", "host_name", "s
 
 
 def host_name() -> str:
-    """The host of this rank; torchrun's number of the node tells apart hosts that are emulated on one."""
+    """The host of this rank. torchrun's number of the node distinguishes hosts that are emulated on one."""
     return f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '0')}"
 
 
 def device_name(device_type: str) -> str:
-    """Of this rank's device: "NVIDIA H100 80GB HBM3", "AMD EPYC 9R14, 2 cores, 1 thread"."""
+    """The name of this rank's device: "NVIDIA H100 80GB HBM3", "AMD EPYC 9R14, 2 cores, 1 thread"."""
     if device_type == "cuda":
         return torch.cuda.get_device_name()
     threads = torch.get_num_threads()
@@ -40,7 +40,7 @@ def _own_cores() -> set[int]:
 
 
 def hardware_text(hosts: Sequence[str], devices: Sequence[str]) -> str:
-    """By rank: its host and device. "2 hosts of 4 ranks: NVIDIA H100 80GB HBM3"."""
+    """hosts, devices: of each rank, by rank. "2 hosts of 4 ranks: NVIDIA H100 80GB HBM3"."""
     each = Counter(hosts)
     sizes = sorted(set(each.values()))
     ranks = " to ".join(str(size) for size in dict.fromkeys((sizes[0], sizes[-1])))
@@ -51,7 +51,7 @@ def hardware_text(hosts: Sequence[str], devices: Sequence[str]) -> str:
 def collective_backend(mesh: DeviceMesh) -> str:
     """ "gloo", "nccl" or whatever carries the mesh's collectives.
 
-    torch says "undefined" of a world that was started without naming a backend: each device has its own.
+    A world that was started without naming a backend is "undefined" to torch: each device has its own.
     """
     named = str(dist.get_backend(mesh.get_group(0)))
     if named == "undefined" or ":" in named:

@@ -54,7 +54,7 @@ def kernel_series(
 ) -> list[Series]:
     """Convolutions, attention, max-pooling in the dtype the device is used with most, then the AdamW update.
 
-    mesh: that parameters will be distributed on; None without processes. attend: what computes an attention.
+    mesh: the mesh that holds the parameters; None without processes. attend: computes an attention.
     """
     dtype = getattr(torch, _dtype(device))
     convolutions = _by_size(_of(_CONVOLUTIONS, device), convolution_flops)
@@ -72,7 +72,7 @@ def kernel_series(
 
 
 def with_kernel_rates(rates: DeviceRates, curves: Sequence[Curve], device: torch.device) -> DeviceRates:
-    """`rates` with what the curves of `kernel_series` say."""
+    """`rates` with those of the curves of `kernel_series`."""
     convolution, attention, pooling, narrow, update = curves
     slope = (update.seconds[-1] - update.seconds[0]) / (update.sizes[-1] - update.sizes[0])
     return replace(
@@ -99,7 +99,7 @@ def _by_size(shapes: Sequence[_Shape], flops: Callable[[_Shape], int]) -> dict[i
 
 
 def _rates(dtype: str, curve: Curve, passes: float) -> MatmulRates:
-    """Of the forward's operations: a curve's seconds are of `passes` times as many."""
+    """Rates by the forward's operations. A curve's seconds are of `passes` times as many operations."""
     flops = tuple(map(float, curve.sizes))
     seconds = monotone([s / passes for s in curve.seconds])
     return MatmulRates(dtype, flops, tuple(n / s for n, s in zip(flops, seconds, strict=True)), curve.spread)

@@ -25,17 +25,17 @@ __all__ = [
 Work = Callable[[], object]
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(q [b, h, s, d], k, v) -> out: attention without a mask. What runs in plans is the caller's to give: torch's
+"""(q [b, h, s, d], k, v) -> out: attention without a mask. The caller gives the kernel that plans run: torch's
 `F.scaled_dot_product_attention` picks other kernels (cuDNN's on compute capability 9.0), at another speed."""
 
 CONVOLUTION_PASSES = 3.0
-"""Operations of `convolution_work` in units of the forward's: the gradients of input and weight take as many each."""
+"""Operations of `convolution_work` over those of the forward. The two gradients take as many each."""
 ATTENTION_PASSES = 3.5
-"""The same of `attention_work`: two products forward; five backward, which computes the scores again."""
+"""The same for `attention_work`: two products forward, and five backward, which computes the scores again."""
 
 
 def convolution_flops(shape: tuple[int, int, int]) -> int:
-    """Of the forward alone: 2 n c c 3 3 s s for (n, c, s)."""
+    """Operations of the forward alone: 2 n c c 3 3 s s for (n, c, s)."""
     batch, channels, side = shape
     return 2 * batch * channels * channels * 9 * side * side
 
@@ -55,7 +55,7 @@ def convolution_work(shape: tuple[int, int, int], dtype: torch.dtype, device: to
 
 
 def attention_flops(shape: tuple[int, int, int, int]) -> int:
-    """Of the forward alone: 4 b h s s d for (b, h, s, d)."""
+    """Operations of the forward alone: 4 b h s s d for (b, h, s, d)."""
     batch, heads, length, width = shape
     return 4 * batch * heads * length * length * width
 
@@ -97,10 +97,10 @@ def pooling_work(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.
 
 
 def update_work(nbytes: int, device: torch.device, mesh: DeviceMesh | None) -> Work:
-    """A step of torch.optim.AdamW(fused=True) on one float32 parameter of `nbytes` on each rank: what trainers
-    use (torchtitan, Hugging Face); op by op it takes several times as long on CPUs.
+    """A step of torch.optim.AdamW(fused=True) on one float32 parameter of `nbytes` on each rank. Trainers use it
+    (torchtitan, Hugging Face); op by op a step takes several times as long on CPUs.
 
-    mesh: the parameter is a DTensor on it, as those of a sharded model are; None: a plain tensor.
+    mesh: the parameter is a DTensor on it, as in a sharded model; None: a plain tensor.
     """
     local = torch.ones(nbytes // 4, device=device)
     parameter = torch.nn.Parameter(_distributed(local, mesh))

@@ -17,8 +17,8 @@ from cost_model.measurements import CollectiveSamples, LinkLevel
 __all__ = ["PEAK_MARGIN", "Levels", "fit_links", "levels_of"]
 
 PEAK_MARGIN = 2.0
-"""A level's peak is set this far above the best rate that was observed on it: what claims more is no
-measurement of the same machine."""
+"""A level's peak is this many times the best rate that was observed on it. A time that claims more was not measured on
+the same machine."""
 
 _LEAST_SECONDS = 1e-9
 
@@ -34,8 +34,8 @@ class Levels:
 def levels_of(hosts: Sequence[str]) -> Levels:
     """The levels of a world whose rank i runs on `hosts[i]`.
 
-    Inside and between hosts, where every host holds the same number of ranks, in a row; else one level
-    for all.
+    There are two levels, inside and between hosts, if every host holds the same number of ranks, in a row. Else one
+    level joins all.
     """
     count = len(set(hosts))
     if count == 1:
@@ -84,7 +84,7 @@ class _Fit:
 
     @property
     def seconds_per_byte(self) -> float:
-        """Between smallest and largest size; of the largest alone, where noise left no slope."""
+        """The slope between smallest and largest size, or that of the largest size alone where noise left no slope."""
         sizes, times = self.samples.nbytes, self.samples.seconds
         slope = (times[-1] - times[0]) / (sizes[-1] - sizes[0])
         return slope if slope > 0.0 else times[-1] / sizes[-1]
@@ -103,7 +103,7 @@ def _latencies(fits: Sequence[_Fit], count: int) -> tuple[float, list[float]]:
 
 
 def _rates(fits: Sequence[_Fit], count: int) -> list[float]:
-    """Bytes per second of each level; a level that no group ends at gets what the next one does."""
+    """Bytes per second of each level. A level that no group ends at gets the rate of all groups."""
     rates: list[float] = []
     for level in range(count):
         ending = [fit for fit in fits if fit.outermost == level] or list(fits)

@@ -42,9 +42,9 @@ __all__ = ["check_device_type", "check_world", "measure_profile", "mesh_device",
 SMALLEST_NBYTES = 2**12
 LARGEST_NBYTES = {"cpu": 2**26, "cuda": 2**30}
 _ALWAYS_NBYTES = (2**12, 2**18, 2**24)
-"""Measured whatever they take, where they are not above the largest size."""
+"""Sizes that are always measured, unless they are above the largest size."""
 _OVERLAP_SHARE = 0.1
-"""Of the budget, for `overlap_efficiency`."""
+"""The share of the budget for `overlap_efficiency`."""
 
 
 def measure_profile(
@@ -96,7 +96,7 @@ def measure_profile(
             collectives=collectives,
             device=rates,
         )
-        # The date and the command may differ: one profile for all, hash and text.
+        # Dates and commands may differ between ranks, but all must have one profile and its hash.
         return peers.first(profile)
 
 
@@ -174,7 +174,7 @@ def _check_arguments(time_budget: float, largest_nbytes: int | None) -> None:
 def _collective_samples(
     teams: Mapping[GroupShape, Team], curves: Sequence[Curve]
 ) -> tuple[CollectiveSamples, ...]:
-    """Of the curves of `_communication`."""
+    """The samples from the curves of `_communication`."""
     if not teams:
         return ()
     keys = [(kind, shape) for shape in teams for kind in PLAN_KINDS]

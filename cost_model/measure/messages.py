@@ -1,9 +1,9 @@
-"""Collectives of one round: every rank sends to every other at once what it has for it, and waits.
+"""Collectives of one round: every rank sends its data to every other rank at once, and waits.
 
-gloo's own pass parts around a ring, a round after the other, which is right for much data and slow for little: on 4
-ranks that share 2 cores a round takes about a millisecond, whatever it carries. Times of 64 KiB there, gloo's own
-and in one round: all-reduce 7.2 and 2.9 ms, all-gather 5.0 and 2.5 ms. What plans run (`passes.ops.one_round`) and
-what profiles time (`cost_model.measure`) is this.
+gloo's own collectives pass parts around a ring, one round after the other. This is right for much data and slow for
+little: a round on 4 ranks that share 2 cores takes about a millisecond, whatever it carries. 64 KiB take there with
+gloo's own and in one round: all-reduce 7.2 and 2.9 ms, all-gather 5.0 and 2.5 ms. Plans run these collectives
+(`passes.ops.one_round`), and profiles time them (`cost_model.measure`).
 
 Messages of one pair of ranks and tag arrive in order: ranks that start the same collectives in the same order
 agree on which is which. All tensors are on the CPU; NCCL has such algorithms of its own.
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 _TAG = 20_121
-"""Of our messages, apart from 0, torch's default for users' own."""
+"""The tag of our messages. Users' own have torch's default, 0."""
 
 _MOST_SENT = {"all_gather": 2**20, "reduce_scatter": 2**20, "all_reduce": 2**16}
 """Bytes that a rank may send in one round. An all-reduce sends n / 2 times as many as a ring does, the others as
@@ -38,11 +38,11 @@ many as a ring."""
 _ADD: Mapping[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 Started = tuple[Tensor, list[Any]]
-"""(result, works): the result is there when every work has been waited for."""
+"""(result, works): the result is complete once every work has been waited for."""
 
 
 def finished(started: Started) -> Tensor:
-    """The result, once it is there."""
+    """The result, once it is complete."""
     result, works = started
     for work in works:
         work.wait()
@@ -52,7 +52,7 @@ def finished(started: Started) -> Tensor:
 def in_one_round(kind: str, part: Tensor, ranks: int, op: str = "sum") -> bool:
     """Whether the collective runs in one round. The same on all ranks.
 
-    part: what a rank sends to each other one (all-gather and all-reduce: its operand). op: of a reduction.
+    part: what a rank sends to each other one (for all-gather and all-reduce, its operand). op: of a reduction.
     """
     small = (ranks - 1) * part.nbytes <= _MOST_SENT[kind]
     return small and ranks > 2 and part.device.type == "cpu" and op in _ADD
@@ -61,8 +61,8 @@ def in_one_round(kind: str, part: Tensor, ranks: int, op: str = "sum") -> bool:
 def start_all_to_all(
     operand: Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup
 ) -> Started:
-    """Rows between those ranks that have some for each other: of halos, neighbours. gloo's own tells every rank
-    something, and waits for something of each.
+    """Rows go only between ranks that have some for each other, such as the neighbours of a halo. gloo's own
+    all-to-all sends to every rank, and waits for each.
 
     operand: [sum(sent), ...], contiguous. received, sent: rows of each rank of the group, which the two ends of a
     message must agree on. Returns [sum(received), ...].
@@ -94,7 +94,7 @@ def reduce_scatter(operand: Tensor, op: str, group: dist.ProcessGroup) -> Tensor
 
 
 def _reduced(parts: Sequence[Tensor], op: str) -> Tensor:
-    """One after the other: no machine may add in another order."""
+    """Sums one after the other, so that all machines add in one order."""
     add = _ADD[op]
     total = add(parts[0], parts[1])
     for part in parts[2:]:
@@ -108,7 +108,7 @@ def _swap(out: Sequence[Tensor], into: Sequence[Tensor], group: dist.ProcessGrou
     if out[rank].numel():
         into[rank].copy_(out[rank])
     for peer in range(group.size()):
-        # Peer by peer, sends first: a quarter faster than to receive from all first.
+        # Peer by peer, sends first: this is a quarter faster than receiving from all first.
         if out[peer].numel() and peer != rank:
             works.append(group.send([out[peer]], peer, _TAG))
         if into[peer].numel() and peer != rank:

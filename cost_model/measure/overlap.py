@@ -18,9 +18,9 @@ __all__ = ["hidden_share", "overlap_efficiency"]
 
 
 def hidden_share(communication: float, compute: float, both: float) -> float:
-    """Of the shorter of two works, the share that is hidden when they run at once, clamped to [0, 1].
+    """The share of the shorter of two works that is hidden when they run at once, clamped to [0, 1].
 
-    Seconds of each alone and of both: both = a + b - share * min(a, b).
+    a, b, both: seconds of each alone and of both, with both = a + b - share * min(a, b).
     """
     share = (communication + compute - both) / min(communication, compute)
     return min(1.0, max(0.0, share))
@@ -38,7 +38,7 @@ def overlap_efficiency(
 ) -> float:
     """Measured with an all-reduce over the largest group and about as long a run of float32 products.
 
-    0 for one rank, who has nothing to hide.
+    0 for one rank, which has nothing to hide.
     """
     if not teams:
         return 0.0

@@ -1,4 +1,4 @@
-"""The ranks of a mesh, agreeing on what they measure: everybody goes on, or everybody raises."""
+"""The ranks of a mesh agree on what they measure: all go on, or all raise."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ def world_peers(device_type: str, timeout: timedelta = timedelta(minutes=5)) -> 
     elif device_type == "cpu":
         yield Peers(dist.group.WORLD)
     else:
-        # Named by a counter of the world: groups of a subset of ranks, made again, would find in the
-        # store the addresses of those before.
+        # A counter of the world names the group: a group of a subset of ranks that is made again would
+        # find the addresses of the one before in the store.
         group = dist.new_group(timeout=timeout, backend="gloo")
         assert isinstance(group, dist.ProcessGroup)
         try:

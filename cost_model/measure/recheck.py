@@ -72,10 +72,10 @@ def recheck(
     clock: Clock | None = None,
 ) -> tuple[CheckedPoint, ...]:
     """Smallest, middle and largest size of every collective over every group of the mesh, of memory
-    traffic and of products by dtype. What is off is measured once more, and the nearer time counts.
+    traffic and of products by dtype. A point that is off is measured once more, and the nearer time counts.
 
     Call it on every rank of the mesh; the result is the same on all. A group that the profile has not
-    measured is compared with its modelled price. Raises as `Profile.measure`.
+    measured is compared with its modelled price. Raises what `Profile.measure` does.
     """
     spec = MeshSpec.of(mesh)
     check_world(spec, world_size())

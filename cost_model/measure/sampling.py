@@ -5,10 +5,10 @@ product in bfloat16. Two phases:
 
 sweep    each series in turn: a small, a middle and a big size always; then those between and beyond,
          ascending, as far as they fit in the series' share of the budget.
-repeat   one repetition of every point in turn, again and again, until the budget is spent: what the machine
-         does besides meets all points alike.
+repeat   one repetition of every point in turn, again and again, until the budget is spent. So other
+         work of the machine disturbs all points alike.
 
-Before each repetition is a barrier. Rank 0 alone looks at its clock to decide what comes next, so that all
+Each repetition starts with a barrier. Rank 0 alone decides by its clock what comes next, so that all
 ranks do the same.
 """
 
@@ -25,14 +25,14 @@ from cost_model.measure.statistics import Curve, curve, median
 __all__ = ["Budget", "Progress", "Series", "sample"]
 
 _SWEEP_SHARE = 0.6
-"""Of the budget, for the sweep; the rest is for repetitions."""
+"""The share of the budget for the sweep. The rest is for repetitions."""
 _SWEEP_REPETITIONS = 2
 _REPETITIONS = 40
-"""At most, per point."""
+"""The most repetitions of a point."""
 _MOST_CALLS = 200
 _OVERDRAWN_CALLS = 16
-"""When the budget is spent: sizes that are always measured need not be measured as well. What takes no time by the
-clock, as kernels do that do nothing, would else be called most."""
+"""The most calls in a row once the budget is spent: sizes that are always measured need not be measured as well.
+Kernels that do nothing take no time by the clock, and would be called most."""
 
 Progress = Callable[[str, float], None]
 """Told what is being measured, and the share of the budget spent, in [0, 1]."""
@@ -44,10 +44,10 @@ class Series:
     sizes:   increasing, and about proportional to the time of large ones: bytes, operations.
     prepare: size -> the work to time. May raise, and must not wait for other ranks.
     across:  the ranks' seconds of one repetition -> its seconds: `max` where they wait for each other.
-    least:   seconds of a repetition: shorter work is called in a row. A barrier lets ranks go a fraction
+    least:   seconds of a repetition: shorter work is called in a row. Ranks leave a barrier a fraction
              of a millisecond apart, and ranks that share a core take turns of a few.
-    always:  of the sizes, those that are measured whatever they take; (): the first three.
-    ahead:   the device's time where the host is ahead of it, and not the host's.
+    always:  the sizes that are measured whatever they take; (): the first three.
+    ahead:   whether to time the device with the host ahead of it, and not the host.
     """
 
     name: str
@@ -104,7 +104,7 @@ class _Sampler:
 
     def point(self, series: Series, size: int) -> _Point:
         point = _Point(series, size, self.peers.collectively(series.name, partial(series.prepare, size)))
-        # Warm up: the first call of all may set up connections, and says nothing of the time.
+        # Warm up: the first call may set up connections, and says nothing of the time.
         once = min(self.time(point), self.time(point))
         most = _MOST_CALLS if self.spent < 1.0 else _OVERDRAWN_CALLS
         point.calls = max(1, min(most, int(series.least / max(once, 1e-9))))
@@ -130,8 +130,8 @@ class _Sampler:
 
 
 def _expected(points: Sequence[_Point], size: int) -> float:
-    """Seconds that the sweep of one more size may take: no more than a larger size took; were time
-    proportional to size, if none was larger."""
+    """Seconds that the sweep of one more size may take: no more than a larger size took. If none was larger, time is
+    taken to be proportional to size."""
     calls = 2 + _SWEEP_REPETITIONS
     larger = [median(point.samples) for point in points if point.size > size]
     if larger:

@@ -42,12 +42,12 @@ def monotone(values: Sequence[float]) -> list[float]:
 
 
 def pooled_medians(repeated: Sequence[Sequence[float]]) -> list[float]:
-    """Medians of each group of values, never falling: falling runs are pooled, and get the median of all.
+    """Medians of each group of values, never falling. Groups of a falling run are pooled, and get the median of all.
 
         [[1], [3, 3, 9], [2], [5]] -> [1, 3, 3, 5]
 
-    A larger buffer that took less time is noise. These are the never falling values nearest to all the
-    given ones in the sum of distances; one wild value moves none.   [pool adjacent violators, in L1]
+    A larger buffer that took less time is noise. The result is the never falling sequence nearest to all given
+    values in the sum of distances; one wild value moves nothing.   [pool adjacent violators, in L1]
     """
     blocks: list[tuple[list[float], int]] = []  # values, groups
     for values in repeated:

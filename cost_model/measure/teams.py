@@ -19,7 +19,7 @@ Axes = tuple[str, ...]
 
 
 def shapes_of(spec: MeshSpec) -> dict[GroupShape, Axes]:
-    """Every distinct shape -> the axes that make it, in mesh order; fewest axes where several do."""
+    """Every distinct shape -> the axes that make it, in mesh order. If several sets of axes do, the smallest counts."""
     axes = spec.real_axes()
     found: dict[GroupShape, Axes] = {}
     for count in range(1, len(axes) + 1):
@@ -30,9 +30,9 @@ def shapes_of(spec: MeshSpec) -> dict[GroupShape, Axes]:
 
 @contextmanager
 def teams_of(mesh: DeviceMesh, spec: MeshSpec) -> Generator[Mapping[GroupShape, Team]]:
-    """This rank's group of every shape; the mesh holds all ranks of the world, who enter together.
+    """This rank's group of every shape. The mesh holds all ranks of the world, which enter together.
 
-    Groups of several axes are made for the while: for the whole world its own group serves.
+    Groups of several axes exist only inside the context. The world's own group serves for the whole world.
     """
     made: list[dist.ProcessGroup] = []
     teams: dict[GroupShape, Team] = {}

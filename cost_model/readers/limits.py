@@ -1,4 +1,4 @@
-"""Nothing is faster than its links: bandwidths that cannot be, and hosts that the links do not describe."""
+"""Refuses bandwidths that the links cannot reach, and hosts that the links do not describe."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["check_hosts", "check_speed"]
 def check_speed(run: Run, links: Sequence[LinkLevel], busbw_limit: float | None) -> None:
     """ProfileError for a point that the links' peak rates, or a stated bus bandwidth, rule out.
 
-    The links decide by `floor_slope`: an all-reduce needs only S bytes through each port, for switches may
+    The links decide by `floor_slope`: an all-reduce needs only S bytes through each port, because switches may
     reduce (NVLink SHARP reports more bus bandwidth than its links have). `busbw_limit`, in bytes per
     second, holds for the bus bandwidth as it was printed.
     """

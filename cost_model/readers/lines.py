@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 
-from cost_model.readers.points import Place
+from cost_model.readers.points import Place, refuse
 
-__all__ = ["Line", "lines_of", "parse_time"]
+__all__ = ["Line", "lines_of", "parse_time", "whole_number"]
 
 _STAMP = r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?"
 _STAMPED = re.compile(rf"\s*[\[(]?({_STAMP})[\])]?:?(?:\s|$)")
@@ -32,7 +32,7 @@ class Line:
 
 
 def lines_of(file: str, text: str) -> Iterator[Line]:
-    """The lines of `text`, numbered from 1. Of a line redrawn with carriage returns, the last state."""
+    """The lines of `text`, numbered from 1. A line that was redrawn with carriage returns has its last state."""
     for number, raw in enumerate(text.split("\n"), start=1):
         shown, when = _strip(raw.rstrip().rsplit("\r", 1)[-1])
         yield Line(Place(file, number), shown, when)
@@ -60,3 +60,10 @@ def parse_time(text: str) -> datetime | None:
     except ValueError:
         return None
     return when.astimezone().replace(tzinfo=None) if when.tzinfo else when
+
+
+def whole_number(line: Line, digits: str) -> int:
+    """An integer of `line`. ProfileError for more than 18 digits, which no benchmark prints and Python may refuse."""
+    if len(digits) > 18:
+        refuse(line.place, f"a number has {len(digits)} digits", line.text, "the output as it was printed")
+    return int(digits)

@@ -18,7 +18,7 @@ Curves = dict[tuple[str, GroupShape], list[Point]]
 def merged(runs: Sequence[Run]) -> tuple[tuple[CollectiveSamples, ...], tuple[str, ...]]:
     """Curves for a profile, and what was done to get them, in sentences.
 
-    Of two points of one kind, group and size the newer counts; of equal age, the later in `runs`.
+    The newer of two points of one kind, group and size counts; if they are equally old, the later in `runs`.
     Raises ProfileError, naming file and line, for a time further below that of fewer bytes than noise
     explains, and for a curve of a single size.
     """

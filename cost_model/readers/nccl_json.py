@@ -110,7 +110,7 @@ def read_nccl_json(file: str, text: str, when: datetime) -> tuple[Run, ...]:
 
 
 def _integer(digits: str) -> int | float:
-    """More than 18 digits count nothing; Python itself refuses to read thousands."""
+    """An integer of more than 18 digits counts nothing, and Python refuses to read thousands of digits."""
     return int(digits) if len(digits) <= 18 else float(digits)
 
 
@@ -119,7 +119,7 @@ def _around(text: str, position: int) -> str:
 
 
 def _program(root: _Entry) -> str | None:
-    """From the command line; None if it is of no known program (a renamed one)."""
+    """The program of the command line; None if it is not known (a renamed one)."""
     args = root.data.get("args")
     if not isinstance(args, list) or not args or not isinstance(args[0], str):
         root.refuse("args", "is not a command line")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from cost_model.readers.lines import Line, parse_time
+from cost_model.readers.lines import Line, parse_time, whole_number
 from cost_model.readers.nccl_kind import ITEM_BYTES
 from cost_model.readers.points import refuse
 from cost_model.readers.printed import Printed
@@ -129,7 +129,7 @@ def _decimal(line: Line, name: str, word: str) -> Printed:
 def _integer(line: Line, name: str, word: str) -> int:
     if not (word.isascii() and word.isdigit()):
         refuse(line.place, f"{name} is {word!r}, not an integer", line.text, "the output as it was printed")
-    return int(word)
+    return whole_number(line, word)
 
 
 def _item_bytes(line: Line, word: str) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from cost_model.readers.lines import Line, lines_of
+from cost_model.readers.lines import Line, lines_of, whole_number
 from cost_model.readers.nccl_kind import PROGRAMS, kind_of
 from cost_model.readers.nccl_rows_text import Columns, check_units, read_columns, read_row, sizes_asked
 from cost_model.readers.points import Group, Place, Run, group_of, refuse
@@ -104,7 +104,7 @@ class _Reader:
                 line.text,
                 f"{_WHOLE} to a file; several processes are one run only if nccl-tests is built with MPI=1",
             )
-        threads, gpus, least, most, step = (int(match[i]) for i in range(1, 6))
+        threads, gpus, least, most, step = (whole_number(line, match[i]) for i in range(1, 6))
         if threads * gpus < 1 or least < 1 or step < (2 if match[6] == "factor" else 1):
             refuse(line.place, "the sizes or ranks of the run cannot be", line.text, _WHOLE)
         sizes = (least, most, step, match[6] == "factor")
@@ -114,7 +114,7 @@ class _Reader:
 
     def _rank(self, line: Line, match: re.Match[str]) -> None:
         run = self._open(line)
-        rank, group = int(match[1]), int(match[2])
+        rank, group = whole_number(line, match[1]), whole_number(line, match[2])
         run.members.setdefault(group, []).append(rank)
         run.hosts[rank] = match[3]
         run.device = run.device or match[4].strip()
@@ -129,8 +129,8 @@ class _Reader:
             self._name(line, match[1].removesuffix("_mpi").removesuffix("_perf"))
         elif (match := _REDUCED.match(line.text)) and self.run is not None:
             least, _, step, factor = self.run.sizes
-            self.run.sizes = (least, int(match[1]), step, factor)
-        elif (match := _ERRORS.match(line.text)) and int(match[1]):
+            self.run.sizes = (least, whole_number(line, match[1]), step, factor)
+        elif (match := _ERRORS.match(line.text)) and match[1].strip("0"):
             refuse(
                 line.place,
                 f"{match[1]} results were wrong",
@@ -143,7 +143,7 @@ class _Reader:
             self._other(line.text)
 
     def _may_be_rank(self, text: str) -> bool:
-        """Between the header and the table only lines of ranks are indented, and what stands over columns."""
+        """Only lines of ranks and the words over columns are indented between the header and the table."""
         before_table = self.run is not None and self.run.columns is None
         return before_table and text.startswith("#  ") and "out-of-place" not in text
 
@@ -230,7 +230,7 @@ def _check_sizes(line: Line, run: _Open) -> None:
             _WHOLE,
         )
     for row, size in zip(run.rows, _cycle(wanted, len(run.rows)), strict=True):
-        # Rounded down to a whole element; where each rank has its share, to 16 bytes or one on each.
+        # Sizes are rounded down to a whole element; if each rank has a share, to 16 bytes or one element on each.
         whole = row.nbytes > 0 and row.count * row.item_bytes == row.nbytes
         if not size - (row.item_bytes if whole else 32 * ranks) < row.nbytes <= size:
             refuse(row.place, f"the row should be of {size} bytes, by the header", row.text, _WHOLE)

@@ -1,4 +1,4 @@
-"""What every reader gives: points measured on a group of ranks, each with the file and line it came from."""
+"""Points measured on a group of ranks, each with the file and line it came from. Every reader gives them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times that never fall with size, from measured times that do so by a little."""
+"""Times that never fall with size, from measured times that fall by a little."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def worst_fall(times: Sequence[float]) -> tuple[int, int, float]:
 
 
 def pooled(times: Sequence[float]) -> tuple[float, ...]:
-    """The non-decreasing sequence nearest to `times` in least squares: neighbours that fall get their mean.
+    """The non-decreasing sequence nearest to `times` in least squares. Neighbours that fall get their mean.
 
     (3, 1, 2, 5) -> (2, 2, 2, 5). Pool adjacent violators. [Barlow et al. 1972]
     """

@@ -44,8 +44,8 @@ def read_profile(
     busbw_limit: highest bus bandwidth to believe, bytes per second. The links' peak holds in any case.
 
     The result is not nominal: groups that were measured are priced as "measured", all others as
-    "modelled". Its name and `sources` say what is still of a nominal base. What was left out is in
-    `sources` too; what was averaged or replaced by newer, also in a logged warning.
+    "modelled". Its name and `sources` say what is still of a nominal base. Rows that were left out
+    are in `sources` too. Times that were averaged or replaced are there and in a logged warning.
 
     Raises ProfileError with file and line, the text there and a remedy for anything garbled, cut, wrong,
     contradictory or impossible.

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from cost_model.readers.lines import Line, lines_of, parse_time
+from cost_model.readers.lines import Line, lines_of, parse_time, whole_number
 from cost_model.readers.points import Group, Place, Point, Run, busbw_factor, refuse
 from cost_model.readers.printed import agree
 from cost_model.readers.rows import PROOF
@@ -84,11 +84,11 @@ class _Reader:
         text = line.text.strip()
         if match := _TITLE.search(text):
             self.finish()
-            self._open = _Open(line.place, self._known(line, match[1]), int(match[2]))
+            self._open = _Open(line.place, self._known(line, match[1]), whole_number(line, match[2]))
         elif match := _SINGLE.search(text):
             self.finish()
             self._known(line, match[1])
-            self._single = (line, match[1], payload(line, match[2], 1000), int(match[3]))
+            self._single = (line, match[1], payload(line, match[2], 1000), whole_number(line, match[3]))
         elif self._single is not None and (match := _LINE.match(line.text)):
             self._bandwidth_line(line, match)
         elif text.startswith("|"):

@@ -8,6 +8,7 @@ may be missing at its ends; those that are there are the same.
 from __future__ import annotations
 
 import random
+import re
 import string
 from functools import cache
 from pathlib import Path
@@ -157,3 +158,23 @@ def test_damaged_table_is_refused_or_gives_some_of_the_same_prices(
         wanted = points_of(name)
         assert found.keys() <= wanted.keys()
         assert found == pytest.approx({key: wanted[key] for key in found}, rel=PROOF)
+
+
+@pytest.mark.parametrize(
+    ("name", "before"),
+    [
+        ("all_reduce_perf.txt", "# nThread "),
+        ("all_reduce_perf.txt", "#  Rank  "),
+        ("all_reduce_perf.txt", "Group  "),
+        ("all_reduce_perf.txt", "           8     "),
+        ("all_reduce_perf.txt", "Out of bounds values : "),
+        ("all_reduce_bench.txt", "all_reduce over "),
+    ],
+)
+def test_a_number_of_more_digits_than_python_reads(tmp_path: Path, name: str, before: str) -> None:
+    text = text_of(name)
+    at = text.index(before) + len(before)
+    path = tmp_path / name
+    path.write_text(text[:at] + re.sub(r"^ *\d+", "9" * 5000, text[at:]), encoding="utf-8")
+    with pytest.raises(ProfileError, match=r"\n  try: "):
+        read_profile([path])
