@@ -42,7 +42,9 @@ class RuleTable:
     """
 
     builders: dict[str, Builder] = field(default_factory=dict)
-    made: dict[tuple[int, Hashable], tuple[Any, OpRule]] = field(default_factory=dict, repr=False, compare=False)
+    made: dict[tuple[int, Hashable], tuple[Any, OpRule]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def register(
         self,
