@@ -1,4 +1,4 @@
-"""Does planning take as long as at the last landing? Small models, each as a ratio to a fixed piece of work of this run.
+"""Does planning take as long as at the last landing? Small models, as ratios to a fixed piece of work of the same run.
 
 python -m benchmarks.planning --check       # compares with benchmarks/planning_landing.json; what CI runs
 python -m benchmarks.planning --record      # writes that file
