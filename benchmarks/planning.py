@@ -3,6 +3,7 @@
     python -m benchmarks.planning                                   # Llama-3-8B, 32 layers, dp=32, tp=8
     python -m benchmarks.planning --layers 4 --mesh dp=4,sp=8,tp=8 --memory-limit 70GB
     python -m benchmarks.planning --model llama-3-70b
+    python -m benchmarks.planning --check                           # small models against the last landing, as CI does
     python -m benchmarks.planning --sweep                           # growth with layers, axes and devices
 
 The model lives on `meta`, the prices are those of a profile; no GPU, no process group, one thread. The stages
@@ -33,6 +34,7 @@ from autoshard import MeshSpec, Profile, find_plan
 from autoshard.cli import parse_mesh
 from autoshard.planning import prices_of
 from benchmarks.models import MODELS
+from benchmarks.planning_check import check, record
 from cost_model.memory import parse_bytes
 from passes.canonicalize import canonicalize
 from passes.capture import capture
@@ -98,6 +100,11 @@ def main() -> None:
     arguments = _parser().parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    if arguments.record:
+        record()
+        return
+    if arguments.check:
+        sys.exit("\n".join(check()) or 0)
     if arguments.sweep:
         _sweep(arguments)
         return
@@ -253,6 +260,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--time-limit", type=float, default=600.0, help="seconds for the search")
     parser.add_argument("--whole", action="store_true", help="only find_plan, in one stage")
     parser.add_argument("--sweep", action="store_true", help="a table of growth; takes minutes")
+    parser.add_argument(
+        "--check", action="store_true", help="small models against the last landing's figures"
+    )
+    parser.add_argument("--record", action="store_true", help="write those figures")
     parser.add_argument("--json", action="store_true", help="one line of JSON instead of a table")
     return parser
 

@@ -15,7 +15,7 @@ from .graph import Graph
 from .problem import Array
 from .tables import BLOCK, Index
 
-__all__ = ["needed_strategies"]
+__all__ = ["dominated_pairs", "needed_strategies"]
 
 WORK_LIMIT = 400_000_000
 """Skip a matrix with more multiply-adds than this: the comparison would cost more than the search."""
@@ -27,9 +27,7 @@ def needed_strategies(graph: Graph, node: int) -> Index | None:
     matrices = [graph.adjacent[node][other] for other in sorted(graph.adjacent[node])]
     if any(matrix.size * len(cost) > WORK_LIMIT for matrix in matrices):
         return None
-    better, worse = graph.tables.once(
-        ("dominated", id(cost), *map(id, matrices)), lambda: _dominated(cost, matrices)
-    )
+    better, worse = graph.tables.once("dominated", (cost, *matrices), lambda: dominated_pairs(cost, matrices))
     dominates = np.zeros((len(cost), len(cost)), dtype=bool)
     dominates[better, worse] = True
     usage = graph.usage(node)
@@ -41,7 +39,7 @@ def needed_strategies(graph: Graph, node: int) -> Index | None:
     return _survivors(dominates)
 
 
-def _dominated(cost: Array, matrices: Sequence[Array]) -> tuple[Index, Index]:
+def dominated_pairs(cost: Array, matrices: Sequence[Array]) -> tuple[Index, Index]:
     """Pairs of strategies of which the first makes the second needless, memory rows aside.
 
     Most pairs are told apart by a few columns: all columns are compared only for those that are not.
@@ -54,13 +52,13 @@ def _dominated(cost: Array, matrices: Sequence[Array]) -> tuple[Index, Index]:
         first, second = np.nonzero(~(least > 0))
         total = cost[first] - cost[second]
         for matrix in matrices:
-            total += excess(matrix, first, second)
+            total += _excess(matrix, first, second)
     found = total <= 0
     return first[found], second[found]
 
 
 def _some_excess(matrix: Array) -> Array:
-    """[a, b] at most `excess`: that of the column in which b costs least, and of the one in which a costs most."""
+    """[a, b] at most `_excess`: that of the column in which b costs least, and of the one in which a costs most."""
     every = np.arange(len(matrix))
     best, worst = matrix.argmin(axis=1), matrix.argmax(axis=1)
     at_best = matrix[:, best] - matrix[every, best]
@@ -70,7 +68,7 @@ def _some_excess(matrix: Array) -> Array:
     return found
 
 
-def excess(matrix: Array, first: Index, second: Index) -> Array:
+def _excess(matrix: Array, first: Index, second: Index) -> Array:
     """[pairs] = max over k of matrix[first, k] - matrix[second, k], over the k that the second allows.
 
     What the first can cost more on this edge at worst; inf where the second allows a k that the first does not.

@@ -104,11 +104,13 @@ class Tables:
         assert isinstance(found, np.ndarray)
         return found
 
-    def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` returns, of operations on interned arrays named by their ids: made once per key."""
+    def once(self, name: str, arrays: tuple[Array, ...], make: Callable[[], T]) -> T:
+        """What `make` returns, the operation `name` of these arrays: made once for the same objects."""
+        key = (name, *map(id, arrays))
         if key not in self._memo:
-            self._memo[key] = make()
-        return cast(T, self._memo[key])
+            self._memo[key] = arrays, make()  # with the arrays, so that their ids stay their own
+        _, made = cast(tuple[object, T], self._memo[key])
+        return made
 
     def function(self, matrix: Array) -> Index | None:
         """The column of each row, if every row has exactly one finite entry; otherwise None."""
