@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx
 
-from passes.joint import JointGraph, node_values
+from passes.joint import GraphInput, GraphOutput, JointGraph, node_values
 from passes.properties import HasGraph, Kept, Property, described, of_ops
 
 __all__ = ["CAPTURED", "ENDS", "FUNCTIONAL", "INVARIANTS", "IN_ORDER", "NO_DEAD_CODE", "NO_USES"]
@@ -106,9 +106,13 @@ INVARIANTS: tuple[Property[Any], ...] = (
 def _ends(joint: JointGraph) -> Sequence[str]:
     """A pass may append a seed."""
     given = zip(joint.inputs, joint.placeholders, strict=True)
-    inputs = [f"{spec}: {_types(node)}" for spec, node in given if spec.kind != "seed"]
+    inputs = [_end(spec, node) for spec, node in given if spec.kind != "seed"]
     returned = zip(joint.outputs, joint.results, strict=True)
-    return [*inputs, *(f"{spec}: {None if node is None else _types(node)}" for spec, node in returned)]
+    return [*inputs, *(_end(spec, node) for spec, node in returned)]
+
+
+def _end(spec: GraphInput | GraphOutput, node: fx.Node | None) -> str:
+    return f"{spec.kind} {spec.name} ({spec.index}): {None if node is None else _types(node)}"
 
 
 def _types(node: fx.Node) -> str:

@@ -23,7 +23,7 @@ _EQUATIONS: dict[Any, str] = {
 
 
 PRODUCTS_ARE_CONTRACTS = of_ops(
-    "every product is a contract", lambda node: "a product" if node.target in _EQUATIONS else None
+    "no product but contracts", lambda node: "is one" if node.target in _EQUATIONS else None
 )
 
 

@@ -22,7 +22,7 @@ _SCATTERS = (aten.scatter.value, aten.scatter.src, aten.scatter_add.default)
 
 SCATTERS_WRITTEN = of_ops(
     "no scatter sets one element per row",
-    lambda node: "does" if node.target in _SCATTERS and _one_per_row(node) else None,
+    lambda node: "is one" if node.target in _SCATTERS and _one_per_row(node) else None,
 )
 
 
