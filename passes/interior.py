@@ -28,6 +28,7 @@ from passes.assignment import Assignment
 from passes.cuts import ops_of
 from passes.joint import JointGraph, map_operands, result_index, tensor_operands
 from passes.layout import Span
+from passes.op_traits import is_use
 from passes.redistribution.steps import HaloExchange, Step
 from passes.rules.registry import RuleTable
 from passes.rules.rule import LocalContext, OpRule
@@ -77,7 +78,7 @@ def exchange_before(node: fx.Node, position: int, assignment: Assignment) -> tup
     the `use` it reads. None if there is none."""
     source = tensor_operands(node)[position]
     for reader, operand in ((node, position), (source, 0)):
-        if reader is source and source.target is not torch.ops.autoshard.use.default:
+        if reader is source and not is_use(source):
             return None
         producer, index = result_index(tensor_operands(reader)[operand])
         if assignment[producer.name].results[index] != assignment[reader.name].operands[operand]:

@@ -37,8 +37,8 @@ from torch import fx
 
 from passes.assignment import Assignment
 from passes.joint import JointGraph
+from passes.op_traits import is_product
 from passes.phase_ops import ops_by_phase
-from passes.recompute import is_collective
 from passes.transfers import Move, Transfer, Turn, late_transfers, transfers
 
 __all__ = [
@@ -46,7 +46,6 @@ __all__ = [
     "REACH",
     "Merge",
     "Side",
-    "is_product",
     "issue_order",
 ]
 
@@ -55,34 +54,6 @@ PREFETCH = 2
 
 REACH = 8
 """Products that a collective may be moved across: the gradients of one attention or MLP block."""
-
-_PRODUCTS = frozenset(
-    {
-        "autoshard.contract.default",
-        "autoshard.grouped_mm.default",
-        "autoshard.attention.default",
-        "autoshard.attention_backward.default",
-        "autoshard.neighborhood_attention.default",
-        "autoshard.neighborhood_attention_backward.default",
-        "aten.mm.default",
-        "aten.bmm.default",
-        "aten.addmm.default",
-        "aten.baddbmm.default",
-        "aten.convolution.default",
-        "aten.convolution_backward.default",
-    }
-)
-
-
-def is_product(node: fx.Node) -> bool:
-    """Ops that take long enough to hide a collective behind: products, attention, convolutions, and
-    any op of a library of the user's."""
-    if node.op != "call_function" or is_collective(node):
-        return False
-    name = str(node.target)
-    foreign = not name.startswith(("aten.", "prims.", "autoshard", "<"))  # "<": Python's, like getitem
-    return foreign or name in _PRODUCTS
-
 
 Side = Literal["early", "between", "last"]
 """Merged transfers are issued with the first that is read ("early"), or the last that is ready ("between", "last")."""

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from passes.issue_order import PREFETCH, REACH, is_product
+from passes.issue_order import PREFETCH, REACH
 from passes.lower_redistribute import collective_nodes
-from passes.recompute import is_cheap, is_collective
+from passes.op_traits import is_cheap, is_collective, is_product
 from passes.transfers import Turn
 
 __all__ = ["Overlap"]

@@ -19,6 +19,7 @@ from passes.joint import JointGraph, map_operands, node_value, result_index, ten
 from passes.layout import Layout, Span
 from passes.lower_redistribute import emit
 from passes.lowering_plan import LoweringPlan
+from passes.op_traits import is_use
 from passes.rules.registry import RuleTable, rule_for
 from passes.rules.rule import OpRule
 from passes.served import Served
@@ -95,7 +96,7 @@ class _Writer:
             self._output(node)
         elif result_index(node)[0] is not node:
             self.local[node] = self._getitem(node)
-        elif node.target is torch.ops.autoshard.use.default:
+        elif is_use(node):
             (self.local[node],) = self._operands(node)
         else:
             self.local[node] = self._op(node)
