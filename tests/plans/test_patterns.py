@@ -28,7 +28,7 @@ def counts(plan: Plan, phase: str) -> Counter[str]:
 
 
 def moved(plan: Plan, phase: str) -> set[tuple[str, str]]:
-    """(the parameter moved, or "" for an activation; "all_gather[dp]") of all collectives but those of single numbers."""
+    """(the parameter moved, "" for an activation; "all_gather[dp]") of all collectives of more than one number."""
     names = {r.name: r.text.removeprefix("param ") for r in plan.records if r.op == "param"}
     large = [c for c in plan.collectives if c.phase == phase and c.nbytes > 4]
     return {(names.get(c.value, ""), f"{c.kind}[{','.join(c.axes)}]") for c in large}
@@ -128,8 +128,8 @@ def test_megatron_sequence_parallel(golden: Golden) -> None:
 
 
 def test_vocabulary_parallel(golden: Golden) -> None:
-    """Head and loss split over the vocabulary: of the loss only maxima, sums and picked logits are reduced. The embedding is
-    split over its features: two rows of tokens are cheap to gather."""
+    """Head and loss split over the vocabulary: of the loss only maxima, sums and picked logits are reduced.
+    The embedding is split over its features: two rows of tokens are cheap to gather."""
     with torch.device("meta"):
         model = LanguageModel(131072, 1024, nn.Identity())
     tokens = torch.zeros(2, 512, dtype=torch.int64)
@@ -170,7 +170,7 @@ def test_fsdp_of_tp_on_two_axes(golden: Golden) -> None:
 
 
 def test_tensor_parallel_over_two_axes(golden: Golden) -> None:
-    """Fewer rows: the same weights are cheapest never to move. Features are split over all 16 ranks, the batch is whole."""
+    """Fewer rows: the same weights are cheapest never to move. Features are split over all ranks, no batch is."""
     plan = find_plan(
         regression(8192, 28672),
         DP4_TP4,
