@@ -1,67 +1,66 @@
-"""Why a plan is what it is: its collectives, where time and bytes go, how two plans differ."""
+"""A plan in words: its collectives, where time and bytes go, how two plans differ. One part of it: `explain_part`."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
-from cost_model.errors import PlanError
+from autoshard.equal_layers import fold_numbers
+from autoshard.plan_collectives import Collective, collectives_of
+from cost_model.mesh import MeshSpec
+from cost_model.reserve import communicators
 from cost_model.units import format_bytes
 from passes.graph_text import format_seconds
+from passes.layout import Layout
 from passes.records import NodeRecord
 
-if TYPE_CHECKING:
-    from autoshard.plan import Plan
-
-__all__ = ["Collective", "collectives_of", "explain_node", "explain_plan", "plan_difference"]
+__all__ = ["collective_lines", "explain_plan", "parameter_lines", "plan_difference"]
 
 
-@dataclass(frozen=True)
-class Collective:
-    """kind over axes, of nbytes priced at seconds. value: the tensor moved; node: who reads it.
+class Explained(Protocol):
+    """What is read of a plan here: `autoshard.plan.Plan`, which prints itself with it, has all of it."""
 
-    kind: as what it is priced, a key of `PAYLOAD_BYTES`. name: the step it performs, as a plan prints it: the kind, or
-    of "point_to_point" "halo_exchange", "halo_reduce" or "reshard".
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    nbytes: int
-    seconds: float
-    value: str
-    node: str
-    phase: str
-    name: str
-
-
-def collectives_of(records: Sequence[NodeRecord]) -> tuple[Collective, ...]:
-    """Every collective that the records' transfers hold, in graph order; local steps are none.
-
-    What brings a result to the graph's end (a gradient to its parameter's layout) belongs to the
-    phase that computed it.
-    """
-    phases = {record.name: record.phase for record in records}
-    return tuple(
-        Collective(
-            kind=transfer.step.kind,
-            axes=transfer.step.axes,
-            nbytes=transfer.nbytes,
-            seconds=transfer.seconds,
-            value=operand.source,
-            node=record.name,
-            phase=phases[operand.source] if record.op == "output" else record.phase,
-            name=transfer.step.name,
-        )
-        for record in records
-        for operand in record.operands
-        for transfer in operand.transfers
-        if transfer.step.kind is not None
-    )
+    @property
+    def mesh(self) -> MeshSpec: ...
+    @property
+    def cost(self) -> float: ...
+    @property
+    def lower_bound(self) -> float: ...
+    @property
+    def gap(self) -> float: ...
+    @property
+    def status(self) -> str: ...
+    @property
+    def step_time(self) -> float: ...
+    @property
+    def peak_memory(self) -> int: ...
+    @property
+    def peak_node(self) -> str: ...
+    @property
+    def memory_limit(self) -> int | None: ...
+    @property
+    def reserve(self) -> int: ...
+    @property
+    def records(self) -> tuple[NodeRecord, ...]: ...
+    @property
+    def parameter_layouts(self) -> Mapping[str, Layout]: ...
+    @property
+    def fallbacks(self) -> tuple[str, ...]: ...
+    @property
+    def origin(self) -> Origin: ...
 
 
-def explain_plan(plan: Plan) -> str:
+class Origin(Protocol):
+    """Of a plan: the name of its prices, and whether these were never measured."""
+
+    @property
+    def profile(self) -> str: ...
+    @property
+    def nominal(self) -> bool: ...
+
+
+def explain_plan(plan: Explained) -> str:
     """A page: the prediction, its proof, the parameters' placements, collectives and costly modules."""
     origin = plan.origin
     nominal = " (nominal: not measured on any machine)" if origin.nominal else ""
@@ -76,37 +75,16 @@ def explain_plan(plan: Plan) -> str:
         "",
         *_time_table(plan),
         "",
-        *_collective_table(plan),
+        *collective_lines(collectives_of(plan.records)),
         "",
-        *_parameter_table(plan),
+        *parameter_lines(plan.parameter_layouts),
     ]
     if plan.fallbacks:
         lines += ["", *_fallback_table(plan)]
     return "\n".join(lines) + "\n"
 
 
-def explain_node(plan: Plan, name: str) -> str:
-    """One node, parameter or module: layouts, seconds and the transfers in front of it."""
-    found = [r for r in plan.records if name in (r.name, r.module) or r.text == f"param {name}"]
-    if not found:
-        raise PlanError(
-            f"explain({name!r}): the plan has no node, parameter or module of that name\n"
-            "  try: a name from to_text(), or from the model's named_parameters() or named_modules()"
-        )
-    lines: list[str] = []
-    for record in found:
-        results = ", ".join(str(result) for result in record.results)
-        lines.append(
-            f"%{record.name}: {results} = {record.op}  // {format_seconds(record.seconds)} {record.source}"
-        )
-        for operand in record.operands:
-            for transfer in operand.transfers:
-                cost = f"{format_bytes(transfer.nbytes)}, {format_seconds(transfer.seconds)}"
-                lines.append(f"    reads %{operand.source} through {transfer.step.text()}: {cost}")
-    return "\n".join(lines) + "\n"
-
-
-def plan_difference(mine: Plan, other: Plan) -> str:
+def plan_difference(mine: Explained, other: Explained) -> str:
     """What changes from `mine` to `other`: step time, memory, parameters, collectives."""
     slower = other.cost - mine.cost
     ratio = f" ({slower / mine.cost:+.1%})" if mine.cost else ""
@@ -125,34 +103,35 @@ def plan_difference(mine: Plan, other: Plan) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _kind_counts(plan: Plan) -> Counter[str]:
-    return Counter(f"{c.phase} {c.name}[{','.join(c.axes)}]" for c in plan.collectives)
+def _kind_counts(plan: Explained) -> Counter[str]:
+    return Counter(f"{c.phase} {c.name}[{','.join(c.axes)}]" for c in collectives_of(plan.records))
 
 
-def _reserved(plan: Plan) -> str:
+def _reserved(plan: Explained) -> str:
     if not plan.reserve:
         return ""
-    count = len(plan.communicators)
+    count = len(communicators(plan.mesh, [c.axes for c in collectives_of(plan.records)]))
     return (
         f", and {format_bytes(plan.reserve)} for CUDA's context and {count} communicator{'s' * (count != 1)}"
     )
 
 
-def _time_table(plan: Plan) -> list[str]:
+def _time_table(plan: Explained) -> list[str]:
     update = sum(r.seconds for r in plan.records if r.op == "param")
     lines = ["time"]
     for phase in ("forward", "backward"):
         ops = sum(r.seconds for r in plan.records if r.phase == phase and r.op != "param")
-        moved = sum(c.seconds for c in plan.collectives if c.phase == phase)
+        moved = sum(c.seconds for c in collectives_of(plan.records) if c.phase == phase)
         lines.append(
             f"  {phase:9} {format_seconds(ops):>9} compute, {format_seconds(moved):>9} communication"
         )
     return [*lines, f"  {'optimizer':9} {format_seconds(update):>9}"]
 
 
-def _collective_table(plan: Plan) -> list[str]:
+def collective_lines(collectives: Sequence[Collective]) -> list[str]:
+    """A line for the collectives of each phase, kind and axes, the longest first."""
     totals: dict[tuple[str, str, str], list[float]] = {}
-    for c in plan.collectives:
+    for c in collectives:
         row = totals.setdefault((c.phase, c.name, ",".join(c.axes)), [0, 0, 0.0])
         row[0] += 1
         row[1] += c.nbytes
@@ -166,12 +145,15 @@ def _collective_table(plan: Plan) -> list[str]:
     return lines
 
 
-def _parameter_table(plan: Plan) -> list[str]:
-    width = max((len(name) for name in plan.parameter_layouts), default=0)
-    return ["parameters"] + [f"  {name:{width}} {layout}" for name, layout in plan.parameter_layouts.items()]
+def parameter_lines(layouts: Mapping[str, Layout]) -> list[str]:
+    """A line for each parameter; those of equal layers, "layers.0-31.w", share one."""
+    rows = fold_numbers([(name, str(layout)) for name, layout in layouts.items()])
+    width = max((len(name) for name, _, _ in rows), default=0)
+    times = lambda count: f"  x {count}" if count > 1 else ""
+    return ["parameters"] + [f"  {name:{width}} {layout}{times(count)}" for name, layout, count in rows]
 
 
-def _fallback_table(plan: Plan) -> list[str]:
+def _fallback_table(plan: Explained) -> list[str]:
     """Every place in the model where an op without a rule runs, and how often."""
     lines = ["ops without a rule, run replicated with their inputs gathered"]
     for name in plan.fallbacks:

@@ -17,8 +17,10 @@ import networkx as nx
 from torch.distributed.tensor import Placement
 
 from autoshard.draw import draw
-from autoshard.explain import Collective, collectives_of, explain_node, explain_plan, plan_difference
+from autoshard.explain import explain_plan, plan_difference
+from autoshard.explain_part import explain_part
 from autoshard.plan_check import plan_problems
+from autoshard.plan_collectives import Collective, collectives_of
 from autoshard.plan_graph import plan_graph
 from autoshard.plan_json import SCHEMA_VERSION, PlanData, damaged, plan_data, plan_to_json
 from cost_model.arguments import checked_path, reject
@@ -138,10 +140,12 @@ class Plan:
         return draw(self.to_networkx(), path)
 
     def explain(self, node: str | None = None) -> str:
-        """Where the time and the bytes go; with `node`, one op, parameter or module."""
+        """Where the time and the bytes go; with `node`, of one op, parameter or module with all that it holds.
+
+        Equal layers are explained once, "x 32". PlanError, with the nearest names, for a name that the plan lacks."""
         if node is not None and not isinstance(node, str):
             raise PlanError(str(reject("node", node, "a name from explain() or to_text(), or None")))
-        return explain_plan(self) if node is None else explain_node(self, node)
+        return explain_plan(self) if node is None else explain_part(self.records, node)
 
     def why_not(self, parameter: str, placements: Any) -> str:
         """The plan found again with `parameter` pinned to `placements`, and what it costs more.

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
-from autoshard.explain import Collective
+from autoshard.plan_collectives import Collective
 from cost_model.errors import InfeasibleError
 from cost_model.mesh import MeshSpec
 from cost_model.reserve import Axes, reserve_bytes

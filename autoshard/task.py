@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from autoshard.explain import collectives_of
 from autoshard.pins import resolve_pins
 from autoshard.plan import Plan, PlanOrigin
+from autoshard.plan_collectives import collectives_of
 from autoshard.reserve import found_within, plan_reserve
 from autoshard.version import __version__
 from cost_model.bucketed import BucketedPrices

@@ -77,6 +77,7 @@ def _title(graph: nx.DiGraph, group: Group, seconds: float, repeat: int) -> Line
     name = first["module"] if len(group.members) == 1 else group.key
     if first["kind"] in OWN_BOX:
         name = f"{first['kind']} {first['label'].removeprefix(first['kind'] + ' ')}"
+        name = name if len(group.members) == 1 else f"{len(group.members)} {first['kind']}s"
     times = f"{repeat} × " if repeat > 1 else ""
     price = format_seconds(seconds) if seconds > 0 else ""
     return Line("title", _short(name) or "(model)", (times + price).removesuffix("× "))

@@ -9,8 +9,9 @@ import networkx as nx
 
 __all__ = ["OWN_BOX", "Group", "Grouping", "group_by_module"]
 
-# Placeholders drawn as boxes of their own; the others are lines in the box of their first reader.
+# Placeholders drawn as boxes of their own, all tangents as one; the others are lines in the box of their first reader.
 OWN_BOX = frozenset({"input", "tangent"})
+TANGENTS = "gradients of the outputs"  # key of their group: no module's path has spaces
 
 
 @dataclass
@@ -73,7 +74,9 @@ def _group(graph: nx.DiGraph, order: list[str], key_of: Callable[[str], str]) ->
     builder = _Builder(graph)
     for node in order:
         data = graph.nodes[node]
-        if data["kind"] in OWN_BOX:
+        if data["kind"] == "tangent":
+            builder.place(node, TANGENTS, data["phase"])
+        elif data["kind"] in OWN_BOX:
             builder.open(node, data["label"], data["phase"])
         elif data["kind"] == "output" or not (graph.pred[node] or data["kind"] == "op"):
             continue  # drawn inside the boxes that it is read or computed in

@@ -51,7 +51,8 @@ class Edge:
 @dataclass(frozen=True)
 class Scene:
     """mesh: title. op_seconds, totals: of the whole graph, folded layers included.
-    phases: (name, left, right) of each phase that has boxes."""
+    phases: (name, left, right) of each phase that has boxes.
+    opening: (left, width) of what is seen at first: the first box and the margin around it."""
 
     mesh: str
     op_seconds: float
@@ -61,6 +62,7 @@ class Scene:
     phases: tuple[tuple[str, float, float], ...]
     width: float
     height: float
+    opening: tuple[float, float]
 
 
 def make_scene(graph: nx.DiGraph) -> Scene:
@@ -99,7 +101,15 @@ def make_scene(graph: nx.DiGraph) -> Scene:
         phases=tuple(phases),
         width=width,
         height=bottom + MARGIN,
+        opening=_opening(placed),
     )
+
+
+def _opening(placed: dict[int, PlacedBox]) -> tuple[float, float]:
+    if not placed:
+        return 0.0, 760.0
+    first = min(placed.values(), key=lambda box: (box.top, box.left))
+    return first.left - MARGIN, first.box.width + 2 * MARGIN
 
 
 def _row_tops(boxes: list[Box], rows: list[int]) -> tuple[list[float], float]:

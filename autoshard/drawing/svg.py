@@ -40,6 +40,8 @@ def svg_text(graph: nx.DiGraph) -> str:
     scene = make_scene(graph)
     width, height = f"{scene.width:.0f}", f"{scene.height:.0f}"
     size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+    left, span = scene.opening
+    size += f' data-left="{left:.0f}" data-span="{span:.0f}"'
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {size}>',
         f"<style>{STYLE}</style>",

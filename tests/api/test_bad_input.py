@@ -292,7 +292,7 @@ def test_a_memory_limit_nothing_meets_names_what_binds() -> None:
     with pytest.raises(InfeasibleError) as caught:
         find_plan(two_linear(), MeshSpec({"x": 2}), (data()[0],), profile=slow_compute(), memory_limit="1KB")
     text = str(caught.value)
-    assert "1KB" in text or "1000" in text, text
+    assert text.startswith("no plan fits memory_limit=1KB per device on mesh (x=2)\n")
     assert "try" in text and "memory" in text, text
 
 

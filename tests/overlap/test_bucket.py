@@ -176,7 +176,9 @@ def layouts_seen() -> list[int]:
 
 def test_random_layouts_made_buckets(layouts_seen: list[int]) -> None:
     """Otherwise the test above would show nothing."""
-    assert not layouts_seen or sum(layouts_seen) > 5, layouts_seen
+    if not layouts_seen:
+        pytest.skip("the test above was not run")
+    assert sum(layouts_seen) > 5, layouts_seen
 
 
 @pytest.mark.parametrize("axes", [{"a": 3}, {"a": 4}], ids=str)
@@ -205,9 +207,12 @@ class Branches(nn.Module):
         return self.one(up) + self.two(down)
 
 
-@pytest.mark.parametrize("rows", [(4, 4, 4), (5, 0, 7), (1, 10, 1)], ids=str)
-def test_halos_that_may_travel_together(rows: tuple[int, ...]) -> None:
-    """What the convolutions read in one message set, where starting costs all; and what they leave too."""
+@pytest.mark.parametrize(
+    ("rows", "expected"), [((4, 4, 4), [2, 1]), ((5, 0, 7), [4, 3]), ((1, 10, 1), [4, 3])], ids=str
+)
+def test_halos_that_may_travel_together(rows: tuple[int, ...], expected: list[int]) -> None:
+    """What the convolutions read in one message set, where starting costs all. Uneven rows are evened out before and
+    after, by a message set each."""
     mesh, joint = MeshSpec({"a": 3}), joint_of(Branches(), torch.randn(1, 1, 12))
     assignment = in_space(joint, mesh, rows)
     counts: list[int] = []
@@ -218,7 +223,7 @@ def test_halos_that_may_travel_together(rows: tuple[int, ...]) -> None:
         check_equal(joint, assignment, mesh, ranks)
         exchanges = [n for n in collective_nodes(Bucket()(ranks[1].forward).graph) if n.target is ALL_TO_ALL]
         counts.append(len(exchanges))
-    assert counts == [2, 1] or (len(set(rows)) > 1 and counts[1] < counts[0])  # others are evened out first
+    assert counts == expected
 
 
 ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default

@@ -102,7 +102,7 @@ def test_prices_would_choose_otherwise(plan: Plan) -> None:
     assert same == plan.lowering
     other, _ = decide_lowering(joint, plan.assignment, prices_of(bytes_cost_all(), plan.mesh))
     assert other.steps != plan.lowering.steps
-    assert groups_of(other) - groups_of(plan.lowering) or buckets(other) != buckets(plan.lowering)
+    assert (groups_of(other), buckets(other)) != (groups_of(plan.lowering), buckets(plan.lowering))
 
 
 def groups_of(lowering: LoweringPlan) -> set[frozenset[str]]:

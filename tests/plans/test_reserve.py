@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from autoshard import InfeasibleError, MeshSpec, Plan, find_plan
-from autoshard.explain import Collective
+from autoshard.plan_collectives import Collective
 from autoshard.reserve import found_within, plan_reserve
 from cost_model.reserve import COMMUNICATOR_BYTES, CONTEXT_BYTES, PAIR_BYTES, PEER_BYTES
 from passes.search.find import Found

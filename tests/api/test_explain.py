@@ -1,0 +1,118 @@
+"""What a plan says of its modules, and how it tells equal layers once. Expected lines are written by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from autoshard import MeshSpec, Plan, find_plan
+from autoshard.equal_layers import fold_numbers
+from autoshard.explain import parameter_lines
+from autoshard.explain_part import explain_part
+from cost_model.errors import PlanError
+from passes.layout import Layout
+from passes.records import NodeRecord, OperandRecord, ResultRecord, Transfer
+from passes.redistribution.steps import AllReduce
+
+WHOLE = Layout(((), ()))
+SPLIT = Layout((("tp",), ()))
+
+
+def node(
+    name: str, op: str, text: str, module: str, *reads: str, phase: str = "forward", moved: bool = False
+) -> NodeRecord:
+    transfers = (
+        (Transfer(AllReduce(before=WHOLE, after=WHOLE, axes=("tp",), op="sum"), 64, 3e-6),) if moved else ()
+    )
+    operands = tuple(OperandRecord(read, 0, WHOLE, transfers, False) for read in reads)
+    return NodeRecord(
+        name, op, text, operands, (ResultRecord((8, 4), "f32", SPLIT),), (), 1e-6, phase, module, "model.py:3"
+    )
+
+
+def layers(count: int) -> list[NodeRecord]:
+    found = [node("x", "input", "input x", "")]
+    before = "x"
+    for i in range(count):
+        module = f"layers.{i}"
+        found.append(node(f"w{i}", "param", f"param {module}.up.weight", module))
+        found.append(node(f"product{i}", "aten.mm", "aten.mm({0}, {1})", f"{module}.up", before, f"w{i}"))
+        found.append(node(f"relu{i}", "aten.relu", "aten.relu({0})", module, f"product{i}", moved=True))
+        before = f"relu{i}"
+    return found
+
+
+def test_a_module_is_all_that_it_holds() -> None:
+    assert explain_part(layers(4), "layers.3").splitlines() == [
+        "layers.3: 2 nodes, 2 us forward, 0 ns backward",
+        "collectives",
+        "  forward  all_reduce     [tp] x1         64B      3 us",
+        "parameters",
+        "  layers.3.up.weight [@tp, -]",
+        "nodes",
+        "  %product3: f32[8@tp, 4] = aten.mm  // 1 us model.py:3",
+        "  %relu3: f32[8@tp, 4] = aten.relu  // 1 us model.py:3",
+        "      reads %product3 through all_reduce[tp](sum): 64B, 3 us",
+    ]
+
+
+def test_equal_layers_are_told_once() -> None:
+    assert explain_part(layers(32), "layers").splitlines() == [
+        "layers: 64 nodes, 64 us forward, 0 ns backward",
+        "collectives",
+        "  forward  all_reduce     [tp] x32    2.048KB     96 us",
+        "parameters",
+        "  layers.0-31.up.weight [@tp, -]  x 32",
+        "nodes",
+        "  layers.0-31  x 32",
+        "  %product0: f32[8@tp, 4] = aten.mm  // 1 us model.py:3",
+        "  %relu0: f32[8@tp, 4] = aten.relu  // 1 us model.py:3",
+        "      reads %product0 through all_reduce[tp](sum): 64B, 3 us",
+    ]
+
+
+def test_near_names_are_proposed() -> None:
+    with pytest.raises(PlanError) as caught:
+        explain_part(layers(4), "layers.3.up.wieght")
+    assert str(caught.value) == (
+        "explain('layers.3.up.wieght'): the plan has no node, parameter or module of that name\n"
+        "  try: layers.3.up.weight or layers.2.up.weight or layers.1.up.weight"
+    )
+
+
+def test_numbers_fold_where_all_else_is_equal() -> None:
+    rows = [("a.0.w", 1), ("a.0.b", 5), ("a.1.w", 1), ("a.1.b", 6), ("a.3.w", 1), ("head", 1)]
+    assert fold_numbers(rows) == [
+        ("a.0-1.w", 1, 2),
+        ("a.0.b", 5, 1),
+        ("a.1.b", 6, 1),
+        ("a.3.w", 1, 1),
+        ("head", 1, 1),
+    ]
+    experts = [(f"a.{i}.e.{j}.w", 1) for i in range(4) for j in range(3)]
+    assert fold_numbers(experts) == [("a.0-3.e.0-2.w", 1, 12)]
+
+
+def test_parameters_of_equal_layers_share_a_line() -> None:
+    layouts = {"emb": WHOLE, **{f"layers.{i}.w": SPLIT for i in range(12)}, "layers.12.w": WHOLE}
+    assert parameter_lines(layouts) == [
+        "parameters",
+        "  emb           [-, -]",
+        "  layers.0-11.w [@tp, -]  x 12",
+        "  layers.12.w   [-, -]",
+    ]
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
+    return find_plan(model, MeshSpec({"x": 2}), (torch.ones(4, 8),), profile="cpu")
+
+
+def test_a_plan_answers_for_its_modules(plan: Plan) -> None:
+    first, *_ = plan.explain("3").splitlines()
+    own = [r for r in plan.records if r.module == "3" and r.op != "param"]
+    assert first.startswith(f"3: {len(own)} nodes, ")
+    with pytest.raises(PlanError, match=r"try: 3\.weight or "):
+        plan.explain("3.weigth")
