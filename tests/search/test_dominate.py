@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
 from passes.search.dominate import dominated_pairs
 from passes.search.problem import Array
 from passes.search.tables import Tables
