@@ -48,7 +48,7 @@ from passes.redistribute import (
     ReduceScatter,
     Reshard,
 )
-from passes.rules.registry import RuleTable, rule_for
+from passes.rules.registry import rule_for
 from passes.search.space import Prices
 from passes.transfers import Move, Transfer, Turn
 
@@ -65,10 +65,9 @@ def bucketed_turns(
     assignment: Assignment,
     prices: Prices,
     moved: Mapping[Transfer, Redistribution],
-    rules: RuleTable | None = None,
 ) -> Mapping[Transfer, Turn]:
     """`issue_order` with transfers merged where `prices` say that a step is shorter for it. moved: their steps."""
-    return issue_order(joint, assignment, merge=BucketPlan(assignment, prices, moved, rules))
+    return issue_order(joint, assignment, merge=BucketPlan(assignment, prices, moved))
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,6 @@ class BucketPlan:
     assignment: Assignment
     prices: Prices
     moved: Mapping[Transfer, Redistribution]
-    rules: RuleTable | None = None
 
     def __call__(self, side: Side, moves: Sequence[Move], ops: Sequence[fx.Node]) -> list[Sequence[Move]]:
         if len(moves) < 2:
@@ -128,7 +126,7 @@ class BucketPlan:
         if result_index(node)[0] is not node:
             return 0.0
         prices, layouts = self.prices, self.assignment[node.name]
-        rule = rule_for(node, self.rules)
+        rule = rule_for(node)
         found = strategy_seconds(node, rule, [layouts], prices.traffic(node), prices.mesh, prices.compute)
         return float(found[0])
 

@@ -9,7 +9,6 @@ from passes.interior import PossibleInterior, possible_interiors
 from passes.joint import JointGraph, node_values
 from passes.pricing import local_nbytes, strategy_seconds
 from passes.redistribute import Redistribution
-from passes.rules.registry import RuleTable
 from passes.search.space import Prices
 from passes.transfers import Transfer
 
@@ -21,13 +20,12 @@ def find_interiors(
     assignment: Assignment,
     prices: Prices,
     moved: Mapping[Transfer, Redistribution],
-    rules: RuleTable | None = None,
 ) -> Mapping[str, str]:
     """Ops worth computing in parts, by name -> the factor whose parts they are. moved: every transfer's steps."""
     steps = {transfer: found.steps for transfer, found in moved.items()}
     return {
         found.node.name: found.factor
-        for found in possible_interiors(joint, assignment, steps, rules)
+        for found in possible_interiors(joint, assignment, steps)
         if _gain(found, assignment, prices, sum(moved[t].seconds for t in found.exchanges)) > 0.0
     }
 
