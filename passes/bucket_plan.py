@@ -47,7 +47,6 @@ from passes.redistribute import (
     ReduceScatter,
     Reshard,
 )
-from passes.rules.registry import RuleTable
 from passes.search.space import Prices
 from passes.transfers import Move, Transfer, Turn
 
@@ -64,10 +63,9 @@ def bucketed_turns(
     assignment: Assignment,
     prices: Prices,
     moved: Mapping[Transfer, Redistribution],
-    rules: RuleTable | None = None,
 ) -> Mapping[Transfer, Turn]:
     """`issue_order` with transfers merged where `prices` say that a step is shorter for it. moved: their steps."""
-    return issue_order(joint, assignment, merge=BucketPlan(assignment, prices, moved, rules))
+    return issue_order(joint, assignment, merge=BucketPlan(assignment, prices, moved))
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,6 @@ class BucketPlan:
     assignment: Assignment
     prices: Prices
     moved: Mapping[Transfer, Redistribution]
-    rules: RuleTable | None = None
     known: dict[int, tuple[Sequence[fx.Node], list[float]]] = field(default_factory=dict)
 
     def __call__(self, side: Side, moves: Sequence[Move], ops: Sequence[fx.Node]) -> list[Sequence[Move]]:
@@ -130,7 +127,7 @@ class BucketPlan:
     def _seconds(self, node: fx.Node) -> float:
         if result_index(node)[0] is not node:
             return 0.0
-        return self.prices.op_seconds(node, self.assignment[node.name], self.rules)
+        return self.prices.op_seconds(node, self.assignment[node.name])
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import fx
 from cost_model.mesh import MeshSpec
 from passes.joint import JointGraph, node_value, result_index, result_shapes, tensor_operands
 from passes.layout import Layout, Span, nested_sizes, nested_spans, spans_of
-from passes.rules.registry import RuleTable, rule_for
+from passes.rules.registry import rule_for
 from passes.rules.rule import OpRule
 from passes.windows import Window
 
@@ -83,11 +83,11 @@ def find_cuts(
     return finder.cuts()
 
 
-def ops_of(joint: JointGraph, rules: RuleTable | None = None) -> Iterator[tuple[fx.Node, OpRule]]:
+def ops_of(joint: JointGraph) -> Iterator[tuple[fx.Node, OpRule]]:
     """The ops of the graph, in order, with their rules."""
     for node in joint.graph.nodes:
         if node.op == "call_function" and result_index(node)[0] is node:
-            yield node, rule_for(node, rules)
+            yield node, rule_for(node)
 
 
 @dataclass

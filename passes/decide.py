@@ -13,7 +13,6 @@ from passes.issue_order import issue_order
 from passes.joint import JointGraph, node_value
 from passes.lowering_plan import LoweringPlan
 from passes.redistribute import Redistribution, Redistributor
-from passes.rules.registry import RuleTable
 from passes.search.space import Prices
 from passes.transfers import Transfer, Turn, transfers
 
@@ -24,13 +23,11 @@ Moved = Mapping[Transfer, Redistribution]
 
 
 @collector_paused()
-def decide_lowering(
-    joint: JointGraph, assignment: Assignment, prices: Prices, rules: RuleTable | None = None
-) -> tuple[LoweringPlan, Moved]:
+def decide_lowering(joint: JointGraph, assignment: Assignment, prices: Prices) -> tuple[LoweringPlan, Moved]:
     """The cheapest steps, the buckets that make a step shorter, and the interiors worth it, under `prices`."""
     moved = chosen_steps(joint, assignment, prices.redistributor, prices.merged)
-    turns = bucketed_turns(joint, assignment, prices, moved, rules)
-    interiors = find_interiors(joint, assignment, prices, moved, rules)
+    turns = bucketed_turns(joint, assignment, prices, moved)
+    interiors = find_interiors(joint, assignment, prices, moved)
     return lowered_by(moved, turns, interiors), moved
 
 

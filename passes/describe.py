@@ -27,7 +27,7 @@ from passes.lowering_plan import LoweringPlan
 from passes.pricing import local_nbytes
 from passes.records import NodeRecord, OperandRecord, ResultRecord, Transfer
 from passes.redistribute import Redistribution
-from passes.rules.registry import RuleTable, is_fallback
+from passes.rules.registry import is_fallback
 from passes.search.space import Prices
 from passes.transfers import Transfer as Read
 
@@ -41,7 +41,6 @@ def describe(
     lowering: LoweringPlan,
     moved: Moved,
     prices: Prices,
-    rules: RuleTable | None = None,
 ) -> tuple[NodeRecord, ...]:
     """One record per node of `joint`, `getitem`s left out, in the graph's order. lowering, moved: of `decide_lowering`.
 
@@ -50,7 +49,7 @@ def describe(
     """
     kinds = dict(zip(joint.placeholders, joint.inputs, strict=True))
     trained = joint.trained
-    writer = _Writer(assignment, lowering, moved, prices, hidden_reads(joint).hides, rules)
+    writer = _Writer(assignment, lowering, moved, prices, hidden_reads(joint).hides)
     records: list[NodeRecord] = []
     for node in joint.graph.nodes:
         if node.op == "placeholder":
@@ -158,7 +157,6 @@ class _Writer:
     moved: Moved
     prices: Prices
     hides: frozenset[Read]
-    rules: RuleTable | None
 
     def op(self, node: fx.Node) -> NodeRecord:
         prices, layouts = self.prices, self.assignment[node.name]
@@ -169,7 +167,7 @@ class _Writer:
             operands=self._operands(node),
             results=_results(node, layouts),
             splits=layouts.splits,
-            seconds=prices.op_seconds(node, layouts, self.rules),
+            seconds=prices.op_seconds(node, layouts),
             phase=node.meta.get("phase", "forward"),
             module=node.meta.get("module", ""),
             source=node.meta.get("source", ""),

@@ -9,7 +9,6 @@ from passes.interior import PossibleInterior, possible_interiors
 from passes.joint import JointGraph, node_values
 from passes.pricing import local_nbytes
 from passes.redistribute import Redistribution
-from passes.rules.registry import RuleTable
 from passes.search.space import Prices
 from passes.transfers import Transfer
 
@@ -21,24 +20,21 @@ def find_interiors(
     assignment: Assignment,
     prices: Prices,
     moved: Mapping[Transfer, Redistribution],
-    rules: RuleTable | None = None,
 ) -> Mapping[str, str]:
     """Ops worth computing in parts, by name -> the factor whose parts they are. moved: every transfer's steps."""
     steps = {transfer: found.steps for transfer, found in moved.items()}
     return {
         found.node.name: found.factor
-        for found in possible_interiors(joint, assignment, steps, rules)
-        if _gain(found, assignment, prices, sum(moved[t].seconds for t in found.exchanges), rules) > 0.0
+        for found in possible_interiors(joint, assignment, steps)
+        if _gain(found, assignment, prices, sum(moved[t].seconds for t in found.exchanges)) > 0.0
     }
 
 
-def _gain(
-    found: PossibleInterior, assignment: Assignment, prices: Prices, exchanged: float, rules: RuleTable | None
-) -> float:
+def _gain(found: PossibleInterior, assignment: Assignment, prices: Prices, exchanged: float) -> float:
     """Seconds saved: what is hidden, less what it takes. No more than half of the op is taken to be interior."""
     node, mesh = found.node, prices.mesh
     layouts = assignment[node.name]
-    hidden = prices.overlap_efficiency * min(exchanged, 0.5 * prices.op_seconds(node, layouts, rules))
+    hidden = prices.overlap_efficiency * min(exchanged, 0.5 * prices.op_seconds(node, layouts))
     nbytes = sum(
         local_nbytes(layout, node, i, mesh)
         for i, layout in enumerate(layouts.results)

@@ -30,7 +30,6 @@ from passes.joint import JointGraph, map_operands, result_index, tensor_operands
 from passes.layout import Span
 from passes.op_traits import is_use
 from passes.redistribution.steps import HaloExchange, Step
-from passes.rules.registry import RuleTable
 from passes.rules.rule import LocalContext, OpRule
 from passes.transfers import Transfer
 
@@ -57,10 +56,9 @@ def possible_interiors(
     joint: JointGraph,
     assignment: Assignment,
     steps: Mapping[Transfer, Sequence[Step]],
-    rules: RuleTable | None = None,
 ) -> Iterator[PossibleInterior]:
     """Every op for which an interior is legal."""
-    for node, every in ops_of(joint, rules):
+    for node, every in ops_of(joint):
         layouts = assignment[node.name]
         rule = every.splitting(split.factor for split in layouts.splits)
         if not rule.windows or not any(layout.has_halo for layout in layouts.operands):

@@ -20,7 +20,7 @@ from passes.layout import Layout, Span
 from passes.lower_redistribute import emit
 from passes.lowering_plan import LoweringPlan
 from passes.op_traits import is_use
-from passes.rules.registry import RuleTable, rule_for
+from passes.rules.registry import rule_for
 from passes.rules.rule import OpRule
 from passes.served import Served
 from passes.torch_compat import fake_mode_of, last_node, lazy_module
@@ -51,7 +51,6 @@ def partition(
     rank: int,
     groups: Mapping[tuple[str, ...], str],
     lowering: LoweringPlan,
-    rules: RuleTable | None = None,
 ) -> RankGraph:
     """The graph that `rank` runs.
 
@@ -67,7 +66,7 @@ def partition(
         %y_partial: f32[4, 16] = contract(%h, %down)
         %y: f32[4, 16] = wait_tensor(all_reduce(%y_partial, "sum", "tp"))
     """
-    writer = _Writer(assignment, mesh, rank, groups, lowering, rules, Served.of(joint))
+    writer = _Writer(assignment, mesh, rank, groups, lowering, Served.of(joint))
     for node in joint.graph.nodes:
         writer.write(node)
     return writer.finish()
@@ -80,7 +79,6 @@ class _Writer:
     rank: int
     groups: Mapping[tuple[str, ...], str]
     lowering: LoweringPlan
-    rules: RuleTable | None
     served: Served
     graph: fx.Graph = field(default_factory=fx.Graph)
     calls: FakeCalls = field(default_factory=lambda: FakeCalls())
@@ -138,7 +136,7 @@ class _Writer:
         operands = self._operands(node)
         args, kwargs = map_operands(node, operands)
         layouts = self.assignment[node.name]
-        rule = rule_for(node, self.rules).splitting(split.factor for split in layouts.splits)
+        rule = rule_for(node).splitting(split.factor for split in layouts.splits)
         context = _Context(self, node, args, kwargs, rule, layouts)
         interiors = self.lowering.interiors
         if node.name in interiors:

@@ -13,7 +13,6 @@ from passes.joint import CPU, JointGraph
 from passes.lowering_plan import LoweringPlan
 from passes.phases import Phases
 from passes.rank_program import Schedule, rank_program
-from passes.rules.registry import RuleTable
 from passes.schedule import scheduled
 from passes.search.space import Prices
 from passes.simulate import simulated_group_axes, simulated_groups
@@ -85,7 +84,6 @@ def predicted_step(
     prices: Prices,
     *,
     schedule: Schedule = scheduled,
-    rules: RuleTable | None = None,
 ) -> Prediction:
     """The step of the slowest rank: the program that runs, under `prices`.
 
@@ -96,9 +94,7 @@ def predicted_step(
     groups = simulated_groups(mesh)
 
     def of_rank(rank: int) -> Prediction:
-        program = rank_program(
-            joint, assignment, lowering, mesh, rank, groups, rules=rules, schedule=schedule
-        )
+        program = rank_program(joint, assignment, lowering, mesh, rank, groups, schedule=schedule)
         return predict_phases(program.usual(), prices, simulated_group_axes)
 
     return max((of_rank(rank) for rank in slowest_ranks(assignment, mesh)), key=lambda p: p.seconds)

@@ -15,7 +15,6 @@ from passes.lowering_plan import LoweringPlan
 from passes.missing_tangents import usually_missing, without_tangents
 from passes.partition import RankGraph, partition
 from passes.phases import Backward, Phases, split_phases
-from passes.rules.registry import RuleTable
 from passes.schedule import scheduled
 from passes.torch_compat import lazy_module
 
@@ -33,7 +32,6 @@ def rank_program(
     rank: int,
     groups: Mapping[tuple[str, ...], str],
     *,
-    rules: RuleTable | None = None,
     schedule: Schedule = scheduled,
 ) -> RankProgram:
     """What `rank` runs: partitioned, lowered, split into forward and backward, collectives merged and in order.
@@ -42,7 +40,7 @@ def rank_program(
     order, -> name of their process group. schedule: the order in which each phase runs. The graphs are bound to
     `joint.device`.
     """
-    local = partition(joint, assignment, mesh, rank, groups, lowering, rules)
+    local = partition(joint, assignment, mesh, rank, groups, lowering)
     bind_device(local.module, joint.device)
     return RankProgram.of(local, joint.inputs, joint.outputs, schedule)
 

@@ -12,7 +12,6 @@ from cost_model.mesh import MeshSpec
 from cost_model.units import format_bytes
 from passes.assignment import Assignment, NodeLayouts
 from passes.joint import GraphInput, JointGraph, node_value
-from passes.rules.registry import RuleTable
 from passes.search.boundary import Boundary
 from passes.search.overlapped import solve_overlapped
 from passes.search.space import Prices, SearchSpace, build_space
@@ -49,7 +48,6 @@ def find_assignment(
     memory_limit: int | None = None,
     reserve: int = 0,
     time_limit: float = 600.0,
-    rules: RuleTable | None = None,
     held: Mapping[str, NodeLayouts] | None = None,
 ) -> Found:
     """The assignment of least total seconds whose peak memory stays within `memory_limit` less `reserve` bytes.
@@ -63,7 +61,7 @@ def find_assignment(
     room = None if memory_limit is None else _room(memory_limit, reserve, prices.mesh)
     start = time.monotonic()
     latest = start + max(time_limit, _LISTING_SECONDS)
-    space = build_space(joint, prices, boundary, memory_limit=room, rules=rules, held=held, deadline=latest)
+    space = build_space(joint, prices, boundary, memory_limit=room, held=held, deadline=latest)
     seconds = max(_SOLVING_SECONDS, start + time_limit - time.monotonic())
     try:
         solution = solve_overlapped(

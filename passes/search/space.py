@@ -32,7 +32,7 @@ from passes.layout import Layout
 from passes.op_signature import op_signature
 from passes.pricing import Traffic, TrafficModel, fused_traffic, local_nbytes, strategy_seconds
 from passes.redistribute import Redistributor
-from passes.rules.registry import RuleTable, rule_for
+from passes.rules.registry import rule_for
 from passes.search.boundary import Boundary
 from passes.search.cost_kinds import CostKinds
 from passes.search.free_layouts import free_axis_order, is_storable, tensor_rule
@@ -59,12 +59,12 @@ class Prices:
         default_factory=dict, init=False, repr=False, compare=False
     )
 
-    def op_seconds(self, node: fx.Node, layouts: NodeLayouts, rules: RuleTable | None = None) -> float:
+    def op_seconds(self, node: fx.Node, layouts: NodeLayouts) -> float:
         """Of `node` of a global graph under `layouts`, as `strategy_seconds` has it: of ops alike computed once.
 
         Layers share their layouts, so these count as alike only if they are the same object.
         """
-        rule, flow = rule_for(node, rules), self.traffic(node)
+        rule, flow = rule_for(node), self.traffic(node)
         key = (id(layouts), id(rule), flow, op_signature(node))
         if key not in self.known:
             (found,) = strategy_seconds(node, rule, [layouts], flow, self.mesh, self.compute)
@@ -112,7 +112,6 @@ def build_space(
     boundary: Boundary,
     *,
     memory_limit: int | None = None,
-    rules: RuleTable | None = None,
     held: Mapping[str, NodeLayouts] | None = None,
     deadline: float = math.inf,
 ) -> SearchSpace:
@@ -126,9 +125,7 @@ def build_space(
     deadline: on the clock of `time.monotonic`; later than that, InfeasibleError: layouts of a mesh of many axes, and
     the ways between them, are too many.
     """
-    builder = _Builder(
-        joint, prices, boundary, rules, joint.trained, hidden_reads(joint), held or {}, deadline
-    )
+    builder = _Builder(joint, prices, boundary, joint.trained, hidden_reads(joint), held or {}, deadline)
     builder.add_nodes()
     builder.add_edges()
     return builder.finish(memory_limit)
@@ -147,7 +144,6 @@ class _Builder:
     joint: JointGraph
     prices: Prices
     boundary: Boundary
-    rules: RuleTable | None
     trained: set[fx.Node]
     reads: HiddenReads
     held: Mapping[str, NodeLayouts]
@@ -165,7 +161,7 @@ class _Builder:
     single: dict[tuple[int, int], tuple[_Option, _Option]] = field(default_factory=dict)
 
     def add_nodes(self) -> None:
-        ops, mesh = list(ops_of(self.joint, self.rules)), self.prices.mesh
+        ops, mesh = list(ops_of(self.joint)), self.prices.mesh
         cuts = find_cuts(self.joint, mesh, self.boundary.inputs, ops)
         chains = find_chains(ops, mesh, cuts)
         ordered = free_axis_order(self.joint)
@@ -278,7 +274,7 @@ class _Builder:
     def _enumerated(
         self, node: fx.Node, cuts: Cuts, wider: Wider, kept: frozenset[str], any_order: bool, flow: Traffic
     ) -> _Option:
-        rule = rule_for(node, self.rules)
+        rule = rule_for(node)
         rule = replace(rule, whole=rule.whole | kept)
         mesh = self.prices.mesh
         operands = [node_value(n).shape for n in tensor_operands(node)]

@@ -8,8 +8,9 @@ half as long again to price its edges, for the same plan.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
+from networkx.utils import UnionFind
 from torch import fx
 
 from passes.joint import result_index, tensor_operands
@@ -25,43 +26,27 @@ def out_of_space(ops: Sequence[tuple[fx.Node, OpRule]]) -> Mapping[fx.Node, froz
     """
     if not any(rule.moved for _, rule in ops):
         return {}
-    groups = _Groups()
+    together = UnionFind()  # of (node, factor) and (node, result, dim): what is split together
     for node, rule in ops:
-        _connect(groups, node, rule)
+        _connect(together, node, rule)
     space = {
-        groups.root((node, rule.operands_and_results[t][d][0]))
+        together[node, rule.operands_and_results[t][d][0]]
         for node, rule in ops
         for t, d in rule.windows
         if rule.operands_and_results[t][d][0] not in rule.moved
     }
     return {
-        node: frozenset(f for f in rule.moved if groups.root((node, f)) not in space)
+        node: frozenset(f for f in rule.moved if together[node, f] not in space)
         for node, rule in ops
         if rule.moved
     }
 
 
-class _Groups:
-    """Disjoint sets of (node, factor) and (node, result, dim): what is split together."""
-
-    def __init__(self) -> None:
-        self.parent: dict[Hashable, Hashable] = {}
-
-    def root(self, member: Hashable) -> Hashable:
-        while (above := self.parent.get(member, member)) != member:
-            self.parent[member] = self.parent.get(above, above)
-            member = above
-        return member
-
-    def join(self, one: Hashable, two: Hashable) -> None:
-        self.parent[self.root(one)] = self.root(two)
-
-
-def _connect(groups: _Groups, node: fx.Node, rule: OpRule) -> None:
+def _connect(together: UnionFind, node: fx.Node, rule: OpRule) -> None:
     """Each factor that may be split, with the dims that it splits."""
     values = [result_index(operand) for operand in tensor_operands(node)]
     values += [(node, i) for i in range(len(rule.results))]
     for (producer, result), dims in zip(values, rule.operands_and_results, strict=True):
         for d, dim in enumerate(dims):
             if dim and dim[0] not in rule.whole:
-                groups.join((node, dim[0]), (producer, result, d))
+                together.union((node, dim[0]), (producer, result, d))

@@ -53,7 +53,7 @@ def test_a_module_is_all_that_it_holds() -> None:
         "nodes",
         "  %product3: f32[8@tp, 4] = aten.mm  // 1 us model.py:3",
         "  %relu3: f32[8@tp, 4] = aten.relu  // 1 us model.py:3",
-        "      reads %product3 through all_reduce[tp](sum): 64B, 3 us",
+        "      reads %product3 through all_reduce[tp](): 64B, 3 us",
     ]
 
 
@@ -68,7 +68,7 @@ def test_equal_layers_are_told_once() -> None:
         "  layers.0-31  x 32",
         "  %product0: f32[8@tp, 4] = aten.mm  // 1 us model.py:3",
         "  %relu0: f32[8@tp, 4] = aten.relu  // 1 us model.py:3",
-        "      reads %product0 through all_reduce[tp](sum): 64B, 3 us",
+        "      reads %product0 through all_reduce[tp](): 64B, 3 us",
     ]
 
 
