@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard.runtime.nccl import ask_for_host_order
-from cost_model.measure.measure import check_world
+from cost_model.measure.measure import check_device_type, check_world
 from cost_model.mesh import MeshSpec
 
 __all__ = ["started_mesh"]
@@ -24,11 +24,12 @@ def started_mesh(axes: Mapping[str, int] | None, device_type: str) -> Generator[
 
     axes: names and sizes; None: one axis "ranks". Without torchrun this process is the only rank.
     On GPUs a process takes that of its LOCAL_RANK, unless it has joined a process group before.
-    Raises ShardingError if the mesh does not have as many devices as there are processes.
+    Raises ShardingError for devices that are not there, and for a mesh of more or fewer devices than processes.
     """
     joined = dist.is_initialized()
     world = dist.get_world_size() if joined else int(os.environ.get("WORLD_SIZE", "1"))
     spec = MeshSpec({"ranks": world} if axes is None else axes, device_type)
+    check_device_type(device_type)
     check_world(spec, world)
     if not joined:
         _join(device_type)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from cost_model.memory import ADAMW
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.capture import Captured
+from passes.collector import collector_paused
 from passes.decide import chosen_steps, decide_lowering
 from passes.describe import describe, fallback_ops, graph_hash
 from passes.hiding import step_parts
@@ -78,8 +80,9 @@ class Task:
     def joint(self) -> JointGraph:
         return self.captured.joint
 
-    @property
+    @cached_property
     def prices(self) -> Prices:
+        """One object: what was computed of it for the search, the predicted step and the records need not be again."""
         return prices_of(self.profile, self.mesh, self.backend)
 
     @property
@@ -97,6 +100,7 @@ class Task:
         return resolve
 
 
+@collector_paused()
 def search_plan(task: Task) -> Plan:
     """Search the canonical graph of the task under its ends and prices."""
     joint, prices, boundary = task.joint, task.prices, task.boundary

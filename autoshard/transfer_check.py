@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from cost_model.mesh import MeshSpec
-from passes.issue_order import Turn
 from passes.layout import Layout
 from passes.records import NodeRecord, OperandRecord, ResultRecord
 from passes.redistribution.check_steps import step_problems
 from passes.redistribution.steps import Step
+from passes.transfers import Turn
 
 __all__ = ["Ways", "turn_problems"]
 

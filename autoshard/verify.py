@@ -25,10 +25,11 @@ from cost_model.errors import PlanError
 from cost_model.mesh import MeshSpec
 from passes.bind_device import bind_device
 from passes.capture import Captured
-from passes.conditioning import draws, measured_rounding
+from passes.conditioning import measured_rounding
 from passes.describe import graph_hash
 from passes.joint import CPU, JointGraph, node_values
 from passes.layout import Layout
+from passes.op_traits import draws
 from passes.random_state import random_state_kept
 from passes.rank_program import RankProgram, rank_program
 from passes.reference import eager_results, graph_values, reference_inputs

@@ -23,8 +23,6 @@ from torch import nn
 from autoshard import AutoshardError, MeshSpec, Plan, Profile, find_plan, verify
 from cost_model.collectives import CollectivePrices
 from cost_model.compute import ComputePrices
-from cost_model.profile import Profile as ProfileType
-from cost_model.readers import read_profile
 
 SAMPLES = Path(__file__).parent.parent / "tests" / "cost_model" / "samples"
 NUMBERS = (0, -1, 1, 2**31, 2**63, 10**40, 0.5, -0.0, 1e-320, 1e308, float("nan"), float("inf"))
@@ -154,10 +152,10 @@ def use_profile(path: Path) -> None:
 
 
 def use_benchmark(path: Path) -> None:
-    price(read_profile([path], "h100", rank_stride=1))
+    price(Profile.from_nccl_tests(path, rank_stride=1))
 
 
-def price(profile: ProfileType) -> None:
+def price(profile: Profile) -> None:
     mesh = MeshSpec({"a": 2, "b": 4}, "cuda")
 
     def priced() -> None:

@@ -35,7 +35,6 @@ from benchmarks.step_time import timed, trainer
 from cost_model.collectives import CollectivePrices
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
-from cost_model.readers.read import read_profile
 from cost_model.units import format_bytes
 
 CONFIG = GPTConfig(context=1024, width=1024, heads=16, layers=8)
@@ -165,7 +164,7 @@ def nccl_tests(mesh: DeviceMesh, file: Path) -> None:
     mine = Profile.measure(
         mesh, time_budget=60.0, name="measured", command="benchmarks.gpu_figures nccl-tests"
     )
-    theirs = read_profile([file], base=nominal_profile("cuda"))
+    theirs = Profile.from_nccl_tests(file, base=nominal_profile("cuda"))
     ours, read = CollectivePrices(mine, spec), CollectivePrices(theirs, spec)
     ratios: list[float] = []
     for nbytes in SIZES:

@@ -16,7 +16,6 @@ All groups along the axes are taken to communicate at the same time, as they do 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Literal
 
 from cost_model.curve import Curve
@@ -24,9 +23,9 @@ from cost_model.groups import GroupShape, Occupancy, group_shape, mesh_occupanci
 from cost_model.link_model import Line, check_kind, floor_slope, model_lines
 from cost_model.measurements import CollectiveSamples
 from cost_model.mesh import MeshSpec
-from cost_model.profile import Profile
+from cost_model.profile_record import ProfileRecord
 
-__all__ = ["CollectivePrices", "Confidence", "Price", "collective_seconds", "confidence"]
+__all__ = ["CollectivePrices", "Confidence", "Price"]
 
 Price = Callable[[float], float]
 """nbytes -> seconds."""
@@ -52,7 +51,7 @@ class CollectivePrices:
     with ranks at one stride as long as every node holds the same number of the group's ranks.
     """
 
-    def __init__(self, profile: Profile, mesh: MeshSpec) -> None:
+    def __init__(self, profile: ProfileRecord, mesh: MeshSpec) -> None:
         self.profile = profile
         self.mesh = mesh
         self._prices: dict[tuple[str, tuple[str, ...]], Price] = {}
@@ -90,26 +89,7 @@ class CollectivePrices:
         return "measured" if inside else "extrapolated"
 
 
-@lru_cache(maxsize=64)
-def _cached(profile: Profile, mesh: MeshSpec) -> CollectivePrices:
-    return CollectivePrices(profile, mesh)
-
-
-def collective_seconds(
-    profile: Profile, kind: str, mesh: MeshSpec, axes: Sequence[str], nbytes: float
-) -> float:
-    """One price (see `CollectivePrices.seconds`). In a loop, keep a `CollectivePrices` instead."""
-    return _cached(profile, mesh).seconds(kind, tuple(axes), nbytes)
-
-
-def confidence(
-    profile: Profile, kind: str, mesh: MeshSpec, axes: Sequence[str], nbytes: float | None = None
-) -> Confidence | None:
-    """How far to trust one price (see `CollectivePrices.confidence`)."""
-    return _cached(profile, mesh).confidence(kind, tuple(axes), nbytes)
-
-
-def _resolve(profile: Profile, mesh: MeshSpec, kind: str, axes: tuple[str, ...]) -> Price:
+def _resolve(profile: ProfileRecord, mesh: MeshSpec, kind: str, axes: tuple[str, ...]) -> Price:
     """The price function of `kind` along `axes`."""
     check_kind(kind)
     assert len(set(axes)) == len(axes), f"an axis is used twice: {axes}"
@@ -129,11 +109,11 @@ def _free(nbytes: float) -> float:
     return 0.0
 
 
-def _samples(profile: Profile, kind: str) -> dict[GroupShape, CollectiveSamples]:
+def _samples(profile: ProfileRecord, kind: str) -> dict[GroupShape, CollectiveSamples]:
     return {samples.group: samples for samples in profile.collectives if samples.kind == kind}
 
 
-def _model(profile: Profile, kind: str, groups: frozenset[Occupancy]) -> Price:
+def _model(profile: ProfileRecord, kind: str, groups: frozenset[Occupancy]) -> Price:
     """The slowest of the groups decides: they meet again at the next collective."""
     launch = profile.collective_launch_seconds
     return _slowest([_fastest(model_lines(kind, group, profile.links, launch)) for group in groups])

@@ -6,7 +6,7 @@ import re
 
 from cost_model.curve import Curve
 from cost_model.measurements import KERNEL_KINDS, KernelKind, MatmulRates
-from cost_model.profile import Profile
+from cost_model.profile_record import ProfileRecord
 
 __all__ = ["STORE_SHARE", "ComputePrices"]
 
@@ -38,7 +38,7 @@ class ComputePrices:
     plan for GPUs may be tried on CPUs); `foreign` then says that the numbers are another device's.
     """
 
-    def __init__(self, profile: Profile, device_type: str | None = None) -> None:
+    def __init__(self, profile: ProfileRecord, device_type: str | None = None) -> None:
         self.profile = profile
         self.foreign = device_type is not None and device_type != profile.device_type
         self._launch = profile.device.launch_seconds
@@ -62,15 +62,11 @@ class ComputePrices:
         """Constant part of every kernel."""
         return self._launch
 
-    def has_rate(self, dtype_name: str) -> bool:
-        """Whether the profile has a matrix-product rate for this dtype ("float32", "bfloat16", ...)."""
-        return dtype_name in self._kinds["matmul"]
-
     def matmul_seconds(self, flops: float, dtype_name: str) -> float:
         """Arithmetic time of a matrix product of `flops` = 2 m n k operations, without launch.
 
         The rate is measured by size: time is interpolated between the measured sizes and proportional
-        to flops outside them. A dtype without a rate (`has_rate`) gets the profile's slowest rate.
+        to flops outside them. A dtype without a rate gets the profile's slowest rate.
         """
         return self._kinds["matmul"].get(dtype_name, self._slowest)(flops) if flops else 0.0
 

@@ -40,16 +40,6 @@ class Curve:
             for i in range(len(self._xs) - 1)
         )
 
-    @property
-    def lowest(self) -> float:
-        """Smallest measured x."""
-        return self._xs[0]
-
-    @property
-    def highest(self) -> float:
-        """Largest measured x."""
-        return self._xs[-1]
-
     def __call__(self, x: float) -> float:
         xs = self._xs
         if x < xs[0]:

@@ -10,6 +10,8 @@ from cost_model.groups import GroupShape
 __all__ = [
     "KERNEL_KINDS",
     "KINDS",
+    "PLAN_KINDS",
+    "CollectiveKind",
     "CollectiveSamples",
     "DeviceRates",
     "KernelKind",
@@ -18,8 +20,15 @@ __all__ = [
     "UpdateRates",
 ]
 
-KINDS = ("all_gather", "all_reduce", "all_to_all", "broadcast", "point_to_point", "reduce_scatter")
+CollectiveKind = Literal[
+    "all_gather", "all_reduce", "all_to_all", "broadcast", "point_to_point", "reduce_scatter"
+]
 """Every collective that has a price. What `nbytes` means for each is in `cost_model.collectives`."""
+
+KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
+
+PLAN_KINDS = tuple(kind for kind in KINDS if kind != "broadcast")
+"""Those that plans emit: only they are measured. Benchmarks of others, and older profiles, hold broadcasts too."""
 
 KernelKind = Literal["matmul", "convolution", "attention", "pooling", "narrow_convolution"]
 """Ops that count in operations, by what rate they reach: fields of `DeviceRates`."""

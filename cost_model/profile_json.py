@@ -1,202 +1,107 @@
-"""Read the parts of a profile's JSON; every mistake is a ProfileError naming file, field and remedy."""
+"""A profile as JSON data and back. Every mistake is a ProfileError that names file, field and remedy."""
 
 from __future__ import annotations
 
-from typing import Any, NoReturn, cast
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
 
 from cost_model.arguments import shown
 from cost_model.errors import ProfileError
-from cost_model.measurements import (
-    KERNEL_KINDS,
-    CollectiveSamples,
-    DeviceRates,
-    KernelKind,
-    LinkLevel,
-    MatmulRates,
-    UpdateRates,
-)
+from cost_model.json_text import parse_json
+from cost_model.measurements import KINDS
+from cost_model.profile_schema import SCHEMA_VERSION, ProfileData
 
-__all__ = ["Fields", "read_collective", "read_device", "read_link"]
+__all__ = ["profile_data", "profile_fields", "profile_json"]
+
+_REMEDY = "correct it, or measure the profile again"
+
+_NUMBERS = re.compile(r"\[[0-9eE+.,\s-]+\]")
+"""A JSON list of numbers, to be written on one line."""
+
+_AT = re.compile(r" - at `.*?\$(.*)`$")
+"""The end of msgspec's messages: the place, `$.links[0].ranks`."""
+_NAMED = re.compile(r"Object (missing required|contains unknown) field `(.*)`")
+_TYPE = re.compile(r"Expected `([^`]*)`, got `.*`")
+_RANGE = re.compile(r"Expected `([^`]*)` (of length )?(<=|>=|<|>)? ?([^,]*)(, got .*)?")
+
+_TYPES = {"int": "an integer", "float": "a number", "str": "a text", "bool": "true or false"} | {
+    "array": "a list",
+    "object": "an object",
+    "null": "null",
+}
+_BOUNDS = {"<=": "at most ", ">=": "at least ", "<": "below ", ">": "above ", None: ""}
 
 
-class Fields:
-    """The fields of one JSON object, by type.
-
-    where: the file, `path`: place of the object in it ("links[0]."), both for messages. `close` refuses
-    fields that nobody read: a misspelt field must not be ignored.
-    """
-
-    def __init__(self, where: str, path: str, data: object) -> None:
-        self._where = where
-        self._path = path
-        if not isinstance(data, dict):
-            self._refuse(path.rstrip("."), f"is {shown(data)}, not an object")
-        self._data = cast("dict[str, Any]", data)
-        self._read: set[str] = set()
-
-    def _refuse(self, field: str, problem: str) -> NoReturn:
+def profile_fields(text: str, where: str) -> dict[str, Any]:
+    """The fields of the profile that the JSON `text` states; `where` (a file name) starts every ProfileError."""
+    if not isinstance(text, str):
+        raise ProfileError(f"{where}: is {shown(text)}\n  try: the text that to_json() gives")
+    data = parse_json(text, where, ProfileError)
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if version != SCHEMA_VERSION or isinstance(version, bool):
         raise ProfileError(
-            f"{self._where}: field {field or '(top)'} {problem}\n"
-            "  try: correct it, or measure the profile again"
+            f"{where}: field schema_version is {shown(version)}; this autoshard reads {SCHEMA_VERSION}\n"
+            "  try: measure the profile again, or install the autoshard that wrote it"
         )
-
-    def _get(self, field: str) -> Any:
-        self._read.add(field)
-        if field not in self._data:
-            self._refuse(self._path + field, "is missing")
-        return self._data[field]
-
-    def text(self, field: str) -> str:
-        value = self._get(field)
-        if not isinstance(value, str):
-            self._refuse(self._path + field, f"is {shown(value)}, not a text")
-        return value
-
-    def flag(self, field: str) -> bool:
-        value = self._get(field)
-        if not isinstance(value, bool):
-            self._refuse(self._path + field, f"is {shown(value)}, neither true nor false")
-        return value
-
-    def number(self, field: str) -> float:
-        return self._number(self._path + field, self._get(field))
-
-    def count_or_none(self, field: str) -> int | None:
-        value = self._get(field)
-        return None if value is None else self._count(self._path + field, value)
-
-    def numbers(self, field: str) -> tuple[float, ...]:
-        return tuple(self._number(f"{self._path}{field}[{i}]", v) for i, v in enumerate(self._list(field)))
-
-    def numbers_if_any(self, field: str) -> tuple[float, ...]:
-        """A list that a profile may leave out: () then."""
-        return self.numbers(field) if field in self._data else ()
-
-    def counts(self, field: str) -> tuple[int, ...]:
-        return tuple(self._count(f"{self._path}{field}[{i}]", v) for i, v in enumerate(self._list(field)))
-
-    def pairs(self, field: str) -> tuple[tuple[int, int], ...]:
-        """A list of two-element lists of integers."""
-        result: list[tuple[int, int]] = []
-        for i, pair in enumerate(self._list(field)):
-            place = f"{self._path}{field}[{i}]"
-            if not isinstance(pair, list) or len(cast("list[object]", pair)) != 2:
-                self._refuse(place, f"is {shown(pair)}, not a pair [ranks, stride]")
-            result.append((self._count(f"{place}[0]", pair[0]), self._count(f"{place}[1]", pair[1])))
-        return tuple(result)
-
-    def texts(self, field: str) -> tuple[str, ...]:
-        values = self._list(field)
-        for i, value in enumerate(values):
-            if not isinstance(value, str):
-                self._refuse(f"{self._path}{field}[{i}]", f"is {shown(value)}, not a text")
-        return tuple(values)
-
-    def texts_by_name(self, field: str) -> tuple[tuple[str, str], ...]:
-        value = self._get(field)
-        if not isinstance(value, dict):
-            self._refuse(self._path + field, f"is {shown(value)}, not an object of texts")
-        items = cast("dict[str, object]", value)
-        for name, text in items.items():
-            if not isinstance(text, str):
-                self._refuse(f"{self._path}{field}.{name}", f"is {shown(text)}, not a text")
-        return tuple(cast("dict[str, str]", items).items())
-
-    def has(self, field: str) -> bool:
-        """Whether the field, which must be there, is not null."""
-        return self._get(field) is not None
-
-    def entry(self, field: str) -> Fields:
-        return Fields(self._where, f"{self._path}{field}.", self._get(field))
-
-    def lacks(self, field: str) -> bool:
-        return field not in self._data
-
-    def entries(self, field: str) -> list[Fields]:
-        items = self._list(field)
-        return [Fields(self._where, f"{self._path}{field}[{i}].", item) for i, item in enumerate(items)]
-
-    def close(self, *also_read: str) -> None:
-        unknown = sorted(self._data.keys() - self._read - set(also_read))
-        if unknown:
-            self._refuse(self._path + unknown[0], "is not a field of a profile")
-
-    def _list(self, field: str) -> list[Any]:
-        value = self._get(field)
-        if not isinstance(value, list):
-            self._refuse(self._path + field, f"is {shown(value)}, not a list")
-        return cast("list[Any]", value)
-
-    def _number(self, place: str, value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            self._refuse(place, f"is {shown(value)}, not a number")
-        return float(value)
-
-    def _count(self, place: str, value: object) -> int:
-        if isinstance(value, bool) or not isinstance(value, int):
-            self._refuse(place, f"is {shown(value)}, not an integer")
-        return value
+    return profile_data(data, where).fields()
 
 
-def read_link(fields: Fields) -> LinkLevel:
-    link = LinkLevel(
-        fields.text("name"),
-        fields.count_or_none("ranks"),
-        fields.number("latency_seconds"),
-        fields.number("bytes_per_second"),
-        fields.number("peak_bytes_per_second"),
-        _reduced(fields),
-    )
-    fields.close()
-    return link
+def profile_data(data: Mapping[str, Any], where: str) -> ProfileData:
+    """`data` by the schema. ProfileError, starting with `where`, for the first field that does not fit it."""
+    try:
+        return msgspec.convert(data, ProfileData)
+    except msgspec.ValidationError as error:
+        raise ProfileError(f"{where}: field {_mistake(str(error), data)}\n  try: {_REMEDY}") from None
 
 
-def _reduced(fields: Fields) -> float | None:
-    """Older files say nothing of switches that sum."""
-    field = "reduced_bytes_per_second"
-    return None if fields.lacks(field) or not fields.has(field) else fields.number(field)
+def profile_json(content: Mapping[str, Any]) -> str:
+    """The JSON text: an indented line for each field, but lists of numbers on one."""
+    text = json.dumps(content, indent=2)
+    return _NUMBERS.sub(lambda match: "[" + " ".join(match[0][1:-1].split()) + "]", text) + "\n"
 
 
-def read_collective(fields: Fields) -> CollectiveSamples:
-    samples = CollectiveSamples(
-        fields.text("kind"),
-        fields.pairs("group"),
-        fields.counts("nbytes"),
-        fields.numbers("seconds"),
-        fields.numbers_if_any("spread"),
-    )
-    fields.close()
-    return samples
+def _mistake(message: str, data: Mapping[str, Any]) -> str:
+    """msgspec's message in our words: the field, what it is, and what it must be."""
+    at = _AT.search(message)
+    place = at[1] if at else ""
+    problem = message[: at.start()] if at else message
+    named = _NAMED.fullmatch(problem)
+    if named:
+        field = f"{place}.{named[2]}".lstrip(".")
+        return (
+            f"{field} is missing"
+            if named[1].startswith("missing")
+            else f"{field} is not a field of a profile"
+        )
+    return f"{place.lstrip('.')} {_seen(place, data)}{_demand(problem)}"
 
 
-def read_device(fields: Fields) -> DeviceRates:
-    device = DeviceRates(
-        fields.number("launch_seconds"),
-        fields.number("memory_bytes_per_second"),
-        *(tuple(_read_rates(e) for e in _kernels(fields, kind)) for kind in KERNEL_KINDS),
-        update=_read_update(fields.entry("update")) if fields.has("update") else None,
-    )
-    fields.close()
-    return device
+def _seen(place: str, data: Any) -> str:
+    """The value at `place`. msgspec writes `[...]` for whatever name an object of texts has."""
+    if "[...]" in place:
+        return "is of another type"
+    for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", place):
+        data = data[name] if name else data[int(index)]
+    return f"is {shown(data)}"
 
 
-def _kernels(fields: Fields, kind: KernelKind) -> list[Fields]:
-    """Rates of one kind; older files have none of those that were not measured then."""
-    return [] if kind in ("pooling", "narrow_convolution") and fields.lacks(kind) else fields.entries(kind)
+def _demand(problem: str) -> str:
+    of_type, in_range = _TYPE.fullmatch(problem), _RANGE.fullmatch(problem)
+    if of_type:
+        return f", not {_words(of_type[1])}"
+    if in_range:
+        kind, length, bound, limit, _ = in_range.groups()
+        joint = f" {length}" if length else ", "
+        return f"; it must be {_words(kind)}{joint}{_BOUNDS[bound]}{limit}"
+    if problem.startswith("Invalid enum value"):
+        return f"; it must be one of {', '.join(KINDS)}"
+    return f": {problem}"
 
 
-def _read_update(fields: Fields) -> UpdateRates:
-    update = UpdateRates(fields.number("launch_seconds"), fields.number("bytes_per_second"))
-    fields.close()
-    return update
-
-
-def _read_rates(fields: Fields) -> MatmulRates:
-    rates = MatmulRates(
-        fields.text("dtype"),
-        fields.numbers("flops"),
-        fields.numbers("flops_per_second"),
-        fields.numbers_if_any("spread"),
-    )
-    fields.close()
-    return rates
+def _words(kind: str) -> str:
+    """`int | null` -> "an integer or null"."""
+    return " or ".join(_TYPES.get(word, word) for word in kind.split(" | "))

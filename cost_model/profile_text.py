@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from cost_model.measurements import LinkLevel
-    from cost_model.profile import Profile
+from cost_model.measurements import LinkLevel
+from cost_model.profile_record import ProfileRecord
 
 __all__ = ["profile_text"]
 
 
-def profile_text(profile: Profile) -> str:
+def profile_text(profile: ProfileRecord) -> str:
     """Name, origin, device rates (TFLOP/s, GB/s) and links (GB/s per device, microseconds)."""
     origin = "nominal: not measured on any machine" if profile.nominal else f"measured {profile.date}"
     device = profile.device

@@ -52,25 +52,17 @@ class Timeline:
     exposed:    per event, how much longer the step takes for it: of a communication, the time in which
                 the compute stream stood still plus the time by which it was slowed down; 0 for
                 computing events. The sum is what the step would save if communication took no time.
-    busy:       seconds in which each stream has an event running, slowed down or not.
     """
 
     events: tuple[Event, ...]
     start: tuple[float, ...]
     end: tuple[float, ...]
     exposed: tuple[float, ...]
-    compute_busy: float
-    comm_busy: float
 
     @property
     def seconds(self) -> float:
         """The end of the last event."""
         return max(self.end, default=0.0)
-
-    @property
-    def exposed_seconds(self) -> float:
-        """`seconds` less the computing time at full speed."""
-        return sum(self.exposed)
 
     @staticmethod
     def of(events: Sequence[Event], overlap_efficiency: float) -> Timeline:
@@ -89,7 +81,6 @@ class _Run:
         self.events = events
         self.stretch = 2.0 - efficiency  # seconds for one second's worth of each, side by side
         self.now = 0.0
-        self.busy = {"compute": 0.0, "comm": 0.0}
         self.left = [event.seconds for event in events]
         self.start = [0.0] * len(events)
         self.end: list[float | None] = [None] * len(events)
@@ -107,14 +98,7 @@ class _Run:
                 started[stream] = self._running(stream, started[stream])
             self._advance(started["compute"], started["comm"])
         ends = tuple(end for end in self.end if end is not None)
-        return Timeline(
-            self.events,
-            tuple(self.start),
-            ends,
-            tuple(self.exposed),
-            self.busy["compute"],
-            self.busy["comm"],
-        )
+        return Timeline(self.events, tuple(self.start), ends, tuple(self.exposed))
 
     def _running(self, stream: Stream, before: int | None) -> int | None:
         """The event that the stream is at, if it can run; notes when it began."""
@@ -138,7 +122,6 @@ class _Run:
         elapsed = work * self.stretch if len(running) == 2 else work
         self.now += elapsed
         for i in running:
-            self.busy[self.events[i].stream] += elapsed
             self.left[i] -= work
             if self.left[i] <= 0.0:
                 self.end[i] = self.now

@@ -29,16 +29,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 
 from cost_model.bucketed import BucketedPrices, copies_seconds
 from passes.assignment import Assignment
-from passes.issue_order import Move, Side, Transfer, Turn, issue_order
+from passes.issue_order import Side, issue_order
 from passes.joint import JointGraph, node_value, result_index
-from passes.pricing import strategy_seconds
 from passes.redistribute import (
     AllGather,
     AllReduce,
@@ -48,8 +47,9 @@ from passes.redistribute import (
     ReduceScatter,
     Reshard,
 )
-from passes.rules.registry import RuleTable, rule_for
+from passes.rules.registry import RuleTable
 from passes.search.space import Prices
+from passes.transfers import Move, Transfer, Turn
 
 __all__ = ["BucketPlan", "Item", "Wire", "bucketed_turns", "least_end"]
 
@@ -78,18 +78,19 @@ class BucketPlan:
     prices: Prices
     moved: Mapping[Transfer, Redistribution]
     rules: RuleTable | None = None
+    known: dict[int, tuple[Sequence[fx.Node], list[float]]] = field(default_factory=dict)
 
     def __call__(self, side: Side, moves: Sequence[Move], ops: Sequence[fx.Node]) -> list[Sequence[Move]]:
         if len(moves) < 2:
             return [[move] for move in moves]
         alike: dict[tuple[Kind, torch.dtype], list[Item]] = {}
         groups: list[Sequence[Move]] = []
-        elapsed = self._elapsed(ops)
         for move in moves:
             kind = self._kind(move)
             if kind is None or (side == "between" and kind[0][0] != "point_to_point"):
                 groups.append([move])
                 continue
+            elapsed = self._elapsed(ops)
             # Gathers are dealt with backwards in time.
             ready = elapsed[-1] - elapsed[move.end] if side == "early" else elapsed[move.start + 1]
             item = Item(move, ready, self._nbytes(move))
@@ -120,16 +121,16 @@ class BucketPlan:
         return tuple(nbytes for step, nbytes in pairs if step.kind is not None)
 
     def _elapsed(self, ops: Sequence[fx.Node]) -> list[float]:
-        """Seconds of computing before each op, and in all."""
-        return list(itertools.accumulate((self._seconds(op) for op in ops), initial=0.0))
+        """Seconds of computing before each op, and in all. Of a phase, whose ops are one list, counted once."""
+        if id(ops) not in self.known:
+            seconds = list(itertools.accumulate((self._seconds(op) for op in ops), initial=0.0))
+            self.known[id(ops)] = ops, seconds
+        return self.known[id(ops)][1]
 
     def _seconds(self, node: fx.Node) -> float:
         if result_index(node)[0] is not node:
             return 0.0
-        prices, layouts = self.prices, self.assignment[node.name]
-        rule = rule_for(node, self.rules)
-        found = strategy_seconds(node, rule, [layouts], prices.traffic(node), prices.mesh, prices.compute)
-        return float(found[0])
+        return self.prices.op_seconds(node, self.assignment[node.name], self.rules)
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from passes.assignment import Assignment
 from passes.cuts import ops_of
 from passes.interior import possible_interiors
-from passes.issue_order import late_transfers, transfers
 from passes.joint import JointGraph
 from passes.lowering_plan import LoweringPlan
 from passes.rules.registry import RuleTable
+from passes.transfers import late_transfers, transfers
 
 __all__ = ["lowering_problems"]
 

@@ -14,8 +14,8 @@ from cost_model.errors import ShardingError, UnsupportedOpError
 from passes.base import run_rank_passes
 from passes.expand_ops import CALLED, expand_ops
 from passes.fuse_eager import FuseEager
+from passes.op_traits import is_collective
 from passes.ops.named_collective import ALL_REDUCE_IN_PLACE, NAMED, NAMED_BY_NAME
-from passes.recompute import is_collective
 from passes.torch_compat import (
     boxed_forward,
     compile_with_inductor,

@@ -11,20 +11,9 @@ import torch
 from torch import Tensor, fx
 
 from passes.joint import JointGraph
-from passes.torch_compat import op_key
+from passes.op_traits import draws, rounds
 
-__all__ = ["Rounding", "draws", "measured_rounding", "seeded_call"]
-
-_NAMES = """
-contract use_attention attention attention_backward convolution convolution_backward mm bmm addmm baddbmm
-add sub mul div rsub reciprocal sqrt rsqrt exp exp2 expm1 log log1p log2 tanh sigmoid erf gelu gelu_backward silu
-silu_backward tanh_backward sigmoid_backward pow sin cos sum mean var var_mean std prod cumsum softmax _softmax
-_log_softmax _softmax_backward_data _log_softmax_backward_data logsumexp native_layer_norm native_group_norm
-native_batch_norm addcmul addcdiv lerp norm linalg_vector_norm _fft_r2c _fft_c2r _fft_c2c index_add scatter_add
-index_put embedding_dense_backward avg_pool2d avg_pool2d_backward upsample_bilinear2d neighborhood_attention
-"""
-_ROUNDED = frozenset(_NAMES.split())
-"""Ops that round. Others select, move or compare: what they return must stay equal to what they were given."""
+__all__ = ["Rounding", "measured_rounding", "seeded_call"]
 
 
 @dataclass(frozen=True)
@@ -75,7 +64,7 @@ class _Nudged(fx.Interpreter):
         value = seeded_call(n, super().run_node)
         if n.op != "call_function":
             return value
-        if _rounds(n):
+        if rounds(n):
             nudge = self._nudge
             value = type(value)(map(nudge, value)) if isinstance(value, (tuple, list)) else nudge(value)
         if isinstance(value, Tensor):
@@ -95,18 +84,6 @@ class _Nudged(fx.Interpreter):
         moved = (wide + wide * share).to(value.dtype)
         whole = torch.zeros((), dtype=torch.bool) if value.is_complex() else value == value.round()
         return torch.where(whole | ~value.isfinite(), value, moved)
-
-
-def _rounds(node: fx.Node) -> bool:
-    key = op_key(node.target) or ""
-    return key.partition("::")[2].partition(".")[0] in _ROUNDED
-
-
-def draws(node: fx.Node) -> bool:
-    """Whether an op takes numbers from the global generator: a permutation, a draw from a distribution."""
-    return node.op == "call_function" and torch.Tag.nondeterministic_seeded in getattr(
-        node.target, "tags", ()
-    )
 
 
 def seeded_call(node: fx.Node, run: Any) -> Any:

@@ -9,12 +9,13 @@ from passes.bucket_plan import bucketed_turns
 from passes.collector import collector_paused
 from passes.find_interiors import find_interiors
 from passes.hiding import ending_reads
-from passes.issue_order import Transfer, Turn, issue_order, transfers
+from passes.issue_order import issue_order
 from passes.joint import JointGraph, node_value
 from passes.lowering_plan import LoweringPlan
 from passes.redistribute import Redistribution, Redistributor
 from passes.rules.registry import RuleTable
 from passes.search.space import Prices
+from passes.transfers import Transfer, Turn, transfers
 
 __all__ = ["Moved", "chosen_steps", "decide_lowering", "lowered_by", "unmerged"]
 

@@ -15,7 +15,6 @@ from passes.assignment import Assignment, NodeLayouts
 from passes.collector import collector_paused
 from passes.decide import Moved
 from passes.hiding import hidden_reads
-from passes.issue_order import Transfer as Read
 from passes.joint import (
     GraphInput,
     JointGraph,
@@ -25,11 +24,12 @@ from passes.joint import (
     tensor_operands,
 )
 from passes.lowering_plan import LoweringPlan
-from passes.pricing import local_nbytes, strategy_seconds
+from passes.pricing import local_nbytes
 from passes.records import NodeRecord, OperandRecord, ResultRecord, Transfer
 from passes.redistribute import Redistribution
-from passes.rules.registry import RuleTable, is_fallback, rule_for
+from passes.rules.registry import RuleTable, is_fallback
 from passes.search.space import Prices
+from passes.transfers import Transfer as Read
 
 __all__ = ["describe", "fallback_ops", "graph_hash", "op_counts", "records_that_differ", "short_dtype"]
 
@@ -162,8 +162,6 @@ class _Writer:
 
     def op(self, node: fx.Node) -> NodeRecord:
         prices, layouts = self.prices, self.assignment[node.name]
-        rule = rule_for(node, self.rules)
-        seconds = strategy_seconds(node, rule, [layouts], prices.traffic(node), prices.mesh, prices.compute)
         return NodeRecord(
             name=node.name,
             op=_op_name(node),
@@ -171,7 +169,7 @@ class _Writer:
             operands=self._operands(node),
             results=_results(node, layouts),
             splits=layouts.splits,
-            seconds=float(seconds[0]),
+            seconds=prices.op_seconds(node, layouts, self.rules),
             phase=node.meta.get("phase", "forward"),
             module=node.meta.get("module", ""),
             source=node.meta.get("source", ""),

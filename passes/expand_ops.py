@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from passes.op_traits import is_use
 from passes.ops import (
     circular_pad,
     circular_pad_backward,
@@ -77,7 +78,7 @@ def expand_ops(
     for node in module.graph.nodes:
         if node.op == "output":
             graph.output(map_arg(node.args[0], new.__getitem__))
-        elif str(node.target) == "autoshard.use.default":
+        elif is_use(node):
             new[node] = new[node.args[0]]  # type: ignore[index]
         elif str(node.target) in called:
             new[node] = graph.node_copy(node, new.__getitem__)

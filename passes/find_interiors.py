@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 from passes.assignment import Assignment
 from passes.interior import PossibleInterior, possible_interiors
-from passes.issue_order import Transfer
 from passes.joint import JointGraph, node_values
-from passes.pricing import local_nbytes, strategy_seconds
+from passes.pricing import local_nbytes
 from passes.redistribute import Redistribution
 from passes.rules.registry import RuleTable
 from passes.search.space import Prices
+from passes.transfers import Transfer
 
 __all__ = ["find_interiors"]
 
@@ -28,16 +28,17 @@ def find_interiors(
     return {
         found.node.name: found.factor
         for found in possible_interiors(joint, assignment, steps, rules)
-        if _gain(found, assignment, prices, sum(moved[t].seconds for t in found.exchanges)) > 0.0
+        if _gain(found, assignment, prices, sum(moved[t].seconds for t in found.exchanges), rules) > 0.0
     }
 
 
-def _gain(found: PossibleInterior, assignment: Assignment, prices: Prices, exchanged: float) -> float:
+def _gain(
+    found: PossibleInterior, assignment: Assignment, prices: Prices, exchanged: float, rules: RuleTable | None
+) -> float:
     """Seconds saved: what is hidden, less what it takes. No more than half of the op is taken to be interior."""
     node, mesh = found.node, prices.mesh
     layouts = assignment[node.name]
-    own = strategy_seconds(node, found.rule, [layouts], prices.traffic(node), mesh, prices.compute)[0]
-    hidden = prices.overlap_efficiency * min(exchanged, 0.5 * float(own))
+    hidden = prices.overlap_efficiency * min(exchanged, 0.5 * prices.op_seconds(node, layouts, rules))
     nbytes = sum(
         local_nbytes(layout, node, i, mesh)
         for i, layout in enumerate(layouts.results)

@@ -14,11 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from passes.joint import JointGraph, result_index, tensor_operands
-from passes.op_kinds import fuses, is_view
+from passes.op_traits import fuses, is_view
 from passes.records import NodeRecord
 
 __all__ = ["PHASES", "HiddenReads", "StepParts", "ending_reads", "hidden_reads", "step_parts"]
@@ -129,7 +128,7 @@ def _ending(joint: JointGraph) -> set[fx.Node]:
     for node in reversed(joint.graph.nodes):
         if node.op != "call_function" or _phase(node) != "backward" or not node.users:
             continue
-        passes_on = is_view(node) or node.target is torch.ops.aten._to_copy.default or fuses(node)
+        passes_on = is_view(node) or fuses(node)
         one_operand = len(tensor_operands(node)) == 1
         if passes_on and one_operand and all(user.op == "output" or user in found for user in node.users):
             found.add(node)

@@ -10,8 +10,8 @@
 
 Any op whose results have the windows' factor, by its own rule: the rule is asked for three parts of the results
 instead of all of them. Legal for whatever the rule may split; worth it where the seconds hidden are more than those of
-putting the parts together and of the launches. Which ops is decided on the global graph, from prices; how many rows are
-interior is each rank's own affair, as no collective depends on it.
+putting the parts together and of the launches. Which ops is decided on the global graph, from prices
+(`passes.find_interiors`); how many rows are interior is each rank's own affair, as no collective depends on it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from torch import fx
 
 from passes.assignment import Assignment
 from passes.cuts import ops_of
-from passes.issue_order import Transfer
 from passes.joint import JointGraph, map_operands, result_index, tensor_operands
 from passes.layout import Span
+from passes.op_traits import is_use
 from passes.redistribution.steps import HaloExchange, Step
 from passes.rules.registry import RuleTable
 from passes.rules.rule import LocalContext, OpRule
+from passes.transfers import Transfer
 
 __all__ = ["Own", "PossibleInterior", "exchange_before", "in_parts", "interior_of", "possible_interiors"]
 
@@ -77,7 +78,7 @@ def exchange_before(node: fx.Node, position: int, assignment: Assignment) -> tup
     the `use` it reads. None if there is none."""
     source = tensor_operands(node)[position]
     for reader, operand in ((node, position), (source, 0)):
-        if reader is source and source.target is not torch.ops.autoshard.use.default:
+        if reader is source and not is_use(source):
             return None
         producer, index = result_index(tensor_operands(reader)[operand])
         if assignment[producer.name].results[index] != assignment[reader.name].operands[operand]:

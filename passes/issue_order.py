@@ -30,36 +30,24 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal, Protocol
 
 from torch import fx
 
 from passes.assignment import Assignment
-from passes.joint import JointGraph, result_index, tensor_operands
-from passes.layout import Layout
+from passes.joint import JointGraph
+from passes.op_traits import is_product
 from passes.phase_ops import ops_by_phase
-from passes.recompute import is_collective
+from passes.transfers import Move, Transfer, Turn, late_transfers, transfers
 
 __all__ = [
     "PREFETCH",
     "REACH",
     "Merge",
-    "Move",
     "Side",
-    "Transfer",
-    "Turn",
-    "is_product",
     "issue_order",
-    "late_transfers",
-    "transfers",
 ]
-
-Transfer = tuple[str, int]
-"""(global name of the reader, which of its tensor operands)."""
-
-Turn = tuple[int, int]
-"""(0 in the forward, 1 in the backward; place in the phase's order). Meta "turn" of a transfer's nodes."""
 
 PREFETCH = 2
 """Collectives started ahead of their reader: one on the wire, one ready to follow."""
@@ -67,56 +55,8 @@ PREFETCH = 2
 REACH = 8
 """Products that a collective may be moved across: the gradients of one attention or MLP block."""
 
-_PRODUCTS = frozenset(
-    {
-        "autoshard.contract.default",
-        "autoshard.grouped_mm.default",
-        "autoshard.attention.default",
-        "autoshard.attention_backward.default",
-        "autoshard.neighborhood_attention.default",
-        "autoshard.neighborhood_attention_backward.default",
-        "aten.mm.default",
-        "aten.bmm.default",
-        "aten.addmm.default",
-        "aten.baddbmm.default",
-        "aten.convolution.default",
-        "aten.convolution_backward.default",
-    }
-)
-
-
-def is_product(node: fx.Node) -> bool:
-    """Ops that take long enough to hide a collective behind: products, attention, convolutions, and
-    any op of a library of the user's."""
-    if node.op != "call_function" or is_collective(node):
-        return False
-    name = str(node.target)
-    foreign = not name.startswith(("aten.", "prims.", "autoshard", "<"))  # "<": Python's, like getitem
-    return foreign or name in _PRODUCTS
-
-
 Side = Literal["early", "between", "last"]
 """Merged transfers are issued with the first that is read ("early"), or the last that is ready ("between", "last")."""
-
-
-@dataclass(frozen=True, eq=False)
-class Move:
-    """A transfer. moves: whether it needs a collective (of some rank). start, end: places in its phase's ops
-    of the op that computes the operand (-1: at hand from the start) and of the reader (their number: the
-    end of the phase)."""
-
-    reader: fx.Node
-    index: int
-    operand: fx.Node
-    held: Layout
-    wanted: Layout
-    moves: bool
-    start: int = -1
-    end: int = 0
-
-    @property
-    def transfer(self) -> Transfer:
-        return self.reader.name, self.index
 
 
 class Merge(Protocol):
@@ -155,45 +95,6 @@ def issue_order(
         for place, group in enumerate(phase.ordered(prefetch, reach, merge))
         for move in group
     }
-
-
-def transfers(joint: JointGraph, assignment: Assignment) -> list[Move]:
-    """What `assignment` asks for, in the order of the graph; not yet placed in a phase."""
-    found: list[Move] = []
-    for reader in joint.graph.nodes:
-        if reader.op == "placeholder" or result_index(reader)[0] is not reader:
-            continue
-        wanted = assignment[reader.name].operands
-        for index, (operand, layout) in enumerate(zip(tensor_operands(reader), wanted, strict=True)):
-            producer, result = result_index(operand)
-            held = assignment[producer.name].results[result]
-            if held != layout:
-                found.append(Move(reader, index, operand, held, layout, not _is_local(held, layout)))
-    return found
-
-
-def _is_local(held: Layout, wanted: Layout) -> bool:
-    """Whether every rank has its part already: it slices, or starts a pending sum."""
-    for dim, (mine, theirs, *sizes) in enumerate(
-        zip(held.dims, wanted.dims, held.sizes, wanted.sizes, strict=True)
-    ):
-        if held.halos[dim] != wanted.halos[dim] and mine:
-            return False
-        nested = mine == theirs[: len(mine)] and sizes == [None, None]
-        if mine and not nested and (mine, sizes[0]) != (theirs, sizes[1]):
-            return False
-    return set(held.partial) <= set(wanted.partial)
-
-
-def late_transfers(
-    joint: JointGraph, moves: Sequence[Move], forward: set[fx.Node] | None = None
-) -> set[Move]:
-    """Those of the backward: only gradients depend on what they deliver. forward: its ops, if known."""
-    forward = set(ops_by_phase(joint)[0]) if forward is None else forward
-    ends = zip(joint.outputs, joint.results, strict=True)
-    kinds = [spec.kind for spec, result in ends if result is not None]
-    at_end = lambda move: kinds[move.index] == "grad"
-    return {m for m in moves if (at_end(m) if m.reader.op == "output" else m.reader not in forward)}
 
 
 class _Phase:

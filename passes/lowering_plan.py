@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from passes.issue_order import Transfer, Turn
 from passes.redistribution.steps import Step
+from passes.transfers import Transfer, Turn
 
 __all__ = ["LoweringPlan"]
 

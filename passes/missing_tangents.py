@@ -9,14 +9,13 @@ import torch
 from torch import fx
 
 from passes.joint import ancestors
+from passes.op_traits import reads_shape_only
 from passes.phases import Backward, exchanges, extract, unaliased
 
 __all__ = ["usually_missing", "without_tangents"]
 
 _aten = torch.ops.aten
 _SUMS = (_aten.add.Tensor, _aten.sub.Tensor)
-# They read only the shape and dtype of a tangent: not linear in it, so never folded.
-_LIKE = ("_like", ".new_", "aten.new_")
 
 
 def without_tangents(backward: Backward, missing: Set[int]) -> Backward:
@@ -96,7 +95,7 @@ class _Folder:
     def _op(self, node: fx.Node) -> None:
         tangents = [n for n in node.all_input_nodes if n in self.dependent]
         zeros = [n for n in tangents if self.made[n] is None]
-        if any(text in str(node.target) for text in _LIKE):
+        if reads_shape_only(node):  # not linear in a tangent, so never folded
             self._copy(node)
             return
         if tangents:

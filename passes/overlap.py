@@ -11,11 +11,12 @@ from torch import fx
 
 from passes.base import RankPass
 from passes.graph_properties import FUNCTIONAL
-from passes.issue_order import PREFETCH, REACH, Turn, is_product
+from passes.issue_order import PREFETCH, REACH
 from passes.lower_redistribute import collective_nodes
+from passes.op_traits import is_cheap, is_collective, is_product
 from passes.properties import HasGraph, Property, described
 from passes.rank_properties import OPS
-from passes.recompute import is_cheap, is_collective
+from passes.transfers import Turn
 
 __all__ = ["IN_TURN", "Overlap"]
 

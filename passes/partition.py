@@ -15,15 +15,16 @@ from passes.assignment import Assignment, FactorSplit, NodeLayouts
 from passes.collector import collector_paused
 from passes.fake_calls import FakeCalls
 from passes.interior import exchange_before, in_parts, interior_of
-from passes.issue_order import Transfer
 from passes.joint import JointGraph, map_operands, node_value, result_index, tensor_operands
 from passes.layout import Layout, Span
 from passes.lower_redistribute import emit
 from passes.lowering_plan import LoweringPlan
+from passes.op_traits import is_use
 from passes.rules.registry import RuleTable, rule_for
 from passes.rules.rule import OpRule
 from passes.served import Served
 from passes.torch_compat import fake_mode_of, last_node, lazy_module
+from passes.transfers import Transfer
 
 __all__ = ["RankGraph", "partition"]
 
@@ -95,7 +96,7 @@ class _Writer:
             self._output(node)
         elif result_index(node)[0] is not node:
             self.local[node] = self._getitem(node)
-        elif node.target is torch.ops.autoshard.use.default:
+        elif is_use(node):
             (self.local[node],) = self._operands(node)
         else:
             self.local[node] = self._op(node)

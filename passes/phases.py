@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -11,14 +10,14 @@ import torch
 from torch import fx
 
 from passes.collector import collector_paused
-from passes.joint import GraphInput, GraphOutput, ancestors
-from passes.recompute import choose_saved, is_cheap, is_collective, is_reshape
+from passes.joint import GraphInput, GraphOutput, ancestors, result_index
+from passes.op_traits import is_cheap, is_collective, is_view
+from passes.recompute import choose_saved
 from passes.torch_compat import lazy_module
 
 __all__ = ["Backward", "Phases", "exchanges", "extract", "split_phases", "unaliased"]
 
 _aten = torch.ops.aten
-_PARTS = ("aten.slice.Tensor", "aten.select.int", "aten.split_with_sizes.default", "aten.split.Tensor")
 
 
 @dataclass(frozen=True)
@@ -234,11 +233,7 @@ def _copied(node: fx.Node) -> fx.Node:
 
 
 def _owner(node: fx.Node) -> fx.Node:
-    """Whose storage the value of `node` is a view of (a part of a tensor counts as its view)."""
-    while node.op == "call_function" and (is_reshape(node) or str(node.target) in _PARTS or _is_part(node)):
+    """Whose storage the value of `node` is. Each of an op's several results has its own, if the op is no view."""
+    while is_view(result_index(node)[0]):
         node = node.all_input_nodes[0]
     return node
-
-
-def _is_part(node: fx.Node) -> bool:
-    return node.target is operator.getitem and str(node.all_input_nodes[0].target) in _PARTS

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from cost_model.mesh import MeshSpec
 from cost_model.timeline import Timeline
 from passes.assignment import Assignment
+from passes.collector import collector_paused
 from passes.joint import CPU, JointGraph
 from passes.lowering_plan import LoweringPlan
 from passes.phases import Phases
@@ -76,6 +77,7 @@ class Prediction:
         return sum(phase.exposed for phase in self.phases)
 
 
+@collector_paused()
 def predicted_step(
     joint: JointGraph,
     assignment: Assignment,

@@ -16,7 +16,8 @@ from cost_model.mesh import MeshSpec
 from passes.assignment import FactorSplit, NodeLayouts
 from passes.joint import first_value, node_value, node_values, tensor_operands
 from passes.layout import Layout
-from passes.op_kinds import arithmetic_kind, fuses, global_flops, is_view, reads_values, storage_root
+from passes.op_traits import fuses, is_reduction, is_view, storage_root
+from passes.op_work import arithmetic_kind, global_flops, reads_values
 from passes.rules.rule import OpRule
 
 __all__ = [
@@ -91,8 +92,7 @@ def uncompiled_traffic(node: fx.Node) -> Traffic:
 
 def _line(node: fx.Node) -> tuple[object, ...] | None:
     """What nodes of one kernel of torch have in common; None: the node is a kernel of its own."""
-    cast = node.target is torch.ops.aten._to_copy.default
-    if node.op != "call_function" or not (fuses(node) or _reduces(node) or cast):
+    if not (fuses(node) or is_reduction(node)):
         return None
     line = tuple(node.meta.get(key) for key in ("phase", "module", "source"))
     return line if line[-1] else None
@@ -117,15 +117,9 @@ def _is_stored(node: fx.Node) -> bool:
         if is_view(user):
             if _is_stored(user):
                 return True
-        elif not fuses(user) and not _reduces(user):
+        elif not fuses(user) and not is_reduction(user):
             return True
     return False
-
-
-def _reduces(node: fx.Node) -> bool:
-    """Reductions read their producers' loops: sum(x * y) never stores the product."""
-    name = str(node.target)
-    return name.startswith(("aten.sum", "aten.amax", "aten.amin"))
 
 
 def local_nbytes(layout: Layout, node: fx.Node, index: int, mesh: MeshSpec) -> int:

@@ -3,74 +3,15 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence, Set
 
 import networkx as nx
 import torch
 from torch import fx
 
-__all__ = ["choose_saved", "is_cheap", "is_collective", "is_reshape"]
+from passes.op_traits import is_cheap, is_collective, is_whole_view
 
-
-def _overloads(namespace: str, names: str) -> frozenset[str]:
-    return frozenset(f"{namespace}.{name}" for name in names.split())
-
-
-# Results that alias their operand and have at least as many elements: never worth saving themselves.
-_RESHAPES = _overloads(
-    "aten",
-    """view.default reshape.default permute.default transpose.int t.default expand.default alias.default
-    unsqueeze.default squeeze.default squeeze.dim squeeze.dims detach.default""",
-)
-# Ops without the pointwise tag that a compiler computes inside their readers' loops all the same.
-_CHEAP = (
-    _overloads(
-        "aten",
-        """slice.Tensor select.int split_with_sizes.default split.Tensor _unsafe_view.default clone.default
-        _to_copy.default full.default full_like.default zeros.default zeros_like.default ones.default
-        ones_like.default empty.memory_format arange.default arange.start arange.start_step
-        scalar_tensor.default constant_pad_nd.default cat.default flip.default roll.default tril.default
-        triu.default index.Tensor gather.default as_strided.default repeat.default lift_fresh_copy.default
-        new_zeros.default new_ones.default new_full.default""",
-    )
-    | _overloads("prims", "convert_element_type.default iota.default")
-    | _overloads("autoshard", "uniform.default use.default circular_pad.default")
-)
-_REDUCTIONS = _overloads(
-    "aten",
-    """sum.dim_IntList sum.default amax.default amin.default any.default any.dim any.dims all.default
-    all.dim argmax.default mean.dim mean.default var.correction""",
-)
-_COLLECTIVE_NAMESPACES = ("_c10d_functional.", "autoshard_c10d_functional.")
-# A reduction is recomputed only if it reads at most this many times what it writes, as torch.compile's
-# partitioner has it: beyond that, saving the small result beats reading the large operand again.
-_REDUCTION_RATIO = 4
-
-
-def is_collective(node: fx.Node) -> bool:
-    """Functional collectives and their waits."""
-    return str(node.target).startswith(_COLLECTIVE_NAMESPACES)
-
-
-def is_reshape(node: fx.Node) -> bool:
-    """The result aliases the operand and holds all of its elements."""
-    return str(node.target) in _RESHAPES
-
-
-def is_cheap(node: fx.Node) -> bool:
-    """Whether the backward may run `node` again: local, and fused into its readers by a compiler.
-
-    Pointwise, view, cast, creation and indexing ops, counter-based random numbers, and reductions of
-    little input. Never collectives, products, attention, convolutions, sorts, scans or anything unknown.
-    """
-    name = str(node.target)
-    if name in _RESHAPES or name in _CHEAP or node.target is operator.getitem:
-        return True
-    if name in _REDUCTIONS:
-        read = max((_numel(n) for n in node.all_input_nodes), default=0)
-        return read <= _REDUCTION_RATIO * _numel(node)
-    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+__all__ = ["choose_saved"]
 
 
 def choose_saved(
@@ -117,13 +58,13 @@ def _is_free_to_repeat(node: fx.Node, backward: Set[fx.Node]) -> bool:
         # A rank's part with its halo around it: a copy of the part, which is often saved anyway. Saving both would
         # hold every activation twice, where splitting space is for want of memory.
         return True
-    return is_cheap(node) and (is_reshape(node) or not _read_whole(node, backward))
+    return is_cheap(node) and (is_whole_view(node) or not _read_whole(node, backward))
 
 
 def _read_whole(node: fx.Node, backward: Set[fx.Node]) -> bool:
     """Whether an op of the backward needs the value in memory: computing it again is then not free."""
     return any(
-        (user in backward and not is_cheap(user)) or (is_reshape(user) and _read_whole(user, backward))
+        (user in backward and not is_cheap(user)) or (is_whole_view(user) and _read_whole(user, backward))
         for user in node.users
     )
 
@@ -134,7 +75,7 @@ def _bytes_saved(node: fx.Node) -> int | None:
     Bytes weigh first, then the number of tensors.
     """
     value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or is_reshape(node):
+    if not isinstance(value, torch.Tensor) or is_whole_view(node):
         return None
     if is_collective(node) and "wait_tensor" not in str(node.target):
         return None

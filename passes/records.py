@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from passes.assignment import FactorSplit, NodeLayouts
-from passes.issue_order import Turn
 from passes.layout import Layout
 from passes.lowering_plan import LoweringPlan
 from passes.redistribution.steps import Step
+from passes.transfers import Turn
 
 __all__ = ["NodeRecord", "OperandRecord", "ResultRecord", "Transfer", "layouts_of", "lowering_of"]
 

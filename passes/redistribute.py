@@ -1,10 +1,10 @@
 """From one layout to another: the cheapest sequence of steps, and its seconds.
 
-One function decides the steps. The search prices with it (`Redistributor.matrix`) and the lowering
-emits from it (`Redistributor.plan`), so what is priced is what runs.
+One class decides the steps. The search prices with it (`Redistributor.matrix`), and what it chooses once the search is
+over (`Redistributor.plan`, in `passes.decide`) is in the plan and runs, so what is priced is what runs.
 
 The steps are a shortest path in a graph whose nodes are layouts and whose edges are the moves of
-`passes.redistribution.universe`. That graph doesn't depend on the tensor's shape (unless a layout has
+`passes.redistribution.moves`. That graph doesn't depend on the tensor's shape (unless a layout has
 explicit sizes), so it is built once per number of dims; a shape only sets the bytes of its edges.
 """
 

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from cost_model.timeline import Event
-from passes.op_kinds import is_view, storage_root
+from passes.op_traits import is_view, storage_root
 from passes.pricing import local_seconds
 from passes.search.space import Prices
 

@@ -62,19 +62,56 @@ def strided_shard_factor(placement: Any) -> int:
     return int(placement.split_factor)
 
 
-def scalars_of_whole_tensors() -> None:
-    """From now on a number read of a DTensor (`.item()`, `float`, `bool`) is that of the whole tensor.
-
-    torch reads the rank's own part, of a pending sum or norm too: `p.grad.norm().item()` is the norm of a shard,
-    without a word. `_custom_op_handlers` since 2.4; `_local_scalar_dense` has none.
-    """
+def handle_dtensor_op(op: Any, handler: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    """From now on `handler(op, args, kwargs)` answers `op` of DTensors, unless torch has a handler of its own.
+    `_custom_op_handlers` since 2.4."""
     from torch.distributed.tensor import DTensor
 
-    def read(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return op(args[0].full_tensor(), **kwargs)
-
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers  # type: ignore[assignment]
-    handlers.setdefault(torch.ops.aten._local_scalar_dense.default, read)
+    handlers.setdefault(op, handler)
+
+
+def take_plain_tensors_as_replicated(device: torch.device) -> None:
+    """From now on a plain tensor beside DTensors counts as the same on all ranks, in this thread and in that in which
+    autograd runs the backward of `device`. What `experimental.implicit_replication` sets for a block; since 2.1, by
+    thread since 2.10."""
+    from torch.distributed.tensor import DTensor
+
+    class Sets(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            DTensor._op_dispatcher._allow_implicit_replication = True
+            return gradient
+
+    DTensor._op_dispatcher._allow_implicit_replication = True
+    if device.type not in ("cpu", "meta"):
+        with torch.enable_grad():
+            Sets.apply(torch.zeros((), device=device, requires_grad=True)).backward()  # type: ignore[union-attr]
+
+
+def set_dtensor_data_by(setter: Callable[[Any, torch.Tensor], Any]) -> None:
+    """Let `x.data = value` of a DTensor take `setter(x, value)`, a DTensor laid out as x, with its local tensor: torch
+    changes the wrapper alone, so nothing. `_local_tensor` since 2.0."""
+    from torch.distributed.tensor import DTensor
+
+    plain: Any = torch._C.TensorBase.__dict__["data"]
+
+    def put(x: Any, value: torch.Tensor) -> None:
+        laid_out = setter(x, value)
+        plain.__set__(x, laid_out)
+        x._local_tensor = laid_out._local_tensor
+
+    if not isinstance(vars(DTensor).get("data"), property):
+        DTensor.data = property(plain.__get__, put)  # type: ignore[assignment, method-assign]
+
+
+def inside_function_transform() -> bool:
+    """Whether a transform of torch.func (grad, vmap, jvp) is at work; 50 ns. Since 2.0."""
+    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def is_profiling() -> bool:

@@ -14,6 +14,7 @@ from torch import nn
 
 from autoshard.runtime.guards import Guards
 from cost_model.errors import ShardingError
+from passes.torch_compat import inside_function_transform
 
 __all__ = ["Built", "Dispatcher", "dispatcher_of", "install", "mode_key", "original_forward"]
 
@@ -66,6 +67,7 @@ class Dispatcher:
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Built:
         """The executable for a call like this one, in the module's present state; built if there is none."""
+        _refuse_transforms()
         key = self._key(args, kwargs)
         known = self.executables.get((self._mode.key(), key), [])
         for built in known:
@@ -90,6 +92,15 @@ class Dispatcher:
         raise ShardingError(
             "a model that autoshard made parallel cannot be pickled whole: it belongs to a mesh of processes\n"
             "  try: its state_dict(), see docs/checkpoints.md; copy.deepcopy(model) for a copy in this process"
+        )
+
+
+def _refuse_transforms() -> None:
+    if inside_function_transform():
+        raise ShardingError(
+            "a parallel model is called inside a transform of torch.func (grad, vmap, jvp), which cannot see into "
+            "its compiled programs\n  try: loss.backward() or torch.autograd.grad; or the transform inside the model's "
+            "own forward"
         )
 
 

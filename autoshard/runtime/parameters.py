@@ -12,13 +12,15 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor.experimental import implicit_replication
 
 from autoshard.runtime.checksum import differing
+from autoshard.runtime.devices import local_device
+from autoshard.runtime.dtensor_ops import complete_dtensor_ops
 from autoshard.runtime.optimizers import adopt, live_optimizers, retire
 from autoshard.runtime.sharding import distributed, like_parameter
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
 from passes.layout import Layout
 from passes.placements import placements_to_layout
-from passes.torch_compat import move_gradient_hooks, scalars_of_whole_tensors
+from passes.torch_compat import move_gradient_hooks
 
 __all__ = ["distribute_parameters"]
 
@@ -39,7 +41,7 @@ def distribute_parameters(
     Call it on every rank of the mesh. Raises ShardingError, before anything is changed, for a name
     that no parameter has, or placements that its shape or the mesh does not allow.
     """
-    scalars_of_whole_tensors()
+    complete_dtensor_ops(local_device(mesh))
     spec = MeshSpec.of(mesh)
     plans = _plans(model, spec, placements)
     whole = [p for p, _, _ in plans if not isinstance(p, DTensor) and not p.is_meta]

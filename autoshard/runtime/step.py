@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.distributed.tensor import DTensor
 
 from autoshard.runtime.boundary import InputSide, conform, expected, sliced
 from autoshard.runtime.observe import Observer, PhaseRun, observed
@@ -182,6 +183,8 @@ class _Step(torch.autograd.Function):
             )
         program: Program = ctx.program
         saved = list(ctx.saved_tensors)
+        # Where a loss has parameters in it too (a penalty), its gradient is a DTensor, the same on all ranks.
+        tangents = tuple(t.full_tensor() if isinstance(t, DTensor) else t for t in tangents)
         # With retain_graph=False nobody needs them again: the backward may free each when it is done.
         ctx.maybe_clear_saved_tensors()
         assert program.phases.backward is not None

@@ -5,7 +5,6 @@
 | reduce_scatter | along dim 1: the copy that puts the parts one after the other, then the collective  |
 | all_to_all     | from dim 0 to dim 1: that copy, then the collective                                 |
 | all_reduce     | the collective, out of place                                                        |
-| broadcast      | the collective, out of place, from the group's first rank                           |
 | point_to_point | every rank sends one half to the next of its group and one to the one before       |
 
 On gloo little data goes in one round (`cost_model.measure.messages`), as in a lowered graph.
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cost_model.measure import messages
-from cost_model.measurements import KINDS
+from cost_model.measurements import PLAN_KINDS
 
 __all__ = ["IN_A_ROW_SECONDS", "Buffers", "Team", "collective_work", "whole_size"]
 
@@ -144,12 +143,6 @@ def _all_reduce(team: Team, whole: Tensor, _: Buffers) -> Work:
     return lambda: _wait(reduce(whole, "sum", name))
 
 
-def _broadcast(team: Team, whole: Tensor, _: Buffers) -> Work:
-    name = team.name
-    send = c10d.broadcast.default
-    return lambda: _wait(send(whole, 0, name))
-
-
 def _point_to_point(team: Team, whole: Tensor, buffers: Buffers) -> Work:
     me = team.ranks.index(dist.get_rank())
     neighbours = dict.fromkeys(
@@ -174,8 +167,7 @@ _WORK: Mapping[str, Callable[[Team, Tensor, Buffers], Work]] = {
     "all_gather": _all_gather,
     "all_reduce": _all_reduce,
     "all_to_all": _all_to_all,
-    "broadcast": _broadcast,
     "point_to_point": _point_to_point,
     "reduce_scatter": _reduce_scatter,
 }
-assert set(_WORK) == set(KINDS)
+assert set(_WORK) == set(PLAN_KINDS)

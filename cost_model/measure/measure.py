@@ -33,11 +33,11 @@ from cost_model.measure.peers import Peers, world_peers
 from cost_model.measure.sampling import Progress, Series, sample
 from cost_model.measure.statistics import Curve
 from cost_model.measure.teams import teams_of
-from cost_model.measurements import KINDS, CollectiveSamples, LinkLevel
+from cost_model.measurements import PLAN_KINDS, CollectiveSamples, LinkLevel
 from cost_model.mesh import MeshSpec
-from cost_model.profile import Profile
+from cost_model.profile_record import ProfileRecord
 
-__all__ = ["check_world", "measure_profile", "mesh_device", "world_size"]
+__all__ = ["check_device_type", "check_world", "measure_profile", "mesh_device", "world_size"]
 
 SMALLEST_NBYTES = 2**12
 LARGEST_NBYTES = {"cpu": 2**26, "cuda": 2**30}
@@ -57,7 +57,7 @@ def measure_profile(
     progress: Progress,
     clock: Clock | None,
     attend: Attend | None,
-) -> Profile:
+) -> ProfileRecord:
     """See `Profile.measure`."""
     spec = MeshSpec.of(mesh)
     check_world(spec, world_size())
@@ -81,7 +81,7 @@ def measure_profile(
             teams, collectives, rates, peers, clock, _OVERLAP_SHARE * time_budget, device, progress
         )
         launch, links = _links(hosts, collectives, device)
-        profile = Profile(
+        profile = ProfileRecord(
             name=name,
             nominal=False,
             device_type=spec.device_type,
@@ -119,10 +119,18 @@ def _communication(
     for shape, team in teams.items():
         whole = {whole_size(nbytes, team.size): nbytes in always for nbytes in sizes}
         anchors = tuple(nbytes for nbytes, anchor in whole.items() if anchor)
-        for kind in KINDS:
+        for kind in PLAN_KINDS:
             name = f"{kind} over {shape_text(shape)}"
             found.append(collective_series(name, kind, team, tuple(whole), buffers, pause, anchors))
     return found
+
+
+def check_device_type(device_type: str) -> None:
+    """ShardingError for a type that is not measured, or a GPU that is not there."""
+    if device_type not in ("cpu", "cuda"):
+        raise ShardingError(f"cannot measure devices of type {device_type!r}\n  try: 'cpu' or 'cuda'")
+    if device_type == "cuda" and not torch.cuda.is_available():
+        raise ShardingError("cannot measure GPUs: torch finds none\n  try: device type 'cpu'")
 
 
 def mesh_device(device_type: str) -> torch.device:
@@ -169,7 +177,7 @@ def _collective_samples(
     """Of the curves of `_communication`."""
     if not teams:
         return ()
-    keys = [(kind, shape) for shape in teams for kind in KINDS]
+    keys = [(kind, shape) for shape in teams for kind in PLAN_KINDS]
     pause, *others = curves
     alone = (beyond_pause(curve, pause) for curve in others)
     return tuple(
@@ -183,7 +191,7 @@ def _links(
 ) -> tuple[float, tuple[LinkLevel, ...]]:
     if collectives:
         return fit_links(levels_of(hosts), collectives)
-    nominal = Profile.named("h100" if device.type == "cuda" else "cpu")
+    nominal = ProfileRecord.named("h100" if device.type == "cuda" else "cpu")
     return nominal.collective_launch_seconds, nominal.links
 
 

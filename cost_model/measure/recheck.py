@@ -23,9 +23,9 @@ from cost_model.measure.peers import world_peers
 from cost_model.measure.sampling import Progress, Series, sample
 from cost_model.measure.statistics import median
 from cost_model.measure.teams import shapes_of, teams_of
-from cost_model.measurements import KINDS, CollectiveSamples, MatmulRates
+from cost_model.measurements import PLAN_KINDS, CollectiveSamples, MatmulRates
 from cost_model.mesh import MeshSpec
-from cost_model.profile import Profile
+from cost_model.profile_record import ProfileRecord
 
 __all__ = ["LEAST_TOLERANCE", "CheckedPoint", "recheck"]
 
@@ -64,7 +64,7 @@ class _Expected:
 
 
 def recheck(
-    profile: Profile,
+    profile: ProfileRecord,
     mesh: DeviceMesh,
     *,
     time_budget: float = 15.0,
@@ -114,7 +114,7 @@ def _distance(point: CheckedPoint) -> float:
     return max(point.predicted, point.measured) / min(point.predicted, point.measured)
 
 
-def _compute(profile: Profile, device: torch.device) -> Iterable[_Expected]:
+def _compute(profile: ProfileRecord, device: torch.device) -> Iterable[_Expected]:
     prices = ComputePrices(profile)
     memory = Series("memory", (2**24,), lambda nbytes: memory_work(nbytes, device), median, LEAST_SECONDS)
     yield _Expected(
@@ -147,14 +147,14 @@ def _half_median(seconds: list[float]) -> float:
 
 
 def _communication(
-    profile: Profile, spec: MeshSpec, teams: Mapping[GroupShape, Team], device: torch.device
+    profile: ProfileRecord, spec: MeshSpec, teams: Mapping[GroupShape, Team], device: torch.device
 ) -> Iterable[_Expected]:
     prices = CollectivePrices(profile, spec)
     buffers, pause = Buffers(device), Pause(device)
     axes = shapes_of(spec)
     measured = {(samples.kind, samples.group): samples for samples in profile.collectives}
     for shape, team in teams.items():
-        for kind in KINDS:
+        for kind in PLAN_KINDS:
             sizes = _sizes(measured.get((kind, shape)), team)
             yield _Expected(
                 collective_series(

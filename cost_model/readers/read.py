@@ -12,7 +12,7 @@ from pathlib import Path
 from cost_model.arguments import checked_path, shown
 from cost_model.errors import ProfileError
 from cost_model.groups import shape_text
-from cost_model.profile import Profile
+from cost_model.profile_record import ProfileRecord
 from cost_model.readers.limits import check_hosts, check_speed
 from cost_model.readers.merge import merged
 from cost_model.readers.nccl_json import read_nccl_json
@@ -27,11 +27,11 @@ _log = logging.getLogger(__name__)
 
 def read_profile(
     paths: Iterable[str | os.PathLike[str]],
-    base: Profile | str | os.PathLike[str] = "h100",
+    base: ProfileRecord | str | os.PathLike[str] = "h100",
     *,
     rank_stride: int | None = None,
     busbw_limit: float | None = None,
-) -> Profile:
+) -> ProfileRecord:
     """A profile with the collectives of benchmark outputs, and everything else from `base`.
 
     paths:       nccl-tests text or JSON (-J), torch.distributed benchmark tables; each file's format is
@@ -50,7 +50,7 @@ def read_profile(
     Raises ProfileError with file and line, the text there and a remedy for anything garbled, cut, wrong,
     contradictory or impossible.
     """
-    start = base if isinstance(base, Profile) else Profile.load(base)
+    start = base if isinstance(base, ProfileRecord) else ProfileRecord.load(base)
     if isinstance(paths, (str, bytes)) or not isinstance(paths, Iterable):
         raise ProfileError(f"paths is {shown(paths)}\n  try: a list of files")
     files = [checked_path(path, "a path of a benchmark's output", ProfileError) for path in paths]
@@ -110,7 +110,7 @@ def _read(path: Path) -> tuple[Run, ...]:
     )
 
 
-def _placed(run: Run, base: Profile, rank_stride: int | None) -> Run:
+def _placed(run: Run, base: ProfileRecord, rank_stride: int | None) -> Run:
     """The run with its ranks where they are on the user's mesh."""
     if rank_stride is None:
         check_hosts(run, base.links)
@@ -119,7 +119,7 @@ def _placed(run: Run, base: Profile, rank_stride: int | None) -> Run:
     return replace(run, group=Group(shape))
 
 
-def _profile(base: Profile, files: Sequence[Path], runs: Sequence[Run]) -> Profile:
+def _profile(base: ProfileRecord, files: Sequence[Path], runs: Sequence[Run]) -> ProfileRecord:
     collectives, changes = merged(runs)
     kept = () if base.nominal else base.collectives
     measured = {(samples.kind, samples.group) for samples in collectives}
@@ -159,18 +159,18 @@ def _left_out(runs: Sequence[Run]) -> list[str]:
     return texts
 
 
-def _superseded(base: Profile, count: int) -> list[str]:
+def _superseded(base: ProfileRecord, count: int) -> list[str]:
     return (
         [f"{count} measured collectives of {base.name} are replaced by those of the files"] if count else []
     )
 
 
-def _hardware(base: Profile, runs: Sequence[Run]) -> str:
+def _hardware(base: ProfileRecord, runs: Sequence[Run]) -> str:
     devices = ", ".join(dict.fromkeys(run.device for run in runs if run.device))
     return f"{devices or 'unknown devices'}; links and device rates as of: {base.hardware}"
 
 
-def _from_base(base: Profile) -> list[str]:
+def _from_base(base: ProfileRecord) -> list[str]:
     whose = "NOMINAL, not measured" if base.nominal else f"measured {base.date}"
     texts = [
         f"links, device rates, launch times and overlap are those of {base.name} ({whose}), hash {base.hash()}"

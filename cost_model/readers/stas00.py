@@ -69,7 +69,7 @@ class _Open:
 
 
 class _Reader:
-    def __init__(self, file: str, when: datetime) -> None:
+    def __init__(self, when: datetime) -> None:
         self.runs: list[Run] = []
         self.raw: Line | None = None
         self.ended = False
@@ -186,7 +186,7 @@ def read_stas00(file: str, text: str, when: datetime) -> tuple[Run, ...]:
 
     Raises ProfileError, with file and line, for what is garbled, cut or in unknown units.
     """
-    reader = _Reader(file, when)
+    reader = _Reader(when)
     line = Line(Place(file, 1), "", None)
     for line in lines_of(file, text):
         reader.read(line)

@@ -16,8 +16,8 @@ from torch.fx.node import map_arg
 
 from passes.canonicalization.dim_groups import Group, flatten, resolve
 from passes.canonicalization.push_sweep import Flat, PushRule, Sweep
-from passes.canonicalization.sink_expands import is_pointwise
 from passes.joint import tensor_operands
+from passes.op_traits import is_pointwise
 from passes.ops.contract import format_equation, parse_equation
 from passes.rewrite import call_like, emit, int_at, ints_at, shape_of, tensor_at
 

@@ -12,9 +12,10 @@ from passes.canonicalization.merge_duplicates import NO_DUPLICATES
 from passes.canonicalization.normalize_arguments import ONE_SPELLING
 from passes.canonicalization.normalize_creations import PLAIN_CREATIONS
 from passes.joint import JointGraph
+from passes.op_traits import is_pointwise
 from passes.rewrite import call_like, emit, erase_dead, replace, shape_of, tensor_at
 
-__all__ = ["SinkExpands", "is_pointwise"]
+__all__ = ["SinkExpands"]
 
 aten = torch.ops.aten
 
@@ -45,14 +46,6 @@ class SinkExpands(GraphPass):
                 _expand_again(node)
         erase_dead(joint.graph)
         return joint
-
-
-def is_pointwise(node: fx.Node) -> bool:
-    """An op with one result whose every element depends on one (broadcast) element of each operand."""
-    if node.op != "call_function" or not isinstance(node.meta["val"], torch.Tensor):
-        return False
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.pointwise in tags or node.target is aten._to_copy.default
 
 
 def _sink(node: fx.Node) -> None:

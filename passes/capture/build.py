@@ -92,7 +92,7 @@ class _Builder:
     def finish(self) -> JointGraph:
         pairs = zip(self.traced.aot.outputs, self.results, strict=True)
         outputs = [(self._output(end), node) for end, node in pairs if end.kind != "none"]
-        outputs.sort(key=lambda pair: ("output", "buffer", "grad").index(pair[0].kind))
+        outputs.sort(key=lambda pair: _order(pair[0]))
         self.graph.output(tuple(None if node is None else self.new[node] for _, node in outputs))
         return JointGraph(
             lazy_module(self.graph), tuple(self.inputs), tuple(spec for spec, _ in outputs), self.constants
@@ -181,6 +181,12 @@ class _Builder:
     @property
     def _some_fake(self) -> torch.Tensor:
         return next(node.meta["val"] for node in self.old.graph.nodes if node.op == "placeholder")
+
+
+def _order(end: GraphOutput) -> tuple[int, int]:
+    """Outputs in the order of the call's results; the others by kind, as they come: tracing lists first what the
+    forward changes in place."""
+    return ("output", "buffer", "grad").index(end.kind), end.index if end.kind == "output" else 0
 
 
 def _identifier(name: str) -> str:

@@ -15,6 +15,7 @@ from passes.capture.attention import attention_captured
 from passes.capture.backward_writes import check_backward_writes
 from passes.capture.counting import COUNTS
 from passes.capture.cumulative import trace_cumulative_averages
+from passes.capture.dense_gradients import DENSE_GRADIENTS
 from passes.capture.device_view import seen_on
 from passes.capture.grouped import grouped_captured
 from passes.capture.held_tensors import held_tensors_kept
@@ -170,7 +171,11 @@ def _traced(program: Program, spots: Sequence[Spot], uses: Uses) -> tuple[AotGra
         ):
             stack.enter_context(context)
         stack.enter_context(
-            provenance(program.model, {**replaced, **PADS, **COUNTS, **grouped_captured()}, _TRACER_FRAMES)
+            provenance(
+                program.model,
+                {**replaced, **PADS, **COUNTS, **DENSE_GRADIENTS, **grouped_captured()},
+                _TRACER_FRAMES,
+            )
         )
         aot = trace_joint(_Traceable(program, returned, spots, uses), fakes, decomposition_table())
         check_backward_writes(before, [place for place, _ in returned.writes])

@@ -22,14 +22,18 @@ def step_problems(
 
     shape: the tensor's global one. The layouts, those between the steps too, fit it and the mesh.
     """
+    if not steps and held == wanted:
+        return
     dims, key = universe_key((held, wanted), shape)
+    # Axes that neither the tensor nor a step has only add moves that are none of these.
+    used = {*held.axes, *wanted.axes, *(axis for step in steps for axis in step.axes)}
+    part = MeshSpec(
+        {name: mesh.size(name) for name in mesh.names if name in used or not used}, mesh.device_type
+    )
+    moves = Moves(part, tuple(DimSplits(part, spec) for spec in key.dims))
     now = held
     for step in steps:
         state = as_state(now, dims)
-        # Axes that neither the tensor nor the step has only add moves that are not this one.
-        axes = {*now.axes, *step.axes}
-        part = MeshSpec({name: mesh.size(name) for name in mesh.names if name in axes}, mesh.device_type)
-        moves = Moves(part, tuple(DimSplits(part, spec) for spec in key.dims))
         made = (as_step(state, move, dims, len(shape)) for move in moves(state) if move.make is type(step))
         if all(step != other for other in made):
             yield f"no step {step.text()} leads from {now} to {step.after}"

@@ -5,13 +5,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from cost_model.mesh import MeshSpec
 from passes.layout import Halo, Span, laps, nested_sizes, spans_of
 
 __all__ = ["UNSPLIT", "DimSpec", "DimSplits", "Split", "foreign_elements", "sort_key", "subsets"]
+
+
+Ints = npt.NDArray[np.int64]
 
 
 class Split(NamedTuple):
@@ -168,17 +174,42 @@ def subsets(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:
         yield from itertools.combinations(axes, count)
 
 
-def foreign_elements(held: Sequence[Span], wanted: Sequence[Span], length: int) -> int:
+@lru_cache(maxsize=4096)
+def foreign_elements(held: tuple[Span, ...], wanted: tuple[Span, ...], length: int) -> int:
     """The most that any rank sends to, or receives from, others when spans `held` become spans `wanted`, of a dim of
-    `length`."""
+    `length`. Positions count modulo the length; what several ranks hold, each of them sends."""
+    if not length or not held:
+        return 0
+    own = np.array([_shared(one, two, length) for one, two in zip(held, wanted, strict=True)])
+    before, after = np.array(held, dtype=np.int64), np.array(wanted, dtype=np.int64)
+    received, sent = _met(after, before, length) - own, _met(before, after, length) - own
+    return int(max(received.max(), sent.max()))
 
-    def moved(one: Span, two: Span) -> int:
-        return sum(hi - lo for (lo, hi), _ in laps(one, two, length))
 
-    ranks = range(len(held))
-    received = [sum(moved(wanted[r], held[q]) for q in ranks if q != r) for r in ranks]
-    sent = [sum(moved(held[r], wanted[q]) for q in ranks if q != r) for r in ranks]
-    return max((*received, *sent), default=0)
+def _shared(one: Span, two: Span, length: int) -> int:
+    return sum(hi - lo for (lo, hi), _ in laps(one, two, length))
+
+
+def _met(spans: Ints, others: Ints, length: int) -> Ints:
+    """[spans]: positions that each has in common with `others`, added up over all of them, in n log n steps."""
+    rounds, rest = np.divmod(np.maximum(others[:, 1] - others[:, 0], 0), length)
+    first = others[:, 0] % length
+    last = first + rest
+    # What is left of each beside whole rounds of the dim, in [0, length): a part, and what wraps around its end.
+    starts = np.sort(np.concatenate([first, np.zeros_like(first)]))
+    ends = np.sort(np.concatenate([np.minimum(last, length), np.maximum(last - length, 0)]))
+
+    def behind(edges: Ints, places: Ints) -> Ints:
+        """By how much the places lie behind all edges that are before them, added up."""
+        count = np.searchsorted(edges, places)
+        return count * places - np.concatenate([[0], np.cumsum(edges)])[count]
+
+    def up_to(positions: Ints) -> Ints:
+        laps, places = np.divmod(positions, length)
+        covered = behind(starts, places) - behind(ends, places)
+        return laps * rest.sum() + covered + positions * rounds.sum()
+
+    return up_to(np.maximum(spans[:, 0], spans[:, 1])) - up_to(spans[:, 0])
 
 
 def sort_key(split: Split) -> tuple[object, ...]:

@@ -7,7 +7,7 @@ a rule changes what later plans may contain and nothing that has been planned or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import fx
 
 from cost_model.arguments import reject, shown
 from cost_model.errors import ShardingError
+from passes.op_signature import op_signature
 from passes.rules.assemble import whole_rule
 from passes.rules.empty import neutral_where_empty
 from passes.rules.notation import Notation, parse
@@ -29,12 +30,21 @@ __all__ = ["USER_RULES", "RuleTable", "has_rule", "is_fallback", "register_rule"
 
 _POINTWISE = pointwise()
 
+_MOST_MADE = 10_000
+"""Rules that a table keeps: of a process that plans for days, not all."""
+
 
 @dataclass
 class RuleTable:
-    """Rules that a user added, by op: "namespace::op.overload", or "namespace::op" for all overloads."""
+    """Rules that a user added, by op: "namespace::op.overload", or "namespace::op" for all overloads.
+
+    made: rules made so far where this table was asked, with their builders: by the builder's id and what it was told.
+    """
 
     builders: dict[str, Builder] = field(default_factory=dict)
+    made: dict[tuple[int, Hashable], tuple[Any, OpRule]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def register(
         self,
@@ -116,8 +126,18 @@ def rule_for(node: fx.Node, rules: RuleTable | None = None) -> OpRule:
     `node` and its tensor operands carry meta "val" with global shapes. A tensor without elements is
     never split. Raises ShardingError if a user's rule does not fit the op's shapes.
     """
-    call = describe(node)
     builder = _builder(node.target, rules)
+    key = (id(builder), op_signature(node))
+    made = (USER_RULES if rules is None else rules).made
+    if key not in made:
+        if len(made) >= _MOST_MADE:
+            made.clear()
+        made[key] = builder, _made(node, builder)  # with the builder, so that its id stays its own
+    return made[key][1]
+
+
+def _made(node: fx.Node, builder: Builder | None) -> OpRule:
+    call = describe(node)
     if builder is None or any(0 in shape for shape in call.shapes):
         return whole_rule(call.shapes, len(call.operands))
     try:

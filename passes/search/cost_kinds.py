@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from passes.hiding import StepParts
-from passes.search.problem import Array, Problem
+from passes.solver.problem import Array, Problem
 
 __all__ = ["CostKinds", "parts_of"]
 

@@ -15,8 +15,8 @@ from passes.joint import GraphInput, JointGraph, node_value
 from passes.rules.registry import RuleTable
 from passes.search.boundary import Boundary
 from passes.search.overlapped import solve_overlapped
-from passes.search.problem import Infeasible
 from passes.search.space import Prices, SearchSpace, build_space
+from passes.solver.problem import Infeasible
 
 __all__ = ["Found", "find_assignment"]
 

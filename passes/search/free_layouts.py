@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import fx
 
 from cost_model.mesh import MeshSpec
 from passes.joint import JointGraph, tensor_operands
 from passes.layout import Layout
+from passes.op_traits import is_cast, is_use
 from passes.rules.rule import OpRule
 
 __all__ = ["free_axis_order", "is_storable", "tensor_rule"]
@@ -33,17 +33,16 @@ def is_storable(layout: Layout, shape: Sequence[int], mesh: MeshSpec) -> bool:
 
 def free_axis_order(joint: JointGraph) -> set[fx.Node]:
     """Nodes that only pass a parameter or a gradient along: there the order of axes matters."""
-    passing = (torch.ops.autoshard.use.default, torch.ops.aten._to_copy.default)
     found: set[fx.Node] = set()
     parameters = {
         node for node, spec in zip(joint.placeholders, joint.inputs, strict=True) if spec.kind == "param"
     }
     for node in joint.graph.nodes:
-        passes_on = node.op == "call_function" and node.target in passing
+        passes_on = is_use(node) or is_cast(node)
         if passes_on and tensor_operands(node)[0] in parameters | found:
             found.add(node)
     for node in reversed(joint.graph.nodes):
-        passes_on = node.op == "call_function" and node.target in passing
+        passes_on = is_use(node) or is_cast(node)
         if passes_on and all(user.op == "output" or user in found for user in node.users):
             found.add(node)
     return found

@@ -21,14 +21,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from passes.search.cost_kinds import CostKinds
-from passes.search.graph import Graph
-from passes.search.mix import mixed
 from passes.search.planes import Plane, Point, charged, highest_point
-from passes.search.problem import Problem, Solution
 from passes.search.recombine import recombined
-from passes.search.room import no_room
-from passes.search.solve import ROUNDING, solve
-from passes.search.tables import Tables
+from passes.solver.graph import Graph
+from passes.solver.mix import mixed
+from passes.solver.problem import Problem, Solution
+from passes.solver.room import no_room
+from passes.solver.solve import ROUNDING, solve
+from passes.solver.tables import Tables
 
 __all__ = ["solve_overlapped"]
 

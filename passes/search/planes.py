@@ -17,7 +17,7 @@ import numpy as np
 from scipy.optimize import linprog
 
 from passes.hiding import StepParts
-from passes.search.problem import Array, Problem
+from passes.solver.problem import Array, Problem
 
 __all__ = ["Plane", "Point", "charged", "highest_point"]
 

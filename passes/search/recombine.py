@@ -9,7 +9,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from passes.search.cost_kinds import CostKinds, parts_of
-from passes.search.problem import Array, Problem
+from passes.solver.problem import Array, Problem
 
 __all__ = ["recombined"]
 

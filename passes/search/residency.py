@@ -12,7 +12,7 @@ from cost_model.memory import ADAMW
 from cost_model.mesh import MeshSpec
 from passes.assignment import NodeLayouts
 from passes.joint import JointGraph, node_values, tensor_operands
-from passes.op_kinds import alias_chain, is_view
+from passes.op_traits import alias_chain, is_use, is_view
 from passes.pricing import TrafficModel, local_nbytes
 
 __all__ = ["Residency"]
@@ -57,7 +57,7 @@ class Residency:
                 nbytes.append(held_by(node, options) * copies)
             else:
                 intervals.append((order[node], last.get(node, order[node]) + 1))
-                stored = _is_gather(node) or (traffic(node).writes and not is_view(node))
+                stored = is_use(node) or (traffic(node).writes and not is_view(node))
                 held = held_by(node, options)
                 nbytes.append(held if stored else np.zeros_like(held))
         return Residency(tuple(intervals), tuple(nbytes))
@@ -71,10 +71,6 @@ def _last_reads(order: dict[fx.Node, int]) -> dict[fx.Node, int]:
             for owner in alias_chain(operand):
                 last[owner] = max(last.get(owner, 0), step)
     return last
-
-
-def _is_gather(node: fx.Node) -> bool:
-    return str(node.target) == "autoshard.use.default"
 
 
 class _HeldBytes:

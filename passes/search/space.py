@@ -29,15 +29,16 @@ from passes.joint import (
     tensor_operands,
 )
 from passes.layout import Layout
+from passes.op_signature import op_signature
 from passes.pricing import Traffic, TrafficModel, fused_traffic, local_nbytes, strategy_seconds
 from passes.redistribute import Redistributor
 from passes.rules.registry import RuleTable, rule_for
 from passes.search.boundary import Boundary
 from passes.search.cost_kinds import CostKinds
 from passes.search.free_layouts import free_axis_order, is_storable, tensor_rule
-from passes.search.problem import Problem
 from passes.search.residency import Residency
 from passes.search.space_dims import out_of_space
+from passes.solver.problem import Problem
 from passes.strategies import enumerate_strategies
 
 __all__ = ["Edge", "Prices", "SearchSpace", "build_space"]
@@ -54,6 +55,21 @@ class Prices:
     optimizer_seconds: Callable[[int], float]  # bytes of a parameter's shard -> seconds of its update
     traffic: TrafficModel = fused_traffic
     overlap_efficiency: float = 0.0
+    known: dict[Hashable, tuple[object, object, float]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def op_seconds(self, node: fx.Node, layouts: NodeLayouts, rules: RuleTable | None = None) -> float:
+        """Of `node` of a global graph under `layouts`, as `strategy_seconds` has it: of ops alike computed once.
+
+        Layers share their layouts, so these count as alike only if they are the same object.
+        """
+        rule, flow = rule_for(node, rules), self.traffic(node)
+        key = (id(layouts), id(rule), flow, op_signature(node))
+        if key not in self.known:
+            (found,) = strategy_seconds(node, rule, [layouts], flow, self.mesh, self.compute)
+            self.known[key] = layouts, rule, float(found)  # with both, so that their ids stay their own
+        return self.known[key][-1]
 
 
 @dataclass(frozen=True)

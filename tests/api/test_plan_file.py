@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 
 from autoshard import MeshSpec, Plan, PlanError, find_plan, verify
-from cost_model.measurements import KINDS
+from cost_model.measurements import PLAN_KINDS
 from tests.api.programs import assert_close, data, parallel, two_linear
 from tests.profiles import slow_compute
 from tests.ranks import RankPool
@@ -187,7 +187,7 @@ def test_explain(plan: Plan) -> None:
 
 
 def test_collectives_are_listed_with_price_and_phase(plan: Plan) -> None:
-    assert {c.kind for c in plan.collectives} <= set(KINDS)
+    assert {c.kind for c in plan.collectives} <= set(PLAN_KINDS)
     for c in plan.collectives:
         assert c.axes == ("x",) and c.nbytes > 0 and c.seconds > 0 and c.phase in ("forward", "backward")
     graph = plan.to_networkx()

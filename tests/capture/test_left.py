@@ -99,6 +99,8 @@ def test_a_tensor_argument_that_is_changed() -> None:
     captured = capture(model, (x,), {"y": y})
     assert captured.call.overwritten == (1,) and captured.call.output_count == 2
     told = copy.deepcopy(y)
+    result, changed = captured.joint.module(*captured.joint.constants.values(), x, y)[:2]
+    assert torch.equal(changed[:, 0], torch.ones(2)) and torch.equal(result, x + changed)
     captured.call.unflatten([x, torch.ones(2, 3)], (x,), {"y": y})
     assert torch.equal(y, torch.ones(2, 3)) and not torch.equal(told, y)
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cost_model.collectives import CollectivePrices, collective_seconds, confidence
+from cost_model.collectives import CollectivePrices
 from cost_model.errors import ProfileError, ShardingError, UnsupportedOpError
 from cost_model.groups import mesh_occupancies
 from cost_model.link_model import floor_slope
@@ -116,13 +116,6 @@ def test_links_that_end_at_the_node(round_profile: Profile) -> None:
     one_node = replace(round_profile, links=round_profile.links[:1])
     with pytest.raises(ProfileError, match="at most 4 consecutive ranks"):
         seconds(one_node, "all_gather", {"x": 8}, ("x",), MB)
-
-
-def test_one_mesh_does_not_answer_for_another(round_profile: Profile) -> None:
-    small, large = MeshSpec({"x": 2}), MeshSpec({"x": 4})
-    first = collective_seconds(round_profile, "all_gather", small, ("x",), MB)
-    assert collective_seconds(round_profile, "all_gather", large, ("x",), MB) > first
-    assert first == pytest.approx((5 + 1 + 5) * 1e-6)
 
 
 SIZES = st.integers(0, 2**34)
@@ -257,13 +250,14 @@ def test_measured_noise_never_makes_prices_fall(
 def test_confidence_says_where_a_price_comes_from(round_profile: Profile) -> None:
     profile = measured(round_profile, GATHER_4)
     mesh = MeshSpec({"one": 1, "dp": 4, "tp": 4})
-    assert confidence(profile, "all_gather", mesh, ("tp",)) == "measured"
-    assert confidence(profile, "all_gather", mesh, ("tp",), 5000) == "measured"
-    assert confidence(profile, "all_gather", mesh, ("tp",), 1e9) == "extrapolated"
-    assert confidence(profile, "all_gather", mesh, ("dp",)) == "modelled"
-    assert confidence(profile, "all_reduce", mesh, ("tp",)) == "modelled"
-    assert confidence(profile, "all_gather", mesh, ("one",)) is None
-    assert confidence(replace(profile, nominal=True), "all_gather", mesh, ("tp",)) == "nominal"
+    prices, nominal = CollectivePrices(profile, mesh), CollectivePrices(replace(profile, nominal=True), mesh)
+    assert prices.confidence("all_gather", ("tp",)) == "measured"
+    assert prices.confidence("all_gather", ("tp",), 5000) == "measured"
+    assert prices.confidence("all_gather", ("tp",), 1e9) == "extrapolated"
+    assert prices.confidence("all_gather", ("dp",)) == "modelled"
+    assert prices.confidence("all_reduce", ("tp",)) == "modelled"
+    assert prices.confidence("all_gather", ("one",)) is None
+    assert nominal.confidence("all_gather", ("tp",)) == "nominal"
 
 
 def summing(profile: Profile, rate: float = 80e9) -> Profile:

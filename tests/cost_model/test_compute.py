@@ -29,7 +29,6 @@ def test_matmul_between_and_beyond(round_profile: Profile) -> None:
 
 def test_a_dtype_without_a_rate_gets_the_slowest(round_profile: Profile) -> None:
     prices = ComputePrices(round_profile)
-    assert prices.has_rate("bfloat16") and not prices.has_rate("int64")
     assert prices.matmul_seconds(1e8, "int64") == prices.matmul_seconds(1e8, "float32")
 
 
@@ -73,7 +72,7 @@ def test_nominal_rates_stay_under_the_data_sheets() -> None:
     for name, by_dtype in peaks.items():
         prices = ComputePrices(Profile.named(name))
         for dtype, peak in by_dtype.items():
-            assert prices.has_rate(dtype)
+            assert dtype in {rates.dtype for rates in prices.profile.device.matmul}
             for flops in (1e6, 1e9, 1e12, 1e15):
                 assert flops / prices.matmul_seconds(flops, dtype) < peak
 

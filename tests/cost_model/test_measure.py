@@ -7,7 +7,7 @@ import math
 import pytest
 
 from cost_model.collectives import CollectivePrices
-from cost_model.measurements import KINDS
+from cost_model.measurements import PLAN_KINDS
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from tests.cost_model import measured
@@ -24,7 +24,7 @@ def test_every_rank_gets_the_same_profile(ranks: RankPool) -> None:
     assert profile.hardware.startswith("1 host of 2 ranks: ") and "1 thread" in profile.hardware
     software = dict(profile.software)
     assert software["backend"] == "gloo" and software["torch"] and software["python"]
-    assert {(s.kind, s.group) for s in profile.collectives} == {(kind, ((2, 1),)) for kind in KINDS}
+    assert {(s.kind, s.group) for s in profile.collectives} == {(kind, ((2, 1),)) for kind in PLAN_KINDS}
     assert all(s.nbytes == (4096, 16384) and len(s.spread) == 2 for s in profile.collectives)
     assert {"launch", "memory", "all_reduce over 2 ranks, stride 1", "products alone"} <= set(told)
     prices = CollectivePrices(profile, MeshSpec({"x": 2}))
@@ -35,7 +35,7 @@ def test_scripted_times_by_hand(ranks: RankPool) -> None:
     runs = ranks.run(measured.measure, {"a": 2, "b": 2}, 1e-3, world=4)
     profile = runs[0][0]
     assert all(other == profile for other, _ in runs)
-    assert len(profile.collectives) == 3 * len(KINDS)
+    assert len(profile.collectives) == 3 * len(PLAN_KINDS)
     # The slowest rank counts where ranks wait for each other: 1 ms, of which 0.4 is the pause before. Computing,
     # the median: 0.5 ms.
     assert all(s.seconds == pytest.approx((0.6e-3, 0.6e-3)) for s in profile.collectives)
@@ -75,7 +75,6 @@ def test_recheck(ranks: RankPool, factor: float, spread: float, off: tuple[str, 
         ("reduce_scatter", (2, 64), 2.0),
         ("all_to_all", (4, 64), 1.0),
         ("all_reduce", (256,), 2.0),
-        ("broadcast", (256,), 1.0),
         ("point_to_point", (256,), 1.0),
     ],
 )

@@ -237,11 +237,11 @@ def test_links_that_the_model_made_are_found_again(round_profile: object) -> Non
         assert link.bytes_per_second == pytest.approx(true.bytes_per_second, rel=0.05)
         # The best that any group got is the true rate: the peak is the margin above it.
         assert link.peak_bytes_per_second <= 1.01 * PEAK_MARGIN * true.bytes_per_second
-    check_profile("test", launch, 0.5, found, samples, round_profile.device)  # type: ignore[attr-defined]
+    check_profile("test", found, samples, round_profile.device)  # type: ignore[attr-defined]
 
 
 def test_flat_and_odd_times_still_give_links_that_pass(round_profile: object) -> None:
     flat = [CollectiveSamples(kind, ((3, 1),), (36, 3600, 360000), (1e-3, 1e-3, 1e-3)) for kind in KINDS]
     launch, links = fit_links(Levels(("all",), (None,)), flat)
     assert launch > 0.0 and links[0].latency_seconds > 0.0
-    check_profile("test", launch, 0.0, links, flat, round_profile.device)  # type: ignore[attr-defined]
+    check_profile("test", links, flat, round_profile.device)  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cost_model.collectives import collective_seconds, confidence
+from cost_model.collectives import CollectivePrices
 from cost_model.errors import ProfileError
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
@@ -40,17 +40,17 @@ def test_times_are_those_of_the_table(
 
 
 def test_measured_group_is_priced_as_measured_and_another_as_modelled() -> None:
-    profile = Profile.from_nccl_tests(sample("all_reduce_perf.txt"))
-    assert collective_seconds(profile, "all_reduce", MESH, ["tp"], 2**20) == pytest.approx(22.10e-6)
-    assert confidence(profile, "all_reduce", MESH, ["tp"], 2**20) == "measured"
-    assert confidence(profile, "all_reduce", MESH, ["tp"], 2**32) == "extrapolated"
-    assert confidence(profile, "all_gather", MESH, ["tp"]) == "modelled"
+    prices = CollectivePrices(Profile.from_nccl_tests(sample("all_reduce_perf.txt")), MESH)
+    assert prices.seconds("all_reduce", ("tp",), 2**20) == pytest.approx(22.10e-6)
+    assert prices.confidence("all_reduce", ("tp",), 2**20) == "measured"
+    assert prices.confidence("all_reduce", ("tp",), 2**32) == "extrapolated"
+    assert prices.confidence("all_gather", ("tp",)) == "modelled"
 
 
 def test_split_communicators_are_strided_groups() -> None:
     """NCCL_TESTS_SPLIT_MASK=0x7 on 16 ranks: 8 groups of 2, 8 apart, all at once: the dp axis of the mesh."""
     profile = read_profile([sample("sendrecv_split.txt")])
-    assert confidence(profile, "point_to_point", MESH, ["dp"], 2**20) == "measured"
+    assert CollectivePrices(profile, MESH).confidence("point_to_point", ("dp",), 2**20) == "measured"
 
 
 def test_rows_too_coarse_to_check_are_left_out_and_said_so() -> None:

@@ -14,6 +14,7 @@ from autoshard.draw import draw
 from autoshard.drawing.collectives import colour
 from autoshard.drawing.svg import svg_text
 from cost_model.errors import PlanError
+from passes.redistribution.steps import STEPS
 from tests.draw.samples import mlp, transformer
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -58,6 +59,8 @@ def test_equal_collectives_are_one_line_with_their_sum() -> None:
         "collective": "all_gather[tp](dim=0); all_reduce[tp]()",
         "seconds": 3e-6,
         "nbytes": 1500,
+        "each_kind": "all_gather; all_reduce",
+        "each_axes": "tp; tp",
         "each_seconds": "2e-06; 1e-06",
         "each_nbytes": "1000; 500",
     }
@@ -79,6 +82,11 @@ def test_collectives_are_coloured_by_kind() -> None:
         len({colour(kind) for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "other")})
         == 5
     )
+
+
+def test_every_step_that_moves_something_has_a_colour() -> None:
+    for name, step in STEPS.items():
+        assert (colour(name) != colour("other")) == (step.kind is not None), name
 
 
 def test_the_legend_counts_folded_layers() -> None:

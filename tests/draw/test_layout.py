@@ -14,7 +14,7 @@ from autoshard.drawing.columns import spread
 from autoshard.drawing.groups import group_by_module
 from autoshard.drawing.rows import assign_rows
 from autoshard.drawing.scene import make_scene
-from tests.draw.samples import mlp, transformer
+from tests.draw.samples import UNMOVED, mlp, through, transformer
 
 
 def random_graph(seed: int, nodes: int = 40) -> nx.DiGraph:
@@ -39,7 +39,8 @@ def random_graph(seed: int, nodes: int = 40) -> nx.DiGraph:
         if kind == "op":
             for source in draw.sample(names, min(len(names), draw.randint(0, 3))):
                 collective = draw.choice(["", "", "all_gather[dp](dim=0)"])
-                graph.add_edge(source, name, layout="[@dp]", collective=collective, seconds=1e-6, nbytes=8)
+                moved = through(collective, 1e-6, 8) if collective else UNMOVED
+                graph.add_edge(source, name, layout="[@dp]", **moved)
         names.append(name)
     return graph
 

@@ -19,7 +19,7 @@ from passes.assignment import Assignment
 from passes.bucket import Bucket
 from passes.bucket_plan import Item, Wire, bucketed_turns, least_end
 from passes.decide import chosen_steps, unmerged
-from passes.issue_order import Merge, Move, Side, Transfer, Turn, issue_order
+from passes.issue_order import Merge, Side, issue_order
 from passes.joint import JointGraph
 from passes.layout import Layout
 from passes.lower_redistribute import collective_nodes
@@ -32,6 +32,7 @@ from passes.search.boundary import boundary_of
 from passes.search.find import find_assignment
 from passes.search.space import Prices
 from passes.simulate import simulate, simulated_groups
+from passes.transfers import Move, Transfer, Turn
 from tests.models import SwiGLU
 from tests.overlap.planned import (
     collectives,

@@ -13,7 +13,7 @@ from torch import fx, nn
 from cost_model.mesh import MeshSpec
 from passes.assignment import Assignment
 from passes.decide import unmerged
-from passes.issue_order import Transfer, Turn, issue_order
+from passes.issue_order import issue_order
 from passes.joint import JointGraph, tensor_operands
 from passes.layout import Layout
 from passes.lower_redistribute import collective_nodes
@@ -21,6 +21,7 @@ from passes.overlap import Overlap
 from passes.partition import partition
 from passes.redistribute import Redistributor
 from passes.simulate import simulate, simulated_groups
+from passes.transfers import Transfer, Turn
 from tests.golden import Golden
 from tests.models import SwiGLU
 from tests.overlap.planned import (

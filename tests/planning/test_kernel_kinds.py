@@ -8,7 +8,7 @@ from torch import fx, nn
 
 from autoshard.planning import canonical_capture
 from passes.joint import node_value, tensor_operands
-from passes.op_kinds import arithmetic_kind
+from passes.op_work import arithmetic_kind
 
 
 def convolutions(model: nn.Module, channels: int) -> list[fx.Node]:

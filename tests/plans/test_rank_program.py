@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch
-from torch import Tensor, fx, nn
-from torch.distributed.tensor import Shard
+from torch import Tensor, fx
 
-from autoshard import MeshSpec, Plan, PlanError, Profile, find_plan, verify
+from autoshard import Plan, verify
 from autoshard.planning import canonical_capture
 from autoshard.runtime.observe import PhaseRun
 from autoshard.runtime.process_groups import axes_by_group
@@ -27,69 +22,17 @@ from passes.lower_redistribute import collective_nodes
 from passes.lowering_plan import LoweringPlan
 from passes.simulate import simulate, simulated_group_name
 from tests.api.programs import assert_close, parallel
-from tests.profiles import slow_compute
+from tests.plans.two_prices import (
+    AXES,
+    PINS,
+    PROFILES,
+    bytes_cost_all,
+    planned,
+    regression,
+    rows,
+    starts_cost_all,
+)
 from tests.ranks import RankPool
-
-AXES = (("a", 2), ("b", 2))
-
-
-class Regression(nn.Module):
-    """Three products and their loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.mix, self.down = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.relu(self.mix(torch.relu(self.up(x))))).square().mean()
-
-
-def regression() -> Regression:
-    torch.manual_seed(0)
-    return Regression()
-
-
-def rows() -> Tensor:
-    return torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
-
-
-def starts_cost_all() -> Profile:
-    """Starting a collective costs so much that all that may share a bucket do, and few steps are better than cheap
-    ones."""
-    cpu = slow_compute()
-    links = tuple(replace(link, latency_seconds=1e-3) for link in cpu.links)
-    return replace(cpu, name="dear starts", links=links)
-
-
-def bytes_cost_all() -> Profile:
-    """Starting is free, and a byte is dear: nothing shares a bucket."""
-    cpu = slow_compute()
-    links = tuple(
-        replace(link, latency_seconds=1e-12, bytes_per_second=link.bytes_per_second / 1e6)
-        for link in cpu.links
-    )
-    return replace(cpu, name="dear bytes", links=links, collective_launch_seconds=1e-12)
-
-
-PROFILES: dict[str, Callable[[], Profile | None]] = {
-    "none": lambda: None,
-    "searched with": starts_cost_all,
-    "another": bytes_cost_all,
-}
-
-
-ROWS, COLUMNS = [Shard(0), Shard(0)], [Shard(1), Shard(1)]
-PINS: dict[str, dict[str, list[Shard]]] = {
-    # Under the prices of bytes, one group over both axes, which the plan has no collective of.
-    "other groups": {"up.weight": ROWS, "mix.weight": COLUMNS},
-    # Under the prices of bytes, no two gradients share a bucket.
-    "other buckets": {"up.weight": COLUMNS, "mix.weight": ROWS, "down.weight": [Shard(0), Shard(1)]},
-}
-
-
-def planned(pins: str) -> Plan:
-    ends = {"profile": starts_cost_all(), "constraints": PINS[pins]}
-    return find_plan(regression(), MeshSpec(dict(AXES)), (rows(),), **ends)
 
 
 @pytest.fixture(scope="module", params=PINS)
@@ -202,139 +145,3 @@ def test_nothing_that_lowers_knows_a_price() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def tampered(plan: Plan, change: Callable[[dict[str, Any]], None]) -> Plan:
-    data = json.loads(json.dumps(plan.to_json()))
-    change(data)
-    return Plan.from_json(data)
-
-
-def moving(data: dict[str, Any], kind: str = "") -> dict[str, Any]:
-    """The first operand that is read through a collective, of that kind if one is given."""
-    found = (o for node in data["nodes"] for o in node["operands"] if o["transfers"])
-    local = ("slice", "to_partial")
-    return next(
-        o
-        for o in found
-        if any(
-            (t["step"]["kind"] == kind) if kind else t["step"]["kind"] not in local for t in o["transfers"]
-        )
-    )
-
-
-def another_way(data: dict[str, Any]) -> None:
-    """The steps stop short."""
-    operands = (o for node in data["nodes"] for o in node["operands"])
-    next(o for o in operands if len(o["transfers"]) > 1)["transfers"].pop()
-
-
-def another_dim(data: dict[str, Any]) -> None:
-    step = moving(data, "all_gather")["transfers"][-1]["step"]
-    step["dim"] = 1 - step["dim"]
-
-
-def unknown_axes(data: dict[str, Any]) -> None:
-    moving(data)["transfers"][0]["step"]["axes"] = ["nowhere"]
-
-
-def other_axes(data: dict[str, Any]) -> None:
-    step = moving(data, "all_gather")["transfers"][-1]["step"]
-    step["axes"] = ["b"] if step["axes"] != ["b"] else ["a"]
-
-
-def another_kind(data: dict[str, Any]) -> None:
-    moving(data, "all_gather")["transfers"][-1]["step"]["kind"] = "slice"
-
-
-def no_kind(data: dict[str, Any]) -> None:
-    moving(data)["transfers"][0]["step"]["kind"] = "broadcast"
-
-
-def no_argument(data: dict[str, Any]) -> None:
-    del moving(data, "all_gather")["transfers"][-1]["step"]["dim"]
-
-
-def unfit_layout(data: dict[str, Any]) -> None:
-    moving(data)["transfers"][0]["after"] = {"dims": [["a"], ["b"], []]}
-
-
-def no_turn(data: dict[str, Any]) -> None:
-    del moving(data)["turn"]
-
-
-def turn_of_nothing(data: dict[str, Any]) -> None:
-    node = next(n for n in data["nodes"] for o in n["operands"] if not o["transfers"])
-    next(o for o in node["operands"] if not o["transfers"])["turn"] = [0, 0]
-
-
-def third_phase(data: dict[str, Any]) -> None:
-    moving(data)["turn"] = [2, 0]
-
-
-def before_what_it_needs(data: dict[str, Any]) -> None:
-    """The turns of each phase, the other way round."""
-    operands = [o for n in data["nodes"] for o in n["operands"] if "turn" in o]
-    for operand in operands:
-        operand["turn"][1] = 1000 - operand["turn"][1]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (another_way, "lead"),
-        (another_dim, "no step all_gather"),
-        (unknown_axes, "no axis 'nowhere'"),
-        (other_axes, "no step all_gather"),
-        (another_kind, "no step slice"),
-        (no_kind, "no step broadcast, but slice, "),
-        (no_argument, "a step all_gather has dim, and not none"),
-        (unfit_layout, "lead|layout|step"),
-        (no_turn, "with turn None"),
-        (turn_of_nothing, "through 0 steps"),
-        (third_phase, "turn"),
-        (before_what_it_needs, "computed from what comes in turn"),
-    ],
-)
-def test_a_file_that_lies_about_its_transfers_is_refused(
-    plan: Plan, change: Callable[[dict[str, Any]], None], message: str
-) -> None:
-    with pytest.raises(PlanError, match=rf"damaged plan: (.|\n)*({message})(.|\n)*try: "):
-        tampered(plan, change)
-
-
-def test_a_forward_transfer_in_the_backward_is_refused_by_the_model(plan: Plan) -> None:
-    """Only the graph shows which transfers are of which phase."""
-
-    def all_late(data: dict[str, Any]) -> None:
-        for operand in (o for node in data["nodes"] for o in node["operands"] if "turn" in o):
-            if operand["turn"][0] == 0:
-                operand["turn"] = [0, operand["turn"][1]]
-            else:
-                operand["turn"] = [0, 500 + operand["turn"][1]]
-
-    with pytest.raises(PlanError, match=r"damaged: (.|\n)* has a turn in the forward(.|\n)*try: "):
-        verify(regression(), tampered(plan, all_late), (rows(),))
-
-
-def test_an_interior_that_no_op_has_is_refused_by_the_model(plan: Plan) -> None:
-    def inside(data: dict[str, Any]) -> None:
-        next(node for node in data["nodes"] if node["op"] == "contract")["interior"] = "m"
-
-    with pytest.raises(PlanError, match="cannot be computed in parts along m"):
-        verify(regression(), tampered(plan, inside), (rows(),))
-
-
-def test_a_split_of_a_factor_that_no_op_has_is_refused_by_the_model(plan: Plan) -> None:
-    def split(data: dict[str, Any]) -> None:
-        node = next(node for node in data["nodes"] if node["op"] == "contract" and node["splits"])
-        node["splits"][0][0] = "nothing"
-
-    with pytest.raises(PlanError, match="split along nothing"):
-        verify(regression(), tampered(plan, split), (rows(),))
-
-
-def test_a_file_of_the_schema_before_says_what_to_do(plan: Plan, tmp_path: Path) -> None:
-    (tmp_path / "old.json").write_text(json.dumps({**plan.to_json(), "schema_version": 4}))
-    with pytest.raises(PlanError, match=r"plan schema 4; this version reads 5\n  try: find_plan"):
-        Plan.load(tmp_path / "old.json")

@@ -67,9 +67,10 @@ def test_all_to_all_takes_more() -> None:
     around = [moved("all_reduce", ("a", "b")), moved("all_gather", ("b",))]
     assert plan_reserve(MESH, around) == EVERY_PLAN
     assert plan_reserve(MESH, [*around, moved("all_to_all", ("b",))]) == EVERY_PLAN + 3 * PEER_BYTES
-    halo = moved("all_to_all", ("b",), "halo_exchange")
+    halo = moved("point_to_point", ("b",), "halo_exchange")
     assert plan_reserve(MESH, [halo, halo]) == EVERY_PLAN + 2 * PEER_BYTES
-    assert plan_reserve(MESH, [moved("all_to_all", ("a",), "halo_exchange")]) == EVERY_PLAN + PEER_BYTES
+    assert plan_reserve(MESH, [moved("point_to_point", ("b",), "reshard")]) == EVERY_PLAN + 3 * PEER_BYTES
+    assert plan_reserve(MESH, [moved("point_to_point", ("a",), "halo_exchange")]) == EVERY_PLAN + PEER_BYTES
 
 
 def found(seconds: float, peak: int) -> Found:

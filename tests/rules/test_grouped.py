@@ -12,7 +12,7 @@ from autoshard import MeshSpec, find_plan, verify
 from cost_model.errors import UnsupportedOpError
 from passes.capture.grouped import grouped_product
 from passes.expand_ops import expand_ops
-from passes.op_kinds import global_flops
+from passes.op_work import global_flops
 from passes.ops import grouped
 from passes.ops.grouped import grouped_mm
 from passes.rules.trial import call_node

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from passes.decompositions import decomposition_table
 from passes.joint import GraphInput, GraphOutput, JointGraph
+from passes.op_traits import is_cheap
 from passes.phases import Phases, split_phases
-from passes.recompute import is_cheap
 from tests.runtime.graphs import Local, joint_of
 from tests.runtime.splitting import (
     Block,

@@ -27,7 +27,19 @@ from torch.utils import _pytree as pytree
 
 from tests.api.programs import device_mesh, parallel
 
-__all__ = ["Make", "Outcome", "Script", "alone", "refusal_of", "refused", "scripts_in", "together"]
+__all__ = [
+    "Make",
+    "Outcome",
+    "Script",
+    "alone",
+    "plain",
+    "refusal_of",
+    "refused",
+    "scripts_in",
+    "stopped",
+    "stops",
+    "together",
+]
 
 AXES = (("x", 2),)
 
@@ -91,6 +103,20 @@ def refused(error: str) -> Callable[[Script], Script]:
     return mark
 
 
+def stopped(error: str) -> Callable[[Script], Script]:
+    """Marks a script after which nothing parallel goes on, on any rank: all say `error` and are cut off."""
+
+    def mark(script: Script) -> Script:
+        script.stops = True  # type: ignore[attr-defined]
+        return refused(error)(script)
+
+    return mark
+
+
+def stops(script: Script) -> bool:
+    return getattr(script, "stops", False)
+
+
 def refusal_of(script: Script) -> str:
     return getattr(script, "refusal", "")
 
@@ -126,14 +152,15 @@ def _run(script: Script, make: Make) -> Outcome:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch and transformers; they are not what is tested
         value = script(make)
-    return Outcome(pytree.tree_map(_plain, value), collectives=make.collectives())
+    return Outcome(pytree.tree_map(plain, value), collectives=make.collectives())
 
 
 def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Whole, and free of the graph."""
     if isinstance(value, DTensor):
         value = value.full_tensor()
     if isinstance(value, Tensor):

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import autoshard
 from tests.scripts.parts import batch, gradients, net, state, step, train
-from tests.scripts.script import Make, refused
+from tests.scripts.script import Make, refused, stopped
 
 
 def data_loader_of_parts(make: Make) -> Any:
@@ -113,7 +113,7 @@ def compiled_loss_outside(make: Make) -> Any:
     return [loss, gradients(model)]
 
 
-@refused("a layout of the input")
+@refused("inside a transform of torch.func")
 def functional_gradients(make: Make) -> Any:
     model = make(net())
     x, y = batch()
@@ -180,7 +180,7 @@ def logged_to_a_file(make: Make) -> Any:
     return lines
 
 
-@refused("only")
+@stopped("the ranks do different things")
 def evaluation_on_rank_0_alone(make: Make) -> Any:
     model = make(net())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

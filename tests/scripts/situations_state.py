@@ -15,10 +15,11 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
+from torch.utils import _pytree as pytree
 
 import autoshard
 from tests.scripts.parts import batch, net, state, step, train
-from tests.scripts.script import Make, refused
+from tests.scripts.script import Make, plain, refused
 
 
 def resume_from_state_dicts(make: Make) -> Any:
@@ -84,8 +85,9 @@ def whole_weights_in_one_file(make: Make) -> Any:
     train(model, torch.optim.SGD(model.parameters(), 0.1))
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = get_model_state_dict(model, options=options)
-    if not weights:  # they are on rank 0
-        return state(model)
+    trained = pytree.tree_map(plain, state(model))  # on every rank: whole tensors take all of them
+    if not weights:  # rank 0 has them
+        return trained
     fresh = net()
     fresh.load_state_dict(weights)
     return state(fresh)

@@ -10,13 +10,13 @@ import pytest
 
 from passes.hiding import StepParts
 from passes.search.cost_kinds import CostKinds
-from passes.search.mix import mixed
 from passes.search.overlapped import solve_overlapped
 from passes.search.planes import charged
-from passes.search.problem import Infeasible, Problem
 from passes.search.recombine import recombined
-from passes.search.solve import solve
-from tests.search.oracle import random_problem
+from passes.solver.mix import mixed
+from passes.solver.problem import Infeasible, Problem
+from passes.solver.solve import solve
+from tests.solver.oracle import random_problem
 
 PHASES = 2
 

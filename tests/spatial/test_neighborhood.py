@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from autoshard.neighborhood import na1d, na2d, na3d
 from cost_model.errors import ShardingError, UnsupportedOpError
 from passes.expand_ops import expand_ops
-from passes.op_kinds import arithmetic_kind, global_flops
+from passes.op_work import arithmetic_kind, global_flops
 from passes.rules.registry import rule_for
 from passes.rules.trial import call_node
 from passes.windows import NeighborhoodWindow

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from passes.compile import name_collectives
 from passes.expand_ops import expand_ops
 from passes.fuse_eager import FuseEager
-from passes.recompute import is_collective
+from passes.op_traits import is_collective
 from tests.mock_cuda.checks.families import FAMILIES, KINDS, example
 from tests.mock_cuda.checks.rank_phases import rank_phases
 from tests.mock_cuda.checks.report import Report

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from passes.search.problem import Array, Problem
+from passes.solver.problem import Array, Problem
 
 __all__ = ["Truth", "brute_force", "chain", "on_nodes", "random_problem"]
 

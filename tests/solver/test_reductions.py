@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from passes.search.dual import ascend, lower_bound, prune, zero_messages
-from passes.search.graph import DeadEnd, Graph
-from passes.search.presolve import presolve, propagate
-from passes.search.problem import Array, Problem
-from passes.search.rows import Rows
-from passes.search.tables import Tables
+from passes.solver.dual import ascend, lower_bound, prune, zero_messages
+from passes.solver.graph import DeadEnd, Graph
+from passes.solver.presolve import presolve, propagate
+from passes.solver.problem import Array, Problem
+from passes.solver.rows import Rows
+from passes.solver.tables import Tables
 
 sys.path.insert(0, str(Path(__file__).parent))
 from oracle import brute_force, chain, random_problem
@@ -53,8 +53,9 @@ def test_presolve_keeps_the_optimum_and_the_way_back(seed: int) -> None:
         )
 
 
+@pytest.mark.parametrize("latest", [INF, -INF], ids=["in time", "late"])
 @pytest.mark.parametrize("seed", range(60))
-def test_presolve_with_memory_rows_keeps_the_optimum(seed: int) -> None:
+def test_presolve_with_memory_rows_keeps_the_optimum(seed: int, latest: float) -> None:
     problem = random_problem(seed)
     if problem.limit is None:
         problem = replace(problem, limit=12.0)
@@ -62,10 +63,13 @@ def test_presolve_with_memory_rows_keeps_the_optimum(seed: int) -> None:
     graph.add_rows(problem)
     truth = brute_force(problem)
     try:
-        presolve(graph)
+        presolve(graph, latest=latest)
     except DeadEnd:
         assert truth.cost == INF
         return
+    for node, vector in graph.cost.items():  # what messages and programs rely on
+        assert np.isfinite(vector).all()
+        assert all(np.isfinite(matrix).any(axis=1).all() for matrix in graph.adjacent[node].values())
     best, rows = INF, Rows.of(graph)
     for choice in np.ndindex(*(len(graph.cost[node]) for node in graph.cost)):
         left = dict(zip(graph.cost, choice, strict=True))
@@ -137,6 +141,27 @@ def test_equal_tables_are_one_and_are_computed_with_once() -> None:
     presolve(Graph.of(problem, once))
     assert tables.size == once.size
     assert tables.size < 5 * 400
+
+
+def test_late_reductions_leave_the_nodes() -> None:
+    problem = chain(40, 5, seed=0, skip=40)
+    graph = Graph.of(problem, Tables())
+    presolve(graph, latest=-INF)
+    assert len(graph.cost) == 40 and not graph.trail
+
+
+def test_tables_of_a_part_share_what_is_known_of_the_whole() -> None:
+    whole = Tables()
+    matrix = whole.intern(np.array([[1.0, 2.0], [3.0, 4.0]]))
+    part = Tables(whole)
+    assert part.intern(matrix.copy()) is matrix
+    assert part.transpose(matrix) is whole.transpose(matrix)
+    assert part.transpose(part.transpose(matrix)) is matrix
+    assert part.excess(matrix) is whole.excess(matrix)
+    before = whole.size
+    own = part.add(matrix, matrix)
+    assert part.excess(own).tolist() == [[0.0, -4.0], [4.0, 0.0]]
+    assert whole.size == before
 
 
 def test_dead_strategies_spread_along_edges() -> None:

@@ -90,8 +90,15 @@ class Search:
                     dirty[node] = None
             if not dirty or time.monotonic() > deadline:
                 return
-            if not np.isinf(price) and not self.fits():
-                dirty = dict.fromkeys(self.rows.nodes)
+            if not np.isinf(price):
+                dirty |= dict.fromkeys(self._overfilling())
+
+    def _overfilling(self) -> list[int]:
+        """The nodes whose strategy matters at a row that is overfilled."""
+        count = np.concatenate([[0], np.cumsum(self.over > 0)])
+        return [
+            node for node, ranges in self._ranges.items() if (count[ranges[1::2]] > count[ranges[::2]]).any()
+        ]
 
     def _improve(self, node: int, price: float) -> bool:
         now, around = self.choice[node], self.around[node]

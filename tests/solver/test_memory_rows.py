@@ -9,17 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from passes.search import memory
-from passes.search.core import Budget
-from passes.search.graph import Graph
-from passes.search.lagrange import improve_prices
-from passes.search.local_search import Search
-from passes.search.neighbourhood import improve_part, part_of
-from passes.search.problem import Problem
-from passes.search.rows import Rows
-from passes.search.solve import solve
-from passes.search.tables import Tables
-from passes.search.usage import RangeMinimum, Usage, combine
+from passes.solver import binding, memory
+from passes.solver.core import Budget
+from passes.solver.graph import Graph
+from passes.solver.lagrange import improve_prices
+from passes.solver.local_search import Search
+from passes.solver.neighbourhood import improve_part, part_of
+from passes.solver.problem import Problem
+from passes.solver.rows import Rows
+from passes.solver.solve import solve
+from passes.solver.tables import Tables
+from passes.solver.usage import RangeMinimum, Usage, combine
 
 sys.path.insert(0, str(Path(__file__).parent))
 from oracle import brute_force, chain, random_problem
@@ -172,3 +172,18 @@ def test_the_way_of_large_graphs_without_programs_bounds_and_fits(
     assert solution.lower_bound <= truth.cost * (1 + 1e-12)
     assert truth.cost <= solution.cost * (1 + 1e-12)
     assert problem.peak(solution.choice)[0] <= (problem.limit or 0.0)
+
+
+def test_pruning_may_leave_a_graph_without_a_row_that_binds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then there is no relaxation to be had of the rows; seed 541 is one where that happens."""
+    monkeypatch.setattr(binding, "WORTHWHILE", 2.0)  # one pruning, then integers
+    rng = np.random.default_rng(541)
+    count = int(rng.integers(4, 7))
+    edges = tuple((i, j) for i in range(count) for j in range(i))
+    costs = tuple(rng.integers(0, 6, 3).astype(np.float64) for _ in range(count))
+    matrices = tuple(rng.integers(0, 8, (3, 3)).astype(np.float64) for _ in edges)
+    usages = [np.where(rng.random(3) < 0.4, rng.integers(1, 10, 3), 0) for _ in range(2)]
+    usages += [np.zeros(3, dtype=np.int64)] * (count - 2)
+    limit = float(sum(usage.max() for usage in usages) - 1)
+    problem = Problem(costs, edges, matrices, ((0, 1),) * count, tuple(usages), limit)
+    assert solve(problem).cost == brute_force(problem).cost

@@ -12,8 +12,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from passes.search.problem import Array, Infeasible, Problem
-from passes.search.solve import solve
+from .problem import Array, Infeasible, Problem
+from .solve import solve
 
 __all__ = ["mixed"]
 

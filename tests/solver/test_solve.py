@@ -8,8 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from passes.search.problem import Infeasible, Problem
-from passes.search.solve import solve
+from passes.solver.graph import Graph
+from passes.solver.problem import Infeasible, Problem
+from passes.solver.room import no_room
+from passes.solver.solve import solve
+from passes.solver.tables import Tables
 
 sys.path.insert(0, str(Path(__file__).parent))
 from oracle import brute_force, chain, on_nodes, random_problem
@@ -87,6 +90,20 @@ def test_no_room_for_any_pair_that_an_edge_allows() -> None:
         solve(problem)
     assert caught.value.kind == "memory"
     assert caught.value.bound == pytest.approx(14.0)
+
+
+def test_late_only_the_fullest_step_is_explained() -> None:
+    """Step 0 is fuller, and there is room; at step 1 an edge lets only one of two nodes use little."""
+    cost, usage = np.zeros(2), np.array([10, 4])
+    one_only = np.array([[0.0, 0.0], [0.0, INF]])
+    lives = ((0, 1), (0, 1), (1, 2), (1, 2))
+    problem = Problem(
+        (cost,) * 4, ((2, 3),), (one_only,), lives, (usage + 1, usage + 1, usage, usage), limit=13.0
+    )
+    base = Graph.of(problem, Tables())
+    reason = no_room(problem, base, INF)
+    assert reason is not None and reason.step == 1
+    assert no_room(problem, base, -INF) is None
 
 
 def test_the_limit_is_met_exactly_or_not_at_all() -> None:

@@ -28,16 +28,22 @@ PROGRAM_LIMIT, SMALL = 400_000, 50_000
 """Edge entries of the largest graph that goes to HiGHS as a whole; and of one that goes there at once."""
 EXACT_SHARE = 0.5
 """Share of the time left for that, if there is a choice that parts could improve."""
-REPAIR_SHARE = 0.4
+REPAIR_EVERY, REPAIR_SHARE = 8, 0.4
+"""Of the favourites at prices each so many-th is repaired; of those that programs give, as many as this share of the
+time allows. A repair takes as long as many steps of the prices."""
 GRACE = 5.0
 """Seconds after the deadline that finding a first choice that fits may take."""
 FAILURES, FAILURES_WHERE_LARGE = 15, 200
 """Parts in a row that could not be improved, after which no more are tried for now."""
 
-PRICE_SHARE, REPRICE_SHARE, PART_SHARE = 0.25, 0.2, 0.2
-"""Shares of the time left for prices where the graph is larger, for improving them, and for solving parts."""
+PRICE_SHARE, REPRICE_SHARE, PART_SHARE = 0.1, 0.05, 0.4
+"""Shares of the time left for prices where the graph is larger, for improving them, and for solving parts. Parts
+lower the cost, prices only say where to start and when to stop."""
 PART, PART_SECONDS = 20_000, 3.0
 """Edge entries of the first part to be solved exactly, and the time for one."""
+PACE, LONGER, SHORTER = 0.5, 1.1, 1.2
+"""Seconds that a part should take, at least; by what that grows after one that could not be improved, and shrinks after
+one that could. Twice as large a part takes over three times as long: it is worth that where smaller ones fail."""
 WORTH = 1e-4
 """A part need not be improved by less than this share of the gap."""
 GROWTH, SMALLEST, LARGEST = 1.15, 1_000, 200_000
@@ -57,6 +63,8 @@ class MemorySearch:
         self._prices: Array = np.zeros(len(self.rows.slack))
         self._priced: Bound | None = None
         self._seconds_of_repair = 0.0
+        self._favourites = 0
+        self._part = float(PART)
         self._start = time.monotonic()
         self._rng = np.random.default_rng(0)
         if warm is not None:
@@ -99,19 +107,30 @@ class MemorySearch:
             self.best, self.cost = choice, cost
 
     def _price(self, share: float) -> None:
+        last: dict[int, int] = {}
+
+        def offer(choice: dict[int, int], prices: Array) -> float:
+            nonlocal last
+            last = choice
+            self._favourites += 1
+            if self._favourites % REPAIR_EVERY == 0:
+                self._repair(choice, prices)
+            return self.cost
+
         found = improve_prices(
-            self.graph, self.rows, self._priced, self._until(share), self._favourite, self.budget.tolerance
+            self.graph, self.rows, self._priced, self._until(share), offer, self.budget.tolerance
         )
         self._priced, self._prices = found, found.prices
         self._raise_bound(found.bound)
+        if self.best is None:
+            self._repair(last, found.prices)
 
-    def _favourite(self, choice: dict[int, int], prices: Array) -> float:
+    def _repair_in_turn(self, choice: dict[int, int]) -> None:
         """Repair a choice and improve it, unless that has taken long already."""
         now = time.monotonic()
         if self.best is None or self._seconds_of_repair < REPAIR_SHARE * (now - self._start):
-            self._repair(choice, prices)
+            self._repair(choice, self._prices)
             self._seconds_of_repair += time.monotonic() - now
-        return self.cost
 
     def _repair(self, choice: dict[int, int], prices: Array) -> None:
         extra = self.rows.priced(prices)
@@ -160,14 +179,14 @@ class MemorySearch:
         if rows.fits(choice):
             self._take(full)
         else:
-            self._favourite(full, self._prices)
+            self._repair_in_turn(full)
         return self.cost
 
     def _improve_parts(self, share: float, patience: int) -> bool:
         """Solve parts of the best choice for a while; True if that found something better."""
         assert self.best is not None
-        until, size, before = self._until(share), PART, self.cost
-        failures = 0
+        until, size, before = self._until(share), self._part, self.cost
+        failures, pace = 0, PACE
         while time.monotonic() < until and not self._done() and failures < patience:
             start = time.monotonic()
             nodes = grow(self.graph, self._seeds(), int(size), self._rng)
@@ -177,8 +196,10 @@ class MemorySearch:
             if better is not None:
                 self._take(better)
             failures = 0 if better is not None else failures + 1
-            slow = time.monotonic() - start > 0.5 * PART_SECONDS
+            slow = time.monotonic() - start > pace
             size = min(LARGEST, max(SMALLEST, size * (1 / GROWTH if slow else GROWTH)))
+            pace = min(PART_SECONDS, max(PACE, pace * (1 / SHORTER if better is not None else LONGER)))
+        self._part = size
         return self.cost < before
 
     def _seeds(self) -> list[int]:

@@ -1,122 +1,44 @@
-"""What an op costs to run at all: is it free, does it fuse, how many operations does it do."""
+"""The work of an op: how many operations it does, by what measured rate, and which operands it reads.
+
+What kind of op it is: `passes.op_traits`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import fx
 
 from cost_model.measurements import KernelKind
-from passes.joint import node_value, result_index, tensor_operands
+from passes.joint import node_value, tensor_operands
+from passes.op_traits import fuses, reads_shape_only
 from passes.rules.space import per_dim
 
-__all__ = [
-    "alias_chain",
-    "arithmetic_kind",
-    "fuses",
-    "global_flops",
-    "is_view",
-    "reads_values",
-    "storage_root",
-]
+__all__ = ["arithmetic_kind", "global_flops", "reads_values"]
 
 _aten = torch.ops.aten
 
-_VIEWS = frozenset(
-    {
-        _aten.view.default,
-        _aten._unsafe_view.default,
-        _aten.reshape.default,
-        _aten.permute.default,
-        _aten.transpose.int,
-        _aten.t.default,
-        _aten.expand.default,
-        _aten.unsqueeze.default,
-        _aten.squeeze.default,
-        _aten.squeeze.dim,
-        _aten.squeeze.dims,
-        _aten.slice.Tensor,
-        _aten.select.int,
-        _aten.unfold.default,
-        _aten.split_with_sizes.default,
-        _aten.alias.default,
-        _aten.detach.default,
-    }
-)
-
-_CREATIONS = frozenset(
-    {
-        _aten.full.default,
-        _aten.full_like.default,
-        _aten.zeros.default,
-        _aten.ones.default,
-        _aten.zeros_like.default,
-        _aten.ones_like.default,
-        _aten.arange.default,
-        _aten.arange.start,
-        _aten.arange.start_step,
-        _aten.scalar_tensor.default,
-        _aten.cat.default,
-        _aten.constant_pad_nd.default,
-        _aten.flip.default,
-        _aten.roll.default,
-        _aten.gather.default,
-        _aten.tril.default,
-        _aten.triu.default,
-    }
+_MATRIX_PRODUCTS = (
+    _aten.mm.default,
+    _aten.bmm.default,
+    _aten.addmm.default,
+    _aten.baddbmm.default,
+    _aten.mv.default,
+    _aten.dot.default,
 )
 
 _SHAPE_OF_INPUT = ("aten.avg_pool", "aten.reflection_pad", "aten.replication_pad")
 """Ops whose gradients take the input, as operand 1, for its shape."""
 
 
-def is_view(node: fx.Node) -> bool:
-    """Ops that move no bytes: their result aliases their operand's storage."""
-    if node.op != "call_function":
-        return False
-    return node.target in _VIEWS or result_index(node)[0] is not node or _is_use(node)
-
-
-def _is_use(node: fx.Node) -> bool:
-    return node.target is torch.ops.autoshard.use.default
-
-
-def alias_chain(node: fx.Node) -> Iterator[fx.Node]:
-    """`node`, and while it is a view what it views: nodes that share storage if nothing is redistributed."""
-    yield node
-    while is_view(node):
-        producer, _ = result_index(node)
-        node = producer if producer is not node else tensor_operands(node)[0]
-        yield node
-
-
-def storage_root(node: fx.Node) -> fx.Node:
-    """The node at the end of `alias_chain`: the owner of the storage."""
-    *_, root = alias_chain(node)
-    return root
-
-
-def fuses(node: fx.Node) -> bool:
-    """Whether a compiler computes the node inside its readers' loops, never writing it to memory.
-
-    True for pointwise, creation and indexing ops (Inductor's pointwise kernels), false for
-    reductions, products and everything opaque.
-    """
-    if node.op != "call_function":
-        return False
-    target = node.target
-    autoshard = torch.ops.autoshard
-    if target in _CREATIONS or target in (autoshard.uniform.default, autoshard.circular_pad.default):
-        return True
-    return torch.Tag.pointwise in getattr(target, "tags", ())
-
-
 def reads_values(node: fx.Node) -> tuple[bool, ...]:
-    """Per tensor operand, whether the op reads its elements; of some, gradients only need the shape."""
+    """Per tensor operand, whether the op reads its elements; of some, creations and gradients only need the shape."""
     count = len(tensor_operands(node))
+    if reads_shape_only(node):
+        return (False, *(True,) * (count - 1))
     if node.target is _aten.convolution_backward.default:
         of_input, *of_others = (bool(wanted) for wanted in cast(Sequence[bool], node.args[10]))
         return (True, any(of_others), of_input)
@@ -137,7 +59,7 @@ def global_flops(node: fx.Node) -> float:
     target = node.target
     if target is torch.ops.autoshard.contract.default:
         return _contract_flops(node)
-    if target in (_aten.mm.default, _aten.bmm.default, _aten.addmm.default):
+    if target in _MATRIX_PRODUCTS:
         a = node_value(tensor_operands(node)[-2])
         return 2.0 * node_value(node).numel() * a.shape[-1]
     if target is torch.ops.autoshard.grouped_mm.default:

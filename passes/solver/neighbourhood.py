@@ -38,7 +38,7 @@ def grow(graph: Graph, seeds: list[int], entries: int, rng: np.random.Generator)
 
 def part_of(graph: Graph, rows: Rows, choice: Mapping[int, int], nodes: list[int]) -> Graph:
     """The problem of choosing for `nodes`, all others as in `choice`; its constant is the cost of those."""
-    kept, tables = set(nodes), Tables()
+    kept, tables = set(nodes), Tables(graph.tables)
     part = Graph(tables, {}, {node: {} for node in nodes})
     for node in nodes:
         total = graph.cost[node].copy()

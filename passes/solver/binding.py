@@ -69,7 +69,10 @@ def solve_rows(graph: Graph, cutoff: float, budget: Budget, offer: Offer) -> Ans
             # No edge may be left at all: then there is nothing to gain here.
             if graph.entries() >= (1 - WORTHWHILE) * before or budget.spent:
                 break
-        return _integers(graph, Rows.of(graph), max(bound, -float("inf")), min(pruned, cutoff), budget, offer)
+        rows = Rows.of(graph)
+        if not len(rows.slack):  # pruning has left none that binds
+            return _without_rows(graph, rows, pruned, budget, offer)
+        return _integers(graph, rows, bound, min(pruned, cutoff), budget, offer)
     except DeadEnd:
         return Answer(pruned, True)
 

@@ -57,7 +57,7 @@ class Found:
 def solve_graph(graph: Graph, budget: Budget) -> Found:
     """Solve `graph`, which is consumed and must have no trail. Raises DeadEnd if nothing is possible."""
     assert not graph.trail
-    presolve(graph)
+    presolve(graph, budget.deadline)
     return solve_presolved(graph, budget)
 
 
@@ -155,7 +155,7 @@ class _Connected:
         try:
             if prune(self.graph, messages, bound, self._cutoff) == float("inf"):
                 return False
-            presolve(self.graph)
+            presolve(self.graph, self.budget.deadline)
         except DeadEnd:
             self.bound = self._cutoff
             return False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Hashable
+from typing import TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,8 @@ from numpy.typing import NDArray
 from .problem import Array
 
 __all__ = ["Index", "Tables"]
+
+T = TypeVar("T")
 
 Index = NDArray[np.intp]
 BLOCK = 1 << 20
@@ -24,7 +27,9 @@ BLOCK = 1 << 20
 class Tables:
     """Interns arrays, and memoises operations on interned ones. All results are interned and read-only."""
 
-    def __init__(self) -> None:
+    def __init__(self, above: Tables | None = None) -> None:
+        """above: tables whose arrays are known here too; what they say of one array is computed there, once for all."""
+        self._above = above
         self._by_digest: dict[bytes, Array] = {}
         self._interned: dict[int, Array] = {}
         self._memo: dict[Hashable, object] = {}
@@ -36,17 +41,26 @@ class Tables:
 
     def intern(self, array: Array) -> Array:
         """The one array with this shape and these values."""
-        if self._interned.get(id(array)) is array:
+        if self._holds(array) or self._of(array) is not self:
             return array
         array = np.ascontiguousarray(array, dtype=np.float64)
         digest = hashlib.blake2b(array.data, digest_size=16).digest() + bytes(repr(array.shape), "ascii")
         known = self._by_digest.get(digest)
+        if known is None and self._above is not None:
+            known = self._above._by_digest.get(digest)
         if known is None:
             known = array.copy()
             known.flags.writeable = False
             self._by_digest[digest] = known
             self._interned[id(known)] = known
         return known
+
+    def _holds(self, array: Array) -> bool:
+        return self._interned.get(id(array)) is array
+
+    def _of(self, array: Array) -> Tables:
+        """The tables that know `array` by itself: those above if it is theirs."""
+        return self._above if self._above is not None and self._above._holds(array) else self
 
     def _array(self, key: Hashable, make: Callable[[], Array]) -> Array:
         found = self._memo.get(key)
@@ -56,13 +70,14 @@ class Tables:
         return found
 
     def transpose(self, matrix: Array) -> Array:
+        own = self._of(matrix)
         key = ("T", id(matrix))
-        found = self._memo.get(key)
+        found = own._memo.get(key)
         if isinstance(found, np.ndarray):
             return found
-        result = self.intern(np.ascontiguousarray(matrix.T))
-        self._memo[key] = result
-        self._memo["T", id(result)] = matrix
+        result = own.intern(np.ascontiguousarray(matrix.T))
+        own._memo[key] = result
+        own._memo["T", id(result)] = matrix
         return result
 
     def take(self, table: Array, keep: Index) -> Array:
@@ -82,37 +97,37 @@ class Tables:
 
     def possible(self, matrix: Array) -> NDArray[np.bool_]:
         """[a]: row a has a finite entry."""
-        key = ("possible", id(matrix))
-        found = self._memo.get(key)
+        memo, key = self._of(matrix)._memo, ("possible", id(matrix))
+        found = memo.get(key)
         if found is None:
-            found = self._memo[key] = np.isfinite(matrix).any(axis=1)
+            found = memo[key] = np.isfinite(matrix).any(axis=1)
         assert isinstance(found, np.ndarray)
         return found
 
-    def excess(self, matrix: Array) -> Array:
-        """[a, b] = max over k of matrix[a, k] - matrix[b, k], over the k that b allows.
-
-        What a can cost more than b on this edge at worst; inf where b allows a k that a does not.
-        """
-        return self._array(("excess", id(matrix)), lambda: _excess(matrix))
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` returns, of operations on interned arrays named by their ids: made once per key."""
+        if key not in self._memo:
+            self._memo[key] = make()
+        return cast(T, self._memo[key])
 
     def function(self, matrix: Array) -> Index | None:
         """The column of each row, if every row has exactly one finite entry; otherwise None."""
-        key = ("function", id(matrix))
-        if key not in self._memo:
+        memo, key = self._of(matrix)._memo, ("function", id(matrix))
+        if key not in memo:
             finite = np.isfinite(matrix)
             single = bool((finite.sum(axis=1) == 1).all())
-            self._memo[key] = finite.argmax(axis=1) if single else None
-        found = self._memo[key]
+            memo[key] = finite.argmax(axis=1) if single else None
+        found = memo[key]
         return found if isinstance(found, np.ndarray) else None
 
     def separate(self, matrix: Array) -> tuple[Array, Array] | None:
         """(rows, columns) with matrix[a, b] = rows[a] + columns[b], if there are such; otherwise None."""
+        own = self._of(matrix)
         key = ("separate", id(matrix))
-        if key not in self._memo:
+        if key not in own._memo:
             parts = _separate(matrix)
-            self._memo[key] = parts and (self.intern(parts[0]), self.intern(parts[1]))
-        found = self._memo[key]
+            own._memo[key] = parts and (own.intern(parts[0]), own.intern(parts[1]))
+        found = own._memo[key]
         return found if isinstance(found, tuple) else None
 
 
@@ -123,18 +138,6 @@ def _min_plus(left: Array, right: Array) -> Array:
     for k in range(1, len(columns)):
         np.add(columns[k][:, None], right[k], out=term)
         np.minimum(result, term, out=result)
-    return result
-
-
-def _excess(matrix: Array) -> Array:
-    count = len(matrix)
-    result = np.empty((count, count))
-    rows = max(1, BLOCK // matrix.size)
-    with np.errstate(invalid="ignore"):
-        for start in range(0, count, rows):
-            block = matrix[start : start + rows, None, :] - matrix[None, :, :]
-            np.fmax.reduce(block, axis=2, out=result[start : start + rows])  # inf - inf is ignored
-    result[np.isnan(result)] = -np.inf
     return result
 
 

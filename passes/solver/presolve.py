@@ -23,25 +23,30 @@ FILL_LIMIT = 1_000_000
 """Entries of the largest edge matrix that an elimination may make."""
 
 
-def presolve(graph: Graph, until: float = float("inf")) -> None:
+def presolve(graph: Graph, until: float = float("inf"), latest: float = float("inf")) -> None:
     """Reduce `graph` in place. Raises DeadEnd if a node has no possible strategy left.
 
-    After `until` (time.monotonic) only cheap reductions go on.
+    After `until` (time.monotonic) only cheap reductions go on; after `latest` only what the rest relies on: that every
+    strategy has a partner over every edge.
     """
     _drop_oversized(graph)
     touched = sorted(graph.cost)
     while touched:
-        _reduce(graph, touched, until)
+        _reduce(graph, touched, until, latest)
+        if time.monotonic() > latest:
+            propagate(graph)
         touched = _drop_oversized(graph)
 
 
-def _reduce(graph: Graph, nodes: list[int], until: float) -> None:
+def _reduce(graph: Graph, nodes: list[int], until: float, latest: float) -> None:
     """In rounds, so that a node with thousands of neighbours is looked at once for many changes around it."""
     cheap, dear = set(nodes), set(nodes)
     while cheap or dear:
         step, batch = (_reduce_cheaply, sorted(cheap)) if cheap else (_reduce_dearly, sorted(dear))
         (cheap or dear).clear()
         for node in batch:
+            if time.monotonic() > latest:
+                return
             if node not in graph.cost or (step is _reduce_dearly and time.monotonic() > until):
                 continue
             around = list(graph.adjacent[node])

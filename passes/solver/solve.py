@@ -20,8 +20,8 @@ __all__ = ["ROUNDING", "solve"]
 
 ROUNDING = 1e-9
 """Relative gap that counts as none: what sums of float64 costs and HiGHS's tolerances leave open."""
-PRESOLVE_SHARE = 0.4
-"""Share of the time limit for the dear reductions."""
+PRESOLVE_SHARE, CHEAP_SHARE = 0.4, 0.7
+"""Shares of the time limit after which the dear reductions end, and the cheap ones."""
 RESERVE_SHARE, RESERVE = 0.05, 5.0
 """Share of the time limit, and seconds at most, kept for what cannot be interrupted."""
 
@@ -61,7 +61,7 @@ def _search(
     graph = base.copy()
     if problem.limit is not None:
         graph.add_rows(problem)
-    presolve(graph, now + PRESOLVE_SHARE * (deadline - now))
+    presolve(graph, now + PRESOLVE_SHARE * (deadline - now), now + CHEAP_SHARE * (deadline - now))
     budget = Budget(deadline, relative * cost_scale(graph, deadline))
     warm = None if known is None else graph.reduced(dict(enumerate(known)))
     if graph.use:
@@ -90,7 +90,7 @@ def _reason(problem: Problem, base: Graph, dead: DeadEnd, deadline: float) -> In
     if problem.limit is not None:
         graph = base.copy()
         try:
-            presolve(graph)
+            presolve(graph, deadline)
             solve_presolved(graph, Budget(deadline, float("inf")))
         except Infeasible as out_of_time:
             return out_of_time

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 
 from .core import Budget, solve_graph
@@ -15,9 +17,11 @@ FULLEST = 8
 
 
 def no_room(problem: Problem, base: Graph, deadline: float) -> Infeasible | None:
-    """That no choice fits at one of the fullest steps, if that is so."""
+    """That no choice fits at one of the fullest steps, if that is so. Looks at the fullest alone after `deadline`."""
     assert problem.limit is not None
-    for row in _fullest(problem):
+    for looked, row in enumerate(_fullest(problem)):
+        if looked and time.monotonic() > deadline:
+            return None
         try:
             usage, choice = least_usage(problem, base, row, deadline)
         except Infeasible:  # time

@@ -1,0 +1,143 @@
+"""`ProfileRecord`: everything that prices are computed from, and its file. Measured, or nominal and so marked."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+from typing import Any, Self
+
+from cost_model.arguments import checked_path, shown
+from cost_model.errors import ProfileError
+from cost_model.measurements import CollectiveSamples, DeviceRates, LinkLevel
+from cost_model.profile_check import check_profile
+from cost_model.profile_json import profile_data, profile_fields, profile_json
+from cost_model.profile_schema import SCHEMA_VERSION
+
+__all__ = ["ProfileRecord"]
+
+_UNPRICED = ("name", "hardware", "software", "date", "command", "sources")
+"""Fields that say where the numbers come from: no price depends on them."""
+
+
+@dataclass(frozen=True)
+class ProfileRecord:
+    """Bandwidths and rates of one kind of machine.
+
+    name:        what plans and tables call it.
+    nominal:     True if the numbers come from data sheets or another machine than the user's.
+    device_type: of the devices measured ("cuda", "cpu").
+    hardware, software, date, command, sources: where the numbers come from; no price depends on them.
+    collective_launch_seconds: constant part of every modelled collective.
+    overlap_efficiency: of a collective and a computation that run at the same time, the share of the
+                 shorter that is hidden, in [0, 1]: together they take a + b - overlap_efficiency * min(a, b).
+    links:       levels of the network, inner first. They price groups that were not measured.
+    collectives: measured times per (kind, group shape).
+    device:      launch time, memory bandwidth and matrix-product rates of one device.
+
+    Raises ProfileError, naming the field and a remedy, for values that are NaN, negative, zero, falling
+    with size, or faster than the links' stated peak.
+    """
+
+    name: str
+    nominal: bool
+    device_type: str
+    hardware: str
+    software: tuple[tuple[str, str], ...]
+    date: str
+    command: str
+    sources: tuple[str, ...]
+    collective_launch_seconds: float
+    overlap_efficiency: float
+    links: tuple[LinkLevel, ...]
+    collectives: tuple[CollectiveSamples, ...]
+    device: DeviceRates
+
+    def __post_init__(self) -> None:
+        where = f"profile {self.name!r}"
+        profile_data(self._content(), where)
+        check_profile(where, self.links, self.collectives, self.device)
+
+    @staticmethod
+    def names() -> tuple[str, ...]:
+        """Names of the shipped profiles, all of them nominal."""
+        folder = files("cost_model").joinpath("profiles")
+        found = (entry.name for entry in folder.iterdir() if entry.name.endswith(".json"))
+        return tuple(sorted(name.removesuffix(".json") for name in found))
+
+    @classmethod
+    def named(cls, name: str) -> Self:
+        """A shipped profile. ProfileError, listing them, if there is none of this name."""
+        if not isinstance(name, str) or name not in cls.names():
+            raise ProfileError(
+                f"no shipped profile is named {shown(name)}\n"
+                f"  the shipped ones are {', '.join(cls.names())}\n"
+                "  try: one of these, or the path of a profile file"
+            )
+        text = files("cost_model").joinpath("profiles", f"{name}.json").read_text(encoding="utf-8")
+        return cls.from_json(text, f"shipped profile {name!r}")
+
+    @classmethod
+    def load(cls, path_or_name: str | os.PathLike[str]) -> Self:
+        """Read a profile file, or a shipped profile by its name (a string without suffix or folder).
+
+        Raises ProfileError, starting with the file, if it cannot be read or says something impossible.
+        """
+        path = checked_path(path_or_name, "profile", ProfileError)
+        bare = isinstance(path_or_name, str) and path.name == path_or_name and not path.suffix
+        if bare and (path.name in cls.names() or not path.exists()):
+            return cls.named(path.name)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ProfileError(
+                f"cannot read profile {path}: {error}\n"
+                f"  try: a profile file, or a shipped one: {', '.join(cls.names())}"
+            ) from None
+        return cls.from_json(text, str(path))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the JSON that `load` reads. ProfileError where no file can be written."""
+        target = checked_path(path, "path", ProfileError)
+        try:
+            target.write_text(self.to_json(), encoding="utf-8")
+        except OSError as error:
+            raise ProfileError(
+                f"cannot write profile {str(target)!r}: {error.strerror}\n  try: another path"
+            ) from None
+
+    def to_json(self) -> str:
+        """The JSON text of this profile: schema version first, then the fields in order."""
+        return profile_json(self._content())
+
+    @classmethod
+    def from_json(cls, text: str, where: str) -> Self:
+        """Inverse of `to_json`; `where` (a file name) starts the message of every ProfileError."""
+        fields = profile_fields(text, where)
+        try:
+            return cls(**fields)
+        except ProfileError as error:
+            raise ProfileError(f"{where}: {error}") from error
+
+    def _content(self) -> dict[str, Any]:
+        return {"schema_version": SCHEMA_VERSION} | asdict(self) | {"software": dict(self.software)}
+
+    def hash(self) -> str:
+        """16 hex digits of everything a price depends on (and `nominal`), the same in every process."""
+        priced = asdict(self)
+        for field in _UNPRICED:
+            del priced[field]
+        for samples in (*priced["collectives"], *priced["device"]["matmul"]):
+            del samples["spread"]
+        text = json.dumps(priced, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def link_domains(self) -> tuple[int | None, ...]:
+        """Ranks joined by each link level, inner first."""
+        return tuple(link.ranks for link in self.links)
+
+    def __str__(self) -> str:
+        return f"{self.name} ({'nominal' if self.nominal else 'measured ' + self.date}, {self.hash()})"

@@ -1,0 +1,49 @@
+"""Plans that are whole and wrong: what only running them can show."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from autoshard import Plan
+from autoshard.planning import canonical_capture
+from passes.decide import chosen_steps
+from passes.issue_order import issue_order
+from passes.records import Transfer
+from passes.redistribute import Redistributor
+from tests.redistribute.layouts import link_prices
+
+
+def forgotten_sum(model: nn.Module, plan: Plan, inputs: tuple[Any, ...], name: str, index: int) -> Plan:
+    """`plan` with the pending sum of result `index` of node `name` read as if it were whole, and everything else made
+    to fit: steps lead where they should, turns are in order."""
+    joint, layouts = canonical_capture(model, inputs, {}).joint, dict(plan.assignment)
+    results = list(layouts[name].results)
+    results[index] = replace(results[index], partial=())
+    layouts[name] = replace(layouts[name], results=tuple(results))
+    moved = chosen_steps(joint, layouts, Redistributor(plan.mesh, link_prices(plan.mesh)))
+    turns = issue_order(joint, layouts)
+    records = [
+        replace(
+            record,
+            operands=tuple(
+                replace(
+                    operand,
+                    transfers=tuple(
+                        Transfer(step, 0, 0.0)
+                        for step in (moved[record.name, i].steps if (record.name, i) in moved else ())
+                    ),
+                    turn=turns.get((record.name, i)),
+                )
+                for i, operand in enumerate(record.operands)
+            ),
+            results=tuple(
+                replace(result, layout=layout)
+                for result, layout in zip(record.results, layouts[record.name].results, strict=True)
+            ),
+        )
+        for record in plan.records
+    ]
+    return Plan.from_json(replace(plan, records=tuple(records)).to_json())

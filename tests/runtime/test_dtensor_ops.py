@@ -1,0 +1,90 @@
+"""Ops of DTensors that scripts apply to parameters: on two ranks, of uneven parts, against whole tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+
+from autoshard.runtime.dtensor_ops import complete_dtensor_ops
+from tests.ranks import RankPool
+
+WHOLE = torch.arange(15.0).view(5, 3)
+
+
+def _made() -> tuple[Any, DTensor]:
+    complete_dtensor_ops(torch.device("cpu"))
+    mesh = init_device_mesh("cpu", (2,))
+    return mesh, distribute_tensor(WHOLE.clone(), mesh, [Shard(0)])
+
+
+def _copied(rank: int) -> list[Tensor]:
+    mesh, parameter = _made()
+    found: list[Tensor] = []
+    other = distribute_tensor(WHOLE + 2, mesh, [Shard(1)])
+    for source in (WHOLE + 1, other, torch.ones(3), torch.tensor(7.0), WHOLE.double() * 3):
+        assert parameter.copy_(source) is parameter
+        found.append(parameter.full_tensor().clone())
+    plain = torch.zeros(5, 3)
+    assert plain.copy_(other) is plain
+    return [*found, plain]
+
+
+def test_copy_takes_and_gives_whole_tensors(ranks: RankPool) -> None:
+    wanted = [WHOLE + 1, WHOLE + 2, torch.ones(5, 3), torch.full((5, 3), 7.0), WHOLE * 3, WHOLE + 2]
+    for found in ranks.run(_copied, world=2):
+        for ours, theirs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def _assigned(rank: int) -> list[Tensor]:
+    mesh, parameter = _made()
+    parameter.data = parameter.data * 2
+    found = [parameter.full_tensor()]
+    for value in (WHOLE + 1, distribute_tensor(WHOLE + 2, mesh, [Shard(1)])):
+        parameter.data = value
+        found.append(parameter.full_tensor())
+    assert parameter.placements == (Shard(0),)
+    return found
+
+
+def test_data_is_assigned(ranks: RankPool) -> None:
+    for found in ranks.run(_assigned, world=2):
+        for ours, theirs in zip(found, (WHOLE * 2, WHOLE + 1, WHOLE + 2), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def _mixed(rank: int) -> list[Tensor]:
+    """A plain loss and a penalty on a parameter, differentiated together."""
+    _, parameter = _made()
+    parameter.requires_grad_()
+    x = torch.linspace(0, 1, 3, requires_grad=True)
+    loss = (x * torch.ones(3)).square().sum() + (parameter * torch.ones(3)).square().sum()
+    loss.backward()
+    grads = [x.grad, parameter.grad]
+    return [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]  # type: ignore[misc]
+
+
+def test_a_plain_tensor_beside_a_parameter_is_whole(ranks: RankPool) -> None:
+    for x, parameter in ranks.run(_mixed, world=2):
+        torch.testing.assert_close(x, 2 * torch.linspace(0, 1, 3))
+        torch.testing.assert_close(parameter, 2 * WHOLE)
+
+
+def _read(rank: int) -> list[Any]:
+    mesh, parameter = _made()
+    pending = DTensor.from_local(torch.tensor(float(rank + 1)), mesh, [Partial()])
+    last = distribute_tensor(WHOLE, mesh, [Shard(0)]) == 14.0
+    return [
+        pending.item(),
+        parameter.sum().item(),
+        bool(torch._is_any_true(last)),
+        bool(torch._is_all_true(last)),
+    ]
+
+
+def test_numbers_are_read_of_the_whole_tensor(ranks: RankPool) -> None:
+    assert ranks.run(_read, world=2) == [[3.0, 105.0, True, False]] * 2
