@@ -203,8 +203,9 @@ class Layer(nn.Module):
         super().__init__()
         self.up = nn.Linear(8, 6)
 
-    def forward(self, x):                       # x: f32[4, 8]
+    def forward(self, x):  # x: f32[4, 8]
         return torch.relu(self.up(x)).mean()
+
 
 find_plan(Layer(), MeshSpec({"dp": 2, "tp": 2}), (x,), profile=slow_kernels, backend="eager")
 ```
