@@ -14,6 +14,7 @@ from datetime import datetime
 from pathlib import PurePath
 from typing import Any, NoReturn, cast
 
+from cost_model.profile_schema import MOST_RANKS
 from cost_model.readers.lines import parse_time
 from cost_model.readers.nccl_kind import ITEM_BYTES, PROGRAMS, kind_of
 from cost_model.readers.points import Group, Place, Run, group_of, refuse
@@ -130,6 +131,8 @@ def _program(root: _Entry) -> str | None:
 def _group(config: _Entry) -> tuple[Group, str]:
     """The device of each rank, or of the first of the nthreads * ngpus ranks of each process."""
     own = config.integer("nthreads") * config.integer("ngpus")
+    if own > MOST_RANKS:
+        config.refuse("nthreads", f"times ngpus is {own}, more ranks than any process has")
     devices = config.entries("devices")
     members: dict[int, list[int]] = {}
     hosts: dict[int, str] = {}

@@ -70,6 +70,12 @@ REFUSALS = {
     "root": ('"    -1"', '"    -x"', 1, r"results\[0\]\.root is not a rank, nor -1"),
     "average": ('"bandwidth":', '"bandwidth":1', 1, r"the average bus bandwidth is given as 1[\d.]+ GB/s"),
     "no device": ('"devices"', '"devces"', 1, r"config\.devices is not a list of objects"),
+    "threads": (
+        '"nthreads":1',
+        '"nthreads":1000000001',
+        1,
+        r"config\.nthreads times ngpus is 1000000001, more ranks",
+    ),
     "rank": ('"rank":3,', '"rank":33,', 1, r"the lines of 16 ranks do not name ranks 0 to 15 once each"),
 }
 
