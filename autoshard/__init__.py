@@ -9,12 +9,12 @@ from autoshard.data.arrays import ArrayDataset, PartialDataset
 from autoshard.data.loader import data_loader
 from autoshard.data.scatter import gather, scatter
 from autoshard.data.weighted import weighted_mean
-from autoshard.halos import halo_exchange
-from autoshard.plan import Plan
-from autoshard.planning import find_plan
+from autoshard.plan.find_plan import find_plan
+from autoshard.plan.plan import Plan
 from autoshard.random_state import random_state
-from autoshard.report import StepReport, report
-from autoshard.verify import VerifyReport, verify
+from autoshard.reporting.report_steps import StepReport, report
+from autoshard.spatial.halos import halo_exchange
+from autoshard.verification.verify_plan import VerifyReport, verify
 from autoshard.version import __version__
 from cost_model.errors import (
     AutoshardError,
@@ -27,8 +27,8 @@ from cost_model.errors import (
 )
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
-from passes.rules.discover import discover_rule
-from passes.rules.registry import register_rule
+from passes.rules.check.discover import discover_rule
+from passes.rules.core.rule_registry import register_rule
 
 __all__ = [
     "ArrayDataset",

@@ -11,21 +11,21 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.arguments import check_call_placements, checked_model
-from autoshard.pins import Constraints, resolve_pins
-from autoshard.plan import Plan
-from autoshard.planning import ProfileLike, load_profile, mesh_spec, named_parameters
+from autoshard.calls.signature import as_call
+from autoshard.plan.find_plan import ProfileLike, load_profile, mesh_spec, named_parameters
+from autoshard.plan.pins import Constraints, resolve_pins
+from autoshard.plan.plan import Plan
 from autoshard.runtime.agreement import agree, collectively
 from autoshard.runtime.attachments import attach
 from autoshard.runtime.module import install
-from autoshard.session import Session
-from autoshard.settings import Settings
-from autoshard.signature import as_call
-from cost_model.arguments import checked_seconds
+from autoshard.runtime.session import Session
+from autoshard.runtime.settings import Settings
+from cost_model.checked_arguments import checked_seconds
 from cost_model.errors import ShardingError
 from cost_model.memory import parse_bytes
 from cost_model.mesh import MeshSpec
-from passes.compile import check_backend
-from passes.random_state import random_state_kept
+from passes.compile.compile_graph import check_backend
+from passes.ir.kept_random_state import random_state_kept
 
 __all__ = ["autoshard"]
 

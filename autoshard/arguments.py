@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoshard.calls.signature import placement_leaves
 from autoshard.runtime.wrapping import check_original
-from autoshard.signature import placement_leaves
-from cost_model.arguments import checked_path, reject, shown
+from cost_model.checked_arguments import checked_path, reject, shown
 from cost_model.errors import ProfileError, ShardingError
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile

@@ -96,7 +96,7 @@ def _add_verify(commands: Any) -> None:
 
 
 def _add_profile(commands: Any) -> None:
-    from autoshard.profiling.arguments import add_profile
+    from autoshard.profiling.profile_arguments import add_profile
 
     add_profile(commands, parse_mesh)
 
@@ -212,7 +212,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from autoshard.planning import find_plan
+    from autoshard.plan.find_plan import find_plan
 
     model, example_inputs = load_model(arguments.model)
     mesh = MeshSpec(arguments.mesh, device_type=arguments.device)
@@ -232,7 +232,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    from autoshard.plan import Plan
+    from autoshard.plan.plan import Plan
 
     plan = Plan.load(arguments.plan)
     if arguments.draw is not None:
@@ -245,15 +245,15 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def _diff(arguments: argparse.Namespace) -> int:
-    from autoshard.plan import Plan
+    from autoshard.plan.plan import Plan
 
     print(Plan.load(arguments.plan).diff(Plan.load(arguments.other)), end="")
     return 0
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from autoshard.plan import Plan
-    from autoshard.verify import verify
+    from autoshard.plan.plan import Plan
+    from autoshard.verification.verify_plan import verify
 
     model, example_inputs = load_model(arguments.model)
     report = verify(model, Plan.load(arguments.plan), example_inputs, autocast=_autocast(arguments))
@@ -262,8 +262,8 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from autoshard.plan import Plan
-    from autoshard.report_command import ReportOptions, run_report
+    from autoshard.plan.plan import Plan
+    from autoshard.reporting.report_command import ReportOptions, run_report
 
     model, example_inputs = load_model(arguments.model)
     options = ReportOptions(

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from cost_model.arguments import reject
+from cost_model.checked_arguments import reject
 from cost_model.errors import ShardingError, UnsupportedOpError
 from passes.ops import neighborhood_attention
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from autoshard.runtime.seeds import SeedStream
-from autoshard.session import Session
+from autoshard.runtime.session import Session
 from cost_model.errors import ShardingError
 
 __all__ = ["random_state"]

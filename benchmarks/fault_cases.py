@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 import autoshard
-import autoshard.session
+import autoshard.runtime.session
 
 __all__ = ["CASES", "mark"]
 

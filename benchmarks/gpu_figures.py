@@ -28,9 +28,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard import autoshard
 from autoshard.demo.model import GPT, GPTConfig, batches
-from autoshard.processes import started_mesh
 from autoshard.profiling.startup import nominal_profile, startup_profile
-from autoshard.report import report
+from autoshard.reporting.report_steps import report
+from autoshard.started_mesh import started_mesh
 from benchmarks.step_time import timed, trainer
 from cost_model.collectives import CollectivePrices
 from cost_model.mesh import MeshSpec

@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import autoshard
 from autoshard.demo.model import GPT, GPTConfig, batches
 from autoshard.runtime.module import dispatcher_of
-from autoshard.watching.registry import watch_of
 from autoshard.watching.watch import Watch
+from autoshard.watching.watches import watch_of
 from benchmarks.faults import free_port
 
 __all__ = ["main"]

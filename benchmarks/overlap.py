@@ -25,19 +25,19 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
-from autoshard.planning import canonical_capture, find_plan, prices_of
+from autoshard.plan.find_plan import canonical_capture, find_plan, prices_of
 from autoshard.profiling.attend import attend
 from autoshard.runtime.process_groups import groups_for
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
-from passes.compile import compile_graph
-from passes.decide import decide_lowering
-from passes.issue_order import issue_order
-from passes.lower_redistribute import collective_nodes
-from passes.lowering_plan import LoweringPlan
-from passes.overlap import Overlap
-from passes.rank_program import RankProgram, Schedule, rank_program
-from passes.schedule import scheduled
+from passes.compile.compile_graph import compile_graph
+from passes.lower.rank_program import RankProgram, Schedule, rank_program
+from passes.plan.decide import decide_lowering
+from passes.plan.lowering_plan import LoweringPlan
+from passes.redistribution.lower_redistribute import collective_nodes
+from passes.schedule.issue_order import issue_order
+from passes.schedule.overlap import Overlap
+from passes.schedule.schedule import scheduled
 
 PINS = {"ddp": [Replicate()], "fsdp": [Shard(0)]}
 

@@ -32,20 +32,20 @@ import torch
 
 from autoshard import MeshSpec, Profile, find_plan
 from autoshard.cli import parse_mesh
-from autoshard.planning import prices_of
+from autoshard.plan.find_plan import prices_of
 from benchmarks.models import MODELS
 from benchmarks.planning_check import check, record
 from cost_model.memory import parse_bytes
-from passes.canonicalize import canonicalize
+from passes.canonicalize.canonicalize import canonicalize
 from passes.capture import capture
-from passes.decide import decide_lowering
-from passes.describe import describe, graph_hash
-from passes.predict import predicted_step
-from passes.rank_program import rank_program
-from passes.search.boundary import boundary_of
+from passes.lower.rank_program import rank_program
+from passes.plan.decide import decide_lowering
+from passes.plan.describe import describe, graph_hash
+from passes.predict.predict_step import predicted_step
+from passes.search.graph_ends import boundary_of
 from passes.search.overlapped import solve_overlapped
-from passes.search.space import build_space
-from passes.simulate import simulated_groups
+from passes.search.strategy_space import build_space
+from passes.simulate.lockstep import simulated_groups
 
 SWEEP: Sequence[Sequence[str]] = (
     ("--layers", "4"),

@@ -24,18 +24,18 @@ import torch
 from torch.distributed.tensor import Shard
 
 from autoshard import MeshSpec, Profile, find_plan
-from autoshard.planning import canonical_capture, prices_of
+from autoshard.plan.find_plan import canonical_capture, prices_of
 from benchmarks.mpt import MPT, SIZES, VOCABULARY
 from cost_model.compute import ComputePrices
-from passes.assignment import Assignment, FactorSplit, NodeLayouts
-from passes.decide import decide_lowering
-from passes.joint import JointGraph, node_value
-from passes.placements import placements_to_layout
-from passes.predict import Prediction, predicted_step
-from passes.pricing import uncompiled_traffic
-from passes.search.boundary import boundary_of
+from passes.ir.joint import JointGraph, node_value
+from passes.layout.assignment import Assignment, FactorSplit, NodeLayouts
+from passes.layout.placements import placements_to_layout
+from passes.plan.decide import decide_lowering
+from passes.predict.predict_step import Prediction, predicted_step
 from passes.search.find import find_assignment
-from passes.search.space import Prices
+from passes.search.graph_ends import boundary_of
+from passes.search.strategy_space import Prices
+from passes.strategies.pricing import uncompiled_traffic
 
 ROWS = Path(__file__).parent / "published" / "mpt.csv"
 PROFILES: Mapping[str, str] = {"h100_80gb": "h100", "a100_80gb": "a100", "a100_40gb": "a100"}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 
-from cost_model.arguments import shown
+from cost_model.checked_arguments import shown
 from cost_model.errors import ShardingError
 
 __all__ = ["ADAMW", "Optimizer", "parse_bytes"]

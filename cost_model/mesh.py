@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cost_model.arguments import checked_count, reject
+from cost_model.checked_arguments import checked_count, reject
 from cost_model.errors import ShardingError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from cost_model.arguments import shown
+from cost_model.checked_arguments import shown
 from cost_model.errors import ProfileError
 from cost_model.json_text import parse_json
 from cost_model.measurements import KINDS

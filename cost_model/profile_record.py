@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from importlib.resources import files
 from typing import Any, Self
 
-from cost_model.arguments import checked_path, shown
+from cost_model.checked_arguments import checked_path, shown
 from cost_model.errors import ProfileError
 from cost_model.measurements import CollectiveSamples, DeviceRates, LinkLevel
 from cost_model.profile_check import check_profile

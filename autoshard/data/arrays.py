@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from cost_model.arguments import reject
+from cost_model.checked_arguments import reject
 from cost_model.errors import ShardingError
 
 __all__ = ["ArrayDataset", "PartialDataset"]

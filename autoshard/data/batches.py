@@ -17,11 +17,11 @@ from torch.utils.data import Dataset
 
 from autoshard.data.arrays import PartialDataset
 from autoshard.data.parts import Sizes
-from autoshard.data.sampling import BatchPart
-from autoshard.data.splits import inner_spans
+from autoshard.data.rank_sampler import BatchPart
+from autoshard.data.split_sizes import inner_spans
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
-from passes.layout import Span
+from passes.layout.layout import Span
 
 __all__ = ["PartReader", "batch_reader"]
 

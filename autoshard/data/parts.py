@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from autoshard.planning import mesh_spec
-from cost_model.arguments import checked_count, reject
+from autoshard.plan.find_plan import mesh_spec
+from cost_model.checked_arguments import checked_count, reject
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
-from passes.layout import Layout, Span
-from passes.placements import placements_to_layout
+from passes.layout.layout import Layout, Span
+from passes.layout.placements import placements_to_layout
 
 __all__ = [
     "Placements",

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
+from autoshard.calls.global_call import joined
+from autoshard.calls.signature import as_placements
 from autoshard.data.parts import (
     Placements,
     Sizes,
@@ -22,15 +24,13 @@ from autoshard.data.parts import (
     spans_of,
 )
 from autoshard.data.transfer import broadcast, open_group, receive, send
-from autoshard.inputs import joined
 from autoshard.runtime.agreement import agree, collectively, everyones
 from autoshard.runtime.devices import local_device
 from autoshard.runtime.sharding import shard_of
-from autoshard.signature import as_placements
-from cost_model.arguments import reject, shown
+from cost_model.checked_arguments import reject, shown
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
-from passes.layout import Layout
+from passes.layout.layout import Layout
 
 __all__ = ["gather", "scatter"]
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.data.parts import member
 from autoshard.runtime.devices import local_device
 from autoshard.runtime.process_groups import whole_group
-from cost_model.arguments import reject
+from cost_model.checked_arguments import reject
 
 __all__ = ["weighted_mean"]
 

@@ -21,7 +21,7 @@ from autoshard.profiling.startup import nominal_profile
 from cost_model.units import format_bytes
 
 if TYPE_CHECKING:
-    from autoshard.plan import Plan
+    from autoshard.plan.plan import Plan
 
 __all__ = ["run_demo"]
 

@@ -8,10 +8,10 @@ from typing import Literal
 
 import networkx as nx
 
-from autoshard.drawing.collectives import Moved, collectives, colour
-from autoshard.drawing.groups import OWN_BOX, Group, Grouping
+from autoshard.drawing.module_groups import OWN_BOX, Group, Grouping
+from autoshard.drawing.transfer_marks import Moved, collectives, colour
 from cost_model.units import format_bytes
-from passes.graph_text import format_seconds
+from passes.plan.graph_text import format_seconds
 
 __all__ = ["CHAR_WIDTH", "LINE_HEIGHT", "PADDING", "Box", "Line", "make_box"]
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import networkx as nx
 
-from autoshard.drawing.collectives import collectives, colour
+from autoshard.drawing.transfer_marks import collectives, colour
 from cost_model.units import format_bytes
-from passes.graph_text import format_seconds
+from passes.plan.graph_text import format_seconds
 
 __all__ = ["dot_text"]
 

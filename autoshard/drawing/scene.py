@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import networkx as nx
 
 from autoshard.drawing.boxes import Box, make_box
-from autoshard.drawing.collectives import Total, collectives, totals
 from autoshard.drawing.columns import Column, place_column
 from autoshard.drawing.fold import fold_repeats
-from autoshard.drawing.groups import Grouping, group_by_module
-from autoshard.drawing.rows import assign_rows
+from autoshard.drawing.module_groups import Grouping, group_by_module
+from autoshard.drawing.node_rows import assign_rows
+from autoshard.drawing.transfer_marks import Total, collectives, totals
 
 __all__ = ["Edge", "PlacedBox", "Scene", "make_scene"]
 

@@ -8,10 +8,10 @@ from xml.sax.saxutils import escape, quoteattr
 import networkx as nx
 
 from autoshard.drawing.boxes import CHAR_WIDTH, LINE_HEIGHT, PADDING, Line
-from autoshard.drawing.collectives import colour
 from autoshard.drawing.scene import HEADER, MARGIN, Edge, PlacedBox, Scene, make_scene
+from autoshard.drawing.transfer_marks import colour
 from cost_model.units import format_bytes
-from passes.graph_text import format_seconds
+from passes.plan.graph_text import format_seconds
 
 __all__ = ["svg_text"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from passes.ops.attention import attention
+from passes.ops.attention_op import attention
 
 __all__ = ["attend"]
 

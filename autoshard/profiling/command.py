@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from tqdm import tqdm
 
-from autoshard.processes import started_mesh
 from autoshard.profiling.attend import attend
 from autoshard.profiling.curves import check_drawable, draw_curves
-from autoshard.profiling.table import check_table, profile_table
+from autoshard.profiling.profile_table import check_table, profile_table
+from autoshard.started_mesh import started_mesh
 from cost_model.measure.recheck import recheck
 from cost_model.measure.sampling import Progress
 from cost_model.measure.teams import shapes_of

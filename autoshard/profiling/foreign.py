@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from autoshard.profiling.table import collective_table
+from autoshard.profiling.profile_table import collective_table
 from cost_model.profile import Profile
 
 __all__ = ["read_outputs"]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard.reporting.recorder import PHASES, StepTimes
-from passes.predict import PredictedCollective, Prediction
+from passes.predict.predict_step import PredictedCollective, Prediction
 
 __all__ = ["MeasuredCollective", "MeasuredPhase", "RankFigures", "StepFigures", "put_together"]
 

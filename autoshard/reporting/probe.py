@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, fx
 
 from autoshard.reporting.marks import Marks
-from autoshard.runtime.boundary import conform
-from passes.expand_ops import expand_ops
+from autoshard.runtime.input_side import conform
+from passes.compile.expand_ops import expand_ops
+from passes.lower.phases import Phases
 from passes.ops.named_collective import NAMED
-from passes.phases import Phases
-from passes.step_events import COLLECTIVE_KINDS, copies_of_collectives
+from passes.predict.step_events import COLLECTIVE_KINDS, copies_of_collectives
 
 __all__ = ["Probe"]
 

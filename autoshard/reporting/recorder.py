@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from autoshard.reporting.marks import Marks
 from autoshard.runtime.observe import PhaseRun
-from passes.phases import Phases
+from passes.lower.phases import Phases
 
 __all__ = ["PHASES", "Mark", "Recorder", "StepTimes", "steps_of"]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from autoshard.reporting.measured import MeasuredCollective, StepFigures
 from cost_model.units import format_bytes
-from passes.graph_text import format_seconds
+from passes.plan.graph_text import format_seconds
 
 __all__ = ["report_text"]
 

@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 from torch.distributed.device_mesh import DeviceMesh
 
 import cost_model.errors
-from autoshard.watching.registry import watch_of
 from autoshard.watching.stopping import Stopped
 from autoshard.watching.watch import Watch
+from autoshard.watching.watches import watch_of
 from cost_model.errors import AutoshardError, PlanError, RankError
 
 __all__ = ["agree", "collectively", "everyones", "from_first"]

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.runtime.direct_calls import accept_direct_calls
-from autoshard.runtime.empty import watch_empty_buffers
+from autoshard.runtime.empty_buffers import watch_empty_buffers
 from autoshard.runtime.loading import accept_any_state
 from autoshard.runtime.pretrained import save_whole_pretrained
 from autoshard.runtime.wrapping import refuse_data_parallel

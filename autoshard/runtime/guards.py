@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from passes.capture.places import Root, Via
 from passes.capture.surroundings import held_by, is_open
-from passes.torch_compat import global_module_hooks
+from passes.ir.torch_compat import global_module_hooks
 
 __all__ = ["Guards"]
 

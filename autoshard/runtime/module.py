@@ -14,7 +14,7 @@ from torch import nn
 
 from autoshard.runtime.guards import Guards
 from cost_model.errors import ShardingError
-from passes.torch_compat import inside_function_transform
+from passes.ir.torch_compat import inside_function_transform
 
 __all__ = ["Built", "Dispatcher", "dispatcher_of", "install", "mode_key", "original_forward"]
 

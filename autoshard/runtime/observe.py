@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from passes.phases import Phases
+from passes.lower.phases import Phases
 
 __all__ = ["Observer", "PhaseRun", "observed"]
 

@@ -18,9 +18,9 @@ from autoshard.runtime.optimizers import adopt, live_optimizers, retire
 from autoshard.runtime.sharding import distributed, like_parameter
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
-from passes.layout import Layout
-from passes.placements import placements_to_layout
-from passes.torch_compat import move_gradient_hooks
+from passes.ir.torch_compat import move_gradient_hooks
+from passes.layout.layout import Layout
+from passes.layout.placements import placements_to_layout
 
 __all__ = ["distribute_parameters"]
 

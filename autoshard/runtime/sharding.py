@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Placement
 from autoshard.runtime.devices import local_device
 from autoshard.runtime.process_groups import whole_group
 from cost_model.mesh import MeshSpec
-from passes.layout import Layout
-from passes.placements import placements_to_layout
+from passes.layout.layout import Layout
+from passes.layout.placements import placements_to_layout
 
 __all__ = ["distributed", "like_parameter", "shard_of"]
 

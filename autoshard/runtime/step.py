@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
-from autoshard.runtime.boundary import InputSide, conform, expected, sliced
+from autoshard.runtime.input_side import InputSide, conform, expected, sliced
 from autoshard.runtime.observe import Observer, PhaseRun, observed
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
-from passes.compile import Compiled, compile_graph
-from passes.phases import Backward
-from passes.rank_program import RankProgram
-from passes.torch_compat import dtensor_from, local_of, sharding_of
+from passes.compile.compile_graph import Compiled, compile_graph
+from passes.ir.torch_compat import dtensor_from, local_of, sharding_of
+from passes.lower.phases import Backward
+from passes.lower.rank_program import RankProgram
 
 __all__ = ["Program"]
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from autoshard.watching.board import Board
 from autoshard.watching.connections import Address, connections, listening
-from autoshard.watching.processes import Processes, this_host
-from autoshard.watching.state import State
+from autoshard.watching.liveness import Processes, this_host
+from autoshard.watching.watch_state import State
 
 __all__ = ["Crew", "Member"]
 

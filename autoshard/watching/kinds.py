@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.watching.watch import Watch
 from passes.capture.call import flatten_call, tensor_names
-from passes.describe import graph_hash
-from passes.joint import JointGraph
+from passes.ir.joint import JointGraph
+from passes.plan.describe import graph_hash
 
 __all__ = ["kind_of", "local_call", "tensor_shapes", "turns_of"]
 

@@ -27,12 +27,12 @@ from autoshard.watching.connections import cut
 from autoshard.watching.crew import Crew
 from autoshard.watching.idling import Idling
 from autoshard.watching.input_sums import InputSums
-from autoshard.watching.state import State, judge
 from autoshard.watching.stopping import Stoppable
 from autoshard.watching.turns import Turns
+from autoshard.watching.watch_state import State, judge
 from autoshard.watching.whereabouts import whereabouts
 from cost_model.errors import RankError
-from passes.torch_compat import abort_process_groups
+from passes.ir.torch_compat import abort_process_groups
 
 __all__ = ["Watch"]
 

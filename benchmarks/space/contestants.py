@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autoshard import Plan, Profile, autoshard
-from autoshard.pins import Constraints
+from autoshard.plan.pins import Constraints
 from benchmarks.space.by_hand import SpaceStack, functional_halo, neighbour_messages
 from benchmarks.space.networks import SPLIT_DIM, Work
 

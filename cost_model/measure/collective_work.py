@@ -7,7 +7,7 @@
 | all_reduce     | the collective, out of place                                                        |
 | point_to_point | every rank sends one half to the next of its group and one to the one before       |
 
-Small messages on gloo go in one round (`cost_model.measure.messages`), as in a lowered graph.
+Small messages on gloo go in one round (`cost_model.measure.timed_messages`), as in a lowered graph.
 Along dim 0 there are no copies: the price is that of the more expensive case. Data is float32, reductions are sums.
 """
 
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cost_model.measure import messages
+from cost_model.measure import timed_messages as messages
 from cost_model.measurements import PLAN_KINDS
 
 __all__ = ["IN_A_ROW_SECONDS", "Buffers", "Team", "collective_work", "whole_size"]

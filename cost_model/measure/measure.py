@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from cost_model.arguments import shown
+from cost_model.checked_arguments import shown
 from cost_model.errors import ProfileError, ShardingError
 from cost_model.groups import GroupShape, shape_text
 from cost_model.measure.behind import Pause, beyond_pause, collective_series, pause_series
@@ -28,7 +28,7 @@ from cost_model.measure.facts import (
 from cost_model.measure.kernel_series import kernel_series, with_kernel_rates
 from cost_model.measure.kernel_work import Attend
 from cost_model.measure.links import fit_links, levels_of
-from cost_model.measure.overlap import overlap_efficiency
+from cost_model.measure.overlap_efficiency import overlap_efficiency
 from cost_model.measure.peers import Peers, world_peers
 from cost_model.measure.sampling import Progress, Series, sample
 from cost_model.measure.statistics import Curve

@@ -19,7 +19,7 @@ from cost_model.readers.lines import parse_time
 from cost_model.readers.nccl_kind import ITEM_BYTES, PROGRAMS, kind_of
 from cost_model.readers.points import Group, Place, Run, group_of, refuse
 from cost_model.readers.printed import Printed
-from cost_model.readers.rows import Row, Side, check_average, row_points
+from cost_model.readers.result_rows import Row, Side, check_average, row_points
 
 __all__ = ["read_nccl_json"]
 

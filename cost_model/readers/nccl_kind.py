@@ -8,7 +8,7 @@ from pathlib import PurePath
 from cost_model.measurements import KINDS
 from cost_model.readers.points import Place, busbw_factor, refuse
 from cost_model.readers.printed import agree
-from cost_model.readers.rows import Row
+from cost_model.readers.result_rows import Row
 
 __all__ = ["ITEM_BYTES", "PROGRAMS", "kind_of", "programs_in_name"]
 

@@ -10,7 +10,7 @@ from cost_model.readers.lines import Line, parse_time, whole_number
 from cost_model.readers.nccl_kind import ITEM_BYTES
 from cost_model.readers.points import refuse
 from cost_model.readers.printed import Printed
-from cost_model.readers.rows import Row, Side
+from cost_model.readers.result_rows import Row, Side
 
 __all__ = ["Columns", "check_units", "read_columns", "read_row", "sizes_asked"]
 

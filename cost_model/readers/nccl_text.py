@@ -17,7 +17,7 @@ from cost_model.readers.nccl_kind import PROGRAMS, kind_of
 from cost_model.readers.nccl_rows_text import Columns, check_units, read_columns, read_row, sizes_asked
 from cost_model.readers.points import Group, Place, Run, group_of, refuse
 from cost_model.readers.printed import Printed
-from cost_model.readers.rows import Row, check_average, row_points
+from cost_model.readers.result_rows import Row, check_average, row_points
 
 __all__ = ["read_nccl_text"]
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from cost_model.arguments import checked_path, shown
+from cost_model.checked_arguments import checked_path, shown
 from cost_model.errors import ProfileError
 from cost_model.groups import shape_text
 from cost_model.profile_record import ProfileRecord

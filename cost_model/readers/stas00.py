@@ -15,7 +15,7 @@ from datetime import datetime
 from cost_model.readers.lines import Line, lines_of, parse_time, whole_number
 from cost_model.readers.points import Group, Place, Point, Run, busbw_factor, refuse
 from cost_model.readers.printed import agree
-from cost_model.readers.rows import PROOF
+from cost_model.readers.result_rows import PROOF
 from cost_model.readers.stas00_cells import Bandwidth, bandwidth, payload
 
 __all__ = ["read_stas00"]

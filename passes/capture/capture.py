@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from cost_model.errors import AutoshardError
-from passes.capture.build import build_joint, overwritten_inputs
+from passes.capture.build_joint import build_joint, overwritten_inputs
 from passes.capture.call import CallSpec, flatten_call, tensor_names
+from passes.capture.capture_errors import capture_error
 from passes.capture.dtypes import check_dtypes
-from passes.capture.errors import capture_error
-from passes.capture.state import find_slots
+from passes.capture.model_state import find_slots
 from passes.capture.trace import Program, trace
-from passes.collector import collector_paused
-from passes.joint import CPU, JointGraph
-from passes.random_state import random_state_kept
+from passes.ir.collector import collector_paused
+from passes.ir.joint import CPU, JointGraph
+from passes.ir.kept_random_state import random_state_kept
 
 __all__ = ["Captured", "capture"]
 

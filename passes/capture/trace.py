@@ -11,26 +11,26 @@ import torch
 from torch import Tensor, nn
 
 from cost_model.errors import CaptureError
-from passes.capture.attention import attention_captured
+from passes.capture.attention_calls import attention_captured
+from passes.capture.attribute_reads import attributes_read
 from passes.capture.backward_writes import check_backward_writes
 from passes.capture.counting import COUNTS
 from passes.capture.cumulative import trace_cumulative_averages
+from passes.capture.decompositions import decomposition_table
 from passes.capture.dense_gradients import DENSE_GRADIENTS
 from passes.capture.device_view import seen_on
-from passes.capture.grouped import grouped_captured
+from passes.capture.grouped_calls import grouped_captured
 from passes.capture.held_tensors import held_tensors_kept
-from passes.capture.kept import resizing_kept
-from passes.capture.padding import PADS
+from passes.capture.kept_in_backward import resizing_kept
+from passes.capture.model_state import Slot, rebound_buffers, state_kept, state_replaced
+from passes.capture.padding_calls import PADS
 from passes.capture.places import Argument, Place
 from passes.capture.provenance import provenance
-from passes.capture.reads import attributes_read
 from passes.capture.snapshot import Snapshot
-from passes.capture.state import Slot, rebound_buffers, state_kept, state_replaced
 from passes.capture.trees import Tree, changed_places, flatten, retree, unflatten
 from passes.capture.write_only import Spot, Uses, put_stand_ins, write_only_candidates
-from passes.decompositions import decomposition_table
-from passes.joint import CPU
-from passes.torch_tracing import (
+from passes.ir.joint import CPU
+from passes.ir.torch_tracing import (
     AotGraph,
     compiling_flag,
     encoder_masks_trusted,

@@ -4,12 +4,12 @@ One module per operator; each registers its own kernels, fake kernel and gradien
 """
 
 from passes.ops import contract as contract
-from passes.ops import halos as halos
+from passes.ops import halo_op as halo_op
 from passes.ops import use as use
-from passes.ops.attention import attention, attention_backward
+from passes.ops.attention_op import attention, attention_backward
 from passes.ops.circular_pad import circular_pad, circular_pad_backward
-from passes.ops.grouped import grouped_mm
-from passes.ops.neighborhood import neighborhood_attention, neighborhood_attention_backward
+from passes.ops.grouped_mm import grouped_mm
+from passes.ops.neighborhood_op import neighborhood_attention, neighborhood_attention_backward
 from passes.ops.uniform import uniform, uniform_reference
 
 __all__ = [

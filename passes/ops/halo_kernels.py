@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from passes.layout import Span
-from passes.redistribution.messages import Traffic
+from passes.layout.layout import Span
+from passes.redistribution.message_table import Traffic
 
 __all__ = ["Arrived", "add_up", "pack", "put_together", "row_numel", "split_sizes", "unpack"]
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from passes.ir.torch_compat import is_profiling
 from passes.ops import one_round
-from passes.torch_compat import is_profiling
 
 __all__ = ["ALL_REDUCE_IN_PLACE", "NAMED", "NAMED_BY_NAME", "NAMESPACE"]
 

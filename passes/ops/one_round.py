@@ -1,4 +1,4 @@
-"""Functional collectives on gloo as messages of one round (`cost_model.measure.messages`).
+"""Functional collectives on gloo as messages of one round (`cost_model.measure.timed_messages`).
 
 As others they are waited for by `wait_tensor`. On other devices, and for much data, torch's own.
 """
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cost_model.measure import messages
-from passes.torch_compat import process_group_named, waited_for_with
+from cost_model.measure import timed_messages as messages
+from passes.ir.torch_compat import process_group_named, waited_for_with
 
 __all__ = ["all_gather", "all_reduce", "all_reduce_", "all_to_all", "reduce_scatter"]
 

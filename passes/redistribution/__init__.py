@@ -1,1 +1,1 @@
-"""Parts of `passes.redistribute`: the steps, the splits of one dim, the graph of layouts."""
+"""Parts of `passes.redistribution.redistribute`: the steps, the splits of one dim, the graph of layouts."""

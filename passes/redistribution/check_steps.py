@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from cost_model.mesh import MeshSpec
-from passes.layout import Layout
-from passes.redistribute import universe_key
+from passes.layout.layout import Layout
+from passes.redistribution.dim_splits import DimSplits
 from passes.redistribution.moves import Moves, as_state, as_step
-from passes.redistribution.splits import DimSplits
+from passes.redistribution.redistribute import universe_key
 from passes.redistribution.steps import Step
 
 __all__ = ["step_problems"]

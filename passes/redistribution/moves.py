@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cost_model.mesh import MeshSpec
-from passes.layout import Layout
-from passes.redistribution.splits import UNSPLIT, DimSplits, Split, subsets
+from passes.layout.layout import Layout
+from passes.redistribution.dim_splits import UNSPLIT, DimSplits, Split, subsets
 from passes.redistribution.steps import (
     AllGather,
     AllReduce,

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from passes.layout import Layout
+from passes.layout.layout import Layout
 
 __all__ = [
     "PAYLOAD_BYTES",

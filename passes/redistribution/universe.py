@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from cost_model.mesh import MeshSpec
-from passes.layout import nested_sizes
+from passes.layout.layout import nested_sizes
+from passes.redistribution.dim_splits import UNSPLIT, DimSpec, DimSplits, Split
 from passes.redistribution.moves import Move, Moves, Partial, State
-from passes.redistribution.splits import UNSPLIT, DimSpec, DimSplits, Split
 from passes.redistribution.steps import PAYLOAD_BYTES
 
 __all__ = ["Universe", "UniverseKey", "build_universe"]

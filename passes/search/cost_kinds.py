@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from passes.hiding import StepParts
+from passes.schedule.hiding import StepParts
 from passes.solver.problem import Array, Problem
 
 __all__ = ["CostKinds", "parts_of"]

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from cost_model.errors import InfeasibleError
 from cost_model.mesh import MeshSpec
 from cost_model.units import format_bytes
-from passes.assignment import Assignment, NodeLayouts
-from passes.joint import GraphInput, JointGraph, node_value
-from passes.search.boundary import Boundary
+from passes.ir.joint import GraphInput, JointGraph, node_value
+from passes.layout.assignment import Assignment, NodeLayouts
+from passes.search.graph_ends import Boundary
 from passes.search.overlapped import solve_overlapped
-from passes.search.space import Prices, SearchSpace, build_space
+from passes.search.strategy_space import Prices, SearchSpace, build_space
 from passes.solver.problem import Infeasible
 
 __all__ = ["Found", "find_assignment"]

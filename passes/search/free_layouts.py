@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from torch import fx
 
 from cost_model.mesh import MeshSpec
-from passes.joint import JointGraph, tensor_operands
-from passes.layout import Layout
-from passes.op_traits import is_cast, is_use
-from passes.rules.rule import OpRule
+from passes.ir.joint import JointGraph, tensor_operands
+from passes.ir.op_traits import is_cast, is_use
+from passes.layout.layout import Layout
+from passes.rules.core.rule import OpRule
 
 __all__ = ["free_axis_order", "is_storable", "tensor_rule"]
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from scipy.optimize import linprog
 
-from passes.hiding import StepParts
+from passes.schedule.hiding import StepParts
 from passes.solver.problem import Array, Problem
 
 __all__ = ["Plane", "Point", "charged", "highest_point"]

@@ -10,10 +10,10 @@ from torch import fx
 
 from cost_model.memory import ADAMW
 from cost_model.mesh import MeshSpec
-from passes.assignment import NodeLayouts
-from passes.joint import JointGraph, node_values, tensor_operands
-from passes.op_traits import alias_chain, is_use, is_view
-from passes.pricing import TrafficModel, local_nbytes
+from passes.ir.joint import JointGraph, node_values, tensor_operands
+from passes.ir.op_traits import alias_chain, is_use, is_view
+from passes.layout.assignment import NodeLayouts
+from passes.strategies.pricing import TrafficModel, local_nbytes
 
 __all__ = ["Residency"]
 

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from networkx.utils import UnionFind
 from torch import fx
 
-from passes.joint import result_index, tensor_operands
-from passes.rules.rule import OpRule
+from passes.ir.joint import result_index, tensor_operands
+from passes.rules.core.rule import OpRule
 
 __all__ = ["out_of_space"]
 

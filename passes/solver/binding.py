@@ -19,7 +19,7 @@ from .lagrange import Bound, forbid_same, priced
 from .marginal import Relaxation, Relaxed, build_program, solve_integers
 from .presolve import presolve
 from .problem import Infeasible
-from .rows import Row, Rows
+from .usage_rows import Row, Rows
 
 __all__ = ["Answer", "solve_rows"]
 

@@ -16,7 +16,7 @@ import numpy as np
 from .dual import Messages, ascend, decode, lower_bound, zero_messages
 from .graph import Graph
 from .problem import Array
-from .rows import Rows
+from .usage_rows import Rows
 
 __all__ = ["Bound", "forbid_same", "improve_prices", "priced"]
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from .graph import Graph
 from .problem import Array
-from .rows import Rows
+from .usage_rows import Rows
 
 __all__ = ["Search", "descend"]
 

@@ -20,7 +20,7 @@ from .dual import Messages
 from .graph import Graph
 from .interruptible import run_solver
 from .problem import Array
-from .rows import Row
+from .usage_rows import Row
 
 __all__ = ["Program", "Relaxation", "Relaxed", "build_program", "solve_integers"]
 

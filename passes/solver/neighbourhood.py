@@ -9,8 +9,8 @@ import numpy as np
 from .binding import solve_rows
 from .core import Budget
 from .graph import Graph
-from .rows import Rows
 from .tables import Tables
+from .usage_rows import Rows
 
 __all__ = ["grow", "improve_part", "part_of"]
 

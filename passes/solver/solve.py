@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from .core import Budget, cost_scale, solve_presolved
-from .explain import contradiction
+from .explain_infeasible import contradiction
 from .graph import DeadEnd, Graph
-from .memory import MemorySearch
+from .memory_rows import MemorySearch
 from .presolve import presolve
 from .problem import Infeasible, Problem, Solution
 from .room import no_room, several_rows

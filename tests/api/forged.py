@@ -8,12 +8,12 @@ from typing import Any
 from torch import nn
 
 from autoshard import Plan
-from autoshard.planning import canonical_capture
-from passes.decide import chosen_steps
-from passes.issue_order import issue_order
-from passes.records import Transfer
-from passes.redistribute import Redistributor
-from tests.redistribute.layouts import link_prices
+from autoshard.plan.find_plan import canonical_capture
+from passes.plan.decide import chosen_steps
+from passes.plan.records import Transfer
+from passes.redistribution.redistribute import Redistributor
+from passes.schedule.issue_order import issue_order
+from tests.redistribution.layouts import link_prices
 
 
 def forgotten_sum(model: nn.Module, plan: Plan, inputs: tuple[Any, ...], name: str, index: int) -> Plan:

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from autoshard import MeshSpec, Plan, find_plan
-from autoshard.equal_layers import fold_numbers
-from autoshard.explain import parameter_lines
-from autoshard.explain_part import explain_part
+from autoshard.plan.equal_layers import fold_numbers
+from autoshard.plan.explain import parameter_lines
+from autoshard.plan.explain_part import explain_part
 from cost_model.errors import PlanError
-from passes.layout import Layout
-from passes.records import NodeRecord, OperandRecord, ResultRecord, Transfer
+from passes.layout.layout import Layout
+from passes.plan.records import NodeRecord, OperandRecord, ResultRecord, Transfer
 from passes.redistribution.steps import AllReduce
 
 WHOLE = Layout(((), ()))

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 import autoshard
 from autoshard import AutoshardError, MeshSpec, Plan, Profile, find_plan, register_rule, verify
 from autoshard.neighborhood import na1d
-from passes.rules.registry import USER_RULES
+from passes.rules.core.rule_registry import USER_RULES
 from tests.api.programs import device_mesh
 from tests.profiles import slow_compute
 from tests.ranks import RankPool

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autoshard import CaptureError, MeshSpec, find_plan, verify
-from autoshard.plan import Plan
+from autoshard.plan.plan import Plan
 from tests.profiles import slow_compute
 
 MESH = MeshSpec({"x": 2})

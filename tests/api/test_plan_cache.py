@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from autoshard.plan import Plan
-from autoshard.plan_cache import cached_plan, plan_path
-from autoshard.planning import canonical_capture
-from autoshard.task import CallLayouts, Task, search_plan
+from autoshard.plan.find_plan import canonical_capture
+from autoshard.plan.plan import Plan
+from autoshard.plan.plan_cache import cached_plan, plan_path
+from autoshard.plan.task import CallLayouts, Task, search_plan
 from cost_model.mesh import MeshSpec
 from tests.profiles import slow_compute
 

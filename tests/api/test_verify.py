@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 
 from autoshard import MeshSpec, Plan, PlanError, find_plan, verify
-from passes.rules.registry import USER_RULES, register_rule
+from passes.rules.core.rule_registry import USER_RULES, register_rule
 from tests.api.forged import forgotten_sum
 from tests.api.programs import data, normed, two_linear
 from tests.profiles import slow_compute

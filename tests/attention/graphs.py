@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, fx
 
 from passes import ops  # noqa: F401  # pyright: ignore[reportUnusedImport]
-from passes.expand_ops import expand_ops
+from passes.compile.expand_ops import expand_ops
+from passes.ir.torch_compat import fake_mode_of
+from passes.ir.torch_tracing import fake_tensors
 from passes.ops.attention_table import Chip
-from passes.torch_compat import fake_mode_of
-from passes.torch_tracing import fake_tensors
 
 MaskShape = Literal["none", "bool", "float", "broadcast", "row", "turned", "sliced"]
 MASKS: tuple[MaskShape, ...] = ("none", "bool", "float", "broadcast", "row", "turned", "sliced")

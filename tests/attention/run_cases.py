@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.expand_ops import expand_ops
+from passes.compile.expand_ops import expand_ops
 from passes.ops.attention_choice import Problem, chip_of
 from passes.ops.attention_math import math_backward, math_forward
 from tests.attention.graphs import MASKS, Call, graph_of, kernels_of

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from cost_model.errors import UnsupportedOpError
-from passes.expand_ops import expand_ops
+from passes.compile.expand_ops import expand_ops
 from passes.ops.attention_choice import Case, choose, refusal
 from passes.ops.attention_layout import check_layout
 from passes.ops.attention_table import TABLE, Chip, contract_of

@@ -12,15 +12,15 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from passes.base import GraphPass, run_passes
-from passes.canonicalization.normalize_arguments import NormalizeArguments
-from passes.canonicalization.normalize_creations import NormalizeCreations
-from passes.canonicalization.remove_dead_code import RemoveDeadCode
-from passes.canonicalization.remove_noops import RemoveNoops
-from passes.decompositions import decomposition_table
-from passes.graph_properties import INVARIANTS
-from passes.joint import GraphInput, GraphOutput, JointGraph
-from passes.rewrite import copy_joint
+from passes.canonicalize.normalize_arguments import NormalizeArguments
+from passes.canonicalize.normalize_creations import NormalizeCreations
+from passes.canonicalize.remove_dead_code import RemoveDeadCode
+from passes.canonicalize.remove_noops import RemoveNoops
+from passes.capture.decompositions import decomposition_table
+from passes.ir.graph_pass import GraphPass, run_passes
+from passes.ir.graph_properties import INVARIANTS
+from passes.ir.joint import GraphInput, GraphOutput, JointGraph
+from passes.ir.rewrite import copy_joint
 
 Function = Callable[..., Any]
 Tensors = tuple[torch.Tensor, ...]

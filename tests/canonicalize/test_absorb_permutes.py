@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
-from passes.base import GraphPass
-from passes.canonicalization.absorb_permutes import AbsorbPermutes
-from passes.canonicalization.matmul_to_contract import MatmulToContract
-from passes.joint import JointGraph
+from passes.canonicalize.absorb_permutes import AbsorbPermutes
+from passes.canonicalize.matmul_to_contract import MatmulToContract
+from passes.ir.graph_pass import GraphPass
+from passes.ir.joint import JointGraph
 from tests.canonicalize.graphs import applied, ops, ramp, text
 
 

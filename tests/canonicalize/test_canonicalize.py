@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from passes.base import GraphPass
-from passes.canonicalize import PIPELINE, canonicalize
+from passes.canonicalize.canonicalize import PIPELINE, canonicalize
 from passes.capture import capture
-from passes.joint import JointGraph, tensor_operands
-from passes.rewrite import copy_joint
+from passes.ir.graph_pass import GraphPass
+from passes.ir.joint import JointGraph, tensor_operands
+from passes.ir.rewrite import copy_joint
 from tests import models
 from tests.canonicalize.functions import FUNCTIONS
 from tests.canonicalize.graphs import Function, assert_same, assert_valid, joint_of, ops, ramp, run, text
@@ -164,7 +164,7 @@ def test_models_with_dropout(name: str) -> None:
 @pytest.mark.parametrize("graph_pass", {type(p): p for p in PIPELINE}.values(), ids=lambda p: p.name)
 def test_a_pass_its_file_and_its_test_have_one_name(graph_pass: GraphPass) -> None:
     name = graph_pass.name.replace("-", "_")
-    assert type(graph_pass).__module__ == f"passes.canonicalization.{name}"
+    assert type(graph_pass).__module__ == f"passes.canonicalize.{name}"
     assert (Path(__file__).parent / f"test_{name}.py").exists()
 
 

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import torch
 
-from passes.base import GraphPass, run_passes
-from passes.canonicalization.drop_unit_dims import DropUnitDims
-from passes.canonicalization.matmul_to_contract import MatmulToContract
-from passes.joint import JointGraph
+from passes.canonicalize.drop_unit_dims import DropUnitDims
+from passes.canonicalize.matmul_to_contract import MatmulToContract
+from passes.ir.graph_pass import GraphPass, run_passes
+from passes.ir.joint import JointGraph
 from tests.canonicalize.graphs import applied, ramp, text
 
 

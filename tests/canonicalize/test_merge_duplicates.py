@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from passes.canonicalization.merge_duplicates import MergeDuplicates
+from passes.canonicalize.merge_duplicates import MergeDuplicates
 from tests.canonicalize.graphs import applied, ops, prepared, ramp, text
 
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from passes.canonicalization.normalize_arguments import NormalizeArguments
-from passes.rewrite import copy_joint
+from passes.canonicalize.normalize_arguments import NormalizeArguments
+from passes.ir.rewrite import copy_joint
 from tests.canonicalize.graphs import Function, assert_same, assert_valid, joint_of, ramp, text
 
 

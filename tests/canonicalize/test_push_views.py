@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from passes.base import GraphPass, run_passes
-from passes.canonicalization.absorb_permutes import AbsorbPermutes
-from passes.canonicalization.fuse_permutes import FusePermutes
-from passes.canonicalization.matmul_to_contract import MatmulToContract
-from passes.canonicalization.push_views import PushViews
-from passes.joint import JointGraph
+from passes.canonicalize.absorb_permutes import AbsorbPermutes
+from passes.canonicalize.fuse_permutes import FusePermutes
+from passes.canonicalize.matmul_to_contract import MatmulToContract
+from passes.canonicalize.push_views import PushViews
+from passes.ir.graph_pass import GraphPass, run_passes
+from passes.ir.joint import JointGraph
 from tests.canonicalize.graphs import Function, applied, assert_valid, ops, prepared, ramp, text
 
 

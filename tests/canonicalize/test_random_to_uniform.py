@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from cost_model.errors import CaptureError
-from passes.canonicalization.random_to_uniform import RandomToUniform
-from passes.joint import JointGraph
-from passes.rewrite import copy_joint
+from passes.canonicalize.random_to_uniform import RandomToUniform
+from passes.ir.joint import JointGraph
+from passes.ir.rewrite import copy_joint
 from tests.canonicalize.graphs import Function, assert_valid, ops, prepared, run
 
 N = 20_000

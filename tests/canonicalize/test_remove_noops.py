@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from passes.canonicalization.remove_noops import RemoveNoops
+from passes.canonicalize.remove_noops import RemoveNoops
 from tests.canonicalize.graphs import Function, applied, joint_of, ops, ramp, text
 
 

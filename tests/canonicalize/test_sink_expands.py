@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from passes.canonicalization.sink_expands import SinkExpands
+from passes.canonicalize.sink_expands import SinkExpands
 from tests.canonicalize.graphs import applied, ops, ramp, text
 
 

@@ -4,10 +4,10 @@ import operator
 
 import torch
 
-from passes.base import run_passes
-from passes.canonicalization.normalize_arguments import NormalizeArguments
-from passes.canonicalization.split_convolution_backward import SplitConvolutionBackward
-from passes.rewrite import copy_joint
+from passes.canonicalize.normalize_arguments import NormalizeArguments
+from passes.canonicalize.split_convolution_backward import SplitConvolutionBackward
+from passes.ir.graph_pass import run_passes
+from passes.ir.rewrite import copy_joint
 from tests.canonicalize.graphs import assert_same, prepared, ramp
 
 CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default

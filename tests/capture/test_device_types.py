@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from autoshard import MeshSpec, PlanError, ShardingError, find_plan, verify
-from autoshard.planning import canonical_capture
-from passes.bind_device import bind_device
+from autoshard.plan.find_plan import canonical_capture
 from passes.capture.autocast import CUDNN_LAYERS, POLICIES
-from passes.describe import graph_hash
-from passes.torch_tracing import is_autocast_op
+from passes.compile.bind_device import bind_device
+from passes.ir.torch_tracing import is_autocast_op
+from passes.plan.describe import graph_hash
 from tests.capture.device_cases import CASES, Applied, case
 
 CUDA = torch.device("cuda")

@@ -12,8 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import passes.ops as operators
 from passes.capture import capture
-from passes.capture.padding import pad
-from passes.expand_ops import expand_ops
+from passes.capture.padding_calls import pad
+from passes.compile.expand_ops import expand_ops
 from tests.capture.running import check
 
 AMOUNTS = [

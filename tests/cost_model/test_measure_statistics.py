@@ -15,7 +15,7 @@ from cost_model.measure.compute_work import matmul_flops
 from cost_model.measure.device_series import DTYPES, device_rates, device_series
 from cost_model.measure.links import PEAK_MARGIN, Levels, fit_links, levels_of
 from cost_model.measure.measure import nbytes_ladder
-from cost_model.measure.overlap import hidden_share
+from cost_model.measure.overlap_efficiency import hidden_share
 from cost_model.measure.peers import Peers
 from cost_model.measure.sampling import Series, sample
 from cost_model.measure.statistics import Curve, curve, median, pooled_medians, spread

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from cost_model.errors import ProfileError
 from cost_model.groups import GroupShape
 from cost_model.readers import read_profile
-from cost_model.readers.rows import PROOF
+from cost_model.readers.result_rows import PROOF
 from tests.cost_model.reader_files import points, sample
 
 Points = dict[tuple[str, GroupShape, int], float]

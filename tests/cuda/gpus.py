@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from passes.torch_compat import default_store
+from passes.ir.torch_compat import default_store
 from tests.ranks import RankPool
 
 __all__ = ["Axes", "GpuPool", "axes_of", "gpu_mesh", "one_gpu"]

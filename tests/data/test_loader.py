@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, Dataset, RandomSampler
 
 from autoshard.data.arrays import ArrayDataset
 from autoshard.data.loader import Order, PartLoader, rank_loader
-from autoshard.data.sampling import BatchSplit
+from autoshard.data.rank_sampler import BatchSplit
 from cost_model.errors import PlanError, ShardingError
 from cost_model.mesh import MeshSpec
 

@@ -12,15 +12,15 @@ import pytest
 from torch import Tensor, fx
 
 from autoshard import Plan, verify
-from autoshard.planning import canonical_capture
+from autoshard.plan.find_plan import canonical_capture
+from autoshard.plan.task import prices_of
 from autoshard.runtime.observe import PhaseRun
 from autoshard.runtime.process_groups import axes_by_group
-from autoshard.session import Session
-from autoshard.task import prices_of
-from passes.decide import decide_lowering
-from passes.lower_redistribute import collective_nodes
-from passes.lowering_plan import LoweringPlan
-from passes.simulate import simulate, simulated_group_name
+from autoshard.runtime.session import Session
+from passes.plan.decide import decide_lowering
+from passes.plan.lowering_plan import LoweringPlan
+from passes.redistribution.lower_redistribute import collective_nodes
+from passes.simulate.lockstep import simulate, simulated_group_name
 from tests.api.programs import assert_close, parallel
 from tests.plans.two_prices import (
     AXES,
@@ -130,7 +130,7 @@ def test_verify_checks_what_runs(ran: dict[str, list[tuple[Tensor, dict[str, str
         checked.append([text(graph) for graph in graphs])
         return simulate(graphs, *rest)
 
-    with mock.patch("autoshard.simulated_step.simulate", watched):
+    with mock.patch("autoshard.verification.simulated_step.simulate", watched):
         assert verify(regression(), path, (rows(),)).ok
     forward, backward = checked
     for rank, (_, graphs) in enumerate(ran["another"]):
@@ -139,9 +139,9 @@ def test_verify_checks_what_runs(ran: dict[str, list[tuple[Tensor, dict[str, str
 
 def test_nothing_that_lowers_knows_a_price() -> None:
     code = (
-        "import sys, passes.rank_program\n"
-        "print([m for m in sys.modules if m.startswith(('passes.search', 'passes.pricing', 'cost_model.profile',"
-        " 'cost_model.collectives', 'cost_model.compute'))])"
+        "import sys, passes.lower.rank_program\n"
+        "print([m for m in sys.modules if m.startswith(('passes.search', 'passes.strategies.pricing', "
+        "'cost_model.profile', 'cost_model.collectives', 'cost_model.compute'))])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

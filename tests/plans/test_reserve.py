@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from autoshard import InfeasibleError, MeshSpec, Plan, find_plan
-from autoshard.plan_collectives import Collective
-from autoshard.reserve import found_within, plan_reserve
+from autoshard.plan.plan_collectives import Collective
+from autoshard.plan.search_with_reserve import found_within, plan_reserve
 from cost_model.reserve import COMMUNICATOR_BYTES, CONTEXT_BYTES, PAIR_BYTES, PEER_BYTES
 from passes.search.find import Found
 from tests.models import TwoLinear

@@ -11,24 +11,24 @@ import torch
 from torch import Tensor, fx, nn
 
 from autoshard import MeshSpec, Plan, Profile, find_plan
-from autoshard.planning import prices_of
+from autoshard.plan.find_plan import prices_of
 from cost_model.compute import ComputePrices
 from cost_model.measurements import DeviceRates, MatmulRates
-from passes.assignment import NodeLayouts
-from passes.decide import decide_lowering, unmerged
-from passes.joint import GraphInput, GraphOutput
-from passes.layout import Layout
-from passes.overlap import Overlap
-from passes.phases import Backward, Phases
-from passes.predict import Prediction, predict_phases, predicted_step, slowest_ranks
-from passes.pricing import eager_traffic
-from passes.rank_program import Schedule, rank_program
-from passes.redistribute import Redistributor
-from passes.search.space import Prices
-from passes.simulate import simulated_group_axes, simulated_groups
-from tests.overlap.planned import joint_of, random_assignment
+from passes.ir.joint import GraphInput, GraphOutput
+from passes.layout.assignment import NodeLayouts
+from passes.layout.layout import Layout
+from passes.lower.phases import Backward, Phases
+from passes.lower.rank_program import Schedule, rank_program
+from passes.plan.decide import decide_lowering, unmerged
+from passes.predict.predict_step import Prediction, predict_phases, predicted_step, slowest_ranks
+from passes.redistribution.redistribute import Redistributor
+from passes.schedule.overlap import Overlap
+from passes.search.strategy_space import Prices
+from passes.simulate.lockstep import simulated_group_axes, simulated_groups
+from passes.strategies.pricing import eager_traffic
 from tests.profiles import slow_compute
 from tests.runtime.graphs import Local
+from tests.schedule.planned import joint_of, random_assignment
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

@@ -8,13 +8,13 @@ from torch import fx
 from autoshard import MeshSpec
 from cost_model.compute import ComputePrices
 from cost_model.profile import Profile
-from passes.layout import Layout
-from passes.lower_redistribute import emit
-from passes.pricing import fused_traffic
-from passes.redistribute import Redistributor
-from passes.search.space import Prices
-from passes.simulate import simulated_group_axes, simulated_groups
-from passes.step_events import COLLECTIVE_KINDS, StepEvents, copies_of_collectives
+from passes.layout.layout import Layout
+from passes.predict.step_events import COLLECTIVE_KINDS, StepEvents, copies_of_collectives
+from passes.redistribution.lower_redistribute import emit
+from passes.redistribution.redistribute import Redistributor
+from passes.search.strategy_space import Prices
+from passes.simulate.lockstep import simulated_group_axes, simulated_groups
+from passes.strategies.pricing import fused_traffic
 from tests.predict.test_predict import PerByte, round_prices
 from tests.runtime.graphs import Local
 

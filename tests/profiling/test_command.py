@@ -9,7 +9,7 @@ import pytest
 
 from autoshard.cli import main
 from autoshard.profiling import curves
-from autoshard.profiling.table import check_table, profile_table
+from autoshard.profiling.profile_table import check_table, profile_table
 from cost_model.errors import ProfileError
 from cost_model.measure.recheck import CheckedPoint
 from cost_model.measurements import CollectiveSamples, MatmulRates

@@ -23,10 +23,10 @@ from benchmarks.published import (
     runs_micro_batches,
 )
 from cost_model.compute import ComputePrices
-from passes.assignment import NodeLayouts
-from passes.joint import node_value
-from passes.placements import placements_to_layout
-from passes.predict import PredictedCollective, Prediction
+from passes.ir.joint import node_value
+from passes.layout.assignment import NodeLayouts
+from passes.layout.placements import placements_to_layout
+from passes.predict.predict_step import PredictedCollective, Prediction
 
 SMALL = Row("125m", 64, 2, "h100_80gb", 4, 1, "FULL_SHARD", False, 1000.0)
 

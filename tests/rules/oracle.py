@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from passes.rules.rule import OpRule
-from passes.rules.trial import Trial, choices
+from passes.rules.check.trial import Trial, choices
+from passes.rules.core.rule import OpRule
 
 MESHES = ((2,), (3,), (2, 2))
 

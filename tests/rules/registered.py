@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from passes import ops  # noqa: F401  # pyright: ignore[reportUnusedImport]
-from passes.rules.registry import has_rule, rule_for
-from passes.rules.rule import OpRule
-from passes.rules.trial import call_node
+from passes.rules.check.trial import call_node
+from passes.rules.core.rule import OpRule
+from passes.rules.core.rule_registry import has_rule, rule_for
 from tests.rules.oracle import first_error
 
 aten = torch.ops.aten

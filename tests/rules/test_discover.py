@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from cost_model.errors import ShardingError
-from passes.rules.discover import discover_rule
-from passes.rules.registry import RuleTable, rule_for
-from passes.rules.trial import call_node
+from passes.rules.check.discover import discover_rule
+from passes.rules.check.trial import call_node
+from passes.rules.core.rule_registry import RuleTable, rule_for
 from tests.rules.oracle import first_error
 from tests.rules.registered import Draw, aten
 

@@ -10,14 +10,14 @@ from torch.distributed.tensor import Shard
 
 from autoshard import MeshSpec, find_plan, verify
 from cost_model.errors import UnsupportedOpError
-from passes.capture.grouped import grouped_product
-from passes.expand_ops import expand_ops
-from passes.op_work import global_flops
-from passes.ops import grouped
-from passes.ops.grouped import grouped_mm
-from passes.rules.trial import call_node
-from passes.torch_compat import fake_mode_of
-from passes.torch_tracing import fake_tensors
+from passes.capture.grouped_calls import grouped_product
+from passes.compile.expand_ops import expand_ops
+from passes.ir.op_work import global_flops
+from passes.ir.torch_compat import fake_mode_of
+from passes.ir.torch_tracing import fake_tensors
+from passes.ops import grouped_mm as grouped
+from passes.ops.grouped_mm import grouped_mm
+from passes.rules.check.trial import call_node
 from tests.capture.running import check as check_captured
 from tests.profiles import slow_compute
 from tests.rules.registered import Draw, check

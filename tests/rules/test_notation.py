@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cost_model.errors import ShardingError
-from passes.rules.notation import parse
-from passes.rules.rule import OpRule
+from passes.rules.core.notation import parse
+from passes.rules.core.rule import OpRule
 
 
 def bind(text: str, operands: list[tuple[int, ...]], *results: tuple[int, ...]) -> OpRule:

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from passes.rules.notation import parse
-from passes.rules.rule import LocalContext, OpRule, replicated_rule
-from passes.rules.trial import call_node
+from passes.rules.check.trial import call_node
+from passes.rules.core.notation import parse
+from passes.rules.core.rule import LocalContext, OpRule, replicated_rule
 from tests.rules.oracle import first_error
 from tests.rules.registered import Draw, aten
 

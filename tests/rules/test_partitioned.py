@@ -12,15 +12,15 @@ import torch
 from torch import fx
 
 from cost_model.mesh import MeshSpec
-from passes.assignment import NodeLayouts
-from passes.joint import GraphInput, GraphOutput, JointGraph, tensor_operands
-from passes.layout import Layout
-from passes.lowering_plan import LoweringPlan
-from passes.partition import partition
-from passes.rules.registry import rule_for
-from passes.rules.trial import call_node
-from passes.strategies import enumerate_strategies
-from passes.torch_compat import fresh_fakes
+from passes.ir.joint import GraphInput, GraphOutput, JointGraph, tensor_operands
+from passes.ir.torch_compat import fresh_fakes
+from passes.layout.assignment import NodeLayouts
+from passes.layout.layout import Layout
+from passes.lower.partition import partition
+from passes.plan.lowering_plan import LoweringPlan
+from passes.rules.check.trial import call_node
+from passes.rules.core.rule_registry import rule_for
+from passes.strategies.strategies import enumerate_strategies
 from tests.rules.registered import Draw, aten
 
 MESHES = [MeshSpec({"a": 2}), MeshSpec({"a": 3}), MeshSpec({"a": 2, "b": 2})]

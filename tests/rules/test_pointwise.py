@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from passes.rules.registry import has_rule, rule_for
-from passes.rules.table import TABLE
-from passes.rules.trial import call_node
+from passes.rules.check.trial import call_node
+from passes.rules.core.rule_registry import has_rule, rule_for
+from passes.rules.core.rule_table import TABLE
 from tests.rules.registered import Draw, aten, check
 
 SEEDS = range(3)

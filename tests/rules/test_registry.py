@@ -8,9 +8,16 @@ import pytest
 import torch
 
 from cost_model.errors import ShardingError
-from passes.rules.registry import USER_RULES, RuleTable, has_rule, is_fallback, register_rule, rule_for
-from passes.rules.rule import LocalContext
-from passes.rules.trial import call_node
+from passes.rules.check.trial import call_node
+from passes.rules.core.rule import LocalContext
+from passes.rules.core.rule_registry import (
+    USER_RULES,
+    RuleTable,
+    has_rule,
+    is_fallback,
+    register_rule,
+    rule_for,
+)
 from tests.rules.oracle import first_error
 from tests.rules.registered import Draw, aten
 
@@ -79,8 +86,8 @@ def test_localize(user_rules: None) -> None:
     def local(ctx: LocalContext) -> torch.fx.Node:
         return ctx.call(ctx.node.target, ctx.args[0], ctx.result_shape()[0])  # type: ignore[arg-type]
 
-    from passes.rules.assemble import assemble, dims
-    from passes.rules.opcall import OpCall
+    from passes.rules.core.assemble import assemble, dims
+    from passes.rules.core.opcall import OpCall
 
     node = call_node(torch.ops.rules_test.tile.default, (Draw(0).floats(3), 4))
     register_rule(tile, lambda call: tiled(call))

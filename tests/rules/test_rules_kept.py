@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import fx
 
-from passes.op_signature import op_signature
-from passes.rules.opcall import OpCall
-from passes.rules.registry import RuleTable, rule_for
-from passes.rules.rule import OpRule, replicated_rule
-from passes.rules.trial import call_node
+from passes.ir.op_signature import op_signature
+from passes.rules.check.trial import call_node
+from passes.rules.core.opcall import OpCall
+from passes.rules.core.rule import OpRule, replicated_rule
+from passes.rules.core.rule_registry import RuleTable, rule_for
 
 aten = torch.ops.aten
 X, Y = torch.ones(4, 6), torch.ones(6, 8)

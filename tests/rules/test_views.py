@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from passes.rules.registry import rule_for
-from passes.rules.trial import call_node
-from passes.rules.views import common_factors
+from passes.rules.check.trial import call_node
+from passes.rules.core.rule_registry import rule_for
+from passes.rules.plain.views import common_factors
 from tests.rules.registered import Draw, aten, check
 
 SEEDS = range(3)

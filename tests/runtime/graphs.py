@@ -11,8 +11,8 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
-from passes.joint import GraphInput, GraphOutput, JointGraph
-from passes.torch_compat import fake_mode_of, fresh_fakes
+from passes.ir.joint import GraphInput, GraphOutput, JointGraph
+from passes.ir.torch_compat import fake_mode_of, fresh_fakes
 
 __all__ = ["Local", "joint_graph", "joint_of"]
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from passes.decompositions import decomposition_table
-from passes.joint import JointGraph
-from passes.phases import Backward, Phases, split_phases
+from passes.capture.decompositions import decomposition_table
+from passes.ir.joint import JointGraph
+from passes.lower.phases import Backward, Phases, split_phases
 from tests.runtime.graphs import joint_graph
 
 aten = torch.ops.aten

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import autoshard.executable as executable_module
+import autoshard.calls.executable as executable_module
 from autoshard.runtime.devices import arrived, check_bound, check_devices, move_buffers
 from cost_model.errors import ShardingError
 from passes.capture import flatten_call
-from passes.joint import GraphInput
+from passes.ir.joint import GraphInput
 
 MINE = torch.device("cuda", 3)
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from cost_model.measure.messages import in_one_round
+from cost_model.measure.timed_messages import in_one_round
 from passes.ops.named_collective import ALL_REDUCE_IN_PLACE, NAMED_BY_NAME
 from tests.ranks import RankPool
 

@@ -15,16 +15,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 
-from autoshard.runtime.boundary import InputSide, OutputSide, conform, plain_input, wrapped_output
+from autoshard.runtime.input_side import InputSide, OutputSide, conform, plain_input, wrapped_output
 from autoshard.runtime.parameters import distribute_parameters
 from autoshard.runtime.process_groups import groups_for
 from autoshard.runtime.step import Program
 from cost_model.mesh import MeshSpec
-from passes.decompositions import decomposition_table
-from passes.joint import GraphInput, GraphOutput, JointGraph
-from passes.layout import Layout
-from passes.partition import RankGraph
-from passes.rank_program import RankProgram
+from passes.capture.decompositions import decomposition_table
+from passes.ir.joint import GraphInput, GraphOutput, JointGraph
+from passes.layout.layout import Layout
+from passes.lower.partition import RankGraph
+from passes.lower.rank_program import RankProgram
 from tests.ranks import RankPool
 from tests.runtime.graphs import Local, joint_graph
 

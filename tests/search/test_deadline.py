@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-import passes.search.space as space
+import passes.search.strategy_space as space
 from autoshard import MeshSpec, find_plan
 from cost_model.errors import InfeasibleError
 from tests.profiles import slow_compute

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from autoshard.planning import prices_of
+from autoshard.plan.find_plan import prices_of
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
-from passes.joint import node_value, tensor_operands
-from passes.pricing import strategy_seconds
-from passes.rules.registry import rule_for
-from passes.rules.trial import call_node
-from passes.strategies import enumerate_strategies
+from passes.ir.joint import node_value, tensor_operands
+from passes.rules.check.trial import call_node
+from passes.rules.core.rule_registry import rule_for
+from passes.strategies.pricing import strategy_seconds
+from passes.strategies.strategies import enumerate_strategies
 
 MESH = MeshSpec({"a": 4}, device_type="cuda")
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from passes.hiding import StepParts
+from passes.schedule.hiding import StepParts
 from passes.search.cost_kinds import CostKinds
 from passes.search.overlapped import solve_overlapped
 from passes.search.planes import charged

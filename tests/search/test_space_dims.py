@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from passes.cuts import ops_of
-from passes.joint import JointGraph
-from passes.rules.registry import rule_for
+from passes.ir.joint import JointGraph
+from passes.rules.core.rule_registry import rule_for
 from passes.search.space_dims import out_of_space
+from passes.strategies.cuts import ops_of
 from tests.canonicalize.graphs import Function, prepared
 
 

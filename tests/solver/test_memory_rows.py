@@ -9,17 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from passes.solver import binding, memory
+from passes.solver import binding
+from passes.solver import memory_rows as memory
 from passes.solver.core import Budget
 from passes.solver.graph import Graph
 from passes.solver.lagrange import improve_prices
 from passes.solver.local_search import Search
 from passes.solver.neighbourhood import improve_part, part_of
 from passes.solver.problem import Problem
-from passes.solver.rows import Rows
 from passes.solver.solve import solve
 from passes.solver.tables import Tables
 from passes.solver.usage import RangeMinimum, Usage, combine
+from passes.solver.usage_rows import Rows
 
 sys.path.insert(0, str(Path(__file__).parent))
 from oracle import brute_force, chain, random_problem

@@ -13,8 +13,8 @@ from passes.solver.dual import ascend, lower_bound, prune, zero_messages
 from passes.solver.graph import DeadEnd, Graph
 from passes.solver.presolve import presolve, propagate
 from passes.solver.problem import Array, Problem
-from passes.solver.rows import Rows
 from passes.solver.tables import Tables
+from passes.solver.usage_rows import Rows
 
 sys.path.insert(0, str(Path(__file__).parent))
 from oracle import brute_force, chain, random_problem

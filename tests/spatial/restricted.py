@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from passes.assignment import NodeLayouts
-from passes.rules.rule import OpRule
-from passes.strategies import enumerate_strategies
+from passes.layout.assignment import NodeLayouts
+from passes.rules.core.rule import OpRule
+from passes.strategies.strategies import enumerate_strategies
 
 __all__ = ["Keep", "restricted"]
 
@@ -28,5 +28,5 @@ def restricted(keep: Keep) -> Generator[None]:
         shapes = (*operands, *results)
         return tuple(strategy for strategy in every if keep(rule, shapes, strategy)) or every
 
-    with mock.patch("passes.search.space.enumerate_strategies", enumerated):
+    with mock.patch("passes.search.strategy_space.enumerate_strategies", enumerated):
         yield

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autoshard import autoshard
-from passes.assignment import NodeLayouts
-from passes.rules.rule import OpRule
+from passes.layout.assignment import NodeLayouts
+from passes.rules.core.rule import OpRule
 from tests.profiles import slow_compute
 from tests.ranks import RankPool
 from tests.spatial.restricted import restricted

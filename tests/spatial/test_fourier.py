@@ -10,12 +10,12 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import Shard
 
 from autoshard import MeshSpec, find_plan, verify
-from passes.layout import Halo, Layout
-from passes.lower_redistribute import emit
-from passes.redistribute import Redistributor
+from passes.layout.layout import Halo, Layout
+from passes.redistribution.lower_redistribute import emit
+from passes.redistribution.redistribute import Redistributor
 from tests.profiles import slow_compute
 from tests.ranks import RankPool
-from tests.redistribute.layouts import link_prices
+from tests.redistribution.layouts import link_prices
 
 
 class FourierLayer(nn.Module):

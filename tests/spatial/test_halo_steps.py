@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from cost_model.mesh import MeshSpec
-from passes.layout import Halo, Layout, Span
-from passes.lower_redistribute import collective_nodes
-from passes.record_json import layout_from_json, layout_to_json
-from passes.redistribute import HaloExchange, HaloReduce, Redistributor
-from tests.redistribute.layouts import (
+from passes.layout.layout import Halo, Layout, Span
+from passes.plan.record_json import layout_from_json, layout_to_json
+from passes.redistribution.lower_redistribute import collective_nodes
+from passes.redistribution.redistribute import HaloExchange, HaloReduce, Redistributor
+from tests.redistribution.layouts import (
     creatable,
     cut,
     link_prices,

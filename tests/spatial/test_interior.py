@@ -10,14 +10,14 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import Shard
 
 from autoshard import MeshSpec, find_plan, verify
-from autoshard.planning import canonical_capture
-from passes.interior import in_parts
-from passes.rank_program import rank_program
-from passes.simulate import simulated_groups
+from autoshard.plan.find_plan import canonical_capture
+from passes.lower.interior import in_parts
+from passes.lower.rank_program import rank_program
+from passes.simulate.lockstep import simulated_groups
 from tests.profiles import slow_compute
 from tests.spatial.networks import network
 
-EVERY_TIME = mock.patch("passes.find_interiors._gain", lambda *given: 1.0)
+EVERY_TIME = mock.patch("passes.plan.find_interiors._gain", lambda *given: 1.0)
 ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 CONVOLUTION = torch.ops.aten.convolution.default
@@ -30,7 +30,7 @@ def test_simulated(name: str, axes: dict[str, int]) -> None:
     model, x = network(name, 1, torch.float64)
     with EVERY_TIME:
         plan = find_plan(model, MeshSpec(axes), (x,), profile=slow_compute())
-    with mock.patch("passes.partition.in_parts", wraps=in_parts) as made:
+    with mock.patch("passes.lower.partition.in_parts", wraps=in_parts) as made:
         report = verify(model, plan, (x,))
     assert made.call_count > 0
     assert report.ok, report

@@ -10,16 +10,16 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from passes.layout import Span
+from passes.layout.layout import Span
 from passes.ops.halo_kernels import add_up, pack, put_together, row_numel, split_sizes, unpack
-from passes.redistribution.messages import (
+from passes.redistribution.message_table import (
     Traffic,
     anything_foreign,
     exchange_traffic,
     pieces,
     reduce_traffic,
 )
-from tests.redistribute.layouts import random_sizes
+from tests.redistribution.layouts import random_sizes
 
 SEEDS = 300
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from passes.rules.registry import rule_for
-from passes.rules.trial import Choice, Trial, call_node
+from passes.rules.check.trial import Choice, Trial, call_node
+from passes.rules.core.rule_registry import rule_for
 from tests.spatial.test_window_rules import Case, geometry, lengths, mismatch, tensor
 
 aten = torch.ops.aten

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import passes.ops as _operators  # registers circular_pad
-from passes.rules.registry import rule_for
-from passes.rules.trial import Choice, Trial, call_node
+from passes.rules.check.trial import Choice, Trial, call_node
+from passes.rules.core.rule_registry import rule_for
 from tests.spatial.test_window_rules import tensor, uneven, wrong_with
 
 del _operators

@@ -19,11 +19,11 @@ from torch import Tensor, fx
 
 from autoshard.neighborhood import na1d, na2d, na3d
 from cost_model.errors import ShardingError, UnsupportedOpError
-from passes.expand_ops import expand_ops
-from passes.op_work import arithmetic_kind, global_flops
-from passes.rules.registry import rule_for
-from passes.rules.trial import call_node
-from passes.windows import NeighborhoodWindow
+from passes.compile.expand_ops import expand_ops
+from passes.ir.op_work import arithmetic_kind, global_flops
+from passes.layout.windows import NeighborhoodWindow
+from passes.rules.check.trial import call_node
+from passes.rules.core.rule_registry import rule_for
 from tests.spatial.test_window_rules import Case, mismatch, tensor
 
 ops = torch.ops.autoshard

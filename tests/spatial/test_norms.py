@@ -14,15 +14,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from autoshard import Plan, autoshard
-from autoshard.planning import CallLayouts, Task, canonical_capture, search_plan
-from autoshard.simulated_step import simulated_step
-from autoshard.verify import held_value
+from autoshard.plan.find_plan import CallLayouts, Task, canonical_capture, search_plan
+from autoshard.verification.simulated_step import simulated_step
+from autoshard.verification.verify_plan import held_value
 from cost_model.mesh import MeshSpec
-from passes.assignment import NodeLayouts
-from passes.layout import Layout
-from passes.rank_program import rank_program
-from passes.rules.rule import OpRule
-from passes.simulate import simulated_groups
+from passes.layout.assignment import NodeLayouts
+from passes.layout.layout import Layout
+from passes.lower.rank_program import rank_program
+from passes.rules.core.rule import OpRule
+from passes.simulate.lockstep import simulated_groups
 from tests.profiles import slow_compute
 from tests.ranks import RankPool
 from tests.spatial.restricted import Keep, restricted

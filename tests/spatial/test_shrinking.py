@@ -17,8 +17,8 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from passes.rules.registry import rule_for
-from passes.rules.trial import Choice, Trial, call_node
+from passes.rules.check.trial import Choice, Trial, call_node
+from passes.rules.core.rule_registry import rule_for
 
 aten = torch.ops.aten
 EXAMPLES = 25

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from passes.rules.registry import rule_for
-from passes.rules.trial import Choice, Trial, call_node, choices
+from passes.rules.check.trial import Choice, Trial, call_node, choices
+from passes.rules.core.rule_registry import rule_for
 
 aten = torch.ops.aten
 CASES = 80

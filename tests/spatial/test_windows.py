@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from passes.windows import AdaptiveWindow, SlidingWindow, TransposedWindow
+from passes.layout.windows import AdaptiveWindow, SlidingWindow, TransposedWindow
 
 
 def random_spans(rng: random.Random, length: int, parts: int) -> list[tuple[int, int]]:

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 from autoshard import MeshSpec, Plan, find_plan
-from passes.assignment import NodeLayouts
-from passes.rules.rule import OpRule
+from passes.layout.assignment import NodeLayouts
+from passes.rules.core.rule import OpRule
 from tests.profiles import slow_compute
 from tests.ranks import RankPool
 from tests.spatial.restricted import Keep, restricted

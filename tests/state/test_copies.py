@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
-from autoshard.session import Session
+from autoshard.runtime.session import Session
 from cost_model.errors import ShardingError
 from tests.api.programs import Axes, assert_close, data, full, normed, parallel, trained
 from tests.ranks import RankPool

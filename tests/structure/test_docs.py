@@ -11,7 +11,8 @@ _PATH = re.compile(rf"(?<![\w/.-])(?:{'|'.join(PACKAGES)})/[\w./*-]*")
 
 
 def paths(text: str) -> list[str]:
-    """`passes/partition.py`, `passes/rules/`: a file or folder of a package, with the end of a sentence cut off."""
+    """`passes/lower/partition.py`, `passes/rules/`: a file or folder of a package, with the end of a sentence cut
+    off."""
     return [found.rstrip(".-") for found in _PATH.findall(text)]
 
 

@@ -12,23 +12,23 @@ import torch
 from torch import Tensor, fx, nn
 
 from autoshard import MeshSpec, Plan, find_plan
-from autoshard.task import prices_of
+from autoshard.plan.task import prices_of
 from cost_model.profile import Profile
-from passes.assignment import NodeLayouts
-from passes.canonicalize import canonicalize
+from passes.canonicalize.canonicalize import canonicalize
 from passes.capture import capture
-from passes.decide import decide_lowering
-from passes.describe import short_dtype
-from passes.graph_text import format_seconds
-from passes.joint import JointGraph, result_shapes, tensor_operands
-from passes.phases import Phases, split_phases
-from passes.predict import predict_phases
-from passes.pricing import strategy_seconds
-from passes.rank_program import rank_program
-from passes.rules.registry import rule_for
-from passes.search.space import Prices
-from passes.simulate import simulated_group_axes, simulated_groups
-from passes.strategies import enumerate_strategies
+from passes.ir.joint import JointGraph, result_shapes, tensor_operands
+from passes.layout.assignment import NodeLayouts
+from passes.lower.phases import Phases, split_phases
+from passes.lower.rank_program import rank_program
+from passes.plan.decide import decide_lowering
+from passes.plan.describe import short_dtype
+from passes.plan.graph_text import format_seconds
+from passes.predict.predict_step import predict_phases
+from passes.rules.core.rule_registry import rule_for
+from passes.search.strategy_space import Prices
+from passes.simulate.lockstep import simulated_group_axes, simulated_groups
+from passes.strategies.pricing import strategy_seconds
+from passes.strategies.strategies import enumerate_strategies
 from tests.profiles import slow_compute
 
 __all__ = ["trace"]
@@ -220,7 +220,8 @@ of the loss that the caller hands in.
 """
 
 CANONICALIZE = """
-`passes/canonicalize.py` writes the same in fewer words. Products are `contract`, which names its loops; the permutes
+`passes/canonicalize/canonicalize.py` writes the same in fewer words. Products are `contract`, which names its loops;
+the permutes
 went into them. `use` stands for the two readers of one value: what they both need moves once.
 """
 
@@ -230,42 +231,49 @@ loop of the op. A factor that the result does not have is summed.
 """
 
 STRATEGIES = """
-`passes/strategies.py` gives every mesh axis a factor to split, or none. `[@tp, -]` is a layout: the first dim is
-split over tp, the second is whole. `+tp:sum`: each rank holds a part of a sum. `passes/pricing.py` prices the rank
+`passes/strategies/strategies.py` gives every mesh axis a factor to split, or none. `[@tp, -]` is a layout: the first
+dim is
+split over tp, the second is whole. `+tp:sum`: each rank holds a part of a sum. `passes/strategies/pricing.py` prices
+the rank
 with the largest parts.
 """
 
 REDISTRIBUTION = """
 `passes/search/` picks one strategy per node, at the least seconds of all together. Where a reader wants another layout
-than a value has, `passes/redistribute.py` finds the cheapest steps; `passes/decide.py` writes them down, with a turn
+than a value has, `passes/redistribution/redistribute.py` finds the cheapest steps; `passes/plan/decide.py` writes
+them down, with a turn
 in the one order that all ranks follow.
 """
 
 PLAN = """
-`autoshard/plan.py` holds all of this as data; nothing behind it reads a price. Its text form, with the seconds of each
+`autoshard/plan/plan.py` holds all of this as data; nothing behind it reads a price. Its text form, with the seconds
+of each
 line. A parameter's are those of its optimizer update.
 """
 
 PARTITION = """
-`passes/partition.py` writes each rank's own graph, of plain tensors and collectives. This is rank 0's. The bias
+`passes/lower/partition.py` writes each rank's own graph, of plain tensors and collectives. This is rank 0's. The bias
 has 3 elements on the two ranks of tp: rank 0 holds 2 of them, the other one. The gather brings 4, and the last, which
 is padding, is cut off.
 """
 
 SPLIT = """
-`passes/phases.py` makes two programs of it. What only gradients need runs in the backward. What both need is saved, or
+`passes/lower/phases.py` makes two programs of it. What only gradients need runs in the backward. What both need is
+saved, or
 computed again, at the fewest bytes.
 """
 
 SCHEDULE = """
-`passes/schedule.py` puts each program into the order in which it runs: `passes/bucket.py` merges collectives of one
-turn, `passes/overlap.py` starts them early and waits late. After each of these passes, and after those of the
-canonicalization, tests check what must hold (`passes/graph_properties.py`, `passes/rank_properties.py`).
+`passes/schedule/schedule.py` puts each program into the order in which it runs: `passes/schedule/bucket.py` merges
+collectives of one
+turn, `passes/schedule/overlap.py` starts them early and waits late. After each of these passes, and after those of the
+canonicalization, tests check what must hold (`passes/ir/graph_properties.py`, `passes/ir/rank_properties.py`).
 """
 
 PREDICT = """
-`passes/predict.py` runs kernels and collectives on two streams of a timeline. A collective adds to the step what no
+`passes/predict/predict_step.py` runs kernels and collectives on two streams of a timeline. A collective adds to the
+step what no
 kernel hides.
 """
 
-END = """After that `passes/compile.py` compiles the two programs, and `autoshard/runtime/` runs them."""
+END = """After that `passes/compile/compile_graph.py` compiles the two programs, and `autoshard/runtime/` runs them."""

@@ -10,21 +10,21 @@ from typing import Any
 import pytest
 import torch
 
-from passes.base import GraphPass
-from passes.canonicalization.insert_uses import READERS_SHARE
-from passes.canonicalization.matmul_to_contract import PRODUCTS_ARE_CONTRACTS
-from passes.canonicalization.merge_duplicates import NO_DUPLICATES
-from passes.canonicalization.normalize_arguments import ONE_SPELLING
-from passes.canonicalization.normalize_creations import PLAIN_CREATIONS
-from passes.canonicalization.random_to_uniform import NO_GENERATORS
-from passes.canonicalization.scatter_to_where import SCATTERS_WRITTEN
-from passes.canonicalization.split_convolution_backward import GRADIENTS_APART
-from passes.canonicalization.view_properties import ONE_RESHAPE, PERMUTES_ABSORBED, PERMUTES_FUSED
-from passes.canonicalization.write_conjugates import CONJUGATES_WRITTEN
-from passes.canonicalize import PIPELINE
-from passes.graph_properties import CAPTURED, INVARIANTS, NO_DEAD_CODE, NO_USES
-from passes.joint import GraphInput, GraphOutput, JointGraph
-from passes.properties import Property
+from passes.canonicalize.canonicalize import PIPELINE
+from passes.canonicalize.insert_uses import READERS_SHARE
+from passes.canonicalize.matmul_to_contract import PRODUCTS_ARE_CONTRACTS
+from passes.canonicalize.merge_duplicates import NO_DUPLICATES
+from passes.canonicalize.normalize_arguments import ONE_SPELLING
+from passes.canonicalize.normalize_creations import PLAIN_CREATIONS
+from passes.canonicalize.random_to_uniform import NO_GENERATORS
+from passes.canonicalize.scatter_to_where import SCATTERS_WRITTEN
+from passes.canonicalize.split_convolution_backward import GRADIENTS_APART
+from passes.canonicalize.view_properties import ONE_RESHAPE, PERMUTES_ABSORBED, PERMUTES_FUSED
+from passes.canonicalize.write_conjugates import CONJUGATES_WRITTEN
+from passes.ir.graph_pass import GraphPass
+from passes.ir.graph_properties import CAPTURED, INVARIANTS, NO_DEAD_CODE, NO_USES
+from passes.ir.joint import GraphInput, GraphOutput, JointGraph
+from passes.ir.properties import Property
 from tests.verification.written import Written
 
 aten = torch.ops.aten

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import fx
 
-from passes.base import RankPass, run_rank_passes
-from passes.bucket import MERGED
-from passes.overlap import IN_TURN
-from passes.properties import BrokenGraphError, Property
-from passes.rank_properties import COLLECTIVES, COMPUTING, INVARIANTS, OPS
-from passes.serialize_communicators import ONE_GROUP_IN_FLIGHT
+from passes.ir.graph_pass import RankPass, run_rank_passes
+from passes.ir.properties import BrokenGraphError, Property
+from passes.ir.rank_properties import COLLECTIVES, COMPUTING, INVARIANTS, OPS
+from passes.schedule.bucket import MERGED
+from passes.schedule.overlap import IN_TURN
+from passes.schedule.serialize_communicators import ONE_GROUP_IN_FLIGHT
 from tests.runtime.graphs import Local
 
 aten = torch.ops.aten

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import fx
 
-from passes.base import GraphPass, properties_after, run_passes
-from passes.canonicalization.normalize_arguments import ONE_SPELLING
-from passes.canonicalize import PIPELINE
-from passes.graph_properties import CAPTURED, NO_DEAD_CODE
-from passes.joint import GraphInput, JointGraph
-from passes.properties import BrokenGraphError
-from passes.rewrite import emit
+from passes.canonicalize.canonicalize import PIPELINE
+from passes.canonicalize.normalize_arguments import ONE_SPELLING
+from passes.ir.graph_pass import GraphPass, properties_after, run_passes
+from passes.ir.graph_properties import CAPTURED, NO_DEAD_CODE
+from passes.ir.joint import GraphInput, JointGraph
+from passes.ir.properties import BrokenGraphError
+from passes.ir.rewrite import emit
 from tests.verification.written import Written
 
 aten = torch.ops.aten

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.joint import GraphInput, GraphOutput, JointGraph
-from passes.rewrite import fake_value
-from passes.torch_compat import fake_mode_of, fresh_fakes
+from passes.ir.joint import GraphInput, GraphOutput, JointGraph
+from passes.ir.rewrite import fake_value
+from passes.ir.torch_compat import fake_mode_of, fresh_fakes
 
 
 @dataclass

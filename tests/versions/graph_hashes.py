@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autoshard import MeshSpec
-from autoshard.planning import autocast_as, canonical_capture
-from passes.describe import graph_hash
-from passes.joint import JointGraph
+from autoshard.plan.find_plan import autocast_as, canonical_capture
+from passes.ir.joint import JointGraph
+from passes.plan.describe import graph_hash
 from tests.models import seeded
 from tests.spatial.networks import network
 

@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from autoshard.watching.connections import cut, listening
-from autoshard.watching.processes import Processes
+from autoshard.watching.liveness import Processes
 from autoshard.watching.stopping import Stoppable, Stopped
 
 

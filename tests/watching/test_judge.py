@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autoshard.watching.state import State, judge
 from autoshard.watching.turns import Turns, first_difference
+from autoshard.watching.watch_state import State, judge
 
 
 def state(rank: int, *keys: str, inside: bool = True, seconds: float = 60.0) -> State:

@@ -14,10 +14,10 @@ from torch import Tensor, fx
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from passes.compile import name_collectives
-from passes.expand_ops import expand_ops
-from passes.fuse_eager import FuseEager
-from passes.op_traits import is_collective
+from passes.compile.compile_graph import name_collectives
+from passes.compile.expand_ops import expand_ops
+from passes.compile.fuse_eager import FuseEager
+from passes.ir.op_traits import is_collective
 from tests.mock_cuda.checks.families import FAMILIES, KINDS, example
 from tests.mock_cuda.checks.rank_phases import rank_phases
 from tests.mock_cuda.checks.report import Report

@@ -10,7 +10,7 @@ import sys
 import torch
 from torch import Tensor, fx
 
-from passes.compile import compile_graph
+from passes.compile.compile_graph import compile_graph
 from tests.mock_cuda.checks.families import example
 from tests.mock_cuda.checks.graphs import differences, fake_mesh, real
 from tests.mock_cuda.checks.rank_phases import rank_phases

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from passes.describe import graph_hash
+from passes.plan.describe import graph_hash
 from tests.mock_cuda.checks.capture_for import captured_for_cuda
 from tests.mock_cuda.checks.families import KINDS, Autocast
 from tests.mock_cuda.checks.report import Report

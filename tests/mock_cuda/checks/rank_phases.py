@@ -5,13 +5,13 @@ from __future__ import annotations
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.outputs import output_layouts
-from autoshard.plan_fits import axes_in
-from autoshard.planning import CallLayouts, Task, search_plan
+from autoshard.calls.outputs import output_layouts
+from autoshard.plan.find_plan import CallLayouts, Task, search_plan
+from autoshard.plan.plan_fits import axes_in
 from autoshard.runtime.process_groups import groups_for
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
-from passes.rank_program import rank_program
+from passes.lower.rank_program import rank_program
 from tests.mock_cuda.checks.capture_for import captured_for_cuda
 from tests.mock_cuda.checks.families import Example
 

@@ -1,0 +1,1 @@
+"""From a user's call to the graph's flat tensors, and back."""

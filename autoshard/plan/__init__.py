@@ -1,0 +1,1 @@
+"""`Plan`: found, cached, checked, written, explained."""

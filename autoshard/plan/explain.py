@@ -1,0 +1,167 @@
+"""A plan in words: its collectives, where time and bytes go, how two plans differ. One part of it: `explain_part`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from autoshard.plan.equal_layers import fold_numbers
+from autoshard.plan.plan_collectives import Collective, collectives_of
+from cost_model.mesh import MeshSpec
+from cost_model.reserve import communicators
+from cost_model.units import format_bytes
+from passes.layout.layout import Layout
+from passes.plan.graph_text import format_seconds
+from passes.plan.records import NodeRecord
+
+__all__ = ["collective_lines", "explain_plan", "parameter_lines", "plan_difference"]
+
+
+class Explained(Protocol):
+    """What is read of a plan here: `autoshard.plan.Plan`, which prints itself with it, has all of it."""
+
+    @property
+    def mesh(self) -> MeshSpec: ...
+    @property
+    def cost(self) -> float: ...
+    @property
+    def lower_bound(self) -> float: ...
+    @property
+    def gap(self) -> float: ...
+    @property
+    def status(self) -> str: ...
+    @property
+    def step_time(self) -> float: ...
+    @property
+    def peak_memory(self) -> int: ...
+    @property
+    def peak_node(self) -> str: ...
+    @property
+    def memory_limit(self) -> int | None: ...
+    @property
+    def reserve(self) -> int: ...
+    @property
+    def records(self) -> tuple[NodeRecord, ...]: ...
+    @property
+    def parameter_layouts(self) -> Mapping[str, Layout]: ...
+    @property
+    def fallbacks(self) -> tuple[str, ...]: ...
+    @property
+    def origin(self) -> Origin: ...
+
+
+class Origin(Protocol):
+    """Of a plan: the name of its prices, and whether these were never measured."""
+
+    @property
+    def profile(self) -> str: ...
+    @property
+    def nominal(self) -> bool: ...
+
+
+def explain_plan(plan: Explained) -> str:
+    """A page: the prediction, its proof, the parameters' placements, collectives and costly modules."""
+    origin = plan.origin
+    nominal = " (nominal: not measured on any machine)" if origin.nominal else ""
+    lines = [
+        f"{plan.mesh}, prices of profile {origin.profile}{nominal}",
+        f"predicted step {format_seconds(plan.step_time)}",
+        f"the search counts {format_seconds(plan.cost)}, {plan.status}: for no plan less than "
+        f"{format_seconds(plan.lower_bound)} (gap {plan.gap:.2%})",
+        f"predicted peak memory {format_bytes(plan.peak_memory)} per device, at {plan.peak_node}"
+        + _reserved(plan)
+        + ("" if plan.memory_limit is None else f"; limit {format_bytes(plan.memory_limit)}"),
+        "",
+        *_time_table(plan),
+        "",
+        *collective_lines(collectives_of(plan.records)),
+        "",
+        *parameter_lines(plan.parameter_layouts),
+    ]
+    if plan.fallbacks:
+        lines += ["", *_fallback_table(plan)]
+    return "\n".join(lines) + "\n"
+
+
+def plan_difference(mine: Explained, other: Explained) -> str:
+    """What changes from `mine` to `other`: step time, memory, parameters, collectives."""
+    slower = other.cost - mine.cost
+    ratio = f" ({slower / mine.cost:+.1%})" if mine.cost else ""
+    lines = [
+        f"step   {format_seconds(mine.cost)} -> {format_seconds(other.cost)}{ratio}",
+        f"memory {format_bytes(mine.peak_memory)} -> {format_bytes(other.peak_memory)}",
+    ]
+    for name in sorted({*mine.parameter_layouts, *other.parameter_layouts}):
+        before, after = mine.parameter_layouts.get(name), other.parameter_layouts.get(name)
+        if before != after:
+            lines.append(f"  {name}: {before or 'absent'} -> {after or 'absent'}")
+    before_counts, after_counts = _kind_counts(mine), _kind_counts(other)
+    for key in sorted({*before_counts, *after_counts}):
+        if before_counts[key] != after_counts[key]:
+            lines.append(f"  {key}: {before_counts[key]} -> {after_counts[key]}")
+    return "\n".join(lines) + "\n"
+
+
+def _kind_counts(plan: Explained) -> Counter[str]:
+    return Counter(f"{c.phase} {c.name}[{','.join(c.axes)}]" for c in collectives_of(plan.records))
+
+
+def _reserved(plan: Explained) -> str:
+    if not plan.reserve:
+        return ""
+    count = len(communicators(plan.mesh, [c.axes for c in collectives_of(plan.records)]))
+    return (
+        f", and {format_bytes(plan.reserve)} for CUDA's context and {count} communicator{'s' * (count != 1)}"
+    )
+
+
+def _time_table(plan: Explained) -> list[str]:
+    update = sum(r.seconds for r in plan.records if r.op == "param")
+    lines = ["time"]
+    for phase in ("forward", "backward"):
+        ops = sum(r.seconds for r in plan.records if r.phase == phase and r.op != "param")
+        moved = sum(c.seconds for c in collectives_of(plan.records) if c.phase == phase)
+        lines.append(
+            f"  {phase:9} {format_seconds(ops):>9} compute, {format_seconds(moved):>9} communication"
+        )
+    return [*lines, f"  {'optimizer':9} {format_seconds(update):>9}"]
+
+
+def collective_lines(collectives: Sequence[Collective]) -> list[str]:
+    """A line for the collectives of each phase, kind and axes, the longest first."""
+    totals: dict[tuple[str, str, str], list[float]] = {}
+    for c in collectives:
+        row = totals.setdefault((c.phase, c.name, ",".join(c.axes)), [0, 0, 0.0])
+        row[0] += 1
+        row[1] += c.nbytes
+        row[2] += c.seconds
+    if not totals:
+        return ["collectives: none"]
+    lines = ["collectives"]
+    for (phase, name, axes), (count, nbytes, seconds) in sorted(totals.items(), key=lambda item: -item[1][2]):
+        size, time = format_bytes(int(nbytes)), format_seconds(seconds)
+        lines.append(f"  {phase:8} {name:14} [{axes}] x{int(count):<4} {size:>8} {time:>9}")
+    return lines
+
+
+def parameter_lines(layouts: Mapping[str, Layout]) -> list[str]:
+    """A line for each parameter; those of equal layers, "layers.0-31.w", share one."""
+    rows = fold_numbers([(name, str(layout)) for name, layout in layouts.items()])
+    width = max((len(name) for name, _, _ in rows), default=0)
+    times = lambda count: f"  x {count}" if count > 1 else ""
+    return ["parameters"] + [f"  {name:{width}} {layout}{times(count)}" for name, layout, count in rows]
+
+
+def _fallback_table(plan: Explained) -> list[str]:
+    """Every place in the model where an op without a rule runs, and how often."""
+    lines = ["ops without a rule, run replicated with their inputs gathered"]
+    for name in plan.fallbacks:
+        op = name.removesuffix(".default").removeprefix("autoshard.")
+        places = Counter((r.source, r.module) for r in plan.records if r.op == op)
+        lines += [f"  {name}{_place(*place)} x{count}" for place, count in places.items()] or [f"  {name}"]
+    return lines
+
+
+def _place(source: str, module: str) -> str:
+    return (f" at {source}" if source else "") + (f" in {module}" if module else "")

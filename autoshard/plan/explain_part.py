@@ -1,0 +1,127 @@
+"""One op, parameter or module of a plan in words."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Hashable, Sequence
+
+from autoshard.plan.equal_layers import fold_numbers
+from autoshard.plan.explain import collective_lines, parameter_lines
+from autoshard.plan.plan_collectives import collectives_of
+from cost_model.errors import PlanError
+from cost_model.units import format_bytes
+from passes.plan.graph_text import format_seconds
+from passes.plan.records import NodeRecord
+
+__all__ = ["explain_part"]
+
+
+def explain_part(records: Sequence[NodeRecord], name: str) -> str:
+    """Of a node or parameter its layouts, seconds and the transfers in front of it; of a module all its parameters,
+    collectives and nodes, those of its modules included. PlanError, with near names, where nothing has that name."""
+    exact = [r for r in records if r.name == name or _parameter(r) == name]
+    if exact:
+        return "\n".join(_node_lines(exact)) + "\n"
+    members = [r for r in records if _is_in(r, name)]
+    if not members:
+        raise PlanError(_unknown(records, name))
+    return "\n".join(_module_lines(records, members, name)) + "\n"
+
+
+def _parameter(record: NodeRecord) -> str:
+    return record.text.removeprefix("param ") if record.op == "param" else ""
+
+
+def _is_in(record: NodeRecord, module: str) -> bool:
+    return any(
+        place == module or place.startswith(module + ".") for place in (record.module, _parameter(record))
+    )
+
+
+def _unknown(records: Sequence[NodeRecord], name: str) -> str:
+    known: dict[str, None] = {}
+    for record in records:
+        known |= dict.fromkeys((record.name, _parameter(record)))
+        path = record.module.split(".")
+        known |= dict.fromkeys(".".join(path[:depth]) for depth in range(1, len(path) + 1))
+    near = difflib.get_close_matches(name, [n for n in known if n], n=3)
+    hint = (
+        " or ".join(near)
+        or "a name from to_text(), or from the model's named_parameters() or named_modules()"
+    )
+    return f"explain({name!r}): the plan has no node, parameter or module of that name\n  try: {hint}"
+
+
+def _module_lines(records: Sequence[NodeRecord], members: Sequence[NodeRecord], name: str) -> list[str]:
+    inside = {record.name for record in members}
+    parameters = {_parameter(r): r.results[0].layout for r in members if r.op == "param"}
+    nodes = [r for r in members if r.op != "param"]
+    forward, backward = (
+        format_seconds(sum(r.seconds for r in nodes if r.phase == phase)) for phase in ("forward", "backward")
+    )
+    collectives = [
+        c for c in collectives_of(records) if c.node in inside or (c.value in inside and c.node == "output")
+    ]
+    lines = [
+        f"{name}: {len(nodes)} nodes, {forward} forward, {backward} backward",
+        *collective_lines(collectives),
+    ]
+    if parameters:
+        lines += parameter_lines(parameters)
+    return [*lines, "nodes", *_layer_lines(nodes, name)]
+
+
+def _layer_lines(nodes: Sequence[NodeRecord], module: str) -> list[str]:
+    """The nodes layer by layer, equal layers once."""
+    layers: dict[str, list[NodeRecord]] = {}
+    depth = len(module.split("."))
+    for record in nodes:
+        path = record.module.split(".")
+        numbered = len(path) > depth and path[depth].isdecimal()
+        layers.setdefault(".".join(path[: depth + 1]) if numbered else module, []).append(record)
+    lines: list[str] = []
+    for title, _, count in fold_numbers([(layer, _content(found, layer)) for layer, found in layers.items()]):
+        first = next(found for layer, found in layers.items() if _stands_for(title, layer))
+        if title != module:
+            lines.append(f"  {title}" + (f"  x {count}" if count > 1 else ""))
+        lines += ["  " + line for line in _node_lines(first)]
+    return lines
+
+
+def _stands_for(title: str, layer: str) -> bool:
+    """Whether `layer` is the first of the layers that `title`, "layers.0-31", names."""
+    before, _, number = title.rpartition(".")
+    return layer == ".".join(part for part in (before, number.partition("-")[0]) if part)
+
+
+def _content(nodes: Sequence[NodeRecord], layer: str) -> Hashable:
+    """What equal layers have in common: all but names and places in the source."""
+    place = {record.name: i for i, record in enumerate(nodes)}
+    return tuple(
+        (
+            record.op,
+            record.text,
+            record.results,
+            record.phase,
+            record.module.removeprefix(layer),
+            tuple(
+                (place.get(operand.source, -1), tuple((t.step.text(), t.nbytes) for t in operand.transfers))
+                for operand in record.operands
+            ),
+        )
+        for record in nodes
+    )
+
+
+def _node_lines(nodes: Sequence[NodeRecord]) -> list[str]:
+    lines: list[str] = []
+    for record in nodes:
+        results = ", ".join(str(result) for result in record.results)
+        lines.append(
+            f"%{record.name}: {results} = {record.op}  // {format_seconds(record.seconds)} {record.source}"
+        )
+        for operand in record.operands:
+            for transfer in operand.transfers:
+                cost = f"{format_bytes(transfer.nbytes)}, {format_seconds(transfer.seconds)}"
+                lines.append(f"    reads %{operand.source} through {transfer.step.text()}: {cost}")
+    return lines

@@ -1,0 +1,143 @@
+"""From a model and a mesh to a plan: `find_plan`, and the steps that `autoshard` shares with it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoshard.arguments import (
+    check_autocast,
+    check_call_placements,
+    check_device,
+    check_profile_kind,
+    checked_model,
+)
+from autoshard.calls.global_call import global_call
+from autoshard.calls.outputs import output_layouts
+from autoshard.calls.signature import as_call
+from autoshard.plan.pins import Constraints, resolve_pins
+from autoshard.plan.plan import Plan
+from autoshard.plan.task import CallLayouts, Task, prices_of, search_plan
+from autoshard.profiling.startup import nominal_profile, startup_profile
+from cost_model.checked_arguments import checked_seconds
+from cost_model.errors import ShardingError
+from cost_model.memory import parse_bytes
+from cost_model.mesh import MeshSpec
+from cost_model.profile import Profile
+from passes.canonicalize.canonicalize import canonicalize
+from passes.capture import Captured, capture
+from passes.capture.autocast import autocast_on
+from passes.compile.compile_graph import check_backend
+from passes.ir.kept_random_state import random_state_kept
+
+__all__ = ["CallLayouts", "Task", "find_plan", "mesh_spec", "prices_of", "search_plan"]
+
+ProfileLike = Profile | str | os.PathLike[str] | None
+
+
+def mesh_spec(mesh: DeviceMesh | MeshSpec) -> MeshSpec:
+    """Names and sizes of a mesh; unnamed DeviceMesh axes are called "axis0", "axis1", ..."""
+    if not isinstance(mesh, (MeshSpec, DeviceMesh)):
+        raise ShardingError(
+            f"mesh is a {type(mesh).__name__}\n"
+            "  try: torch.distributed.device_mesh.init_device_mesh('cuda', (8,), mesh_dim_names=('dp',))"
+        )
+    spec = mesh if isinstance(mesh, MeshSpec) else MeshSpec.of(mesh)
+    check_device(spec)
+    return spec
+
+
+def load_profile(profile: ProfileLike, mesh: DeviceMesh | MeshSpec) -> Profile:
+    """`profile` itself, or read; without one what `startup_profile` gives, for a MeshSpec the nominal one."""
+    check_profile_kind(profile)
+    if isinstance(profile, Profile):
+        return profile
+    if profile is not None:
+        return Profile.load(os.fspath(profile))
+    return nominal_profile(mesh.device_type) if isinstance(mesh, MeshSpec) else startup_profile(mesh)
+
+
+@random_state_kept()
+def find_plan(
+    model: nn.Module,
+    mesh: DeviceMesh | MeshSpec,
+    example_inputs: Any,
+    *,
+    profile: ProfileLike = None,
+    memory_limit: int | str | None = None,
+    in_placements: Any = None,
+    out_placements: Any = None,
+    constraints: Constraints | None = None,
+    backend: str = "inductor",
+    time_limit: float = 600.0,
+    autocast: torch.dtype | None = None,
+) -> Plan:
+    """The fastest plan for training `model` on `mesh`, with proof; nothing is run or changed.
+
+    model:          any nn.Module, `meta` included.
+    mesh:           a DeviceMesh, or a MeshSpec: then no process group and no device is needed.
+    example_inputs: a tuple of the call's arguments, or (tuple, dict). Tensors with `in_placements`
+                    are one rank's shards, all ranks' alike.
+    profile:        a Profile, a path, or a shipped name; None: for a MeshSpec the nominal one of the device
+                    type, for a DeviceMesh as in `autoshard` (then every rank must call this).
+    memory_limit:   bytes per device, or "70GB" / "64GiB"; on GPUs with CUDA's context and communicators in it.
+    in_placements:  pytree of placements per tensor input; None: replicated (global).
+    out_placements: the same for outputs; "keep": as the plan leaves them; None: replicated (global).
+    constraints:    {parameter name or pattern: placements} pins.
+    backend:        what will compile the plan: "eager" runs op by op and is priced so; others fuse.
+    time_limit:     seconds for the search; when it ends first, the best plan so far with its gap.
+    autocast:       plan for calls under `torch.autocast(mesh.device_type, autocast)`, also where this machine has
+                    no such device and torch would ignore that. None: autocast as it is now.
+
+    Raises ShardingError for arguments that do not fit the model or mesh, CaptureError if the model
+    cannot be traced, ProfileError, and InfeasibleError if no plan meets the pins and the limit.
+    """
+    spec = mesh_spec(mesh)
+    checked_model(model)
+    check_backend(backend)
+    seconds = checked_seconds(time_limit, "time_limit")
+    limit = None if memory_limit is None else parse_bytes(memory_limit)
+    pins = resolve_pins(constraints, named_parameters(model), spec)
+    args, kwargs = as_call(example_inputs)
+    check_call_placements(in_placements, out_placements, spec)
+    check_autocast(autocast)
+    # Last, since without a profile it may measure.
+    loaded = load_profile(profile, mesh)
+    whole = global_call(args, kwargs, spec, in_placements)
+    with autocast_as(spec, autocast):
+        captured = canonical_capture(model, whole.args, whole.kwargs, device=torch.device(spec.device_type))
+    call = CallLayouts(whole.layouts, output_layouts(captured, spec, out_placements))
+    return search_plan(Task(captured, loaded, spec, call, pins, limit, backend, seconds))
+
+
+def autocast_as(mesh: MeshSpec, dtype: torch.dtype | None) -> AbstractContextManager[None]:
+    """Autocast of the mesh's devices to `dtype`; nothing for None. ShardingError for a dtype it does not cast to."""
+    check_autocast(dtype)
+    if dtype is None:
+        return nullcontext()
+    return autocast_on(mesh.device_type, dtype)
+
+
+def canonical_capture(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    device: torch.device | None = None,
+    forward: Callable[..., Any] | None = None,
+) -> Captured:
+    """The model's canonical joint graph for one call at global shapes (arguments as `capture`'s)."""
+    captured = capture(model, args, kwargs, device=device, forward=forward)
+    return replace(captured, joint=canonicalize(captured.joint))
+
+
+def named_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter by every name it has: tied ones appear under all of them."""
+    return dict(model.named_parameters(remove_duplicate=False))

@@ -1,0 +1,241 @@
+"""`Plan`: what the search found, as one file: layouts, prices, proof, and what it was found for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import networkx as nx
+from torch.distributed.tensor import Placement
+
+from autoshard.drawing.draw import draw
+from autoshard.plan.explain import explain_plan, plan_difference
+from autoshard.plan.explain_part import explain_part
+from autoshard.plan.plan_check import plan_problems
+from autoshard.plan.plan_collectives import Collective, collectives_of
+from autoshard.plan.plan_content import PlanContent, PlanOrigin
+from autoshard.plan.plan_graph import plan_graph
+from autoshard.plan.plan_json import SCHEMA_VERSION, PlanData, damaged, plan_data, plan_to_json
+from cost_model.checked_arguments import checked_path, reject
+from cost_model.errors import PlanError
+from cost_model.json_text import parse_json, read_text
+from cost_model.reserve import communicators
+from passes.ir.joint import JointGraph
+from passes.layout.assignment import Assignment
+from passes.layout.layout import Layout
+from passes.layout.placements import layout_to_placements
+from passes.plan.check_lowering import lowering_problems
+from passes.plan.describe import graph_hash, op_counts, records_that_differ
+from passes.plan.graph_text import format_graph
+from passes.plan.lowering_plan import LoweringPlan
+from passes.plan.record_json import records_of
+from passes.plan.records import layouts_of, lowering_of
+
+__all__ = ["SCHEMA_VERSION", "Plan", "PlanOrigin"]
+
+Resolve = Callable[[str, Layout], "Plan"]
+
+
+@dataclass(frozen=True)
+class Plan(PlanContent):
+    """The fastest plan under its profile's prices.
+
+    cost:        seconds of one training step, forward, backward and optimizer update, as the search
+                 counts them. lower_bound: no plan's are fewer. gap: (cost - lower_bound) / cost.
+    status:      "optimal", or "feasible" if the time limit ended the proof.
+    step_time:   predicted seconds of a step: the program that will run, on a timeline of its kernels
+                 and collectives. peak_memory: predicted bytes on the fullest device.
+    parameter_layouts: parameter name -> layout (tied names included).
+    inputs, outputs: layout per tensor input and output of a call, by position.
+    fallbacks:   ops without a rule, which run replicated.
+    """
+
+    resolve: Resolve | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the layouts and of what they were found for."""
+        content = repr((self.mesh, self.records, self.origin.graph_hash))
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+    @property
+    def gap(self) -> float:
+        return 0.0 if self.cost <= 0 else max(0.0, (self.cost - self.lower_bound) / self.cost)
+
+    @cached_property
+    def assignment(self) -> Assignment:
+        """Layouts by node name: with `lowering`, what decides each rank's program."""
+        return layouts_of(self.records)
+
+    @cached_property
+    def lowering(self) -> LoweringPlan:
+        """Steps, turns and interiors."""
+        return lowering_of(self.records)
+
+    @cached_property
+    def parameters(self) -> dict[str, tuple[Placement, ...]]:
+        """Parameter name -> one torch placement per mesh axis."""
+        return {n: layout_to_placements(layout, self.mesh) for n, layout in self.parameter_layouts.items()}
+
+    @cached_property
+    def collectives(self) -> tuple[Collective, ...]:
+        """Every collective of a step, in order."""
+        return collectives_of(self.records)
+
+    @cached_property
+    def communicators(self) -> tuple[tuple[str, ...], ...]:
+        """The NCCL communicators of a rank that runs the plan, by their mesh axes, in the order in which they
+        are made: of all ranks, of every axis, and of the several axes that collectives run over. None on CPUs."""
+        return communicators(self.mesh, [c.axes for c in self.collectives])
+
+    def to_text(self, *, seconds: bool = True) -> str:
+        """The planned graph in the text form of docs/plans.md."""
+        return format_graph(self.records, self.mesh, seconds=seconds)
+
+    def to_networkx(self) -> nx.DiGraph:
+        """Nodes are ops, edges values; layouts, seconds and transfers are attributes."""
+        return plan_graph(self.records, self.mesh)
+
+    def draw(self, path: str | os.PathLike[str]) -> Path:
+        """Draw the plan; the suffix chooses: .svg .dot .html .json .graphml."""
+        return draw(self.to_networkx(), path)
+
+    def explain(self, node: str | None = None) -> str:
+        """Where the time and the bytes go; with `node`, of one op, parameter or module with all that it holds.
+
+        Equal layers are explained once, "x 32". PlanError, with the nearest names, for a name that the plan lacks."""
+        if node is not None and not isinstance(node, str):
+            raise PlanError(str(reject("node", node, "a name from explain() or to_text(), or None")))
+        return explain_plan(self) if node is None else explain_part(self.records, node)
+
+    def why_not(self, parameter: str, placements: Any) -> str:
+        """The plan found again with `parameter` pinned to `placements`, and what it costs more.
+
+        Needs the plan that `find_plan` or `autoshard` returned; a loaded one cannot search: PlanError.
+        """
+        if self.resolve is None:
+            raise PlanError(
+                f"why_not({parameter!r}) must search again, and this plan was loaded from a file\n"
+                "  try: plan = find_plan(model, mesh, example_inputs), then plan.why_not(...)"
+            )
+        if not isinstance(parameter, str):
+            raise PlanError(str(reject("parameter", parameter, "a parameter's name")))
+        other = self.resolve(parameter, placements)
+        return plan_difference(self, other)
+
+    def diff(self, other: Plan) -> str:
+        """Parameters and collectives in which two plans differ, with their prices."""
+        if not isinstance(other, Plan):
+            raise PlanError(str(reject("other", other, "a Plan, or Plan.load(path)")))
+        return plan_difference(self, other)
+
+    def check_graph(self, joint: JointGraph) -> None:
+        """PlanError, saying what changed, unless the plan was made for `joint`."""
+        found = graph_hash(joint)
+        if found == self.origin.graph_hash:
+            for problem in self._problems(joint):
+                raise PlanError(
+                    f"the plan is damaged: {problem}\n  try: find_plan(...) again and save the new plan"
+                )
+            return
+        raise PlanError(f"the plan was made for another model, inputs or code\n{self._changes(joint)}")
+
+    def _problems(self, joint: JointGraph) -> Iterator[str]:
+        yield from records_that_differ(self.records, joint)
+        yield from lowering_problems(joint, self.assignment, self.lowering)
+
+    def _changes(self, joint: JointGraph) -> str:
+        mine = {(r.op, r.text): r.results[0] for r in self.records if r.op in ("param", "buffer", "input")}
+        theirs = {
+            (spec.kind, f"{spec.kind} {spec.name}"): tuple(node.meta["val"].shape)
+            for node, spec in zip(joint.placeholders, joint.inputs, strict=True)
+            if spec.kind in ("param", "buffer", "input")
+        }
+        lines = [f"  {text}: in the plan, not in the model" for _, text in mine.keys() - theirs.keys()]
+        lines += [f"  {text}: in the model, not in the plan" for _, text in theirs.keys() - mine.keys()]
+        lines += [
+            f"  {key[1]}: {tuple(mine[key].shape)} in the plan, {shape} in the model"
+            for key, shape in theirs.items()
+            if key in mine and tuple(mine[key].shape) != shape
+        ]
+        lines.sort()
+        if not lines:
+            from torch import __version__ as torch_version
+
+            lines = [
+                "  parameters and inputs agree; the computation differs",
+                *self._ops_that_differ(joint),
+                f"  plan: {self.mesh.device_type}, torch {self.origin.torch}; "
+                f"here: {joint.device.type}, torch {torch_version}",
+            ]
+        return "\n".join([*lines[:8], "  try: find_plan(...) again and save the new plan"])
+
+    def _ops_that_differ(self, joint: JointGraph) -> list[str]:
+        ends = ("param", "buffer", "constant", "input", "tangent", "seed", "output")
+        mine = Counter(f"{r.op} {r.results[0].dtype}" for r in self.records if r.op not in ends)
+        here = op_counts(joint)
+        return [
+            f"  only {where}: " + ", ".join(f"{count} {op}" for op, count in more.most_common(6))
+            for where, more in (("in the plan", mine - here), ("here", here - mine))
+            if more
+        ]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the JSON that `load` reads. PlanError where no file can be written."""
+        target = checked_path(path, "path", PlanError)
+        try:
+            target.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise PlanError(
+                f"cannot write plan {str(target)!r}: {error.strerror}\n  try: another path"
+            ) from None
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Plan:
+        """Read a saved plan. PlanError if it is missing, not a plan, damaged, or of another schema version."""
+        file = checked_path(path, "plan", PlanError)
+        text = read_text(file, "plan", PlanError)
+        return Plan.from_json(parse_json(text, repr(str(file)), PlanError), where=str(file))
+
+    def to_json(self) -> dict[str, Any]:
+        return plan_to_json(self)
+
+    @staticmethod
+    def from_json(data: Any, *, where: str = "plan") -> Plan:
+        """Inverse of `to_json`. PlanError for anything else: what is accepted can be shown, drawn and compared."""
+        content = plan_data(data, where)
+        try:
+            plan = _plan_from(content)
+        except ValueError as error:  # a ShardingError of the mesh is one
+            raise damaged(where, str(error).partition("\n")[0]) from None
+        for problem in plan_problems(plan):
+            raise damaged(where, problem)
+        return plan
+
+
+def _plan_from(data: PlanData) -> Plan:
+    return Plan(
+        mesh=data.mesh_spec(),
+        cost=data.cost_seconds,
+        lower_bound=data.lower_bound_seconds,
+        status=data.status,
+        step_time=data.step_seconds,
+        peak_memory=data.peak_memory_bytes,
+        peak_node=data.peak_node,
+        memory_limit=data.memory_limit_bytes,
+        reserve=data.reserve_bytes,
+        records=records_of(data.nodes),
+        parameter_layouts={name: layout.layout() for name, layout in data.parameters.items()},
+        inputs={int(i): layout.layout() for i, layout in data.inputs.items()},
+        outputs={int(i): None if layout is None else layout.layout() for i, layout in data.outputs.items()},
+        fallbacks=data.fallbacks,
+        origin=PlanOrigin(**msgspec.structs.asdict(data.origin)),
+    )

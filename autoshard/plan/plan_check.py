@@ -1,0 +1,132 @@
+"""Is a plan whole? Everything in it refers to something in it, fits its mesh and its shapes, and has a price."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from autoshard.plan.plan_content import PlanContent
+from autoshard.plan.transfer_check import Ways, turn_problems
+from cost_model.mesh import MeshSpec
+from passes.layout.layout import Layout
+from passes.plan.records import NodeRecord
+
+__all__ = ["plan_problems"]
+
+_FIELD = re.compile(r"\{(\d{1,6})\}")
+_MOST_ELEMENTS = 2**50
+
+
+def plan_problems(plan: PlanContent) -> Iterator[str]:
+    """What is wrong with a plan as it was read, in sentences; nothing if it is whole. Only the shapes' own sizes are
+    not of it: whether it is of a certain model is for `Plan.check_graph`."""
+    yield from _prices(plan)
+    yield from _nodes(plan.records, plan.mesh)
+    yield from turn_problems(plan.records)
+    yield from _ends(plan)
+
+
+def _prices(plan: PlanContent) -> Iterator[str]:
+    prices = [("cost", plan.cost), ("lower_bound", plan.lower_bound), ("step", plan.step_time)]
+    prices += [(record.name, record.seconds) for record in plan.records]
+    prices += [(r.name, t.seconds) for r in plan.records for o in r.operands for t in o.transfers]
+    for name, seconds in prices:
+        if not 0.0 <= seconds < math.inf:
+            yield f"the price of {name} is {seconds} seconds; a price is finite and not negative"
+        elif seconds > 1e30:
+            yield f"the price of {name} is {seconds:.3g} seconds, which nothing takes"
+
+
+def _nodes(records: Sequence[NodeRecord], mesh: MeshSpec) -> Iterator[str]:
+    known: dict[str, NodeRecord] = {}
+    ways = Ways(mesh)
+    for record in records:
+        for problem in _node(record, known, mesh, ways):
+            yield f"node {record.name}: {problem}"
+        known[record.name] = record
+    if [record.name for record in records if record.op == "output"] != ["output"]:
+        yield "there is not one node `output`"
+    elif records[-1].op != "output":
+        yield "the node `output` is not the last"
+
+
+def _node(record: NodeRecord, known: Mapping[str, NodeRecord], mesh: MeshSpec, ways: Ways) -> Iterator[str]:
+    plain = record.text.replace("{{", "").replace("}}", "")
+    indices = [int(index) for index in _FIELD.findall(plain)]
+    if re.search(r"[{}]", _FIELD.sub("", plain)) or any(index >= len(record.operands) for index in indices):
+        yield f"its text {record.text!r} does not fit {len(record.operands)} operands"
+    if record.op == "use" and len(record.operands) != 1:
+        yield f"a use has one operand, and it has {len(record.operands)}"
+    if not record.results and record.op != "output":
+        yield "it has no result"
+    for result in record.results:
+        yield from _fits(result.layout, result.shape, mesh)
+    for operand in record.operands:
+        value = known[operand.source].results[operand.result]
+        unfit = list(_fits(operand.layout, value.shape, mesh))
+        # A source that fits nothing has been said already.
+        fits = not unfit and not any(_fits(value.layout, value.shape, mesh))
+        yield from unfit if unfit else ways.problems(operand, value) if fits else ()
+    for split in record.splits:
+        yield from _axes(split.axes, mesh)
+        if split.spans is not None and len(split.spans) != math.prod(_sizes(split.axes, mesh)):
+            yield f"factor {split.factor} has {len(split.spans)} spans over {split.axes}"
+        if any(low > high for low, high in split.spans or ()):
+            yield f"a span of factor {split.factor} ends before it begins"
+
+
+def _fits(layout: Layout, shape: Sequence[int], mesh: MeshSpec) -> Iterator[str]:
+    if len(layout.dims) != len(shape):
+        yield f"a layout of {len(layout.dims)} dims for a tensor of {len(shape)}"
+        return
+    if math.prod(max(1, length) for length in shape) > _MOST_ELEMENTS:
+        yield f"a tensor of shape {tuple(shape)}, which nothing holds"
+    unknown = list(_axes(layout.axes, mesh))
+    yield from unknown
+    if unknown:
+        return
+    for dim, length in enumerate(shape):
+        parts = math.prod(_sizes(layout.dims[dim], mesh))
+        sizes, halo = layout.sizes[dim], layout.halos[dim]
+        if sizes is not None and (len(sizes) != parts or sum(sizes) != length):
+            yield f"sizes {list(sizes)[:8]} of a dim of {length} in {parts} parts"
+        if halo is not None and (len(halo.spans) != parts or not all(_within(s, length) for s in halo.spans)):
+            yield f"spans {[list(s) for s in halo.spans[:4]]} of a dim of {length} in {parts} parts"
+
+
+def _within(span: tuple[int, int], length: int) -> bool:
+    """A periodic window reads at most once around, before and after."""
+    low, high = span
+    return -length <= low <= high <= 2 * length
+
+
+def _axes(axes: Sequence[str], mesh: MeshSpec) -> Iterator[str]:
+    for axis in axes:
+        if axis not in mesh.names:
+            yield f"the mesh has no axis {axis!r}"
+
+
+def _sizes(axes: Sequence[str], mesh: MeshSpec) -> list[int]:
+    return [mesh.size(axis) for axis in axes if axis in mesh.names]
+
+
+def _ends(plan: PlanContent) -> Iterator[str]:
+    """Layouts of parameters, inputs and outputs are those of the nodes that they stand for."""
+    held = {
+        r.text.removeprefix("param "): r.results[0] for r in plan.records if r.op == "param" and r.results
+    }
+    for name, layout in plan.parameter_layouts.items():
+        result = held.get(name)
+        unknown = list(_axes(layout.axes, plan.mesh))
+        yield from (f"parameter {name}: {problem}" for problem in unknown)
+        if not unknown and result is not None:
+            yield from (f"parameter {name}: {problem}" for problem in _fits(layout, result.shape, plan.mesh))
+    for kind, layouts in (("input", plan.inputs), ("output", plan.outputs)):
+        for position, layout in layouts.items():
+            if layout is not None:
+                yield from (f"{kind} {position}: {problem}" for problem in _axes(layout.axes, plan.mesh))
+    ends = [o.layout for record in plan.records if record.op == "output" for o in record.operands]
+    for position, layout in plan.outputs.items():
+        if layout is not None and layout not in ends:
+            yield f"output {position} has a layout that no result of the graph is left in"

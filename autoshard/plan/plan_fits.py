@@ -1,0 +1,53 @@
+"""Does a plan fit where it is to run: its mesh, its outputs, the ops that read its layouts?"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+
+from autoshard.plan.plan import Plan
+from cost_model.errors import AutoshardError, PlanError
+from cost_model.mesh import MeshSpec
+from passes.layout.layout import Layout
+
+__all__ = ["axes_in", "check_mesh", "check_outputs", "runnable"]
+
+
+def axes_in(plan: Plan) -> list[tuple[str, ...]]:
+    """The groups that the plan's collectives need, axes in mesh order; the same list on every rank."""
+    return sorted({tuple(sorted(c.axes, key=plan.mesh.index)) for c in plan.collectives})
+
+
+def check_outputs(plan: Plan, asked: Mapping[int, Layout | None]) -> None:
+    """PlanError unless the plan returns what this call promises: whole tensors, or the layouts asked for."""
+    for index, layout in plan.outputs.items():
+        wanted = asked.get(index, Layout.replicated(len(layout.dims))) if layout is not None else None
+        if wanted is not None and wanted != layout:
+            raise PlanError(
+                f"the plan returns output {index} as {layout}, and out_placements asks for {wanted}\n"
+                "  try: the out_placements that find_plan was given"
+            )
+
+
+def check_mesh(plan: Plan, spec: MeshSpec) -> None:
+    """PlanError unless the plan is for a mesh of these axes."""
+    if (plan.mesh.names, plan.mesh.sizes) != (spec.names, spec.sizes):
+        raise PlanError(
+            f"the plan was made for {plan.mesh}, and this is {spec}\n  try: find_plan(...) for this mesh"
+        )
+
+
+@contextmanager
+def runnable(plan: Plan) -> Generator[None]:
+    """A plan that the search found runs. One that somebody edited may ask for what no op can do."""
+    try:
+        yield
+    except AutoshardError:
+        raise
+    except Exception as error:
+        said = (str(error) or "no message").splitlines()[0]
+        raise PlanError(
+            f"the plan for {plan.mesh} cannot be run: {type(error).__name__}: {said[:200]}\n"
+            "  its layouts contradict each other or the ops that read them\n"
+            "  try: find_plan(...) again, or the plan as it was saved"
+        ) from error

@@ -1,0 +1,129 @@
+"""A plan as a networkx graph: what `Plan.to_networkx` returns and every drawing is made from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import networkx as nx
+
+from cost_model.mesh import MeshSpec
+from passes.plan.records import NodeRecord, OperandRecord, Transfer
+
+__all__ = ["PLACEHOLDERS", "plan_graph"]
+
+PLACEHOLDERS = frozenset({"param", "buffer", "constant", "input", "tangent", "seed"})
+
+
+def plan_graph(records: Sequence[NodeRecord], mesh: MeshSpec) -> nx.DiGraph:
+    """Nodes are ops, placeholders and the output, edges the values they read. All attributes are plain
+    strings and numbers, so the graph can be written in any format.
+
+    graph: mesh. Nodes, in the order of execution:
+        label    the op ("aten.mm"), or what a placeholder stands for ("up.weight")
+        kind     "op", "use", "output", or a placeholder's "param", "buffer", "input", ...
+        layout   of the results ("f32[8@dp, 64@tp]"), "; " between several
+        seconds  of the op itself, without the transfers in front of it
+        phase, module, source
+    Edges:
+        layout      as the reader needs it ("[@dp, @tp]")
+        collective  "reduce_scatter[tp](dim=1)", "; " between several, "" if the value is read as it is
+        seconds, nbytes  of those collectives together
+        each_kind, each_axes, each_seconds, each_nbytes  of each of them, "; " between several; axes as "dp,tp"
+
+    A `use` (one redistribution for several readers) stays where it has both; otherwise its readers
+    read the value itself, through its transfers.
+    """
+    by_name = {record.name: record for record in records}
+    skipped = _transparent_uses(records)
+    reader_module = {o.source: record.module for record in reversed(records) for o in record.operands}
+    graph = nx.DiGraph(mesh=str(mesh))
+    for record in records:
+        if record.name not in skipped:
+            graph.add_node(record.name, **_node_attributes(record, reader_module.get(record.name, "")))
+    for record in records:
+        if record.name not in skipped:
+            for operand in record.operands:
+                _add_edge(graph, record.name, operand, by_name, skipped)
+    return graph
+
+
+def _node_attributes(record: NodeRecord, reader_module: str) -> dict[str, str | float]:
+    """reader_module: of the first op that reads the node, which is where a `use` belongs."""
+    placeholder = record.op in PLACEHOLDERS
+    label = (
+        record.text.replace("{{", "{").replace("}}", "}").removeprefix(f"{record.op} ")
+        if placeholder
+        else record.op
+    )
+    module = record.module
+    if not module and record.op in ("param", "buffer"):
+        module = label.rpartition(".")[0]
+    if not module and record.op == "use":
+        module = reader_module
+    return {
+        "label": label,
+        "kind": record.op if placeholder or record.op in ("use", "output") else "op",
+        "layout": "; ".join(str(result) for result in record.results),
+        "seconds": record.seconds,
+        "phase": record.phase,
+        "module": module,
+        "source": record.source,
+    }
+
+
+def _transparent_uses(records: Sequence[NodeRecord]) -> frozenset[str]:
+    """`use` nodes that redistribute nothing, or for one reader only."""
+    readers: dict[str, int] = {}
+    for record in records:
+        for operand in record.operands:
+            readers[operand.source] = readers.get(operand.source, 0) + 1
+    return frozenset(
+        record.name
+        for record in records
+        if record.op == "use" and (not record.operands[0].transfers or readers.get(record.name, 0) < 2)
+    )
+
+
+def _add_edge(
+    graph: nx.DiGraph,
+    reader: str,
+    operand: OperandRecord,
+    by_name: dict[str, NodeRecord],
+    skipped: frozenset[str],
+) -> None:
+    source, transfers = operand.source, operand.transfers
+    while source in skipped:
+        through = by_name[source].operands[0]
+        source, transfers = through.source, (*through.transfers, *transfers)
+    edge = _edge_attributes(str(operand.layout), transfers)
+    if graph.has_edge(source, reader):  # the same value read twice, perhaps in two layouts
+        edge = _merged(graph.edges[source, reader], edge)
+    graph.add_edge(source, reader, **edge)
+
+
+def _edge_attributes(layout: str, transfers: Sequence[Transfer]) -> dict[str, str | float]:
+    moved = [transfer for transfer in transfers if not transfer.is_local]
+    return {
+        "layout": layout,
+        "collective": "; ".join(transfer.step.text() for transfer in moved),
+        "seconds": float(sum(transfer.seconds for transfer in moved)),
+        "nbytes": sum(transfer.nbytes for transfer in moved),
+        "each_kind": "; ".join(transfer.step.name for transfer in moved),
+        "each_axes": "; ".join(",".join(transfer.step.axes) for transfer in moved),
+        "each_seconds": "; ".join(repr(transfer.seconds) for transfer in moved),
+        "each_nbytes": "; ".join(str(transfer.nbytes) for transfer in moved),
+    }
+
+
+def _merged(first: dict[str, str | float], second: dict[str, str | float]) -> dict[str, str | float]:
+    layouts = dict.fromkeys((str(first["layout"]), str(second["layout"])))
+    listed = {
+        key: "; ".join(str(edge[key]) for edge in (first, second) if edge[key])
+        for key in ("collective", "each_kind", "each_axes", "each_seconds", "each_nbytes")
+    }
+    return {
+        "layout": "; ".join(layouts),
+        "seconds": float(first["seconds"]) + float(second["seconds"]),
+        "nbytes": int(first["nbytes"]) + int(second["nbytes"]),
+        **listed,
+    }

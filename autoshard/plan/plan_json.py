@@ -1,0 +1,111 @@
+"""A plan as JSON data and back: its schema, and what is said of a file that is none or is damaged."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from autoshard.plan.plan_content import PlanContent
+from cost_model.errors import PlanError
+from cost_model.mesh import MeshSpec
+from passes.plan.record_json import Count, LayoutData, NodeData, Text, layout_to_json, record_to_json
+
+__all__ = ["SCHEMA_VERSION", "PlanData", "plan_data", "plan_to_json"]
+
+SCHEMA_VERSION = 5
+
+_AGAIN = "\n  try: the file as it was saved, or find_plan(...) again"
+_Index = Annotated[str, Meta(pattern=r"^(0|[1-9]\d{0,8})$")]
+
+
+class MeshData(Struct, frozen=True, forbid_unknown_fields=True):
+    """`MeshSpec`."""
+
+    axes: dict[str, int]
+    device: Literal["cpu", "cuda"]
+
+
+class OriginData(Struct, frozen=True, forbid_unknown_fields=True):
+    """`PlanOrigin`."""
+
+    profile: Text
+    profile_hash: Text
+    nominal: bool
+    graph_hash: Text
+    autoshard: Text
+    torch: Text
+
+
+class PlanData(Struct, frozen=True, forbid_unknown_fields=True):
+    """`Plan`: all that a file holds."""
+
+    schema_version: int
+    mesh: MeshData
+    origin: OriginData
+    cost_seconds: float
+    lower_bound_seconds: float
+    status: Literal["optimal", "feasible"]
+    step_seconds: float
+    peak_memory_bytes: Count
+    peak_node: Text
+    memory_limit_bytes: Count | None
+    reserve_bytes: Count
+    parameters: dict[Text, LayoutData]
+    inputs: dict[_Index, LayoutData]
+    outputs: dict[_Index, LayoutData | None]
+    fallbacks: tuple[Text, ...]
+    nodes: Annotated[tuple[NodeData, ...], Meta(max_length=10_000_000)]
+
+    def mesh_spec(self) -> MeshSpec:
+        return MeshSpec(self.mesh.axes, self.mesh.device)
+
+
+def plan_data(data: Any, where: str) -> PlanData:
+    """`data` by the schema. PlanError, naming the first place that does not fit it."""
+    if not isinstance(data, dict) or "schema_version" not in data:
+        raise PlanError(f"{where} is no autoshard plan: it has no schema_version{_AGAIN}")
+    if data["schema_version"] != SCHEMA_VERSION:
+        raise PlanError(
+            f"{where} has plan schema {str(data['schema_version'])[:20]}; this version reads {SCHEMA_VERSION}\n"
+            "  try: find_plan(...) again and save the new plan"
+        )
+    try:
+        return msgspec.convert(data, PlanData)
+    except msgspec.ValidationError as error:
+        raise damaged(where, str(error)) from None
+    except RecursionError:
+        raise damaged(where, "nested too deep") from None
+    except UnicodeEncodeError:
+        raise damaged(where, "a text in it is no UTF-8") from None
+
+
+def damaged(where: str, problem: str) -> PlanError:
+    return PlanError(f"{where} is a damaged plan: {problem}{_AGAIN}")
+
+
+def plan_to_json(plan: PlanContent) -> dict[str, Any]:
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "mesh": {
+            "axes": dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True)),
+            "device": plan.mesh.device_type,
+        },
+        "origin": dict(vars(plan.origin)),
+        "cost_seconds": plan.cost,
+        "lower_bound_seconds": plan.lower_bound,
+        "status": plan.status,
+        "step_seconds": plan.step_time,
+        "peak_memory_bytes": plan.peak_memory,
+        "peak_node": plan.peak_node,
+        "memory_limit_bytes": plan.memory_limit,
+        "reserve_bytes": plan.reserve,
+        "parameters": {name: layout_to_json(layout) for name, layout in plan.parameter_layouts.items()},
+        "inputs": {str(i): layout_to_json(layout) for i, layout in plan.inputs.items()},
+        "outputs": {
+            str(i): None if layout is None else layout_to_json(layout) for i, layout in plan.outputs.items()
+        },
+        "fallbacks": list(plan.fallbacks),
+        "nodes": [record_to_json(record) for record in plan.records],
+    }

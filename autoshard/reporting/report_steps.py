@@ -1,0 +1,152 @@
+"""`report(model)`: run real steps, and see each part beside what was predicted.
+
+with autoshard.report(model) as report:
+    for batch in batches:
+        model(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+print(report.text())
+report.corrected().save("mine.json")
+"""
+
+from __future__ import annotations
+
+import datetime
+from types import TracebackType
+
+import torch
+from torch import nn
+
+from autoshard.arguments import checked_model
+from autoshard.reporting.marks import Marks, marks_of
+from autoshard.reporting.measured import RankFigures, StepFigures, put_together
+from autoshard.reporting.probe import Probe
+from autoshard.reporting.recorder import Recorder
+from autoshard.reporting.text import report_text
+from autoshard.runtime.agreement import everyones
+from autoshard.runtime.process_groups import axes_by_group
+from autoshard.runtime.session import Session
+from cost_model.checked_arguments import checked_count
+from cost_model.correction import CollectiveTime, corrected_profile
+from cost_model.errors import PlanError
+from cost_model.profile import Profile
+from passes.predict.predict_step import predict_phases
+
+__all__ = ["StepReport", "report"]
+
+
+def report(model: nn.Module, *, warmup: int = 2, repeats: int = 5) -> StepReport:
+    """Measure the training steps run in a `with` block, on all ranks, against their prediction.
+
+    model:   made parallel by `autoshard`; every rank enters the block and runs the same steps.
+    warmup:  steps of the block that are not counted (at least one always is).
+    repeats: after the block, the last step's forward and backward run so often once more, op by op, to
+             time each collective alone. They change nothing.
+
+    A step begins with a forward that follows an optimizer's update; its phases are forward, backward,
+    optimizer and other. Compiled programs are measured as they are. Several programs in one block (other
+    shapes): the prediction is of the one that was trained last.
+
+    Raises PlanError if `model` is not parallel, or was not called in the block.
+    """
+    session = Session.of(checked_model(model))
+    checked_count(warmup, "warmup")
+    checked_count(repeats, "repeats", least=1)
+    if session is None:
+        raise PlanError(
+            "report: the model is not parallel\n  try: model = autoshard(model, mesh, ...) before"
+        )
+    return StepReport(session, warmup, repeats)
+
+
+class StepReport:
+    """What `report` measures; filled when its block ends. figures: everything in `text`, as data."""
+
+    def __init__(self, session: Session, warmup: int, repeats: int) -> None:
+        self._session = session
+        self._warmup = warmup
+        self._repeats = repeats
+        self._marks: Marks = marks_of(session.spec.device_type)
+        self._recorder = Recorder(session.model, self._marks)
+        self._figures: StepFigures | None = None
+
+    def __enter__(self) -> StepReport:
+        self._session.observers.append(self._recorder)
+        self._recorder.attach()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._session.observers.remove(self._recorder)
+        self._recorder.detach()
+        if kind is None:
+            self._figures = self._measure()
+
+    @property
+    def figures(self) -> StepFigures:
+        if self._figures is None:
+            raise PlanError("the report is not there yet\n  try: read it after its `with` block has ended")
+        return self._figures
+
+    def text(self) -> str:
+        """Whole step, phases and collectives: predicted, measured, predicted / measured."""
+        return report_text(self.figures, str(self._session.profile))
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def corrected(self, profile: Profile | None = None) -> Profile:
+        """`profile`, or the one the prediction was made with, with what was measured written into it.
+
+        Collectives: their times become samples of their group. Kernels: all rates are scaled by how much
+        longer forward and backward computed than predicted. See `cost_model.correction`. The optimizer's
+        phase corrects nothing: the prediction is AdamW's, whichever it was.
+        """
+        figures, session = self.figures, self._session
+        times = [
+            CollectiveTime(c.predicted.kind, c.predicted.axes, c.predicted.nbytes, c.seconds)
+            for c in figures.collectives
+        ]
+        factor = _compute_factor(figures)
+        note = (
+            f"Corrected on {datetime.date.today()} by {figures.steps} steps on {figures.ranks} ranks of "
+            f"{session.spec}, torch {torch.__version__}, backend {session.settings.backend}: "
+            f"{len(times)} collectives, kernels x {factor:.3g}"
+        )
+        return corrected_profile(profile or session.profile, session.spec, times, factor, note)
+
+    def _measure(self) -> StepFigures:
+        session = self._session
+        steps = self._recorder.steps()
+        program = self._recorder.program()
+        if program is None or not steps:
+            raise PlanError(
+                "report: the model was not called in the block\n  try: run training steps inside `with`"
+            )
+        phases, forward = program
+        axes = axes_by_group(session.mesh)
+        prediction = predict_phases(phases, session.prices(), axes.__getitem__)
+        probe = Probe(phases, forward.inputs, self._marks)
+        for _ in range(1 + self._repeats):  # the first warms up
+            probe.run()
+        mine = RankFigures(
+            prediction,
+            tuple(steps),
+            tuple(probe.seconds(c.phase, c.node) for c in prediction.collectives),
+            {phase: probe.compute_seconds(phase) for phase in probe.compute},
+        )
+        ranks = everyones(session.mesh, mine)
+        return put_together(ranks, self._warmup, fused=session.settings.backend != "eager")
+
+
+def _compute_factor(figures: StepFigures) -> float:
+    """Measured over predicted seconds of the kernels of forward and backward; 1 where nothing is known."""
+    pairs = [
+        (phase.compute, phase.predicted_compute)
+        for phase in figures.phases
+        if phase.name != "optimizer" and phase.compute is not None and phase.predicted_compute is not None
+    ]
+    measured = sum(compute for compute, _ in pairs)
+    predicted = sum(compute for _, compute in pairs)
+    return measured / predicted if measured > 0.0 and predicted > 0.0 else 1.0

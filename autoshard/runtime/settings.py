@@ -1,0 +1,40 @@
+"""What was asked of `autoshard` for one model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autoshard.plan.plan import Plan
+from cost_model.profile import Profile
+from passes.layout.layout import Layout
+
+__all__ = ["Settings"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user asked `autoshard` for; see its docstring. profile: None until it is measured."""
+
+    profile: Profile | None
+    memory_limit: int | None
+    in_placements: Any
+    out_placements: Any
+    pins: Mapping[str, Layout]
+    plan: Plan | None
+    backend: str
+    time_limit: float
+
+    def described(self) -> dict[str, str]:
+        """By argument, what all ranks must have given alike."""
+        return {
+            "memory_limit": str(self.memory_limit),
+            "in_placements": str(self.in_placements),
+            "out_placements": str(self.out_placements),
+            "constraints": str(sorted(self.pins.items())),
+            "plan": "searched" if self.plan is None else self.plan.fingerprint,
+            "backend": self.backend,
+            "time_limit": str(self.time_limit),
+            "profile": "measured" if self.profile is None else self.profile.hash(),
+        }

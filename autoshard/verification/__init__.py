@@ -1,0 +1,1 @@
+"""`verify`: every rank of a plan simulated, and compared with the unsharded model."""

@@ -1,0 +1,101 @@
+"""How far what ranks hold is from what they should hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from autoshard.runtime.sharding import shard_of
+from cost_model.mesh import MeshSpec
+from passes.layout.layout import Layout
+from passes.rules.windowed.periodic import spread
+
+__all__ = ["largest", "piece_error", "relative_error"]
+
+
+def largest(values: Iterable[torch.Tensor | None]) -> float:
+    """Largest finite magnitude among floating point tensors; 0 if there is none."""
+    found = 0.0
+    for value in values:
+        if isinstance(value, torch.Tensor) and _is_real_or_complex(value) and value.numel():
+            found = max(found, float(value.detach().abs().nan_to_num(0.0, 0.0, 0.0).max()))
+    return found
+
+
+def piece_error(
+    pieces: Sequence[torch.Tensor | None],
+    expected: torch.Tensor,
+    layout: Layout,
+    mesh: MeshSpec,
+    rank: int,
+    floor: float,
+) -> float:
+    """Relative error of one rank's shard, its pending reductions done first.
+
+    pieces: of every rank. floor: the least scale that an error is relative to. inf for another shape.
+    """
+    if any(halo is not None and halo.summed for halo in layout.halos):
+        got, part = _summed(pieces, expected, layout, mesh, rank)
+    else:
+        axes = [axis for axis, _ in layout.partial]
+        got = _reduced([pieces[r] for r in mesh.group(rank, axes)], layout)
+        part = shard_of(expected, layout, mesh, rank)
+    if got.shape != part.shape:
+        return float("inf")
+    return relative_error(got, part, max(largest([expected]), floor))
+
+
+def _summed(
+    pieces: Sequence[torch.Tensor | None], expected: torch.Tensor, layout: Layout, mesh: MeshSpec, rank: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What all summands of a halo add up to along its dims, and what they should."""
+
+    dims = range(expected.ndim)
+    along = [d for d in dims if layout.halos[d] is not None]
+    part = expected
+    for d in dims:
+        if d not in along:
+            lo, hi = layout.interval(expected.shape, mesh, d, rank)
+            part = part.narrow(d, lo, hi - lo)
+    total = torch.zeros_like(part)
+    held = [axis for d in along for axis in layout.dims[d]]
+    for r in mesh.group(rank, [*held, *(axis for axis, _ in layout.partial)]):
+        piece = pieces[r]
+        if piece is not None and piece.numel():
+            spans = [layout.interval(expected.shape, mesh, d, r) for d in dims]
+            total += spread(piece, along, spans, expected.shape)
+    return total, part
+
+
+def _reduced(pieces: Sequence[torch.Tensor | None], layout: Layout) -> torch.Tensor:
+    present = [piece for piece in pieces if piece is not None]
+    if len(present) == 1:
+        return present[0]
+    operation = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[layout.partial[0][1]]
+    total = present[0]
+    for piece in present[1:]:
+        total = operation(total, piece)
+    return total
+
+
+def _is_real_or_complex(value: torch.Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
+
+
+def relative_error(got: torch.Tensor, part: torch.Tensor, scale: float) -> float:
+    """Largest |got - part| over `scale` (1 if that is 0); inf where NaN or inf, or whole numbers, differ."""
+    if got.numel() == 0:
+        return 0.0
+    if scale == float("inf"):  # rounding alone decides what it is
+        return 0.0
+    if not _is_real_or_complex(got):
+        return 0.0 if torch.equal(got, part) else float("inf")
+    same = (got == part) | (got.isnan() & part.isnan())
+    if bool(same.all()):
+        return 0.0
+    wide = torch.complex128 if got.is_complex() else torch.float64
+    difference = torch.where(same, 0.0, (got.to(wide) - part.to(wide)).abs())
+    if not bool(difference.isfinite().all()):
+        return float("inf")
+    return float(difference.max()) / (scale or 1.0)

@@ -1,0 +1,69 @@
+"""A whole step on simulated ranks, as it runs: forward and backward apart, collectives merged and ordered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from cost_model.mesh import MeshSpec
+from passes.ir.joint import GraphOutput, JointGraph
+from passes.lower.phases import Backward
+from passes.lower.rank_program import RankProgram
+from passes.simulate.lockstep import simulate
+
+__all__ = ["simulated_step"]
+
+Values = list[torch.Tensor | None]
+
+
+def simulated_step(
+    joint: JointGraph,
+    programs: Sequence[RankProgram],
+    shards: Sequence[Sequence[torch.Tensor]],
+    mesh: MeshSpec,
+) -> list[Values]:
+    """Per rank the flat results of `joint`, from that rank's `shards` of its placeholders.
+
+    All outputs get a gradient. Raises LockstepError if the ranks' collectives disagree: for real, they would hang.
+    """
+    phases = [program.phases for program in programs]
+    is_tangent = [spec.kind == "tangent" for spec in joint.inputs]
+    leaves = [[v for v, t in zip(values, is_tangent, strict=True) if not t] for values in shards]
+    forwards = simulate([p.forward for p in phases], leaves, mesh)
+    found = [_by_spec(p.outputs, flat) for p, flat in zip(phases, forwards, strict=True)]
+    if any(p.backward is not None for p in phases):
+        ordered = [program.backward() for program in programs]
+        inputs = [
+            _backward_inputs(joint, backward, mine, flat, values)
+            for backward, mine, flat, values in zip(ordered, leaves, forwards, shards, strict=True)
+        ]
+        backwards = simulate([backward.module for backward in ordered], inputs, mesh)
+        for backward, results, flat in zip(ordered, found, backwards, strict=True):
+            results.update(_by_spec(backward.gradients, flat))
+    return [[results.get((spec.kind, spec.index)) for spec in joint.outputs] for results in found]
+
+
+def _backward_inputs(
+    joint: JointGraph,
+    backward: Backward,
+    leaves: Sequence[torch.Tensor],
+    forward: Sequence[torch.Tensor | None],
+    shards: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    tangents = {
+        spec.index: value for spec, value in zip(joint.inputs, shards, strict=True) if spec.kind == "tangent"
+    }
+    saved = [forward[i] for i in backward.saved]
+    return [
+        *(leaves[i] for i in backward.passed),
+        *(value for value in saved if value is not None),
+        *(tangents[spec.index] for spec in backward.tangents),
+    ]
+
+
+def _by_spec(
+    specs: Sequence[GraphOutput], flat: Sequence[torch.Tensor | None]
+) -> dict[tuple[str, int], torch.Tensor | None]:
+    """Results by (kind, index); what follows them in `flat` is saved for the backward."""
+    return {(spec.kind, spec.index): value for spec, value in zip(specs, flat, strict=False)}

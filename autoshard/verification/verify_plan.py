@@ -1,0 +1,222 @@
+"""`verify`: run a plan on simulated ranks in this process and compare with the unsharded model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.arguments import checked_model
+from autoshard.calls.signature import as_call
+from autoshard.plan.find_plan import autocast_as, canonical_capture
+from autoshard.plan.plan import Plan
+from autoshard.plan.plan_fits import runnable
+from autoshard.runtime.module import original_forward
+from autoshard.runtime.sharding import shard_of
+from autoshard.verification.divergence import CANCELLED, Divergence, Watcher
+from autoshard.verification.part_errors import largest, piece_error
+from autoshard.verification.simulated_step import simulated_step
+from cost_model.checked_arguments import checked_count
+from cost_model.errors import PlanError
+from cost_model.mesh import MeshSpec
+from passes.capture import Captured
+from passes.compile.bind_device import bind_device
+from passes.ir.joint import CPU, JointGraph, node_values
+from passes.ir.kept_random_state import random_state_kept
+from passes.ir.op_traits import draws
+from passes.ir.rewrite import copy_joint
+from passes.layout.layout import Layout
+from passes.lower.rank_program import RankProgram, rank_program
+from passes.plan.describe import graph_hash
+from passes.simulate.conditioning import measured_rounding
+from passes.simulate.lockstep import simulate, simulated_groups
+from passes.simulate.reference import eager_results, graph_values, reference_inputs
+
+__all__ = ["Divergence", "VerifyReport", "verify"]
+
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+_NODE_SLACK = 10.0
+"""An intermediate may cancel where the results do not: it counts as diverged at ten times the tolerance."""
+_ROUNDINGS = 16.0
+"""An error within so many times of what other roundings of the unsharded graph change is none: ranks add in another
+order, and more often."""
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """ok: every output and gradient agrees with the unsharded model within the dtype's tolerance.
+
+    errors: relative error per output, buffer and gradient by name. max_error: the largest.
+    first_divergence: the first node of the graph whose value differs, if any does.
+    """
+
+    ok: bool
+    max_error: float
+    errors: Mapping[str, float]
+    first_divergence: Divergence | None
+
+    def __str__(self) -> str:
+        verdict = "ok" if self.ok else "DIFFERS"
+        first = "" if self.first_divergence is None else f"\n  first divergence: {self.first_divergence}"
+        return f"verify: {verdict}, largest relative error {self.max_error:.3g} over {len(self.errors)} results{first}"
+
+
+@random_state_kept()
+def verify(
+    model: nn.Module,
+    plan: Plan | str | os.PathLike[str],
+    example_inputs: Any,
+    *,
+    seed: int = 0,
+    autocast: torch.dtype | None = None,
+) -> VerifyReport:
+    """Simulate every rank of `plan` in lockstep, forward and backward, against the unsharded model.
+
+    example_inputs: a tuple of arguments, or (tuple, dict of keyword arguments), all global: also those
+                    of which a rank passes its shard.
+    autocast:       as `find_plan` was given it.
+    Output gradients are random (`seed`), so every gradient path counts. Dropout draws the same
+    global numbers on both sides. `model` must hold values (not be on `meta`); it is not changed. All runs on the
+    device where the model is. A model that computes something else there than on the mesh's devices (autocast, a
+    device test) is compared with its own unsharded graph, as one with dropout is.
+
+    Raises PlanError if the plan belongs to another model, inputs or code.
+    """
+    plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+    checked_model(model)
+    checked_count(seed, "seed")
+    args, kwargs = as_call(example_inputs)
+    with autocast_as(plan.mesh, autocast):
+        captured = canonical_capture(model, args, kwargs, device=torch.device(plan.mesh.device_type))
+    joint = captured.joint
+    plan.check_graph(joint)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise PlanError(
+            "verify() runs the model, and its parameters are on `meta`\n  try: model.to_empty(device='cpu'), then init"
+        )
+    tensors, _ = captured.call.flatten(args, kwargs)
+    here = _device_of(model)
+    joint = replace(joint, device=here)
+    if here.type != CPU.type:
+        joint = copy_joint(joint)
+        bind_device(joint.module, here)
+    values = [value.to(here) for value in reference_inputs(joint, model, tensors, seed=seed)]
+    results, nodes = graph_values(joint, values)
+    comparable = autocast is None and not _is_random(joint) and _same_here(captured, model, args, kwargs)
+    wanted = (
+        eager_results(joint, model, lambda: _tensors(captured, model, args, kwargs), values)
+        if comparable
+        else results
+    )
+    with runnable(plan):
+        programs = _programs(joint, plan)
+        shards = _shards(joint, plan, values)
+        limit = _tolerance(joint)
+        rounding = measured_rounding(joint, values, results, nodes, seed=seed)
+        floors = [_ROUNDINGS * change / limit for change in rounding.results]
+        found = simulated_step(joint, programs, shards, plan.mesh)
+        errors = _compared(joint, plan, found, wanted, floors)
+    worst = max(errors.values(), default=0.0)
+    if worst <= limit:
+        return VerifyReport(True, worst, errors, None)
+    # Once more, in the order of the global graph, where every node of it can be compared.
+    least = {name: _ROUNDINGS * change / limit for name, change in rounding.nodes.items()}
+    graphs = [program.local for program in programs]
+    watcher = Watcher(joint, plan, nodes, least)
+    watcher.attach(graphs)
+    with runnable(plan):
+        simulate([graph.module for graph in graphs], shards, plan.mesh, observe=watcher)
+    return VerifyReport(False, worst, errors, watcher.first(limit * _NODE_SLACK))
+
+
+def _tensors(
+    captured: Captured, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[torch.Tensor]:
+    """The tensor outputs of the model itself, parallel or not, in the order of the graph's outputs."""
+    args, kwargs = captured.call.copied(args, kwargs)  # the model may change its arguments
+    with original_forward(model):
+        return captured.call.flatten_outputs(model(*args, **kwargs), args, kwargs)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), CPU)
+
+
+def _same_here(captured: Captured, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the model computes on its own device what it computes on those of the plan."""
+    here = _device_of(model)
+    if here.type == captured.joint.device.type:
+        return True
+    return graph_hash(canonical_capture(model, args, kwargs, device=here).joint) == graph_hash(captured.joint)
+
+
+def _is_random(joint: JointGraph) -> bool:
+    """Whether the model draws random numbers: eager torch draws others, so only the graph can be compared."""
+    return any(spec.kind == "seed" for spec in joint.inputs) or any(map(draws, joint.graph.nodes))
+
+
+def _tolerance(joint: JointGraph) -> float:
+    """The loosest of the dtypes that are computed with: float32 results of bfloat16 products are as good as those."""
+    values = [value for node in joint.graph.nodes if node.op != "output" for value in node_values(node)]
+    return max((_TOLERANCE.get(v.dtype, 0.0) for v in values if v is not None), default=1e-4) or 1e-4
+
+
+def _programs(joint: JointGraph, plan: Plan) -> list[RankProgram]:
+    groups = simulated_groups(plan.mesh)
+    return [
+        rank_program(joint, plan.assignment, plan.lowering, plan.mesh, rank, groups)
+        for rank in range(plan.mesh.device_count)
+    ]
+
+
+def _shards(joint: JointGraph, plan: Plan, values: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Per rank what it holds of every placeholder's global value."""
+    return [
+        [
+            held_value(value, plan.assignment[node.name].results[0], plan.mesh, rank)
+            for node, value in zip(joint.placeholders, values, strict=True)
+        ]
+        for rank in range(plan.mesh.device_count)
+    ]
+
+
+def held_value(value: torch.Tensor, layout: Layout, mesh: MeshSpec, rank: int) -> torch.Tensor:
+    """What `rank` holds of a global `value`: its shard; of a pending sum, index 0 of the axis holds all."""
+    part = shard_of(value, layout, mesh, rank)
+    here = mesh.coordinate(rank)
+    if any(here[axis] != 0 for axis, op in layout.partial if op == "sum"):
+        return torch.zeros_like(part)
+    return part.contiguous()
+
+
+def _compared(
+    joint: JointGraph,
+    plan: Plan,
+    results: Sequence[Sequence[torch.Tensor | None]],
+    wanted: Sequence[torch.Tensor | None],
+    least: Sequence[float],
+) -> dict[str, float]:
+    """least: per result, the least scale that an error is relative to."""
+    ends = iter(plan.assignment["output"].operands)
+    errors: dict[str, float] = {}
+    kinds = [spec.kind for spec in joint.outputs]
+    floors = {
+        kind: CANCELLED * largest(w for w, k in zip(wanted, kinds, strict=True) if k == kind)
+        for kind in kinds
+    }
+    for position, (spec, value) in enumerate(zip(joint.outputs, joint.results, strict=True)):
+        if value is None:
+            continue
+        layout, expected = next(ends), wanted[position]
+        if expected is None:
+            continue
+        pieces = [result[position] for result in results]
+        errors[f"{spec.kind} {spec.name}"] = max(
+            piece_error(pieces, expected, layout, plan.mesh, rank, max(floors[spec.kind], least[position]))
+            for rank in range(plan.mesh.device_count)
+        )
+    return errors

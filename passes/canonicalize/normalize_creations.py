@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.ir.graph_pass import GraphPass
+from passes.ir.graph_properties import NO_DEAD_CODE
+from passes.ir.joint import JointGraph
+from passes.ir.properties import of_ops
+
+__all__ = ["PLAIN_CREATIONS", "NormalizeCreations"]
+
+aten = torch.ops.aten
+
+
+def _creates_otherwise(node: fx.Node) -> str | None:
+    plain = node.target in (aten.full.default, aten.arange.start_step)
+    if not plain:
+        return "a constant or a range in other words" if node.target in {*_FILLS, *_RANGES} else None
+    return None if {"dtype", "device"} <= set(node.kwargs) else "leaves dtype or device to a default"
+
+
+PLAIN_CREATIONS = of_ops("constants are `full`, ranges `arange.start_step`", _creates_otherwise)
+
+
+@dataclass(frozen=True)
+class NormalizeCreations(GraphPass):
+    """Make every constant tensor a `full` and every range an `arange.start_step`.
+
+        %z: f32[8, 16] = aten.zeros_like(%x)
+        %r: i64[16]    = aten.arange(16)
+        ->
+        %z: f32[8, 16] = aten.full([8, 16], 0, dtype=float32, device=cpu)
+        %r: i64[16]    = aten.arange(0, 16, 1, dtype=int64, device=cpu)
+
+    A creation reads no tensor, so it can be made in any layout for nothing; `zeros_like(%x)` would
+    tie it to the layout of %x and keep %x alive. Uninitialised memory becomes zeros.
+    """
+
+    ensures = (PLAIN_CREATIONS,)
+    breaks = (NO_DEAD_CODE,)
+
+    def __call__(self, joint: JointGraph) -> JointGraph:
+        for node in joint.graph.nodes:
+            if node.op != "call_function":
+                continue
+            if node.target in _FILLS:
+                _to_full(node, _FILLS[node.target](node))
+            elif node.target in _RANGES:
+                _to_arange(node, *_RANGES[node.target](node))
+        return joint
+
+
+def _to_full(node: fx.Node, value: Any) -> None:
+    like = node.meta["val"]
+    node.target = aten.full.default
+    node.args = (list(like.shape), value)
+    node.kwargs = {"dtype": like.dtype, "device": like.device}
+
+
+def _to_arange(node: fx.Node, start: Any, end: Any, step: Any) -> None:
+    like = node.meta["val"]
+    node.target = aten.arange.start_step
+    node.args = (start, end, step)
+    node.kwargs = {"dtype": like.dtype, "device": like.device}
+
+
+def _constant(value: Any) -> Callable[[fx.Node], Any]:
+    return lambda node: value
+
+
+def _argument(position: int, name: str) -> Callable[[fx.Node], Any]:
+    return lambda node: node.args[position] if len(node.args) > position else node.kwargs[name]
+
+
+_FILLS: dict[Any, Callable[[fx.Node], Any]] = {
+    **{
+        op: _constant(0)
+        for op in (
+            aten.zeros.default,
+            aten.zeros_like.default,
+            aten.new_zeros.default,
+            aten.empty.memory_format,
+            aten.empty_like.default,
+            aten.empty_strided.default,
+            aten.empty_permuted.default,
+            aten.new_empty.default,
+            aten.new_empty_strided.default,
+            aten.zero.default,
+        )
+    },
+    **{op: _constant(1) for op in (aten.ones.default, aten.ones_like.default, aten.new_ones.default)},
+    aten.full.default: _argument(1, "fill_value"),
+    aten.full_like.default: _argument(1, "fill_value"),
+    aten.new_full.default: _argument(2, "fill_value"),
+    aten.fill.Scalar: _argument(1, "value"),
+    aten.scalar_tensor.default: _argument(0, "s"),
+}
+
+
+def _step(node: fx.Node) -> Any:
+    return node.args[2] if len(node.args) > 2 else node.kwargs.get("step", 1)
+
+
+_RANGES: dict[Any, Callable[[fx.Node], tuple[Any, Any, Any]]] = {
+    aten.arange.default: lambda node: (0, node.args[0], 1),
+    aten.arange.start: lambda node: (node.args[0], node.args[1], 1),
+    aten.arange.start_step: lambda node: (node.args[0], node.args[1], _step(node)),
+}

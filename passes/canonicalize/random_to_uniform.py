@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+import passes.ops  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::uniform)
+from cost_model.errors import CaptureError
+from passes.canonicalize.normalize_arguments import ONE_SPELLING
+from passes.ir.graph_pass import GraphPass
+from passes.ir.graph_properties import NO_DEAD_CODE
+from passes.ir.joint import GraphInput, JointGraph
+from passes.ir.properties import of_ops
+from passes.ir.rewrite import emit, erase_dead, int_at, tensor_at
+from passes.ir.rewrite import replace as replace_node
+from passes.ir.torch_compat import fake_mode_of
+
+__all__ = ["NO_GENERATORS", "RandomToUniform"]
+
+aten = torch.ops.aten
+
+
+def _draws(node: fx.Node) -> str | None:
+    draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return "draws from a generator" if draws else None
+
+
+NO_GENERATORS = of_ops("nothing draws from a generator", _draws)
+
+
+@dataclass(frozen=True)
+class RandomToUniform(GraphPass):
+    """Draw every random number from one `seed` input, by counting instead of by generator state.
+
+        %r: (f32[8, 16], b8[8, 16]) = aten.native_dropout(%x, 0.1, True)
+        %y: f32[8, 16] = getitem(%r, 0)
+        ->
+        %u: f32[8, 16] = uniform([8, 16], [0, 0], [8, 16], %seed, 0)
+        %m: b8[8, 16]  = aten.ge(%u, 0.1)
+        %s: f32[8, 16] = aten.mul(%x, %m)
+        %y: f32[8, 16] = aten.mul(%s, 1.1111)
+
+    An element is a hash of (seed, stream, its global position): replicas agree, shards differ, and
+    a seed repeats a run, in any layout. Each draw has its own `stream`, counted in graph order. A
+    backward reads the forward's mask; whether to save or redraw it is decided by the phase split.
+
+    A random permutation is the order of as many uniform numbers.
+
+    Ensures: an input of kind "seed" (int64, 0-d) comes last if anything is drawn, and nothing draws from a generator:
+    CaptureError for ops that do (multinomial, poisson), since every rank would draw its own numbers.
+    """
+
+    requires = (ONE_SPELLING, NO_DEAD_CODE)
+    ensures = (NO_GENERATORS,)
+
+    def __call__(self, joint: JointGraph) -> JointGraph:
+        draws = [n for n in joint.graph.nodes if n.op == "call_function" and n.target in _TABLE]
+        if draws:
+            joint, seed = _with_seed(joint, like=draws[0])
+            source = _Source(seed, itertools.count())
+            for node in draws:
+                _TABLE[node.target](source, node)
+        for node in [n for n in joint.graph.nodes if n.target is aten.native_dropout_backward.default]:
+            grad, mask, scale = node.args
+            replace_node(node, _scaled(node, emit(node, aten.mul.Tensor, grad, mask), scale))
+        erase_dead(joint.graph)
+        for node in joint.graph.nodes:
+            _refuse_generators(node)
+        return joint
+
+
+@dataclass(frozen=True)
+class _Source:
+    seed: fx.Node
+    streams: Iterator[int]
+
+    def uniform(self, node: fx.Node, shape: list[int]) -> fx.Node:
+        """f32 in [0, 1) of `shape`, before `node`."""
+        offset = [0] * len(shape)
+        target = torch.ops.autoshard.uniform.default
+        return emit(node, target, shape, offset, shape, self.seed, next(self.streams))
+
+    def uniform_like(self, node: fx.Node) -> fx.Node:
+        return self.uniform(node, list(node.meta["val"].shape))
+
+    def normal_like(self, node: fx.Node) -> fx.Node:
+        """Box-Muller: sqrt(-2 log(1 - u)) cos(2 pi v)."""
+        u, v = self.uniform_like(node), self.uniform_like(node)
+        log = emit(node, aten.log1p.default, emit(node, aten.neg.default, u))
+        radius = emit(node, aten.sqrt.default, _scaled(node, log, -2.0))
+        angle = emit(node, aten.cos.default, _scaled(node, v, 2.0 * math.pi))
+        return emit(node, aten.mul.Tensor, radius, angle)
+
+
+def _with_seed(joint: JointGraph, like: fx.Node) -> tuple[JointGraph, fx.Node]:
+    kinds = [given.kind for given in joint.inputs]
+    if "seed" in kinds:
+        return joint, joint.placeholders[kinds.index("seed")]
+    placeholders = joint.placeholders
+    mode = fake_mode_of(like.meta["val"])
+    first_op = placeholders[-1].next if placeholders else next(iter(joint.graph.nodes))
+    with joint.graph.inserting_before(first_op):
+        seed = joint.graph.placeholder("seed")
+    seed.target = seed.name
+    seed.meta |= {"phase": "forward", "module": "", "source": ""}
+    value = like.meta["val"]
+    device = (value[0] if isinstance(value, (tuple, list)) else value).device
+    with mode:
+        seed.meta["val"] = torch.empty((), dtype=torch.int64, device=device)
+    return replace(joint, inputs=(*joint.inputs, GraphInput("seed", "seed"))), seed
+
+
+def _scaled(node: fx.Node, x: fx.Node, factor: Any) -> fx.Node:
+    return x if factor == 1 else emit(node, aten.mul.Tensor, x, factor)
+
+
+def _cast(node: fx.Node, x: fx.Node) -> fx.Node:
+    """`x` in the dtype of `node`."""
+    dtype = node.meta["val"].dtype
+    return x if x.meta["val"].dtype == dtype else emit(node, aten._to_copy.default, x, dtype=dtype)
+
+
+def _argument(node: fx.Node, position: int, name: str, default: Any) -> Any:
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+
+
+def _native_dropout(source: _Source, node: fx.Node) -> None:
+    x, p, train = tensor_at(node), cast(float, node.args[1]), node.args[2]
+    value = node.meta["val"][0]
+    shape = list(value.shape)
+    if train is False or p == 0:
+        mask = emit(node, aten.full.default, shape, True, dtype=torch.bool, device=value.device)
+        result = x
+    else:
+        mask = emit(node, aten.ge.Scalar, source.uniform(node, shape), p)
+        kept = emit(node, aten.mul.Tensor, x, mask)
+        result = _scaled(node, kept, 0.0 if p == 1 else 1.0 / (1.0 - p))
+    for item in list(node.users):
+        replace_node(item, (result, mask)[int_at(item, 1)])
+
+
+def _bernoulli(source: _Source, node: fx.Node) -> None:
+    """1 with probability p, a number or the operand's own values."""
+    p = node.args[0] if node.target is aten.bernoulli.default else _argument(node, 1, "p", 0.5)
+    less = aten.lt.Tensor if isinstance(p, fx.Node) else aten.lt.Scalar
+    replace_node(node, _cast(node, emit(node, less, source.uniform_like(node), p)))
+
+
+def _rand(source: _Source, node: fx.Node) -> None:
+    replace_node(node, _cast(node, source.uniform_like(node)))
+
+
+def _randn(source: _Source, node: fx.Node) -> None:
+    replace_node(node, _cast(node, source.normal_like(node)))
+
+
+def _uniform(source: _Source, node: fx.Node) -> None:
+    low, high = _argument(node, 1, "from", 0.0), _argument(node, 2, "to", 1.0)
+    draw = _scaled(node, source.uniform_like(node), high - low)
+    replace_node(node, _cast(node, emit(node, aten.add.Tensor, draw, low)))
+
+
+def _normal(source: _Source, node: fx.Node) -> None:
+    mean, std = _argument(node, 1, "mean", 0.0), _argument(node, 2, "std", 1.0)
+    draw = _scaled(node, source.normal_like(node), std)
+    replace_node(node, _cast(node, emit(node, aten.add.Tensor, draw, mean)))
+
+
+def _exponential(source: _Source, node: fx.Node) -> None:
+    """-log(1 - u) / rate."""
+    rate = _argument(node, 1, "lambd", 1.0)
+    log = emit(node, aten.log1p.default, emit(node, aten.neg.default, source.uniform_like(node)))
+    replace_node(node, _cast(node, _scaled(node, log, -1.0 / rate)))
+
+
+def _randint(low_high: Callable[[fx.Node], tuple[int, int]]) -> Callable[[_Source, fx.Node], None]:
+    """floor(u * (high - low)) + low; u has 24 bits, so ranges up to 2^24 are evenly covered."""
+
+    def draw(source: _Source, node: fx.Node) -> None:
+        low, high = low_high(node)
+        floor = emit(node, aten.floor.default, _scaled(node, source.uniform_like(node), float(high - low)))
+        replace_node(node, _cast(node, emit(node, aten.add.Tensor, floor, float(low))))
+
+    return draw
+
+
+def _randperm(source: _Source, node: fx.Node) -> None:
+    numbers = source.uniform(node, [int_at(node, 0)])
+    pair = emit(node, aten.sort.stable, numbers, stable=True)
+    replace_node(node, _cast(node, emit(node, operator.getitem, pair, 1)))
+
+
+def _refuse_generators(node: fx.Node) -> None:
+    if _draws(node) is None:
+        return
+    where = " ".join(text for text in (node.meta.get("module"), node.meta.get("source")) if text)
+    raise CaptureError(
+        f"cannot capture: {node.target} draws from a generator{' at ' + where if where else ''}, and each rank would "
+        "draw numbers of its own\n  try: draw them outside the model, and pass them as an argument"
+    )
+
+
+_TABLE: dict[Any, Callable[[_Source, fx.Node], None]] = {
+    aten.native_dropout.default: _native_dropout,
+    aten.bernoulli.p: _bernoulli,
+    aten.bernoulli.default: _bernoulli,
+    aten.rand.default: _rand,
+    aten.rand_like.default: _rand,
+    aten.randn.default: _randn,
+    aten.randn_like.default: _randn,
+    aten.uniform.default: _uniform,
+    aten.normal_functional.default: _normal,
+    aten.exponential.default: _exponential,
+    aten.randperm.default: _randperm,
+    aten.randint.default: _randint(lambda node: (0, int_at(node, 0))),
+    aten.randint.low: _randint(lambda node: (int_at(node, 0), int_at(node, 1))),
+    aten.randint_like.default: _randint(lambda node: (0, int_at(node, 1))),
+    aten.randint_like.low_dtype: _randint(lambda node: (int_at(node, 1), int_at(node, 2))),
+}

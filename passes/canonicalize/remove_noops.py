@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.canonicalize.merge_duplicates import NO_DUPLICATES
+from passes.canonicalize.normalize_arguments import ONE_SPELLING
+from passes.canonicalize.view_properties import ONE_RESHAPE, PERMUTES_ABSORBED, PERMUTES_FUSED
+from passes.canonicalize.write_conjugates import CONJUGATES_WRITTEN
+from passes.ir.graph_pass import GraphPass
+from passes.ir.graph_properties import NO_DEAD_CODE
+from passes.ir.joint import JointGraph, tensor_operands
+from passes.ir.rewrite import ints_at, replace
+
+__all__ = ["RemoveNoops"]
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class RemoveNoops(GraphPass):
+    """Drop ops that return their operand: the graph is functional, so a copy and the thing are one.
+
+        %d: f32[8] = aten.detach(%x)
+        %c: f32[8] = aten.clone(%d)
+        %m: f32[8] = aten.mul(%c, 1.0)
+        %y: f32[8] = aten.relu(%m)
+        ->
+        %y: f32[8] = aten.relu(%x)
+
+    Kept: a `clone` that the graph returns of an input or of another returned value, where the caller
+    could tell the two apart by writing into one.
+    """
+
+    requires = (CONJUGATES_WRITTEN, ONE_SPELLING)
+    breaks = (NO_DEAD_CODE, NO_DUPLICATES, PERMUTES_FUSED, PERMUTES_ABSORBED, ONE_RESHAPE)
+
+    def __call__(self, joint: JointGraph) -> JointGraph:
+        for node in list(joint.graph.nodes):
+            find = _TABLE.get(node.target) if node.op == "call_function" else None
+            same = find(node) if find is not None else None
+            if same is not None and not _caller_sees_copy(node, same):
+                replace(node, same)
+        return joint
+
+
+def _caller_sees_copy(node: fx.Node, same: fx.Node) -> bool:
+    def returned(x: fx.Node) -> bool:
+        return any(user.op == "output" for user in x.users)
+
+    shared = same.op == "placeholder" or returned(same)
+    return node.target is aten.clone.default and returned(node) and shared
+
+
+def _alike(node: fx.Node, operand: Any) -> fx.Node | None:
+    """`operand` if it has `node`'s shape, dtype and device."""
+    if not isinstance(operand, fx.Node):
+        return None
+    a, b = node.meta["val"], operand.meta["val"]
+    same = a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
+    return operand if same else None
+
+
+def _first(node: fx.Node) -> fx.Node | None:
+    return _alike(node, node.args[0])
+
+
+def _if_scalar(neutral: float) -> Callable[[fx.Node], fx.Node | None]:
+    def find(node: fx.Node) -> fx.Node | None:
+        scalar = node.args[1]
+        return _first(node) if isinstance(scalar, (int, float)) and scalar == neutral else None
+
+    return find
+
+
+def _identity_order(node: fx.Node) -> fx.Node | None:
+    order = ints_at(node, 1)
+    return _first(node) if order == sorted(order) else None
+
+
+def _full_slice(node: fx.Node) -> fx.Node | None:
+    step = node.args[4] if len(node.args) > 4 else 1
+    return _first(node) if step == 1 else None
+
+
+def _all_zero(node: fx.Node) -> fx.Node | None:
+    """The amounts to pad or roll by."""
+    return _first(node) if not any(ints_at(node, 1)) else None
+
+
+def _cat(node: fx.Node) -> fx.Node | None:
+    """Drops empty pieces (Hugging Face caches start as one); a single piece is the result itself."""
+    pieces = tensor_operands(node)
+    full = [piece for piece in pieces if piece.meta["val"].numel()]
+    if len(full) < len(pieces) and full and all(p.meta["val"].dtype == node.meta["val"].dtype for p in full):
+        node.args = (full, *node.args[1:])
+        pieces = full
+    return _alike(node, pieces[0]) if len(pieces) == 1 else None
+
+
+def _same_branches(node: fx.Node) -> fx.Node | None:
+    return _alike(node, node.args[1]) if node.args[1] is node.args[2] else None
+
+
+_ALIASES = ("alias", "detach", "lift", "lift_fresh", "lift_fresh_copy", "clone", "contiguous")
+
+_TABLE: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
+    **{getattr(aten, name).default: _first for name in _ALIASES if hasattr(aten, name)},
+    aten._to_copy.default: _first,
+    aten.expand.default: _first,
+    aten.reshape.default: _first,
+    aten.slice.Tensor: _full_slice,
+    aten.permute.default: _identity_order,
+    aten.constant_pad_nd.default: _all_zero,
+    aten.roll.default: _all_zero,
+    aten.add.Tensor: _if_scalar(0),
+    aten.add.Scalar: _if_scalar(0),
+    aten.sub.Tensor: _if_scalar(0),
+    aten.sub.Scalar: _if_scalar(0),
+    aten.mul.Tensor: _if_scalar(1),
+    aten.mul.Scalar: _if_scalar(1),
+    aten.div.Tensor: _if_scalar(1),
+    aten.div.Scalar: _if_scalar(1),
+    aten.pow.Tensor_Scalar: _if_scalar(1),
+    aten.cat.default: _cat,
+    aten.where.self: _same_branches,
+}

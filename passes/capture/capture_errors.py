@@ -1,0 +1,89 @@
+"""CaptureErrors: what could not be traced, at which line of the user's code, and what to do."""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from cost_model.errors import CaptureError
+from passes.capture.provenance import is_user_file
+from passes.ir.torch_tracing import data_dependent_errors, shape_dependent_errors
+
+__all__ = ["capture_error", "mutation_error"]
+
+
+_CHANGED_IN_PLACE = ("mutating a non-functional tensor", "expected to have an entirely functional graph")
+"""What torch says where a tensor that it has not traced from the beginning is written to."""
+
+
+def capture_error(model: nn.Module, forward: Callable[..., Any], cause: BaseException) -> CaptureError:
+    """The error for `cause`, raised while `forward` was traced."""
+    reason, remedy = _explain(cause)
+    place = _place(cause) or _definition(forward)
+    return CaptureError(f"cannot capture {type(model).__name__}: {reason}\n  at {place}\n  try: {remedy}")
+
+
+def mutation_error(model: nn.Module, what: str, source: str) -> CaptureError:
+    """For an in-place change of `what`, an argument or a parameter."""
+    place = f"\n  at {source}" if source else ""
+    return CaptureError(
+        f"cannot capture {type(model).__name__}: forward changes {what} in place{place}\n"
+        "  try: work on a clone, or keep the value in a buffer (register_buffer), which may change"
+    )
+
+
+def _explain(cause: BaseException) -> tuple[str, str]:
+    if isinstance(cause, data_dependent_errors()) or "trying to get value out of a tracing tensor" in str(
+        cause
+    ):
+        return (
+            "the value of a tensor decides what runs next (`if`, `.item()`, `.tolist()`, `int()`, ...)",
+            "torch.where, masks, or an argument that is a Python number",
+        )
+    if isinstance(cause, shape_dependent_errors()):
+        return (
+            "the shape of a result depends on the values of a tensor (nonzero, boolean index, unique, ...)",
+            "torch.where or a mask of fixed shape",
+        )
+    if any(text in str(cause) for text in _CHANGED_IN_PLACE):
+        return (
+            "it changes a tensor in place that is neither a buffer nor made in forward",
+            "self.register_buffer(name, tensor, persistent=False), which may change",
+        )
+    first = (str(cause).strip() or "no message").splitlines()[0]
+    if isinstance(cause, TypeError):
+        return f"{type(cause).__name__}: {first}", "call it with arguments that its forward accepts"
+    return (
+        f"{type(cause).__name__}: {first}",
+        "check that the unmodified model runs on the same example inputs",
+    )
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _place(cause: BaseException) -> str | None:
+    """ "/path/model.py:12, in forward: if x.sum() > 0:" of the innermost frame of the user's code."""
+    for error in _chain(cause):
+        for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+            code = frame.f_code
+            if is_user_file(code.co_filename):
+                text = linecache.getline(code.co_filename, line).strip()
+                return f"{code.co_filename}:{line}, in {code.co_name}" + (f": {text}" if text else "")
+    return None
+
+
+def _definition(forward: Callable[..., Any]) -> str:
+    target = forward.forward if isinstance(forward, nn.Module) else forward
+    try:
+        return f"{inspect.getsourcefile(target)}:{inspect.getsourcelines(target)[1]}"
+    except (OSError, TypeError):
+        return repr(target)

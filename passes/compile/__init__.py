@@ -1,0 +1,1 @@
+"""From a rank's graph to a callable, op by op or through Inductor."""

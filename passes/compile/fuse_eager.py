@@ -1,0 +1,138 @@
+"""What a compiler would do without being asked, for graphs that run op by op."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from passes.ir.graph_pass import RankPass
+from passes.ir.graph_properties import FUNCTIONAL
+from passes.ir.rank_properties import COLLECTIVES
+from passes.ops.named_collective import ALL_REDUCE_IN_PLACE, NAMED_BY_NAME
+
+__all__ = ["FuseEager"]
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+_IN_PLACE: dict[Any, Any] = {
+    c10d.all_reduce.default: c10d.all_reduce_.default,
+    NAMED_BY_NAME["all_reduce"]: ALL_REDUCE_IN_PLACE,
+}
+
+
+@dataclass(frozen=True)
+class FuseEager(RankPass):
+    """Drop views that change nothing, add biases in the product, pad in the copy, reduce fresh buffers in place.
+
+        %p: f32[32, 64]   = mm(%x, %w)
+        %v: f32[8, 4, 64] = view(%p, [8, 4, 64])          %p: f32[32, 64]   = addmm(%b, %x, %w)
+        %y: f32[8, 4, 64] = add(%v, %b)             ->    %y: f32[8, 4, 64] = view(%p, [8, 4, 64])
+        %c: f32[96]       = cat(%g, %h)                   %c: f32[96]       = cat(%g, %h)
+        %r: f32[96]       = all_reduce(%c)                %r: f32[96]       = all_reduce_(%c)
+        %e: f32[13, 8]    = cat(%own, %halo)              %z: f32[1, 8]     = new_full(%own, [1, 8], 0)
+        %d: f32[14, 8]    = constant_pad_nd(%e)           %d: f32[14, 8]    = cat(%z, %own, %halo)
+
+    In place. Run last, on ATen ops: afterwards the graph is functional no more. In place is legal where the
+    operand is a `cat`, which owns its storage, and has no other reader.
+
+    The same results; sums of a product and its bias are rounded once instead of twice.
+    """
+
+    requires = (FUNCTIONAL,)
+    breaks = (FUNCTIONAL,)
+    keeps = (COLLECTIVES,)
+
+    def __call__(self, module: fx.GraphModule) -> fx.GraphModule:
+        graph = module.graph
+        for node in list(graph.nodes):
+            if _changes_nothing(node):
+                node.replace_all_uses_with(node.args[0])
+                graph.erase_node(node)
+        for node in list(graph.nodes):
+            if node.target is aten.add.Tensor:
+                _add_in_product(graph, node)
+            elif node.target is aten.constant_pad_nd.default and _is_fresh(node.args[0]):
+                _pad_in_cat(graph, node)
+            elif node.target in _IN_PLACE and _is_fresh(node.args[0]):
+                node.target = _IN_PLACE[node.target]
+        graph.lint()
+        module.recompile()
+        return module
+
+
+def _changes_nothing(node: fx.Node) -> bool:
+    if node.op != "call_function" or not isinstance(node.args[0] if node.args else None, fx.Node):
+        return False
+    before, after = node.args[0].meta.get("val"), node.meta.get("val")  # type: ignore[union-attr]
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+        return False
+    if node.target in (aten.view.default, aten.reshape.default, aten._unsafe_view.default):
+        return before.shape == after.shape
+    return node.target is aten.permute.default and list(node.args[1]) == list(range(before.ndim))  # type: ignore[arg-type]
+
+
+def _is_fresh(node: object) -> bool:
+    return isinstance(node, fx.Node) and node.target is aten.cat.default and len(node.users) == 1
+
+
+def _add_in_product(graph: fx.Graph, add: fx.Node) -> None:
+    """add(view(mm(a, b)), bias) -> view(addmm(bias, a, b)), where nothing else reads the product."""
+    if len(add.args) != 2 or add.kwargs:
+        return
+    for value, bias in (add.args, add.args[::-1]):
+        if not (isinstance(value, fx.Node) and isinstance(bias, fx.Node)):
+            continue
+        view = value if value.target is aten.view.default else None
+        product = value.args[0] if view is not None else value
+        if isinstance(product, fx.Node) and _takes_bias(product, value, add, bias):
+            with graph.inserting_before(add):
+                fused = graph.call_function(aten.addmm.default, (bias, *product.args))
+                fused.meta = dict(product.meta)
+                result = fused
+                if view is not None:
+                    result = graph.call_function(aten.view.default, (fused, view.args[1]))
+                    result.meta = dict(add.meta)
+            add.replace_all_uses_with(result)
+            for dead in (add, view, product):
+                if dead is not None:
+                    graph.erase_node(dead)
+            return
+
+
+def _pad_in_cat(graph: fx.Graph, pad: fx.Node) -> None:
+    """constant_pad_nd(cat(xs)) -> cat(fill, xs, fill), where one dim is padded, the one along which cat joins."""
+    joined, flat, *fill = cast(tuple[Any, ...], pad.args)
+    parts, *rest = cast(tuple[Any, ...], joined.args)
+    shape = list(joined.meta["val"].shape)
+    dim = (rest[0] if rest else 0) % len(shape)
+    sides = [*flat, *[0] * (2 * len(shape) - len(flat))]  # of the last dim first
+    at = 2 * (len(shape) - 1 - dim)
+    before, after = sides[at : at + 2]
+    if min(before, after) < 0 or any(n for i, n in enumerate(sides) if i not in (at, at + 1)):
+        return
+    parts = list(parts)
+    with graph.inserting_before(pad):
+        for place, rows in ((0, before), (len(parts) + 1, after)):
+            if rows:
+                size = [*shape[:dim], rows, *shape[dim + 1 :]]
+                end = graph.call_function(aten.new_full.default, (parts[-1], size, *(fill or [0])))
+                end.meta = {**pad.meta, "val": pad.meta["val"].new_empty(size)}
+                parts.insert(place, end)
+        padded = graph.call_function(aten.cat.default, (parts, dim))
+    padded.meta = dict(pad.meta)
+    pad.replace_all_uses_with(padded)
+    graph.erase_node(pad)
+    graph.erase_node(joined)
+
+
+def _takes_bias(product: fx.Node, value: fx.Node, add: fx.Node, bias: fx.Node) -> bool:
+    if product.target is not aten.mm.default or len(product.users) != 1 or len(value.users) != 1:
+        return False
+    p, v, b, result = (n.meta["val"] for n in (product, value, bias, add))
+    whole = v.shape == result.shape and v.shape[-1] == p.shape[-1] and math.prod(v.shape[:-1]) == p.shape[0]
+    return whole and b.shape == p.shape[1:] and p.dtype == b.dtype == result.dtype

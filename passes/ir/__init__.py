@@ -1,0 +1,1 @@
+"""What all stages share: the joint graph, edits of graphs, facts about ops, private torch APIs."""

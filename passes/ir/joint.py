@@ -1,0 +1,192 @@
+"""`JointGraph`: one ATen FX graph of forward and backward together, and what its ends mean."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+__all__ = [
+    "CPU",
+    "GraphInput",
+    "GraphOutput",
+    "JointGraph",
+    "ancestors",
+    "first_value",
+    "map_operands",
+    "node_value",
+    "node_values",
+    "result_index",
+    "result_shapes",
+    "tensor_operands",
+]
+
+CPU = torch.device("cpu")
+"""Where every model is traced and every graph is made (docs/decisions/0020)."""
+
+InputKind = Literal["param", "buffer", "constant", "input", "tangent", "seed"]
+OutputKind = Literal["output", "grad", "buffer"]
+
+
+@dataclass(frozen=True)
+class GraphInput:
+    """One placeholder.
+
+    name:  parameter or buffer name in the user's model ("layers.0.w.weight"), a readable path of
+           a user input ("input_ids", "args[0]"), "tangent 0", "seed".
+    index: for "input" the position among the flattened tensor inputs of a call; for "tangent" the
+           position among the flattened tensor outputs of a call; otherwise 0.
+    """
+
+    kind: InputKind
+    name: str
+    index: int = 0
+
+
+@dataclass(frozen=True)
+class GraphOutput:
+    """One element of the flat tuple the graph returns.
+
+    "output": tensor output `index` of a call. "grad": gradient of the input named `name`, whose
+    placeholder position is `index`. "buffer": the new value of the buffer `name` (placeholder
+    position `index`).
+    """
+
+    kind: OutputKind
+    name: str
+    index: int = 0
+
+
+@dataclass(frozen=True)
+class JointGraph:
+    """module: placeholders in the order of `inputs`; its output node returns one flat tuple in the
+    order of `outputs` (an element may be None: no gradient).
+
+    Every call_function node has meta: "val" (FakeTensor or tuple of them, global shapes),
+    "phase" ("forward" | "backward"), "module" (dotted path in the user's model, "" for the root),
+    "source" ("file.py:12", "" if unknown). Placeholders have "val". The graph is functional: no
+    in-place ops, no get_attr (constants are inputs of kind "constant", values in `constants`).
+
+    device: where the ranks run. The graph itself is on the CPU, on every machine; `passes.compile.bind_device` moves a
+    rank's graph there.
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[GraphInput, ...]
+    outputs: tuple[GraphOutput, ...]
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    device: torch.device = CPU
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.module.graph
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        return [node for node in self.graph.nodes if node.op == "placeholder"]
+
+    @property
+    def output_node(self) -> fx.Node:
+        return next(node for node in reversed(self.graph.nodes) if node.op == "output")
+
+    @property
+    def results(self) -> list[fx.Node | None]:
+        """The flat returned nodes, parallel to `outputs`."""
+        return list(self.output_node.args[0])  # type: ignore[arg-type]
+
+    @property
+    def trained(self) -> set[fx.Node]:
+        """Placeholders of the parameters that get a gradient."""
+        nodes = self.placeholders
+        ends = zip(self.outputs, self.results, strict=True)
+        found = {nodes[end.index] for end, result in ends if end.kind == "grad" and result is not None}
+        kinds = zip(nodes, self.inputs, strict=True)
+        return found & {node for node, spec in kinds if spec.kind == "param"}
+
+    @property
+    def has_backward(self) -> bool:
+        return any(i.kind == "tangent" for i in self.inputs)
+
+
+def tensor_operands(node: fx.Node) -> list[fx.Node]:
+    """The nodes among `node`'s args and kwargs in order of appearance, repeats included."""
+    found: list[fx.Node] = []
+    _collect((node.args, node.kwargs), found)
+    return found
+
+
+def map_operands(node: fx.Node, new: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """`node`'s (args, kwargs) with its tensor operands replaced, in the order of `tensor_operands`."""
+    queue = iter(new)
+    return _replaced(node.args, queue), _replaced(node.kwargs, queue)
+
+
+# These two are most of what planning asks of a graph; torch's pytree does the same ten times slower.
+def _collect(argument: Any, found: list[fx.Node]) -> None:
+    if isinstance(argument, fx.Node):
+        found.append(argument)
+    elif isinstance(argument, (tuple, list)):
+        for item in argument:
+            _collect(item, found)
+    elif isinstance(argument, dict):
+        for item in argument.values():
+            _collect(item, found)
+
+
+def _replaced(argument: Any, queue: Iterator[Any]) -> Any:
+    """`argument` as plain tuples, lists and dicts, its nodes exchanged for what comes next."""
+    if isinstance(argument, fx.Node):
+        return next(queue)
+    if isinstance(argument, tuple):
+        return tuple(_replaced(item, queue) for item in argument)
+    if isinstance(argument, list):
+        return [_replaced(item, queue) for item in argument]
+    if isinstance(argument, dict):
+        return {key: _replaced(item, queue) for key, item in argument.items()}
+    return argument
+
+
+def result_index(node: fx.Node) -> tuple[fx.Node, int]:
+    """(producer, which of its results) that `node` stands for: looks through `getitem`."""
+    if node.op == "call_function" and node.target is operator.getitem:
+        producer, index = node.args
+        return producer, int(index)  # type: ignore[return-value, arg-type]
+    return node, 0
+
+
+def node_value(node: fx.Node, index: int = 0) -> torch.Tensor:
+    """The FakeTensor of result `index` of `node`."""
+    value = node.meta["val"]
+    return value[index] if isinstance(value, (tuple, list)) else value
+
+
+def result_shapes(node: fx.Node) -> list[tuple[int, ...]]:
+    """Shapes of a node's results; () for a result that is None."""
+    return [() if value is None else tuple(value.shape) for value in node_values(node)]
+
+
+def node_values(node: fx.Node) -> Sequence[torch.Tensor | None]:
+    """The FakeTensors of all results of `node`; None for one that does not exist."""
+    value = node.meta["val"]
+    return value if isinstance(value, (tuple, list)) else (value,)
+
+
+def first_value(node: fx.Node) -> torch.Tensor:
+    """The FakeTensor of the first result of `node` that is not None (a masked-out gradient is)."""
+    return next(v for v in node_values(node) if v is not None)
+
+
+def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """`nodes` and all they are computed from."""
+    found: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found

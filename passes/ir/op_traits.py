@@ -1,0 +1,228 @@
+"""What an op is: one kind each. Prices, saving, ordering, events and verification all read it here.
+
+    kind         its result                                        in a compiled graph
+    view         its operand's storage, looked at otherwise        moves no bytes
+    pointwise    of one element of each operand                    computed in its readers' loops
+    creation     of no operand's elements                          computed in its readers' loops
+    indexing     of elements at other places of its operands       computed in its readers' loops
+    reduction    sums and extrema                                  reads its producers' loops, stores its result
+    product      products, attention, ops of the user's library    a kernel of its own, long enough to hide a transfer
+    collective   functional collectives and their waits            a transfer
+    opaque       all else: sorts, scans, scatters, pooling         a kernel of its own
+
+Compiled: as Inductor lowers it. The work that an op does is in `passes.ir.op_work`.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from passes.ir.joint import result_index, tensor_operands
+
+__all__ = [
+    "OpKind",
+    "alias_chain",
+    "draws",
+    "fuses",
+    "is_cast",
+    "is_cheap",
+    "is_collective",
+    "is_pointwise",
+    "is_product",
+    "is_reduction",
+    "is_use",
+    "is_view",
+    "is_whole_view",
+    "op_kind",
+    "reads_shape_only",
+    "rounds",
+    "storage_root",
+]
+
+OpKind = Literal["view", "pointwise", "creation", "indexing", "reduction", "product", "collective", "opaque"]
+
+
+def _names(namespace: str, names: str) -> frozenset[str]:
+    return frozenset(f"{namespace}.{name}" for name in names.split())
+
+
+# Views whose schema does not say so. `use` is dropped by lowering.
+_VIEWS = frozenset({"aten._unsafe_view", "autoshard.use"})
+_CREATIONS = (
+    _names(
+        "aten",
+        """full full_like zeros zeros_like ones ones_like empty empty_like new_zeros new_ones new_full new_empty
+        arange scalar_tensor""",
+    )
+    | _names("prims", "iota")
+    | _names("autoshard", "uniform")
+)
+# Pointwise by what they compute, though torch does not tag every overload of them so.
+_POINTWISE = _names(
+    "aten",
+    """_to_copy copy lift_fresh_copy fill masked_fill where rsub floor_divide hardswish elu_backward
+    leaky_relu_backward hardswish_backward hardsigmoid_backward hardtanh_backward softplus_backward mish_backward""",
+)
+# `embedding` is none of them: torch's partitioner saves what was looked up in a table and does not look again.
+_INDEXING = _names(
+    "aten", "cat constant_pad_nd flip roll gather index _unsafe_index index_select tril triu repeat"
+) | _names("autoshard", "circular_pad")
+_REDUCTIONS = _names(
+    "aten",
+    "sum mean prod amax amin max min any all argmax argmin var std var_mean logsumexp linalg_vector_norm",
+)
+_PRODUCTS = _names("aten", "mm bmm addmm baddbmm mv dot convolution convolution_backward") | _names(
+    "autoshard",
+    "contract grouped_mm attention attention_backward neighborhood_attention neighborhood_attention_backward",
+)
+_COLLECTIVES = ("_c10d_functional.", "autoshard_c10d_functional.")
+# The first of these namespaces are torch's and ours; "<" begins the name of a function of Python's.
+_KNOWN = ("aten.", "prims.", "autoshard", "<")
+
+# A reduction is computed again only if it reads at most this many times what it writes, as in torch.compile's
+# partitioner: beyond that, saving the small result beats reading the large operand again.
+_REDUCTION_RATIO = 4
+
+
+def op_kind(node: fx.Node) -> OpKind | None:
+    """The kind of an op of the graph; None of a placeholder or the output."""
+    return _kind_of(node.target) if node.op == "call_function" else None
+
+
+@cache
+def _kind_of(target: Any) -> OpKind:
+    full = str(target)
+    name = full.rpartition(".")[0]
+    if target is operator.getitem or name in _VIEWS or getattr(target, "is_view", False):
+        return "view"
+    if full.startswith(_COLLECTIVES):
+        return "collective"
+    if name in _PRODUCTS or not full.startswith(_KNOWN):
+        return "product"
+    if name in _CREATIONS:
+        return "creation"
+    if name in _POINTWISE or torch.Tag.pointwise in getattr(target, "tags", ()):
+        return "pointwise"
+    if name in _INDEXING:
+        return "indexing"
+    return "reduction" if name in _REDUCTIONS else "opaque"
+
+
+def is_view(node: fx.Node) -> bool:
+    """Ops that move no bytes: their result aliases their operand's storage, or is one of an op's results."""
+    return op_kind(node) == "view"
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """One result, whose every element depends on one (broadcast) element of each operand."""
+    return op_kind(node) == "pointwise" and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def is_product(node: fx.Node) -> bool:
+    """Ops that take long enough to hide a collective behind: products, attention, convolutions, and
+    any op of a library of the user's."""
+    return op_kind(node) == "product"
+
+
+def is_reduction(node: fx.Node) -> bool:
+    """Reductions read their producers' loops: sum(x * y) never stores the product."""
+    return op_kind(node) == "reduction"
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Functional collectives and their waits."""
+    return op_kind(node) == "collective"
+
+
+def fuses(node: fx.Node) -> bool:
+    """Whether a compiler computes the node inside its readers' loops, never writing it to memory.
+
+    True for pointwise, creation and indexing ops (Inductor's pointwise kernels), false for
+    reductions, products and everything opaque.
+    """
+    return op_kind(node) in ("pointwise", "creation", "indexing")
+
+
+def is_cheap(node: fx.Node) -> bool:
+    """Whether the backward may run `node` again: local, and fused into its readers by a compiler.
+
+    What fuses, views, and reductions of little input. Never collectives, products, attention, convolutions, sorts,
+    scans or anything unknown.
+    """
+    if is_reduction(node):
+        read = max((_numel(n) for n in node.all_input_nodes), default=0)
+        return read <= _REDUCTION_RATIO * _numel(node)
+    return fuses(node) or is_view(node)
+
+
+def is_use(node: fx.Node) -> bool:
+    """`autoshard::use`: stands for all readers of its operand in one phase."""
+    return node.target is torch.ops.autoshard.use.default
+
+
+def is_cast(node: fx.Node) -> bool:
+    """Copies in another dtype, or on another device."""
+    return node.target is torch.ops.aten._to_copy.default
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether an op takes numbers from the global generator: a permutation, a draw from a distribution."""
+    tags = getattr(node.target, "tags", ())
+    return node.op == "call_function" and torch.Tag.nondeterministic_seeded in tags
+
+
+def reads_shape_only(node: fx.Node) -> bool:
+    """Creations after the likeness of an operand: `zeros_like`, `new_full`. None of its elements is read."""
+    name = str(node.target)
+    return op_kind(node) == "creation" and ("_like." in name or ".new_" in name)
+
+
+def is_whole_view(node: fx.Node) -> bool:
+    """The result aliases the operand and has at least as many elements: saving it saves the operand."""
+    if not is_view(node) or node.target is operator.getitem or "val" not in node.meta:
+        return False
+    return isinstance(node.meta["val"], torch.Tensor) and _numel(node) >= _numel(node.all_input_nodes[0])
+
+
+def alias_chain(node: fx.Node) -> Iterator[fx.Node]:
+    """`node`, and while it is a view what it views: nodes that share storage if nothing is redistributed."""
+    yield node
+    while is_view(node):
+        producer, _ = result_index(node)
+        node = producer if producer is not node else tensor_operands(node)[0]
+        yield node
+
+
+def storage_root(node: fx.Node) -> fx.Node:
+    """The node at the end of `alias_chain`: the owner of the storage."""
+    *_, root = alias_chain(node)
+    return root
+
+
+_ROUNDED = _names(
+    "aten",
+    """add sub mul div rsub reciprocal sqrt rsqrt exp exp2 expm1 log log1p log2 tanh sigmoid erf gelu gelu_backward
+    silu silu_backward tanh_backward sigmoid_backward pow sin cos sum mean var var_mean std prod cumsum softmax _softmax
+    _log_softmax _softmax_backward_data _log_softmax_backward_data logsumexp native_layer_norm native_group_norm
+    native_batch_norm addcmul addcdiv lerp norm linalg_vector_norm _fft_r2c _fft_c2r _fft_c2c index_add scatter_add
+    index_put embedding_dense_backward avg_pool2d avg_pool2d_backward avg_pool3d avg_pool3d_backward
+    upsample_bilinear2d""",
+)
+
+
+def rounds(node: fx.Node) -> bool:
+    """Products and other ops that round. Others select, move or compare: their results stay equal to what they got."""
+    return is_product(node) or str(node.target).rpartition(".")[0] in _ROUNDED
+
+
+def _numel(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    values: Sequence[object] = value if isinstance(value, (tuple, list)) else (value,)
+    return sum(math.prod(v.shape) for v in values if isinstance(v, torch.Tensor))

@@ -1,0 +1,141 @@
+"""The few edits that passes make to a graph: emit a node with its value, replace one, erase the dead."""
+
+from __future__ import annotations
+
+import dataclasses
+import keyword
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from torch import fx
+from torch.fx.node import map_arg
+
+from passes.ir.joint import JointGraph
+from passes.ir.torch_compat import fake_mode_of, lazy_module
+
+__all__ = [
+    "call_like",
+    "copy_joint",
+    "emit",
+    "emit_at",
+    "erase_dead",
+    "fake_value",
+    "inherit",
+    "int_at",
+    "ints_at",
+    "replace",
+    "shape_of",
+    "tensor_at",
+]
+
+INHERITED = ("phase", "module", "source")
+
+
+def tensor_at(node: fx.Node, position: int = 0) -> fx.Node:
+    """The tensor operand that is argument `position`."""
+    operand = node.args[position]
+    assert isinstance(operand, fx.Node), f"argument {position} of {node.format_node()} is no tensor"
+    return operand
+
+
+def int_at(node: fx.Node, position: int) -> int:
+    """The number (a dim, an index) that is argument `position`."""
+    return int(cast(int, node.args[position]))
+
+
+def ints_at(node: fx.Node, position: int) -> list[int]:
+    """The list of numbers (dims, sizes) that is argument `position`."""
+    return list(cast(Sequence[int], node.args[position]))
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """Global shape of a node with one result."""
+    return tuple(node.meta["val"].shape)
+
+
+def fake_value(mode: Any, target: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What `target` returns for the values of its operands, run under the fake mode `mode`."""
+    value: Callable[[fx.Node], Any] = lambda node: node.meta["val"]
+    fake_args = map_arg(tuple(args), value)
+    fake_kwargs = map_arg(kwargs, value)
+    with mode:
+        return target(*fake_args, **fake_kwargs)  # type: ignore[misc]
+
+
+def inherit(node: fx.Node, origin: fx.Node) -> None:
+    """Give `node` the phase, module and source of `origin`."""
+    for key in INHERITED:
+        if key in origin.meta:
+            node.meta[key] = origin.meta[key]
+
+
+def emit_at(
+    point: fx.Node, origin: fx.Node, target: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> fx.Node:
+    """A new op right before `point`, with the phase, module and source of `origin`.
+
+    Its value is computed under the fake mode of `origin`'s value (a tensor or a tuple of tensors).
+    """
+    with point.graph.inserting_before(point):
+        node = point.graph.call_function(target, tuple(args), kwargs)
+    inherit(node, origin)
+    node.meta["val"] = fake_value(fake_mode_of(origin.meta["val"]), target, args, kwargs)
+    return node
+
+
+def emit(anchor: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+    """`emit_at` before, and on behalf of, one and the same node."""
+    return emit_at(anchor, anchor, target, args, kwargs)
+
+
+def call_like(node: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
+    """`emit` of `node`'s own op on other arguments."""
+    return emit(node, cast(Callable[..., Any], node.target), *args, **kwargs)
+
+
+def replace(node: fx.Node, new: fx.Node) -> None:
+    """Let every reader of `node` read `new`, and erase `node`."""
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
+
+
+def erase_dead(graph: fx.Graph) -> None:
+    """Erase ops that nothing reads. Legal because the graph is functional."""
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users:
+            graph.erase_node(node)
+
+
+def copy_joint(joint: JointGraph) -> JointGraph:
+    """The same graph in new nodes, so that passes can rewrite it.
+
+    Placeholders are renamed after what they are ("layers.0.w.weight" -> layers_0_w_weight), ops
+    after their aten op with a number, in graph order: the same model always gets the same names.
+    """
+    graph = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {}
+    names = iter(joint.inputs)
+    for node in joint.graph.nodes:
+        if node.op == "placeholder":
+            name = _identifier(next(names).name)
+            copy = graph.create_node("placeholder", name, name=name)
+        else:
+            args, kwargs = map_arg((node.args, node.kwargs), new.__getitem__)
+            copy = graph.create_node(node.op, node.target, args, kwargs, name=_op_name(node))
+        if node.op == "placeholder":
+            copy.target = copy.name  # names are made unique; the generated signature prints the target
+        copy.meta = dict(node.meta)
+        new[node] = copy
+    return dataclasses.replace(joint, module=lazy_module(graph, "JointGraph"))
+
+
+def _op_name(node: fx.Node) -> str | None:
+    """ "add" for aten.add.Tensor: fx appends a number where it is taken. None: fx chooses."""
+    packet = getattr(node.target, "overloadpacket", None)
+    return None if packet is None else str(packet.__name__)
+
+
+def _identifier(name: str) -> str:
+    text = re.sub(r"\W+", "_", name).strip("_")
+    return f"_{text}" if not text or text[0].isdigit() or keyword.iskeyword(text) else text

@@ -1,0 +1,237 @@
+"""Private torch APIs that tracing a model needs: one small function each, saying what it is for.
+
+The others are in `passes/ir/torch_compat.py`. Supported: see there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from passes.ir.torch_compat import fake_mode_of
+
+
+@dataclass(frozen=True)
+class AotEnd:
+    """One placeholder or flat result of AOT autograd's graph. kind: placeholders "input", "tangent" (of
+    output `index`), "mutated_tangent" (of the new value of input `index`);
+    results "output", "mutated" (new value of input `index`), "grad" (of input `index`), "none"."""
+
+    kind: str
+    index: int
+
+
+@dataclass(frozen=True)
+class AotGraph:
+    """module: placeholders parallel to `inputs`; the flattened result parallel to `outputs`."""
+
+    module: torch.fx.GraphModule
+    inputs: tuple[AotEnd, ...]
+    outputs: tuple[AotEnd, ...]
+
+
+def trace_joint(
+    module: torch.nn.Module, args: Sequence[torch.Tensor], decompositions: Mapping[Any, Callable[..., Any]]
+) -> AotGraph:
+    """Forward and backward of `module` (no parameters of its own) on fake `args`, in one graph.
+
+    `aot_export_joint_with_descriptors` says what each end of the graph is; forward only if nothing
+    that is returned requires grad. Since torch 2.9.
+    """
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
+
+    with ExitStack() as stack:
+        stack.enter_context(fake_mode_of(tuple(args)))
+        stack.enter_context(_use_lazy_graph_module(True))  # nobody runs AOT autograd's module
+        table = dict(decompositions)
+        traced = aot_export_joint_with_descriptors(stack, module, tuple(args), {}, decompositions=table)
+        graph_module = traced.graph_module
+    placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+    output = next(node for node in reversed(graph_module.graph.nodes) if node.op == "output")
+    inputs = tuple(_aot_end(node.meta["desc"]) for node in placeholders)
+    return AotGraph(graph_module, inputs, tuple(map(_aot_end, output.meta["desc"])))
+
+
+def _aot_end(descriptor: Any) -> AotEnd:
+    from torch._functorch._aot_autograd import descriptors as d
+
+    match descriptor:
+        case None:  # in the place of the gradient of an input that requires none
+            return AotEnd("none", 0)
+        case d.PlainAOTInput(idx=index):
+            return AotEnd("input", index)
+        case d.TangentAOTInput(output=d.PlainAOTOutput(idx=index)):
+            return AotEnd("tangent", index)
+        case d.TangentAOTInput(output=d.InputMutationAOTOutput(mutated_input=d.PlainAOTInput(idx=index))):
+            return AotEnd("mutated_tangent", index)
+        case d.PlainAOTOutput(idx=index):
+            return AotEnd("output", index)
+        case d.InputMutationAOTOutput(mutated_input=d.PlainAOTInput(idx=index)):
+            return AotEnd("mutated", index)
+        case d.GradAOTOutput(grad_of=d.PlainAOTInput(idx=index)):
+            return AotEnd("grad", index)
+        case _:
+            raise RuntimeError(f"a tensor subclass, or an input that changes in shape: {descriptor}")
+
+
+def fake_tensors(
+    specs: Sequence[tuple[Sequence[int], torch.dtype, torch.device, bool]],
+) -> list[torch.Tensor]:
+    """Contiguous fakes of (shape, dtype, device, requires_grad), of one new mode.
+
+    Real tensors met while tracing are allowed and become constants of the graph. Since torch 2.0.
+    """
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode(False):
+        return [
+            torch.empty(tuple(shape), dtype=dtype, device=device).requires_grad_(grad)
+            for shape, dtype, device, grad in specs
+        ]
+
+
+def data_dependent_errors() -> tuple[type[Exception], ...]:
+    """Raised by fake tensors asked for their value. Since torch 2.0."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return DataDependentOutputException, GuardOnDataDependentSymNode
+
+
+def shape_dependent_errors() -> tuple[type[Exception], ...]:
+    """Raised by ops whose result shape depends on values, on fake tensors. Since torch 2.0."""
+    from torch._subclasses.fake_tensor import DynamicOutputShapeException
+
+    return (DynamicOutputShapeException,)
+
+
+@contextmanager
+def replaced_attribute(owner: Any, name: str, value: Any) -> Generator[None]:
+    """`owner.name` is `value` inside."""
+    old = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, old)
+
+
+@contextmanager
+def module_reads_seen(note: Callable[[torch.nn.Module, str, Any], None]) -> Generator[None]:
+    """Inside, `note(module, name, value)` is told of every attribute that is found on an `nn.Module` by the usual way.
+
+    nn.Module has no `__getattribute__` of its own, so one can be given to it, and taken away.
+    """
+
+    def seen(module: torch.nn.Module, name: str) -> Any:
+        value = object.__getattribute__(module, name)
+        note(module, name, value)
+        return value
+
+    assert "__getattribute__" not in vars(torch.nn.Module)
+    torch.nn.Module.__getattribute__ = seen  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del torch.nn.Module.__getattribute__
+
+
+def compiling_flag() -> AbstractContextManager[None]:
+    """`torch.compiler.is_compiling()` is True inside: models skip checks that read values. Since 2.1."""
+    return replaced_attribute(torch.compiler, "_is_compiling_flag", True)
+
+
+def encoder_masks_trusted() -> AbstractContextManager[None]:
+    """nn.TransformerEncoder compares a given mask with the causal one by value, to drop it; inside, it
+    believes `is_causal` and keeps the mask. The result is the same. Since torch 2.0."""
+    from torch.nn.modules import transformer
+
+    def trust(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+        return bool(is_causal)
+
+    return replaced_attribute(transformer, "_detect_is_causal_mask", trust)
+
+
+def full_precision_backward() -> AbstractContextManager[None]:
+    """The backward is traced outside autocast, as it runs in eager mode; AOT autograd by itself would
+    keep autocast on. `backward_pass_autocast` since torch 2.9."""
+    import torch._functorch.config as config
+
+    known = hasattr(config, "backward_pass_autocast")
+    return config.patch(backward_pass_autocast="off") if known else nullcontext()
+
+
+@contextmanager
+def onednn_off() -> Generator[None]:
+    """Recurrent layers are traced to products, not to one oneDNN op whose backward cannot be called.
+
+    `torch.backends.mkldnn.flags` sets unrelated flags as well, and warns. Since torch 1.13.
+    """
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+
+def grouped_mm_functions() -> list[Any]:
+    """What a TorchFunctionMode sees of a grouped product: `torch._grouped_mm`, which `F.grouped_mm` (2.10) calls, and
+    its op. Since torch 2.8; none before."""
+    op = getattr(torch.ops.aten, "_grouped_mm", None)
+    return [] if op is None else [torch._grouped_mm, op, op.default]
+
+
+@contextmanager
+def accelerator_kernels(kernels: Mapping[Any, Callable[..., Any]]) -> Generator[None]:
+    """Inside, on this thread, calls of these ops run the given functions first, before autograd sees them.
+
+    The key is that of an autocast which no backend in torch uses, put among the keys of every call; torch's own
+    autocast keys follow a tensor's device. A function that calls its op again reaches torch.
+    `_C._ExcludeDispatchKeyGuard` and `_IncludeDispatchKeyGuard` since torch 1.13, `Library.fallback` since torch 2.6.
+    """
+    key = torch._C.DispatchKey.AutocastHPU  # type: ignore[attr-defined]
+    own, others = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
+
+    def below(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
+                return function(*args, **kwargs)
+
+        return run
+
+    try:
+        others.fallback(torch.library.fallthrough_kernel, key.name)
+        for op, function in kernels.items():
+            own.impl(op, below(function), key.name)
+        torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+        with torch._C._IncludeDispatchKeyGuard(key):
+            yield
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(key, True)
+        own._destroy()
+        others._destroy()
+
+
+def is_autocast_op(name: str) -> bool:
+    """Whether this torch's autocast of CUDA does something at the ATen op "name" or "name.overload". Since 1.13."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCUDA")
+
+
+def autocast_of_cpu_ignored() -> AbstractContextManager[Any]:
+    """`torch.autocast("cpu")` casts nothing inside. `_C._ExcludeDispatchKeyGuard` since torch 1.13."""
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))
+
+
+@contextmanager
+def tracing_suspended() -> Generator[None]:
+    """Inside, ops run on real tensors, unseen by fake and tracing modes. Since torch 2.1."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        yield

@@ -1,0 +1,1 @@
+"""Where tensors live: layouts, torch's placements, windows, the layouts at every node."""

@@ -1,0 +1,1 @@
+"""From a plan to one rank's forward and backward."""

@@ -1,0 +1,146 @@
+"""Specialise a backward to the tangents that exist: an output nobody differentiates costs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.ir.joint import ancestors
+from passes.ir.op_traits import reads_shape_only
+from passes.lower.phases import Backward, exchanges, extract, unaliased
+
+__all__ = ["usually_missing", "without_tangents"]
+
+_aten = torch.ops.aten
+_SUMS = (_aten.add.Tensor, _aten.sub.Tensor)
+
+
+def without_tangents(backward: Backward, missing: Set[int]) -> Backward:
+    """`backward` for a call in which the tangents of outputs `missing` (`GraphInput.index`) are zero.
+
+    Every value of a backward is linear in the tangents, so an op whose operands that depend on a
+    tangent are all zero is zero, a collective included: it is left out, on all ranks alike. A sum
+    with a zero is its other operand. A gradient that is zero becomes None, as autograd has it.
+
+    The result takes none of the missing tangents, and only the values that are still read.
+    """
+    folder = _Folder(backward, missing)
+    for node in backward.module.graph.nodes:
+        folder.fold(node)
+    return folder.finish()
+
+
+def usually_missing(backward: Backward) -> frozenset[int]:
+    """The outputs that get no gradient in a usual step: all but the loss, where there is one scalar."""
+    placeholders = [n for n in backward.module.graph.nodes if n.op == "placeholder"]
+    nodes = placeholders[len(placeholders) - len(backward.tangents) :]
+    ndims = {spec.index: n.meta["val"].ndim for n, spec in zip(nodes, backward.tangents, strict=True)}
+    scalars = [index for index, ndim in ndims.items() if ndim == 0]
+    return frozenset(ndims.keys() - set(scalars)) if len(scalars) == 1 else frozenset()
+
+
+class _Folder:
+    """Rebuilds the graph. `made[node]` is the new node, or None for one known to be zero."""
+
+    def __init__(self, backward: Backward, missing: Set[int]) -> None:
+        self.backward = backward
+        self.missing = missing
+        self.graph = fx.Graph()
+        self.made: dict[fx.Node, fx.Node | None] = {}
+        self.zeros: dict[fx.Node, fx.Node] = {}
+        self.dependent: set[fx.Node] = set()
+        placeholders = [n for n in backward.module.graph.nodes if n.op == "placeholder"]
+        self.tangents = dict(zip(placeholders[-len(backward.tangents) :], backward.tangents, strict=True))
+        self.results: list[fx.Node | None] = []
+
+    def fold(self, node: fx.Node) -> None:
+        if node.op == "placeholder":
+            self._placeholder(node)
+        elif node.op == "output":
+            self.results = [self._result(n) for n in node.args[0]]  # type: ignore[union-attr]
+        else:
+            self._op(node)
+
+    def finish(self) -> Backward:
+        old = self.backward
+        results = unaliased(self.results, set())
+        read = ancestors(n for n in [*results, *exchanges(self.graph.nodes, 1)] if n is not None)
+        new = [n for n in self.graph.nodes if n.op == "placeholder"]
+        n_passed, n_saved = len(old.passed), len(old.saved)
+        passed = [(n, p) for n, p in zip(new, old.passed, strict=False) if n in read]
+        saved = [(n, s) for n, s in zip(new[n_passed:], old.saved, strict=False) if n in read]
+        inputs = [*(n for n, _ in passed), *(n for n, _ in saved), *new[n_passed + n_saved :]]
+        ops = [n for n in self.graph.nodes if n.op == "call_function" and n in read]
+        return Backward(
+            module=extract(inputs, ops, results),
+            passed=tuple(p for _, p in passed),
+            saved=tuple(s for _, s in saved),
+            tangents=tuple(t for t in old.tangents if t.index not in self.missing),
+            gradients=old.gradients,
+        )
+
+    def _placeholder(self, node: fx.Node) -> None:
+        tangent = self.tangents.get(node)
+        if tangent is not None:
+            self.dependent.add(node)
+        if tangent is not None and tangent.index in self.missing:
+            self.made[node] = None
+            return
+        new = self.made[node] = self.graph.placeholder(node.name)
+        new.meta = dict(node.meta)
+
+    def _op(self, node: fx.Node) -> None:
+        tangents = [n for n in node.all_input_nodes if n in self.dependent]
+        zeros = [n for n in tangents if self.made[n] is None]
+        if reads_shape_only(node):  # not linear in a tangent, so never folded
+            self._copy(node)
+            return
+        if tangents:
+            self.dependent.add(node)
+        if tangents and len(zeros) == len(tangents):
+            self.made[node] = None
+        elif not (zeros and self._sum(node)):
+            self._copy(node)
+
+    def _sum(self, node: fx.Node) -> bool:
+        """Fold x + alpha * 0, x - alpha * 0 and 0 + x, where x has the result's shape and dtype."""
+        if node.target not in _SUMS or len(node.args) != 2:
+            return False
+        left, right = node.args
+        if isinstance(right, fx.Node) and self.made[right] is None:
+            other = left
+        elif node.target is _aten.add.Tensor and node.kwargs.get("alpha", 1) == 1:
+            other = right
+        else:
+            return False
+        if not isinstance(other, fx.Node) or not _alike(other.meta["val"], node.meta["val"]):
+            return False
+        self.made[node] = self.made[other]
+        return True
+
+    def _copy(self, node: fx.Node) -> None:
+        self.made[node] = self.graph.node_copy(node, self._operand)
+
+    def _operand(self, node: fx.Node) -> fx.Node:
+        """The new node of `node`, a tensor of zeros where it must exist after all."""
+        new = self.made[node]
+        if new is not None:
+            return new
+        if node not in self.zeros:
+            value = node.meta["val"]
+            assert isinstance(value, torch.Tensor), f"zero of {node.format_node()}"
+            keywords: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
+            zero = self.graph.call_function(_aten.full.default, (list(value.shape), 0), keywords)
+            zero.meta = {**node.meta, "val": value}
+            self.zeros[node] = zero
+        return self.zeros[node]
+
+    def _result(self, node: fx.Node | None) -> fx.Node | None:
+        return None if node is None else self.made[node]
+
+
+def _alike(one: torch.Tensor, two: torch.Tensor) -> bool:
+    return one.shape == two.shape and one.dtype == two.dtype

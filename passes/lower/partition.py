@@ -1,0 +1,244 @@
+"""From the global graph and the layouts to one rank's graph of plain local tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from cost_model.mesh import MeshSpec
+from passes.ir.collector import collector_paused
+from passes.ir.fake_calls import FakeCalls
+from passes.ir.joint import JointGraph, map_operands, node_value, result_index, tensor_operands
+from passes.ir.op_traits import is_use
+from passes.ir.torch_compat import fake_mode_of, last_node, lazy_module
+from passes.layout.assignment import Assignment, FactorSplit, NodeLayouts
+from passes.layout.layout import Layout, Span
+from passes.lower.arrivals import Arrival
+from passes.lower.interior import exchange_before, in_parts, interior_of
+from passes.lower.served import Served
+from passes.plan.lowering_plan import LoweringPlan
+from passes.plan.transfers import Transfer
+from passes.redistribution.lower_redistribute import emit
+from passes.rules.core.rule import OpRule
+from passes.rules.core.rule_registry import rule_for
+
+__all__ = ["RankGraph", "partition"]
+
+
+@dataclass(frozen=True)
+class RankGraph:
+    """One rank's joint graph.
+
+    module: placeholders and flat outputs in the order of the JointGraph's `inputs` and `outputs`,
+            local shapes, functional collectives where layouts change.
+    values: global node name -> the local node that holds this rank's part of it (of the result
+            selected, for `getitem`). Nodes with several results are absent; their getitems are here.
+    """
+
+    module: fx.GraphModule
+    values: Mapping[str, str]
+
+
+@collector_paused()
+def partition(
+    joint: JointGraph,
+    assignment: Assignment,
+    mesh: MeshSpec,
+    rank: int,
+    groups: Mapping[tuple[str, ...], str],
+    lowering: LoweringPlan,
+) -> RankGraph:
+    """The graph that `rank` runs.
+
+    Every op is emitted by its rule on this rank's shards; where an operand's layout differs from
+    the one the op reads, the steps of `lowering` are emitted before it, and their nodes get its turn.
+    `groups` names the process group of every tuple of axes. Ops of `lowering.interiors` are computed in parts, so that
+    a halo travels meanwhile (`passes.lower.interior`).
+
+        %h: f32[8@dp, 64@tp]  = contract(%x, %up)                 global, (dp=2, tp=4)
+        %y: f32[8@dp, 16]     = all_reduce[tp](contract(%h, %down))
+        ->
+        %h: f32[4, 16] = contract(%x, %up)                        on one rank
+        %y_partial: f32[4, 16] = contract(%h, %down)
+        %y: f32[4, 16] = wait_tensor(all_reduce(%y_partial, "sum", "tp"))
+    """
+    writer = _Writer(assignment, mesh, rank, groups, lowering, Served.of(joint))
+    for node in joint.graph.nodes:
+        writer.write(node)
+    return writer.finish()
+
+
+@dataclass
+class _Writer:
+    assignment: Assignment
+    mesh: MeshSpec
+    rank: int
+    groups: Mapping[tuple[str, ...], str]
+    lowering: LoweringPlan
+    served: Served
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    calls: FakeCalls = field(default_factory=lambda: FakeCalls())
+    # An op of several results has one node of a tuple, or, if its rule made them one by one, a tuple of nodes.
+    local: dict[fx.Node, Any] = field(default_factory=dict)
+    transfers: int = 0
+    arrivals: dict[Transfer, Arrival] = field(default_factory=dict)
+
+    def write(self, node: fx.Node) -> None:
+        if node.op == "placeholder":
+            self.local[node] = self._placeholder(node)
+        elif node.op == "output":
+            self._output(node)
+        elif result_index(node)[0] is not node:
+            self.local[node] = self._getitem(node)
+        elif is_use(node):
+            (self.local[node],) = self._operands(node)
+        else:
+            self.local[node] = self._op(node)
+
+    def finish(self) -> RankGraph:
+        self.graph.lint()
+        values = {
+            node.name: local.name
+            for node, local in self.local.items()
+            if isinstance(local, fx.Node) and "val" in local.meta
+        }
+        return RankGraph(lazy_module(self.graph), values)
+
+    def _placeholder(self, node: fx.Node) -> fx.Node:
+        local = self.graph.placeholder(node.name)
+        value = node_value(node)
+        layout = self.assignment[node.name].results[0]
+        shape = layout.local_shape(value.shape, self.mesh, self.rank)
+        local.meta = _meta(node)
+        with fake_mode_of(value):
+            local.meta["val"] = torch.empty(shape, dtype=value.dtype, device=value.device)
+        return local
+
+    def _output(self, node: fx.Node) -> None:
+        operands = iter(self._operands(node))
+        results = [next(operands) if isinstance(result, fx.Node) else None for result in node.args[0]]  # type: ignore[union-attr]
+        self.graph.output(tuple(results))
+
+    def _getitem(self, node: fx.Node) -> fx.Node:
+        producer, index = result_index(node)
+        local = self.local[producer]
+        if isinstance(local, tuple):
+            return local[index]
+        if node_is_tuple(local):
+            return self._emit(node, node.target, (local, index), {})  # type: ignore[arg-type]
+        return local
+
+    def _op(self, node: fx.Node) -> Any:
+        operands = self._operands(node)
+        args, kwargs = map_operands(node, operands)
+        layouts = self.assignment[node.name]
+        rule = rule_for(node).splitting(split.factor for split in layouts.splits)
+        context = _Context(self, node, args, kwargs, rule, layouts)
+        interiors = self.lowering.interiors
+        if node.name in interiors:
+            parts = self._in_parts(context, rule, interiors[node.name], operands)
+            if parts is not None:
+                return parts
+        if rule.localize is not None:
+            return rule.localize(context)
+        return context.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+
+    def _in_parts(self, context: _Context, rule: OpRule, factor: str, operands: list[fx.Node]) -> Any:
+        """The interior first, and what arrives after it; None if this rank has no interior, or the halo is read
+        already."""
+        own: dict[int, tuple[fx.Node, Span]] = {}
+        arrivals: list[Arrival] = []
+        for t, d in rule.windows:
+            if t < len(operands) and rule.operands[t][d] == (factor,):
+                found = exchange_before(context.node, t, self.assignment)
+                arrival = self.arrivals.get((found[0].name, found[1])) if found else None
+                if arrival is None or not arrival.unread:
+                    return None
+                own[t] = arrival.own, arrival.spans[d]
+                arrivals.append(arrival)
+        spans = {t: span for t, (_, span) in own.items()}
+        inner = interior_of(rule, factor, context.interval(factor), spans)
+        if inner is None:
+            return None
+        arrive = lambda: [arrival.put_off(self.graph) for arrival in arrivals]
+        return in_parts(context, rule, factor, operands, own, inner, arrive)  # type: ignore[arg-type]
+
+    def _operands(self, node: fx.Node) -> list[fx.Node]:
+        wanted = self.assignment[node.name].operands
+        return [
+            self._redistributed(operand, layout, node, position)
+            for position, (operand, layout) in enumerate(zip(tensor_operands(node), wanted, strict=True))
+        ]
+
+    def _redistributed(self, operand: fx.Node, wanted: Layout, reader: fx.Node, position: int) -> fx.Node:
+        producer, index = result_index(operand)
+        held = self.assignment[producer.name].results[index]
+        local = self.local[operand]
+        if held == wanted:
+            return local
+        value = node_value(operand)
+        steps = self.lowering.steps[reader.name, position]
+        meta = _meta(reader if reader.op != "output" else operand)
+        meta["serves"] = self.served.name(operand, reader, position)
+        meta["turn"] = self.lowering.turns[reader.name, position]
+        # Of a bucket's members no rank's graph need know the order: what one of them reads, none on another does.
+        meta["transfer"] = self.transfers
+        self.transfers += 1
+        shape, mesh, groups = value.shape, self.mesh, self.groups
+        last = last_node(self.graph)
+        moved = emit(self.graph, local, steps, shape, mesh, self.rank, groups, meta, self.calls)
+        spans = [held.interval(shape, mesh, d, self.rank) for d in range(len(shape))]
+        self.arrivals[reader.name, position] = Arrival(local, spans, last.next, meta["transfer"])
+        return moved
+
+    def _emit(
+        self, node: fx.Node, target: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> fx.Node:
+        local = self.graph.call_function(target, tuple(args), kwargs)
+        local.meta = _meta(node)
+        local.meta["val"] = self.calls(target, args, kwargs, fake_mode_of(node.meta["val"]))
+        return local
+
+
+@dataclass
+class _Context:
+    """`LocalContext` of passes/rules/core/rule.py for one op on one rank."""
+
+    writer: _Writer
+    node: fx.Node
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    rule: OpRule
+    layouts: NodeLayouts
+
+    def _split(self, factor: str) -> FactorSplit | None:
+        return next((s for s in self.layouts.splits if s.factor == factor), None)
+
+    def is_split(self, factor: str) -> bool:
+        return self._split(factor) is not None
+
+    def interval(self, factor: str) -> tuple[int, int]:
+        split, length = self._split(factor), self.rule.sizes[factor]
+        if split is None:
+            return 0, length
+        mesh = self.writer.mesh
+        return split.parts(length, mesh)[mesh.linear_index(self.writer.rank, split.axes)]
+
+    def result_shape(self, index: int = 0) -> list[int]:
+        shape = node_value(self.node, index).shape
+        return list(self.layouts.results[index].local_shape(shape, self.writer.mesh, self.writer.rank))
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        return self.writer._emit(self.node, target, args, kwargs)
+
+
+def node_is_tuple(node: fx.Node) -> bool:
+    return isinstance(node.meta["val"], (tuple, list))
+
+
+def _meta(node: fx.Node) -> dict[str, Any]:
+    return {key: node.meta[key] for key in ("phase", "module", "source") if key in node.meta}

@@ -1,0 +1,239 @@
+"""Split one rank's joint graph into the forward and the backward that run as two programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.ir.collector import collector_paused
+from passes.ir.joint import GraphInput, GraphOutput, ancestors, result_index
+from passes.ir.op_traits import is_cheap, is_collective, is_view
+from passes.ir.torch_compat import lazy_module
+from passes.lower.recompute import choose_saved
+
+__all__ = ["Backward", "Phases", "exchanges", "extract", "split_phases", "unaliased"]
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Backward:
+    """The graph of the backward and where its inputs come from.
+
+    module:    placeholders in the order passed, saved, tangents; returns one flat tuple.
+    passed:    positions among the forward's placeholders: inputs handed on as they were.
+    saved:     positions among the forward's flat results.
+    tangents:  the tangents it takes.
+    gradients: what it returns; an element may be None (no gradient).
+    """
+
+    module: fx.GraphModule
+    passed: tuple[int, ...]
+    saved: tuple[int, ...]
+    tangents: tuple[GraphInput, ...]
+    gradients: tuple[GraphOutput, ...]
+
+
+@dataclass(frozen=True)
+class Phases:
+    """forward:  takes `inputs` (the joint graph's, less the tangents), returns one flat tuple:
+              `outputs` (kinds "output" and "buffer") and after them the values saved.
+    backward: None where the joint graph has no gradients.
+    """
+
+    forward: fx.GraphModule
+    inputs: tuple[GraphInput, ...]
+    outputs: tuple[GraphOutput, ...]
+    backward: Backward | None
+
+
+@collector_paused()
+def split_phases(
+    module: fx.GraphModule, inputs: Sequence[GraphInput], outputs: Sequence[GraphOutput]
+) -> Phases:
+    """Forward and backward of one rank's joint graph; `inputs` and `outputs` say what its ends mean.
+
+    An op runs in the forward if an output or new buffer depends on it, in the backward otherwise; a
+    collective by its meta "turn", if it has one: on a rank whose shard is empty nothing may read what the
+    others of the group wait for. So a collective that only gradients depend on (ZeRO-3's second gather of
+    a weight) stays in the backward, and none ever runs twice. The order of those that nothing reads is
+    for `passes.schedule.overlap`. Values that both need are saved, or computed again from others that are, at
+    the fewest bytes (`passes.lower.recompute`). No output aliases an input or another output.
+
+    `module` is left as it is.
+    """
+    joint = _Joint(module, inputs, outputs)
+    forward_inputs = tuple(i for i in joint.inputs if i.kind != "tangent")
+    saved, backward_ops = _plan_backward(joint) if joint.gradients else ([], [])
+    results = [*joint.values, *(n for n in saved if n not in joint.values)]
+    leaves = [p for p, spec in joint.placeholders if spec.kind != "tangent"]
+    keep = ancestors(n for n in [*results, *joint.exchanges[0]] if n is not None)
+    forward = extract(leaves, [n for n in joint.ops if n in keep], results)
+    backward = None
+    if joint.gradients:
+        positions = {node: results.index(node) for node in saved}
+        backward = _backward(joint, leaves, positions, backward_ops)
+    return Phases(forward, forward_inputs, tuple(joint.value_specs), backward)
+
+
+class _Joint:
+    """A private copy of the joint graph, so that clones can be added to it."""
+
+    def __init__(
+        self, module: fx.GraphModule, inputs: Sequence[GraphInput], outputs: Sequence[GraphOutput]
+    ) -> None:
+        self.graph = fx.Graph()
+        returned = self.graph.graph_copy(module.graph, {}) or ()
+        assert isinstance(returned, tuple) and len(returned) == len(outputs)
+        nodes = [n for n in self.graph.nodes if n.op == "placeholder"]
+        self.inputs = tuple(inputs)
+        self.placeholders = list(zip(nodes, inputs, strict=True))
+        pairs = list(zip(outputs, returned, strict=True))
+        nodes_of: Callable[[bool], list[Any]] = lambda grad: [
+            n for o, n in pairs if (o.kind == "grad") is grad
+        ]
+        self.value_specs = [o for o, _ in pairs if o.kind != "grad"]
+        self.values = unaliased(nodes_of(False), set())
+        self.gradient_specs = [o for o, _ in pairs if o.kind == "grad"]
+        self.exchanges = (exchanges(self.graph.nodes, 0), exchanges(self.graph.nodes, 1))
+        forward = ancestors(n for n in [*self.values, *self.exchanges[0]] if n is not None)
+        self.gradients = unaliased(nodes_of(True), forward)
+        self.copies = self._protect_buffers()
+        self.ops = [n for n in self.graph.nodes if n.op == "call_function"]
+
+    def _protect_buffers(self) -> set[fx.Node]:
+        """Let every reader of a buffer that the call overwrites read a copy taken before.
+
+        The backward runs after the new value is written; it may save the copy, never the buffer.
+        """
+        copies: set[fx.Node] = set()
+        for spec in self.value_specs:
+            if spec.kind != "buffer":
+                continue
+            old = self.placeholders[spec.index][0]
+            readers = list(old.users)
+            if not readers:
+                continue
+            with self.graph.inserting_before(readers[0]):
+                copy = self.graph.call_function(_aten.clone.default, (old,))
+            copy.meta = dict(old.meta)
+            old.replace_all_uses_with(copy, lambda user, copy=copy: user is not copy)
+            copies.add(copy)
+        return copies
+
+
+def _plan_backward(joint: _Joint) -> tuple[list[fx.Node], list[fx.Node]]:
+    """(values to save in graph order, ops of the backward in the order they run)."""
+    results = [n for n in [*joint.gradients, *joint.exchanges[1]] if n is not None]
+    needed = ancestors(results)
+    forward = ancestors(n for n in [*joint.values, *joint.exchanges[0]] if n is not None)
+    late: set[fx.Node] = {p for p, spec in joint.placeholders if spec.kind == "tangent"}
+    assert not late & forward, "a forward output depends on a tangent"
+    dependent = set(late)  # on a tangent: these set the order of the backward
+    for node in joint.ops:
+        if node in forward or node not in needed:
+            continue
+        operands = node.all_input_nodes
+        if any(n in dependent for n in operands):
+            dependent.add(node)
+        if any(n in late for n in operands) or not is_cheap(node) or node in results:
+            late.add(node)
+    candidates = [n for n in joint.ops if n not in late and (n in forward or n in needed)]
+    saved = choose_saved(candidates, forward, late, joint.copies, {n for n in joint.values if n is not None})
+    roots = [n for n in joint.ops if n in dependent] + results
+    return saved, _on_demand(roots, set(saved))
+
+
+def _on_demand(roots: Iterable[fx.Node], available: set[fx.Node]) -> list[fx.Node]:
+    """The ops that lead from `available` values and placeholders to `roots`, each right before its
+    first reader: what the backward computes again or gathers lives no longer than it must."""
+    order: dict[fx.Node, None] = {}
+    for root in roots:
+        stack = [root]
+        while stack:
+            node = stack[-1]
+            missing = [n for n in node.all_input_nodes if _unmet(n, order, available)]
+            if _unmet(node, order, available) and missing:
+                stack.extend(reversed(missing))
+                continue
+            stack.pop()
+            if _unmet(node, order, available):
+                order[node] = None
+    return list(order)
+
+
+def _unmet(node: fx.Node, done: dict[fx.Node, None], available: set[fx.Node]) -> bool:
+    return node.op == "call_function" and node not in done and node not in available
+
+
+def _backward(
+    joint: _Joint, leaves: list[fx.Node], positions: dict[fx.Node, int], ops: list[fx.Node]
+) -> Backward:
+    read = {n for op in ops for n in op.all_input_nodes} | {n for n in joint.gradients if n is not None}
+    passed = [i for i, node in enumerate(leaves) if node in read]
+    saved = [node for node in positions if node in read]
+    tangents = [(node, spec) for node, spec in joint.placeholders if spec.kind == "tangent"]
+    inputs = [*(leaves[i] for i in passed), *saved, *(node for node, _ in tangents)]
+    return Backward(
+        module=extract(inputs, ops, joint.gradients),
+        passed=tuple(passed),
+        saved=tuple(positions[node] for node in saved),
+        tangents=tuple(spec for _, spec in tangents),
+        gradients=tuple(joint.gradient_specs),
+    )
+
+
+def extract(
+    inputs: Sequence[fx.Node], ops: Sequence[fx.Node], results: Sequence[fx.Node | None]
+) -> fx.GraphModule:
+    """A module that computes `results` from `inputs` by `ops` (all nodes of one graph, `ops` in an
+    order that may run). Names and meta are kept."""
+    graph = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        new[node] = graph.placeholder(node.name)
+        new[node].meta = dict(node.meta)
+    for node in ops:
+        new[node] = graph.node_copy(node, new.__getitem__)
+    graph.output(tuple(None if node is None else new[node] for node in results))
+    graph.lint()
+    return lazy_module(graph)
+
+
+def exchanges(nodes: Iterable[fx.Node], phase: int) -> list[fx.Node]:
+    """The collectives, waits included, that all ranks of a group have in that phase (0 the forward)."""
+    return [n for n in nodes if is_collective(n) and n.meta.get("turn", (None,))[0] == phase]
+
+
+def unaliased(values: Sequence[fx.Node | None], owned: Set[fx.Node]) -> list[fx.Node | None]:
+    """`values` with a copy of each whose storage is an input's, an earlier value's, or in `owned`."""
+    owners = set(owned)
+    result: list[fx.Node | None] = []
+    for node in values:
+        owner = None if node is None else _owner(node)
+        if node is None or owner is None:
+            result.append(None)
+            continue
+        copied = owner.op == "placeholder" or owner in owners
+        owners.add(owner)
+        result.append(_copied(node) if copied else node)
+    return result
+
+
+def _copied(node: fx.Node) -> fx.Node:
+    placeholders = [n for n in node.graph.nodes if n.op == "placeholder"]
+    with node.graph.inserting_after(node if node.op == "call_function" else placeholders[-1]):
+        copy = node.graph.call_function(_aten.clone.default, (node,))
+    copy.meta = dict(node.meta)
+    return copy
+
+
+def _owner(node: fx.Node) -> fx.Node:
+    """Whose storage the value of `node` is. Each of an op's several results has its own, if the op is no view."""
+    while is_view(result_index(node)[0]):
+        node = node.all_input_nodes[0]
+    return node

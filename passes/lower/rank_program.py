@@ -1,0 +1,96 @@
+"""From a plan to the program of one rank: the one way, whoever asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from cost_model.mesh import MeshSpec
+from passes.compile.bind_device import bind_device
+from passes.ir.joint import GraphInput, GraphOutput, JointGraph
+from passes.ir.torch_compat import lazy_module
+from passes.layout.assignment import Assignment
+from passes.lower.missing_tangents import usually_missing, without_tangents
+from passes.lower.partition import RankGraph, partition
+from passes.lower.phases import Backward, Phases, split_phases
+from passes.plan.lowering_plan import LoweringPlan
+from passes.schedule.schedule import scheduled
+
+__all__ = ["RankProgram", "Schedule", "rank_program"]
+
+Schedule = Callable[[fx.GraphModule], fx.GraphModule]
+"""Puts a phase's graph, in place, into the order in which it runs."""
+
+
+def rank_program(
+    joint: JointGraph,
+    assignment: Assignment,
+    lowering: LoweringPlan,
+    mesh: MeshSpec,
+    rank: int,
+    groups: Mapping[tuple[str, ...], str],
+    *,
+    schedule: Schedule = scheduled,
+) -> RankProgram:
+    """What `rank` runs: partitioned, lowered, split into forward and backward, collectives merged and in order.
+
+    assignment, lowering: of one plan. No price is read, so equal plans give equal programs. groups: axes, in mesh
+    order, -> name of their process group. schedule: the order in which each phase runs. The graphs are bound to
+    `joint.device`.
+    """
+    local = partition(joint, assignment, mesh, rank, groups, lowering)
+    bind_device(local.module, joint.device)
+    return RankProgram.of(local, joint.inputs, joint.outputs, schedule)
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """local: the rank's joint graph, every op of the global graph where it stands there.
+    phases:   forward, in the order in which it runs, and the backward as it was split off.
+    schedule: what orders the backward, once it is known which tangents there are.
+    """
+
+    local: RankGraph
+    phases: Phases
+    schedule: Schedule
+
+    @staticmethod
+    def of(
+        local: RankGraph,
+        inputs: Sequence[GraphInput],
+        outputs: Sequence[GraphOutput],
+        schedule: Schedule = scheduled,
+    ) -> RankProgram:
+        """Of a lowered graph, which stays as it is. inputs, outputs: what its ends mean."""
+        phases = split_phases(local.module, inputs, outputs)
+        schedule(phases.forward)
+        return RankProgram(local, phases, schedule)
+
+    def backward(self, missing: Set[int] = frozenset()) -> Backward:
+        """What runs where the outputs `missing` (`GraphInput.index`) get no gradient."""
+        whole = self.phases.backward
+        assert whole is not None, "nothing is trained"
+        found = without_tangents(whole, missing) if missing else replace(whole, module=_copied(whole.module))
+        self.schedule(found.module)
+        return found
+
+    def usual(self) -> Phases:
+        """As they run in a usual step: with a gradient for the loss alone, if there is one."""
+        whole = self.phases.backward
+        return replace(self.phases, backward=None if whole is None else self.backward(usually_missing(whole)))
+
+    def text(self) -> str:
+        """Every node of forward and backward in the order in which they run, for all outputs' gradients."""
+        modules = [self.phases.forward]
+        if self.phases.backward is not None:
+            modules.append(self.backward().module)
+        return "\n".join(f"{node.format_node()}" for module in modules for node in module.graph.nodes)
+
+
+def _copied(module: fx.GraphModule) -> fx.GraphModule:
+    """The same nodes once more, so that they can be ordered."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    return lazy_module(graph)

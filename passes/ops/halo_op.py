@@ -1,0 +1,179 @@
+"""`autoshard::halo_exchange` and its transpose, for code that is parallel by hand.
+
+    halo_exchange(x, dim, sizes, spans, periodic, rank, group_name) -> Tensor
+    halo_reduce  (x, dim, sizes, spans, periodic, rank, group_name) -> Tensor
+
+Rank r of the group holds the r-th of the parts of `dim` that `sizes` cut it into; after the exchange it holds [lo, hi)
+of the whole dim, `spans[2 r : 2 r + 2]`. The reduction goes back: summands of the spans are added up to the parts. Each
+is the gradient of the other. Only foreign rows travel, in one all-to-all.
+
+sizes:    of all ranks; empty parts too. x has `sizes[rank]` of `dim` (to reduce: hi - lo); its other dims are
+          the same on all ranks of the group.
+spans:    of all ranks, flat: lo and hi of each; near or far, empty, with or without the own part.
+periodic: spans may reach beyond [0, sum(sizes)) by up to one length to either side, and wrap around.
+rank:     this process's in the group. An argument, so that caches of compiled code tell the ranks apart.
+
+Composites of plain ATen ops and a functional all-to-all: compilers fuse the packing and keep the order of collectives
+as of any other. ShardingError for what does not fit; but for x's own shape it follows from what all ranks know, so
+that they refuse alike, before anything is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cost_model.errors import ShardingError
+from passes.layout.layout import Span, spans_of
+from passes.ops.halo_kernels import add_up, pack, put_together, row_numel, split_sizes, unpack
+from passes.ops.named_collective import NAMED_BY_NAME
+from passes.redistribution.message_table import Traffic, exchange_traffic, reduce_traffic
+
+__all__: list[str] = []
+
+_SCHEMA = "(Tensor x, int dim, int[] sizes, int[] spans, bool periodic, int rank, str group_name) -> Tensor"
+_DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8),
+    torch.bool,
+)
+"""What gloo and NCCL both send; booleans as bytes."""
+
+
+@dataclass(frozen=True)
+class _Table:
+    """What is held and wanted of a dim of `length`, per rank."""
+
+    held: tuple[Span, ...]
+    wanted: tuple[Span, ...]
+    length: int
+
+
+def _exchange(x: Tensor, dim: int, *where: Any) -> Tensor:
+    sizes, spans, periodic, rank, group_name = where
+    table = _table("halo_exchange", tuple(sizes), tuple(spans), periodic)
+    _check_rank("halo_exchange", sizes, rank)
+    dim = _checked_dim("halo_exchange", x, dim, table.held[rank], rank)
+    traffic = exchange_traffic(table.held, table.wanted, table.length, rank)
+    swapped = _all_to_all(x, dim, traffic, rank, group_name)
+    return put_together(unpack(swapped, x, dim, traffic, rank), x, dim, traffic)
+
+
+def _reduce(x: Tensor, dim: int, *where: Any) -> Tensor:
+    sizes, spans, periodic, rank, group_name = where
+    table = _table("halo_reduce", tuple(sizes), tuple(spans), periodic)
+    _check_rank("halo_reduce", sizes, rank)
+    dim = _checked_dim("halo_reduce", x, dim, table.wanted[rank], rank)
+    if x.dtype == torch.bool:
+        raise ShardingError("halo_reduce: x is torch.bool, which has no sum\n  try: an integer dtype")
+    traffic = reduce_traffic(table.held, table.wanted, table.length, rank)
+    swapped = _all_to_all(x, dim, traffic, rank, group_name)
+    return add_up(unpack(swapped, x, dim, traffic, rank), x, dim, traffic)
+
+
+def _all_to_all(x: Tensor, dim: int, traffic: Traffic, rank: int, group_name: str) -> Tensor:
+    """What the other ranks send to this one, flat. Whether there is anything to send is the same on all ranks."""
+    row = row_numel(x, dim)
+    if not traffic.foreign or not row:
+        return x.new_empty(0)
+    leaving, arriving = (split_sizes(spans, row, rank) for spans in (traffic.sent, traffic.received))
+    flat = pack(x, dim, traffic, rank)
+    if x.dtype == torch.bool:
+        flat = flat.to(torch.uint8)
+    started = NAMED_BY_NAME["all_to_all_single"](flat, arriving, leaving, group_name, "halo")
+    return torch.ops._c10d_functional.wait_tensor(started).to(x.dtype)
+
+
+@lru_cache(maxsize=1024)
+def _table(op: str, sizes: tuple[int, ...], spans: tuple[int, ...], periodic: bool) -> _Table:
+    """The table of these arguments. Raises ShardingError if they contradict each other."""
+    if min(sizes, default=0) < 0:
+        raise ShardingError(f"{op}: sizes {list(sizes)} has a negative part\n  try: 0 for an empty one")
+    if len(spans) != 2 * len(sizes):
+        raise ShardingError(
+            f"{op}: spans has {len(spans)} numbers for {len(sizes)} sizes\n"
+            "  try: [lo, hi] of each rank, one after the other: two numbers a rank"
+        )
+    length = sum(sizes)
+    held = spans_of(sizes)
+    wanted = tuple(zip(spans[::2], spans[1::2], strict=True))
+    for rank, (lo, hi) in enumerate(wanted):
+        _check_span(op, f"the span [{lo}, {hi}) of rank {rank}", (lo, hi), length, periodic)
+    return _Table(held, wanted, length)
+
+
+def _check_span(op: str, what: str, span: Span, length: int, periodic: bool) -> None:
+    lo, hi = span
+    if lo > hi:
+        raise ShardingError(f"{op}: {what} ends before it starts\n  try: lo <= hi; lo == hi is empty")
+    if lo == hi:
+        return
+    if not periodic and (lo < 0 or hi > length):
+        raise ShardingError(
+            f"{op}: {what} leaves the dim, [0, {length})\n  try: clip it, or periodic=True to wrap around"
+        )
+    if lo < -length or hi > 2 * length:
+        raise ShardingError(
+            f"{op}: {what} wraps around a periodic dim of {length} more than once\n"
+            f"  try: a halo of at most {length} to either side"
+        )
+
+
+def _check_rank(op: str, sizes: Sequence[int], rank: int) -> None:
+    """That the group has as many ranks as there are sizes its backend checks: a name says nothing about a group."""
+    if not 0 <= rank < len(sizes):
+        raise ShardingError(
+            f"{op}: rank is {rank}, but sizes has parts for {len(sizes)} ranks\n"
+            "  try: torch.distributed.get_rank(group), and a size for each rank, 0 where it holds nothing"
+        )
+
+
+def _checked_dim(op: str, x: Tensor, dim: int, span: Span, rank: int) -> int:
+    """`dim` counted from the front. Raises ShardingError for an operand that does not fit."""
+    if not -x.ndim <= dim < x.ndim:
+        raise ShardingError(f"{op}: dim is {dim}, but x has {x.ndim} dims")
+    if x.dtype not in _DTYPES:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+        raise ShardingError(f"{op}: x is {x.dtype}, which is not sent\n  try: one of {known}")
+    size = span[1] - span[0]
+    if x.shape[dim] != size:
+        raise ShardingError(
+            f"{op}: x has {x.shape[dim]} rows in dim {dim}; by the arguments rank {rank} holds {size}"
+        )
+    return dim % x.ndim
+
+
+class _Exchanged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *where: Any) -> Tensor:
+        ctx.where = where
+        return _exchange(x, *where)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        return torch.ops.autoshard.halo_reduce(*grad_outputs, *ctx.where), *(None for _ in ctx.where)
+
+
+class _Reduced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *where: Any) -> Tensor:
+        ctx.where = where
+        return _reduce(x, *where)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        return torch.ops.autoshard.halo_exchange(*grad_outputs, *ctx.where), *(None for _ in ctx.where)
+
+
+def _composite(function: type[torch.autograd.Function]) -> Callable[..., Tensor]:
+    return lambda *arguments: function.apply(*arguments)  # type: ignore[return-value]
+
+
+for _name, _function in {"halo_exchange": _Exchanged, "halo_reduce": _Reduced}.items():
+    torch.library.define(f"autoshard::{_name}", _SCHEMA)
+    torch.library.impl(f"autoshard::{_name}", "CompositeImplicitAutograd", _composite(_function))

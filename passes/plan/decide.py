@@ -1,0 +1,56 @@
+"""Once, after the search: how its layouts are lowered. The last that reads a price."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from passes.ir.collector import collector_paused
+from passes.ir.joint import JointGraph, node_value
+from passes.layout.assignment import Assignment
+from passes.plan.find_interiors import find_interiors
+from passes.plan.lowering_plan import LoweringPlan
+from passes.plan.transfers import Transfer, Turn, transfers
+from passes.redistribution.redistribute import Redistribution, Redistributor
+from passes.schedule.bucket_plan import bucketed_turns
+from passes.schedule.hiding import ending_reads
+from passes.schedule.issue_order import issue_order
+from passes.search.strategy_space import Prices
+
+__all__ = ["Moved", "chosen_steps", "decide_lowering", "lowered_by", "unmerged"]
+
+Moved = Mapping[Transfer, Redistribution]
+"""Every transfer -> its steps, with the prices that they were chosen by."""
+
+
+@collector_paused()
+def decide_lowering(joint: JointGraph, assignment: Assignment, prices: Prices) -> tuple[LoweringPlan, Moved]:
+    """The cheapest steps, the buckets that make a step shorter, and the interiors worth it, under `prices`."""
+    moved = chosen_steps(joint, assignment, prices.redistributor, prices.merged)
+    turns = bucketed_turns(joint, assignment, prices, moved)
+    interiors = find_interiors(joint, assignment, prices, moved)
+    return lowered_by(moved, turns, interiors), moved
+
+
+def chosen_steps(
+    joint: JointGraph, assignment: Assignment, alone: Redistributor, merged: Redistributor | None = None
+) -> Moved:
+    """The steps of every transfer, chosen by `alone`; by `merged` where only the end of the program reads what they
+    bring (`passes.schedule.hiding.ending_reads`): such transfers share buckets, so their prices differ."""
+    ending = frozenset[Transfer]() if merged is None else ending_reads(joint)
+    found: dict[Transfer, Redistribution] = {}
+    for move in transfers(joint, assignment):
+        value = node_value(move.operand)
+        chooser = merged if merged is not None and move.transfer in ending else alone
+        found[move.transfer] = chooser.plan(move.held, move.wanted, tuple(value.shape), value.element_size())
+    return found
+
+
+def lowered_by(
+    moved: Moved, turns: Mapping[Transfer, Turn], interiors: Mapping[str, str] | None = None
+) -> LoweringPlan:
+    return LoweringPlan({t: found.steps for t, found in moved.items()}, turns, interiors or {})
+
+
+def unmerged(joint: JointGraph, assignment: Assignment, redistributor: Redistributor) -> LoweringPlan:
+    """The steps that `redistributor` chooses, every collective alone, every op in one part."""
+    return lowered_by(chosen_steps(joint, assignment, redistributor), issue_order(joint, assignment))

@@ -1,0 +1,243 @@
+"""A planned joint graph written down as records: every node, its layouts, prices and transfers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.ir.collector import collector_paused
+from passes.ir.joint import (
+    GraphInput,
+    JointGraph,
+    map_operands,
+    node_values,
+    result_index,
+    tensor_operands,
+)
+from passes.layout.assignment import Assignment, NodeLayouts
+from passes.plan.decide import Moved
+from passes.plan.lowering_plan import LoweringPlan
+from passes.plan.records import NodeRecord, OperandRecord, ResultRecord, Transfer
+from passes.plan.transfers import Transfer as Read
+from passes.redistribution.redistribute import Redistribution
+from passes.rules.core.rule_registry import is_fallback
+from passes.schedule.hiding import hidden_reads
+from passes.search.strategy_space import Prices
+from passes.strategies.pricing import local_nbytes
+
+__all__ = ["describe", "fallback_ops", "graph_hash", "op_counts", "records_that_differ", "short_dtype"]
+
+
+@collector_paused()
+def describe(
+    joint: JointGraph,
+    assignment: Assignment,
+    lowering: LoweringPlan,
+    moved: Moved,
+    prices: Prices,
+) -> tuple[NodeRecord, ...]:
+    """One record per node of `joint`, `getitem`s left out, in the graph's order. lowering, moved: of `decide_lowering`.
+
+    Prices come from the assignment itself, not from the search: the sum of all seconds is the
+    plan's cost, counted a second way.
+    """
+    kinds = dict(zip(joint.placeholders, joint.inputs, strict=True))
+    trained = joint.trained
+    writer = _Writer(assignment, lowering, moved, prices, hidden_reads(joint).hides)
+    records: list[NodeRecord] = []
+    for node in joint.graph.nodes:
+        if node.op == "placeholder":
+            records.append(_placeholder(node, kinds[node], assignment[node.name], prices, node in trained))
+        elif node.op == "output":
+            records.append(writer.output(node))
+        elif result_index(node)[0] is node:
+            records.append(writer.op(node))
+    return tuple(records)
+
+
+def fallback_ops(joint: JointGraph) -> tuple[str, ...]:
+    """Ops of the graph that no rule describes; they run replicated, their inputs gathered."""
+    nodes = (n for n in joint.graph.nodes if n.op == "call_function" and result_index(n)[0] is n)
+    return tuple(sorted({str(node.target) for node in nodes if is_fallback(node)}))
+
+
+def op_counts(joint: JointGraph) -> Counter[str]:
+    """How often each op occurs, by its name and the dtype of its first result: "contract bf16"."""
+    nodes = (n for n in joint.graph.nodes if n.op == "call_function" and result_index(n)[0] is n)
+    return Counter(f"{_op_name(node)} {_shapes(node)[0][1]}" for node in nodes)
+
+
+def graph_hash(joint: JointGraph) -> str:
+    """Hash of everything a plan depends on: ops, arguments, shapes, dtypes, inputs and outputs.
+
+    Devices are left out: a plan made on a laptop is valid on a cluster.
+    """
+    digest = hashlib.sha256()
+    for node in joint.graph.nodes:
+        arguments = map_operands(node, [f"%{operand.name}" for operand in tensor_operands(node)])
+        digest.update(f"{node.name} {node.op} {_portable(arguments)} {_portable(node.target)}".encode())
+        if node.op != "output":
+            digest.update(str([(v, d) for v, d in _shapes(node)]).encode())
+    for end in (*joint.inputs, *joint.outputs):
+        digest.update(repr(end).encode())
+    return digest.hexdigest()[:16]
+
+
+def short_dtype(dtype: torch.dtype) -> str:
+    """torch.float32 -> "f32"."""
+    name = str(dtype).removeprefix("torch.")
+    for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
+        if name.startswith(long):
+            return short + name.removeprefix(long)
+    return "b8" if name == "bool" else name
+
+
+def _shapes(node: fx.Node) -> list[tuple[tuple[int, ...], str]]:
+    values = node_values(node)
+    return [((), "none") if v is None else (tuple(v.shape), short_dtype(v.dtype)) for v in values]
+
+
+def _portable(value: Any) -> str:
+    """repr without devices."""
+    if isinstance(value, torch.device):
+        return "device"
+    if isinstance(value, (tuple, list)):
+        return "(" + ", ".join(_portable(v) for v in value) + ")"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k}: {_portable(v)}" for k, v in sorted(value.items())) + "}"
+    return str(value)
+
+
+def records_that_differ(records: Sequence[NodeRecord], joint: JointGraph) -> Iterator[str]:
+    """Where `records` are not of `joint`, in sentences. Its hash, stored beside them, does not cover them."""
+    by_name = {record.name: record for record in records}
+    for node in joint.graph.nodes:
+        if node.op not in ("placeholder", "call_function") or result_index(node)[0] is not node:
+            continue
+        record = by_name.pop(node.name, None)
+        if record is None:
+            yield f"the model's node {node.name} is missing"
+        elif [(r.shape, r.dtype) for r in record.results] != [(tuple(s), d) for s, d in _shapes(node)]:
+            yield f"node {node.name} has results {', '.join(map(str, record.results))}, and not those of the model"
+        elif [(o.source, o.result) for o in record.operands] != [
+            (producer.name, index) for producer, index in map(result_index, tensor_operands(node))
+        ]:
+            yield f"node {node.name} reads {', '.join(o.source for o in record.operands)}, and not what the model does"
+    ends = [(p.name, i) for p, i in map(result_index, tensor_operands(joint.output_node))]
+    output = by_name.pop("output", None)
+    if output is None or [(o.source, o.result) for o in output.operands] != ends:
+        yield "its output is not the model's"
+    yield from (f"the model has no node {name}" for name in by_name)
+
+
+def _placeholder(
+    node: fx.Node, spec: GraphInput, layouts: NodeLayouts, prices: Prices, trained: bool
+) -> NodeRecord:
+    layout = layouts.results[0]
+    text = spec.name if spec.kind in ("tangent", "seed") else f"{spec.kind} {spec.name}"
+    seconds = prices.optimizer_seconds(local_nbytes(layout, node, 0, prices.mesh)) if trained else 0.0
+    phase = "backward" if spec.kind == "tangent" else "forward"
+    return NodeRecord(
+        node.name, spec.kind, _escaped(text), (), _results(node, layouts), (), seconds, phase, "", ""
+    )
+
+
+@dataclass(frozen=True)
+class _Writer:
+    """Records of ops and of the output. hides: the reads whose transfers may run behind computation."""
+
+    assignment: Assignment
+    lowering: LoweringPlan
+    moved: Moved
+    prices: Prices
+    hides: frozenset[Read]
+
+    def op(self, node: fx.Node) -> NodeRecord:
+        prices, layouts = self.prices, self.assignment[node.name]
+        return NodeRecord(
+            name=node.name,
+            op=_op_name(node),
+            text=_op_text(node),
+            operands=self._operands(node),
+            results=_results(node, layouts),
+            splits=layouts.splits,
+            seconds=prices.op_seconds(node, layouts),
+            phase=node.meta.get("phase", "forward"),
+            module=node.meta.get("module", ""),
+            source=node.meta.get("source", ""),
+            interior=self.lowering.interiors.get(node.name),
+        )
+
+    def output(self, node: fx.Node) -> NodeRecord:
+        return NodeRecord("output", "output", "", self._operands(node), (), (), 0.0, "backward", "", "")
+
+    def _operands(self, node: fx.Node) -> tuple[OperandRecord, ...]:
+        found: list[OperandRecord] = []
+        wanted = self.assignment[node.name].operands
+        for position, (operand, layout) in enumerate(zip(tensor_operands(node), wanted, strict=True)):
+            producer, index = result_index(operand)
+            read = node.name, position
+            transfers = _transfers(self.moved.get(read))
+            turn = self.lowering.turns.get(read)
+            found.append(OperandRecord(producer.name, index, layout, transfers, read in self.hides, turn))
+        return tuple(found)
+
+
+def _transfers(moved: Redistribution | None) -> tuple[Transfer, ...]:
+    if moved is None:
+        return ()
+    return tuple(map(Transfer, moved.steps, moved.step_nbytes, moved.step_seconds))
+
+
+def _results(node: fx.Node, layouts: NodeLayouts) -> tuple[ResultRecord, ...]:
+    return tuple(
+        ResultRecord(shape, dtype, layout)
+        for (shape, dtype), layout in zip(_shapes(node), layouts.results, strict=True)
+    )
+
+
+def _op_name(node: fx.Node) -> str:
+    namespace, _, name = str(node.target).partition(".")
+    name = name.removesuffix(".default")
+    return name if namespace == "autoshard" else f"{namespace}.{name}"
+
+
+def _op_text(node: fx.Node) -> str:
+    tokens = [f"\0{i}\0" for i in range(len(tensor_operands(node)))]
+    args, kwargs = map_operands(node, [_Token(token) for token in tokens])
+    shown = [_shown(a) for a in args] + [
+        f"{k}={_shown(v)}" for k, v in kwargs.items() if not _is_placement(k, v)
+    ]
+    text = _escaped(f"{_op_name(node)}({', '.join(shown)})")
+    for i, token in enumerate(tokens):
+        text = text.replace(token, f"{{{i}}}")
+    return text
+
+
+def _is_placement(name: str, value: Any) -> bool:
+    """Arguments that say where and not what: they differ between machines and tell a reader nothing."""
+    return name in ("device", "pin_memory", "layout") or value is None
+
+
+class _Token(str):
+    """An operand's place in the printed text."""
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, _Token):
+        return str(value)
+    if isinstance(value, str):
+        return repr(value)
+    if isinstance(value, (tuple, list)):
+        return "[" + ", ".join(_shown(v) for v in value) + "]"
+    return short_dtype(value) if isinstance(value, torch.dtype) else str(value)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("{", "{{").replace("}", "}}")

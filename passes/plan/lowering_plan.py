@@ -1,0 +1,26 @@
+"""What a plan decides beside the layouts: all that turns them into each rank's program, and no price."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from passes.plan.transfers import Transfer, Turn
+from passes.redistribution.steps import Step
+
+__all__ = ["LoweringPlan"]
+
+
+@dataclass(frozen=True)
+class LoweringPlan:
+    """steps:  every transfer, an operand read in another layout than it is held in, -> how it is brought there.
+    turns:     every transfer -> its place in the one order of all ranks; those of one turn are merged, a bucket.
+    interiors: ops computed in parts, so that a halo travels meanwhile (`passes.lower.interior`) -> the factor cut.
+
+    What the forward saves and the backward computes again follows from a rank's program, at the fewest bytes and
+    without prices (`passes.lower.recompute`): it is not written down again.
+    """
+
+    steps: Mapping[Transfer, tuple[Step, ...]]
+    turns: Mapping[Transfer, Turn]
+    interiors: Mapping[str, str]

@@ -1,0 +1,80 @@
+"""The redistributions that layouts ask for: which there are, and of which phase each is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from passes.ir.joint import JointGraph, result_index, tensor_operands
+from passes.ir.phase_ops import ops_by_phase
+from passes.layout.assignment import Assignment
+from passes.layout.layout import Layout
+
+__all__ = ["Move", "Transfer", "Turn", "late_transfers", "transfers"]
+
+Transfer = tuple[str, int]
+"""(global name of the reader, which of its tensor operands)."""
+
+Turn = tuple[int, int]
+"""(0 in the forward, 1 in the backward; place in the phase's order). Meta "turn" of a transfer's nodes."""
+
+
+@dataclass(frozen=True, eq=False)
+class Move:
+    """A transfer. moves: whether it needs a collective (of some rank). start, end: places in its phase's ops
+    of the op that computes the operand (-1: at hand from the start) and of the reader (their number: the
+    end of the phase)."""
+
+    reader: fx.Node
+    index: int
+    operand: fx.Node
+    held: Layout
+    wanted: Layout
+    moves: bool
+    start: int = -1
+    end: int = 0
+
+    @property
+    def transfer(self) -> Transfer:
+        return self.reader.name, self.index
+
+
+def transfers(joint: JointGraph, assignment: Assignment) -> list[Move]:
+    """What `assignment` asks for, in the order of the graph; not yet placed in a phase."""
+    found: list[Move] = []
+    for reader in joint.graph.nodes:
+        if reader.op == "placeholder" or result_index(reader)[0] is not reader:
+            continue
+        wanted = assignment[reader.name].operands
+        for index, (operand, layout) in enumerate(zip(tensor_operands(reader), wanted, strict=True)):
+            producer, result = result_index(operand)
+            held = assignment[producer.name].results[result]
+            if held != layout:
+                found.append(Move(reader, index, operand, held, layout, not _is_local(held, layout)))
+    return found
+
+
+def _is_local(held: Layout, wanted: Layout) -> bool:
+    """Whether every rank has its part already: it slices, or starts a pending sum."""
+    for dim, (mine, theirs, *sizes) in enumerate(
+        zip(held.dims, wanted.dims, held.sizes, wanted.sizes, strict=True)
+    ):
+        if held.halos[dim] != wanted.halos[dim] and mine:
+            return False
+        nested = mine == theirs[: len(mine)] and sizes == [None, None]
+        if mine and not nested and (mine, sizes[0]) != (theirs, sizes[1]):
+            return False
+    return set(held.partial) <= set(wanted.partial)
+
+
+def late_transfers(
+    joint: JointGraph, moves: Sequence[Move], forward: set[fx.Node] | None = None
+) -> set[Move]:
+    """Those of the backward: only gradients depend on what they deliver. forward: its ops, if known."""
+    forward = set(ops_by_phase(joint)[0]) if forward is None else forward
+    ends = zip(joint.outputs, joint.results, strict=True)
+    kinds = [spec.kind for spec, result in ends if result is not None]
+    at_end = lambda move: kinds[move.index] == "grad"
+    return {m for m in moves if (at_end(m) if m.reader.op == "output" else m.reader not in forward)}

@@ -1,0 +1,1 @@
+"""Seconds and bytes of a step of the program that runs."""

@@ -1,0 +1,173 @@
+"""How long a step of a plan will take: the program that runs, on a timeline of two streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from cost_model.mesh import MeshSpec
+from cost_model.timeline import Timeline
+from passes.ir.collector import collector_paused
+from passes.ir.joint import CPU, JointGraph
+from passes.layout.assignment import Assignment
+from passes.lower.phases import Phases
+from passes.lower.rank_program import Schedule, rank_program
+from passes.plan.lowering_plan import LoweringPlan
+from passes.predict.step_events import Axes, AxesOf, StepEvents
+from passes.schedule.schedule import scheduled
+from passes.search.strategy_space import Prices
+from passes.simulate.lockstep import simulated_group_axes, simulated_groups
+
+__all__ = [
+    "PredictedCollective",
+    "PredictedPhase",
+    "Prediction",
+    "predict_phases",
+    "predicted_step",
+    "slowest_ranks",
+]
+
+
+@dataclass(frozen=True)
+class PredictedCollective:
+    """node: its name in the phase's graph; serves: the parameter or module it is for. nbytes: as
+    `cost_model.collectives` counts. seconds: its price, alone. start: seconds into the step. exposed:
+    by how much the step is longer for it."""
+
+    phase: str
+    node: str
+    serves: str
+    kind: str
+    axes: Axes
+    nbytes: int
+    seconds: float
+    start: float
+    exposed: float
+
+
+@dataclass(frozen=True)
+class PredictedPhase:
+    """seconds: from its begin to its end. compute: its kernels at full speed; communication: its
+    collectives, each alone; exposed: what they add to the kernels' time."""
+
+    name: str
+    seconds: float
+    compute: float
+    communication: float
+    exposed: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One rank's step. phases: forward, backward if there is one, optimizer if something is trained."""
+
+    seconds: float
+    phases: tuple[PredictedPhase, ...]
+    collectives: tuple[PredictedCollective, ...]
+
+    @property
+    def compute(self) -> float:
+        """Seconds of all kernels at full speed, the optimizer's included."""
+        return sum(phase.compute for phase in self.phases)
+
+    @property
+    def exposed(self) -> float:
+        """Seconds that communication adds to `compute`."""
+        return sum(phase.exposed for phase in self.phases)
+
+
+@collector_paused()
+def predicted_step(
+    joint: JointGraph,
+    assignment: Assignment,
+    lowering: LoweringPlan,
+    prices: Prices,
+    *,
+    schedule: Schedule = scheduled,
+) -> Prediction:
+    """The step of the slowest rank: the program that runs, under `prices`.
+
+    lowering: of the plan, as `assignment` is. schedule: the order in which each phase runs.
+    """
+    mesh = prices.mesh
+    joint = replace(joint, device=CPU)  # nothing is run
+    groups = simulated_groups(mesh)
+
+    def of_rank(rank: int) -> Prediction:
+        program = rank_program(joint, assignment, lowering, mesh, rank, groups, schedule=schedule)
+        return predict_phases(program.usual(), prices, simulated_group_axes)
+
+    return max((of_rank(rank) for rank in slowest_ranks(assignment, mesh)), key=lambda p: p.seconds)
+
+
+def predict_phases(phases: Phases, prices: Prices, axes_of: AxesOf) -> Prediction:
+    """The step of the rank whose programs `phases` are, in the order of their nodes.
+
+    axes_of: name of a process group in the graphs -> its mesh axes.
+    """
+    step = StepEvents(prices, axes_of)
+    step.add_graph(phases.forward, "forward")
+    if phases.backward is not None:
+        step.add_graph(phases.backward.module, "backward")
+        step.add_kernel("optimizer", _update_seconds(phases, prices), "optimizer")
+    timeline = Timeline.of(step.events, prices.overlap_efficiency)
+    collectives = tuple(
+        PredictedCollective(
+            issued.phase,
+            issued.node,
+            issued.serves,
+            issued.kind,
+            issued.axes,
+            issued.nbytes,
+            timeline.events[issued.event].seconds,
+            timeline.start[issued.event],
+            timeline.exposed[issued.event],
+        )
+        for issued in step.collectives
+    )
+    return Prediction(timeline.seconds, tuple(_phases(step.ends, timeline)), collectives)
+
+
+def slowest_ranks(assignment: Assignment, mesh: MeshSpec) -> tuple[int, ...]:
+    """Ranks of which one is the slowest.
+
+    Rank 0 has the largest shard of everything split in torch's sizes. For every split with sizes of
+    its own, the rank that holds its largest piece may be slower.
+    """
+    found = {0}
+    for layouts in assignment.values():
+        for layout in (*layouts.operands, *layouts.results):
+            for axes, sizes, halo in zip(layout.dims, layout.sizes, layout.halos, strict=True):
+                sizes = sizes if halo is None else halo.sizes
+                if sizes is not None:
+                    found.add(_rank_at(mesh, axes, sizes.index(max(sizes))))
+    return tuple(sorted(found))
+
+
+def _rank_at(mesh: MeshSpec, axes: Axes, index: int) -> int:
+    """The first rank whose place along `axes`, major to minor, is `index`."""
+    return next(rank for rank in range(mesh.device_count) if mesh.linear_index(rank, axes) == index)
+
+
+def _update_seconds(phases: Phases, prices: Prices) -> float:
+    """Of the optimizer's update of this rank's shards."""
+    assert phases.backward is not None
+    placeholders = [n for n in phases.forward.graph.nodes if n.op == "placeholder"]
+    *_, output = phases.backward.module.graph.nodes
+    seconds = 0.0
+    for end, gradient in zip(phases.backward.gradients, output.args[0], strict=True):
+        if gradient is not None and phases.inputs[end.index].kind == "param":
+            value = placeholders[end.index].meta["val"]
+            seconds += prices.optimizer_seconds(value.numel() * value.element_size())
+    return seconds
+
+
+def _phases(ends: Iterable[tuple[str, int]], timeline: Timeline) -> Iterable[PredictedPhase]:
+    first, begun = 0, 0.0
+    for name, last in ends:
+        members = range(first, last)
+        compute = sum(timeline.events[i].seconds for i in members if timeline.events[i].stream == "compute")
+        comm = sum(timeline.events[i].seconds for i in members if timeline.events[i].stream == "comm")
+        end = max((timeline.end[i] for i in members), default=begun)
+        yield PredictedPhase(name, end - begun, compute, comm, sum(timeline.exposed[i] for i in members))
+        first, begun = last, end

@@ -1,0 +1,164 @@
+"""One rank's forward or backward as events of a timeline: priced kernels, collectives and waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from cost_model.timeline import Event
+from passes.ir.op_traits import is_view, storage_root
+from passes.search.strategy_space import Prices
+from passes.strategies.pricing import local_seconds
+
+__all__ = [
+    "COLLECTIVE_KINDS",
+    "Axes",
+    "AxesOf",
+    "Issued",
+    "StepEvents",
+    "collective_nbytes",
+    "copies_of_collectives",
+]
+
+Axes = tuple[str, ...]
+AxesOf = Callable[[str], Axes]
+"""Name of a process group -> the mesh axes it is over."""
+
+c10d = torch.ops._c10d_functional
+
+COLLECTIVE_KINDS: Mapping[Any, str] = {
+    c10d.all_gather_into_tensor.default: "all_gather",
+    c10d.reduce_scatter_tensor.default: "reduce_scatter",
+    c10d.all_reduce.default: "all_reduce",
+    c10d.all_to_all_single.default: "all_to_all",
+}
+"""Functional collective -> its name among the prices."""
+
+
+@dataclass(frozen=True)
+class Issued:
+    """A collective of the step. event: its position among the events; node: its name in the phase's
+    graph; serves: the parameter or module it is for; nbytes: as `cost_model.collectives` counts."""
+
+    event: int
+    phase: str
+    node: str
+    serves: str
+    kind: str
+    axes: Axes
+    nbytes: int
+
+
+@dataclass
+class StepEvents:
+    """Collects the events of a step, phase after phase, in the order in which the rank issues them.
+
+    A kernel follows the one before it. A collective starts after all kernels issued before it: its
+    operand is one of their results, and communication libraries wait for what the stream holds. A wait
+    holds up the kernels behind it until its collective has ended. The copies that put a collective's
+    parts in order are in its price; padding, cutting and casting for it are kernels like any other.
+    """
+
+    prices: Prices
+    axes_of: AxesOf
+    events: list[Event] = field(default_factory=list)
+    collectives: list[Issued] = field(default_factory=list)
+    ends: list[tuple[str, int]] = field(default_factory=list)
+    """(phase, number of events when it was complete)."""
+    _last_kernel: tuple[int, ...] = ()
+
+    def add_graph(self, module: fx.GraphModule, phase: str) -> None:
+        """All of `module`, which runs in the order of its nodes.
+
+        Its nodes' meta "phase" becomes `phase`, where they run: it decides what is stored for another
+        program, and an op that the backward runs again still says "forward".
+        """
+        nodes = [n for n in module.graph.nodes if n.op == "call_function"]
+        for node in nodes:
+            node.meta["phase"] = phase
+        issued: dict[fx.Node, int] = {}
+        paid = copies_of_collectives(module.graph)
+        for node in nodes:
+            if node.target in COLLECTIVE_KINDS:
+                issued[node] = self._collective(node, phase)
+            elif node.target is c10d.wait_tensor.default:
+                (started,) = node.all_input_nodes
+                self._kernel(node.name, 0.0, (issued[started],) if started in issued else ())
+            elif node not in paid:
+                flow = self.prices.traffic(node)
+                seconds = local_seconds(node, flow, self.prices.compute)
+                if seconds > 0.0:
+                    self._kernel(node.name, seconds, ())
+        self.ends.append((phase, len(self.events)))
+
+    def add_kernel(self, name: str, seconds: float, phase: str) -> None:
+        """A phase of one kernel."""
+        self._kernel(name, seconds, ())
+        self.ends.append((phase, len(self.events)))
+
+    def _kernel(self, name: str, seconds: float, after: tuple[int, ...]) -> None:
+        self._last_kernel = (len(self.events),)
+        self.events.append(Event(name, "compute", seconds, after))
+
+    def _collective(self, node: fx.Node, phase: str) -> int:
+        axes = self.axes_of(str(node.args[-1]))
+        kind, nbytes = collective_kind(node), collective_nbytes(node)
+        seconds = self.prices.redistributor.collective_seconds(kind, axes, nbytes)
+        serves = str(node.meta.get("serves", ""))
+        self.collectives.append(Issued(len(self.events), phase, node.name, serves, kind, axes, nbytes))
+        self.events.append(Event(node.name, "comm", seconds, self._last_kernel))
+        return len(self.events) - 1
+
+
+_REORDERED = ("all_gather", "reduce_scatter", "all_to_all")
+
+
+def copies_of_collectives(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Copies that are part of a collective's price (`cost_model.measure.collective_work` times them with
+    it) -> that collective: those that lowering emits to lay out the parts sent, or those received."""
+    found: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is torch.ops.aten.clone.default and "turn" in node.meta:
+            collective = _received(node) or _sent(node)
+            if collective is not None and COLLECTIVE_KINDS[collective.target] in _REORDERED:
+                found[node] = collective
+    return found
+
+
+def _received(copy: fx.Node) -> fx.Node | None:
+    """The collective whose result, looked at through views, is copied."""
+    root = storage_root(copy.all_input_nodes[0])
+    if root.target is not c10d.wait_tensor.default or root.meta.get("turn") != copy.meta["turn"]:
+        return None
+    started = root.all_input_nodes[0]
+    return started if started.target in COLLECTIVE_KINDS else None
+
+
+def _sent(copy: fx.Node) -> fx.Node | None:
+    """The collective whose operand, looked at through views, the copy is."""
+    node = copy
+    while len(node.users) == 1:
+        (node,) = node.users
+        if node.target in COLLECTIVE_KINDS:
+            return node if node.meta.get("turn") == copy.meta["turn"] else None
+        if not is_view(node):
+            return None
+    return None
+
+
+def collective_kind(node: fx.Node) -> str:
+    """By which the collective that `node` starts is priced: messages of any sizes are exchanged flat."""
+    kind = COLLECTIVE_KINDS[node.target]
+    flat = node.all_input_nodes[0].meta["val"].ndim == 1
+    return "point_to_point" if kind == "all_to_all" and flat else kind
+
+
+def collective_nbytes(node: fx.Node) -> int:
+    """Bytes that price the collective that `node` starts: its larger end, of this rank."""
+    (operand,) = node.all_input_nodes
+    values = (operand.meta["val"], node.meta["val"])
+    return max(value.numel() * value.element_size() for value in values)

@@ -1,0 +1,103 @@
+"""Emitting halos: what windows read of other ranks' shards, and what they add to them.
+
+The table of messages follows from the layouts: from any distance, of any sizes, to empty shards too, around the end
+of a periodic dim. Only what is foreign travels; several split dims go one after the other, the second with what the
+first has brought, so that corners arrive without messages of their own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from passes.layout.layout import Span
+from passes.redistribution.emit_steps import value
+from passes.redistribution.halo_site import Site, without
+from passes.redistribution.span_pieces import flatten_pieces
+
+__all__ = ["halo_exchange", "halo_reduce"]
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+Piece = tuple[Span, fx.Node]
+"""(places in the result, what belongs there)."""
+
+
+def halo_exchange(site: Site, x: fx.Node) -> fx.Node:
+    """What others hold of my span, put around what I hold of it: also from one cut of a dim to another."""
+    pieces = _pieces(site, x)
+    if not math.prod(site.result_shape):
+        return site.emit.empty(x, site.result_shape)
+    whole = site.emit.cat([piece for _, piece in pieces], site.step.dim)
+    if len(pieces) > 1:
+        whole.meta["halo"] = True
+    return whole
+
+
+def halo_reduce(site: Site, x: fx.Node) -> fx.Node:
+    """My part of the sum: my own summand, and those of others that reach into it."""
+    pieces, shape, dim = _pieces(site, x), list(site.result_shape), site.step.dim
+    ends = sorted({0, shape[dim], *itertools.chain.from_iterable(span for span, _ in pieces)})
+    runs = [_sum_of(site, pieces, (lo, hi), x) for lo, hi in itertools.pairwise(ends)]
+    return site.emit.cat(runs, dim) if runs else site.emit.empty(x, shape)
+
+
+def _sum_of(site: Site, pieces: Sequence[Piece], run: Span, like: fx.Node) -> fx.Node:
+    """What the pieces that cover `run`, all of it, add up to there."""
+    dim = site.step.dim
+    shape = list(site.result_shape)
+    shape[dim] = run[1] - run[0]
+    total: fx.Node | None = None
+    for (lo, hi), piece in pieces:
+        if lo <= run[0] and run[1] <= hi:
+            part = site.emit.slice(piece, dim, run[0] - lo, run[1] - lo)
+            total = part if total is None else site.emit.call(aten.add.Tensor, total, part)
+    return site.emit.call(aten.new_zeros.default, like, shape) if total is None else total
+
+
+def _pieces(site: Site, x: fx.Node) -> list[Piece]:
+    """All that others send, and what is here already, by place."""
+    dim = site.step.dim
+    pieces = _foreign(site, x)
+    for (lo, hi), places in site.overlaps(dim, site.rank, site.rank):
+        pieces.append((places, site.emit.slice(x, dim, lo, hi)))
+    return sorted(pieces, key=lambda piece: piece[0])
+
+
+def _foreign(site: Site, x: fx.Node) -> list[Piece]:
+    """Send each other rank of the group what it wants of `x`; what arrives."""
+    if not _anything_foreign(site):
+        return []
+    dim, rank = site.step.dim, site.rank
+    sent = [site.overlaps(dim, rank, other) if other != rank else [] for other in site.ranks]
+    received = [site.overlaps(dim, other, rank) if other != rank else [] for other in site.ranks]
+    width = math.prod(without(tuple(value(x).shape), dim))
+    out_numel = [sum(hi - lo for (lo, hi), _ in message) * width for message in sent]
+    in_numel = [sum(hi - lo for _, (lo, hi) in message) * width for message in received]
+    flat = flatten_pieces(site.emit, x, dim, [span for message in sent for span, _ in message])
+    target = c10d.all_to_all_single.default
+    arrived = site.emit.collective(target, flat, [sum(in_numel)], in_numel, out_numel, site.group_name)
+    pieces: list[Piece] = []
+    first = 0
+    for _, (lo, hi) in itertools.chain.from_iterable(received):
+        shape = list(value(x).shape)
+        shape[dim] = hi - lo
+        count = (hi - lo) * width
+        part = site.emit.slice(arrived, 0, first, first + count)
+        pieces.append(((lo, hi), site.emit.view(part, shape)))
+        first += count
+    return pieces
+
+
+def _anything_foreign(site: Site) -> bool:
+    """Whether any rank of the group sends anything: all of its ranks know."""
+    dim = site.step.dim
+    if not math.prod(without(site.step.before.local_shape(site.shape, site.mesh, site.rank), dim)):
+        return False
+    pairs = itertools.permutations(site.ranks, 2)
+    return any(site.overlaps(dim, sender, receiver) for sender, receiver in pairs)

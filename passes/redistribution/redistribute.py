@@ -1,0 +1,252 @@
+"""From one layout to another: the cheapest sequence of steps, and its seconds.
+
+One class decides the steps. The search prices with it (`Redistributor.matrix`), and what it chooses once the search is
+over (`Redistributor.plan`, in `passes.plan.decide`) is in the plan and runs, so what is priced is what runs.
+
+The steps are a shortest path in a graph whose nodes are layouts and whose edges are the moves of
+`passes.redistribution.moves`. That graph doesn't depend on the tensor's shape (unless a layout has
+explicit sizes), so it is built once per number of dims; a shape only sets the bytes of its edges.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from cost_model.errors import ProfileError, ShardingError
+from cost_model.mesh import MeshSpec
+from passes.layout.layout import Layout
+from passes.redistribution.dim_splits import DimSpec, Split, sort_key
+from passes.redistribution.moves import as_state, as_step
+from passes.redistribution.steps import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    HaloExchange,
+    HaloReduce,
+    ReduceScatter,
+    Reshard,
+    Slice,
+    Step,
+    ToPartial,
+)
+from passes.redistribution.universe import Universe, UniverseKey, build_universe
+
+__all__ = [
+    "AllGather",
+    "AllReduce",
+    "AllToAll",
+    "CollectiveSeconds",
+    "HaloExchange",
+    "HaloReduce",
+    "Redistribution",
+    "Redistributor",
+    "ReduceScatter",
+    "Reshard",
+    "Slice",
+    "Step",
+    "ToPartial",
+    "redistribution",
+    "universe_key",
+]
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+class CollectiveSeconds(Protocol):
+    """What prices a collective: `cost_model`'s profiles, or a fake in tests."""
+
+    def seconds(self, kind: str, axes: tuple[str, ...], nbytes: int) -> float:
+        """kind: "all_gather" (nbytes of the gathered tensor), "reduce_scatter" (of its input),
+        "all_reduce", "all_to_all" (of one rank's buffer). axes: of the group, in mesh order."""
+        ...
+
+
+@dataclass(frozen=True)
+class Redistribution:
+    """steps:        what is done, first to last; () when the layouts are equal.
+    seconds:      their sum.
+    step_seconds: per step; 0 for local steps.
+    step_nbytes:  per step, the bytes that set its price, padding included; 0 for local steps.
+    """
+
+    steps: tuple[Step, ...]
+    seconds: float
+    step_seconds: tuple[float, ...]
+    step_nbytes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Space:
+    """A universe with one shape's bytes and seconds. dims: the tensor dims in play."""
+
+    universe: Universe
+    dims: tuple[int, ...]
+    payloads: Ints
+    seconds: Floats
+    rows: dict[int, Floats]  # source state -> [states] distances, filled on demand
+
+    def state(self, layout: Layout) -> int | None:
+        return self.universe.index.get(as_state(layout, self.dims))
+
+    def rounds(self, sources: Sequence[int]) -> list[Floats]:
+        """[states, sources] distances with at most 0, 1, 2, ... steps, until they stay the same."""
+        distance = np.full((len(self.universe.states), len(sources)), np.inf)
+        distance[sources, np.arange(len(sources))] = 0.0
+        found = [distance]
+        while len(self.universe.moves):
+            distance = self.universe.relax(self.seconds, distance)
+            if np.array_equal(distance, found[-1]):
+                break
+            found.append(distance)
+        return found
+
+    def distances(self, sources: Sequence[int]) -> Floats:
+        """[sources, states]."""
+        missing = list(dict.fromkeys(s for s in sources if s not in self.rows))
+        if missing:
+            last = self.rounds(missing)[-1]
+            self.rows.update((source, last[:, i]) for i, source in enumerate(missing))
+        return np.stack([self.rows[s] for s in sources])
+
+    def path(self, source: int, target: int) -> list[int] | None:
+        """Moves of a cheapest path; of those one with fewest steps, then first in order."""
+        rounds = [distance[:, 0] for distance in self.rounds([source])]
+        if math.isinf(rounds[-1][target]):
+            return None
+        path: list[int] = []
+        state, left = target, len(rounds) - 1
+        while state != source:
+            while rounds[left - 1][state] == rounds[left][state]:
+                left -= 1
+            first = np.searchsorted(self.universe.head, state)
+            last = np.searchsorted(self.universe.head, state, side="right")
+            arriving = rounds[left - 1][self.universe.tail[first:last]] + self.seconds[first:last]
+            move = int(first + np.flatnonzero(arriving == rounds[left][state])[0])
+            path.append(move)
+            state, left = int(self.universe.tail[move]), left - 1
+        return path[::-1]
+
+
+class Redistributor:
+    """Plans and prices redistributions on one mesh with one set of prices; caches both."""
+
+    def __init__(self, mesh: MeshSpec, prices: CollectiveSeconds) -> None:
+        self.mesh = mesh
+        self._prices = prices
+        self._seconds: dict[tuple[str, tuple[str, ...], int], float] = {}
+        self._universes: dict[UniverseKey, Universe] = {}
+        self._spaces: dict[tuple[UniverseKey, bytes], _Space] = {}
+        self._plans: dict[tuple[Layout, Layout, tuple[int, ...], int], Redistribution] = {}
+
+    def plan(self, src: Layout, dst: Layout, shape: Sequence[int], itemsize: int) -> Redistribution:
+        """The cheapest steps that turn `src` into `dst`, for a tensor of global `shape`.
+
+        Raises ShardingError if there are none: a pending max or min cannot be created.
+        """
+        key = (src, dst, tuple(shape), itemsize)
+        if key not in self._plans:
+            self._plans[key] = self._plan(src, dst, tuple(shape), itemsize)
+        return self._plans[key]
+
+    def matrix(
+        self, srcs: Sequence[Layout], dsts: Sequence[Layout], shape: Sequence[int], itemsize: int
+    ) -> Floats:
+        """[srcs, dsts] seconds of `plan`; inf where there is none.
+
+        Equal to `plan`'s seconds (up to the order of adding) if prices never fall with bytes.
+        """
+        seconds = np.full((len(srcs), len(dsts)), np.inf)
+        if not len(srcs) or not len(dsts):
+            return seconds
+        space = self._space((*srcs, *dsts), tuple(shape), itemsize)
+        rows = [space.state(src) for src in srcs]
+        columns = [space.state(dst) for dst in dsts]
+        known_rows = [i for i, row in enumerate(rows) if row is not None]
+        known = [j for j, column in enumerate(columns) if column is not None]
+        distances = space.distances([row for row in rows if row is not None])
+        targets = [column for column in columns if column is not None]
+        seconds[np.ix_(known_rows, known)] = distances[:, targets]
+        return seconds
+
+    def _plan(self, src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int) -> Redistribution:
+        if src == dst:
+            return Redistribution((), 0.0, (), ())
+        space = self._space((src, dst), shape, itemsize)
+        source, target = space.state(src), space.state(dst)
+        path = None if source is None or target is None else space.path(source, target)
+        if path is None:
+            raise ShardingError(f"no redistribution from {src} to {dst}: a pending max or min cannot be made")
+        seconds = tuple(float(space.seconds[move]) for move in path)
+        nbytes = tuple(int(space.payloads[move]) for move in path)
+        steps = tuple(self._step(space, move, len(shape)) for move in path)
+        return Redistribution(steps, sum(seconds, 0.0), seconds, nbytes)
+
+    def _step(self, space: _Space, number: int, ndim: int) -> Step:
+        universe, move = space.universe, space.universe.moves[number]
+        return as_step(universe.states[universe.tail[number]], move, space.dims, ndim)
+
+    def _space(self, layouts: Sequence[Layout], shape: tuple[int, ...], itemsize: int) -> _Space:
+        dims, key = universe_key(layouts, shape)
+        universe = self._universes.get(key)
+        if universe is None:
+            universe = self._universes[key] = build_universe(self.mesh, key)
+        lengths = tuple(shape[d] for d in dims)
+        others = math.prod(length for d, length in enumerate(shape) if d not in dims)
+        shard_bytes = universe.shard_bytes(lengths, others, itemsize)
+        # Shapes whose shards have the same bytes in every layout share their distances.
+        space = self._spaces.get((key, shard_bytes.tobytes()))
+        if space is None:
+            payloads = universe.payloads(shard_bytes)
+            seconds = universe.seconds(payloads, self.collective_seconds)
+            space = _Space(universe, (), payloads, seconds, {})
+            self._spaces[key, shard_bytes.tobytes()] = space
+        return _Space(universe, dims, space.payloads, space.seconds, space.rows)
+
+    def collective_seconds(self, kind: str, axes: tuple[str, ...], nbytes: int) -> float:
+        """Price of one collective; ProfileError for one that is negative or not finite."""
+        if nbytes == 0:
+            return 0.0  # the lowering emits no collective
+        key = (kind, axes, nbytes)
+        if key not in self._seconds:
+            seconds = self._prices.seconds(kind, axes, nbytes)
+            if not 0.0 <= seconds < math.inf:
+                raise ProfileError(f"{kind} of {nbytes} bytes over {axes} is priced at {seconds} seconds")
+            self._seconds[key] = seconds
+        return self._seconds[key]
+
+
+def redistribution(
+    src: Layout,
+    dst: Layout,
+    shape: Sequence[int],
+    itemsize: int,
+    mesh: MeshSpec,
+    prices: CollectiveSeconds,
+) -> Redistribution:
+    """`Redistributor.plan` for a single use."""
+    return Redistributor(mesh, prices).plan(src, dst, shape, itemsize)
+
+
+def universe_key(layouts: Sequence[Layout], shape: Sequence[int]) -> tuple[tuple[int, ...], UniverseKey]:
+    """(dims in play, what decides the moves) between `layouts` of a tensor of global `shape`. Dims of length 1 are in
+    play only if a layout splits them."""
+    used = {dim for layout in layouts for dim, axes in enumerate(layout.dims) if axes}
+    dims = tuple(d for d, length in enumerate(shape) if length > 1 or d in used)
+    return dims, UniverseKey(tuple(_dim_spec(layouts, shape[d], d) for d in dims), _reduced(layouts))
+
+
+def _dim_spec(layouts: Sequence[Layout], length: int, dim: int) -> DimSpec:
+    splits = {Split(x.dims[dim], x.sizes[dim], x.halos[dim]) for x in layouts}
+    explicit = sorted((s for s in splits if s.sizes is not None or s.halo is not None), key=sort_key)
+    return DimSpec(length, tuple(explicit)) if explicit else DimSpec(0, ())
+
+
+def _reduced(layouts: Sequence[Layout]) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted({p for layout in layouts for p in layout.partial if p[1] != "sum"}))

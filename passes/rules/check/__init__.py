@@ -1,0 +1,1 @@
+"""Rules tried on numbers, and found for an op that has none."""

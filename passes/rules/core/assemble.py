@@ -1,0 +1,120 @@
+"""From factor names per dim and concrete shapes to an `OpRule`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from cost_model.errors import ShardingError
+from passes.layout.windows import Window
+from passes.rules.core.rule import Dim, Localize, OpRule
+
+__all__ = ["Dims", "assemble", "dims", "whole_rule"]
+
+Dims = Sequence[Dim]
+
+
+def dims(names: str | Iterable[str]) -> tuple[Dim, ...]:
+    """One plain dim per word: "b m k" -> (("b",), ("m",), ("k",))."""
+    words = names.split() if isinstance(names, str) else names
+    return tuple((word,) for word in words)
+
+
+def assemble(
+    shapes: Sequence[Sequence[int]],
+    operands: Sequence[Dims],
+    results: Sequence[Dims],
+    *,
+    sizes: Mapping[str, int] | None = None,
+    reductions: Mapping[str, str] | None = None,
+    whole: Iterable[str] = (),
+    linear: Iterable[frozenset[int]] = (),
+    windows: Mapping[tuple[int, int], Window] | None = None,
+    localize: Localize | None = None,
+) -> OpRule:
+    """The rule of one op.
+
+    shapes: of the operands, then of the results. Sizes of factors are solved from them, except
+    those given in `sizes`. A factor of size 1 disappears; an operand dim of size 1 whose factor is
+    larger elsewhere is a broadcast, and has no factor either. A dim in `windows` says nothing of its factor's size.
+
+    Raises ShardingError if two dims disagree about a factor, or a product cannot be solved.
+    """
+    given = [*operands, *results]
+    windows = windows or {}
+    plain = [
+        [() if (t, d) in windows else dim for d, dim in enumerate(tensor)] for t, tensor in enumerate(given)
+    ]
+    solved = _solve(plain, shapes, dict(sizes or {}))
+    cleaned = [_clean(d, shape, solved) for d, shape in zip(plain, shapes, strict=True)]
+    for t, d in windows:
+        seen = tuple(f for f in given[t][d] if solved[f] != 1)
+        cleaned[t] = (*cleaned[t][:d], seen, *cleaned[t][d + 1 :])
+    present = {factor for tensor in cleaned for dim in tensor for factor in dim}
+    return OpRule(
+        operands=tuple(cleaned[: len(operands)]),
+        results=tuple(cleaned[len(operands) :]),
+        sizes={factor: size for factor, size in solved.items() if factor in present},
+        reductions={f: op for f, op in (reductions or {}).items() if f in present},
+        whole=frozenset(f for f in whole if f in present),
+        linear=tuple(dict.fromkeys(linear)),
+        windows={place: window for place, window in windows.items() if cleaned[place[0]][place[1]]},
+        localize=localize,
+    )
+
+
+def whole_rule(
+    shapes: Sequence[Sequence[int]], n_operands: int, linear: Iterable[frozenset[int]] = ()
+) -> OpRule:
+    """Nothing can be split."""
+    nothing = [((),) * len(shape) for shape in shapes]
+    return OpRule(tuple(nothing[:n_operands]), tuple(nothing[n_operands:]), sizes={}, linear=tuple(linear))
+
+
+def _solve(tensors: Sequence[Dims], shapes: Sequence[Sequence[int]], sizes: dict[str, int]) -> dict[str, int]:
+    """Sizes of all factors: plain dims first, then products with one unknown until none is left."""
+    entries = [
+        (dim, int(length))
+        for tensor, shape in zip(tensors, shapes, strict=True)
+        for dim, length in zip(tensor, shape, strict=True)
+        if dim
+    ]
+    for dim, length in entries:
+        if len(dim) == 1:
+            _agree(sizes, dim[0], length)
+    pending = [entry for entry in entries if len(entry[0]) > 1]
+    while pending:
+        later = [entry for entry in pending if not _solve_product(*entry, sizes)]
+        if len(later) == len(pending):
+            unknown = [f for dim, _ in later for f in dim if f not in sizes]
+            raise ShardingError(f"the shapes do not determine the size of factor {unknown[0]!r}")
+        pending = later
+    return sizes
+
+
+def _agree(sizes: dict[str, int], factor: str, length: int) -> None:
+    """Record `length`; 1 beside a larger size is a broadcast."""
+    known = sizes.get(factor, 1)
+    if known != 1 and length not in (1, known):
+        raise ShardingError(f"factor {factor!r} has size {known} in one dim and {length} in another")
+    sizes[factor] = max(known, length)
+
+
+def _solve_product(dim: Dim, length: int, sizes: dict[str, int]) -> bool:
+    """Whether all factors of `dim` are known now. A product of length 1 may be a broadcast."""
+    unknown = [f for f in dim if f not in sizes]
+    if len(unknown) > 1:
+        return False
+    known = math.prod(sizes[f] for f in dim if f in sizes)
+    if unknown and length % known == 0:
+        sizes[unknown[0]] = length // known
+    elif unknown or length not in (1, known):
+        raise ShardingError(f"a dim of size {length} cannot be the product ({' '.join(dim)}), of {known}")
+    return True
+
+
+def _clean(tensor: Dims, shape: Sequence[int], sizes: Mapping[str, int]) -> tuple[Dim, ...]:
+    return tuple(
+        () if length == 1 else tuple(f for f in dim if sizes[f] != 1)
+        for dim, length in zip(tensor, shape, strict=True)
+    )

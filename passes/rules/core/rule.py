@@ -1,0 +1,145 @@
+"""`OpRule`: which dims of an op's operands and results correspond.
+
+A *factor* is one loop of the op. Every tensor dim is a product of factors, major first: `()` is a
+dim of size 1 that no factor touches (a broadcast dim), `("b",)` a plain dim, `("a", "b")` a dim
+flattened from two. Sharding an op over a mesh axis is choosing one factor for that axis; the
+layouts of all operands and results follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import fx
+
+from passes.layout.windows import Window
+
+__all__ = ["Dim", "LocalContext", "Localize", "OpRule", "replicated_rule"]
+
+Dim = tuple[str, ...]
+
+
+class LocalContext(Protocol):
+    """What a rule's `localize` sees while one rank's op is emitted into that rank's graph."""
+
+    node: fx.Node  # the op in the global graph
+    args: tuple[Any, ...]  # its args, tensors replaced by this rank's nodes
+    kwargs: dict[str, Any]
+
+    def interval(self, factor: str) -> tuple[int, int]:
+        """Half-open range of `factor` that this rank computes; (0, size) if it is not split.
+
+        `factor` must be one of the rule's: one of size 1 does not exist.
+        """
+        ...
+
+    def is_split(self, factor: str) -> bool:
+        """Whether any mesh axis splits `factor` (the same on every rank); False for an unknown factor."""
+        ...
+
+    def result_shape(self, index: int = 0) -> list[int]:
+        """This rank's shape of result `index`."""
+        ...
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        """Emit one op into this rank's graph."""
+        ...
+
+
+Localize = Callable[[LocalContext], "fx.Node | tuple[fx.Node | None, ...]"]
+"""Emits one rank's part of an op. For an op with several results it may return the tuple of their
+nodes (None for a result that the op was told not to compute) instead of one node with a tuple value."""
+
+
+@dataclass(frozen=True)
+class OpRule:
+    """operands:   per tensor operand (order of `tensor_operands(node)`), per dim, its factors.
+    results:    per result, per dim, its factors.
+    sizes:      factor -> global size.
+    reductions: factor -> "sum" | "max" | "min". Where such a factor is split, a result that lacks
+                it is Partial with that op. (A factor may appear in one result and be reduced in
+                another, as the batch in a convolution's backward.)
+    whole:      factors that may not be split.
+    linear:     sets of operand positions: with exactly those operands Partial(sum) over an axis and
+                the other operands replicated over it, every result is Partial(sum) over it.
+                mm: ({0}, {1}), linear in each alone. add: ({0, 1},), linear in both together.
+    windows:    (tensor, dim) -> window, tensors counted through operands and results. There the dim's one factor is
+                seen through the window: with results [lo, hi) of the factor on a rank, the op reads
+                `window.reads(lo, hi)` of an operand, and leaves a summand of just that of a result.
+    moved:      factors along which the op computes nothing, but reads elsewhere (a slice, a cat). They may be split;
+                the search offers that where it is worth its time (`passes.search.space_dims`).
+    localize:   emits this rank's op; None repeats the op on the local operands.
+    others:     the same op split by other factors: its strategies are those of all. Factors of one name are the same.
+
+    A factor in neither a result nor `reductions` must be in `whole`.
+    """
+
+    operands: tuple[tuple[Dim, ...], ...]
+    results: tuple[tuple[Dim, ...], ...]
+    sizes: Mapping[str, int]
+    reductions: Mapping[str, str] = field(default_factory=dict)
+    whole: frozenset[str] = frozenset()
+    linear: tuple[frozenset[int], ...] = ()
+    windows: Mapping[tuple[int, int], Window] = field(default_factory=dict)
+    moved: frozenset[str] = frozenset()
+    localize: Localize | None = None
+    others: tuple[OpRule, ...] = ()
+
+    def __post_init__(self) -> None:
+        for result in self.results:
+            for dim in result:
+                assert all(f in self.sizes for f in dim), (dim, self.sizes)
+        in_results = {f for result in self.results for dim in result for f in dim}
+        for operand in self.operands:
+            for dim in operand:
+                for factor in dim:
+                    known = factor in in_results or factor in self.reductions or factor in self.whole
+                    assert known, f"factor {factor} is neither kept, reduced nor whole"
+
+    @property
+    def ways(self) -> tuple[OpRule, ...]:
+        """This rule and the others."""
+        return (self, *self.others)
+
+    def splitting(self, factors: Iterable[str]) -> OpRule:
+        """That of the ways which has all of `factors`."""
+        return next(way for way in self.ways if all(factor in way.sizes for factor in factors))
+
+    def may_overlap(self, factor: str, computed: Collection[int]) -> bool:
+        """Whether ranks may compute the same of `factor`: every result has it plain, so nothing is added up twice.
+
+        computed: results that there are; an op returns None for the others.
+        """
+        return all(
+            any(
+                dim == (factor,) and (len(self.operands) + r, d) not in self.windows
+                for d, dim in enumerate(self.results[r])
+            )
+            for r in computed
+        )
+
+    @property
+    def operands_and_results(self) -> tuple[tuple[Dim, ...], ...]:
+        """Dims of every tensor, in the order in which windows count them."""
+        return (*self.operands, *self.results)
+
+    @property
+    def splittable(self) -> tuple[str, ...]:
+        """Factors an axis may choose, in order of first appearance in results, then operands."""
+        seen: dict[str, None] = {}
+        for tensor in (*self.results, *self.operands):
+            for dim in tensor:
+                for factor in dim:
+                    seen.setdefault(factor)
+        return tuple(f for f in seen if f not in self.whole and self.sizes[f] > 1)
+
+
+def replicated_rule(operand_ndims: list[int], result_ndims: list[int]) -> OpRule:
+    """The rule of an op nobody described: nothing can be split; operands are gathered."""
+
+    def fresh(kind: str, ndims: list[int]) -> tuple[tuple[Dim, ...], ...]:
+        return tuple(((),) * ndim for ndim in ndims)
+
+    return OpRule(operands=fresh("o", operand_ndims), results=fresh("r", result_ndims), sizes={})

@@ -1,0 +1,167 @@
+"""Which rule an op has: a user's if there is one, else the table's, else pointwise, else none.
+
+The table is immutable. Users' rules live in a `RuleTable`: pass one explicitly, or register into
+`USER_RULES`, the one mutable object of this package, which is used where no table is passed. Adding
+a rule changes what later plans may contain and nothing that has been planned or compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from cost_model.checked_arguments import reject, shown
+from cost_model.errors import ShardingError
+from passes.ir.op_signature import op_signature
+from passes.ir.torch_compat import op_key
+from passes.rules.core.assemble import whole_rule
+from passes.rules.core.notation import Notation, parse
+from passes.rules.core.opcall import Builder, OpCall, describe
+from passes.rules.core.rule import Localize, OpRule
+from passes.rules.core.rule_table import TABLE
+from passes.rules.plain.empty_results import neutral_where_empty
+from passes.rules.plain.pointwise import pointwise
+
+__all__ = ["USER_RULES", "RuleTable", "has_rule", "is_fallback", "register_rule", "rule_for"]
+
+_POINTWISE = pointwise()
+
+_MOST_MADE = 10_000
+"""Rules that a table keeps: of a process that plans for days, not all."""
+
+
+@dataclass
+class RuleTable:
+    """Rules that a user added, by op: "namespace::op.overload", or "namespace::op" for all overloads.
+
+    made: rules made so far where this table was asked, with their builders: by the builder's id and what it was told.
+    """
+
+    builders: dict[str, Builder] = field(default_factory=dict)
+    made: dict[tuple[int, Hashable], tuple[Any, OpRule]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    def register(
+        self,
+        op: Any,
+        rule: str | Builder,
+        *,
+        linear: Iterable[Iterable[int]] = (),
+        localize: Localize | None = None,
+    ) -> None:
+        """Say how `op` may be split; a rule given earlier for the same op is replaced.
+
+            table.register("mylib::scale", "b t d, d -> b t d", linear=[{0}, {1}])
+
+        op:       "namespace::op", "namespace::op.overload", an operator of `torch.ops`, or what
+                  `torch.library.custom_op` returned.
+        rule:     in the notation of RULES.md, or a function from `OpCall` to `OpRule`.
+        linear:   sets of operand positions in which the op is linear (see `OpRule`).
+        localize: emits one rank's part of the op, for an op that takes a shape or an offset.
+
+        With a rule in the notation the op is never run on empty tensors: a rank without any of a
+        split factor contributes nothing (`neutral_where_empty`).
+
+        Raises ShardingError for a rule that cannot be read or an op that is not one.
+        """
+        name = op if isinstance(op, str) else op_key(op)
+        sets = _checked_sets(linear)
+        if localize is not None and not callable(localize):
+            raise reject("localize", localize, "a function that emits one rank's part of the op, or None")
+        if name is None or "::" not in name:
+            raise ShardingError(
+                f"cannot register a rule for {shown(op)}: not an operator\n"
+                "  try: 'mylib::op', torch.ops.mylib.op, or what torch.library.custom_op returned"
+            )
+        if not isinstance(rule, str) and not callable(rule):
+            raise reject("rule", rule, "'b t d, d -> b t d', or a function from OpCall to OpRule")
+        if isinstance(rule, str):
+            self.builders[name] = _from_notation(parse(rule).with_linear(sets), localize)
+        else:
+            self.builders[name] = rule
+
+    def lookup(self, key: str) -> Builder | None:
+        """The builder for "namespace::op.overload"."""
+        return self.builders.get(key) or self.builders.get(key.partition(".")[0])
+
+
+def _checked_sets(linear: Any) -> list[frozenset[int]]:
+    """Sets of operand positions; ShardingError for anything else."""
+    remedy = "sets of operand positions, such as [{0}, {1}]"
+    if not isinstance(linear, (list, tuple)):
+        raise reject("linear", linear, remedy)
+    for members in linear:
+        if not isinstance(members, (set, frozenset, list, tuple)) or not all(type(m) is int for m in members):
+            raise reject("an entry of linear", members, remedy)
+    return [frozenset(members) for members in linear]
+
+
+USER_RULES = RuleTable()
+"""The rules registered with `register_rule`."""
+
+
+def register_rule(
+    op: Any, rule: str | Builder, *, linear: Iterable[Iterable[int]] = (), localize: Localize | None = None
+) -> None:
+    """Say how `op` may be split, for all plans made from now on: `RuleTable.register` on `USER_RULES`."""
+    USER_RULES.register(op, rule, linear=linear, localize=localize)
+
+
+def _from_notation(notation: Notation, localize: Localize | None) -> Builder:
+    def build(call: OpCall) -> OpRule:
+        n = len(call.operands)
+        return neutral_where_empty(notation.bind(call.shapes[:n], call.shapes[n:], localize))
+
+    return build
+
+
+def rule_for(node: fx.Node, rules: RuleTable | None = None) -> OpRule:
+    """The rule of one op; of an op nobody described, that nothing can be split.
+
+    `node` and its tensor operands carry meta "val" with global shapes. A tensor without elements is
+    never split. Raises ShardingError if a user's rule does not fit the op's shapes.
+    """
+    builder = _builder(node.target, rules)
+    key = (id(builder), op_signature(node))
+    made = (USER_RULES if rules is None else rules).made
+    if key not in made:
+        if len(made) >= _MOST_MADE:
+            made.clear()
+        made[key] = builder, _made(node, builder)  # with the builder, so that its id stays its own
+    return made[key][1]
+
+
+def _made(node: fx.Node, builder: Builder | None) -> OpRule:
+    call = describe(node)
+    if builder is None or any(0 in shape for shape in call.shapes):
+        return whole_rule(call.shapes, len(call.operands))
+    try:
+        return builder(call)
+    except ShardingError as error:
+        raise ShardingError(f"{node.target} at {node.name}: {error}") from None
+
+
+def has_rule(target: Callable[..., Any] | str, rules: RuleTable | None = None) -> bool:
+    """Whether ops with this target have a rule."""
+    return _builder(target, rules) is not None
+
+
+def is_fallback(node: fx.Node, rules: RuleTable | None = None) -> bool:
+    """Whether `node` is an op that runs replicated because it has no rule."""
+    return node.op == "call_function" and not has_rule(node.target, rules)
+
+
+def _builder(target: Any, rules: RuleTable | None) -> Builder | None:
+    key = op_key(target)
+    if key is None:
+        return None
+    table = USER_RULES if rules is None else rules
+    found = table.lookup(key) or TABLE.get(key)
+    if found is None and torch.Tag.pointwise in getattr(target, "tags", ()):
+        return _POINTWISE
+    return found

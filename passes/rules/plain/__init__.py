@@ -1,0 +1,1 @@
+"""Rules of ops whose dims correspond one to one."""

@@ -1,0 +1,192 @@
+"""Reading rows by index. With the indexed dim split, every rank looks up the rows it has and gives
+zeros for the others, so the result is a pending sum."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from passes.ir.joint import node_value
+from passes.rules.core.assemble import Dims, assemble, whole_rule
+from passes.rules.core.emit_op import (
+    again,
+    argument,
+    aten,
+    constant,
+    global_tensor,
+    is_empty,
+    local_index,
+    with_ones,
+    zero_where,
+)
+from passes.rules.core.opcall import OpCall, TensorInfo
+from passes.rules.core.rule import Dim, LocalContext, OpRule
+from passes.rules.plain.pointwise import linear_sets
+
+__all__ = ["IndexDims", "embedding", "gather", "gather_dims", "index", "index_select", "wrapped"]
+
+
+def embedding(ctx: LocalContext) -> fx.Node:
+    """Localize of "v d, *t -> *t d; v: sum"."""
+    if not ctx.is_split("v"):
+        return again(ctx)
+    if is_empty(ctx, "v"):
+        return constant(ctx, 0)
+    rows, outside = local_index(ctx, argument(ctx, "indices"), "v")
+    found = again(ctx, indices=rows, padding_idx=-1)
+    return zero_where(ctx, ctx.call(aten.unsqueeze.default, outside, -1), found, node_value(ctx.node))
+
+
+def gather(call: OpCall) -> OpRule:
+    """v a, k a -> k a; v: sum. Dims of which only a part is indexed are whole."""
+    source, position = call.operands
+    if source.ndim == 0 or position.ndim == 0:
+        return whole_rule(call.shapes, len(call.operands))
+    operand, indices, whole = gather_dims(source.shape, position.shape, call["dim"])
+    summable = source.dtype != torch.bool
+    return assemble(
+        call.shapes,
+        [operand, indices],
+        [indices],
+        reductions={"v": "sum"} if summable else {},
+        whole=whole if summable else ["v", *whole],
+        linear=linear_sets(call, "self"),
+        localize=_gather,
+    )
+
+
+def gather_dims(source: Sequence[int], index: Sequence[int], dim: int) -> tuple[Dims, Dims, list[str]]:
+    """(dims of the source, dims of the index, whole factors) for gather and scatter along `dim`.
+
+    The source is indexed along "v" by an index of length "k"; other dims are equal, or only the
+    first index.shape[i] entries take part, and then both sides are whole.
+    """
+    along, operand, indices = dim % len(source), list[Dim](), list[Dim]()
+    for i, (n, m) in enumerate(zip(source, index, strict=True)):
+        same = n == m
+        operand.append(("v",) if i == along else (f"d{i}",) if same else (f"x{i}",))
+        indices.append(("k",) if i == along else (f"d{i}",) if same else (f"y{i}",))
+    whole = [f for dim_ in (*operand, *indices) for f in dim_ if f[0] in "xy"]
+    return operand, indices, whole
+
+
+def _gather(ctx: LocalContext) -> fx.Node:
+    if not ctx.is_split("v"):
+        return again(ctx)
+    if is_empty(ctx, "v"):
+        return constant(ctx, 0)
+    rows, outside = local_index(ctx, argument(ctx, "index"), "v")
+    return zero_where(ctx, outside, again(ctx, index=rows), node_value(ctx.node))
+
+
+def index_select(call: OpCall) -> OpRule:
+    """a v b, t -> a t b; v: sum"""
+    source, dim = call.operands[0], call["dim"]
+    if source.ndim == 0 or call.operands[1].ndim == 0:
+        return whole_rule(call.shapes, len(call.operands))
+    operand: list[Dim] = [(f"d{i}",) for i in range(source.ndim)]
+    operand[dim % source.ndim] = ("v",)
+    summable = source.dtype != torch.bool
+    return assemble(
+        call.shapes,
+        [operand, [("t0",)]],
+        [[("t0",) if name == ("v",) else name for name in operand]],
+        reductions={"v": "sum"} if summable else {},
+        whole=() if summable else ["v"],
+        linear=linear_sets(call, "self"),
+        localize=_index_select,
+    )
+
+
+def _index_select(ctx: LocalContext) -> fx.Node:
+    if not ctx.is_split("v"):
+        return again(ctx)
+    if is_empty(ctx, "v"):
+        return constant(ctx, 0)
+    rows, outside = local_index(ctx, argument(ctx, "index"), "v")
+    source = global_tensor(ctx, "self")
+    after = source.ndim - 1 - argument(ctx, "dim") % source.ndim
+    return zero_where(ctx, with_ones(ctx, outside, 1, after), again(ctx, index=rows), node_value(ctx.node))
+
+
+@dataclass(frozen=True)
+class IndexDims:
+    """Dims of x[..., i, j, ...] for `index.Tensor` and `index_put`.
+
+    source:  of x; "v" where one index alone indexes, "v0", "v1" ... where several do (those whole).
+    indices: of each index tensor, broadcast to "t0", "t1", ...
+    result:  of x[...]: the index dims stand where the indices do, or in front if those are apart.
+    names:   the index's factors. after: how many dims of the result follow them. whole: factors.
+    """
+
+    source: tuple[Dim, ...]
+    indices: tuple[tuple[Dim, ...], ...]
+    result: tuple[Dim, ...]
+    names: tuple[str, ...]
+    after: int
+    whole: tuple[str, ...]
+
+    @staticmethod
+    def of(source: TensorInfo, indices: Sequence[TensorInfo | None]) -> IndexDims | None:
+        """None for an index that is a mask: how many rows it takes depends on its values."""
+        given = {i: index for i, index in enumerate(indices) if index is not None}
+        if not given or any(t.dtype in (torch.bool, torch.uint8) for t in given.values()):
+            return None
+        ndim = max(t.ndim for t in given.values())
+        names = tuple(f"t{i}" for i in range(ndim))
+        alone = len(given) == 1
+        dims: tuple[Dim, ...] = tuple(
+            (f"d{i}",) if i not in given else ("v",) if alone else (f"v{i}",) for i in range(source.ndim)
+        )
+        positions = sorted(given)
+        together = positions == list(range(positions[0], positions[-1] + 1))
+        before = dims[: positions[0]] if together else ()
+        after = dims[positions[-1] + 1 :] if together else tuple(d for d in dims if d[0][0] == "d")
+        return IndexDims(
+            source=dims,
+            indices=tuple(tuple((name,) for name in names[ndim - t.ndim :]) for t in given.values()),
+            result=(*before, *((name,) for name in names), *after),
+            names=names,
+            after=len(after),
+            whole=() if alone else tuple(f"v{i}" for i in positions),
+        )
+
+
+def index(call: OpCall) -> OpRule:
+    """a v b, *t -> a *t b; v: sum. With several indices, the dims they index are whole."""
+    source = call.operands[0]
+    named = IndexDims.of(source, call["indices"])
+    if named is None:
+        return whole_rule(call.shapes, len(call.operands))
+    summable = source.dtype != torch.bool
+    return assemble(
+        call.shapes,
+        [named.source, *named.indices],
+        [named.result],
+        reductions={"v": "sum"} if summable else {},
+        whole=named.whole if summable else ["v", *named.whole],
+        linear=linear_sets(call, "self"),
+        localize=lambda ctx: _index(ctx, named),
+    )
+
+
+def _index(ctx: LocalContext, named: IndexDims) -> fx.Node:
+    if not ctx.is_split("v"):
+        return again(ctx)
+    if is_empty(ctx, "v"):
+        return constant(ctx, 0)
+    indices = list(argument(ctx, "indices"))
+    at = next(i for i, entry in enumerate(indices) if entry is not None)
+    rows, outside = local_index(ctx, wrapped(ctx, indices[at], at), "v")
+    indices[at] = rows
+    mask = with_ones(ctx, outside, len(named.names), named.after)
+    return zero_where(ctx, mask, again(ctx, indices=indices), node_value(ctx.node))
+
+
+def wrapped(ctx: LocalContext, index: fx.Node, dim: int) -> fx.Node:
+    """Negative positions along `dim` of the first operand count from its end."""
+    size = global_tensor(ctx, "self").shape[dim]
+    return ctx.call(aten.remainder.Scalar, index, size)

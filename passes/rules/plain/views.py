@@ -1,0 +1,183 @@
+"""Ops that only regroup or reorder dims: view, permute, expand, squeeze."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from passes.ir.joint import node_value, tensor_operands
+from passes.rules.core.assemble import assemble
+from passes.rules.core.emit_op import again, argument, aten
+from passes.rules.core.opcall import OpCall
+from passes.rules.core.rule import Dim, LocalContext, OpRule
+from passes.rules.plain.pointwise import broadcast_dims, linear_sets
+
+__all__ = ["common_factors", "expand", "permute", "repeat", "squeeze", "transpose", "view", "view_as_complex"]
+
+Grouping = list[Dim]
+
+
+def view(call: OpCall) -> OpRule:
+    """(a b) c -> a (b c): the factors that both shapes have in common, major first.
+
+    Locally a reshape, for a shard that came out of a collective may lie in memory in another order.
+    """
+    source, target, sizes, whole = common_factors(call.operands[0].shape, call.result.shape)
+    return assemble(
+        call.shapes,
+        [source],
+        [target],
+        sizes=sizes,
+        whole=whole,
+        linear=linear_sets(call, "self"),
+        localize=_reshape,
+    )
+
+
+def _reshape(ctx: LocalContext) -> fx.Node:
+    return ctx.call(aten.reshape.default, argument(ctx, "self"), ctx.result_shape())
+
+
+def common_factors(
+    source: Sequence[int], target: Sequence[int]
+) -> tuple[Grouping, Grouping, dict[str, int], list[str]]:
+    """Factor two shapes of one size: (dims of source, dims of target, sizes, whole factors).
+
+    Dims are cut into groups where the products of both shapes agree; in a group, the greatest
+    common divisor of the leading parts is a factor of both, as long as there is one above 1. What
+    then remains (3 4 against 2 6) is whole.
+
+        (6, 4) -> (24,)    a b -> (a b)
+        (6, 4) -> (4, 6)   (a w) x -> (a y) z     a = 2, the others whole
+    """
+    dims_of: tuple[Grouping, Grouping] = ([() for _ in source], [() for _ in target])
+    sizes: dict[str, int] = {}
+    whole: list[str] = []
+
+    def new(size: int) -> str:
+        sizes[name := f"f{len(sizes)}"] = size
+        return name
+
+    for left, right in _groups(source, target):
+        rest = [[(i, source[i]) for i in left], [(j, target[j]) for j in right]]
+        while rest[0] and rest[1]:
+            common = math.gcd(rest[0][0][1], rest[1][0][1])
+            if common == 1:
+                break
+            factor = new(common)
+            for side in (0, 1):
+                at, length = rest[side][0]
+                dims_of[side][at] += (factor,)
+                rest[side][0] = (at, length // common)
+                if length == common:
+                    rest[side].pop(0)
+        for side in (0, 1):
+            for at, length in rest[side]:
+                dims_of[side][at] += (factor := new(length),)
+                whole.append(factor)
+    return *dims_of, sizes, whole
+
+
+def _groups(source: Sequence[int], target: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """Smallest runs of dims with equal products, dims of size 1 left out."""
+    left = [i for i, n in enumerate(source) if n != 1]
+    right = [j for j, n in enumerate(target) if n != 1]
+    groups: list[tuple[list[int], list[int]]] = []
+    while left:
+        a, b = [left.pop(0)], [right.pop(0)]
+        size_a, size_b = source[a[0]], target[b[0]]
+        while size_a != size_b:
+            if size_a < size_b:
+                a.append(left.pop(0))
+                size_a *= source[a[-1]]
+            else:
+                b.append(right.pop(0))
+                size_b *= target[b[-1]]
+        groups.append((a, b))
+    return groups
+
+
+def permute(call: OpCall) -> OpRule:
+    """a b c -> c a b"""
+    ndim = call.operands[0].ndim
+    return _reordered(call, [d % ndim for d in call["dims"]])
+
+
+def transpose(call: OpCall) -> OpRule:
+    """a b -> b a: `transpose.int`, and `t` (of a tensor of up to 2 dims)."""
+    ndim = call.operands[0].ndim
+    order = list(range(ndim))
+    if ndim > 1:
+        i, j = (call["dim0"] % ndim, call["dim1"] % ndim) if "dim0" in call.arguments else (0, 1)
+        order[i], order[j] = j, i
+    return _reordered(call, order)
+
+
+def _reordered(call: OpCall, order: Sequence[int]) -> OpRule:
+    operand = broadcast_dims(len(order), len(order))
+    return assemble(call.shapes, [operand], [[operand[d] for d in order]], linear=linear_sets(call, "self"))
+
+
+def squeeze(call: OpCall) -> OpRule:
+    """a 1 b -> a b. Names the squeezed dims: a local dim may be of size 1 where the global is not."""
+    kept = [i for i, n in enumerate(call.operands[0].shape) if n != 1]
+    source = [(f"d{i}",) for i in range(call.operands[0].ndim)]
+    target = iter(kept)
+    result = [() if n == 1 else (f"d{next(target)}",) for n in call.result.shape]
+    return assemble(call.shapes, [source], [result], linear=linear_sets(call, "self"), localize=_squeeze)
+
+
+def _squeeze(ctx: LocalContext) -> fx.Node:
+    source = node_value(tensor_operands(ctx.node)[0]).shape
+    if len(source) == node_value(ctx.node).ndim:
+        return ctx.call(aten.alias.default, argument(ctx, "self"))
+    dims_argument = ctx.args[1] if len(ctx.args) > 1 else ctx.kwargs.get("dim", range(len(source)))
+    asked = [dims_argument] if isinstance(dims_argument, int) else list(dims_argument)
+    ones = sorted({d % len(source) for d in asked if source[d] == 1})
+    return ctx.call(aten.squeeze.dims, argument(ctx, "self"), ones)
+
+
+def view_as_complex(ctx: LocalContext) -> fx.Node:
+    """Localize: the pairs must lie side by side, which in a shard out of a collective they may not."""
+    pairs = ctx.call(aten.clone.default, argument(ctx, "self"), memory_format=torch.contiguous_format)
+    return again(ctx, self=pairs)
+
+
+def expand(call: OpCall) -> OpRule:
+    """1 b -> a b: the new factor may be split, each rank makes its part."""
+    ndim = call.result.ndim
+    return assemble(
+        call.shapes,
+        [broadcast_dims(call.operands[0].ndim, ndim)],
+        [broadcast_dims(ndim, ndim)],
+        linear=linear_sets(call, "self"),
+        localize=_expand,
+    )
+
+
+def _expand(ctx: LocalContext) -> fx.Node:
+    return again(ctx, size=ctx.result_shape())
+
+
+def repeat(call: OpCall) -> OpRule:
+    """a -> (r a)"""
+    ndim = call.result.ndim
+    source = broadcast_dims(call.operands[0].ndim, ndim)
+    target = [(f"r{i}", f"d{i}") for i in range(ndim)]
+    sizes = {f"r{i}": int(r) for i, r in enumerate(call["repeats"])}
+    sizes |= {f"d{i}": 1 for i in range(ndim - len(source))}
+    return assemble(
+        call.shapes, [source], [target], sizes=sizes, linear=linear_sets(call, "self"), localize=_repeat
+    )
+
+
+def _repeat(ctx: LocalContext) -> fx.Node:
+    repeats = list(argument(ctx, "repeats"))
+    for i in range(len(repeats)):
+        if ctx.is_split(f"r{i}"):
+            low, high = ctx.interval(f"r{i}")
+            repeats[i] = high - low
+    return again(ctx, repeats=repeats)

@@ -1,0 +1,1 @@
+"""Rules of ops that read windows: convolutions, pooling, resizing, padding."""

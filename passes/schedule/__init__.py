@@ -1,0 +1,1 @@
+"""The order of collectives, their merging, and what runs behind what."""

@@ -1,0 +1,194 @@
+"""Which collectives to merge into buckets: decided from prices on the global graph, so on all ranks alike.
+
+Merged, `k` collectives pay for one start instead of `k`; but the first gradient of a bucket travels only
+when the last is ready, and a bucket of gathers must all have arrived when its first parameter is read.
+So for every list of transfers alike (same steps over the same axes, same dtype) this is solved:
+
+    gradients, in the order in which they are ready; ready[i]: seconds of computing before it
+
+        end[j] = min over i < j of  max(end[i], ready[j]) + seconds(i + 1 .. j)
+
+    end[n], when the last has arrived, is least. [as in MG-WFBP, Shi et al., INFOCOM 2019, by an exact program]
+    That counts on computing while they travel. Where only a share e of it hides (`Profile.overlap_efficiency`),
+    what is least is e end[n] + (1 - e) (seconds on the wire): exact for e = 1 and e = 0.
+
+Gathers are the same backwards in time: from the end of the phase, a gather "is ready" at its reader, and
+the total is least where the one read first is through as early as possible.
+
+    seconds(group) = the price of one collective of all its bytes + copying them in, and gathers out again
+
+Halos are merged as gradients are, among those that may travel together: each is ready before any is read. Of others
+that somebody waits for none is: the first would wait for the last.
+
+A group holds no more bytes than at which starting is a tenth of the time
+(`cost_model.bucketed`): more would gain little, and memory holds a whole group. Of equal ends the least
+time on the wire wins. The lists are solved one by one, as if each had the wire to itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from cost_model.bucketed import BucketedPrices, copies_seconds
+from passes.ir.joint import JointGraph, node_value, result_index
+from passes.layout.assignment import Assignment
+from passes.plan.transfers import Move, Transfer, Turn
+from passes.redistribution.redistribute import (
+    AllGather,
+    AllReduce,
+    HaloExchange,
+    HaloReduce,
+    Redistribution,
+    ReduceScatter,
+    Reshard,
+)
+from passes.schedule.issue_order import Side, issue_order
+from passes.search.strategy_space import Prices
+
+__all__ = ["BucketPlan", "Item", "Wire", "bucketed_turns", "least_end"]
+
+_MERGED = (AllGather, AllReduce, ReduceScatter, HaloExchange, HaloReduce, Reshard)
+
+Kind = tuple[tuple[str, tuple[str, ...], str], ...]
+"""Per collective step: (kind, axes of the group, reduction)."""
+
+
+def bucketed_turns(
+    joint: JointGraph,
+    assignment: Assignment,
+    prices: Prices,
+    moved: Mapping[Transfer, Redistribution],
+) -> Mapping[Transfer, Turn]:
+    """`issue_order` with transfers merged where `prices` say that a step is shorter for it. moved: their steps."""
+    return issue_order(joint, assignment, merge=BucketPlan(assignment, prices, moved))
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """The `Merge` of a graph with layouts `assignment` under `prices`."""
+
+    assignment: Assignment
+    prices: Prices
+    moved: Mapping[Transfer, Redistribution]
+    known: dict[int, tuple[Sequence[fx.Node], list[float]]] = field(default_factory=dict)
+
+    def __call__(self, side: Side, moves: Sequence[Move], ops: Sequence[fx.Node]) -> list[Sequence[Move]]:
+        if len(moves) < 2:
+            return [[move] for move in moves]
+        alike: dict[tuple[Kind, torch.dtype], list[Item]] = {}
+        groups: list[Sequence[Move]] = []
+        for move in moves:
+            kind = self._kind(move)
+            if kind is None or (side == "between" and kind[0][0] != "point_to_point"):
+                groups.append([move])
+                continue
+            elapsed = self._elapsed(ops)
+            # Gathers are dealt with backwards in time.
+            ready = elapsed[-1] - elapsed[move.end] if side == "early" else elapsed[move.start + 1]
+            item = Item(move, ready, self._nbytes(move))
+            alike.setdefault((kind, node_value(move.operand).dtype), []).append(item)
+        prices = self.prices
+        limit = BucketedPrices(prices.redistributor.collective_seconds, prices.mesh, prices.compute).limit
+        for (kind, _), items in alike.items():
+            order = items[::-1] if side == "early" else items
+            cut = least_end(order, Wire(kind, prices, limit), prices.overlap_efficiency)
+            groups += [[i.move for i in (g[::-1] if side == "early" else g)] for g in cut]
+        return groups
+
+    def _kind(self, move: Move) -> Kind | None:
+        """None for what cannot be merged."""
+        dtype = node_value(move.operand).dtype
+        if dtype == torch.bool or dtype.is_complex:  # travels as bytes, or as pairs
+            return None
+        steps = [step for step in self.moved[move.transfer].steps if step.kind is not None]
+        if not steps or not all(isinstance(step, _MERGED) for step in steps):
+            return None
+        mesh = self.prices.mesh
+        axes = [tuple(sorted(step.axes, key=mesh.index)) for step in steps]
+        return tuple((str(s.kind), a, getattr(s, "op", "")) for s, a in zip(steps, axes, strict=True))
+
+    def _nbytes(self, move: Move) -> tuple[int, ...]:
+        plan = self.moved[move.transfer]
+        pairs = zip(plan.steps, plan.step_nbytes, strict=True)
+        return tuple(nbytes for step, nbytes in pairs if step.kind is not None)
+
+    def _elapsed(self, ops: Sequence[fx.Node]) -> list[float]:
+        """Seconds of computing before each op, and in all. Of a phase, whose ops are one list, counted once."""
+        if id(ops) not in self.known:
+            seconds = list(itertools.accumulate((self._seconds(op) for op in ops), initial=0.0))
+            self.known[id(ops)] = ops, seconds
+        return self.known[id(ops)][1]
+
+    def _seconds(self, node: fx.Node) -> float:
+        if result_index(node)[0] is not node:
+            return 0.0
+        return self.prices.op_seconds(node, self.assignment[node.name])
+
+
+@dataclass(frozen=True)
+class Item:
+    """ready: seconds since the start of the phase (its end, for gathers). nbytes: per collective step."""
+
+    move: Move
+    ready: float
+    nbytes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Prices of the groups of one list of transfers."""
+
+    kind: Kind
+    prices: Prices
+    limit: Callable[[str, tuple[str, ...]], float]
+
+    def fits(self, nbytes: Sequence[int]) -> bool:
+        pairs = zip(self.kind, nbytes, strict=True)
+        return all(n <= self.limit(kind, axes) for (kind, axes, _), n in pairs)
+
+    def seconds(self, nbytes: Sequence[int], count: int) -> float:
+        """Of a group of `count`: its collectives, and the copies that it takes to merge several."""
+        price = self.prices.redistributor.collective_seconds
+        total = 0.0
+        for (kind, axes, _), n in zip(self.kind, nbytes, strict=True):
+            total += price(kind, axes, n)
+            if count > 1 and n:
+                compute, ranks = self.prices.compute, self.prices.mesh.size(*axes)
+                total += compute.launch_seconds + copies_seconds(compute, kind, ranks, n, count)
+        return total
+
+
+def least_end(items: Sequence[Item], wire: Wire, efficiency: float = 1.0) -> list[list[Item]]:
+    """`items` cut into consecutive groups such that the last arrives first; see the module. efficiency: e."""
+
+    def order(entry: tuple[float, float, int]) -> tuple[float, float, int]:
+        end, busy, first = entry
+        return efficiency * end + (1.0 - efficiency) * busy, busy, -first
+
+    best: list[tuple[float, float, int]] = [
+        (0.0, 0.0, 0)
+    ]  # (end, seconds on the wire, where the group begins)
+    for j in range(len(items)):
+        nbytes, ready = [0] * len(wire.kind), 0.0
+        found: list[tuple[float, float, int]] = []
+        for i in range(j, -1, -1):
+            nbytes = [a + b for a, b in zip(nbytes, items[i].nbytes, strict=True)]
+            ready = max(ready, items[i].ready)
+            if i < j and not wire.fits(nbytes):
+                break
+            seconds = wire.seconds(nbytes, j - i + 1)
+            end, busy, _ = best[i]
+            found.append((max(end, ready) + seconds, busy + seconds, i))
+        best.append(min(found, key=order))
+    groups: list[list[Item]] = []
+    last = len(items)
+    while last:
+        first = best[last][2]
+        groups.append(list(items[first:last]))
+        last = first
+    return groups[::-1]

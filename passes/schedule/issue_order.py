@@ -1,0 +1,210 @@
+"""In which order the ranks issue their collectives: decided on the global graph, so on all ranks alike.
+
+Ranks that share a process group must issue its collectives in the same order, or they hang. No rank
+can decide that on its own graph: with uneven shards a group with nothing to move has no collective, and a
+rank with an empty shard does not even compute what others do. So the order is a function of the
+joint graph and the layouts alone, which every rank has. A rank issues its own collectives, whichever
+it has, in that order; orders that are parts of one common order agree.
+
+A *transfer* is the redistribution of one operand for one reader. Positions below are of a phase's ops in
+the order in which they run (the forward as captured; the backward with every op that no tangent decides
+right before its first reader).
+
+    a transfer takes its turn       because
+    right after its operand         its reader waits for it: nothing is gained by issuing it later
+    `prefetch` transfers early      its operand is at hand from the start (a parameter's shard, a saved value):
+                                    issued when the one `prefetch` before it is first read
+    after the next urgent one       nobody waits for it but the end of the program (a gradient): it lets pass
+                                    what others wait for, at most `reach` products away
+
+Transfers of one kind may be merged (`merge`, see `passes.schedule.bucket_plan`): those of one group have one turn,
+at which
+the first of them is issued early, or the last of them late. Of the first kind, those that are all ready before any
+of them is read: halos of neighbouring tensors.
+
+Invariants
+  - The order depends on no rank, local shape or clock.
+  - A transfer comes after every transfer that its operand is computed from; none is merged with one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Literal, Protocol
+
+from torch import fx
+
+from passes.ir.joint import JointGraph
+from passes.ir.op_traits import is_product
+from passes.ir.phase_ops import ops_by_phase
+from passes.layout.assignment import Assignment
+from passes.plan.transfers import Move, Transfer, Turn, late_transfers, transfers
+
+__all__ = [
+    "PREFETCH",
+    "REACH",
+    "Merge",
+    "Side",
+    "issue_order",
+]
+
+PREFETCH = 2
+"""Collectives started ahead of their reader: one on the wire, one ready to follow."""
+
+REACH = 8
+"""Products that a collective may be moved across: the gradients of one attention or MLP block."""
+
+Side = Literal["early", "between", "last"]
+"""Merged transfers are issued with the first that is read ("early"), or the last that is ready ("between", "last")."""
+
+
+class Merge(Protocol):
+    """Which transfers to merge: groups of `moves`, which are in the order in which they are read ("early")
+    or ready ("last"). Every one is in one group; groups keep that order inside."""
+
+    def __call__(
+        self, side: Side, moves: Sequence[Move], ops: Sequence[fx.Node]
+    ) -> Sequence[Sequence[Move]]: ...
+
+
+def _alone(side: Side, moves: Sequence[Move], ops: Sequence[fx.Node]) -> Sequence[Sequence[Move]]:
+    return [[move] for move in moves]
+
+
+def issue_order(
+    joint: JointGraph,
+    assignment: Assignment,
+    *,
+    merge: Merge = _alone,
+    prefetch: int = PREFETCH,
+    reach: int = REACH,
+) -> Mapping[Transfer, Turn]:
+    """Every transfer that `assignment` asks for -> its turn; smaller is earlier, and only merged ones
+    have the same."""
+    forward, backward = ops_by_phase(joint)
+    moves = transfers(joint, assignment)
+    late = late_transfers(joint, moves, set(forward))
+    phases = (
+        _Phase(forward, joint, [m for m in moves if m not in late]),
+        _Phase(backward, joint, [m for m in moves if m in late]),
+    )
+    return {
+        move.transfer: (number, place)
+        for number, phase in enumerate(phases)
+        for place, group in enumerate(phase.ordered(prefetch, reach, merge))
+        for move in group
+    }
+
+
+class _Phase:
+    """Where things stand in one phase."""
+
+    def __init__(self, ops: Sequence[fx.Node], joint: JointGraph, moves: Sequence[Move]) -> None:
+        self.ops = ops
+        self.position = {node: i for i, node in enumerate(ops)}
+        self.position[joint.output_node] = len(ops)
+        self.all = [self._placed(m) for m in moves]
+        self.moved = {(m.reader, m.operand) for m in moves if m.moves}
+        self.products = [0]  # before each position
+        for node in ops:
+            self.products.append(self.products[-1] + is_product(node))
+        self.at_hand = self._at_hand()
+        self.closing = self._closing()
+        self.settled = self._settled()
+
+    def _placed(self, move: Move) -> Move:
+        start = self.position.get(move.operand, -1)
+        return replace(move, start=start, end=self.position[move.reader])
+
+    def ordered(self, prefetch: int, reach: int, merge: Merge) -> list[Sequence[Move]]:
+        """Groups of merged transfers, mostly of one."""
+        # Turns in half steps: 2 * position is just before the op there, 2 * position + 1 just after it.
+        moving = [m for m in self.all if m.moves]
+        early = sorted((m for m in moving if self._is_early(m)), key=_stable)
+        last = sorted((m for m in moving if self._is_last(m)), key=lambda m: (m.start, *_stable(m)))
+        apart = {*early, *last}
+        urgent = sorted({m.start for m in moving if m not in apart})
+        turns: dict[Move, tuple[tuple[int, int], Sequence[Move]]] = {
+            m: ((2 * m.start + 1, 0), [m]) for m in self.all if m not in apart and not m.moves
+        }
+        for together in _together([m for m in moving if m not in apart]):
+            for group in merge("between", together, self.ops):
+                turns[group[-1]] = (2 * group[-1].start + 1, 0), group
+        groups = sorted(merge("early", early, self.ops), key=lambda group: _stable(group[0]))
+        for i, group in enumerate(groups):
+            # No later than its first reader, so whatever is computed from any of it still comes after it.
+            earlier = 2 * groups[i - prefetch][0].end if i >= prefetch else 0
+            turns[group[0]] = (max(2 * group[0].start + 1, earlier), 0), group
+        for group in self._last_groups(last, merge):
+            turns[group[-1]] = (self._let_pass(group[-1].start, urgent, reach), 1), group
+        order = sorted(turns, key=lambda m: (*turns[m][0], m.start, *_stable(m)))
+        return [turns[m][1] for m in order]
+
+    def _last_groups(self, last: Sequence[Move], merge: Merge) -> list[Sequence[Move]]:
+        """Merged are gradients that no other transfer follows."""
+        free = [m for m in last if m.reader.op == "output" or m.reader in self.settled]
+        held = [[m] for m in last if m not in set(free)]
+        return [*held, *merge("last", free, self.ops)]
+
+    def _let_pass(self, ready: int, urgent: Sequence[int], reach: int) -> int:
+        following = next(iter(urgent[bisect_left(urgent, ready) :]), len(self.ops))
+        if following == len(self.ops) or self.products[following + 1] - self.products[ready + 1] > reach:
+            return 2 * ready + 1
+        return 2 * following + 1
+
+    def _is_early(self, move: Move) -> bool:
+        return move.operand not in self.position or move.operand in self.at_hand
+
+    def _is_last(self, move: Move) -> bool:
+        return not self._is_early(move) and (move.reader.op == "output" or move.reader in self.closing)
+
+    def _at_hand(self) -> set[fx.Node]:
+        """Ops that no product and no transfer comes before."""
+        found: set[fx.Node] = set()
+        for node in self.ops:
+            inputs = node.all_input_nodes
+            if is_product(node) or any((node, n) in self.moved for n in inputs):
+                continue
+            if all(n not in self.position or n in found for n in inputs):
+                found.add(node)
+        return found
+
+    def _closing(self) -> set[fx.Node]:
+        """Ops that lead to the end through no product and no transfer but the last."""
+        found: set[fx.Node] = set()
+        for node in reversed(self.ops):
+            if is_product(node):
+                continue
+            if all(u.op == "output" or (u in found and (u, node) not in self.moved) for u in node.users):
+                found.add(node)
+        return found
+
+    def _settled(self) -> set[fx.Node]:
+        """Ops of `closing` that no transfer at all comes after."""
+        pairs = {(m.reader, m.operand) for m in self.all}
+        found: set[fx.Node] = set()
+        for node in reversed(self.ops):
+            users = [(u, node) for u in node.users]
+            if node in self.closing and all(
+                pair not in pairs and (pair[0].op == "output" or pair[0] in found) for pair in users
+            ):
+                found.add(node)
+        return found
+
+
+def _together(moves: Sequence[Move]) -> list[list[Move]]:
+    """In the order in which they are ready, cut where one is read before the next is ready: so none in a run is
+    computed from what another delivers."""
+    runs: list[list[Move]] = []
+    for move in sorted(moves, key=lambda m: (m.start, *_stable(m))):
+        if runs and min(m.end for m in runs[-1]) > move.start:
+            runs[-1].append(move)
+        else:
+            runs.append([move])
+    return runs
+
+
+def _stable(move: Move) -> tuple[int, int]:
+    return move.end, move.index

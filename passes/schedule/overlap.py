@@ -1,0 +1,276 @@
+"""Reorder one rank's forward or backward so that communication runs behind computation."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from passes.ir.graph_pass import RankPass
+from passes.ir.graph_properties import FUNCTIONAL
+from passes.ir.op_traits import is_cheap, is_collective, is_product
+from passes.ir.properties import HasGraph, Property, described
+from passes.ir.rank_properties import OPS
+from passes.plan.transfers import Turn
+from passes.redistribution.lower_redistribute import collective_nodes
+from passes.schedule.issue_order import PREFETCH, REACH
+
+__all__ = ["IN_TURN", "Overlap"]
+
+_NO_TURN: Turn = (-1, 0)
+
+
+def _out_of_turn(graph: HasGraph) -> str | None:
+    for before, node in itertools.pairwise(collective_nodes(graph.graph)):
+        if _issue_key(before) > _issue_key(node):
+            turns = [start.meta.get("turn") for start in (node, before)]
+            return f"{described(node)}: has turn {turns[0]}, and stands behind %{before.name} with {turns[1]}"
+    return None
+
+
+def _issue_key(collective: fx.Node) -> tuple[Turn, int, int]:
+    """Turn, then the step of a transfer of several: a rank that receives nothing in the first of them has nothing that
+    says it comes before the second. Then the transfer, where several share a turn and were not merged."""
+    meta = collective.meta
+    return meta.get("turn", _NO_TURN), meta.get("step", 0), meta.get("transfer", 0)
+
+
+IN_TURN = Property("collectives of all groups start in the order of their turns", _out_of_turn)
+
+
+@dataclass(frozen=True)
+class Overlap(RankPass):
+    """Start every collective as soon as its operand exists, wait for it as late as possible.
+
+        %dw: f32[64, 16] = mm(%gt, %x)                %dx: f32[8, 16] = mm(%g, %w)
+        %dx: f32[8, 16]  = mm(%g, %w)                 %r:  f32[8, 16] = all_reduce(%dx)
+        %r:  f32[8, 16]  = all_reduce(%dx)      ->    %dw: f32[64, 16] = mm(%gt, %x)
+        %v:  f32[8, 16]  = wait_tensor(%r)            %v:  f32[8, 16] = wait_tensor(%r)
+        %y:  f32[8, 16]  = relu(%v)                   %y:  f32[8, 16] = relu(%v)
+
+    The same nodes in another order, in place. Ops keep their order but for those that a collective
+    somebody waits for is computed from: they go first, from at most `reach` products ahead, so a value
+    lives longer than it did only while that hides something.
+
+    prefetch: at most so many collectives whose operand was at hand from the start (gathers of parameters)
+              are in flight at a time: each holds its result before anything reads it.
+    pending:  at most so many that only the end needs (reductions of gradients) are in flight at a time:
+              each holds its operand. Beyond, the oldest is waited for.
+    reach:    products ahead from which a collective's operand is fetched.
+
+    The order of the collectives is not decided here, where another rank might decide otherwise: it is
+    that of their meta "turn" (`passes.schedule.issue_order`), or the graph's where they have none. When each
+    starts is this rank's affair: as all ranks issue what they share in the same order, the earliest
+    collective that is not finished can always be joined.
+
+    Requires besides: turns agree with the dependencies.
+    """
+
+    requires = (FUNCTIONAL,)
+    ensures = (IN_TURN,)
+    keeps = (OPS,)
+
+    prefetch: int = PREFETCH
+    pending: int = 4
+    reach: int = REACH
+
+    def __call__(self, module: fx.GraphModule) -> fx.GraphModule:
+        graph = module.graph
+        output = next(n for n in reversed(graph.nodes) if n.op == "output")
+        for node in _Schedule(graph, self).run():
+            output.prepend(node)
+        graph.lint()
+        module.recompile()
+        return module
+
+
+class _Schedule:
+    """A list of ops in their new order, written front to back."""
+
+    def __init__(self, graph: fx.Graph, options: Overlap) -> None:
+        self.options = options
+        self.roles = _Roles(graph)
+        self.place = {node: i for i, node in enumerate(graph.nodes)}
+        counts = itertools.accumulate((is_product(n) for n in graph.nodes), initial=0)
+        self.products = list(counts)  # before each place
+        self.unstarted = deque(sorted(collective_nodes(graph), key=_issue_key))
+        self.due: set[fx.Node] = set()  # unstarted, though their source exists
+        self.urgent: set[fx.Node] = set()  # those of them that ops wait for
+        self.flying: dict[fx.Node, fx.Node] = {}  # collective -> its wait, oldest first
+        self.done: dict[fx.Node, None] = dict.fromkeys(n for n in graph.nodes if n.op == "placeholder")
+        self.placeholders = len(self.done)
+        self.cursor = 0  # place of the op that the walk has come to
+        for node in self.done:
+            self._note_due(node)
+
+    def run(self) -> list[fx.Node]:
+        for node, place in self.place.items():
+            self.cursor = place
+            if node in self.done or node.op == "output" or node in self.roles.on_demand:
+                continue
+            self.start_ready()
+            for operand in node.all_input_nodes:
+                if operand not in self.done:
+                    self.wait(operand)
+            # A slot is free now, and what goes on the wire here hides behind `node`.
+            self.start_ready()
+            if node not in self.done:
+                self.emit(node)
+        while self.unstarted:
+            self.start()
+        for node in self.place:
+            if node not in self.done and node.op != "output":
+                self.emit(node)
+        return list(self.done)[self.placeholders :]
+
+    def emit(self, node: fx.Node) -> None:
+        assert node not in self.done and all(n in self.done for n in node.all_input_nodes), node
+        self.done[node] = None
+        if node in self.roles.wait_of:
+            self.flying[node] = self.roles.wait_of[node]
+        elif node.all_input_nodes:
+            self.flying.pop(node.all_input_nodes[0], None)
+        self._note_due(node)
+
+    def _note_due(self, node: fx.Node) -> None:
+        for collective in self.roles.fed.get(node, ()):
+            self.due.add(collective)
+            if collective not in self.roles.last:
+                self.urgent.add(collective)
+
+    def wait(self, wait: fx.Node) -> None:
+        """Start all up to the collective that `wait` is for, and wait."""
+        collective = wait.all_input_nodes[0]
+        while collective not in self.done:
+            self.start()
+        if wait not in self.done:
+            self.emit(wait)
+
+    def start_ready(self) -> None:
+        while self.unstarted and self._may_start(self.unstarted[0]):
+            self.start()
+
+    def start(self) -> None:
+        """Compute what the next collective needs, and issue it."""
+        collective = self.unstarted.popleft()
+        for node in self.missing(collective):
+            assert node not in self.roles.wait_of, f"{collective} has an earlier turn than {node}"
+            self.emit(node)
+        self.due.discard(collective)
+        self.urgent.discard(collective)
+        self.emit(collective)
+        self._limit_last()
+
+    def _limit_last(self) -> None:
+        """Free the buffers of the oldest collectives that nobody but the end waits for."""
+        last = [c for c in self.flying if c in self.roles.last]
+        for collective in last[: max(0, len(last) - self.options.pending)]:
+            self.emit(self.flying[collective])
+
+    def _may_start(self, collective: fx.Node) -> bool:
+        """Whether the next collective in turn goes now, rather than when its result is asked for."""
+        if collective in self.roles.early:
+            flying = sum(c in self.roles.early for c in self.flying)
+            return bool(self.urgent) or flying < self.options.prefetch
+        source = self.roles.source[collective]
+        if source in self.done:
+            return True
+        if collective in self.roles.last:
+            # The next of several steps goes when the collective behind it could.
+            return source in self.roles.on_demand and bool(self.due)
+        distance = self.products[self.place[source]] - self.products[self.cursor]
+        near = distance <= self.options.reach or bool(self.urgent)
+        return near and not any(self._blocks(n) for n in self.missing(collective))
+
+    def _blocks(self, node: fx.Node) -> bool:
+        """Waits, but not those for what was fetched ahead: they would not be put off by much."""
+        collective = node.all_input_nodes[0] if node in self.roles.waits else None
+        return collective is not None and not (collective in self.roles.early and collective in self.flying)
+
+    def missing(self, node: fx.Node) -> Sequence[fx.Node]:
+        """What has to run before `node` can, in the graph's order."""
+        found: set[fx.Node] = set()
+        stack = list(node.all_input_nodes)
+        while stack:
+            operand = stack.pop()
+            if operand not in self.done and operand not in found:
+                found.add(operand)
+                stack.extend(operand.all_input_nodes)
+        return sorted(found, key=self.place.__getitem__)
+
+
+class _Roles:
+    """What each collective is for.
+
+    early:     its operand comes from the graph's inputs through cheap ops.
+    last:      only the graph's results need it.
+    source:    what its operand is made of by views and copies.
+    fed:       the collectives, but the early ones, by source.
+    on_demand: waits, collectives, and the cheap ops between the last waits and the results: none has
+               a place of its own in the order.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        collectives = collective_nodes(graph)
+        self.wait_of = {c: _wait_of(c) for c in collectives}
+        self.waits = set(self.wait_of.values())
+        self.early = _early(graph, set(collectives))
+        sources = _sources(graph)
+        self.source = {c: sources[c.all_input_nodes[0]] for c in collectives}
+        self.fed: dict[fx.Node, list[fx.Node]] = {}
+        for collective in collectives:
+            if collective not in self.early:
+                self.fed.setdefault(self.source[collective], []).append(collective)
+        closing = _closing(graph, self.waits)
+        self.last = {c for c in collectives if self.wait_of[c] in closing}
+        self.on_demand = {*collectives, *self.waits, *closing}
+
+
+def _wait_of(collective: fx.Node) -> fx.Node:
+    (wait,) = collective.users
+    return wait
+
+
+def _early(graph: fx.Graph, collectives: set[fx.Node]) -> set[fx.Node]:
+    """Collectives with neither a product nor another collective behind their operand."""
+    simple: set[fx.Node] = set()
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if not all(n in simple for n in node.all_input_nodes):
+            continue
+        if node in collectives:
+            found.add(node)
+        elif not is_product(node):
+            simple.add(node)
+    return found
+
+
+def _sources(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Node -> the one node that it is computed from by cheap ops of no other operand; else itself."""
+    sources: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        found = {sources[n] for n in node.all_input_nodes}
+        light = node.op == "call_function" and is_cheap(node) and len(found) == 1
+        sources[node] = found.pop() if light else node
+    return sources
+
+
+def _closing(graph: fx.Graph, waits: set[fx.Node]) -> set[fx.Node]:
+    """Waits, and cheap ops and collectives computed from waits alone, that only the results read.
+
+    Alone: an op that reads anything else would keep that alive until the end.
+    """
+    received: set[fx.Node] = set()
+    for node in graph.nodes:
+        operands = node.all_input_nodes
+        passed_on = operands and all(n in received for n in operands)
+        if node in waits or (passed_on and (is_collective(node) or is_cheap(node))):
+            received.add(node)
+    closing: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node in received and all(u.op == "output" or u in closing for u in node.users):
+            closing.add(node)
+    return closing

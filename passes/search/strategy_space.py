@@ -1,0 +1,363 @@
+"""The search space of a graph: strategies and prices per node, prices per edge, as one `Problem`."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import fx
+
+from cost_model.compute import ComputePrices
+from cost_model.errors import InfeasibleError
+from cost_model.mesh import MeshSpec
+from passes.ir.joint import (
+    JointGraph,
+    first_value,
+    map_operands,
+    node_value,
+    result_index,
+    result_shapes,
+    tensor_operands,
+)
+from passes.ir.op_signature import op_signature
+from passes.layout.assignment import NodeLayouts
+from passes.layout.layout import Layout
+from passes.redistribution.redistribute import Redistributor
+from passes.rules.core.rule_registry import rule_for
+from passes.schedule.hiding import PHASES, HiddenReads, hidden_reads
+from passes.search.cost_kinds import CostKinds
+from passes.search.free_layouts import free_axis_order, is_storable, tensor_rule
+from passes.search.graph_ends import Boundary
+from passes.search.residency import Residency
+from passes.search.space_dims import out_of_space
+from passes.solver.problem import Problem
+from passes.strategies.chains import find_chains
+from passes.strategies.cuts import Cuts, Wider, find_cuts, ops_of
+from passes.strategies.pricing import Traffic, TrafficModel, fused_traffic, local_nbytes, strategy_seconds
+from passes.strategies.strategies import enumerate_strategies
+
+__all__ = ["Edge", "Prices", "SearchSpace", "build_space"]
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Everything that turns layouts into seconds on one mesh."""
+
+    mesh: MeshSpec
+    compute: ComputePrices
+    redistributor: Redistributor
+    merged: Redistributor  # of gradients on their way to their parameters, which share buckets
+    optimizer_seconds: Callable[[int], float]  # bytes of a parameter's shard -> seconds of its update
+    traffic: TrafficModel = fused_traffic
+    overlap_efficiency: float = 0.0
+    known: dict[Hashable, tuple[object, object, float]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def op_seconds(self, node: fx.Node, layouts: NodeLayouts) -> float:
+        """Of `node` of a global graph under `layouts`, as `strategy_seconds` has it: of ops alike computed once.
+
+        Layers share their layouts, so these count as alike only if they are the same object.
+        """
+        rule, flow = rule_for(node), self.traffic(node)
+        key = (id(layouts), id(rule), flow, op_signature(node))
+        if key not in self.known:
+            (found,) = strategy_seconds(node, rule, [layouts], flow, self.mesh, self.compute)
+            self.known[key] = layouts, rule, float(found)  # with both, so that their ids stay their own
+        return self.known[key][-1]
+
+
+@dataclass(frozen=True)
+class Edge:
+    """Value `result` of search node `producer`, read by `consumer`.
+
+    operand is the position among the consumer's operands, or None when the consumer is the end of
+    the graph that the value must reach: the parameter whose gradient it is, or an output.
+    """
+
+    producer: int
+    result: int
+    consumer: int
+    operand: int | None
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """problem: arrays for the solver; names, strategies: per search node; edges: parallel to
+    `problem.edges`. Nodes named "output N" stand for results that no input is tied to."""
+
+    problem: Problem
+    names: tuple[str, ...]
+    strategies: tuple[tuple[NodeLayouts, ...], ...]
+    edges: tuple[Edge, ...]
+    kinds: CostKinds
+    output_slots: tuple[int | None, ...]  # per graph result: the search node whose layout it must reach
+
+    def assignment(self, choice: Sequence[int]) -> dict[str, NodeLayouts]:
+        """The chosen layouts by node name, with the graph's output node under "output"."""
+        chosen = [options[c] for options, c in zip(self.strategies, choice, strict=True)]
+        layouts = {n: c for n, c in zip(self.names, chosen, strict=True) if not n.startswith("output ")}
+        ends = tuple(chosen[slot].results[0] for slot in self.output_slots if slot is not None)
+        return {**layouts, "output": NodeLayouts(operands=ends, results=())}
+
+
+def build_space(
+    joint: JointGraph,
+    prices: Prices,
+    boundary: Boundary,
+    *,
+    memory_limit: int | None = None,
+    held: Mapping[str, NodeLayouts] | None = None,
+    deadline: float = math.inf,
+) -> SearchSpace:
+    """The labelling problem of `joint` on `prices.mesh`.
+
+    One search node per placeholder, op and untied output; one edge per operand, priced by the
+    redistribution from the producer's layout to the one the consumer reads.
+
+    held: layouts of nodes of a graph like this one at other sizes: where a node of the same name may be split by the
+    same axes in the same dims, it is.
+    deadline: on the clock of `time.monotonic`; later than that, InfeasibleError: layouts of a mesh of many axes, and
+    the ways between them, are too many.
+    """
+    builder = _Builder(joint, prices, boundary, joint.trained, hidden_reads(joint), held or {}, deadline)
+    builder.add_nodes()
+    builder.add_edges()
+    return builder.finish(memory_limit)
+
+
+@dataclass(frozen=True)
+class _Option:
+    """Strategies and seconds shared by all nodes of one class (same op, shapes, arguments)."""
+
+    strategies: tuple[NodeLayouts, ...]
+    seconds: np.ndarray
+
+
+@dataclass
+class _Builder:
+    joint: JointGraph
+    prices: Prices
+    boundary: Boundary
+    trained: set[fx.Node]
+    reads: HiddenReads
+    held: Mapping[str, NodeLayouts]
+    deadline: float
+    index: dict[fx.Node, int] = field(default_factory=dict)
+    nodes: list[fx.Node | None] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    options: list[_Option] = field(default_factory=list)
+    edges: list[Edge] = field(default_factory=list)
+    edge_costs: list[np.ndarray] = field(default_factory=list)
+    edge_kinds: list[int] = field(default_factory=list)
+    slots: list[int | None] = field(default_factory=list)
+    classes: dict[Hashable, _Option] = field(default_factory=dict)
+    matrices: dict[Hashable, np.ndarray] = field(default_factory=dict)
+    single: dict[tuple[int, int], tuple[_Option, _Option]] = field(default_factory=dict)
+
+    def add_nodes(self) -> None:
+        ops, mesh = list(ops_of(self.joint)), self.prices.mesh
+        cuts = find_cuts(self.joint, mesh, self.boundary.inputs, ops)
+        chains = find_chains(ops, mesh, cuts)
+        ordered = free_axis_order(self.joint)
+        kept = out_of_space(ops)
+        placeholders = iter(range(len(self.joint.inputs)))
+        for node in self.joint.graph.nodes:
+            if node.op == "placeholder":
+                self._add(node, node.name, self._placeholder(node, next(placeholders)))
+            elif node.op == "call_function" and result_index(node)[0] is node:
+                wider = chains.get(node.name, {})
+                option = self._op(node, cuts, wider, kept.get(node, frozenset()), node in ordered)
+                self._add(node, node.name, option)
+        for position, result in enumerate(self.joint.results):
+            self.slots.append(None if result is None else self._slot(position, result))
+
+    def add_edges(self) -> None:
+        for node, consumer in list(self.index.items()):
+            for operand, source in enumerate(tensor_operands(node)):
+                self._connect(source, consumer, operand, (node.name, operand))
+        ends = itertools.count()
+        for result, slot in zip(self.joint.results, self.slots, strict=True):
+            if result is not None and slot is not None:
+                self._connect(result, slot, None, ("output", next(ends)))
+
+    def finish(self, memory_limit: int | None) -> SearchSpace:
+        strategies = tuple(option.strategies for option in self.options)
+        residency = Residency.of(self.joint, self.nodes, strategies, self.prices.mesh, self.prices.traffic)
+        problem = Problem(
+            node_costs=tuple(option.seconds for option in self.options),
+            edges=tuple((edge.producer, edge.consumer) for edge in self.edges),
+            edge_costs=tuple(self.edge_costs),
+            intervals=residency.intervals,
+            usages=residency.nbytes,
+            limit=memory_limit,
+        )
+        return SearchSpace(
+            problem, tuple(self.names), strategies, tuple(self.edges), self._kinds(), tuple(self.slots)
+        )
+
+    def _kinds(self) -> CostKinds:
+        """Computing, hideable communication, or neither: per node and edge."""
+        nodes = [
+            2 * self._phase(i) if node is not None and node.op == "call_function" else CostKinds.EXPOSED
+            for i, node in enumerate(self.nodes)
+        ]
+        return CostKinds(tuple(nodes), tuple(self.edge_kinds), len(PHASES))
+
+    def _add(self, node: fx.Node | None, name: str, option: _Option) -> int:
+        position = len(self.names)
+        if node is not None:
+            self.index[node] = position
+        self.nodes.append(node)
+        self.names.append(name)
+        self.options.append(self._held(name, option))
+        return position
+
+    def _held(self, name: str, option: _Option) -> _Option:
+        """`option` with the one strategy that is as the held one; itself if there is none."""
+        wanted = self.held.get(name)
+        if wanted is None:
+            return option
+        sign = _signature(wanted)
+        place = next((i for i, s in enumerate(option.strategies) if _signature(s) == sign), None)
+        if place is None:
+            return option
+        # One object for all nodes that are alike: their edges share a matrix.
+        key = (id(option), place)
+        if key not in self.single:
+            one = _Option((option.strategies[place],), option.seconds[place : place + 1])
+            self.single[key] = option, one  # with the option, so that its id stays its own
+        return self.single[key][1]
+
+    def _placeholder(self, node: fx.Node, position: int) -> _Option:
+        spec = self.joint.inputs[position]
+        shape = tuple(node_value(node).shape)
+        allowed = self.boundary.inputs.get(position)
+        is_parameter = spec.kind == "param"
+        if allowed is not None:
+            strategies = tuple(NodeLayouts((), (layout,)) for layout in allowed)
+            seconds = np.zeros(len(strategies))
+        else:
+            option = self._classed(
+                ("placeholder", shape, is_parameter), lambda: self._free(shape, any_order=is_parameter)
+            )
+            strategies, seconds = option.strategies, option.seconds
+        if node in self.trained:
+            seconds = seconds + self._update_seconds(node, strategies)
+        return _Option(strategies, seconds)
+
+    def _free(self, shape: tuple[int, ...], any_order: bool) -> _Option:
+        """Every split of a tensor in torch's own sizes: what a DTensor can hold."""
+        mesh = self.prices.mesh
+        strategies = [
+            NodeLayouts((), found.results)
+            for found in enumerate_strategies(tensor_rule(shape), (), (shape,), mesh, any_order=any_order)
+            if is_storable(found.results[0], shape, mesh)
+        ]
+        return _Option(tuple(strategies), np.zeros(len(strategies)))
+
+    def _update_seconds(self, node: fx.Node, strategies: Iterable[NodeLayouts]) -> np.ndarray:
+        mesh, seconds = self.prices.mesh, self.prices.optimizer_seconds
+        return np.array([seconds(local_nbytes(s.results[0], node, 0, mesh)) for s in strategies])
+
+    def _op(self, node: fx.Node, cuts: Cuts, wider: Wider, kept: frozenset[str], any_order: bool) -> _Option:
+        """kept: factors not to be split, though the op's rule would allow it."""
+        flow = self.prices.traffic(node)
+        key = (_class_key(node), flow, any_order, kept, tuple(wider.items()))
+        return self._classed(key, lambda: self._enumerated(node, cuts, wider, kept, any_order, flow))
+
+    def _enumerated(
+        self, node: fx.Node, cuts: Cuts, wider: Wider, kept: frozenset[str], any_order: bool, flow: Traffic
+    ) -> _Option:
+        rule = rule_for(node)
+        rule = replace(rule, whole=rule.whole | kept)
+        mesh = self.prices.mesh
+        operands = [node_value(n).shape for n in tensor_operands(node)]
+        strategies = enumerate_strategies(
+            rule, operands, result_shapes(node), mesh, cuts=cuts, wider=wider, any_order=any_order
+        )
+        return _Option(strategies, strategy_seconds(node, rule, strategies, flow, mesh, self.prices.compute))
+
+    def _classed(self, key: Hashable, make: Callable[[], _Option]) -> _Option:
+        if key not in self.classes:
+            self._check_time()
+            self.classes[key] = make()
+        return self.classes[key]
+
+    def _check_time(self) -> None:
+        if time.monotonic() > self.deadline:
+            mesh = self.prices.mesh
+            raise InfeasibleError(
+                f"the layouts on {mesh} and the ways between them could not be listed in the time limit\n"
+                f"  try: a larger `time_limit` (seconds), or a mesh of fewer axes than {len(mesh.real_axes())}"
+            )
+
+    def _slot(self, position: int, result: fx.Node) -> int:
+        """The search node whose layout the graph's result must reach."""
+        tied = self.boundary.tied.get(position)
+        if tied is not None:
+            return self.index[self.joint.placeholders[tied]]
+        layouts = self.boundary.outputs[position]
+        strategies = tuple(NodeLayouts((), (layout,)) for layout in layouts)
+        return self._add(None, f"output {position}", _Option(strategies, np.zeros(len(strategies))))
+
+    def _connect(self, source: fx.Node, consumer: int, operand: int | None, read: tuple[str, int]) -> None:
+        node, result = result_index(source)
+        edge = Edge(self.index[node], result, consumer, operand)
+        self.edges.append(edge)
+        self.edge_costs.append(self._matrix(source, edge, read in self.reads.ending))
+        phase = self._phase(edge.producer if operand is None else consumer)
+        self.edge_kinds.append(2 * phase + 1 if read in self.reads.hides else CostKinds.EXPOSED)
+
+    def _phase(self, position: int) -> int:
+        node = self.nodes[position]
+        return 0 if node is None else PHASES.index(node.meta.get("phase", "forward"))
+
+    def _matrix(self, source: fx.Node, edge: Edge, merges: bool) -> np.ndarray:
+        value = node_value(source)
+        held = self.options[edge.producer].strategies
+        read = self.options[edge.consumer].strategies
+        key = (id(held), edge.result, id(read), edge.operand, tuple(value.shape), value.dtype, merges)
+        if key not in self.matrices:
+            self._check_time()
+            sources = [s.results[edge.result] for s in held]
+            targets = [s.results[0] if edge.operand is None else s.operands[edge.operand] for s in read]
+            self.matrices[key] = self._edge_matrix(sources, targets, value, merges)
+        return self.matrices[key]
+
+    def _edge_matrix(
+        self, sources: list[Layout], targets: list[Layout], value: torch.Tensor, merges: bool
+    ) -> np.ndarray:
+        """Price each distinct pair of layouts once, then spread over the strategies."""
+        rows, row_of = _distinct(sources)
+        columns, column_of = _distinct(targets)
+        prices = self.prices.merged if merges else self.prices.redistributor
+        seconds = prices.matrix(rows, columns, tuple(value.shape), value.element_size())
+        return seconds[np.ix_(row_of, column_of)]
+
+
+def _distinct(layouts: Sequence[Layout]) -> tuple[list[Layout], list[int]]:
+    position: dict[Layout, int] = {}
+    where = [position.setdefault(layout, len(position)) for layout in layouts]
+    return list(position), where
+
+
+def _signature(strategy: NodeLayouts) -> Hashable:
+    """What of a strategy does not depend on sizes: the axes of every dim, and what is pending."""
+    return tuple((layout.dims, layout.partial) for layout in (*strategy.operands, *strategy.results))
+
+
+def _class_key(node: fx.Node) -> Hashable:
+    """Nodes with equal keys have equal rules, strategies and seconds."""
+    tokens = [f"<{tuple(node_value(n).shape)} {node_value(n).dtype}>" for n in tensor_operands(node)]
+    return (
+        str(node.target),
+        repr(map_operands(node, tokens)),
+        str(result_shapes(node)),
+        str(first_value(node).dtype),
+    )

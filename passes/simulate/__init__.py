@@ -1,0 +1,1 @@
+"""Every rank's program in one process, in lockstep; the unsharded model; what rounding may change."""

@@ -1,0 +1,217 @@
+"""The search within a memory limit: exact reductions with all rows, then prices, parts, and a program for the rest.
+
+1. Prices of memory, found together with messages, give a bound and choices, which are repaired to fit.
+2. What the bound proves to cost as much as the best choice is forbidden; what is left is reduced again.
+3. If that is small it goes to HiGHS; if not, parts of the best choice are solved exactly, again and again.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from .binding import solve_rows
+from .core import Budget
+from .dual import prune
+from .graph import DeadEnd, Graph
+from .lagrange import Bound, forbid_same, improve_prices
+from .local_search import Search
+from .neighbourhood import grow, improve_part
+from .presolve import presolve
+from .problem import Array
+from .usage_rows import Rows
+
+__all__ = ["MemorySearch"]
+
+PROGRAM_LIMIT, SMALL = 400_000, 50_000
+"""Edge entries of the largest graph that goes to HiGHS as a whole; and of one that goes there at once."""
+EXACT_SHARE = 0.5
+"""Share of the time left for that, if there is a choice that parts could improve."""
+REPAIR_EVERY, REPAIR_SHARE = 8, 0.4
+"""Of the favourites at prices each so many-th is repaired; of those that programs give, as many as this share of the
+time allows. A repair takes as long as many steps of the prices."""
+GRACE = 5.0
+"""Seconds after the deadline that finding a first choice that fits may take."""
+FAILURES, FAILURES_WHERE_LARGE = 15, 200
+"""Parts in a row that could not be improved, after which no more are tried for now."""
+
+PRICE_SHARE, REPRICE_SHARE, PART_SHARE = 0.1, 0.05, 0.4
+"""Shares of the time left for prices where the graph is larger, for improving them, and for solving parts. Parts
+lower the cost, prices only say where to start and when to stop."""
+PART, PART_SECONDS = 20_000, 3.0
+"""Edge entries of the first part to be solved exactly, and the time for one."""
+PACE, LONGER, SHORTER = 0.5, 1.1, 1.2
+"""Seconds that a part should take, at least; by what that grows after one that could not be improved, and shrinks after
+one that could. Twice as large a part takes over three times as long: it is worth that where smaller ones fail."""
+WORTH = 1e-4
+"""A part need not be improved by less than this share of the gap."""
+GROWTH, SMALLEST, LARGEST = 1.15, 1_000, 200_000
+
+
+class MemorySearch:
+    """State of the search: the best choice that fits, its cost, and the proven bound.
+
+    `graph` is the problem reduced with all memory rows. best: of the nodes of the graph.
+    """
+
+    def __init__(self, graph: Graph, budget: Budget, warm: dict[int, int] | None = None) -> None:
+        """warm: a choice of the graph's nodes from which better ones are looked for, if it can be made to fit."""
+        self.graph, self.rows, self.budget = graph, Rows.of(graph), budget
+        self.best: dict[int, int] | None = None
+        self.cost, self.bound = float("inf"), -float("inf")
+        self._prices: Array = np.zeros(len(self.rows.slack))
+        self._priced: Bound | None = None
+        self._seconds_of_repair = 0.0
+        self._favourites = 0
+        self._part = float(PART)
+        self._start = time.monotonic()
+        self._rng = np.random.default_rng(0)
+        if warm is not None:
+            self._repair(warm, self._prices)
+
+    def solve(self) -> None:
+        """Fill `best`, `cost` and `bound`. Raises DeadEnd if nothing fits."""
+        if self.graph.entries() > SMALL:
+            self._price(PRICE_SHARE)
+        improved = None  # whether parts of the best choice could be improved; None: not tried
+        while not self._done():
+            left = self._pruned()
+            if left is None:
+                return
+            small, exact = left.entries() <= SMALL, left.entries() <= PROGRAM_LIMIT
+            if exact and (small or self.best is None or improved is not None):
+                whole = small or self.best is None or not improved
+                if self._close(left, 1.0 if whole else EXACT_SHARE) or whole:
+                    break
+            if self.best is not None:
+                improved = self._improve_parts(PART_SHARE, FAILURES if exact else FAILURES_WHERE_LARGE)
+            if not self._done():
+                self._price(REPRICE_SHARE)
+        if self.best is None:  # even if time has run out
+            self._price(1.0)
+
+    def _done(self) -> bool:
+        return self.cost - self.bound <= self.budget.tolerance or self.budget.spent
+
+    def _until(self, share: float) -> float:
+        now = time.monotonic()
+        return now + share * max(0.0, self.budget.deadline - now)
+
+    def _raise_bound(self, bound: float) -> None:
+        self.bound = max(self.bound, min(bound, self.cost))
+
+    def _take(self, choice: dict[int, int]) -> None:
+        cost = self.graph.value(choice)
+        if cost < self.cost and self.rows.fits(choice):
+            self.best, self.cost = choice, cost
+
+    def _price(self, share: float) -> None:
+        last: dict[int, int] = {}
+
+        def offer(choice: dict[int, int], prices: Array) -> float:
+            nonlocal last
+            last = choice
+            self._favourites += 1
+            if self._favourites % REPAIR_EVERY == 0:
+                self._repair(choice, prices)
+            return self.cost
+
+        found = improve_prices(
+            self.graph, self.rows, self._priced, self._until(share), offer, self.budget.tolerance
+        )
+        self._priced, self._prices = found, found.prices
+        self._raise_bound(found.bound)
+        if self.best is None:
+            self._repair(last, found.prices)
+
+    def _repair_in_turn(self, choice: dict[int, int]) -> None:
+        """Repair a choice and improve it, unless that has taken long already."""
+        now = time.monotonic()
+        if self.best is None or self._seconds_of_repair < REPAIR_SHARE * (now - self._start):
+            self._repair(choice, self._prices)
+            self._seconds_of_repair += time.monotonic() - now
+
+    def _repair(self, choice: dict[int, int], prices: Array) -> None:
+        extra = self.rows.priced(prices)
+        costs = {
+            node: extra[self.rows.start[p] : self.rows.start[p + 1]] for p, node in enumerate(self.rows.nodes)
+        }
+        search = Search(self.graph, self.rows, choice, costs)
+        unit = float(np.abs(self.rows.slack).max(initial=0.0)) or 1.0
+        price = max(float(prices.max(initial=0.0)), 1e-3 * abs(self.graph.value(choice)) / unit)
+        if not np.isfinite(price):
+            price = 1.0
+        until = self.budget.deadline + (GRACE if self.best is None else 0.0)
+        if search.repair(price, until):
+            search = Search(self.graph, self.rows, search.choice, {})
+            search.descend(float("inf"), until)
+            self._take(search.choice)
+
+    def _pruned(self) -> Graph | None:
+        """What is left of the graph that may be better than the best choice; None: nothing."""
+        left = self.graph.copy()
+        left.constant, bound = self.graph.constant, self._priced
+        if bound is None or not np.isfinite(self.cost):
+            return left
+        cutoff = self.cost - self.budget.tolerance / 2
+        try:
+            copy = bound.graph.copy()
+            copy.constant = bound.graph.constant
+            prune(copy, bound.messages, bound.bound, cutoff)
+            forbid_same(left, copy)
+            presolve(left, self.budget.deadline)
+        except DeadEnd:
+            self._raise_bound(cutoff)
+            return None
+        return left
+
+    def _close(self, left: Graph, share: float) -> bool:
+        """Search what is left by programs; True if that ended the search."""
+        answer = solve_rows(left, self.cost, Budget(self._until(share), self.budget.tolerance), self._offer)
+        self._raise_bound(answer.bound)
+        if answer.closed and self.best is None:
+            raise DeadEnd(min(self.graph.cost, default=-1))
+        return answer.closed
+
+    def _offer(self, left: Graph, rows: Rows, choice: dict[int, int]) -> float:
+        full = left.expand(choice)
+        if rows.fits(choice):
+            self._take(full)
+        else:
+            self._repair_in_turn(full)
+        return self.cost
+
+    def _improve_parts(self, share: float, patience: int) -> bool:
+        """Solve parts of the best choice for a while; True if that found something better."""
+        assert self.best is not None
+        until, size, before = self._until(share), self._part, self.cost
+        failures, pace = 0, PACE
+        while time.monotonic() < until and not self._done() and failures < patience:
+            start = time.monotonic()
+            nodes = grow(self.graph, self._seeds(), int(size), self._rng)
+            worth = max(self.budget.tolerance, WORTH * (self.cost - self.bound))
+            limit = min(start + PART_SECONDS, until)
+            better = improve_part(self.graph, self.rows, self.best, nodes, Budget(limit, worth))
+            if better is not None:
+                self._take(better)
+            failures = 0 if better is not None else failures + 1
+            slow = time.monotonic() - start > pace
+            size = min(LARGEST, max(SMALLEST, size * (1 / GROWTH if slow else GROWTH)))
+            pace = min(PART_SECONDS, max(PACE, pace * (1 / SHORTER if better is not None else LONGER)))
+        self._part = size
+        return self.cost < before
+
+    def _seeds(self) -> list[int]:
+        """Nodes to grow a part from: one, or several that share a full row."""
+        nodes = self.rows.nodes
+        if self._rng.random() < 0.5 or not len(self.rows.slack):
+            return [int(self._rng.choice(nodes))]
+        weight = self._prices + 1e-12
+        row = int(self._rng.choice(len(weight), p=weight / weight.sum()))
+        live = sorted(self.rows.single(row).used)
+        return (
+            [int(node) for node in self._rng.choice(live, min(len(live), 4), replace=False)]
+            if live
+            else [nodes[0]]
+        )

@@ -1,0 +1,118 @@
+"""Values of emitted nodes are computed once for equal calls, and are those that computing each would give."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+from cost_model.mesh import MeshSpec
+from passes.ir.fake_calls import FakeCalls
+from passes.lower.partition import partition
+from passes.plan.decide import unmerged
+from passes.redistribution.redistribute import Redistributor
+from passes.simulate.lockstep import simulated_groups
+from tests.models import SwiGLU
+from tests.redistribution.layouts import link_prices
+from tests.schedule.planned import joint_of, random_assignment
+
+aten = torch.ops.aten
+
+
+def node_of(value: Any) -> fx.Node:
+    node = fx.Graph().placeholder("x")
+    node.meta["val"] = value
+    return node
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, device="meta", dtype=dtype)
+
+
+class Counted:
+    """An op that counts how often it runs."""
+
+    def __init__(self, op: Callable[..., Any]) -> None:
+        self.op, self.runs = op, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.runs += 1
+        return self.op(*args, **kwargs)
+
+
+def test_equal_calls_run_once() -> None:
+    calls, op = FakeCalls(), Counted(aten.view.default)
+    first = calls(op, (node_of(meta(4, 6)), [2, 12]), {})
+    again = calls(op, (node_of(meta(4, 6)), [2, 12]), {})
+    assert first is again
+    assert op.runs == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((meta(4, 6, dtype=torch.float64), 2), {}),
+        ((meta(4, 8), 2), {}),
+        ((meta(6, 4).t(), 2), {}),
+        ((meta(4, 6), 3), {}),
+        ((meta(4, 6), 2.0), {}),  # equal as a number, another dtype as an operand
+        ((meta(4, 6), 2), {"alpha": 2}),
+    ],
+)
+def test_other_calls_run_again(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    calls, op = FakeCalls(), Counted(aten.add.Tensor)
+    calls(op, (node_of(meta(4, 6)), 2), {})
+    calls(op, (node_of(args[0]), *args[1:]), kwargs)
+    assert op.runs == 2
+
+
+def looks(module: fx.GraphModule) -> list[tuple[str, Any]]:
+    """Every node with what its value looks like."""
+
+    def look(value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return [look(v) for v in value]
+        return None if value is None else (value.shape, value.stride(), value.dtype, value.device)
+
+    return [(n.format_node(), look(n.meta.get("val"))) for n in module.graph.nodes]
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(SwiGLU(8, 12) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x).softmax(-1)
+        return x.sum()
+
+
+class Forgetful(FakeCalls):
+    """The plain way: every call is run."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._results.clear()
+        return super().__call__(*args, **kwargs)
+
+
+def test_a_rank_s_graph_is_the_same_with_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = MeshSpec({"a": 2, "b": 3})
+    joint = joint_of(Twice(), torch.randn(6, 8))
+    assignment = random_assignment(joint, mesh, random.Random(0))
+    lowering = unmerged(joint, assignment, Redistributor(mesh, link_prices(mesh)))
+
+    def graphs() -> list[list[tuple[str, Any]]]:
+        groups = simulated_groups(mesh)
+        return [
+            looks(partition(joint, assignment, mesh, rank, groups, lowering).module) for rank in (0, 1, 5)
+        ]
+
+    remembered = graphs()
+    monkeypatch.setattr("passes.lower.partition.FakeCalls", Forgetful)
+    monkeypatch.setattr("passes.redistribution.lower_redistribute.FakeCalls", Forgetful)
+    assert graphs() == remembered
