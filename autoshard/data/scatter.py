@@ -122,8 +122,8 @@ def gather(
     """The tensor of which every rank has its part, on rank `target` (None elsewhere) or on all: `scatter`
     undone.
 
-    local:  this rank's part, of any size: the global shape is what the parts add up to. Of ranks that
-            hold the same part one is read.
+    local:  this rank's part, of any size: the global shape is what the parts add up to. If several
+            ranks hold the same part, one is read.
     device: where the global tensor is put together; default the mesh's. Parts pass one by one.
 
     Raises, on all ranks and before data moves, ShardingError or PlanError as `scatter` does.

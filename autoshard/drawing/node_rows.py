@@ -74,8 +74,8 @@ def _pull_together(program: _Program, first: int, second: int, weight: float) ->
 
 
 def _pairs(groups: Sequence[Group]) -> list[tuple[int, int]]:
-    """(forward, backward) groups of the same key. Of a module in several groups the first forward
-    one goes with the last backward one: backward runs in reverse."""
+    """(forward, backward) groups of the same key. If a module is in several groups, the first
+    forward one goes with the last backward one: backward runs in reverse."""
     found: dict[tuple[str, str], list[int]] = {}
     for group in groups:
         found.setdefault((group.key, group.phase), []).append(group.index)

@@ -79,8 +79,8 @@ class Crew:
     def lost_before(self) -> str | None:
         """Who ended before it called autoshard, and so told nothing; None if nobody did as far as is known.
 
-        gloo connects all ranks when the process group is made. Of the connections those to ranks that have come are
-        known by their ends; if fewer are left than ranks that have not come, one of these has ended.
+        gloo connects all ranks when the process group is made. Connections to ranks that have come are known by
+        their ends; if fewer others are left than ranks that have not come, one of these has ended.
         """
         if not self._connected:
             return None

@@ -14,7 +14,7 @@ def collector_paused() -> Generator[None]:
     """No collections inside; also a decorator.
 
     A graph is one large cycle that stays alive: as it grows, the collector walks all of it again and
-    again to free nothing. Of a deep model's planning that was an eighth. What has no cycle is freed as ever.
+    again to free nothing. That took an eighth of planning a deep model. What has no cycle is freed as usual.
     """
     enabled = gc.isenabled()
     gc.disable()

@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from passes.ir.graph_properties import IN_ORDER
+from passes.ir.op_traits import is_collective
 from passes.ir.properties import HasGraph, Kept, Property, described, of_ops
-from passes.lower.recompute import is_collective
 
 __all__ = ["COLLECTIVES", "COMPUTING", "INVARIANTS", "OPS", "group_of", "is_start"]
 

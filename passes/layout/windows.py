@@ -1,8 +1,8 @@
 """Which part of an operand a part of the result reads: the interval algebra of windows.
 
 Per dim, half-open. The operand has `length` positions, what lies outside is padding. `reads(lo, hi)` is what results
-[lo, hi) read of it, clipped to [0, length); (0, 0) if they read nothing. Of a periodic window it may lie outside of
-[0, length), and be longer: positions then count modulo `length`.
+[lo, hi) read of it, clipped to [0, length); (0, 0) if they read nothing. A periodic window may read outside of
+[0, length), and more than `length`: positions then count modulo `length`.
 """
 
 from __future__ import annotations

@@ -116,8 +116,8 @@ class AllToAll(Step):
 class Reshard(Step):
     """Same axes on `dim`, other split sizes or another nesting order.
 
-    An all-to-all of interval intersections over `axes`: those below the first difference. Of the same order, priced
-    by what is foreign, as halos are.
+    An all-to-all of interval intersections over `axes`: those below the first difference. Where the
+    order of axes stays the same, the price is that of the remote part, as for halos.
     """
 
     name = "reshard"

@@ -36,8 +36,8 @@ class Universe:
     split_ids: [states, dims in play], into `splits`. tail, head: [moves], state numbers.
     price: [moves], into `prices`: (collective, axes of the group in mesh order), None for free.
     heads: the distinct heads; starts: where each one's moves begin.
-    shared: positions of the moves between cuts of one dim over the same axes; share: of each, what part of the shard
-    before it is sent or received by the rank with most. Of other moves all is.
+    shared: positions of the moves between cuts of one dim over the same axes; share: for each of
+    them, the part of the shard before it that the busiest rank sends or receives. Other moves send all of it.
     """
 
     mesh: MeshSpec

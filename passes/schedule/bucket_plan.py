@@ -17,8 +17,8 @@ the total is least where the one read first is through as early as possible.
 
     seconds(group) = the price of one collective of all its bytes + copying them in, and gathers out again
 
-Halos are merged as gradients are, among those that may travel together: each is ready before any is read. Of others
-that somebody waits for none is: the first would wait for the last.
+Halos are merged as gradients are, among those that may travel together: each is ready before any is read. Other
+transfers on the critical path are never merged: the first would wait for the last.
 
 A group holds no more bytes than at which starting is a tenth of the time
 (`cost_model.bucketed`): more would gain little, and memory holds a whole group. Of equal ends the least

@@ -1,4 +1,4 @@
-"""In which order the ranks issue their collectives: decided on the global graph, so on all ranks alike.
+"""The order in which ranks issue their collectives: decided on the global graph, so on all ranks alike.
 
 Ranks that share a process group must issue its collectives in the same order, or they hang. No rank
 can decide that on its own graph: with uneven shards a group with nothing to move has no collective, and a
@@ -18,9 +18,8 @@ right before its first reader).
                                     what others wait for, at most `reach` products away
 
 Transfers of one kind may be merged (`merge`, see `passes.schedule.bucket_plan`): those of one group have one turn,
-at which
-the first of them is issued early, or the last of them late. Of the first kind, those that are all ready before any
-of them is read: halos of neighbouring tensors.
+at which the first of them is issued early, or the last of them late. Transfers of the first kind are merged only if
+all are ready before any is read: halos of neighbouring tensors.
 
 Invariants
   - The order depends on no rank, local shape or clock.

@@ -21,8 +21,8 @@ _TERMS = {
 
 
 def grouped_mm(call: OpCall) -> OpRule:
-    """rows: l k, g k n -> l n; columns: g m k, k l -> m l; summed: m l, l n -> g m n. Of rows and columns a rank
-    with some of the groups gives zeros for the others, so the result is a pending sum.
+    """rows: l k, g k n -> l n; columns: g m k, k l -> m l; summed: m l, l n -> g m n. For rows and columns, a
+    rank with some of the groups gives zeros for the others, so the result is a pending sum.
 
     `offs` is whole on every rank: a rank needs the ends of other ranks' groups to know where its own begin.
     """
