@@ -41,17 +41,22 @@ class Ways:
 
 
 def turn_problems(records: Sequence[NodeRecord]) -> Iterator[str]:
-    """Transfers with a turn that is not after those of all transfers that their operand is computed from: the members
-    of a bucket, too, may not wait for one another."""
+    """Transfers that communicate, with a turn that is not after those of all transfers that their operand is computed
+    from: the members of a bucket, too, may not wait for one another. What a rank cuts from its own part waits in no
+    turn."""
     latest: dict[str, Turn] = {}
     for record in records:
         mine = _FIRST
         for operand in record.operands:
             before = latest[operand.source]
-            if operand.turn is not None and operand.turn <= before:
+            if operand.turn is not None and operand.turn <= before and _communicates(operand):
                 yield (
                     f"node {record.name}: it reads {operand.source} in turn {operand.turn}, and that is computed from "
                     f"what comes in turn {before}"
                 )
             mine = max(mine, before, operand.turn or _FIRST)
         latest[record.name] = mine
+
+
+def _communicates(operand: OperandRecord) -> bool:
+    return any(transfer.step.kind for transfer in operand.transfers)

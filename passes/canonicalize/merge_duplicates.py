@@ -47,7 +47,8 @@ class MergeDuplicates(GraphPass):
         %a: f32[8] = aten.exp(%x)
         %y: f32[8] = aten.add(%a, %a)
 
-    A backward op merges into its forward twin: whether to save the value or to compute it again is
+    An op of the backward and its twin in the forward become one of the forward: whether to save the value or to
+    compute it again is
     decided when the phases are split. Not merged: random ops; `clone`, kept only where identity
     matters; constants with dims, which are free and should each take the layout of their reader.
     """
@@ -62,6 +63,9 @@ class MergeDuplicates(GraphPass):
                 continue
             twin = first.setdefault(_identity(node), node)
             if twin is not node:
+                # The twin may stand first and yet be the backward's: tracing orders by use, not by phase.
+                if node.meta["phase"] == "forward":
+                    twin.meta["phase"] = "forward"
                 replace(node, twin)
         return joint
 

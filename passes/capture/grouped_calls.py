@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cost_model.errors import UnsupportedOpError
 from passes.ir.torch_tracing import grouped_mm_functions
-from passes.ops.grouped_mm import grouped_mm
+from passes.ops.grouped_product import grouped_mm
 
 __all__ = ["grouped_captured", "grouped_product"]
 

@@ -25,7 +25,7 @@ from passes.ops import (
 from passes.ops.attention_op import attention_backward_reference, attention_reference
 from passes.ops.attention_table import Chip
 from passes.ops.contract import contract_reference
-from passes.ops.grouped_mm import grouped_mm_reference
+from passes.ops.grouped_product import grouped_mm_reference
 
 __all__ = ["CALLED", "expand_ops"]
 

@@ -23,7 +23,7 @@ all are ready before any is read: halos of neighbouring tensors.
 
 Invariants
   - The order depends on no rank, local shape or clock.
-  - A transfer comes after every transfer that its operand is computed from; none is merged with one.
+  - A transfer that communicates comes after every one that its operand is computed from; none is merged with one.
 """
 
 from __future__ import annotations

@@ -156,7 +156,8 @@ def _layout(
     partial: Sequence[tuple[str, str]],
     made: Made,
 ) -> Layout:
-    """The layout of one tensor, counted through operands and results. Many strategies of an op agree on one tensor: they
+    """The layout of one tensor, counted through operands and results. Many strategies of an op agree on one tensor:
+    they
     share its layout."""
     heads = [next((f for f in dim if rule.sizes[f] > 1), None) for dim in dims]
     found = tuple(None if head is None else by_factor.get(head) for head in heads)

@@ -43,3 +43,12 @@ def test_constants_with_dims_stay_apart_and_numbers_merge() -> None:
 def test_a_backward_op_merges_into_its_forward_twin() -> None:
     after = applied(MergeDuplicates(), lambda x: x.exp(), ramp(3), grads=True)
     assert ops(after) == {"exp": 1, "mul": 1}
+
+
+def test_what_a_forward_reads_is_of_the_forward_whichever_twin_stands_first() -> None:
+    joint = prepared(lambda x: x.exp().sin() * x.exp(), ramp(3))
+    first, second = (node for node in joint.graph.nodes if "exp" in str(node.target))
+    first.meta["phase"], second.meta["phase"] = "backward", "forward"
+    after = MergeDuplicates()(joint)
+    (left,) = (node for node in after.graph.nodes if node.users and "exp" in str(node.target))
+    assert left is first and left.meta["phase"] == "forward"

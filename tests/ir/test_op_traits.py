@@ -231,7 +231,7 @@ def _kinds(rule: str) -> dict[str, str | None]:
         namespace, _, rest = name.partition("::")
         packet, _, overload = rest.partition(".")
         target = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
-        if build.__module__ == f"passes.rules.{rule}":
+        if build.__module__ == f"passes.rules.plain.{rule}":
             found[rest] = op_kind(graph.call_function(target, ()))
     return found
 

@@ -15,8 +15,8 @@ from passes.compile.expand_ops import expand_ops
 from passes.ir.op_work import global_flops
 from passes.ir.torch_compat import fake_mode_of
 from passes.ir.torch_tracing import fake_tensors
-from passes.ops import grouped_mm as grouped
-from passes.ops.grouped_mm import grouped_mm
+from passes.ops import grouped_product as grouped
+from passes.ops.grouped_product import grouped_mm
 from passes.rules.check.trial import call_node
 from tests.capture.running import check as check_captured
 from tests.profiles import slow_compute

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from passes.ops.grouped_mm import kind_of
+from passes.ops.grouped_product import kind_of
 from passes.rules.core.assemble import assemble, dims
 from passes.rules.core.emit_op import again, argument, aten, constant, is_empty
 from passes.rules.core.opcall import OpCall

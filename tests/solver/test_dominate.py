@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from passes.search.dominate import dominated_pairs
-from passes.search.problem import Array
-from passes.search.tables import Tables
+
+from passes.solver.dominate import dominated_pairs
+from passes.solver.problem import Array
+from passes.solver.tables import Tables
 
 
 def _drawn(rng: np.random.Generator, rows: int, columns: int) -> Array:
