@@ -4,63 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 from autoshard.plan.equal_layers import fold_numbers
 from autoshard.plan.plan_collectives import Collective, collectives_of
-from cost_model.mesh import MeshSpec
+from autoshard.plan.plan_content import PlanContent
 from cost_model.reserve import communicators
 from cost_model.units import format_bytes
 from passes.layout.layout import Layout
 from passes.plan.graph_text import format_seconds
-from passes.plan.records import NodeRecord
 
 __all__ = ["collective_lines", "explain_plan", "parameter_lines", "plan_difference"]
 
 
-class Explained(Protocol):
-    """What is read of a plan here: `autoshard.plan.Plan`, which prints itself with it, has all of it."""
-
-    @property
-    def mesh(self) -> MeshSpec: ...
-    @property
-    def cost(self) -> float: ...
-    @property
-    def lower_bound(self) -> float: ...
-    @property
-    def gap(self) -> float: ...
-    @property
-    def status(self) -> str: ...
-    @property
-    def step_time(self) -> float: ...
-    @property
-    def peak_memory(self) -> int: ...
-    @property
-    def peak_node(self) -> str: ...
-    @property
-    def memory_limit(self) -> int | None: ...
-    @property
-    def reserve(self) -> int: ...
-    @property
-    def records(self) -> tuple[NodeRecord, ...]: ...
-    @property
-    def parameter_layouts(self) -> Mapping[str, Layout]: ...
-    @property
-    def fallbacks(self) -> tuple[str, ...]: ...
-    @property
-    def origin(self) -> Origin: ...
-
-
-class Origin(Protocol):
-    """Of a plan: the name of its prices, and whether these were never measured."""
-
-    @property
-    def profile(self) -> str: ...
-    @property
-    def nominal(self) -> bool: ...
-
-
-def explain_plan(plan: Explained) -> str:
+def explain_plan(plan: PlanContent) -> str:
     """A page: the prediction, its proof, the parameters' placements, collectives and costly modules."""
     origin = plan.origin
     nominal = " (nominal: not measured on any machine)" if origin.nominal else ""
@@ -84,7 +40,7 @@ def explain_plan(plan: Explained) -> str:
     return "\n".join(lines) + "\n"
 
 
-def plan_difference(mine: Explained, other: Explained) -> str:
+def plan_difference(mine: PlanContent, other: PlanContent) -> str:
     """What changes from `mine` to `other`: step time, memory, parameters, collectives."""
     slower = other.cost - mine.cost
     ratio = f" ({slower / mine.cost:+.1%})" if mine.cost else ""
@@ -103,11 +59,11 @@ def plan_difference(mine: Explained, other: Explained) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _kind_counts(plan: Explained) -> Counter[str]:
+def _kind_counts(plan: PlanContent) -> Counter[str]:
     return Counter(f"{c.phase} {c.name}[{','.join(c.axes)}]" for c in collectives_of(plan.records))
 
 
-def _reserved(plan: Explained) -> str:
+def _reserved(plan: PlanContent) -> str:
     if not plan.reserve:
         return ""
     count = len(communicators(plan.mesh, [c.axes for c in collectives_of(plan.records)]))
@@ -116,7 +72,7 @@ def _reserved(plan: Explained) -> str:
     )
 
 
-def _time_table(plan: Explained) -> list[str]:
+def _time_table(plan: PlanContent) -> list[str]:
     update = sum(r.seconds for r in plan.records if r.op == "param")
     lines = ["time"]
     for phase in ("forward", "backward"):
@@ -153,7 +109,7 @@ def parameter_lines(layouts: Mapping[str, Layout]) -> list[str]:
     return ["parameters"] + [f"  {name:{width}} {layout}{times(count)}" for name, layout, count in rows]
 
 
-def _fallback_table(plan: Explained) -> list[str]:
+def _fallback_table(plan: PlanContent) -> list[str]:
     """Every place in the model where an op without a rule runs, and how often."""
     lines = ["ops without a rule, run replicated with their inputs gathered"]
     for name in plan.fallbacks:

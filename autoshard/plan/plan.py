@@ -66,10 +66,6 @@ class Plan(PlanContent):
         content = repr((self.mesh, self.records, self.origin.graph_hash))
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
-    @property
-    def gap(self) -> float:
-        return 0.0 if self.cost <= 0 else max(0.0, (self.cost - self.lower_bound) / self.cost)
-
     @cached_property
     def assignment(self) -> Assignment:
         """Layouts by node name: with `lowering`, what decides each rank's program."""

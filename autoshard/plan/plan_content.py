@@ -57,3 +57,7 @@ class PlanContent:
     outputs: Mapping[int, Layout | None]
     fallbacks: tuple[str, ...]
     origin: PlanOrigin
+
+    @property
+    def gap(self) -> float:
+        return 0.0 if self.cost <= 0 else max(0.0, (self.cost - self.lower_bound) / self.cost)

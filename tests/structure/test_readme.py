@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import runpy
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -29,6 +31,19 @@ def test_one_command_installs_the_tested_versions_and_runs(mark: str, ends: str)
     assert steps[1].startswith(".venv/bin/pip install -c constraints.txt -e ")
     assert steps[2:] == [ends]
     assert f'"$(readme_command {mark})"' in (ROOT / ".ci" / "run").read_text()
+
+
+def test_the_plan_that_is_shown_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the README prints is the beginning of what the example prints, and its picture is the one that is drawn."""
+    shown = re.search(r"^<!-- output: (\S+) -->\n```\n(.+?)\n```$", README, re.MULTILINE | re.DOTALL)
+    assert shown
+    example = runpy.run_path(str(ROOT / shown[1]))
+    monkeypatch.chdir(tmp_path)
+    example["main"]()
+    assert capsys.readouterr().out.startswith(shown[2])
+    assert (tmp_path / "gpt-plan.svg").read_text() == (ROOT / "docs" / "gpt-plan.svg").read_text()
 
 
 def test_the_constraints_hold_torch_at_one_version() -> None:
