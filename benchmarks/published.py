@@ -34,7 +34,7 @@ from passes.plan.decide import decide_lowering
 from passes.predict.predict_step import Prediction, predicted_step
 from passes.search.find import find_assignment
 from passes.search.graph_ends import boundary_of
-from passes.search.strategy_space import Prices
+from passes.strategies.prices import Prices
 from passes.strategies.pricing import uncompiled_traffic
 
 ROWS = Path(__file__).parent / "published" / "mpt.csv"

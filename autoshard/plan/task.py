@@ -33,7 +33,7 @@ from passes.redistribution.redistribute import Redistributor, Step
 from passes.schedule.hiding import step_parts
 from passes.search.find import Found, find_assignment
 from passes.search.graph_ends import Boundary, boundary_of
-from passes.search.strategy_space import Prices
+from passes.strategies.prices import Prices
 from passes.strategies.pricing import traffic_model
 
 __all__ = ["CallLayouts", "Task", "carried_plan", "parameter_shapes", "prices_of", "search_plan"]

@@ -20,7 +20,7 @@ from autoshard.reporting.report_steps import report
 from autoshard.started_mesh import started_mesh
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
-from passes.ir.torch_compat import local_of
+from passes.ir.torch_dtensor import local_of
 
 __all__ = ["ReportOptions", "loss_of", "run_report", "train_and_report"]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autoshard.runtime.sharding import like_parameter
-from passes.ir.torch_compat import handle_dtensor_op, set_dtensor_data_by, take_plain_tensors_as_replicated
+from passes.ir.torch_dtensor import handle_dtensor_op, set_dtensor_data_by, take_plain_tensors_as_replicated
 
 __all__ = ["complete_dtensor_ops"]
 

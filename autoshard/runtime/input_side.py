@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.runtime.sharding import shard_of
 from cost_model.mesh import MeshSpec
-from passes.ir.torch_compat import local_of
+from passes.ir.torch_dtensor import local_of
 from passes.layout.layout import Layout
 from passes.layout.placements import layout_to_placements
 

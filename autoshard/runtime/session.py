@@ -54,7 +54,7 @@ from passes.lower.missing_tangents import usually_missing
 from passes.lower.rank_program import RankProgram, rank_program
 from passes.plan.describe import graph_hash
 from passes.schedule.schedule import one_communicator_at_a_time, scheduled
-from passes.search.strategy_space import Prices
+from passes.strategies.prices import Prices
 
 __all__ = ["Session"]
 

@@ -16,7 +16,7 @@ from autoshard.runtime.observe import Observer, PhaseRun, observed
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
 from passes.compile.compile_graph import Compiled, compile_graph
-from passes.ir.torch_compat import dtensor_from, local_of, sharding_of
+from passes.ir.torch_dtensor import dtensor_from, local_of, sharding_of
 from passes.lower.phases import Backward
 from passes.lower.rank_program import RankProgram
 

@@ -15,7 +15,7 @@ from autoshard.watching.watch import Watch
 from cost_model.errors import RankError
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph
-from passes.ir.torch_compat import local_of
+from passes.ir.torch_dtensor import local_of
 from passes.layout.layout import Layout
 
 __all__ = ["CheckInputs", "CheckedInput", "checked_inputs"]

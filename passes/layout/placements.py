@@ -9,7 +9,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
-from passes.ir.torch_compat import is_strided_shard, strided_shard, strided_shard_factor
+from passes.ir.torch_dtensor import is_strided_shard, strided_shard, strided_shard_factor
 from passes.layout.layout import REDUCE_OPS, Layout
 
 __all__ = ["layout_to_placements", "placements_to_layout"]

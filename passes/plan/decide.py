@@ -14,7 +14,7 @@ from passes.redistribution.redistribute import Redistribution, Redistributor
 from passes.schedule.bucket_plan import bucketed_turns
 from passes.schedule.hiding import ending_reads
 from passes.schedule.issue_order import issue_order
-from passes.search.strategy_space import Prices
+from passes.strategies.prices import Prices
 
 __all__ = ["Moved", "chosen_steps", "decide_lowering", "lowered_by", "unmerged"]
 

@@ -28,7 +28,7 @@ from passes.plan.transfers import Transfer as Read
 from passes.redistribution.redistribute import Redistribution
 from passes.rules.core.rule_registry import is_fallback
 from passes.schedule.hiding import hidden_reads
-from passes.search.strategy_space import Prices
+from passes.strategies.prices import Prices
 from passes.strategies.pricing import local_nbytes
 
 __all__ = ["describe", "fallback_ops", "graph_hash", "op_counts", "records_that_differ", "short_dtype"]

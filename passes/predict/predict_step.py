@@ -15,8 +15,8 @@ from passes.lower.rank_program import Schedule, rank_program
 from passes.plan.lowering_plan import LoweringPlan
 from passes.predict.step_events import Axes, AxesOf, StepEvents
 from passes.schedule.schedule import scheduled
-from passes.search.strategy_space import Prices
 from passes.simulate.lockstep import simulated_group_axes, simulated_groups
+from passes.strategies.prices import Prices
 
 __all__ = [
     "PredictedCollective",

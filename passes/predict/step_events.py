@@ -11,7 +11,7 @@ from torch import fx
 
 from cost_model.timeline import Event
 from passes.ir.op_traits import is_view, storage_root
-from passes.search.strategy_space import Prices
+from passes.strategies.prices import Prices
 from passes.strategies.pricing import local_seconds
 
 __all__ = [

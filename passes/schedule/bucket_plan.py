@@ -48,7 +48,7 @@ from passes.redistribution.redistribute import (
     Reshard,
 )
 from passes.schedule.issue_order import Side, issue_order
-from passes.search.strategy_space import Prices
+from passes.strategies.prices import Prices
 
 __all__ = ["BucketPlan", "Item", "Wire", "bucketed_turns", "least_end"]
 

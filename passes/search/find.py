@@ -14,8 +14,10 @@ from passes.ir.joint import GraphInput, JointGraph, node_value
 from passes.layout.assignment import Assignment, NodeLayouts
 from passes.search.graph_ends import Boundary
 from passes.search.overlapped import solve_overlapped
-from passes.search.strategy_space import Prices, SearchSpace, build_space
+from passes.search.search_space import SearchSpace
+from passes.search.strategy_space import build_space
 from passes.solver.problem import Infeasible
+from passes.strategies.prices import Prices
 
 __all__ = ["Found", "find_assignment"]
 

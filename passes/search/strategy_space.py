@@ -12,9 +12,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from cost_model.compute import ComputePrices
 from cost_model.errors import InfeasibleError
-from cost_model.mesh import MeshSpec
 from passes.ir.joint import (
     JointGraph,
     first_value,
@@ -24,86 +22,24 @@ from passes.ir.joint import (
     result_shapes,
     tensor_operands,
 )
-from passes.ir.op_signature import op_signature
 from passes.layout.assignment import NodeLayouts
 from passes.layout.layout import Layout
-from passes.redistribution.redistribute import Redistributor
 from passes.rules.core.rule_registry import rule_for
 from passes.schedule.hiding import PHASES, HiddenReads, hidden_reads
 from passes.search.cost_kinds import CostKinds
 from passes.search.free_layouts import free_axis_order, is_storable, tensor_rule
 from passes.search.graph_ends import Boundary
 from passes.search.residency import Residency
+from passes.search.search_space import Edge, SearchSpace
 from passes.search.space_dims import out_of_space
 from passes.solver.problem import Problem
 from passes.strategies.chains import find_chains
 from passes.strategies.cuts import Cuts, Wider, find_cuts, ops_of
-from passes.strategies.pricing import Traffic, TrafficModel, fused_traffic, local_nbytes, strategy_seconds
+from passes.strategies.prices import Prices
+from passes.strategies.pricing import Traffic, local_nbytes, strategy_seconds
 from passes.strategies.strategies import enumerate_strategies
 
-__all__ = ["Edge", "Prices", "SearchSpace", "build_space"]
-
-
-@dataclass(frozen=True)
-class Prices:
-    """Everything that turns layouts into seconds on one mesh."""
-
-    mesh: MeshSpec
-    compute: ComputePrices
-    redistributor: Redistributor
-    merged: Redistributor  # of gradients on their way to their parameters, which share buckets
-    optimizer_seconds: Callable[[int], float]  # bytes of a parameter's shard -> seconds of its update
-    traffic: TrafficModel = fused_traffic
-    overlap_efficiency: float = 0.0
-    known: dict[Hashable, tuple[object, object, float]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-
-    def op_seconds(self, node: fx.Node, layouts: NodeLayouts) -> float:
-        """Of `node` of a global graph under `layouts`, as `strategy_seconds` has it: of ops alike computed once.
-
-        Layers share their layouts, so these count as alike only if they are the same object.
-        """
-        rule, flow = rule_for(node), self.traffic(node)
-        key = (id(layouts), id(rule), flow, op_signature(node))
-        if key not in self.known:
-            (found,) = strategy_seconds(node, rule, [layouts], flow, self.mesh, self.compute)
-            self.known[key] = layouts, rule, float(found)  # with both, so that their ids stay their own
-        return self.known[key][-1]
-
-
-@dataclass(frozen=True)
-class Edge:
-    """Value `result` of search node `producer`, read by `consumer`.
-
-    operand is the position among the consumer's operands, or None when the consumer is the end of
-    the graph that the value must reach: the parameter whose gradient it is, or an output.
-    """
-
-    producer: int
-    result: int
-    consumer: int
-    operand: int | None
-
-
-@dataclass(frozen=True)
-class SearchSpace:
-    """problem: arrays for the solver; names, strategies: per search node; edges: parallel to
-    `problem.edges`. Nodes named "output N" stand for results that no input is tied to."""
-
-    problem: Problem
-    names: tuple[str, ...]
-    strategies: tuple[tuple[NodeLayouts, ...], ...]
-    edges: tuple[Edge, ...]
-    kinds: CostKinds
-    output_slots: tuple[int | None, ...]  # per graph result: the search node whose layout it must reach
-
-    def assignment(self, choice: Sequence[int]) -> dict[str, NodeLayouts]:
-        """The chosen layouts by node name, with the graph's output node under "output"."""
-        chosen = [options[c] for options, c in zip(self.strategies, choice, strict=True)]
-        layouts = {n: c for n, c in zip(self.names, chosen, strict=True) if not n.startswith("output ")}
-        ends = tuple(chosen[slot].results[0] for slot in self.output_slots if slot is not None)
-        return {**layouts, "output": NodeLayouts(operands=ends, results=())}
+__all__ = ["build_space"]
 
 
 def build_space(

@@ -23,8 +23,8 @@ from passes.plan.decide import decide_lowering, unmerged
 from passes.predict.predict_step import Prediction, predict_phases, predicted_step, slowest_ranks
 from passes.redistribution.redistribute import Redistributor
 from passes.schedule.overlap import Overlap
-from passes.search.strategy_space import Prices
 from passes.simulate.lockstep import simulated_group_axes, simulated_groups
+from passes.strategies.prices import Prices
 from passes.strategies.pricing import eager_traffic
 from tests.profiles import slow_compute
 from tests.runtime.graphs import Local

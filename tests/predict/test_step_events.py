@@ -12,8 +12,8 @@ from passes.layout.layout import Layout
 from passes.predict.step_events import COLLECTIVE_KINDS, StepEvents, copies_of_collectives
 from passes.redistribution.lower_redistribute import emit
 from passes.redistribution.redistribute import Redistributor
-from passes.search.strategy_space import Prices
 from passes.simulate.lockstep import simulated_group_axes, simulated_groups
+from passes.strategies.prices import Prices
 from passes.strategies.pricing import fused_traffic
 from tests.predict.test_predict import PerByte, round_prices
 from tests.runtime.graphs import Local

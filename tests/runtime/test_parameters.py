@@ -16,7 +16,7 @@ from autoshard.runtime.checksum import checksum
 from autoshard.runtime.parameters import distribute_parameters
 from autoshard.runtime.sharding import like_parameter
 from cost_model.errors import ShardingError
-from passes.ir.torch_compat import strided_shard
+from passes.ir.torch_dtensor import strided_shard
 from tests.ranks import RankPool
 
 

@@ -31,8 +31,8 @@ from passes.schedule.overlap import Overlap
 from passes.schedule.schedule import scheduled
 from passes.search.find import find_assignment
 from passes.search.graph_ends import boundary_of
-from passes.search.strategy_space import Prices
 from passes.simulate.lockstep import simulate, simulated_groups
+from passes.strategies.prices import Prices
 from tests.models import SwiGLU
 from tests.profiles import slow_compute
 from tests.redistribution.layouts import link_prices

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 import tomllib
-import warnings
+from collections import Counter
 
 import pytest
 
 from tests.structure.source_tree import PACKAGES, ROOT, imported_modules, modules, relative
 
-LONG, TOO_LONG = 300, 400  # lines
+LONGEST, LONGEST_TEST = 300, 400
+"""Lines of a module."""
 # What a package may import of the others: autoshard -> passes -> cost_model.
 MAY_IMPORT = {
     "autoshard": {"autoshard", "passes", "cost_model"},
@@ -19,14 +21,25 @@ MAY_IMPORT = {
 }
 
 
-@pytest.mark.filterwarnings("default::UserWarning")
-def test_modules_are_short() -> None:
-    lengths = {relative(path): len(path.read_text().splitlines()) for path in modules(*PACKAGES, "tests")}
-    too_long = {name: lines for name, lines in lengths.items() if lines > TOO_LONG}
-    assert not too_long, f"over {TOO_LONG} lines; one idea a module: {too_long}"
-    long = {name: lines for name, lines in lengths.items() if lines > LONG}
-    if long:
-        warnings.warn(f"over {LONG} lines; is it one idea? {long}", stacklevel=1)
+@pytest.mark.parametrize(("folders", "longest"), [(PACKAGES, LONGEST), (("tests",), LONGEST_TEST)])
+def test_modules_are_short(folders: tuple[str, ...], longest: int) -> None:
+    lengths = {relative(path): len(path.read_text().splitlines()) for path in modules(*folders)}
+    too_long = {name: lines for name, lines in lengths.items() if lines > longest}
+    assert not too_long, f"over {longest} lines; one idea a module: {too_long}"
+
+
+def test_half_of_the_modules_are_under_120_lines() -> None:
+    lengths = [
+        len(path.read_text().splitlines()) for path in modules(*PACKAGES) if path.name != "__init__.py"
+    ]
+    assert statistics.median(lengths) < 120
+
+
+def test_no_module_is_named_as_another() -> None:
+    names = Counter(
+        path.stem for path in modules(*PACKAGES) if path.name not in ("__init__.py", "__main__.py")
+    )
+    assert not [name for name, count in names.items() if count > 1]
 
 
 def test_every_folder_of_a_package_is_a_package() -> None:

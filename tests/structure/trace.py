@@ -25,8 +25,8 @@ from passes.plan.describe import short_dtype
 from passes.plan.graph_text import format_seconds
 from passes.predict.predict_step import predict_phases
 from passes.rules.core.rule_registry import rule_for
-from passes.search.strategy_space import Prices
 from passes.simulate.lockstep import simulated_group_axes, simulated_groups
+from passes.strategies.prices import Prices
 from passes.strategies.pricing import strategy_seconds
 from passes.strategies.strategies import enumerate_strategies
 from tests.profiles import slow_compute

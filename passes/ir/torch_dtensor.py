@@ -1,0 +1,97 @@
+"""Private torch APIs of DTensors: one small function each, saying what it is for. Supported: torch 2.11 to 2.15."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def strided_shard(dim: int, split_factor: int) -> Any:
+    """The placement of an axis whose shards of `dim` are split again by an axis to its left.
+
+    `_StridedShard` since torch 2.4; the only placement that states an axis order.
+    """
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+def is_strided_shard(placement: Any) -> bool:
+    """Whether `placement` is one of `strided_shard`'s."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return isinstance(placement, _StridedShard)
+
+
+def strided_shard_factor(placement: Any) -> int:
+    """`split_factor` of a placement for which `is_strided_shard` holds."""
+    return int(placement.split_factor)
+
+
+def handle_dtensor_op(op: Any, handler: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    """From now on `handler(op, args, kwargs)` answers `op` of DTensors, unless torch has a handler of its own.
+    `_custom_op_handlers` since 2.4."""
+    from torch.distributed.tensor import DTensor
+
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers  # type: ignore[assignment]
+    handlers.setdefault(op, handler)
+
+
+def take_plain_tensors_as_replicated(device: torch.device) -> None:
+    """From now on a plain tensor beside DTensors counts as the same on all ranks, in this thread and in that in which
+    autograd runs the backward of `device`. What `experimental.implicit_replication` sets for a block; since 2.1, by
+    thread since 2.10."""
+    from torch.distributed.tensor import DTensor
+
+    class Sets(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            DTensor._op_dispatcher._allow_implicit_replication = True
+            return gradient
+
+    DTensor._op_dispatcher._allow_implicit_replication = True
+    if device.type not in ("cpu", "meta"):
+        with torch.enable_grad():
+            Sets.apply(torch.zeros((), device=device, requires_grad=True)).backward()  # type: ignore[union-attr]
+
+
+def set_dtensor_data_by(setter: Callable[[Any, torch.Tensor], Any]) -> None:
+    """Let `x.data = value` of a DTensor take `setter(x, value)`, a DTensor laid out as x, with its local tensor: torch
+    changes the wrapper alone, so nothing. `_local_tensor` since 2.0."""
+    from torch.distributed.tensor import DTensor
+
+    plain: Any = torch._C.TensorBase.__dict__["data"]
+
+    def put(x: Any, value: torch.Tensor) -> None:
+        laid_out = setter(x, value)
+        plain.__set__(x, laid_out)
+        x._local_tensor = laid_out._local_tensor
+
+    if not isinstance(vars(DTensor).get("data"), property):
+        DTensor.data = property(plain.__get__, put)  # type: ignore[assignment, method-assign]
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a DTensor, outside autograd; a plain tensor as it is. `to_local` checks more
+    than a step should pay for per parameter. `_local_tensor` since torch 2.0."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def sharding_of(tensor: torch.Tensor) -> Any:
+    """What a DTensor is besides its shard (mesh, placements, global shape); None for a plain tensor.
+    `_spec` since torch 2.1."""
+    return getattr(tensor, "_spec", None)
+
+
+def dtensor_from(local: torch.Tensor, sharding: Any) -> torch.Tensor:
+    """A DTensor of `local` with the `sharding_of` another, outside autograd: `from_local` costs 20 us
+    for each gradient. The constructor since torch 2.1."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(local, sharding, requires_grad=False)  # type: ignore[call-arg]

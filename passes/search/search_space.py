@@ -1,0 +1,46 @@
+"""What is searched: a problem of arrays, and what its nodes and edges mean on the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from passes.layout.assignment import NodeLayouts
+from passes.search.cost_kinds import CostKinds
+from passes.solver.problem import Problem
+
+__all__ = ["Edge", "SearchSpace"]
+
+
+@dataclass(frozen=True)
+class Edge:
+    """Value `result` of search node `producer`, read by `consumer`.
+
+    operand is the position among the consumer's operands, or None when the consumer is the end of
+    the graph that the value must reach: the parameter whose gradient it is, or an output.
+    """
+
+    producer: int
+    result: int
+    consumer: int
+    operand: int | None
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """problem: arrays for the solver; names, strategies: per search node; edges: parallel to
+    `problem.edges`. Nodes named "output N" stand for results that no input is tied to."""
+
+    problem: Problem
+    names: tuple[str, ...]
+    strategies: tuple[tuple[NodeLayouts, ...], ...]
+    edges: tuple[Edge, ...]
+    kinds: CostKinds
+    output_slots: tuple[int | None, ...]  # per graph result: the search node whose layout it must reach
+
+    def assignment(self, choice: Sequence[int]) -> dict[str, NodeLayouts]:
+        """The chosen layouts by node name, with the graph's output node under "output"."""
+        chosen = [options[c] for options, c in zip(self.strategies, choice, strict=True)]
+        layouts = {n: c for n, c in zip(self.names, chosen, strict=True) if not n.startswith("output ")}
+        ends = tuple(chosen[slot].results[0] for slot in self.output_slots if slot is not None)
+        return {**layouts, "output": NodeLayouts(operands=ends, results=())}

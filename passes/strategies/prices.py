@@ -1,0 +1,46 @@
+"""Everything that turns layouts into seconds on one mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from cost_model.compute import ComputePrices
+from cost_model.mesh import MeshSpec
+from passes.ir.op_signature import op_signature
+from passes.layout.assignment import NodeLayouts
+from passes.redistribution.redistribute import Redistributor
+from passes.rules.core.rule_registry import rule_for
+from passes.strategies.pricing import TrafficModel, fused_traffic, strategy_seconds
+
+__all__ = ["Prices"]
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Everything that turns layouts into seconds on one mesh."""
+
+    mesh: MeshSpec
+    compute: ComputePrices
+    redistributor: Redistributor
+    merged: Redistributor  # of gradients on their way to their parameters, which share buckets
+    optimizer_seconds: Callable[[int], float]  # bytes of a parameter's shard -> seconds of its update
+    traffic: TrafficModel = fused_traffic
+    overlap_efficiency: float = 0.0
+    known: dict[Hashable, tuple[object, object, float]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def op_seconds(self, node: fx.Node, layouts: NodeLayouts) -> float:
+        """Of `node` of a global graph under `layouts`, as `strategy_seconds` has it: of ops alike computed once.
+
+        Layers share their layouts, so these count as alike only if they are the same object.
+        """
+        rule, flow = rule_for(node), self.traffic(node)
+        key = (id(layouts), id(rule), flow, op_signature(node))
+        if key not in self.known:
+            (found,) = strategy_seconds(node, rule, [layouts], flow, self.mesh, self.compute)
+            self.known[key] = layouts, rule, float(found)  # with both, so that their ids stay their own
+        return self.known[key][-1]
