@@ -30,17 +30,7 @@ class PlanOrigin:
 
 @dataclass(frozen=True)
 class PlanContent:
-    """A plan as data; `autoshard.Plan` says what can be done with it.
-
-    cost:        seconds of one training step, forward, backward and optimizer update, as the search
-                 counts them. lower_bound: no plan's are fewer. gap: (cost - lower_bound) / cost.
-    status:      "optimal", or "feasible" if the time limit ended the proof.
-    step_time:   predicted seconds of a step: the program that will run, on a timeline of its kernels
-                 and collectives. peak_memory: predicted bytes on the fullest device.
-    parameter_layouts: parameter name -> layout (tied names included).
-    inputs, outputs: layout per tensor input and output of a call, by position.
-    fallbacks:   ops without a rule, which run replicated.
-    """
+    """A plan as data. `autoshard.Plan` says what each field is, and what can be done with it."""
 
     mesh: MeshSpec
     cost: float
@@ -60,4 +50,5 @@ class PlanContent:
 
     @property
     def gap(self) -> float:
+        """How far the cost may be above the least there is, as a share of it."""
         return 0.0 if self.cost <= 0 else max(0.0, (self.cost - self.lower_bound) / self.cost)
