@@ -1,1 +1,1 @@
-"""Parts of `passes.redistribution.redistribute`: the steps, the splits of one dim, the graph of layouts."""
+"""Layout to layout: the steps there are, the cheapest sequence of them, and how each is emitted."""

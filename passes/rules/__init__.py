@@ -1,1 +1,1 @@
-"""Which dims of every op's operands and results correspond: `table.py` is the specification."""
+"""Which dims of every op's operands and results correspond: `core/rule_table.py` is the specification."""
