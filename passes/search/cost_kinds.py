@@ -1,4 +1,4 @@
-"""What each cost of a search problem is: computing, communication that may hide behind it, or neither."""
+"""What each cost of a search problem is, and the seconds of a step by kind."""
 
 from __future__ import annotations
 
@@ -7,39 +7,48 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from passes.schedule.hiding import StepParts
 from passes.solver.problem import Array, Problem
 
-__all__ = ["CostKinds", "parts_of"]
+__all__ = ["CostKinds", "overlapped_seconds"]
+
+
+def overlapped_seconds(totals: Array, paths: Sequence[Array], efficiency: float) -> float:
+    """Of a step with these seconds by kind: all of them, less `efficiency` of what hides.
+
+    paths: per phase float64[paths, kinds], what the phase's longest path holds less what the phase holds
+    (`passes.search.step_kinds`).
+    """
+    return float(totals.sum()) + efficiency * sum(float((rows @ totals).max()) for rows in paths)
 
 
 @dataclass(frozen=True)
 class CostKinds:
-    """Which costs of a problem are what: per node and per edge one of
-
-    EXPOSED    counts in full
-    2 p        computing of phase p
-    2 p + 1    hideable communication of phase p
-    """
-
-    EXPOSED = -1
+    """nodes, edges: the kind of each cost of a problem: a column of `paths`. paths: per phase, see `overlapped_seconds`."""
 
     nodes: tuple[int, ...]
     edges: tuple[int, ...]
-    phases: int
+    paths: tuple[Array, ...]
+
+    @property
+    def count(self) -> int:
+        return self.paths[0].shape[1]
 
     def totals(self, problem: Problem, choice: Sequence[int]) -> Array:
-        """float64[2 P + 1]: the seconds of `choice` per kind, EXPOSED last."""
-        totals = np.zeros(2 * self.phases + 1)
+        """float64[kinds]: the seconds of `choice` per kind."""
+        totals = np.zeros(self.count)
         for kind, costs, a in zip(self.nodes, problem.node_costs, choice, strict=True):
             totals[kind] += costs[a]
         for kind, (i, j), costs in zip(self.edges, problem.edges, problem.edge_costs, strict=True):
             totals[kind] += costs[choice[i], choice[j]]
         return totals
 
-    def parts(self, problem: Problem, choice: Sequence[int]) -> StepParts:
-        """The seconds of `choice` by kind."""
-        return parts_of(self.totals(problem, choice))
+    def seconds(self, problem: Problem, choice: Sequence[int], efficiency: float) -> float:
+        return overlapped_seconds(self.totals(problem, choice), self.paths, efficiency)
+
+    def hides(self) -> bool:
+        """Whether some cost of the problem can hide another."""
+        used = {*self.nodes, *self.edges}
+        return any(any(rows[:, kind].any() for kind in used) for rows in self.paths)
 
     def weighted(self, problem: Problem, weights: Sequence[float]) -> Problem:
         """`problem` with every cost times the weight of its kind; one array per (array, weight)."""
@@ -54,19 +63,12 @@ class CostKinds:
                 scaled[key] = np.where(np.isfinite(costs), costs * weight if weight else 0.0, costs)
             return scaled[key]
 
-        factors = (*weights, 1.0)
         return replace(
             problem,
             node_costs=tuple(
-                times(c, factors[k]) for k, c in zip(self.nodes, problem.node_costs, strict=True)
+                times(c, weights[k]) for k, c in zip(self.nodes, problem.node_costs, strict=True)
             ),
             edge_costs=tuple(
-                times(c, factors[k]) for k, c in zip(self.edges, problem.edge_costs, strict=True)
+                times(c, weights[k]) for k, c in zip(self.edges, problem.edge_costs, strict=True)
             ),
         )
-
-
-def parts_of(totals: Array) -> StepParts:
-    """`CostKinds.totals` as seconds by name."""
-    values = [float(v) for v in totals]
-    return StepParts(tuple(values[0:-1:2]), tuple(values[1:-1:2]), values[-1])

@@ -66,7 +66,7 @@ def solve_overlapped(
     convex but choices are discrete. rows_inside: see ROWS_INSIDE. Raises Infeasible.
     """
     small = sum(matrix.size for matrix in problem.edge_costs) <= rows_inside
-    hides = efficiency > 0.0 and any(kind >= 0 and kind % 2 for kind in kinds.edges)
+    hides = efficiency > 0.0 and kinds.hides()
     if not hides and (small or problem.limit is None):
         return solve(problem, time_limit=time_limit)
     search = _CuttingPlanes(problem, kinds, efficiency, time.monotonic() + time_limit, small)
@@ -88,7 +88,7 @@ class _CuttingPlanes:
         self.choice: tuple[int, ...] = ()
         self.cost = np.inf
         self.bound = -np.inf
-        self.bound_at = Point((0.0,) * kinds.phases)
+        self.bound_at = Point.first(kinds.paths)
         self.found: list[tuple[int, ...]] = []
         self.planes: list[Plane] = []
         self.rows: list[int] = []
@@ -119,7 +119,7 @@ class _CuttingPlanes:
         return max(self.deadline - time.monotonic(), 1.0)
 
     def _weighted(self, point: Point) -> Problem:
-        return self.kinds.weighted(self.problem, point.weights(self.efficiency))
+        return self.kinds.weighted(self.problem, point.weights(self.kinds.paths, self.efficiency))
 
     def _solve_at(self, point: Point) -> None:
         weighted = self._weighted(point)
@@ -136,7 +136,7 @@ class _CuttingPlanes:
     def _add_plane(self, choice: tuple[int, ...]) -> None:
         limit = self.problem.limit
         over = np.zeros(0) if limit is None else self.problem.profile(choice) / limit - 1.0
-        plane = Plane.of(self.kinds.parts(self.problem, choice), self.efficiency, over)
+        plane = Plane.of(self.kinds.totals(self.problem, choice), self.kinds.paths, self.efficiency, over)
         if over.size and over.max() > 0.0 and (row := int(np.argmax(over))) not in self.rows:
             self.rows.append(row)
             self.cap = max(self.cap, FIRST_CAP * abs(plane.constant))
@@ -151,7 +151,7 @@ class _CuttingPlanes:
                 recombined(self.problem, self.kinds, self.efficiency, self.choice, candidates[0])
             )
         for candidate in candidates:
-            seconds = self.kinds.parts(self.problem, candidate).seconds(self.efficiency)
+            seconds = self.kinds.seconds(self.problem, candidate, self.efficiency)
             if seconds < self.cost and self.problem.fits(candidate):
                 self.cost, self.choice = seconds, candidate
 
@@ -168,7 +168,7 @@ class _CuttingPlanes:
 
     def _next(self) -> Point | None:
         """Where to solve next; None: nowhere, the bound cannot rise by enough."""
-        highest, point = highest_point(self.planes, self.rows, self.cap)
+        highest, point = highest_point(self.planes, [len(rows) for rows in self.kinds.paths], self.rows, self.cap)
         at_cap = any(price >= (1.0 - ROUNDING) * self.cap for price in point.prices.values())
         if not self.choice and at_cap and len(self.planes) > 1:
             # The planes of choices that do not fit have no highest point: is there room at all?
@@ -176,7 +176,7 @@ class _CuttingPlanes:
             if reason is not None:
                 raise reason
             self.cap *= RAISE
-            highest, point = highest_point(self.planes, self.rows, self.cap)
+            highest, point = highest_point(self.planes, [len(rows) for rows in self.kinds.paths], self.rows, self.cap)
         if self.choice and highest <= self.bound + ENOUGH * self.cost:
             return None
         # With one plane the highest point is a corner; with few it swings from side to side.

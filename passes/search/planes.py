@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from scipy.optimize import linprog
 
-from passes.schedule.hiding import StepParts
 from passes.solver.problem import Array, Problem
 
 __all__ = ["Plane", "Point", "charged", "highest_point"]
@@ -24,10 +23,16 @@ __all__ = ["Plane", "Point", "charged", "highest_point"]
 
 @dataclass(frozen=True)
 class Point:
-    """shares: m per phase. prices: v by memory row (position in `Problem.steps`); rows without one cost nothing."""
+    """shares: m, all phases' paths one behind the other. prices: v by memory row (position in `Problem.steps`); rows
+    without one cost nothing."""
 
     shares: tuple[float, ...]
     prices: Mapping[int, float] = field(default_factory=dict[int, float])
+
+    @staticmethod
+    def first(paths: Sequence[Array]) -> Point:
+        """All weight on the first path of each phase."""
+        return Point(tuple(float(place == 0) for rows in paths for place in range(len(rows))))
 
     def towards(self, other: Point, share: float) -> Point:
         """The point at `share` of the way to `other`."""
@@ -39,9 +44,10 @@ class Point:
         }
         return Point(shares, prices)
 
-    def weights(self, efficiency: float) -> list[float]:
-        """Per cost kind of `CostKinds`, EXPOSED left out."""
-        return [w for m in self.shares for w in (1.0 - efficiency * m, 1.0 - efficiency * (1.0 - m))]
+    def weights(self, paths: Sequence[Array], efficiency: float) -> list[float]:
+        """Per kind of `CostKinds`."""
+        moved = np.asarray(self.shares) @ np.concatenate(paths)
+        return [round(1.0 + efficiency * float(w), 12) for w in moved]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,29 +59,34 @@ class Plane:
     over: Array
 
     @staticmethod
-    def of(parts: StepParts, efficiency: float, over: Array) -> Plane:
-        everything = parts.exposed + sum(parts.compute) + (1.0 - efficiency) * sum(parts.hideable)
-        pairs = zip(parts.compute, parts.hideable, strict=True)
-        return Plane(everything, tuple(efficiency * (g - c) for c, g in pairs), over)
+    def of(totals: Array, paths: Sequence[Array], efficiency: float, over: Array) -> Plane:
+        slopes = efficiency * (np.concatenate(paths) @ totals)
+        return Plane(float(totals.sum()), tuple(float(slope) for slope in slopes), over)
 
 
-def highest_point(planes: Sequence[Plane], rows: Sequence[int], cap: float) -> tuple[float, Point]:
-    """max over m in [0,1]^P and v in [0, cap]^rows of the least plane, and where it is."""
+def highest_point(
+    planes: Sequence[Plane], phases: Sequence[int], rows: Sequence[int], cap: float
+) -> tuple[float, Point]:
+    """max over shares m and v in [0, cap]^rows of the least plane, and where it is. phases: paths of each."""
     scale = max(max(abs(plane.constant) for plane in planes), 1e-300)  # HiGHS's tolerances are absolute
     slopes = [
         [*(s / scale for s in plane.slopes), *(float(plane.over[row]) for row in rows)] for plane in planes
     ]
-    phases = len(planes[0].slopes)
+    paths = len(planes[0].slopes)
+    owner = np.repeat(np.arange(len(phases)), phases)
+    whole = [[0.0, *(float(o == phase) for o in owner), *[0.0] * len(rows)] for phase in range(len(phases))]
     result = linprog(
-        [-1.0, *[0.0] * (phases + len(rows))],
+        [-1.0, *[0.0] * (paths + len(rows))],
         A_ub=[[1.0, *(-s for s in row)] for row in slopes],  # t <= constant + slopes . (m, v)
         b_ub=[plane.constant / scale for plane in planes],
-        bounds=[(None, None), *[(0.0, 1.0)] * phases, *[(0.0, cap / scale)] * len(rows)],
+        A_eq=whole,
+        b_eq=[1.0] * len(phases),
+        bounds=[(None, None), *[(0.0, 1.0)] * paths, *[(0.0, cap / scale)] * len(rows)],
         method="highs",
     )
     assert result.success, result.message
     values = [float(v) for v in result.x]
-    shares, prices = values[1 : 1 + phases], values[1 + phases :]
+    shares, prices = values[1 : 1 + paths], values[1 + paths :]
     named = {row: v * scale for row, v in zip(rows, prices, strict=True) if v > 0}
     return values[0] * scale, Point(tuple(shares), named)
 

@@ -8,7 +8,7 @@ import numpy as np
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from passes.search.cost_kinds import CostKinds, parts_of
+from passes.search.cost_kinds import CostKinds, overlapped_seconds
 from passes.solver.problem import Array, Problem
 
 __all__ = ["recombined"]
@@ -31,11 +31,11 @@ def recombined(
     base = kinds.totals(problem, first)
     found = [tuple(first), tuple(second)]
     for taken in (np.zeros(count, dtype=bool), np.ones(count, dtype=bool)):
-        _improve(base, changes, taken, efficiency)
+        _improve(base, changes, taken, kinds, efficiency)
         mixed = [second[i] if label >= 0 and taken[label] else first[i] for i, label in enumerate(labels)]
         if problem.fits(mixed):
             found.append(tuple(mixed))
-    return min(found, key=lambda choice: kinds.parts(problem, choice).seconds(efficiency))
+    return min(found, key=lambda choice: kinds.seconds(problem, choice, efficiency))
 
 
 def _components(problem: Problem, differing: np.ndarray) -> tuple[list[int], int]:
@@ -63,7 +63,7 @@ def _changes(
 
     An edge never joins two components: its ends agree in both choices but for one component's.
     """
-    changes = np.zeros((count, 2 * kinds.phases + 1))
+    changes = np.zeros((count, kinds.count))
     for node, label in enumerate(labels):
         if label >= 0:
             costs = problem.node_costs[node]
@@ -75,13 +75,16 @@ def _changes(
     return changes
 
 
-def _improve(base: Array, changes: Array, taken: np.ndarray, efficiency: float) -> None:
+def _improve(base: Array, changes: Array, taken: np.ndarray, kinds: CostKinds, efficiency: float) -> None:
     """Turn over, in place, the item of `taken` that helps most, until none does."""
     totals = base + changes[taken].sum(axis=0)
-    best = parts_of(totals).seconds(efficiency)
+    best = overlapped_seconds(totals, kinds.paths, efficiency)
     for _ in range(4 * len(changes)):
         signs = np.where(taken, -1.0, 1.0)
-        seconds = [parts_of(totals + s * c).seconds(efficiency) for s, c in zip(signs, changes, strict=True)]
+        seconds = [
+            overlapped_seconds(totals + s * c, kinds.paths, efficiency)
+            for s, c in zip(signs, changes, strict=True)
+        ]
         item = int(np.argmin(seconds))
         if not seconds[item] < best:
             return

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from passes.layout.assignment import NodeLayouts
 from passes.search.cost_kinds import CostKinds
+from passes.search.step_kinds import StepKinds
 from passes.solver.problem import Problem
 
 __all__ = ["Edge", "SearchSpace"]
@@ -37,6 +38,7 @@ class SearchSpace:
     edges: tuple[Edge, ...]
     kinds: CostKinds
     output_slots: tuple[int | None, ...]  # per graph result: the search node whose layout it must reach
+    step: StepKinds
 
     def assignment(self, choice: Sequence[int]) -> dict[str, NodeLayouts]:
         """The chosen layouts by node name, with the graph's output node under "output"."""

@@ -25,13 +25,14 @@ from passes.ir.joint import (
 from passes.layout.assignment import NodeLayouts
 from passes.layout.layout import Layout
 from passes.rules.core.rule_registry import rule_for
-from passes.schedule.hiding import PHASES, HiddenReads, hidden_reads
+from passes.schedule.hiding import HiddenReads, hidden_reads
 from passes.search.cost_kinds import CostKinds
 from passes.search.free_layouts import free_axis_order, is_storable, tensor_rule
 from passes.search.graph_ends import Boundary
 from passes.search.residency import Residency
 from passes.search.search_space import Edge, SearchSpace
 from passes.search.space_dims import out_of_space
+from passes.search.step_kinds import EXPOSED, StepKinds, step_kinds
 from passes.solver.problem import Problem
 from passes.strategies.chains import find_chains
 from passes.strategies.cuts import Cuts, Wider, find_cuts, ops_of
@@ -90,7 +91,7 @@ class _Builder:
     options: list[_Option] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
     edge_costs: list[np.ndarray] = field(default_factory=list)
-    edge_kinds: list[int] = field(default_factory=list)
+    read_of: list[tuple[str, int]] = field(default_factory=list)
     slots: list[int | None] = field(default_factory=list)
     classes: dict[Hashable, _Option] = field(default_factory=dict)
     matrices: dict[Hashable, np.ndarray] = field(default_factory=dict)
@@ -133,17 +134,19 @@ class _Builder:
             usages=residency.nbytes,
             limit=memory_limit,
         )
+        step = self._kinds()
+        kinds = CostKinds(
+            tuple(step.nodes.get(name, EXPOSED) for name in self.names),
+            tuple(step.reads.get(read, EXPOSED) for read in self.read_of),
+            step.paths,
+        )
         return SearchSpace(
-            problem, tuple(self.names), strategies, tuple(self.edges), self._kinds(), tuple(self.slots)
+            problem, tuple(self.names), strategies, tuple(self.edges), kinds, tuple(self.slots), step
         )
 
-    def _kinds(self) -> CostKinds:
-        """Computing, hideable communication, or neither: per node and edge."""
-        nodes = [
-            2 * self._phase(i) if node is not None and node.op == "call_function" else CostKinds.EXPOSED
-            for i, node in enumerate(self.nodes)
-        ]
-        return CostKinds(tuple(nodes), tuple(self.edge_kinds), len(PHASES))
+    def _kinds(self) -> StepKinds:
+        seconds = {name: float(option.seconds.max()) for name, option in zip(self.names, self.options, strict=True)}
+        return step_kinds(self.joint, self.reads, seconds)
 
     def _add(self, node: fx.Node | None, name: str, option: _Option) -> int:
         position = len(self.names)
@@ -247,12 +250,7 @@ class _Builder:
         edge = Edge(self.index[node], result, consumer, operand)
         self.edges.append(edge)
         self.edge_costs.append(self._matrix(source, edge, read in self.reads.ending))
-        phase = self._phase(edge.producer if operand is None else consumer)
-        self.edge_kinds.append(2 * phase + 1 if read in self.reads.hides else CostKinds.EXPOSED)
-
-    def _phase(self, position: int) -> int:
-        node = self.nodes[position]
-        return 0 if node is None else PHASES.index(node.meta.get("phase", "forward"))
+        self.read_of.append(read)
 
     def _matrix(self, source: fx.Node, edge: Edge, merges: bool) -> np.ndarray:
         value = node_value(source)
