@@ -78,7 +78,7 @@ def compare(arguments: argparse.Namespace) -> None:
     joint = canonical_capture(model, inputs, {}).joint
     # The layouts are those of slow kernels, the rest is decided for this machine.
     merged, _ = decide_lowering(joint, plan.assignment, prices_of(profile, spec, "eager"))
-    plain = replace(merged, turns=issue_order(joint, plan.assignment))
+    plain = replace(merged, turns=issue_order(joint, plan.assignment).turns, ahead={})
     groups = groups_for(mesh, [spec.names])
 
     def way(lowering: LoweringPlan, schedule: Schedule) -> Way:

@@ -185,6 +185,8 @@ class _Writer:
         meta = _meta(reader if reader.op != "output" else operand)
         meta["serves"] = self.served.name(operand, reader, position)
         meta["turn"] = self.lowering.turns[reader.name, position]
+        if (reader.name, position) in self.lowering.ahead:
+            meta["ahead"] = self.lowering.ahead[reader.name, position]
         # Of a bucket's members no rank's graph need know the order: what one of them reads, none on another does.
         meta["transfer"] = self.transfers
         self.transfers += 1

@@ -9,11 +9,11 @@ from passes.ir.joint import JointGraph, node_value
 from passes.layout.assignment import Assignment
 from passes.plan.find_interiors import find_interiors
 from passes.plan.lowering_plan import LoweringPlan
-from passes.plan.transfers import Transfer, Turn, transfers
+from passes.plan.transfers import Transfer, transfers
 from passes.redistribution.redistribute import Redistribution, Redistributor
-from passes.schedule.bucket_plan import bucketed_turns
+from passes.schedule.bucket_plan import bucketed_order
 from passes.schedule.hiding import hidden_reads
-from passes.schedule.issue_order import issue_order
+from passes.schedule.issue_order import IssueOrder, issue_order
 from passes.strategies.prices import Prices
 
 __all__ = ["Moved", "chosen_steps", "decide_lowering", "lowered_by", "unmerged"]
@@ -26,9 +26,9 @@ Moved = Mapping[Transfer, Redistribution]
 def decide_lowering(joint: JointGraph, assignment: Assignment, prices: Prices) -> tuple[LoweringPlan, Moved]:
     """The cheapest steps, the buckets that make a step shorter, and the interiors worth it, under `prices`."""
     moved = chosen_steps(joint, assignment, prices.redistributor, prices.merged)
-    turns = bucketed_turns(joint, assignment, prices, moved)
+    order = bucketed_order(joint, assignment, prices, moved)
     interiors = find_interiors(joint, assignment, prices, moved)
-    return lowered_by(moved, turns, interiors), moved
+    return lowered_by(moved, order, interiors), moved
 
 
 def chosen_steps(
@@ -46,9 +46,9 @@ def chosen_steps(
 
 
 def lowered_by(
-    moved: Moved, turns: Mapping[Transfer, Turn], interiors: Mapping[str, str] | None = None
+    moved: Moved, order: IssueOrder, interiors: Mapping[str, str] | None = None
 ) -> LoweringPlan:
-    return LoweringPlan({t: found.steps for t, found in moved.items()}, turns, interiors or {})
+    return LoweringPlan({t: found.steps for t, found in moved.items()}, order.turns, interiors or {}, order.ahead)
 
 
 def unmerged(joint: JointGraph, assignment: Assignment, redistributor: Redistributor) -> LoweringPlan:

@@ -185,7 +185,10 @@ class _Writer:
             read = node.name, position
             transfers = _transfers(self.moved.get(read))
             turn = self.lowering.turns.get(read)
-            found.append(OperandRecord(producer.name, index, layout, transfers, read in self.hides, turn))
+            ahead = self.lowering.ahead.get(read)
+            found.append(
+                OperandRecord(producer.name, index, layout, transfers, read in self.hides, turn, ahead)
+            )
         return tuple(found)
 
 

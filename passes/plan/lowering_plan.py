@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from passes.plan.transfers import Transfer, Turn
 from passes.redistribution.steps import Step
@@ -16,6 +16,7 @@ class LoweringPlan:
     """steps:  every transfer, an operand read in another layout than it is held in, -> how it is brought there.
     turns:     every transfer -> its place in the one order of all ranks; those of one turn are merged, a bucket.
     interiors: ops computed in parts, so that a halo travels meanwhile (`passes.lower.interior`) -> the factor cut.
+    ahead:     transfers whose operand is at hand -> how many of their collectives are in flight at most when they start.
 
     What the forward saves and the backward computes again follows from a rank's program, at the fewest bytes and
     without prices (`passes.lower.recompute`): it is not written down again.
@@ -24,3 +25,4 @@ class LoweringPlan:
     steps: Mapping[Transfer, tuple[Step, ...]]
     turns: Mapping[Transfer, Turn]
     interiors: Mapping[str, str]
+    ahead: Mapping[Transfer, int] = field(default_factory=dict[Transfer, int])

@@ -111,6 +111,7 @@ class OperandData(Struct, frozen=True, forbid_unknown_fields=True):
     transfers: tuple[TransferData, ...]
     hides: bool
     turn: tuple[Literal[0, 1], Count] | None = None
+    ahead: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
 
     def operand(self, held: Layout) -> OperandRecord:
         """held: the layout of what is read."""
@@ -118,7 +119,9 @@ class OperandData(Struct, frozen=True, forbid_unknown_fields=True):
         for data in self.transfers:
             transfers.append(data.transfer(transfers[-1].step.after if transfers else held))
         layout = self.layout.layout()
-        return OperandRecord(self.source, self.result, layout, tuple(transfers), self.hides, self.turn)
+        return OperandRecord(
+            self.source, self.result, layout, tuple(transfers), self.hides, self.turn, self.ahead
+        )
 
 
 class ResultData(Struct, frozen=True, forbid_unknown_fields=True):
@@ -246,7 +249,8 @@ def _operand_to_json(operand: OperandRecord) -> dict[str, Any]:
         "transfers": [_transfer_to_json(transfer) for transfer in operand.transfers],
         "hides": operand.hides,
     }
-    return data if operand.turn is None else {**data, "turn": list(operand.turn)}
+    turn = {} if operand.turn is None else {"turn": list(operand.turn)}
+    return {**data, **turn} if operand.ahead is None else {**data, **turn, "ahead": operand.ahead}
 
 
 def _transfer_to_json(transfer: Transfer) -> dict[str, Any]:

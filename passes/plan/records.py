@@ -32,8 +32,8 @@ class Transfer:
 class OperandRecord:
     """source: name of the node read; result: which of its results; layout: as read; hides: whether the
     transfers may run behind computation (`passes.schedule.hiding`); turn: theirs in the order of all ranks, which
-    the members
-    of a bucket share; None where there are none."""
+    the members of a bucket share, and ahead: how many are in flight when they start
+    (`passes.plan.lowering_plan`); None where there are none."""
 
     source: str
     result: int
@@ -41,6 +41,7 @@ class OperandRecord:
     transfers: tuple[Transfer, ...]
     hides: bool
     turn: Turn | None = None
+    ahead: int | None = None
 
 
 @dataclass(frozen=True)
@@ -95,4 +96,5 @@ def lowering_of(records: Sequence[NodeRecord]) -> LoweringPlan:
         },
         turns={read: operand.turn for read, operand in reads if operand.turn is not None},
         interiors={record.name: record.interior for record in records if record.interior is not None},
+        ahead={read: operand.ahead for read, operand in reads if operand.ahead is not None},
     )

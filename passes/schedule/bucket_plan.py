@@ -28,6 +28,7 @@ time on the wire wins. The lists are solved one by one, as if each had the wire 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -37,7 +38,7 @@ from torch import fx
 from cost_model.bucketed import BucketedPrices, copies_seconds
 from passes.ir.joint import JointGraph, node_value, result_index
 from passes.layout.assignment import Assignment
-from passes.plan.transfers import Move, Transfer, Turn
+from passes.plan.transfers import Move, Transfer
 from passes.redistribution.redistribute import (
     AllGather,
     AllReduce,
@@ -47,10 +48,13 @@ from passes.redistribution.redistribute import (
     ReduceScatter,
     Reshard,
 )
-from passes.schedule.issue_order import Side, issue_order
+from passes.schedule.issue_order import PREFETCH, IssueOrder, Side, issue_order
 from passes.strategies.prices import Prices
 
-__all__ = ["BucketPlan", "Item", "Wire", "bucketed_turns", "least_end"]
+__all__ = ["BucketPlan", "Item", "Wire", "bucketed_order", "least_end"]
+
+SLACK = 1.25
+"""Times the price of a gather by which it is started before it is read. Others are on the wire as well."""
 
 _MERGED = (AllGather, AllReduce, ReduceScatter, HaloExchange, HaloReduce, Reshard)
 
@@ -58,14 +62,16 @@ Kind = tuple[tuple[str, tuple[str, ...], str], ...]
 """Per collective step: (kind, axes of the group, reduction)."""
 
 
-def bucketed_turns(
+def bucketed_order(
     joint: JointGraph,
     assignment: Assignment,
     prices: Prices,
     moved: Mapping[Transfer, Redistribution],
-) -> Mapping[Transfer, Turn]:
-    """`issue_order` with transfers merged where `prices` say that a step is shorter for it. moved: their steps."""
-    return issue_order(joint, assignment, merge=BucketPlan(assignment, prices, moved))
+) -> IssueOrder:
+    """`issue_order` with transfers merged and started ahead where `prices` say that a step is shorter for it. moved: their
+    steps."""
+    plan = BucketPlan(assignment, prices, moved)
+    return issue_order(joint, assignment, merge=plan, ahead=plan.ahead)
 
 
 @dataclass(frozen=True)
@@ -96,9 +102,31 @@ class BucketPlan:
         limit = BucketedPrices(prices.redistributor.collective_seconds, prices.mesh, prices.compute).limit
         for (kind, _), items in alike.items():
             order = items[::-1] if side == "early" else items
-            cut = least_end(order, Wire(kind, prices, limit), prices.overlap_efficiency)
+            cut = _cut(order, Wire(kind, prices, limit), prices.overlap_efficiency)
             groups += [[i.move for i in (g[::-1] if side == "early" else g)] for g in cut]
         return groups
+
+    def ahead(self, groups: Sequence[Sequence[Move]], ops: Sequence[fx.Node]) -> list[int]:
+        """How deep each group is prefetched: so that it has arrived when it is read, if computing is all that it waits for.
+
+        At least `PREFETCH`; deeper only as long as what is in flight takes no more than `PREFETCH` of the largest would.
+        """
+        elapsed = self._elapsed(ops)
+        read = [elapsed[group[0].end] for group in groups]
+        nbytes = [sum(max(self._nbytes(move), default=0) for move in group) for group in groups]
+        room = PREFETCH * max(nbytes, default=0)
+        depths: list[int] = []
+        start = math.inf
+        for i in reversed(range(len(groups))):
+            start = min(read[i], start) - SLACK * self._group_seconds(groups[i])
+            depth = 1
+            while depth <= i and read[i - depth] > start and sum(nbytes[i - depth : i + 1]) <= room:
+                depth += 1
+            depths.append(max(depth, PREFETCH))
+        return depths[::-1]
+
+    def _group_seconds(self, group: Sequence[Move]) -> float:
+        return sum(sum(self.moved[move.transfer].step_seconds) for move in group)
 
     def _kind(self, move: Move) -> Kind | None:
         """None for what cannot be merged."""
@@ -161,6 +189,13 @@ class Wire:
                 compute, ranks = self.prices.compute, self.prices.mesh.size(*axes)
                 total += compute.launch_seconds + copies_seconds(compute, kind, ranks, n, count)
         return total
+
+
+def _cut(items: Sequence[Item], wire: Wire, efficiency: float) -> list[list[Item]]:
+    """Those that fill a bucket alone, alone; the others by `least_end`, past them."""
+    small = [item for item in items if wire.fits(item.nbytes)]
+    alone = [[item] for item in items if not wire.fits(item.nbytes)]
+    return alone + least_end(small, wire, efficiency)
 
 
 def least_end(items: Sequence[Item], wire: Wire, efficiency: float = 1.0) -> list[list[Item]]:

@@ -12,8 +12,8 @@ right before its first reader).
 
     a transfer takes its turn       because
     right after its operand         its reader waits for it: nothing is gained by issuing it later
-    `prefetch` transfers early      its operand is at hand from the start (a parameter's shard, a saved value):
-                                    issued when the one `prefetch` before it is first read
+    `ahead` transfers early         its operand is at hand from the start (a parameter's shard, a saved value):
+                                    issued when the one `ahead` before it is first read
     after the next urgent one       nobody waits for it but the end of the program (a gradient): it lets pass
                                     what others wait for, at most `reach` products away
 
@@ -29,8 +29,8 @@ Invariants
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from torch import fx
@@ -45,6 +45,8 @@ from passes.schedule.transfer_roles import PhaseRoles, TransferRole, ops_that_en
 __all__ = [
     "PREFETCH",
     "REACH",
+    "Ahead",
+    "IssueOrder",
     "Merge",
     "Side",
     "issue_order",
@@ -73,16 +75,33 @@ def _alone(side: Side, moves: Sequence[Move], ops: Sequence[fx.Node]) -> Sequenc
     return [[move] for move in moves]
 
 
+Ahead = Callable[[Sequence[Sequence[Move]], Sequence[fx.Node]], Sequence[int]]
+"""Groups of transfers at hand, in the order in which they are read, and the ops of their phase -> how many groups are
+in flight at most, each included, when it is started."""
+
+
+def _prefetch(groups: Sequence[Sequence[Move]], ops: Sequence[fx.Node]) -> Sequence[int]:
+    return [PREFETCH] * len(groups)
+
+
+@dataclass(frozen=True)
+class IssueOrder:
+    """turns: every transfer -> its turn; smaller is earlier, and only merged ones have the same. ahead: transfers at hand
+    -> how many such collectives are in flight at most, it included, when it is started."""
+
+    turns: Mapping[Transfer, Turn]
+    ahead: Mapping[Transfer, int]
+
+
 def issue_order(
     joint: JointGraph,
     assignment: Assignment,
     *,
     merge: Merge = _alone,
-    prefetch: int = PREFETCH,
+    ahead: Ahead = _prefetch,
     reach: int = REACH,
-) -> Mapping[Transfer, Turn]:
-    """Every transfer that `assignment` asks for -> its turn; smaller is earlier, and only merged ones
-    have the same."""
+) -> IssueOrder:
+    """Of every transfer that `assignment` asks for."""
     forward, backward = ops_by_phase(joint)
     moves = transfers(joint, assignment)
     late = late_transfers(joint, moves, set(forward))
@@ -90,12 +109,13 @@ def issue_order(
         _Phase(forward, joint, [m for m in moves if m not in late]),
         _Phase(backward, joint, [m for m in moves if m in late]),
     )
-    return {
-        move.transfer: (number, place)
-        for number, phase in enumerate(phases)
-        for place, group in enumerate(phase.ordered(prefetch, reach, merge))
-        for move in group
-    }
+    turns: dict[Transfer, Turn] = {}
+    depths: dict[Transfer, int] = {}
+    for number, phase in enumerate(phases):
+        for place, group in enumerate(phase.ordered(ahead, reach, merge)):
+            turns.update((move.transfer, (number, place)) for move in group)
+        depths.update(phase.depths)
+    return IssueOrder(turns, depths)
 
 
 class _Phase:
@@ -111,12 +131,13 @@ class _Phase:
             self.products.append(self.products[-1] + is_product(node))
         self.roles = PhaseRoles(ops, {(m.reader, m.operand) for m in moves if m.moves})
         self.settled = self._settled()
+        self.depths: dict[Transfer, int] = {}
 
     def _placed(self, move: Move) -> Move:
         start = self.position.get(move.operand, -1)
         return replace(move, start=start, end=self.position[move.reader])
 
-    def ordered(self, prefetch: int, reach: int, merge: Merge) -> list[Sequence[Move]]:
+    def ordered(self, ahead: Ahead, reach: int, merge: Merge) -> list[Sequence[Move]]:
         """Groups of merged transfers, mostly of one."""
         # Turns in half steps: 2 * position is just before the op there, 2 * position + 1 just after it.
         moving = [m for m in self.all if m.moves]
@@ -131,10 +152,12 @@ class _Phase:
             for group in merge("between", together, self.ops):
                 turns[group[-1]] = (2 * group[-1].start + 1, 0), group
         groups = sorted(merge("early", early, self.ops), key=lambda group: _stable(group[0]))
-        for i, group in enumerate(groups):
-            # No later than its first reader, so whatever is computed from any of it still comes after it.
-            earlier = 2 * groups[i - prefetch][0].end if i >= prefetch else 0
-            turns[group[0]] = (max(2 * group[0].start + 1, earlier), 0), group
+        depths = ahead(groups, self.ops)
+        for i, (group, depth) in enumerate(zip(groups, depths, strict=True)):
+            self.depths.update((move.transfer, depth) for move in group)
+            # No later than its first reader, so whatever is computed from any of it still comes after it. What computes
+            # its operand is at hand as well and goes wherever it is wanted.
+            turns[group[0]] = (2 * groups[i - depth][0].end if i >= depth else 0, 0), group
         for group in self._last_groups(last, merge):
             turns[group[-1]] = (self._let_pass(group[-1].start, urgent, reach), 1), group
         order = sorted(turns, key=lambda m: (*turns[m][0], m.start, *_stable(m)))

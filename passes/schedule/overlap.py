@@ -57,9 +57,10 @@ class Overlap(RankPass):
     lives longer than it did only while that hides something.
 
     prefetch: at most so many collectives whose operand was at hand from the start (gathers of parameters)
-              are in flight at a time: each holds its result before anything reads it.
-    pending:  at most so many that only the end needs (reductions of gradients) are in flight at a time:
-              each holds its operand. Beyond, the oldest is waited for.
+              are in flight at a time: each holds its result before anything reads it. Where a collective has meta
+              "ahead", that many.
+    pending:  what only the end needs (reductions of gradients) and is in flight holds at most so many times the bytes
+              of the largest such operand. Beyond, the oldest is waited for.
     reach:    products ahead from which a collective's operand is fetched.
 
     The order of the collectives is not decided here, where another rank might decide otherwise: it is
@@ -103,6 +104,7 @@ class _Schedule:
         self.flying: dict[fx.Node, fx.Node] = {}  # collective -> its wait, oldest first
         self.done: dict[fx.Node, None] = dict.fromkeys(n for n in graph.nodes if n.op == "placeholder")
         self.placeholders = len(self.done)
+        self.largest_last = max(map(_operand_nbytes, self.roles.last), default=0)
         self.cursor = 0  # place of the op that the walk has come to
         for node in self.done:
             self._note_due(node)
@@ -168,14 +170,18 @@ class _Schedule:
     def _limit_last(self) -> None:
         """Free the buffers of the oldest collectives that nobody but the end waits for."""
         last = [c for c in self.flying if c in self.roles.last]
-        for collective in last[: max(0, len(last) - self.options.pending)]:
+        held = sum(map(_operand_nbytes, last))
+        for collective in last[:-1]:
+            if held <= self.options.pending * self.largest_last:
+                return
+            held -= _operand_nbytes(collective)
             self.emit(self.flying[collective])
 
     def _may_start(self, collective: fx.Node) -> bool:
         """Whether the next collective in turn goes now, rather than when its result is asked for."""
         if collective in self.roles.early:
             flying = sum(c in self.roles.early for c in self.flying)
-            return bool(self.urgent) or flying < self.options.prefetch
+            return bool(self.urgent) or flying < collective.meta.get("ahead", self.options.prefetch)
         source = self.roles.source[collective]
         if source in self.done:
             return True
@@ -229,6 +235,11 @@ class _Roles:
             if collective not in self.early:
                 self.fed.setdefault(self.source[collective], []).append(collective)
         self.on_demand = {*collectives, *self.waits, *put_off}
+
+
+def _operand_nbytes(collective: fx.Node) -> int:
+    value = collective.all_input_nodes[0].meta["val"]
+    return value.numel() * value.element_size()
 
 
 def _wait_of(collective: fx.Node) -> fx.Node:

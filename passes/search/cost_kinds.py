@@ -12,13 +12,12 @@ from passes.solver.problem import Array, Problem
 __all__ = ["CostKinds", "overlapped_seconds"]
 
 
-def overlapped_seconds(totals: Array, paths: Sequence[Array], efficiency: float) -> float:
-    """Of a step with these seconds by kind: all of them, less `efficiency` of what hides.
+def overlapped_seconds(totals: Array, paths: Sequence[Array]) -> float:
+    """Of a step with these seconds by kind: all of them, less what hides in each phase.
 
-    paths: per phase float64[paths, kinds], what the phase's longest path holds less what the phase holds
-    (`passes.search.step_kinds`).
+    paths: per phase float64[paths, kinds], see `passes.search.step_kinds.phase_paths`.
     """
-    return float(totals.sum()) + efficiency * sum(float((rows @ totals).max()) for rows in paths)
+    return float(totals.sum()) + sum(float((rows @ totals).max()) for rows in paths)
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,8 @@ class CostKinds:
             totals[kind] += costs[choice[i], choice[j]]
         return totals
 
-    def seconds(self, problem: Problem, choice: Sequence[int], efficiency: float) -> float:
-        return overlapped_seconds(self.totals(problem, choice), self.paths, efficiency)
+    def seconds(self, problem: Problem, choice: Sequence[int]) -> float:
+        return overlapped_seconds(self.totals(problem, choice), self.paths)
 
     def hides(self) -> bool:
         """Whether some cost of the problem can hide another."""

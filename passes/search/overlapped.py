@@ -54,7 +54,6 @@ MIX_SHARE, MIX_SECONDS = 0.1, 6.0
 def solve_overlapped(
     problem: Problem,
     kinds: CostKinds,
-    efficiency: float,
     *,
     time_limit: float = 60.0,
     rows_inside: int = ROWS_INSIDE,
@@ -66,10 +65,10 @@ def solve_overlapped(
     convex but choices are discrete. rows_inside: see ROWS_INSIDE. Raises Infeasible.
     """
     small = sum(matrix.size for matrix in problem.edge_costs) <= rows_inside
-    hides = efficiency > 0.0 and kinds.hides()
+    hides = kinds.hides()
     if not hides and (small or problem.limit is None):
         return solve(problem, time_limit=time_limit)
-    search = _CuttingPlanes(problem, kinds, efficiency, time.monotonic() + time_limit, small)
+    search = _CuttingPlanes(problem, kinds, time.monotonic() + time_limit, small)
     search.run()
     return search.solution()
 
@@ -78,11 +77,10 @@ class _CuttingPlanes:
     """The best choice that fits, the best bound and its point, all choices so far, and their planes."""
 
     def __init__(
-        self, problem: Problem, kinds: CostKinds, efficiency: float, deadline: float, rows_inside: bool
+        self, problem: Problem, kinds: CostKinds, deadline: float, rows_inside: bool
     ) -> None:
         self.problem = problem
         self.kinds = kinds
-        self.efficiency = efficiency
         self.deadline = deadline
         self.rows_inside = rows_inside
         self.choice: tuple[int, ...] = ()
@@ -119,7 +117,7 @@ class _CuttingPlanes:
         return max(self.deadline - time.monotonic(), 1.0)
 
     def _weighted(self, point: Point) -> Problem:
-        return self.kinds.weighted(self.problem, point.weights(self.kinds.paths, self.efficiency))
+        return self.kinds.weighted(self.problem, point.weights(self.kinds.paths))
 
     def _solve_at(self, point: Point) -> None:
         weighted = self._weighted(point)
@@ -136,7 +134,7 @@ class _CuttingPlanes:
     def _add_plane(self, choice: tuple[int, ...]) -> None:
         limit = self.problem.limit
         over = np.zeros(0) if limit is None else self.problem.profile(choice) / limit - 1.0
-        plane = Plane.of(self.kinds.totals(self.problem, choice), self.kinds.paths, self.efficiency, over)
+        plane = Plane.of(self.kinds.totals(self.problem, choice), self.kinds.paths, over)
         if over.size and over.max() > 0.0 and (row := int(np.argmax(over))) not in self.rows:
             self.rows.append(row)
             self.cap = max(self.cap, FIRST_CAP * abs(plane.constant))
@@ -148,10 +146,10 @@ class _CuttingPlanes:
         candidates = [tuple(choice)]
         if self.choice:
             candidates.append(
-                recombined(self.problem, self.kinds, self.efficiency, self.choice, candidates[0])
+                recombined(self.problem, self.kinds, self.choice, candidates[0])
             )
         for candidate in candidates:
-            seconds = self.kinds.seconds(self.problem, candidate, self.efficiency)
+            seconds = self.kinds.seconds(self.problem, candidate)
             if seconds < self.cost and self.problem.fits(candidate):
                 self.cost, self.choice = seconds, candidate
 

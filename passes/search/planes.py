@@ -44,10 +44,10 @@ class Point:
         }
         return Point(shares, prices)
 
-    def weights(self, paths: Sequence[Array], efficiency: float) -> list[float]:
+    def weights(self, paths: Sequence[Array]) -> list[float]:
         """Per kind of `CostKinds`."""
         moved = np.asarray(self.shares) @ np.concatenate(paths)
-        return [round(1.0 + efficiency * float(w), 12) for w in moved]
+        return [round(1.0 + float(w), 12) for w in moved]
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,8 +59,8 @@ class Plane:
     over: Array
 
     @staticmethod
-    def of(totals: Array, paths: Sequence[Array], efficiency: float, over: Array) -> Plane:
-        slopes = efficiency * (np.concatenate(paths) @ totals)
+    def of(totals: Array, paths: Sequence[Array], over: Array) -> Plane:
+        slopes = np.concatenate(paths) @ totals
         return Plane(float(totals.sum()), tuple(float(slope) for slope in slopes), over)
 
 

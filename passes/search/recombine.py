@@ -15,7 +15,7 @@ __all__ = ["recombined"]
 
 
 def recombined(
-    problem: Problem, kinds: CostKinds, efficiency: float, first: Sequence[int], second: Sequence[int]
+    problem: Problem, kinds: CostKinds, first: Sequence[int], second: Sequence[int]
 ) -> tuple[int, ...]:
     """A mix of two choices with no more seconds than the better of them (within the memory limit if both are).
 
@@ -31,11 +31,11 @@ def recombined(
     base = kinds.totals(problem, first)
     found = [tuple(first), tuple(second)]
     for taken in (np.zeros(count, dtype=bool), np.ones(count, dtype=bool)):
-        _improve(base, changes, taken, kinds, efficiency)
+        _improve(base, changes, taken, kinds)
         mixed = [second[i] if label >= 0 and taken[label] else first[i] for i, label in enumerate(labels)]
         if problem.fits(mixed):
             found.append(tuple(mixed))
-    return min(found, key=lambda choice: kinds.seconds(problem, choice, efficiency))
+    return min(found, key=lambda choice: kinds.seconds(problem, choice))
 
 
 def _components(problem: Problem, differing: np.ndarray) -> tuple[list[int], int]:
@@ -75,14 +75,14 @@ def _changes(
     return changes
 
 
-def _improve(base: Array, changes: Array, taken: np.ndarray, kinds: CostKinds, efficiency: float) -> None:
+def _improve(base: Array, changes: Array, taken: np.ndarray, kinds: CostKinds) -> None:
     """Turn over, in place, the item of `taken` that helps most, until none does."""
     totals = base + changes[taken].sum(axis=0)
-    best = overlapped_seconds(totals, kinds.paths, efficiency)
+    best = overlapped_seconds(totals, kinds.paths)
     for _ in range(4 * len(changes)):
         signs = np.where(taken, -1.0, 1.0)
         seconds = [
-            overlapped_seconds(totals + s * c, kinds.paths, efficiency)
+            overlapped_seconds(totals + s * c, kinds.paths)
             for s, c in zip(signs, changes, strict=True)
         ]
         item = int(np.argmin(seconds))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from passes.layout.assignment import NodeLayouts
 from passes.search.cost_kinds import CostKinds
-from passes.search.step_kinds import StepKinds
+from passes.search.step_kinds import EXPOSED, Overlap, StepKinds, phase_paths
 from passes.solver.problem import Problem
 
 __all__ = ["Edge", "SearchSpace"]
@@ -36,9 +36,15 @@ class SearchSpace:
     names: tuple[str, ...]
     strategies: tuple[tuple[NodeLayouts, ...], ...]
     edges: tuple[Edge, ...]
-    kinds: CostKinds
+    reads: tuple[tuple[str, int], ...]
     output_slots: tuple[int | None, ...]  # per graph result: the search node whose layout it must reach
     step: StepKinds
+
+    def kinds(self, overlaps: Sequence[Overlap]) -> CostKinds:
+        """Of the costs of `problem`, where phases overlap so well."""
+        nodes = tuple(self.step.nodes.get(name, EXPOSED) for name in self.names)
+        edges = tuple(self.step.reads.get(read, EXPOSED) for read in self.reads)
+        return CostKinds(nodes, edges, phase_paths(overlaps))
 
     def assignment(self, choice: Sequence[int]) -> dict[str, NodeLayouts]:
         """The chosen layouts by node name, with the graph's output node under "output"."""

@@ -17,8 +17,9 @@ that is the bound of a two-machine flow shop [Johnson 1954] for a graph whose en
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import isclose
 
 import numpy as np
 from torch import fx
@@ -30,7 +31,7 @@ from passes.plan.records import NodeRecord
 from passes.schedule.hiding import HiddenReads
 from passes.solver.problem import Array
 
-__all__ = ["EXPOSED", "StepKinds", "step_kinds"]
+__all__ = ["EXPOSED", "Overlap", "StepKinds", "corrected", "phase_paths", "phase_seconds", "step_kinds"]
 
 EXPOSED = -1
 """The kind of what nothing hides: the last column."""
@@ -40,28 +41,63 @@ to hide behind, the bulk has everything; in between twice a factor of about five
 _SEGMENTS = len(MARKS) + 1
 _ROLES = ("chain", "filler", "at hand", "ending", "awaited")
 _PHASE = _SEGMENTS * len(_ROLES)
+_COLUMNS = 2 * _PHASE + 1
 
 Read = tuple[str, int]
 
 
 @dataclass(frozen=True)
+class Overlap:
+    """How well a phase overlaps. efficiency: of two streams busy at once, the share of the shorter that costs no time, in
+    [0, 1]. awaited: the share of what is awaited that may hide behind fillers. extra: seconds that the phase takes besides."""
+
+    efficiency: float
+    awaited: float = 0.0
+    extra: float = 0.0
+
+
+@dataclass(frozen=True)
 class StepKinds:
-    """nodes: op -> kind; reads: (reader, position among its tensor operands) -> kind; others are EXPOSED.
-    paths: per phase float64[paths, kinds]: 1 for what the path holds of the phase less 1 for all of the phase."""
+    """nodes: op -> kind; reads: (reader, position among its tensor operands) -> kind; others are EXPOSED."""
 
     nodes: Mapping[str, int]
     reads: Mapping[Read, int]
-    paths: tuple[Array, ...]
 
     def totals(self, records: Iterable[NodeRecord]) -> Array:
         """Seconds by kind of a planned step, from the records of its plan."""
-        totals = np.zeros(self.paths[0].shape[1])
+        totals = np.zeros(_COLUMNS)
         for record in records:
             totals[self.nodes.get(record.name, EXPOSED)] += record.seconds
             for position, operand in enumerate(record.operands):
                 kind = self.reads.get((record.name, position), EXPOSED)
                 totals[kind] += sum(transfer.seconds for transfer in operand.transfers)
         return totals
+
+
+def phase_paths(overlaps: Sequence[Overlap]) -> tuple[Array, ...]:
+    """Per phase float64[paths, kinds]: what each path holds of the phase's seconds less all of them, times the efficiency.
+
+    The seconds of a phase are those of all its kinds and the largest of `paths @ totals`, which is what hides, negative.
+    The first path is the one of all computing.
+    """
+    return tuple(_paths(phase, overlap) for phase, overlap in enumerate(overlaps))
+
+
+def phase_seconds(totals: Array, overlaps: Sequence[Overlap]) -> list[float]:
+    """Of each phase, by its longest path."""
+    paths = phase_paths(overlaps)
+    return [
+        float(totals[_phase(p)].sum()) + float((paths[p] @ totals).max()) + overlap.extra
+        for p, overlap in enumerate(overlaps)
+    ]
+
+
+def corrected(totals: Array, overlaps: Sequence[Overlap], seconds: Sequence[float]) -> tuple[Overlap, ...]:
+    """`overlaps` under which a step of these totals takes `seconds` per phase: by the share of what is awaited that hides,
+    then by the efficiency, both in [0, 1], and what is left is `extra`."""
+    return tuple(
+        _corrected(totals, overlaps, phase, wanted) for phase, wanted in enumerate(seconds)
+    )
 
 
 def step_kinds(joint: JointGraph, hidden: HiddenReads, seconds: Mapping[str, float]) -> StepKinds:
@@ -77,7 +113,7 @@ def step_kinds(joint: JointGraph, hidden: HiddenReads, seconds: Mapping[str, flo
             begin, done = done, done + seconds.get(op.name, 0.0)
             places[op.name] = phase, bisect_left(MARKS, begin / total), bisect_left(MARKS, done / total)
             nodes[op.name] = _kind(phase, "filler" if op in fillers else "chain", places[op.name][2])
-    return StepKinds(nodes, _reads(joint, hidden, places), tuple(_paths(p, len(phases)) for p in range(len(phases))))
+    return StepKinds(nodes, _reads(joint, hidden, places))
 
 
 def _kind(phase: int, role: str, segment: int) -> int:
@@ -121,28 +157,54 @@ def _fillers(ops: list[fx.Node]) -> frozenset[fx.Node]:
     return frozenset(ops) - followed
 
 
-def _paths(phase: int, phases: int) -> Array:
-    """The first two are the whole computing: with what is awaited, and without."""
-    columns = phases * _PHASE + 1
-    every = np.zeros(columns)
-    every[phase * _PHASE : (phase + 1) * _PHASE] = 1.0
+def _corrected(totals: Array, overlaps: Sequence[Overlap], phase: int, wanted: float) -> Overlap:
+    def taken(overlap: Overlap) -> float:
+        changed = [overlap if p == phase else other for p, other in enumerate(overlaps)]
+        return phase_seconds(totals, changed)[phase]
+
+    found = replace(overlaps[phase], extra=0.0)
+    if phase:
+        found = replace(found, awaited=_root(lambda share: taken(replace(found, awaited=share)), wanted))
+    if not isclose(taken(found), wanted, rel_tol=1e-3):
+        found = replace(found, efficiency=_root(lambda e: taken(replace(found, efficiency=e)), wanted))
+    return replace(found, extra=wanted - taken(found))
+
+
+def _root(falling: Callable[[float], float], wanted: float) -> float:
+    """Where in [0, 1] a function that never rises comes nearest to `wanted`."""
+    low, high = 0.0, 1.0
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (middle, high) if falling(middle) > wanted else (low, middle)
+    return round(high, 9)
+
+
+def _phase(phase: int) -> slice:
+    return slice(phase * _PHASE, (phase + 1) * _PHASE)
+
+
+def _paths(phase: int, overlap: Overlap) -> Array:
+    every = np.zeros(_COLUMNS)
+    every[_phase(phase)] = 1.0
     rows: dict[bytes, Array] = {}
     spans = [(0, _SEGMENTS)]
     spans += [(i, j) for i in range(_SEGMENTS + 1) for j in range(i, _SEGMENTS + 1) if (i, j) != (0, _SEGMENTS)]
     for first, last in spans:
-        for middle in (("chain", "awaited"), ("chain", "filler")):
-            row = np.zeros(columns)
+        for role in ("filler", "awaited"):
+            row = np.zeros(_COLUMNS)
             _mark(row, phase, ("at hand", "awaited"), range(first))
-            _mark(row, phase, middle, range(first, last))
+            _mark(row, phase, ("chain", role), range(first, last))
+            if role == "filler":
+                _mark(row, phase, ("awaited",), range(first, last), 1.0 - overlap.awaited)
             _mark(row, phase, ("ending", "awaited"), range(last, _SEGMENTS))
             rows.setdefault(row.tobytes(), row - every)
-    everything = np.zeros(columns)
+    everything = np.zeros(_COLUMNS)
     _mark(everything, phase, ("at hand", "ending", "awaited"), range(_SEGMENTS))
     rows.setdefault(everything.tobytes(), everything - every)
-    return np.array(list(rows.values()))
+    return overlap.efficiency * np.array(list(rows.values()))
 
 
-def _mark(row: Array, phase: int, roles: tuple[str, ...], segments: range) -> None:
+def _mark(row: Array, phase: int, roles: tuple[str, ...], segments: range, value: float = 1.0) -> None:
     for role in roles:
         for segment in segments:
-            row[_kind(phase, role, segment)] = 1.0
+            row[_kind(phase, role, segment)] = value

@@ -26,13 +26,12 @@ from passes.layout.assignment import NodeLayouts
 from passes.layout.layout import Layout
 from passes.rules.core.rule_registry import rule_for
 from passes.schedule.hiding import HiddenReads, hidden_reads
-from passes.search.cost_kinds import CostKinds
 from passes.search.free_layouts import free_axis_order, is_storable, tensor_rule
 from passes.search.graph_ends import Boundary
 from passes.search.residency import Residency
 from passes.search.search_space import Edge, SearchSpace
 from passes.search.space_dims import out_of_space
-from passes.search.step_kinds import EXPOSED, StepKinds, step_kinds
+from passes.search.step_kinds import StepKinds, step_kinds
 from passes.solver.problem import Problem
 from passes.strategies.chains import find_chains
 from passes.strategies.cuts import Cuts, Wider, find_cuts, ops_of
@@ -134,14 +133,14 @@ class _Builder:
             usages=residency.nbytes,
             limit=memory_limit,
         )
-        step = self._kinds()
-        kinds = CostKinds(
-            tuple(step.nodes.get(name, EXPOSED) for name in self.names),
-            tuple(step.reads.get(read, EXPOSED) for read in self.read_of),
-            step.paths,
-        )
         return SearchSpace(
-            problem, tuple(self.names), strategies, tuple(self.edges), kinds, tuple(self.slots), step
+            problem,
+            tuple(self.names),
+            strategies,
+            tuple(self.edges),
+            tuple(self.read_of),
+            tuple(self.slots),
+            self._kinds(),
         )
 
     def _kinds(self) -> StepKinds:

@@ -24,7 +24,7 @@ def forgotten_sum(model: nn.Module, plan: Plan, inputs: tuple[Any, ...], name: s
     results[index] = replace(results[index], partial=())
     layouts[name] = replace(layouts[name], results=tuple(results))
     moved = chosen_steps(joint, layouts, Redistributor(plan.mesh, link_prices(plan.mesh)))
-    turns = issue_order(joint, layouts)
+    turns = issue_order(joint, layouts).turns
     records = [
         replace(
             record,

@@ -25,7 +25,7 @@ from passes.plan.transfers import Move, Transfer, Turn
 from passes.redistribution.lower_redistribute import collective_nodes
 from passes.redistribution.redistribute import Redistributor
 from passes.schedule.bucket import Bucket
-from passes.schedule.bucket_plan import Item, Wire, bucketed_turns, least_end
+from passes.schedule.bucket_plan import Item, Wire, bucketed_order, least_end
 from passes.schedule.issue_order import Merge, Side, issue_order
 from passes.schedule.overlap import Overlap
 from passes.schedule.schedule import scheduled
@@ -111,7 +111,7 @@ def at_random(seed: int) -> Merge:
 
 def bucketed(joint: JointGraph, assignment: Assignment, prices: Prices) -> Mapping[Transfer, Turn]:
     moved = chosen_steps(joint, assignment, prices.redistributor, prices.merged)
-    return bucketed_turns(joint, assignment, prices, moved)
+    return bucketed_order(joint, assignment, prices, moved).turns
 
 
 def phases_of(
@@ -188,7 +188,7 @@ def test_any_cut_of_sharded_layers(axes: dict[str, int], seed: int, layers: Join
     mesh = MeshSpec(axes)
     assignment = sliced_joint(mesh, layers)
     redistributor = Redistributor(mesh, link_prices(mesh))
-    turns = issue_order(layers, assignment, merge=at_random(seed))
+    turns = issue_order(layers, assignment, merge=at_random(seed)).turns
     ranks = phases_of(layers, assignment, mesh, turns, redistributor)
     before = sum(len(collective_nodes(_graph(p, "backward").graph)) for p in ranks)
     check_equal(layers, assignment, mesh, ranks)
@@ -310,7 +310,7 @@ def test_alone_in_its_bucket_a_collective_stays(layers: JointGraph) -> None:
     mesh = MeshSpec({"a": 4})
     assignment = sliced_joint(mesh, layers)
     plain = phases_of(
-        layers, assignment, mesh, issue_order(layers, assignment), Redistributor(mesh, link_prices(mesh))
+        layers, assignment, mesh, issue_order(layers, assignment).turns, Redistributor(mesh, link_prices(mesh))
     )[0]
     graph = _graph(plain, "backward")
     nodes = list(graph.graph.nodes)

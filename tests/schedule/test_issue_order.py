@@ -150,7 +150,9 @@ def test_no_transfer_is_before_what_its_operand_is_computed_from(seed: int, conv
     rng = random.Random(seed)
     mesh = MeshSpec({"a": 2, "b": 2})
     assignment = random_assignment(convolutions, mesh, rng)
-    turns = issue_order(convolutions, assignment, prefetch=rng.randint(0, 4), reach=rng.randint(0, 9))
+    depth = rng.randint(1, 4)
+    ahead = lambda groups, ops: [depth] * len(groups)
+    turns = issue_order(convolutions, assignment, ahead=ahead, reach=rng.randint(0, 9)).turns
     assert len(set(turns.values())) == len(turns)
     latest: dict[fx.Node, Turn] = {}
     for node in convolutions.graph.nodes:
@@ -188,7 +190,7 @@ def test_the_order_of_sharded_tensor_parallel_layers(golden: Golden) -> None:
     """Gathers two ahead; an input gradient's all-reduce (use_7) before the reductions of the weight
     gradients that were ready earlier; each gradient as soon as it is computed."""
     joint, assignment, _ = sharded_layers()
-    golden.check("\n".join(listed(joint, issue_order(joint, assignment))) + "\n", "sharded_layers.txt")
+    golden.check("\n".join(listed(joint, issue_order(joint, assignment).turns)) + "\n", "sharded_layers.txt")
 
 
 def test_a_rank_of_sharded_tensor_parallel_layers(golden: Golden) -> None:
