@@ -187,7 +187,7 @@ class _Writer:
         meta["turn"] = self.lowering.turns[reader.name, position]
         if (reader.name, position) in self.lowering.ahead:
             meta["ahead"] = self.lowering.ahead[reader.name, position]
-        # Of a bucket's members no rank's graph need know the order: what one of them reads, none on another does.
+        # The order of a bucket's members: a rank's own graph may not show it, as ranks read different members.
         meta["transfer"] = self.transfers
         self.transfers += 1
         shape, mesh, groups = value.shape, self.mesh, self.groups

@@ -25,7 +25,7 @@ from passes.schedule.transfer_roles import PhaseRoles, TransferRole
 __all__ = ["PHASES", "HiddenReads", "StepParts", "hidden_reads", "step_parts"]
 
 PHASES: tuple[str, ...] = ("forward", "backward")
-"""Of a step, in the order of `StepParts`. The optimizer's update follows and hides nothing."""
+"""The phases of a step, in the order of `StepParts`. The optimizer's update follows and hides nothing."""
 
 
 @dataclass(frozen=True)

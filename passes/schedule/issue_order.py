@@ -10,15 +10,15 @@ A *transfer* is the redistribution of one operand for one reader. Positions belo
 the order in which they run (the forward as captured; the backward with every op that no tangent decides
 right before its first reader).
 
-    a transfer takes its turn       because
-    right after its operand         its reader waits for it: nothing is gained by issuing it later
-    `ahead` transfers early         its operand is at hand from the start (a parameter's shard, a saved value):
-                                    issued when the one `ahead` before it is first read
-    after the next urgent one       nobody waits for it but the end of the program (a gradient): it lets pass
-                                    what others wait for, at most `reach` products away
+    role         a transfer takes its turn       because
+    "awaited"    right after its operand         its reader waits for it: issuing it later gains nothing
+    "at hand"    `ahead` transfers early         issued when the one `ahead` before it is first read
+    "ending"     after the next awaited one      it lets pass what others wait for, at most `reach` products away
+
+`passes.schedule.transfer_roles` says which role a transfer has.
 
 Transfers of one kind may be merged (`merge`, see `passes.schedule.bucket_plan`): those of one group have one turn,
-at which the first of them is issued early, or the last of them late. Transfers of the first kind are merged only if
+at which the first of them is issued early, or the last of them late. Awaited transfers are merged only if
 all are ready before any is read: halos of neighbouring tensors.
 
 Invariants

@@ -33,8 +33,8 @@ def _out_of_turn(graph: HasGraph) -> str | None:
 
 
 def _issue_key(collective: fx.Node) -> tuple[Turn, int, int]:
-    """Turn, then the step of a transfer of several: a rank that receives nothing in the first of them has nothing that
-    says it comes before the second. Then the transfer, where several share a turn and were not merged."""
+    """Turn, then the step of a transfer of several: a rank that receives nothing in the first of them has no
+    dependency that orders the two. Then the transfer, where several share a turn and were not merged."""
     meta = collective.meta
     return meta.get("turn", _NO_TURN), meta.get("step", 0), meta.get("transfer", 0)
 

@@ -6,11 +6,11 @@
     "awaited"   neither: ops wait for it                                      a partial sum between two products
 
 A transfer may be both of the first two. It is "at hand" if an op reads its result beside a value that is not (the last
-layer's bias), "ending" otherwise (the last layer's bias's gradient): nobody needs it early. What separates is a product
-(`op_traits.is_product`): nothing else takes long enough to hide a transfer behind.
+layer's bias), "ending" otherwise (the last layer's bias's gradient): nobody needs it early. Only products
+(`op_traits.is_product`) take long enough to hide a transfer behind; what leads to the end fuses or is a view.
 
 On the global graph a transfer is an edge (reader, operand), of which the layouts make some move; before layouts are
-known none is taken to. On a rank's graph a transfer is a collective, which reads its operand.
+known, no edge is taken to move. On a rank's graph a transfer is a collective, which reads its operand.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Literal
 
 from torch import fx
 
-from passes.ir.op_traits import is_collective, is_product
+from passes.ir.op_traits import fuses, is_collective, is_product, is_view
 
 __all__ = ["PhaseRoles", "Read", "TransferRole", "ops_that_end"]
 
@@ -32,10 +32,10 @@ Read = tuple[fx.Node, fx.Node]
 
 
 class PhaseRoles:
-    """Of the transfers of one phase. ops: those of the phase, in an order that may run. moved: reads that need a
+    """The roles of one phase's transfers. ops: those of the phase, in an order that may run. moved: reads that need a
     collective, if known: what is computed from their results is not at hand.
 
-    closing: ops that lead to the end of the phase through no product.
+    closing: `ops_that_end`.
     """
 
     def __init__(self, ops: Sequence[fx.Node], moved: AbstractSet[Read] = frozenset()) -> None:
@@ -60,10 +60,13 @@ class PhaseRoles:
 
 
 def ops_that_end(ops: Sequence[fx.Node]) -> set[fx.Node]:
-    """Those of `ops` that are read by the output and by ops that end alone, and are no products."""
+    """Views, collectives and ops that fuse, among `ops`, that only the output and ops that end read. Other ops, the
+    gradient of an embedding for example, take time of their own: their operands are awaited."""
     found: set[fx.Node] = set()
     for node in reversed(ops):
-        if not is_product(node) and all(user.op == "output" or user in found for user in node.users):
+        if (fuses(node) or is_view(node) or is_collective(node)) and all(
+            user.op == "output" or user in found for user in node.users
+        ):
             found.add(node)
     return found
 

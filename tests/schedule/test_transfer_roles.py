@@ -69,9 +69,17 @@ def test_the_backward_by_hand(masked: JointGraph) -> None:
         "use_1 threshold_backward",
         "contract_4 use_1",
         "contract_5 use_1",
+        "sum_2 use_1",  # a reduction takes time of its own
     }
-    # The gradients of both biases; that of the last layer is at hand too, and is not needed early.
-    assert {read for read, role in roles.items() if role == "ending"} == {"sum_1 use", "sum_2 use_1"}
+    assert roles["sum_1 use"] == "at hand" and "ending" not in roles.values()
+
+
+def test_a_gradient_at_hand_is_ending(masked: JointGraph) -> None:
+    """The last layer's bias's: nobody needs it early."""
+    ops = ops_by_phase(masked)[1]
+    roles = PhaseRoles(ops)
+    gradient = next(n for n in ops if n.name == "sum_1")
+    assert roles.given(gradient) and roles.of(masked.output_node, gradient) == "ending"
 
 
 def test_what_the_caller_gives_hides_only_behind_a_product(masked: JointGraph) -> None:
