@@ -25,15 +25,17 @@ from cost_model.profile import Profile
 from passes.capture import Captured
 from passes.ir.collector import collector_paused
 from passes.ir.joint import JointGraph
+from passes.layout.assignment import Assignment
 from passes.layout.layout import Layout
-from passes.plan.decide import chosen_steps, decide_lowering
+from passes.plan.decide import Moved, decide_lowering
 from passes.plan.describe import describe, fallback_ops, graph_hash
-from passes.predict.predict_step import predicted_step
+from passes.plan.lowering_plan import LoweringPlan
+from passes.predict.predict_step import Prediction, predicted_step
 from passes.redistribution.redistribute import Redistributor
 from passes.redistribution.steps import Step
-from passes.schedule.hiding import step_parts
 from passes.search.find import Found, find_assignment
 from passes.search.graph_ends import Boundary, boundary_of
+from passes.search.step_kinds import EXPOSED, phase_seconds
 from passes.strategies.prices import Prices
 from passes.strategies.pricing import traffic_model
 
@@ -106,20 +108,36 @@ def search_plan(task: Task) -> Plan:
     """Search the canonical graph of the task under its ends and prices."""
     joint, prices, boundary = task.joint, task.prices, task.boundary
 
+    judged: dict[int, _Judged] = {}
+
+    def judge(assignment: Assignment) -> Sequence[float]:
+        lowering, moved = decide_lowering(joint, assignment, prices)
+        step = predicted_step(joint, assignment, lowering, prices)
+        judged[id(assignment)] = _Judged(assignment, lowering, moved, step)
+        return [*step.phase_seconds]
+
     def find(reserve: int, seconds: float) -> Found:
         limit = task.memory_limit
         return find_assignment(
-            joint, prices, boundary, memory_limit=limit, reserve=reserve, time_limit=seconds
+            joint, prices, boundary, memory_limit=limit, reserve=reserve, time_limit=seconds, judge=judge
         )
 
     def moved(found: Found) -> Sequence[Step]:
-        chosen = chosen_steps(joint, found.assignment, prices.redistributor, prices.merged)
+        chosen = judged[id(found.assignment)].moved
         return [step for way in chosen.values() for step in way.steps if step.kind is not None]
 
     found = found_within(find, moved, task.mesh, task.memory_limit, task.time_limit)
-    plan = _plan_of(task, prices, found, task.resolver())
-    step = predicted_step(joint, plan.assignment, plan.lowering, prices)
-    return replace(plan, step_time=step.seconds)
+    return _plan_of(task, prices, found, judged[id(found.assignment)], task.resolver())
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """An assignment, how it is lowered, and its step on the timeline, if that was asked for."""
+
+    assignment: Assignment
+    lowering: LoweringPlan
+    moved: Moved
+    step: Prediction | None
 
 
 def carried_plan(task: Task, first: Plan) -> Plan:
@@ -138,22 +156,26 @@ def carried_plan(task: Task, first: Plan) -> Plan:
         time_limit=task.time_limit,
         held=first.assignment,
     )
-    return _plan_of(task, prices, replace(found, lower_bound=0.0, gap=1.0, status="feasible"), None)
+    unproven = replace(found, lower_bound=0.0, gap=1.0, status="feasible")
+    lowered = decide_lowering(task.joint, found.assignment, prices)
+    return _plan_of(task, prices, unproven, _Judged(found.assignment, *lowered, None), None)
 
 
-def _plan_of(task: Task, prices: Prices, found: Found, resolve: Callable[[str, Any], Plan] | None) -> Plan:
-    """All that is left to decide, decided. Its `step_time` is the objective's."""
+def _plan_of(
+    task: Task, prices: Prices, found: Found, judged: _Judged, resolve: Callable[[str, Any], Plan] | None
+) -> Plan:
+    """Its `step_time` is the objective's where it was not judged."""
     joint, mesh = task.joint, task.mesh
-    lowering, moved = decide_lowering(joint, found.assignment, prices)
-    records = describe(joint, found.assignment, lowering, moved, prices)
-    recounted = step_parts(records).seconds(prices.overlap_efficiency)
+    records = describe(joint, found.assignment, judged.lowering, judged.moved, prices)
+    totals = found.step.totals(records)
+    recounted = sum(phase_seconds(totals, found.overlaps)) + float(totals[EXPOSED])
     assert math.isclose(recounted, found.seconds, rel_tol=1e-6), (recounted, found.seconds)
     return Plan(
         mesh=mesh,
         cost=found.seconds,
         lower_bound=found.lower_bound,
         status=found.status,
-        step_time=found.seconds,
+        step_time=found.seconds if judged.step is None else judged.step.seconds,
         peak_memory=found.peak_nbytes,
         peak_node=found.peak_node,
         memory_limit=task.memory_limit,

@@ -45,10 +45,10 @@ def chosen_steps(
     return found
 
 
-def lowered_by(
-    moved: Moved, order: IssueOrder, interiors: Mapping[str, str] | None = None
-) -> LoweringPlan:
-    return LoweringPlan({t: found.steps for t, found in moved.items()}, order.turns, interiors or {}, order.ahead)
+def lowered_by(moved: Moved, order: IssueOrder, interiors: Mapping[str, str] | None = None) -> LoweringPlan:
+    return LoweringPlan(
+        {t: found.steps for t, found in moved.items()}, order.turns, interiors or {}, order.ahead
+    )
 
 
 def unmerged(joint: JointGraph, assignment: Assignment, redistributor: Redistributor) -> LoweringPlan:

@@ -71,6 +71,12 @@ class Prediction:
         return sum(phase.compute for phase in self.phases)
 
     @property
+    def phase_seconds(self) -> tuple[float, float, float]:
+        """Of the forward, the backward and the update, 0 for a phase that there is not."""
+        seconds = {phase.name: phase.seconds for phase in self.phases}
+        return seconds["forward"], seconds.get("backward", 0.0), seconds.get("optimizer", 0.0)
+
+    @property
     def exposed(self) -> float:
         """Seconds that communication adds to `compute`."""
         return sum(phase.exposed for phase in self.phases)

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -41,7 +42,7 @@ from passes.layout.assignment import Assignment
 from passes.plan.transfers import Move, Transfer
 from passes.redistribution.redistribute import Redistribution
 from passes.redistribution.steps import AllGather, AllReduce, HaloExchange, HaloReduce, ReduceScatter, Reshard
-from passes.schedule.issue_order import PREFETCH, IssueOrder, Side, issue_order
+from passes.schedule.issue_order import PREFETCH, IssueOrder, Place, Side, issue_order, place_behind
 from passes.strategies.prices import Prices
 
 __all__ = ["BucketPlan", "Item", "Wire", "bucketed_order", "least_end"]
@@ -99,19 +100,34 @@ class BucketPlan:
             groups += [[i.move for i in (g[::-1] if side == "early" else g)] for g in cut]
         return groups
 
-    def ahead(self, groups: Sequence[Sequence[Move]], ops: Sequence[fx.Node]) -> list[int]:
-        """How deep each group is prefetched: so that it has arrived when it is read, if computing is all that it waits for.
+    def ahead(
+        self, groups: Sequence[Sequence[Move]], ops: Sequence[fx.Node], awaited: Sequence[int]
+    ) -> list[tuple[int, Place]]:
+        """Each group so early that it has arrived when it is read, if computing is all that it waits for; and behind what
+        others wait for, where it arrives in time nevertheless.
 
-        At least `PREFETCH`; deeper only as long as what is in flight takes no more than `PREFETCH` of the largest would.
+        At least `PREFETCH` in flight; more only as long as they take no more memory than `PREFETCH` of the largest.
         """
         elapsed = self._elapsed(ops)
+        seconds = [SLACK * self._group_seconds(group) for group in groups]
+        depths = self._depths(groups, elapsed, seconds)
+        found: list[tuple[int, Place]] = []
+        for i, depth in enumerate(depths):
+            latest = elapsed[groups[i][0].end] - seconds[i]
+            place = place_behind(groups, i, depth)
+            found.append((depth, _let_pass(place, awaited, elapsed, seconds[i], latest)))
+        return found
+
+    def _depths(
+        self, groups: Sequence[Sequence[Move]], elapsed: Sequence[float], seconds: Sequence[float]
+    ) -> list[int]:
         read = [elapsed[group[0].end] for group in groups]
         nbytes = [sum(max(self._nbytes(move), default=0) for move in group) for group in groups]
         room = PREFETCH * max(nbytes, default=0)
         depths: list[int] = []
         start = math.inf
         for i in reversed(range(len(groups))):
-            start = min(read[i], start) - SLACK * self._group_seconds(groups[i])
+            start = min(read[i], start) - seconds[i]
             depth = 1
             while depth <= i and read[i - depth] > start and sum(nbytes[i - depth : i + 1]) <= room:
                 depth += 1
@@ -182,6 +198,18 @@ class Wire:
                 compute, ranks = self.prices.compute, self.prices.mesh.size(*axes)
                 total += compute.launch_seconds + copies_seconds(compute, kind, ranks, n, count)
         return total
+
+
+def _let_pass(
+    place: Place, awaited: Sequence[int], elapsed: Sequence[float], seconds: float, latest: float
+) -> Place:
+    """`place`, or behind the awaited transfers that follow before so much is computed. latest: when to start at last."""
+    for position in awaited[bisect_left(awaited, place[0] // 2) :]:
+        ready = elapsed[position + 1]
+        if ready > latest or ready - elapsed[place[0] // 2] > seconds:
+            break
+        place = (2 * position + 1, 1)
+    return place
 
 
 def _cut(items: Sequence[Item], wire: Wire, efficiency: float) -> list[list[Item]]:

@@ -1,4 +1,4 @@
-"""Which communication may run behind computation, and the seconds of a step that follow from it.
+"""Which communication may run behind computation.
 
 A collective hides if nothing waits for it while its phase computes: its `TransferRole` is "at hand" or "ending". What
 is awaited, a partial sum between two products for example, counts in full; and so do two kinds that have a role but
@@ -12,39 +12,16 @@ nothing to hide behind:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from passes.ir.joint import JointGraph, result_index, tensor_operands
 from passes.ir.phase_ops import ops_by_phase
-from passes.plan.records import NodeRecord
 from passes.schedule.transfer_roles import PhaseRoles, TransferRole
 
-__all__ = ["PHASES", "HiddenReads", "StepParts", "hidden_reads", "step_parts"]
-
-PHASES: tuple[str, ...] = ("forward", "backward")
-"""The phases of a step, in the order of `StepParts`. The optimizer's update follows and hides nothing."""
-
-
-@dataclass(frozen=True)
-class StepParts:
-    """The seconds of one step by kind. compute, hideable: per phase of `PHASES`; exposed: everything that
-    nothing hides (communication that is waited for, the optimizer's update)."""
-
-    compute: tuple[float, ...]
-    hideable: tuple[float, ...]
-    exposed: float
-
-    def seconds(self, efficiency: float) -> float:
-        """exposed + sum over phases of compute + hideable - efficiency * min(compute, hideable).
-
-        efficiency: `Profile.overlap_efficiency`, the measured share of the shorter of two things running
-        at once that costs no time; 0 adds everything, 1 takes the longer.
-        """
-        pairs = zip(self.compute, self.hideable, strict=True)
-        return self.exposed + sum(c + g - efficiency * min(c, g) for c, g in pairs)
+__all__ = ["HiddenReads", "hidden_reads"]
 
 
 @dataclass(frozen=True)
@@ -88,26 +65,3 @@ def _with_roles(
                 if not (first and operand in callers):
                     found.append(((node.name, position), roles.of(node, operand)))
     return found
-
-
-def step_parts(records: Iterable[NodeRecord]) -> StepParts:
-    """The seconds of a planned step by kind, from the records of its plan.
-
-    A transfer to the program's end belongs to the phase that computed the value.
-    """
-    compute, hides = dict.fromkeys(PHASES, 0.0), dict.fromkeys(PHASES, 0.0)
-    exposed = 0.0
-    phases: dict[str, str] = {}
-    for record in records:
-        phases[record.name] = record.phase
-        if record.op == "param":
-            exposed += record.seconds  # the optimizer's update
-        else:
-            compute[record.phase] += record.seconds
-        for operand in record.operands:
-            seconds = sum(transfer.seconds for transfer in operand.transfers)
-            if operand.hides:
-                hides[phases[operand.source] if record.op == "output" else record.phase] += seconds
-            else:
-                exposed += seconds
-    return StepParts(tuple(compute.values()), tuple(hides.values()), exposed)

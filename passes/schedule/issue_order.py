@@ -29,7 +29,7 @@ Invariants
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -48,8 +48,11 @@ __all__ = [
     "Ahead",
     "IssueOrder",
     "Merge",
+    "Place",
     "Side",
     "issue_order",
+    "place_behind",
+    "prefetched",
 ]
 
 PREFETCH = 2
@@ -75,13 +78,32 @@ def _alone(side: Side, moves: Sequence[Move], ops: Sequence[fx.Node]) -> Sequenc
     return [[move] for move in moves]
 
 
-Ahead = Callable[[Sequence[Sequence[Move]], Sequence[fx.Node]], Sequence[int]]
-"""Groups of transfers at hand, in the order in which they are read, and the ops of their phase -> how many groups are
-in flight at most, each included, when it is started."""
+Place = tuple[int, int]
+"""In an order of ops: (2 * position, 0) is just before the op there, (2 * position + 1, 0) just after it, (..., 1) behind
+other transfers there."""
 
 
-def _prefetch(groups: Sequence[Sequence[Move]], ops: Sequence[fx.Node]) -> Sequence[int]:
-    return [PREFETCH] * len(groups)
+class Ahead(Protocol):
+    """When transfers at hand are issued. groups: merged ones, in the order in which they are read. awaited: positions of
+    ops whose results others wait for, rising. Per group how many are in flight at most, it included, when it is
+    started, and its place."""
+
+    def __call__(
+        self, groups: Sequence[Sequence[Move]], ops: Sequence[fx.Node], awaited: Sequence[int]
+    ) -> Sequence[tuple[int, Place]]: ...
+
+
+def prefetched(
+    groups: Sequence[Sequence[Move]], ops: Sequence[fx.Node], awaited: Sequence[int]
+) -> Sequence[tuple[int, Place]]:
+    """Every group when the one `PREFETCH` before it is first read."""
+    return [(PREFETCH, place_behind(groups, i, PREFETCH)) for i in range(len(groups))]
+
+
+def place_behind(groups: Sequence[Sequence[Move]], i: int, depth: int) -> Place:
+    """Where the group `depth` before group `i` is first read: no later than `i` is, so whatever is computed from it comes
+    after it. What computes its operand is at hand as well, and goes wherever it is wanted."""
+    return (2 * groups[i - depth][0].end, 0) if i >= depth else (0, 0)
 
 
 @dataclass(frozen=True)
@@ -98,7 +120,7 @@ def issue_order(
     assignment: Assignment,
     *,
     merge: Merge = _alone,
-    ahead: Ahead = _prefetch,
+    ahead: Ahead = prefetched,
     reach: int = REACH,
 ) -> IssueOrder:
     """Of every transfer that `assignment` asks for."""
@@ -145,19 +167,16 @@ class _Phase:
         last = sorted((m for m in moving if self._role(m) == "ending"), key=lambda m: (m.start, *_stable(m)))
         apart = {*early, *last}
         urgent = sorted({m.start for m in moving if m not in apart})
-        turns: dict[Move, tuple[tuple[int, int], Sequence[Move]]] = {
+        turns: dict[Move, tuple[Place, Sequence[Move]]] = {
             m: ((2 * m.start + 1, 0), [m]) for m in self.all if m not in apart and not m.moves
         }
         for together in _together([m for m in moving if m not in apart]):
             for group in merge("between", together, self.ops):
                 turns[group[-1]] = (2 * group[-1].start + 1, 0), group
         groups = sorted(merge("early", early, self.ops), key=lambda group: _stable(group[0]))
-        depths = ahead(groups, self.ops)
-        for i, (group, depth) in enumerate(zip(groups, depths, strict=True)):
+        for group, (depth, place) in zip(groups, ahead(groups, self.ops, urgent), strict=True):
             self.depths.update((move.transfer, depth) for move in group)
-            # No later than its first reader, so whatever is computed from any of it still comes after it. What computes
-            # its operand is at hand as well and goes wherever it is wanted.
-            turns[group[0]] = (2 * groups[i - depth][0].end if i >= depth else 0, 0), group
+            turns[group[0]] = place, group
         for group in self._last_groups(last, merge):
             turns[group[-1]] = (self._let_pass(group[-1].start, urgent, reach), 1), group
         order = sorted(turns, key=lambda m: (*turns[m][0], m.start, *_stable(m)))

@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import inf
 
 from passes.layout.assignment import Assignment
 from passes.search.overlapped import solve_overlapped
@@ -75,13 +74,28 @@ def agreed(space: SearchSpace, efficiency: float, judge: Judge | None, time_limi
     efficiency: of two streams busy at once (`Profile.overlap_efficiency`). time_limit: seconds; the first search may
     take all of them. Raises `passes.solver.problem.Infeasible`.
     """
-    return _Search(space, judge, time.monotonic() + time_limit).run((Overlap(efficiency), Overlap(efficiency, AWAITED)))
+    overlaps = Overlap(efficiency), Overlap(efficiency, AWAITED)
+    if judge is not None:
+        return _Search(space, judge, time.monotonic() + time_limit).run(overlaps)
+    found = solve_overlapped(space.problem, space.kinds(overlaps), time_limit=time_limit)
+    choice = tuple(found.choice)
+    return Agreed(space.assignment(choice), choice, found.cost, found.lower_bound, found.status, overlaps)
+
+
+def _less(overlaps: Sequence[Overlap]) -> Iterator[tuple[Overlap, ...]]:
+    """As if less could hide."""
+    for share in (0.5, 0.0):
+        yield tuple(replace(o, efficiency=share * o.efficiency, awaited=0.0) for o in overlaps)
+
+
+def _extra(overlaps: Sequence[Overlap]) -> float:
+    return sum(overlap.extra for overlap in overlaps)
 
 
 class _Search:
     """What was judged by choice, and the best of it."""
 
-    def __init__(self, space: SearchSpace, judge: Judge | None, deadline: float) -> None:
+    def __init__(self, space: SearchSpace, judge: Judge, deadline: float) -> None:
         self.space = space
         self.judge = judge
         self.deadline = deadline
@@ -134,12 +148,8 @@ class _Search:
         if choice not in self.judged:
             assignment = self.space.assignment(choice)
             totals = self.space.totals(choice)
-            self.judged[choice] = _Judged(assignment, choice, totals, self._phases(assignment, totals))
+            self.judged[choice] = _Judged(assignment, choice, totals, tuple(self.judge(assignment)))
         return self.judged[choice]
-
-    def _phases(self, assignment: Assignment, totals: Array) -> tuple[float, ...]:
-        assert self.judge is not None
-        return tuple(self.judge(assignment))
 
     def _late(self) -> bool:
         return time.monotonic() >= self.deadline

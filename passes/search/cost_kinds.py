@@ -22,15 +22,13 @@ def overlapped_seconds(totals: Array, paths: Sequence[Array]) -> float:
 
 @dataclass(frozen=True)
 class CostKinds:
-    """nodes, edges: the kind of each cost of a problem: a column of `paths`. paths: per phase, see `overlapped_seconds`."""
+    """nodes, edges: the kind of each cost of a problem: one of `count`, a column of `paths`. paths: per phase, see
+    `overlapped_seconds`."""
 
     nodes: tuple[int, ...]
     edges: tuple[int, ...]
+    count: int
     paths: tuple[Array, ...]
-
-    @property
-    def count(self) -> int:
-        return self.paths[0].shape[1]
 
     def totals(self, problem: Problem, choice: Sequence[int]) -> Array:
         """float64[kinds]: the seconds of `choice` per kind."""

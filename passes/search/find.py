@@ -12,9 +12,10 @@ from cost_model.mesh import MeshSpec
 from cost_model.units import format_bytes
 from passes.ir.joint import GraphInput, JointGraph, node_value
 from passes.layout.assignment import Assignment, NodeLayouts
+from passes.search.agree import Judge, agreed
 from passes.search.graph_ends import Boundary
-from passes.search.overlapped import solve_overlapped
 from passes.search.search_space import SearchSpace
+from passes.search.step_kinds import Overlap, StepKinds
 from passes.search.strategy_space import build_space
 from passes.solver.problem import Infeasible
 from passes.strategies.prices import Prices
@@ -31,7 +32,8 @@ so much."""
 class Found:
     """seconds: price of one training step under the assignment; lower_bound: no assignment is
     faster; gap: (seconds - lower_bound) / seconds; peak_nbytes: predicted resident bytes on the
-    fullest rank; peak_step: the graph node at which it is reached."""
+    fullest rank; peak_step: the graph node at which it is reached. step, overlaps: how the seconds are counted
+    (`passes.search.step_kinds`)."""
 
     assignment: Assignment
     seconds: float
@@ -40,6 +42,8 @@ class Found:
     status: str
     peak_nbytes: int
     peak_node: str
+    step: StepKinds
+    overlaps: tuple[Overlap, ...]
 
 
 def find_assignment(
@@ -51,11 +55,13 @@ def find_assignment(
     reserve: int = 0,
     time_limit: float = 600.0,
     held: Mapping[str, NodeLayouts] | None = None,
+    judge: Judge | None = None,
 ) -> Found:
     """The assignment of least total seconds whose peak memory stays within `memory_limit` less `reserve` bytes.
 
     reserve: bytes of the limit that no tensor can have (`cost_model.reserve`); not part of the peak.
-    held: as `build_space` takes it; then nothing is proven of other assignments.
+    held: as `build_space` takes it; then nothing is proven of other assignments. judge: what an assignment takes on the
+    timeline (`passes.search.agree`); None: the objective alone decides.
 
     Raises InfeasibleError, naming the nodes at which the pins contradict each other or the tensors
     that bind the memory limit.
@@ -66,21 +72,21 @@ def find_assignment(
     space = build_space(joint, prices, boundary, memory_limit=room, held=held, deadline=latest)
     seconds = max(_SOLVING_SECONDS, start + time_limit - time.monotonic())
     try:
-        solution = solve_overlapped(
-            space.problem, space.kinds, prices.overlap_efficiency, time_limit=min(time_limit, seconds)
-        )
+        found = agreed(space, prices.overlap_efficiency, judge, min(time_limit, seconds))
     except Infeasible as reason:
         raise _explained(reason, joint, space, prices.mesh, (memory_limit or 0, reserve)) from None
-    peak, step = space.problem.peak(solution.choice)
+    peak, step = space.problem.peak(found.choice)
     order = list(joint.graph.nodes)
     return Found(
-        assignment=space.assignment(solution.choice),
-        seconds=solution.cost,
-        lower_bound=solution.lower_bound,
-        gap=solution.gap,
-        status=solution.status,
+        assignment=found.assignment,
+        seconds=found.seconds,
+        lower_bound=found.lower_bound,
+        gap=(found.seconds - found.lower_bound) / max(found.seconds, 1e-300),
+        status=found.status,
         peak_nbytes=int(peak),
         peak_node=order[min(step, len(order) - 1)].name,
+        step=space.step,
+        overlaps=found.overlaps,
     )
 
 

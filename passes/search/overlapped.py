@@ -1,16 +1,15 @@
 """Search where communication may hide behind computation: the exposed time of a phase is in the objective.
 
-With C_p the computing and G_p the hideable communication of phase p, e the overlap efficiency of the
-profile, and U all that cannot hide, a step takes
+With t the seconds of a choice by kind, the step takes the sum of t and, per phase p, what its longest path holds less
+than all of it (`passes.search.step_kinds`):
 
-    T(x) = U + sum_p (C_p + G_p - e min(C_p, G_p))
-         = max over m in [0,1]^P of  U + sum_p ((1 - e m_p) C_p + (1 - e (1 - m_p)) G_p)
+    T(x) = 1 . t + sum_p max_f (A_p t)_f  =  max over shares m_p of paths of  (1 + sum_p m_p A_p) . t
 
-For a fixed m that is a sum of node and edge costs, which `solve` minimises exactly, and a lower bound of T. In large
+For fixed m that is a sum of node and edge costs, which `solve` minimises exactly, and a lower bound of T. In large
 problems memory has prices v in the same way (`planes.py`), instead of rows that every reduction must respect.
 The highest bound is found by cutting planes: each solution is a plane, the next (m, v) is the highest point under
-all planes [Kelley 1960]. m = 0, v = 0, where computation takes longer in every phase and memory does not bind, comes
-first: if its solution is like that indeed, it is optimal.
+all planes [Kelley 1960]. All of m on the path of all computing, v = 0, where computation takes longer in every phase and
+memory does not bind, comes first: if its solution is like that indeed, it is optimal.
 """
 
 from __future__ import annotations
@@ -57,18 +56,21 @@ def solve_overlapped(
     *,
     time_limit: float = 60.0,
     rows_inside: int = ROWS_INSIDE,
+    warm: tuple[int, ...] | None = None,
 ) -> Solution:
     """The choice of least T (see above) within the memory limit; `Solution.cost` and `lower_bound` are of T.
 
-    efficiency: in [0, 1]; at 0, or where nothing can hide, T is `problem.cost`. Stops when the bound meets the best T
-    or cannot rise by more than 5e-4 of it, or after about `time_limit` seconds. What is left of the gap is real: T is
-    convex but choices are discrete. rows_inside: see ROWS_INSIDE. Raises Infeasible.
+    Where nothing can hide, T is `problem.cost`. Stops when the bound meets the best T or cannot rise by more than 5e-4 of
+    it, or after about `time_limit` seconds. What is left of the gap is real: T is convex but choices are discrete.
+    rows_inside: see ROWS_INSIDE. warm: a choice known to be good. Raises Infeasible.
     """
     small = sum(matrix.size for matrix in problem.edge_costs) <= rows_inside
     hides = kinds.hides()
     if not hides and (small or problem.limit is None):
-        return solve(problem, time_limit=time_limit)
+        return solve(problem, time_limit=time_limit, warm=warm)
     search = _CuttingPlanes(problem, kinds, time.monotonic() + time_limit, small)
+    if warm is not None:
+        search.offer(warm)
     search.run()
     return search.solution()
 
@@ -76,9 +78,7 @@ def solve_overlapped(
 class _CuttingPlanes:
     """The best choice that fits, the best bound and its point, all choices so far, and their planes."""
 
-    def __init__(
-        self, problem: Problem, kinds: CostKinds, deadline: float, rows_inside: bool
-    ) -> None:
+    def __init__(self, problem: Problem, kinds: CostKinds, deadline: float, rows_inside: bool) -> None:
         self.problem = problem
         self.kinds = kinds
         self.deadline = deadline
@@ -128,7 +128,7 @@ class _CuttingPlanes:
         if bound > self.bound:
             self.bound, self.bound_at = bound, point
         self._add_plane(found.choice)
-        self._offer(found.choice)
+        self.offer(found.choice)
         self._mix()
 
     def _add_plane(self, choice: tuple[int, ...]) -> None:
@@ -141,13 +141,11 @@ class _CuttingPlanes:
         self.found.append(choice)
         self.planes.append(plane)
 
-    def _offer(self, choice: Sequence[int]) -> None:
+    def offer(self, choice: Sequence[int]) -> None:
         """Take a choice, or a mix of it with the best one, if it fits and is better."""
         candidates = [tuple(choice)]
         if self.choice:
-            candidates.append(
-                recombined(self.problem, self.kinds, self.choice, candidates[0])
-            )
+            candidates.append(recombined(self.problem, self.kinds, self.choice, candidates[0]))
         for candidate in candidates:
             seconds = self.kinds.seconds(self.problem, candidate)
             if seconds < self.cost and self.problem.fits(candidate):
@@ -162,11 +160,13 @@ class _CuttingPlanes:
                 min(MIX_SECONDS, MIX_SHARE * self._left()),
             )
             if mix is not None:
-                self._offer(mix)
+                self.offer(mix)
 
     def _next(self) -> Point | None:
         """Where to solve next; None: nowhere, the bound cannot rise by enough."""
-        highest, point = highest_point(self.planes, [len(rows) for rows in self.kinds.paths], self.rows, self.cap)
+        highest, point = highest_point(
+            self.planes, [len(rows) for rows in self.kinds.paths], self.rows, self.cap
+        )
         at_cap = any(price >= (1.0 - ROUNDING) * self.cap for price in point.prices.values())
         if not self.choice and at_cap and len(self.planes) > 1:
             # The planes of choices that do not fit have no highest point: is there room at all?
@@ -174,7 +174,9 @@ class _CuttingPlanes:
             if reason is not None:
                 raise reason
             self.cap *= RAISE
-            highest, point = highest_point(self.planes, [len(rows) for rows in self.kinds.paths], self.rows, self.cap)
+            highest, point = highest_point(
+                self.planes, [len(rows) for rows in self.kinds.paths], self.rows, self.cap
+            )
         if self.choice and highest <= self.bound + ENOUGH * self.cost:
             return None
         # With one plane the highest point is a corner; with few it swings from side to side.
@@ -184,4 +186,4 @@ class _CuttingPlanes:
         """No choice fitted at any price: search with the rows. Raises Infeasible if it finds none either."""
         found = solve(self._weighted(self.bound_at), time_limit=self._left())
         self.bound = max(self.bound, found.lower_bound)
-        self._offer(found.choice)
+        self.offer(found.choice)

@@ -82,8 +82,7 @@ def _improve(base: Array, changes: Array, taken: np.ndarray, kinds: CostKinds) -
     for _ in range(4 * len(changes)):
         signs = np.where(taken, -1.0, 1.0)
         seconds = [
-            overlapped_seconds(totals + s * c, kinds.paths)
-            for s, c in zip(signs, changes, strict=True)
+            overlapped_seconds(totals + s * c, kinds.paths) for s, c in zip(signs, changes, strict=True)
         ]
         item = int(np.argmin(seconds))
         if not seconds[item] < best:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from passes.layout.assignment import NodeLayouts
 from passes.search.cost_kinds import CostKinds
-from passes.search.step_kinds import EXPOSED, Overlap, StepKinds, phase_paths
-from passes.solver.problem import Problem
+from passes.search.step_kinds import EXPOSED, KINDS, Overlap, StepKinds, phase_paths
+from passes.solver.problem import Array, Problem
 
 __all__ = ["Edge", "SearchSpace"]
 
@@ -44,7 +44,11 @@ class SearchSpace:
         """Of the costs of `problem`, where phases overlap so well."""
         nodes = tuple(self.step.nodes.get(name, EXPOSED) for name in self.names)
         edges = tuple(self.step.reads.get(read, EXPOSED) for read in self.reads)
-        return CostKinds(nodes, edges, phase_paths(overlaps))
+        return CostKinds(nodes, edges, KINDS, phase_paths(overlaps))
+
+    def totals(self, choice: Sequence[int]) -> Array:
+        """float64[kinds]: the seconds of `choice` by kind."""
+        return self.kinds(()).totals(self.problem, choice)
 
     def assignment(self, choice: Sequence[int]) -> dict[str, NodeLayouts]:
         """The chosen layouts by node name, with the graph's output node under "output"."""

@@ -31,7 +31,16 @@ from passes.plan.records import NodeRecord
 from passes.schedule.hiding import HiddenReads
 from passes.solver.problem import Array
 
-__all__ = ["EXPOSED", "Overlap", "StepKinds", "corrected", "phase_paths", "phase_seconds", "step_kinds"]
+__all__ = [
+    "EXPOSED",
+    "KINDS",
+    "Overlap",
+    "StepKinds",
+    "corrected",
+    "phase_paths",
+    "phase_seconds",
+    "step_kinds",
+]
 
 EXPOSED = -1
 """The kind of what nothing hides: the last column."""
@@ -41,7 +50,8 @@ to hide behind, the bulk has everything; in between twice a factor of about five
 _SEGMENTS = len(MARKS) + 1
 _ROLES = ("chain", "filler", "at hand", "ending", "awaited")
 _PHASE = _SEGMENTS * len(_ROLES)
-_COLUMNS = 2 * _PHASE + 1
+KINDS = 2 * _PHASE + 1
+"""Of two phases, and `EXPOSED`."""
 
 Read = tuple[str, int]
 
@@ -65,7 +75,7 @@ class StepKinds:
 
     def totals(self, records: Iterable[NodeRecord]) -> Array:
         """Seconds by kind of a planned step, from the records of its plan."""
-        totals = np.zeros(_COLUMNS)
+        totals = np.zeros(KINDS)
         for record in records:
             totals[self.nodes.get(record.name, EXPOSED)] += record.seconds
             for position, operand in enumerate(record.operands):
@@ -95,9 +105,7 @@ def phase_seconds(totals: Array, overlaps: Sequence[Overlap]) -> list[float]:
 def corrected(totals: Array, overlaps: Sequence[Overlap], seconds: Sequence[float]) -> tuple[Overlap, ...]:
     """`overlaps` under which a step of these totals takes `seconds` per phase: by the share of what is awaited that hides,
     then by the efficiency, both in [0, 1], and what is left is `extra`."""
-    return tuple(
-        _corrected(totals, overlaps, phase, wanted) for phase, wanted in enumerate(seconds)
-    )
+    return tuple(_corrected(totals, overlaps, phase, wanted) for phase, wanted in enumerate(seconds))
 
 
 def step_kinds(joint: JointGraph, hidden: HiddenReads, seconds: Mapping[str, float]) -> StepKinds:
@@ -184,21 +192,23 @@ def _phase(phase: int) -> slice:
 
 
 def _paths(phase: int, overlap: Overlap) -> Array:
-    every = np.zeros(_COLUMNS)
+    every = np.zeros(KINDS)
     every[_phase(phase)] = 1.0
     rows: dict[bytes, Array] = {}
     spans = [(0, _SEGMENTS)]
-    spans += [(i, j) for i in range(_SEGMENTS + 1) for j in range(i, _SEGMENTS + 1) if (i, j) != (0, _SEGMENTS)]
+    spans += [
+        (i, j) for i in range(_SEGMENTS + 1) for j in range(i, _SEGMENTS + 1) if (i, j) != (0, _SEGMENTS)
+    ]
     for first, last in spans:
         for role in ("filler", "awaited"):
-            row = np.zeros(_COLUMNS)
+            row = np.zeros(KINDS)
             _mark(row, phase, ("at hand", "awaited"), range(first))
             _mark(row, phase, ("chain", role), range(first, last))
             if role == "filler":
                 _mark(row, phase, ("awaited",), range(first, last), 1.0 - overlap.awaited)
             _mark(row, phase, ("ending", "awaited"), range(last, _SEGMENTS))
             rows.setdefault(row.tobytes(), row - every)
-    everything = np.zeros(_COLUMNS)
+    everything = np.zeros(KINDS)
     _mark(everything, phase, ("at hand", "ending", "awaited"), range(_SEGMENTS))
     rows.setdefault(everything.tobytes(), everything - every)
     return overlap.efficiency * np.array(list(rows.values()))

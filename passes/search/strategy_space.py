@@ -144,7 +144,9 @@ class _Builder:
         )
 
     def _kinds(self) -> StepKinds:
-        seconds = {name: float(option.seconds.max()) for name, option in zip(self.names, self.options, strict=True)}
+        seconds = {
+            name: float(option.seconds.max()) for name, option in zip(self.names, self.options, strict=True)
+        }
         return step_kinds(self.joint, self.reads, seconds)
 
     def _add(self, node: fx.Node | None, name: str, option: _Option) -> int:

@@ -310,7 +310,11 @@ def test_alone_in_its_bucket_a_collective_stays(layers: JointGraph) -> None:
     mesh = MeshSpec({"a": 4})
     assignment = sliced_joint(mesh, layers)
     plain = phases_of(
-        layers, assignment, mesh, issue_order(layers, assignment).turns, Redistributor(mesh, link_prices(mesh))
+        layers,
+        assignment,
+        mesh,
+        issue_order(layers, assignment).turns,
+        Redistributor(mesh, link_prices(mesh)),
     )[0]
     graph = _graph(plain, "backward")
     nodes = list(graph.graph.nodes)
