@@ -12,7 +12,7 @@ from passes.ir.joint import JointGraph
 from passes.ir.properties import of_ops
 from passes.ir.rewrite import int_at, ints_at, shape_of, tensor_at
 
-__all__ = ["ONE_SPELLING", "NormalizeArguments"]
+__all__ = ["ONE_SPELLING", "VIEWS", "NormalizeArguments"]
 
 aten = torch.ops.aten
 
@@ -33,7 +33,7 @@ ONE_SPELLING = of_ops("views, dims and sizes have one spelling", _misspelled)
 class NormalizeArguments(GraphPass):
     """Say one thing in one way: one op per kind of view, concrete sizes, dims counted from the left.
 
-        %t: f32[16, 8]    = aten.t(%w)                   // %w: f32[8, 16]
+        %t: f32[16, 8]    = aten.permute(%w, [-1, 0])    // %w: f32[8, 16]
         %v: f32[4, 2, 16] = aten.view(%x, [4, -1, 16])   // %x: f32[8, 16]
         %s: f32[4, 2, 1]  = aten.sum(%v, [-1], True)
         ->
@@ -78,22 +78,8 @@ def _reshape(node: fx.Node) -> Call:
     return aten.reshape.default, (node.args[0], list(shape_of(node))), {}
 
 
-def _permute(order: Callable[[fx.Node, int], Sequence[int]]) -> Callable[[fx.Node], Call]:
-    def normalize(node: fx.Node) -> Call:
-        return aten.permute.default, (node.args[0], list(order(node, _ndim(node)))), {}
-
-    return normalize
-
-
-def _given_order(node: fx.Node, ndim: int) -> Sequence[int]:
-    return _positive(ints_at(node, 1), ndim)
-
-
-def _swapped(node: fx.Node, ndim: int) -> Sequence[int]:
-    order = list(range(ndim))
-    first, second = _positive((int_at(node, 1), int_at(node, 2)), ndim)
-    order[first], order[second] = second, first
-    return order
+def _permute(node: fx.Node) -> Call:
+    return aten.permute.default, (node.args[0], _positive(ints_at(node, 1), _ndim(node))), {}
 
 
 def _expand(node: fx.Node) -> Call:
@@ -146,16 +132,14 @@ def _dim_at(position: int, default: int | None = None) -> Callable[[fx.Node], Ca
     return normalize
 
 
-_VIEWS = (
-    "view.default",
-    "_unsafe_view.default",
-    "reshape.default",
-    "view_copy.default",
-    "flatten.using_ints",
-    "unsqueeze.default",
-    "squeeze.default",
-    "squeeze.dim",
-    "squeeze.dims",
+VIEWS = (
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.unsqueeze.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
 )
 _REDUCTIONS = (aten.sum.dim_IntList, aten.amax.default, aten.amin.default, aten.any.dims, aten.all.dims)
 _ONE_DIM = (
@@ -167,16 +151,9 @@ _ONE_DIM = (
 )
 
 
-def _overload(name: str) -> Any:
-    packet, overload = name.split(".")
-    return getattr(getattr(aten, packet), overload)
-
-
 _TABLE: dict[Any, Callable[[fx.Node], Call]] = {
-    **{_overload(name): _reshape for name in _VIEWS},
-    aten.permute.default: _permute(_given_order),
-    aten.t.default: _permute(lambda node, ndim: range(ndim)[::-1]),
-    aten.transpose.int: _permute(_swapped),
+    **dict.fromkeys(VIEWS, _reshape),
+    aten.permute.default: _permute,
     aten.expand.default: _expand,
     aten.slice.Tensor: _slice,
     aten.select.int: _select,

@@ -12,7 +12,7 @@ from passes.ir.graph_properties import NO_DEAD_CODE
 from passes.ir.joint import JointGraph
 from passes.ir.properties import of_ops
 
-__all__ = ["PLAIN_CREATIONS", "NormalizeCreations"]
+__all__ = ["FILLS", "PLAIN_CREATIONS", "RANGES", "NormalizeCreations"]
 
 aten = torch.ops.aten
 
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 def _creates_otherwise(node: fx.Node) -> str | None:
     plain = node.target in (aten.full.default, aten.arange.start_step)
     if not plain:
-        return "a constant or a range in other words" if node.target in {*_FILLS, *_RANGES} else None
+        return "a constant or a range in other words" if node.target in {*FILLS, *RANGES} else None
     return None if {"dtype", "device"} <= set(node.kwargs) else "leaves dtype or device to a default"
 
 
@@ -48,10 +48,10 @@ class NormalizeCreations(GraphPass):
         for node in joint.graph.nodes:
             if node.op != "call_function":
                 continue
-            if node.target in _FILLS:
-                _to_full(node, _FILLS[node.target](node))
-            elif node.target in _RANGES:
-                _to_arange(node, *_RANGES[node.target](node))
+            if node.target in FILLS:
+                _to_full(node, FILLS[node.target](node))
+            elif node.target in RANGES:
+                _to_arange(node, *RANGES[node.target](node))
         return joint
 
 
@@ -77,7 +77,7 @@ def _argument(position: int, name: str) -> Callable[[fx.Node], Any]:
     return lambda node: node.args[position] if len(node.args) > position else node.kwargs[name]
 
 
-_FILLS: dict[Any, Callable[[fx.Node], Any]] = {
+FILLS: dict[Any, Callable[[fx.Node], Any]] = {
     **{
         op: _constant(0)
         for op in (
@@ -106,7 +106,7 @@ def _step(node: fx.Node) -> Any:
     return node.args[2] if len(node.args) > 2 else node.kwargs.get("step", 1)
 
 
-_RANGES: dict[Any, Callable[[fx.Node], tuple[Any, Any, Any]]] = {
+RANGES: dict[Any, Callable[[fx.Node], tuple[Any, Any, Any]]] = {
     aten.arange.default: lambda node: (0, node.args[0], 1),
     aten.arange.start: lambda node: (node.args[0], node.args[1], 1),
     aten.arange.start_step: lambda node: (node.args[0], node.args[1], _step(node)),

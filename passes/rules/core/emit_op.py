@@ -10,7 +10,7 @@ from torch import fx
 
 from passes.ir.joint import node_value
 from passes.ir.op_schema import schema_arguments
-from passes.rules.core.rule import LocalContext, Localize
+from passes.rules.core.rule import LocalContext
 
 __all__ = [
     "again",
@@ -23,7 +23,7 @@ __all__ = [
     "is_empty",
     "local_index",
     "offset",
-    "sized",
+    "positions",
     "with_ones",
     "zero_where",
 ]
@@ -63,13 +63,10 @@ def again(ctx: LocalContext, **changes: Any) -> fx.Node:
     return ctx.call(ctx.node.target, *args, **kwargs)  # type: ignore[arg-type]
 
 
-def sized(name: str) -> Localize:
-    """Repeat the op with its shape argument `name` set to this rank's shape of the result."""
-
-    def localize(ctx: LocalContext) -> fx.Node:
-        return again(ctx, **{name: ctx.result_shape()})
-
-    return localize
+def positions(ctx: LocalContext, start: int, end: int, step: int = 1) -> fx.Node:
+    """int64 [start, start + step, ...), beside result 0."""
+    places = {"dtype": torch.int64, "device": node_value(ctx.node).device, "pin_memory": False}
+    return ctx.call(aten.arange.start_step, start, end, step, **places)
 
 
 def offset(ctx: LocalContext, factor: str) -> int:

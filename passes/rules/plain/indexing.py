@@ -1,4 +1,4 @@
-"""Reading rows by index. With the indexed dim split, every rank looks up the rows it has and gives
+"""Reading rows by index, or one row. With the indexed dim split, every rank looks up the rows it has and gives
 zeros for the others, so the result is a pending sum."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from passes.rules.core.opcall import OpCall, TensorInfo
 from passes.rules.core.rule import Dim, LocalContext, OpRule
 from passes.rules.plain.pointwise import linear_sets
 
-__all__ = ["IndexDims", "embedding", "gather", "gather_dims", "index", "index_select", "wrapped"]
+__all__ = ["IndexDims", "embedding", "gather", "gather_dims", "index", "index_select", "select", "wrapped"]
 
 
 def embedding(ctx: LocalContext) -> fx.Node:
@@ -80,6 +80,32 @@ def _gather(ctx: LocalContext) -> fx.Node:
         return constant(ctx, 0)
     rows, outside = local_index(ctx, argument(ctx, "index"), "v")
     return zero_where(ctx, outside, again(ctx, index=rows), node_value(ctx.node))
+
+
+def select(call: OpCall) -> OpRule:
+    """a v b -> a b; v: sum. The rank that has the index gives its row, the others zeros."""
+    source = call.operands[0]
+    dim = call["dim"] % source.ndim
+    names: list[Dim] = [("v",) if i == dim else (f"d{i}",) for i in range(source.ndim)]
+    summable = source.dtype != torch.bool
+    return assemble(
+        call.shapes,
+        [names],
+        [[name for name in names if name != ("v",)]],
+        reductions={"v": "sum"} if summable else {},
+        whole=() if summable else ("v",),
+        linear=linear_sets(call, "self"),
+        localize=_select,
+    )
+
+
+def _select(ctx: LocalContext) -> fx.Node:
+    if not ctx.is_split("v"):
+        return again(ctx)
+    shape = global_tensor(ctx, "self").shape
+    row = argument(ctx, "index") % shape[argument(ctx, "dim")]
+    low, high = ctx.interval("v")
+    return again(ctx, index=row - low) if low <= row < high else constant(ctx, 0)
 
 
 def index_select(call: OpCall) -> OpRule:
