@@ -10,6 +10,7 @@ from torch import fx
 from passes.ir.graph_pass import GraphPass
 from passes.ir.graph_properties import NO_DEAD_CODE
 from passes.ir.joint import JointGraph
+from passes.ir.op_schema import named_arguments
 from passes.ir.properties import of_ops
 
 __all__ = ["FILLS", "PLAIN_CREATIONS", "RANGES", "NormalizeCreations"]
@@ -51,7 +52,7 @@ class NormalizeCreations(GraphPass):
             if node.target in FILLS:
                 _to_full(node, FILLS[node.target](node))
             elif node.target in RANGES:
-                _to_arange(node, *RANGES[node.target](node))
+                _to_arange(node)
         return joint
 
 
@@ -62,10 +63,10 @@ def _to_full(node: fx.Node, value: Any) -> None:
     node.kwargs = {"dtype": like.dtype, "device": like.device}
 
 
-def _to_arange(node: fx.Node, start: Any, end: Any, step: Any) -> None:
-    like = node.meta["val"]
+def _to_arange(node: fx.Node) -> None:
+    like, given = node.meta["val"], named_arguments(node.target, node.args, node.kwargs)
     node.target = aten.arange.start_step
-    node.args = (start, end, step)
+    node.args = (given.get("start", 0), given["end"], given.get("step", 1))
     node.kwargs = {"dtype": like.dtype, "device": like.device}
 
 
@@ -73,8 +74,8 @@ def _constant(value: Any) -> Callable[[fx.Node], Any]:
     return lambda node: value
 
 
-def _argument(position: int, name: str) -> Callable[[fx.Node], Any]:
-    return lambda node: node.args[position] if len(node.args) > position else node.kwargs[name]
+def _argument(name: str) -> Callable[[fx.Node], Any]:
+    return lambda node: named_arguments(node.target, node.args, node.kwargs)[name]
 
 
 FILLS: dict[Any, Callable[[fx.Node], Any]] = {
@@ -94,20 +95,12 @@ FILLS: dict[Any, Callable[[fx.Node], Any]] = {
         )
     },
     **{op: _constant(1) for op in (aten.ones.default, aten.ones_like.default, aten.new_ones.default)},
-    aten.full.default: _argument(1, "fill_value"),
-    aten.full_like.default: _argument(1, "fill_value"),
-    aten.new_full.default: _argument(2, "fill_value"),
-    aten.fill.Scalar: _argument(1, "value"),
-    aten.scalar_tensor.default: _argument(0, "s"),
+    aten.full.default: _argument("fill_value"),
+    aten.full_like.default: _argument("fill_value"),
+    aten.new_full.default: _argument("fill_value"),
+    aten.fill.Scalar: _argument("value"),
+    aten.scalar_tensor.default: _argument("s"),
 }
 
 
-def _step(node: fx.Node) -> Any:
-    return node.args[2] if len(node.args) > 2 else node.kwargs.get("step", 1)
-
-
-RANGES: dict[Any, Callable[[fx.Node], tuple[Any, Any, Any]]] = {
-    aten.arange.default: lambda node: (0, node.args[0], 1),
-    aten.arange.start: lambda node: (node.args[0], node.args[1], 1),
-    aten.arange.start_step: lambda node: (node.args[0], node.args[1], _step(node)),
-}
+RANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)

@@ -4,12 +4,11 @@ others; with the index split, the additive ops leave a pending sum (and one rank
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import fx
 
-from passes.ir.op_schema import schema_arguments
+from passes.ir.op_schema import named_arguments
 from passes.rules.core.assemble import assemble, whole_rule
 from passes.rules.core.emit_op import (
     again,
@@ -129,7 +128,8 @@ def _scatter_one(ctx: LocalContext) -> fx.Node:
     positions = ctx.call(aten.arange.start, low, high, dtype=index.dtype, device=index.device)
     positions = with_ones(ctx, positions, 1, source.ndim - 1 - argument(ctx, "dim") % source.ndim)
     hit = ctx.call(aten.eq.Tensor, argument(ctx, "index"), positions)
-    written = _written(ctx)
+    arguments = named_arguments(ctx.node.target, ctx.args, ctx.kwargs)
+    written = arguments["src"] if "src" in arguments else arguments["value"]
     if not isinstance(written, fx.Node):
         written = filled(ctx, [], written, source)
     return ctx.call(aten.where.self, hit, written, argument(ctx, "self"))
@@ -149,11 +149,6 @@ def _scatter_many(ctx: LocalContext) -> fx.Node:
     rows = ctx.call(aten.where.self, outside, extra, rows)
     result = again(ctx, self=padded, index=rows)
     return ctx.call(aten.slice.Tensor, result, dim, 0, high - low)
-
-
-def _written(ctx: LocalContext) -> Any:
-    has_values = any(arg.name == "src" for arg in schema_arguments(ctx.node.target))
-    return argument(ctx, "src" if has_values else "value")
 
 
 def scatter_reduce(call: OpCall) -> OpRule:
