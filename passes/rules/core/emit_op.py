@@ -105,8 +105,8 @@ def zero_where(ctx: LocalContext, mask: fx.Node, value: fx.Node, like: torch.Ten
     return ctx.call(aten.where.self, mask, filled(ctx, [], 0, like), value)
 
 
-def with_ones(ctx: LocalContext, mask: fx.Node, ndim: int, after: int) -> fx.Node:
-    """`mask` of `ndim` dims followed by `after` dims of size 1."""
-    for position in range(ndim, ndim + after):
-        mask = ctx.call(aten.unsqueeze.default, mask, position)
+def with_ones(ctx: LocalContext, mask: fx.Node, after: int) -> fx.Node:
+    """`mask` followed by `after` dims of size 1."""
+    for _ in range(after):
+        mask = ctx.call(aten.unsqueeze.default, mask, -1)
     return mask
