@@ -49,10 +49,11 @@ def again(ctx: LocalContext, **changes: Any) -> fx.Node:
     return ctx.call(ctx.node.target, *args, **{**ctx.kwargs, **changes})  # type: ignore[arg-type]
 
 
-def positions(ctx: LocalContext, start: int, end: int, step: int = 1) -> fx.Node:
-    """int64 [start, start + step, ...), beside result 0."""
-    places = {"dtype": torch.int64, "device": node_value(ctx.node).device, "pin_memory": False}
-    return ctx.call(aten.arange.start_step, start, end, step, **places)
+def positions(ctx: LocalContext, *bounds: int, dtype: torch.dtype = torch.int64) -> fx.Node:
+    """[start, start + step, ..., end), beside result 0. bounds: start, end, step."""
+    device = node_value(ctx.node).device
+    bounds = (*bounds, 1)[:3]
+    return ctx.call(aten.arange.start_step, *bounds, dtype=dtype, device=device, pin_memory=False)
 
 
 def offset(ctx: LocalContext, factor: str) -> int:

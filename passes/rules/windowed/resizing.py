@@ -10,13 +10,12 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from passes.ir.joint import node_value
 from passes.layout.windows import AntialiasResize, CubicResize, LinearResize, NearestResize
 from passes.rules.core.emit_op import again
 from passes.rules.core.opcall import OpCall
 from passes.rules.core.rule import LocalContext
 from passes.rules.windowed.interpolation import Resizing, resized_taps
-from passes.rules.windowed.taps import Taps, mixed, mixed_back
+from passes.rules.windowed.taps import mixed, mixed_back
 from passes.rules.windowed.windowed import Site, windowed
 
 __all__ = ["resize", "resize_backward"]
@@ -65,17 +64,12 @@ def _ratio(length: int, results: int, scale: float | None, align_corners: bool) 
     return _nearest_ratio(length, results, scale)
 
 
-def _taps(site: Site[Resizing], dim: int) -> Taps:
-    like = node_value(site.ctx.node)
-    return resized_taps(site.ctx, site.windows[dim], site.results(dim), site.reads(dim), like)
-
-
 def _localize(site: Site[Resizing]) -> fx.Node:
-    return mixed(site, site.ctx.args[0], lambda d: _taps(site, d))
+    return mixed(site, site.ctx.args[0], lambda d: resized_taps(site, d))
 
 
 def _localize_backward(site: Site[Resizing]) -> fx.Node:
-    return mixed_back(site, site.ctx.args[0], lambda d: _taps(site, d))
+    return mixed_back(site, site.ctx.args[0], lambda d: resized_taps(site, d))
 
 
 def _unsplit_backward(ctx: LocalContext) -> fx.Node:
