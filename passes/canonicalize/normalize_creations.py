@@ -70,31 +70,25 @@ def _to_arange(node: fx.Node) -> None:
     node.kwargs = {"dtype": like.dtype, "device": like.device}
 
 
-def _constant(value: Any) -> Callable[[fx.Node], Any]:
-    return lambda node: value
-
-
 def _argument(name: str) -> Callable[[fx.Node], Any]:
     return lambda node: named_arguments(node.target, node.args, node.kwargs)[name]
 
 
+_ZEROS = (
+    aten.zeros.default,
+    aten.zeros_like.default,
+    aten.new_zeros.default,
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.empty_strided.default,
+    aten.empty_permuted.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+    aten.zero.default,
+)
 FILLS: dict[Any, Callable[[fx.Node], Any]] = {
-    **{
-        op: _constant(0)
-        for op in (
-            aten.zeros.default,
-            aten.zeros_like.default,
-            aten.new_zeros.default,
-            aten.empty.memory_format,
-            aten.empty_like.default,
-            aten.empty_strided.default,
-            aten.empty_permuted.default,
-            aten.new_empty.default,
-            aten.new_empty_strided.default,
-            aten.zero.default,
-        )
-    },
-    **{op: _constant(1) for op in (aten.ones.default, aten.ones_like.default, aten.new_ones.default)},
+    **dict.fromkeys(_ZEROS, lambda node: 0),
+    **dict.fromkeys((aten.ones.default, aten.ones_like.default, aten.new_ones.default), lambda node: 1),
     aten.full.default: _argument("fill_value"),
     aten.full_like.default: _argument("fill_value"),
     aten.new_full.default: _argument("fill_value"),

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from cost_model.checked_arguments import reject
 from cost_model.errors import ShardingError
 from passes.ir.joint import map_operands, tensor_operands
-from passes.rules.check.trial import Choice, Trial, call_node, choices
+from passes.rules.check.trial import REDUCTIONS, Choice, Trial, call_node, choices
 from passes.rules.core.notation import parse
 from passes.rules.core.rule import OpRule
 from passes.rules.plain.empty_results import neutral_where_empty
@@ -24,11 +24,6 @@ __all__ = ["discover_rule"]
 
 _MAX_ASSIGNMENTS = 20_000
 _MESHES = ((2,), (3,), (2, 2))
-_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "sum": lambda parts: parts.sum(0),
-    "max": lambda parts: parts.amax(0),
-    "min": lambda parts: parts.amin(0),
-}
 
 
 @dataclass(frozen=True)
@@ -140,7 +135,7 @@ def _outcomes(whole: Tensor, parts: Sequence[Any]) -> Iterator[int | str | None]
     if all(p.shape == whole.shape for p in parts):
         if all(_equal(p, whole) for p in parts):
             yield None
-        for name, reduce in _REDUCTIONS.items():
+        for name, reduce in REDUCTIONS.items():
             if not whole.dtype.is_complex and _equal(reduce(torch.stack(list(parts))).to(whole.dtype), whole):
                 yield name
 
