@@ -29,7 +29,8 @@ from passes.layout.layout import Layout
 from passes.plan.decide import chosen_steps, decide_lowering
 from passes.plan.describe import describe, fallback_ops, graph_hash
 from passes.predict.predict_step import predicted_step
-from passes.redistribution.redistribute import Redistributor, Step
+from passes.redistribution.redistribute import Redistributor
+from passes.redistribution.steps import Step
 from passes.schedule.hiding import step_parts
 from passes.search.find import Found, find_assignment
 from passes.search.graph_ends import Boundary, boundary_of

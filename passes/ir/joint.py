@@ -107,10 +107,6 @@ class JointGraph:
         kinds = zip(nodes, self.inputs, strict=True)
         return found & {node for node, spec in kinds if spec.kind == "param"}
 
-    @property
-    def has_backward(self) -> bool:
-        return any(i.kind == "tangent" for i in self.inputs)
-
 
 def tensor_operands(node: fx.Node) -> list[fx.Node]:
     """The nodes among `node`'s args and kwargs in order of appearance, repeats included."""

@@ -40,6 +40,7 @@ __all__ = [
     "is_use",
     "is_view",
     "is_whole_view",
+    "numel",
     "op_kind",
     "reads_shape_only",
     "rounds",
@@ -157,8 +158,8 @@ def is_cheap(node: fx.Node) -> bool:
     scans or anything unknown.
     """
     if is_reduction(node):
-        read = max((_numel(n) for n in node.all_input_nodes), default=0)
-        return read <= _REDUCTION_RATIO * _numel(node)
+        read = max((numel(n) for n in node.all_input_nodes), default=0)
+        return read <= _REDUCTION_RATIO * numel(node)
     return fuses(node) or is_view(node)
 
 
@@ -188,7 +189,7 @@ def is_whole_view(node: fx.Node) -> bool:
     """The result aliases the operand and has at least as many elements: saving it saves the operand."""
     if not is_view(node) or node.target is operator.getitem or "val" not in node.meta:
         return False
-    return isinstance(node.meta["val"], torch.Tensor) and _numel(node) >= _numel(node.all_input_nodes[0])
+    return isinstance(node.meta["val"], torch.Tensor) and numel(node) >= numel(node.all_input_nodes[0])
 
 
 def alias_chain(node: fx.Node) -> Iterator[fx.Node]:
@@ -222,7 +223,7 @@ def rounds(node: fx.Node) -> bool:
     return is_product(node) or str(node.target).rpartition(".")[0] in _ROUNDED
 
 
-def _numel(node: fx.Node) -> int:
+def numel(node: fx.Node) -> int:
     value = node.meta.get("val")
     values: Sequence[object] = value if isinstance(value, (tuple, list)) else (value,)
     return sum(math.prod(v.shape) for v in values if isinstance(v, torch.Tensor))

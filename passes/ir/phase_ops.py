@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 
 from torch import fx
 
 from passes.ir.joint import JointGraph, ancestors
 
-__all__ = ["ops_by_phase"]
+__all__ = ["on_demand", "ops_by_phase"]
 
 
 def ops_by_phase(joint: JointGraph) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -16,36 +17,28 @@ def ops_by_phase(joint: JointGraph) -> tuple[list[fx.Node], list[fx.Node]]:
     ops = [n for n in joint.graph.nodes if n.op == "call_function"]
     ends = zip(joint.outputs, joint.results, strict=True)
     forward = ancestors(n for spec, n in ends if n is not None and spec.kind != "grad")
-    tangents = {n for n, spec in zip(joint.placeholders, joint.inputs, strict=True) if spec.kind == "tangent"}
-    dependent = set(tangents)
+    dependent = {
+        n for n, spec in zip(joint.placeholders, joint.inputs, strict=True) if spec.kind == "tangent"
+    }
     for node in ops:
         if any(n in dependent for n in node.all_input_nodes):
             dependent.add(node)
     late = [n for n in ops if n not in forward]
-    order: dict[fx.Node, None] = {}
-    for root in [*(n for n in late if n in dependent), *late]:
-        for node in _path_to(root, order, forward):
-            order[node] = None
-    return [n for n in ops if n in forward], list(order)
+    roots = [*(n for n in late if n in dependent), *late]
+    return [n for n in ops if n in forward], on_demand(roots, forward)
 
 
-def _path_to(root: fx.Node, done: Mapping[fx.Node, None], given: set[fx.Node]) -> list[fx.Node]:
-    """The ops that lead from `done` and `given` to `root`, and `root` itself, each after its operands."""
+def on_demand(roots: Iterable[fx.Node], available: AbstractSet[fx.Node] = frozenset()) -> list[fx.Node]:
+    """The ops that lead from `available` values and placeholders to `roots`, each right before its
+    first reader: what the backward computes again or gathers lives no longer than it must."""
     order: dict[fx.Node, None] = {}
-    stack = [root]
-    while stack:
-        node = stack[-1]
-        if node in order or node in done or node in given or node.op != "call_function":
-            stack.pop()
-            continue
-        missing = [
-            n
-            for n in node.all_input_nodes
-            if n.op == "call_function" and n not in order and n not in done and n not in given
-        ]
-        if missing:
-            stack.extend(reversed(missing))
-            continue
-        order[node] = None
-        stack.pop()
+    unmet = lambda node: node.op == "call_function" and node not in order and node not in available
+    for root in roots:
+        stack = [root]
+        while stack:
+            missing = [n for n in stack[-1].all_input_nodes if unmet(n)] if unmet(stack[-1]) else []
+            if missing:
+                stack.extend(reversed(missing))
+            elif unmet(node := stack.pop()):
+                order[node] = None
     return list(order)

@@ -24,7 +24,7 @@ class FactorSplit:
     spans: tuple[Span, ...] | None = None
 
     def parts(self, length: int, mesh: MeshSpec) -> tuple[Span, ...]:
-        """Of a factor of `length`, what each linear index over the axes computes."""
+        """What each linear index over the axes computes of a factor of `length`."""
         if self.spans is not None:
             return self.spans
         return nested_spans(length, tuple(mesh.size(axis) for axis in self.axes))

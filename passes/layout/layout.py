@@ -165,10 +165,6 @@ class Layout:
         """Every axis this layout uses, split or partial."""
         return tuple(itertools.chain(*self.dims, (axis for axis, _ in self.partial)))
 
-    @property
-    def is_replicated(self) -> bool:
-        return not self.axes
-
     def dim_of(self, axis: str) -> int | None:
         """The dim that `axis` splits, if any."""
         return next((d for d, axes in enumerate(self.dims) if axis in axes), None)

@@ -216,7 +216,7 @@ def _sliced(ctx: LocalContext, x: fx.Node, dim: int, span: Span) -> fx.Node:
 
 
 def _read(rule: OpRule, factor: str, operand: int, span: Span) -> Span:
-    """Of the operand that sees `factor` through a window, what results `span` read."""
+    """What results `span` read of the operand that sees `factor` through a window."""
     (dim,) = (d for t, d in rule.windows if t == operand and rule.operands[t][d] == (factor,))
     return rule.windows[operand, dim].reads(*span)
 

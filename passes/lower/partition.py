@@ -185,7 +185,7 @@ class _Writer:
         meta = _meta(reader if reader.op != "output" else operand)
         meta["serves"] = self.served.name(operand, reader, position)
         meta["turn"] = self.lowering.turns[reader.name, position]
-        # Of a bucket's members no rank's graph need know the order: what one of them reads, none on another does.
+        # The order of a bucket's members: a rank's own graph may not show it, as ranks read different members.
         meta["transfer"] = self.transfers
         self.transfers += 1
         shape, mesh, groups = value.shape, self.mesh, self.groups

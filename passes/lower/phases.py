@@ -12,6 +12,7 @@ from torch import fx
 from passes.ir.collector import collector_paused
 from passes.ir.joint import GraphInput, GraphOutput, ancestors, result_index
 from passes.ir.op_traits import is_cheap, is_collective, is_view
+from passes.ir.phase_ops import on_demand
 from passes.ir.torch_compat import lazy_module
 from passes.lower.recompute import choose_saved
 
@@ -145,29 +146,7 @@ def _plan_backward(joint: _Joint) -> tuple[list[fx.Node], list[fx.Node]]:
     candidates = [n for n in joint.ops if n not in late and (n in forward or n in needed)]
     saved = choose_saved(candidates, forward, late, joint.copies, {n for n in joint.values if n is not None})
     roots = [n for n in joint.ops if n in dependent] + results
-    return saved, _on_demand(roots, set(saved))
-
-
-def _on_demand(roots: Iterable[fx.Node], available: set[fx.Node]) -> list[fx.Node]:
-    """The ops that lead from `available` values and placeholders to `roots`, each right before its
-    first reader: what the backward computes again or gathers lives no longer than it must."""
-    order: dict[fx.Node, None] = {}
-    for root in roots:
-        stack = [root]
-        while stack:
-            node = stack[-1]
-            missing = [n for n in node.all_input_nodes if _unmet(n, order, available)]
-            if _unmet(node, order, available) and missing:
-                stack.extend(reversed(missing))
-                continue
-            stack.pop()
-            if _unmet(node, order, available):
-                order[node] = None
-    return list(order)
-
-
-def _unmet(node: fx.Node, done: dict[fx.Node, None], available: set[fx.Node]) -> bool:
-    return node.op == "call_function" and node not in done and node not in available
+    return saved, on_demand(roots, set(saved))
 
 
 def _backward(

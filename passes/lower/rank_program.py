@@ -63,7 +63,7 @@ class RankProgram:
         outputs: Sequence[GraphOutput],
         schedule: Schedule = scheduled,
     ) -> RankProgram:
-        """Of a lowered graph, which stays as it is. inputs, outputs: what its ends mean."""
+        """The phases of a lowered graph, which stays as it is. inputs, outputs: what its ends mean."""
         phases = split_phases(local.module, inputs, outputs)
         schedule(phases.forward)
         return RankProgram(local, phases, schedule)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence, Set
 
 import networkx as nx
 import torch
 from torch import fx
 
-from passes.ir.op_traits import is_cheap, is_collective, is_whole_view
+from passes.ir.op_traits import is_cheap, is_collective, is_whole_view, numel
 
 __all__ = ["choose_saved"]
 
@@ -32,7 +31,7 @@ def choose_saved(
     returned:   candidates that are outputs of the forward: in memory anyway, so free to save.
 
     A candidate is either available in the backward (it descends only from graph inputs and saved
-    values, through cheap ops) or in the cut. Of equal cuts the one nearest the backward is taken:
+    values, through cheap ops) or in the cut. The cut nearest the backward wins a tie:
     fewest ops run again, and the same answer on every run.
     """
     network = nx.DiGraph()
@@ -79,10 +78,4 @@ def _bytes_saved(node: fx.Node) -> int | None:
         return None
     if is_collective(node) and "wait_tensor" not in str(node.target):
         return None
-    return (_numel(node) * value.element_size() << 16) + 1
-
-
-def _numel(node: fx.Node) -> int:
-    value = node.meta.get("val")
-    values: Sequence[object] = value if isinstance(value, (tuple, list)) else (value,)
-    return sum(math.prod(v.shape) for v in values if isinstance(v, torch.Tensor))
+    return (numel(node) * value.element_size() << 16) + 1

@@ -15,9 +15,8 @@ __all__ = ["lowering_problems"]
 
 
 def lowering_problems(joint: JointGraph, assignment: Assignment, lowering: LoweringPlan) -> Iterator[str]:
-    """What of `lowering` cannot be of `joint`, in sentences. Its records are whole (`autoshard.plan.plan_check`) and
-    of this
-    graph: every transfer has steps that lead where they should, and a turn after those that it needs."""
+    """What of `lowering` cannot be of `joint`, in sentences. Its records are whole (`autoshard.plan.plan_check`) and of
+    this graph: every transfer has steps that lead where they should, and a turn after those that it needs."""
     unknown = list(_unknown_factors(joint, assignment))
     yield from unknown
     moves = transfers(joint, assignment)
@@ -39,4 +38,4 @@ def _unknown_factors(joint: JointGraph, assignment: Assignment) -> Iterator[str]
     for node, rule in ops_of(joint):
         factors = [split.factor for split in assignment[node.name].splits]
         if not any(all(factor in way.sizes for factor in factors) for way in rule.ways):
-            yield f"node {node.name} is split along {', '.join(factors)}, which its op has not"
+            yield f"node {node.name} is split along {', '.join(factors)}, and its op has no such factor"

@@ -12,7 +12,7 @@ from passes.plan.lowering_plan import LoweringPlan
 from passes.plan.transfers import Transfer, Turn, transfers
 from passes.redistribution.redistribute import Redistribution, Redistributor
 from passes.schedule.bucket_plan import bucketed_turns
-from passes.schedule.hiding import ending_reads
+from passes.schedule.hiding import hidden_reads
 from passes.schedule.issue_order import issue_order
 from passes.strategies.prices import Prices
 
@@ -35,8 +35,8 @@ def chosen_steps(
     joint: JointGraph, assignment: Assignment, alone: Redistributor, merged: Redistributor | None = None
 ) -> Moved:
     """The steps of every transfer, chosen by `alone`; by `merged` where only the end of the program reads what they
-    bring (`passes.schedule.hiding.ending_reads`): such transfers share buckets, so their prices differ."""
-    ending = frozenset[Transfer]() if merged is None else ending_reads(joint)
+    bring (`passes.schedule.hiding.hidden_reads`): such transfers share buckets, so their prices differ."""
+    ending = frozenset[Transfer]() if merged is None else hidden_reads(joint).ending
     found: dict[Transfer, Redistribution] = {}
     for move in transfers(joint, assignment):
         value = node_value(move.operand)

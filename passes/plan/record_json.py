@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta, Struct
 
 from passes.layout.assignment import FactorSplit
@@ -18,7 +17,6 @@ __all__ = [
     "LayoutData",
     "NodeData",
     "Text",
-    "layout_from_json",
     "layout_to_json",
     "record_to_json",
     "records_of",
@@ -161,19 +159,11 @@ class NodeData(Struct, frozen=True, forbid_unknown_fields=True):
     def record(self, before: Mapping[str, NodeRecord]) -> NodeRecord:
         """before: the nodes before it, by name. ValueError, naming the node, for a layout or a step that cannot be."""
         try:
-            return NodeRecord(
-                name=self.name,
-                op=self.op,
-                text=self.text,
-                operands=tuple(operand.operand(_held(operand, before)) for operand in self.operands),
-                results=tuple(result.result() for result in self.results),
-                splits=tuple(split.split() for split in self.splits),
-                seconds=self.seconds,
-                phase=self.phase,
-                module=self.module,
-                source=self.source,
-                interior=self.interior,
-            )
+            given: dict[str, Any] = {name: getattr(self, name) for name in self.__struct_fields__}
+            given["operands"] = tuple(operand.operand(_held(operand, before)) for operand in self.operands)
+            given["results"] = tuple(result.result() for result in self.results)
+            given["splits"] = tuple(split.split() for split in self.splits)
+            return NodeRecord(**given)
         except ValueError as error:
             raise ValueError(f"node {self.name}: {error}") from None
 
@@ -195,11 +185,6 @@ def records_of(nodes: Sequence[NodeData]) -> tuple[NodeRecord, ...]:
     return tuple(found.values())
 
 
-def layout_from_json(data: Any) -> Layout:
-    """Inverse of `layout_to_json`. msgspec.ValidationError or ValueError for anything else."""
-    return msgspec.convert(data, LayoutData).layout()
-
-
 def layout_to_json(layout: Layout) -> dict[str, Any]:
     data: dict[str, Any] = {"dims": [list(axes) for axes in layout.dims]}
     if layout.partial:
@@ -215,22 +200,21 @@ def layout_to_json(layout: Layout) -> dict[str, Any]:
 
 
 def record_to_json(record: NodeRecord) -> dict[str, Any]:
-    data = {
-        "name": record.name,
-        "op": record.op,
-        "text": record.text,
-        "operands": [_operand_to_json(operand) for operand in record.operands],
-        "results": [
-            {"shape": list(r.shape), "dtype": r.dtype, "layout": layout_to_json(r.layout)}
-            for r in record.results
-        ],
-        "splits": [_split_to_json(split) for split in record.splits],
-        "seconds": record.seconds,
-        "phase": record.phase,
-        "module": record.module,
-        "source": record.source,
-    }
-    return data if record.interior is None else {**data, "interior": record.interior}
+    return _without_none(
+        {
+            **vars(record),
+            "operands": [_operand_to_json(operand) for operand in record.operands],
+            "results": [
+                {**vars(r), "shape": list(r.shape), "layout": layout_to_json(r.layout)}
+                for r in record.results
+            ],
+            "splits": [_split_to_json(split) for split in record.splits],
+        }
+    )
+
+
+def _without_none(data: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in data.items() if value is not None}
 
 
 def _split_to_json(split: FactorSplit) -> list[Any]:
@@ -239,14 +223,14 @@ def _split_to_json(split: FactorSplit) -> list[Any]:
 
 
 def _operand_to_json(operand: OperandRecord) -> dict[str, Any]:
-    data = {
-        "source": operand.source,
-        "result": operand.result,
-        "layout": layout_to_json(operand.layout),
-        "transfers": [_transfer_to_json(transfer) for transfer in operand.transfers],
-        "hides": operand.hides,
-    }
-    return data if operand.turn is None else {**data, "turn": list(operand.turn)}
+    return _without_none(
+        {
+            **vars(operand),
+            "layout": layout_to_json(operand.layout),
+            "transfers": [_transfer_to_json(transfer) for transfer in operand.transfers],
+            "turn": None if operand.turn is None else list(operand.turn),
+        }
+    )
 
 
 def _transfer_to_json(transfer: Transfer) -> dict[str, Any]:

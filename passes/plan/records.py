@@ -32,8 +32,7 @@ class Transfer:
 class OperandRecord:
     """source: name of the node read; result: which of its results; layout: as read; hides: whether the
     transfers may run behind computation (`passes.schedule.hiding`); turn: theirs in the order of all ranks, which
-    the members
-    of a bucket share; None where there are none."""
+    the members of a bucket share; None where there are none."""
 
     source: str
     result: int

@@ -90,7 +90,7 @@ def predicted_step(
     lowering: of the plan, as `assignment` is. schedule: the order in which each phase runs.
     """
     mesh = prices.mesh
-    joint = replace(joint, device=CPU)  # nothing is run
+    joint = replace(joint, device=CPU)  # it is never run
     groups = simulated_groups(mesh)
 
     def of_rank(rank: int) -> Prediction:
@@ -150,7 +150,7 @@ def _rank_at(mesh: MeshSpec, axes: Axes, index: int) -> int:
 
 
 def _update_seconds(phases: Phases, prices: Prices) -> float:
-    """Of the optimizer's update of this rank's shards."""
+    """Seconds of the optimizer's update of this rank's shards."""
     assert phases.backward is not None
     placeholders = [n for n in phases.forward.graph.nodes if n.op == "placeholder"]
     *_, output = phases.backward.module.graph.nodes

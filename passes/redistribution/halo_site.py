@@ -8,8 +8,9 @@ from functools import cached_property
 from typing import Any
 
 from cost_model.mesh import MeshSpec
-from passes.layout.layout import Layout, Span, laps
+from passes.layout.layout import Layout, Span
 from passes.redistribution.emit_steps import Emitter
+from passes.redistribution.message_table import pieces
 
 __all__ = ["Site", "without"]
 
@@ -35,7 +36,7 @@ class Site:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Of this rank's group, in the group's order."""
+        """The ranks of this rank's group, in the group's order."""
         return self.mesh.group(self.rank, self.group_axes)
 
     @property
@@ -60,11 +61,10 @@ class Site:
         """What rank `sender` holds of what `receiver` wants of `dim`, positions modulo its length: (places in the
         sender's tensor, places in the receiver's result), in the receiver's order."""
         held, wanted = self.span(self.step.before, dim, sender), self.span(self.step.after, dim, receiver)
-        found: list[tuple[Span, Span]] = []
-        for (lo, hi), shift in laps(wanted, held, self.shape[dim]):
-            first = lo - shift - held[0]
-            found.append(((first, first + hi - lo), (lo - wanted[0], hi - wanted[0])))
-        return found
+        return [
+            ((piece.lo - held[0], piece.hi - held[0]), (piece.place, piece.place + piece.size))
+            for piece in pieces(held, wanted, self.shape[dim])
+        ]
 
     @property
     def result_shape(self) -> tuple[int, ...]:

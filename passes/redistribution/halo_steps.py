@@ -1,7 +1,7 @@
 """Emitting halos: what windows read of other ranks' shards, and what they add to them.
 
 The table of messages follows from the layouts: from any distance, of any sizes, to empty shards too, around the end
-of a periodic dim. Only what is foreign travels; several split dims go one after the other, the second with what the
+of a periodic dim. Only what is remote travels; several split dims go one after the other, the second with what the
 first has brought, so that corners arrive without messages of their own.
 """
 

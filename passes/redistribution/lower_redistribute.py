@@ -32,7 +32,15 @@ from passes.layout.layout import Span
 from passes.redistribution.emit_steps import COLLECTIVES, Emitter, value
 from passes.redistribution.halo_site import Site, without
 from passes.redistribution.halo_steps import halo_exchange, halo_reduce
-from passes.redistribution.redistribute import (
+from passes.redistribution.span_pieces import (
+    flatten_pieces,
+    pad_parts,
+    stack_parts,
+    trim_parts,
+    unflatten_pieces,
+    unstack_parts,
+)
+from passes.redistribution.steps import (
     AllGather,
     AllReduce,
     AllToAll,
@@ -43,14 +51,6 @@ from passes.redistribution.redistribute import (
     Slice,
     Step,
     ToPartial,
-)
-from passes.redistribution.span_pieces import (
-    flatten_pieces,
-    pad_parts,
-    stack_parts,
-    trim_parts,
-    unflatten_pieces,
-    unstack_parts,
 )
 
 __all__ = ["collective_nodes", "emit"]

@@ -23,37 +23,10 @@ from cost_model.mesh import MeshSpec
 from passes.layout.layout import Layout
 from passes.redistribution.dim_splits import DimSpec, Split, sort_key
 from passes.redistribution.moves import as_state, as_step
-from passes.redistribution.steps import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    HaloExchange,
-    HaloReduce,
-    ReduceScatter,
-    Reshard,
-    Slice,
-    Step,
-    ToPartial,
-)
+from passes.redistribution.steps import Step
 from passes.redistribution.universe import Universe, UniverseKey, build_universe
 
-__all__ = [
-    "AllGather",
-    "AllReduce",
-    "AllToAll",
-    "CollectiveSeconds",
-    "HaloExchange",
-    "HaloReduce",
-    "Redistribution",
-    "Redistributor",
-    "ReduceScatter",
-    "Reshard",
-    "Slice",
-    "Step",
-    "ToPartial",
-    "redistribution",
-    "universe_key",
-]
+__all__ = ["CollectiveSeconds", "Redistribution", "Redistributor", "universe_key"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -220,18 +193,6 @@ class Redistributor:
                 raise ProfileError(f"{kind} of {nbytes} bytes over {axes} is priced at {seconds} seconds")
             self._seconds[key] = seconds
         return self._seconds[key]
-
-
-def redistribution(
-    src: Layout,
-    dst: Layout,
-    shape: Sequence[int],
-    itemsize: int,
-    mesh: MeshSpec,
-    prices: CollectiveSeconds,
-) -> Redistribution:
-    """`Redistributor.plan` for a single use."""
-    return Redistributor(mesh, prices).plan(src, dst, shape, itemsize)
 
 
 def universe_key(layouts: Sequence[Layout], shape: Sequence[int]) -> tuple[tuple[int, ...], UniverseKey]:

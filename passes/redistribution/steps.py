@@ -130,7 +130,7 @@ class HaloExchange(Step):
     """From a split of `dim` to spans of it that overlap, over all its axes: every rank gets what its window reads.
 
     Each part of a span comes from the rank whose split has it: from any distance, empty shards included. The one
-    collective moves what is foreign; priced by the bytes of the rank that sends or receives most of it.
+    collective moves what is remote; priced by the bytes of the rank that sends or receives most of it.
     """
 
     name = "halo_exchange"

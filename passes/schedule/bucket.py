@@ -14,6 +14,7 @@ from torch import fx
 from passes.ir.fake_calls import FakeCalls
 from passes.ir.graph_pass import RankPass
 from passes.ir.graph_properties import FUNCTIONAL
+from passes.ir.phase_ops import on_demand
 from passes.ir.properties import HasGraph, Property, described
 from passes.ir.rank_properties import COMPUTING
 from passes.redistribution.emit_steps import Emitter, value
@@ -237,14 +238,5 @@ def _sort(graph: fx.Graph, ready: Mapping[fx.Node, fx.Node | None]) -> None:
     after: dict[fx.Node | None, list[fx.Node]] = {}
     for collective, last in ready.items():
         after.setdefault(last, []).append(collective)
-    done: dict[fx.Node, None] = {}
-    for root in itertools.chain.from_iterable((node, *after.get(node, ())) for node in nodes):
-        stack = [root]
-        while stack:
-            missing = [n for n in stack[-1].all_input_nodes if n not in done]
-            if missing:
-                stack.extend(reversed(missing))
-            else:
-                done[stack.pop()] = None
-    for node in done:
+    for node in on_demand(itertools.chain.from_iterable((node, *after.get(node, ())) for node in nodes)):
         output.prepend(node)

@@ -21,8 +21,8 @@ Halos are merged as gradients are, among those that may travel together: each is
 transfers on the critical path are never merged: the first would wait for the last.
 
 A group holds no more bytes than at which starting is a tenth of the time
-(`cost_model.bucketed`): more would gain little, and memory holds a whole group. Of equal ends the least
-time on the wire wins. The lists are solved one by one, as if each had the wire to itself.
+(`cost_model.bucketed`): more would gain little, and memory holds a whole group. The least time on the wire
+wins a tie. The lists are solved one by one, as if each had the wire to itself.
 """
 
 from __future__ import annotations
@@ -38,15 +38,8 @@ from cost_model.bucketed import BucketedPrices, copies_seconds
 from passes.ir.joint import JointGraph, node_value, result_index
 from passes.layout.assignment import Assignment
 from passes.plan.transfers import Move, Transfer, Turn
-from passes.redistribution.redistribute import (
-    AllGather,
-    AllReduce,
-    HaloExchange,
-    HaloReduce,
-    Redistribution,
-    ReduceScatter,
-    Reshard,
-)
+from passes.redistribution.redistribute import Redistribution
+from passes.redistribution.steps import AllGather, AllReduce, HaloExchange, HaloReduce, ReduceScatter, Reshard
 from passes.schedule.issue_order import Side, issue_order
 from passes.strategies.prices import Prices
 
@@ -118,7 +111,7 @@ class BucketPlan:
         return tuple(nbytes for step, nbytes in pairs if step.kind is not None)
 
     def _elapsed(self, ops: Sequence[fx.Node]) -> list[float]:
-        """Seconds of computing before each op, and in all. Of a phase, whose ops are one list, counted once."""
+        """Seconds of computing before each op, and in all; counted once a phase, whose ops are one list."""
         if id(ops) not in self.known:
             seconds = list(itertools.accumulate((self._seconds(op) for op in ops), initial=0.0))
             self.known[id(ops)] = ops, seconds
@@ -152,7 +145,7 @@ class Wire:
         return all(n <= self.limit(kind, axes) for (kind, axes, _), n in pairs)
 
     def seconds(self, nbytes: Sequence[int], count: int) -> float:
-        """Of a group of `count`: its collectives, and the copies that it takes to merge several."""
+        """What a group of `count` takes: its collectives, and the copies that it takes to merge several."""
         price = self.prices.redistributor.collective_seconds
         total = 0.0
         for (kind, axes, _), n in zip(self.kind, nbytes, strict=True):

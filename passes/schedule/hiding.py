@@ -1,29 +1,31 @@
 """Which communication may run behind computation, and the seconds of a step that follow from it.
 
-A collective hides if nothing waits for what it moves while its phase still computes:
+A collective hides if nothing waits for it while its phase computes: its `TransferRole` is "at hand" or "ending". What
+is awaited, a partial sum between two products for example, counts in full; and so do two kinds that have a role but
+nothing to hide behind:
 
-    its operand is at hand from the start of the phase    a parameter's shard, a value saved for the backward
-    only the end of the program reads its result          a gradient on its way to its parameter's layout
+    what the caller gives, for ops that run before any product    the input of the first layer, the loss's tangent
+    what the caller waits for                                     everything that ends the forward
 
-Everything else, a partial sum between two products for example, is waited for and counts in full.
 `passes.schedule.overlap` orders a rank's graph so that what may hide does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from passes.ir.joint import JointGraph, result_index, tensor_operands
-from passes.ir.op_traits import fuses, is_view
+from passes.ir.phase_ops import ops_by_phase
 from passes.plan.records import NodeRecord
+from passes.schedule.transfer_roles import PhaseRoles, TransferRole
 
-__all__ = ["PHASES", "HiddenReads", "StepParts", "ending_reads", "hidden_reads", "step_parts"]
+__all__ = ["PHASES", "HiddenReads", "StepParts", "hidden_reads", "step_parts"]
 
 PHASES: tuple[str, ...] = ("forward", "backward")
-"""Of a step, in the order of `StepParts`. The optimizer's update follows and hides nothing."""
+"""The phases of a step, in the order of `StepParts`. The optimizer's update follows and hides nothing."""
 
 
 @dataclass(frozen=True)
@@ -48,42 +50,44 @@ class StepParts:
 @dataclass(frozen=True)
 class HiddenReads:
     """Reads, each (name of the reader, position among its tensor operands); the reader "output" is the end of
-    the graph. hides: whose redistribution may run behind computation. ending: `ending_reads`, part of them."""
+    the graph. hides: whose redistribution may run behind computation.
+
+    ending: those of them that only the end of the backward needs, reductions of gradients. Small ones travel
+    together (`passes.schedule.bucket_plan`) and are priced so.
+    """
 
     hides: frozenset[tuple[str, int]]
     ending: frozenset[tuple[str, int]]
 
 
 def hidden_reads(joint: JointGraph) -> HiddenReads:
-    """The reads of `joint` for which nothing waits."""
-    at_hand = _at_hand(joint)
-    ending = ending_reads(joint)
-    found = set(ending)
-    for node in joint.graph.nodes:
-        if node.op != "call_function" or result_index(node)[0] is not node:
-            continue
-        for position, operand in enumerate(tensor_operands(node)):
-            saved = _phase(node) == "backward" and _phase(operand) == "forward"
-            if operand in at_hand or saved:
-                found.add((node.name, position))
-    return HiddenReads(frozenset(found), ending)
+    """The reads of `joint` for which nothing waits, whatever the layouts."""
+    forward, backward = ops_by_phase(joint)
+    early, late = _with_roles(joint, forward, "input"), _with_roles(joint, backward, "tangent")
+    ends = (spec for spec, result in zip(joint.outputs, joint.results, strict=True) if result is not None)
+    ending = {read for read, role in late if role == "ending"}
+    ending.update(("output", place) for place, spec in enumerate(ends) if spec.kind == "grad")
+    at_hand = {read for read, role in (*early, *late) if role == "at hand"}
+    return HiddenReads(frozenset(at_hand | ending), frozenset(ending))
 
 
-def ending_reads(joint: JointGraph) -> frozenset[tuple[str, int]]:
-    """Those of which only the end of the program reads the result: reductions of gradients. Nobody waits for
-    them, so small ones can travel together (`passes.schedule.bucket_plan`) and are priced so."""
-    ending = _ending(joint)
-    inputs = set(joint.placeholders)
-    found = {
-        (node.name, position)
-        for node in ending
-        if result_index(node)[0] is node
-        for position, operand in enumerate(tensor_operands(node))
-        if operand not in inputs
-    }
-    ends = (result for result in joint.results if result is not None)
-    found.update(("output", place) for place, end in enumerate(ends) if _phase(end) == "backward")
-    return frozenset(found)
+def _with_roles(
+    joint: JointGraph, ops: Sequence[fx.Node], given: str
+) -> list[tuple[tuple[str, int], TransferRole]]:
+    """Reads of the ops of a phase. given: the kind of input that the caller gives it; reads of those before any
+    product are left out."""
+    roles = PhaseRoles(ops)
+    callers = {n for n, spec in zip(joint.placeholders, joint.inputs, strict=True) if spec.kind == given}
+    found: list[tuple[tuple[str, int], TransferRole]] = []
+    for node in ops:
+        first = all(map(roles.given, node.all_input_nodes))
+        if first and any(n in callers for n in node.all_input_nodes):
+            callers.add(node)
+        if result_index(node)[0] is node:
+            for position, operand in enumerate(tensor_operands(node)):
+                if not (first and operand in callers):
+                    found.append(((node.name, position), roles.of(node, operand)))
+    return found
 
 
 def step_parts(records: Iterable[NodeRecord]) -> StepParts:
@@ -107,33 +111,3 @@ def step_parts(records: Iterable[NodeRecord]) -> StepParts:
             else:
                 exposed += seconds
     return StepParts(tuple(compute.values()), tuple(hides.values()), exposed)
-
-
-def _at_hand(joint: JointGraph) -> set[fx.Node]:
-    """Values that no input of the call and no tangent reaches: parameters, and their casts and views."""
-    found: set[fx.Node] = set()
-    for node, spec in zip(joint.placeholders, joint.inputs, strict=True):
-        if spec.kind not in ("input", "tangent"):
-            found.add(node)
-    for node in joint.graph.nodes:
-        operands = tensor_operands(node) if node.op == "call_function" else ()
-        if operands and all(operand in found for operand in operands):
-            found.add(node)
-    return found
-
-
-def _ending(joint: JointGraph) -> set[fx.Node]:
-    """Ops of the backward that only pass a result to the program's end: casts, views, `use`."""
-    found: set[fx.Node] = set()
-    for node in reversed(joint.graph.nodes):
-        if node.op != "call_function" or _phase(node) != "backward" or not node.users:
-            continue
-        passes_on = is_view(node) or fuses(node)
-        one_operand = len(tensor_operands(node)) == 1
-        if passes_on and one_operand and all(user.op == "output" or user in found for user in node.users):
-            found.add(node)
-    return found
-
-
-def _phase(node: fx.Node) -> str:
-    return str(node.meta.get("phase", "forward"))

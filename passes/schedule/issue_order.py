@@ -10,15 +10,15 @@ A *transfer* is the redistribution of one operand for one reader. Positions belo
 the order in which they run (the forward as captured; the backward with every op that no tangent decides
 right before its first reader).
 
-    a transfer takes its turn       because
-    right after its operand         its reader waits for it: nothing is gained by issuing it later
-    `prefetch` transfers early      its operand is at hand from the start (a parameter's shard, a saved value):
-                                    issued when the one `prefetch` before it is first read
-    after the next urgent one       nobody waits for it but the end of the program (a gradient): it lets pass
-                                    what others wait for, at most `reach` products away
+    role         a transfer takes its turn       because
+    "awaited"    right after its operand         its reader waits for it: issuing it later gains nothing
+    "at hand"    `prefetch` transfers early      issued when the one `prefetch` before it is first read
+    "ending"     after the next awaited one      it lets pass what others wait for, at most `reach` products away
+
+`passes.schedule.transfer_roles` says which role a transfer has.
 
 Transfers of one kind may be merged (`merge`, see `passes.schedule.bucket_plan`): those of one group have one turn,
-at which the first of them is issued early, or the last of them late. Transfers of the first kind are merged only if
+at which the first of them is issued early, or the last of them late. Awaited transfers are merged only if
 all are ready before any is read: halos of neighbouring tensors.
 
 Invariants
@@ -40,6 +40,7 @@ from passes.ir.op_traits import is_product
 from passes.ir.phase_ops import ops_by_phase
 from passes.layout.assignment import Assignment
 from passes.plan.transfers import Move, Transfer, Turn, late_transfers, transfers
+from passes.schedule.transfer_roles import PhaseRoles, TransferRole, ops_that_end
 
 __all__ = [
     "PREFETCH",
@@ -105,12 +106,10 @@ class _Phase:
         self.position = {node: i for i, node in enumerate(ops)}
         self.position[joint.output_node] = len(ops)
         self.all = [self._placed(m) for m in moves]
-        self.moved = {(m.reader, m.operand) for m in moves if m.moves}
         self.products = [0]  # before each position
         for node in ops:
             self.products.append(self.products[-1] + is_product(node))
-        self.at_hand = self._at_hand()
-        self.closing = self._closing()
+        self.roles = PhaseRoles(ops, {(m.reader, m.operand) for m in moves if m.moves})
         self.settled = self._settled()
 
     def _placed(self, move: Move) -> Move:
@@ -121,8 +120,8 @@ class _Phase:
         """Groups of merged transfers, mostly of one."""
         # Turns in half steps: 2 * position is just before the op there, 2 * position + 1 just after it.
         moving = [m for m in self.all if m.moves]
-        early = sorted((m for m in moving if self._is_early(m)), key=_stable)
-        last = sorted((m for m in moving if self._is_last(m)), key=lambda m: (m.start, *_stable(m)))
+        early = sorted((m for m in moving if self._role(m) == "at hand"), key=_stable)
+        last = sorted((m for m in moving if self._role(m) == "ending"), key=lambda m: (m.start, *_stable(m)))
         apart = {*early, *last}
         urgent = sorted({m.start for m in moving if m not in apart})
         turns: dict[Move, tuple[tuple[int, int], Sequence[Move]]] = {
@@ -153,44 +152,13 @@ class _Phase:
             return 2 * ready + 1
         return 2 * following + 1
 
-    def _is_early(self, move: Move) -> bool:
-        return move.operand not in self.position or move.operand in self.at_hand
-
-    def _is_last(self, move: Move) -> bool:
-        return not self._is_early(move) and (move.reader.op == "output" or move.reader in self.closing)
-
-    def _at_hand(self) -> set[fx.Node]:
-        """Ops that no product and no transfer comes before."""
-        found: set[fx.Node] = set()
-        for node in self.ops:
-            inputs = node.all_input_nodes
-            if is_product(node) or any((node, n) in self.moved for n in inputs):
-                continue
-            if all(n not in self.position or n in found for n in inputs):
-                found.add(node)
-        return found
-
-    def _closing(self) -> set[fx.Node]:
-        """Ops that lead to the end through no product and no transfer but the last."""
-        found: set[fx.Node] = set()
-        for node in reversed(self.ops):
-            if is_product(node):
-                continue
-            if all(u.op == "output" or (u in found and (u, node) not in self.moved) for u in node.users):
-                found.add(node)
-        return found
+    def _role(self, move: Move) -> TransferRole:
+        return self.roles.of(move.reader, move.operand)
 
     def _settled(self) -> set[fx.Node]:
-        """Ops of `closing` that no transfer at all comes after."""
-        pairs = {(m.reader, m.operand) for m in self.all}
-        found: set[fx.Node] = set()
-        for node in reversed(self.ops):
-            users = [(u, node) for u in node.users]
-            if node in self.closing and all(
-                pair not in pairs and (pair[0].op == "output" or pair[0] in found) for pair in users
-            ):
-                found.add(node)
-        return found
+        """Ops that end the phase and that no transfer at all comes after."""
+        followed = {m.operand for m in self.all}
+        return ops_that_end([op for op in self.ops if op not in followed])
 
 
 def _together(moves: Sequence[Move]) -> list[list[Move]]:

@@ -17,6 +17,7 @@ from passes.ir.rank_properties import OPS
 from passes.plan.transfers import Turn
 from passes.redistribution.lower_redistribute import collective_nodes
 from passes.schedule.issue_order import PREFETCH, REACH
+from passes.schedule.transfer_roles import PhaseRoles, ops_that_end
 
 __all__ = ["IN_TURN", "Overlap"]
 
@@ -32,8 +33,8 @@ def _out_of_turn(graph: HasGraph) -> str | None:
 
 
 def _issue_key(collective: fx.Node) -> tuple[Turn, int, int]:
-    """Turn, then the step of a transfer of several: a rank that receives nothing in the first of them has nothing that
-    says it comes before the second. Then the transfer, where several share a turn and were not merged."""
+    """Turn, then the step of a transfer of several: a rank that receives nothing in the first of them has no
+    dependency that orders the two. Then the transfer, where several share a turn and were not merged."""
     meta = collective.meta
     return meta.get("turn", _NO_TURN), meta.get("step", 0), meta.get("transfer", 0)
 
@@ -205,8 +206,8 @@ class _Schedule:
 class _Roles:
     """What each collective is for.
 
-    early:     its operand comes from the graph's inputs through cheap ops.
-    last:      only the graph's results need it.
+    early:     those at hand (`passes.schedule.transfer_roles`).
+    last:      those ending whose readers can all be put off to the end; others are awaited where their readers stand.
     source:    what its operand is made of by views and copies.
     fed:       the collectives, but the early ones, by source.
     on_demand: waits, collectives, and the cheap ops between the last waits and the results: none has
@@ -217,35 +218,22 @@ class _Roles:
         collectives = collective_nodes(graph)
         self.wait_of = {c: _wait_of(c) for c in collectives}
         self.waits = set(self.wait_of.values())
-        self.early = _early(graph, set(collectives))
+        roles = PhaseRoles([n for n in graph.nodes if n.op != "placeholder"])
+        put_off = _put_off(graph, self.waits)
+        self.last = {c for c in collectives if self.wait_of[c] in put_off}
+        self.early = {c for c in collectives if roles.of(c, c.all_input_nodes[0]) == "at hand"} - self.last
         sources = _sources(graph)
         self.source = {c: sources[c.all_input_nodes[0]] for c in collectives}
         self.fed: dict[fx.Node, list[fx.Node]] = {}
         for collective in collectives:
             if collective not in self.early:
                 self.fed.setdefault(self.source[collective], []).append(collective)
-        closing = _closing(graph, self.waits)
-        self.last = {c for c in collectives if self.wait_of[c] in closing}
-        self.on_demand = {*collectives, *self.waits, *closing}
+        self.on_demand = {*collectives, *self.waits, *put_off}
 
 
 def _wait_of(collective: fx.Node) -> fx.Node:
     (wait,) = collective.users
     return wait
-
-
-def _early(graph: fx.Graph, collectives: set[fx.Node]) -> set[fx.Node]:
-    """Collectives with neither a product nor another collective behind their operand."""
-    simple: set[fx.Node] = set()
-    found: set[fx.Node] = set()
-    for node in graph.nodes:
-        if not all(n in simple for n in node.all_input_nodes):
-            continue
-        if node in collectives:
-            found.add(node)
-        elif not is_product(node):
-            simple.add(node)
-    return found
 
 
 def _sources(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
@@ -258,19 +246,15 @@ def _sources(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     return sources
 
 
-def _closing(graph: fx.Graph, waits: set[fx.Node]) -> set[fx.Node]:
+def _put_off(graph: fx.Graph, waits: set[fx.Node]) -> set[fx.Node]:
     """Waits, and cheap ops and collectives computed from waits alone, that only the results read.
 
     Alone: an op that reads anything else would keep that alive until the end.
     """
-    received: set[fx.Node] = set()
+    received: dict[fx.Node, None] = {}
     for node in graph.nodes:
         operands = node.all_input_nodes
         passed_on = operands and all(n in received for n in operands)
         if node in waits or (passed_on and (is_collective(node) or is_cheap(node))):
-            received.add(node)
-    closing: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        if node in received and all(u.op == "output" or u in closing for u in node.users):
-            closing.add(node)
-    return closing
+            received[node] = None
+    return ops_that_end(list(received))

@@ -21,7 +21,7 @@ Spans = tuple[Span, ...]
 Place = tuple[int, tuple[str, ...]]
 """Length of a dim, and the axes that split it, major to minor."""
 Wider = Mapping[tuple[str, tuple[str, ...]], tuple[Spans, ...]]
-"""Of one op: (factor, axes) -> overlapping spans to compute."""
+"""One op's (factor, axes) -> overlapping spans to compute."""
 
 _MOST_SIZES = 3
 """Sizes kept per length and axes: every one multiplies the strategies of all ops of that length."""

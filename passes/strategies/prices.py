@@ -34,7 +34,7 @@ class Prices:
     )
 
     def op_seconds(self, node: fx.Node, layouts: NodeLayouts) -> float:
-        """Of `node` of a global graph under `layouts`, as `strategy_seconds` has it: of ops alike computed once.
+        """Seconds of `node` of a global graph under `layouts`, as `strategy_seconds` has them; once for ops alike.
 
         Layers share their layouts, so these count as alike only if they are the same object.
         """

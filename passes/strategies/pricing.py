@@ -49,7 +49,7 @@ TrafficModel = Callable[[fx.Node], Traffic]
 
 
 def traffic_model(backend: str) -> TrafficModel:
-    """Of a `torch.compile` backend: "eager" runs op by op; every other one is taken to fuse as Inductor does."""
+    """How a `torch.compile` backend fuses: "eager" runs op by op; every other one is taken to fuse as Inductor does."""
     return eager_traffic if backend == "eager" else fused_traffic
 
 
@@ -74,7 +74,7 @@ def fused_traffic(node: fx.Node) -> Traffic:
 
 
 def uncompiled_traffic(node: fx.Node) -> Traffic:
-    """Of the model as torch runs it, neither compiled nor taken apart: what capture makes of one line of one module, in
+    """The model as torch runs it, neither compiled nor taken apart: what capture makes of one line of one module, in
     one phase, is one of torch's own kernels (a norm, a softmax, a loss). It reads what comes from elsewhere once
     and stores what is read elsewhere; products and all else that does not fuse read and store everything.
 
@@ -105,7 +105,7 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _reads_first(node: fx.Node, operand: fx.Node) -> bool:
-    """Of the nodes of one line that read a value, whether `node` is the one for which it is counted."""
+    """Whether `node`, among the nodes of one line that read a value, is the one for which it is counted."""
     line = _line(node)
     return next(reader for reader in _readers(storage_root(operand)) if _line(reader) == line) is node
 

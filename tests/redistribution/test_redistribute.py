@@ -15,17 +15,15 @@ from cost_model.mesh import MeshSpec
 from passes.layout.layout import Layout
 from passes.redistribution.dim_splits import DimSpec
 from passes.redistribution.moves import as_layout
-from passes.redistribution.redistribute import (
+from passes.redistribution.redistribute import Redistribution, Redistributor
+from passes.redistribution.steps import (
     AllGather,
     AllReduce,
     AllToAll,
-    Redistribution,
-    Redistributor,
     ReduceScatter,
     Reshard,
     Slice,
     ToPartial,
-    redistribution,
 )
 from passes.redistribution.universe import UniverseKey, build_universe
 from tests.redistribution.layouts import creatable, link_prices, random_layout
@@ -69,7 +67,7 @@ def plan(
     src: Layout, dst: Layout, shape: tuple[int, ...], mesh: MeshSpec = ONE_AXIS, rates: Rates | None = None
 ) -> Redistribution:
     """With items of 1 byte."""
-    return redistribution(src, dst, shape, 1, mesh, rates or Rates())
+    return Redistributor(mesh, rates or Rates()).plan(src, dst, shape, 1)
 
 
 def test_equal_layouts_need_no_step() -> None:
@@ -89,7 +87,7 @@ def test_all_gather_counts_the_gathered_tensor_and_its_padding() -> None:
 
 
 def test_itemsize_scales_bytes() -> None:
-    assert redistribution(ROWS, R2, (8, 8), 4, ONE_AXIS, Rates()).step_nbytes == (256,)
+    assert Redistributor(ONE_AXIS, Rates()).plan(ROWS, R2, (8, 8), 4).step_nbytes == (256,)
 
 
 def test_reductions() -> None:
@@ -139,7 +137,7 @@ def test_two_groups_where_one_axis_is_slow() -> None:
         def seconds(self, kind: str, axes: tuple[str, ...], nbytes: int) -> float:
             return nbytes * (10.0 if "b" in axes else 1.0)
 
-    found = redistribution(Layout((("a", "b"), ())), R2, (8, 8), 1, TWO_AXES, Slow())
+    found = Redistributor(TWO_AXES, Slow()).plan(Layout((("a", "b"), ())), R2, (8, 8), 1)
     assert steps(found) == [(AllGather, ("b",), 16, 160.0), (AllGather, ("a",), 64, 64.0)]
 
 

@@ -6,15 +6,17 @@ import itertools
 import random
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
 
 from cost_model.mesh import MeshSpec
 from passes.layout.layout import Halo, Layout, Span
-from passes.plan.record_json import layout_from_json, layout_to_json
+from passes.plan.record_json import LayoutData, layout_to_json
 from passes.redistribution.lower_redistribute import collective_nodes
-from passes.redistribution.redistribute import HaloExchange, HaloReduce, Redistributor
+from passes.redistribution.redistribute import Redistributor
+from passes.redistribution.steps import HaloExchange, HaloReduce
 from tests.redistribution.layouts import (
     creatable,
     cut,
@@ -184,4 +186,4 @@ def test_text_and_file() -> None:
     assert read.format((8, 2), "f32") == "f32[8@a{0:5,3:8}, 2]"
     assert left.format((8, 2), "f32") == "f32[8@a{0:5+3:8}, 2]"
     for layout in (read, left):
-        assert layout_from_json(layout_to_json(layout)) == layout
+        assert msgspec.convert(layout_to_json(layout), LayoutData).layout() == layout

@@ -1,0 +1,80 @@
+"""What each transfer of a phase is for: the one analysis behind prices, turns, buckets and the order of a rank.
+
+    role        because                                                       e.g.
+    "at hand"   its operand exists before the phase has run a product         a parameter's shard, a saved value
+    "ending"    only the end of the phase reads what is made of its result    a gradient to its parameter's layout
+    "awaited"   neither: ops wait for it                                      a partial sum between two products
+
+A transfer may be both of the first two. It is "at hand" if an op reads its result beside a value that is not (the last
+layer's bias), "ending" otherwise (the last layer's bias's gradient): nobody needs it early. Only products
+(`op_traits.is_product`) take long enough to hide a transfer behind; what leads to the end fuses or is a view.
+
+On the global graph a transfer is an edge (reader, operand), of which the layouts make some move; before layouts are
+known, no edge is taken to move. On a rank's graph a transfer is a collective, which reads its operand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Literal
+
+from torch import fx
+
+from passes.ir.op_traits import fuses, is_collective, is_product, is_view
+
+__all__ = ["PhaseRoles", "Read", "TransferRole", "ops_that_end"]
+
+TransferRole = Literal["at hand", "awaited", "ending"]
+
+Read = tuple[fx.Node, fx.Node]
+"""(reader, operand)."""
+
+
+class PhaseRoles:
+    """The roles of one phase's transfers. ops: those of the phase, in an order that may run. moved: reads that need a
+    collective, if known: what is computed from their results is not at hand.
+
+    closing: `ops_that_end`.
+    """
+
+    def __init__(self, ops: Sequence[fx.Node], moved: AbstractSet[Read] = frozenset()) -> None:
+        arrives = lambda node: is_collective(node) or any((node, n) in moved for n in node.all_input_nodes)
+        before_products = _ops_before(ops, is_product)
+        self._ops = frozenset(ops)
+        self._at_hand = set(_ops_before(ops, lambda node: is_product(node) or arrives(node)))
+        self._ending_alone = ops_that_end(before_products)
+        self.closing = ops_that_end(ops)
+
+    def given(self, operand: fx.Node) -> bool:
+        """Whether the value exists before any product of the phase has run: another phase or the caller made it, or
+        ops at hand do."""
+        return operand not in self._ops or operand in self._at_hand
+
+    def of(self, reader: fx.Node, operand: fx.Node) -> TransferRole:
+        if reader.op == "output" or reader in self._ending_alone:
+            return "ending"
+        if self.given(operand):
+            return "at hand"
+        return "ending" if reader in self.closing else "awaited"
+
+
+def ops_that_end(ops: Sequence[fx.Node]) -> set[fx.Node]:
+    """Views, collectives and ops that fuse, among `ops`, that only the output and ops that end read. Other ops, the
+    gradient of an embedding for example, take time of their own: their operands are awaited."""
+    found: set[fx.Node] = set()
+    for node in reversed(ops):
+        if (fuses(node) or is_view(node) or is_collective(node)) and all(
+            user.op == "output" or user in found for user in node.users
+        ):
+            found.add(node)
+    return found
+
+
+def _ops_before(ops: Sequence[fx.Node], stops: Callable[[fx.Node], bool]) -> list[fx.Node]:
+    """Those of `ops` that neither stop nor come after one that does."""
+    after: set[fx.Node] = set()
+    for node in ops:
+        if stops(node) or any(n in after for n in node.all_input_nodes):
+            after.add(node)
+    return [node for node in ops if node not in after]
