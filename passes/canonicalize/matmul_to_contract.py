@@ -10,11 +10,11 @@ from passes.ir.graph_pass import GraphPass
 from passes.ir.joint import JointGraph
 from passes.ir.properties import of_ops
 
-__all__ = ["PRODUCTS_ARE_CONTRACTS", "MatmulToContract"]
+__all__ = ["EQUATIONS", "PRODUCTS_ARE_CONTRACTS", "MatmulToContract"]
 
 aten = torch.ops.aten
 
-_EQUATIONS: dict[Any, str] = {
+EQUATIONS: dict[Any, str] = {
     aten.mm.default: "m k, k n -> m n",
     aten.bmm.default: "b m k, b k n -> b m n",
     aten.mv.default: "m k, k -> m",
@@ -23,7 +23,7 @@ _EQUATIONS: dict[Any, str] = {
 
 
 PRODUCTS_ARE_CONTRACTS = of_ops(
-    "no product but contracts", lambda node: "is one" if node.target in _EQUATIONS else None
+    "no product but contracts", lambda node: "is one" if node.target in EQUATIONS else None
 )
 
 
@@ -42,7 +42,7 @@ class MatmulToContract(GraphPass):
 
     def __call__(self, joint: JointGraph) -> JointGraph:
         for node in joint.graph.nodes:
-            if node.op == "call_function" and node.target in _EQUATIONS:
-                node.args = (*node.args, _EQUATIONS[node.target])
+            if node.op == "call_function" and node.target in EQUATIONS:
+                node.args = (*node.args, EQUATIONS[node.target])
                 node.target = torch.ops.autoshard.contract.default
         return joint

@@ -9,10 +9,11 @@ from torch import fx
 
 from passes.ir.graph_pass import GraphPass
 from passes.ir.joint import JointGraph
+from passes.ir.op_schema import named_arguments
 from passes.ir.properties import of_ops
 from passes.ir.rewrite import int_at, ints_at, shape_of, tensor_at
 
-__all__ = ["ONE_SPELLING", "NormalizeArguments"]
+__all__ = ["ONE_SPELLING", "VIEWS", "NormalizeArguments"]
 
 aten = torch.ops.aten
 
@@ -33,7 +34,7 @@ ONE_SPELLING = of_ops("views, dims and sizes have one spelling", _misspelled)
 class NormalizeArguments(GraphPass):
     """Say one thing in one way: one op per kind of view, concrete sizes, dims counted from the left.
 
-        %t: f32[16, 8]    = aten.t(%w)                   // %w: f32[8, 16]
+        %t: f32[16, 8]    = aten.permute(%w, [-1, 0])    // %w: f32[8, 16]
         %v: f32[4, 2, 16] = aten.view(%x, [4, -1, 16])   // %x: f32[8, 16]
         %s: f32[4, 2, 1]  = aten.sum(%v, [-1], True)
         ->
@@ -58,8 +59,8 @@ class NormalizeArguments(GraphPass):
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
-def _argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
-    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+def _named(node: fx.Node) -> dict[str, Any]:
+    return named_arguments(node.target, node.args, node.kwargs)
 
 
 def _op(node: fx.Node) -> Callable[..., Any]:
@@ -78,22 +79,8 @@ def _reshape(node: fx.Node) -> Call:
     return aten.reshape.default, (node.args[0], list(shape_of(node))), {}
 
 
-def _permute(order: Callable[[fx.Node, int], Sequence[int]]) -> Callable[[fx.Node], Call]:
-    def normalize(node: fx.Node) -> Call:
-        return aten.permute.default, (node.args[0], list(order(node, _ndim(node)))), {}
-
-    return normalize
-
-
-def _given_order(node: fx.Node, ndim: int) -> Sequence[int]:
-    return _positive(ints_at(node, 1), ndim)
-
-
-def _swapped(node: fx.Node, ndim: int) -> Sequence[int]:
-    order = list(range(ndim))
-    first, second = _positive((int_at(node, 1), int_at(node, 2)), ndim)
-    order[first], order[second] = second, first
-    return order
+def _permute(node: fx.Node) -> Call:
+    return aten.permute.default, (node.args[0], _positive(ints_at(node, 1), _ndim(node))), {}
 
 
 def _expand(node: fx.Node) -> Call:
@@ -101,12 +88,10 @@ def _expand(node: fx.Node) -> Call:
 
 
 def _slice(node: fx.Node) -> Call:
-    dim = _argument(node, 1, "dim", 0) % _ndim(node)
-    size = shape_of(tensor_at(node))[dim]
-    start, end = _argument(node, 2, "start"), _argument(node, 3, "end")
-    step = _argument(node, 4, "step", 1)
-    low, high, _ = slice(start, end, step).indices(size)
-    return aten.slice.Tensor, (node.args[0], dim, low, max(low, high), step), {}
+    x, dim, start, end, step = _named(node).values()
+    dim %= _ndim(node)
+    low, high, _ = slice(start, end, step).indices(shape_of(x)[dim])
+    return aten.slice.Tensor, (x, dim, low, max(low, high), step), {}
 
 
 def _select(node: fx.Node) -> Call:
@@ -116,46 +101,33 @@ def _select(node: fx.Node) -> Call:
 
 def _reduction(node: fx.Node) -> Call:
     """op(x, dims, keepdim): an empty or absent list of dims means all of them."""
-    asked = _argument(node, 1, "dim")
-    ndim = _ndim(node)
-    dims = list(range(ndim)) if asked is None or asked == [] else _positive(asked, ndim)
+    named, ndim = _named(node), _ndim(node)
+    dims = _positive(named["dim"], ndim) if named["dim"] else list(range(ndim))
     kwargs = {k: v for k, v in node.kwargs.items() if k == "dtype" and v is not None}
-    return _op(node), (node.args[0], dims, bool(_argument(node, 2, "keepdim", False))), kwargs
+    return _op(node), (node.args[0], dims, bool(named["keepdim"])), kwargs
 
 
-def _dims_at(position: int) -> Callable[[fx.Node], Call]:
-    """For an op whose argument `position` is a list of dims of its operand."""
-
-    def normalize(node: fx.Node) -> Call:
-        dims = list(_positive(ints_at(node, position), _ndim(node)))
-        return _op(node), (*node.args[:position], dims, *node.args[position + 1 :]), node.kwargs
-
-    return normalize
-
-
-def _dim_at(position: int, default: int | None = None) -> Callable[[fx.Node], Call]:
-    """For an op whose argument `position`, named dim, is one dim of its result."""
+def _dims_at(position: int, name: str = "dim") -> Callable[[fx.Node], Call]:
+    """For an op whose argument `position`, of that name, is a dim, or dims, of its operand (or else its result)."""
 
     def normalize(node: fx.Node) -> Call:
         ndim = _ndim(node) if isinstance(node.args[0], fx.Node) else len(shape_of(node))
-        dim = _argument(node, position, "dim", default) % max(ndim, 1)
-        rest = node.args[position + 1 :]
-        kwargs = {k: v for k, v in node.kwargs.items() if k != "dim"}
-        return _op(node), (*node.args[:position], dim, *rest), kwargs
+        given = _named(node)[name]
+        dims = given % max(ndim, 1) if isinstance(given, int) else _positive(given, ndim)
+        kwargs = {k: v for k, v in node.kwargs.items() if k != name}
+        return _op(node), (*node.args[:position], dims, *node.args[position + 1 :]), kwargs
 
     return normalize
 
 
-_VIEWS = (
-    "view.default",
-    "_unsafe_view.default",
-    "reshape.default",
-    "view_copy.default",
-    "flatten.using_ints",
-    "unsqueeze.default",
-    "squeeze.default",
-    "squeeze.dim",
-    "squeeze.dims",
+VIEWS = (
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.unsqueeze.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
 )
 _REDUCTIONS = (aten.sum.dim_IntList, aten.amax.default, aten.amin.default, aten.any.dims, aten.all.dims)
 _ONE_DIM = (
@@ -164,26 +136,19 @@ _ONE_DIM = (
     aten.scatter.src,
     aten.scatter_add.default,
     aten.cumsum.default,
+    aten.cat.default,
 )
 
 
-def _overload(name: str) -> Any:
-    packet, overload = name.split(".")
-    return getattr(getattr(aten, packet), overload)
-
-
 _TABLE: dict[Any, Callable[[fx.Node], Call]] = {
-    **{_overload(name): _reshape for name in _VIEWS},
-    aten.permute.default: _permute(_given_order),
-    aten.t.default: _permute(lambda node, ndim: range(ndim)[::-1]),
-    aten.transpose.int: _permute(_swapped),
+    **dict.fromkeys(VIEWS, _reshape),
+    aten.permute.default: _permute,
     aten.expand.default: _expand,
     aten.slice.Tensor: _slice,
     aten.select.int: _select,
     **dict.fromkeys(_REDUCTIONS, _reduction),
-    **{op: _dim_at(1) for op in _ONE_DIM},
-    aten.cat.default: _dim_at(1, 0),
-    aten.flip.default: _dims_at(1),
-    aten.roll.default: _dims_at(2),
-    aten.split_with_sizes.default: _dim_at(2, 0),
+    **dict.fromkeys(_ONE_DIM, _dims_at(1)),
+    aten.flip.default: _dims_at(1, "dims"),
+    aten.roll.default: _dims_at(2, "dims"),
+    aten.split_with_sizes.default: _dims_at(2),
 }

@@ -10,9 +10,10 @@ from torch import fx
 from passes.ir.graph_pass import GraphPass
 from passes.ir.graph_properties import NO_DEAD_CODE
 from passes.ir.joint import JointGraph
+from passes.ir.op_schema import named_arguments
 from passes.ir.properties import of_ops
 
-__all__ = ["PLAIN_CREATIONS", "NormalizeCreations"]
+__all__ = ["FILLS", "PLAIN_CREATIONS", "RANGES", "NormalizeCreations"]
 
 aten = torch.ops.aten
 
@@ -20,7 +21,7 @@ aten = torch.ops.aten
 def _creates_otherwise(node: fx.Node) -> str | None:
     plain = node.target in (aten.full.default, aten.arange.start_step)
     if not plain:
-        return "a constant or a range in other words" if node.target in {*_FILLS, *_RANGES} else None
+        return "a constant or a range in other words" if node.target in {*FILLS, *RANGES} else None
     return None if {"dtype", "device"} <= set(node.kwargs) else "leaves dtype or device to a default"
 
 
@@ -48,10 +49,10 @@ class NormalizeCreations(GraphPass):
         for node in joint.graph.nodes:
             if node.op != "call_function":
                 continue
-            if node.target in _FILLS:
-                _to_full(node, _FILLS[node.target](node))
-            elif node.target in _RANGES:
-                _to_arange(node, *_RANGES[node.target](node))
+            if node.target in FILLS:
+                _to_full(node, FILLS[node.target](node))
+            elif node.target in RANGES:
+                _to_arange(node)
         return joint
 
 
@@ -62,52 +63,38 @@ def _to_full(node: fx.Node, value: Any) -> None:
     node.kwargs = {"dtype": like.dtype, "device": like.device}
 
 
-def _to_arange(node: fx.Node, start: Any, end: Any, step: Any) -> None:
-    like = node.meta["val"]
+def _to_arange(node: fx.Node) -> None:
+    like, given = node.meta["val"], named_arguments(node.target, node.args, node.kwargs)
     node.target = aten.arange.start_step
-    node.args = (start, end, step)
+    node.args = (given.get("start", 0), given["end"], given.get("step", 1))
     node.kwargs = {"dtype": like.dtype, "device": like.device}
 
 
-def _constant(value: Any) -> Callable[[fx.Node], Any]:
-    return lambda node: value
+def _argument(name: str) -> Callable[[fx.Node], Any]:
+    return lambda node: named_arguments(node.target, node.args, node.kwargs)[name]
 
 
-def _argument(position: int, name: str) -> Callable[[fx.Node], Any]:
-    return lambda node: node.args[position] if len(node.args) > position else node.kwargs[name]
-
-
-_FILLS: dict[Any, Callable[[fx.Node], Any]] = {
-    **{
-        op: _constant(0)
-        for op in (
-            aten.zeros.default,
-            aten.zeros_like.default,
-            aten.new_zeros.default,
-            aten.empty.memory_format,
-            aten.empty_like.default,
-            aten.empty_strided.default,
-            aten.empty_permuted.default,
-            aten.new_empty.default,
-            aten.new_empty_strided.default,
-            aten.zero.default,
-        )
-    },
-    **{op: _constant(1) for op in (aten.ones.default, aten.ones_like.default, aten.new_ones.default)},
-    aten.full.default: _argument(1, "fill_value"),
-    aten.full_like.default: _argument(1, "fill_value"),
-    aten.new_full.default: _argument(2, "fill_value"),
-    aten.fill.Scalar: _argument(1, "value"),
-    aten.scalar_tensor.default: _argument(0, "s"),
+_ZEROS = (
+    aten.zeros.default,
+    aten.zeros_like.default,
+    aten.new_zeros.default,
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.empty_strided.default,
+    aten.empty_permuted.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+    aten.zero.default,
+)
+FILLS: dict[Any, Callable[[fx.Node], Any]] = {
+    **dict.fromkeys(_ZEROS, lambda node: 0),
+    **dict.fromkeys((aten.ones.default, aten.ones_like.default, aten.new_ones.default), lambda node: 1),
+    aten.full.default: _argument("fill_value"),
+    aten.full_like.default: _argument("fill_value"),
+    aten.new_full.default: _argument("fill_value"),
+    aten.fill.Scalar: _argument("value"),
+    aten.scalar_tensor.default: _argument("s"),
 }
 
 
-def _step(node: fx.Node) -> Any:
-    return node.args[2] if len(node.args) > 2 else node.kwargs.get("step", 1)
-
-
-_RANGES: dict[Any, Callable[[fx.Node], tuple[Any, Any, Any]]] = {
-    aten.arange.default: lambda node: (0, node.args[0], 1),
-    aten.arange.start: lambda node: (node.args[0], node.args[1], 1),
-    aten.arange.start_step: lambda node: (node.args[0], node.args[1], _step(node)),
-}
+RANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)

@@ -104,27 +104,16 @@ def _select(sweep: Sweep, node: fx.Node) -> Flat:
     return Flat(new, (*flat.groups[:dim], *flat.groups[dim + 1 :]))
 
 
-def _one_dim(position: int) -> PushRule:
-    """An op that keeps the shape and works along the one dim at argument `position`."""
+def _along(position: int) -> PushRule:
+    """An op that keeps the shape and works along the dim or the dims at argument `position`."""
 
     def rule(sweep: Sweep, node: fx.Node) -> Flat:
-        dim = int_at(node, position)
-        flat = sweep.whole(tensor_at(node), [dim], node)
-        args = [flat.node, *node.args[1:]]
-        args[position] = flat.span(dim).start
-        return Flat(call_like(node, *args, **node.kwargs), flat.groups)
-
-    return rule
-
-
-def _dims_at(position: int) -> PushRule:
-    """An op that keeps the shape and works along the dims listed at argument `position`."""
-
-    def rule(sweep: Sweep, node: fx.Node) -> Flat:
-        dims = ints_at(node, position)
+        given = node.args[position]
+        dims = [given] if isinstance(given, int) else ints_at(node, position)
         flat = sweep.whole(tensor_at(node), dims, node)
+        fine = [flat.span(dim).start for dim in dims]
         args = [flat.node, *node.args[1:]]
-        args[position] = [flat.span(dim).start for dim in dims]
+        args[position] = fine[0] if isinstance(given, int) else fine
         return Flat(call_like(node, *args, **node.kwargs), flat.groups)
 
     return rule
@@ -242,13 +231,13 @@ _TABLE: dict[Any, PushRule] = {
     aten.expand.default: _expand,
     aten.slice.Tensor: _slice,
     aten.select.int: _select,
-    aten.cumsum.default: _one_dim(1),
+    aten.cumsum.default: _along(1),
     aten.cat.default: _cat,
     aten.constant_pad_nd.default: _pad,
     torch.ops.autoshard.circular_pad.default: _pad,
     torch.ops.autoshard.circular_pad_backward.default: _pad,
-    aten.flip.default: _dims_at(1),
-    aten.roll.default: _dims_at(2),
+    aten.flip.default: _along(1),
+    aten.roll.default: _along(2),
     aten.gather.default: _gather,
     aten.split_with_sizes.default: _split,
     aten.embedding.default: _embedding,

@@ -16,6 +16,7 @@ from passes.canonicalize.normalize_arguments import ONE_SPELLING
 from passes.ir.graph_pass import GraphPass
 from passes.ir.graph_properties import NO_DEAD_CODE
 from passes.ir.joint import GraphInput, JointGraph
+from passes.ir.op_schema import named_arguments
 from passes.ir.properties import of_ops
 from passes.ir.rewrite import emit, erase_dead, int_at, tensor_at
 from passes.ir.rewrite import replace as replace_node
@@ -126,8 +127,9 @@ def _cast(node: fx.Node, x: fx.Node) -> fx.Node:
     return x if x.meta["val"].dtype == dtype else emit(node, aten._to_copy.default, x, dtype=dtype)
 
 
-def _argument(node: fx.Node, position: int, name: str, default: Any) -> Any:
-    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+def _named(node: fx.Node, *names: str) -> list[Any]:
+    found = named_arguments(node.target, node.args, node.kwargs)
+    return [found[name] for name in names]
 
 
 def _native_dropout(source: _Source, node: fx.Node) -> None:
@@ -147,7 +149,7 @@ def _native_dropout(source: _Source, node: fx.Node) -> None:
 
 def _bernoulli(source: _Source, node: fx.Node) -> None:
     """1 with probability p, a number or the operand's own values."""
-    p = node.args[0] if node.target is aten.bernoulli.default else _argument(node, 1, "p", 0.5)
+    (p,) = _named(node, "self" if node.target is aten.bernoulli.default else "p")
     less = aten.lt.Tensor if isinstance(p, fx.Node) else aten.lt.Scalar
     replace_node(node, _cast(node, emit(node, less, source.uniform_like(node), p)))
 
@@ -161,33 +163,30 @@ def _randn(source: _Source, node: fx.Node) -> None:
 
 
 def _uniform(source: _Source, node: fx.Node) -> None:
-    low, high = _argument(node, 1, "from", 0.0), _argument(node, 2, "to", 1.0)
+    low, high = _named(node, "from", "to")
     draw = _scaled(node, source.uniform_like(node), high - low)
     replace_node(node, _cast(node, emit(node, aten.add.Tensor, draw, low)))
 
 
 def _normal(source: _Source, node: fx.Node) -> None:
-    mean, std = _argument(node, 1, "mean", 0.0), _argument(node, 2, "std", 1.0)
+    mean, std = _named(node, "mean", "std")
     draw = _scaled(node, source.normal_like(node), std)
     replace_node(node, _cast(node, emit(node, aten.add.Tensor, draw, mean)))
 
 
 def _exponential(source: _Source, node: fx.Node) -> None:
     """-log(1 - u) / rate."""
-    rate = _argument(node, 1, "lambd", 1.0)
+    (rate,) = _named(node, "lambd")
     log = emit(node, aten.log1p.default, emit(node, aten.neg.default, source.uniform_like(node)))
     replace_node(node, _cast(node, _scaled(node, log, -1.0 / rate)))
 
 
-def _randint(low_high: Callable[[fx.Node], tuple[int, int]]) -> Callable[[_Source, fx.Node], None]:
+def _randint(source: _Source, node: fx.Node) -> None:
     """floor(u * (high - low)) + low; u has 24 bits, so ranges up to 2^24 are evenly covered."""
-
-    def draw(source: _Source, node: fx.Node) -> None:
-        low, high = low_high(node)
-        floor = emit(node, aten.floor.default, _scaled(node, source.uniform_like(node), float(high - low)))
-        replace_node(node, _cast(node, emit(node, aten.add.Tensor, floor, float(low))))
-
-    return draw
+    arguments = named_arguments(node.target, node.args, node.kwargs)
+    low, high = arguments.get("low", 0), arguments["high"]
+    floor = emit(node, aten.floor.default, _scaled(node, source.uniform_like(node), float(high - low)))
+    replace_node(node, _cast(node, emit(node, aten.add.Tensor, floor, float(low))))
 
 
 def _randperm(source: _Source, node: fx.Node) -> None:
@@ -218,8 +217,8 @@ _TABLE: dict[Any, Callable[[_Source, fx.Node], None]] = {
     aten.normal_functional.default: _normal,
     aten.exponential.default: _exponential,
     aten.randperm.default: _randperm,
-    aten.randint.default: _randint(lambda node: (0, int_at(node, 0))),
-    aten.randint.low: _randint(lambda node: (int_at(node, 0), int_at(node, 1))),
-    aten.randint_like.default: _randint(lambda node: (0, int_at(node, 1))),
-    aten.randint_like.low_dtype: _randint(lambda node: (int_at(node, 1), int_at(node, 2))),
+    aten.randint.default: _randint,
+    aten.randint.low: _randint,
+    aten.randint_like.default: _randint,
+    aten.randint_like.low_dtype: _randint,
 }

@@ -16,7 +16,7 @@ from passes.ir.graph_properties import NO_DEAD_CODE
 from passes.ir.joint import JointGraph, tensor_operands
 from passes.ir.rewrite import ints_at, replace
 
-__all__ = ["RemoveNoops"]
+__all__ = ["ALIASES", "RemoveNoops"]
 
 aten = torch.ops.aten
 
@@ -106,10 +106,13 @@ def _same_branches(node: fx.Node) -> fx.Node | None:
     return _alike(node, node.args[1]) if node.args[1] is node.args[2] else None
 
 
-_ALIASES = ("alias", "detach", "lift", "lift_fresh", "lift_fresh_copy", "clone", "contiguous")
+ALIASES = tuple(
+    getattr(aten, name).default
+    for name in ("alias", "detach", "lift", "lift_fresh", "lift_fresh_copy", "clone")
+)
 
 _TABLE: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
-    **{getattr(aten, name).default: _first for name in _ALIASES if hasattr(aten, name)},
+    **dict.fromkeys(ALIASES, _first),
     aten._to_copy.default: _first,
     aten.expand.default: _first,
     aten.reshape.default: _first,

@@ -10,7 +10,7 @@ from torch import fx
 from passes.ir.graph_pass import GraphPass
 from passes.ir.joint import JointGraph
 from passes.ir.properties import of_ops
-from passes.ir.rewrite import emit, inherit
+from passes.ir.rewrite import emit, int_at, replace
 
 __all__ = ["GRADIENTS_APART", "SplitConvolutionBackward"]
 
@@ -57,12 +57,6 @@ def _split(node: fx.Node) -> None:
     first = emit(node, aten.convolution_backward.default, *args, [True, False, False])
     rest = emit(node, aten.convolution_backward.default, *args, [False, *mask[1:]])  # type: ignore[misc]
     for item in list(node.users):
-        assert item.target is operator.getitem
-        index = item.args[1]
-        with node.graph.inserting_before(item):
-            new = node.graph.call_function(operator.getitem, (first if index == 0 else rest, index))
-        new.meta["val"] = item.meta["val"]
-        inherit(new, item)
-        item.replace_all_uses_with(new)
-        node.graph.erase_node(item)
+        index = int_at(item, 1)
+        replace(item, emit(item, operator.getitem, first if index == 0 else rest, index))
     node.graph.erase_node(node)

@@ -10,11 +10,11 @@ from passes.ir.graph_pass import GraphPass
 from passes.ir.joint import JointGraph, node_values
 from passes.ir.properties import of_ops
 
-__all__ = ["CONJUGATES_WRITTEN", "WriteConjugates"]
+__all__ = ["CONJUGATES_WRITTEN", "WRITTEN", "WriteConjugates"]
 
 aten = torch.ops.aten
 
-_WRITTEN: dict[Any, Any] = {
+WRITTEN: dict[Any, Any] = {
     aten._conj.default: aten.conj_physical.default,
     aten._neg_view.default: aten.neg.default,
 }
@@ -22,7 +22,7 @@ _WRITTEN: dict[Any, Any] = {
 
 def _noted(node: fx.Node) -> str | None:
     values = [v for v in node_values(node) if isinstance(v, torch.Tensor)]
-    is_noted = node.target in _WRITTEN or any(v.is_conj() or v.is_neg() for v in values)
+    is_noted = node.target in WRITTEN or any(v.is_conj() or v.is_neg() for v in values)
     return "a conjugate that is only noted" if is_noted else None
 
 
@@ -46,7 +46,7 @@ class WriteConjugates(GraphPass):
     def __call__(self, joint: JointGraph) -> JointGraph:
         for node in joint.graph.nodes:
             if node.op == "call_function":
-                node.target = _WRITTEN.get(node.target, node.target)
+                node.target = WRITTEN.get(node.target, node.target)
                 _clear(node)
         return joint
 

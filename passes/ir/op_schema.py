@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-__all__ = ["SchemaArgument", "schema_arguments"]
+__all__ = ["SchemaArgument", "named_arguments", "schema_arguments"]
 
 
 @dataclass(frozen=True)
@@ -26,3 +27,9 @@ def schema_arguments(op: Any) -> tuple[SchemaArgument, ...]:
     return tuple(
         SchemaArgument(a.name, a.default_value if a.has_default_value() else None) for a in schema.arguments
     )
+
+
+def named_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by their names in the op's schema; defaults where they are not given."""
+    given = zip((argument.name for argument in schema_arguments(op)), args, strict=False)
+    return {**{a.name: a.default for a in schema_arguments(op)}, **kwargs, **dict(given)}

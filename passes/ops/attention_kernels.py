@@ -5,13 +5,15 @@ All kernels share one convention: `lse` is the natural log of the sum of exp(sca
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import torch
 from torch import Tensor
 
 from passes.ops.attention_choice import Problem, check_problem
 from passes.ops.attention_layout import head_padded, padded_bias, padded_lse, prepared
 from passes.ops.attention_math import additive_mask, empty, math_backward, math_forward
-from passes.ops.attention_table import Contract, contract_of
+from passes.ops.attention_table import Contract, Kernel, contract_of
 
 __all__ = ["Problem", "backward", "forward"]
 
@@ -23,33 +25,17 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 def forward(p: Problem) -> tuple[Tensor, Tensor]:
     """(out [b,h,s,e], lse [b,h,s]). Raises UnsupportedOpError for operands that no kernel takes."""
     check_problem(p)
-    match p.kernel:
-        case "empty":
-            return empty(p)
-        case "cpu_flash":
-            return _cpu_flash(p)
-        case "flash":
-            return _flash(p)
-        case "efficient":
-            return _efficient(p)
-        case _:
-            return math_forward(p)
+    return _KERNELS[p.kernel][0](p)
 
 
 def backward(p: Problem, grad_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
     """Gradients of (q, k, v). Raises UnsupportedOpError for operands that no kernel takes."""
     check_problem(p, grad_out=grad_out, out=out, lse=lse)
-    match p.kernel:
-        case "empty":
-            return torch.zeros_like(p.q), torch.zeros_like(p.k), torch.zeros_like(p.v)
-        case "cpu_flash":
-            return _cpu_flash_backward(p, grad_out, out, lse)
-        case "flash":
-            return _flash_backward(p, grad_out, out, lse)
-        case "efficient":
-            return _efficient_backward(p, grad_out, out, lse)
-        case _:
-            return math_backward(p, grad_out, out, lse)
+    return _KERNELS[p.kernel][1](p, grad_out, out, lse)
+
+
+def _nothing_backward(p: Problem, *_: Tensor) -> Gradients:
+    return torch.zeros_like(p.q), torch.zeros_like(p.k), torch.zeros_like(p.v)
 
 
 def _taken(row: Contract, **operands: Tensor) -> tuple[Tensor, ...]:
@@ -131,3 +117,13 @@ def _efficient_backward(p: Problem, grad_out: Tensor, out: Tensor, lse: Tensor) 
         [True, True, True, False], p.is_causal, scale=p.scale,
     )  # fmt: skip
     return _kept(p, gq, gk, gv)
+
+
+_KERNELS: Mapping[Kernel, tuple[Callable[[Problem], tuple[Tensor, Tensor]], Callable[..., Gradients]]] = {
+    "empty": (empty, _nothing_backward),
+    "cpu_flash": (_cpu_flash, _cpu_flash_backward),
+    "flash": (_flash, _flash_backward),
+    "efficient": (_efficient, _efficient_backward),
+    "math": (math_forward, math_backward),
+}
+"""Of all that is chosen, forward and backward."""

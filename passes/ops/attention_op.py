@@ -21,6 +21,7 @@ from torch import Tensor
 
 from passes.ops import attention_kernels as kernels
 from passes.ops.attention_layout import contiguous, heads_inside
+from passes.ops.attention_math import lse_dtype
 from passes.ops.attention_table import Chip
 
 __all__ = ["attention", "attention_backward", "attention_backward_reference", "attention_reference"]
@@ -74,19 +75,14 @@ def attention_backward_reference(
     mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float scale) -> (Tensor, Tensor)",
 )
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def attention(*operands: Any) -> tuple[Tensor, Tensor]:
     """softmax(scale * q k^T + mask) v and the softmax's log-sum-exp; see the module."""
-    return attention_reference(q, k, v, mask, is_causal, scale)
+    return attention_reference(*operands)
 
 
 @attention.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return _empty_heads_inside(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=wide)
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return _empty_heads_inside(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=lse_dtype(q.dtype))
 
 
 @torch.library.custom_op(
@@ -95,33 +91,13 @@ def _(
     schema="(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, "
     "bool is_causal, float scale) -> (Tensor, Tensor, Tensor)",
 )
-def attention_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    is_causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def attention_backward(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `attention`'s `out` with respect to (q, k, v)."""
-    return attention_backward_reference(grad_out, q, k, v, mask, out, lse, is_causal, scale)
+    return attention_backward_reference(*operands)
 
 
 @attention_backward.register_fake
-def _(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    is_causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     gq, gk = (_empty_heads_inside(x, q.shape[-1]) for x in (q, k))
     return gq, gk, _empty_heads_inside(v, v.shape[-1])
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -54,26 +54,28 @@ class _Table:
     length: int
 
 
-def _exchange(x: Tensor, dim: int, *where: Any) -> Tensor:
-    sizes, spans, periodic, rank, group_name = where
-    table = _table("halo_exchange", tuple(sizes), tuple(spans), periodic)
-    _check_rank("halo_exchange", sizes, rank)
-    dim = _checked_dim("halo_exchange", x, dim, table.held[rank], rank)
-    traffic = exchange_traffic(table.held, table.wanted, table.length, rank)
-    swapped = _all_to_all(x, dim, traffic, rank, group_name)
-    return put_together(unpack(swapped, x, dim, traffic, rank), x, dim, traffic)
+@dataclass(frozen=True)
+class _Halo:
+    """One of the two ops. transpose: the other. given: what its operand is of the table, per rank."""
 
+    name: str
+    transpose: str
+    given: Literal["held", "wanted"]
+    traffic: Callable[..., Traffic]
+    combined: Callable[..., Tensor]
+    sums: bool
 
-def _reduce(x: Tensor, dim: int, *where: Any) -> Tensor:
-    sizes, spans, periodic, rank, group_name = where
-    table = _table("halo_reduce", tuple(sizes), tuple(spans), periodic)
-    _check_rank("halo_reduce", sizes, rank)
-    dim = _checked_dim("halo_reduce", x, dim, table.wanted[rank], rank)
-    if x.dtype == torch.bool:
-        raise ShardingError("halo_reduce: x is torch.bool, which has no sum\n  try: an integer dtype")
-    traffic = reduce_traffic(table.held, table.wanted, table.length, rank)
-    swapped = _all_to_all(x, dim, traffic, rank, group_name)
-    return add_up(unpack(swapped, x, dim, traffic, rank), x, dim, traffic)
+    def __call__(
+        self, x: Tensor, dim: int, sizes: Any, spans: Any, periodic: bool, rank: int, group_name: str
+    ) -> Tensor:
+        table = _table(self.name, tuple(sizes), tuple(spans), periodic)
+        _check_rank(self.name, sizes, rank)
+        dim = _checked_dim(self.name, x, dim, getattr(table, self.given)[rank], rank)
+        if self.sums and x.dtype == torch.bool:
+            raise ShardingError(f"{self.name}: x is torch.bool, which has no sum\n  try: an integer dtype")
+        traffic = self.traffic(table.held, table.wanted, table.length, rank)
+        swapped = _all_to_all(x, dim, traffic, rank, group_name)
+        return self.combined(unpack(swapped, x, dim, traffic, rank), x, dim, traffic)
 
 
 def _all_to_all(x: Tensor, dim: int, traffic: Traffic, rank: int, group_name: str) -> Tensor:
@@ -148,32 +150,24 @@ def _checked_dim(op: str, x: Tensor, dim: int, span: Span, rank: int) -> int:
     return dim % x.ndim
 
 
-class _Exchanged(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *where: Any) -> Tensor:
-        ctx.where = where
-        return _exchange(x, *where)
+def _composite(halo: _Halo) -> Callable[..., Tensor]:
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, *where: Any) -> Tensor:
+            ctx.where = where
+            return halo(x, *where)
 
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        return torch.ops.autoshard.halo_reduce(*grad_outputs, *ctx.where), *(None for _ in ctx.where)
+        @staticmethod
+        def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+            transpose = getattr(torch.ops.autoshard, halo.transpose)
+            return transpose(*grad_outputs, *ctx.where), *(None for _ in ctx.where)
 
-
-class _Reduced(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *where: Any) -> Tensor:
-        ctx.where = where
-        return _reduce(x, *where)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        return torch.ops.autoshard.halo_exchange(*grad_outputs, *ctx.where), *(None for _ in ctx.where)
+    return lambda *arguments: Function.apply(*arguments)  # type: ignore[return-value]
 
 
-def _composite(function: type[torch.autograd.Function]) -> Callable[..., Tensor]:
-    return lambda *arguments: function.apply(*arguments)  # type: ignore[return-value]
-
-
-for _name, _function in {"halo_exchange": _Exchanged, "halo_reduce": _Reduced}.items():
-    torch.library.define(f"autoshard::{_name}", _SCHEMA)
-    torch.library.impl(f"autoshard::{_name}", "CompositeImplicitAutograd", _composite(_function))
+for _halo in (
+    _Halo("halo_exchange", "halo_reduce", "held", exchange_traffic, put_together, sums=False),
+    _Halo("halo_reduce", "halo_exchange", "wanted", reduce_traffic, add_up, sums=True),
+):
+    torch.library.define(f"autoshard::{_halo.name}", _SCHEMA)
+    torch.library.impl(f"autoshard::{_halo.name}", "CompositeImplicitAutograd", _composite(_halo))

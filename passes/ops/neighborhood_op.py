@@ -75,11 +75,23 @@ class _Problem:
     there: Tensor | None
 
     @staticmethod
-    def of(q: Tensor, k: Tensor, v: Tensor, axes: Sequence[_Axis], scale: float) -> _Problem:
+    def of(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kernel_size: Any,
+        dilation: Any,
+        is_causal: Any,
+        scale: float,
+        *places: Any,
+    ) -> _Problem:
+        """The arguments of the op, in its order."""
+        numbers = (q.shape[1:-2], k.shape[1:-2], kernel_size, dilation, is_causal, *places)
+        axes = [_Axis(*each) for each in zip(*numbers, strict=True)]
         seen, there = _all_dims(axes, q.device)
         work = torch.float64 if q.dtype == torch.float64 else torch.float32
         q, k, v = (x.to(work).flatten(1, len(axes)) for x in (q, k, v))
-        return _Problem(q, k, v, scale, seen, there if any(axis.is_causal for axis in axes) else None)
+        return _Problem(q, k, v, scale, seen, there if any(is_causal) else None)
 
     def near(self, x: Tensor) -> Tensor:
         """[b,s,p,h,c]: of x [b,t,h,c] what each query sees."""
@@ -100,41 +112,13 @@ class _Problem:
 
 def _all_dims(axes: Sequence[_Axis], device: torch.device) -> tuple[Tensor, Tensor]:
     """[s,p] linear place among the keys, and [s,p,1] whether it is there: all dims' `seen` combined."""
-    place: Tensor | None = None
-    there: Tensor | None = None
-    for axis in axes:
+    place, there = axes[0].seen(device)
+    for axis in axes[1:]:
         one, ok = axis.seen(device)
-        if place is None or there is None:
-            place, there = one, ok
-            continue
         both = (place.shape[0] * one.shape[0], place.shape[1] * one.shape[1])
         place = (place[:, None, :, None] * axis.keys + one[None, :, None, :]).reshape(both)
         there = (there[:, None, :, None] & ok[None, :, None, :]).reshape(both)
-    assert place is not None and there is not None
     return place, there.unsqueeze(-1)
-
-
-def _axes(
-    q: Tensor,
-    k: Tensor,
-    kernel_size: Sequence[int],
-    dilation: Sequence[int],
-    is_causal: Sequence[bool],
-    lengths: Sequence[int],
-    first_query: Sequence[int],
-    first_key: Sequence[int],
-) -> list[_Axis]:
-    numbers = (
-        q.shape[1:-2],
-        k.shape[1:-2],
-        kernel_size,
-        dilation,
-        is_causal,
-        lengths,
-        first_query,
-        first_key,
-    )
-    return [_Axis(*each) for each in zip(*numbers, strict=True)]
 
 
 @torch.library.custom_op(
@@ -142,24 +126,12 @@ def _axes(
     mutates_args=(),
     schema=f"(Tensor q, Tensor k, Tensor v, {_GEOMETRY}) -> Tensor",
 )
-def neighborhood_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kernel_size: Sequence[int],
-    dilation: Sequence[int],
-    is_causal: Sequence[bool],
-    scale: float,
-    lengths: Sequence[int],
-    first_query: Sequence[int],
-    first_key: Sequence[int],
-) -> Tensor:
+def neighborhood_attention(q: Tensor, k: Tensor, v: Tensor, *geometry: Any) -> Tensor:
     """[b, *s, h, e]: softmax(scale * q k^T) v over the keys each query sees; see the module.
 
     q [b, *s, h, d], k [b, *t, h, d], v [b, *t, h, e], of one dtype. Computed in at least float32.
     """
-    axes = _axes(q, k, kernel_size, dilation, is_causal, lengths, first_query, first_key)
-    problem = _Problem.of(q, k, v, axes, scale)
+    problem = _Problem.of(q, k, v, *geometry)
     weights = problem.weights(problem.near(problem.k))
     out = (weights.unsqueeze(-1) * problem.near(problem.v)).sum(2)
     return out.reshape((*q.shape[:-1], v.shape[-1])).to(q.dtype)
@@ -176,29 +148,18 @@ def _(q: Tensor, k: Tensor, v: Tensor, *geometry: Any) -> Tensor:
     schema=f"(Tensor grad_out, Tensor q, Tensor k, Tensor v, {_GEOMETRY}) -> (Tensor, Tensor, Tensor)",
 )
 def neighborhood_attention_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kernel_size: Sequence[int],
-    dilation: Sequence[int],
-    is_causal: Sequence[bool],
-    scale: float,
-    lengths: Sequence[int],
-    first_query: Sequence[int],
-    first_key: Sequence[int],
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *geometry: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `neighborhood_attention` with respect to (q, k, v), what queries here give to the keys here.
 
     dS = P * (dP - rowsum(P * dP)) with dP = dO V^T: the softmax's Jacobian.
     """
-    axes = _axes(q, k, kernel_size, dilation, is_causal, lengths, first_query, first_key)
-    problem = _Problem.of(q, k, v, axes, scale)
+    problem = _Problem.of(q, k, v, *geometry)
     keys = problem.near(problem.k)
     weights = problem.weights(keys)
-    grad = grad_out.to(weights.dtype).flatten(1, len(axes)).unsqueeze(2)
+    grad = grad_out.to(weights.dtype).flatten(1, q.ndim - 3).unsqueeze(2)
     grad_weights = (grad * problem.near(problem.v)).sum(-1)
-    grad_scores = weights * (grad_weights - (weights * grad_weights).sum(2, keepdim=True)) * scale
+    grad_scores = weights * (grad_weights - (weights * grad_weights).sum(2, keepdim=True)) * problem.scale
     grad_q = (grad_scores.unsqueeze(-1) * keys).sum(2)
     grad_k = problem.spread(grad_scores.unsqueeze(-1) * problem.q.unsqueeze(2))
     grad_v = problem.spread(weights.unsqueeze(-1) * grad)

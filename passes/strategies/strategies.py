@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cost_model.mesh import MeshSpec
 from passes.layout.assignment import FactorSplit, NodeLayouts
@@ -16,9 +16,6 @@ from passes.strategies.cuts import NO_CUTS, Cuts, Wider
 __all__ = ["enumerate_strategies"]
 
 Shape = Sequence[int]
-
-Made = dict[Hashable, Layout]
-"""Layouts of one op's tensors made so far."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +47,11 @@ def enumerate_strategies(
     found: dict[NodeLayouts, None] = {}
     for way in rule.ways:
         legal = _contiguous_factors(way)
-        made: Made = {}
+        maker = _Maker(way, [*operand_shapes, *result_shapes], mesh)
         per_axis = [_axis_choices(axis, legal, way) for axis in mesh.real_axes()]
         for choices in itertools.product(*per_axis):
             for splits in _splits(choices, way, mesh, cuts, wider or {}, any_order):
-                found.setdefault(_layouts(way, operand_shapes, result_shapes, mesh, choices, splits, made))
+                found.setdefault(maker.layouts(choices, splits))
     return tuple(found)
 
 
@@ -95,46 +92,6 @@ def _splits(
     return (tuple(combination) for combination in itertools.product(*options))
 
 
-def _layouts(
-    rule: OpRule,
-    operand_shapes: Sequence[Shape],
-    result_shapes: Sequence[Shape],
-    mesh: MeshSpec,
-    choices: Sequence[_Choice],
-    splits: tuple[FactorSplit, ...],
-    made: Made,
-) -> NodeLayouts:
-    by_factor = {split.factor: split for split in splits}
-    carried = [(c.axis, rule.linear[c.linear]) for c in choices if c.linear is not None]
-    operands = tuple(
-        _layout(
-            rule,
-            i,
-            dims,
-            shape,
-            mesh,
-            by_factor,
-            [(a, "sum") for a, members in carried if i in members],
-            made,
-        )
-        for i, (dims, shape) in enumerate(zip(rule.operands, operand_shapes, strict=True))
-    )
-    results = tuple(
-        _layout(
-            rule,
-            len(rule.operands) + i,
-            dims,
-            shape,
-            mesh,
-            by_factor,
-            [(a, "sum") for a, _ in carried] + _pending(rule, dims, splits),
-            made,
-        )
-        for i, (dims, shape) in enumerate(zip(rule.results, result_shapes, strict=True))
-    )
-    return NodeLayouts(operands, results, splits)
-
-
 def _pending(rule: OpRule, dims: Sequence[Dim], splits: Sequence[FactorSplit]) -> list[tuple[str, str]]:
     """Partial entries of a result: the axes whose split factor this result has summed away."""
     kept = {factor for dim in dims for factor in dim}
@@ -146,54 +103,54 @@ def _pending(rule: OpRule, dims: Sequence[Dim], splits: Sequence[FactorSplit]) -
     ]
 
 
-def _layout(
-    rule: OpRule,
-    tensor: int,
-    dims: Sequence[Dim],
-    shape: Shape,
-    mesh: MeshSpec,
-    by_factor: Mapping[str, FactorSplit],
-    partial: Sequence[tuple[str, str]],
-    made: Made,
-) -> Layout:
-    """The layout of one tensor, counted through operands and results. Many strategies of an op agree on one tensor:
-    they
-    share its layout."""
-    heads = [next((f for f in dim if rule.sizes[f] > 1), None) for dim in dims]
-    found = tuple(None if head is None else by_factor.get(head) for head in heads)
-    windowed = tensor if any(place[0] == tensor for place in rule.windows) else None
-    key = (tuple(dims), tuple(shape), found, tuple(partial), windowed)
-    if key not in made:
-        made[key] = _new_layout(rule, tensor, dims, shape, mesh, found, partial)
-    return made[key]
+@dataclass(frozen=True)
+class _Maker:
+    """Layouts of one op's tensors, of these shapes, operands first. Many strategies agree on one: they share it."""
 
+    rule: OpRule
+    shapes: Sequence[Shape]
+    mesh: MeshSpec
+    made: dict[Hashable, Layout] = field(default_factory=dict)
 
-def _new_layout(
-    rule: OpRule,
-    tensor: int,
-    dims: Sequence[Dim],
-    shape: Shape,
-    mesh: MeshSpec,
-    found: Sequence[FactorSplit | None],
-    partial: Sequence[tuple[str, str]],
-) -> Layout:
-    """found: per dim, the split of its first factor, if it is split."""
-    axes: list[tuple[str, ...]] = []
-    halos: list[Halo | None] = []
-    for d, (dim, split) in enumerate(zip(dims, found, strict=True)):
-        halos.append(None)
+    def layouts(self, choices: Sequence[_Choice], splits: tuple[FactorSplit, ...]) -> NodeLayouts:
+        rule, count = self.rule, len(self.rule.operands)
+        by_factor = {split.factor: split for split in splits}
+        carried = [(c.axis, rule.linear[c.linear]) for c in choices if c.linear is not None]
+        found: list[Layout] = []
+        for t, dims in enumerate(rule.operands_and_results):
+            partial = [(a, "sum") for a, members in carried if t >= count or t in members]
+            if t >= count:
+                partial += _pending(rule, dims, splits)
+            found.append(self._layout(t, dims, by_factor, partial))
+        return NodeLayouts(tuple(found[:count]), tuple(found[count:]), splits)
+
+    def _layout(
+        self,
+        tensor: int,
+        dims: Sequence[Dim],
+        by_factor: Mapping[str, FactorSplit],
+        partial: Sequence[tuple[str, str]],
+    ) -> Layout:
+        heads = [next((f for f in dim if self.rule.sizes[f] > 1), None) for dim in dims]
+        found = tuple(None if head is None else by_factor.get(head) for head in heads)
+        windowed = tensor if any(place[0] == tensor for place in self.rule.windows) else None
+        key = (tuple(dims), tuple(self.shapes[tensor]), found, tuple(partial), windowed)
+        if key not in self.made:
+            axes = [() if split is None else split.axes for split in found]
+            halos = [self._halo(tensor, d, dims[d], split) for d, split in enumerate(found)]
+            self.made[key] = Layout.of(self.shapes[tensor], self.mesh, axes, partial, None, halos)
+        return self.made[key]
+
+    def _halo(self, tensor: int, d: int, dim: Dim, split: FactorSplit | None) -> Halo | None:
+        """Of a dim whose first factor is split so, where that is not in torch.chunk's parts of the dim."""
         if split is None:
-            axes.append(())
-            continue
-        axes.append(split.axes)
-        inner = math.prod(rule.sizes[f] for f in dim) // rule.sizes[split.factor]
-        window = rule.windows.get((tensor, d))
+            return None
+        sizes, window = self.rule.sizes, self.rule.windows.get((tensor, d))
+        inner = math.prod(sizes[f] for f in dim) // sizes[split.factor]
         if window is None and inner == 1 and split.spans is None:
-            continue
-        parts = split.parts(rule.sizes[split.factor], mesh)
+            return None
+        parts = split.parts(sizes[split.factor], self.mesh)
         if window is None:
-            spans = tuple((lo * inner, hi * inner) for lo, hi in parts)
-        else:
-            spans = tuple(window.reads(lo, hi) for lo, hi in parts)
-        halos[d] = Halo(spans, summed=window is not None and tensor >= len(rule.operands))
-    return Layout.of(shape, mesh, axes, partial, None, halos)
+            return Halo(tuple((lo * inner, hi * inner) for lo, hi in parts))
+        summed = tensor >= len(self.rule.operands)
+        return Halo(tuple(window.reads(lo, hi) for lo, hi in parts), summed=summed)

@@ -19,6 +19,7 @@ from passes.ir.joint import JointGraph, tensor_operands
 from passes.ir.rewrite import copy_joint
 from tests import models
 from tests.canonicalize.functions import FUNCTIONS
+from tests.canonicalize.gone import is_gone
 from tests.canonicalize.graphs import Function, assert_same, assert_valid, joint_of, ops, ramp, run, text
 
 GONE = {
@@ -37,6 +38,8 @@ def checked(joint: JointGraph, inputs: list[torch.Tensor]) -> JointGraph:
     assert text(joint) == before, "canonicalize changed its argument"
     assert_valid(canonical)
     assert not GONE & set(ops(canonical))
+    targets = {n.target for n in canonical.graph.nodes if isinstance(n.target, torch._ops.OpOverload)}
+    assert not [op for op in targets if is_gone(op)]
     assert_same(joint, canonical, inputs, rtol=1e-5, atol=1e-5)
     return canonical
 
@@ -156,6 +159,8 @@ def test_models_with_dropout(name: str) -> None:
     canonical = canonicalize(joint)
     assert_valid(canonical)
     assert not GONE & set(ops(canonical))
+    targets = {n.target for n in canonical.graph.nodes if isinstance(n.target, torch._ops.OpOverload)}
+    assert not [op for op in targets if is_gone(op)]
     draws = [n for n in canonical.graph.nodes if n.target is torch.ops.autoshard.uniform.default]
     assert len({n.args[4] for n in draws}) == len(draws) > 4, "every draw has its own stream"
     assert all(n.meta["phase"] == "forward" for n in draws), "the backward reads the forward's masks"

@@ -34,7 +34,6 @@ def test_pairs_of_real_numbers() -> None:
     draw = Draw(0)
     z = draw.floats(3, 2, dtype=COMPLEX)
     linear = (frozenset({0}),)
-    assert check(aten._conj.default, z).linear == linear
     assert check(aten.conj_physical.default, z).linear == linear
     assert check(aten.view_as_real.default, z).linear == linear
     assert check(aten.view_as_complex.default, torch.view_as_real(z)).linear == linear

@@ -18,21 +18,10 @@ def test_matrix_products(seed: int) -> None:
     draw = Draw(seed)
     b, m, k, n = draw.sizes(4)
     x, y = draw.floats(m, k), draw.floats(k, n)
-    assert set(check(aten.mm.default, x, y).linear) == {frozenset({0}), frozenset({1})}
-    check(aten.bmm.default, draw.floats(b, m, k), draw.floats(b, k, n))
-    check(aten.mv.default, x, y[:, 0])
-    check(aten.dot.default, x[0], y[:, 0])
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_bias_is_added_once(seed: int) -> None:
-    draw = Draw(seed)
-    b, m, k, n = draw.sizes(4)
-    x, y = draw.floats(m, k), draw.floats(k, n)
-    for bias in (draw.floats(n), draw.floats(m, n), draw.floats(1, n), draw.floats()):
-        check(aten.addmm.default, bias, x, y)
-        check(aten.addmm.default, bias, x, y, beta=0.5, alpha=2)
-    check(aten.baddbmm.default, draw.floats(m, n), draw.floats(b, m, k), draw.floats(b, k, n))
+    assert set(check(contract, x, y, "m k, k n -> m n").linear) == {frozenset({0}), frozenset({1})}
+    check(contract, draw.floats(b, m, k), draw.floats(b, k, n), "b m k, b k n -> b m n")
+    check(contract, x, y[:, 0], "m k, k -> m")
+    check(contract, x[0], y[:, 0], "k, k -> ")
 
 
 @pytest.mark.parametrize(
@@ -108,7 +97,6 @@ def test_resizing(kind: str) -> None:
     x, corners = draw.floats(2, 3, 3, 4), [] if kind == "nearest" else [False]
     packet, backward = getattr(aten, f"upsample_{kind}2d"), getattr(aten, f"upsample_{kind}2d_backward")
     check(packet.default, x, [6, 5], *corners)
-    check(packet.vec, x, [6, 5], *corners, None)
     check(backward.default, draw.floats(2, 3, 6, 5), [6, 5], [2, 3, 3, 4], *corners)
 
 

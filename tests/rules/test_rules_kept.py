@@ -11,8 +11,9 @@ from torch import fx
 
 from passes.ir.op_signature import op_signature
 from passes.rules.check.trial import call_node
+from passes.rules.core.assemble import whole_rule
 from passes.rules.core.opcall import OpCall
-from passes.rules.core.rule import OpRule, replicated_rule
+from passes.rules.core.rule import OpRule
 from passes.rules.core.rule_registry import RuleTable, rule_for
 
 aten = torch.ops.aten
@@ -50,7 +51,7 @@ def test_a_rule_is_made_once_for_ops_alike_and_again_for_another_builder() -> No
     def builder(name: str) -> Callable[[OpCall], OpRule]:
         def build(call: OpCall) -> OpRule:
             calls.append(name)
-            return replicated_rule([2, 2], [2])
+            return whole_rule(call.shapes, 2)
 
         return build
 

@@ -60,20 +60,20 @@ def test_any_regrouping(source: list[int], random: object) -> None:
         take = random.randint(1, 2)  # type: ignore[attr-defined]
         target.append(math.prod(primes[:take]))
         primes = primes[take:]
-    check(aten.view.default, torch.randn(source, dtype=torch.float64), target)
+    check(aten.reshape.default, torch.randn(source, dtype=torch.float64), target)
 
 
 def test_every_head_can_be_split() -> None:
     """b s (h d) -> b s h d and back: a model's attention."""
     x = torch.ones(2, 3, 8)
-    rule = rule_for(call_node(aten.view.default, (x, [2, 3, 4, 2])))
+    rule = rule_for(call_node(aten.reshape.default, (x, [2, 3, 4, 2])))
     assert rule.operands == ((("f0",), ("f1",), ("f2", "f3")),)
     assert rule.results == ((("f0",), ("f1",), ("f2",), ("f3",)),)
 
 
 def test_local_view_of_a_transposed_shard() -> None:
     """A view that is legal globally must be possible on a shard in any memory order."""
-    rule = check(aten.view.default, torch.randn(4, 3, 2, dtype=torch.float64), [12, 2])
+    rule = check(aten.reshape.default, torch.randn(4, 3, 2, dtype=torch.float64), [12, 2])
     assert rule.localize is not None
 
 
@@ -82,12 +82,8 @@ def test_reordering(seed: int) -> None:
     draw = Draw(seed)
     x = draw.floats(*draw.sizes(3))
     check(aten.permute.default, x, [2, 0, -2])
-    check(aten.transpose.int, x, 0, -1)
-    check(aten.t.default, x[0])
-    check(aten.t.default, x[0, 0])
-    check(aten.unsqueeze.default, x, draw.pick(0, 1, -1))
     check(aten.reshape.default, x, [-1])
-    check(aten._unsafe_view.default, x, [x.shape[0], x.shape[1] * x.shape[2]])
+    check(aten.reshape.default, x, [x.shape[0], x.shape[1] * x.shape[2]])
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -96,14 +92,12 @@ def test_squeeze(seed: int) -> None:
     draw = Draw(seed)
     shape = [draw.pick(1, 2, 3) for _ in range(4)]
     x = draw.floats(*shape)
-    check(aten.squeeze.default, x)
-    for dim in range(-1, 3):
-        check(aten.squeeze.dim, x, dim)
-    check(aten.squeeze.dims, x, [0, 2])
+    check(aten.reshape.default, x, list(x.squeeze().shape))
+    check(aten.reshape.default, x, list(x.squeeze((0, 2)).shape))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_expand_and_repeat(seed: int) -> None:
+def test_expand(seed: int) -> None:
     draw = Draw(seed)
     shape = draw.sizes(3)
     source = [draw.pick(n, 1) for n in shape]
@@ -111,7 +105,6 @@ def test_expand_and_repeat(seed: int) -> None:
     check(
         aten.expand.default, draw.floats(*source[1:]), [shape[0], *[-1 if n > 1 else n for n in source[1:]]]
     )
-    check(aten.repeat.default, draw.floats(*source[1:]), [3, draw.pick(1, 2), 1])
     check(aten.expand.default, draw.floats(), [4])
 
 

@@ -91,13 +91,6 @@ def _nearest_exact(rng: random.Random) -> tuple[str, torch.Tensor, list[Any]]:
 
 def nearest_exact_resize(rng: random.Random) -> Case:
     name, x, rest = _nearest_exact(rng)
-    if rng.random() < 0.3:
-        scales = None if rest[1] is None or None in rest[1:] else rest[1:]
-        if scales is None:
-            return getattr(aten, name).vec, [x, rest[0], None]
-        outs = [int(n * s) for n, s in zip(x.shape[2:], scales, strict=True)]
-        if min(outs) > 0:
-            return getattr(aten, name).vec, [x, None, scales]
     return getattr(aten, name).default, [x, *rest]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import string
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torch import Tensor, fx, nn
 from cost_model.checked_arguments import reject
 from cost_model.errors import ShardingError
 from passes.ir.joint import map_operands, tensor_operands
-from passes.rules.check.trial import Choice, Trial, call_node, choices
+from passes.rules.check.trial import REDUCTIONS, Choice, Trial, call_node, choices
 from passes.rules.core.notation import parse
 from passes.rules.core.rule import OpRule
 from passes.rules.plain.empty_results import neutral_where_empty
@@ -23,11 +24,6 @@ __all__ = ["discover_rule"]
 
 _MAX_ASSIGNMENTS = 20_000
 _MESHES = ((2,), (3,), (2, 2))
-_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "sum": lambda parts: parts.sum(0),
-    "max": lambda parts: parts.amax(0),
-    "min": lambda parts: parts.amin(0),
-}
 
 
 @dataclass(frozen=True)
@@ -88,9 +84,7 @@ def _bind(rule: str, operands: Sequence[Tensor], results: Sequence[Tensor]) -> O
 def _candidates(node: fx.Node, operands: Sequence[Tensor], results: Sequence[Tensor]) -> list[_Factor]:
     """Every assignment that works, those of most operands, and joining rather than reducing, first."""
     options = [[None, *(d for d in range(t.ndim) if t.shape[d] > 1)] for t in operands]
-    count = 1
-    for option in options:
-        count *= len(option)
+    count = math.prod(map(len, options))
     if count > _MAX_ASSIGNMENTS:
         raise ShardingError(
             f"cannot discover a rule for {node.target}: {count} assignments of dims to try\n"
@@ -141,7 +135,7 @@ def _outcomes(whole: Tensor, parts: Sequence[Any]) -> Iterator[int | str | None]
     if all(p.shape == whole.shape for p in parts):
         if all(_equal(p, whole) for p in parts):
             yield None
-        for name, reduce in _REDUCTIONS.items():
+        for name, reduce in REDUCTIONS.items():
             if not whole.dtype.is_complex and _equal(reduce(torch.stack(list(parts))).to(whole.dtype), whole):
                 yield name
 
@@ -149,7 +143,7 @@ def _outcomes(whole: Tensor, parts: Sequence[Any]) -> Iterator[int | str | None]
 def _equal(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape:
         return False
-    tolerance = 1e-9 if b.dtype in (torch.float64, torch.complex128) else 1e-4
+    tolerance = _tolerance(b)
     return torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
@@ -217,7 +211,9 @@ def _wrong_factor(node: fx.Node, rule: OpRule) -> str | None:
     for mesh in _MESHES:
         for chosen in choices(rule, len(mesh)):
             named = [c.factor for c in chosen if c.factor is not None]
-            if named and not _holds(Trial(node, rule, mesh, chosen, rtol=_tolerance(node))):
+            if named and not _holds(
+                Trial(node, rule, mesh, chosen, rtol=_tolerance(*_results(node.meta["val"])))
+            ):
                 return named[-1]
     return None
 
@@ -229,16 +225,20 @@ def _linear_sets(node: fx.Node, rule: OpRule, operands: Sequence[Tensor]) -> lis
     for size in range(1, len(able) + 1):
         for members in map(frozenset, itertools.combinations(able, size)):
             known = any(smaller <= members for smaller in found)
-            trial = Trial(node, rule, (3,), (Choice(linear=members),), rtol=_tolerance(node))
+            trial = Trial(
+                node, rule, (3,), (Choice(linear=members),), rtol=_tolerance(*_results(node.meta["val"]))
+            )
             if not known and _holds(trial):
                 found.append(members)
     return found
 
 
-def _tolerance(node: fx.Node) -> float:
-    wide = all(r.dtype in (torch.float64, torch.complex128) or not r.dtype.is_floating_point
-               for r in _results(node.meta["val"]))  # fmt: skip
-    return 1e-9 if wide else 1e-4
+def _tolerance(*values: Tensor) -> float:
+    """Of values that are sums of parts: whole numbers and wide floats are exact."""
+    return max(
+        1e-9 if v.dtype in (torch.float64, torch.complex128) or not v.dtype.is_floating_point else 1e-4
+        for v in values
+    )
 
 
 def _holds(trial: Trial) -> bool:

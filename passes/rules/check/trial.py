@@ -22,9 +22,16 @@ from passes.layout.layout import Span, nested_sizes
 from passes.rules.core.rule import Dim, OpRule
 from passes.rules.windowed.periodic import spread, taken
 
-__all__ = ["Choice", "Trial", "call_node", "choices"]
+__all__ = ["REDUCTIONS", "Choice", "Trial", "call_node", "choices"]
 
 Coordinate = tuple[int, ...]
+
+REDUCTIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sum": lambda parts: parts.sum(0),
+    "max": lambda parts: parts.amax(0),
+    "min": lambda parts: parts.amin(0),
+}
+"""Of values stacked along dim 0."""
 
 
 @dataclass(frozen=True)
@@ -243,9 +250,7 @@ def _reduced(parts: Sequence[torch.Tensor], ops: set[str]) -> torch.Tensor:
     if len(parts) == 1:
         return parts[0]
     assert len(ops) == 1, "a result waits for two different reductions"
-    together = torch.stack(list(parts))
-    op = ops.pop()
-    return together.sum(0) if op == "sum" else together.amax(0) if op == "max" else together.amin(0)
+    return REDUCTIONS[ops.pop()](torch.stack(list(parts)))
 
 
 def _random_like(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import fx
 
 from passes.ir.joint import node_value
-from passes.ir.op_schema import schema_arguments
-from passes.rules.core.rule import LocalContext, Localize
+from passes.ir.op_schema import named_arguments, schema_arguments
+from passes.rules.core.rule import LocalContext
 
 __all__ = [
     "again",
@@ -23,7 +23,7 @@ __all__ = [
     "is_empty",
     "local_index",
     "offset",
-    "sized",
+    "positions",
     "with_ones",
     "zero_where",
 ]
@@ -33,43 +33,27 @@ aten = torch.ops.aten
 
 def argument(ctx: LocalContext, name: str) -> Any:
     """This rank's argument called `name` in the op's schema; its default if it is not given."""
-    return _by_name(ctx.node.target, ctx.args, ctx.kwargs, name)
+    return named_arguments(ctx.node.target, ctx.args, ctx.kwargs)[name]
 
 
 def global_tensor(ctx: LocalContext, name: str) -> torch.Tensor:
     """The global value of the tensor argument `name`."""
-    return node_value(_by_name(ctx.node.target, ctx.node.args, ctx.node.kwargs, name))
-
-
-def _by_name(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> Any:
-    for position, arg in enumerate(schema_arguments(target)):
-        if arg.name == name:
-            return args[position] if position < len(args) else kwargs.get(name, arg.default)
-    raise AssertionError(f"{target} has no argument {name!r}")
+    return node_value(named_arguments(ctx.node.target, ctx.node.args, ctx.node.kwargs)[name])
 
 
 def again(ctx: LocalContext, **changes: Any) -> fx.Node:
     """Emit the same op on the local arguments, with some of them changed by name."""
-    args: list[Any] = list(ctx.args)
-    kwargs = dict(ctx.kwargs)
-    arguments = schema_arguments(ctx.node.target)
-    for position, arg in enumerate(arguments):
-        if arg.name not in changes:
-            continue
-        if position < len(args):
-            args[position] = changes[arg.name]
-        else:
-            kwargs[arg.name] = changes[arg.name]
-    return ctx.call(ctx.node.target, *args, **kwargs)  # type: ignore[arg-type]
+    names = [argument.name for argument in schema_arguments(ctx.node.target)]
+    args = [changes.pop(name, arg) for name, arg in zip(names, ctx.args, strict=False)]
+    assert changes.keys() <= set(names), f"{ctx.node.target} has no argument {changes}"
+    return ctx.call(ctx.node.target, *args, **{**ctx.kwargs, **changes})  # type: ignore[arg-type]
 
 
-def sized(name: str) -> Localize:
-    """Repeat the op with its shape argument `name` set to this rank's shape of the result."""
-
-    def localize(ctx: LocalContext) -> fx.Node:
-        return again(ctx, **{name: ctx.result_shape()})
-
-    return localize
+def positions(ctx: LocalContext, *bounds: int, dtype: torch.dtype = torch.int64) -> fx.Node:
+    """[start, start + step, ..., end), beside result 0. bounds: start, end, step."""
+    device = node_value(ctx.node).device
+    bounds = (*bounds, 1)[:3]
+    return ctx.call(aten.arange.start_step, *bounds, dtype=dtype, device=device, pin_memory=False)
 
 
 def offset(ctx: LocalContext, factor: str) -> int:
@@ -122,8 +106,8 @@ def zero_where(ctx: LocalContext, mask: fx.Node, value: fx.Node, like: torch.Ten
     return ctx.call(aten.where.self, mask, filled(ctx, [], 0, like), value)
 
 
-def with_ones(ctx: LocalContext, mask: fx.Node, ndim: int, after: int) -> fx.Node:
-    """`mask` of `ndim` dims followed by `after` dims of size 1."""
-    for position in range(ndim, ndim + after):
-        mask = ctx.call(aten.unsqueeze.default, mask, position)
+def with_ones(ctx: LocalContext, mask: fx.Node, after: int) -> fx.Node:
+    """`mask` followed by `after` dims of size 1."""
+    for _ in range(after):
+        mask = ctx.call(aten.unsqueeze.default, mask, -1)
     return mask

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from passes.ir.joint import map_operands, node_values, tensor_operands
-from passes.ir.op_schema import schema_arguments
+from passes.ir.op_schema import named_arguments
 from passes.rules.core.rule import OpRule
 
 __all__ = ["Builder", "OpCall", "TensorInfo", "describe"]
@@ -73,20 +73,10 @@ def describe(node: fx.Node) -> OpCall:
     args, kwargs = map_operands(node, operands)
     results = tuple(None if v is None else _info(i, v) for i, v in enumerate(node_values(node)))
     target: Any = node.target
-    return OpCall(target, _by_name(target, args, kwargs), operands, results)
+    return OpCall(target, named_arguments(target, args, kwargs), operands, results)
 
 
 def _info(position: int, value: Any) -> TensorInfo:
     if not isinstance(value, torch.Tensor):  # a number computed in the graph: nothing to split
         return TensorInfo(position, (), torch.float64 if isinstance(value, float) else torch.int64)
     return TensorInfo(position, tuple(int(n) for n in value.shape), value.dtype)
-
-
-def _by_name(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    named: dict[str, Any] = {}
-    for position, argument in enumerate(schema_arguments(target)):
-        if position < len(args):
-            named[argument.name] = args[position]
-        else:
-            named[argument.name] = kwargs.get(argument.name, argument.default)
-    return named

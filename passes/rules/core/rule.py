@@ -16,7 +16,7 @@ from torch import fx
 
 from passes.layout.windows import Window
 
-__all__ = ["Dim", "LocalContext", "Localize", "OpRule", "replicated_rule"]
+__all__ = ["Dim", "LocalContext", "Localize", "OpRule"]
 
 Dim = tuple[str, ...]
 
@@ -134,12 +134,3 @@ class OpRule:
                 for factor in dim:
                     seen.setdefault(factor)
         return tuple(f for f in seen if f not in self.whole and self.sizes[f] > 1)
-
-
-def replicated_rule(operand_ndims: list[int], result_ndims: list[int]) -> OpRule:
-    """The rule of an op nobody described: nothing can be split; operands are gathered."""
-
-    def fresh(kind: str, ndims: list[int]) -> tuple[tuple[Dim, ...], ...]:
-        return tuple(((),) * ndim for ndim in ndims)
-
-    return OpRule(operands=fresh("o", operand_ndims), results=fresh("r", result_ndims), sizes={})

@@ -2,64 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import fx
 
 from passes.ir.joint import node_value
 from passes.rules.core.assemble import assemble
-from passes.rules.core.emit_op import again, argument, aten, offset, sized
-from passes.rules.core.opcall import Builder, OpCall
+from passes.rules.core.emit_op import again, argument, offset
+from passes.rules.core.opcall import OpCall
 from passes.rules.core.rule import LocalContext, Localize, OpRule
 from passes.rules.plain.pointwise import broadcast_dims
 
-__all__ = ["arange", "created", "iota", "new_like", "uniform"]
+__all__ = ["arange", "full", "iota", "uniform"]
 
 
-def created(size: str = "size", localize: Localize | None = None) -> Builder:
-    """-> a b: argument `size` is the result's shape."""
-    return lambda call: _fill(call, localize or sized(size))
+def full(call: OpCall) -> OpRule:
+    """-> a b"""
+    return _made(call, lambda ctx: again(ctx, size=ctx.result_shape()))
 
 
-def _fill(call: OpCall, localize: Localize) -> OpRule:
+def _made(call: OpCall, localize: Localize) -> OpRule:
     operands = [((),) * operand.ndim for operand in call.operands]
     result = broadcast_dims(call.result.ndim, call.result.ndim)
     return assemble(call.shapes, operands, [result], localize=localize)
 
 
-def new_like(call: OpCall) -> OpRule:
-    """new_zeros(x, size): x gives dtype and device only, but of x's own shape it can stay split."""
-    source, ndim = call.operands[0], call.result.ndim
-    same = source.shape == call.result.shape
-    operand = broadcast_dims(ndim, ndim) if same else ((),) * source.ndim
-    rest = [((),) * other.ndim for other in call.operands[1:]]
-    return assemble(call.shapes, [operand, *rest], [broadcast_dims(ndim, ndim)], localize=sized("size"))
-
-
 def arange(call: OpCall) -> OpRule:
     """Splits if start and step are whole numbers: only then is a part's start exact."""
-    start, _, step = _progression([call.arguments.get(name) for name in ("start", "end", "step")])
-    exact = all(isinstance(v, (int, float)) and v == int(v) for v in (start, step))
+    exact = all(v == int(v) for v in (call["start"], call["step"]))
     return assemble(call.shapes, [], [[("d0",)]], whole=() if exact else ["d0"], localize=_arange)
-
-
-def _progression(values: Sequence[float | None]) -> tuple[float, float | None, float]:
-    start, end, step = values
-    return 0 if start is None else start, end, 1 if step is None else step
 
 
 def _arange(ctx: LocalContext) -> fx.Node:
     """[start + lo * step, start + hi * step): int(...) keeps an integer range an integer range."""
     if not ctx.is_split("d0"):
-        return ctx.call(ctx.node.target, *ctx.args, **ctx.kwargs)  # type: ignore[arg-type]
-    count = len(ctx.args)  # (end,), (start, end) or (start, end, step)
-    given = (None, ctx.args[0], None) if count == 1 else (*ctx.args, None)[:3]
-    start, _, step = (None if v is None else int(v) for v in _progression(given))
-    assert start is not None and step is not None
+        return again(ctx)
+    start, step = (int(argument(ctx, name)) for name in ("start", "step"))
     low, high = ctx.interval("d0")
-    value = node_value(ctx.node)
-    kwargs = {**ctx.kwargs, "dtype": value.dtype}
-    return ctx.call(aten.arange.start_step, start + low * step, start + high * step, step, **kwargs)
+    dtype = node_value(ctx.node).dtype
+    return again(ctx, start=start + low * step, end=start + high * step, step=step, dtype=dtype)
 
 
 def iota(call: OpCall) -> OpRule:
@@ -75,7 +54,7 @@ def _iota(ctx: LocalContext) -> fx.Node:
 
 def uniform(call: OpCall) -> OpRule:
     """Elements are numbered in global coordinates, so a part is the same numbers wherever it is made."""
-    return _fill(call, _uniform)
+    return _made(call, _uniform)
 
 
 def _uniform(ctx: LocalContext) -> fx.Node:

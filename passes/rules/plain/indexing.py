@@ -1,10 +1,11 @@
-"""Reading rows by index. With the indexed dim split, every rank looks up the rows it has and gives
+"""Reading rows by index, or one row. With the indexed dim split, every rank looks up the rows it has and gives
 zeros for the others, so the result is a pending sum."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -23,21 +24,72 @@ from passes.rules.core.emit_op import (
     zero_where,
 )
 from passes.rules.core.opcall import OpCall, TensorInfo
-from passes.rules.core.rule import Dim, LocalContext, OpRule
+from passes.rules.core.rule import Dim, LocalContext, Localize, OpRule
 from passes.rules.plain.pointwise import linear_sets
 
-__all__ = ["IndexDims", "embedding", "gather", "gather_dims", "index", "index_select", "wrapped"]
+__all__ = [
+    "IndexDims",
+    "embedding",
+    "gather",
+    "gather_dims",
+    "index",
+    "index_select",
+    "own_rows",
+    "rows_along",
+    "select",
+]
 
 
-def embedding(ctx: LocalContext) -> fx.Node:
-    """Localize of "v d, *t -> *t d; v: sum"."""
-    if not ctx.is_split("v"):
-        return again(ctx)
-    if is_empty(ctx, "v"):
-        return constant(ctx, 0)
-    rows, outside = local_index(ctx, argument(ctx, "indices"), "v")
-    found = again(ctx, indices=rows, padding_idx=-1)
-    return zero_where(ctx, ctx.call(aten.unsqueeze.default, outside, -1), found, node_value(ctx.node))
+def own_rows(ctx: LocalContext, name: str, after: int) -> tuple[dict[str, Any], fx.Node]:
+    """(the argument `name`, an index or a list with one, as places in this rank's rows of v; a mask of what is not in
+    them, with `after` dims of size 1 behind). Negative places in a list count from the end."""
+    given = argument(ctx, name)
+    if isinstance(given, fx.Node):
+        rows, outside = local_index(ctx, given, "v")
+        return {name: rows}, with_ones(ctx, outside, after)
+    at = next(i for i, entry in enumerate(given) if entry is not None)
+    size = global_tensor(ctx, "self").shape[at]
+    rows, outside = local_index(ctx, ctx.call(aten.remainder.Scalar, given[at], size), "v")
+    return {name: [*given[:at], rows, *given[at + 1 :]]}, with_ones(ctx, outside, after)
+
+
+def _reading(name: str, after: int, **changes: Any) -> Localize:
+    """Reads its rows by the index `name`, the dims of which `after` others of the result follow."""
+
+    def localize(ctx: LocalContext) -> fx.Node:
+        if not ctx.is_split("v"):
+            return again(ctx)
+        if is_empty(ctx, "v"):
+            return constant(ctx, 0)
+        rows, outside = own_rows(ctx, name, after)
+        return zero_where(ctx, outside, again(ctx, **rows, **changes), node_value(ctx.node))
+
+    return localize
+
+
+def _read(
+    call: OpCall, operands: Sequence[Dims], result: Dims, localize: Localize, whole: Sequence[str] = ()
+) -> OpRule:
+    """A sum over v, but of bools, which have none."""
+    summable = call.operands[0].dtype != torch.bool
+    return assemble(
+        call.shapes,
+        operands,
+        [result],
+        reductions={"v": "sum"} if summable else {},
+        whole=whole if summable else ["v", *whole],
+        linear=linear_sets(call, "self"),
+        localize=localize,
+    )
+
+
+def rows_along(ndim: int, dim: int, name: str = "v") -> list[Dim]:
+    """Dims of a tensor whose `dim` is the one with the rows."""
+    return [(name,) if i == dim % ndim else (f"d{i}",) for i in range(ndim)]
+
+
+# Localize of "v d, *t -> *t d; v: sum".
+embedding = _reading("indices", 1, padding_idx=-1)
 
 
 def gather(call: OpCall) -> OpRule:
@@ -46,16 +98,7 @@ def gather(call: OpCall) -> OpRule:
     if source.ndim == 0 or position.ndim == 0:
         return whole_rule(call.shapes, len(call.operands))
     operand, indices, whole = gather_dims(source.shape, position.shape, call["dim"])
-    summable = source.dtype != torch.bool
-    return assemble(
-        call.shapes,
-        [operand, indices],
-        [indices],
-        reductions={"v": "sum"} if summable else {},
-        whole=whole if summable else ["v", *whole],
-        linear=linear_sets(call, "self"),
-        localize=_gather,
-    )
+    return _read(call, [operand, indices], indices, _reading("index", 0), whole)
 
 
 def gather_dims(source: Sequence[int], index: Sequence[int], dim: int) -> tuple[Dims, Dims, list[str]]:
@@ -73,43 +116,28 @@ def gather_dims(source: Sequence[int], index: Sequence[int], dim: int) -> tuple[
     return operand, indices, whole
 
 
-def _gather(ctx: LocalContext) -> fx.Node:
+def select(call: OpCall) -> OpRule:
+    """a v b -> a b; v: sum. The rank that has the index gives its row, the others zeros."""
+    names = rows_along(call.operands[0].ndim, call["dim"])
+    return _read(call, [names], [name for name in names if name != ("v",)], _select)
+
+
+def _select(ctx: LocalContext) -> fx.Node:
     if not ctx.is_split("v"):
         return again(ctx)
-    if is_empty(ctx, "v"):
-        return constant(ctx, 0)
-    rows, outside = local_index(ctx, argument(ctx, "index"), "v")
-    return zero_where(ctx, outside, again(ctx, index=rows), node_value(ctx.node))
+    shape = global_tensor(ctx, "self").shape
+    row = argument(ctx, "index") % shape[argument(ctx, "dim")]
+    low, high = ctx.interval("v")
+    return again(ctx, index=row - low) if low <= row < high else constant(ctx, 0)
 
 
 def index_select(call: OpCall) -> OpRule:
     """a v b, t -> a t b; v: sum"""
-    source, dim = call.operands[0], call["dim"]
-    if source.ndim == 0 or call.operands[1].ndim == 0:
+    ndim, dim = call.operands[0].ndim, call["dim"]
+    if ndim == 0 or call.operands[1].ndim == 0:
         return whole_rule(call.shapes, len(call.operands))
-    operand: list[Dim] = [(f"d{i}",) for i in range(source.ndim)]
-    operand[dim % source.ndim] = ("v",)
-    summable = source.dtype != torch.bool
-    return assemble(
-        call.shapes,
-        [operand, [("t0",)]],
-        [[("t0",) if name == ("v",) else name for name in operand]],
-        reductions={"v": "sum"} if summable else {},
-        whole=() if summable else ["v"],
-        linear=linear_sets(call, "self"),
-        localize=_index_select,
-    )
-
-
-def _index_select(ctx: LocalContext) -> fx.Node:
-    if not ctx.is_split("v"):
-        return again(ctx)
-    if is_empty(ctx, "v"):
-        return constant(ctx, 0)
-    rows, outside = local_index(ctx, argument(ctx, "index"), "v")
-    source = global_tensor(ctx, "self")
-    after = source.ndim - 1 - argument(ctx, "dim") % source.ndim
-    return zero_where(ctx, with_ones(ctx, outside, 1, after), again(ctx, index=rows), node_value(ctx.node))
+    localize = _reading("index", ndim - 1 - dim % ndim)
+    return _read(call, [rows_along(ndim, dim), [("t0",)]], rows_along(ndim, dim, "t0"), localize)
 
 
 @dataclass(frozen=True)
@@ -157,36 +185,8 @@ class IndexDims:
 
 def index(call: OpCall) -> OpRule:
     """a v b, *t -> a *t b; v: sum. With several indices, the dims they index are whole."""
-    source = call.operands[0]
-    named = IndexDims.of(source, call["indices"])
+    named = IndexDims.of(call.operands[0], call["indices"])
     if named is None:
         return whole_rule(call.shapes, len(call.operands))
-    summable = source.dtype != torch.bool
-    return assemble(
-        call.shapes,
-        [named.source, *named.indices],
-        [named.result],
-        reductions={"v": "sum"} if summable else {},
-        whole=named.whole if summable else ["v", *named.whole],
-        linear=linear_sets(call, "self"),
-        localize=lambda ctx: _index(ctx, named),
-    )
-
-
-def _index(ctx: LocalContext, named: IndexDims) -> fx.Node:
-    if not ctx.is_split("v"):
-        return again(ctx)
-    if is_empty(ctx, "v"):
-        return constant(ctx, 0)
-    indices = list(argument(ctx, "indices"))
-    at = next(i for i, entry in enumerate(indices) if entry is not None)
-    rows, outside = local_index(ctx, wrapped(ctx, indices[at], at), "v")
-    indices[at] = rows
-    mask = with_ones(ctx, outside, len(named.names), named.after)
-    return zero_where(ctx, mask, again(ctx, indices=indices), node_value(ctx.node))
-
-
-def wrapped(ctx: LocalContext, index: fx.Node, dim: int) -> fx.Node:
-    """Negative positions along `dim` of the first operand count from its end."""
-    size = global_tensor(ctx, "self").shape[dim]
-    return ctx.call(aten.remainder.Scalar, index, size)
+    localize = _reading("indices", named.after)
+    return _read(call, [named.source, *named.indices], named.result, localize, named.whole)

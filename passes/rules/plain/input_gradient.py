@@ -9,7 +9,7 @@ interior.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from torch import fx
 
@@ -17,10 +17,17 @@ from passes.layout.windows import SlidingWindow
 from passes.rules.core.assemble import assemble
 from passes.rules.core.emit_op import again, argument, aten, constant
 from passes.rules.core.opcall import OpCall
-from passes.rules.core.rule import Dim, LocalContext, OpRule
+from passes.rules.core.rule import Dim, OpRule
 from passes.rules.plain.empty_results import neutral_where_empty
 from passes.rules.plain.pointwise import linear_sets
-from passes.rules.windowed.convolving import ConvolutionWindow, local_arguments, windows_of
+from passes.rules.windowed.convolving import (
+    ConvolutionWindow,
+    local_arguments,
+    reads_nothing,
+    sides,
+    windows_of,
+)
+from passes.rules.windowed.windowed import Site
 from passes.rules.windowed.windows_in_space import pad_space
 
 __all__ = ["input_gradient_by_positions"]
@@ -40,8 +47,9 @@ def input_gradient_by_positions(
     space = call.tensor("weight").ndim - 2
     plain = tuple((_factor(d),) for d in range(space))
     # What positions of the input's gradient read of the output's: of a convolution the transposed windows.
+    lengths, counts = (call.tensor(name).shape[2:] for name in ("grad_output", "input"))
     windows = windows_of(
-        call.tensor("grad_output").shape[2:],
+        lengths,
         call.tensor("weight").shape[2:],
         not call["transposed"],
         *(call[name] for name in ("stride", "dilation", "padding")),
@@ -61,34 +69,23 @@ def input_gradient_by_positions(
             whole=whole,
             linear=linear_sets(call, "grad_output"),
             windows={(0, 2 + d): window for d, window in enumerate(windows)},
-            localize=lambda ctx: _localize(ctx, windows),
+            localize=lambda ctx: _localize(Site(ctx, 2, windows, lengths, counts, _factor)),
         )
     )
 
 
-def _localize(
-    ctx: LocalContext, windows: Sequence[ConvolutionWindow]
-) -> fx.Node | tuple[fx.Node | None, ...]:
-    split = [d for d in range(len(windows)) if ctx.is_split(_factor(d))]
-    changes = local_arguments(ctx, len(windows), split)
-    if not split:
+def _localize(site: Site[ConvolutionWindow]) -> fx.Node | tuple[fx.Node | None, ...]:
+    ctx, changes = site.ctx, local_arguments(site)
+    if not site.split:
         return again(ctx, **changes)
-    spans = {d: ctx.interval(_factor(d)) for d in split}
-    reads = {d: windows[d].reads(*spans[d]) for d in split}
-    if any(lo >= hi for lo, hi in reads.values()):
+    if reads_nothing(site):
         return (constant(ctx, 0), None, None)
-    shape, before, after = ctx.result_shape(0), [(0, 0)] * len(windows), [(0, 0)] * len(windows)
-    for d in split:
-        window = windows[d]
-        if isinstance(window, SlidingWindow):
-            before[d] = window.padding(*spans[d])
-        else:
-            start, end = window.writes(*reads[d])
-            shape[2 + d] = end - start
-            after[d] = start - spans[d][0], spans[d][1] - end
+    before, after = sides(site), [(0, 0)] * len(site.windows)
+    if not isinstance(site.windows[0], SlidingWindow):
+        before, after = after, before
     grad = pad_space(ctx, argument(ctx, "grad_output"), before)
-    like = ctx.call(
-        aten.new_empty.default, grad, shape
-    )  # read for its shape alone: nothing need be put together
+    lead, lengths = ctx.result_shape()[:2], zip(site.result_lengths, after, strict=True)
+    # Read for its shape alone: nothing need be put together.
+    like = ctx.call(aten.new_empty.default, grad, [*lead, *(n - sum(side) for n, side in lengths)])
     found = ctx.call(operator.getitem, again(ctx, grad_output=grad, input=like, **changes), 0)
     return (pad_space(ctx, found, after), None, None)

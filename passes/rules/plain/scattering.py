@@ -3,13 +3,11 @@ others; with the index split, the additive ops leave a pending sum (and one rank
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import fx
 
-from passes.ir.op_schema import schema_arguments
 from passes.rules.core.assemble import assemble, whole_rule
 from passes.rules.core.emit_op import (
     again,
@@ -21,12 +19,11 @@ from passes.rules.core.emit_op import (
     global_tensor,
     is_empty,
     local_index,
-    with_ones,
     zero_where,
 )
 from passes.rules.core.opcall import OpCall
-from passes.rules.core.rule import Dim, LocalContext, OpRule
-from passes.rules.plain.indexing import IndexDims, gather_dims, wrapped
+from passes.rules.core.rule import Dim, LocalContext, Localize, OpRule
+from passes.rules.plain.indexing import IndexDims, gather_dims, own_rows, rows_along
 from passes.rules.plain.pointwise import linear_sets
 
 __all__ = ["embedding_backward", "index_add", "index_put", "scatter", "scatter_add", "scatter_reduce"]
@@ -60,10 +57,33 @@ def _embedding_backward(ctx: LocalContext) -> fx.Node:
     padding = argument(ctx, "padding_idx")
     if low <= padding < high:
         outside = ctx.call(aten.logical_or.default, outside, ctx.call(aten.eq.Scalar, index, padding))
-    extra = filled(ctx, [], high - low, global_tensor(ctx, "indices"))
-    rows = ctx.call(aten.where.self, outside, extra, rows)
+    rows = _or_behind(ctx, rows, outside, "indices")
     table = again(ctx, indices=rows, num_weights=high - low + 1, padding_idx=high - low)
     return ctx.call(aten.slice.Tensor, table, 0, 0, high - low)
+
+
+def _or_behind(ctx: LocalContext, rows: fx.Node, outside: fx.Node, name: str) -> fx.Node:
+    """`rows`, of the index `name`, and where `outside` holds the one behind this rank's last."""
+    low, high = ctx.interval("v")
+    behind = filled(ctx, [], high - low, global_tensor(ctx, name))
+    return ctx.call(aten.where.self, outside, behind, rows)
+
+
+def _adding(name: str, values: str, summed: Sequence[str], after: int = 0) -> Localize:
+    """Adds `values` to the rows at the index `name`. summed: the index's factors; `after` others of `values` follow.
+    One of the ranks that share the sum adds to what was there; the others add to zeros."""
+
+    def localize(ctx: LocalContext) -> fx.Node:
+        base = argument(ctx, "self") if first_part(ctx, summed) else constant(ctx, 0)
+        if not ctx.is_split("v"):
+            return again(ctx, self=base)
+        if is_empty(ctx, "v"):
+            return base
+        rows, outside = own_rows(ctx, name, after)
+        added = zero_where(ctx, outside, argument(ctx, values), global_tensor(ctx, values))
+        return again(ctx, self=base, **rows, **{values: added})
+
+    return localize
 
 
 def scatter_add(call: OpCall) -> OpRule:
@@ -79,24 +99,8 @@ def scatter_add(call: OpCall) -> OpRule:
         reductions={"k": "sum"},
         whole=whole,
         linear=linear_sets(call, "self src"),
-        localize=_scatter_add,
+        localize=_adding("index", "src", ["k"]),
     )
-
-
-def _scatter_add(ctx: LocalContext) -> fx.Node:
-    base = _added_once(ctx, ["k"])
-    if not ctx.is_split("v"):
-        return again(ctx, self=base)
-    if is_empty(ctx, "v"):
-        return base
-    rows, outside = local_index(ctx, argument(ctx, "index"), "v")
-    src = zero_where(ctx, outside, argument(ctx, "src"), global_tensor(ctx, "src"))
-    return again(ctx, self=base, index=rows, src=src)
-
-
-def _added_once(ctx: LocalContext, summed: Iterable[str]) -> fx.Node:
-    """What an additive op adds to: on one of the ranks that share the sum; zeros on the others."""
-    return argument(ctx, "self") if first_part(ctx, summed) else constant(ctx, 0)
 
 
 def scatter(call: OpCall) -> OpRule:
@@ -115,45 +119,21 @@ def scatter(call: OpCall) -> OpRule:
         [operand],
         whole=["k", *whole],
         linear=linear_sets(call, *groups),
-        localize=_scatter_one if single and not whole else _scatter_many,
+        localize=_scatter,
     )
 
 
-def _scatter_one(ctx: LocalContext) -> fx.Node:
-    """One index a row: compare it with every position, which fuses (cross-entropy's backward)."""
-    if not ctx.is_split("v"):
-        return again(ctx)
-    source = global_tensor(ctx, "self")
-    low, high = ctx.interval("v")
-    index = global_tensor(ctx, "index")
-    positions = ctx.call(aten.arange.start, low, high, dtype=index.dtype, device=index.device)
-    positions = with_ones(ctx, positions, 1, source.ndim - 1 - argument(ctx, "dim") % source.ndim)
-    hit = ctx.call(aten.eq.Tensor, argument(ctx, "index"), positions)
-    written = _written(ctx)
-    if not isinstance(written, fx.Node):
-        written = filled(ctx, [], written, source)
-    return ctx.call(aten.where.self, hit, written, argument(ctx, "self"))
-
-
-def _scatter_many(ctx: LocalContext) -> fx.Node:
+def _scatter(ctx: LocalContext) -> fx.Node:
     """What other ranks write goes to an extra row that is cut off."""
     if not ctx.is_split("v"):
         return again(ctx)
     low, high = ctx.interval("v")
-    source = global_tensor(ctx, "self")
-    dim = argument(ctx, "dim") % source.ndim
-    after = source.ndim - 1 - dim
-    padded = ctx.call(aten.constant_pad_nd.default, argument(ctx, "self"), [0, 0] * after + [0, 1], 0)
-    rows, outside = local_index(ctx, argument(ctx, "index"), "v")
-    extra = filled(ctx, [], high - low, global_tensor(ctx, "index"))
-    rows = ctx.call(aten.where.self, outside, extra, rows)
-    result = again(ctx, self=padded, index=rows)
-    return ctx.call(aten.slice.Tensor, result, dim, 0, high - low)
-
-
-def _written(ctx: LocalContext) -> Any:
-    has_values = any(arg.name == "src" for arg in schema_arguments(ctx.node.target))
-    return argument(ctx, "src" if has_values else "value")
+    ndim = global_tensor(ctx, "self").ndim
+    dim = argument(ctx, "dim") % ndim
+    pads = [0, 0] * (ndim - 1 - dim) + [0, 1]
+    padded = ctx.call(aten.constant_pad_nd.default, argument(ctx, "self"), pads, 0)
+    rows = _or_behind(ctx, *local_index(ctx, argument(ctx, "index"), "v"), "index")
+    return ctx.call(aten.slice.Tensor, again(ctx, self=padded, index=rows), dim, 0, high - low)
 
 
 def scatter_reduce(call: OpCall) -> OpRule:
@@ -167,33 +147,18 @@ def scatter_reduce(call: OpCall) -> OpRule:
 
 def index_add(call: OpCall) -> OpRule:
     """a v b, t, a t b -> a v b; t: sum"""
-    source, dim = call.tensor("self"), call["dim"]
-    if source.ndim == 0 or call.tensor("source").ndim == 0 or source.dtype == torch.bool:
+    source, dim, ndim = call.tensor("self"), call["dim"], call.tensor("self").ndim
+    if ndim == 0 or call.tensor("source").ndim == 0 or source.dtype == torch.bool:
         return whole_rule(call.shapes, len(call.operands))
-    operand: list[Dim] = [(f"d{i}",) for i in range(source.ndim)]
-    operand[dim % source.ndim] = ("v",)
-    added: list[Dim] = [("t0",) if name == ("v",) else name for name in operand]
+    operand, index = rows_along(ndim, dim), [("t0",)][: call.tensor("index").ndim]
     return assemble(
         call.shapes,
-        [operand, [("t0",)][: call.tensor("index").ndim], added],
+        [operand, index, rows_along(ndim, dim, "t0")],
         [operand],
         reductions={"t0": "sum"},
         linear=linear_sets(call, "self source"),
-        localize=_index_add,
+        localize=_adding("index", "source", ["t0"], ndim - 1 - dim % ndim),
     )
-
-
-def _index_add(ctx: LocalContext) -> fx.Node:
-    base = _added_once(ctx, ["t0"])
-    if not ctx.is_split("v"):
-        return again(ctx, self=base)
-    if is_empty(ctx, "v"):
-        return base
-    source = global_tensor(ctx, "self")
-    rows, outside = local_index(ctx, argument(ctx, "index"), "v")
-    mask = with_ones(ctx, outside, 1, source.ndim - 1 - argument(ctx, "dim") % source.ndim)
-    added = zero_where(ctx, mask, argument(ctx, "source"), global_tensor(ctx, "source"))
-    return again(ctx, self=base, index=rows, source=added)
 
 
 def index_put(call: OpCall) -> OpRule:
@@ -210,19 +175,5 @@ def index_put(call: OpCall) -> OpRule:
         reductions=dict.fromkeys(named.names, "sum") if adds else {},
         whole=named.whole if adds else ["v", *named.names, *named.whole],
         linear=linear_sets(call, "self values") if adds else (),
-        localize=(lambda ctx: _index_put(ctx, named)) if adds else None,
+        localize=_adding("indices", "values", named.names, named.after) if adds else None,
     )
-
-
-def _index_put(ctx: LocalContext, named: IndexDims) -> fx.Node:
-    base = _added_once(ctx, named.names)
-    if not ctx.is_split("v"):
-        return again(ctx, self=base)
-    if is_empty(ctx, "v"):
-        return base
-    indices = list(argument(ctx, "indices"))
-    at = next(i for i, entry in enumerate(indices) if entry is not None)
-    indices[at], outside = local_index(ctx, wrapped(ctx, indices[at], at), "v")
-    mask = with_ones(ctx, outside, len(named.names), named.after)
-    values = zero_where(ctx, mask, argument(ctx, "values"), global_tensor(ctx, "values"))
-    return again(ctx, self=base, indices=indices, values=values)

@@ -1,4 +1,4 @@
-"""Ops that only regroup or reorder dims: view, permute, expand, squeeze."""
+"""Ops that only regroup or reorder dims: reshape, permute, expand."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from passes.ir.joint import node_value, tensor_operands
 from passes.rules.core.assemble import assemble
 from passes.rules.core.emit_op import again, argument, aten
 from passes.rules.core.opcall import OpCall
 from passes.rules.core.rule import Dim, LocalContext, OpRule
 from passes.rules.plain.pointwise import broadcast_dims, linear_sets
 
-__all__ = ["common_factors", "expand", "permute", "repeat", "squeeze", "transpose", "view", "view_as_complex"]
+__all__ = ["common_factors", "expand", "permute", "view", "view_as_complex"]
 
 Grouping = list[Dim]
 
@@ -102,42 +101,9 @@ def _groups(source: Sequence[int], target: Sequence[int]) -> list[tuple[list[int
 
 def permute(call: OpCall) -> OpRule:
     """a b c -> c a b"""
-    ndim = call.operands[0].ndim
-    return _reordered(call, [d % ndim for d in call["dims"]])
-
-
-def transpose(call: OpCall) -> OpRule:
-    """a b -> b a: `transpose.int`, and `t` (of a tensor of up to 2 dims)."""
-    ndim = call.operands[0].ndim
-    order = list(range(ndim))
-    if ndim > 1:
-        i, j = (call["dim0"] % ndim, call["dim1"] % ndim) if "dim0" in call.arguments else (0, 1)
-        order[i], order[j] = j, i
-    return _reordered(call, order)
-
-
-def _reordered(call: OpCall, order: Sequence[int]) -> OpRule:
-    operand = broadcast_dims(len(order), len(order))
-    return assemble(call.shapes, [operand], [[operand[d] for d in order]], linear=linear_sets(call, "self"))
-
-
-def squeeze(call: OpCall) -> OpRule:
-    """a 1 b -> a b. Names the squeezed dims: a local dim may be of size 1 where the global is not."""
-    kept = [i for i, n in enumerate(call.operands[0].shape) if n != 1]
-    source = [(f"d{i}",) for i in range(call.operands[0].ndim)]
-    target = iter(kept)
-    result = [() if n == 1 else (f"d{next(target)}",) for n in call.result.shape]
-    return assemble(call.shapes, [source], [result], linear=linear_sets(call, "self"), localize=_squeeze)
-
-
-def _squeeze(ctx: LocalContext) -> fx.Node:
-    source = node_value(tensor_operands(ctx.node)[0]).shape
-    if len(source) == node_value(ctx.node).ndim:
-        return ctx.call(aten.alias.default, argument(ctx, "self"))
-    dims_argument = ctx.args[1] if len(ctx.args) > 1 else ctx.kwargs.get("dim", range(len(source)))
-    asked = [dims_argument] if isinstance(dims_argument, int) else list(dims_argument)
-    ones = sorted({d % len(source) for d in asked if source[d] == 1})
-    return ctx.call(aten.squeeze.dims, argument(ctx, "self"), ones)
+    operand = broadcast_dims(call.result.ndim, call.result.ndim)
+    reordered = [operand[d] for d in call["dims"]]
+    return assemble(call.shapes, [operand], [reordered], linear=linear_sets(call, "self"))
 
 
 def view_as_complex(ctx: LocalContext) -> fx.Node:
@@ -154,30 +120,5 @@ def expand(call: OpCall) -> OpRule:
         [broadcast_dims(call.operands[0].ndim, ndim)],
         [broadcast_dims(ndim, ndim)],
         linear=linear_sets(call, "self"),
-        localize=_expand,
+        localize=lambda ctx: again(ctx, size=ctx.result_shape()),
     )
-
-
-def _expand(ctx: LocalContext) -> fx.Node:
-    return again(ctx, size=ctx.result_shape())
-
-
-def repeat(call: OpCall) -> OpRule:
-    """a -> (r a)"""
-    ndim = call.result.ndim
-    source = broadcast_dims(call.operands[0].ndim, ndim)
-    target = [(f"r{i}", f"d{i}") for i in range(ndim)]
-    sizes = {f"r{i}": int(r) for i, r in enumerate(call["repeats"])}
-    sizes |= {f"d{i}": 1 for i in range(ndim - len(source))}
-    return assemble(
-        call.shapes, [source], [target], sizes=sizes, linear=linear_sets(call, "self"), localize=_repeat
-    )
-
-
-def _repeat(ctx: LocalContext) -> fx.Node:
-    repeats = list(argument(ctx, "repeats"))
-    for i in range(len(repeats)):
-        if ctx.is_split(f"r{i}"):
-            low, high = ctx.interval(f"r{i}")
-            repeats[i] = high - low
-    return again(ctx, repeats=repeats)

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from passes.ir.joint import node_value
 from passes.layout.layout import Span
 from passes.layout.windows import AntialiasResize, CubicResize, LinearResize, NearestResize
-from passes.rules.core.emit_op import aten
+from passes.rules.core.emit_op import aten, positions
 from passes.rules.core.rule import LocalContext
 from passes.rules.windowed.taps import Taps
+from passes.rules.windowed.windowed import Site
 
 __all__ = ["Resizing", "resized_taps"]
 
@@ -23,17 +25,16 @@ _SHARP, _SMOOTH = -0.75, -0.5
 
 @dataclass(frozen=True)
 class _Part:
-    """One dim on one rank. span: its results. held: what it has of the operand. like: dtype and device of the weights.
-    Places are of the whole operand, in float64."""
+    """One dim on one rank. span: its results. held: what it has of the operand, of `length` in all. Places are of
+    the whole operand, in float64."""
 
     ctx: LocalContext
     span: Span
     held: Span
-    like: torch.Tensor
+    length: int
 
     def numbers(self, lo: int, hi: int, dtype: torch.dtype = torch.float64) -> fx.Node:
-        where = {"dtype": dtype, "device": self.like.device, "pin_memory": False}
-        return self.ctx.call(aten.arange.start_step, lo, hi, 1, **where)
+        return positions(self.ctx, lo, hi, dtype=dtype)
 
     def add(self, x: fx.Node, y: fx.Node | float) -> fx.Node:
         return self.ctx.call(aten.add.Tensor, x, y)
@@ -51,27 +52,26 @@ class _Part:
     def middles(self, ratio: float) -> fx.Node:
         return self.mul(self.add(self.numbers(*self.span), 0.5), ratio)
 
-    def taps(self, places: fx.Node, weights: fx.Node | None, count: int, length: int) -> Taps:
+    def taps(self, places: fx.Node, weights: fx.Node | None, count: int) -> Taps:
         """Places beyond the operand are its first or last; rounding that differs from `reads` costs nothing."""
         ctx, (first, last) = self.ctx, self.held
         places = ctx.call(aten._to_copy.default, places, dtype=torch.int64)
-        places = ctx.call(aten.clamp.default, places, 0, length - 1)
+        places = ctx.call(aten.clamp.default, places, 0, self.length - 1)
         places = ctx.call(aten.clamp.default, self.add(places, -first), 0, last - first - 1)
         if weights is not None:
-            weights = ctx.call(aten._to_copy.default, weights, dtype=self.like.dtype)
-        return Taps(self.span[1] - self.span[0], count, ctx.call(aten.view.default, places, [-1]), weights)
+            weights = ctx.call(aten._to_copy.default, weights, dtype=node_value(ctx.node).dtype)
+        places = ctx.call(aten.view.default, places, [-1])
+        return Taps(self.span[1] - self.span[0], count, places, weights)
 
 
-def resized_taps(ctx: LocalContext, resizing: Resizing, span: Span, held: Span, like: torch.Tensor) -> Taps:
-    """Of the results in `span`, on a rank with the positions `held`. Weights have the dtype and device of `like`."""
-    part = _Part(ctx, span, held, like)
+def resized_taps(site: Site[Resizing], dim: int) -> Taps:
+    """Of this rank's results along a dim of space. Weights have the dtype of the op's result."""
+    part, resizing = _Part(site.ctx, site.results(dim), site.reads(dim), site.lengths[dim]), site.windows[dim]
     if isinstance(resizing, NearestResize):
         return _nearest(part, resizing)
     if isinstance(resizing, LinearResize):
         return _linear(part, resizing)
-    if isinstance(resizing, CubicResize):
-        return _cubic(part, resizing)
-    return _antialiased(part, resizing)
+    return _cubic(part, resizing) if isinstance(resizing, CubicResize) else _antialiased(part, resizing)
 
 
 def _nearest(part: _Part, resizing: NearestResize) -> Taps:
@@ -80,7 +80,7 @@ def _nearest(part: _Part, resizing: NearestResize) -> Taps:
     if resizing.precise:
         at = part.ctx.call(aten._to_copy.default, at, dtype=torch.float32)
     places = part.ctx.call(aten.floor.default, at)
-    return part.taps(places, None, 1, resizing.length)
+    return part.taps(places, None, 1)
 
 
 def _linear(part: _Part, resizing: LinearResize) -> Taps:
@@ -88,12 +88,12 @@ def _linear(part: _Part, resizing: LinearResize) -> Taps:
     if not resizing.align_corners:
         at = part.ctx.call(aten.clamp.default, at, 0.0)
     places, distances = _around(part, at, 0, 2)
-    return part.taps(places, _triangle(part, distances), 2, resizing.length)
+    return part.taps(places, _triangle(part, distances), 2)
 
 
 def _cubic(part: _Part, resizing: CubicResize) -> Taps:
     places, distances = _around(part, _corners(part, resizing), -1, 3)
-    return part.taps(places, _spline(part, distances, _SHARP), 4, resizing.length)
+    return part.taps(places, _spline(part, distances, _SHARP), 4)
 
 
 def _corners(part: _Part, resizing: LinearResize | CubicResize) -> fx.Node:
@@ -118,10 +118,10 @@ def _antialiased(part: _Part, resizing: AntialiasResize) -> Taps:
     places = part.add(part.column(start), part.numbers(0, resizing.widest))
     distances = part.distances(part.column(part.add(middle, -0.5)), places, resizing.stretch)
     weights = _triangle(part, distances) if resizing.radius == 1 else _spline(part, distances, _SMOOTH)
-    there = ctx.call(aten.lt.Scalar, places, resizing.length)
+    there = ctx.call(aten.lt.Scalar, places, part.length)
     weights = part.mul(weights, ctx.call(aten._to_copy.default, there, dtype=torch.float64))
     total = ctx.call(aten.sum.dim_IntList, weights, [1], True)
-    return part.taps(places, ctx.call(aten.div.Tensor, weights, total), resizing.widest, resizing.length)
+    return part.taps(places, ctx.call(aten.div.Tensor, weights, total), resizing.widest)
 
 
 def _triangle(part: _Part, distances: fx.Node) -> fx.Node:

@@ -9,22 +9,15 @@ import math
 
 from torch import fx
 
-from passes.ir.joint import node_value
 from passes.layout.windows import SlidingWindow
 from passes.rules.core.assemble import assemble, whole_rule
-from passes.rules.core.emit_op import again, argument, global_tensor
-from passes.rules.core.opcall import OpCall, describe
-from passes.rules.core.rule import Dim, LocalContext, OpRule
+from passes.rules.core.emit_op import again, argument
+from passes.rules.core.opcall import OpCall
+from passes.rules.core.rule import Dim, OpRule
 from passes.rules.plain.empty_results import empty_safe
 from passes.rules.plain.pointwise import linear_sets
-from passes.rules.windowed.windows_in_space import (
-    pad_space,
-    per_dim,
-    results_of,
-    space_dims,
-    space_factor,
-    split_dims,
-)
+from passes.rules.windowed.windowed import Site
+from passes.rules.windowed.windows_in_space import pad_space, per_dim, space_dims, space_factor, unpad_space
 
 __all__ = ["patches", "patches_back", "windows_along", "windows_along_back"]
 
@@ -52,7 +45,7 @@ def _patches(call: OpCall, plane: int) -> OpRule:
     rows: Dim = tuple(space_factor(d) for d in range(_SPACE))
     columns = (*dims[:channel], (*dims[channel], "k"), rows)
     kernel = math.prod(per_dim(call["kernel_size"], _SPACE))
-    tensors = [dims, columns] if plane == 0 else [columns, dims]
+    tensors, localize = ([dims, columns], _take) if plane == 0 else ([columns, dims], _put)
     return assemble(
         call.shapes,
         tensors[:1],
@@ -61,7 +54,7 @@ def _patches(call: OpCall, plane: int) -> OpRule:
         whole=["k"],
         linear=linear_sets(call, "self"),
         windows={(plane, channel + 1 + d): window for d, window in enumerate(windows)},
-        localize=_take if plane == 0 else _put,
+        localize=lambda ctx: localize(Site(ctx, channel + 1, windows, shape[-_SPACE:], counts)),
     )
 
 
@@ -73,29 +66,22 @@ def _geometry(call: OpCall, shape: tuple[int, ...]) -> tuple[list[SlidingWindow]
     return windows, [span // w.stride + 1 for span, w in zip(spans, windows, strict=True)]
 
 
-def _sides(ctx: LocalContext, shape: tuple[int, ...]) -> tuple[list[tuple[int, int]], list[int]]:
+def _sides(site: Site[SlidingWindow]) -> tuple[list[tuple[int, int]], list[int]]:
     """Per dim what to pad this rank's part of a plane with, and what the op still pads itself."""
-    windows, counts = _geometry(describe(ctx.node), shape)
-    split = split_dims(ctx, _SPACE)
-    padding = [
-        window.padding(*results_of(ctx, d, counts[d])) if d in split else (0, 0)
-        for d, window in enumerate(windows)
-    ]
-    return padding, [0 if d in split else window.before for d, window in enumerate(windows)]
+    split, windows = site.split, site.windows
+    padding = [w.padding(*site.results(d)) if d in split else (0, 0) for d, w in enumerate(windows)]
+    return padding, [0 if d in split else w.before for d, w in enumerate(windows)]
 
 
-def _take(ctx: LocalContext) -> fx.Node:
-    sides, padding = _sides(ctx, tuple(global_tensor(ctx, "self").shape))
+def _take(site: Site[SlidingWindow]) -> fx.Node:
+    ctx, (sides, padding) = site.ctx, _sides(site)
     return again(ctx, self=pad_space(ctx, argument(ctx, "self"), sides), padding=padding)
 
 
-def _put(ctx: LocalContext) -> fx.Node:
-    sides, padding = _sides(ctx, tuple(node_value(ctx.node).shape))
-    sizes = [
-        n + before + after for n, (before, after) in zip(ctx.result_shape()[-_SPACE:], sides, strict=True)
-    ]
-    added = again(ctx, output_size=sizes, padding=padding)
-    return pad_space(ctx, added, [(-before, -after) for before, after in sides])
+def _put(site: Site[SlidingWindow]) -> fx.Node:
+    ctx, (sides, padding) = site.ctx, _sides(site)
+    sizes = [n + sum(side) for n, side in zip(site.input_lengths, sides, strict=True)]
+    return unpad_space(ctx, again(ctx, output_size=sizes, padding=padding), sides)
 
 
 @empty_safe
@@ -127,9 +113,5 @@ def _along(call: OpCall, shape: tuple[int, ...], dim: int, plane: int) -> OpRule
         whole=["k"],
         linear=linear_sets(call, "self" if plane == 0 else "grad_in"),
         windows={(plane, dim): SlidingWindow(shape[dim], int(call["size"]), int(call["step"]))},
-        localize=None if plane == 0 else _add_along,
+        localize=None if plane == 0 else lambda ctx: again(ctx, input_sizes=ctx.result_shape()),
     )
-
-
-def _add_along(ctx: LocalContext) -> fx.Node:
-    return again(ctx, input_sizes=ctx.result_shape())

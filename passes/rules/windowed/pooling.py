@@ -7,208 +7,128 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
-from passes.ir.joint import node_value
 from passes.layout.windows import SlidingWindow
-from passes.rules.core.emit_op import again, argument, aten
-from passes.rules.core.opcall import Builder, OpCall, describe
-from passes.rules.core.rule import LocalContext
-from passes.rules.windowed.windowed import pooling
-from passes.rules.windowed.windows_in_space import pad_space, per_dim, relocated, results_of, split_dims
+from passes.rules.core.emit_op import again, argument, aten, positions
+from passes.rules.core.opcall import OpCall
+from passes.rules.windowed.windowed import Site, windowed
+from passes.rules.windowed.windows_in_space import pad_space, per_dim, relocated, unpad_space
 
 __all__ = ["average_pool", "average_pool_backward", "max_pool", "max_pool_backward"]
 
-
-def max_pool(space: int) -> Builder:
-    """... *window(y) -> ... *y, ... *y; indices are places in the whole input."""
-    return pooling(space, "x", "yy", _windows, _max_pool)
+_Pool = Site[SlidingWindow]
 
 
-def max_pool_backward(space: int) -> Builder:
-    """... *y, ... *window(y), ... *y -> ... *window(y)"""
-    return pooling(space, "yxy", "x", _windows, _max_pool_backward, linear="grad_output")
+def _windows(call: OpCall, lengths: Sequence[int], counts: Sequence[int]) -> list[SlidingWindow]:
+    kernel, space = call["kernel_size"], len(lengths)
+    lists = (kernel, call["stride"] or kernel, call.arguments.get("dilation", 1), call["padding"])
+    each = zip(lengths, *(per_dim(values, space) for values in lists), strict=True)
+    return [SlidingWindow(*numbers) for numbers in each]
 
 
-def average_pool(space: int) -> Builder:
-    """... *window(y) -> ... *y"""
-    return pooling(space, "x", "y", _windows, _average_pool, linear=_INPUT)
+def _arguments(site: _Pool, **changes: Any) -> dict[str, Any]:
+    """Those of the op that say where it pads: dims that are split are padded here and not by the op."""
+    padding = [0 if d in site.split else w.before for d, w in enumerate(site.windows)]
+    stride = [w.stride for w in site.windows]
+    return {"stride": stride, "padding": padding, "ceil_mode": False, **changes}
 
 
-def average_pool_backward(space: int) -> Builder:
-    """... *y, ... *window(y) -> ... *window(y)"""
-    return pooling(space, "yx", "x", _windows, _average_pool_backward, linear="grad_output")
+def _sides(site: _Pool) -> list[tuple[int, int]]:
+    """Per dim of space what to pad the input with."""
+    return [
+        window.padding(*site.results(d)) if d in site.split else (0, _beyond(window, site.counts[d]))
+        for d, window in enumerate(site.windows)
+    ]
 
 
-_INPUT = "self"
+def _beyond(window: SlidingWindow, count: int) -> int:
+    """What `ceil_mode` needs behind a dim that is not split, beyond the padding that the op does."""
+    _, end = window.reach(0, count)
+    return max(0, end - window.length - window.before)
 
 
-def _windows(call: OpCall, space: int) -> tuple[SlidingWindow, ...]:
-    """One per dim of space."""
-    lengths = call.tensor(_INPUT).shape[-space:]
-    kernel = per_dim(call["kernel_size"], space)
-    stride = per_dim(call["stride"] or kernel, space)
-    dilation = per_dim(call["dilation"], space) if "dilation" in call.arguments else [1] * space
-    padding = per_dim(call["padding"], space)
-    return tuple(
-        SlidingWindow(*numbers) for numbers in zip(lengths, kernel, stride, dilation, padding, strict=True)
-    )
+def _padded(site: _Pool, fill: float) -> fx.Node:
+    return pad_space(site.ctx, argument(site.ctx, "self"), _sides(site), fill)
 
 
-@dataclass(frozen=True)
-class _Site:
-    """A pooling op on one rank. split: the dims of space that are; these are padded here and not by the op.
-    counts: results along each dim of space, in all."""
-
-    ctx: LocalContext
-    lead: int
-    lengths: tuple[int, ...]
-    windows: tuple[SlidingWindow, ...]
-    split: tuple[int, ...]
-    counts: tuple[int, ...]
-
-    @staticmethod
-    def of(ctx: LocalContext, space: int) -> _Site:
-        call = describe(ctx.node)
-        shape = call.tensor(_INPUT).shape
-        lead = len(shape) - space
-        output = call.tensor("grad_output") if "grad_output" in call.arguments else call.result
-        return _Site(
-            ctx, lead, shape[lead:], _windows(call, space), split_dims(ctx, space), output.shape[lead:]
-        )
-
-    def arguments(self, **changes: Any) -> dict[str, Any]:
-        """Those of the op that say where it pads."""
-        padding = [0 if d in self.split else w.before for d, w in enumerate(self.windows)]
-        stride = [w.stride for w in self.windows]
-        return {"stride": stride, "padding": padding, "ceil_mode": False, **changes}
-
-    def padded(self, fill: float) -> fx.Node:
-        sides = [self._padding(d) for d in range(len(self.windows))]
-        return pad_space(self.ctx, argument(self.ctx, _INPUT), sides, fill)
-
-    def padded_shape(self) -> fx.Node:
-        """A tensor of the shape of `padded`, for an op that reads no more of it."""
-        shape = [*self.ctx.result_shape()[: self.lead], *self.local_lengths()]
-        return self.ctx.call(aten.new_empty.default, argument(self.ctx, _INPUT), shape)
-
-    def unpadded(self, gradient: fx.Node) -> fx.Node:
-        """Of the gradient of `padded`, that of the input."""
-        for d in range(len(self.windows)):
-            before, _ = self._padding(d)
-            lo, hi = self._reads(d)
-            gradient = self.ctx.call(aten.slice.Tensor, gradient, self.lead + d, before, before + hi - lo)
-        return gradient
-
-    def _results(self, dim: int) -> tuple[int, int]:
-        return results_of(self.ctx, dim, self.counts[dim])
-
-    def _reads(self, dim: int) -> tuple[int, int]:
-        return self.windows[dim].reads(*self._results(dim)) if dim in self.split else (0, self.lengths[dim])
-
-    def _padding(self, dim: int) -> tuple[int, int]:
-        if dim in self.split:
-            return self.windows[dim].padding(*self._results(dim))
-        return 0, self._beyond(dim)
-
-    def _beyond(self, dim: int) -> int:
-        """What `ceil_mode` needs behind a dim that is not split, beyond the padding that the op does."""
-        window = self.windows[dim]
-        _, end = window.reach(0, self.counts[dim])
-        return max(0, end - self.lengths[dim] - window.before)
-
-    def first(self, dim: int) -> int:
-        """Where, in the whole input, the padded one of this rank begins."""
-        return self.windows[dim].reach(*self._results(dim))[0] if dim in self.split else 0
-
-    def local_lengths(self) -> list[int]:
-        """Of the padded input."""
-        sides = [self._padding(d) for d in range(len(self.windows))]
-        spans = [self._reads(d) for d in range(len(self.windows))]
-        return [hi - lo + before + after for (lo, hi), (before, after) in zip(spans, sides, strict=True)]
-
-    def moved(self, index: fx.Node, lengths: Sequence[int], onto: Sequence[int], sign: int) -> fx.Node:
-        """Places in an array of `lengths` as places in one of `onto`, shifted by sign * `first` in every dim."""
-
-        def shifted(dim: int, at: fx.Node) -> fx.Node:
-            if not self.first(dim):
-                return at
-            at = self.ctx.call(aten.add.Tensor, at, sign * self.first(dim))
-            return self.ctx.call(aten.clamp.default, at, 0, onto[dim] - 1)
-
-        return relocated(self.ctx, index, lengths, onto, shifted)
-
-    def scaled(self, x: fx.Node) -> fx.Node:
-        """`x`, of the output's shape, divided by what each average is over."""
-        override = argument(self.ctx, "divisor_override")
-        if override is not None:
-            return self.ctx.call(aten.div.Tensor, x, float(override))
-        for d in range(len(self.windows)):
-            x = self.ctx.call(aten.div.Tensor, x, self._counts(d))
-        return x
-
-    def _counts(self, dim: int) -> fx.Node:
-        """[results, 1, ...]: positions of one dim in each window; what is padded counts if the op says so."""
-        window, ctx = self.windows[dim], self.ctx
-        lo, hi = self._results(dim)
-        like = node_value(ctx.node)
-        start = ctx.call(
-            aten.arange.start_step,
-            lo * window.stride - window.before,
-            hi * window.stride - window.before,
-            window.stride,
-            dtype=torch.int64,  # positions; dividing by integers keeps the dtype of what is averaged
-            device=like.device,
-            pin_memory=False,
-        )
-        padding = window.before if argument(ctx, "count_include_pad") else 0
-        end = ctx.call(aten.add.Tensor, start, window.kernel)
-        end = ctx.call(aten.clamp.default, end, None, self.lengths[dim] + padding)
-        begin = start if padding else ctx.call(aten.clamp.default, start, 0)
-        count = ctx.call(aten.sub.Tensor, end, begin)
-        return ctx.call(aten.view.default, count, [-1, *[1] * (len(self.windows) - 1 - dim)])
+def _gradient(site: _Pool, **changes: Any) -> fx.Node:
+    """The backward op on the padded input's shape; of its result, what is of the input."""
+    sides = _sides(site)
+    shape = site.empty_padded(argument(site.ctx, "self"), sides)
+    return unpad_space(site.ctx, again(site.ctx, self=shape, **_arguments(site, **changes)), sides)
 
 
-def _space_of(ctx: LocalContext) -> int:
-    """Dims that the op pools: its name says so."""
-    return 3 if "3d" in str(ctx.node.target) else 2
+def _moved(site: _Pool, index: fx.Node, sign: int) -> fx.Node:
+    """Places in this rank's padded input as places in the whole one (sign 1), or the other way (-1)."""
+    padded = [n + sum(side) for n, side in zip(site.input_lengths, _sides(site), strict=True)]
+    lengths, onto = (padded, site.lengths)[::sign]
+
+    def shifted(dim: int, at: fx.Node) -> fx.Node:
+        first = site.windows[dim].reach(*site.results(dim))[0] if dim in site.split else 0
+        if not first:
+            return at
+        at = site.ctx.call(aten.add.Tensor, at, sign * first)
+        return site.ctx.call(aten.clamp.default, at, 0, onto[dim] - 1)
+
+    return relocated(site.ctx, index, lengths, onto, shifted)
 
 
-def _max_pool(ctx: LocalContext) -> fx.Node | tuple[fx.Node | None, ...]:
-    site = _Site.of(ctx, _space_of(ctx))
-    if not site.split:
-        return again(ctx)
+def _scaled(site: _Pool, x: fx.Node) -> fx.Node:
+    """`x`, of the output's shape, divided by what each average is over."""
+    override = argument(site.ctx, "divisor_override")
+    if override is not None:
+        return site.ctx.call(aten.div.Tensor, x, float(override))
+    for d in range(len(site.windows)):
+        x = site.ctx.call(aten.div.Tensor, x, _counts(site, d))
+    return x
+
+
+def _counts(site: _Pool, dim: int) -> fx.Node:
+    """[results, 1, ...]: positions of one dim in each window; what is padded counts if the op says so.
+
+    Dividing by integers keeps the dtype of what is averaged.
+    """
+    window, ctx = site.windows[dim], site.ctx
+    lo, hi = (at * window.stride - window.before for at in site.results(dim))
+    start = positions(ctx, lo, hi, window.stride)
+    padding = window.before if argument(ctx, "count_include_pad") else 0
+    end = ctx.call(aten.add.Tensor, start, window.kernel)
+    end = ctx.call(aten.clamp.default, end, None, window.length + padding)
+    begin = start if padding else ctx.call(aten.clamp.default, start, 0)
+    count = ctx.call(aten.sub.Tensor, end, begin)
+    return ctx.call(aten.view.default, count, [-1, *[1] * (len(site.windows) - 1 - dim)])
+
+
+def _max_pool(site: _Pool) -> tuple[fx.Node, fx.Node]:
     # The least value is never chosen where there is any other.
-    found = again(ctx, **{_INPUT: site.padded(float("-inf"))}, **site.arguments())
-    values, index = (ctx.call(operator.getitem, found, i) for i in range(2))
-    return values, site.moved(index, site.local_lengths(), site.lengths, 1)
+    found = again(site.ctx, self=_padded(site, float("-inf")), **_arguments(site))
+    values, index = (site.ctx.call(operator.getitem, found, i) for i in range(2))
+    return values, _moved(site, index, 1)
 
 
-def _max_pool_backward(ctx: LocalContext) -> fx.Node:
-    site = _Site.of(ctx, _space_of(ctx))
-    if not site.split:
-        return again(ctx)
-    index = site.moved(argument(ctx, "indices"), site.lengths, site.local_lengths(), -1)
-    changes = site.arguments(indices=index)
-    return site.unpadded(again(ctx, **{_INPUT: site.padded_shape()}, **changes))
+def _max_pool_backward(site: _Pool) -> fx.Node:
+    return _gradient(site, indices=_moved(site, argument(site.ctx, "indices"), -1))
 
 
-def _average_pool(ctx: LocalContext) -> fx.Node:
-    site = _Site.of(ctx, _space_of(ctx))
-    if not site.split:
-        return again(ctx)
-    changes = site.arguments(count_include_pad=True, divisor_override=1)
-    return site.scaled(again(ctx, **{_INPUT: site.padded(0.0)}, **changes))
+_SUMMED = {"count_include_pad": True, "divisor_override": 1}
 
 
-def _average_pool_backward(ctx: LocalContext) -> fx.Node:
-    site = _Site.of(ctx, _space_of(ctx))
-    if not site.split:
-        return again(ctx)
-    grad = site.scaled(argument(ctx, "grad_output"))
-    changes = site.arguments(grad_output=grad, count_include_pad=True, divisor_override=1)
-    return site.unpadded(again(ctx, **{_INPUT: site.padded_shape()}, **changes))
+def _average_pool(site: _Pool) -> fx.Node:
+    return _scaled(site, again(site.ctx, self=_padded(site, 0.0), **_arguments(site, **_SUMMED)))
+
+
+def _average_pool_backward(site: _Pool) -> fx.Node:
+    return _gradient(site, grad_output=_scaled(site, argument(site.ctx, "grad_output")), **_SUMMED)
+
+
+# ... *window(y) -> ... *y, ... *y; indices are places in the whole input.
+max_pool = windowed("x", "yy", _windows, _max_pool)
+# ... *y, ... *window(y), ... *y -> ... *window(y)
+max_pool_backward = windowed("yxy", "x", _windows, _max_pool_backward, linear="grad_output")
+# ... *window(y) -> ... *y
+average_pool = windowed("x", "y", _windows, _average_pool, linear="self")
+# ... *y, ... *window(y) -> ... *window(y)
+average_pool_backward = windowed("yx", "x", _windows, _average_pool_backward, linear="grad_output")

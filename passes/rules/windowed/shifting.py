@@ -8,7 +8,7 @@ them, or nothing at all.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,10 +16,10 @@ from torch import fx
 
 from passes.ir.joint import node_value, tensor_operands
 from passes.layout.windows import MirroredWindow, PeriodicWindow, SlidingWindow, TransposedWindow, Window
-from passes.rules.core.assemble import assemble
+from passes.rules.core.assemble import assemble, whole_rule
 from passes.rules.core.emit_op import again, argument, constant
 from passes.rules.core.opcall import OpCall
-from passes.rules.core.rule import Dim, LocalContext, Localize, OpRule
+from passes.rules.core.rule import LocalContext, Localize, OpRule
 from passes.rules.plain.pointwise import linear_sets
 
 __all__ = [
@@ -59,18 +59,6 @@ def _shared(
     )
     moved = {_factor(d) for _, d in windows}
     return replace(rule, moved=frozenset(moved & rule.sizes.keys()))
-
-
-def _whole(call: OpCall, changed: Collection[int], linear: tuple[frozenset[int], ...]) -> OpRule:
-    """Dims in `changed` are whole, in operands and results apart; all others are shared."""
-
-    def named(ndim: int, letter: str, position: int) -> tuple[Dim, ...]:
-        return tuple((f"{letter}{position}_{i}" if i in changed else _factor(i),) for i in range(ndim))
-
-    operands = [named(operand.ndim, "o", i) for i, operand in enumerate(call.operands)]
-    results = [named(call.result.ndim, "r", 0)]
-    whole = {f for tensor in (*operands, *results) for dim in tensor for f in dim if not f.startswith("d")}
-    return assemble(call.shapes, operands, results, whole=whole, linear=linear)
 
 
 def slice_(call: OpCall) -> OpRule:
@@ -116,8 +104,6 @@ def _slice_backward(ctx: LocalContext, dim: int, window: TransposedWindow) -> fx
 def cat(call: OpCall) -> OpRule:
     """a window(b), a window(b) -> a b"""
     dim = call["dim"] % call.result.ndim
-    if any(operand.ndim != call.result.ndim for operand in call.operands):  # torch lets shape (0,) join in
-        return _whole(call, range(call.result.ndim), ())
     pieces = _side_by_side([operand.shape[dim] for operand in call.operands])
     windows = {(i, dim): piece for i, piece in enumerate(pieces)}
     return _shared(call, windows, linear_sets(call, "tensors"), lambda ctx: _cat(ctx, dim, pieces))
@@ -210,7 +196,7 @@ def roll(call: OpCall) -> OpRule:
     """a window(b) -> a b. Without "dims" the tensor rolls as one: nothing can be split."""
     shape, linear = call.result.shape, linear_sets(call, "self")
     if not call["dims"]:
-        return _whole(call, range(len(shape)), linear)
+        return whole_rule(call.shapes, 1, linear)
     shifts: dict[int, int] = {}
     for dim, shift in zip(call["dims"], call["shifts"], strict=True) if shape else ():
         shifts[dim % len(shape)] = shifts.get(dim % len(shape), 0) + shift

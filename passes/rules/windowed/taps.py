@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
 from passes.rules.core.emit_op import aten
 from passes.rules.core.rule import LocalContext
+from passes.rules.windowed.windowed import Site
 from passes.rules.windowed.windows_in_space import scattered
 
 __all__ = ["Taps", "mixed", "mixed_back"]
@@ -28,23 +30,33 @@ class Taps:
     weights: fx.Node | None = None
 
 
-def mixed(ctx: LocalContext, x: fx.Node, shape: Sequence[int], dim: int, taps: Taps) -> fx.Node:
-    """`x`, of `shape`, with the results in place of `dim`."""
-    x = ctx.call(aten.index_select.default, x, dim, taps.places)
-    if taps.weights is None:
-        return x
-    x = ctx.call(aten.reshape.default, x, [*shape[:dim], taps.results, taps.count, *shape[dim + 1 :]])
-    return ctx.call(aten.sum.dim_IntList, _weighted(ctx, x, taps, len(shape) - 1 - dim), [dim + 1])
+def mixed(site: Site[Any], x: fx.Node, taps: Callable[[int], Taps]) -> fx.Node:
+    """`x`, a rank's input, with the results in place of each dim of space."""
+    ctx, shape = site.ctx, [*site.ctx.result_shape()[: site.lead], *site.input_lengths]
+    for d in range(len(site.windows)):
+        dim, found = site.lead + d, taps(d)
+        x = ctx.call(aten.index_select.default, x, dim, found.places)
+        if found.weights is not None:
+            x = ctx.call(
+                aten.reshape.default, x, [*shape[:dim], found.results, found.count, *shape[dim + 1 :]]
+            )
+            x = ctx.call(aten.sum.dim_IntList, _weighted(ctx, x, found, len(shape) - 1 - dim), [dim + 1])
+        shape[dim] = found.results
+    return x
 
 
-def mixed_back(ctx: LocalContext, grad: fx.Node, shape: Sequence[int], dim: int, taps: Taps) -> fx.Node:
-    """Of the gradient of `mixed`, that of its operand, of `shape`."""
-    if taps.weights is not None:
-        each = ctx.call(aten.unsqueeze.default, grad, dim + 1)
-        each = _weighted(ctx, each, taps, len(shape) - 1 - dim)
-        sizes = [*shape[:dim], taps.results * taps.count, *shape[dim + 1 :]]
-        grad = ctx.call(aten.reshape.default, each, sizes)
-    return scattered(ctx, grad, shape, dim, (taps.places, grad))
+def mixed_back(site: Site[Any], grad: fx.Node, taps: Callable[[int], Taps]) -> fx.Node:
+    """Of the gradient of `mixed`, that of its input."""
+    ctx, shape = site.ctx, site.ctx.result_shape()
+    for d in reversed(range(len(site.windows))):
+        dim, found = site.lead + d, taps(d)
+        before, after = [*shape[: site.lead], *site.result_lengths[:d]], shape[dim + 1 :]
+        if found.weights is not None:
+            each = ctx.call(aten.unsqueeze.default, grad, dim + 1)
+            each = _weighted(ctx, each, found, len(after))
+            grad = ctx.call(aten.reshape.default, each, [*before, found.results * found.count, *after])
+        grad = scattered(ctx, grad, [*before, shape[dim], *after], dim, (found.places, grad))
+    return grad
 
 
 def _weighted(ctx: LocalContext, x: fx.Node, taps: Taps, after: int) -> fx.Node:

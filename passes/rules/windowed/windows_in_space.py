@@ -14,11 +14,10 @@ __all__ = [
     "pad_space",
     "per_dim",
     "relocated",
-    "results_of",
     "scattered",
     "space_dims",
     "space_factor",
-    "split_dims",
+    "unpad_space",
 ]
 
 Placed = tuple[fx.Node, fx.Node]
@@ -42,16 +41,6 @@ def per_dim(values: int | Sequence[int], space: int) -> list[int]:
     return found * space if len(found) == 1 else found
 
 
-def split_dims(ctx: LocalContext, space: int) -> tuple[int, ...]:
-    """The dims of space that some axis splits."""
-    return tuple(d for d in range(space) if ctx.is_split(space_factor(d)))
-
-
-def results_of(ctx: LocalContext, dim: int, results: int) -> tuple[int, int]:
-    """This rank's results along a dim of space, of `results` in all (1 is no factor)."""
-    return ctx.interval(space_factor(dim)) if ctx.is_split(space_factor(dim)) else (0, results)
-
-
 def pad_space(ctx: LocalContext, x: fx.Node, sides: Sequence[tuple[int, int]], fill: float = 0) -> fx.Node:
     """`fill` before and after every dim of space, of which there are as many as `sides`; negative numbers cut."""
     flat = [n for pair in reversed(sides) for n in pair]
@@ -66,6 +55,11 @@ def _cut(ctx: LocalContext, x: fx.Node, sides: Sequence[tuple[int, int]]) -> fx.
             # From the end of the tensor, whose length is not known here: slices count negative ends so.
             x = ctx.call(aten.slice.Tensor, x, d - len(sides), -before, after or 2**63 - 1)
     return x
+
+
+def unpad_space(ctx: LocalContext, x: fx.Node, sides: Sequence[tuple[int, int]]) -> fx.Node:
+    """What `pad_space` has padded with `sides`."""
+    return pad_space(ctx, x, [(-before, -after) for before, after in sides])
 
 
 def scattered(ctx: LocalContext, like: fx.Node, sizes: Sequence[int], dim: int, *parts: Placed) -> fx.Node:
