@@ -1,10 +1,10 @@
 """Search until the objective and the timeline agree on what a step takes.
 
-The objective cannot place every collective: it says of a whole phase what may hide (`step_kinds`). The timeline of the
-program that would run says what does. So the plan that the search finds is judged by its timeline; where the two differ,
-the phases' overlap is corrected until the objective of that plan is its timeline, and the search runs again: its bound is
-then a bound under that plan's own overlap. Of all plans judged the fastest on the timeline is taken. Plans found as if
-less could hide are judged as well where the bound leaves room for one.
+The objective does not place every collective: it says of parts of a phase what may hide (`step_kinds`). The timeline of
+the program that would run says what does. So the plan that the search finds is judged by its timeline. Where the two
+differ, plans found as if less could hide are judged as well; the overlap of each phase is corrected until the objective
+of the best plan is its timeline; and the search runs again, until it finds no faster one. Its last bound is one under the
+overlap that the best plan has. Of all plans judged the fastest on the timeline is taken.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from passes.search.overlapped import solve_overlapped
 from passes.search.search_space import SearchSpace
 from passes.search.step_kinds import Overlap, corrected, phase_seconds
 from passes.solver.problem import Array, Solution
+from passes.solver.solve import ROUNDING
 
 __all__ = ["AWAITED", "Agreed", "Judge", "agreed"]
 
@@ -26,12 +27,8 @@ Judge = Callable[[Assignment], Sequence[float]]
 
 AWAITED = 0.25
 """The share of what is awaited in the backward that is taken to hide behind fillers, before a timeline says how much."""
-AGREES = 5e-3
+AGREES = 1e-2
 """Share of a step by which objective and timeline may differ without another search."""
-ROOM = 3e-3
-"""Share of a step by which the bound may be lower without more plans being judged."""
-CORRECTIONS = 3
-"""Most searches with corrected overlap in a row. Each has found a faster plan than the one before."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +85,6 @@ def _less(overlaps: Sequence[Overlap]) -> Iterator[tuple[Overlap, ...]]:
         yield tuple(replace(o, efficiency=share * o.efficiency, awaited=0.0) for o in overlaps)
 
 
-def _extra(overlaps: Sequence[Overlap]) -> float:
-    return sum(overlap.extra for overlap in overlaps)
-
-
 class _Search:
     """What was judged by choice, and the best of it."""
 
@@ -104,35 +97,31 @@ class _Search:
     def run(self, overlaps: tuple[Overlap, ...]) -> Agreed:
         solution = self._solve(overlaps, None)
         best = self._judged(solution)
-        bound = solution.lower_bound + _extra(overlaps)
-        for _ in range(CORRECTIONS):
-            if abs(best.counted(overlaps) - best.seconds) <= AGREES * best.seconds or self._late():
-                break
-            overlaps = best.corrected(overlaps)
-            solution = self._solve(overlaps, best)
-            bound = solution.lower_bound + _extra(overlaps)
-            found = self._judged(solution)
-            if found.seconds >= best.seconds:
-                break
-            best = found
-        rival = self._rival(best, bound, overlaps)
-        if rival is not best:
-            best, overlaps = rival, rival.corrected(overlaps)
-            solution = self._solve(overlaps, best)
-            bound = solution.lower_bound + _extra(overlaps)
+        if abs(best.counted(overlaps) - best.seconds) > AGREES * best.seconds:
+            for other in _less(overlaps):
+                if not self._late():
+                    best = self._better(self._solve(other, best), best)
+            overlaps, solution, best = self._corrected(overlaps, best)
         seconds = best.counted(overlaps)
-        proven = solution.status == "optimal" and seconds - bound <= 1e-6 * seconds
-        status = "optimal" if proven else "feasible"
-        return Agreed(best.assignment, best.choice, seconds, min(bound, seconds), status, overlaps)
+        bound = min(solution.lower_bound + sum(overlap.extra for overlap in overlaps), seconds)
+        status = "optimal" if seconds - bound <= ROUNDING * seconds else "feasible"
+        return Agreed(best.assignment, best.choice, seconds, bound, status, overlaps)
 
-    def _rival(self, best: _Judged, bound: float, overlaps: Sequence[Overlap]) -> _Judged:
-        """The fastest of what is judged, with plans for which less could hide, if the bound leaves room."""
-        for other in _less(overlaps):
-            if best.seconds - bound <= ROOM * best.seconds or self._late():
-                break
-            found = self._judged(self._solve(other, best))
-            best = min(best, found, key=lambda judged: judged.seconds)
-        return min(self.judged.values(), key=lambda judged: judged.seconds)
+    def _corrected(
+        self, overlaps: tuple[Overlap, ...], best: _Judged
+    ) -> tuple[tuple[Overlap, ...], Solution, _Judged]:
+        """Searches under the overlap of the best plan, until they find no better one."""
+        while True:
+            own = best.corrected(overlaps)
+            solution = self._solve(own, best)
+            found = self._better(solution, best)
+            if found is best or self._late():
+                return own, solution, best
+            best = found
+
+    def _better(self, solution: Solution, best: _Judged) -> _Judged:
+        found = self._judged(solution)
+        return found if found.seconds < best.seconds * (1.0 - ROUNDING) else best
 
     def _solve(self, overlaps: Sequence[Overlap], warm: _Judged | None) -> Solution:
         left = max(self.deadline - time.monotonic(), 1.0)
