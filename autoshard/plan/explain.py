@@ -25,6 +25,7 @@ def explain_plan(plan: PlanContent) -> str:
         f"predicted step {format_seconds(plan.step_time)}",
         f"the search counts {format_seconds(plan.cost)}, {plan.status}: for no plan less than "
         f"{format_seconds(plan.lower_bound)} (gap {plan.gap:.2%})",
+        *_joined(plan),
         f"predicted peak memory {format_bytes(plan.peak_memory)} per device, at {plan.peak_node}"
         + _reserved(plan)
         + ("" if plan.memory_limit is None else f"; limit {format_bytes(plan.memory_limit)}"),
@@ -61,6 +62,13 @@ def plan_difference(mine: PlanContent, other: PlanContent) -> str:
 
 def _kind_counts(plan: PlanContent) -> Counter[str]:
     return Counter(f"{c.phase} {c.name}[{','.join(c.axes)}]" for c in collectives_of(plan.records))
+
+
+def _joined(plan: PlanContent) -> list[str]:
+    if not plan.joined_axes:
+        return []
+    runs = ", ".join("+".join(run) for run in plan.joined_axes)
+    return [f"axes searched together: {runs}; the bound is of plans that use them so"]
 
 
 def _reserved(plan: PlanContent) -> str:

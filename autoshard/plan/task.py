@@ -18,7 +18,8 @@ from autoshard.version import __version__
 from cost_model.bucketed import BucketedPrices
 from cost_model.collectives import CollectivePrices
 from cost_model.compute import ComputePrices
-from cost_model.errors import ShardingError
+from cost_model.deadline import Deadline, OutOfTime
+from cost_model.errors import InfeasibleError, ShardingError
 from cost_model.memory import ADAMW
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
@@ -31,12 +32,16 @@ from passes.plan.describe import describe, fallback_ops, graph_hash
 from passes.predict.predict_step import predicted_step
 from passes.redistribution.redistribute import Redistributor, Step
 from passes.schedule.hiding import step_parts
+from passes.search.coarse_to_fine import find_fastest
 from passes.search.find import Found, find_assignment
 from passes.search.graph_ends import Boundary, boundary_of
 from passes.strategies.prices import Prices
 from passes.strategies.pricing import traffic_model
 
 __all__ = ["CallLayouts", "Task", "carried_plan", "parameter_shapes", "prices_of", "search_plan"]
+
+_SECONDS_A_NODE, _DECIDING_SHARE = 2e-3, 0.25
+"""Of a graph, what is kept of the time limit for what follows the search; and the share of the limit at most."""
 
 
 @dataclass(frozen=True)
@@ -101,24 +106,45 @@ class Task:
 
 
 @collector_paused()
-def search_plan(task: Task) -> Plan:
-    """Search the canonical graph of the task under its ends and prices."""
-    joint, prices, boundary = task.joint, task.prices, task.boundary
+def search_plan(task: Task, deadline: Deadline | None = None) -> Plan:
+    """Search the canonical graph of the task under its ends and prices.
 
-    def find(reserve: int, seconds: float) -> Found:
+    deadline: of all of it; None: the task's `time_limit` from now. Raises InfeasibleError.
+    """
+    joint, prices, boundary = task.joint, task.prices, task.boundary
+    until = _search_until(task, deadline or Deadline.after(task.time_limit))
+
+    def find(reserve: int) -> Found:
         limit = task.memory_limit
-        return find_assignment(
-            joint, prices, boundary, memory_limit=limit, reserve=reserve, time_limit=seconds
-        )
+        return find_fastest(joint, prices, boundary, memory_limit=limit, reserve=reserve, deadline=until)
 
     def moved(found: Found) -> Sequence[Step]:
-        chosen = chosen_steps(joint, found.assignment, prices.redistributor, prices.merged)
+        joined = prices.joining(found.joined)
+        chosen = chosen_steps(joint, found.assignment, joined.redistributor, joined.merged)
         return [step for way in chosen.values() for step in way.steps if step.kind is not None]
 
-    found = found_within(find, moved, task.mesh, task.memory_limit, task.time_limit)
-    plan = _plan_of(task, prices, found, task.resolver())
+    try:
+        found = found_within(find, moved, task.mesh, task.memory_limit)
+    except OutOfTime:
+        raise _out_of_time(task) from None
+    plan = _plan_of(task, found, task.resolver())
     step = predicted_step(joint, plan.assignment, plan.lowering, prices)
     return replace(plan, step_time=step.seconds)
+
+
+def _search_until(task: Task, deadline: Deadline) -> Deadline:
+    """What is decided and predicted after the search takes its time, too: it grows with the graph."""
+    after = _SECONDS_A_NODE * len(task.joint.graph.nodes)
+    return deadline.earlier(min(after, _DECIDING_SHARE * max(0.0, deadline.left)))
+
+
+def _out_of_time(task: Task) -> InfeasibleError:
+    axes = len(task.mesh.real_axes())
+    return InfeasibleError(
+        f"no plan on {task.mesh} was found within time_limit={task.time_limit:g} seconds: "
+        "they ended before its layouts and the ways between them were listed\n"
+        "  try: a larger `time_limit`" + (f", or a mesh of fewer axes than {axes}" if axes > 1 else "")
+    )
 
 
 def carried_plan(task: Task, first: Plan) -> Plan:
@@ -127,22 +153,24 @@ def carried_plan(task: Task, first: Plan) -> Plan:
     Where a node has no counterpart in `first`, it is searched. Nothing is proven of the result, and its step is not
     simulated: `step_time` is the objective's. Raises InfeasibleError if the layouts do not fit.
     """
-    prices = task.prices
-    found = find_assignment(
-        task.joint,
-        prices,
-        task.boundary,
-        memory_limit=task.memory_limit,
-        reserve=0 if task.memory_limit is None else first.reserve,
-        time_limit=task.time_limit,
-        held=first.assignment,
-    )
-    return _plan_of(task, prices, replace(found, lower_bound=0.0, gap=1.0, status="feasible"), None)
+    try:
+        found = find_assignment(
+            task.joint,
+            task.prices.joining(first.joined_axes),
+            task.boundary,
+            memory_limit=task.memory_limit,
+            reserve=0 if task.memory_limit is None else first.reserve,
+            deadline=_search_until(task, Deadline.after(task.time_limit)),
+            held=first.assignment,
+        )
+    except OutOfTime:
+        raise _out_of_time(task) from None
+    return _plan_of(task, replace(found, lower_bound=0.0, gap=1.0, status="feasible"), None)
 
 
-def _plan_of(task: Task, prices: Prices, found: Found, resolve: Callable[[str, Any], Plan] | None) -> Plan:
+def _plan_of(task: Task, found: Found, resolve: Callable[[str, Any], Plan] | None) -> Plan:
     """All that is left to decide, decided. Its `step_time` is the objective's."""
-    joint, mesh = task.joint, task.mesh
+    joint, mesh, prices = task.joint, task.mesh, task.prices.joining(found.joined)
     lowering, moved = decide_lowering(joint, found.assignment, prices)
     records = describe(joint, found.assignment, lowering, moved, prices)
     recounted = step_parts(records).seconds(prices.overlap_efficiency)
@@ -170,6 +198,7 @@ def _plan_of(task: Task, prices: Prices, found: Found, resolve: Callable[[str, A
             autoshard=__version__,
             torch=torch.__version__,
         ),
+        joined_axes=found.joined,
         resolve=resolve,
     )
 
