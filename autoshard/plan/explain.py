@@ -10,6 +10,7 @@ from autoshard.plan.plan_collectives import Collective, collectives_of
 from autoshard.plan.plan_content import PlanContent
 from cost_model.reserve import communicators
 from cost_model.units import format_bytes
+from passes.layout.joined_axes import joined_text
 from passes.layout.layout import Layout
 from passes.plan.graph_text import format_seconds
 
@@ -67,8 +68,8 @@ def _kind_counts(plan: PlanContent) -> Counter[str]:
 def _joined(plan: PlanContent) -> list[str]:
     if not plan.joined_axes:
         return []
-    runs = ", ".join("+".join(run) for run in plan.joined_axes)
-    return [f"axes searched together: {runs}; the bound is of plans that use them so"]
+    together = joined_text(plan.joined_axes)
+    return [f"axes searched together: {together}; the bound is of plans that use them so"]
 
 
 def _reserved(plan: PlanContent) -> str:

@@ -96,7 +96,7 @@ class Plan(PlanContent):
 
     def to_text(self, *, seconds: bool = True) -> str:
         """The planned graph in the text form of docs/plans.md."""
-        return format_graph(self.records, self.mesh, seconds=seconds)
+        return format_graph(self.records, self.mesh, seconds=seconds, joined=self.joined_axes)
 
     def to_networkx(self) -> nx.DiGraph:
         """Nodes are ops, edges values; layouts, seconds and transfers are attributes."""

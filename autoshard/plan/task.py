@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from cost_model.profile import Profile
 from passes.capture import Captured
 from passes.ir.collector import collector_paused
 from passes.ir.joint import JointGraph
+from passes.layout.joined_axes import joined_text
 from passes.layout.layout import Layout
 from passes.plan.decide import chosen_steps, decide_lowering
 from passes.plan.describe import describe, fallback_ops, graph_hash
@@ -39,6 +41,8 @@ from passes.strategies.prices import Prices
 from passes.strategies.pricing import traffic_model
 
 __all__ = ["CallLayouts", "Task", "carried_plan", "parameter_shapes", "prices_of", "search_plan"]
+
+_log = logging.getLogger("autoshard")
 
 _SECONDS_A_NODE, _DECIDING_SHARE = 2e-3, 0.25
 """Of a graph, what is kept of the time limit for what follows the search; and the share of the limit at most."""
@@ -127,6 +131,8 @@ def search_plan(task: Task, deadline: Deadline | None = None) -> Plan:
         found = found_within(find, moved, task.mesh, task.memory_limit)
     except OutOfTime:
         raise _out_of_time(task) from None
+    if found.joined:
+        _log.info("plan: axes searched together: %s", joined_text(found.joined))
     plan = _plan_of(task, found, task.resolver())
     step = predicted_step(joint, plan.assignment, plan.lowering, prices)
     return replace(plan, step_time=step.seconds)

@@ -16,7 +16,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from cost_model.mesh import MeshSpec
 from passes.layout.layout import Layout
 
-__all__ = ["JoinedAxes", "Unit", "chained", "in_units", "joining_problems", "keeps_together", "orders"]
+__all__ = [
+    "JoinedAxes",
+    "Unit",
+    "chained",
+    "in_units",
+    "joined_text",
+    "joining_problems",
+    "keeps_together",
+    "orders",
+]
 
 Unit = tuple[str, ...]
 JoinedAxes = tuple[Unit, ...]
@@ -34,6 +43,11 @@ def in_units(axes: Sequence[str], joined: JoinedAxes) -> list[Unit]:
 def chained(units: Iterable[Unit]) -> tuple[str, ...]:
     """The axes of units, one after the other."""
     return tuple(itertools.chain.from_iterable(units))
+
+
+def joined_text(units: Iterable[Unit]) -> str:
+    """Those of several axes: "a+b, c+d"."""
+    return ", ".join("+".join(unit) for unit in units if len(unit) > 1)
 
 
 def orders(axes: Sequence[str], joined: JoinedAxes) -> Iterator[tuple[str, ...]]:

@@ -23,7 +23,7 @@ from cost_model.deadline import Deadline, OutOfTime
 from cost_model.errors import InfeasibleError
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph
-from passes.layout.joined_axes import Unit, keeps_together
+from passes.layout.joined_axes import Unit, joined_text, keeps_together
 from passes.layout.layout import Layout
 from passes.search.find import Found, find_assignment
 from passes.search.graph_ends import Boundary
@@ -191,7 +191,7 @@ def _too_many(mesh: MeshSpec, units: int) -> InfeasibleError:
 
 
 def _none_together(reason: InfeasibleError, units: Units) -> InfeasibleError:
-    runs = ", ".join("+".join(unit) for unit in units if len(unit) > 1)
+    runs = joined_text(units)
     if not runs:
         return reason
     return InfeasibleError(
