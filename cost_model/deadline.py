@@ -38,6 +38,10 @@ class Deadline:
         """So many seconds before this one."""
         return Deadline(self.at - seconds)
 
+    def at_least(self, seconds: float) -> Deadline:
+        """This one, or so many seconds from now if that is later."""
+        return Deadline(max(self.at, time.monotonic() + seconds))
+
     def share(self, part: float) -> Deadline:
         """When `part` of the time that is left has passed."""
         return self if math.isinf(self.at) else Deadline.after(part * self.left)

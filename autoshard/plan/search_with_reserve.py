@@ -29,12 +29,12 @@ def plan_reserve(mesh: MeshSpec, collectives: Iterable[Collective | Step]) -> in
 
 
 def found_within(
-    find: Callable[[int], Found],
+    find: Callable[[int, bool], Found],
     collectives_of: Callable[[Found], Iterable[Collective | Step]],
     mesh: MeshSpec,
     memory_limit: int | None,
 ) -> Found:
-    """What `find(reserve in bytes)` finds, with a reserve that is enough for its own communicators.
+    """What `find(reserve in bytes, whether again)` finds, with a reserve that is enough for its own communicators.
 
     Which communicators there are, and whether messages are exchanged over them, is known once there is a
     plan: the first search keeps what every plan needs. If its plan needs more than is left, it is searched
@@ -48,7 +48,7 @@ def found_within(
     while True:
         reserve = reserve_bytes(mesh, peers)
         try:
-            found = find(reserve)
+            found = find(reserve, first is not None)
         except InfeasibleError as error:
             raise error if first is None else _no_room(error, first, reserve) from None
         first = first or found

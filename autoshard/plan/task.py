@@ -44,6 +44,8 @@ __all__ = ["CallLayouts", "Task", "carried_plan", "parameter_shapes", "prices_of
 
 _log = logging.getLogger("autoshard")
 
+_AGAIN_SHARE = 0.1
+"""Share of the time limit that a search has at least whose first plan had no room for its own communicators."""
 _SECONDS_A_NODE, _DECIDING_SHARE = 2e-3, 0.25
 """Of a graph, what is kept of the time limit for what follows the search; and the share of the limit at most."""
 
@@ -118,9 +120,10 @@ def search_plan(task: Task, deadline: Deadline | None = None) -> Plan:
     joint, prices, boundary = task.joint, task.prices, task.boundary
     until = _search_until(task, deadline or Deadline.after(task.time_limit))
 
-    def find(reserve: int) -> Found:
+    def find(reserve: int, again: bool) -> Found:
         limit = task.memory_limit
-        return find_fastest(joint, prices, boundary, memory_limit=limit, reserve=reserve, deadline=until)
+        latest = until.at_least(_AGAIN_SHARE * task.time_limit) if again else until
+        return find_fastest(joint, prices, boundary, memory_limit=limit, reserve=reserve, deadline=latest)
 
     def moved(found: Found) -> Sequence[Step]:
         joined = prices.joining(found.joined)

@@ -81,7 +81,8 @@ def searched(limit: int, plans: Sequence[tuple[Found, list[Collective]]]) -> tup
     """The fastest of `plans` whose tensors fit beside the reserve; the reserves that were searched with."""
     asked: list[int] = []
 
-    def find(reserve: int) -> Found:
+    def find(reserve: int, again: bool) -> Found:
+        assert again == bool(asked)
         asked.append(reserve)
         fitting = [f for f, _ in plans if f.peak_nbytes + reserve <= limit]
         if not fitting:

@@ -58,4 +58,5 @@ def test_deadlines_are_shared_out() -> None:
     hour = Deadline.after(3600.0)
     assert 3500.0 < hour.left <= 3600.0
     assert 1700.0 < hour.share(0.5).left <= 1800.0
+    assert hour.at_least(60.0) == hour and 50.0 < PASSED.at_least(60.0).left <= 60.0
     assert hour.earlier(600.0).at == hour.at - 600.0
