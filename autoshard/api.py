@@ -66,7 +66,7 @@ def autoshard(
     constraints:    {parameter name or pattern: placements} pins.
     plan:           a Plan or a saved one's path: no search.
     backend:        "inductor", "eager", or any torch.compile backend.
-    time_limit:     seconds for the search.
+    time_limit:     seconds for planning a kind of call once it is captured; see `find_plan`.
 
     Dropout and other random ops draw from rank 0's `torch.initial_seed()` at the time of capture:
     replicas agree, shards differ, the same seed repeats the run on any mesh.

@@ -10,6 +10,7 @@ from autoshard.plan.plan_collectives import Collective, collectives_of
 from autoshard.plan.plan_content import PlanContent
 from cost_model.reserve import communicators
 from cost_model.units import format_bytes
+from passes.layout.joined_axes import joined_text
 from passes.layout.layout import Layout
 from passes.plan.graph_text import format_seconds
 
@@ -25,6 +26,7 @@ def explain_plan(plan: PlanContent) -> str:
         f"predicted step {format_seconds(plan.step_time)}",
         f"the search counts {format_seconds(plan.cost)}, {plan.status}: for no plan less than "
         f"{format_seconds(plan.lower_bound)} (gap {plan.gap:.2%})",
+        *_joined(plan),
         f"predicted peak memory {format_bytes(plan.peak_memory)} per device, at {plan.peak_node}"
         + _reserved(plan)
         + ("" if plan.memory_limit is None else f"; limit {format_bytes(plan.memory_limit)}"),
@@ -61,6 +63,13 @@ def plan_difference(mine: PlanContent, other: PlanContent) -> str:
 
 def _kind_counts(plan: PlanContent) -> Counter[str]:
     return Counter(f"{c.phase} {c.name}[{','.join(c.axes)}]" for c in collectives_of(plan.records))
+
+
+def _joined(plan: PlanContent) -> list[str]:
+    if not plan.joined_axes:
+        return []
+    together = joined_text(plan.joined_axes)
+    return [f"axes searched together: {together}; the bound is of plans that use them so"]
 
 
 def _reserved(plan: PlanContent) -> str:

@@ -27,6 +27,7 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.task import CallLayouts, Task, prices_of, search_plan
 from autoshard.profiling.startup import nominal_profile, startup_profile
 from cost_model.checked_arguments import checked_seconds
+from cost_model.deadline import Deadline
 from cost_model.errors import ShardingError
 from cost_model.memory import parse_bytes
 from cost_model.mesh import MeshSpec
@@ -92,7 +93,9 @@ def find_plan(
     out_placements: the same for outputs; "keep": as the plan leaves them; None: replicated (global).
     constraints:    {parameter name or pattern: placements} pins.
     backend:        what will compile the plan: "eager" runs op by op and is priced so; others fuse.
-    time_limit:     seconds for the search; when it ends first, the best plan so far with its gap.
+    time_limit:     seconds for all of it; when it ends first, the best plan so far with its gap, or InfeasibleError if
+                    there is none. On meshes of many axes, or where time is short, some axes are used together
+                    (`Plan.joined_axes`).
     autocast:       plan for calls under `torch.autocast(mesh.device_type, autocast)`, also where this machine has
                     no such device and torch would ignore that. None: autocast as it is now.
 
@@ -103,6 +106,7 @@ def find_plan(
     checked_model(model)
     check_backend(backend)
     seconds = checked_seconds(time_limit, "time_limit")
+    deadline = Deadline.after(seconds)
     limit = None if memory_limit is None else parse_bytes(memory_limit)
     pins = resolve_pins(constraints, named_parameters(model), spec)
     args, kwargs = as_call(example_inputs)
@@ -114,7 +118,7 @@ def find_plan(
     with autocast_as(spec, autocast):
         captured = canonical_capture(model, whole.args, whole.kwargs, device=torch.device(spec.device_type))
     call = CallLayouts(whole.layouts, output_layouts(captured, spec, out_placements))
-    return search_plan(Task(captured, loaded, spec, call, pins, limit, backend, seconds))
+    return search_plan(Task(captured, loaded, spec, call, pins, limit, backend, seconds), deadline)
 
 
 def autocast_as(mesh: MeshSpec, dtype: torch.dtype | None) -> AbstractContextManager[None]:

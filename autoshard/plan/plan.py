@@ -50,7 +50,9 @@ class Plan(PlanContent):
 
     cost:        seconds of one training step, forward, backward and optimizer update, as the search
                  counts them. lower_bound: no plan's are fewer. gap: (cost - lower_bound) / cost.
-    status:      "optimal", or "feasible" if the time limit ended the proof.
+    status:      "optimal", or "feasible" if the time limit ended the proof or axes are joined.
+    joined_axes: mesh axes that the search used together, because a mesh of so many axes has too many layouts: bound
+                 and gap are of plans that do so. () joins none.
     step_time:   predicted seconds of a step: the program that will run, on a timeline of its kernels
                  and collectives. peak_memory: predicted bytes on the fullest device.
     parameter_layouts: parameter name -> layout (tied names included).
@@ -94,7 +96,7 @@ class Plan(PlanContent):
 
     def to_text(self, *, seconds: bool = True) -> str:
         """The planned graph in the text form of docs/plans.md."""
-        return format_graph(self.records, self.mesh, seconds=seconds)
+        return format_graph(self.records, self.mesh, seconds=seconds, joined=self.joined_axes)
 
     def to_networkx(self) -> nx.DiGraph:
         """Nodes are ops, edges values; layouts, seconds and transfers are attributes."""
@@ -234,4 +236,5 @@ def _plan_from(data: PlanData) -> Plan:
         outputs={int(i): None if layout is None else layout.layout() for i, layout in data.outputs.items()},
         fallbacks=data.fallbacks,
         origin=PlanOrigin(**msgspec.structs.asdict(data.origin)),
+        joined_axes=data.joined_axes,
     )

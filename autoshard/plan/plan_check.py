@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from autoshard.plan.plan_content import PlanContent
 from autoshard.plan.transfer_check import Ways, turn_problems
 from cost_model.mesh import MeshSpec
+from passes.layout.joined_axes import JoinedAxes, joining_problems, keeps_together
 from passes.layout.layout import Layout
 from passes.plan.records import NodeRecord
 
@@ -22,7 +24,9 @@ def plan_problems(plan: PlanContent) -> Iterator[str]:
     """What is wrong with a plan as it was read, in sentences; nothing if it is whole. Only the shapes' own sizes are
     not of it: whether it is of a certain model is for `Plan.check_graph`."""
     yield from _prices(plan)
-    yield from _nodes(plan.records, plan.mesh)
+    unknown = list(joining_problems(plan.joined_axes, plan.mesh))
+    yield from unknown
+    yield from _nodes(plan.records, plan.mesh, () if unknown else plan.joined_axes)
     yield from turn_problems(plan.records)
     yield from _ends(plan)
 
@@ -38,11 +42,11 @@ def _prices(plan: PlanContent) -> Iterator[str]:
             yield f"the price of {name} is {seconds:.3g} seconds, which nothing takes"
 
 
-def _nodes(records: Sequence[NodeRecord], mesh: MeshSpec) -> Iterator[str]:
+def _nodes(records: Sequence[NodeRecord], mesh: MeshSpec, joined: JoinedAxes) -> Iterator[str]:
     known: dict[str, NodeRecord] = {}
-    ways = Ways(mesh)
+    ways = Ways(mesh, joined)
     for record in records:
-        for problem in _node(record, known, mesh, ways):
+        for problem in (*_node(record, known, mesh, ways), *_apart(record, joined)):
             yield f"node {record.name}: {problem}"
         known[record.name] = record
     if [record.name for record in records if record.op == "output"] != ["output"]:
@@ -74,6 +78,18 @@ def _node(record: NodeRecord, known: Mapping[str, NodeRecord], mesh: MeshSpec, w
             yield f"factor {split.factor} has {len(split.spans)} spans over {split.axes}"
         if any(low > high for low, high in split.spans or ()):
             yield f"a span of factor {split.factor} ends before it begins"
+
+
+def _apart(record: NodeRecord, joined: JoinedAxes) -> Iterator[str]:
+    """Layouts that use joined axes apart."""
+    layouts = [value.layout for value in (*record.operands, *record.results)]
+    layouts += [transfer.step.after for operand in record.operands for transfer in operand.transfers]
+    for run in joined:
+        for one, two in itertools.pairwise(run):
+            for layout in layouts:
+                if not keeps_together(layout, one, two):
+                    yield f"{layout} uses the axes {one} and {two} apart, which are joined"
+                    return
 
 
 def _fits(layout: Layout, shape: Sequence[int], mesh: MeshSpec) -> Iterator[str]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cost_model.mesh import MeshSpec
+from passes.layout.joined_axes import JoinedAxes
 from passes.layout.layout import Layout
 from passes.plan.records import NodeRecord
 
@@ -47,8 +48,10 @@ class PlanContent:
     outputs: Mapping[int, Layout | None]
     fallbacks: tuple[str, ...]
     origin: PlanOrigin
+    joined_axes: JoinedAxes = ()
 
     @property
     def gap(self) -> float:
-        """How far the cost may be above the least there is, as a share of it."""
+        """How far the cost may be above the least there is, as a share of it; with `joined_axes`, above the least of
+        plans that use those together."""
         return 0.0 if self.cost <= 0 else max(0.0, (self.cost - self.lower_bound) / self.cost)

@@ -57,6 +57,7 @@ class PlanData(Struct, frozen=True, forbid_unknown_fields=True):
     outputs: dict[_Index, LayoutData | None]
     fallbacks: tuple[Text, ...]
     nodes: Annotated[tuple[NodeData, ...], Meta(max_length=10_000_000)]
+    joined_axes: tuple[tuple[Text, ...], ...] = ()
 
     def mesh_spec(self) -> MeshSpec:
         return MeshSpec(self.mesh.axes, self.mesh.device)
@@ -107,5 +108,7 @@ def plan_to_json(plan: PlanContent) -> dict[str, Any]:
             str(i): None if layout is None else layout_to_json(layout) for i, layout in plan.outputs.items()
         },
         "fallbacks": list(plan.fallbacks),
+        # Only where there are any: plans of other meshes stay as they were.
+        **({"joined_axes": [list(run) for run in plan.joined_axes]} if plan.joined_axes else {}),
         "nodes": [record_to_json(record) for record in plan.records],
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
@@ -30,13 +29,12 @@ def plan_reserve(mesh: MeshSpec, collectives: Iterable[Collective | Step]) -> in
 
 
 def found_within(
-    find: Callable[[int, float], Found],
+    find: Callable[[int, bool], Found],
     collectives_of: Callable[[Found], Iterable[Collective | Step]],
     mesh: MeshSpec,
     memory_limit: int | None,
-    time_limit: float,
 ) -> Found:
-    """What `find(reserve in bytes, seconds)` finds, with a reserve that is enough for its own communicators.
+    """What `find(reserve in bytes, whether again)` finds, with a reserve that is enough for its own communicators.
 
     Which communicators there are, and whether messages are exchanged over them, is known once there is a
     plan: the first search keeps what every plan needs. If its plan needs more than is left, it is searched
@@ -45,13 +43,12 @@ def found_within(
     Raises InfeasibleError if nothing fits. A slower plan without messages is not looked for where there is
     no room for the messages of the fastest.
     """
-    deadline = time.monotonic() + time_limit
     peers: dict[Axes, int] = {}
     first: Found | None = None
     while True:
         reserve = reserve_bytes(mesh, peers)
         try:
-            found = find(reserve, max(1.0, deadline - time.monotonic()))
+            found = find(reserve, first is not None)
         except InfeasibleError as error:
             raise error if first is None else _no_room(error, first, reserve) from None
         first = first or found

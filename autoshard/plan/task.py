@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,8 @@ from autoshard.version import __version__
 from cost_model.bucketed import BucketedPrices
 from cost_model.collectives import CollectivePrices
 from cost_model.compute import ComputePrices
-from cost_model.errors import ShardingError
+from cost_model.deadline import Deadline, OutOfTime
+from cost_model.errors import InfeasibleError, ShardingError
 from cost_model.memory import ADAMW
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
@@ -26,6 +28,7 @@ from passes.capture import Captured
 from passes.ir.collector import collector_paused
 from passes.ir.joint import JointGraph
 from passes.layout.assignment import Assignment
+from passes.layout.joined_axes import joined_text
 from passes.layout.layout import Layout
 from passes.plan.decide import Moved, decide_lowering
 from passes.plan.describe import describe, fallback_ops, graph_hash
@@ -33,6 +36,7 @@ from passes.plan.lowering_plan import LoweringPlan
 from passes.predict.predict_step import Prediction, predicted_step
 from passes.redistribution.redistribute import Redistributor
 from passes.redistribution.steps import Step
+from passes.search.coarse_to_fine import find_fastest
 from passes.search.find import Found, find_assignment
 from passes.search.graph_ends import Boundary, boundary_of
 from passes.search.step_kinds import EXPOSED, phase_seconds
@@ -40,6 +44,13 @@ from passes.strategies.prices import Prices
 from passes.strategies.pricing import traffic_model
 
 __all__ = ["CallLayouts", "Task", "carried_plan", "parameter_shapes", "prices_of", "search_plan"]
+
+_log = logging.getLogger("autoshard")
+
+_AGAIN_SHARE = 0.1
+"""Share of the time limit that a search has at least whose first plan had no room for its own communicators."""
+_SECONDS_A_NODE, _DECIDING_SHARE = 2e-3, 0.25
+"""Of a graph, what is kept of the time limit for what follows the search; and the share of the limit at most."""
 
 
 @dataclass(frozen=True)
@@ -104,30 +115,39 @@ class Task:
 
 
 @collector_paused()
-def search_plan(task: Task) -> Plan:
-    """Search the canonical graph of the task under its ends and prices."""
-    joint, prices, boundary = task.joint, task.prices, task.boundary
+def search_plan(task: Task, deadline: Deadline | None = None) -> Plan:
+    """Search the canonical graph of the task under its ends and prices.
 
+    deadline: of all of it; None: the task's `time_limit` from now. Raises InfeasibleError.
+    """
+    joint, prices, boundary = task.joint, task.prices, task.boundary
+    until = _search_until(task, deadline or Deadline.after(task.time_limit))
     judged: dict[int, _Judged] = {}
 
-    def judge(assignment: Assignment) -> Sequence[float]:
+    def judge(assignment: Assignment, prices: Prices) -> Sequence[float]:
         lowering, moved = decide_lowering(joint, assignment, prices)
         step = predicted_step(joint, assignment, lowering, prices)
         judged[id(assignment)] = _Judged(assignment, lowering, moved, step)
-        return [*step.phase_seconds]
+        return step.phase_seconds
 
-    def find(reserve: int, seconds: float) -> Found:
+    def find(reserve: int, again: bool) -> Found:
         limit = task.memory_limit
-        return find_assignment(
-            joint, prices, boundary, memory_limit=limit, reserve=reserve, time_limit=seconds, judge=judge
+        latest = until.at_least(_AGAIN_SHARE * task.time_limit) if again else until
+        return find_fastest(
+            joint, prices, boundary, memory_limit=limit, reserve=reserve, deadline=latest, judge=judge
         )
 
     def moved(found: Found) -> Sequence[Step]:
         chosen = judged[id(found.assignment)].moved
         return [step for way in chosen.values() for step in way.steps if step.kind is not None]
 
-    found = found_within(find, moved, task.mesh, task.memory_limit, task.time_limit)
-    return _plan_of(task, prices, found, judged[id(found.assignment)], task.resolver())
+    try:
+        found = found_within(find, moved, task.mesh, task.memory_limit)
+    except OutOfTime:
+        raise _out_of_time(task) from None
+    if found.joined:
+        _log.info("plan: axes searched together: %s", joined_text(found.joined))
+    return _plan_of(task, found, judged[id(found.assignment)], task.resolver())
 
 
 @dataclass(frozen=True)
@@ -140,32 +160,48 @@ class _Judged:
     step: Prediction | None
 
 
+def _search_until(task: Task, deadline: Deadline) -> Deadline:
+    """What is decided and predicted after the search takes its time, too: it grows with the graph."""
+    after = _SECONDS_A_NODE * len(task.joint.graph.nodes)
+    return deadline.earlier(min(after, _DECIDING_SHARE * max(0.0, deadline.left)))
+
+
+def _out_of_time(task: Task) -> InfeasibleError:
+    axes = len(task.mesh.real_axes())
+    return InfeasibleError(
+        f"no plan on {task.mesh} was found within time_limit={task.time_limit:g} seconds: "
+        "they ended before its layouts and the ways between them were listed\n"
+        "  try: a larger `time_limit`" + (f", or a mesh of fewer axes than {axes}" if axes > 1 else "")
+    )
+
+
 def carried_plan(task: Task, first: Plan) -> Plan:
     """A plan for another call of the model that `first` plans, with its layouts wherever they fit: no search.
 
     Where a node has no counterpart in `first`, it is searched. Nothing is proven of the result, and its step is not
     simulated: `step_time` is the objective's. Raises InfeasibleError if the layouts do not fit.
     """
-    prices = task.prices
-    found = find_assignment(
-        task.joint,
-        prices,
-        task.boundary,
-        memory_limit=task.memory_limit,
-        reserve=0 if task.memory_limit is None else first.reserve,
-        time_limit=task.time_limit,
-        held=first.assignment,
-    )
+    prices = task.prices.joining(first.joined_axes)
+    try:
+        found = find_assignment(
+            task.joint,
+            prices,
+            task.boundary,
+            memory_limit=task.memory_limit,
+            reserve=0 if task.memory_limit is None else first.reserve,
+            deadline=_search_until(task, Deadline.after(task.time_limit)),
+            held=first.assignment,
+        )
+    except OutOfTime:
+        raise _out_of_time(task) from None
     unproven = replace(found, lower_bound=0.0, gap=1.0, status="feasible")
     lowered = decide_lowering(task.joint, found.assignment, prices)
-    return _plan_of(task, prices, unproven, _Judged(found.assignment, *lowered, None), None)
+    return _plan_of(task, unproven, _Judged(found.assignment, *lowered, None), None)
 
 
-def _plan_of(
-    task: Task, prices: Prices, found: Found, judged: _Judged, resolve: Callable[[str, Any], Plan] | None
-) -> Plan:
+def _plan_of(task: Task, found: Found, judged: _Judged, resolve: Callable[[str, Any], Plan] | None) -> Plan:
     """Its `step_time` is the objective's where it was not judged."""
-    joint, mesh = task.joint, task.mesh
+    joint, mesh, prices = task.joint, task.mesh, task.prices.joining(found.joined)
     records = describe(joint, found.assignment, judged.lowering, judged.moved, prices)
     totals = found.step.totals(records)
     recounted = sum(phase_seconds(totals, found.overlaps)) + float(totals[EXPOSED])
@@ -193,6 +229,7 @@ def _plan_of(
             autoshard=__version__,
             torch=torch.__version__,
         ),
+        joined_axes=found.joined,
         resolve=resolve,
     )
 

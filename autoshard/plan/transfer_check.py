@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from cost_model.mesh import MeshSpec
+from passes.layout.joined_axes import JoinedAxes
 from passes.layout.layout import Layout
 from passes.plan.records import NodeRecord, OperandRecord, ResultRecord
 from passes.plan.transfers import Turn
@@ -19,9 +20,10 @@ _FIRST: Turn = (-1, 0)
 
 @dataclass(frozen=True)
 class Ways:
-    """Ways from layout to layout on a mesh; layers repeat, so each is looked at once."""
+    """Ways from layout to layout on a mesh, axes `joined` moved together; layers repeat, so each is looked at once."""
 
     mesh: MeshSpec
+    joined: JoinedAxes
     seen: dict[tuple[Layout, Layout, tuple[Step, ...], tuple[int, ...]], tuple[str, ...]] = field(
         default_factory=dict
     )
@@ -36,7 +38,7 @@ class Ways:
             return [f"the mesh has no axis {unknown[0]!r}"]
         key = (value.layout, operand.layout, steps, value.shape)
         if key not in self.seen:
-            self.seen[key] = tuple(step_problems(*key, self.mesh))
+            self.seen[key] = tuple(step_problems(*key, self.mesh, self.joined))
         return self.seen[key]
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from cost_model.mesh import MeshSpec
+from passes.layout.joined_axes import JoinedAxes, joined_text
 from passes.plan.records import NodeRecord, OperandRecord, ResultRecord
 
 __all__ = ["format_graph", "format_seconds"]
@@ -29,14 +30,17 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds / 1e-9:.3g} ns"
 
 
-def format_graph(records: Sequence[NodeRecord], mesh: MeshSpec, *, seconds: bool = True) -> str:
+def format_graph(
+    records: Sequence[NodeRecord], mesh: MeshSpec, *, seconds: bool = True, joined: JoinedAxes = ()
+) -> str:
     """The planned graph, forward then backward. With `seconds=False` no prices (golden files).
 
     `use` nodes are not printed: what they redistribute appears as collectives on the value.
     """
     writer = _Writer(records, seconds)
     body = "\n".join(f"  {line}" for line in writer.lines())
-    return f"{mesh}\ngraph joint {{\n{body}\n}}\n"
+    together = f"  // axes searched together: {joined_text(joined)}" if joined else ""
+    return f"{mesh}{together}\ngraph joint {{\n{body}\n}}\n"
 
 
 class _Writer:

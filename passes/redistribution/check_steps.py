@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from cost_model.mesh import MeshSpec
+from passes.layout.joined_axes import JoinedAxes
 from passes.layout.layout import Layout
 from passes.redistribution.dim_splits import DimSplits
 from passes.redistribution.moves import Moves, as_state, as_step
@@ -15,12 +16,18 @@ __all__ = ["step_problems"]
 
 
 def step_problems(
-    held: Layout, wanted: Layout, steps: Sequence[Step], shape: Sequence[int], mesh: MeshSpec
+    held: Layout,
+    wanted: Layout,
+    steps: Sequence[Step],
+    shape: Sequence[int],
+    mesh: MeshSpec,
+    joined: JoinedAxes = (),
 ) -> Iterator[str]:
     """What is wrong with `steps` as a way from `held` to `wanted`, in sentences; nothing if each is a move that the
     search has and they end in `wanted`.
 
     shape: the tensor's global one. The layouts, those between the steps too, fit it and the mesh.
+    joined: axes that the search moved together.
     """
     if not steps and held == wanted:
         return
@@ -30,7 +37,8 @@ def step_problems(
     part = MeshSpec(
         {name: mesh.size(name) for name in mesh.names if name in used or not used}, mesh.device_type
     )
-    moves = Moves(part, tuple(DimSplits(part, spec) for spec in key.dims))
+    runs = tuple(run for run in joined if used.issuperset(run))
+    moves = Moves(part, tuple(DimSplits(part, spec, runs) for spec in key.dims), runs)
     now = held
     for step in steps:
         state = as_state(now, dims)

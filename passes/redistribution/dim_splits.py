@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cost_model.mesh import MeshSpec
+from passes.layout.joined_axes import JoinedAxes, Unit, chained, in_units, orders
 from passes.layout.layout import Halo, Span, laps, nested_sizes, spans_of
 
 __all__ = ["UNSPLIT", "DimSpec", "DimSplits", "Split", "foreign_elements", "sort_key", "subsets"]
@@ -43,10 +44,12 @@ class DimSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class DimSplits:
-    """The moves between splits of a dim. Every move is exact for uneven and explicit sizes."""
+    """The moves between splits of a dim. Every move is exact for uneven and explicit sizes. joined: axes that are
+    moved together."""
 
     mesh: MeshSpec
     spec: DimSpec
+    joined: JoinedAxes = ()
 
     @cached_property
     def known(self) -> dict[tuple[str, ...], tuple[tuple[int, ...], ...]]:
@@ -80,7 +83,9 @@ class DimSplits:
         """(run of minor-most axes, what is left when it is gathered)."""
         if split.halo is not None:
             return
-        for count in reversed(range(len(split.axes))):
+        units = in_units(split.axes, self.joined)
+        for left in reversed(range(len(units))):
+            count = len(chained(units[:left]))
             yield split.axes[count:], Split(split.axes[:count], self.prefix(split, count))
 
     def refinements(self, split: Split, run: tuple[str, ...]) -> list[Split]:
@@ -104,7 +109,7 @@ class DimSplits:
         """(axes to exchange over, another split by the same axes)."""
         if split.halo is not None:
             return
-        for axes in itertools.permutations(split.axes):
+        for axes in orders(split.axes, self.joined):
             for sizes in (None, *self.known.get(axes, ())):
                 other = Split(axes, sizes)
                 if other != split:
@@ -168,10 +173,10 @@ def _contains(one: Span, two: Span) -> bool:
     return two[0] >= two[1] or (one[0] <= two[0] and two[1] <= one[1])
 
 
-def subsets(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Every non-empty subset, in the order of `axes`."""
-    for count in range(1, len(axes) + 1):
-        yield from itertools.combinations(axes, count)
+def subsets(units: Sequence[Unit]) -> Iterator[tuple[Unit, ...]]:
+    """Every non-empty subset, in the order of `units`."""
+    for count in range(1, len(units) + 1):
+        yield from itertools.combinations(units, count)
 
 
 @lru_cache(maxsize=4096)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cost_model.mesh import MeshSpec
+from passes.layout.joined_axes import JoinedAxes, Unit, chained, in_units, orders
 from passes.layout.layout import Layout
 from passes.redistribution.dim_splits import UNSPLIT, DimSplits, Split, subsets
 from passes.redistribution.steps import (
@@ -50,10 +51,12 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Moves:
-    """The moves out of a state. This is the definition of what a redistribution may do."""
+    """The moves out of a state. This is the definition of what a redistribution may do. joined: axes that are moved
+    together, in `dims` as well."""
 
     mesh: MeshSpec
     dims: tuple[DimSplits, ...]
+    joined: JoinedAxes = ()
 
     def __call__(self, state: State) -> Iterator[Move]:
         yield from self.local(state)
@@ -63,7 +66,7 @@ class Moves:
 
     def local(self, state: State) -> Iterator[Move]:
         used = {axis for split in state.splits for axis in split.axes} | {a for a, _ in state.partial}
-        free = [axis for axis in self.mesh.real_axes() if axis not in used]
+        free = in_units([axis for axis in self.mesh.real_axes() if axis not in used], self.joined)
         for run in _runs(free):
             for dim, target in self.split_by(state, run):
                 yield Move(Slice, run, (dim,), "", target)
@@ -75,16 +78,16 @@ class Moves:
         for dim, splits in enumerate(self.dims):
             for trimmed in splits.trims(state.splits[dim]):
                 yield Move(Slice, state.splits[dim].axes, (dim,), "", _with_split(state, dim, trimmed))
-        for axis in free:
-            partial = tuple(sorted((*state.partial, (axis, "sum"))))
-            yield Move(ToPartial, (axis,), (), "sum", State(state.splits, partial))
+        for unit in free:
+            partial = tuple(sorted((*state.partial, *((axis, "sum") for axis in unit))))
+            yield Move(ToPartial, unit, (), "sum", State(state.splits, partial))
 
     def gathers_and_exchanges(self, state: State) -> Iterator[Move]:
         for dim, splits in enumerate(self.dims):
             for run, coarser in splits.gathers(state.splits[dim]):
                 gathered = _with_split(state, dim, coarser)
                 yield Move(AllGather, run, (dim,), "", gathered)
-                for order in itertools.permutations(run):
+                for order in orders(run, self.joined):
                     for to_dim, target in self.split_by(gathered, order):
                         if to_dim != dim:
                             yield Move(AllToAll, order, (dim, to_dim), "", target)
@@ -104,11 +107,11 @@ class Moves:
     def reductions(self, state: State) -> Iterator[Move]:
         for op in sorted({op for _, op in state.partial}):
             axes = [axis for axis in self.mesh.names if (axis, op) in state.partial]
-            for chosen in subsets(axes):
+            for chosen in map(chained, subsets(in_units(axes, self.joined))):
                 left = tuple((a, o) for a, o in state.partial if a not in chosen)
                 reduced = State(state.splits, left)
                 yield Move(AllReduce, chosen, (), op, reduced)
-                for order in itertools.permutations(chosen):
+                for order in orders(chosen, self.joined):
                     for dim, target in self.split_by(reduced, order):
                         yield Move(ReduceScatter, order, (dim,), op, target)
 
@@ -118,9 +121,9 @@ class Moves:
                 yield dim, _with_split(state, dim, finer)
 
 
-def _runs(axes: list[str]) -> Iterator[tuple[str, ...]]:
-    for count in range(1, len(axes) + 1):
-        yield from itertools.permutations(axes, count)
+def _runs(units: list[Unit]) -> Iterator[tuple[str, ...]]:
+    for count in range(1, len(units) + 1):
+        yield from map(chained, itertools.permutations(units, count))
 
 
 def _with_split(state: State, dim: int, split: Split) -> State:

@@ -18,8 +18,10 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from cost_model.deadline import NEVER, Deadline
 from cost_model.errors import ProfileError, ShardingError
 from cost_model.mesh import MeshSpec
+from passes.layout.joined_axes import JoinedAxes
 from passes.layout.layout import Layout
 from passes.redistribution.dim_splits import DimSpec, Split, sort_key
 from passes.redistribution.moves import as_state, as_step
@@ -68,23 +70,24 @@ class _Space:
     def state(self, layout: Layout) -> int | None:
         return self.universe.index.get(as_state(layout, self.dims))
 
-    def rounds(self, sources: Sequence[int]) -> list[Floats]:
-        """[states, sources] distances with at most 0, 1, 2, ... steps, until they stay the same."""
+    def rounds(self, sources: Sequence[int], deadline: Deadline = NEVER) -> list[Floats]:
+        """[states, sources] distances with at most 0, 1, 2, ... steps, until they stay the same. Raises OutOfTime."""
         distance = np.full((len(self.universe.states), len(sources)), np.inf)
         distance[sources, np.arange(len(sources))] = 0.0
         found = [distance]
         while len(self.universe.moves):
+            deadline.check()
             distance = self.universe.relax(self.seconds, distance)
             if np.array_equal(distance, found[-1]):
                 break
             found.append(distance)
         return found
 
-    def distances(self, sources: Sequence[int]) -> Floats:
-        """[sources, states]."""
+    def distances(self, sources: Sequence[int], deadline: Deadline) -> Floats:
+        """[sources, states]. Raises OutOfTime."""
         missing = list(dict.fromkeys(s for s in sources if s not in self.rows))
         if missing:
-            last = self.rounds(missing)[-1]
+            last = self.rounds(missing, deadline)[-1]
             self.rows.update((source, last[:, i]) for i, source in enumerate(missing))
         return np.stack([self.rows[s] for s in sources])
 
@@ -108,15 +111,24 @@ class _Space:
 
 
 class Redistributor:
-    """Plans and prices redistributions on one mesh with one set of prices; caches both."""
+    """Plans and prices redistributions on one mesh with one set of prices; caches both.
 
-    def __init__(self, mesh: MeshSpec, prices: CollectiveSeconds) -> None:
+    joined: axes that are moved together, so that meshes of many axes have few layouts. Then all layouts asked for use
+    them together.
+    """
+
+    def __init__(self, mesh: MeshSpec, prices: CollectiveSeconds, joined: JoinedAxes = ()) -> None:
         self.mesh = mesh
+        self.joined = joined
         self._prices = prices
         self._seconds: dict[tuple[str, tuple[str, ...], int], float] = {}
         self._universes: dict[UniverseKey, Universe] = {}
         self._spaces: dict[tuple[UniverseKey, bytes], _Space] = {}
         self._plans: dict[tuple[Layout, Layout, tuple[int, ...], int], Redistribution] = {}
+
+    def joining(self, joined: JoinedAxes) -> Redistributor:
+        """One with the same prices that moves the axes `joined` together."""
+        return self if joined == self.joined else Redistributor(self.mesh, self._prices, joined)
 
     def plan(self, src: Layout, dst: Layout, shape: Sequence[int], itemsize: int) -> Redistribution:
         """The cheapest steps that turn `src` into `dst`, for a tensor of global `shape`.
@@ -129,21 +141,26 @@ class Redistributor:
         return self._plans[key]
 
     def matrix(
-        self, srcs: Sequence[Layout], dsts: Sequence[Layout], shape: Sequence[int], itemsize: int
+        self,
+        srcs: Sequence[Layout],
+        dsts: Sequence[Layout],
+        shape: Sequence[int],
+        itemsize: int,
+        deadline: Deadline = NEVER,
     ) -> Floats:
-        """[srcs, dsts] seconds of `plan`; inf where there is none.
+        """[srcs, dsts] seconds of `plan`; inf where there is none. Raises OutOfTime.
 
         Equal to `plan`'s seconds (up to the order of adding) if prices never fall with bytes.
         """
         seconds = np.full((len(srcs), len(dsts)), np.inf)
         if not len(srcs) or not len(dsts):
             return seconds
-        space = self._space((*srcs, *dsts), tuple(shape), itemsize)
+        space = self._space((*srcs, *dsts), tuple(shape), itemsize, deadline)
         rows = [space.state(src) for src in srcs]
         columns = [space.state(dst) for dst in dsts]
         known_rows = [i for i, row in enumerate(rows) if row is not None]
         known = [j for j, column in enumerate(columns) if column is not None]
-        distances = space.distances([row for row in rows if row is not None])
+        distances = space.distances([row for row in rows if row is not None], deadline)
         targets = [column for column in columns if column is not None]
         seconds[np.ix_(known_rows, known)] = distances[:, targets]
         return seconds
@@ -165,11 +182,13 @@ class Redistributor:
         universe, move = space.universe, space.universe.moves[number]
         return as_step(universe.states[universe.tail[number]], move, space.dims, ndim)
 
-    def _space(self, layouts: Sequence[Layout], shape: tuple[int, ...], itemsize: int) -> _Space:
+    def _space(
+        self, layouts: Sequence[Layout], shape: tuple[int, ...], itemsize: int, deadline: Deadline = NEVER
+    ) -> _Space:
         dims, key = universe_key(layouts, shape)
         universe = self._universes.get(key)
         if universe is None:
-            universe = self._universes[key] = build_universe(self.mesh, key)
+            universe = self._universes[key] = build_universe(self.mesh, key, self.joined, deadline)
         lengths = tuple(shape[d] for d in dims)
         others = math.prod(length for d, length in enumerate(shape) if d not in dims)
         shard_bytes = universe.shard_bytes(lengths, others, itemsize)

@@ -10,13 +10,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from cost_model.deadline import NEVER, Deadline
 from cost_model.mesh import MeshSpec
+from passes.layout.joined_axes import JoinedAxes
 from passes.layout.layout import nested_sizes
 from passes.redistribution.dim_splits import UNSPLIT, DimSpec, DimSplits, Split
 from passes.redistribution.moves import Move, Moves, Partial, State
 from passes.redistribution.steps import PAYLOAD_BYTES
 
 __all__ = ["Universe", "UniverseKey", "build_universe"]
+
+_LOOKS = 256
+"""States from one look at the clock to the next."""
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -99,15 +104,23 @@ class Universe:
         return closer
 
 
-def build_universe(mesh: MeshSpec, key: UniverseKey) -> Universe:
-    """Every state that can be reached from the replicated one, or from the partial `key.reduced`."""
-    expand = Moves(mesh, tuple(DimSplits(mesh, spec) for spec in key.dims))
+def build_universe(
+    mesh: MeshSpec, key: UniverseKey, joined: JoinedAxes = (), deadline: Deadline = NEVER
+) -> Universe:
+    """Every state that can be reached from the replicated one, or from the partial `key.reduced`.
+
+    joined: axes that are moved together. Raises OutOfTime.
+    """
+    expand = Moves(mesh, tuple(DimSplits(mesh, spec, joined) for spec in key.dims), joined)
     plain = (UNSPLIT,) * len(key.dims)
-    held = itertools.product(_partials(key.reduced), _summands(expand.dims))
+    partials = [p for p in _partials(key.reduced) if all(_alike(p, run) for run in joined)]
+    held = itertools.product(partials, _summands(expand.dims))
     states = [State(splits or plain, partial) for partial, splits in held if _disjoint(splits, partial)]
     index = {state: i for i, state in enumerate(states)}
     moves: list[tuple[int, int, Move]] = []
     for tail, state in enumerate(states):  # `states` grows meanwhile
+        if tail % _LOOKS == 0:
+            deadline.check()
         for move in expand(state):
             head = index.setdefault(move.target, len(states))
             if head == len(states):
@@ -122,6 +135,12 @@ def _partials(reduced: Partial) -> list[Partial]:
     counts = range(len(reduced) + 1)
     chosen = itertools.chain.from_iterable(itertools.combinations(reduced, n) for n in counts)
     return [c for c in chosen if len({axis for axis, _ in c}) == len(c)]
+
+
+def _alike(partial: Partial, axes: tuple[str, ...]) -> bool:
+    """Whether all of `axes`, or none of them, await the same reduction."""
+    ops = dict(partial)
+    return len({ops.get(axis) for axis in axes}) == 1
 
 
 def _summands(dims: tuple[DimSplits, ...]) -> list[tuple[Split, ...]]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from cost_model.deadline import NEVER, Deadline
 from cost_model.errors import InfeasibleError
 from cost_model.mesh import MeshSpec
 from cost_model.units import format_bytes
 from passes.ir.joint import GraphInput, JointGraph, node_value
 from passes.layout.assignment import Assignment, NodeLayouts
-from passes.search.agree import Judge, agreed
+from passes.layout.joined_axes import JoinedAxes
+from passes.search.agree import agreed
 from passes.search.graph_ends import Boundary
 from passes.search.search_space import SearchSpace
 from passes.search.step_kinds import Overlap, StepKinds
@@ -20,20 +21,23 @@ from passes.search.strategy_space import build_space
 from passes.solver.problem import Infeasible
 from passes.strategies.prices import Prices
 
-__all__ = ["Found", "find_assignment"]
+__all__ = ["Found", "JudgeUnder", "find_assignment"]
 
-_LISTING_SECONDS = 20.0
-_SOLVING_SECONDS = 1.0
-"""A time limit is for the search. Listing layouts before it may take so long if the limit is shorter, and leaves it
-so much."""
+JudgeUnder = Callable[[Assignment, Prices], Sequence[float]]
+"""`passes.search.agree.Judge` under prices."""
+
+_LISTING_SHARE = 0.5
+"""Share of the time left in which layouts and the ways between them must be listed: the rest is for the search."""
+_LONGEST_SEARCH = 3600.0
+"""Seconds, where no deadline is set."""
 
 
 @dataclass(frozen=True)
 class Found:
     """seconds: price of one training step under the assignment; lower_bound: no assignment is
     faster; gap: (seconds - lower_bound) / seconds; peak_nbytes: predicted resident bytes on the
-    fullest rank; peak_step: the graph node at which it is reached. step, overlaps: how the seconds are counted
-    (`passes.search.step_kinds`)."""
+    fullest rank; peak_node: the graph node at which it is reached. joined: axes that the search used together: the
+    bound is of assignments that do so. step, overlaps: how the seconds are counted (`passes.search.step_kinds`)."""
 
     assignment: Assignment
     seconds: float
@@ -44,6 +48,7 @@ class Found:
     peak_node: str
     step: StepKinds
     overlaps: tuple[Overlap, ...]
+    joined: JoinedAxes = ()
 
 
 def find_assignment(
@@ -53,26 +58,29 @@ def find_assignment(
     *,
     memory_limit: int | None = None,
     reserve: int = 0,
-    time_limit: float = 600.0,
+    deadline: Deadline = NEVER,
     held: Mapping[str, NodeLayouts] | None = None,
-    judge: Judge | None = None,
+    judge: JudgeUnder | None = None,
 ) -> Found:
     """The assignment of least total seconds whose peak memory stays within `memory_limit` less `reserve` bytes.
+
+    Only of those that use the axes `prices.joined` together.
 
     reserve: bytes of the limit that no tensor can have (`cost_model.reserve`); not part of the peak.
     held: as `build_space` takes it; then nothing is proven of other assignments. judge: what an assignment takes on the
     timeline (`passes.search.agree`); None: the objective alone decides.
 
     Raises InfeasibleError, naming the nodes at which the pins contradict each other or the tensors
-    that bind the memory limit.
+    that bind the memory limit, and OutOfTime where there is no time left for a search.
     """
     room = None if memory_limit is None else _room(memory_limit, reserve, prices.mesh)
-    start = time.monotonic()
-    latest = start + max(time_limit, _LISTING_SECONDS)
-    space = build_space(joint, prices, boundary, memory_limit=room, held=held, deadline=latest)
-    seconds = max(_SOLVING_SECONDS, start + time_limit - time.monotonic())
+    listing = deadline.share(_LISTING_SHARE)
+    space = build_space(joint, prices, boundary, memory_limit=room, held=held, deadline=listing)
+    deadline.check()
+    seconds = min(deadline.left, _LONGEST_SEARCH)
     try:
-        found = agreed(space, prices.overlap_efficiency, judge, min(time_limit, seconds))
+        own = None if judge is None else lambda assignment: judge(assignment, prices)
+        found = agreed(space, prices.overlap_efficiency, own, seconds)
     except Infeasible as reason:
         raise _explained(reason, joint, space, prices.mesh, (memory_limit or 0, reserve)) from None
     peak, step = space.problem.peak(found.choice)
@@ -87,6 +95,7 @@ def find_assignment(
         peak_node=order[min(step, len(order) - 1)].name,
         step=space.step,
         overlaps=found.overlaps,
+        joined=prices.joined,
     )
 
 

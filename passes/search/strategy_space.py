@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
-import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -12,7 +10,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from cost_model.errors import InfeasibleError
+from cost_model.deadline import NEVER, Deadline
 from passes.ir.joint import (
     JointGraph,
     first_value,
@@ -49,17 +47,17 @@ def build_space(
     *,
     memory_limit: int | None = None,
     held: Mapping[str, NodeLayouts] | None = None,
-    deadline: float = math.inf,
+    deadline: Deadline = NEVER,
 ) -> SearchSpace:
-    """The labelling problem of `joint` on `prices.mesh`.
+    """The labelling problem of `joint` on `prices.mesh`, with the axes `prices.joined` used together.
 
     One search node per placeholder, op and untied output; one edge per operand, priced by the
     redistribution from the producer's layout to the one the consumer reads.
 
     held: layouts of nodes of a graph like this one at other sizes: where a node of the same name may be split by the
     same axes in the same dims, it is.
-    deadline: on the clock of `time.monotonic`; later than that, InfeasibleError: layouts of a mesh of many axes, and
-    the ways between them, are too many.
+
+    Raises OutOfTime: layouts of a mesh of many axes, and the ways between them, are many.
     """
     builder = _Builder(joint, prices, boundary, joint.trained, hidden_reads(joint), held or {}, deadline)
     builder.add_nodes()
@@ -83,7 +81,7 @@ class _Builder:
     trained: set[fx.Node]
     reads: HiddenReads
     held: Mapping[str, NodeLayouts]
-    deadline: float
+    deadline: Deadline
     index: dict[fx.Node, int] = field(default_factory=dict)
     nodes: list[fx.Node | None] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
@@ -99,7 +97,7 @@ class _Builder:
     def add_nodes(self) -> None:
         ops, mesh = list(ops_of(self.joint)), self.prices.mesh
         cuts = find_cuts(self.joint, mesh, self.boundary.inputs, ops)
-        chains = find_chains(ops, mesh, cuts)
+        chains = find_chains(ops, mesh, cuts, self.prices.joined)
         ordered = free_axis_order(self.joint)
         kept = out_of_space(ops)
         placeholders = iter(range(len(self.joint.inputs)))
@@ -196,7 +194,9 @@ class _Builder:
         mesh = self.prices.mesh
         strategies = [
             NodeLayouts((), found.results)
-            for found in enumerate_strategies(tensor_rule(shape), (), (shape,), mesh, any_order=any_order)
+            for found in enumerate_strategies(
+                tensor_rule(shape), (), (shape,), mesh, any_order=any_order, joined=self.prices.joined
+            )
             if is_storable(found.results[0], shape, mesh)
         ]
         return _Option(tuple(strategies), np.zeros(len(strategies)))
@@ -219,23 +219,22 @@ class _Builder:
         mesh = self.prices.mesh
         operands = [node_value(n).shape for n in tensor_operands(node)]
         strategies = enumerate_strategies(
-            rule, operands, result_shapes(node), mesh, cuts=cuts, wider=wider, any_order=any_order
+            rule,
+            operands,
+            result_shapes(node),
+            mesh,
+            cuts=cuts,
+            wider=wider,
+            any_order=any_order,
+            joined=self.prices.joined,
         )
         return _Option(strategies, strategy_seconds(node, rule, strategies, flow, mesh, self.prices.compute))
 
     def _classed(self, key: Hashable, make: Callable[[], _Option]) -> _Option:
         if key not in self.classes:
-            self._check_time()
+            self.deadline.check()
             self.classes[key] = make()
         return self.classes[key]
-
-    def _check_time(self) -> None:
-        if time.monotonic() > self.deadline:
-            mesh = self.prices.mesh
-            raise InfeasibleError(
-                f"the layouts on {mesh} and the ways between them could not be listed in the time limit\n"
-                f"  try: a larger `time_limit` (seconds), or a mesh of fewer axes than {len(mesh.real_axes())}"
-            )
 
     def _slot(self, position: int, result: fx.Node) -> int:
         """The search node whose layout the graph's result must reach."""
@@ -259,7 +258,7 @@ class _Builder:
         read = self.options[edge.consumer].strategies
         key = (id(held), edge.result, id(read), edge.operand, tuple(value.shape), value.dtype, merges)
         if key not in self.matrices:
-            self._check_time()
+            self.deadline.check()
             sources = [s.results[edge.result] for s in held]
             targets = [s.results[0] if edge.operand is None else s.operands[edge.operand] for s in read]
             self.matrices[key] = self._edge_matrix(sources, targets, value, merges)
@@ -272,7 +271,7 @@ class _Builder:
         rows, row_of = _distinct(sources)
         columns, column_of = _distinct(targets)
         prices = self.prices.merged if merges else self.prices.redistributor
-        seconds = prices.matrix(rows, columns, tuple(value.shape), value.element_size())
+        seconds = prices.matrix(rows, columns, tuple(value.shape), value.element_size(), self.deadline)
         return seconds[np.ix_(row_of, column_of)]
 
 

@@ -20,6 +20,7 @@ from torch import fx
 
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import node_value, node_values, result_index, tensor_operands
+from passes.layout.joined_axes import JoinedAxes, Unit, chained, in_units
 from passes.layout.layout import Span, nested_spans
 from passes.rules.core.rule import OpRule
 from passes.strategies.cuts import Cuts, Wider
@@ -34,9 +35,11 @@ _LONGEST = 2
 """Exchanges that one may replace, beside its own: each makes one more strategy of every split of an op in a chain."""
 
 
-def find_chains(ops: Sequence[tuple[fx.Node, OpRule]], mesh: MeshSpec, cuts: Cuts) -> Mapping[str, Wider]:
+def find_chains(
+    ops: Sequence[tuple[fx.Node, OpRule]], mesh: MeshSpec, cuts: Cuts, joined: JoinedAxes = ()
+) -> Mapping[str, Wider]:
     """Node name -> overlapping spans worth computing. ops: in the graph's order, with their rules (`ops_of`)."""
-    finder = _Finder(mesh, cuts)
+    finder = _Finder(mesh, cuts, joined)
     for node, rule in reversed(ops):
         for way in rule.ways:
             finder.follow(node, way)
@@ -49,6 +52,7 @@ class _Finder:
 
     mesh: MeshSpec
     cuts: Cuts
+    joined: JoinedAxes
     asked: dict[tuple[fx.Node, int, int], Asked] = field(default_factory=dict)
     wider: dict[str, Wider] = field(default_factory=dict)
 
@@ -91,7 +95,7 @@ class _Finder:
             for axes, spans in wanted.items():
                 _merge(place.setdefault(axes, {}), spans)
             return
-        for axes in _runs(self.mesh.real_axes()):
+        for axes in _runs(in_units(self.mesh.real_axes(), self.joined)):
             found: dict[Spans, int] = {}
             counts = tuple(self.mesh.size(axis) for axis in axes)
             for option in self.cuts.options(rule.sizes[factor], axes, self.mesh):
@@ -116,5 +120,6 @@ def _overlap(spans: Spans, length: int) -> bool:
     return inside and any(two[0] < one[1] for one, two in itertools.pairwise(some))
 
 
-def _runs(axes: Sequence[str]) -> list[tuple[str, ...]]:
-    return [run for count in range(1, len(axes) + 1) for run in itertools.combinations(axes, count)]
+def _runs(units: Sequence[Unit]) -> list[tuple[str, ...]]:
+    counts = range(1, len(units) + 1)
+    return [chained(run) for count in counts for run in itertools.combinations(units, count)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
@@ -11,6 +11,7 @@ from cost_model.compute import ComputePrices
 from cost_model.mesh import MeshSpec
 from passes.ir.op_signature import op_signature
 from passes.layout.assignment import NodeLayouts
+from passes.layout.joined_axes import JoinedAxes
 from passes.redistribution.redistribute import Redistributor
 from passes.rules.core.rule_registry import rule_for
 from passes.strategies.pricing import TrafficModel, fused_traffic, strategy_seconds
@@ -32,6 +33,18 @@ class Prices:
     known: dict[Hashable, tuple[object, object, float]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+
+    @property
+    def joined(self) -> JoinedAxes:
+        """Axes that layouts use together."""
+        return self.redistributor.joined
+
+    def joining(self, joined: JoinedAxes) -> Prices:
+        """The same prices, for layouts that use the axes `joined` together."""
+        if joined == self.joined:
+            return self
+        ways = self.redistributor.joining(joined), self.merged.joining(joined)
+        return replace(self, redistributor=ways[0], merged=ways[1])
 
     def op_seconds(self, node: fx.Node, layouts: NodeLayouts) -> float:
         """Seconds of `node` of a global graph under `layouts`, as `strategy_seconds` has them; once for ops alike.

@@ -9,20 +9,22 @@ from dataclasses import dataclass, field
 
 from cost_model.mesh import MeshSpec
 from passes.layout.assignment import FactorSplit, NodeLayouts
+from passes.layout.joined_axes import JoinedAxes, Unit, chained, in_units
 from passes.layout.layout import Halo, Layout
 from passes.rules.core.rule import Dim, OpRule
 from passes.strategies.cuts import NO_CUTS, Cuts, Wider
 
-__all__ = ["enumerate_strategies"]
+__all__ = ["contiguous_factors", "enumerate_strategies"]
 
 Shape = Sequence[int]
 
 
 @dataclass(frozen=True)
 class _Choice:
-    """What one mesh axis does at one op: split a factor, carry a linear set's partial sums, or nothing."""
+    """What one mesh axis, or several joined ones, do at one op: split a factor, carry a linear set's partial sums, or
+    nothing."""
 
-    axis: str
+    axes: Unit
     factor: str | None = None
     linear: int | None = None
 
@@ -36,8 +38,9 @@ def enumerate_strategies(
     cuts: Cuts = NO_CUTS,
     wider: Wider | None = None,
     any_order: bool = False,
+    joined: JoinedAxes = (),
 ) -> tuple[NodeLayouts, ...]:
-    """Every strategy the rule allows: the product over the mesh's axes of size > 1.
+    """Every strategy the rule allows: the product over the mesh's axes of size > 1, of those `joined` as of one.
 
     Several axes may split one factor: in mesh order, and with `any_order` in every order (a
     parameter split over "tp" and each part over "dp" is f32[4096@tp@dp, 512]). A factor is split in torch.chunk's
@@ -46,16 +49,16 @@ def enumerate_strategies(
     """
     found: dict[NodeLayouts, None] = {}
     for way in rule.ways:
-        legal = _contiguous_factors(way)
+        legal = contiguous_factors(way)
         maker = _Maker(way, [*operand_shapes, *result_shapes], mesh)
-        per_axis = [_axis_choices(axis, legal, way) for axis in mesh.real_axes()]
-        for choices in itertools.product(*per_axis):
+        per_unit = [_unit_choices(unit, legal, way) for unit in in_units(mesh.real_axes(), joined)]
+        for choices in itertools.product(*per_unit):
             for splits in _splits(choices, way, mesh, cuts, wider or {}, any_order):
                 found.setdefault(maker.layouts(choices, splits))
     return tuple(found)
 
 
-def _contiguous_factors(rule: OpRule) -> tuple[str, ...]:
+def contiguous_factors(rule: OpRule) -> tuple[str, ...]:
     """Factors whose shards are contiguous in every dim they appear in: first of size > 1 there."""
     hidden: set[str] = set()
     for tensor in (*rule.operands, *rule.results):
@@ -65,29 +68,29 @@ def _contiguous_factors(rule: OpRule) -> tuple[str, ...]:
     return tuple(f for f in rule.splittable if f not in hidden)
 
 
-def _axis_choices(axis: str, factors: Sequence[str], rule: OpRule) -> list[_Choice]:
-    splits = [_Choice(axis, factor=f) for f in factors]
-    partials = [_Choice(axis, linear=i) for i in range(len(rule.linear))]
-    return [_Choice(axis), *splits, *partials]
+def _unit_choices(axes: Unit, factors: Sequence[str], rule: OpRule) -> list[_Choice]:
+    splits = [_Choice(axes, factor=f) for f in factors]
+    partials = [_Choice(axes, linear=i) for i in range(len(rule.linear))]
+    return [_Choice(axes), *splits, *partials]
 
 
 def _splits(
     choices: Sequence[_Choice], rule: OpRule, mesh: MeshSpec, cuts: Cuts, wider: Wider, any_order: bool
 ) -> Iterator[tuple[FactorSplit, ...]]:
-    axes_of: dict[str, list[str]] = {}
+    units_of: dict[str, list[Unit]] = {}
     for choice in choices:
         if choice.factor is not None:
-            axes_of.setdefault(choice.factor, []).append(choice.axis)
+            units_of.setdefault(choice.factor, []).append(choice.axes)
     options = [
         [
             FactorSplit(factor, order, spans)
-            for order in (itertools.permutations(axes) if any_order else [tuple(axes)])
+            for order in map(chained, itertools.permutations(units) if any_order else [units])
             for spans in (
                 *cuts.options(rule.sizes[factor], order, mesh),
                 *wider.get((factor, order), ()),
             )
         ]
-        for factor, axes in axes_of.items()
+        for factor, units in units_of.items()
     ]
     return (tuple(combination) for combination in itertools.product(*options))
 
@@ -115,7 +118,7 @@ class _Maker:
     def layouts(self, choices: Sequence[_Choice], splits: tuple[FactorSplit, ...]) -> NodeLayouts:
         rule, count = self.rule, len(self.rule.operands)
         by_factor = {split.factor: split for split in splits}
-        carried = [(c.axis, rule.linear[c.linear]) for c in choices if c.linear is not None]
+        carried = [(a, rule.linear[c.linear]) for c in choices if c.linear is not None for a in c.axes]
         found: list[Layout] = []
         for t, dims in enumerate(rule.operands_and_results):
             partial = [(a, "sum") for a, members in carried if t >= count or t in members]

@@ -25,6 +25,9 @@ class Model(torch.nn.Module):
 torch.set_num_threads(1)
 plan = find_plan(Model(), MeshSpec({"dp": 2, "tp": 2}), (torch.zeros(16, 64),), memory_limit="1MB")
 print(plan.fingerprint, plan.cost, plan.step_time)
+many = MeshSpec(dict.fromkeys("abcde", 2))
+plan = find_plan(SwiGLU(16, 32), many, (torch.zeros(16, 16),))
+print(plan.joined_axes, plan.fingerprint, plan.cost)
 """
 
 

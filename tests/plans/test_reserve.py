@@ -81,7 +81,8 @@ def searched(limit: int, plans: Sequence[tuple[Found, list[Collective]]]) -> tup
     """The fastest of `plans` whose tensors fit beside the reserve; the reserves that were searched with."""
     asked: list[int] = []
 
-    def find(reserve: int, seconds: float) -> Found:
+    def find(reserve: int, again: bool) -> Found:
+        assert again == bool(asked)
         asked.append(reserve)
         fitting = [f for f, _ in plans if f.peak_nbytes + reserve <= limit]
         if not fitting:
@@ -89,7 +90,7 @@ def searched(limit: int, plans: Sequence[tuple[Found, list[Collective]]]) -> tup
         return min(fitting, key=lambda f: f.seconds)
 
     by_seconds = {f.seconds: collectives for f, collectives in plans}
-    return found_within(find, lambda f: by_seconds[f.seconds], MESH, limit, 60.0), asked
+    return found_within(find, lambda f: by_seconds[f.seconds], MESH, limit), asked
 
 
 def test_a_plan_that_needs_more_than_was_kept_is_searched_again() -> None:

@@ -258,3 +258,18 @@ def test_distances_are_those_of_dijkstra() -> None:
 def test_the_number_of_layouts_of_a_matrix_on_two_axes() -> None:
     """Each axis: nowhere, partial, or one of 3 dims; both on one dim in 2 orders: 5 * 5 + 3."""
     assert len(build_universe(TWO_AXES, UniverseKey((DimSpec(0, ()),) * 3, ())).states) == 28
+
+
+def test_two_axes_moved_together_are_as_one() -> None:
+    """Nowhere, partial, or one of 3 dims; and each way between these costs no less than with the axes apart."""
+    key = UniverseKey((DimSpec(0, ()),) * 3, ())
+    universe = build_universe(TWO_AXES, key, joined=(TWO_AXES.names,))
+    one = build_universe(MeshSpec({"x": 4}), key)
+    assert (len(universe.states), len(universe.moves)) == (5, len(one.moves))
+    layouts = [as_layout(state, (0, 1, 2), 3) for state in universe.states]
+    apart = Redistributor(TWO_AXES, link_prices(TWO_AXES))
+    together = apart.joining((TWO_AXES.names,))
+    shape = (6, 5, 4)
+    assert (together.matrix(layouts, layouts, shape, 4) >= apart.matrix(layouts, layouts, shape, 4)).all()
+    with pytest.raises(ShardingError):
+        together.plan(Layout((("a",), (), ())), layouts[0], shape, 4)

@@ -1,31 +1,62 @@
-"""Listing layouts ends at the time limit too: meshes of many axes have more than can be listed."""
+"""`time_limit` bounds all of planning: what takes long looks at one deadline."""
 
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-import passes.search.strategy_space as space
 from autoshard import MeshSpec, find_plan
+from cost_model.deadline import NEVER, Deadline, OutOfTime
 from cost_model.errors import InfeasibleError
+from passes.layout.layout import Layout
+from passes.redistribution.dim_splits import DimSpec
+from passes.redistribution.redistribute import Redistributor
+from passes.redistribution.universe import UniverseKey, build_universe
 from tests.profiles import slow_compute
+from tests.redistribution.layouts import link_prices
+
+PASSED = Deadline(-math.inf)
+MESH = MeshSpec({"a": 2, "b": 2})
 
 
-def test_too_many_layouts_are_an_error_that_names_the_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
-    late = SimpleNamespace(monotonic=lambda: math.inf)
-    monkeypatch.setattr(space, "time", late)
-    mesh, x = MeshSpec({"a": 2, "b": 2}), torch.randn(8, 8)
-    with pytest.raises(
-        InfeasibleError, match=r"layouts on mesh \(a=2, b=2\)(.|\n)*time_limit(.|\n)*fewer axes than 2"
-    ):
-        find_plan(nn.Linear(8, 8), mesh, (x,), profile=slow_compute(), backend="eager")
+def test_no_time_is_an_error_that_names_the_mesh_and_the_limit() -> None:
+    x = torch.randn(8, 8)
+    message = (
+        r"mesh \(a=2, b=2\) was found within time_limit=1e-09 seconds(.|\n)*a larger `time_limit`.*than 2"
+    )
+    with pytest.raises(InfeasibleError, match=message):
+        find_plan(nn.Linear(8, 8), MESH, (x,), profile=slow_compute(), backend="eager", time_limit=1e-9)
 
 
-def test_a_short_limit_still_leaves_time_to_list_and_to_search() -> None:
-    mesh, x = MeshSpec({"a": 2}), torch.randn(8, 8)
-    plan = find_plan(nn.Linear(8, 8), mesh, (x,), profile=slow_compute(), backend="eager", time_limit=0.5)
-    assert plan.status in ("optimal", "feasible")
+def test_a_small_model_is_planned_in_a_short_time() -> None:
+    x = torch.randn(8, 8)
+    plan = find_plan(nn.Linear(8, 8), MESH, (x,), profile=slow_compute(), backend="eager", time_limit=30.0)
+    assert (plan.status, plan.joined_axes) == ("optimal", ())
+
+
+def test_layouts_and_the_ways_between_them_are_listed_until_the_deadline() -> None:
+    key = UniverseKey((DimSpec(0, ()),) * 2, ())
+    with pytest.raises(OutOfTime):
+        build_universe(MESH, key, deadline=PASSED)
+    redistributor = Redistributor(MESH, link_prices(MESH))
+    whole, rows = Layout.replicated(2), Layout((("a",), ()))
+    assert (
+        redistributor.matrix([whole], [rows], (8, 8), 4, NEVER) == 0.0
+    )  # a slice; now the universe is known
+    with pytest.raises(OutOfTime):
+        redistributor.matrix([rows], [whole], (8, 8), 4, PASSED)
+
+
+def test_deadlines_are_shared_out() -> None:
+    NEVER.check()
+    assert NEVER.share(0.5) is NEVER and NEVER.left == math.inf
+    with pytest.raises(OutOfTime):
+        PASSED.check()
+    hour = Deadline.after(3600.0)
+    assert 3500.0 < hour.left <= 3600.0
+    assert 1700.0 < hour.share(0.5).left <= 1800.0
+    assert hour.at_least(60.0) == hour and 50.0 < PASSED.at_least(60.0).left <= 60.0
+    assert hour.earlier(600.0).at == hour.at - 600.0

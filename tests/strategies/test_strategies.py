@@ -74,3 +74,16 @@ def test_any_order_adds_the_other_nesting() -> None:
         s.results[0].dims[0] for s in enumerate_strategies(rule, [], [(8,)], mesh, any_order=True) if s.splits
     }
     assert orders == {("dp",), ("tp",), ("dp", "tp"), ("tp", "dp")}
+
+
+def test_joined_axes_do_what_one_axis_does() -> None:
+    one = _texts(MM, [(8, 6), (6, 4)], (8, 4), MeshSpec({"x": 4}))
+    mesh = MeshSpec({"a": 2, "b": 2})
+    joined = enumerate_strategies(MM, [(8, 6), (6, 4)], [(8, 4)], mesh, joined=(("a", "b"),))
+    assert [" ".join(str(layout) for layout in (*s.operands, *s.results)) for s in joined] == [
+        text.replace("+x:sum", "+a:sum+b:sum").replace("@x", "@a@b") for text in one
+    ]
+    third = MeshSpec({"a": 2, "b": 2, "c": 2})
+    two = enumerate_strategies(MM, [(8, 6), (6, 4)], [(8, 4)], third, joined=(("a", "b"),), any_order=True)
+    orders = {s.results[0].dims[0] for s in two}
+    assert orders == {(), ("c",), ("a", "b"), ("a", "b", "c"), ("c", "a", "b")}

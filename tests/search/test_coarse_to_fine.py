@@ -1,0 +1,204 @@
+"""Meshes of many axes: axes are planned together, such plans are right, and they say so."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+
+import passes.search.coarse_to_fine as coarse_to_fine
+from autoshard import MeshSpec, Plan, PlanError, find_plan, verify
+from autoshard.plan.find_plan import canonical_capture, prices_of
+from cost_model.deadline import NEVER, OutOfTime
+from passes.layout.joined_axes import JoinedAxes, keeps_together
+from passes.schedule.hiding import step_parts
+from passes.search.coarse_to_fine import find_fastest
+from passes.search.find import Found, find_assignment
+from passes.search.graph_ends import Boundary, boundary_of
+from passes.search.space_size import SpaceSize
+from tests.models import TwoLinear, llama
+from tests.profiles import slow_compute
+
+SIX = MeshSpec(dict.fromkeys("abcdef", 2))
+FIVE = MeshSpec(dict.fromkeys("abcde", 2))
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, 2, 1)
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.two(self.one(x).relu()).relu().mean((2, 3)))
+
+
+def linear(mesh: MeshSpec, **options: Any) -> tuple[nn.Module, Any, Plan]:
+    """Uneven parts: 10 columns, 5 results."""
+    call = ((torch.randn(8, 10),), {})
+    model = TwoLinear()
+    return model, call, find_plan(model, mesh, call, profile=slow_compute(), **options)
+
+
+def convolutions(mesh: MeshSpec) -> tuple[nn.Module, Any, Plan]:
+    model, call = Convolutions(), ((torch.randn(2, 3, 20, 12),), {})
+    return model, call, find_plan(model, mesh, call, profile=slow_compute())
+
+
+def transformer(mesh: MeshSpec) -> tuple[nn.Module, Any, Plan]:
+    model, arguments = llama(layers=1)
+    return model, ((), arguments), find_plan(model, mesh, ((), arguments), profile=slow_compute())
+
+
+@pytest.mark.parametrize(
+    ("build", "mesh"),
+    [
+        (linear, FIVE),
+        (linear, SIX),
+        (convolutions, FIVE),
+        pytest.param(convolutions, SIX, marks=pytest.mark.slow),
+        pytest.param(transformer, FIVE, marks=pytest.mark.slow),
+    ],
+)
+def test_plans_with_joined_axes_are_right(build: Callable[[MeshSpec], Any], mesh: MeshSpec) -> None:
+    torch.manual_seed(0)
+    model, call, plan = build(mesh)
+    report = verify(model, plan, call)
+    assert report.ok, str(report)
+    assert plan.joined_axes
+    assert plan.status == "feasible" and 0.0 < plan.lower_bound <= plan.cost
+    recounted = step_parts(plan.records).seconds(slow_compute().overlap_efficiency)
+    assert recounted == pytest.approx(plan.cost, rel=1e-9)
+    layouts = [value.layout for record in plan.records for value in (*record.operands, *record.results)]
+    assert any(layout.axes for layout in layouts)
+    for run in plan.joined_axes:
+        for one, two in itertools.pairwise(run):
+            assert all(keeps_together(layout, one, two) for layout in layouts)
+    runs = ", ".join("+".join(run) for run in plan.joined_axes)
+    assert f"axes searched together: {runs}; the bound is of plans that use them so" in plan.explain()
+    assert plan.to_text().splitlines()[0] == f"{mesh}  // axes searched together: {runs}"
+    again = Plan.from_json(json.loads(json.dumps(plan.to_json())))
+    assert again == plan and again.joined_axes == plan.joined_axes
+
+
+@pytest.fixture(scope="module")
+def joint_and_ends() -> tuple[Any, Boundary]:
+    torch.manual_seed(0)
+    captured = canonical_capture(TwoLinear(), (torch.randn(8, 10),), {})
+    return captured.joint, boundary_of(captured.joint, parameters={}, inputs={}, outputs={})
+
+
+def searched(joint_and_ends: tuple[Any, Boundary], mesh: MeshSpec, joined: JoinedAxes = ()) -> Found:
+    joint, ends = joint_and_ends
+    return find_assignment(joint, prices_of(slow_compute(), mesh).joining(joined), ends)
+
+
+def test_axes_all_together_are_as_one_axis() -> None:
+    """Where no part is uneven: of uneven ones, 2 x 2 makes others than 4 does."""
+    captured = canonical_capture(nn.Linear(16, 32, bias=False), (torch.randn(8, 16),), {})
+    even = captured.joint, boundary_of(captured.joint, parameters={}, inputs={}, outputs={})
+    one = searched(even, MeshSpec({"x": 4}))
+    together = searched(even, MeshSpec({"a": 2, "b": 2}), (("a", "b"),))
+    assert together.seconds == pytest.approx(one.seconds, rel=1e-12)
+    assert together.peak_nbytes == one.peak_nbytes
+
+
+def test_what_is_found_with_joined_axes_is_no_faster_than_what_there_is(
+    joint_and_ends: tuple[Any, Boundary],
+) -> None:
+    mesh = MeshSpec({"a": 2, "b": 3, "c": 2})
+    whole = searched(joint_and_ends, mesh)
+    finer = searched(joint_and_ends, mesh, (("a", "b"),))
+    coarse = searched(joint_and_ends, mesh, (("a", "b", "c"),))
+    assert whole.seconds < finer.seconds < coarse.seconds
+    assert whole.lower_bound < finer.lower_bound < coarse.lower_bound
+    assert (whole.joined, coarse.joined) == ((), (("a", "b", "c"),))
+
+
+def test_meshes_of_three_axes_are_searched_whole(joint_and_ends: tuple[Any, Boundary]) -> None:
+    joint, ends = joint_and_ends
+    mesh = MeshSpec(dict.fromkeys("abc", 2))
+    prices = prices_of(slow_compute(), mesh)
+    found = find_fastest(joint, prices, ends, memory_limit=None, reserve=0, deadline=NEVER)
+    assert (found.joined, found.status) == ((), "optimal")
+    assert found.seconds == searched(joint_and_ends, mesh).seconds
+
+
+def test_pins_part_the_axes_that_they_use_apart() -> None:
+    pin = {"up.weight": [Shard(0), Replicate(), Replicate(), Shard(1), Shard(1)]}
+    _, _, plan = linear(FIVE, constraints=pin)
+    assert plan.parameter_layouts["up.weight"].dims == (("a",), ("d", "e"))
+    assert {axis for run in plan.joined_axes for axis in run} <= {"b", "c", "d", "e"}
+    assert not {("c", "d"), ("b", "c", "d", "e")} & {*plan.joined_axes}
+
+
+def test_too_many_ways_to_use_the_axes_are_an_error() -> None:
+    mesh = MeshSpec(dict.fromkeys("abcdef", 2))
+    pins = {"up.weight": [Shard(0), Shard(1)] * 3}
+    with pytest.raises(
+        coarse_to_fine.InfeasibleError, match=r"in 6 different ways by `constraints`(.|\n)*try: "
+    ):
+        find_plan(TwoLinear(), mesh, (torch.randn(8, 10),), profile=slow_compute(), constraints=pins)
+
+
+def test_a_plan_that_fits_no_memory_says_what_was_searched() -> None:
+    with pytest.raises(
+        coarse_to_fine.InfeasibleError, match=r"memory_limit=64B(.|\n)*together \(a\+b\+c\+d\+e, or parts"
+    ):
+        linear(FIVE, memory_limit=64)
+
+
+def test_where_time_is_short_axes_are_joined(
+    joint_and_ends: tuple[Any, Boundary], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Listing everything takes too long, and so does the second part of the axes: the best plan till then."""
+    joint, ends = joint_and_ends
+    asked: list[JoinedAxes] = []
+
+    def hurried(joint: Any, prices: Any, *arguments: Any, **options: Any) -> Found:
+        asked.append(prices.joined)
+        if prices.joined == () or len(asked) > 3:
+            raise OutOfTime
+        return find_assignment(joint, prices, *arguments, **options)
+
+    monkeypatch.setattr(coarse_to_fine, "find_assignment", hurried)
+    prices = prices_of(slow_compute(), MeshSpec(dict.fromkeys("abc", 2)))
+    found = find_fastest(joint, prices, ends, memory_limit=None, reserve=0, deadline=NEVER)
+    assert asked == [(), (("a", "b", "c"),), (("b", "c"),), (("a", "b"),)]
+    assert (found.joined, found.status) == ((("b", "c"),), "feasible")
+    monkeypatch.setattr(coarse_to_fine, "find_assignment", lambda *_, **__: hurried(joint, prices))
+    with pytest.raises(OutOfTime):
+        find_fastest(joint, prices, ends, memory_limit=None, reserve=0, deadline=NEVER)
+
+
+@pytest.fixture(scope="module")
+def saved() -> Any:
+    return json.loads(json.dumps(linear(FIVE)[-1].to_json()))
+
+
+def test_entries_are_products_of_strategies() -> None:
+    """A reader of 6 choices an axis, of a producer with 4: on three axes (6 * 4) ** 3. Two ways add up."""
+    size = SpaceSize((((4,), (6,)), ((1, 2), (3,))))
+    assert [size.entries(units) for units in (1, 3)] == [24 + 9, 24**3 + 9 * 27]
+
+
+@pytest.mark.parametrize(
+    ("joined", "problem"),
+    [
+        ([["a", "c"]], "are no neighbours"),
+        ([["b", "a"]], "are no neighbours"),
+        ([["d", "e"], ["a", "b"]], "are no neighbours"),
+        ([["a", "nowhere"]], "are no neighbours"),
+        ([["a"]], "are no neighbours"),
+        ([["a", "b", "c", "d", "e"]], "uses the axes . and . apart, which are joined"),
+    ],
+)
+def test_a_file_that_joins_other_axes_is_refused(saved: Any, joined: list[list[str]], problem: str) -> None:
+    with pytest.raises(PlanError, match=problem):
+        Plan.from_json({**saved, "joined_axes": joined})
