@@ -16,7 +16,8 @@ class LoweringPlan:
     """steps:  every transfer, an operand read in another layout than it is held in, -> how it is brought there.
     turns:     every transfer -> its place in the one order of all ranks; those of one turn are merged, a bucket.
     interiors: ops computed in parts, so that a halo travels meanwhile (`passes.lower.interior`) -> the factor cut.
-    ahead:     transfers whose operand is at hand -> how many of their collectives are in flight at most when they start.
+    ahead:     transfers whose operand is at hand -> how many of their collectives are in flight at most when they
+    start.
 
     What the forward saves and the backward computes again follows from a rank's program, at the fewest bytes and
     without prices (`passes.lower.recompute`): it is not written down again.

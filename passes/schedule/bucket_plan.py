@@ -62,8 +62,8 @@ def bucketed_order(
     prices: Prices,
     moved: Mapping[Transfer, Redistribution],
 ) -> IssueOrder:
-    """`issue_order` with transfers merged and started ahead where `prices` say that a step is shorter for it. moved: their
-    steps."""
+    """`issue_order` with transfers merged and started ahead where `prices` say that a step is shorter for it. moved:
+    their steps."""
     plan = BucketPlan(assignment, prices, moved)
     return issue_order(joint, assignment, merge=plan, ahead=plan.ahead)
 
@@ -103,8 +103,8 @@ class BucketPlan:
     def ahead(
         self, groups: Sequence[Sequence[Move]], ops: Sequence[fx.Node], awaited: Sequence[int]
     ) -> list[tuple[int, Place]]:
-        """Each group so early that it has arrived when it is read, if computing is all that it waits for; and behind what
-        others wait for, where it arrives in time nevertheless.
+        """Each group so early that it has arrived when it is read, if computing is all that it waits for; and behind
+        what others wait for, where it arrives in time nevertheless.
 
         At least `PREFETCH` in flight; more only as long as they take no more memory than `PREFETCH` of the largest.
         """
@@ -203,7 +203,8 @@ class Wire:
 def _let_pass(
     place: Place, awaited: Sequence[int], elapsed: Sequence[float], seconds: float, latest: float
 ) -> Place:
-    """`place`, or behind the awaited transfers that follow before so much is computed. latest: when to start at last."""
+    """`place`, or behind the awaited transfers that follow before so much is computed. latest: when to start at
+    last."""
     for position in awaited[bisect_left(awaited, place[0] // 2) :]:
         ready = elapsed[position + 1]
         if ready > latest or ready - elapsed[place[0] // 2] > seconds:

@@ -79,13 +79,13 @@ def _alone(side: Side, moves: Sequence[Move], ops: Sequence[fx.Node]) -> Sequenc
 
 
 Place = tuple[int, int]
-"""In an order of ops: (2 * position, 0) is just before the op there, (2 * position + 1, 0) just after it, (..., 1) behind
-other transfers there."""
+"""In an order of ops: (2 * position, 0) is just before the op there, (2 * position + 1, 0) just after it, (..., 1)
+behind other transfers there."""
 
 
 class Ahead(Protocol):
-    """When transfers at hand are issued. groups: merged ones, in the order in which they are read. awaited: positions of
-    ops whose results others wait for, rising. Per group how many are in flight at most, it included, when it is
+    """When transfers at hand are issued. groups: merged ones, in the order in which they are read. awaited: positions
+    of ops whose results others wait for, rising. Per group how many are in flight at most, it included, when it is
     started, and its place."""
 
     def __call__(
@@ -101,15 +101,15 @@ def prefetched(
 
 
 def place_behind(groups: Sequence[Sequence[Move]], i: int, depth: int) -> Place:
-    """Where the group `depth` before group `i` is first read: no later than `i` is, so whatever is computed from it comes
-    after it. What computes its operand is at hand as well, and goes wherever it is wanted."""
+    """Where the group `depth` before group `i` is first read: no later than `i` is, so whatever is computed from it
+    comes after it. What computes its operand is at hand as well, and goes wherever it is wanted."""
     return (2 * groups[i - depth][0].end, 0) if i >= depth else (0, 0)
 
 
 @dataclass(frozen=True)
 class IssueOrder:
-    """turns: every transfer -> its turn; smaller is earlier, and only merged ones have the same. ahead: transfers at hand
-    -> how many such collectives are in flight at most, it included, when it is started."""
+    """turns: every transfer -> its turn; smaller is earlier, and only merged ones have the same. ahead: transfers at
+    hand -> how many such collectives are in flight at most, it included, when it is started."""
 
     turns: Mapping[Transfer, Turn]
     ahead: Mapping[Transfer, int]

@@ -1,10 +1,10 @@
 """Search until the objective and the timeline agree on what a step takes.
 
-The objective does not place every collective: it says of parts of a phase what may hide (`step_kinds`). The timeline of
-the program that would run says what does. So the plan that the search finds is judged by its timeline. Where the two
-differ, plans found as if less could hide are judged as well; the overlap of each phase is corrected until the objective
-of the best plan is its timeline; and the search runs again, until it finds no faster one. Its last bound is one under the
-overlap that the best plan has. Of all plans judged the fastest on the timeline is taken.
+The objective does not place every collective: it says of parts of a phase what may hide (`step_kinds`). The timeline
+of the program that would run says what does. So the plan that the search finds is judged by its timeline. Where the
+two differ, plans found as if less could hide are judged as well; the overlap of each phase is corrected until the
+objective of the best plan is its timeline; and the search runs again, until it finds no faster one. Its last bound is
+one under the overlap that the best plan has. Of all plans judged the fastest on the timeline is taken.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ Judge = Callable[[Assignment], Sequence[float]]
 """Seconds of the forward, the backward and of what follows, on the timeline of the program."""
 
 AWAITED = 0.25
-"""The share of what is awaited in the backward that is taken to hide behind fillers, before a timeline says how much."""
+"""The share of what is awaited in the backward that is taken to hide behind fillers, before a timeline says how
+much."""
 AGREES = 1e-2
 """Share of a step by which objective and timeline may differ without another search."""
 

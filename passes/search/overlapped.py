@@ -6,9 +6,9 @@ than all of it (`passes.search.step_kinds`):
     T(x) = 1 . t + sum_p max_f (A_p t)_f  =  max over shares m_p of paths of  (1 + sum_p m_p A_p) . t
 
 For fixed m that is a sum of node and edge costs, which `solve` minimises exactly, and a lower bound of T. In large
-problems memory has prices v in the same way (`planes.py`), instead of rows that every reduction must respect.
-The highest bound is found by cutting planes: each solution is a plane, the next (m, v) is the highest point under
-all planes [Kelley 1960]. All of m on the path of all computing, v = 0, where computation takes longer in every phase and
+problems memory has prices v in the same way (`planes.py`), instead of rows that every reduction must respect. The
+highest bound is found by cutting planes: each solution is a plane, the next (m, v) is the highest point under all
+planes [Kelley 1960]. All of m on the path of all computing, v = 0, where computation takes longer in every phase and
 memory does not bind, comes first: if its solution is like that indeed, it is optimal.
 """
 
@@ -60,9 +60,9 @@ def solve_overlapped(
 ) -> Solution:
     """The choice of least T (see above) within the memory limit; `Solution.cost` and `lower_bound` are of T.
 
-    Where nothing can hide, T is `problem.cost`. Stops when the bound meets the best T or cannot rise by more than 5e-4 of
-    it, or after about `time_limit` seconds. What is left of the gap is real: T is convex but choices are discrete.
-    rows_inside: see ROWS_INSIDE. warm: a choice known to be good. Raises Infeasible.
+    Where nothing can hide, T is `problem.cost`. Stops when the bound meets the best T or cannot rise by more than
+    5e-4 of it, or after about `time_limit` seconds. What is left of the gap is real: T is convex but choices are
+    discrete. rows_inside: see ROWS_INSIDE. warm: a choice known to be good. Raises Infeasible.
     """
     small = sum(matrix.size for matrix in problem.edge_costs) <= rows_inside
     hides = kinds.hides()

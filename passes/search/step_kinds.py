@@ -2,8 +2,8 @@
 
 A phase's ops run one after the other, and so do its collectives; the two streams run side by side. Collectives are of
 three roles (`passes.schedule.hiding`): what is at hand (gathered before its reader), what only the end needs (reduced
-after its producer), and what is waited for. Ops are of two: those that a product comes after, and *fillers*, such as the
-product that makes a weight's gradient, behind which the backward's awaited collectives can hide.
+after its producer), and what is waited for. Ops are of two: those that a product comes after, and *fillers*, such as
+the product that makes a weight's gradient, behind which the backward's awaited collectives can hide.
 
 A phase is cut at `MARKS` of its computing. Whatever the order of its collectives, it takes at least, for every i < j,
 
@@ -45,8 +45,8 @@ __all__ = [
 EXPOSED = -1
 """The kind of what nothing hides: the last column."""
 MARKS = (0.0, 0.02, 0.1, 0.9, 0.98)
-"""Shares of a phase's computing at which it is cut. Gathers before its first op and reductions after its last have nothing
-to hide behind, the bulk has everything; in between twice a factor of about five."""
+"""Shares of a phase's computing at which it is cut. Gathers before its first op and reductions after its last have
+nothing to hide behind, the bulk has everything; in between twice a factor of about five."""
 _SEGMENTS = len(MARKS) + 1
 _ROLES = ("chain", "filler", "at hand", "ending", "awaited")
 _PHASE = _SEGMENTS * len(_ROLES)
@@ -58,8 +58,9 @@ Read = tuple[str, int]
 
 @dataclass(frozen=True)
 class Overlap:
-    """How well a phase overlaps. efficiency: of two streams busy at once, the share of the shorter that costs no time, in
-    [0, 1]. awaited: the share of what is awaited that may hide behind fillers. extra: seconds that the phase takes besides."""
+    """How well a phase overlaps. efficiency: of two streams busy at once, the share of the shorter that costs no
+    time, in [0, 1]. awaited: the share of what is awaited that may hide behind fillers. extra: seconds that the phase
+    takes besides."""
 
     efficiency: float
     awaited: float = 0.0
@@ -85,10 +86,11 @@ class StepKinds:
 
 
 def phase_paths(overlaps: Sequence[Overlap]) -> tuple[Array, ...]:
-    """Per phase float64[paths, kinds]: what each path holds of the phase's seconds less all of them, times the efficiency.
+    """Per phase float64[paths, kinds]: what each path holds of the phase's seconds less all of them, times the
+    efficiency.
 
-    The seconds of a phase are those of all its kinds and the largest of `paths @ totals`, which is what hides, negative.
-    The first path is the one of all computing.
+    The seconds of a phase are those of all its kinds and the largest of `paths @ totals`, which is what hides,
+    negative. The first path is the one of all computing.
     """
     return tuple(_paths(phase, overlap) for phase, overlap in enumerate(overlaps))
 
@@ -103,8 +105,8 @@ def phase_seconds(totals: Array, overlaps: Sequence[Overlap]) -> list[float]:
 
 
 def corrected(totals: Array, overlaps: Sequence[Overlap], seconds: Sequence[float]) -> tuple[Overlap, ...]:
-    """`overlaps` under which a step of these totals takes `seconds` per phase: by the share of what is awaited that hides,
-    then by the efficiency, both in [0, 1], and what is left is `extra`."""
+    """`overlaps` under which a step of these totals takes `seconds` per phase: by the share of what is awaited that
+    hides, then by the efficiency, both in [0, 1], and what is left is `extra`."""
     return tuple(_corrected(totals, overlaps, phase, wanted) for phase, wanted in enumerate(seconds))
 
 

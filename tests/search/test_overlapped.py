@@ -8,36 +8,42 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from passes.schedule.hiding import StepParts
 from passes.search.cost_kinds import CostKinds
 from passes.search.overlapped import solve_overlapped
 from passes.search.planes import charged
 from passes.search.recombine import recombined
 from passes.solver.mix import mixed
-from passes.solver.problem import Infeasible, Problem
+from passes.solver.problem import Array, Infeasible, Problem
 from passes.solver.solve import solve
 from tests.solver.oracle import random_problem
 
-PHASES = 2
+COMPUTING, HIDING, EXPOSED = (0, 2), (1, 3), 4
+"""Kinds of these tests: per phase computing and communication, and what nothing hides."""
 
 
-def random_kinds(problem: Problem, seed: int) -> CostKinds:
+def two_phases(efficiency: float) -> tuple[Array, Array]:
+    """Per phase two paths: computing alone, and communication alone."""
+    rows = -efficiency * np.eye(5)
+    return rows[[1, 0]], rows[[3, 2]]
+
+
+def random_kinds(problem: Problem, seed: int, efficiency: float) -> CostKinds:
     """Nodes compute in some phase or are exposed; edges hide in some phase or are exposed."""
     rng = np.random.default_rng(seed)
-    nodes = [int(rng.choice([CostKinds.EXPOSED, 0, 2])) for _ in problem.node_costs]
-    edges = [int(rng.choice([CostKinds.EXPOSED, 1, 3])) for _ in problem.edges]
-    return CostKinds(tuple(nodes), tuple(edges), PHASES)
+    nodes = [int(rng.choice([EXPOSED, *COMPUTING])) for _ in problem.node_costs]
+    edges = [int(rng.choice([EXPOSED, *HIDING])) for _ in problem.edges]
+    return CostKinds(tuple(nodes), tuple(edges), 5, two_phases(efficiency))
 
 
 def step_seconds(problem: Problem, kinds: CostKinds, efficiency: float, choice: tuple[int, ...]) -> float:
     """exposed + C + G - e min(C, G) per phase, written out again."""
-    sums = dict.fromkeys((-1, 0, 1, 2, 3), 0.0)
+    sums = [0.0] * 5
     for kind, costs, a in zip(kinds.nodes, problem.node_costs, choice, strict=True):
         sums[kind] += costs[a]
     for kind, (i, j), costs in zip(kinds.edges, problem.edges, problem.edge_costs, strict=True):
         sums[kind] += costs[choice[i], choice[j]]
     forward = sums[0] + sums[1] - efficiency * min(sums[0], sums[1])
-    return sums[-1] + forward + sums[2] + sums[3] - efficiency * min(sums[2], sums[3])
+    return sums[EXPOSED] + forward + sums[2] + sums[3] - efficiency * min(sums[2], sums[3])
 
 
 def least_seconds(problem: Problem, kinds: CostKinds, efficiency: float) -> float:
@@ -49,42 +55,30 @@ def least_seconds(problem: Problem, kinds: CostKinds, efficiency: float) -> floa
     return best
 
 
-def hand_made() -> tuple[Problem, CostKinds]:
-    """One op, computing 10 or 4, behind a gather of 0 or 8: alone 10 or 12 seconds, hidden 10 or 8."""
-    problem = Problem((np.zeros(1), np.array([10.0, 4.0])), ((0, 1),), (np.array([[0.0, 8.0]]),))
-    return problem, CostKinds((CostKinds.EXPOSED, 0), (1,), PHASES)
-
-
 @pytest.mark.parametrize(
     ("efficiency", "cost", "choice"), [(0.0, 10.0, (0, 0)), (0.25, 10.0, (0, 0)), (1.0, 8.0, (0, 1))]
 )
 def test_hiding_decides(efficiency: float, cost: float, choice: tuple[int, ...]) -> None:
-    problem, kinds = hand_made()
-    found = solve_overlapped(problem, kinds, efficiency)
+    """One op, computing 10 or 4, behind a gather of 0 or 8: alone 10 or 12 seconds, hidden 10 or 8."""
+    problem = Problem((np.zeros(1), np.array([10.0, 4.0])), ((0, 1),), (np.array([[0.0, 8.0]]),))
+    found = solve_overlapped(problem, CostKinds((EXPOSED, 0), (1,), 5, two_phases(efficiency)))
     assert found.choice == choice
     assert found.cost == pytest.approx(cost)
     assert found.lower_bound <= found.cost
-
-
-def test_step_parts_by_hand() -> None:
-    parts = StepParts(compute=(10.0, 20.0), hideable=(4.0, 30.0), exposed=1.0)
-    assert parts.seconds(0.0) == 65.0
-    assert parts.seconds(0.5) == 65.0 - 2.0 - 10.0
-    assert parts.seconds(1.0) == 41.0
 
 
 @pytest.mark.parametrize("rows_inside", [0, 10**6], ids=["memory priced", "rows inside"])
 @pytest.mark.parametrize("seed", range(120))
 def test_bound_and_cost_enclose_the_least(seed: int, rows_inside: int) -> None:
     problem = random_problem(seed)
-    kinds = random_kinds(problem, seed)
     efficiency = float(np.random.default_rng(seed).choice([0.3, 0.9, 1.0]))
+    kinds = random_kinds(problem, seed, efficiency)
     least = least_seconds(problem, kinds, efficiency)
     if not np.isfinite(least):
         with pytest.raises(Infeasible):
-            solve_overlapped(problem, kinds, efficiency, rows_inside=rows_inside)
+            solve_overlapped(problem, kinds, rows_inside=rows_inside)
         return
-    found = solve_overlapped(problem, kinds, efficiency, rows_inside=rows_inside)
+    found = solve_overlapped(problem, kinds, rows_inside=rows_inside)
     slack = 1e-9 * max(1.0, least)
     assert found.cost == pytest.approx(step_seconds(problem, kinds, efficiency, found.choice))
     assert found.lower_bound <= least + slack
@@ -100,11 +94,11 @@ def test_most_small_problems_are_closed() -> None:
     closed = total = 0
     for seed in range(120):
         problem = replace(random_problem(seed), limit=None)
-        kinds = random_kinds(problem, seed)
+        kinds = random_kinds(problem, seed, 0.9)
         least = least_seconds(problem, kinds, 0.9)
         if np.isfinite(least):
             total += 1
-            closed += solve_overlapped(problem, kinds, 0.9).cost <= least * (1 + 1e-9) + 1e-12
+            closed += solve_overlapped(problem, kinds).cost <= least * (1 + 1e-9) + 1e-12
     assert closed > 0.85 * total, (closed, total)
 
 
@@ -125,8 +119,8 @@ def test_copies_of_a_layer_under_a_limit(efficiency: float, kind: int) -> None:
         (np.zeros(1), np.array([3.0, 1.0])) * layers,
         limit=81.0,
     )
-    kinds = CostKinds((0,) * 2 * layers, (kind,) * layers, PHASES)
-    found = solve_overlapped(problem, kinds, efficiency, rows_inside=0)
+    kinds = CostKinds((0,) * 2 * layers, (kind,) * layers, 5, two_phases(efficiency))
+    found = solve_overlapped(problem, kinds, rows_inside=0)
     assert problem.peak(found.choice)[0] == 80
     assert found.cost == pytest.approx(60.0)
     assert found.lower_bound == pytest.approx(59.5, abs=0.05)
@@ -135,7 +129,7 @@ def test_copies_of_a_layer_under_a_limit(efficiency: float, kind: int) -> None:
 def test_the_limit_that_nothing_meets_is_proven_with_memory_priced() -> None:
     problem = Problem((np.zeros(2),) * 3, (), (), ((0, 3),) * 3, (np.array([3, 2]),) * 3, limit=5.0)
     with pytest.raises(Infeasible) as caught:
-        solve_overlapped(problem, CostKinds((0,) * 3, (), PHASES), 0.5, rows_inside=-1)
+        solve_overlapped(problem, CostKinds((0,) * 3, (), 5, two_phases(0.5)), rows_inside=-1)
     assert (caught.value.kind, caught.value.bound) == ("memory", 6.0)
 
 
@@ -170,8 +164,8 @@ def test_the_best_mix(seed: int) -> None:
 
 def test_without_efficiency_it_is_the_plain_search() -> None:
     problem = replace(random_problem(11), limit=None)
-    kinds = random_kinds(problem, 11)
-    assert solve_overlapped(problem, kinds, 0.0).cost == solve(problem).cost
+    kinds = random_kinds(problem, 11, 0.0)
+    assert solve_overlapped(problem, kinds).cost == solve(problem).cost
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -181,18 +175,19 @@ def test_a_mix_is_no_worse_than_either(seed: int) -> None:
     costs = tuple(rng.random(2) for _ in range(20))
     edges = tuple((2 * k, 2 * k + 1) for k in range(10))
     problem = Problem(costs, edges, tuple(rng.random((2, 2)) for _ in edges))
-    kinds = CostKinds((0,) * 20, (1,) * 10, PHASES)
+    kinds = CostKinds((0,) * 20, (1,) * 10, 5, two_phases(0.9))
     first, second = (
         tuple(int(a) for a in rng.integers(0, 2, 20)),
         tuple(int(a) for a in rng.integers(0, 2, 20)),
     )
-    mix = recombined(problem, kinds, 0.9, first, second)
+    mix = recombined(problem, kinds, first, second)
     both = min(step_seconds(problem, kinds, 0.9, c) for c in (first, second))
     assert step_seconds(problem, kinds, 0.9, mix) <= both
     for i, j in edges:
         assert (mix[i], mix[j]) in ((first[i], first[j]), (second[i], second[j]))
     # With nothing to trade between kinds the best mix is the best of each pair.
-    plain = recombined(problem, replace(kinds, edges=(0,) * 10), 0.0, first, second)
+    without = replace(kinds, edges=(0,) * 10, paths=two_phases(0.0))
+    plain = recombined(problem, without, first, second)
 
     def pair(choice: tuple[int, ...], i: int, j: int, k: int) -> float:
         return costs[i][choice[i]] + costs[j][choice[j]] + problem.edge_costs[k][choice[i], choice[j]]
