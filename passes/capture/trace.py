@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,7 @@ from passes.ir.torch_tracing import (
     encoder_masks_trusted,
     fake_tensors,
     full_precision_backward,
+    has_writes,
     onednn_off,
     trace_joint,
 )
@@ -160,7 +161,6 @@ def _traced(program: Program, spots: Sequence[Spot], uses: Uses) -> tuple[AotGra
         stack.enter_context(held_tensors_kept(program.model))
         trace_cumulative_averages(program.model)
         before = Snapshot(program.model)
-        fakes = _fakes(program)
         replaced = stack.enter_context(attention_captured(program.device_type))
         for context in (
             _fast_paths_off(),
@@ -177,9 +177,24 @@ def _traced(program: Program, spots: Sequence[Spot], uses: Uses) -> tuple[AotGra
                 _TRACER_FRAMES,
             )
         )
-        aot = trace_joint(_Traceable(program, returned, spots, uses), fakes, decomposition_table())
+        aot = _joint(program, _Traceable(program, returned, spots, uses))
         check_backward_writes(before, [place for place, _ in returned.writes])
     return aot, returned
+
+
+def _joint(program: Program, traceable: _Traceable) -> AotGraph:
+    """First as if nothing were written in place, unless a module says that it does so."""
+    if not any(_writes_in_place(module) for module in program.model.modules()):
+        with suppress(Exception):  # what is wrong with a program, the other trace says
+            aot = trace_joint(traceable, _fakes(program), decomposition_table(), rewrite_writes=False)
+            if not has_writes(aot):
+                return aot
+    return trace_joint(traceable, _fakes(program), decomposition_table(), rewrite_writes=True)
+
+
+def _writes_in_place(module: nn.Module) -> bool:
+    """Running statistics and `nn.ReLU(inplace=True)`."""
+    return getattr(module, "inplace", False) or getattr(module, "track_running_stats", False)
 
 
 def _fakes(program: Program) -> list[Tensor]:
