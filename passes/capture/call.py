@@ -43,7 +43,8 @@ class CallKey:
 
 
 def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], CallKey]:
-    """(tensors, key) of a call's arguments; everything that is no tensor is part of the key."""
+    """(tensors in the order of the graph's "input" placeholders, key) of a call's arguments. Everything that is no
+    tensor is part of the key."""
     tensors, tree = flatten_arguments((args, dict(kwargs)))
     return tensors, CallKey(tree, tuple(TensorKey.of(t) for t in tensors))
 
@@ -76,10 +77,6 @@ class CallSpec:
     returned: int
     places: tuple[Place, ...] = ()
     overwritten: tuple[int, ...] = ()
-
-    def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], CallKey]:
-        """(tensors in the order of the graph's "input" placeholders, key). O(leaves), no checks."""
-        return flatten_call(args, kwargs)
 
     @property
     def returned_tree(self) -> Tree:
@@ -122,7 +119,3 @@ class CallSpec:
         tensors, _ = flatten((returned, left))
         inputs, _ = flatten_call(args, kwargs)
         return [*tensors, *(inputs[index] for index in self.overwritten)]
-
-    @property
-    def input_names(self) -> list[str]:
-        return tensor_names(self.key)

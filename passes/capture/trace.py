@@ -186,10 +186,24 @@ def _joint(program: Program, traceable: _Traceable) -> AotGraph:
     """First as if nothing were written in place, unless a module says that it does so."""
     if not any(_writes_in_place(module) for module in program.model.modules()):
         with suppress(Exception):  # what is wrong with a program, the other trace says
-            aot = trace_joint(traceable, _fakes(program), decomposition_table(), rewrite_writes=False)
+            table = {**decomposition_table(), **_refused_writes()}
+            aot = trace_joint(traceable, _fakes(program), table, rewrite_writes=False)
             if not has_writes(aot):
                 return aot
     return trace_joint(traceable, _fakes(program), decomposition_table(), rewrite_writes=True)
+
+
+_WRITES = "add_ sub_ mul_ div_ copy_ fill_ zero_ masked_fill_ index_put_ relu_"
+
+
+def _refused_writes() -> dict[Any, Callable[..., Any]]:
+    """The usual ones end a trace that is not for them at once; `has_writes` finds the others."""
+    packets = [getattr(torch.ops.aten, name) for name in _WRITES.split()]
+    return {getattr(packet, name): _refuse for packet in packets for name in packet.overloads()}
+
+
+def _refuse(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("a write in place")
 
 
 def _writes_in_place(module: nn.Module) -> bool:

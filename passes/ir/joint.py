@@ -87,11 +87,11 @@ class JointGraph:
 
     @property
     def placeholders(self) -> list[fx.Node]:
-        return [node for node in self.graph.nodes if node.op == "placeholder"]
+        return list(self.graph.find_nodes(op="placeholder"))
 
     @property
     def output_node(self) -> fx.Node:
-        return next(node for node in reversed(self.graph.nodes) if node.op == "output")
+        return self.graph.output_node()
 
     @property
     def results(self) -> list[fx.Node | None]:
@@ -106,10 +106,6 @@ class JointGraph:
         found = {nodes[end.index] for end, result in ends if end.kind == "grad" and result is not None}
         kinds = zip(nodes, self.inputs, strict=True)
         return found & {node for node, spec in kinds if spec.kind == "param"}
-
-    @property
-    def has_backward(self) -> bool:
-        return any(i.kind == "tangent" for i in self.inputs)
 
 
 def tensor_operands(node: fx.Node) -> list[fx.Node]:

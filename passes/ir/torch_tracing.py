@@ -64,10 +64,9 @@ def trace_joint(
             stack, module, tuple(args), {}, decompositions=table, **options
         )
         graph_module = traced.graph_module
-    placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
-    output = next(node for node in reversed(graph_module.graph.nodes) if node.op == "output")
-    inputs = tuple(_aot_end(node.meta["desc"]) for node in placeholders)
-    return AotGraph(graph_module, inputs, tuple(map(_aot_end, output.meta["desc"])))
+    graph = graph_module.graph
+    inputs = tuple(_aot_end(node.meta["desc"]) for node in graph.find_nodes(op="placeholder"))
+    return AotGraph(graph_module, inputs, tuple(map(_aot_end, graph.output_node().meta["desc"])))
 
 
 def has_writes(graph: AotGraph) -> bool:
