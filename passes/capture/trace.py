@@ -170,27 +170,27 @@ def _traced(program: Program, spots: Sequence[Spot], uses: Uses) -> tuple[AotGra
             resizing_kept(),
         ):
             stack.enter_context(context)
-        stack.enter_context(
-            provenance(
-                program.model,
-                {**replaced, **PADS, **COUNTS, **DENSE_GRADIENTS, **grouped_captured()},
-                _TRACER_FRAMES,
-            )
-        )
-        aot = _joint(program, _Traceable(program, returned, spots, uses))
+        answers = {**replaced, **PADS, **COUNTS, **DENSE_GRADIENTS, **grouped_captured()}
+        aot = _joint(program, _Traceable(program, returned, spots, uses), answers)
         check_backward_writes(before, [place for place, _ in returned.writes])
     return aot, returned
 
 
-def _joint(program: Program, traceable: _Traceable) -> AotGraph:
+def _joint(program: Program, traceable: _Traceable, answers: dict[Any, Callable[..., Any]]) -> AotGraph:
     """First as if nothing were written in place, unless a module says that it does so."""
+
+    def run(table: dict[Any, Callable[..., Any]], rewrite_writes: bool) -> AotGraph:
+        fakes = _fakes(program)
+        with provenance(program.model, answers, _TRACER_FRAMES):
+            return trace_joint(traceable, fakes, table, rewrite_writes=rewrite_writes)
+
+    table = decomposition_table()
     if not any(_writes_in_place(module) for module in program.model.modules()):
         with suppress(Exception):  # what is wrong with a program, the other trace says
-            table = {**decomposition_table(), **_refused_writes()}
-            aot = trace_joint(traceable, _fakes(program), table, rewrite_writes=False)
+            aot = run({**table, **_refused_writes()}, False)
             if not has_writes(aot):
                 return aot
-    return trace_joint(traceable, _fakes(program), decomposition_table(), rewrite_writes=True)
+    return run(table, True)
 
 
 _WRITES = "add_ sub_ mul_ div_ copy_ fill_ zero_ masked_fill_ index_put_ relu_"

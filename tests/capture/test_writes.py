@@ -17,8 +17,11 @@ from tests.models import seeded
 
 
 def _text(graph: AotGraph) -> list[str]:
-    nodes = graph.module.graph.nodes
-    return [f"{n.name} = {n.target} {n.args} {n.kwargs} {n.meta.get('val')}" for n in nodes]
+    """Module and line of each op with it."""
+    nodes = [n for n in graph.module.graph.nodes if n.op == "call_function"]
+    return [
+        f"{n.name} = {n.target} {n.args} {n.kwargs} {n.meta['val']} {n.meta.get('custom')}" for n in nodes
+    ]
 
 
 @pytest.fixture
