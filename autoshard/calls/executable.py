@@ -17,7 +17,7 @@ from autoshard.runtime.programs import Programs
 from autoshard.runtime.seeds import SeedStream
 from autoshard.watching.check_inputs import CheckInputs
 from cost_model.mesh import MeshSpec
-from passes.capture import Captured
+from passes.capture import Captured, flatten_call
 from passes.ir.joint import JointGraph
 from passes.layout.layout import Layout
 
@@ -58,7 +58,7 @@ class Executable:
         self._outputs = _output_sides(joint, plan, layouts.outputs)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors, _ = self._spec.flatten(args, kwargs)
+        tensors, _ = flatten_call(args, kwargs)
         self._check_inputs(tensors)
         leaves = [leaf(tensors) for leaf in self._leaves]
         outputs = self._programs.next()(leaves)

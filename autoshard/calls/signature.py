@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from cost_model.checked_arguments import shown
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
 
-__all__ = ["as_call", "as_placements", "matched_placements", "placement_leaves", "tensor_names"]
+__all__ = ["as_call", "as_placements", "leaf_names", "matched_placements", "placement_leaves"]
 
 Placements = tuple[Placement, ...]
 
@@ -118,29 +118,15 @@ def as_placements(leaf: Any, mesh: MeshSpec, argument: str) -> Placements:
     return placements
 
 
-def tensor_names(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[
-    list[str], list[torch.Tensor], Callable[[Sequence[torch.Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]
-]:
-    """(names, tensors, rebuild) of a call, in pytree order of (args, kwargs).
+def leaf_names(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[str], list[torch.Tensor]]:
+    """(names, tensors) of a batch, in pytree order of (args, kwargs), a tensor as often as it appears.
 
     A name is readable: "input_ids" for a keyword, "args[0]" for a positional argument, with what is
-    inside a structure behind it. `rebuild` puts other tensors in the same places.
+    inside a structure behind it.
     """
-    leaves, spec = pytree.tree_flatten_with_path((args, kwargs))
-    places = [i for i, (_, leaf) in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    names = [_readable(leaves[i][0]) for i in places]
-    tensors = [leaves[i][1] for i in places]
-
-    def rebuild(new: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        values = [leaf for _, leaf in leaves]
-        for place, tensor in zip(places, new, strict=True):
-            values[place] = tensor
-        rebuilt_args, rebuilt_kwargs = pytree.tree_unflatten(values, spec)
-        return tuple(rebuilt_args), dict(rebuilt_kwargs)
-
-    return names, tensors, rebuild
+    leaves, _ = pytree.tree_flatten_with_path((args, kwargs))
+    found = [(path, leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return [_readable(path) for path, _ in found], [leaf for _, leaf in found]
 
 
 def _readable(path: Sequence[Any]) -> str:

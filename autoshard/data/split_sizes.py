@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Placement
 
-from autoshard.calls.signature import as_call, matched_placements, placement_leaves, tensor_names
+from autoshard.calls.signature import as_call, leaf_names, matched_placements, placement_leaves
 from autoshard.data.parts import Sizes, refuse_partial, sized, spans_of
 from cost_model.checked_arguments import checked_count
 from cost_model.errors import ShardingError
@@ -61,7 +61,7 @@ def inner_spans(
         raise ShardingError(
             f"a batch is a {type(batch).__name__}\n  try: a collate_fn that makes a tensor, tuple or dict"
         )
-    names, tensors, _ = tensor_names(*as_call(batch))
+    names, tensors = leaf_names(*as_call(batch))
     given = matched_placements(placements, names, mesh, argument="placements")
     spans: list[tuple[Span, ...]] = []
     for i, tensor in enumerate(tensors):

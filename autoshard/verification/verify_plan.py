@@ -23,7 +23,7 @@ from autoshard.verification.simulated_step import simulated_step
 from cost_model.checked_arguments import checked_count
 from cost_model.errors import PlanError
 from cost_model.mesh import MeshSpec
-from passes.capture import Captured
+from passes.capture import Captured, flatten_call
 from passes.compile.bind_device import bind_device
 from passes.ir.joint import CPU, JointGraph, node_values
 from passes.ir.kept_random_state import random_state_kept
@@ -98,7 +98,7 @@ def verify(
         raise PlanError(
             "verify() runs the model, and its parameters are on `meta`\n  try: model.to_empty(device='cpu'), then init"
         )
-    tensors, _ = captured.call.flatten(args, kwargs)
+    tensors, _ = flatten_call(args, kwargs)
     here = _device_of(model)
     joint = replace(joint, device=here)
     if here.type != CPU.type:

@@ -55,7 +55,7 @@ class _Builder:
         self.overwritten = overwritten_inputs(program, traced)
 
     def add_placeholders(self) -> None:
-        old = [node for node in self.old.graph.nodes if node.op == "placeholder"]
+        old = self.old.graph.find_nodes(op="placeholder")
         ends = list(zip(old, self.traced.aot.inputs, strict=True))
         slots = len(self.program.slots)
         for node, end in ends:
@@ -180,7 +180,7 @@ class _Builder:
 
     @property
     def _some_fake(self) -> torch.Tensor:
-        return next(node.meta["val"] for node in self.old.graph.nodes if node.op == "placeholder")
+        return next(iter(self.old.graph.find_nodes(op="placeholder"))).meta["val"]
 
 
 def _order(end: GraphOutput) -> tuple[int, int]:
@@ -205,6 +205,5 @@ def _origin(old: fx.Node, new: fx.Node) -> tuple[str, str]:
 
 
 def _results(graph: fx.Graph) -> list[fx.Node | None]:
-    output = next(node for node in reversed(graph.nodes) if node.op == "output")
-    leaves = pytree.tree_leaves(output.args[0], is_leaf=lambda leaf: leaf is None)
+    leaves = pytree.tree_leaves(graph.output_node().args[0], is_leaf=lambda leaf: leaf is None)
     return [leaf if isinstance(leaf, fx.Node) else None for leaf in leaves]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from passes.capture.places import Place, leave_at, left_at
+from passes.capture.places import Place
 from passes.capture.trees import Mapped, Sequenced, Tree, flatten, flatten_arguments, tensor_paths, unflatten
 
 __all__ = ["CallSpec", "flatten_call", "tensor_names"]
@@ -43,7 +43,8 @@ class CallKey:
 
 
 def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], CallKey]:
-    """(tensors, key) of a call's arguments; everything that is no tensor is part of the key."""
+    """(tensors in the order of the graph's "input" placeholders, key) of a call's arguments. Everything that is no
+    tensor is part of the key."""
     tensors, tree = flatten_arguments((args, dict(kwargs)))
     return tensors, CallKey(tree, tuple(TensorKey.of(t) for t in tensors))
 
@@ -77,10 +78,6 @@ class CallSpec:
     places: tuple[Place, ...] = ()
     overwritten: tuple[int, ...] = ()
 
-    def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], CallKey]:
-        """(tensors in the order of the graph's "input" placeholders, key). O(leaves), no checks."""
-        return flatten_call(args, kwargs)
-
     @property
     def returned_tree(self) -> Tree:
         """The structure of what the call returns."""
@@ -104,7 +101,7 @@ class CallSpec:
         if self.overwritten:
             self._overwrite(outputs, args, kwargs)
         for place, value in zip(self.places, left, strict=True):
-            leave_at(place, (args, kwargs), value)
+            place.put((args, kwargs), value)
         return result
 
     def _overwrite(self, outputs: Sequence[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -118,11 +115,7 @@ class CallSpec:
         self, returned: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> list[Tensor]:
         """The flat tensors of what the unmodified model just returned for this call, and of what it left."""
-        left = tuple(left_at(place, (args, kwargs)) for place in self.places)
+        left = tuple(place.get((args, kwargs)) for place in self.places)
         tensors, _ = flatten((returned, left))
         inputs, _ = flatten_call(args, kwargs)
         return [*tensors, *(inputs[index] for index in self.overwritten)]
-
-    @property
-    def input_names(self) -> list[str]:
-        return tensor_names(self.key)

@@ -77,6 +77,19 @@ def repeat(x: Tensor, repeats: Sequence[int]) -> Tensor:
     return x.reshape(paired).expand(spread).reshape(result).clone()
 
 
+def transpose(x: Tensor, dim0: int, dim1: int) -> Tensor:
+    """torch's own goes by way of four Python functions, for every product of a model."""
+    if x.ndim < 2 or dim0 == dim1:
+        return aten.alias.default(x)
+    order = list(range(x.ndim))
+    order[dim0], order[dim1] = order[dim1], order[dim0]
+    return aten.permute.default(x, order)
+
+
+def t(x: Tensor) -> Tensor:
+    return transpose(x, 0, x.ndim - 1)
+
+
 def roll(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
     """Only what rolls as one vector is taken apart: a rolled dim is split in space as it is."""
     if dims:
@@ -121,6 +134,8 @@ SHAPES: dict[Any, Callable[..., Any]] = {
     aten.select_scatter.default: select_scatter,
     aten.unbind.int: unbind,
     aten.repeat.default: repeat,
+    aten.transpose.int: transpose,
+    aten.t.default: t,
     aten.roll.default: roll,
     aten.pixel_shuffle.default: pixel_shuffle,
     aten.pixel_unshuffle.default: pixel_unshuffle,

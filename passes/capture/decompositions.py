@@ -34,7 +34,7 @@ _batch_norm_no_update batch_norm_backward cudnn_batch_norm cudnn_batch_norm_back
 miopen_batch_norm_backward _weight_norm_interface
 hardswish_backward hardtanh_backward hardsigmoid_backward elu_backward leaky_relu_backward
 glu glu_backward mish_backward softplus_backward masked_fill
-rsub t transpose tril triu linalg_vector_norm norm aminmax count_nonzero
+rsub tril triu linalg_vector_norm norm aminmax count_nonzero
 addmv addr split stack diag_embed eye linspace
 """
 

@@ -20,7 +20,12 @@ from torch.utils import _pytree as pytree
 from passes.capture.autocast import accelerator_autocast
 from passes.capture.provenance import is_user_file
 from passes.ir.joint import CPU
-from passes.ir.torch_tracing import autocast_of_cpu_ignored, replaced_attribute, tracing_suspended
+from passes.ir.torch_tracing import (
+    autocast_of_cpu_ignored,
+    fake_devices_answered,
+    replaced_attribute,
+    tracing_suspended,
+)
 
 __all__ = ["seen_on"]
 
@@ -43,7 +48,8 @@ def seen_on(device_type: str) -> Generator[None]:
         if device_type != CPU.type:
             stack.enter_context(accelerator_autocast(device_type))
             _answer_for_machine(stack, device_type)
-            stack.enter_context(_View(torch.device(device_type, 0)))
+            view = stack.enter_context(_View(torch.device(device_type, 0)))
+            stack.enter_context(fake_devices_answered(_asked_by_user, view.device_of))
         elif torch.accelerator.is_available():
             stack.enter_context(_OnCpu())
         yield
@@ -63,6 +69,11 @@ def _answer_for_machine(stack: ExitStack, device_type: str) -> None:
 
 def _answer(value: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: value
+
+
+def _asked_by_user() -> bool:
+    """Whether what the calling function answers is asked in the user's code."""
+    return is_user_file(sys._getframe(2).f_code.co_filename)
 
 
 class _OnCpu(TorchFunctionMode):
@@ -111,7 +122,7 @@ class _View(_OnCpu):
         self._device = device
         kind = device.type
         self._answers: dict[Any, Callable[..., Any]] = {
-            Tensor.device.__get__: self._device_of,  # type: ignore[attr-defined]
+            Tensor.device.__get__: self.device_of,  # type: ignore[attr-defined]
             Tensor.get_device: lambda tensor: self._device.index,
             getattr(Tensor, f"is_{kind}").__get__: lambda tensor: tensor.device.type == CPU.type,
             Tensor.is_cpu.__get__: lambda tensor: False,  # type: ignore[attr-defined]
@@ -123,14 +134,14 @@ class _View(_OnCpu):
     ) -> Any:
         args, kwargs = self._carried(args, kwargs or {})
         answer = self._answers.get(func)
-        if answer is not None and is_user_file(sys._getframe(1).f_code.co_filename):
+        if answer is not None and _asked_by_user():
             return answer(*args, **kwargs)
         with autocast_of_cpu_ignored() if torch.is_autocast_enabled(CPU.type) else nullcontext():
             if func is self._moves:
                 return Tensor.to(args[0], CPU)
             return func(*self._places(func, args), **self._keywords(kwargs))
 
-    def _device_of(self, tensor: Tensor) -> torch.device:
+    def device_of(self, tensor: Tensor) -> torch.device:
         found = tensor.device
         return self._device if found.type == CPU.type else found
 

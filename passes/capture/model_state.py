@@ -125,11 +125,6 @@ def state_kept(model: nn.Module) -> Generator[Snapshot]:
         before.restore()
 
 
-def _refill(table: dict[str, Any], old: dict[str, Any]) -> None:
-    table.clear()
-    table.update(old)
-
-
 @contextmanager
 def state_replaced(slots: Sequence[Slot], values: Sequence[Tensor]) -> Generator[None]:
     """`values` in the places of `slots`, for one run of the forward; undone by `state_kept`."""
@@ -143,7 +138,8 @@ def state_replaced(slots: Sequence[Slot], values: Sequence[Tensor]) -> Generator
         yield
     finally:
         for table, old in before:
-            _refill(table, old)
+            table.clear()
+            table.update(old)
 
 
 def _tables(slot: Slot) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +20,6 @@ __all__ = [
     "Place",
     "Root",
     "Via",
-    "leave_at",
-    "left_at",
 ]
 
 Call = tuple[tuple[Any, ...], Mapping[str, Any]]
@@ -58,124 +57,112 @@ class Via:
         return f"{self.holder}{step}".removeprefix(".")
 
 
+class Place(ABC):
+    """Somewhere that a forward leaves a value at every call."""
+
+    def get(self, call: Call) -> Any:
+        """What is there after a call; None where that is no tensor."""
+        return None
+
+    @abstractmethod
+    def put(self, call: Call, value: Any) -> None:
+        """Do with `value` what the forward did."""
+
+
 @dataclass(frozen=True, eq=False)
-class Attribute:
+class Attribute(Place):
     """`holder.name = value` at every call."""
 
     holder: Root | Via
     name: str
 
-    def get(self) -> Any:
+    def get(self, call: Call) -> Any:
         return getattr(self.holder.get(), self.name)
 
-    def put(self, value: Any) -> None:
+    def put(self, call: Call, value: Any) -> None:
         setattr(self.holder.get(), self.name, value)
 
 
 @dataclass(frozen=True, eq=False)
-class Item:
+class Item(Place):
     """`holder[key] = value` at every call."""
 
     holder: Root | Via
     key: Hashable
 
-    def get(self) -> Any:
+    def get(self, call: Call) -> Any:
         return self.holder.get()[self.key]
 
-    def put(self, value: Any) -> None:
+    def put(self, call: Call, value: Any) -> None:
         self.holder.get()[self.key] = value
 
 
 @dataclass(frozen=True, eq=False)
-class Appended:
+class Appended(Place):
     """`holder.append(value)` at every call. from_end: of what one call appends, 1 is the last."""
 
     holder: Root | Via
     from_end: int
 
-    def get(self) -> Any:
+    def get(self, call: Call) -> Any:
         return self.holder.get()[-self.from_end]
 
-    def put(self, value: Any) -> None:
+    def put(self, call: Call, value: Any) -> None:
         self.holder.get().append(value)
 
 
 @dataclass(frozen=True, eq=False)
-class Added:
+class Added(Place):
     """`holder.add(value)`, for a set, at every call. There is nothing to get: what is hashed is no tensor."""
 
     holder: Root | Via
 
-    def get(self) -> Any:
-        return None
-
-    def put(self, value: Any) -> None:
+    def put(self, call: Call, value: Any) -> None:
         self.holder.get().add(value)
 
 
 @dataclass(frozen=True, eq=False)
-class Hooked:
+class Hooked(Place):
     """A hook that the forward registered on a module of its own, once."""
 
     table: Any
     number: int
 
-    def get(self) -> Any:
-        return None
-
-    def put(self, value: Any) -> None:
+    def put(self, call: Call, value: Any) -> None:
         self.table[self.number] = value
 
 
 @dataclass(frozen=True, eq=False)
-class Incremented:
+class Incremented(Place):
     """`holder.name += value` at every call: a counter that the forward does not otherwise read."""
 
     holder: Root | Via
     name: str
 
-    def put(self, value: Any) -> None:
+    def put(self, call: Call, value: Any) -> None:
         held = self.holder.get()
         setattr(held, self.name, getattr(held, self.name) + value)
 
 
 @dataclass(frozen=True, eq=False)
-class Argument:
+class Argument(Place):
     """A list, dict or object among a call's arguments, which the forward changes: it gets what `value` holds.
 
     path: steps from (args, kwargs)."""
 
     path: tuple[Step, ...]
 
-    def get_from(self, call: Call) -> Any:
+    def get(self, call: Call) -> Any:
         held: Any = call
         for kind, key in self.path:
             held = held[key] if kind == "item" else getattr(held, key)
         return held
 
-    def put_into(self, call: Call, value: Any) -> None:
-        held = self.get_from(call)
+    def put(self, call: Call, value: Any) -> None:
+        held = self.get(call)
         if isinstance(held, list):
             held[:] = value
             return
         old, new = (held, value) if isinstance(held, dict) else (vars(held), vars(value))
         old.clear()
         old.update(new)
-
-
-Place = Attribute | Item | Appended | Added | Hooked | Incremented | Argument
-
-
-def left_at(place: Place, call: Call) -> Any:
-    """What is in a place after a call; None for a counter."""
-    if isinstance(place, Incremented):
-        return None
-    return place.get_from(call) if isinstance(place, Argument) else place.get()
-
-
-def leave_at(place: Place, call: Call, value: Any) -> None:
-    """Do with `value` what the forward did."""
-    if isinstance(place, Argument):
-        place.put_into(call, value)
-    else:
-        place.put(value)

@@ -139,12 +139,6 @@ class _Walk:
                 self.visit(Root(value, text), value, _DEPTH)
         self.globals_of(function)
 
-    def class_attributes(self, kind: type[nn.Module]) -> None:
-        for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
-            for key, value in vars(base).items():
-                if isinstance(value, (list, dict, set, deque)) and not base.__module__.startswith("torch."):
-                    self.visit(Via(Root(base, base.__name__), key, True), value, 1)
-
     def globals_of(self, function: Any) -> None:
         """Lists and dicts of the user's file that the function names."""
         code = getattr(function, "__code__", None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,7 @@ from passes.ir.torch_tracing import (
     encoder_masks_trusted,
     fake_tensors,
     full_precision_backward,
+    has_writes,
     onednn_off,
     trace_joint,
 )
@@ -160,7 +161,6 @@ def _traced(program: Program, spots: Sequence[Spot], uses: Uses) -> tuple[AotGra
         stack.enter_context(held_tensors_kept(program.model))
         trace_cumulative_averages(program.model)
         before = Snapshot(program.model)
-        fakes = _fakes(program)
         replaced = stack.enter_context(attention_captured(program.device_type))
         for context in (
             _fast_paths_off(),
@@ -170,16 +170,45 @@ def _traced(program: Program, spots: Sequence[Spot], uses: Uses) -> tuple[AotGra
             resizing_kept(),
         ):
             stack.enter_context(context)
-        stack.enter_context(
-            provenance(
-                program.model,
-                {**replaced, **PADS, **COUNTS, **DENSE_GRADIENTS, **grouped_captured()},
-                _TRACER_FRAMES,
-            )
-        )
-        aot = trace_joint(_Traceable(program, returned, spots, uses), fakes, decomposition_table())
+        answers = {**replaced, **PADS, **COUNTS, **DENSE_GRADIENTS, **grouped_captured()}
+        aot = _joint(program, _Traceable(program, returned, spots, uses), answers)
         check_backward_writes(before, [place for place, _ in returned.writes])
     return aot, returned
+
+
+def _joint(program: Program, traceable: _Traceable, answers: dict[Any, Callable[..., Any]]) -> AotGraph:
+    """First as if nothing were written in place, unless a module says that it does so."""
+
+    def run(table: dict[Any, Callable[..., Any]], rewrite_writes: bool) -> AotGraph:
+        fakes = _fakes(program)
+        with provenance(program.model, answers, _TRACER_FRAMES):
+            return trace_joint(traceable, fakes, table, rewrite_writes=rewrite_writes)
+
+    table = decomposition_table()
+    if not any(_writes_in_place(module) for module in program.model.modules()):
+        with suppress(Exception):  # what is wrong with a program, the other trace says
+            aot = run({**table, **_refused_writes()}, False)
+            if not has_writes(aot):
+                return aot
+    return run(table, True)
+
+
+_WRITES = "add_ sub_ mul_ div_ copy_ fill_ zero_ masked_fill_ index_put_ relu_"
+
+
+def _refused_writes() -> dict[Any, Callable[..., Any]]:
+    """The usual ones end a trace that is not for them at once; `has_writes` finds the others."""
+    packets = [getattr(torch.ops.aten, name) for name in _WRITES.split()]
+    return {getattr(packet, name): _refuse for packet in packets for name in packet.overloads()}
+
+
+def _refuse(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("a write in place")
+
+
+def _writes_in_place(module: nn.Module) -> bool:
+    """Running statistics and `nn.ReLU(inplace=True)`."""
+    return getattr(module, "inplace", False) or getattr(module, "track_running_stats", False)
 
 
 def _fakes(program: Program) -> list[Tensor]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from passes.capture.places import Appended, Argument, Attribute, Hooked, Incremented, Item, Place, Root, Via
+from passes.capture.places import Appended, Attribute, Incremented, Item, Place, Root, Via
 
 __all__ = ["Counted", "Spot", "Stored", "Uses", "incremented", "put_stand_ins", "write_only_candidates"]
 
@@ -108,9 +108,7 @@ def write_only_candidates(
 
 
 def _spot(place: Place, value: Any) -> Spot | None:
-    if isinstance(place, (Argument, Hooked)):
-        return None
-    holder = place.holder
+    holder = getattr(place, "holder", None)
     if isinstance(place, Attribute) and isinstance(holder, Root) and isinstance(holder.value, nn.Module):
         old = vars(holder.value).get(place.name)
         numbers = type(old) is type(value) and type(value) in (int, float)

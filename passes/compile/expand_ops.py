@@ -11,8 +11,9 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
-from torch.utils import _pytree as pytree
 
+from passes.ir.fake_calls import looks
+from passes.ir.joint import map_operands, tensor_operands
 from passes.ir.op_traits import is_use
 from passes.ir.torch_compat import custom_op_body, fake_mode_of, fresh_fakes
 from passes.ops import (
@@ -100,13 +101,10 @@ def _inline(
     traced: dict[Any, fx.Graph],
     reference: Callable[..., Any],
 ) -> Any:
-    leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
-    operands = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
-    values = [n.meta["val"] for n in operands]
-    described = tuple(_described(leaf) for leaf in leaves)
-    key = (node.target, described, spec)
+    operands = tensor_operands(node)
+    key = (node.target, looks((node.args, node.kwargs)))
     if key not in traced:
-        traced[key] = _trace(reference, leaves, spec, values)
+        traced[key] = _trace(reference, node, [n.meta["val"] for n in operands])
     inlined = traced[key]
     places = [n for n in inlined.nodes if n.op == "placeholder"]
     inner: dict[fx.Node, Any] = {p: new[o] for p, o in zip(places, operands, strict=True)}
@@ -117,22 +115,9 @@ def _inline(
     return tuple(result) if isinstance(result, (tuple, list)) else result
 
 
-def _described(leaf: Any) -> Any:
-    """What decides the trace: of a tensor its shape, strides, start, dtype and device, else the value."""
-    if not isinstance(leaf, fx.Node):
-        return leaf
-    value = leaf.meta["val"]
-    return tuple(value.shape), value.stride(), value.storage_offset(), value.dtype, value.device
-
-
-def _trace(
-    reference: Callable[..., Any], leaves: list[Any], spec: pytree.TreeSpec, values: list[torch.Tensor]
-) -> fx.Graph:
+def _trace(reference: Callable[..., Any], node: fx.Node, values: list[torch.Tensor]) -> fx.Graph:
     def run(*tensors: torch.Tensor) -> Any:
-        queue = iter(tensors)
-        args, kwargs = pytree.tree_unflatten(
-            [next(queue) if isinstance(leaf, fx.Node) else leaf for leaf in leaves], spec
-        )
+        args, kwargs = map_operands(node, tensors)
         return reference(*args, **kwargs)
 
     fakes = fresh_fakes(values)

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-__all__ = ["FakeCalls"]
+__all__ = ["FakeCalls", "looks"]
 
 
 class FakeCalls:
@@ -30,7 +30,7 @@ class FakeCalls:
         self, target: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], mode: Any = None
     ) -> Any:
         """`target(*args, **kwargs)` with nodes standing for their values. mode: entered to run it, if given."""
-        key = (target, _described(tuple(args)), _described(kwargs))
+        key = (target, looks(tuple(args)), looks(kwargs))
         found = self._results.get(key, _MISSING)
         if found is _MISSING:
             values = map_arg((tuple(args), kwargs), _value)
@@ -46,15 +46,19 @@ def _value(node: fx.Node) -> Any:
     return node.meta["val"]
 
 
-def _described(argument: Any) -> Hashable:
-    """What of an argument decides the look of the result."""
+def _whole_look(tensor: torch.Tensor) -> Hashable:
+    return (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device)
+
+
+def looks(argument: Any, of_tensor: Callable[[torch.Tensor], Hashable] = _whole_look) -> Hashable:
+    """An op's arguments with every tensor, a node's value too, exchanged for what `of_tensor` says, and every other
+    value beside its type."""
     if isinstance(argument, fx.Node):
         argument = argument.meta["val"]
     if isinstance(argument, torch.Tensor):
-        look = (argument.shape, argument.stride(), argument.storage_offset())
-        return (*look, argument.dtype, argument.device)
+        return of_tensor(argument)
     if isinstance(argument, (tuple, list)):
-        return type(argument).__name__, *map(_described, argument)
+        return type(argument).__name__, *(looks(item, of_tensor) for item in argument)
     if isinstance(argument, dict):
-        return tuple((key, _described(item)) for key, item in argument.items())
+        return tuple((key, looks(item, of_tensor)) for key, item in argument.items())
     return type(argument), argument

@@ -87,11 +87,11 @@ class JointGraph:
 
     @property
     def placeholders(self) -> list[fx.Node]:
-        return [node for node in self.graph.nodes if node.op == "placeholder"]
+        return list(self.graph.find_nodes(op="placeholder"))
 
     @property
     def output_node(self) -> fx.Node:
-        return next(node for node in reversed(self.graph.nodes) if node.op == "output")
+        return self.graph.output_node()
 
     @property
     def results(self) -> list[fx.Node | None]:

@@ -147,12 +147,12 @@ def compile_with_inductor(
     results: list[int] = []
 
     def inner(graph: Any, inputs: Any, **kwargs: Any) -> Any:
-        output = next(n for n in reversed(graph.graph.nodes) if n.op == "output")
+        output = graph.graph.output_node()
         results.append(len(output.args[0]))
         made.append(compile_fx_inner(graph, inputs, **kwargs))
         return made[-1]
 
-    expected = len(next(n for n in reversed(module.graph.nodes) if n.op == "output").args[0])
+    expected = len(module.graph.output_node().args[0])
     with config.patch(enable_autograd_cache=False):
         wrapped: Any = compile_fx(module, list(examples), inner_compile=inner)
     if results == [expected]:

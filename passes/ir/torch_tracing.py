@@ -5,6 +5,7 @@ The others are in `passes/ir/torch_compat.py`. Supported: see there.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -35,12 +36,19 @@ class AotGraph:
 
 
 def trace_joint(
-    module: torch.nn.Module, args: Sequence[torch.Tensor], decompositions: Mapping[Any, Callable[..., Any]]
+    module: torch.nn.Module,
+    args: Sequence[torch.Tensor],
+    decompositions: Mapping[Any, Callable[..., Any]],
+    *,
+    rewrite_writes: bool,
 ) -> AotGraph:
     """Forward and backward of `module` (no parameters of its own) on fake `args`, in one graph.
 
+    rewrite_writes: write in place as ops that make new tensors, which takes a third longer. A program without such
+    writes (`has_writes`) has the same graph either way.
+
     `aot_export_joint_with_descriptors` says what each end of the graph is; forward only if nothing
-    that is returned requires grad. Since torch 2.9.
+    that is returned requires grad. Since torch 2.9; `disable_functionalization` since 2.13.
     """
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
@@ -48,13 +56,23 @@ def trace_joint(
     with ExitStack() as stack:
         stack.enter_context(fake_mode_of(tuple(args)))
         stack.enter_context(_use_lazy_graph_module(True))  # nobody runs AOT autograd's module
+        known = inspect.signature(aot_export_joint_with_descriptors).parameters
+        wanted = {"disable_functionalization": not rewrite_writes, "_disable_torch_fn_metadata_mode": True}
+        options: Any = {name: value for name, value in wanted.items() if name in known}
         table = dict(decompositions)
-        traced = aot_export_joint_with_descriptors(stack, module, tuple(args), {}, decompositions=table)
+        traced = aot_export_joint_with_descriptors(
+            stack, module, tuple(args), {}, decompositions=table, **options
+        )
         graph_module = traced.graph_module
-    placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
-    output = next(node for node in reversed(graph_module.graph.nodes) if node.op == "output")
-    inputs = tuple(_aot_end(node.meta["desc"]) for node in placeholders)
-    return AotGraph(graph_module, inputs, tuple(map(_aot_end, output.meta["desc"])))
+    graph = graph_module.graph
+    inputs = tuple(_aot_end(node.meta["desc"]) for node in graph.find_nodes(op="placeholder"))
+    return AotGraph(graph_module, inputs, tuple(map(_aot_end, graph.output_node().meta["desc"])))
+
+
+def has_writes(graph: AotGraph) -> bool:
+    """Whether an op of a traced graph writes to an operand, or is run for another reason than its results."""
+    schemas = [node.target._schema for node in graph.module.graph.nodes if hasattr(node.target, "_schema")]
+    return any(schema.is_mutable or not schema.returns for schema in schemas)
 
 
 def _aot_end(descriptor: Any) -> AotEnd:
@@ -119,6 +137,21 @@ def replaced_attribute(owner: Any, name: str, value: Any) -> Generator[None]:
         yield
     finally:
         setattr(owner, name, old)
+
+
+def fake_devices_answered(
+    asked: Callable[[], bool], answer: Callable[[torch.Tensor], torch.device]
+) -> AbstractContextManager[None]:
+    """Inside, `tensor.device` of a fake is `answer(tensor)` where `asked()`, called by what answers, says so: it is a
+    property in Python, which no TorchFunctionMode sees. Since torch 2.0."""
+    from torch._subclasses import FakeTensor
+
+    known: Any = FakeTensor.device
+
+    def device(tensor: Any) -> torch.device:
+        return answer(tensor) if asked() else known.fget(tensor)
+
+    return replaced_attribute(FakeTensor, "device", known.getter(device))
 
 
 @contextmanager

@@ -81,7 +81,7 @@ class Overlap(RankPass):
 
     def __call__(self, module: fx.GraphModule) -> fx.GraphModule:
         graph = module.graph
-        output = next(n for n in reversed(graph.nodes) if n.op == "output")
+        output = graph.output_node()
         for node in _Schedule(graph, self).run():
             output.prepend(node)
         graph.lint()

@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from passes.capture.model_state import named_state, state_kept
-from passes.ir.joint import JointGraph, node_value
+from passes.ir.joint import GraphInput, GraphOutput, JointGraph, node_value
 from passes.simulate.conditioning import seeded_call
 
 __all__ = ["eager_results", "graph_values", "reference_inputs"]
@@ -22,29 +22,27 @@ def reference_inputs(
     generator = torch.Generator().manual_seed(seed)
     named = {**_parameters(model), **named_state(model)}
     return [
-        _value(spec.kind, spec.name, spec.index, node, named, joint, tensors, generator)
+        _value(spec, node, named, joint, tensors, generator)
         for spec, node in zip(joint.inputs, joint.placeholders, strict=True)
     ]
 
 
 def _value(
-    kind: str,
-    name: str,
-    index: int,
+    spec: GraphInput,
     node: fx.Node,
     named: Mapping[str, torch.Tensor],
     joint: JointGraph,
     tensors: Sequence[torch.Tensor],
     generator: torch.Generator,
 ) -> torch.Tensor:
-    if kind in ("param", "buffer"):
-        return named[name].detach().clone()
-    if kind == "constant":
-        return joint.constants[name]
-    if kind == "input":
-        return tensors[index].detach()
+    if spec.kind in ("param", "buffer"):
+        return named[spec.name].detach().clone()
+    if spec.kind == "constant":
+        return joint.constants[spec.name]
+    if spec.kind == "input":
+        return tensors[spec.index].detach()
     wanted = node_value(node)
-    if kind == "seed":
+    if spec.kind == "seed":
         return torch.randint(0, 2**31, tuple(wanted.shape), dtype=wanted.dtype, generator=generator)
     return torch.randn(tuple(wanted.shape), generator=generator).to(wanted.dtype).to(wanted.device)
 
@@ -81,20 +79,14 @@ def eager_results(
     `call` runs the model and returns the tensor outputs of the call in order. No gradient is accumulated, and what
     `call` changes in the model is put back; buffer updates are read before that.
     """
-    kinds = dict(zip(joint.placeholders, joint.inputs, strict=True))
-    tangents = {
-        kinds[node].index: value
-        for node, value in zip(joint.placeholders, values, strict=True)
-        if kinds[node].kind == "tangent"
-    }
+    given = zip(joint.inputs, values, strict=True)
+    tangents = {spec.index: value for spec, value in given if spec.kind == "tangent"}
     buffers = [(buffer, buffer.detach().clone()) for buffer in named_state(model).values()]
     with state_kept(model):
         try:
             outputs = call()
             gradients = _gradients(model, outputs, tangents)
-            return [
-                _result(spec.kind, spec.name, spec.index, outputs, model, gradients) for spec in joint.outputs
-            ]
+            return [_result(spec, outputs, model, gradients) for spec in joint.outputs]
         finally:
             with torch.no_grad():
                 for buffer, value in buffers:
@@ -118,18 +110,16 @@ def _gradients(
 
 
 def _result(
-    kind: str,
-    name: str,
-    index: int,
+    spec: GraphOutput,
     outputs: Sequence[torch.Tensor],
     model: nn.Module,
     gradients: Mapping[str, torch.Tensor],
 ) -> torch.Tensor | None:
-    if kind == "output":
-        return outputs[index].detach().clone()
-    if kind == "buffer":
-        return named_state(model)[name].detach().clone()
-    return gradients.get(name)
+    if spec.kind == "output":
+        return outputs[spec.index].detach().clone()
+    if spec.kind == "buffer":
+        return named_state(model)[spec.name].detach().clone()
+    return gradients.get(spec.name)
 
 
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:

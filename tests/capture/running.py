@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from passes.capture import Captured, capture
+from passes.capture import Captured, capture, flatten_call
+from passes.capture.call import tensor_names
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -59,11 +60,11 @@ def run_eager(
     """The same by the unmodified model: a copy of it, since buffers may change."""
     model = copy.deepcopy(model)
     args, kwargs = call
-    inputs, _ = captured.call.flatten(args, kwargs)
+    inputs, _ = flatten_call(args, kwargs)
     outputs = captured.call.flatten_outputs(model(*args, **kwargs), args, kwargs)
     pairs = [(o, t) for o, t in zip(outputs, tangents, strict=True) if o.requires_grad and t is not None]
     sources = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    sources |= {n: t for n, t in zip(captured.call.input_names, inputs, strict=True) if t.requires_grad}
+    sources |= {n: t for n, t in zip(tensor_names(captured.call.key), inputs, strict=True) if t.requires_grad}
     grads: Sequence[Tensor | None] = [None] * len(sources)
     if pairs:
         grads = torch.autograd.grad(
@@ -81,7 +82,7 @@ def run_eager(
 def check(model: nn.Module, *args: Any, rtol: float = 1e-5, atol: float = 1e-6, **kwargs: Any) -> Captured:
     """Capture the call, and compare outputs, new buffers and gradients with eager execution."""
     captured = capture(model, args, kwargs)
-    inputs, _ = captured.call.flatten(args, kwargs)
+    inputs, _ = flatten_call(args, kwargs)
     wanted_tangents = {spec.index for spec in captured.joint.inputs if spec.kind == "tangent"}
     values = [None if node is None else node.meta["val"] for node in captured.joint.results]
     tangents = [

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from cost_model.errors import CaptureError
 from passes.capture import capture
-from passes.capture.places import leave_at
 
 
 class Cache:
@@ -111,7 +110,7 @@ def test_hooks_that_keep_what_they_see() -> None:
     model[0].register_forward_hook(lambda module, args, out: kept.update(last=out.detach()))
     captured = capture(model, (torch.randn(2, 3),), {})
     assert kept == {} and names(captured) == ["Item"]
-    leave_at(captured.call.places[0], ((), {}), torch.ones(1))
+    captured.call.places[0].put(((), {}), torch.ones(1))
     assert kept["last"].tolist() == [1.0]
 
 

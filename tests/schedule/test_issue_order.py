@@ -19,7 +19,7 @@ from passes.plan.decide import unmerged
 from passes.plan.transfers import Transfer, Turn
 from passes.redistribution.lower_redistribute import collective_nodes
 from passes.redistribution.redistribute import Redistributor
-from passes.schedule.issue_order import issue_order
+from passes.schedule.issue_order import issue_order, place_behind
 from passes.schedule.overlap import Overlap
 from passes.simulate.lockstep import simulate, simulated_groups
 from tests.golden import Golden
@@ -151,7 +151,7 @@ def test_no_transfer_is_before_what_its_operand_is_computed_from(seed: int, conv
     mesh = MeshSpec({"a": 2, "b": 2})
     assignment = random_assignment(convolutions, mesh, rng)
     depth = rng.randint(1, 4)
-    ahead = lambda groups, ops: [depth] * len(groups)
+    ahead = lambda groups, *_: [(depth, place_behind(groups, i, depth)) for i in range(len(groups))]
     turns = issue_order(convolutions, assignment, ahead=ahead, reach=rng.randint(0, 9)).turns
     assert len(set(turns.values())) == len(turns)
     latest: dict[fx.Node, Turn] = {}

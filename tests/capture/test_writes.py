@@ -1,0 +1,78 @@
+"""A program that writes nothing in place is traced without rewriting writes, and its graph is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from passes.capture import capture, trace
+from passes.ir.torch_tracing import AotGraph, has_writes, trace_joint
+from tests.capture.running import check
+from tests.models import seeded
+
+
+def _text(graph: AotGraph) -> list[str]:
+    """Module and line of each op with it."""
+    nodes = [n for n in graph.module.graph.nodes if n.op == "call_function"]
+    return [
+        f"{n.name} = {n.target} {n.args} {n.kwargs} {n.meta['val']} {n.meta.get('custom')}" for n in nodes
+    ]
+
+
+@pytest.fixture
+def traces(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, AotGraph]]:
+    """(rewrite_writes, graph) of every trace that came to its end."""
+    made: list[tuple[bool, AotGraph]] = []
+
+    def noted(*args: Any, rewrite_writes: bool) -> AotGraph:
+        made.append((rewrite_writes, trace_joint(*args, rewrite_writes=rewrite_writes)))
+        return made[-1][1]
+
+    monkeypatch.setattr(trace, "trace_joint", noted)
+    return made
+
+
+@pytest.mark.parametrize("name", ("llama", "gpt2", "vit"))
+def test_the_graph_is_the_same_either_way(
+    name: str, traces: list[tuple[bool, AotGraph]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trace, "has_writes", lambda graph: True)
+    model, inputs = seeded(name)
+    capture(model, (), inputs)
+    (first, plain), (then, rewritten) = traces
+    assert (first, then) == (False, True) and not has_writes(plain)
+    assert _text(plain) == _text(rewritten)
+
+
+class Writes(nn.Module):
+    def __init__(self, write: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.mix, self.write = nn.Linear(4, 4), write
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mix(x)
+        self.write(y)
+        return y * 2
+
+
+@pytest.mark.parametrize(
+    "write, plain",
+    [(lambda y: y.add_(1), 0), (lambda y: y.clamp_(0, 1), 1), (lambda y: F.silu(y, inplace=True), 1)],
+)
+def test_a_write_is_rewritten(
+    write: Callable[[Tensor], Any], plain: int, traces: list[tuple[bool, AotGraph]]
+) -> None:
+    """plain: how many traces end that are then thrown away; the usual writes stop theirs."""
+    check(Writes(write), torch.randn(3, 4))
+    assert [rewritten for rewritten, _ in traces] == [False] * plain + [True]
+    assert not has_writes(traces[-1][1])
+
+
+def test_a_module_that_says_so_is_traced_once(traces: list[tuple[bool, AotGraph]]) -> None:
+    capture(nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)), (torch.randn(3, 4),), {})
+    assert [rewritten for rewritten, _ in traces] == [True]
