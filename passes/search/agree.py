@@ -2,9 +2,9 @@
 
 The objective does not place every collective: it says of parts of a phase what may hide (`step_kinds`). The timeline
 of the program that would run says what does. So the plan that the search finds is judged by its timeline. Where the
-two differ, plans found as if less could hide are judged as well; the overlap of each phase is corrected until the
-objective of the best plan is its timeline; and the search runs again, until it finds no faster one. Its last bound is
-one under the overlap that the best plan has. Of all plans judged the fastest on the timeline is taken.
+two differ, plans found as if less or more could hide are judged as well; the overlap of each phase is corrected until
+the objective of the best plan is its timeline; and the search runs again, until it finds no faster one. Its last
+bound is one under the overlap that the best plan has. Of all plans judged the fastest on the timeline is taken.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ __all__ = ["AWAITED", "Agreed", "Judge", "agreed"]
 Judge = Callable[[Assignment], Sequence[float]]
 """Seconds of the forward, the backward and of what follows, on the timeline of the program."""
 
-AWAITED = 0.25
-"""The share of what is awaited in the backward that is taken to hide behind fillers, before a timeline says how
-much."""
+AWAITED, MORE_AWAITED = 0.1, 0.25
+"""Shares of what is awaited in the backward that are taken to hide behind fillers: before a timeline says how much, and
+for a rival."""
 AGREES = 1e-2
 """Share of a step by which objective and timeline may differ without another search."""
 
@@ -80,10 +80,11 @@ def agreed(space: SearchSpace, efficiency: float, judge: Judge | None, time_limi
     return Agreed(space.assignment(choice), choice, found.cost, found.lower_bound, found.status, overlaps)
 
 
-def _less(overlaps: Sequence[Overlap]) -> Iterator[tuple[Overlap, ...]]:
-    """As if less could hide."""
-    for share in (0.5, 0.0):
-        yield tuple(replace(o, efficiency=share * o.efficiency, awaited=0.0) for o in overlaps)
+def _others(overlaps: Sequence[Overlap]) -> Iterator[tuple[Overlap, ...]]:
+    """As if half of it could hide; as if more hid behind fillers."""
+    yield tuple(replace(o, efficiency=0.5 * o.efficiency, awaited=0.0) for o in overlaps)
+    forward, *others = overlaps
+    yield forward, *(replace(o, awaited=MORE_AWAITED) for o in others)
 
 
 class _Search:
@@ -99,7 +100,7 @@ class _Search:
         solution = self._solve(overlaps, None)
         best = self._judged(solution)
         if abs(best.counted(overlaps) - best.seconds) > AGREES * best.seconds:
-            for other in _less(overlaps):
+            for other in _others(overlaps):
                 if not self._late():
                     best = self._better(self._solve(other, best), best)
             overlaps, solution, best = self._corrected(overlaps, best)
