@@ -168,7 +168,7 @@ class _Phase:
         apart = {*early, *last}
         urgent = sorted({m.start for m in moving if m not in apart})
         turns: dict[Move, tuple[Place, Sequence[Move]]] = {
-            m: ((2 * m.start + 1, 0), [m]) for m in self.all if m not in apart and not m.moves
+            m: (self._local_place(m), [m]) for m in self.all if m not in apart and not m.moves
         }
         for together in _together([m for m in moving if m not in apart]):
             for group in merge("between", together, self.ops):
@@ -181,6 +181,11 @@ class _Phase:
             turns[group[-1]] = (self._let_pass(group[-1].start, urgent, reach), 1), group
         order = sorted(turns, key=lambda m: (*turns[m][0], m.start, *_stable(m)))
         return [turns[m][1] for m in order]
+
+    def _local_place(self, move: Move) -> Place:
+        """Of a transfer that moves nothing: before all others, if what it reads is at hand, since a gather may be
+        made of it that is issued at once."""
+        return (-1, 0) if self.roles.given(move.operand) else (2 * move.start + 1, 0)
 
     def _last_groups(self, last: Sequence[Move], merge: Merge) -> list[Sequence[Move]]:
         """Merged are gradients that no other transfer follows."""

@@ -16,6 +16,7 @@ from autoshard.plan.plan_collectives import Collective
 from autoshard.plan.search_with_reserve import found_within, plan_reserve
 from cost_model.reserve import COMMUNICATOR_BYTES, CONTEXT_BYTES, PAIR_BYTES, PEER_BYTES
 from passes.search.find import Found
+from passes.search.step_kinds import StepKinds
 from tests.models import TwoLinear
 from tests.profiles import slow_compute
 
@@ -74,7 +75,8 @@ def test_all_to_all_takes_more() -> None:
 
 
 def found(seconds: float, peak: int) -> Found:
-    return Found(None, seconds, 0.9 * seconds, 0.1, "optimal", peak, "x")  # type: ignore[arg-type]
+    step = StepKinds({}, {})
+    return Found(None, seconds, 0.9 * seconds, 0.1, "optimal", peak, "x", step, ())  # type: ignore[arg-type]
 
 
 def searched(limit: int, plans: Sequence[tuple[Found, list[Collective]]]) -> tuple[Found, list[int]]:
