@@ -28,8 +28,6 @@ wins a tie. The lists are solved one by one, as if each had the wire to itself.
 from __future__ import annotations
 
 import itertools
-import math
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -42,13 +40,11 @@ from passes.layout.assignment import Assignment
 from passes.plan.transfers import Move, Transfer
 from passes.redistribution.redistribute import Redistribution
 from passes.redistribution.steps import AllGather, AllReduce, HaloExchange, HaloReduce, ReduceScatter, Reshard
-from passes.schedule.issue_order import PREFETCH, IssueOrder, Place, Side, issue_order, place_behind
+from passes.schedule.issue_order import IssueOrder, Place, Side, issue_order
+from passes.schedule.prefetch import SLACK, Prefetch
 from passes.strategies.prices import Prices
 
 __all__ = ["BucketPlan", "Item", "Wire", "bucketed_order", "least_end"]
-
-SLACK = 1.25
-"""Times the price of a gather by which it is started before it is read. Others are on the wire as well."""
 
 _MERGED = (AllGather, AllReduce, ReduceScatter, HaloExchange, HaloReduce, Reshard)
 
@@ -101,38 +97,25 @@ class BucketPlan:
         return groups
 
     def ahead(
-        self, groups: Sequence[Sequence[Move]], ops: Sequence[fx.Node], awaited: Sequence[int]
+        self,
+        groups: Sequence[Sequence[Move]],
+        ops: Sequence[fx.Node],
+        awaited: Sequence[int],
+        ending: Sequence[tuple[Place, Sequence[Move]]],
     ) -> list[tuple[int, Place]]:
-        """Each group so early that it has arrived when it is read, if computing is all that it waits for; and behind
-        what others wait for, where it arrives in time nevertheless.
+        """Each group so early that it has arrived when it is read, if computing is all that it waits for; behind what
+        others wait for, where it arrives in time nevertheless; and before reductions that would keep it from that.
 
-        At least `PREFETCH` in flight; more only as long as they take no more memory than `PREFETCH` of the largest.
+        At least `PREFETCH` in flight; more only as long as they take no more memory than `ROOM` of the largest.
         """
-        elapsed = self._elapsed(ops)
-        seconds = [SLACK * self._group_seconds(group) for group in groups]
-        depths = self._depths(groups, elapsed, seconds)
-        found: list[tuple[int, Place]] = []
-        for i, depth in enumerate(depths):
-            latest = elapsed[groups[i][0].end] - seconds[i]
-            place = place_behind(groups, i, depth)
-            found.append((depth, _let_pass(place, awaited, elapsed, seconds[i], latest)))
-        return found
-
-    def _depths(
-        self, groups: Sequence[Sequence[Move]], elapsed: Sequence[float], seconds: Sequence[float]
-    ) -> list[int]:
-        read = [elapsed[group[0].end] for group in groups]
-        nbytes = [sum(max(self._nbytes(move), default=0) for move in group) for group in groups]
-        room = PREFETCH * max(nbytes, default=0)
-        depths: list[int] = []
-        start = math.inf
-        for i in reversed(range(len(groups))):
-            start = min(read[i], start) - seconds[i]
-            depth = 1
-            while depth <= i and read[i - depth] > start and sum(nbytes[i - depth : i + 1]) <= room:
-                depth += 1
-            depths.append(max(depth, PREFETCH))
-        return depths[::-1]
+        wire = Prefetch(
+            self._elapsed(ops),
+            [group[0].end for group in groups],
+            [SLACK * self._group_seconds(group) for group in groups],
+            [sum(max(self._nbytes(move), default=0) for move in group) for group in groups],
+        )
+        reductions = sorted((place, self._group_seconds(group)) for place, group in ending)
+        return wire.places(groups, awaited, reductions)
 
     def _group_seconds(self, group: Sequence[Move]) -> float:
         return sum(sum(self.moved[move.transfer].step_seconds) for move in group)
@@ -198,19 +181,6 @@ class Wire:
                 compute, ranks = self.prices.compute, self.prices.mesh.size(*axes)
                 total += compute.launch_seconds + copies_seconds(compute, kind, ranks, n, count)
         return total
-
-
-def _let_pass(
-    place: Place, awaited: Sequence[int], elapsed: Sequence[float], seconds: float, latest: float
-) -> Place:
-    """`place`, or behind the awaited transfers that follow before so much is computed. latest: when to start at
-    last."""
-    for position in awaited[bisect_left(awaited, place[0] // 2) :]:
-        ready = elapsed[position + 1]
-        if ready > latest or ready - elapsed[place[0] // 2] > seconds:
-            break
-        place = (2 * position + 1, 1)
-    return place
 
 
 def _cut(items: Sequence[Item], wire: Wire, efficiency: float) -> list[list[Item]]:

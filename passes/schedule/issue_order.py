@@ -85,16 +85,23 @@ behind other transfers there."""
 
 class Ahead(Protocol):
     """When transfers at hand are issued. groups: merged ones, in the order in which they are read. awaited: positions
-    of ops whose results others wait for, rising. Per group how many are in flight at most, it included, when it is
-    started, and its place."""
+    of ops whose results others wait for, rising. ending: merged transfers that only the end needs, and their places.
+    Per group how many are in flight at most, it included, when it is started, and its place."""
 
     def __call__(
-        self, groups: Sequence[Sequence[Move]], ops: Sequence[fx.Node], awaited: Sequence[int]
+        self,
+        groups: Sequence[Sequence[Move]],
+        ops: Sequence[fx.Node],
+        awaited: Sequence[int],
+        ending: Sequence[tuple[Place, Sequence[Move]]],
     ) -> Sequence[tuple[int, Place]]: ...
 
 
 def prefetched(
-    groups: Sequence[Sequence[Move]], ops: Sequence[fx.Node], awaited: Sequence[int]
+    groups: Sequence[Sequence[Move]],
+    ops: Sequence[fx.Node],
+    awaited: Sequence[int],
+    ending: Sequence[tuple[Place, Sequence[Move]]],
 ) -> Sequence[tuple[int, Place]]:
     """Every group when the one `PREFETCH` before it is first read."""
     return [(PREFETCH, place_behind(groups, i, PREFETCH)) for i in range(len(groups))]
@@ -174,11 +181,14 @@ class _Phase:
             for group in merge("between", together, self.ops):
                 turns[group[-1]] = (2 * group[-1].start + 1, 0), group
         groups = sorted(merge("early", early, self.ops), key=lambda group: _stable(group[0]))
-        for group, (depth, place) in zip(groups, ahead(groups, self.ops, urgent), strict=True):
+        ending = [
+            ((self._let_pass(group[-1].start, urgent, reach), 1), group)
+            for group in self._last_groups(last, merge)
+        ]
+        for group, (depth, place) in zip(groups, ahead(groups, self.ops, urgent, ending), strict=True):
             self.depths.update((move.transfer, depth) for move in group)
             turns[group[0]] = place, group
-        for group in self._last_groups(last, merge):
-            turns[group[-1]] = (self._let_pass(group[-1].start, urgent, reach), 1), group
+        turns.update((group[-1], (place, group)) for place, group in ending)
         order = sorted(turns, key=lambda m: (*turns[m][0], m.start, *_stable(m)))
         return [turns[m][1] for m in order]
 

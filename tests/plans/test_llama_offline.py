@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from autoshard import MeshSpec, find_plan
@@ -20,7 +21,9 @@ def test_one_layer_on_256_devices() -> None:
         memory_limit="80GB",
         out_placements="keep",
     )
-    assert plan.gap < 0.01
+    # One layer cannot balance its streams as many can: docs/search.md.
+    assert plan.gap < 0.03
+    assert plan.cost == pytest.approx(plan.step_time, rel=0.02)
     assert plan.peak_memory <= 80e9
     assert plan.fallbacks == ()
     assert set(plan.parameter_layouts) == {name for name, _ in model.named_parameters()}

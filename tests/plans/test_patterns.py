@@ -64,13 +64,18 @@ def test_fully_sharded(golden: Golden) -> None:
 
 def test_what_hides_is_split() -> None:
     """The data parallel model again, where gathers and reductions hide behind the products: weights are split, so
-    that a rank updates only its part of them, and the plan's cost counts what it can see of the transfers."""
+    that a rank updates only its part of them. But not the first: its gather has no product to hide behind, and its
+    reduction none either. The plan is faster than with all of them split, or none."""
     model, data = regression(256, 512), rows(65536, 256)
-    plan = find_plan(model, DP4, data, profile=replace(H100, overlap_efficiency=1.0))
-    assert all(p == (Shard(0),) for p in plan.parameters.values())
-    assert counts(plan, "backward")["reduce_scatter[dp]"] == 3
+    prices = replace(H100, overlap_efficiency=1.0)
+    plan = find_plan(model, DP4, data, profile=prices)
+    assert list(plan.parameters.values()) == [(Replicate(),), (Shard(0),), (Shard(0),)]
+    assert counts(plan, "backward")["reduce_scatter[dp]"] == 2
     waits = find_plan(model, DP4, data, profile=H100)
     assert plan.cost < waits.cost
+    for placement in (Shard(0), Replicate()):
+        pinned = find_plan(model, DP4, data, profile=prices, constraints={"*": [placement]})
+        assert plan.step_time < pinned.step_time
 
 
 def test_memory_limit_shards_what_was_replicated() -> None:

@@ -24,11 +24,14 @@ BULK = 3
 CHAIN, AT_HAND = BULK, 2 * 6 + BULK
 
 
+PROBLEM = Problem((np.zeros(1), np.array([10.0, 4.0])), ((0, 1),), (np.array([[0.0, 8.0]]),))
+
+
 @dataclass
 class Space:
     """One op that computes 10 or 4 seconds, behind a gather of 0 or 8, both in the bulk of the forward."""
 
-    problem: Problem = Problem((np.zeros(1), np.array([10.0, 4.0])), ((0, 1),), (np.array([[0.0, 8.0]]),))
+    problem: Problem = field(default_factory=lambda: PROBLEM)
     solved: list[tuple[Overlap, ...]] = field(default_factory=list)
 
     def kinds(self, overlaps: Sequence[Overlap]) -> CostKinds:
@@ -91,7 +94,8 @@ EXAMPLES: dict[str, Callable[[], Example]] = {
 
 
 @pytest.mark.parametrize(
-    ("model", "axes"), [("llama", {"dp": 4}), ("llama", {"dp": 2, "tp": 2}), ("vit", {"a": 3}), ("two", {"a": 3})]
+    ("model", "axes"),
+    [("llama", {"dp": 4}), ("llama", {"dp": 2, "tp": 2}), ("vit", {"a": 3}), ("two", {"a": 3})],
 )
 @pytest.mark.parametrize("nominal", [True, False], ids=["h100", "slow compute"])
 def test_cost_is_within_two_hundredths_of_the_step(model: str, axes: dict[str, int], nominal: bool) -> None:

@@ -1,0 +1,85 @@
+"""When gathers start whose operands are at hand: by their price and that of what is on the wire beside them."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from passes.plan.transfers import Move
+from passes.schedule.issue_order import PREFETCH, Place, place_behind
+
+__all__ = ["SLACK", "Prefetch"]
+
+ROOM = 4
+"""Times the bytes of the largest gather that those in flight may hold."""
+SLACK = 1.25
+"""Times the price of a gather by which it is started before it is read. Others are on the wire as well."""
+
+
+@dataclass(frozen=True)
+class Prefetch:
+    """elapsed: seconds of computing before each op of the phase, and in all. Per group of gathers, in the order in
+    which they are read: read: position of its first reader; seconds: how long it is on the wire; nbytes: what it
+    gathers."""
+
+    elapsed: Sequence[float]
+    read: Sequence[int]
+    seconds: Sequence[float]
+    nbytes: Sequence[int]
+
+    def places(
+        self,
+        groups: Sequence[Sequence[Move]],
+        awaited: Sequence[int],
+        reductions: Sequence[tuple[Place, float]],
+    ) -> list[tuple[int, Place]]:
+        """Per group its depth and place, see `passes.schedule.issue_order.Ahead`. reductions: rising, position of the
+        op that makes what is reduced, and seconds."""
+        found: list[tuple[int, Place]] = []
+        for i, depth in enumerate(self._depths()):
+            place = self._behind_awaited(i, place_behind(groups, i, depth), awaited)
+            found.append(self._before_reductions(i, depth, place, reductions))
+        return found
+
+    def _depths(self) -> list[int]:
+        """So deep that each group has arrived when it is read, if all later ones have to as well."""
+        depths: list[int] = []
+        start = math.inf
+        for i in reversed(range(len(self.read))):
+            start = min(self.elapsed[self.read[i]], start) - self.seconds[i]
+            depth = 1
+            while depth <= i and self.elapsed[self.read[i - depth]] > start and self._fit(i, depth + 1):
+                depth += 1
+            depths.append(max(depth, PREFETCH))
+        return depths[::-1]
+
+    def _fit(self, i: int, depth: int) -> bool:
+        """Whether group `i` may be in flight with the `depth` - 1 before it."""
+        return sum(self.nbytes[i + 1 - depth : i + 1]) <= ROOM * max(self.nbytes)
+
+    def _behind_awaited(self, i: int, place: Place, awaited: Sequence[int]) -> Place:
+        """`place`, or behind the awaited transfers that follow before so much is computed."""
+        latest = self.elapsed[self.read[i]] - self.seconds[i]
+        for position in awaited[bisect_left(awaited, place[0] // 2) :]:
+            ready = self.elapsed[position + 1]
+            if ready > latest or ready - self.elapsed[place[0] // 2] > self.seconds[i]:
+                break
+            place = (2 * position + 1, 1)
+        return place
+
+    def _before_reductions(
+        self, i: int, depth: int, place: Place, reductions: Sequence[tuple[Place, float]]
+    ) -> tuple[int, Place]:
+        """Before a reduction that is on the wire when the group should be."""
+        latest = self.elapsed[self.read[i]] - self.seconds[i]
+        for reduced, seconds in reversed(reductions):
+            if reduced >= place:
+                continue
+            position = (reduced[0] + 1) // 2
+            deeper = i + 1 - bisect_left(self.read, position)
+            if self.elapsed[position] + seconds <= latest or not self._fit(i, deeper):
+                break
+            depth, place = max(depth, deeper), (reduced[0], 0)
+        return depth, place
