@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +13,9 @@ import torch
 from autoshard.plan.pins import resolve_pins
 from autoshard.plan.plan import Plan, PlanOrigin
 from autoshard.plan.plan_collectives import collectives_of
+from autoshard.plan.plan_content import PlanContent
 from autoshard.plan.search_with_reserve import found_within, plan_reserve
+from autoshard.plan.variants import Again, Variant, variant_choices
 from autoshard.version import __version__
 from cost_model.bucketed import BucketedPrices
 from cost_model.collectives import CollectivePrices
@@ -22,6 +24,7 @@ from cost_model.errors import ShardingError
 from cost_model.memory import ADAMW
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
+from cost_model.scaled_link import scaled_link
 from passes.capture import Captured
 from passes.ir.collector import collector_paused
 from passes.ir.joint import JointGraph
@@ -30,11 +33,13 @@ from passes.layout.layout import Layout
 from passes.plan.decide import Moved, decide_lowering
 from passes.plan.describe import describe, fallback_ops, graph_hash
 from passes.plan.lowering_plan import LoweringPlan
+from passes.plan.records import layouts_of
 from passes.predict.predict_step import Prediction, predicted_step
 from passes.redistribution.redistribute import Redistributor
 from passes.redistribution.steps import Step
 from passes.search.find import Found, find_assignment
 from passes.search.graph_ends import Boundary, boundary_of
+from passes.search.narrowing import Choose, Narrowing
 from passes.search.step_kinds import EXPOSED, phase_seconds
 from passes.strategies.prices import Prices
 from passes.strategies.pricing import traffic_model
@@ -78,6 +83,7 @@ class Task:
     memory_limit: int | None
     backend: str
     time_limit: float
+    allowed: Mapping[str, Choose] = field(default_factory=dict)
 
     @property
     def joint(self) -> JointGraph:
@@ -93,14 +99,45 @@ class Task:
         pins = _by_first_name(self.pins, self.captured)
         return boundary_of(self.joint, parameters=pins, inputs=self.call.inputs, outputs=self.call.outputs)
 
-    def resolver(self) -> Callable[[str, Any], Plan]:
-        """What plans the same with one more parameter pinned, for a plan's own questions."""
+    def again(self) -> Again:
+        """What plans the same but for one thing, for a plan's own questions. Copying it copies no graph."""
 
-        def resolve(parameter: str, placements: Any) -> Plan:
-            pins = resolve_pins({parameter: placements}, parameter_shapes(self.captured), self.mesh)
-            return search_plan(replace(self, pins={**self.pins, **pins}))
+        def step_seconds(plan: PlanContent, variant: Variant) -> float:
+            return self.varied(variant).judged(layouts_of(plan.records)).seconds
 
-        return resolve
+        return Again(self.profile, lambda variant: search_plan(self.varied(variant)), step_seconds)
+
+    def varied(self, variant: Variant) -> Task:
+        """Raises as `resolve_pins` and `variant_choices`."""
+        new = resolve_pins(variant.pins, parameter_shapes(self.captured), self.mesh)
+        return replace(
+            self,
+            pins={**({} if variant.family else self.pins), **new},
+            allowed={**self.allowed, **variant_choices(variant, self.joint, self.mesh)},
+            profile=self.profile if variant.link is None else scaled_link(self.profile, *variant.link),
+        )
+
+    def judged(self, assignment: Assignment) -> Judged:
+        """Lowered and put on the timeline."""
+        lowering, moved = decide_lowering(self.joint, assignment, self.prices)
+        return Judged(
+            assignment, lowering, moved, predicted_step(self.joint, assignment, lowering, self.prices)
+        )
+
+
+@dataclass(frozen=True)
+class Judged:
+    """An assignment, how it is lowered, and its step on the timeline, if that was asked for."""
+
+    assignment: Assignment
+    lowering: LoweringPlan
+    moved: Moved
+    step: Prediction | None
+
+    @property
+    def seconds(self) -> float:
+        assert self.step is not None
+        return self.step.seconds
 
 
 @collector_paused()
@@ -108,18 +145,22 @@ def search_plan(task: Task) -> Plan:
     """Search the canonical graph of the task under its ends and prices."""
     joint, prices, boundary = task.joint, task.prices, task.boundary
 
-    judged: dict[int, _Judged] = {}
+    judged: dict[int, Judged] = {}
 
     def judge(assignment: Assignment) -> Sequence[float]:
-        lowering, moved = decide_lowering(joint, assignment, prices)
-        step = predicted_step(joint, assignment, lowering, prices)
-        judged[id(assignment)] = _Judged(assignment, lowering, moved, step)
-        return [*step.phase_seconds]
+        found = judged[id(assignment)] = task.judged(assignment)
+        return [] if found.step is None else [*found.step.phase_seconds]
 
     def find(reserve: int, seconds: float) -> Found:
-        limit = task.memory_limit
         return find_assignment(
-            joint, prices, boundary, memory_limit=limit, reserve=reserve, time_limit=seconds, judge=judge
+            joint,
+            prices,
+            boundary,
+            memory_limit=task.memory_limit,
+            reserve=reserve,
+            time_limit=seconds,
+            narrowing=Narrowing(allowed=task.allowed),
+            judge=judge,
         )
 
     def moved(found: Found) -> Sequence[Step]:
@@ -127,17 +168,7 @@ def search_plan(task: Task) -> Plan:
         return [step for way in chosen.values() for step in way.steps if step.kind is not None]
 
     found = found_within(find, moved, task.mesh, task.memory_limit, task.time_limit)
-    return _plan_of(task, prices, found, judged[id(found.assignment)], task.resolver())
-
-
-@dataclass(frozen=True)
-class _Judged:
-    """An assignment, how it is lowered, and its step on the timeline, if that was asked for."""
-
-    assignment: Assignment
-    lowering: LoweringPlan
-    moved: Moved
-    step: Prediction | None
+    return _plan_of(task, prices, found, judged[id(found.assignment)], task.again())
 
 
 def carried_plan(task: Task, first: Plan) -> Plan:
@@ -154,16 +185,14 @@ def carried_plan(task: Task, first: Plan) -> Plan:
         memory_limit=task.memory_limit,
         reserve=0 if task.memory_limit is None else first.reserve,
         time_limit=task.time_limit,
-        held=first.assignment,
+        narrowing=Narrowing(held=first.assignment),
     )
     unproven = replace(found, lower_bound=0.0, gap=1.0, status="feasible")
     lowered = decide_lowering(task.joint, found.assignment, prices)
-    return _plan_of(task, prices, unproven, _Judged(found.assignment, *lowered, None), None)
+    return _plan_of(task, prices, unproven, Judged(found.assignment, *lowered, None), None)
 
 
-def _plan_of(
-    task: Task, prices: Prices, found: Found, judged: _Judged, resolve: Callable[[str, Any], Plan] | None
-) -> Plan:
+def _plan_of(task: Task, prices: Prices, found: Found, judged: Judged, again: Again | None) -> Plan:
     """Its `step_time` is the objective's where it was not judged."""
     joint, mesh = task.joint, task.mesh
     records = describe(joint, found.assignment, judged.lowering, judged.moved, prices)
@@ -193,7 +222,7 @@ def _plan_of(
             autoshard=__version__,
             torch=torch.__version__,
         ),
-        resolve=resolve,
+        again=again,
     )
 
 

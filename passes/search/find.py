@@ -11,9 +11,10 @@ from cost_model.errors import InfeasibleError
 from cost_model.mesh import MeshSpec
 from cost_model.units import format_bytes
 from passes.ir.joint import GraphInput, JointGraph, node_value
-from passes.layout.assignment import Assignment, NodeLayouts
+from passes.layout.assignment import Assignment
 from passes.search.agree import Judge, agreed
 from passes.search.graph_ends import Boundary
+from passes.search.narrowing import Narrowing
 from passes.search.search_space import SearchSpace
 from passes.search.step_kinds import Overlap, StepKinds
 from passes.search.strategy_space import build_space
@@ -54,14 +55,14 @@ def find_assignment(
     memory_limit: int | None = None,
     reserve: int = 0,
     time_limit: float = 600.0,
-    held: Mapping[str, NodeLayouts] | None = None,
+    narrowing: Narrowing | None = None,
     judge: Judge | None = None,
 ) -> Found:
     """The assignment of least total seconds whose peak memory stays within `memory_limit` less `reserve` bytes.
 
     reserve: bytes of the limit that no tensor can have (`cost_model.reserve`); not part of the peak.
-    held: as `build_space` takes it; then nothing is proven of other assignments. judge: what an assignment takes on the
-    timeline (`passes.search.agree`); None: the objective alone decides.
+    narrowing: as `build_space` takes it; nothing is proven of what it leaves out.
+    judge: what an assignment takes on the timeline (`passes.search.agree`); None: the objective alone decides.
 
     Raises InfeasibleError, naming the nodes at which the pins contradict each other or the tensors
     that bind the memory limit.
@@ -69,7 +70,7 @@ def find_assignment(
     room = None if memory_limit is None else _room(memory_limit, reserve, prices.mesh)
     start = time.monotonic()
     latest = start + max(time_limit, _LISTING_SECONDS)
-    space = build_space(joint, prices, boundary, memory_limit=room, held=held, deadline=latest)
+    space = build_space(joint, prices, boundary, memory_limit=room, narrowing=narrowing, deadline=latest)
     seconds = max(_SOLVING_SECONDS, start + time_limit - time.monotonic())
     try:
         found = agreed(space, prices.overlap_efficiency, judge, min(time_limit, seconds))

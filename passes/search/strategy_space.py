@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -28,6 +28,7 @@ from passes.rules.core.rule_registry import rule_for
 from passes.schedule.hiding import HiddenReads, hidden_reads
 from passes.search.free_layouts import free_axis_order, is_storable, tensor_rule
 from passes.search.graph_ends import Boundary
+from passes.search.narrowing import Narrowing
 from passes.search.residency import Residency
 from passes.search.search_space import Edge, SearchSpace
 from passes.search.space_dims import out_of_space
@@ -48,7 +49,7 @@ def build_space(
     boundary: Boundary,
     *,
     memory_limit: int | None = None,
-    held: Mapping[str, NodeLayouts] | None = None,
+    narrowing: Narrowing | None = None,
     deadline: float = math.inf,
 ) -> SearchSpace:
     """The labelling problem of `joint` on `prices.mesh`.
@@ -56,12 +57,13 @@ def build_space(
     One search node per placeholder, op and untied output; one edge per operand, priced by the
     redistribution from the producer's layout to the one the consumer reads.
 
-    held: layouts of nodes of a graph like this one at other sizes: where a node of the same name may be split by the
-    same axes in the same dims, it is.
+    narrowing: nodes that do not have all of their strategies.
     deadline: on the clock of `time.monotonic`; later than that, InfeasibleError: layouts of a mesh of many axes, and
     the ways between them, are too many.
     """
-    builder = _Builder(joint, prices, boundary, joint.trained, hidden_reads(joint), held or {}, deadline)
+    builder = _Builder(
+        joint, prices, boundary, joint.trained, hidden_reads(joint), narrowing or Narrowing(), deadline
+    )
     builder.add_nodes()
     builder.add_edges()
     return builder.finish(memory_limit)
@@ -82,7 +84,7 @@ class _Builder:
     boundary: Boundary
     trained: set[fx.Node]
     reads: HiddenReads
-    held: Mapping[str, NodeLayouts]
+    narrowing: Narrowing
     deadline: float
     index: dict[fx.Node, int] = field(default_factory=dict)
     nodes: list[fx.Node | None] = field(default_factory=list)
@@ -94,7 +96,6 @@ class _Builder:
     slots: list[int | None] = field(default_factory=list)
     classes: dict[Hashable, _Option] = field(default_factory=dict)
     matrices: dict[Hashable, np.ndarray] = field(default_factory=dict)
-    single: dict[tuple[int, int], tuple[_Option, _Option]] = field(default_factory=dict)
 
     def add_nodes(self) -> None:
         ops, mesh = list(ops_of(self.joint)), self.prices.mesh
@@ -155,24 +156,14 @@ class _Builder:
             self.index[node] = position
         self.nodes.append(node)
         self.names.append(name)
-        self.options.append(self._held(name, option))
+        self.options.append(self._narrowed(name, option))
         return position
 
-    def _held(self, name: str, option: _Option) -> _Option:
-        """`option` with the one strategy that is as the held one; itself if there is none."""
-        wanted = self.held.get(name)
-        if wanted is None:
+    def _narrowed(self, name: str, option: _Option) -> _Option:
+        places = self.narrowing.places(name, option.strategies)
+        if places is None:
             return option
-        sign = _signature(wanted)
-        place = next((i for i, s in enumerate(option.strategies) if _signature(s) == sign), None)
-        if place is None:
-            return option
-        # One object for all nodes that are alike: their edges share a matrix.
-        key = (id(option), place)
-        if key not in self.single:
-            one = _Option((option.strategies[place],), option.seconds[place : place + 1])
-            self.single[key] = option, one  # with the option, so that its id stays its own
-        return self.single[key][1]
+        return _Option(self.narrowing.kept(option.strategies, places), option.seconds[list(places)])
 
     def _placeholder(self, node: fx.Node, position: int) -> _Option:
         spec = self.joint.inputs[position]
@@ -280,11 +271,6 @@ def _distinct(layouts: Sequence[Layout]) -> tuple[list[Layout], list[int]]:
     position: dict[Layout, int] = {}
     where = [position.setdefault(layout, len(position)) for layout in layouts]
     return list(position), where
-
-
-def _signature(strategy: NodeLayouts) -> Hashable:
-    """What of a strategy does not depend on sizes: the axes of every dim, and what is pending."""
-    return tuple((layout.dims, layout.partial) for layout in (*strategy.operands, *strategy.results))
 
 
 def _class_key(node: fx.Node) -> Hashable:
