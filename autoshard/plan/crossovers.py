@@ -35,7 +35,9 @@ class Crossover:
     """level, link: place and name of the link level in the profile. bytes_per_second: of it, where the plan and `plan`
     take equally long, `step_time` seconds; now: what the profile says. slower_links: whether `plan` wins at this
     bandwidth and less, or at this and more. words: `plan` in a line. confirmed: a search at this bandwidth found none
-    that is faster than both; without, one may win still nearer to `now`."""
+    that is faster than both; without, one may win still nearer to `now`.
+
+    Where `bytes_per_second` is `now`, `plan` is faster with the links as they are: the search had not found it."""
 
     level: int
     link: str
@@ -48,6 +50,8 @@ class Crossover:
     plan: PlanContent = field(repr=False, compare=False)
 
     def __str__(self) -> str:
+        if self.bytes_per_second == self.now:
+            return f"{self.link} (level {self.level}, {_rate(self.now)}): faster even now: {self.words}"
         sign = "less" if self.slower_links else "more"
         unsure = "" if self.confirmed else " or nearer to it"
         return (

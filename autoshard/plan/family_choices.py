@@ -15,15 +15,15 @@ from passes.ir.joint import JointGraph, ancestors, node_value, result_index, ten
 from passes.ir.op_traits import is_product
 from passes.layout.assignment import NodeLayouts
 from passes.layout.layout import Layout
-from passes.search.narrowing import Choose
+from passes.search.narrowing import Choose, Narrowing
 
-__all__ = ["family_choices"]
+__all__ = ["family_narrowing"]
 
 _Wish = Callable[[NodeLayouts], bool]
 
 
-def family_choices(family: Family, joint: JointGraph, mesh: MeshSpec) -> dict[str, Choose]:
-    """Node name -> what the family allows there: parameters, and the ops that read them.
+def family_narrowing(family: Family, joint: JointGraph, mesh: MeshSpec) -> Narrowing:
+    """What the family allows of parameters, and of the ops that read them.
 
     Where no strategy is all that the family says (a bias of 5 cannot be split over 8), those that are most of it.
     Raises InfeasibleError, saying why, where the mesh or the model has no such plan.
@@ -34,9 +34,10 @@ def family_choices(family: Family, joint: JointGraph, mesh: MeshSpec) -> dict[st
             "  try: a mesh of two axes"
         )
     wishes: dict[str, list[_Wish]] = {}
-    for name, wish in _Wishes(family, joint, mesh).all():
+    found = _Wishes(family, joint, mesh)
+    for name, wish in found.all():
         wishes.setdefault(name, []).append(wish)
-    return {name: _most(found) for name, found in wishes.items()}
+    return Narrowing(allowed={name: _most(wish) for name, wish in wishes.items()}, still=found.still())
 
 
 def _most(wishes: Sequence[_Wish]) -> Choose:
@@ -82,6 +83,16 @@ class _Wishes:
                     yield read.reader.name, self._read_split(axis, read)
             if role == "used" and self.family.residual:
                 yield from self._residual(axis)
+
+    def still(self) -> dict[tuple[str, int], frozenset[str]]:
+        """Every read on the way from a weight to the products that read it split: it stays where it is."""
+        axes = frozenset(axis for axis, role in self.family.roles(self.mesh).items() if role == "used")
+        reads = list(_reads(self.joint))
+        split = self._splittable(reads)
+        passed = {node.name: of for node, of in _passed_on(self.joint).items() if node is not of}
+        found = {(name, 0): axes for name, of in passed.items() if of in split}
+        ends = [read for read in reads if read.by_product and read.parameter in split]
+        return found | {(read.reader.name, read.position): axes for read in ends} if axes else {}
 
     def _splittable(self, reads: Iterable[_Read]) -> set[fx.Node]:
         """Parameters of which "used" speaks. InfeasibleError if there are none."""
@@ -146,17 +157,23 @@ def _parameters(joint: JointGraph) -> list[fx.Node]:
 
 def _reads(joint: JointGraph) -> Iterator[_Read]:
     """Every read of a parameter by an op of several operands, forward and backward, through casts and views."""
-    of: dict[fx.Node, fx.Node] = {parameter: parameter for parameter in _parameters(joint)}
+    of = _passed_on(joint)
     for node in joint.graph.nodes:
-        if node.op != "call_function" or result_index(node)[0] is not node:
-            continue
-        operands = tensor_operands(node)
-        if len(operands) == 1 and operands[0] in of:
-            of[node] = of[operands[0]]
-        elif len(operands) > 1:
-            for position, operand in enumerate(operands):
+        if node.op == "call_function" and node not in of:
+            for position, operand in enumerate(tensor_operands(node)):
                 if operand in of:
                     yield _Read(of[operand], node, position)
+
+
+def _passed_on(joint: JointGraph) -> dict[fx.Node, fx.Node]:
+    """Parameters, and what ops of one operand make of them -> the parameter."""
+    of: dict[fx.Node, fx.Node] = {parameter: parameter for parameter in _parameters(joint)}
+    for node in joint.graph.nodes:
+        if node.op == "call_function" and result_index(node)[0] is node:
+            operands = tensor_operands(node)
+            if len(operands) == 1 and operands[0] in of:
+                of[node] = of[operands[0]]
+    return of
 
 
 def _vocabularies(joint: JointGraph) -> set[int]:

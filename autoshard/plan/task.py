@@ -15,7 +15,7 @@ from autoshard.plan.plan import Plan, PlanOrigin
 from autoshard.plan.plan_collectives import collectives_of
 from autoshard.plan.plan_content import PlanContent
 from autoshard.plan.search_with_reserve import found_within, plan_reserve
-from autoshard.plan.variants import Again, Variant, variant_choices
+from autoshard.plan.variants import Again, Variant, variant_narrowing
 from autoshard.version import __version__
 from cost_model.bucketed import BucketedPrices
 from cost_model.collectives import CollectivePrices
@@ -39,7 +39,7 @@ from passes.redistribution.redistribute import Redistributor
 from passes.redistribution.steps import Step
 from passes.search.find import Found, find_assignment
 from passes.search.graph_ends import Boundary, boundary_of
-from passes.search.narrowing import Choose, Narrowing
+from passes.search.narrowing import Narrowing
 from passes.search.step_kinds import EXPOSED, phase_seconds
 from passes.strategies.prices import Prices
 from passes.strategies.pricing import traffic_model
@@ -83,7 +83,7 @@ class Task:
     memory_limit: int | None
     backend: str
     time_limit: float
-    allowed: Mapping[str, Choose] = field(default_factory=dict)
+    narrowing: Narrowing = field(default_factory=Narrowing)
 
     @property
     def joint(self) -> JointGraph:
@@ -108,12 +108,12 @@ class Task:
         return Again(self.profile, lambda variant: search_plan(self.varied(variant)), step_seconds)
 
     def varied(self, variant: Variant) -> Task:
-        """Raises as `resolve_pins` and `variant_choices`."""
+        """Raises as `resolve_pins` and `variant_narrowing`."""
         new = resolve_pins(variant.pins, parameter_shapes(self.captured), self.mesh)
         return replace(
             self,
             pins={**({} if variant.family else self.pins), **new},
-            allowed={**self.allowed, **variant_choices(variant, self.joint, self.mesh)},
+            narrowing=self.narrowing if variant.link else variant_narrowing(variant, self.joint, self.mesh),
             profile=self.profile if variant.link is None else scaled_link(self.profile, *variant.link),
         )
 
@@ -159,7 +159,7 @@ def search_plan(task: Task) -> Plan:
             memory_limit=task.memory_limit,
             reserve=reserve,
             time_limit=seconds,
-            narrowing=Narrowing(allowed=task.allowed),
+            narrowing=task.narrowing,
             judge=judge,
         )
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from autoshard.plan.families import Family
-from autoshard.plan.family_choices import family_choices
+from autoshard.plan.family_choices import family_narrowing
 from autoshard.plan.pins import pinned_layout
 from autoshard.plan.plan_content import PlanContent
 from cost_model.errors import InfeasibleError
@@ -17,9 +17,9 @@ from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.ir.joint import JointGraph, node_value
 from passes.layout.assignment import NodeLayouts
-from passes.search.narrowing import Choose
+from passes.search.narrowing import Choose, Narrowing
 
-__all__ = ["Again", "Variant", "variant_choices"]
+__all__ = ["Again", "Variant", "variant_narrowing"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Variant:
     """What is otherwise when a plan is found again.
 
     pins: parameter or pattern -> placements, besides the task's own pins. nodes: node name -> placements of its first
-    result. family: in the place of all pins. link: (level, factor) of a bandwidth of the profile.
+    result. family: instead of pins, the task's own included. link: (level, factor) of a bandwidth of the profile.
     """
 
     pins: Mapping[str, Any] = field(default_factory=dict)
@@ -49,11 +49,14 @@ class Again:
     step_seconds: Callable[[PlanContent, Variant], float]
 
 
-def variant_choices(variant: Variant, joint: JointGraph, mesh: MeshSpec) -> dict[str, Choose]:
-    """Node name -> the strategies that the variant allows. Raises InfeasibleError for a family that cannot be."""
-    choices = {} if variant.family is None else family_choices(variant.family, joint, mesh)
+def variant_narrowing(variant: Variant, joint: JointGraph, mesh: MeshSpec) -> Narrowing:
+    """What the variant allows. Raises InfeasibleError for a family that cannot be."""
+    if variant.family is not None:
+        return family_narrowing(variant.family, joint, mesh)
     named = {node.name: node for node in joint.graph.nodes}
-    return choices | {name: _pinned(named[name], given, mesh) for name, given in variant.nodes.items()}
+    return Narrowing(
+        allowed={name: _pinned(named[name], given, mesh) for name, given in variant.nodes.items()}
+    )
 
 
 def _pinned(node: fx.Node, placements: Any, mesh: MeshSpec) -> Choose:

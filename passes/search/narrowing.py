@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from passes.layout.assignment import NodeLayouts
+from passes.layout.layout import Layout
 
-__all__ = ["Choose", "Narrowing"]
+__all__ = ["Choose", "Narrowing", "stays"]
 
 Choose = Callable[[Sequence[NodeLayouts]], Sequence[int]]
 """Of an op's strategies the positions of those that are allowed: one at least, or InfeasibleError."""
 
-Strategies = tuple[NodeLayouts, ...]
-
 
 @dataclass(frozen=True)
 class Narrowing:
-    """held: layouts of nodes of a graph like this one at other sizes; allowed: by node name."""
+    """held: layouts of nodes of a graph like this one at other sizes. allowed: by node name.
+    still: (reader, position among its tensor operands) -> axes over which the value does not move before it is read:
+    they split the same dim of it as it is held and as it is read, or none."""
 
     held: Mapping[str, NodeLayouts] = field(default_factory=dict)
     allowed: Mapping[str, Choose] = field(default_factory=dict)
-    _known: dict[tuple[int, tuple[int, ...]], tuple[Strategies, Strategies]] = field(default_factory=dict)
+    still: Mapping[tuple[str, int], frozenset[str]] = field(default_factory=dict)
 
-    def places(self, name: str, strategies: Strategies) -> tuple[int, ...] | None:
+    def places(self, name: str, strategies: Sequence[NodeLayouts]) -> tuple[int, ...] | None:
         """Positions of the strategies that node `name` keeps; None: all. A held one that it does not have is no reason
         to keep none."""
         if name in self.allowed:
@@ -34,13 +35,10 @@ class Narrowing:
             return None if place is None else (place,)
         return None
 
-    def kept(self, strategies: Strategies, places: tuple[int, ...]) -> Strategies:
-        """One object for all nodes that are alike: their edges share a matrix."""
-        key = id(strategies), places
-        if key not in self._known:
-            found = tuple(strategies[place] for place in places)
-            self._known[key] = strategies, found  # with the strategies, so that their id stays their own
-        return self._known[key][1]
+
+def stays(held: Layout, read: Layout, axes: Iterable[str]) -> bool:
+    """Whether nothing moves over `axes` between the two layouts of a value, of which neither is pending."""
+    return all(held.dim_of(axis) == read.dim_of(axis) for axis in axes)
 
 
 def _signature(strategy: NodeLayouts) -> Hashable:

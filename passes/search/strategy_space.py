@@ -28,7 +28,7 @@ from passes.rules.core.rule_registry import rule_for
 from passes.schedule.hiding import HiddenReads, hidden_reads
 from passes.search.free_layouts import free_axis_order, is_storable, tensor_rule
 from passes.search.graph_ends import Boundary
-from passes.search.narrowing import Narrowing
+from passes.search.narrowing import Narrowing, stays
 from passes.search.residency import Residency
 from passes.search.search_space import Edge, SearchSpace
 from passes.search.space_dims import out_of_space
@@ -96,6 +96,7 @@ class _Builder:
     slots: list[int | None] = field(default_factory=list)
     classes: dict[Hashable, _Option] = field(default_factory=dict)
     matrices: dict[Hashable, np.ndarray] = field(default_factory=dict)
+    kept: dict[Hashable, tuple[Sequence[NodeLayouts], tuple[NodeLayouts, ...]]] = field(default_factory=dict)
 
     def add_nodes(self) -> None:
         ops, mesh = list(ops_of(self.joint)), self.prices.mesh
@@ -163,7 +164,12 @@ class _Builder:
         places = self.narrowing.places(name, option.strategies)
         if places is None:
             return option
-        return _Option(self.narrowing.kept(option.strategies, places), option.seconds[list(places)])
+        # One object for all nodes that are alike: their edges share a matrix.
+        key = id(option.strategies), places
+        if key not in self.kept:
+            # With the strategies, so that their id stays their own.
+            self.kept[key] = option.strategies, tuple(option.strategies[place] for place in places)
+        return _Option(self.kept[key][1], option.seconds[list(places)])
 
     def _placeholder(self, node: fx.Node, position: int) -> _Option:
         spec = self.joint.inputs[position]
@@ -241,29 +247,38 @@ class _Builder:
         node, result = result_index(source)
         edge = Edge(self.index[node], result, consumer, operand)
         self.edges.append(edge)
-        self.edge_costs.append(self._matrix(source, edge, read in self.reads.ending))
+        still = self.narrowing.still.get(read, frozenset())
+        self.edge_costs.append(self._matrix(source, edge, read in self.reads.ending, still))
         self.read_of.append(read)
 
-    def _matrix(self, source: fx.Node, edge: Edge, merges: bool) -> np.ndarray:
+    def _matrix(self, source: fx.Node, edge: Edge, merges: bool, still: frozenset[str]) -> np.ndarray:
         value = node_value(source)
         held = self.options[edge.producer].strategies
         read = self.options[edge.consumer].strategies
-        key = (id(held), edge.result, id(read), edge.operand, tuple(value.shape), value.dtype, merges)
+        key = (id(held), edge.result, id(read), edge.operand, tuple(value.shape), value.dtype, merges, still)
         if key not in self.matrices:
             self._check_time()
             sources = [s.results[edge.result] for s in held]
             targets = [s.results[0] if edge.operand is None else s.operands[edge.operand] for s in read]
-            self.matrices[key] = self._edge_matrix(sources, targets, value, merges)
+            self.matrices[key] = self._edge_matrix(sources, targets, value, merges, still)
         return self.matrices[key]
 
     def _edge_matrix(
-        self, sources: list[Layout], targets: list[Layout], value: torch.Tensor, merges: bool
+        self,
+        sources: list[Layout],
+        targets: list[Layout],
+        value: torch.Tensor,
+        merges: bool,
+        still: frozenset[str],
     ) -> np.ndarray:
         """Price each distinct pair of layouts once, then spread over the strategies."""
         rows, row_of = _distinct(sources)
         columns, column_of = _distinct(targets)
         prices = self.prices.merged if merges else self.prices.redistributor
         seconds = prices.matrix(rows, columns, tuple(value.shape), value.element_size())
+        if still:
+            allowed = np.array([[stays(row, column, still) for column in columns] for row in rows])
+            seconds = np.where(allowed, seconds, np.inf)
         return seconds[np.ix_(row_of, column_of)]
 
 
