@@ -42,8 +42,9 @@ class Family:
 
     def roles(self, mesh: MeshSpec) -> dict[str, Role]:
         """Role by axis."""
-        *outer, inner = mesh.real_axes()
-        return ({} if self.outer is None else dict.fromkeys(outer, self.outer)) | {inner: self.inner}
+        axes = mesh.real_axes()
+        pairs = [*((axis, self.outer) for axis in axes[:-1]), *((axis, self.inner) for axis in axes[-1:])]
+        return {axis: role for axis, role in pairs if role is not None}
 
 
 _WHOLE = "weights whole on every rank"

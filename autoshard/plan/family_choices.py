@@ -30,8 +30,8 @@ def family_narrowing(family: Family, joint: JointGraph, mesh: MeshSpec) -> Narro
     """
     if len(mesh.real_axes()) < family.axes:
         raise InfeasibleError(
-            f"it needs {family.axes} mesh axes of several ranks, and {mesh} has {len(mesh.real_axes())}\n"
-            "  try: a mesh of two axes"
+            f"it needs {family.axes} mesh {'axes' if family.axes > 1 else 'axis'} of several ranks, "
+            f"and {mesh} has {len(mesh.real_axes())}\n  try: a mesh of more axes"
         )
     wishes: dict[str, list[_Wish]] = {}
     found = _Wishes(family, joint, mesh)
