@@ -43,8 +43,12 @@ class Family:
     def roles(self, mesh: MeshSpec) -> dict[str, Role]:
         """Role by axis."""
         axes = mesh.real_axes()
-        pairs = [*((axis, self.outer) for axis in axes[:-1]), *((axis, self.inner) for axis in axes[-1:])]
-        return {axis: role for axis, role in pairs if role is not None}
+        found: dict[str, Role] = {}
+        for axis in axes:
+            role = self.inner if axis == axes[-1] else self.outer
+            if role is not None:
+                found[axis] = role
+        return found
 
 
 _WHOLE = "weights whole on every rank"
