@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Shard
 
+from autoshard.plan.families import family_constraints
 from autoshard.plan.find_plan import canonical_capture, find_plan, prices_of
 from autoshard.profiling.attend import attend
 from autoshard.runtime.process_groups import groups_for
@@ -39,13 +40,13 @@ from passes.schedule.issue_order import issue_order
 from passes.schedule.overlap import Overlap
 from passes.schedule.schedule import scheduled
 
-PINS = {"ddp": [Replicate()], "fsdp": [Shard(0)]}
+FAMILIES = {"ddp": "DDP", "fsdp": "FSDP"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", choices=("mlp", "llama"), default="mlp")
-    parser.add_argument("--layouts", choices=tuple(PINS), default="ddp")
+    parser.add_argument("--layouts", choices=tuple(FAMILIES), default="ddp")
     parser.add_argument("--steps", type=int, default=15, help="of each, after two to warm up")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=8)
@@ -72,7 +73,7 @@ def compare(arguments: argparse.Namespace) -> None:
     torch.manual_seed(0)
     model, inputs = example(arguments)
     placements = {"in_placements": ((Shard(0),) * len(inputs))}
-    pins = {"*": PINS[arguments.layouts]}
+    pins = family_constraints(FAMILIES[arguments.layouts], 1)
     slow = slow_compute(profile)
     plan = find_plan(model, spec, inputs, profile=slow, constraints=pins, backend="eager", **placements)
     joint = canonical_capture(model, inputs, {}).joint

@@ -46,6 +46,14 @@ def main() -> None:
         + free.why_not("up.weight", [Shard(0), Replicate()])
     )
 
+    # Of 8 GPUs: why not as DDP does it, and over which links would another plan win?
+    rows = torch.empty(32768, 4096, device="meta")
+    plan = find_plan(MLP(4096, 16384).to("meta"), MeshSpec({"dp": 8}, device_type="cuda"), (rows, rows))
+    print(plan.why_not("DDP"))
+    for crossover in plan.crossovers():
+        print(crossover)
+    print()
+
     report = verify(model, pinned, inputs)  # every rank simulated here, against the model as it is
     print(report)
     assert report.ok

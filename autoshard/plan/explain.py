@@ -43,11 +43,10 @@ def explain_plan(plan: PlanContent) -> str:
 
 
 def plan_difference(mine: PlanContent, other: PlanContent) -> str:
-    """What changes from `mine` to `other`: step time, memory, parameters, collectives."""
-    slower = other.cost - mine.cost
-    ratio = f" ({slower / mine.cost:+.1%})" if mine.cost else ""
+    """What changes from `mine` to `other`: step time, what the search counts, memory, parameters, collectives."""
     lines = [
-        f"step   {format_seconds(mine.cost)} -> {format_seconds(other.cost)}{ratio}",
+        f"step   {_change(mine.step_time, other.step_time)}",
+        f"cost   {_change(mine.cost, other.cost)}",
         f"memory {format_bytes(mine.peak_memory)} -> {format_bytes(other.peak_memory)}",
     ]
     for name in sorted({*mine.parameter_layouts, *other.parameter_layouts}):
@@ -59,6 +58,11 @@ def plan_difference(mine: PlanContent, other: PlanContent) -> str:
         if before_counts[key] != after_counts[key]:
             lines.append(f"  {key}: {before_counts[key]} -> {after_counts[key]}")
     return "\n".join(lines) + "\n"
+
+
+def _change(before: float, after: float) -> str:
+    ratio = f" ({after / before - 1.0:+.1%})" if before else ""
+    return f"{format_seconds(before)} -> {format_seconds(after)}{ratio}"
 
 
 def _kind_counts(plan: PlanContent) -> Counter[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.distributed.tensor import Placement
@@ -14,7 +15,7 @@ from cost_model.mesh import MeshSpec
 from passes.layout.layout import Layout
 from passes.layout.placements import placements_to_layout
 
-__all__ = ["Constraints", "resolve_pins"]
+__all__ = ["Constraints", "pinned_layout", "resolve_pins"]
 
 Constraints = Mapping[str, Sequence[Placement] | Mapping[str, Placement]]
 """Parameter name or shell pattern -> one placement per mesh axis, or {axis name: placement}."""
@@ -53,15 +54,20 @@ def _pin(
     mesh: MeshSpec,
 ) -> Layout:
     what = f"parameter {name}" + ("" if name == pattern else f" (constraints[{pattern!r}])")
-    ordered = _by_axis(placements, mesh, what) if isinstance(placements, Mapping) else placements
-    if not isinstance(ordered, (list, tuple)):
-        raise reject(f"the pin of {what}", ordered, "one placement per mesh axis, such as [Shard(0)]")
-    layout = placements_to_layout(ordered, tuple(value.shape), mesh, what=what)
+    layout = pinned_layout(placements, tuple(value.shape), mesh, what)
     if layout.partial:
         raise ShardingError(
             f"{what} is pinned Partial; a parameter is split or replicated\n  try: Shard or Replicate()"
         )
     return layout
+
+
+def pinned_layout(placements: Any, shape: tuple[int, ...], mesh: MeshSpec, what: str) -> Layout:
+    """The layout that a pin says of a tensor of this shape, `what` in errors. ShardingError if it says none."""
+    ordered = _by_axis(placements, mesh, what) if isinstance(placements, Mapping) else placements
+    if not isinstance(ordered, (list, tuple)):
+        raise reject(f"the pin of {what}", ordered, "one placement per mesh axis, such as [Shard(0)]")
+    return placements_to_layout(ordered, shape, mesh, what=what)
 
 
 def _by_axis(placements: Mapping[str, Placement], mesh: MeshSpec, what: str) -> list[Placement]:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +17,8 @@ import networkx as nx
 from torch.distributed.tensor import Placement
 
 from autoshard.drawing.draw import draw
+from autoshard.plan.crossovers import Crossover, crossover_lines
+from autoshard.plan.crossovers import crossovers as found_crossovers
 from autoshard.plan.explain import explain_plan, plan_difference
 from autoshard.plan.explain_part import explain_part
 from autoshard.plan.plan_check import plan_problems
@@ -24,13 +26,14 @@ from autoshard.plan.plan_collectives import Collective, collectives_of
 from autoshard.plan.plan_content import PlanContent, PlanOrigin
 from autoshard.plan.plan_graph import plan_graph
 from autoshard.plan.plan_json import SCHEMA_VERSION, PlanData, damaged, plan_data, plan_to_json
+from autoshard.plan.variants import Again
+from autoshard.plan.why_not import why_not_family, why_not_pinned
 from cost_model.checked_arguments import checked_path, reject
 from cost_model.errors import PlanError
 from cost_model.json_text import parse_json, read_text
 from cost_model.reserve import communicators
 from passes.ir.joint import JointGraph
 from passes.layout.assignment import Assignment
-from passes.layout.layout import Layout
 from passes.layout.placements import layout_to_placements
 from passes.plan.check_lowering import lowering_problems
 from passes.plan.describe import graph_hash, op_counts, records_that_differ
@@ -40,8 +43,6 @@ from passes.plan.record_json import records_of
 from passes.plan.records import layouts_of, lowering_of
 
 __all__ = ["SCHEMA_VERSION", "Plan", "PlanOrigin"]
-
-Resolve = Callable[[str, Layout], "Plan"]
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Plan(PlanContent):
     fallbacks:   ops without a rule, which run replicated.
     """
 
-    resolve: Resolve | None = field(default=None, compare=False, repr=False)
+    again: Again | None = field(default=None, compare=False, repr=False)
 
     @property
     def fingerprint(self) -> str:
@@ -106,28 +107,50 @@ class Plan(PlanContent):
         """Draw the plan; the suffix chooses: .svg .dot .html .json .graphml."""
         return draw(self.to_networkx(), path)
 
-    def explain(self, node: str | None = None) -> str:
+    def explain(self, node: str | None = None, *, crossovers: bool = False) -> str:
         """Where the time and the bytes go; with `node`, of one op, parameter or module with all that it holds.
 
-        Equal layers are explained once, "x 32". PlanError, with the nearest names, for a name that the plan lacks."""
+        Equal layers are explained once, "x 32". crossovers: also at which bandwidths another plan would win, which
+        searches again (`crossovers()`). PlanError, with the nearest names, for a name that the plan lacks."""
         if node is not None and not isinstance(node, str):
             raise PlanError(str(reject("node", node, "a name from explain() or to_text(), or None")))
-        return explain_plan(self) if node is None else explain_part(self.records, node)
+        if not isinstance(crossovers, bool):
+            raise PlanError(str(reject("crossovers", crossovers, "True or False")))
+        text = explain_plan(self) if node is None else explain_part(self.records, node)
+        return "\n".join([text, *crossover_lines(self.crossovers()), ""]) if crossovers else text
 
-    def why_not(self, parameter: str, placements: Any) -> str:
-        """The plan found again with `parameter` pinned to `placements`, and what it costs more.
+    def crossovers(self) -> tuple[Crossover, ...]:
+        """At which bandwidth of each link level another plan would win, and which: the nearest below and above.
 
-        Needs the plan that `find_plan` or `autoshard` returned; a loaded one cannot search: PlanError.
+        Searches again, over links of one level up to 16 times slower and faster: at most 4 searches a direction. Of a
+        loaded plan: PlanError."""
+        return found_crossovers(self, self._again("crossovers()"))
+
+    def why_not(self, parameter: str, placements: Any = None) -> str:
+        """The plan found again otherwise, and what it costs more.
+
+        parameter: a parameter, a pattern of them or any op's name in `to_text()`, pinned to `placements` (of an op its
+        first result). Without placements a family of plans: "DDP", "FSDP", "TP", ... (docs/patterns.md).
+
+        PlanError for an unknown name, with near ones, and of a loaded plan, which cannot search; InfeasibleError if
+        no plan has it so, ShardingError if the placements do not fit. A family without a plan is told why.
         """
-        if self.resolve is None:
-            raise PlanError(
-                f"why_not({parameter!r}) must search again, and this plan was loaded from a file\n"
-                "  try: plan = find_plan(model, mesh, example_inputs), then plan.why_not(...)"
-            )
         if not isinstance(parameter, str):
-            raise PlanError(str(reject("parameter", parameter, "a parameter's name")))
-        other = self.resolve(parameter, placements)
-        return plan_difference(self, other)
+            raise PlanError(
+                str(reject("parameter", parameter, "a parameter's or node's name, or a family's"))
+            )
+        again = self._again(f"why_not({parameter!r})")
+        if placements is None:
+            return why_not_family(self, again, parameter)
+        return why_not_pinned(self, again, parameter, placements)
+
+    def _again(self, question: str) -> Again:
+        if self.again is None:
+            raise PlanError(
+                f"{question} must search again, and this plan was loaded from a file\n"
+                "  try: plan = find_plan(model, mesh, example_inputs), then ask that plan"
+            )
+        return self.again
 
     def diff(self, other: Plan) -> str:
         """Parameters and collectives in which two plans differ, with their prices."""

@@ -61,4 +61,4 @@ def _read(path: Path, task: Task) -> Plan | None:
         _log.warning("searching again: the cached plan cannot be used: %s", error)
         return None
     _log.info("plan: found before, read from %s", path)
-    return replace(plan, resolve=task.resolver())
+    return replace(plan, again=task.again())

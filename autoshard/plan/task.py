@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 
+from autoshard.plan.judged import Judged, judged, lowered
 from autoshard.plan.pins import resolve_pins
 from autoshard.plan.plan import Plan, PlanOrigin
 from autoshard.plan.plan_collectives import collectives_of
+from autoshard.plan.plan_content import PlanContent
 from autoshard.plan.search_with_reserve import found_within, plan_reserve
+from autoshard.plan.variants import Again, Variant, variant_narrowing
 from autoshard.version import __version__
 from cost_model.bucketed import BucketedPrices
 from cost_model.collectives import CollectivePrices
@@ -24,21 +27,21 @@ from cost_model.errors import InfeasibleError, ShardingError
 from cost_model.memory import ADAMW
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
+from cost_model.scaled_link import scaled_link
 from passes.capture import Captured
 from passes.ir.collector import collector_paused
 from passes.ir.joint import JointGraph
 from passes.layout.assignment import Assignment
-from passes.layout.joined_axes import joined_text
+from passes.layout.joined_axes import JoinedAxes, joined_text
 from passes.layout.layout import Layout
-from passes.plan.decide import Moved, decide_lowering
 from passes.plan.describe import describe, fallback_ops, graph_hash
-from passes.plan.lowering_plan import LoweringPlan
-from passes.predict.predict_step import Prediction, predicted_step
+from passes.plan.records import layouts_of
 from passes.redistribution.redistribute import Redistributor
 from passes.redistribution.steps import Step
 from passes.search.coarse_to_fine import find_fastest
 from passes.search.find import Found, find_assignment
 from passes.search.graph_ends import Boundary, boundary_of
+from passes.search.narrowing import Narrowing
 from passes.search.step_kinds import EXPOSED, phase_seconds
 from passes.strategies.prices import Prices
 from passes.strategies.pricing import traffic_model
@@ -89,6 +92,7 @@ class Task:
     memory_limit: int | None
     backend: str
     time_limit: float
+    narrowing: Narrowing = field(default_factory=Narrowing)
 
     @property
     def joint(self) -> JointGraph:
@@ -104,14 +108,27 @@ class Task:
         pins = _by_first_name(self.pins, self.captured)
         return boundary_of(self.joint, parameters=pins, inputs=self.call.inputs, outputs=self.call.outputs)
 
-    def resolver(self) -> Callable[[str, Any], Plan]:
-        """What plans the same with one more parameter pinned, for a plan's own questions."""
+    def again(self) -> Again:
+        """What plans the same but for one thing, for a plan's own questions. Copying it copies no graph."""
 
-        def resolve(parameter: str, placements: Any) -> Plan:
-            pins = resolve_pins({parameter: placements}, parameter_shapes(self.captured), self.mesh)
-            return search_plan(replace(self, pins={**self.pins, **pins}))
+        def step_seconds(plan: PlanContent, variant: Variant) -> float:
+            return self.varied(variant).judged(layouts_of(plan.records), plan.joined_axes).seconds
 
-        return resolve
+        return Again(self.profile, lambda variant: search_plan(self.varied(variant)), step_seconds)
+
+    def varied(self, variant: Variant) -> Task:
+        """Raises as `resolve_pins` and `variant_narrowing`."""
+        new = resolve_pins(variant.pins, parameter_shapes(self.captured), self.mesh)
+        return replace(
+            self,
+            pins={**({} if variant.family else self.pins), **new},
+            narrowing=self.narrowing if variant.link else variant_narrowing(variant, self.joint, self.mesh),
+            profile=self.profile if variant.link is None else scaled_link(self.profile, *variant.link),
+        )
+
+    def judged(self, assignment: Assignment, joined: JoinedAxes = ()) -> Judged:
+        """Lowered and put on the timeline, under prices that use the axes `joined` together."""
+        return judged(self.joint, assignment, self.prices.joining(joined))
 
 
 @collector_paused()
@@ -122,23 +139,28 @@ def search_plan(task: Task, deadline: Deadline | None = None) -> Plan:
     """
     joint, prices, boundary = task.joint, task.prices, task.boundary
     until = _search_until(task, deadline or Deadline.after(task.time_limit))
-    judged: dict[int, _Judged] = {}
+    known: dict[int, Judged] = {}
 
     def judge(assignment: Assignment, prices: Prices) -> Sequence[float]:
-        lowering, moved = decide_lowering(joint, assignment, prices)
-        step = predicted_step(joint, assignment, lowering, prices)
-        judged[id(assignment)] = _Judged(assignment, lowering, moved, step)
-        return step.phase_seconds
+        found = known[id(assignment)] = judged(joint, assignment, prices)
+        return found.phase_seconds
 
     def find(reserve: int, again: bool) -> Found:
         limit = task.memory_limit
         latest = until.at_least(_AGAIN_SHARE * task.time_limit) if again else until
         return find_fastest(
-            joint, prices, boundary, memory_limit=limit, reserve=reserve, deadline=latest, judge=judge
+            joint,
+            prices,
+            boundary,
+            memory_limit=limit,
+            reserve=reserve,
+            deadline=latest,
+            narrowing=task.narrowing,
+            judge=judge,
         )
 
     def moved(found: Found) -> Sequence[Step]:
-        chosen = judged[id(found.assignment)].moved
+        chosen = known[id(found.assignment)].moved
         return [step for way in chosen.values() for step in way.steps if step.kind is not None]
 
     try:
@@ -147,17 +169,7 @@ def search_plan(task: Task, deadline: Deadline | None = None) -> Plan:
         raise _out_of_time(task) from None
     if found.joined:
         _log.info("plan: axes searched together: %s", joined_text(found.joined))
-    return _plan_of(task, found, judged[id(found.assignment)], task.resolver())
-
-
-@dataclass(frozen=True)
-class _Judged:
-    """An assignment, how it is lowered, and its step on the timeline, if that was asked for."""
-
-    assignment: Assignment
-    lowering: LoweringPlan
-    moved: Moved
-    step: Prediction | None
+    return _plan_of(task, found, known[id(found.assignment)], task.again())
 
 
 def _search_until(task: Task, deadline: Deadline) -> Deadline:
@@ -190,16 +202,15 @@ def carried_plan(task: Task, first: Plan) -> Plan:
             memory_limit=task.memory_limit,
             reserve=0 if task.memory_limit is None else first.reserve,
             deadline=_search_until(task, Deadline.after(task.time_limit)),
-            held=first.assignment,
+            narrowing=Narrowing(held=first.assignment),
         )
     except OutOfTime:
         raise _out_of_time(task) from None
     unproven = replace(found, lower_bound=0.0, gap=1.0, status="feasible")
-    lowered = decide_lowering(task.joint, found.assignment, prices)
-    return _plan_of(task, unproven, _Judged(found.assignment, *lowered, None), None)
+    return _plan_of(task, unproven, lowered(task.joint, found.assignment, prices), None)
 
 
-def _plan_of(task: Task, found: Found, judged: _Judged, resolve: Callable[[str, Any], Plan] | None) -> Plan:
+def _plan_of(task: Task, found: Found, judged: Judged, again: Again | None) -> Plan:
     """Its `step_time` is the objective's where it was not judged."""
     joint, mesh, prices = task.joint, task.mesh, task.prices.joining(found.joined)
     records = describe(joint, found.assignment, judged.lowering, judged.moved, prices)
@@ -230,7 +241,7 @@ def _plan_of(task: Task, found: Found, judged: _Judged, resolve: Callable[[str, 
             torch=torch.__version__,
         ),
         joined_axes=found.joined,
-        resolve=resolve,
+        again=again,
     )
 
 

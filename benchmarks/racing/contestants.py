@@ -17,11 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from autoshard import Plan, Profile, autoshard
+from autoshard.plan.families import family_constraints
 from benchmarks.racing.workloads import Batch, Workload
 
 __all__ = ["HAND_WRITTEN", "PINNED", "Build", "Meshes", "Race", "Runner", "alone", "planned", "process_group"]
@@ -163,25 +164,11 @@ HAND_WRITTEN: dict[str, Build] = {
 }
 
 
-def _replicated(workload: Workload) -> dict[str, Any]:
-    return {"*": [Replicate(), Replicate()]}
+def _pins(family: str) -> Callable[[Workload], dict[str, Any]]:
+    return lambda workload: family_constraints(family, 2, columns=workload.columns, rows=workload.rows)
 
 
-def _sharded(workload: Workload) -> dict[str, Any]:
-    return {"*": [Shard(0), Shard(0)]}
-
-
-def _tensor_split(workload: Workload) -> dict[str, Any]:
-    columns = {pattern: [Shard(0), Shard(0)] for pattern in workload.columns}
-    rows = {pattern: [Shard(1), Shard(1)] for pattern in workload.rows}
-    return {"*": [Replicate(), Replicate()], **columns, **rows}
-
-
-PINNED: dict[str, Callable[[Workload], dict[str, Any]]] = {
-    "pinned as DDP": _replicated,
-    "pinned as FSDP": _sharded,
-    "pinned as TP": _tensor_split,
-}
+PINNED = {f"pinned as {family}": _pins(family) for family in ("DDP", "FSDP", "TP")}
 
 
 def _fully_sharded(model: nn.Module, workload: Workload, mesh: DeviceMesh) -> nn.Module:

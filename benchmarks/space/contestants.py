@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from autoshard import Plan, Profile, autoshard
+from autoshard.plan.families import family_constraints
 from autoshard.plan.pins import Constraints
 from benchmarks.space.by_hand import SpaceStack, functional_halo, neighbour_messages
 from benchmarks.space.networks import SPLIT_DIM, Work
@@ -84,7 +85,7 @@ def planned_in_space(contest: Contest) -> Contestant:
         ),
     )
     profile = replace(contest.profile, name="slow computing", device=slower)
-    return planned(replace(contest, profile=profile), {"*": [Replicate()]})
+    return planned(replace(contest, profile=profile), family_constraints("DDP", 1))
 
 
 def planned(contest: Contest, constraints: Constraints | None = None) -> Contestant:

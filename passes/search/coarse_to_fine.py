@@ -27,6 +27,7 @@ from passes.layout.joined_axes import Unit, joined_text, keeps_together
 from passes.layout.layout import Layout
 from passes.search.find import Found, JudgeUnder, find_assignment
 from passes.search.graph_ends import Boundary
+from passes.search.narrowing import Narrowing
 from passes.search.space_size import SpaceSize
 from passes.strategies.prices import Prices
 
@@ -51,13 +52,14 @@ def find_fastest(
     memory_limit: int | None,
     reserve: int,
     deadline: Deadline,
+    narrowing: Narrowing | None = None,
     judge: JudgeUnder | None = None,
 ) -> Found:
     """`find_assignment` with every axis on its own; with axes together where those are too many, or time is too short.
 
     Raises InfeasibleError, and OutOfTime where no plan was found.
     """
-    search = _Search(joint, prices, boundary, memory_limit, reserve, judge)
+    search = _Search(joint, prices, boundary, memory_limit, reserve, narrowing, judge)
     if search.whole_first:
         try:
             return search.found((), deadline)
@@ -74,6 +76,7 @@ class _Search:
     boundary: Boundary
     memory_limit: int | None
     reserve: int
+    narrowing: Narrowing | None
     judge: JudgeUnder | None
 
     @cached_property
@@ -100,6 +103,7 @@ class _Search:
             memory_limit=self.memory_limit,
             reserve=self.reserve,
             deadline=deadline,
+            narrowing=self.narrowing,
             judge=self.judge,
         )
         return replace(found, status="feasible") if joined else found

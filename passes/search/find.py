@@ -11,10 +11,11 @@ from cost_model.errors import InfeasibleError
 from cost_model.mesh import MeshSpec
 from cost_model.units import format_bytes
 from passes.ir.joint import GraphInput, JointGraph, node_value
-from passes.layout.assignment import Assignment, NodeLayouts
+from passes.layout.assignment import Assignment
 from passes.layout.joined_axes import JoinedAxes
 from passes.search.agree import agreed
 from passes.search.graph_ends import Boundary
+from passes.search.narrowing import Narrowing
 from passes.search.search_space import SearchSpace
 from passes.search.step_kinds import Overlap, StepKinds
 from passes.search.strategy_space import build_space
@@ -59,7 +60,7 @@ def find_assignment(
     memory_limit: int | None = None,
     reserve: int = 0,
     deadline: Deadline = NEVER,
-    held: Mapping[str, NodeLayouts] | None = None,
+    narrowing: Narrowing | None = None,
     judge: JudgeUnder | None = None,
 ) -> Found:
     """The assignment of least total seconds whose peak memory stays within `memory_limit` less `reserve` bytes.
@@ -67,15 +68,15 @@ def find_assignment(
     Only of those that use the axes `prices.joined` together.
 
     reserve: bytes of the limit that no tensor can have (`cost_model.reserve`); not part of the peak.
-    held: as `build_space` takes it; then nothing is proven of other assignments. judge: what an assignment takes on the
-    timeline (`passes.search.agree`); None: the objective alone decides.
+    narrowing: as `build_space` takes it; nothing is proven of what it leaves out.
+    judge: what an assignment takes on the timeline (`passes.search.agree`); None: the objective alone decides.
 
     Raises InfeasibleError, naming the nodes at which the pins contradict each other or the tensors
     that bind the memory limit, and OutOfTime where there is no time left for a search.
     """
     room = None if memory_limit is None else _room(memory_limit, reserve, prices.mesh)
     listing = deadline.share(_LISTING_SHARE)
-    space = build_space(joint, prices, boundary, memory_limit=room, held=held, deadline=listing)
+    space = build_space(joint, prices, boundary, memory_limit=room, narrowing=narrowing, deadline=listing)
     deadline.check()
     seconds = min(deadline.left, _LONGEST_SEARCH)
     try:

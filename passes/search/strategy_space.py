@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -26,6 +26,7 @@ from passes.rules.core.rule_registry import rule_for
 from passes.schedule.hiding import HiddenReads, hidden_reads
 from passes.search.free_layouts import free_axis_order, is_storable, tensor_rule
 from passes.search.graph_ends import Boundary
+from passes.search.narrowing import Narrowing, stays
 from passes.search.residency import Residency
 from passes.search.search_space import Edge, SearchSpace
 from passes.search.space_dims import out_of_space
@@ -46,7 +47,7 @@ def build_space(
     boundary: Boundary,
     *,
     memory_limit: int | None = None,
-    held: Mapping[str, NodeLayouts] | None = None,
+    narrowing: Narrowing | None = None,
     deadline: Deadline = NEVER,
 ) -> SearchSpace:
     """The labelling problem of `joint` on `prices.mesh`, with the axes `prices.joined` used together.
@@ -54,12 +55,13 @@ def build_space(
     One search node per placeholder, op and untied output; one edge per operand, priced by the
     redistribution from the producer's layout to the one the consumer reads.
 
-    held: layouts of nodes of a graph like this one at other sizes: where a node of the same name may be split by the
-    same axes in the same dims, it is.
+    narrowing: nodes that do not have all of their strategies.
 
     Raises OutOfTime: layouts of a mesh of many axes, and the ways between them, are many.
     """
-    builder = _Builder(joint, prices, boundary, joint.trained, hidden_reads(joint), held or {}, deadline)
+    builder = _Builder(
+        joint, prices, boundary, joint.trained, hidden_reads(joint), narrowing or Narrowing(), deadline
+    )
     builder.add_nodes()
     builder.add_edges()
     return builder.finish(memory_limit)
@@ -80,7 +82,7 @@ class _Builder:
     boundary: Boundary
     trained: set[fx.Node]
     reads: HiddenReads
-    held: Mapping[str, NodeLayouts]
+    narrowing: Narrowing
     deadline: Deadline
     index: dict[fx.Node, int] = field(default_factory=dict)
     nodes: list[fx.Node | None] = field(default_factory=list)
@@ -92,7 +94,7 @@ class _Builder:
     slots: list[int | None] = field(default_factory=list)
     classes: dict[Hashable, _Option] = field(default_factory=dict)
     matrices: dict[Hashable, np.ndarray] = field(default_factory=dict)
-    single: dict[tuple[int, int], tuple[_Option, _Option]] = field(default_factory=dict)
+    kept: dict[Hashable, tuple[Sequence[NodeLayouts], tuple[NodeLayouts, ...]]] = field(default_factory=dict)
 
     def add_nodes(self) -> None:
         ops, mesh = list(ops_of(self.joint)), self.prices.mesh
@@ -153,24 +155,19 @@ class _Builder:
             self.index[node] = position
         self.nodes.append(node)
         self.names.append(name)
-        self.options.append(self._held(name, option))
+        self.options.append(self._narrowed(name, option))
         return position
 
-    def _held(self, name: str, option: _Option) -> _Option:
-        """`option` with the one strategy that is as the held one; itself if there is none."""
-        wanted = self.held.get(name)
-        if wanted is None:
-            return option
-        sign = _signature(wanted)
-        place = next((i for i, s in enumerate(option.strategies) if _signature(s) == sign), None)
-        if place is None:
+    def _narrowed(self, name: str, option: _Option) -> _Option:
+        places = self.narrowing.places(name, option.strategies)
+        if places is None:
             return option
         # One object for all nodes that are alike: their edges share a matrix.
-        key = (id(option), place)
-        if key not in self.single:
-            one = _Option((option.strategies[place],), option.seconds[place : place + 1])
-            self.single[key] = option, one  # with the option, so that its id stays its own
-        return self.single[key][1]
+        key = id(option.strategies), places
+        if key not in self.kept:
+            # With the strategies, so that their id stays their own.
+            self.kept[key] = option.strategies, tuple(option.strategies[place] for place in places)
+        return _Option(self.kept[key][1], option.seconds[list(places)])
 
     def _placeholder(self, node: fx.Node, position: int) -> _Option:
         spec = self.joint.inputs[position]
@@ -249,29 +246,38 @@ class _Builder:
         node, result = result_index(source)
         edge = Edge(self.index[node], result, consumer, operand)
         self.edges.append(edge)
-        self.edge_costs.append(self._matrix(source, edge, read in self.reads.ending))
+        still = self.narrowing.still.get(read, frozenset())
+        self.edge_costs.append(self._matrix(source, edge, read in self.reads.ending, still))
         self.read_of.append(read)
 
-    def _matrix(self, source: fx.Node, edge: Edge, merges: bool) -> np.ndarray:
+    def _matrix(self, source: fx.Node, edge: Edge, merges: bool, still: frozenset[str]) -> np.ndarray:
         value = node_value(source)
         held = self.options[edge.producer].strategies
         read = self.options[edge.consumer].strategies
-        key = (id(held), edge.result, id(read), edge.operand, tuple(value.shape), value.dtype, merges)
+        key = (id(held), edge.result, id(read), edge.operand, tuple(value.shape), value.dtype, merges, still)
         if key not in self.matrices:
             self.deadline.check()
             sources = [s.results[edge.result] for s in held]
             targets = [s.results[0] if edge.operand is None else s.operands[edge.operand] for s in read]
-            self.matrices[key] = self._edge_matrix(sources, targets, value, merges)
+            self.matrices[key] = self._edge_matrix(sources, targets, value, merges, still)
         return self.matrices[key]
 
     def _edge_matrix(
-        self, sources: list[Layout], targets: list[Layout], value: torch.Tensor, merges: bool
+        self,
+        sources: list[Layout],
+        targets: list[Layout],
+        value: torch.Tensor,
+        merges: bool,
+        still: frozenset[str],
     ) -> np.ndarray:
         """Price each distinct pair of layouts once, then spread over the strategies."""
         rows, row_of = _distinct(sources)
         columns, column_of = _distinct(targets)
         prices = self.prices.merged if merges else self.prices.redistributor
         seconds = prices.matrix(rows, columns, tuple(value.shape), value.element_size(), self.deadline)
+        if still:
+            allowed = np.array([[stays(row, column, still) for column in columns] for row in rows])
+            seconds = np.where(allowed, seconds, np.inf)
         return seconds[np.ix_(row_of, column_of)]
 
 
@@ -279,11 +285,6 @@ def _distinct(layouts: Sequence[Layout]) -> tuple[list[Layout], list[int]]:
     position: dict[Layout, int] = {}
     where = [position.setdefault(layout, len(position)) for layout in layouts]
     return list(position), where
-
-
-def _signature(strategy: NodeLayouts) -> Hashable:
-    """What of a strategy does not depend on sizes: the axes of every dim, and what is pending."""
-    return tuple((layout.dims, layout.partial) for layout in (*strategy.operands, *strategy.results))
 
 
 def _class_key(node: fx.Node) -> Hashable:

@@ -171,6 +171,17 @@ def offline(model: nn.Module, plan: Plan) -> dict[str, Case]:
             {"parameter": "weight", "placements": [Replicate()]},
             {"placements": ("empty dict",)},
         ),
+        "Plan.why_not of a node": Case(
+            plan.why_not,
+            {"parameter": "contract", "placements": [Replicate()]},
+            {"placements": ("empty dict",)},
+        ),
+        "Plan.why_not of a family": Case(
+            lambda parameter: plan.why_not(parameter), {"parameter": "FSDP"}, {}
+        ),
+        "Plan.explain with crossovers": Case(
+            plan.explain, {"node": None, "crossovers": False}, {"node": ("None",), "crossovers": ("True",)}
+        ),
         "Profile.load": Case(Profile.load, {"path_or_name": "h100"}, {}),
         "Profile.named": Case(Profile.named, {"name": "h100"}, {}),
         "Profile.from_json": Case(Profile.from_json, {"text": slow_compute().to_json(), "where": "here"}, {}),

@@ -1,0 +1,131 @@
+"""Families of plans by the names that people give them: what each says of weights over each axis of a mesh."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch.distributed.tensor import Replicate, Shard
+
+from cost_model.mesh import MeshSpec
+
+__all__ = ["FAMILIES", "Family", "Role", "family_constraints", "family_named", "near_families"]
+
+Role = Literal["whole", "stored", "used"]
+"""Of weights over an axis. whole: stored and used whole. stored: stored split, gathered to use. used: stored split, and
+read split by the products, so that no weight moves."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """What is pinned; all else is as the search finds it.
+
+    inner: role of weights over the last mesh axis of several ranks; outer: over the axes before it, None: free.
+    residual: sums of a value and what is computed of it are split too, in the sequence, over the axes that are "used".
+    vocabulary: "used" is said of the dims as long as the vocabulary, and of those alone.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    text: str
+    outer: Role | None
+    inner: Role
+    residual: bool = False
+    vocabulary: bool = False
+
+    @property
+    def axes(self) -> int:
+        """Mesh axes of several ranks that it needs."""
+        return 1 if self.outer == self.inner or self.outer is None else 2
+
+    def roles(self, mesh: MeshSpec) -> dict[str, Role]:
+        """Role by axis."""
+        axes = mesh.real_axes()
+        found: dict[str, Role] = {}
+        for axis in axes:
+            role = self.inner if axis == axes[-1] else self.outer
+            if role is not None:
+                found[axis] = role
+        return found
+
+
+_WHOLE = "weights whole on every rank"
+_STORED = "weights stored split and gathered to use"
+_USED = "the products' weights split and never gathered"
+_SEQUENCE = "and the residual stream split in the sequence"
+
+FAMILIES = (
+    Family("DDP", ("data parallel", "data parallelism", "replicated"), _WHOLE, "whole", "whole"),
+    Family("FSDP", ("ZeRO", "ZeRO-3", "FSDP2", "fully sharded"), _STORED, "stored", "stored"),
+    Family("HSDP", ("hybrid FSDP",), f"{_STORED}, over the last axis alone", "whole", "stored"),
+    Family("TP", ("tensor parallel", "tensor parallelism", "Megatron"), _USED, "used", "used"),
+    Family(
+        "sequence parallel",
+        ("SP", "TP + SP", "TP x SP", "Megatron sequence parallel", "sequence parallelism"),
+        f"{_USED}, {_SEQUENCE}",
+        "used",
+        "used",
+        residual=True,
+    ),
+    Family(
+        "DDP x TP", ("data and tensor parallel",), f"{_WHOLE}; over the last axis {_USED}", "whole", "used"
+    ),
+    Family(
+        "FSDP x TP",
+        ("FSDP of TP", "FSDP2 x TP", "2D"),
+        f"{_STORED}; over the last axis {_USED}",
+        "stored",
+        "used",
+    ),
+    Family(
+        "FSDP x sequence parallel",
+        ("FSDP x SP", "FSDP of SP"),
+        f"{_STORED}; over the last axis {_USED}, {_SEQUENCE}",
+        "stored",
+        "used",
+        residual=True,
+    ),
+    Family(
+        "vocabulary parallel",
+        ("vocabulary parallelism", "vocab parallel"),
+        "the head's weight split in the vocabulary and never gathered",
+        None,
+        "used",
+        vocabulary=True,
+    ),
+)
+
+
+def family_named(name: str) -> Family | None:
+    """By its name or another name of it; case, and signs between words, do not matter."""
+    return _by_name().get(_plain(name))
+
+
+def near_families(name: str, count: int = 3) -> list[str]:
+    """Names of families that are written much like `name`."""
+    known = _by_name()
+    found = difflib.get_close_matches(_plain(name), list(known), n=count)
+    return list(dict.fromkeys(known[near].name for near in found))
+
+
+def family_constraints(
+    name: str, axes: int, *, columns: Sequence[str] = (), rows: Sequence[str] = ()
+) -> dict[str, Any]:
+    """What a user who knows the model would write as `constraints` on a mesh of `axes` axes: storage alone.
+
+    name: "DDP", "FSDP" or "TP". columns, rows: patterns of the weights that TP splits at dim 0 and at dim 1.
+    """
+    whole, first, second = ([placement] * axes for placement in (Replicate(), Shard(0), Shard(1)))
+    if name == "TP":
+        return {"*": whole} | dict.fromkeys(columns, first) | dict.fromkeys(rows, second)
+    return {"*": {"DDP": whole, "FSDP": first}[name]}
+
+
+def _by_name() -> dict[str, Family]:
+    return {_plain(name): family for family in FAMILIES for name in (family.name, *family.aliases)}
+
+
+def _plain(name: str) -> str:
+    return "".join(sign for sign in name.lower() if sign.isalnum())

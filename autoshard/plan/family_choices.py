@@ -1,0 +1,208 @@
+"""What a family of plans allows at the nodes of a graph."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from autoshard.plan.families import Family, Role
+from cost_model.errors import InfeasibleError
+from cost_model.mesh import MeshSpec
+from passes.ir.joint import JointGraph, ancestors, node_value, result_index, tensor_operands
+from passes.ir.op_traits import is_product
+from passes.layout.assignment import NodeLayouts
+from passes.layout.layout import Layout
+from passes.search.narrowing import Choose, Narrowing
+
+__all__ = ["family_narrowing"]
+
+_Wish = Callable[[NodeLayouts], bool]
+
+
+def family_narrowing(family: Family, joint: JointGraph, mesh: MeshSpec) -> Narrowing:
+    """What the family allows of parameters, and of the ops that read them.
+
+    Where no strategy is all that the family says (a bias of 5 cannot be split over 8), those that are most of it.
+    Raises InfeasibleError, saying why, where the mesh or the model has no such plan.
+    """
+    if len(mesh.real_axes()) < family.axes:
+        raise InfeasibleError(
+            f"it needs {family.axes} mesh {'axes' if family.axes > 1 else 'axis'} of several ranks, "
+            f"and {mesh} has {len(mesh.real_axes())}\n  try: a mesh of more axes"
+        )
+    wishes: dict[str, list[_Wish]] = {}
+    found = _Wishes(family, joint, mesh)
+    for name, wish in found.all():
+        wishes.setdefault(name, []).append(wish)
+    return Narrowing(allowed={name: _most(wish) for name, wish in wishes.items()}, still=found.still())
+
+
+def _most(wishes: Sequence[_Wish]) -> Choose:
+    def choose(strategies: Sequence[NodeLayouts]) -> Sequence[int]:
+        met = [sum(wish(strategy) for wish in wishes) for strategy in strategies]
+        return [i for i, count in enumerate(met) if count == max(met)]
+
+    return choose
+
+
+@dataclass(frozen=True)
+class _Read:
+    """Operand `position` of `reader` is `parameter`, or what ops of one operand make of it."""
+
+    parameter: fx.Node
+    reader: fx.Node
+    position: int
+
+    @property
+    def by_product(self) -> bool:
+        return is_product(self.reader)
+
+
+@dataclass(frozen=True)
+class _Wishes:
+    family: Family
+    joint: JointGraph
+    mesh: MeshSpec
+
+    def all(self) -> Iterator[tuple[str, _Wish]]:
+        reads = list(_reads(self.joint))
+        split = self._splittable(reads)
+        for axis, role in self.family.roles(self.mesh).items():
+            for parameter in _parameters(self.joint):
+                if role != "used":
+                    yield parameter.name, _stored(axis, role)
+                elif parameter in split:
+                    yield parameter.name, self._held(axis, parameter)
+            for read in reads:
+                if role != "used":
+                    yield read.reader.name, _read_whole(axis, read.position)
+                elif read.by_product and read.parameter in split:
+                    yield read.reader.name, self._read_split(axis, read)
+            if role == "used" and self.family.residual:
+                yield from self._residual(axis)
+
+    def still(self) -> dict[tuple[str, int], frozenset[str]]:
+        """Every read on the way from a weight to the products that read it split: it stays where it is."""
+        axes = frozenset(axis for axis, role in self.family.roles(self.mesh).items() if role == "used")
+        reads = list(_reads(self.joint))
+        split = self._splittable(reads)
+        passed = {node.name: of for node, of in _passed_on(self.joint).items() if node is not of}
+        found = {(name, 0): axes for name, of in passed.items() if of in split}
+        ends = [read for read in reads if read.by_product and read.parameter in split]
+        return found | {(read.reader.name, read.position): axes for read in ends} if axes else {}
+
+    def _splittable(self, reads: Iterable[_Read]) -> set[fx.Node]:
+        """Parameters of which "used" speaks. InfeasibleError if there are none."""
+        found = {read.parameter for read in reads if read.by_product and node_value(read.parameter).ndim > 1}
+        if self.family.vocabulary:
+            found = {parameter for parameter in found if self._words(parameter)}
+        if not found and "used" in self.family.roles(self.mesh).values():
+            missing = "whose length is a vocabulary's" if self.family.vocabulary else "of two dims or more"
+            raise InfeasibleError(
+                f"the model has no weight {missing} that a product reads\n  try: another family"
+            )
+        return found
+
+    def _words(self, node: fx.Node) -> list[int]:
+        """The dims of a value that are as long as the vocabulary."""
+        return [
+            dim for dim, length in enumerate(node_value(node).shape) if length in _vocabularies(self.joint)
+        ]
+
+    def _held(self, axis: str, parameter: fx.Node) -> _Wish:
+        words = self._words(parameter) if self.family.vocabulary else None
+        return lambda strategy: _splits(strategy.results[0], axis, words)
+
+    def _read_split(self, axis: str, read: _Read) -> _Wish:
+        operand = tensor_operands(read.reader)[read.position]
+        words = self._words(operand) if self.family.vocabulary else None
+        return lambda strategy: _splits(strategy.operands[read.position], axis, words)
+
+    def _residual(self, axis: str) -> Iterator[tuple[str, _Wish]]:
+        sums = list(_residual_sums(self.joint))
+        if not sums:
+            raise InfeasibleError(
+                "the model adds no value of two dims or more to what is computed of it: it has no residual stream\n"
+                "  try: another family"
+            )
+        for node in sums:
+            ndim = node_value(node).ndim
+            dims = list(range(1, ndim - 1)) or [0]
+            yield node.name, lambda strategy, dims=dims: _splits(strategy.results[0], axis, dims)
+
+
+def _stored(axis: str, role: Role) -> _Wish:
+    if role == "whole":
+        return lambda strategy: axis not in strategy.results[0].axes
+    return lambda strategy: _splits(strategy.results[0], axis, None)
+
+
+def _read_whole(axis: str, position: int) -> _Wish:
+    return lambda strategy: axis not in strategy.operands[position].axes
+
+
+def _splits(layout: Layout, axis: str, dims: Sequence[int] | None) -> bool:
+    """Whether `axis` splits one of `dims`; None: any."""
+    chosen = layout.dims if dims is None else [layout.dims[dim] for dim in dims]
+    return axis in itertools.chain(*chosen)
+
+
+def _parameters(joint: JointGraph) -> list[fx.Node]:
+    ends = zip(joint.placeholders, joint.inputs, strict=True)
+    return [node for node, spec in ends if spec.kind == "param"]
+
+
+def _reads(joint: JointGraph) -> Iterator[_Read]:
+    """Every read of a parameter by an op of several operands, forward and backward, through casts and views."""
+    of = _passed_on(joint)
+    for node in joint.graph.nodes:
+        if node.op == "call_function" and node not in of:
+            for position, operand in enumerate(tensor_operands(node)):
+                if operand in of:
+                    yield _Read(of[operand], node, position)
+
+
+def _passed_on(joint: JointGraph) -> dict[fx.Node, fx.Node]:
+    """Parameters, and what ops of one operand make of them -> the parameter."""
+    of: dict[fx.Node, fx.Node] = {parameter: parameter for parameter in _parameters(joint)}
+    for node in joint.graph.nodes:
+        if node.op == "call_function" and result_index(node)[0] is node:
+            operands = tensor_operands(node)
+            if len(operands) == 1 and operands[0] in of:
+                of[node] = of[operands[0]]
+    return of
+
+
+def _vocabularies(joint: JointGraph) -> set[int]:
+    """Rows of the tables that words are looked up in."""
+    return {
+        node_value(operand).shape[0]
+        for node in joint.graph.nodes
+        if node.op == "call_function" and "embedding" in str(node.target)
+        for operand in tensor_operands(node)[:1]
+        if node.meta.get("phase") == "forward"
+    }
+
+
+def _residual_sums(joint: JointGraph) -> Iterator[fx.Node]:
+    """Forward sums of two values of one shape, of which one is computed from the other by way of a product."""
+    for node in joint.graph.nodes:
+        operands = tensor_operands(node) if node.op == "call_function" else []
+        if node.meta.get("phase") != "forward" or len(operands) != 2 or "add" not in str(node.target):
+            continue
+        shapes = {tuple(node_value(value).shape) for value in (node, *operands)}
+        if len(shapes) == 1 and node_value(node).ndim > 1 and _passes_a_product(*operands):
+            yield node
+
+
+def _passes_a_product(one: fx.Node, other: fx.Node) -> bool:
+    for early, late in ((one, other), (other, one)):
+        between = ancestors([late])
+        if early in between:
+            return any(
+                is_product(node) and early in ancestors([node]) for node in between - ancestors([early])
+            )
+    return False

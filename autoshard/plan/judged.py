@@ -1,0 +1,46 @@
+"""An assignment of layouts, lowered, and its step on the timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from passes.ir.joint import JointGraph
+from passes.layout.assignment import Assignment
+from passes.plan.decide import Moved, decide_lowering
+from passes.plan.lowering_plan import LoweringPlan
+from passes.predict.predict_step import Prediction, predicted_step
+from passes.strategies.prices import Prices
+
+__all__ = ["Judged", "judged", "lowered"]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """moved: every transfer's steps with their prices. step: None where it was not put on the timeline."""
+
+    assignment: Assignment
+    lowering: LoweringPlan
+    moved: Moved
+    step: Prediction | None
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.phase_seconds)
+
+    @property
+    def phase_seconds(self) -> Sequence[float]:
+        """Of the forward, the backward and the update."""
+        assert self.step is not None
+        return self.step.phase_seconds
+
+
+def judged(joint: JointGraph, assignment: Assignment, prices: Prices) -> Judged:
+    """Lowered by `prices`, and its step under them."""
+    lowering, moved = decide_lowering(joint, assignment, prices)
+    return Judged(assignment, lowering, moved, predicted_step(joint, assignment, lowering, prices))
+
+
+def lowered(joint: JointGraph, assignment: Assignment, prices: Prices) -> Judged:
+    """Lowered by `prices`, and not put on the timeline."""
+    return Judged(assignment, *decide_lowering(joint, assignment, prices), None)

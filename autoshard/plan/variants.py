@@ -1,0 +1,76 @@
+"""Plans found again for a question: with a node pinned, as one of a family, or over other links."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from autoshard.plan.families import Family
+from autoshard.plan.family_choices import family_narrowing
+from autoshard.plan.pins import pinned_layout
+from autoshard.plan.plan_content import PlanContent
+from cost_model.errors import InfeasibleError
+from cost_model.mesh import MeshSpec
+from cost_model.profile import Profile
+from passes.ir.joint import JointGraph, node_value
+from passes.layout.assignment import NodeLayouts
+from passes.search.narrowing import Choose, Narrowing
+
+__all__ = ["Again", "Variant", "variant_narrowing"]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What is otherwise when a plan is found again.
+
+    pins: parameter or pattern -> placements, besides the task's own pins. nodes: node name -> placements of its first
+    result. family: instead of pins, the task's own included. link: (level, factor) of a bandwidth of the profile.
+    """
+
+    pins: Mapping[str, Any] = field(default_factory=dict)
+    nodes: Mapping[str, Any] = field(default_factory=dict)
+    family: Family | None = None
+    link: tuple[int, float] | None = None
+
+
+@dataclass(frozen=True)
+class Again:
+    """What a plan's own questions need of the task that it was found for.
+
+    profile: its prices. search: the plan of a variant. step_seconds: predicted, of a plan's layouts under a variant's
+    prices, lowered as those have it.
+    """
+
+    profile: Profile
+    search: Callable[[Variant], PlanContent]
+    step_seconds: Callable[[PlanContent, Variant], float]
+
+
+def variant_narrowing(variant: Variant, joint: JointGraph, mesh: MeshSpec) -> Narrowing:
+    """What the variant allows. Raises InfeasibleError for a family that cannot be."""
+    if variant.family is not None:
+        return family_narrowing(variant.family, joint, mesh)
+    named = {node.name: node for node in joint.graph.nodes}
+    return Narrowing(
+        allowed={name: _pinned(named[name], given, mesh) for name, given in variant.nodes.items()}
+    )
+
+
+def _pinned(node: fx.Node, placements: Any, mesh: MeshSpec) -> Choose:
+    layout = pinned_layout(placements, tuple(node_value(node).shape), mesh, f"node {node.name}")
+
+    def choose(strategies: Sequence[NodeLayouts]) -> Sequence[int]:
+        found = [i for i, strategy in enumerate(strategies) if strategy.results[0] == layout]
+        if not found:
+            known = list(dict.fromkeys(str(strategy.results[0]) for strategy in strategies))
+            raise InfeasibleError(
+                f"no way to compute node {node.name} leaves {layout}; those there are leave one of\n"
+                f"    {', '.join(known[:12])}{', ...' if len(known) > 12 else ''}\n"
+                "  try: one of these, or a node that reads it"
+            )
+        return found
+
+    return choose

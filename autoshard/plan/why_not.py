@@ -1,0 +1,104 @@
+"""Why a plan is not another one: the plan found again with a node pinned, or as one of a family."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from typing import Any
+
+from autoshard.plan.explain import plan_difference
+from autoshard.plan.families import FAMILIES, Family, family_named, near_families
+from autoshard.plan.plan_content import PlanContent
+from autoshard.plan.plan_words import plan_words
+from autoshard.plan.variants import Again, Variant
+from cost_model.errors import InfeasibleError, PlanError
+from passes.plan.graph_text import format_seconds
+
+__all__ = ["why_not_family", "why_not_pinned"]
+
+_EQUAL = 1e-3
+"""Share of a step under which two plans are said to be equally fast."""
+
+
+def why_not_family(plan: PlanContent, again: Again, name: str) -> str:
+    """The best plan of the family against `plan`. PlanError for a name of no family."""
+    family = family_named(name)
+    if family is None:
+        raise PlanError(_unknown(plan, name, None))
+    try:
+        found = again.search(Variant(family=family))
+    except InfeasibleError as error:
+        return f"{family.name} ({family.text}): no plan\n  {error}\n"
+    if not _is_of(found, family):
+        return f"{family.name} ({family.text}): no plan\n  none of the model's weights can be split so\n"
+    head = f"{family.name} ({family.text}): {_verdict(plan, found)}\n{plan_words(found)}\n"
+    return head + plan_difference(plan, found)
+
+
+def why_not_pinned(plan: PlanContent, again: Again, name: str, placements: Any) -> str:
+    """The plan with a parameter, those of a pattern, or a node so. PlanError for a name of none; InfeasibleError if
+    there is no such plan; ShardingError for placements that do not fit."""
+    variant = (
+        Variant(pins={name: placements}) if _parameters(plan, name) else _node_variant(plan, name, placements)
+    )
+    return plan_difference(plan, again.search(variant))
+
+
+def _node_variant(plan: PlanContent, name: str, placements: Any) -> Variant:
+    record = next((r for r in plan.records if r.name == name), None)
+    if record is None:
+        raise PlanError(_unknown(plan, name, placements))
+    if record.op == "param":
+        return Variant(pins={record.text.removeprefix("param "): placements})
+    if record.op in _ENDS:
+        raise PlanError(
+            f"why_not({name!r}, ...): its layout is not the search's to choose\n  try: {_ENDS[record.op]}"
+        )
+    return Variant(nodes={name: placements})
+
+
+_FIXED = "the name of a parameter or of an op"
+_ENDS = {
+    "input": "find_plan(..., in_placements=...), and plan.diff(other)",
+    "output": "find_plan(..., out_placements=...), and plan.diff(other)",
+    "tangent": "find_plan(..., out_placements=...), and plan.diff(other)",
+    "buffer": _FIXED,
+    "constant": _FIXED,
+    "seed": _FIXED,
+}
+"""What decides the layouts of the ends of a graph."""
+
+
+def _parameters(plan: PlanContent, pattern: str) -> list[str]:
+    return [name for name in plan.parameter_layouts if fnmatch.fnmatchcase(name, pattern)]
+
+
+def _unknown(plan: PlanContent, name: str, placements: Any) -> str:
+    """A node's name lacks placements, a family's has them, or nobody has it."""
+    known = [*plan.parameter_layouts, *(record.name for record in plan.records)]
+    if placements is None and (name in known or _parameters(plan, name)):
+        return f"why_not({name!r}) lacks placements\n  try: why_not({name!r}, [Replicate(), ...]), one per mesh axis"
+    if family_named(name) is not None:
+        return f"why_not({name!r}, ...): a family of plans takes no placements\n  try: why_not({name!r})"
+    near = [*difflib.get_close_matches(name, known, n=3), *near_families(name)]
+    return (
+        f"why_not({name[:100]!r}): the plan has no parameter or node of that name, and no family has it\n"
+        f"  the families: {', '.join(family.name for family in FAMILIES)}\n"
+        f"  try: {' or '.join(near) or 'one of these, or a name from to_text()'}"
+    )
+
+
+def _is_of(plan: PlanContent, family: Family) -> bool:
+    """Whether any weight is as each role that splits has it."""
+    layouts = plan.parameter_layouts.values()
+    roles = family.roles(plan.mesh).items()
+    return all(role == "whole" or any(axis in layout.axes for layout in layouts) for axis, role in roles)
+
+
+def _verdict(mine: PlanContent, other: PlanContent) -> str:
+    change = other.step_time / mine.step_time - 1.0
+    times = f"step {format_seconds(mine.step_time)} -> {format_seconds(other.step_time)}"
+    if abs(change) < _EQUAL:
+        same = mine.parameter_layouts == other.parameter_layouts
+        return f"the plan is one, {times}" if same else f"as fast, {times}"
+    return f"{abs(change):.1%} {'slower' if change > 0 else 'faster'}, {times}"
