@@ -176,7 +176,9 @@ def offline(model: nn.Module, plan: Plan) -> dict[str, Case]:
             {"parameter": "contract", "placements": [Replicate()]},
             {"placements": ("empty dict",)},
         ),
-        "Plan.why_not of a family": Case(lambda parameter: plan.why_not(parameter), {"parameter": "FSDP"}, {}),
+        "Plan.why_not of a family": Case(
+            lambda parameter: plan.why_not(parameter), {"parameter": "FSDP"}, {}
+        ),
         "Plan.explain with crossovers": Case(
             plan.explain, {"node": None, "crossovers": False}, {"node": ("None",), "crossovers": ("True",)}
         ),
