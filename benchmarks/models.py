@@ -1,13 +1,15 @@
-"""Published configurations of language models, on `meta`: no weight is ever allocated."""
+"""Published configurations of language models and of a vision transformer, and a U-Net, on `meta`: no weight is ever
+allocated."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-__all__ = ["MODELS", "llama_3_8b", "llama_3_70b"]
+__all__ = ["MODELS", "UNet", "llama_3_8b", "llama_3_70b", "unet", "vit_large"]
 
 
 def llama_3_8b(layers: int = 32, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
@@ -27,6 +29,59 @@ def gpt2_xl(layers: int = 48, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     config = GPT2Config(n_embd=1600, n_head=25, n_layer=layers, use_cache=False)
     with torch.device("meta"):
         return nn.Module.to(GPT2LMHeadModel(config), dtype)
+
+
+def vit_large(layers: int = 24, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    """google/vit-large-patch16-224 with `layers` of its 24 layers."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_attention_heads=16,
+        num_hidden_layers=layers,
+        num_labels=1000,
+        problem_type="single_label_classification",
+    )
+    with torch.device("meta"):
+        return nn.Module.to(ViTForImageClassification(config), dtype)
+
+
+def unet(levels: int = 4, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    """A U-Net of width 64 at full size [Ronneberger et al. 2015], with group norms and padded convolutions."""
+    with torch.device("meta"):
+        return nn.Module.to(UNet(64, levels, classes=8), dtype)
+
+
+class UNet(nn.Module):
+    """Per level two convolutions, half the size and twice the channels; back up, with what was kept on the way."""
+
+    def __init__(self, width: int, levels: int, classes: int) -> None:
+        super().__init__()
+        widths = [width * 2**level for level in range(levels + 1)]
+        pairs = list(zip(widths, widths[1:], strict=False))
+        self.stem = _two_convolutions(3, width)
+        self.down = nn.ModuleList(_two_convolutions(low, high) for low, high in pairs)
+        self.grow = nn.ModuleList(nn.ConvTranspose2d(high, low, 2, 2) for low, high in reversed(pairs))
+        self.up = nn.ModuleList(_two_convolutions(2 * low, low) for low, _ in reversed(pairs))
+        self.head = nn.Conv2d(width, classes, 1)
+
+    def forward(self, pixel_values: Tensor, labels: Tensor) -> Tensor:
+        """The loss of images float [n, 3, h, w] whose pixels have labels int64 [n, h, w]."""
+        kept = [self.stem(pixel_values)]
+        for down in self.down:
+            kept.append(down(F.max_pool2d(kept[-1], 2)))
+        x = kept.pop()
+        for grow, up in zip(self.grow, self.up, strict=True):
+            x = up(torch.cat([kept.pop(), grow(x)], 1))
+        return F.cross_entropy(self.head(x), labels)
+
+
+def _two_convolutions(inner: int, outer: int) -> nn.Module:
+    parts: list[nn.Module] = []
+    for channels in (inner, outer):
+        parts += [nn.Conv2d(channels, outer, 3, padding=1, bias=False), nn.GroupNorm(8, outer), nn.ReLU()]
+    return nn.Sequential(*parts)
 
 
 def _llama(layers: int, dtype: torch.dtype, **sizes: int) -> nn.Module:

@@ -1,0 +1,1 @@
+"""Plans to hold against the one that the search found, and the timeline that judges them."""

@@ -1,0 +1,102 @@
+"""A plan and its rivals, all on one timeline: pinned to a family, found under another overlap, changed in one layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+
+from autoshard import Plan
+from autoshard.plan.task import Task, parameter_shapes, search_plan
+from benchmarks.rivals.cases import Network
+from benchmarks.rivals.changes import changes
+from benchmarks.rivals.families import families
+from cost_model.errors import InfeasibleError
+from passes.layout.assignment import Assignment
+from passes.plan.decide import decide_lowering
+from passes.predict.predict_step import predicted_step
+from passes.search.strategy_space import build_space
+
+__all__ = ["OVERLAPS", "Contest", "Rival", "contest"]
+
+OVERLAPS = (0.0, 0.25, 0.5, 0.7)
+"""Assumed instead of the profile's."""
+
+
+@dataclass(frozen=True)
+class Rival:
+    """group: how it was found. seconds: of its step on the timeline; None where nothing fits."""
+
+    group: str
+    name: str
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class Contest:
+    """A plan, and those that had the chance to be faster."""
+
+    plan: Plan
+    rivals: tuple[Rival, ...]
+
+    @property
+    def difference(self) -> float:
+        """Share of the step by which the objective differs from it."""
+        return self.plan.cost / self.plan.step_time - 1.0
+
+    @property
+    def fastest(self) -> Rival | None:
+        timed = [rival for rival in self.rivals if rival.seconds is not None]
+        return min(timed, key=lambda rival: rival.seconds or 0.0, default=None)
+
+    @cached_property
+    def ratio(self) -> float:
+        """The fastest rival's step to the plan's; 1 without rivals."""
+        fastest = self.fastest
+        return 1.0 if fastest is None or fastest.seconds is None else fastest.seconds / self.plan.step_time
+
+
+def contest(
+    network: Network, task: Task, count: int, *, note: Callable[[Rival], None] = lambda rival: None
+) -> Contest:
+    """The plan of `task` against its rivals, `count` of them random changes. note: called with each rival.
+
+    Raises InfeasibleError if there is no plan.
+    """
+    plan = search_plan(task)
+    found: list[Rival] = []
+    for rival in chain(_pinned(network, task), _assumed(task), _changed(task, plan, count)):
+        found.append(rival)
+        note(rival)
+    return Contest(plan, tuple(found))
+
+
+def _pinned(network: Network, task: Task) -> Iterator[Rival]:
+    shapes = {name: tuple(value.shape) for name, value in parameter_shapes(task.captured).items()}
+    for name, pins in families(network, shapes, task.mesh).items():
+        try:
+            yield Rival("pinned", name, search_plan(replace(task, pins=pins)).step_time)
+        except InfeasibleError:
+            yield Rival("pinned", name, None)
+
+
+def _assumed(task: Task) -> Iterator[Rival]:
+    """Planned for a machine that overlaps otherwise, judged on the one of the task."""
+    for share in OVERLAPS:
+        profile = replace(task.profile, overlap_efficiency=share)
+        plan = search_plan(replace(task, profile=profile))
+        yield Rival("assumed", f"overlap {share:g}", _seconds(task, plan.assignment))
+
+
+def _changed(task: Task, plan: Plan, count: int) -> Iterator[Rival]:
+    room = None if task.memory_limit is None else task.memory_limit - plan.reserve
+    space = build_space(task.joint, task.prices, task.boundary, memory_limit=room)
+    for change in changes(task.joint, space, plan.assignment, count):
+        yield Rival("changed", str(change), _seconds(task, change.assignment))
+
+
+def _seconds(task: Task, assignment: Assignment) -> float:
+    """Of a step on the timeline, under the prices of the task."""
+    lowering, _ = decide_lowering(task.joint, assignment, task.prices)
+    return predicted_step(task.joint, assignment, lowering, task.prices).seconds
