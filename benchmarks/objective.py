@@ -50,8 +50,8 @@ CHECKED: Sequence[Sequence[str]] = (
 )
 
 HEADER = (
-    "| model | mesh | cost, ms | step, ms | cost to step | bound, ms | gap | rivals | fastest of them | its step to the plan's |\n"
-    "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+    "| model | mesh | cost, ms | step, ms | cost to step | bound, ms | gap | rivals | fastest of them | its step to
+    the plan's |\n" "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
 )
 
 
