@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -18,8 +18,9 @@ from passes.plan.decide import decide_lowering
 from passes.predict.predict_step import predicted_step
 from passes.search.strategy_space import build_space
 
-__all__ = ["OVERLAPS", "Contest", "Rival", "contest"]
+__all__ = ["GROUPS", "OVERLAPS", "Contest", "Rival", "contest"]
 
+GROUPS = ("pinned", "assumed", "changed")
 OVERLAPS = (0.0, 0.25, 0.5, 0.7)
 """Assumed instead of the profile's."""
 
@@ -58,15 +59,25 @@ class Contest:
 
 
 def contest(
-    network: Network, task: Task, count: int, *, note: Callable[[Rival], None] = lambda rival: None
+    network: Network,
+    task: Task,
+    count: int,
+    *,
+    groups: Collection[str] = GROUPS,
+    note: Callable[[Rival], None] = lambda rival: None,
 ) -> Contest:
     """The plan of `task` against its rivals, `count` of them random changes. note: called with each rival.
 
     Raises InfeasibleError if there is no plan.
     """
     plan = search_plan(task)
+    rivals = {
+        "pinned": _pinned(network, task),
+        "assumed": _assumed(task),
+        "changed": _changed(task, plan, count),
+    }
     found: list[Rival] = []
-    for rival in chain(_pinned(network, task), _assumed(task), _changed(task, plan, count)):
+    for rival in chain.from_iterable(rivals[group] for group in GROUPS if group in groups):
         found.append(rival)
         note(rival)
     return Contest(plan, tuple(found))
