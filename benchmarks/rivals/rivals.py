@@ -12,7 +12,7 @@ from autoshard.plan.task import Task, parameter_shapes, search_plan
 from benchmarks.rivals.cases import Network
 from benchmarks.rivals.changes import changes
 from benchmarks.rivals.families import families
-from cost_model.errors import InfeasibleError
+from cost_model.errors import InfeasibleError, ShardingError
 from passes.layout.assignment import Assignment
 from passes.plan.decide import decide_lowering
 from passes.predict.predict_step import predicted_step
@@ -27,11 +27,13 @@ OVERLAPS = (0.0, 0.25, 0.5, 0.7)
 
 @dataclass(frozen=True)
 class Rival:
-    """group: how it was found. seconds: of its step on the timeline; None where nothing fits."""
+    """group: how it was found. seconds: of its step on the timeline; None where nothing fits, or where `problem`, the
+    error of a plan that the search allows and that cannot be lowered, says why."""
 
     group: str
     name: str
     seconds: float | None
+    problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,10 @@ def _changed(task: Task, plan: Plan, count: int) -> Iterator[Rival]:
     room = None if task.memory_limit is None else task.memory_limit - plan.reserve
     space = build_space(task.joint, task.prices, task.boundary, memory_limit=room)
     for change in changes(task.joint, space, plan.assignment, count):
-        yield Rival("changed", str(change), _seconds(task, change.assignment))
+        try:
+            yield Rival("changed", str(change), _seconds(task, change.assignment))
+        except ShardingError as error:
+            yield Rival("changed", str(change), None, str(error).splitlines()[0])
 
 
 def _seconds(task: Task, assignment: Assignment) -> float:

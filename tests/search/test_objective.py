@@ -163,3 +163,9 @@ def test_a_near_cost_and_a_near_rival_are_no_failure() -> None:
 def test_failures_say_by_how_much() -> None:
     assert failures("a", contested(0.97, 1.2)) == ["a: the cost differs from the step by -3.0%"]
     assert failures("a", contested(1.0, 1.2, 0.98)) == ["a: pinned rival 1 takes 0.980 of its step"]
+
+
+def test_a_change_that_cannot_be_lowered_is_a_failure() -> None:
+    rival = Rival("changed", "relu as [@dp]", None, "no redistribution")
+    found = Contest(contested(1.0).plan, (rival,))
+    assert failures("a", found) == ["a: changed relu as [@dp] cannot be lowered: no redistribution"]
