@@ -3,6 +3,7 @@ allocated."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 
 import torch
@@ -40,7 +41,7 @@ def vit_large(layers: int = 24, dtype: torch.dtype = torch.bfloat16) -> nn.Modul
         intermediate_size=4096,
         num_attention_heads=16,
         num_hidden_layers=layers,
-        num_labels=1000,
+        id2label={label: str(label) for label in range(1000)},
         problem_type="single_label_classification",
     )
     with torch.device("meta"):
@@ -59,7 +60,7 @@ class UNet(nn.Module):
     def __init__(self, width: int, levels: int, classes: int) -> None:
         super().__init__()
         widths = [width * 2**level for level in range(levels + 1)]
-        pairs = list(zip(widths, widths[1:], strict=False))
+        pairs = list(itertools.pairwise(widths))
         self.stem = _two_convolutions(3, width)
         self.down = nn.ModuleList(_two_convolutions(low, high) for low, high in pairs)
         self.grow = nn.ModuleList(nn.ConvTranspose2d(high, low, 2, 2) for low, high in reversed(pairs))

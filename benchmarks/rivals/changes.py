@@ -1,4 +1,4 @@
-"""Random changes of a plan, one layer at a time: a node of the layer gets another layout, the rest of the layer follows.
+"""Random changes of a plan, one layer at a time: a node gets another layout, the rest of its layer follows.
 
 All other layers keep their layouts, the ways between them are chosen anew. How much the search believes to hide is
 drawn as well.

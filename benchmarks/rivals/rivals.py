@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -12,25 +12,28 @@ from autoshard.plan.task import Task, parameter_shapes, search_plan
 from benchmarks.rivals.cases import Network
 from benchmarks.rivals.changes import changes
 from benchmarks.rivals.families import families
-from cost_model.errors import InfeasibleError
+from cost_model.errors import InfeasibleError, ShardingError
 from passes.layout.assignment import Assignment
 from passes.plan.decide import decide_lowering
 from passes.predict.predict_step import predicted_step
 from passes.search.strategy_space import build_space
 
-__all__ = ["OVERLAPS", "Contest", "Rival", "contest"]
+__all__ = ["GROUPS", "OVERLAPS", "Contest", "Rival", "contest"]
 
+GROUPS = ("pinned", "assumed", "changed")
 OVERLAPS = (0.0, 0.25, 0.5, 0.7)
 """Assumed instead of the profile's."""
 
 
 @dataclass(frozen=True)
 class Rival:
-    """group: how it was found. seconds: of its step on the timeline; None where nothing fits."""
+    """group: how it was found. seconds: of its step on the timeline; None where nothing fits, or where `problem`, the
+    error of a plan that the search allows and that cannot be lowered, says why."""
 
     group: str
     name: str
     seconds: float | None
+    problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -58,15 +61,25 @@ class Contest:
 
 
 def contest(
-    network: Network, task: Task, count: int, *, note: Callable[[Rival], None] = lambda rival: None
+    network: Network,
+    task: Task,
+    count: int,
+    *,
+    groups: Collection[str] = GROUPS,
+    note: Callable[[Rival], None] = lambda rival: None,
 ) -> Contest:
     """The plan of `task` against its rivals, `count` of them random changes. note: called with each rival.
 
     Raises InfeasibleError if there is no plan.
     """
     plan = search_plan(task)
+    rivals = {
+        "pinned": _pinned(network, task),
+        "assumed": _assumed(task),
+        "changed": _changed(task, plan, count),
+    }
     found: list[Rival] = []
-    for rival in chain(_pinned(network, task), _assumed(task), _changed(task, plan, count)):
+    for rival in chain.from_iterable(rivals[group] for group in GROUPS if group in groups):
         found.append(rival)
         note(rival)
     return Contest(plan, tuple(found))
@@ -93,7 +106,10 @@ def _changed(task: Task, plan: Plan, count: int) -> Iterator[Rival]:
     room = None if task.memory_limit is None else task.memory_limit - plan.reserve
     space = build_space(task.joint, task.prices, task.boundary, memory_limit=room)
     for change in changes(task.joint, space, plan.assignment, count):
-        yield Rival("changed", str(change), _seconds(task, change.assignment))
+        try:
+            yield Rival("changed", str(change), _seconds(task, change.assignment))
+        except ShardingError as error:
+            yield Rival("changed", str(change), None, str(error).splitlines()[0])
 
 
 def _seconds(task: Task, assignment: Assignment) -> float:
