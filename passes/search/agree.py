@@ -32,6 +32,10 @@ AGREES = 1e-2
 """Share of a step by which objective and timeline may differ without another search."""
 
 
+AGAIN_GAP = 2e-3
+"""Relative gap of all searches but the first, which are about what a correction is worth."""
+
+
 @dataclass(frozen=True)
 class Agreed:
     """assignment, choice: of the fastest plan judged. seconds: its objective under `overlaps`; lower_bound: no plan has
@@ -132,6 +136,7 @@ class _Search:
             self.space.kinds(overlaps),
             time_limit=left,
             warm=None if warm is None else warm.choice,
+            relative_gap=0.0 if warm is None else AGAIN_GAP,
         )
 
     def _judged(self, solution: Solution) -> _Judged:

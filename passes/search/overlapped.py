@@ -57,18 +57,20 @@ def solve_overlapped(
     time_limit: float = 60.0,
     rows_inside: int = ROWS_INSIDE,
     warm: tuple[int, ...] | None = None,
+    relative_gap: float = 0.0,
 ) -> Solution:
     """The choice of least T (see above) within the memory limit; `Solution.cost` and `lower_bound` are of T.
 
     Where nothing can hide, T is `problem.cost`. Stops when the bound meets the best T or cannot rise by more than
     5e-4 of it, or after about `time_limit` seconds. What is left of the gap is real: T is convex but choices are
-    discrete. rows_inside: see ROWS_INSIDE. warm: a choice known to be good. Raises Infeasible.
+    discrete. rows_inside: see ROWS_INSIDE. warm: a choice known to be good. relative_gap: what may be left of the gap
+    when it stops. Raises Infeasible.
     """
     small = sum(matrix.size for matrix in problem.edge_costs) <= rows_inside
     hides = kinds.hides()
     if not hides and (small or problem.limit is None):
-        return solve(problem, time_limit=time_limit, warm=warm)
-    search = _CuttingPlanes(problem, kinds, time.monotonic() + time_limit, small)
+        return solve(problem, time_limit=time_limit, warm=warm, relative_gap=relative_gap)
+    search = _CuttingPlanes(problem, kinds, time.monotonic() + time_limit, small, relative_gap)
     if warm is not None:
         search.offer(warm)
     search.run()
@@ -78,11 +80,14 @@ def solve_overlapped(
 class _CuttingPlanes:
     """The best choice that fits, the best bound and its point, all choices so far, and their planes."""
 
-    def __init__(self, problem: Problem, kinds: CostKinds, deadline: float, rows_inside: bool) -> None:
+    def __init__(
+        self, problem: Problem, kinds: CostKinds, deadline: float, rows_inside: bool, relative_gap: float
+    ) -> None:
         self.problem = problem
         self.kinds = kinds
         self.deadline = deadline
         self.rows_inside = rows_inside
+        self.relative_gap = relative_gap
         self.choice: tuple[int, ...] = ()
         self.cost = np.inf
         self.bound = -np.inf
@@ -97,7 +102,7 @@ class _CuttingPlanes:
         point: Point | None = self.bound_at
         for _ in range(ROUNDS):
             self._solve_at(point)
-            if self._gap() <= ROUNDING or time.monotonic() >= self.deadline:
+            if self._gap() <= max(ROUNDING, self.relative_gap) or time.monotonic() >= self.deadline:
                 break
             point = self._next()
             if point is None:
@@ -122,7 +127,9 @@ class _CuttingPlanes:
     def _solve_at(self, point: Point) -> None:
         weighted = self._weighted(point)
         inner = weighted if self.rows_inside else charged(weighted, point.prices)
-        gap = INNER_GAP if self.planes else 0.0  # the first may be the answer
+        gap = (
+            max(INNER_GAP, self.relative_gap) if self.planes else self.relative_gap
+        )  # the first may be the answer
         found = solve(inner, time_limit=self._left(), relative_gap=gap, warm=self.choice or None)
         bound = found.lower_bound - sum(point.prices.values())
         if bound > self.bound:
@@ -177,7 +184,7 @@ class _CuttingPlanes:
             highest, point = highest_point(
                 self.planes, [len(rows) for rows in self.kinds.paths], self.rows, self.cap
             )
-        if self.choice and highest <= self.bound + ENOUGH * self.cost:
+        if self.choice and highest <= self.bound + max(ENOUGH, self.relative_gap) * self.cost:
             return None
         # With one plane the highest point is a corner; with few it swings from side to side.
         return self.bound_at.towards(point, STEP if len(self.planes) > 1 else FIRST_STEP)
