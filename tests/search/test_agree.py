@@ -9,6 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from autoshard import MeshSpec, Profile, find_plan
 from passes.search.agree import agreed
@@ -32,6 +33,7 @@ class Space:
     """One op that computes 10 or 4 seconds, behind a gather of 0 or 8, both in the bulk of the forward."""
 
     problem: Problem = field(default_factory=lambda: PROBLEM)
+    edges: tuple[int, ...] = ()
     solved: list[tuple[Overlap, ...]] = field(default_factory=list)
 
     def kinds(self, overlaps: Sequence[Overlap]) -> CostKinds:
@@ -45,11 +47,11 @@ class Space:
         return tuple(choice)
 
 
-def searched(seconds: dict[tuple[int, ...], float], efficiency: float = 1.0) -> tuple[Any, Space]:
+def searched(seconds: dict[tuple[int, ...], float], edges: int = 0) -> tuple[Any, Space]:
     """What is found where the timeline says these seconds of the two choices."""
-    space = Space()
+    space = Space(edges=(0,) * edges)
     judge = lambda choice: (seconds[cast(tuple[int, ...], choice)], 0.0, 0.0)
-    return agreed(cast(SearchSpace, space), efficiency, judge, 60.0), space
+    return agreed(cast(SearchSpace, space), 1.0, judge, 60.0), space
 
 
 GATHERED, WHOLE = (0, 1), (0, 0)
@@ -86,16 +88,38 @@ def test_seconds_that_no_overlap_explains_are_extra() -> None:
     assert found.overlaps[0].efficiency == pytest.approx(0.0, abs=1e-6)
 
 
+def test_a_large_problem_is_searched_once() -> None:
+    """Its cost is the timeline's all the same, by a constant."""
+    found, space = searched({GATHERED: 12.0, WHOLE: 10.0}, edges=10_000)
+    assert found.choice == GATHERED
+    assert len(space.solved) == 1
+    assert found.seconds == pytest.approx(12.0)
+    assert found.overlaps[0].extra == pytest.approx(4.0)
+    assert found.lower_bound <= 12.0
+
+
 EXAMPLES: dict[str, Callable[[], Example]] = {
     "llama": llama,
     "vit": vit,
+    "statistics": lambda: (
+        nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)
+        ),
+        {"input": torch.randn(8, 3, 12, 12)},
+    ),
     "two": lambda: (TwoLinear(), {"x": torch.randn(9, 10)}),
 }
 
 
 @pytest.mark.parametrize(
     ("model", "axes"),
-    [("llama", {"dp": 4}), ("llama", {"dp": 2, "tp": 2}), ("vit", {"a": 3}), ("two", {"a": 3})],
+    [
+        ("llama", {"dp": 4}),
+        ("llama", {"dp": 2, "tp": 2}),
+        ("vit", {"a": 3}),
+        ("two", {"a": 3}),
+        ("statistics", {"a": 4}),
+    ],
 )
 @pytest.mark.parametrize("nominal", [True, False], ids=["h100", "slow compute"])
 def test_cost_is_within_two_hundredths_of_the_step(model: str, axes: dict[str, int], nominal: bool) -> None:
