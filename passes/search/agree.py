@@ -30,8 +30,6 @@ AWAITED, MORE_AWAITED = 0.1, 0.25
 for a rival."""
 AGREES = 1e-2
 """Share of a step by which objective and timeline may differ without another search."""
-
-
 AGAIN_EDGES = 3000
 """Edges of the largest problem that is searched again. In larger ones the objective is made the timeline's by a
 constant for each phase: searches take seconds to minutes there, and few found a faster plan, by 1 % at most."""
