@@ -125,6 +125,7 @@ class Redistributor:
         self._universes: dict[UniverseKey, Universe] = {}
         self._spaces: dict[tuple[UniverseKey, bytes], _Space] = {}
         self._plans: dict[tuple[Layout, Layout, tuple[int, ...], int], Redistribution] = {}
+        self._asked: dict[tuple[tuple[int, ...], int], dict[frozenset[Layout], None]] = {}
 
     def joining(self, joined: JoinedAxes) -> Redistributor:
         """One with the same prices that moves the axes `joined` together."""
@@ -156,6 +157,7 @@ class Redistributor:
         if not len(srcs) or not len(dsts):
             return seconds
         space = self._space((*srcs, *dsts), tuple(shape), itemsize, deadline)
+        self._asked.setdefault((tuple(shape), itemsize), {}).setdefault(frozenset((*srcs, *dsts)))
         rows = [space.state(src) for src in srcs]
         columns = [space.state(dst) for dst in dsts]
         known_rows = [i for i, row in enumerate(rows) if row is not None]
@@ -168,15 +170,22 @@ class Redistributor:
     def _plan(self, src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int) -> Redistribution:
         if src == dst:
             return Redistribution((), 0.0, (), ())
-        space = self._space((src, dst), shape, itemsize)
-        source, target = space.state(src), space.state(dst)
-        path = None if source is None or target is None else space.path(source, target)
-        if path is None:
+        # A way may lead over sizes that neither of the two has: of other layouts that `matrix` was asked for with them.
+        asked = self._asked.get((shape, itemsize), {})
+        known = ((src, dst), *(layouts for layouts in asked if src in layouts and dst in layouts))
+        spaces = (self._space(tuple(layouts), shape, itemsize) for layouts in known)
+        found = ((space, self._path(space, src, dst)) for space in spaces)
+        space, path = next(((space, path) for space, path in found if path is not None), (None, None))
+        if space is None or path is None:
             raise ShardingError(f"no redistribution from {src} to {dst}: a pending max or min cannot be made")
         seconds = tuple(float(space.seconds[move]) for move in path)
         nbytes = tuple(int(space.payloads[move]) for move in path)
         steps = tuple(self._step(space, move, len(shape)) for move in path)
         return Redistribution(steps, sum(seconds, 0.0), seconds, nbytes)
+
+    def _path(self, space: _Space, src: Layout, dst: Layout) -> list[int] | None:
+        source, target = space.state(src), space.state(dst)
+        return None if source is None or target is None else space.path(source, target)
 
     def _step(self, space: _Space, number: int, ndim: int) -> Step:
         universe, move = space.universe, space.universe.moves[number]

@@ -12,7 +12,7 @@ import pytest
 
 from cost_model.errors import ProfileError, ShardingError
 from cost_model.mesh import MeshSpec
-from passes.layout.layout import Layout
+from passes.layout.layout import Halo, Layout
 from passes.redistribution.dim_splits import DimSpec
 from passes.redistribution.moves import as_layout
 from passes.redistribution.redistribute import Redistribution, Redistributor
@@ -273,3 +273,20 @@ def test_two_axes_moved_together_are_as_one() -> None:
     assert (together.matrix(layouts, layouts, shape, 4) >= apart.matrix(layouts, layouts, shape, 4)).all()
     with pytest.raises(ShardingError):
         together.plan(Layout((("a",), (), ())), layouts[0], shape, 4)
+
+
+def test_a_way_that_was_priced_can_be_gone() -> None:
+    """From a halo to other dims it leads over the halo's own rows, sizes that only a third layout has. What the search
+    was told for all three is what the plan of the two takes."""
+    mesh, shape = MeshSpec({"a": 4}), (8, 4, 8, 8)
+    held = (None, None, Halo(((0, 5), (3, 8), (0, 0), (0, 0))), None)
+    halo = Layout.of(shape, mesh, ((), (), ("a",), ()), (), None, held)
+    rows = Layout.of(shape, mesh, ((), (), ("a",), ()), (), (None, None, (4, 4, 0, 0), None))
+    batch = Layout.of(shape, mesh, (("a",), (), (), ()))
+    redistributor = Redistributor(mesh, Rates())
+    with pytest.raises(ShardingError):
+        redistributor.plan(halo, batch, shape, 4)
+    ((priced,), _) = redistributor.matrix([halo, rows], [batch], shape, 4).tolist()
+    found = redistributor.plan(halo, batch, shape, 4)
+    assert found.seconds == pytest.approx(priced)
+    assert [step.after for step in found.steps] == [rows, batch]
