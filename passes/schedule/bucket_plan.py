@@ -41,7 +41,7 @@ from passes.plan.transfers import Move, Transfer
 from passes.redistribution.redistribute import Redistribution
 from passes.redistribution.steps import AllGather, AllReduce, HaloExchange, HaloReduce, ReduceScatter, Reshard
 from passes.schedule.issue_order import IssueOrder, Place, Side, issue_order
-from passes.schedule.prefetch import SLACK, Prefetch
+from passes.schedule.prefetch import Prefetch
 from passes.strategies.prices import Prices
 
 __all__ = ["BucketPlan", "Item", "Wire", "bucketed_order", "least_end"]
@@ -111,11 +111,11 @@ class BucketPlan:
         wire = Prefetch(
             self._elapsed(ops),
             [group[0].end for group in groups],
-            [SLACK * self._group_seconds(group) for group in groups],
+            [self._group_seconds(group) for group in groups],
             [sum(max(self._nbytes(move), default=0) for move in group) for group in groups],
         )
         reductions = sorted((place, self._group_seconds(group)) for place, group in ending)
-        return wire.places(groups, awaited, reductions)
+        return wire.places(awaited, reductions)
 
     def _group_seconds(self, group: Sequence[Move]) -> float:
         return sum(sum(self.moved[move.transfer].step_seconds) for move in group)

@@ -104,13 +104,15 @@ def prefetched(
     ending: Sequence[tuple[Place, Sequence[Move]]],
 ) -> Sequence[tuple[int, Place]]:
     """Every group when the one `PREFETCH` before it is first read."""
-    return [(PREFETCH, place_behind(groups, i, PREFETCH)) for i in range(len(groups))]
+    read = [group[0].end for group in groups]
+    return [(PREFETCH, place_behind(read, i, PREFETCH)) for i in range(len(read))]
 
 
-def place_behind(groups: Sequence[Sequence[Move]], i: int, depth: int) -> Place:
+def place_behind(read: Sequence[int], i: int, depth: int) -> Place:
     """Where the group `depth` before group `i` is first read: no later than `i` is, so whatever is computed from it
-    comes after it. What computes its operand is at hand as well, and goes wherever it is wanted."""
-    return (2 * groups[i - depth][0].end, 0) if i >= depth else (0, 0)
+    comes after it. What computes its operand is at hand as well, and goes wherever it is wanted. read: position of the
+    first reader of each."""
+    return (2 * read[i - depth], 0) if i >= depth else (0, 0)
 
 
 @dataclass(frozen=True)

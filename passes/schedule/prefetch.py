@@ -7,10 +7,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from passes.plan.transfers import Move
 from passes.schedule.issue_order import PREFETCH, Place, place_behind
 
-__all__ = ["SLACK", "Prefetch"]
+__all__ = ["Prefetch"]
 
 ROOM = 4
 """Times the bytes of the largest gather that those in flight may hold."""
@@ -21,8 +20,7 @@ SLACK = 1.25
 @dataclass(frozen=True)
 class Prefetch:
     """elapsed: seconds of computing before each op of the phase, and in all. Per group of gathers, in the order in
-    which they are read: read: position of its first reader; seconds: how long it is on the wire; nbytes: what it
-    gathers."""
+    which they are read: read: position of its first reader; seconds: its price; nbytes: what it gathers."""
 
     elapsed: Sequence[float]
     read: Sequence[int]
@@ -30,16 +28,13 @@ class Prefetch:
     nbytes: Sequence[int]
 
     def places(
-        self,
-        groups: Sequence[Sequence[Move]],
-        awaited: Sequence[int],
-        reductions: Sequence[tuple[Place, float]],
+        self, awaited: Sequence[int], reductions: Sequence[tuple[Place, float]]
     ) -> list[tuple[int, Place]]:
-        """Per group its depth and place, see `passes.schedule.issue_order.Ahead`. reductions: rising, position of the
-        op that makes what is reduced, and seconds."""
+        """Per group its depth and place, see `passes.schedule.issue_order.Ahead`. reductions: rising, the place of
+        each and its seconds."""
         found: list[tuple[int, Place]] = []
         for i, depth in enumerate(self._depths()):
-            place = self._behind_awaited(i, place_behind(groups, i, depth), awaited)
+            place = self._behind_awaited(i, place_behind(self.read, i, depth), awaited)
             found.append(self._before_reductions(i, depth, place, reductions))
         return found
 
@@ -48,7 +43,7 @@ class Prefetch:
         depths: list[int] = []
         start = math.inf
         for i in reversed(range(len(self.read))):
-            start = min(self.elapsed[self.read[i]], start) - self.seconds[i]
+            start = min(self.elapsed[self.read[i]], start) - SLACK * self.seconds[i]
             depth = 1
             while depth <= i and self.elapsed[self.read[i - depth]] > start and self._fit(i, depth + 1):
                 depth += 1
@@ -59,12 +54,16 @@ class Prefetch:
         """Whether group `i` may be in flight with the `depth` - 1 before it."""
         return sum(self.nbytes[i + 1 - depth : i + 1]) <= ROOM * max(self.nbytes)
 
+    def _latest(self, i: int) -> float:
+        """When group `i` must be on the wire."""
+        return self.elapsed[self.read[i]] - SLACK * self.seconds[i]
+
     def _behind_awaited(self, i: int, place: Place, awaited: Sequence[int]) -> Place:
         """`place`, or behind the awaited transfers that follow before so much is computed."""
-        latest = self.elapsed[self.read[i]] - self.seconds[i]
+        latest = self._latest(i)
         for position in awaited[bisect_left(awaited, place[0] // 2) :]:
             ready = self.elapsed[position + 1]
-            if ready > latest or ready - self.elapsed[place[0] // 2] > self.seconds[i]:
+            if ready > latest or ready - self.elapsed[place[0] // 2] > SLACK * self.seconds[i]:
                 break
             place = (2 * position + 1, 1)
         return place
@@ -73,7 +72,7 @@ class Prefetch:
         self, i: int, depth: int, place: Place, reductions: Sequence[tuple[Place, float]]
     ) -> tuple[int, Place]:
         """Before a reduction that is on the wire when the group should be."""
-        latest = self.elapsed[self.read[i]] - self.seconds[i]
+        latest = self._latest(i)
         for reduced, seconds in reversed(reductions):
             if reduced >= place:
                 continue

@@ -151,7 +151,9 @@ def test_no_transfer_is_before_what_its_operand_is_computed_from(seed: int, conv
     mesh = MeshSpec({"a": 2, "b": 2})
     assignment = random_assignment(convolutions, mesh, rng)
     depth = rng.randint(1, 4)
-    ahead = lambda groups, *_: [(depth, place_behind(groups, i, depth)) for i in range(len(groups))]
+    ahead = lambda groups, *_: [
+        (depth, place_behind([group[0].end for group in groups], i, depth)) for i in range(len(groups))
+    ]
     turns = issue_order(convolutions, assignment, ahead=ahead, reach=rng.randint(0, 9)).turns
     assert len(set(turns.values())) == len(turns)
     latest: dict[fx.Node, Turn] = {}

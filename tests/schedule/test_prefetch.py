@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from passes.plan.transfers import Move
 from passes.schedule.issue_order import Place
-from passes.schedule.prefetch import SLACK, Prefetch
+from passes.schedule.prefetch import Prefetch
 
 ELAPSED = [float(second) for second in range(11)]
 
@@ -18,10 +17,8 @@ def places(
     awaited: tuple[int, ...] = (),
     reductions: tuple[tuple[Place, float], ...] = (),
 ) -> list[tuple[int, Place]]:
-    """read: position of each gather's reader. seconds: prices, slack left out."""
-    groups = [[Move(None, 0, None, None, None, True, end=end)] for end in read]  # type: ignore[arg-type]
-    prefetch = Prefetch(ELAPSED, read, [SLACK * s for s in seconds], nbytes or [1] * len(read))
-    return prefetch.places(groups, awaited, reductions)
+    """read: position of each gather's reader. seconds: prices, a quarter of slack left out."""
+    return Prefetch(ELAPSED, read, seconds, nbytes or [1] * len(read)).places(awaited, reductions)
 
 
 def test_two_in_flight_where_that_is_enough() -> None:
