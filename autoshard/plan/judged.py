@@ -26,7 +26,8 @@ class Judged:
 
     @property
     def seconds(self) -> float:
-        return sum(self.phase_seconds)
+        assert self.step is not None
+        return self.step.seconds
 
     @property
     def phase_seconds(self) -> Sequence[float]:

@@ -222,7 +222,7 @@ def _plan_of(task: Task, found: Found, judged: Judged, again: Again | None) -> P
         cost=found.seconds,
         lower_bound=found.lower_bound,
         status=found.status,
-        step_time=found.seconds if judged.step is None else judged.step.seconds,
+        step_time=found.seconds if judged.step is None else judged.seconds,
         peak_memory=found.peak_nbytes,
         peak_node=found.peak_node,
         memory_limit=task.memory_limit,

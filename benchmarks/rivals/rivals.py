@@ -13,9 +13,6 @@ from benchmarks.rivals.cases import Network
 from benchmarks.rivals.changes import changes
 from benchmarks.rivals.families import families
 from cost_model.errors import InfeasibleError, ShardingError
-from passes.layout.assignment import Assignment
-from passes.plan.decide import decide_lowering
-from passes.predict.predict_step import predicted_step
 from passes.search.strategy_space import build_space
 
 __all__ = ["GROUPS", "OVERLAPS", "Contest", "Rival", "contest"]
@@ -99,7 +96,7 @@ def _assumed(task: Task) -> Iterator[Rival]:
     for share in OVERLAPS:
         profile = replace(task.profile, overlap_efficiency=share)
         plan = search_plan(replace(task, profile=profile))
-        yield Rival("assumed", f"overlap {share:g}", _seconds(task, plan.assignment))
+        yield Rival("assumed", f"overlap {share:g}", task.judged(plan.assignment).seconds)
 
 
 def _changed(task: Task, plan: Plan, count: int) -> Iterator[Rival]:
@@ -107,12 +104,6 @@ def _changed(task: Task, plan: Plan, count: int) -> Iterator[Rival]:
     space = build_space(task.joint, task.prices, task.boundary, memory_limit=room)
     for change in changes(task.joint, space, plan.assignment, count):
         try:
-            yield Rival("changed", str(change), _seconds(task, change.assignment))
+            yield Rival("changed", str(change), task.judged(change.assignment).seconds)
         except ShardingError as error:
             yield Rival("changed", str(change), None, str(error).splitlines()[0])
-
-
-def _seconds(task: Task, assignment: Assignment) -> float:
-    """Of a step on the timeline, under the prices of the task."""
-    lowering, _ = decide_lowering(task.joint, assignment, task.prices)
-    return predicted_step(task.joint, assignment, lowering, task.prices).seconds

@@ -20,8 +20,7 @@ _EVERY_CLASS = frozenset(vars(nn.Module))
 def attributes_read(before: Snapshot) -> Generator[dict[nn.Module, set[str]]]:
     """Module -> names of the attributes read inside, as they were `before`: one that was assigned first is no input
     of the forward. Attributes of the class count if they are data, and `forward` counts, since users exchange it.
-    Tables
-    of parameters, modules and hooks, and the training flag, do not count."""
+    Tables of parameters, modules and hooks, and the training flag, do not count."""
     found: dict[nn.Module, set[str]] = {}
 
     def note(module: nn.Module, name: str, value: object) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import isclose
 
 import numpy as np
@@ -97,17 +98,14 @@ def phase_paths(overlaps: Sequence[Overlap]) -> tuple[Array, ...]:
 
 def phase_seconds(totals: Array, overlaps: Sequence[Overlap]) -> list[float]:
     """Of each phase, by its longest path."""
-    paths = phase_paths(overlaps)
-    return [
-        float(totals[_phase(p)].sum()) + float((paths[p] @ totals).max()) + overlap.extra
-        for p, overlap in enumerate(overlaps)
-    ]
+    return [_seconds(totals, phase, overlap) for phase, overlap in enumerate(overlaps)]
 
 
 def corrected(totals: Array, overlaps: Sequence[Overlap], seconds: Sequence[float]) -> tuple[Overlap, ...]:
     """`overlaps` under which a step of these totals takes `seconds` per phase: by the share of what is awaited that
     hides, then by the efficiency, both in [0, 1], and what is left is `extra`."""
-    return tuple(_corrected(totals, overlaps, phase, wanted) for phase, wanted in enumerate(seconds))
+    pairs = zip(overlaps, seconds, strict=True)
+    return tuple(_corrected(totals, phase, overlap, wanted) for phase, (overlap, wanted) in enumerate(pairs))
 
 
 def step_kinds(joint: JointGraph, hidden: HiddenReads, seconds: Mapping[str, float]) -> StepKinds:
@@ -167,12 +165,13 @@ def _fillers(ops: list[fx.Node]) -> frozenset[fx.Node]:
     return frozenset(ops) - followed
 
 
-def _corrected(totals: Array, overlaps: Sequence[Overlap], phase: int, wanted: float) -> Overlap:
-    def taken(overlap: Overlap) -> float:
-        changed = [overlap if p == phase else other for p, other in enumerate(overlaps)]
-        return phase_seconds(totals, changed)[phase]
+def _seconds(totals: Array, phase: int, overlap: Overlap) -> float:
+    return float(totals[_phase(phase)].sum()) + float((_paths(phase, overlap) @ totals).max()) + overlap.extra
 
-    found = replace(overlaps[phase], extra=0.0)
+
+def _corrected(totals: Array, phase: int, overlap: Overlap, wanted: float) -> Overlap:
+    taken = partial(_seconds, totals, phase)
+    found = replace(overlap, extra=0.0)
     if phase:
         found = replace(found, awaited=_root(lambda share: taken(replace(found, awaited=share)), wanted))
     if not isclose(taken(found), wanted, rel_tol=1e-3):
