@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from autoshard.runtime.local_updates import update_shards
 from autoshard.runtime.sharding import like_parameter
 from passes.ir.torch_dtensor import handle_dtensor_op, set_dtensor_data_by, take_plain_tensors_as_replicated
 
@@ -28,12 +29,13 @@ or norm too (`p.grad.norm().item()` is the norm of a shard, without a word), or 
 def complete_dtensor_ops(device: torch.device) -> None:
     """From now on, in this process: a number read of a DTensor is that of the whole tensor, `copy_` and `p.data = ...`
     take whole tensors, and a plain tensor beside DTensors is whole too, the same on all ranks, as outputs and losses
-    are. device: of the parameters."""
+    are; optimizers update shards as if they were plain. device: of the parameters."""
     for op in _OF_WHOLE:
         handle_dtensor_op(op, _of_whole)
     handle_dtensor_op(aten.copy_.default, _copy)
     set_dtensor_data_by(_as_laid_out)
     take_plain_tensors_as_replicated(device)
+    update_shards()
 
 
 def _of_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
