@@ -205,7 +205,8 @@ class Session:
 
         def compiled(backend: str) -> Program:
             rank, backward = self.mesh.get_rank(), ours.phases.backward
-            program = Program(ours, sides, self.spec, rank, backend, self.observers, turn)
+            whole = ours.joined() if backend == "eager" else ours
+            program = Program(whole, sides, self.spec, rank, backend, self.observers, turn)
             if backward is not None:
                 program.compile_backward(usually_missing(backward))
             return program

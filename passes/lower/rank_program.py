@@ -9,6 +9,9 @@ from torch import fx
 
 from cost_model.mesh import MeshSpec
 from passes.compile.bind_device import bind_device
+from passes.compile.join_losses import JoinLosses
+from passes.compile.join_norms import JoinNorms
+from passes.ir.graph_pass import run_rank_passes
 from passes.ir.joint import GraphInput, GraphOutput, JointGraph
 from passes.ir.torch_compat import lazy_module
 from passes.layout.assignment import Assignment
@@ -50,11 +53,14 @@ class RankProgram:
     """local: the rank's joint graph, every op of the global graph where it stands there.
     phases:   forward, in the order in which it runs, and the backward as it was split off.
     schedule: what orders the backward, once it is known which tangents there are.
+    inputs, outputs: what the ends of the joint graph mean.
     """
 
     local: RankGraph
     phases: Phases
     schedule: Schedule
+    inputs: tuple[GraphInput, ...]
+    outputs: tuple[GraphOutput, ...]
 
     @staticmethod
     def of(
@@ -66,7 +72,7 @@ class RankProgram:
         """The phases of a lowered graph, which stays as it is. inputs, outputs: what its ends mean."""
         phases = split_phases(local.module, inputs, outputs)
         schedule(phases.forward)
-        return RankProgram(local, phases, schedule)
+        return RankProgram(local, phases, schedule, tuple(inputs), tuple(outputs))
 
     def backward(self, missing: Set[int] = frozenset()) -> Backward:
         """What runs where the outputs `missing` (`GraphInput.index`) get no gradient."""
@@ -80,6 +86,14 @@ class RankProgram:
         """As they run in a usual step: with a gradient for the loss alone, if there is one."""
         whole = self.phases.backward
         return replace(self.phases, backward=None if whole is None else self.backward(usually_missing(whole)))
+
+    def joined(self) -> RankProgram:
+        """The same, of fewer and larger kernels: torch's own, for what capture took apart and no split keeps apart.
+
+        For a program that runs op by op; a compiler joins more.
+        """
+        module = run_rank_passes(_copied(self.local.module), (JoinNorms(), JoinLosses()))
+        return RankProgram.of(replace(self.local, module=module), self.inputs, self.outputs, self.schedule)
 
     def text(self) -> str:
         """Every node of forward and backward in the order in which they run, for all outputs' gradients."""
