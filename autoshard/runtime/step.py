@@ -189,14 +189,18 @@ class _Step(torch.autograd.Function):
         ctx.maybe_clear_saved_tensors()
         assert program.phases.backward is not None
         gradients: list[Tensor | None] = [None] * len(ctx.shapes)
+        needed = ctx.needs_input_grad  # a new tuple at every look
         for spec, gradient in zip(
             program.phases.backward.gradients, program.run_backward(saved, tangents), strict=True
         ):
-            if gradient is not None and ctx.needs_input_grad[spec.index + 1]:
-                sharding = ctx.shardings[spec.index]
-                if sharding is not None:
-                    gradient = dtensor_from(gradient, sharding)
-                gradients[spec.index] = program.fit_gradient(gradient, spec.index, ctx.shapes[spec.index])
+            leaf = spec.index
+            if gradient is None or not needed[leaf + 1]:
+                continue
+            sharding = ctx.shardings[leaf]
+            if sharding is None:
+                gradients[leaf] = program.fit_gradient(gradient, leaf, ctx.shapes[leaf])
+            else:
+                gradients[leaf] = dtensor_from(gradient, sharding)
         return (None, *gradients)
 
 

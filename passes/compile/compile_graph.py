@@ -11,8 +11,10 @@ from torch import Tensor, fx
 
 from cost_model.checked_arguments import reject
 from cost_model.errors import ShardingError, UnsupportedOpError
+from passes.compile.call_directly import call_directly
 from passes.compile.expand_ops import CALLED, expand_ops
 from passes.compile.fuse_eager import FuseEager
+from passes.compile.join_linears import JoinLinears
 from passes.ir.graph_pass import run_rank_passes
 from passes.ir.op_traits import is_collective
 from passes.ir.torch_compat import (
@@ -61,7 +63,7 @@ def compile_graph(module: fx.GraphModule, backend: str = "inductor") -> Compiled
     check_backend(backend)
     if backend == "eager":
         expanded = name_collectives(expand_ops(module, called=CALLED))
-        return boxed_forward(run_rank_passes(expanded, [FuseEager()]))
+        return boxed_forward(call_directly(run_rank_passes(expanded, [FuseEager(), JoinLinears()])))
     expanded = name_collectives(expand_ops(module))
     examples = fresh_fakes([n.meta["val"] for n in expanded.graph.nodes if n.op == "placeholder"])
     with torch.no_grad(), torch_deprecations_ignored():
