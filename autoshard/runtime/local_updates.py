@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from importlib import import_module
+from operator import is_
 from typing import Any
 
 import torch
@@ -54,14 +55,14 @@ def _on_shards(function: Callable[..., None]) -> Callable[..., None]:
     def update(*lists: Any, **options: Any) -> None:
         if torch.compiler.is_compiling() or not _divides(lists, options):
             return function(*lists, **options)
-        parameters = lists[0]
-        shards = [[local_of(value) for value in values] for values in lists]
+        shards = [[local_of(v) if isinstance(v, DTensor) else v for v in values] for values in lists]
         given = [list(values) for values in shards]
         function(*shards, **options)
         for values, before, after in zip(lists, given, shards, strict=True):
-            _take_new(values, before, after, parameters)
+            if not all(map(is_, before, after)):
+                _take_new(values, before, after, lists[0])
         # As an op on the DTensor would: what autograd saved of it is stale.
-        increment_version(p for p in parameters if isinstance(p, DTensor))
+        increment_version([p for p in lists[0] if isinstance(p, DTensor)])
         return None
 
     update.whole = function  # type: ignore[attr-defined]
@@ -77,29 +78,25 @@ def _divides(lists: Sequence[Any], options: dict[str, Any]) -> bool:
         return False
     if options.get("differentiable") or any(isinstance(value, DTensor) for value in options.values()):
         return False
-    return all(_parallel(parameters, values) for values in lists)
+    shardings = [sharding_of(p) if isinstance(p, DTensor) else None for p in parameters]
+    # An empty list is of a variant that is off.
+    lengths = {len(values) for values in lists if values}
+    return lengths == {len(parameters)} and all(all(map(_cut_alike, shardings, values)) for values in lists)
 
 
-def _parallel(parameters: Sequence[Tensor], values: Sequence[Tensor | None]) -> bool:
-    if not values:
-        return True  # of a variant that is off
-    return len(values) == len(parameters) and all(map(_cut_alike, parameters, values))
-
-
-def _cut_alike(parameter: Tensor, value: Tensor | None) -> bool:
-    """Whether the shard of `value` belongs to that of `parameter`. A step count is the same everywhere."""
-    ours, theirs = sharding_of(parameter), sharding_of(value)  # type: ignore[arg-type]
+def _cut_alike(ours: Any, value: Tensor | None) -> bool:
+    """Whether the shard of `value` belongs to that of a parameter with the sharding `ours`, None if it is plain.
+    A step count is the same everywhere."""
+    if not isinstance(value, DTensor):
+        return ours is None or value is None or value.ndim == 0
+    theirs = sharding_of(value)
     if ours is theirs:
         return True
-    if theirs is None:
-        return value is None or value.ndim == 0
-    if ours is None:
+    if ours is None or ours.mesh != theirs.mesh:
         return False
-    if ours.mesh != theirs.mesh:
-        return False
-    if value.shape == parameter.shape:  # type: ignore[union-attr]
+    if ours.shape == theirs.shape:
         return ours.placements == theirs.placements
-    return value.ndim == 0 and all(p.is_replicate() for p in theirs.placements)  # type: ignore[union-attr]
+    return theirs.ndim == 0 and all(p.is_replicate() for p in theirs.placements)
 
 
 def _take_new(

@@ -7,6 +7,7 @@ import inspect
 import logging
 from collections.abc import Callable, Generator, Hashable
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -170,16 +171,17 @@ def mode_key(model: nn.Module) -> Hashable:
 class _Mode:
     def __init__(self, model: nn.Module) -> None:
         self._modules = list(model.modules())
-        self._owners = [m for m in self._modules if m._parameters]
+        self._tables = [m._parameters for m in self._modules if m._parameters]
 
     def key(self) -> Hashable:
-        training = tuple(m.training for m in self._modules)
+        training = tuple(map(_TRAINING, self._modules))
         if not torch.is_grad_enabled():
             return training, None, _autocast()
-        trained = tuple(
-            p is not None and p.requires_grad for m in self._owners for p in m._parameters.values()
-        )
+        trained = tuple([p.requires_grad for table in self._tables for p in table.values() if p is not None])
         return training, trained, _autocast()
+
+
+_TRAINING = attrgetter("training")
 
 
 def _autocast() -> Hashable:

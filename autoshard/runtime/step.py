@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -27,6 +28,10 @@ def _no_turn(phase: str) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
+def _no_tensor() -> None:
+    return None
+
+
 class Program:
     """The two graphs of a rank, compiled, run on the values of one call.
 
@@ -41,6 +46,7 @@ class Program:
     The backward is compiled on first use for every set of outputs that get no gradient.
 
     observers: told when a forward or backward begins and ends; may change while the program lives.
+    may_slice: leaves that may come whole where the graph takes a part: all but parameters.
     turn: of "forward" or "backward": the block in which it runs, so that ranks know where the others are.
     """
 
@@ -66,9 +72,10 @@ class Program:
         self._sides = tuple(sides)
         self._forward = compile_graph(phases.forward, backend)
         self._expected = expected(_placeholder_values(phases.forward))
+        self._known: list[Callable[[], Tensor | None]] = [_no_tensor] * len(self._expected)
         # Parameters and buffers by far outnumber what may need slicing.
         kinds = [i.kind for i in phases.inputs]
-        self._may_slice = [i for i, kind in enumerate(kinds) if kind != "param"]
+        self.may_slice = [i for i, kind in enumerate(kinds) if kind != "param"]
         self._buffers = [
             (position, o.index) for position, o in enumerate(phases.outputs) if o.kind == "buffer"
         ]
@@ -134,9 +141,19 @@ class Program:
 
     def _localize(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         locals_ = [local_of(leaf) for leaf in leaves]
-        for i in self._may_slice:
+        for i in self.may_slice:
             locals_[i] = sliced(locals_[i], self._sides[i], self._spec, self._rank)
-        return [conform(value, like) for value, like in zip(locals_, self._expected, strict=True)]
+        for i, (value, known) in enumerate(zip(locals_, self._known, strict=True)):
+            if known() is not value:
+                locals_[i] = self._conformed(i, value)
+        return locals_
+
+    def _conformed(self, position: int, value: Tensor) -> Tensor:
+        """`value` as the graph takes it. A parameter that is so already is remembered: it comes again at every step."""
+        found = conform(value, self._expected[position])
+        if found is value and position not in self.may_slice:
+            self._known[position] = weakref.ref(value)
+        return found
 
     def _compile_backward(self, missing: frozenset[int]) -> _CompiledBackward:
         full = self.phases.backward
@@ -164,8 +181,8 @@ class _Step(torch.autograd.Function):
     def forward(ctx: Any, program: Program, *leaves: Tensor) -> tuple[Tensor, ...]:
         outputs, saved = program.run_forward(leaves)
         ctx.program = program
-        ctx.shapes = [leaf.shape for leaf in leaves]
         ctx.shardings = [sharding_of(leaf) for leaf in leaves]
+        ctx.shapes = {i: leaves[i].shape for i in program.may_slice}
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*program.constant_outputs(outputs))
         ctx.save_for_backward(*saved)
@@ -188,7 +205,7 @@ class _Step(torch.autograd.Function):
         # With retain_graph=False nobody needs them again: the backward may free each when it is done.
         ctx.maybe_clear_saved_tensors()
         assert program.phases.backward is not None
-        gradients: list[Tensor | None] = [None] * len(ctx.shapes)
+        gradients: list[Tensor | None] = [None] * len(ctx.shardings)
         needed = ctx.needs_input_grad  # a new tuple at every look
         for spec, gradient in zip(
             program.phases.backward.gradients, program.run_backward(saved, tangents), strict=True
@@ -197,10 +214,10 @@ class _Step(torch.autograd.Function):
             if gradient is None or not needed[leaf + 1]:
                 continue
             sharding = ctx.shardings[leaf]
-            if sharding is None:
-                gradients[leaf] = program.fit_gradient(gradient, leaf, ctx.shapes[leaf])
-            else:
-                gradients[leaf] = dtensor_from(gradient, sharding)
+            if sharding is not None:
+                gradient = dtensor_from(gradient, sharding)
+            shape = ctx.shapes.get(leaf)
+            gradients[leaf] = gradient if shape is None else program.fit_gradient(gradient, leaf, shape)
         return (None, *gradients)
 
 
