@@ -1,10 +1,11 @@
-"""Step time on one device: autoshard's program against plain torch.compile of the same model.
+"""Step time on one device: autoshard's program against plain PyTorch, both eager or both compiled.
 
-    python benchmarks/step_time.py                 # CUDA if there is a GPU, else the CPU
-    python benchmarks/step_time.py --device cpu --steps 30
+    python -m benchmarks.step_time                     # a small GPT, compiled; CUDA if there is a GPU, else the CPU
+    python -m benchmarks.step_time --backend eager --model mlp --device cpu --steps 30
 
 Both models live in one process and take their steps in turn, so that whatever else the machine does meets both
-alike. A step is forward, backward and a fused AdamW update. Prints the medians and their ratio.
+alike. A step is forward, backward and a fused AdamW update. Prints the medians and their ratio, by phase too (what the
+host needs for it: on CUDA it runs ahead); then the same for a batch of one sample, nearly all of which is host time.
 """
 
 from __future__ import annotations
@@ -15,15 +16,50 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard import autoshard
 from autoshard.demo.model import GPT, GPTConfig, batches
+from benchmarks.racing.models import MLP, ConvNet
+
+PHASES = ("forward", "backward", "update", "zero_grad")
+PLAIN = {"eager": "PyTorch", "inductor": "torch.compile"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """batch: of a number of samples."""
+
+    text: str
+    build: Callable[[], nn.Module]
+    batch: Callable[[int], tuple[Tensor, ...]]
+    samples: int
+
+
+def cases() -> Mapping[str, Case]:
+    config = GPTConfig()
+    image, hidden = (3, 32, 32), 1024
+    return {
+        "gpt": Case(str(config), lambda: GPT(config), lambda n: batches(config, n, 1)[0], 16),
+        "mlp": Case(
+            "MLP, 3 blocks 256-1024-256",
+            lambda: MLP(256, 1024, 3),
+            lambda n: (torch.randn(n, 256), torch.randn(n, 256)),
+            256,
+        ),
+        "convnet": Case(
+            "ConvNet, 24 channels on 32x32",
+            lambda: ConvNet(24, 32, hidden, 10),
+            lambda n: (torch.randn(n, *image), torch.randint(10, (n,))),
+            16,
+        ),
+    }
 
 
 def main() -> None:
@@ -31,81 +67,98 @@ def main() -> None:
     parser.add_argument(
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda")
     )
+    parser.add_argument("--backend", default="inductor", choices=tuple(PLAIN))
+    parser.add_argument("--model", default="gpt", choices=tuple(cases()))
     parser.add_argument("--steps", type=int, default=30, help="of each, after warm-up")
-    parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--context", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--batch", type=int, help="samples; default: by model")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    config = GPTConfig(width=arguments.width, layers=arguments.layers, context=arguments.context)
+    case = cases()[arguments.model]
+    name_of_device = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU, 1 thread"
+    print(f"torch {torch.__version__}, {name_of_device}, {case.text}, {arguments.steps} steps each")
     with tempfile.TemporaryDirectory() as folder:
-        backend = "nccl" if arguments.device == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
+        collectives = "nccl" if arguments.device == "cuda" else "gloo"
+        dist.init_process_group(collectives, store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
         try:
-            compare(config, arguments)
+            mesh = init_device_mesh(arguments.device, (1,), mesh_dim_names=("ranks",))
+            for samples in (arguments.batch or case.samples, 1):
+                compare(case, samples, mesh, arguments)
         finally:
             dist.destroy_process_group()
 
 
-def compare(config: GPTConfig, arguments: argparse.Namespace) -> None:
-    device = arguments.device
-    mesh = init_device_mesh(device, (1,), mesh_dim_names=("ranks",))
-    tokens, targets = (t.to(device) for t in batches(config, arguments.batch, 1)[0])
+def compare(case: Case, samples: int, mesh: DeviceMesh, arguments: argparse.Namespace) -> None:
+    device, backend = arguments.device, arguments.backend
+    batch = tuple(t.to(device) for t in case.batch(samples))
     torch.manual_seed(0)
-    plain = GPT(config).to(device)
+    plain = case.build().to(device)
     ours = copy.deepcopy(plain)
-    autoshard(ours, mesh, (tokens, targets), profile="h100" if device == "cuda" else "cpu")
-    steps = {
-        "torch.compile": trainer(torch.compile(plain), plain, tokens, targets),
-        "autoshard": trainer(ours, ours, tokens, targets),
+    autoshard(ours, mesh, batch, profile="h100" if device == "cuda" else "cpu", backend=backend)
+    first, second = PLAIN[backend], "autoshard"
+    trainers = {
+        first: Trainer(plain if backend == "eager" else torch.compile(plain), plain, batch),
+        second: Trainer(ours, ours, batch),
     }
+    losses: dict[str, float] = {}
     for _ in range(arguments.warmup):
-        losses = {name: step().item() for name, step in steps.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
+        losses = {name: trainer.step().item() for name, trainer in trainers.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in trainers}
+    for trainer in trainers.values():
+        trainer.forget()
     for turn in range(arguments.steps):
         # Who goes first alternates: the second finds the caches the first left.
-        for name in list(steps) if turn % 2 == 0 else list(steps)[::-1]:
-            seconds[name].append(timed(steps[name], device))
-    name_of_device = torch.cuda.get_device_name() if device == "cuda" else "CPU, 1 thread"
-    print(
-        f"torch {torch.__version__}, {name_of_device}, {config}, batch {arguments.batch}, {arguments.steps} steps each"
-    )
-    print(f"losses after warm-up: {losses}")
+        for name in list(trainers)[:: 1 if turn % 2 == 0 else -1]:
+            seconds[name].append(timed(trainers[name], device))
+    print(f"batch of {samples}; losses after warm-up: {losses}")
     for name, values in seconds.items():
         low, middle, high = (1e3 * quartile for quartile in statistics.quantiles(values, n=4))
-        print(f"  {name:14} median {middle:8.2f} ms (quartiles {low:.2f}, {high:.2f})")
-    ratio = statistics.median(seconds["autoshard"]) / statistics.median(seconds["torch.compile"])
-    paired = statistics.median(
-        a / b for a, b in zip(seconds["autoshard"], seconds["torch.compile"], strict=True)
-    )
+        print(
+            f"  {name:14} median {middle:8.2f} ms (quartiles {low:.2f}, {high:.2f}); {trainers[name].phases()}"
+        )
+    ratio = statistics.median(seconds[second]) / statistics.median(seconds[first])
+    paired = statistics.median(a / b for a, b in zip(seconds[second], seconds[first], strict=True))
     print(f"  ratio of the medians {ratio:.3f}; median of the ratios turn by turn {paired:.3f}")
 
 
-def trainer(
-    call: Callable[..., torch.Tensor], model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor
-) -> Callable[[], torch.Tensor]:
-    """One training step of `model`, run through `call`."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+class Trainer:
+    """Training steps of `model`, run through `call`."""
 
-    def step() -> torch.Tensor:
-        loss = call(tokens, targets)
+    def __init__(self, call: Callable[..., Tensor], model: nn.Module, batch: tuple[Tensor, ...]) -> None:
+        self._call, self._batch = call, batch
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        self.forget()
+
+    def forget(self) -> None:
+        self._seconds: dict[str, list[float]] = {phase: [] for phase in PHASES}
+
+    def step(self) -> Tensor:
+        """The loss before the update."""
+        marks = [time.perf_counter()]
+        loss = self._call(*self._batch)
+        marks.append(time.perf_counter())
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        marks.append(time.perf_counter())
+        self._optimizer.step()
+        marks.append(time.perf_counter())
+        self._optimizer.zero_grad()
+        marks.append(time.perf_counter())
+        for phase, begin, end in zip(PHASES, marks, marks[1:], strict=False):
+            self._seconds[phase].append(end - begin)
         return loss.detach()
 
-    return step
+    def phases(self) -> str:
+        medians = {phase: 1e3 * statistics.median(values) for phase, values in self._seconds.items()}
+        return ", ".join(f"{phase} {median:.2f}" for phase, median in medians.items())
 
 
-def timed(step: Callable[[], torch.Tensor], device: str) -> float:
+def timed(trainer: Trainer, device: str) -> float:
     """Seconds of one step, finished on the device."""
     if device == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
-    step()
+    trainer.step()
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - start

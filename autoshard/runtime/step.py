@@ -142,7 +142,8 @@ class Program:
     def _localize(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         locals_ = [local_of(leaf) for leaf in leaves]
         for i in self.may_slice:
-            locals_[i] = sliced(locals_[i], self._sides[i], self._spec, self._rank)
+            if locals_[i].shape != self._expected[i].shape:
+                locals_[i] = sliced(locals_[i], self._sides[i], self._spec, self._rank)
         for i, (value, known) in enumerate(zip(locals_, self._known, strict=True)):
             if known() is not value:
                 locals_[i] = self._conformed(i, value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -41,12 +42,37 @@ class CallKey:
     tree: Tree
     tensors: tuple[TensorKey, ...]
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.tree, self.tensors))
+
 
 def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], CallKey]:
     """(tensors in the order of the graph's "input" placeholders, key) of a call's arguments. Everything that is no
     tensor is part of the key."""
+    values = (*args, *kwargs.values())
+    if all(type(value) is Tensor for value in values) and len(set(map(id, values))) == len(values):
+        # The usual call, of tensors alone: its key is made once.
+        looks = tuple([(value.shape, value.dtype, value.requires_grad) for value in values])
+        return list(values), _key_of_tensors(looks, tuple(kwargs))
+    return _flattened(args, kwargs)
+
+
+def _flattened(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], CallKey]:
     tensors, tree = flatten_arguments((args, dict(kwargs)))
     return tensors, CallKey(tree, tuple(TensorKey.of(t) for t in tensors))
+
+
+@lru_cache(maxsize=256)
+def _key_of_tensors(
+    looks: tuple[tuple[torch.Size, torch.dtype, bool], ...], names: tuple[str, ...]
+) -> CallKey:
+    like = [torch.empty(s, dtype=d, device="meta", requires_grad=grad) for s, d, grad in looks]
+    count = len(like) - len(names)
+    return _flattened(tuple(like[:count]), dict(zip(names, like[count:], strict=True)))[1]
 
 
 def tensor_names(key: CallKey) -> list[str]:
