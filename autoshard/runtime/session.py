@@ -205,8 +205,7 @@ class Session:
 
         def compiled(backend: str) -> Program:
             rank, backward = self.mesh.get_rank(), ours.phases.backward
-            whole = ours.joined() if backend == "eager" else ours
-            program = Program(whole, sides, self.spec, rank, backend, self.observers, turn)
+            program = Program(ours, sides, self.spec, rank, backend, self.observers, turn)
             if backward is not None:
                 program.compile_backward(usually_missing(backward))
             return program
@@ -225,6 +224,9 @@ class Session:
             ours = rank_program(
                 joint, plan.assignment, plan.lowering, self.spec, dist.get_rank(), groups, schedule=schedule
             )
+            if self.settings.backend == "eager":  # not what runs op by op twice, until it is compiled
+                ours = ours.joined()
+            _ = ours.phases
         shapes = {node.name: tuple(node.meta["val"].shape) for node in joint.placeholders}
         sides = [
             InputSide(shapes[node.name], plan.assignment[node.name].results[0])

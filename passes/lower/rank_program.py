@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch import fx
 
@@ -51,16 +52,14 @@ def rank_program(
 @dataclass(frozen=True)
 class RankProgram:
     """local: the rank's joint graph, every op of the global graph where it stands there.
-    phases:   forward, in the order in which it runs, and the backward as it was split off.
-    schedule: what orders the backward, once it is known which tangents there are.
     inputs, outputs: what the ends of the joint graph mean.
+    schedule: what orders a phase; the backward, once it is known which tangents there are.
     """
 
     local: RankGraph
-    phases: Phases
-    schedule: Schedule
     inputs: tuple[GraphInput, ...]
     outputs: tuple[GraphOutput, ...]
+    schedule: Schedule
 
     @staticmethod
     def of(
@@ -69,10 +68,15 @@ class RankProgram:
         outputs: Sequence[GraphOutput],
         schedule: Schedule = scheduled,
     ) -> RankProgram:
-        """The phases of a lowered graph, which stays as it is. inputs, outputs: what its ends mean."""
-        phases = split_phases(local.module, inputs, outputs)
-        schedule(phases.forward)
-        return RankProgram(local, phases, schedule, tuple(inputs), tuple(outputs))
+        """The program of a lowered graph, which stays as it is."""
+        return RankProgram(local, tuple(inputs), tuple(outputs), schedule)
+
+    @cached_property
+    def phases(self) -> Phases:
+        """The forward, in the order in which it runs, and the backward as it was split off."""
+        phases = split_phases(self.local.module, self.inputs, self.outputs)
+        self.schedule(phases.forward)
+        return phases
 
     def backward(self, missing: Set[int] = frozenset()) -> Backward:
         """What runs where the outputs `missing` (`GraphInput.index`) get no gradient."""
@@ -93,7 +97,7 @@ class RankProgram:
         For a program that runs op by op; a compiler joins more.
         """
         module = run_rank_passes(_copied(self.local.module), (JoinNorms(), JoinLosses()))
-        return RankProgram.of(replace(self.local, module=module), self.inputs, self.outputs, self.schedule)
+        return replace(self, local=replace(self.local, module=module))
 
     def text(self) -> str:
         """Every node of forward and backward in the order in which they run, for all outputs' gradients."""

@@ -17,6 +17,7 @@ from passes.predict.step_events import Axes, AxesOf, StepEvents
 from passes.schedule.schedule import scheduled
 from passes.simulate.lockstep import simulated_group_axes, simulated_groups
 from passes.strategies.prices import Prices
+from passes.strategies.pricing import eager_traffic
 
 __all__ = [
     "PredictedCollective",
@@ -101,6 +102,8 @@ def predicted_step(
 
     def of_rank(rank: int) -> Prediction:
         program = rank_program(joint, assignment, lowering, mesh, rank, groups, schedule=schedule)
+        if prices.traffic is eager_traffic:
+            program = program.joined()
         return predict_phases(program.usual(), prices, simulated_group_axes)
 
     return max((of_rank(rank) for rank in slowest_ranks(assignment, mesh)), key=lambda p: p.seconds)
