@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ class JoinLosses(RankPass):
         %y: f32[8, 32] = sub(%s, log(%t))                  ->  %y: f32[8, 32] = _log_softmax(%x, 1, False)
         %g: f32[8, 32] = sub(%p, mul(exp(%y), sum(%p, [1], True)))  ->  _log_softmax_backward_data(%p, %y, 1, float32)
         %p: f32[8, 32] = mul(where(eq(arange(32), %i), -1, 0), %o)  ->  nll_loss_backward(%o, %y, %i, ...)
+        %l: f32[8]     = where(ne(%t, -100), neg(gather(%y, ...)), 0)       ->  nll_loss_forward(%y, %t, ...)
 
     For a rank's joint graph. Where the rows are split, as in a vocabulary-parallel loss, collectives stand in between,
     and all stays as it is.
@@ -46,6 +48,8 @@ class JoinLosses(RankPass):
             node.replace_all_uses_with(joined)
             for gradient, tangent in _gradients(joined, dim):
                 _join_gradient(graph, emit, joined, dim, gradient, tangent)
+            for picked in _picking(joined, dim):
+                _join_picking(graph, emit, joined, picked)
         drop_unread(graph)
         return module
 
@@ -68,6 +72,75 @@ def _log_softmax(node: fx.Node) -> tuple[fx.Node, int] | None:
         return None
     value = operand.meta["val"]
     return (operand, dims[0]) if value.is_floating_point() and value.numel() else None
+
+
+@dataclass(frozen=True)
+class _Picking:
+    """Of each row minus the logarithm at its target, 0 where that is `ignored`; `loss` has them."""
+
+    loss: fx.Node
+    target: fx.Node
+    ignored: int
+
+
+def _picking(result: fx.Node, dim: int) -> list[_Picking]:
+    """The losses that are read off `result`."""
+    found: list[_Picking] = []
+    shape = shape_of(result) or []
+    if dim != len(shape) - 1:
+        return found
+    for user in list(result.users):
+        table, along, indices = called(user, aten.gather.default, 3)
+        negated = sole_user(sole_user(user, aten.reshape.default), aten.neg.default)
+        loss = sole_user(negated, aten.where.self)
+        kept, value, zero = called(loss, aten.where.self, 3)
+        target, ignored = called(kept, aten.ne.Scalar)
+        if (
+            loss is None
+            or table is not result
+            or along != dim
+            or value is not negated
+            or not _is_constant(zero, 0)
+        ):
+            continue
+        chosen, _ = called(indices, aten.reshape.default)
+        same = _is_safe(chosen) and called(chosen, aten.where.self, 3)[:2] == (kept, target)
+        if (
+            same
+            and shape_of(target) == shape_of(loss) == shape[:-1]
+            and target.meta["val"].dtype == torch.int64
+        ):
+            found.append(_Picking(loss, target, ignored))
+    return found
+
+
+def _join_picking(graph: fx.Graph, emit: Emitter, result: fx.Node, picking: _Picking) -> None:
+    mean, count = _mean_of(picking.loss, result)
+    last = picking.loss if mean is None else mean
+    with graph.inserting_before(last):
+        shape = shape_of(result) or []
+        table = emit(last, aten.reshape.default, result, [-1, shape[-1]])
+        places = emit(last, aten.reshape.default, picking.target, [-1])
+        reduction = 0 if mean is None else 1
+        made = emit(last, aten.nll_loss_forward.default, table, places, None, reduction, picking.ignored)
+        value = emit(last, operator.getitem, made, 0)
+        if mean is None:
+            value = emit(last, aten.reshape.default, value, shape[:-1])
+        elif count is not None:
+            count.replace_all_uses_with(emit(last, operator.getitem, made, 1), lambda user: last < user)
+    last.replace_all_uses_with(value)
+
+
+def _mean_of(loss: fx.Node, result: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
+    """(the mean of the rows that are not ignored, their number), where that is all that reads `loss`."""
+    mean = sole_user(sole_user(loss, aten.sum.default), aten.div.Tensor)
+    total, count = called(mean, aten.div.Tensor)
+    if total is None or not isinstance(count, fx.Node) or total not in loss.users:
+        return None, None
+    (kept,) = called(count.args[0] if count.target is aten._to_copy.default else None, aten.sum.default, 1)
+    alike = count.meta["val"].dtype == total.meta["val"].dtype == result.meta["val"].dtype
+    same = kept is loss.args[0] and alike
+    return (mean, count) if same else (None, None)
 
 
 def _gradients(result: fx.Node, dim: int) -> list[tuple[fx.Node, fx.Node]]:
@@ -130,7 +203,7 @@ def _is_constant(node: Any, value: float) -> bool:
     return isinstance(node, fx.Node) and node.target is aten.full.default and tuple(node.args) == ([], value)
 
 
-def _is_safe(indices: fx.Node) -> bool:
+def _is_safe(indices: Any) -> bool:
     """Whether what is to be ignored was made 0, as the kernel wants it; other negative indices raise in the forward."""
     chosen, kept, zero = called(indices, aten.where.self, 3)
     (given, _) = called(chosen, aten.ne.Scalar)

@@ -38,13 +38,16 @@ def test_one_kernel_each_way(lead: tuple[int, ...], reduction: str) -> None:
     ops = check_joined(Head(reduction=reduction), *batch(*lead))
     assert ops["_log_softmax"] == 1
     assert [ops[name] for name in BACKWARD] == [1, 1]
-    assert ops["exp"] == ops["amax"] == ops["eq"] == 0
+    assert ops["nll_loss_forward"] == 1
+    assert ops["_to_copy"] == 0  # the number of targets comes from the kernel
+    assert ops["exp"] == ops["amax"] == ops["eq"] == ops["gather"] == ops["neg"] == 0
 
 
 def test_another_ignored_index_and_smoothing() -> None:
     """The gradient is no longer of picked logarithms alone where labels are smoothed."""
     x, y = batch(5)
-    assert check_joined(Head(ignore_index=3), x, y.clamp(0))["nll_loss_backward"] == 1
+    ops = check_joined(Head(ignore_index=3), x, y.clamp(0))
+    assert ops["nll_loss_backward"] == ops["nll_loss_forward"] == 1
     ops = check_joined(Head(label_smoothing=0.1), x, y)
     assert ops["_log_softmax"] == ops["_log_softmax_backward_data"] == 1
 
