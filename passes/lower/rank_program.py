@@ -10,6 +10,7 @@ from torch import fx
 
 from cost_model.mesh import MeshSpec
 from passes.compile.bind_device import bind_device
+from passes.compile.join_convolutions import JoinConvolutions
 from passes.compile.join_losses import JoinLosses
 from passes.compile.join_norms import JoinNorms
 from passes.ir.graph_pass import run_rank_passes
@@ -96,7 +97,7 @@ class RankProgram:
 
         For a program that runs op by op; a compiler joins more.
         """
-        module = run_rank_passes(_copied(self.local.module), (JoinNorms(), JoinLosses()))
+        module = run_rank_passes(_copied(self.local.module), (JoinNorms(), JoinLosses(), JoinConvolutions()))
         return replace(self, local=replace(self.local, module=module))
 
     def text(self) -> str:
