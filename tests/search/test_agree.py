@@ -72,6 +72,13 @@ def test_a_plan_that_only_the_objective_likes_is_not_taken() -> None:
     assert found.lower_bound <= 10.0
 
 
+def test_what_else_was_judged_is_kept_with_its_own_timeline() -> None:
+    found, _ = searched({GATHERED: 12.0, WHOLE: 10.0})
+    (rival,) = found.rivals
+    assert rival.choice == GATHERED and rival.seconds == pytest.approx(12.0)
+    assert rival.lower_bound == found.lower_bound
+
+
 def test_the_objective_of_the_plan_becomes_its_timeline() -> None:
     """Half of the gather is exposed; the plan is the fastest nevertheless, and its cost says so."""
     found, _ = searched({GATHERED: 9.0, WHOLE: 10.0})
