@@ -17,7 +17,9 @@ _COLOURS = {
     "all_to_all": "#5fa777",
 }
 _LEFT, _WIDTH, _LANE, _GAP = 90.0, 860.0, 13.0, 3.0
-_STYLE = "text { font: 11px ui-monospace, Menlo, monospace; fill: #1f2937; } .n { font-size: 8px; fill: #fff; }"
+_STYLE = (
+    "text { font: 11px ui-monospace, Menlo, monospace; fill: #1f2937; } .n { font-size: 8px; fill: #fff; }"
+)
 
 Span = tuple[float, float]
 

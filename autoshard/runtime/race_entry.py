@@ -41,10 +41,10 @@ class RaceEntry:
         self,
         model: nn.Module,
         joint: JointGraph,
-        plan: Plan,
-        program: Program,
         mesh: DeviceMesh,
         tensors: Sequence[Tensor],
+        plan: Plan,
+        program: Program,
     ) -> None:
         self.plan, self.program = plan, program
         self._model, self._joint, self._mesh, self._tensors = model, joint, mesh, tensors

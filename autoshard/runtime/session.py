@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,14 +116,9 @@ class Session:
             plans = self._planned(captured, layouts)
         kind = kind_of(self.model, captured.joint)
         tensors, key = flatten_call(args, kwargs)
-        plan, made = race(
-            self.mesh,
-            plans,
-            lambda plan: self._made(captured, plan, kind),
-            lambda plan, program: RaceEntry(self.model, captured.joint, plan, program, self.mesh, tensors),
-            self.settings,
-            self.observers,
-        )
+        made = lambda plan: self._made(captured, plan, kind)
+        entered = partial(RaceEntry, self.model, captured.joint, self.mesh, tensors)
+        plan, made = race(self.mesh, plans, made, entered, self.settings, self.observers)
         programs = Programs(made, self.settings.backend, at_once=self.plan is None)
         self._settle(plan)
         call = replace(captured.call, key=key)
@@ -170,7 +166,9 @@ class Session:
         data, seed = from_first(self.mesh, find, what="the plan")
         if self.plan is None:
             self.seeds.start(seed)
-        plans = mine or list(map(Candidate.from_json, data))
+        plans = collectively(
+            self.mesh, lambda: mine or list(map(Candidate.from_json, data)), what="the plan read"
+        )
         if plans[0].plan.fallbacks:
             found = ", ".join(plans[0].plan.fallbacks)
             _log.warning("ops without a rule run replicated, with their inputs gathered: %s", found)

@@ -129,7 +129,11 @@ def _prepared(name: str, kind: str, build: Build | ByHand, race: Race) -> tuple[
         ready = _ready(build, race)
     except Exception as error:
         # All ranks fail alike (autoshard agrees on it); where they do not, the run ends by gloo's timeout.
-        print(f"  {name} failed on rank {dist.get_rank()}: {error}\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        print(
+            f"  {name} failed on rank {dist.get_rank()}: {error}\n{traceback.format_exc()}",
+            file=sys.stderr,
+            flush=True,
+        )
         return None, Entry(name, kind, error=f"{type(error).__name__}: {str(error).splitlines()[0]}")
     runner = ready.runner
     plan = runner.plan
