@@ -68,7 +68,9 @@ SCENARIOS = {
             "a trunk for data parallelism, a head for tensor parallelism",
         ),
         Scenario("convnet-fast", "fast", convnet(24, 32, 4096, 100, 64), "the same on a fast fabric"),
-        Scenario("vit-hosts", "hosts", vit(32, 4, 192, 4, 32), "a vision transformer, slow between hosts"),
+        Scenario(
+            "vit-hosts", "hosts", vit(32, 4, 192, 4, 32, head=24), "a vision transformer, slow between hosts"
+        ),
         Scenario("unet-fast", "fast", unet(16, 3, 192), "one image: only its space can be split"),
         Scenario(
             "llama-hosts", "hosts", llama(1024, 2048, 128, 2, 4), "very long sequences, slow between hosts"

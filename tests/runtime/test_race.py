@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from autoshard.plan.plan import Plan
 from autoshard.runtime import race
@@ -238,3 +239,23 @@ def test_the_update_is_that_of_the_users_optimizer() -> None:
     newton = torch.optim.LBFGS(model.parameters())
     assert type(update_like(model, copies)) is torch.optim.AdamW
     del newton
+
+
+def unusual(rank: int) -> list[int]:
+    """How many plans raced: on meta, of shards, of a DTensor, without gradients."""
+    x = data()[0]
+    with torch.device("meta"):
+        empty = Normed()
+    parallel(empty, LINE, (x,), race=2)
+    assert all(p.is_meta for p in empty.parameters())
+    shards = parallel(normed(), LINE, (x.chunk(2)[rank],), in_placements=[Shard(0)], race=2)
+    given = distribute_tensor(x, device_mesh(LINE), [Shard(0)])
+    placed = parallel(normed(), LINE, (given,), race=2)
+    later = parallel(normed().eval(), LINE, race=2)
+    with torch.no_grad():
+        later(x)
+    return [len(model.autoshard_plan.race) for model in (empty, shards, placed, later)]
+
+
+def test_a_race_needs_no_ordinary_call(ranks: RankPool) -> None:
+    assert ranks.run(unusual, world=2) == [[2] * 4] * 2
