@@ -28,6 +28,13 @@ _NAMED = re.compile(rf"^({_KINDS}): ")
 _UNNAMED = re.compile(rf"^_c10d_functional::({_KINDS})(_|_out)?$")
 _WAIT = "_c10d_functional::wait_tensor"
 _MESSAGES = ("gloo:send", "gloo:recv")
+_WORK = {
+    "all_reduce": ("gloo:all_reduce",),
+    "all_gather_into_tensor": ("gloo:all_gather",),
+    "reduce_scatter_tensor": ("gloo:reduce_scatter", "gloo:all_reduce"),
+    "all_to_all_single": ("gloo:all_to_all",),
+}
+"""What gloo's threads run for a collective that is no messages of its own."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +73,8 @@ def run_tracks(
         Range(event.name, event.time_range.start * 1e-6, event.time_range.end * 1e-6)
         for event in seen.events() or ()
     ]
-    count = sum(_collectives(graph) for graph in step.graphs)
-    runs = [read_step(within, count) for within in _steps(events)]
+    kinds = [kind for graph in step.graphs for kind in _collectives(graph)]
+    runs = [read_step(within, kinds) for within in _steps(events)]
     found = [run for run in runs if run is not None]
     return _median(found) if found and len(found) == len(runs) else None
 
@@ -99,9 +106,12 @@ def _ones(value: Tensor, inputs: Sequence[Tensor]) -> Tensor:
     return torch.ones(value.shape, dtype=value.dtype, device=device)
 
 
-def _collectives(module: fx.GraphModule) -> int:
-    ops = {getattr(torch.ops._c10d_functional, name).default for name in _KINDS.split("|")}
-    return sum(node.target in ops for node in module.graph.nodes)
+def _collectives(module: fx.GraphModule) -> list[str]:
+    """Names of the ops, in the order of issue."""
+    ops: dict[Any, str] = {
+        getattr(torch.ops._c10d_functional, name).default: name for name in _KINDS.split("|")
+    }
+    return [ops[node.target] for node in module.graph.nodes if node.target in ops]
 
 
 def _steps(events: Sequence[Range]) -> Iterator[list[Range]]:
@@ -109,26 +119,32 @@ def _steps(events: Sequence[Range]) -> Iterator[list[Range]]:
         yield [event for event in events if step.begin <= event.begin < step.end]
 
 
-def read_step(events: Sequence[Range], count: int) -> Tracks | None:
-    """What the profiler saw of one step of `count` collectives, from the begin of its forward on.
+def read_step(events: Sequence[Range], kinds: Sequence[str]) -> Tracks | None:
+    """What the profiler saw of one step of collectives of `kinds`, in this order, from the begin of its forward on.
 
     Messages that begin inside a collective are its own. Other work of gloo runs on threads of its own, later than it
-    was issued and in that order. None if there are more or fewer than expected.
+    was issued and, of a kind, in that order. None if anything is missing, left over or of another kind.
     """
     ordered = sorted(events, key=lambda event: event.begin)
     issued = _outermost([e for e in ordered if _NAMED.match(e.name) or _UNNAMED.match(e.name)])
     phases = [event for event in ordered if event.name in _PHASES]
-    if len(issued) != count or not phases:
+    if [_kind(event) for event in issued] != list(kinds) or not phases:
         return None
     threads = [
         e for e in ordered if e.name.startswith("gloo:") and e.name not in (*_MESSAGES, "gloo:barrier")
     ]
     messages = [event for event in ordered if event.name in _MESSAGES]
     own = [[m.end for m in messages if one.begin <= m.begin <= one.end] for one in issued]
-    if sum(not ends for ends in own) != len(threads):
+    ends: list[float] = []
+    for one, found in zip(issued, own, strict=True):
+        work = None if found else next((t for t in threads if _is_work_of(t, one)), None)
+        if not found and work is None:
+            return None
+        if work is not None:
+            threads.remove(work)
+        ends.append(work.end if work is not None else max(found))
+    if threads:
         return None
-    later = iter(threads)
-    ends = [max(found) if found else next(later).end for found in own]
     zero = phases[0].begin
     waits = [event for event in ordered if event.name == _WAIT]
     exposed = {
@@ -139,6 +155,16 @@ def read_step(events: Sequence[Range], count: int) -> Tracks | None:
     }
     spans = [(one.begin - zero, max(one.end, end) - zero) for one, end in zip(issued, ends, strict=True)]
     return Tracks(tuple(spans), exposed)
+
+
+def _kind(issued: Range) -> str:
+    match = _NAMED.match(issued.name) or _UNNAMED.match(issued.name)
+    assert match is not None
+    return match[1]
+
+
+def _is_work_of(work: Range, issued: Range) -> bool:
+    return work.begin >= issued.begin and work.name.startswith(_WORK[_kind(issued)])
 
 
 def _inside(event: Range, phase: Range) -> float:
