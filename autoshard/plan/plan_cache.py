@@ -41,13 +41,13 @@ def cached_plan(task: Task, search: Callable[[], Plan]) -> Plan:
 
 
 def cached_candidates(task: Task, count: int) -> list[Candidate]:
-    """`candidates`, read if they were found before, kept if the first is proven."""
+    """`candidates`, read if they were found before; kept if there are so many, and the first is proven."""
     path = plan_path(task).with_suffix(f".race{count}.json")
     known = _read_candidates(path, task)
     if known:
         return known
     found = candidates(task, count)
-    if found[0].plan.status == "optimal":
+    if found[0].plan.status == "optimal" and len(found) == count:
         _keep(path, [one.to_json() for one in found])
     return found
 

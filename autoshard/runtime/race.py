@@ -100,7 +100,7 @@ def _won(mesh: DeviceMesh, starters: Sequence[Starter], memory_limit: int | None
             f"and there are {format_bytes(room)}",
         )
         kept, mine = track.one_by_one(starters)
-    if not kept:
+    if len(kept) < 2:
         return starters[0].candidate.plan, starters[0].program
     times = everyones(mesh, mine, what="times of a race")
     order, seconds = from_first(mesh, lambda: _ranking(times), what="who won the race")

@@ -103,7 +103,13 @@ def agreed(space: SearchSpace, efficiency: float, judge: Judge | None, time_limi
         return _Search(space, judge, time.monotonic() + time_limit).run(overlaps)
     found = solve_overlapped(space.problem, space.kinds(overlaps), time_limit=time_limit)
     choice = tuple(found.choice)
-    return Agreed(space.assignment(choice), choice, found.cost, found.lower_bound, found.status, overlaps)
+    bound = _bound(found.lower_bound, found.cost)
+    return Agreed(space.assignment(choice), choice, found.cost, bound, found.status, overlaps)
+
+
+def _bound(known: float, seconds: float) -> float:
+    """Of a plan of `seconds`. Where time ended before anything was proven, what no step goes below: nothing."""
+    return min(max(known, 0.0), seconds)
 
 
 def _others(overlaps: Sequence[Overlap]) -> Iterator[tuple[Overlap, ...]]:
@@ -134,7 +140,7 @@ class _Search:
                         best = self._better(self._solve(other, best), best)
                 overlaps, solution, best = self._corrected(overlaps, best)
         seconds = best.counted(overlaps)
-        bound = min(solution.lower_bound + sum(overlap.extra for overlap in overlaps), seconds)
+        bound = _bound(solution.lower_bound + sum(overlap.extra for overlap in overlaps), seconds)
         status = "optimal" if seconds - bound <= ROUNDING * seconds else "feasible"
         rivals = self._rivals(best, overlaps, bound)
         return Agreed(best.assignment, best.choice, seconds, bound, status, overlaps, rivals)
