@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.arguments import check_call_placements, checked_model
+from autoshard.arguments import check_call_placements, checked_model, checked_race
 from autoshard.calls.signature import as_call
 from autoshard.plan.find_plan import ProfileLike, load_profile, mesh_spec, named_parameters
 from autoshard.plan.pins import Constraints, resolve_pins
@@ -44,6 +44,7 @@ def autoshard(
     plan: Plan | str | os.PathLike[str] | None = None,
     backend: str = "inductor",
     time_limit: float = 600.0,
+    race: int | None = None,
 ) -> nn.Module:
     """Make `model` run in parallel on `mesh`, in place, by the fastest plan; returns the same object.
 
@@ -67,6 +68,8 @@ def autoshard(
     plan:           a Plan or a saved one's path: no search.
     backend:        "inductor", "eager", or any torch.compile backend.
     time_limit:     seconds for planning a kind of call once it is captured; see `find_plan`.
+    race:           a last word by the clock: so many of the best plans run for a few real steps of the first kind of
+                    call, on copies of parameters and buffers, and the fastest is kept (`plan.race`). None: none.
 
     Dropout and other random ops draw from rank 0's `torch.initial_seed()` at the time of capture:
     replicas agree, shards differ, the same seed repeats the run on any mesh.
@@ -94,6 +97,7 @@ def autoshard(
             backend=backend,
             time_limit=checked_seconds(time_limit, "time_limit"),
             profile=load_profile(profile, spec) if known else None,
+            race=checked_race(race, ready is not None),
         )
 
     settings = collectively(mesh, checked, what="autoshard(...)")

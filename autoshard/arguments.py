@@ -10,12 +10,12 @@ from torch import nn
 
 from autoshard.calls.signature import placement_leaves
 from autoshard.runtime.wrapping import check_original
-from cost_model.checked_arguments import checked_path, reject, shown
+from cost_model.checked_arguments import checked_count, checked_path, reject, shown
 from cost_model.errors import ProfileError, ShardingError
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 
-__all__ = ["check_call_placements", "check_device", "check_profile_kind", "checked_model"]
+__all__ = ["check_call_placements", "check_device", "check_profile_kind", "checked_model", "checked_race"]
 
 _DEVICES = ("cpu", "cuda")
 
@@ -57,6 +57,20 @@ def check_call_placements(in_placements: Any, out_placements: Any, mesh: MeshSpe
             )
     elif out_placements is not None:
         placement_leaves(out_placements, mesh, argument="out_placements")
+
+
+def checked_race(race: object, planned: bool) -> int:
+    """How many plans run before one is kept; 0 for none. planned: a plan is given, so there is no choice."""
+    if race is None:
+        return 0
+    if isinstance(race, bool) or not isinstance(race, int):
+        raise reject("race", race, "3, for the three best plans, or None for no race")
+    count = checked_count(race, "race")
+    if count > 1 and planned:
+        raise ShardingError(
+            f"race is {count}, and plan is given, which leaves nothing to race\n  try: race=None, or no plan"
+        )
+    return count
 
 
 def check_autocast(dtype: object) -> None:

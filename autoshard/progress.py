@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from autoshard.cache_files import cache_folder, write_whole
 
-__all__ = ["Stages", "stages_of"]
+__all__ = ["Stages", "stages_of", "tell"]
 
 _log = logging.getLogger("autoshard")
 
@@ -41,6 +41,15 @@ def stages_of(rank: int, subject: str) -> Stages:
     if rank != 0 or os.environ.get("AUTOSHARD_PROGRESS") == "0":
         return lambda stage: nullcontext()
     return _Shown(subject, cache_folder() / "stages.json")
+
+
+def tell(rank: int, text: str) -> None:
+    """One line, of rank 0 alone, and none if $AUTOSHARD_PROGRESS is 0; the log has it always."""
+    if rank != 0:
+        return
+    _log.info("%s", text)
+    if os.environ.get("AUTOSHARD_PROGRESS") != "0":
+        print(f"autoshard: {text}", file=sys.stderr, flush=True)
 
 
 class _Shown:

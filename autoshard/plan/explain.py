@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from autoshard.plan.equal_layers import fold_numbers
 from autoshard.plan.plan_collectives import Collective, collectives_of
 from autoshard.plan.plan_content import PlanContent
+from autoshard.plan.race_result import race_lines
 from cost_model.reserve import communicators
 from cost_model.units import format_bytes
 from passes.layout.joined_axes import joined_text
@@ -27,6 +28,7 @@ def explain_plan(plan: PlanContent) -> str:
         f"the search counts {format_seconds(plan.cost)}, {plan.status}: for no plan less than "
         f"{format_seconds(plan.lower_bound)} (gap {plan.gap:.2%})",
         *_joined(plan),
+        *race_lines(plan.race),
         f"predicted peak memory {format_bytes(plan.peak_memory)} per device, at {plan.peak_node}"
         + _reserved(plan)
         + ("" if plan.memory_limit is None else f"; limit {format_bytes(plan.memory_limit)}"),

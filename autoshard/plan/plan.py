@@ -23,7 +23,7 @@ from autoshard.plan.explain import explain_plan, plan_difference
 from autoshard.plan.explain_part import explain_part
 from autoshard.plan.plan_check import plan_problems
 from autoshard.plan.plan_collectives import Collective, collectives_of
-from autoshard.plan.plan_content import PlanContent, PlanOrigin
+from autoshard.plan.plan_content import PlanContent, PlanOrigin, Raced
 from autoshard.plan.plan_graph import plan_graph
 from autoshard.plan.plan_json import SCHEMA_VERSION, PlanData, damaged, plan_data, plan_to_json
 from autoshard.plan.variants import Again
@@ -59,6 +59,7 @@ class Plan(PlanContent):
     parameter_layouts: parameter name -> layout (tied names included).
     inputs, outputs: layout per tensor input and output of a call, by position.
     fallbacks:   ops without a rule, which run replicated.
+    race:        of a plan that `autoshard(..., race=3)` kept: the plans that ran, the fastest first, which is this one.
     """
 
     again: Again | None = field(default=None, compare=False, repr=False)
@@ -97,7 +98,9 @@ class Plan(PlanContent):
 
     def to_text(self, *, seconds: bool = True) -> str:
         """The planned graph in the text form of docs/plans.md."""
-        return format_graph(self.records, self.mesh, seconds=seconds, joined=self.joined_axes)
+        return format_graph(
+            self.records, self.mesh, seconds=seconds, joined=self.joined_axes, raced=len(self.race)
+        )
 
     def to_networkx(self) -> nx.DiGraph:
         """Nodes are ops, edges values; layouts, seconds and transfers are attributes."""
@@ -260,4 +263,5 @@ def _plan_from(data: PlanData) -> Plan:
         fallbacks=data.fallbacks,
         origin=PlanOrigin(**msgspec.structs.asdict(data.origin)),
         joined_axes=data.joined_axes,
+        race=tuple(Raced(**msgspec.structs.asdict(one)) for one in data.race),
     )

@@ -8,16 +8,18 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from autoshard.cache_files import cache_folder, code_fingerprint, write_whole
+from autoshard.plan.candidates import Candidate, candidates
 from autoshard.plan.plan import Plan
 from autoshard.plan.task import Task
 from cost_model.errors import AutoshardError
 from passes.plan.describe import graph_hash
 
-__all__ = ["cached_plan", "plan_path"]
+__all__ = ["cached_candidates", "cached_plan", "plan_path"]
 
 _log = logging.getLogger("autoshard")
 
@@ -34,11 +36,44 @@ def cached_plan(task: Task, search: Callable[[], Plan]) -> Plan:
         return known
     plan = search()
     if plan.status == "optimal":
-        try:
-            write_whole(path, json.dumps(plan.to_json()))
-        except OSError as error:
-            _log.warning("plan: found, but not cached: %s", error)
+        _keep(path, plan.to_json())
     return plan
+
+
+def cached_candidates(task: Task, count: int) -> list[Candidate]:
+    """`candidates`, read if they were found before; kept if there are so many, and the first is proven."""
+    path = plan_path(task).with_suffix(f".race{count}.json")
+    known = _read_candidates(path, task)
+    if known:
+        return known
+    found = candidates(task, count)
+    if found[0].plan.status == "optimal" and len(found) == count:
+        _keep(path, [one.to_json() for one in found])
+    return found
+
+
+def _read_candidates(path: Path, task: Task) -> list[Candidate]:
+    """None of a file that cannot be used."""
+    if not path.exists():
+        return []
+    found: list[Candidate] = []
+    try:
+        for data in json.loads(path.read_text(encoding="utf-8")):
+            one = Candidate.from_json(data)
+            one.plan.check_graph(task.joint)
+            found.append(Candidate(one.name, replace(one.plan, again=task.again())))
+    except (AutoshardError, OSError, TypeError, ValueError) as error:
+        _log.warning("searching again: the cached plans of a race cannot be used: %s", error)
+        return []
+    _log.info("plans of a race: found before, read from %s", path)
+    return found
+
+
+def _keep(path: Path, data: Any) -> None:
+    try:
+        write_whole(path, json.dumps(data))
+    except OSError as error:
+        _log.warning("plan: found, but not cached: %s", error)
 
 
 def plan_path(task: Task) -> Path:

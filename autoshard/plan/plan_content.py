@@ -10,7 +10,7 @@ from passes.layout.joined_axes import JoinedAxes
 from passes.layout.layout import Layout
 from passes.plan.records import NodeRecord
 
-__all__ = ["PlanContent", "PlanOrigin"]
+__all__ = ["PlanContent", "PlanOrigin", "Raced"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,17 @@ class PlanOrigin:
     graph_hash: str
     autoshard: str
     torch: str
+
+
+@dataclass(frozen=True)
+class Raced:
+    """A plan that ran for a few real steps. name: how it was found. words: the plan in a line. predicted, measured:
+    seconds of a step; measured: of the slowest rank, its median."""
+
+    name: str
+    words: str
+    predicted: float
+    measured: float
 
 
 @dataclass(frozen=True)
@@ -49,6 +60,7 @@ class PlanContent:
     fallbacks: tuple[str, ...]
     origin: PlanOrigin
     joined_axes: JoinedAxes = ()
+    race: tuple[Raced, ...] = ()
 
     @property
     def gap(self) -> float:

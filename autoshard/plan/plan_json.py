@@ -38,6 +38,15 @@ class OriginData(Struct, frozen=True, forbid_unknown_fields=True):
     torch: Text
 
 
+class RacedData(Struct, frozen=True, forbid_unknown_fields=True):
+    """`Raced`."""
+
+    name: Text
+    words: Text
+    predicted: Annotated[float, Meta(ge=0.0, le=1e30)]
+    measured: Annotated[float, Meta(ge=0.0, le=1e30)]
+
+
 class PlanData(Struct, frozen=True, forbid_unknown_fields=True):
     """`Plan`: all that a file holds."""
 
@@ -58,6 +67,7 @@ class PlanData(Struct, frozen=True, forbid_unknown_fields=True):
     fallbacks: tuple[Text, ...]
     nodes: Annotated[tuple[NodeData, ...], Meta(max_length=10_000_000)]
     joined_axes: tuple[tuple[Text, ...], ...] = ()
+    race: tuple[RacedData, ...] = ()
 
     def mesh_spec(self) -> MeshSpec:
         return MeshSpec(self.mesh.axes, self.mesh.device)
@@ -110,5 +120,6 @@ def plan_to_json(plan: PlanContent) -> dict[str, Any]:
         "fallbacks": list(plan.fallbacks),
         # Only where there are any: plans of other meshes stay as they were.
         **({"joined_axes": [list(run) for run in plan.joined_axes]} if plan.joined_axes else {}),
+        **({"race": [dict(vars(one)) for one in plan.race]} if plan.race else {}),
         "nodes": [record_to_json(record) for record in plan.records],
     }

@@ -14,7 +14,7 @@ from cost_model.units import format_bytes
 from passes.redistribution.steps import Step
 from passes.search.find import Found
 
-__all__ = ["found_within", "plan_reserve"]
+__all__ = ["fits_within", "found_within", "plan_reserve"]
 
 _NEIGHBOURS = 2
 """Ranks with which a halo is exchanged: one before, one after. Longer halos reach further, which is not counted."""
@@ -26,6 +26,13 @@ _PEERS = {"all_to_all": _ALL, "reshard": _ALL, "halo_exchange": _NEIGHBOURS, "ha
 def plan_reserve(mesh: MeshSpec, collectives: Iterable[Collective | Step]) -> int:
     """Bytes per device for CUDA's context and the communicators of a plan with these collectives."""
     return reserve_bytes(mesh, _peers(mesh, collectives))
+
+
+def fits_within(
+    found: Found, collectives: Iterable[Collective | Step], mesh: MeshSpec, memory_limit: int | None
+) -> bool:
+    """Whether its own communicators have room beside it."""
+    return memory_limit is None or found.peak_nbytes + plan_reserve(mesh, collectives) <= memory_limit
 
 
 def found_within(
@@ -54,9 +61,9 @@ def found_within(
         first = first or found
         if memory_limit is None or not reserve:
             return found
-        mine = _peers(mesh, collectives_of(found))
-        if found.peak_nbytes + reserve_bytes(mesh, mine) <= memory_limit:
+        if fits_within(found, collectives_of(found), mesh, memory_limit):
             return _bounded(found, first)
+        mine = _peers(mesh, collectives_of(found))
         # Every turn adds a communicator or peers, so this ends.
         peers = {axes: max(peers.get(axes, 0), mine.get(axes, 0)) for axes in {**peers, **mine}}
 

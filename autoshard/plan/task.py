@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 
@@ -16,7 +16,8 @@ from autoshard.plan.pins import resolve_pins
 from autoshard.plan.plan import Plan, PlanOrigin
 from autoshard.plan.plan_collectives import collectives_of
 from autoshard.plan.plan_content import PlanContent
-from autoshard.plan.search_with_reserve import found_within, plan_reserve
+from autoshard.plan.plan_ends import output_layouts, parameter_layouts
+from autoshard.plan.search_with_reserve import fits_within, found_within, plan_reserve
 from autoshard.plan.variants import Again, Variant, variant_narrowing
 from autoshard.version import __version__
 from cost_model.bucketed import BucketedPrices
@@ -46,7 +47,15 @@ from passes.search.step_kinds import EXPOSED, phase_seconds
 from passes.strategies.prices import Prices
 from passes.strategies.pricing import traffic_model
 
-__all__ = ["CallLayouts", "Task", "carried_plan", "parameter_shapes", "prices_of", "search_plan"]
+__all__ = [
+    "CallLayouts",
+    "Task",
+    "carried_plan",
+    "parameter_shapes",
+    "prices_of",
+    "search_plan",
+    "search_plans",
+]
 
 _log = logging.getLogger("autoshard")
 
@@ -131,12 +140,17 @@ class Task:
         return judged(self.joint, assignment, self.prices.joining(joined))
 
 
-@collector_paused()
 def search_plan(task: Task, deadline: Deadline | None = None) -> Plan:
     """Search the canonical graph of the task under its ends and prices.
 
     deadline: of all of it; None: the task's `time_limit` from now. Raises InfeasibleError.
     """
+    return search_plans(task, deadline, most=1)[0]
+
+
+@collector_paused()
+def search_plans(task: Task, deadline: Deadline | None = None, *, most: int) -> list[Plan]:
+    """`search_plan`'s, and after it the next best of those that its search judged: at most `most` in all."""
     joint, prices, boundary = task.joint, task.prices, task.boundary
     until = _search_until(task, deadline or Deadline.after(task.time_limit))
     known: dict[int, Judged] = {}
@@ -169,7 +183,9 @@ def search_plan(task: Task, deadline: Deadline | None = None) -> Plan:
         raise _out_of_time(task) from None
     if found.joined:
         _log.info("plan: axes searched together: %s", joined_text(found.joined))
-    return _plan_of(task, found, known[id(found.assignment)], task.again())
+    fitting = (one for one in found.rivals if fits_within(one, moved(one), task.mesh, task.memory_limit))
+    kept = (found, *itertools.islice(fitting, most - 1))
+    return [_plan_of(task, one, known[id(one.assignment)], task.again()) for one in kept]
 
 
 def _search_until(task: Task, deadline: Deadline) -> Deadline:
@@ -228,9 +244,9 @@ def _plan_of(task: Task, found: Found, judged: Judged, again: Again | None) -> P
         memory_limit=task.memory_limit,
         reserve=plan_reserve(mesh, collectives_of(records)),
         records=records,
-        parameter_layouts=_parameter_layouts(joint, found.assignment, task.captured),
+        parameter_layouts=parameter_layouts(joint, found.assignment, task.captured),
         inputs=task.call.inputs,
-        outputs=_output_layouts(joint, found.assignment),
+        outputs=output_layouts(joint, found.assignment),
         fallbacks=fallback_ops(joint),
         origin=PlanOrigin(
             profile=task.profile.name,
@@ -268,22 +284,3 @@ def _by_first_name(pins: Mapping[str, Layout], captured: Captured) -> dict[str, 
             )
         resolved[known] = layout
     return resolved
-
-
-def _parameter_layouts(joint: JointGraph, assignment: Any, captured: Captured) -> dict[str, Layout]:
-    layouts: dict[str, Layout] = {}
-    for spec, node in zip(joint.inputs, joint.placeholders, strict=True):
-        if spec.kind == "param":
-            for name in (spec.name, *captured.aliases.get(spec.name, ())):
-                layouts[name] = assignment[node.name].results[0]
-    return layouts
-
-
-def _output_layouts(joint: JointGraph, assignment: Any) -> dict[int, Layout | None]:
-    ends = iter(assignment["output"].operands)
-    found: dict[int, Layout | None] = {}
-    for spec, result in zip(joint.outputs, joint.results, strict=True):
-        layout = None if result is None else next(ends)
-        if spec.kind == "output":
-            found[spec.index] = layout
-    return found

@@ -14,7 +14,7 @@ from autoshard.plan.variants import Again, Variant
 from cost_model.errors import InfeasibleError, PlanError
 from passes.plan.graph_text import format_seconds
 
-__all__ = ["why_not_family", "why_not_pinned"]
+__all__ = ["is_of_family", "why_not_family", "why_not_pinned"]
 
 _EQUAL = 1e-3
 """Share of a step under which two plans are said to be equally fast."""
@@ -29,7 +29,7 @@ def why_not_family(plan: PlanContent, again: Again, name: str) -> str:
         found = again.search(Variant(family=family))
     except InfeasibleError as error:
         return f"{family.name} ({family.text}): no plan\n  {error}\n"
-    if not _is_of(found, family):
+    if not is_of_family(found, family):
         return f"{family.name} ({family.text}): no plan\n  none of the model's weights can be split so\n"
     head = f"{family.name} ({family.text}): {_verdict(plan, found)}\n{plan_words(found)}\n"
     return head + plan_difference(plan, found)
@@ -88,7 +88,7 @@ def _unknown(plan: PlanContent, name: str, placements: Any) -> str:
     )
 
 
-def _is_of(plan: PlanContent, family: Family) -> bool:
+def is_of_family(plan: PlanContent, family: Family) -> bool:
     """Whether any weight is as each role that splits has it."""
     layouts = plan.parameter_layouts.values()
     roles = family.roles(plan.mesh).items()

@@ -7,9 +7,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard.reporting.recorder import PHASES, StepTimes
+from autoshard.reporting.tracks import Tracks
 from passes.predict.predict_step import PredictedCollective, Prediction
 
-__all__ = ["MeasuredCollective", "MeasuredPhase", "RankFigures", "StepFigures", "put_together"]
+__all__ = [
+    "Exposed",
+    "MeasuredCollective",
+    "MeasuredPhase",
+    "RankFigures",
+    "StepFigures",
+    "Track",
+    "put_together",
+]
 
 _Key = tuple[str, str, tuple[str, ...], str, int]
 
@@ -17,12 +26,30 @@ _Key = tuple[str, str, tuple[str, ...], str, int]
 @dataclass(frozen=True)
 class RankFigures:
     """What one rank has to tell. collectives: parallel to those of its prediction, seconds alone.
-    compute: phase -> seconds of its kernels, run op by op."""
+    compute: phase -> seconds of its kernels, run op by op. tracks: when they ran in a step; None: not known."""
 
     prediction: Prediction
     steps: tuple[StepTimes, ...]
     collectives: tuple[float, ...]
     compute: Mapping[str, float]
+    tracks: Tracks | None = None
+
+
+@dataclass(frozen=True)
+class Track:
+    """A collective in a real step. start, end: seconds since the forward began, the ranks' mean."""
+
+    predicted: PredictedCollective
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Exposed:
+    """Seconds of a step's forward and backward in which communication held up computing. measured: the ranks' mean."""
+
+    predicted: float
+    measured: float
 
 
 @dataclass(frozen=True)
@@ -55,6 +82,7 @@ class StepFigures:
     step_seconds:   of each step, the slowest rank's. seconds: their median.
     predicted:      seconds of the slowest rank's step by the prices.
     phases:         forward, backward, optimizer, other.
+    tracks:         when each collective ran, in the order of issue; empty where that is not known, as exposed is None.
     """
 
     ranks: int
@@ -63,6 +91,8 @@ class StepFigures:
     predicted: float
     phases: tuple[MeasuredPhase, ...]
     collectives: tuple[MeasuredCollective, ...]
+    tracks: tuple[Track, ...] = ()
+    exposed: Exposed | None = None
 
     @property
     def steps(self) -> int:
@@ -114,7 +144,36 @@ def put_together(ranks: Sequence[RankFigures], warmup: int, *, fused: bool) -> S
     totals = tuple(
         max(times) for times in zip(*([s.seconds for s in steps] for steps in counted), strict=True)
     )
-    return StepFigures(len(ranks), warmup, totals, slowest.seconds, tuple(phases), collectives)
+    tracks = tuple(_tracks(slowest, ranks))
+    return StepFigures(
+        len(ranks),
+        warmup,
+        totals,
+        slowest.seconds,
+        tuple(phases),
+        collectives,
+        tracks,
+        _held_up(slowest, ranks) if tracks else None,
+    )
+
+
+def _tracks(slowest: Prediction, ranks: Sequence[RankFigures]) -> Iterator[Track]:
+    """Nothing unless every rank knows."""
+    spans: dict[_Key, list[tuple[float, float]]] = {}
+    for rank in ranks:
+        if rank.tracks is None:
+            return
+        for key, span in zip(_keys(rank.prediction), rank.tracks.spans, strict=True):
+            spans.setdefault(key, []).append(span)
+    for key, predicted in zip(_keys(slowest), slowest.collectives, strict=True):
+        begins, ends = zip(*spans[key], strict=True)
+        yield Track(predicted, statistics.mean(begins), statistics.mean(ends))
+
+
+def _held_up(slowest: Prediction, ranks: Sequence[RankFigures]) -> Exposed:
+    measured = [sum(rank.tracks.exposed.values()) for rank in ranks if rank.tracks is not None]
+    predicted = sum(phase.exposed for phase in slowest.phases if phase.name != "optimizer")
+    return Exposed(predicted, statistics.mean(measured))
 
 
 def _mean(by_rank: Sequence[Sequence[float]]) -> float:

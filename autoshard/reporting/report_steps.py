@@ -12,9 +12,12 @@ report.corrected().save("mine.json")
 from __future__ import annotations
 
 import datetime
+import os
+from pathlib import Path
 from types import TracebackType
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from autoshard.arguments import checked_model
@@ -23,13 +26,17 @@ from autoshard.reporting.measured import RankFigures, StepFigures, put_together
 from autoshard.reporting.probe import Probe
 from autoshard.reporting.recorder import Recorder
 from autoshard.reporting.text import report_text
+from autoshard.reporting.track_picture import track_svg
+from autoshard.reporting.tracks import Tracks, run_tracks
 from autoshard.runtime.agreement import everyones
-from autoshard.runtime.process_groups import axes_by_group
+from autoshard.runtime.observe import PhaseRun
+from autoshard.runtime.process_groups import axes_by_group, whole_group
 from autoshard.runtime.session import Session
-from cost_model.checked_arguments import checked_count
+from cost_model.checked_arguments import checked_count, checked_path
 from cost_model.correction import CollectiveTime, corrected_profile
 from cost_model.errors import PlanError
 from cost_model.profile import Profile
+from passes.lower.phases import Phases
 from passes.predict.predict_step import predict_phases
 
 __all__ = ["StepReport", "report"]
@@ -96,6 +103,17 @@ class StepReport:
     def __str__(self) -> str:
         return self.text()
 
+    def draw(self, path: str | os.PathLike[str]) -> Path:
+        """Draw when each collective was to run, and when it ran, as SVG. PlanError where that is not known."""
+        target = checked_path(path, "path", PlanError)
+        if not self.figures.tracks:
+            raise PlanError(
+                "report: nothing to draw: no collectives ran, or not on CPUs with gloo, where they can be followed\n"
+                "  try: report.text()"
+            )
+        target.write_text(track_svg(self.figures), encoding="utf-8")
+        return target
+
     def corrected(self, profile: Profile | None = None) -> Profile:
         """`profile`, or the one the prediction was made with, with what was measured written into it.
 
@@ -135,9 +153,18 @@ class StepReport:
             tuple(steps),
             tuple(probe.seconds(c.phase, c.node) for c in prediction.collectives),
             {phase: probe.compute_seconds(phase) for phase in probe.compute},
+            self._tracks(phases, forward, bool(prediction.collectives)),
         )
         ranks = everyones(session.mesh, mine)
         return put_together(ranks, self._warmup, fused=session.settings.backend != "eager")
+
+    def _tracks(self, phases: Phases, forward: PhaseRun, any_collectives: bool) -> Tracks | None:
+        session = self._session
+        if not any_collectives or session.spec.device_type != "cpu":
+            return None
+        group = whole_group(session.mesh)
+        backend = session.settings.backend
+        return run_tracks(phases, forward.inputs, backend, self._repeats, lambda: dist.barrier(group))
 
 
 def _compute_factor(figures: StepFigures) -> float:

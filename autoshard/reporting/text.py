@@ -11,6 +11,7 @@ from passes.plan.graph_text import format_seconds
 
 __all__ = ["report_text"]
 
+_SHOWN = 40
 _ROW = "{:46} {:>10} {:>10} {:>7}"
 
 
@@ -34,7 +35,9 @@ def report_text(figures: StepFigures, profile: str) -> str:
             lines.append(_row("    compute", phase.predicted_compute, phase.compute))
             predicted = sum(c.predicted.seconds for c in alone)
             lines.append(_row("    communication, alone", predicted, sum(c.seconds for c in alone)))
-    lines += ["", *_collectives(figures)]
+    if figures.exposed is not None:
+        lines.append(_row("exposed communication", figures.exposed.predicted, figures.exposed.measured))
+    lines += ["", *_collectives(figures), *_tracks(figures)]
     return "\n".join(lines) + "\n"
 
 
@@ -52,6 +55,24 @@ def _collectives(figures: StepFigures) -> Iterator[str]:
         phase, kind, axes, nbytes = key
         name = f"  {phase} {kind}[{axes}] {format_bytes(nbytes)} x{len(members)}"
         yield _row(name, members[0].predicted.seconds, statistics.median(c.seconds for c in members))
+
+
+def _tracks(figures: StepFigures) -> Iterator[str]:
+    """Starts and ends, of the first so many."""
+    if not figures.tracks:
+        return
+    yield ""
+    yield _ROW.format("collectives in a step, start to end", "predicted", "measured", "")
+    for number, track in enumerate(figures.tracks[:_SHOWN], 1):
+        p = track.predicted
+        name = f"  {number} {p.phase} {p.kind}[{','.join(p.axes)}] {p.serves}"
+        yield f"{name[:46]:46} {_span(p.start, p.end):>19} {_span(track.start, track.end):>19}"
+    if len(figures.tracks) > _SHOWN:
+        yield f"  and {len(figures.tracks) - _SHOWN} more: report.figures.tracks, report.draw(path)"
+
+
+def _span(start: float, end: float) -> str:
+    return f"{format_seconds(start)} - {format_seconds(end)}"
 
 
 def _row(name: str, predicted: float | None, measured: float) -> str:

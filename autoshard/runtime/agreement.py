@@ -23,7 +23,7 @@ from autoshard.watching.watch import Watch
 from autoshard.watching.watches import watch_of
 from cost_model.errors import AutoshardError, PlanError, RankError
 
-__all__ = ["agree", "collectively", "everyones", "from_first"]
+__all__ = ["agree", "collectively", "everyones", "from_first", "in_company"]
 
 T = TypeVar("T")
 _LONGEST_PAUSE_SECONDS = 0.02
@@ -129,6 +129,30 @@ def from_first(
         if error is not None:
             raise error
         return pickle.loads(reply)[0]
+
+
+@contextmanager
+def in_company(mesh: DeviceMesh, what: str) -> Generator[None]:
+    """A block in which ranks wait for each other in collectives: a rank that raises in it ends the work of all.
+
+    It re-raises its own error; the others get RankError, which names it and `what`.
+    """
+    watch = watch_of(mesh)
+    if watch is None:
+        yield
+        return
+    try:
+        with watch.turn(what):
+            yield
+    except RankError:
+        raise
+    except BaseException as error:
+        said = (str(error) or "no message").splitlines()[0]
+        watch.fail(
+            f"rank {watch.rank} failed in {what}: {type(error).__name__}: {said[:200]}\n"
+            "  try: its own output says where"
+        )
+        raise
 
 
 class _Alone:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from passes.lower.phases import Phases
 
-__all__ = ["Observer", "PhaseRun", "observed"]
+__all__ = ["Observer", "PhaseRun", "observed", "unobserved"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,17 @@ class Observer(Protocol):
 def observed(observers: Sequence[Observer], run: Callable[[], PhaseRun]) -> AbstractContextManager[None]:
     """Tell the observers, if there are any, when the block begins and when it is over."""
     return _told(observers, run()) if observers else nullcontext()
+
+
+@contextmanager
+def unobserved(observers: list[Observer]) -> Generator[None]:
+    """Nobody is told of what runs in the block."""
+    kept = observers[:]
+    observers.clear()
+    try:
+        yield
+    finally:
+        observers[:] = kept
 
 
 @contextmanager

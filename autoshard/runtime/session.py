@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +19,10 @@ from torch.distributed.tensor import DTensor
 from autoshard.calls.executable import Executable
 from autoshard.calls.global_call import GlobalCall, global_call
 from autoshard.calls.outputs import output_layouts
+from autoshard.plan.candidates import BEST, Candidate
 from autoshard.plan.find_plan import canonical_capture, named_parameters
 from autoshard.plan.plan import Plan
-from autoshard.plan.plan_cache import cached_plan
+from autoshard.plan.plan_cache import cached_candidates, cached_plan
 from autoshard.plan.plan_fits import axes_in, check_mesh, check_outputs, runnable
 from autoshard.plan.task import CallLayouts, Task, carried_plan, prices_of, search_plan
 from autoshard.progress import stages_of
@@ -35,6 +37,8 @@ from autoshard.runtime.observe import Observer
 from autoshard.runtime.parameters import distribute_parameters
 from autoshard.runtime.process_groups import groups_for
 from autoshard.runtime.programs import Programs
+from autoshard.runtime.race import race
+from autoshard.runtime.race_entry import RaceEntry
 from autoshard.runtime.seeds import SeedStream
 from autoshard.runtime.settings import Settings
 from autoshard.runtime.step import Program
@@ -109,13 +113,15 @@ class Session:
         )
         agree(self.mesh, self._fingerprint(captured.joint, whole))
         with self._stages("finding a plan"):
-            plan = self._planned(captured, layouts)
-        groups_for(self.mesh, axes_in(plan))
+            plans = self._planned(captured, layouts)
         kind = kind_of(self.model, captured.joint)
-        made = self._made(captured, plan, kind)
+        tensors, key = flatten_call(args, kwargs)
+        made = lambda plan: self._made(captured, plan, kind)
+        entered = partial(RaceEntry, self.model, captured.joint, self.mesh, tensors)
+        plan, made = race(self.mesh, plans, made, entered, self.settings, self.observers)
         programs = Programs(made, self.settings.backend, at_once=self.plan is None)
         self._settle(plan)
-        call = replace(captured.call, key=flatten_call(args, kwargs)[1])
+        call = replace(captured.call, key=key)
         inputs = checked_inputs(captured.joint, whole.layouts, self.spec, self.mesh.get_rank())
         return Executable(
             self,
@@ -149,22 +155,30 @@ class Session:
             **self.settings.described(),
         }
 
-    def _planned(self, captured: Captured, layouts: CallLayouts) -> Plan:
-        """Rank 0's plan, on all ranks."""
-        mine: list[Plan] = []
+    def _planned(self, captured: Captured, layouts: CallLayouts) -> list[Candidate]:
+        """Rank 0's plan, on all ranks; several of them where they are to race."""
+        mine: list[Candidate] = []
 
-        def find() -> tuple[dict[str, Any], int]:
-            mine.append(self._plan(captured, layouts))
-            return mine[0].to_json(), torch.initial_seed()
+        def find() -> tuple[list[Any], int]:
+            mine.extend(self._candidates(captured, layouts))
+            return [one.to_json() for one in mine], torch.initial_seed()
 
         data, seed = from_first(self.mesh, find, what="the plan")
         if self.plan is None:
             self.seeds.start(seed)
-        plan = mine[0] if mine else Plan.from_json(data)
-        if plan.fallbacks:
-            found = ", ".join(plan.fallbacks)
+        plans = collectively(
+            self.mesh, lambda: mine or list(map(Candidate.from_json, data)), what="the plan read"
+        )
+        if plans[0].plan.fallbacks:
+            found = ", ".join(plans[0].plan.fallbacks)
             _log.warning("ops without a rule run replicated, with their inputs gathered: %s", found)
-        return plan
+        return plans
+
+    def _candidates(self, captured: Captured, layouts: CallLayouts) -> list[Candidate]:
+        count = self.settings.race
+        if count < 2 or self.plan is not None or self.spec.device_count == 1:
+            return [Candidate(BEST, self._plan(captured, layouts))]
+        return cached_candidates(self._task(captured, layouts, self.settings.pins), count)
 
     def _plan(self, captured: Captured, layouts: CallLayouts) -> Plan:
         settings = self.settings
@@ -200,6 +214,7 @@ class Session:
 
     def _made(self, captured: Captured, plan: Plan, kind: str) -> Callable[[str], Program]:
         """What compiles this rank's program by a backend, on all ranks together."""
+        groups_for(self.mesh, axes_in(plan))
         ours, sides = collectively(self.mesh, lambda: self._lowered(captured, plan), what="lowering a plan")
         turn = turns_of(self.watch, kind)
 

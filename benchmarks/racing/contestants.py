@@ -1,4 +1,4 @@
-"""Everybody in the race: autoshard with its own plan, with pinned plans, and what a PyTorch user would write.
+"""Everybody in the race but those by hand (`by_hand`): autoshard with its own plan, with pinned plans, raced plans.
 
 Each contestant trains its own copy of the same seeded model with the same AdamW on the same global batch; those
 that split the batch get this rank's slice of it.
@@ -16,16 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
-from torch.nn.parallel import DistributedDataParallel
 
 from autoshard import Plan, Profile, autoshard
 from autoshard.plan.families import family_constraints
 from benchmarks.racing.workloads import Batch, Workload
 
-__all__ = ["HAND_WRITTEN", "PINNED", "Build", "Meshes", "Race", "Runner", "alone", "planned", "process_group"]
+__all__ = ["PINNED", "Build", "Meshes", "Race", "Runner", "alone", "planned", "process_group"]
 
 LEARNING_RATE = 1e-3
 
@@ -57,8 +54,11 @@ class Race:
         torch.manual_seed(self.seed + 1)
         return self.workload.batch()
 
-    def compiled(self, model: nn.Module) -> Callable[..., Tensor]:
-        return model if self.backend == "eager" else torch.compile(model, backend=self.backend)
+    def compiled(self, model: nn.Module, **options: Any) -> Callable[..., Tensor]:
+        """options: of the compiler."""
+        if self.backend == "eager":
+            return model
+        return torch.compile(model, backend=self.backend, options=options or None)
 
 
 class Runner:
@@ -104,8 +104,13 @@ def alone(race: Race) -> Runner:
     return Runner(model, model, race.batch())
 
 
-def planned(race: Race, constraints: dict[str, Any] | None = None, mesh: DeviceMesh | None = None) -> Runner:
-    """autoshard on `mesh` (None: the grid), free or with pinned parameters."""
+def planned(
+    race: Race,
+    constraints: dict[str, Any] | None = None,
+    mesh: DeviceMesh | None = None,
+    raced: int | None = None,
+) -> Runner:
+    """autoshard on `mesh` (None: the grid), free or with pinned parameters. raced: plans to race."""
     model, batch = race.model(), race.batch()
     autoshard(
         model,
@@ -116,52 +121,9 @@ def planned(race: Race, constraints: dict[str, Any] | None = None, mesh: DeviceM
         constraints=constraints,
         backend=race.backend,
         time_limit=60.0,
+        race=raced,
     )
     return Runner(model, model, batch, plan=model.autoshard_plan)  # type: ignore[arg-type]
-
-
-def ddp(race: Race) -> Runner:
-    model = race.model()
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return Runner(race.compiled(wrapped), model, _slice(race.batch(), race.meshes.flat))
-
-
-def fsdp(race: Race) -> Runner:
-    model = _fully_sharded(race.model(), race.workload, race.meshes.flat)
-    return Runner(race.compiled(model), model, _slice(race.batch(), race.meshes.flat))
-
-
-def hybrid_fsdp(race: Race) -> Runner:
-    model = _fully_sharded(race.model(), race.workload, race.meshes.grid)
-    return Runner(race.compiled(model), model, _slice(race.batch(), race.meshes.flat))
-
-
-def tensor_parallel(race: Race) -> Runner:
-    model = parallelize_module(race.model(), race.meshes.flat, race.workload.tensor())
-    return Runner(race.compiled(model), model, race.batch(), _around(race))
-
-
-def sequence_parallel(race: Race) -> Runner:
-    assert race.workload.sequence is not None
-    model = parallelize_module(race.model(), race.meshes.flat, race.workload.sequence())
-    return Runner(race.compiled(model), model, race.batch(), _around(race))
-
-
-def fsdp_tensor_parallel(race: Race) -> Runner:
-    across, inside = (race.meshes.grid[name] for name in race.meshes.grid.mesh_dim_names or ())
-    model = parallelize_module(race.model(), inside, race.workload.tensor())
-    model = _fully_sharded(model, race.workload, across)
-    return Runner(race.compiled(model), model, _slice(race.batch(), across), _around(race))
-
-
-HAND_WRITTEN: dict[str, Build] = {
-    "DDP": ddp,
-    "FSDP2": fsdp,
-    "HSDP": hybrid_fsdp,
-    "TP": tensor_parallel,
-    "TP + SP": sequence_parallel,
-    "FSDP2 x TP": fsdp_tensor_parallel,
-}
 
 
 def _pins(family: str) -> Callable[[Workload], dict[str, Any]]:
@@ -169,17 +131,6 @@ def _pins(family: str) -> Callable[[Workload], dict[str, Any]]:
 
 
 PINNED = {f"pinned as {family}": _pins(family) for family in ("DDP", "FSDP", "TP")}
-
-
-def _fully_sharded(model: nn.Module, workload: Workload, mesh: DeviceMesh) -> nn.Module:
-    for name in workload.blocks:
-        fully_shard(model.get_submodule(name), mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
-
-
-def _around(race: Race) -> Callable[[], AbstractContextManager[Any]]:
-    return loss_parallel if race.workload.loss_parallel else contextlib.nullcontext
 
 
 def _groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -190,14 +141,6 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
             parameter
         )
     return [{"params": parameters} for parameters in groups.values()]
-
-
-def _slice(batch: Batch, mesh: DeviceMesh) -> Batch:
-    """This rank's equal share of dim 0: the mean of the ranks' losses is the loss of the whole batch."""
-    parts, mine = mesh.size(), mesh.get_local_rank()
-    assert all(tensor.shape[0] % parts == 0 for tensor in batch), "data parallelism needs equal slices"
-    x, y = (tensor.chunk(parts)[mine].contiguous() for tensor in batch)
-    return x, y
 
 
 def _local_bytes(tensor: Tensor) -> int:

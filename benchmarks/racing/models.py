@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["GPT", "MLP", "ConvNet", "WordModel"]
+__all__ = ["GPT", "MLP", "Attention", "Block", "ConvNet", "FeedForward", "WordModel"]
 
 
 class FeedForward(nn.Module):
@@ -35,11 +35,11 @@ class MLP(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal attention; as many heads as the projections' width holds, so it also runs on a share of them."""
+    """As many heads as the projections' width holds, so it also runs on a share of them."""
 
-    def __init__(self, width: int, head: int) -> None:
+    def __init__(self, width: int, head: int, causal: bool = True) -> None:
         super().__init__()
-        self.head = head
+        self.head, self.causal = head, causal
         self.q = nn.Linear(width, width, bias=False)
         self.k = nn.Linear(width, width, bias=False)
         self.v = nn.Linear(width, width, bias=False)
@@ -47,17 +47,19 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (w(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for w in (self.q, self.k, self.v))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         return self.out(mixed.transpose(1, 2).flatten(-2))
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, head: int) -> None:
+    """Attention, then `mlp`: [batch, tokens, width] -> the same; a feed-forward of 4 times the width if None."""
+
+    def __init__(self, width: int, head: int, causal: bool = True, mlp: nn.Module | None = None) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(width)
-        self.attention = Attention(width, head)
+        self.attention = Attention(width, head, causal)
         self.norm2 = nn.LayerNorm(width)
-        self.mlp = FeedForward(width, 4 * width)
+        self.mlp = FeedForward(width, 4 * width) if mlp is None else mlp
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))

@@ -6,16 +6,20 @@ import statistics
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["Entry", "Result"]
+__all__ = ["EQUAL", "Entry", "Result"]
+
+EQUAL = 0.03
+"""Share of a step under which two plans are equally fast."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One contestant. kind: "hand-written", "autoshard" (its own plan) or "pinned".
+    """One contestant. kind: "hand-written", "autoshard" (its own plan), "raced" (what race=3 keeps) or "pinned".
 
     seconds: of each timed step, of the slowest rank; cpu_seconds: of each, processor time of all ranks.
     losses: of the first steps; state_bytes: parameters, gradients and AdamW's state, per rank.
     predicted: seconds of a step, of planned ones; plan: their parameters' layouts. error: why it did not run.
+    setting: in which it ran, the fastest of `tried`: setting -> median step, seconds.
     """
 
     name: str
@@ -27,6 +31,13 @@ class Entry:
     predicted: float | None = None
     plan: str = ""
     error: str = ""
+    setting: str = ""
+    tried: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """With its setting, if there were several."""
+        return f"{self.name} ({self.setting})" if self.setting else self.name
 
     @property
     def median(self) -> float:
@@ -41,6 +52,11 @@ class Entry:
     def quartiles(self) -> tuple[float, float]:
         low, _, high = statistics.quantiles(self.seconds, n=4)
         return low, high
+
+    def ties(self, other: Entry) -> bool:
+        """Whether quartiles overlap: then neither is the faster."""
+        low, high = self.quartiles
+        return low <= other.quartiles[1] and other.quartiles[0] <= high
 
     @property
     def prediction_error(self) -> float | None:
@@ -85,10 +101,22 @@ class Result:
         return ours.median / best.median if ours and best else None
 
     @property
+    def tie(self) -> bool:
+        """Whether the two cannot be told apart: their quartiles overlap."""
+        ours, best = self.ours, self.best_hand_written
+        return bool(ours and best and ours.ties(best))
+
+    @property
+    def raced_ratio(self) -> float | None:
+        """The same of the plan that `race=3` kept."""
+        raced, best = next(iter(self.ran("raced")), None), self.best_hand_written
+        return raced.median / best.median if raced and best else None
+
+    @property
     def picked_the_best(self) -> bool | None:
-        """Whether no pinned plan, priced by the same profile, was measured faster than autoshard's own."""
+        """Whether no pinned plan, priced by the same profile, was more than `EQUAL` faster than autoshard's."""
         ours, others = self.ours, self.ran("pinned")
-        return all(ours.median <= other.median for other in others) if ours else None
+        return all(ours.median <= (1.0 + EQUAL) * other.median for other in others) if ours else None
 
     @property
     def loss_error(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.cluster import Cluster
+from benchmarks.racing.more_workloads import llama, mixture, unet, vit
 from benchmarks.racing.workloads import Workload, convnet, gpt, mlp, words
 
 __all__ = ["FABRICS", "SCENARIOS", "Fabric", "Scenario"]
@@ -67,5 +68,18 @@ SCENARIOS = {
             "a trunk for data parallelism, a head for tensor parallelism",
         ),
         Scenario("convnet-fast", "fast", convnet(24, 32, 4096, 100, 64), "the same on a fast fabric"),
+        Scenario(
+            "vit-hosts", "hosts", vit(32, 4, 192, 4, 32, head=24), "a vision transformer, slow between hosts"
+        ),
+        Scenario("unet-fast", "fast", unet(16, 3, 192), "one image: only its space can be split"),
+        Scenario(
+            "llama-hosts", "hosts", llama(1024, 2048, 128, 2, 4), "very long sequences, slow between hosts"
+        ),
+        Scenario(
+            "mixture-fast",
+            "fast",
+            mixture(1024, 64, 128, 2, 8, experts=8, hidden=512),
+            "many weights that every token reads: a dense mixture of experts",
+        ),
     )
 }

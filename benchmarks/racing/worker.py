@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from autoshard import Profile
 from autoshard.profiling.attend import attend
+from benchmarks.racing.by_hand import HAND_WRITTEN, ByHand
 from benchmarks.racing.contestants import (
-    HAND_WRITTEN,
     PINNED,
     Build,
     Meshes,
@@ -37,6 +37,7 @@ from benchmarks.racing.measure import timed_rounds, warm_up
 from benchmarks.racing.plan_text import plan_text
 from benchmarks.racing.results import Entry, Result
 from benchmarks.racing.scenarios import FABRICS, SCENARIOS, Scenario
+from benchmarks.racing.tuning import Tuned, tuned
 
 __all__ = ["main"]
 
@@ -50,7 +51,7 @@ def main() -> None:
     parser.add_argument("--scenario")
     parser.add_argument("--profile", help="a file, or a shipped one's name")
     parser.add_argument("--budget", type=float, default=30.0, help="seconds for measuring a profile")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--backend", default="eager")
     parser.add_argument("--only", help="contestants, by name, with commas between")
     parser.add_argument("--out", type=Path, required=True)
@@ -104,33 +105,37 @@ def _race(scenario: Scenario, given: argparse.Namespace) -> Result:
     )
 
 
-def _field(scenario: Scenario) -> Iterator[tuple[str, str, Build]]:
+def _field(scenario: Scenario) -> Iterator[tuple[str, str, Build | ByHand]]:
     """(name, kind, how to build it) of every contestant."""
     yield AUTOSHARD, "autoshard", planned
+    yield f"{AUTOSHARD}, race=3", "raced", lambda race: planned(race, raced=3)
     yield "flat mesh", "pinned", lambda race: planned(race, mesh=race.meshes.flat)
     for name, pins in PINNED.items():
+        if name == "pinned as TP" and not scenario.workload.columns:
+            continue
         yield name, "pinned", lambda race, pins=pins: planned(race, pins(race.workload))
     fabric = FABRICS[scenario.fabric]
-    absent = {
-        "TP + SP": scenario.workload.sequence is None,
-        # It is for links of two speeds.
-        "HSDP": fabric.hosts == 1 or fabric.ranks == 1,
-    }
-    for name, build in HAND_WRITTEN.items():
-        if not absent.get(name, False):
-            yield name, "hand-written", build
+    # HSDP is for links of two speeds.
+    absent = {"HSDP"} if fabric.hosts == 1 or fabric.ranks == 1 else set[str]()
+    for name, by_hand in HAND_WRITTEN.items():
+        if name not in absent and by_hand.runs(scenario.workload):
+            yield name, "hand-written", by_hand
 
 
-def _prepared(name: str, kind: str, build: Build, race: Race) -> tuple[Runner | None, Entry]:
-    """The contestant after its first steps; an entry with the reason if it cannot run."""
+def _prepared(name: str, kind: str, build: Build | ByHand, race: Race) -> tuple[Runner | None, Entry]:
+    """The contestant after its first steps, by hand in its best setting; an entry with the reason if it cannot run."""
     start = time.perf_counter()
     try:
-        runner = build(race)
-        losses = warm_up(runner, CHECKED_STEPS)
+        ready = _ready(build, race)
     except Exception as error:
         # All ranks fail alike (autoshard agrees on it); where they do not, the run ends by gloo's timeout.
-        _say(f"  {name} failed: {error}", traceback.format_exc())
+        print(
+            f"  {name} failed on rank {dist.get_rank()}: {error}\n{traceback.format_exc()}",
+            file=sys.stderr,
+            flush=True,
+        )
         return None, Entry(name, kind, error=f"{type(error).__name__}: {str(error).splitlines()[0]}")
+    runner = ready.runner
     plan = runner.plan
     predicted = None if plan is None else plan.step_time
     text = "" if plan is None else plan_text(plan)
@@ -138,11 +143,20 @@ def _prepared(name: str, kind: str, build: Build, race: Race) -> tuple[Runner | 
     return runner, Entry(
         name,
         kind,
-        losses=tuple(losses),
+        losses=ready.losses,
         state_bytes=runner.state_bytes(),
         predicted=predicted,
         plan=text,
+        setting=ready.setting,
+        tried=dict(ready.tried),
     )
+
+
+def _ready(build: Build | ByHand, race: Race) -> Tuned:
+    if isinstance(build, ByHand):
+        return tuned(build, race, CHECKED_STEPS)
+    runner = build(race)
+    return Tuned(runner, "", tuple(warm_up(runner, CHECKED_STEPS)), {})
 
 
 def _reference(race: Race) -> list[float]:

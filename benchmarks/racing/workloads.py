@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -17,8 +18,21 @@ from torch.distributed.tensor.parallel import (
 )
 
 from benchmarks.racing.models import GPT, MLP, ConvNet, WordModel
+from benchmarks.space.by_hand import Padded
 
-__all__ = ["Workload", "convnet", "gpt", "mlp", "words"]
+__all__ = [
+    "Batch",
+    "Styles",
+    "Workload",
+    "convnet",
+    "decoder_styles",
+    "gathered",
+    "gpt",
+    "mlp",
+    "random_words",
+    "word_ends",
+    "words",
+]
 
 Styles = dict[str, ParallelStyle]
 Batch = tuple[Tensor, Tensor]
@@ -29,22 +43,26 @@ class Workload:
     """What is trained.
 
     build:     the model (seeded by the caller); batch: the global batch, dim 0 is split by data parallelism.
+    slices:    whether the batch has a part for every rank; without, nobody splits it.
     blocks:    names of the modules that FSDP shards one by one.
     tensor:    styles for parallelize_module; new ones at each call, as they hold state.
     sequence:  the same with sequence parallelism; None where the model has no sequence.
     columns, rows: patterns of the weights that `tensor` splits at dim 0 and at dim 1, for pinned plans.
     loss_parallel: whether the loss of `tensor` is computed on logits split by class.
+    in_space:  (model, how a rank gets its neighbours' rows, ranks) -> the model for a rank's rows of images.
     """
 
     text: str
     build: Callable[[], nn.Module]
     batch: Callable[[], Batch]
     blocks: tuple[str, ...]
-    tensor: Callable[[], Styles]
+    tensor: Callable[[], Styles] | None
     columns: tuple[str, ...]
     rows: tuple[str, ...]
     sequence: Callable[[], Styles] | None = None
     loss_parallel: bool = False
+    slices: bool = True
+    in_space: Callable[[nn.Module, Padded, dist.ProcessGroup], nn.Module] | None = None
 
 
 def mlp(width: int, hidden: int, layers: int, batch: int) -> Workload:
@@ -64,43 +82,57 @@ def mlp(width: int, hidden: int, layers: int, batch: int) -> Workload:
     )
 
 
+def decoder_styles(
+    names: Sequence[str], columns: Sequence[str], rows: Sequence[str], sequence: bool
+) -> Styles:
+    """Of blocks of norm1, attention, norm2 and mlp. columns, rows: of the mlp, the layers split at outputs and inputs.
+    sequence: what lies between the parts is split in the sequence."""
+    into = Shard(1) if sequence else Replicate()
+    found: Styles = {}
+    for name in names:
+        found |= {f"{name}.attention.{w}": ColwiseParallel() for w in "qkv"}
+        found[f"{name}.attention.out"] = RowwiseParallel(output_layouts=into)
+        found |= {f"{name}.mlp.{w}": ColwiseParallel() for w in columns}
+        found |= {f"{name}.mlp.{w}": RowwiseParallel(output_layouts=into) for w in rows}
+        if sequence:
+            for part in ("attention", "mlp"):
+                found[f"{name}.{part}"] = gathered()
+            found |= {f"{name}.norm1": SequenceParallel(), f"{name}.norm2": SequenceParallel()}
+    return found
+
+
+def gathered(plain: bool = False) -> ParallelStyle:
+    """Tokens split in the sequence, whole for the module. plain: it has plain weights."""
+    return PrepareModuleInput(
+        input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),), use_local_output=plain
+    )
+
+
+def word_ends(sequence: bool, embeddings: Sequence[str] = ("tokens",)) -> Styles:
+    """Of embeddings, the last norm and the head, split by vocabulary."""
+    head = {"output_layouts": Shard(-1), "use_local_output": False}
+    if not sequence:
+        return {
+            "tokens": RowwiseParallel(input_layouts=Replicate()),
+            "head": ColwiseParallel(**head),
+        }
+    split = {name: RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)) for name in embeddings}
+    return {**split, "norm": SequenceParallel(), "head": ColwiseParallel(input_layouts=Shard(1), **head)}
+
+
 def gpt(vocabulary: int, context: int, width: int, layers: int, batch: int, head: int = 32) -> Workload:
     names = [f"layers.{i}" for i in range(layers)]
 
-    def shared(ends: Callable[[], Styles], prepare: bool) -> Styles:
-        found = ends()
-        for name in names:
-            into = Shard(1) if prepare else Replicate()
-            found |= {f"{name}.attention.{w}": ColwiseParallel() for w in "qkv"}
-            found[f"{name}.attention.out"] = RowwiseParallel(output_layouts=into)
-            found[f"{name}.mlp.up"] = ColwiseParallel()
-            found[f"{name}.mlp.down"] = RowwiseParallel(output_layouts=into)
-            if prepare:
-                for part in ("attention", "mlp"):
-                    found[f"{name}.{part}"] = PrepareModuleInput(
-                        input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
-                    )
-                found |= {f"{name}.norm1": SequenceParallel(), f"{name}.norm2": SequenceParallel()}
-        return found
-
-    def tensor_ends() -> Styles:
-        head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
-        return {"tokens": RowwiseParallel(input_layouts=Replicate()), "head": head}
-
-    def sequence_ends() -> Styles:
-        return {
-            "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-            "places": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-            "norm": SequenceParallel(),
-            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
-        }
+    def styles(sequence: bool) -> Styles:
+        ends = word_ends(sequence, ("tokens", "places"))
+        return ends | decoder_styles(names, ("up",), ("down",), sequence)
 
     return Workload(
         text=f"GPT, {layers} layers of {width}, vocabulary {vocabulary}, batch {batch} x {context}",
         build=lambda: GPT(vocabulary, context, width, head, layers),
-        batch=lambda: _words(vocabulary, batch, context),
+        batch=lambda: random_words(vocabulary, batch, context),
         blocks=tuple(names),
-        tensor=lambda: shared(tensor_ends, prepare=False),
+        tensor=lambda: styles(sequence=False),
         columns=(
             "tokens.weight",
             "head.weight",
@@ -109,7 +141,7 @@ def gpt(vocabulary: int, context: int, width: int, layers: int, batch: int, head
             "layers.*.mlp.up.bias",
         ),
         rows=("layers.*.attention.out.weight", "layers.*.mlp.down.weight"),
-        sequence=lambda: shared(sequence_ends, prepare=True),
+        sequence=lambda: styles(sequence=True),
         loss_parallel=True,
     )
 
@@ -126,7 +158,7 @@ def words(vocabulary: int, width: int, hidden: int, batch: int, length: int) -> 
     return Workload(
         text=f"word model, vocabulary {vocabulary}, width {width}, batch {batch} x {length}",
         build=lambda: WordModel(vocabulary, width, hidden),
-        batch=lambda: _words(vocabulary, batch, length),
+        batch=lambda: random_words(vocabulary, batch, length),
         blocks=("tokens", "mlp", "head"),
         tensor=styles,
         columns=("tokens.weight", "mlp.up.weight", "mlp.up.bias", "head.weight"),
@@ -147,5 +179,6 @@ def convnet(channels: int, side: int, hidden: int, classes: int, batch: int) -> 
     )
 
 
-def _words(vocabulary: int, batch: int, length: int) -> Batch:
+def random_words(vocabulary: int, batch: int, length: int) -> Batch:
+    """x and y, int64 [batch, length]."""
     return tuple(torch.randint(0, vocabulary, (2, batch, length)))  # type: ignore[return-value]

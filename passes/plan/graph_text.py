@@ -31,16 +31,23 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_graph(
-    records: Sequence[NodeRecord], mesh: MeshSpec, *, seconds: bool = True, joined: JoinedAxes = ()
+    records: Sequence[NodeRecord],
+    mesh: MeshSpec,
+    *,
+    seconds: bool = True,
+    joined: JoinedAxes = (),
+    raced: int = 0,
 ) -> str:
     """The planned graph, forward then backward. With `seconds=False` no prices (golden files).
 
-    `use` nodes are not printed: what they redistribute appears as collectives on the value.
+    `use` nodes are not printed: what they redistribute appears as collectives on the value. raced: of how many
+    plans that ran it is the fastest.
     """
     writer = _Writer(records, seconds)
     body = "\n".join(f"  {line}" for line in writer.lines())
     together = f"  // axes searched together: {joined_text(joined)}" if joined else ""
-    return f"{mesh}{together}\ngraph joint {{\n{body}\n}}\n"
+    clocked = f"  // raced: the fastest of {raced} by the clock" if raced and seconds else ""
+    return f"{mesh}{together}{clocked}\ngraph joint {{\n{body}\n}}\n"
 
 
 class _Writer:

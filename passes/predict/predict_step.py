@@ -32,7 +32,7 @@ __all__ = [
 @dataclass(frozen=True)
 class PredictedCollective:
     """node: its name in the phase's graph; serves: the parameter or module it is for. nbytes: as
-    `cost_model.collectives` counts. seconds: its price, alone. start: seconds into the step. exposed:
+    `cost_model.collectives` counts. seconds: its price, alone. start, end: seconds into the step. exposed:
     by how much the step is longer for it."""
 
     phase: str
@@ -44,6 +44,7 @@ class PredictedCollective:
     seconds: float
     start: float
     exposed: float
+    end: float
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,7 @@ def predict_phases(phases: Phases, prices: Prices, axes_of: AxesOf) -> Predictio
             timeline.events[issued.event].seconds,
             timeline.start[issued.event],
             timeline.exposed[issued.event],
+            timeline.end[issued.event],
         )
         for issued in step.collectives
     )

@@ -40,7 +40,8 @@ AGAIN_GAP = 2e-3
 @dataclass(frozen=True)
 class Agreed:
     """assignment, choice: of the fastest plan judged. seconds: its objective under `overlaps`; lower_bound: no plan has
-    less under them."""
+    less under them. rivals: what else was judged, the fastest first, each under an overlap that makes its objective its
+    timeline; the bound is the same."""
 
     assignment: Assignment
     choice: tuple[int, ...]
@@ -48,6 +49,7 @@ class Agreed:
     lower_bound: float
     status: str
     overlaps: tuple[Overlap, ...]
+    rivals: tuple[Agreed, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,11 @@ class _Judged:
     def counted(self, overlaps: Sequence[Overlap]) -> float:
         """The objective."""
         return sum(phase_seconds(self.totals, overlaps)) + float(self.totals[-1])
+
+    def agreed(self, overlaps: tuple[Overlap, ...], bound: float) -> Agreed:
+        """A rival's, with a bound that another plan was found under."""
+        seconds = self.counted(overlaps)
+        return Agreed(self.assignment, self.choice, seconds, min(bound, seconds), "feasible", overlaps)
 
     def corrected(self, overlaps: Sequence[Overlap]) -> tuple[Overlap, ...]:
         """Under which the objective is the timeline. What has no kind but is not the update is counted besides: of the
@@ -96,7 +103,13 @@ def agreed(space: SearchSpace, efficiency: float, judge: Judge | None, time_limi
         return _Search(space, judge, time.monotonic() + time_limit).run(overlaps)
     found = solve_overlapped(space.problem, space.kinds(overlaps), time_limit=time_limit)
     choice = tuple(found.choice)
-    return Agreed(space.assignment(choice), choice, found.cost, found.lower_bound, found.status, overlaps)
+    bound = _bound(found.lower_bound, found.cost)
+    return Agreed(space.assignment(choice), choice, found.cost, bound, found.status, overlaps)
+
+
+def _bound(known: float, seconds: float) -> float:
+    """Of a plan of `seconds`. Where time ended before anything was proven, what no step goes below: nothing."""
+    return min(max(known, 0.0), seconds)
 
 
 def _others(overlaps: Sequence[Overlap]) -> Iterator[tuple[Overlap, ...]]:
@@ -127,9 +140,14 @@ class _Search:
                         best = self._better(self._solve(other, best), best)
                 overlaps, solution, best = self._corrected(overlaps, best)
         seconds = best.counted(overlaps)
-        bound = min(solution.lower_bound + sum(overlap.extra for overlap in overlaps), seconds)
+        bound = _bound(solution.lower_bound + sum(overlap.extra for overlap in overlaps), seconds)
         status = "optimal" if seconds - bound <= ROUNDING * seconds else "feasible"
-        return Agreed(best.assignment, best.choice, seconds, bound, status, overlaps)
+        rivals = self._rivals(best, overlaps, bound)
+        return Agreed(best.assignment, best.choice, seconds, bound, status, overlaps, rivals)
+
+    def _rivals(self, best: _Judged, overlaps: tuple[Overlap, ...], bound: float) -> tuple[Agreed, ...]:
+        others = sorted((one for one in self.judged.values() if one is not best), key=lambda one: one.seconds)
+        return tuple(one.agreed(one.corrected(overlaps), bound) for one in others)
 
     def _corrected(
         self, overlaps: tuple[Overlap, ...], best: _Judged

@@ -13,7 +13,7 @@ from cost_model.units import format_bytes
 from passes.ir.joint import GraphInput, JointGraph, node_value
 from passes.layout.assignment import Assignment
 from passes.layout.joined_axes import JoinedAxes
-from passes.search.agree import agreed
+from passes.search.agree import Agreed, agreed
 from passes.search.graph_ends import Boundary
 from passes.search.narrowing import Narrowing
 from passes.search.search_space import SearchSpace
@@ -38,7 +38,8 @@ class Found:
     """seconds: price of one training step under the assignment; lower_bound: no assignment is
     faster; gap: (seconds - lower_bound) / seconds; peak_nbytes: predicted resident bytes on the
     fullest rank; peak_node: the graph node at which it is reached. joined: axes that the search used together: the
-    bound is of assignments that do so. step, overlaps: how the seconds are counted (`passes.search.step_kinds`)."""
+    bound is of assignments that do so. step, overlaps: how the seconds are counted (`passes.search.step_kinds`).
+    rivals: what else the search found and judged, the fastest first."""
 
     assignment: Assignment
     seconds: float
@@ -50,6 +51,7 @@ class Found:
     step: StepKinds
     overlaps: tuple[Overlap, ...]
     joined: JoinedAxes = ()
+    rivals: tuple[Found, ...] = ()
 
 
 def find_assignment(
@@ -84,19 +86,24 @@ def find_assignment(
         found = agreed(space, prices.overlap_efficiency, own, seconds)
     except Infeasible as reason:
         raise _explained(reason, joint, space, prices.mesh, (memory_limit or 0, reserve)) from None
-    peak, step = space.problem.peak(found.choice)
+    return _found(found, space, joint, prices)
+
+
+def _found(agreed: Agreed, space: SearchSpace, joint: JointGraph, prices: Prices) -> Found:
+    peak, step = space.problem.peak(agreed.choice)
     order = list(joint.graph.nodes)
     return Found(
-        assignment=found.assignment,
-        seconds=found.seconds,
-        lower_bound=found.lower_bound,
-        gap=(found.seconds - found.lower_bound) / max(found.seconds, 1e-300),
-        status=found.status,
+        assignment=agreed.assignment,
+        seconds=agreed.seconds,
+        lower_bound=agreed.lower_bound,
+        gap=(agreed.seconds - agreed.lower_bound) / max(agreed.seconds, 1e-300),
+        status=agreed.status,
         peak_nbytes=int(peak),
         peak_node=order[min(step, len(order) - 1)].name,
         step=space.step,
-        overlaps=found.overlaps,
+        overlaps=agreed.overlaps,
         joined=prices.joined,
+        rivals=tuple(_found(rival, space, joint, prices) for rival in agreed.rivals),
     )
 
 

@@ -246,6 +246,7 @@ def on_ranks(rank: int) -> tuple[list[str], bool]:
                 "plan": None,
                 "backend": "eager",
                 "time_limit": 60.0,
+                "race": None,
             },
             {"example_inputs": ("None",), "profile": ("None",)},
         ),

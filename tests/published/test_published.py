@@ -93,7 +93,9 @@ def test_matrices_are_cast_before_they_are_gathered() -> None:
 @pytest.mark.parametrize(("sharding", "gathers"), [("FULL_SHARD", 2), ("SHARD_GRAD_OP", 1)])
 def test_fsdp_sends_block_by_block(sharding: str, gathers: int) -> None:
     """Against a plan that takes 2 s to gather and 1 s to reduce, on a wire of 1 GB/s, half a second a start."""
-    sent = lambda kind, seconds: PredictedCollective("forward", "x", "x", kind, ("dp",), 1, seconds, 0.0, 0.0)
+    sent = lambda kind, seconds: PredictedCollective(
+        "forward", "x", "x", kind, ("dp",), 1, seconds, 0.0, 0.0, seconds
+    )
     plan = Prediction(
         9.0, (), (sent("all_gather", 2.0), sent("reduce_scatter", 1.0), sent("all_reduce", 5.0))
     )

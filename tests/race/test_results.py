@@ -48,6 +48,17 @@ def test_whether_the_picked_plan_was_the_fastest_of_the_priced() -> None:
     assert result(OURS, replace(PINNED, seconds=(0.05,) * 3)).picked_the_best is False
 
 
+def test_within_three_hundredths_plans_are_equally_fast() -> None:
+    assert result(OURS, replace(PINNED, seconds=(0.088,) * 3)).picked_the_best is True
+    assert result(OURS, replace(PINNED, seconds=(0.087,) * 3)).picked_the_best is False
+
+
+def test_a_tie_is_overlapping_quartiles() -> None:
+    fast, slow = replace(OURS, seconds=(0.08, 0.09, 0.11)), replace(DDP, seconds=(0.10, 0.12, 0.13))
+    assert result(fast, slow).tie is True
+    assert result(fast, replace(slow, seconds=(0.12, 0.12, 0.13))).tie is False
+
+
 def test_loss_error_is_the_largest_relative_one() -> None:
     assert result(OURS, replace(TP, losses=(2.0, 1.01))).loss_error == pytest.approx(0.01)
 
@@ -59,19 +70,24 @@ def test_a_file_gives_back_what_was_written() -> None:
 
 def test_summary() -> None:
     failed = Result("there", "a fabric", "a model", "a reason", None, error="it broke")
-    assert summary([result(OURS, PINNED, DDP, TP), failed]).splitlines()[2:] == [
-        "| here | DDP | 100 ms | 90 ms | 0.90 | 81 ms | -10% | yes |",
-        "| there | it broke | | | | | | |",
+    tuned = replace(DDP, setting="bucket_cap_mb=5", tried={"bucket_cap_mb=5": 0.1, "bucket_cap_mb=25": 0.2})
+    raced = replace(OURS, name="autoshard, race=3", kind="raced", seconds=(0.08, 0.08, 0.08))
+    whole = result(OURS, PINNED, tuned, TP, raced)
+    assert "- DDP, settings tried: bucket_cap_mb=5 100 ms, bucket_cap_mb=25 200 ms" in details(whole)
+    assert summary([whole, failed]).splitlines()[2:] == [
+        "| here | DDP (bucket_cap_mb=5) | 100 ms | 90 ms | 0.90 (tie) | 0.80 | 81 ms | -10% | yes |",
+        "| there | it broke | | | | | | | |",
     ]
 
 
 def test_goals() -> None:
     slow = replace(OURS, seconds=(0.4, 0.4, 0.4))
     assert goals([result(OURS, PINNED, DDP), result(slow, PINNED, DDP)]).splitlines() == [
-        "- ratio at most 1.0: 1 of 2 scenarios",
+        "- ratio at most 1.0: 1 of 2 scenarios, or a tie (quartiles overlap): 1; with race=3 0",
         "- ratio at most 0.8: 0 of 2 (goal: a third)",
         "- predicted within 10%: 1 of 2",
-        "- its own plan the fastest of those it priced: 1 of 2",
+        "- predicted within 20%: 1 of 2",
+        "- its own plan the fastest of those it priced, or within 3%: 1 of 2",
         "- largest relative difference of a loss from one process: 0.0e+00",
     ]
 

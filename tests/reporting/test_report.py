@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +28,9 @@ class Reported:
     phases: dict[str, float]
     steps: int
     corrected: str
+    spans: list[tuple[float, float]]
+    exposed: float
+    drawn: str
 
 
 def reported(rank: int, axes: Axes, backend: str) -> Reported:
@@ -48,6 +53,9 @@ def reported(rank: int, axes: Axes, backend: str) -> Reported:
         {p.name: p.seconds for p in figures.phases},
         figures.steps,
         report.corrected().to_json(),
+        [(t.start, t.end) for t in figures.tracks],
+        0.0 if figures.exposed is None else figures.exposed.measured,
+        report.draw(Path(tempfile.mkdtemp()) / "order.svg").read_text(),
     )
 
 
@@ -80,6 +88,12 @@ def test_steps_are_measured_and_not_changed(ranks: RankPool, axes: Axes, backend
     assert moved((kind, nbytes) for kind, nbytes, _ in first.measured) == moved(first.planned)
     assert len(first.planned) > 0
     assert all(seconds > 0.0 for _, _, seconds in first.measured)
+    # Each ran at some time within its step, after the one before it was issued, as the picture has it.
+    assert len(first.spans) == len(first.measured)
+    starts = [start for start, _ in first.spans]
+    assert starts == sorted(starts) and all(0.0 <= start < end for start, end in first.spans)
+    assert first.exposed > 0.0
+    assert first.drawn.count("<title>") == 2 * len(first.measured)
     profile = Profile.from_json(first.corrected, "corrected")
     assert profile.name == "slow compute (corrected)"
     assert f"on {world} ranks" in profile.sources[-1]

@@ -17,7 +17,9 @@ MS = 1e-3
 
 
 def predicted(phase: str, node: str, kind: str, millis: float, exposed: float) -> PredictedCollective:
-    return PredictedCollective(phase, node, "layer", kind, ("tp",), 2**20, millis * MS, 0.0, exposed * MS)
+    return PredictedCollective(
+        phase, node, "layer", kind, ("tp",), 2**20, millis * MS, 0.0, exposed * MS, millis * MS
+    )
 
 
 PREDICTION = Prediction(

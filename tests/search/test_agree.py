@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
@@ -14,9 +15,10 @@ from torch import nn
 from autoshard import MeshSpec, Profile, find_plan
 from passes.search.agree import agreed
 from passes.search.cost_kinds import CostKinds
+from passes.search.overlapped import solve_overlapped
 from passes.search.search_space import SearchSpace
 from passes.search.step_kinds import KINDS, Overlap, phase_paths
-from passes.solver.problem import Array, Problem
+from passes.solver.problem import Array, Problem, Solution
 from tests.models import Example, TwoLinear, llama, vit
 from tests.profiles import slow_compute
 
@@ -72,6 +74,13 @@ def test_a_plan_that_only_the_objective_likes_is_not_taken() -> None:
     assert found.lower_bound <= 10.0
 
 
+def test_what_else_was_judged_is_kept_with_its_own_timeline() -> None:
+    found, _ = searched({GATHERED: 12.0, WHOLE: 10.0})
+    (rival,) = found.rivals
+    assert rival.choice == GATHERED and rival.seconds == pytest.approx(12.0)
+    assert rival.lower_bound == found.lower_bound
+
+
 def test_the_objective_of_the_plan_becomes_its_timeline() -> None:
     """Half of the gather is exposed; the plan is the fastest nevertheless, and its cost says so."""
     found, _ = searched({GATHERED: 9.0, WHOLE: 10.0})
@@ -96,6 +105,19 @@ def test_a_large_problem_is_searched_once() -> None:
     assert found.seconds == pytest.approx(12.0)
     assert found.overlaps[0].extra == pytest.approx(4.0)
     assert found.lower_bound <= 12.0
+
+
+@pytest.mark.parametrize("judged", [True, False])
+def test_where_nothing_was_proven_the_bound_is_nothing(monkeypatch: pytest.MonkeyPatch, judged: bool) -> None:
+    """The search may end before it has a bound; a plan's file holds none below zero."""
+
+    def unproven(problem: Problem, kinds: CostKinds, **options: Any) -> Solution:
+        return replace(solve_overlapped(problem, kinds, **options), lower_bound=-math.inf, status="feasible")
+
+    monkeypatch.setattr("passes.search.agree.solve_overlapped", unproven)
+    judge = (lambda _: (8.0, 0.0, 0.0)) if judged else None
+    found = agreed(cast(SearchSpace, Space()), 1.0, judge, 60.0)
+    assert found.lower_bound == 0.0 and found.status == "feasible"
 
 
 EXAMPLES: dict[str, Callable[[], Example]] = {

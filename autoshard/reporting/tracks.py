@@ -1,0 +1,190 @@
+"""When each collective of a step began and ended: the compiled programs run again under a profiler.
+
+On CPUs with gloo. A collective begins where the program issues it; it ends when its messages are through, which gloo
+tells the profiler. The thread that computes stands still while it issues and while it waits: that is exposed.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from autoshard.runtime.input_side import conform
+from passes.compile.compile_graph import Compiled, compile_graph
+from passes.lower.phases import Phases
+
+__all__ = ["Range", "Tracks", "read_step", "run_tracks"]
+
+_STEP, _PHASES = "autoshard report: step", ("forward", "backward")
+_KINDS = "all_reduce|all_gather_into_tensor|reduce_scatter_tensor|all_to_all_single"
+_NAMED = re.compile(rf"^({_KINDS}): ")
+_UNNAMED = re.compile(rf"^_c10d_functional::({_KINDS})(_|_out)?$")
+_WAIT = "_c10d_functional::wait_tensor"
+_MESSAGES = ("gloo:send", "gloo:recv")
+_WORK = {
+    "all_reduce": ("gloo:all_reduce",),
+    "all_gather_into_tensor": ("gloo:all_gather",),
+    "reduce_scatter_tensor": ("gloo:reduce_scatter", "gloo:all_reduce"),
+    "all_to_all_single": ("gloo:all_to_all",),
+}
+"""What gloo's threads run for a collective that is no messages of its own."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """Something that a profiler saw. begin, end: seconds on one clock."""
+
+    name: str
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Tracks:
+    """spans: of every collective, in the order of issue, (begin, end) in seconds since the forward began. exposed:
+    phase -> seconds in which the computing thread stood still."""
+
+    spans: tuple[tuple[float, float], ...]
+    exposed: dict[str, float]
+
+
+def run_tracks(
+    phases: Phases, inputs: Sequence[Tensor], backend: str, repeats: int, meet: Callable[[], object]
+) -> Tracks | None:
+    """Medians over `repeats` runs of the programs; None where what the profiler saw cannot be told apart.
+
+    meet: waits until all ranks are there. All ranks must run alike. The programs are functional: nothing changes.
+    """
+    step = _Step(phases, inputs, backend)
+    step.run()
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        for _ in range(repeats):
+            meet()
+            with record_function(_STEP):
+                step.run()
+    events = [
+        Range(event.name, event.time_range.start * 1e-6, event.time_range.end * 1e-6)
+        for event in seen.events() or ()
+    ]
+    kinds = [kind for graph in step.graphs for kind in _collectives(graph)]
+    runs = [read_step(within, kinds) for within in _steps(events)]
+    found = [run for run in runs if run is not None]
+    return _median(found) if found and len(found) == len(runs) else None
+
+
+class _Step:
+    def __init__(self, phases: Phases, inputs: Sequence[Tensor], backend: str) -> None:
+        self._phases, self._inputs = phases, list(inputs)
+        self.graphs = [phases.forward]
+        if phases.backward is not None:
+            self.graphs.append(phases.backward.module)
+        self._compiled: list[Compiled] = [compile_graph(graph, backend) for graph in self.graphs]
+
+    @torch.no_grad()
+    def run(self) -> None:
+        backward = self._phases.backward
+        with record_function(_PHASES[0]):
+            results = self._compiled[0](list(self._inputs))
+        if backward is None:
+            return
+        given: list[Any] = [self._inputs[i] for i in backward.passed] + [results[i] for i in backward.saved]
+        with record_function(_PHASES[1]):
+            values = [n.meta["val"] for n in backward.module.graph.nodes if n.op == "placeholder"]
+            given += [conform(_ones(v, self._inputs), v) for v in values[len(given) :]]
+            self._compiled[1](given)
+
+
+def _ones(value: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+    device = inputs[0].device if inputs else torch.device("cpu")
+    return torch.ones(value.shape, dtype=value.dtype, device=device)
+
+
+def _collectives(module: fx.GraphModule) -> list[str]:
+    """Names of the ops, in the order of issue."""
+    ops: dict[Any, str] = {
+        getattr(torch.ops._c10d_functional, name).default: name for name in _KINDS.split("|")
+    }
+    return [ops[node.target] for node in module.graph.nodes if node.target in ops]
+
+
+def _steps(events: Sequence[Range]) -> Iterator[list[Range]]:
+    for step in (event for event in events if event.name == _STEP):
+        yield [event for event in events if step.begin <= event.begin < step.end]
+
+
+def read_step(events: Sequence[Range], kinds: Sequence[str]) -> Tracks | None:
+    """What the profiler saw of one step of collectives of `kinds`, in this order, from the begin of its forward on.
+
+    Messages that begin inside a collective are its own. Other work of gloo runs on threads of its own, later than it
+    was issued and, of a kind, in that order. None if anything is missing, left over or of another kind.
+    """
+    ordered = sorted(events, key=lambda event: event.begin)
+    issued = _outermost([e for e in ordered if _NAMED.match(e.name) or _UNNAMED.match(e.name)])
+    phases = [event for event in ordered if event.name in _PHASES]
+    if [_kind(event) for event in issued] != list(kinds) or not phases:
+        return None
+    threads = [
+        e for e in ordered if e.name.startswith("gloo:") and e.name not in (*_MESSAGES, "gloo:barrier")
+    ]
+    messages = [event for event in ordered if event.name in _MESSAGES]
+    own = [[m.end for m in messages if one.begin <= m.begin <= one.end] for one in issued]
+    ends: list[float] = []
+    for one, found in zip(issued, own, strict=True):
+        work = None if found else next((t for t in threads if _is_work_of(t, one)), None)
+        if not found and work is None:
+            return None
+        if work is not None:
+            threads.remove(work)
+        ends.append(work.end if work is not None else max(found))
+    if threads:
+        return None
+    zero = phases[0].begin
+    waits = [event for event in ordered if event.name == _WAIT]
+    exposed = {
+        phase.name: sum(
+            _inside(e, phase) for e in _outermost(sorted((*issued, *waits), key=lambda e: e.begin))
+        )
+        for phase in phases
+    }
+    spans = [(one.begin - zero, max(one.end, end) - zero) for one, end in zip(issued, ends, strict=True)]
+    return Tracks(tuple(spans), exposed)
+
+
+def _kind(issued: Range) -> str:
+    match = _NAMED.match(issued.name) or _UNNAMED.match(issued.name)
+    assert match is not None
+    return match[1]
+
+
+def _is_work_of(work: Range, issued: Range) -> bool:
+    return work.begin >= issued.begin and work.name.startswith(_WORK[_kind(issued)])
+
+
+def _inside(event: Range, phase: Range) -> float:
+    return max(0.0, min(event.end, phase.end) - max(event.begin, phase.begin))
+
+
+def _outermost(events: Sequence[Range]) -> list[Range]:
+    """Those that are in no other; by their begin."""
+    found: list[Range] = []
+    for event in events:
+        if not found or event.begin >= found[-1].end:
+            found.append(event)
+    return found
+
+
+def _median(runs: Sequence[Tracks]) -> Tracks:
+    spans = zip(*(run.spans for run in runs), strict=True)
+    return Tracks(
+        tuple(
+            (statistics.median(b for b, _ in same), statistics.median(e for _, e in same)) for same in spans
+        ),
+        {phase: statistics.median(run.exposed[phase] for run in runs) for phase in runs[0].exposed},
+    )

@@ -1,0 +1,242 @@
+"""A last word by the clock: the best plans run for a few real steps, and the fastest is kept.
+
+All ranks come here together. What is local may fail on one rank, and then fails on all; in a step, where ranks wait for
+each other, a rank that fails ends the others (`agreement.in_company`).
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoshard.plan.candidates import Candidate
+from autoshard.plan.plan import Plan
+from autoshard.plan.plan_content import Raced
+from autoshard.plan.plan_words import plan_words
+from autoshard.plan.race_result import by_speed, race_lines, step_seconds
+from autoshard.progress import tell
+from autoshard.runtime.agreement import collectively, everyones, from_first, in_company
+from autoshard.runtime.devices import local_device
+from autoshard.runtime.observe import Observer, unobserved
+from autoshard.runtime.process_groups import whole_group
+from autoshard.runtime.race_entry import RaceEntry
+from autoshard.runtime.settings import Settings
+from autoshard.runtime.step import Program
+from cost_model.errors import RankError
+from cost_model.units import format_bytes
+from passes.ir.kept_random_state import random_state_kept
+
+__all__ = ["Starter", "beside_each_other", "race", "rounds_within"]
+
+_WARM_STEPS = 2
+_LEAST_ROUNDS, _MOST_ROUNDS = 5, 25
+_SECONDS = 1.5
+"""For the timed steps of each plan: short steps run more often."""
+
+_log = logging.getLogger("autoshard")
+
+Times = list[list[float]]
+"""By plan, seconds of each step on this rank."""
+
+
+@dataclass(frozen=True)
+class Starter:
+    """entry: of a candidate on this rank."""
+
+    candidate: Candidate
+    entry: RaceEntry
+
+    @property
+    def program(self) -> Program:
+        return self.entry.program
+
+
+def race(
+    mesh: DeviceMesh,
+    candidates: Sequence[Candidate],
+    made: Callable[[Plan], Callable[[str], Program]],
+    entered: Callable[[Plan, Program], RaceEntry],
+    settings: Settings,
+    observers: list[Observer],
+) -> tuple[Plan, Callable[[str], Program]]:
+    """The plan of the fastest, which says of the others how fast they were; and what gives its program for a backend.
+
+    made: what compiles a plan's program, on all ranks together. entered: the plan on copies. The first candidate is the
+    search's own, and what it raises is raised; another that cannot be compiled or has no memory for its copies is left
+    out, on all ranks. Of one candidate there is no race. The observers see nothing of it.
+    """
+    if len(candidates) == 1:
+        return candidates[0].plan, made(candidates[0].plan)
+
+    def compiled(plan: Plan) -> RaceEntry:
+        return entered(plan, made(plan)(settings.backend))
+
+    with unobserved(observers), random_state_kept():
+        plan, program = _won(mesh, list(_starters(candidates, compiled)), settings.memory_limit)
+    return plan, lambda backend: program
+
+
+def _won(mesh: DeviceMesh, starters: Sequence[Starter], memory_limit: int | None) -> tuple[Plan, Program]:
+    if len(starters) < 2:
+        return starters[0].candidate.plan, starters[0].program
+    track = _Track(mesh)
+    needs = [starter.candidate.plan.peak_memory for starter in starters]
+    room = min(everyones(mesh, _room(mesh, memory_limit), what="memory for a race"))
+    if beside_each_other(needs, room):
+        kept, mine = track.in_turn(starters)
+    else:
+        tell(
+            mesh.get_rank(),
+            f"race: one plan after the other: beside each other they need {format_bytes(sum(needs))}, "
+            f"and there are {format_bytes(room)}",
+        )
+        kept, mine = track.one_by_one(starters)
+    if len(kept) < 2:
+        return starters[0].candidate.plan, starters[0].program
+    times = everyones(mesh, mine, what="times of a race")
+    order, seconds = from_first(mesh, lambda: _ranking(times), what="who won the race")
+    won = kept[order[0]]
+    result = tuple(_raced(kept[i].candidate, seconds[i]) for i in order)
+    for line in race_lines(result):
+        tell(mesh.get_rank(), line)
+    return replace(won.candidate.plan, race=result), won.program
+
+
+def beside_each_other(needs: Sequence[int], room: int) -> bool:
+    """Whether plans of these peaks fit into `room` bytes together, so that their steps can take turns."""
+    return sum(needs) <= room
+
+
+def rounds_within(seconds: float) -> int:
+    """How often plans run whose slowest takes `seconds` a step."""
+    return max(_LEAST_ROUNDS, min(_MOST_ROUNDS, int(_SECONDS / max(seconds, 1e-9))))
+
+
+def _ranking(times: Sequence[Times]) -> tuple[list[int], list[float]]:
+    seconds = step_seconds(times)
+    return by_speed(seconds), seconds
+
+
+def _raced(candidate: Candidate, seconds: float) -> Raced:
+    return Raced(candidate.name, plan_words(candidate.plan), candidate.plan.step_time, seconds)
+
+
+def _starters(candidates: Sequence[Candidate], entered: Callable[[Plan], RaceEntry]) -> Iterator[Starter]:
+    for number, candidate in enumerate(candidates):
+        try:
+            entry = entered(candidate.plan)
+        except RankError:
+            raise
+        except Exception as error:  # on all ranks
+            if number == 0:
+                raise
+            _log.warning("race: without %s, which cannot run: %s", candidate.name, error)
+            continue
+        yield Starter(candidate, entry)
+
+
+class _Track:
+    """Where plans run, and the clock of this rank."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self._token = torch.zeros(1, device=local_device(mesh))
+        self._group = whole_group(mesh) if mesh.size() > 1 else None
+
+    def in_turn(self, starters: Sequence[Starter]) -> tuple[list[Starter], Times]:
+        """A B C C B A ..., so that what else the machine does meets all alike. Nothing where the first cannot run."""
+        ready = [starter for starter in starters if self._copied(starter)]
+        if ready[:1] != list(starters[:1]):
+            return [], []
+        rounds = self._rounds(max(self._warm(starter) for starter in ready))
+        times: Times = [[] for _ in ready]
+        for number in range(rounds):
+            places = range(len(ready))
+            for place in places if number % 2 == 0 else reversed(places):
+                times[place].append(self._step(ready[place]))
+        for starter in ready:
+            starter.entry.free()
+        return ready, times
+
+    def one_by_one(self, starters: Sequence[Starter]) -> tuple[list[Starter], Times]:
+        """A A A B B B ..., with the copies of one at a time. Nothing where the first cannot run."""
+        ready: list[Starter] = []
+        times: Times = []
+        for starter in starters:
+            if self._copied(starter):
+                rounds = self._rounds(self._warm(starter))
+                times.append([self._step(starter) for _ in range(rounds)])
+                ready.append(starter)
+            starter.entry.free()
+            gc.collect()
+            if not ready:
+                break
+        return ready, times
+
+    def _copied(self, starter: Starter) -> bool:
+        """Whether there is memory for its copies, on all ranks."""
+        try:
+            collectively(
+                self._mesh, starter.entry.copies, what=f"copies for a race of {starter.candidate.name}"
+            )
+        except RankError:
+            raise
+        except Exception as error:  # on all ranks
+            _log.warning("race: without %s, for lack of its copies: %s", starter.candidate.name, error)
+            starter.entry.free()
+            return False
+        return True
+
+    def _warm(self, starter: Starter) -> float:
+        """Seconds of the last of the first steps."""
+        with in_company(self._mesh, f"a race of {starter.candidate.name}"):
+            starter.entry.begin()
+        return [self._step(starter) for _ in range(_WARM_STEPS)][-1]
+
+    def _rounds(self, seconds: float) -> int:
+        return rounds_within(max(everyones(self._mesh, seconds, what="a step of a race")))
+
+    def _step(self, starter: Starter) -> float:
+        """Seconds from when all ranks are there."""
+        with in_company(self._mesh, f"a race of {starter.candidate.name}"):
+            self._meet()
+            begin = time.perf_counter()
+            starter.entry.step()
+            self._synchronize()
+            return time.perf_counter() - begin
+
+    def _meet(self) -> None:
+        if self._group is not None:
+            dist.all_reduce(self._token, group=self._group)
+        self._synchronize()
+
+    def _synchronize(self) -> None:
+        if self._mesh.device_type != "cpu":
+            torch.get_device_module(self._mesh.device_type).synchronize()
+
+
+def _room(mesh: DeviceMesh, memory_limit: int | None) -> int:
+    """Bytes for this rank's plans."""
+    free = _free_bytes(mesh)
+    return free if memory_limit is None else min(free, memory_limit)
+
+
+def _free_bytes(mesh: DeviceMesh) -> int:
+    """Of this rank's device; of the host's memory its share, as far as that is known."""
+    if mesh.device_type == "cuda":
+        return torch.cuda.mem_get_info(local_device(mesh))[0]
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.size()))
+    try:
+        known = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        return int(known["MemAvailable"].split()[0]) * 1024 // max(1, ranks)
+    except (OSError, ValueError, KeyError):
+        return 0
