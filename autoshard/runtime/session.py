@@ -22,8 +22,10 @@ from autoshard.plan.find_plan import canonical_capture, named_parameters
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_cache import cached_plan
 from autoshard.plan.plan_fits import axes_in, check_mesh, check_outputs, runnable
-from autoshard.plan.task import CallLayouts, Task, carried_plan, prices_of, search_plan
+from autoshard.plan.task import CallLayouts, Task, carried_plan, search_plan
+from autoshard.plan.task_prices import prices_of
 from autoshard.progress import stages_of
+from autoshard.refine.refine import may_refine, refined_plan
 from autoshard.runtime.agreement import agree, collectively, everyones, from_first
 from autoshard.runtime.copies import Copies, same_parameters
 from autoshard.runtime.devices import check_placed, local_device, move_buffers
@@ -152,9 +154,10 @@ class Session:
     def _planned(self, captured: Captured, layouts: CallLayouts) -> Plan:
         """Rank 0's plan, on all ranks."""
         mine: list[Plan] = []
+        refined = self._refined(captured, layouts)
 
         def find() -> tuple[dict[str, Any], int]:
-            mine.append(self._plan(captured, layouts))
+            mine.append(refined or self._plan(captured, layouts))
             return mine[0].to_json(), torch.initial_seed()
 
         data, seed = from_first(self.mesh, find, what="the plan")
@@ -165,6 +168,14 @@ class Session:
             found = ", ".join(plan.fallbacks)
             _log.warning("ops without a rule run replicated, with their inputs gathered: %s", found)
         return plan
+
+    def _refined(self, captured: Captured, layouts: CallLayouts) -> Plan | None:
+        """On rank 0, the first plan where prices are refined."""
+        s = self.settings
+        first = self.plan is None and s.plan is None
+        if s.refine == "off" or not first or not may_refine(self.mesh, self.profile.nominal):
+            return None
+        return refined_plan(self.mesh, self._task(captured, layouts, s.pins))
 
     def _plan(self, captured: Captured, layouts: CallLayouts) -> Plan:
         settings = self.settings

@@ -25,6 +25,7 @@ class Settings:
     plan: Plan | None
     backend: str
     time_limit: float
+    refine: str = "off"
 
     def described(self) -> dict[str, str]:
         """By argument, what all ranks must have given alike."""
@@ -36,5 +37,6 @@ class Settings:
             "plan": "searched" if self.plan is None else self.plan.fingerprint,
             "backend": self.backend,
             "time_limit": str(self.time_limit),
+            "refine": self.refine,
             "profile": "measured" if self.profile is None else self.profile.hash(),
         }

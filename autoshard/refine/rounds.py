@@ -1,0 +1,223 @@
+"""Rank 0's part in refining a plan: what is to be timed next, and the plan under what was timed."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from autoshard.plan.families import FAMILIES, Family
+from autoshard.plan.family_choices import family_narrowing
+from autoshard.plan.judged import Judged
+from autoshard.plan.plan import Plan
+from autoshard.plan.plan_cache import cached_plan, keep_plan, kept_plan, plan_path
+from autoshard.plan.task import Task, search_plan
+from autoshard.refine.timed_store import TimedStore
+from cost_model.deadline import Deadline
+from cost_model.errors import InfeasibleError
+from cost_model.timed import KernelKey, TimedPrices
+from passes.ir.joint import CPU
+from passes.layout.assignment import Assignment
+from passes.lower.rank_program import rank_program
+from passes.plan.graph_text import format_seconds
+from passes.plan.lowering_plan import LoweringPlan
+from passes.predict.step_work import CollectiveCase, KernelCase, step_work
+from passes.simulate.lockstep import simulated_group_axes, simulated_groups
+from passes.strategies.prices import Prices
+
+__all__ = ["Case", "Rounds", "refining_seconds"]
+
+_log = logging.getLogger("autoshard")
+
+Case = KernelCase | CollectiveCase
+
+MOST_ROUNDS = 4
+"""Searches under timed prices. The second or third seldom finds another plan."""
+STEPS_WORTH, MOST_SHARE, LEAST_SECONDS = 200, 0.25, 5.0
+"""What refining may take: so many predicted steps, and this share of the time limit; less than the seconds is not
+begun. What a faster plan saves must be worth the wait: training has many times as many steps, a test has not."""
+FAMILIES_SHARE = 0.3
+"""Of the budget, for the searches of families."""
+LEAST_SHARE = 5e-4
+"""Of a plan's step, that a kernel or a collective must take to be timed."""
+NEXT_BEST = 2
+"""Plans of the same search that are timed as well."""
+FASTER = 1e-3
+"""Share of a step from which on a plan counts as faster."""
+
+
+def refining_seconds(step_seconds: float, time_limit: float) -> float:
+    """The budget for a plan of that step; 0: not worth it."""
+    seconds = min(STEPS_WORTH * step_seconds, MOST_SHARE * time_limit)
+    return seconds if seconds >= LEAST_SECONDS else 0.0
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A plan of which kernels and collectives are timed."""
+
+    seconds: float
+    assignment: Assignment
+    lowering: LoweringPlan
+    family: Family | None = None
+
+
+class Rounds:
+    """One task, refined.
+
+    The first plan is searched under what was timed before. `wanted` says what else there is to time, of this plan,
+    of the next best and of the best of every family; `add` takes the times, searches again, and says so again, until
+    the plan stays, everything of it was timed, or time is up. `plan` is the fastest then known.
+    """
+
+    def __init__(
+        self, task: Task, store: TimedStore, budget: Callable[[float, float], float] = refining_seconds
+    ) -> None:
+        self._task = task
+        self._store = store
+        self._timed = store.read()
+        self._tried: set[object] = set()
+        self._families: list[_Candidate] | None = None
+        self._rounds = 0
+        self._next: list[_Candidate] = []
+        self._path = plan_path(task, "refined", store.path.name)
+        kept = kept_plan(self._path, self._under(self._timed))
+        self._done = kept is not None
+        self._search_seconds = 0.0
+        self.plan = kept or cached_plan(task, lambda: self._searched(task))
+        self._first = self.plan
+        seconds = 0.0 if self._done else budget(self.plan.step_time, task.time_limit)
+        self._deadline, self._families_deadline = map(Deadline.after, (seconds, FAMILIES_SHARE * seconds))
+        self._done = self._done or not seconds
+        if not self._done and self._timed != TimedPrices():
+            self._search()
+
+    def wanted(self) -> tuple[Case, ...]:
+        """What is to be timed next, in this order; (): nothing."""
+        if self._done:
+            return ()
+        cases = tuple(self._missing())
+        self._tried |= {_distinct(case) for case in cases}
+        if not cases or not self.seconds_left or self._rounds >= MOST_ROUNDS:
+            self._finish()
+            return ()
+        return cases
+
+    @property
+    def seconds_left(self) -> float:
+        """For timing: a search comes after it."""
+        return max(0.0, self._deadline.left - self._search_seconds)
+
+    def add(self, times: TimedPrices) -> None:
+        """Search again, under these as well."""
+        before = self.plan
+        self._timed = self._timed.joined(times)
+        self._store.write(self._timed)
+        self._rounds += 1
+        self._search()
+        stays = self.plan.parameter_layouts == before.parameter_layouts and (
+            self.plan.assignment == before.assignment
+        )
+        if stays:
+            self._finish()
+
+    def _under(self, timed: TimedPrices) -> Task:
+        return replace(self._task, timed=timed)
+
+    def _search(self) -> None:
+        task = self._under(self._timed)
+        self._next = []
+        self.plan = cached_plan(task, lambda: self._searched(task))
+
+    def _searched(self, task: Task) -> Plan:
+        known: list[Judged] = []
+        begun = time.monotonic()
+        plan = search_plan(task, rivals=known.append)
+        self._search_seconds = time.monotonic() - begun
+        fastest = sorted(known, key=lambda judged: judged.seconds)
+        others = [judged for judged in fastest if judged.assignment != plan.assignment]
+        self._next = [_Candidate(j.seconds, j.assignment, j.lowering) for j in others[:NEXT_BEST]]
+        return plan
+
+    def _missing(self) -> Iterator[Case]:
+        """What was not timed yet of the plan and its rivals, the fastest first; of each what takes most of it."""
+        found: dict[object, Case] = {}
+        mine = _Candidate(self.plan.step_time, self.plan.assignment, self.plan.lowering)
+        prices = self._under(self._timed).prices.joining(self.plan.joined_axes)
+        timed = {kernel.key for kernel in self._timed.kernels}
+        for candidate in (mine, *self._rivals()):
+            for case in self._cases(candidate, prices):
+                if not self._is_timed(case, timed, prices) and _distinct(case) not in self._tried:
+                    found.setdefault(_distinct(case), case)
+        yield from found.values()
+
+    def _rivals(self) -> Iterable[_Candidate]:
+        if self._families is None:
+            self._families = sorted(self._best_of_families(), key=lambda candidate: candidate.seconds)
+        return (*self._next, *self._families)
+
+    def _best_of_families(self) -> Iterator[_Candidate]:
+        for family in FAMILIES:
+            deadline = self._families_deadline
+            plan = self._family_plan(family, deadline) if deadline.left else None
+            if plan is not None and not plan.joined_axes:
+                yield _Candidate(plan.step_time, plan.assignment, plan.lowering, family)
+
+    def _family_plan(self, family: Family, deadline: Deadline) -> Plan | None:
+        """With the pins of the task; None where there is none."""
+        task = self._under(self._timed)
+        try:
+            narrowing = family_narrowing(family, task.joint, task.mesh)
+            return search_plan(replace(task, narrowing=narrowing), deadline)
+        except InfeasibleError:
+            return None
+
+    def _cases(self, candidate: _Candidate, prices: Prices) -> list[Case]:
+        """Of rank 0, whose shards are the largest."""
+        joint, mesh = replace(self._task.joint, device=CPU), self._task.mesh
+        program = rank_program(
+            joint, candidate.assignment, candidate.lowering, mesh, 0, simulated_groups(mesh)
+        )
+        work = step_work(program.usual(), prices, simulated_group_axes)
+        cases: list[Case] = [*work.kernels, *work.collectives]
+        worth = LEAST_SHARE * candidate.seconds
+        return sorted((case for case in cases if case.seconds >= worth), key=lambda case: -case.seconds)
+
+    def _is_timed(self, case: Case, timed: set[KernelKey], prices: Prices) -> bool:
+        if isinstance(case, KernelCase):
+            return case.key in timed
+        return prices.collective_priced(case.kind, case.axes, case.nbytes) == "timed"
+
+    def _finish(self) -> None:
+        """The last word has the best of each family: under the prices of now it may be the fastest."""
+        self._done = True
+        task = self._under(self._timed)
+        for candidate in self._families or ():
+            assert candidate.family is not None
+            if task.judged(candidate.assignment).seconds < (1.0 - FASTER) * self.plan.step_time:
+                found = self._family_plan(candidate.family, Deadline.after(task.time_limit))
+                if found is not None and found.step_time < (1.0 - FASTER) * self.plan.step_time:
+                    self.plan = _instead(found, self.plan, task)
+        keep_plan(self._path, self.plan)
+        _log.info("refine: %s", self._said())
+
+    def _said(self) -> str:
+        same = self.plan.parameter_layouts == self._first.parameter_layouts
+        counts = (
+            f"{len(self._timed.kernels)} kernels and {len(self._timed.collectives)} collectives are timed"
+        )
+        return (
+            f"{counts}; predicted step {format_seconds(self._first.step_time)} -> "
+            f"{format_seconds(self.plan.step_time)}, {'the same' if same else 'other'} parameters' layouts"
+        )
+
+
+def _distinct(case: Case) -> object:
+    return case.key if isinstance(case, KernelCase) else (case.kind, case.axes, case.nbytes)
+
+
+def _instead(found: Plan, searched: Plan, task: Task) -> Plan:
+    """A family's plan that is faster than what the whole search found, with the bound of that one."""
+    bound = min(searched.lower_bound, found.cost)
+    return replace(found, lower_bound=bound, status="feasible", again=task.again())
