@@ -45,6 +45,7 @@ class ComputePrices:
     ) -> None:
         self.profile = profile
         self.timed = timed
+        self._scales: dict[KernelKind | None, float] = {}
         self.foreign = device_type is not None and device_type != profile.device_type
         self._launch = profile.device.launch_seconds
         self._seconds_per_byte = 1.0 / profile.device.memory_bytes_per_second
@@ -88,10 +89,11 @@ class ComputePrices:
     def work_seconds(self, work: KernelWork, key: KernelKey | None = None) -> float:
         """Seconds of a kernel: timed where it was, or one near it (`cost_model.timed`); else as the model has it.
         key: what it is timed as; None: not at all."""
-        modelled = self._modelled(work)
         if self.timed is None or key is None:
-            return modelled
-        return self.timed.seconds(key, modelled, self._modelled)
+            return self._modelled(work)
+        if work.kind not in self._scales:
+            self._scales[work.kind] = self.timed.scale(work.kind, self._modelled)
+        return self.timed.seconds(key, work, self._modelled, self._scales[work.kind])
 
     def priced(self, key: KernelKey | None) -> Priced:
         """Where `work_seconds` of a kernel comes from."""

@@ -1,13 +1,16 @@
 """Kernels and collectives of a program that were timed, one by one, where the program will run: `TimedPrices`.
 
 They take the place of the modelled prices of equal and of near shapes: a kernel of equal shapes takes what was timed;
-one of near shapes what the model says, times the ratio of timed to modelled at the nearest timed shapes.
+one of near shapes what the model says, times the ratio of timed to modelled at the nearest timed shapes; any other what
+the model says, times the median ratio of its kind of work. Without that, what was timed would look fast beside what was
+not, or slow, wherever the model is off as a whole.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,6 +31,10 @@ Priced = Literal["modelled", "near", "timed"]
 
 NEAREST = 1.0
 """Powers of two: no dim of near shapes is more than twice as long in one as in the other."""
+
+
+ENOUGH = 3
+"""Kernels of a kind that say how far the model is off for all of the kind."""
 
 
 @dataclass(frozen=True)
@@ -108,15 +115,20 @@ class TimedPrices:
         between = sizes and min(sizes) / 2**NEAREST <= nbytes <= max(sizes) * 2**NEAREST
         return "near" if between else "modelled"
 
-    def seconds(self, key: KernelKey, modelled: float, model: Callable[[KernelWork], float]) -> float:
-        """Of a kernel that the model prices at `modelled`. model: the price of any other's work."""
+    def seconds(
+        self, key: KernelKey, work: KernelWork, model: Callable[[KernelWork], float], scale: float
+    ) -> float:
+        """Of a kernel. model: the price of a work; scale: of `work.kind`, as `scale` has it."""
         equal = self.kernel(key)
         if equal is not None:
             return equal.seconds
         near = self.near(key)
-        if near is None:
-            return modelled
-        return modelled * near.seconds / max(model(near.work), 1e-12)
+        return model(work) * (scale if near is None else _ratio(near, model))
+
+    def scale(self, kind: KernelKind | None, model: Callable[[KernelWork], float]) -> float:
+        """Timed over modelled, the median of all kernels of a kind; 1 where there are too few to tell."""
+        ratios = [_ratio(kernel, model) for kernel in self.kernels if kernel.work.kind == kind]
+        return statistics.median(ratios) if len(ratios) >= ENOUGH else 1.0
 
     def priced(self, key: KernelKey) -> Priced:
         """How `seconds` finds it."""
@@ -155,6 +167,10 @@ def _grouped(kernels: Iterable[TimedKernel], key: Callable[[TimedKernel], _K]) -
     for kernel in kernels:
         found.setdefault(key(kernel), []).append(kernel)
     return found
+
+
+def _ratio(kernel: TimedKernel, model: Callable[[KernelWork], float]) -> float:
+    return kernel.seconds / max(model(kernel.work), 1e-12)
 
 
 def _distance(one: Shapes, other: Shapes) -> float | None:

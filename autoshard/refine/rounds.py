@@ -40,7 +40,7 @@ begun. What a faster plan saves must be worth the wait: training has many times 
 FAMILIES_SHARE = 0.3
 """Of the budget, for the searches of families."""
 LEAST_SHARE = 5e-4
-"""Of a plan's step, that a kernel or a collective must take to be timed."""
+"""Of a plan's step, that a kernel must take to be timed. Collectives are few, and their prices the furthest off."""
 NEXT_BEST = 2
 """Plans of the same search that are timed as well."""
 FASTER = 1e-3
@@ -180,9 +180,9 @@ class Rounds:
             joint, candidate.assignment, candidate.lowering, mesh, 0, simulated_groups(mesh)
         )
         work = step_work(program.usual(), prices, simulated_group_axes)
-        cases: list[Case] = [*work.kernels, *work.collectives]
         worth = LEAST_SHARE * candidate.seconds
-        return sorted((case for case in cases if case.seconds >= worth), key=lambda case: -case.seconds)
+        cases: list[Case] = [*(case for case in work.kernels if case.seconds >= worth), *work.collectives]
+        return sorted(cases, key=lambda case: -case.seconds)
 
     def _is_timed(self, case: Case, timed: set[KernelKey], prices: Prices) -> bool:
         if isinstance(case, KernelCase):
@@ -195,6 +195,8 @@ class Rounds:
         task = self._under(self._timed)
         for candidate in self._families or ():
             assert candidate.family is not None
+            if not self._deadline.left:
+                break
             if task.judged(candidate.assignment).seconds < (1.0 - FASTER) * self.plan.step_time:
                 found = self._family_plan(candidate.family, Deadline.after(task.time_limit))
                 if found is not None and found.step_time < (1.0 - FASTER) * self.plan.step_time:

@@ -64,6 +64,19 @@ def test_other_shapes_are_modelled(key: KernelKey) -> None:
     assert timed.priced(key) == "modelled"
 
 
+def test_a_kind_that_the_model_has_wrong_is_scaled_by_its_median() -> None:
+    """2, 3 and 9 times as long as modelled; two are too few, and another kind says nothing."""
+    model = ComputePrices(Profile.named("cpu")).work_seconds(WORK)
+    kernels = [TimedKernel(shaped(8 * 100**i, 4), WORK, ratio * model) for i, ratio in enumerate((2, 3, 9))]
+    far = shaped(3, 400)
+    assert prices(*kernels).work_seconds(WORK, far) == pytest.approx(3 * model)
+    assert prices(*kernels).priced(far) == "modelled"
+    assert prices(*kernels[:2]).work_seconds(WORK, far) == model
+    pointwise = replace(WORK, kind=None)
+    other = ComputePrices(Profile.named("cpu")).work_seconds(pointwise)
+    assert prices(*kernels).work_seconds(pointwise, far) == other
+
+
 def test_strides_of_their_own_come_first() -> None:
     turned = replace(KEY, orders=((1, 0), (0, 1)))
     timed = prices(TimedKernel(turned, WORK, 9.0), TimedKernel(KEY, WORK, 7.0))
