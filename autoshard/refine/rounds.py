@@ -37,12 +37,14 @@ MOST_ROUNDS = 4
 STEPS_WORTH, MOST_SHARE, LEAST_SECONDS = 200, 0.25, 5.0
 """What refining may take: so many predicted steps, and this share of the time limit; less than the seconds is not
 begun. What a faster plan saves must be worth the wait: training has many times as many steps, a test has not."""
-FAMILIES_SHARE = 0.3
+FAMILIES_SHARE = 0.2
 """Of the budget, for the searches of families."""
 LEAST_SHARE = 5e-4
 """Of a plan's step, that a kernel must take to be timed. Collectives are few, and their prices the furthest off."""
 NEXT_BEST = 2
 """Plans of the same search that are timed as well."""
+UNCONFIRMED = 0.1
+"""Of a plan's step, in kernels and collectives that there was no time for: with more, the plan is not taken."""
 FASTER = 1e-3
 """Share of a step from which on a plan counts as faster."""
 
@@ -62,13 +64,19 @@ class _Candidate:
     lowering: LoweringPlan
     family: Family | None = None
 
+    @staticmethod
+    def of(plan: Plan, family: Family | None = None) -> _Candidate:
+        return _Candidate(plan.step_time, plan.assignment, plan.lowering, family)
+
 
 class Rounds:
     """One task, refined.
 
     The first plan is searched under what was timed before. `wanted` says what else there is to time, of this plan,
     of the next best and of the best of every family; `add` takes the times, searches again, and says so again, until
-    the plan stays, everything of it was timed, or time is up. `plan` is the fastest then known.
+    the plan stays, everything of it was timed, or time is up. `plan` is the fastest then known of those of which enough
+    was timed: what was not may look fast only because nobody looked. Where time was too short for that, the next start
+    goes on with the times that this one kept.
     """
 
     def __init__(
@@ -85,8 +93,8 @@ class Rounds:
         kept = kept_plan(self._path, self._under(self._timed))
         self._done = kept is not None
         self._search_seconds = 0.0
-        self.plan = kept or cached_plan(task, lambda: self._searched(task))
-        self._first = self.plan
+        self.plan = kept or cached_plan(task, lambda: self._searched(task, None))
+        self._first = self._confirmed = self.plan
         seconds = 0.0 if self._done else budget(self.plan.step_time, task.time_limit)
         self._deadline, self._families_deadline = map(Deadline.after, (seconds, FAMILIES_SHARE * seconds))
         self._done = self._done or not seconds
@@ -97,12 +105,13 @@ class Rounds:
         """What is to be timed next, in this order; (): nothing."""
         if self._done:
             return ()
-        cases = tuple(self._missing())
+        cases = tuple(self._missing()) if self._deadline.left else ()
+        new = tuple(case for case in cases if _distinct(case) not in self._tried)
         self._tried |= {_distinct(case) for case in cases}
-        if not cases or not self.seconds_left or self._rounds >= MOST_ROUNDS:
+        if not new or not self.seconds_left or self._rounds >= MOST_ROUNDS:
             self._finish()
             return ()
-        return cases
+        return new
 
     @property
     def seconds_left(self) -> float:
@@ -113,13 +122,12 @@ class Rounds:
         """Search again, under these as well."""
         before = self.plan
         self._timed = self._timed.joined(times)
+        if self._confirms(before):
+            self._confirmed = before
         self._store.write(self._timed)
         self._rounds += 1
         self._search()
-        stays = self.plan.parameter_layouts == before.parameter_layouts and (
-            self.plan.assignment == before.assignment
-        )
-        if stays:
+        if self.plan.assignment == before.assignment:
             self._finish()
 
     def _under(self, timed: TimedPrices) -> Task:
@@ -128,12 +136,16 @@ class Rounds:
     def _search(self) -> None:
         task = self._under(self._timed)
         self._next = []
-        self.plan = cached_plan(task, lambda: self._searched(task))
+        deadline = Deadline.after(max(self._deadline.left, self._search_seconds))
+        try:
+            self.plan = cached_plan(task, lambda: self._searched(task, deadline))
+        except InfeasibleError as error:  # it was not before: there was no time for it
+            _log.debug("refine: %s", error)
 
-    def _searched(self, task: Task) -> Plan:
+    def _searched(self, task: Task, deadline: Deadline | None) -> Plan:
         known: list[Judged] = []
         begun = time.monotonic()
-        plan = search_plan(task, rivals=known.append)
+        plan = search_plan(task, deadline, known.append)
         self._search_seconds = time.monotonic() - begun
         fastest = sorted(known, key=lambda judged: judged.seconds)
         others = [judged for judged in fastest if judged.assignment != plan.assignment]
@@ -143,14 +155,20 @@ class Rounds:
     def _missing(self) -> Iterator[Case]:
         """What was not timed yet of the plan and its rivals, the fastest first; of each what takes most of it."""
         found: dict[object, Case] = {}
-        mine = _Candidate(self.plan.step_time, self.plan.assignment, self.plan.lowering)
-        prices = self._under(self._timed).prices.joining(self.plan.joined_axes)
-        timed = {kernel.key for kernel in self._timed.kernels}
-        for candidate in (mine, *self._rivals()):
-            for case in self._cases(candidate, prices):
-                if not self._is_timed(case, timed, prices) and _distinct(case) not in self._tried:
-                    found.setdefault(_distinct(case), case)
+        for candidate in (_Candidate.of(self.plan), *self._rivals()):
+            for case in self._untimed(candidate):
+                found.setdefault(_distinct(case), case)
         yield from found.values()
+
+    def _confirms(self, plan: Plan) -> bool:
+        """Whether enough of it was timed."""
+        missing = self._untimed(_Candidate.of(plan))
+        return sum(case.seconds for case in missing) <= UNCONFIRMED * plan.step_time
+
+    def _untimed(self, candidate: _Candidate) -> list[Case]:
+        prices = self._under(self._timed).prices
+        timed = {kernel.key for kernel in self._timed.kernels}
+        return [case for case in self._cases(candidate, prices) if not self._is_timed(case, timed, prices)]
 
     def _rivals(self) -> Iterable[_Candidate]:
         if self._families is None:
@@ -162,7 +180,7 @@ class Rounds:
             deadline = self._families_deadline
             plan = self._family_plan(family, deadline) if deadline.left else None
             if plan is not None and not plan.joined_axes:
-                yield _Candidate(plan.step_time, plan.assignment, plan.lowering, family)
+                yield _Candidate.of(plan, family)
 
     def _family_plan(self, family: Family, deadline: Deadline) -> Plan | None:
         """With the pins of the task; None where there is none."""
@@ -190,18 +208,22 @@ class Rounds:
         return prices.collective_priced(case.kind, case.axes, case.nbytes) == "timed"
 
     def _finish(self) -> None:
-        """The last word has the best of each family: under the prices of now it may be the fastest."""
+        """The plan, if it is confirmed, else the last that was. Under the prices of now the best of a family may be
+        faster than it."""
         self._done = True
+        finished = self._confirms(self.plan)
+        if not finished:
+            self.plan = self._confirmed
         task = self._under(self._timed)
+        seconds = task.judged(self.plan.assignment, self.plan.joined_axes).seconds
         for candidate in self._families or ():
-            assert candidate.family is not None
-            if not self._deadline.left:
-                break
-            if task.judged(candidate.assignment).seconds < (1.0 - FASTER) * self.plan.step_time:
-                found = self._family_plan(candidate.family, Deadline.after(task.time_limit))
-                if found is not None and found.step_time < (1.0 - FASTER) * self.plan.step_time:
-                    self.plan = _instead(found, self.plan, task)
-        keep_plan(self._path, self.plan)
+            if self._deadline.left and task.judged(candidate.assignment).seconds < (1.0 - FASTER) * seconds:
+                assert candidate.family is not None
+                found = self._family_plan(candidate.family, self._deadline)
+                if found and found.step_time < (1.0 - FASTER) * seconds and self._confirms(found):
+                    self.plan, seconds = _instead(found, self.plan, task), found.step_time
+        if finished:
+            keep_plan(self._path, self.plan)
         _log.info("refine: %s", self._said())
 
     def _said(self) -> str:
