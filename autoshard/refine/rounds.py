@@ -44,7 +44,7 @@ LEAST_SHARE = 5e-4
 NEXT_BEST = 2
 """Plans of the same search that are timed as well."""
 UNCONFIRMED = 0.1
-"""Of a plan's step, in kernels and collectives that there was no time for: with more, the plan is not taken."""
+"""Of a plan's step, in kernels and collectives that there was no time for: with more, the next start goes on."""
 FASTER = 1e-3
 """Share of a step from which on a plan counts as faster."""
 
@@ -74,9 +74,9 @@ class Rounds:
 
     The first plan is searched under what was timed before. `wanted` says what else there is to time, of this plan,
     of the next best and of the best of every family; `add` takes the times, searches again, and says so again, until
-    the plan stays, everything of it was timed, or time is up. `plan` is the fastest then known of those of which enough
-    was timed: what was not may look fast only because nobody looked. Where time was too short for that, the next start
-    goes on with the times that this one kept.
+    the plan stays, everything of it was timed, or time is up. `plan` is then the fastest of those found where what was
+    not timed counts twice: it may look fast only because nobody looked. Where that is much of it, the next start goes
+    on with the times that this one kept.
     """
 
     def __init__(
@@ -94,7 +94,8 @@ class Rounds:
         self._done = kept is not None
         self._search_seconds = 0.0
         self.plan = kept or cached_plan(task, lambda: self._searched(task, None))
-        self._first = self._confirmed = self.plan
+        self._first = self.plan
+        self._found = [self.plan]
         seconds = 0.0 if self._done else budget(self.plan.step_time, task.time_limit)
         self._deadline, self._families_deadline = map(Deadline.after, (seconds, FAMILIES_SHARE * seconds))
         self._done = self._done or not seconds
@@ -122,11 +123,10 @@ class Rounds:
         """Search again, under these as well."""
         before = self.plan
         self._timed = self._timed.joined(times)
-        if self._confirms(before):
-            self._confirmed = before
         self._store.write(self._timed)
         self._rounds += 1
         self._search()
+        self._found.append(self.plan)
         if self.plan.assignment == before.assignment:
             self._finish()
 
@@ -160,10 +160,9 @@ class Rounds:
                 found.setdefault(_distinct(case), case)
         yield from found.values()
 
-    def _confirms(self, plan: Plan) -> bool:
-        """Whether enough of it was timed."""
-        missing = self._untimed(_Candidate.of(plan))
-        return sum(case.seconds for case in missing) <= UNCONFIRMED * plan.step_time
+    def _unknown_seconds(self, plan: Plan) -> float:
+        """Of a step, in what was not timed."""
+        return sum(case.seconds for case in self._untimed(_Candidate.of(plan)))
 
     def _untimed(self, candidate: _Candidate) -> list[Case]:
         prices = self._under(self._timed).prices
@@ -208,23 +207,25 @@ class Rounds:
         return prices.collective_priced(case.kind, case.axes, case.nbytes) == "timed"
 
     def _finish(self) -> None:
-        """The plan, if it is confirmed, else the last that was. Under the prices of now the best of a family may be
-        faster than it."""
+        """The fastest of the plans found and of the best of every family, under the prices of now."""
         self._done = True
-        finished = self._confirms(self.plan)
-        if not finished:
-            self.plan = self._confirmed
         task = self._under(self._timed)
-        seconds = task.judged(self.plan.assignment, self.plan.joined_axes).seconds
+        seconds, self.plan = min(
+            ((self._cautious(task, plan), plan) for plan in reversed(self._found)), key=lambda item: item[0]
+        )
         for candidate in self._families or ():
             if self._deadline.left and task.judged(candidate.assignment).seconds < (1.0 - FASTER) * seconds:
                 assert candidate.family is not None
                 found = self._family_plan(candidate.family, self._deadline)
-                if found and found.step_time < (1.0 - FASTER) * seconds and self._confirms(found):
-                    self.plan, seconds = _instead(found, self.plan, task), found.step_time
-        if finished:
+                if found is not None and self._cautious(task, found) < (1.0 - FASTER) * seconds:
+                    self.plan, seconds = _instead(found, self.plan, task), self._cautious(task, found)
+        if self._unknown_seconds(self.plan) <= UNCONFIRMED * seconds:
             keep_plan(self._path, self.plan)
         _log.info("refine: %s", self._said())
+
+    def _cautious(self, task: Task, plan: Plan) -> float:
+        """A step of the plan under the prices of now, what was not timed counted twice."""
+        return task.judged(plan.assignment, plan.joined_axes).seconds + self._unknown_seconds(plan)
 
     def _said(self) -> str:
         same = self.plan.parameter_layouts == self._first.parameter_layouts

@@ -10,6 +10,7 @@ from autoshard.plan.find_plan import canonical_capture, find_plan
 from cost_model.mesh import MeshSpec
 from cost_model.timed import KernelKey
 from passes.ir.joint import node_value, tensor_operands
+from passes.layout.assignment import Assignment
 from passes.lower.rank_program import rank_program
 from passes.simulate.lockstep import simulated_groups
 from passes.strategies.kernel_keys import kernel_form, kernel_key, local_key, may_be_timed
@@ -18,7 +19,7 @@ from tests.profiles import slow_compute
 aten = torch.ops.aten
 
 
-def global_keys(joint: fx.Graph, assignment: dict, mesh: MeshSpec) -> dict[str, KernelKey]:
+def global_keys(joint: fx.Graph, assignment: Assignment, mesh: MeshSpec) -> dict[str, KernelKey]:
     found: dict[str, KernelKey] = {}
     for node in joint.nodes:
         if node.op == "call_function" and may_be_timed(node, fused=False):
