@@ -36,6 +36,9 @@ _CASE_SECONDS = {"cpu": 0.06, "cuda": 0.02}
 """Of all repetitions of a case; two are made at least."""
 _MOST_CALLS, _RUN_SECONDS = 8, 1e-3
 """A kernel is called in a row until it takes as long, but no more often: the call of the program around it counts."""
+_NOISIEST = 0.5
+"""Interquartile range over median of the repetitions, from which on a time says more of other work than of the case: of
+two repetitions one took three times as long as the other."""
 _BEHIND = (0, 3, 10, 40)
 """Products before a collective: about 0, 0.3, 1 and 4 milliseconds of computing on a core."""
 _PRODUCT_SECONDS = 1e-4
@@ -47,7 +50,7 @@ def time_work(
     """What each of `cases` takes, in their order, until about `seconds` are over. All ranks of the world enter with
     equal arguments, and get the same.
 
-    What a device refuses to run, or has no memory for, is left out.
+    What a device refuses to run, or has no memory for, is left out, and so is what takes another time each time.
     """
     spec = MeshSpec.of(mesh)
     device = mesh_device(spec.device_type)
@@ -57,6 +60,10 @@ def time_work(
         teams = stack.enter_context(teams_of(mesh, spec)) if moves else {}
         timing = _Timing(spec, device, peers, clock or device_clock(device.type), teams)
         return timing.all(cases, seconds)
+
+
+class _Noisy(Exception):
+    """Other work decided how long a case took."""
 
 
 @dataclass
@@ -76,7 +83,7 @@ class _Timing:
                 break
             try:
                 self._add(case)
-            except ProfileError as error:  # on all ranks alike
+            except (ProfileError, _Noisy) as error:  # on all ranks alike
                 _log.debug("not timed: %s", error)
         return TimedPrices(tuple(self.kernels), tuple(self.collectives))
 
@@ -114,7 +121,11 @@ class _Timing:
 
     def _sampled(self, *series: Series) -> list[Curve]:
         seconds = len(series) * _CASE_SECONDS[_kind_of(self.device)]
-        return sample(series, self.peers, self.clock, seconds, lambda name, share: None)
+        curves = sample(series, self.peers, self.clock, seconds, lambda name, share: None)
+        for one, curve in zip(series, curves, strict=True):
+            if max(curve.spread) > _NOISIEST:
+                raise _Noisy(f"{one.name}: its repetitions differ by {max(curve.spread):.0%}")
+        return curves
 
 
 def _calls(case: KernelCase) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +46,7 @@ def refined(
 
     def counted(mesh: DeviceMesh, cases: Any, seconds: float) -> TimedPrices:
         counts.append(len(cases))
-        return time_work(mesh, cases, seconds)
+        return time_work(mesh, cases, seconds, Steady())
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", folder)
@@ -60,6 +62,7 @@ def found(rank: int, folder: str) -> tuple[Plan, bool]:
     """`find_plan(refine="auto")` on every rank, and whether this rank's plan can search."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", folder)
+        patch.setattr("autoshard.refine.refine.time_work", partial(time_work, clock=Steady()))
         plan = find_plan(
             model(), mesh(), (torch.ones(8, 16),), profile=measured(), backend="eager", refine="auto"
         )
@@ -82,9 +85,39 @@ def timed_cases(rank: int) -> TimedPrices:
         CollectiveCase("all_gather", ("x",), 4096, 0.0, 1e-3),
     )
     try:
-        return time_work(mesh(), cases, 10.0)
+        return time_work(mesh(), cases, 10.0, Steady())
     finally:
         logging.getLogger("torch._subclasses.fake_tensor").disabled = False
+
+
+class Steady:
+    """A clock by which all that is run takes a millisecond: what else the machine does is no part of a test."""
+
+    def now(self) -> float:
+        return 0.0
+
+    def seconds(self, work: Callable[[], object], calls: int, ahead: bool = False) -> float:
+        for _ in range(min(calls, 2)):
+            work()
+        return 1e-3
+
+
+class Disturbed:
+    """A clock by which half of the repetitions take ten times as long."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def now(self) -> float:
+        return 0.0
+
+    def seconds(self, work: Callable[[], object], calls: int, ahead: bool = False) -> float:
+        self.count += 1
+        return 1e-3 if self.count // 2 % 2 else 1e-2
+
+
+def disturbed(rank: int) -> TimedPrices:
+    return time_work(mesh(), (CollectiveCase("all_reduce", ("x",), 4096, 5e-4, 1e-3),), 10.0, Disturbed())
 
 
 def no_time(rank: int) -> TimedPrices:

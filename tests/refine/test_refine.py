@@ -56,6 +56,10 @@ def test_what_is_timed_and_what_is_left_out(ranks: RankPool) -> None:
     assert behind > alone == 0.0
 
 
+def test_what_takes_another_time_each_time_is_left_out(ranks: RankPool) -> None:
+    assert ranks.run(programs.disturbed, world=2) == [TimedPrices()] * 2
+
+
 def test_without_time_nothing_is_timed(ranks: RankPool) -> None:
     assert ranks.run(programs.no_time, world=2) == [TimedPrices()] * 2
 
