@@ -37,6 +37,9 @@ MOST_ROUNDS = 4
 STEPS_WORTH, MOST_SHARE, LEAST_SECONDS = 200, 0.25, 5.0
 """What refining may take: so many predicted steps, and this share of the time limit; less than the seconds is not
 begun. What a faster plan saves must be worth the wait: training has many times as many steps, a test has not."""
+START_SECONDS, NODE_SECONDS = 8.0, 0.04
+"""What it may take at most for a graph without nodes, and for each of its nodes: searching and timing take as long as
+there is to search and to time, whatever a busy machine predicts of a step."""
 FAMILIES_SHARE = 0.2
 """Of the budget, for the searches of families."""
 LEAST_SHARE = 5e-4
@@ -49,9 +52,10 @@ FASTER = 1e-3
 """Share of a step from which on a plan counts as faster."""
 
 
-def refining_seconds(step_seconds: float, time_limit: float) -> float:
-    """The budget for a plan of that step; 0: not worth it."""
-    seconds = min(STEPS_WORTH * step_seconds, MOST_SHARE * time_limit)
+def refining_seconds(step_seconds: float, time_limit: float, nodes: int) -> float:
+    """The budget for a plan of that step and of a graph of so many nodes; 0: not worth it."""
+    most = START_SECONDS + NODE_SECONDS * nodes
+    seconds = min(STEPS_WORTH * step_seconds, MOST_SHARE * time_limit, most)
     return seconds if seconds >= LEAST_SECONDS else 0.0
 
 
@@ -80,7 +84,7 @@ class Rounds:
     """
 
     def __init__(
-        self, task: Task, store: TimedStore, budget: Callable[[float, float], float] = refining_seconds
+        self, task: Task, store: TimedStore, budget: Callable[[float, float, int], float] = refining_seconds
     ) -> None:
         self._task = task
         self._store = store
@@ -94,9 +98,10 @@ class Rounds:
         self._done = kept is not None
         self._search_seconds = 0.0
         self.plan = kept or cached_plan(task, lambda: self._searched(task, None))
-        self._first = self.plan
+        self._first, self._begun = self.plan, time.monotonic()
         self._found = [self.plan]
-        seconds = 0.0 if self._done else budget(self.plan.step_time, task.time_limit)
+        nodes = len(task.joint.graph.nodes)
+        seconds = 0.0 if self._done else budget(self.plan.step_time, task.time_limit, nodes)
         self._deadline, self._families_deadline = map(Deadline.after, (seconds, FAMILIES_SHARE * seconds))
         self._done = self._done or not seconds
         if not self._done and self._timed != TimedPrices():
@@ -232,10 +237,10 @@ class Rounds:
         counts = (
             f"{len(self._timed.kernels)} kernels and {len(self._timed.collectives)} collectives are timed"
         )
-        return (
-            f"{counts}; predicted step {format_seconds(self._first.step_time)} -> "
-            f"{format_seconds(self.plan.step_time)}, {'the same' if same else 'other'} parameters' layouts"
-        )
+        steps = f"{format_seconds(self._first.step_time)} -> {format_seconds(self.plan.step_time)}"
+        took = f"{time.monotonic() - self._begun:.0f} s"
+        layouts = f"{'the same' if same else 'other'} parameters' layouts"
+        return f"{counts}, {took}; predicted step {steps}, {layouts}"
 
 
 def _distinct(case: Case) -> object:

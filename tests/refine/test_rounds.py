@@ -26,7 +26,7 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def begun(one: Task, store: TimedStore = STORE) -> Rounds:
-    return Rounds(one, store, lambda step, limit: 1000.0)
+    return Rounds(one, store, lambda step, limit, nodes: 1000.0)
 
 
 def refined(one: Task, times: Times, store: TimedStore = STORE) -> tuple[Plan, int]:
@@ -186,10 +186,11 @@ def test_the_plan_comes_first_and_rivals_are_timed_too() -> None:
 
 
 def test_a_step_must_be_worth_the_wait() -> None:
-    """200 steps, a quarter of the time limit at most, and not less than 5 seconds."""
-    assert refining_seconds(0.1, 600.0) == pytest.approx(20.0)
-    assert refining_seconds(3.0, 600.0) == 150.0
-    assert refining_seconds(0.02, 600.0) == 0.0
-    assert refining_seconds(3.0, 10.0) == 0.0
-    short = Rounds(task(), STORE, lambda step, limit: 0.0)
+    """200 steps, a quarter of the time limit and 8 s with 40 ms a node at most, and not less than 5 seconds."""
+    assert refining_seconds(0.1, 600.0, 1000) == pytest.approx(20.0)
+    assert refining_seconds(3.0, 600.0, 10_000) == 150.0
+    assert refining_seconds(3.0, 600.0, 300) == pytest.approx(20.0)
+    assert refining_seconds(0.02, 600.0, 1000) == 0.0
+    assert refining_seconds(3.0, 10.0, 1000) == 0.0
+    short = Rounds(task(), STORE, lambda step, limit, nodes: 0.0)
     assert short.wanted() == () and short.plan.origin.timed == ""
