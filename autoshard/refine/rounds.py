@@ -42,6 +42,8 @@ START_SECONDS, NODE_SECONDS = 8.0, 0.04
 there is to search and to time, whatever a busy machine predicts of a step."""
 FAMILIES_SHARE = 0.2
 """Of the budget, for the searches of families."""
+SEARCH_SHARE = 0.3
+"""Of the budget, kept for the search that follows timing: the first search, of a cold start, took longer."""
 LEAST_SHARE = 5e-4
 """Of a plan's step, that a kernel must take to be timed. Collectives are few, and their prices the furthest off."""
 NEXT_BEST = 2
@@ -102,6 +104,7 @@ class Rounds:
         self._found = [self.plan]
         nodes = len(task.joint.graph.nodes)
         seconds = 0.0 if self._done else budget(self.plan.step_time, task.time_limit, nodes)
+        self._kept_for_search = SEARCH_SHARE * seconds
         self._deadline, self._families_deadline = map(Deadline.after, (seconds, FAMILIES_SHARE * seconds))
         self._done = self._done or not seconds
         if not self._done and self._timed != TimedPrices():
@@ -122,7 +125,7 @@ class Rounds:
     @property
     def seconds_left(self) -> float:
         """For timing: a search comes after it."""
-        return max(0.0, self._deadline.left - self._search_seconds)
+        return max(0.0, self._deadline.left - min(self._search_seconds, self._kept_for_search))
 
     def add(self, times: TimedPrices) -> None:
         """Search again, under these as well."""
