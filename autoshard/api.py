@@ -15,6 +15,7 @@ from autoshard.calls.signature import as_call
 from autoshard.plan.find_plan import ProfileLike, load_profile, mesh_spec, named_parameters
 from autoshard.plan.pins import Constraints, resolve_pins
 from autoshard.plan.plan import Plan
+from autoshard.refine.refine import check_refine
 from autoshard.runtime.agreement import agree, collectively
 from autoshard.runtime.attachments import attach
 from autoshard.runtime.module import install
@@ -45,6 +46,7 @@ def autoshard(
     backend: str = "inductor",
     time_limit: float = 600.0,
     race: int | None = None,
+    refine: str = "auto",
 ) -> nn.Module:
     """Make `model` run in parallel on `mesh`, in place, by the fastest plan; returns the same object.
 
@@ -70,6 +72,9 @@ def autoshard(
     time_limit:     seconds for planning a kind of call once it is captured; see `find_plan`.
     race:           a last word by the clock: so many of the best plans run for a few real steps of the first kind of
                     call, on copies of parameters and buffers, and the fastest is kept (`plan.race`). None: none.
+    refine:         "auto": kernels and collectives of the plan and of its rivals are timed on these devices, and the
+                    plan is searched again under those prices. Once: times and plan are kept beside the profile. Not
+                    under a nominal profile, on one device, or where a step is too short for it to matter. "off": never.
 
     Dropout and other random ops draw from rank 0's `torch.initial_seed()` at the time of capture:
     replicas agree, shards differ, the same seed repeats the run on any mesh.
@@ -84,6 +89,7 @@ def autoshard(
         """All but the profile, where none is given: that is measured when everything else is right."""
         checked_model(model)
         check_backend(backend)
+        check_refine(refine)
         check_call_placements(in_placements, out_placements, spec)
         ready = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
         # A plan needs no profile.
@@ -96,6 +102,7 @@ def autoshard(
             plan=ready,
             backend=backend,
             time_limit=checked_seconds(time_limit, "time_limit"),
+            refine=refine,
             profile=load_profile(profile, spec) if known else None,
             race=checked_race(race, ready is not None),
         )

@@ -7,6 +7,7 @@ import re
 from cost_model.curve import Curve
 from cost_model.measurements import KERNEL_KINDS, KernelKind, MatmulRates
 from cost_model.profile_record import ProfileRecord
+from cost_model.timed import KernelKey, KernelWork, Priced, TimedPrices
 
 __all__ = ["STORE_SHARE", "ComputePrices"]
 
@@ -36,10 +37,15 @@ class ComputePrices:
 
     device_type: where the plan will run, if known. A profile of another device type still prices (a
     plan for GPUs may be tried on CPUs); `foreign` then says that the numbers are another device's.
+    timed: kernels that were timed; None: the model prices all.
     """
 
-    def __init__(self, profile: ProfileRecord, device_type: str | None = None) -> None:
+    def __init__(
+        self, profile: ProfileRecord, device_type: str | None = None, timed: TimedPrices | None = None
+    ) -> None:
         self.profile = profile
+        self.timed = timed
+        self._scales: dict[KernelKind | None, float] = {}
         self.foreign = device_type is not None and device_type != profile.device_type
         self._launch = profile.device.launch_seconds
         self._seconds_per_byte = 1.0 / profile.device.memory_bytes_per_second
@@ -79,6 +85,23 @@ class ComputePrices:
         counts as a matrix product; a narrow convolution counts as any other convolution."""
         own = self._kinds[kind].get(dtype_name) if flops and kind is not None else None
         return self.matmul_seconds(flops, dtype_name) if own is None else own(flops)
+
+    def work_seconds(self, work: KernelWork, key: KernelKey | None = None) -> float:
+        """Seconds of a kernel: timed where it was, or one near it (`cost_model.timed`); else as the model has it.
+        key: what it is timed as; None: not at all."""
+        if self.timed is None or key is None:
+            return self._modelled(work)
+        if work.kind not in self._scales:
+            self._scales[work.kind] = self.timed.scale(work.kind, self._modelled)
+        return self.timed.seconds(key, work, self._modelled, self._scales[work.kind])
+
+    def priced(self, key: KernelKey | None) -> Priced:
+        """Where `work_seconds` of a kernel comes from."""
+        return "modelled" if self.timed is None or key is None else self.timed.priced(key)
+
+    def _modelled(self, work: KernelWork) -> float:
+        seconds = self.op_seconds if work.launched else self.kernel_seconds
+        return seconds(work.flops, work.nbytes, work.dtype, work.kind, work.stored)
 
     def op_seconds(
         self,

@@ -10,11 +10,13 @@ from cost_model.collectives import CollectivePrices
 from cost_model.groups import GroupShape, group_shape, mesh_occupancies
 from cost_model.link_model import floor_slope
 from cost_model.measure.statistics import monotone
+from cost_model.measure.teams import shapes_of
 from cost_model.measurements import KERNEL_KINDS, CollectiveSamples, DeviceRates, LinkLevel, MatmulRates
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
+from cost_model.timed import TimedCollective
 
-__all__ = ["CollectiveTime", "corrected_profile"]
+__all__ = ["CollectiveTime", "corrected_profile", "with_timed_collectives"]
 
 _STEPS = (4, 16, 64)
 """Sizes for a group without samples, as multiples and fractions of the measured sizes. It gets its modelled times
@@ -76,6 +78,15 @@ def corrected_profile(
         collectives=tuple(samples.values()),
         device=_scaled(profile.device, compute_factor),
     )
+
+
+def with_timed_collectives(profile: Profile, mesh: MeshSpec, timed: Sequence[TimedCollective]) -> Profile:
+    """`profile` with what was timed over groups that `mesh` has (`corrected_profile`)."""
+    axes = shapes_of(mesh)
+    times = [CollectiveTime(c.kind, axes[c.group], c.nbytes, c.seconds) for c in timed if c.group in axes]
+    if not times:
+        return profile
+    return corrected_profile(profile, mesh, times, 1.0, "Collectives of the plan: timed one by one.")
 
 
 def _by_group(

@@ -15,7 +15,7 @@ from autoshard.plan.why_not import is_of_family
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
 
-__all__ = ["BEST", "Candidate", "candidates", "chosen_candidates"]
+__all__ = ["BEST", "Candidate", "candidates", "chosen_candidates", "with_first"]
 
 BEST, NEXT = "the search's", "the next best"
 """Names of the plan that the search found, and of what else it judged."""
@@ -66,6 +66,12 @@ def chosen_candidates(
         if _is_new(one, chosen):
             chosen.append(one)
     return chosen[:count]
+
+
+def with_first(plan: Plan, others: Sequence[Candidate]) -> list[Candidate]:
+    """`plan`, and those of `others` that differ from it, as many in all as these are."""
+    best = Candidate(BEST, plan)
+    return [best, *(one for one in others if _is_new(one, [best]))][: len(others)]
 
 
 def _of_families(task: Task, deadline: Deadline) -> Iterator[Candidate]:

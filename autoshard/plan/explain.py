@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from autoshard.plan.equal_layers import fold_numbers
 from autoshard.plan.plan_collectives import Collective, collectives_of
 from autoshard.plan.plan_content import PlanContent
+from autoshard.plan.plan_prices import priced_words, refined_line
 from autoshard.plan.race_result import race_lines
 from cost_model.reserve import communicators
 from cost_model.units import format_bytes
@@ -24,6 +25,7 @@ def explain_plan(plan: PlanContent) -> str:
     nominal = " (nominal: not measured on any machine)" if origin.nominal else ""
     lines = [
         f"{plan.mesh}, prices of profile {origin.profile}{nominal}",
+        refined_line(plan),
         f"predicted step {format_seconds(plan.step_time)}",
         f"the search counts {format_seconds(plan.cost)}, {plan.status}: for no plan less than "
         f"{format_seconds(plan.lower_bound)} (gap {plan.gap:.2%})",
@@ -101,18 +103,20 @@ def _time_table(plan: PlanContent) -> list[str]:
 
 def collective_lines(collectives: Sequence[Collective]) -> list[str]:
     """A line for the collectives of each phase, kind and axes, the longest first."""
-    totals: dict[tuple[str, str, str], list[float]] = {}
+    rows: dict[tuple[str, str, str], list[Collective]] = {}
     for c in collectives:
-        row = totals.setdefault((c.phase, c.name, ",".join(c.axes)), [0, 0, 0.0])
-        row[0] += 1
-        row[1] += c.nbytes
-        row[2] += c.seconds
-    if not totals:
+        rows.setdefault((c.phase, c.name, ",".join(c.axes)), []).append(c)
+    if not rows:
         return ["collectives: none"]
+    seconds = {row: sum(c.seconds for c in members) for row, members in rows.items()}
     lines = ["collectives"]
-    for (phase, name, axes), (count, nbytes, seconds) in sorted(totals.items(), key=lambda item: -item[1][2]):
-        size, time = format_bytes(int(nbytes)), format_seconds(seconds)
-        lines.append(f"  {phase:8} {name:14} [{axes}] x{int(count):<4} {size:>8} {time:>9}")
+    for (phase, name, axes), members in sorted(rows.items(), key=lambda item: -seconds[item[0]]):
+        size = format_bytes(sum(c.nbytes for c in members))
+        time = format_seconds(seconds[phase, name, axes])
+        priced = priced_words((c.seconds, c.priced) for c in members)
+        lines.append(
+            f"  {phase:8} {name:14} [{axes}] x{len(members):<4} {size:>8} {time:>9}  {priced}".rstrip()
+        )
     return lines
 
 

@@ -8,7 +8,9 @@ from collections.abc import Hashable, Sequence
 from autoshard.plan.equal_layers import fold_numbers
 from autoshard.plan.explain import collective_lines, parameter_lines
 from autoshard.plan.plan_collectives import collectives_of
+from autoshard.plan.plan_prices import priced_words
 from cost_model.errors import PlanError
+from cost_model.timed import Priced
 from cost_model.units import format_bytes
 from passes.plan.graph_text import format_seconds
 from passes.plan.records import NodeRecord
@@ -118,10 +120,15 @@ def _node_lines(nodes: Sequence[NodeRecord]) -> list[str]:
     for record in nodes:
         results = ", ".join(str(result) for result in record.results)
         lines.append(
-            f"%{record.name}: {results} = {record.op}  // {format_seconds(record.seconds)} {record.source}"
+            f"%{record.name}: {results} = {record.op}  // {_price(record.seconds, record.priced)} {record.source}"
         )
         for operand in record.operands:
             for transfer in operand.transfers:
-                cost = f"{format_bytes(transfer.nbytes)}, {format_seconds(transfer.seconds)}"
+                cost = f"{format_bytes(transfer.nbytes)}, {_price(transfer.seconds, transfer.priced)}"
                 lines.append(f"    reads %{operand.source} through {transfer.step.text()}: {cost}")
     return lines
+
+
+def _price(seconds: float, priced: Priced) -> str:
+    """ "12 us timed"."""
+    return f"{format_seconds(seconds)} {priced_words([(seconds, priced)])}".rstrip()

@@ -24,8 +24,10 @@ from autoshard.calls.outputs import output_layouts
 from autoshard.calls.signature import as_call
 from autoshard.plan.pins import Constraints, resolve_pins
 from autoshard.plan.plan import Plan
-from autoshard.plan.task import CallLayouts, Task, prices_of, search_plan
+from autoshard.plan.task import CallLayouts, Task, search_plan
+from autoshard.plan.task_prices import prices_of
 from autoshard.profiling.startup import nominal_profile, startup_profile
+from autoshard.refine.refine import check_refine, may_refine, shared_refined_plan
 from cost_model.checked_arguments import checked_seconds
 from cost_model.deadline import Deadline
 from cost_model.errors import ShardingError
@@ -79,6 +81,7 @@ def find_plan(
     backend: str = "inductor",
     time_limit: float = 600.0,
     autocast: torch.dtype | None = None,
+    refine: str = "off",
 ) -> Plan:
     """The fastest plan for training `model` on `mesh`, with proof; nothing is run or changed.
 
@@ -98,6 +101,8 @@ def find_plan(
                     (`Plan.joined_axes`).
     autocast:       plan for calls under `torch.autocast(mesh.device_type, autocast)`, also where this machine has
                     no such device and torch would ignore that. None: autocast as it is now.
+    refine:         "auto": as in `autoshard`, for a DeviceMesh, on every rank of which this is then called; a MeshSpec
+                    has no processes to time anything. "off": modelled prices alone; the plan says that it is unrefined.
 
     Raises ShardingError for arguments that do not fit the model or mesh, CaptureError if the model
     cannot be traced, ProfileError, and InfeasibleError if no plan meets the pins and the limit.
@@ -105,6 +110,7 @@ def find_plan(
     spec = mesh_spec(mesh)
     checked_model(model)
     check_backend(backend)
+    check_refine(refine)
     seconds = checked_seconds(time_limit, "time_limit")
     deadline = Deadline.after(seconds)
     limit = None if memory_limit is None else parse_bytes(memory_limit)
@@ -118,7 +124,10 @@ def find_plan(
     with autocast_as(spec, autocast):
         captured = canonical_capture(model, whole.args, whole.kwargs, device=torch.device(spec.device_type))
     call = CallLayouts(whole.layouts, output_layouts(captured, spec, out_placements))
-    return search_plan(Task(captured, loaded, spec, call, pins, limit, backend, seconds), deadline)
+    task = Task(captured, loaded, spec, call, pins, limit, backend, seconds)
+    if refine == "auto" and isinstance(mesh, DeviceMesh) and may_refine(mesh, loaded.nominal):
+        return shared_refined_plan(mesh, task)
+    return search_plan(task, deadline)
 
 
 def autocast_as(mesh: MeshSpec, dtype: torch.dtype | None) -> AbstractContextManager[None]:

@@ -19,7 +19,7 @@ from autoshard.plan.task import Task
 from cost_model.errors import AutoshardError
 from passes.plan.describe import graph_hash
 
-__all__ = ["cached_candidates", "cached_plan", "plan_path"]
+__all__ = ["cached_candidates", "cached_plan", "keep_plan", "kept_plan", "plan_path"]
 
 _log = logging.getLogger("autoshard")
 
@@ -31,12 +31,12 @@ def cached_plan(task: Task, search: Callable[[], Plan]) -> Plan:
     again; a cache that cannot be written is no reason to fail.
     """
     path = plan_path(task)
-    known = _read(path, task)
+    known = kept_plan(path, task)
     if known is not None:
         return known
     plan = search()
     if plan.status == "optimal":
-        _keep(path, plan.to_json())
+        keep_plan(path, plan)
     return plan
 
 
@@ -69,6 +69,11 @@ def _read_candidates(path: Path, task: Task) -> list[Candidate]:
     return found
 
 
+def keep_plan(path: Path, plan: Plan) -> None:
+    """Write it for `kept_plan`; a warning where that cannot be."""
+    _keep(path, plan.to_json())
+
+
 def _keep(path: Path, data: Any) -> None:
     try:
         write_whole(path, json.dumps(data))
@@ -76,17 +81,20 @@ def _keep(path: Path, data: Any) -> None:
         _log.warning("plan: found, but not cached: %s", error)
 
 
-def plan_path(task: Task) -> Path:
-    """The file of a task: named by all that decides its plan, this code included."""
+def plan_path(task: Task, *more: object) -> Path:
+    """The file of a task: named by all that decides its plan, this code included, and by `more`."""
     call = task.call
     ends = [sorted(map(str, one.items())) for one in (task.pins, call.inputs, call.outputs)]
     prices = [str(task.mesh), task.mesh.device_type, task.profile.hash(), task.memory_limit, task.backend]
-    decides = [graph_hash(task.joint), *ends, *prices, torch.__version__, code_fingerprint()]
+    decides = [graph_hash(task.joint), *ends, *prices, torch.__version__, code_fingerprint(), *more]
+    if task.timed is not None:
+        decides.append(task.timed.hash)
     text = "\n".join(map(str, decides))
     return cache_folder() / "plans" / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
 
 
-def _read(path: Path, task: Task) -> Plan | None:
+def kept_plan(path: Path, task: Task) -> Plan | None:
+    """The plan in a file, if there is one that is a plan of the task."""
     if not path.exists():
         return None
     try:

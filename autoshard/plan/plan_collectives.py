@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cost_model.timed import Priced
 from passes.plan.records import NodeRecord
 
 __all__ = ["Collective", "collectives_of"]
@@ -26,6 +27,7 @@ class Collective:
     node: str
     phase: str
     name: str
+    priced: Priced = "modelled"
 
 
 def collectives_of(records: Sequence[NodeRecord]) -> tuple[Collective, ...]:
@@ -45,6 +47,7 @@ def collectives_of(records: Sequence[NodeRecord]) -> tuple[Collective, ...]:
             node=record.name,
             phase=phases[operand.source] if record.op == "output" else record.phase,
             name=transfer.step.name,
+            priced=transfer.priced,
         )
         for record in records
         for operand in record.operands

@@ -18,7 +18,8 @@ class PlanOrigin:
     """What a plan was found for and with.
 
     profile, profile_hash, nominal: the prices; nominal ones were never measured.
-    graph_hash: of the canonical joint graph. autoshard, torch: versions.
+    graph_hash: of the canonical joint graph. autoshard, torch: versions. timed: hash of the kernels and collectives
+    whose times took the place of modelled prices; "": none, the plan is unrefined.
     """
 
     profile: str
@@ -27,6 +28,7 @@ class PlanOrigin:
     graph_hash: str
     autoshard: str
     torch: str
+    timed: str = ""
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ class OriginData(Struct, frozen=True, forbid_unknown_fields=True):
     graph_hash: Text
     autoshard: Text
     torch: Text
+    timed: Text = ""
 
 
 class RacedData(Struct, frozen=True, forbid_unknown_fields=True):
@@ -103,7 +104,8 @@ def plan_to_json(plan: PlanContent) -> dict[str, Any]:
             "axes": dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True)),
             "device": plan.mesh.device_type,
         },
-        "origin": dict(vars(plan.origin)),
+        # What is usual is left out, here and below: files of unrefined plans stay as they were.
+        "origin": {name: value for name, value in vars(plan.origin).items() if name != "timed" or value},
         "cost_seconds": plan.cost,
         "lower_bound_seconds": plan.lower_bound,
         "status": plan.status,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -18,17 +18,16 @@ from autoshard.plan.plan_collectives import collectives_of
 from autoshard.plan.plan_content import PlanContent
 from autoshard.plan.plan_ends import output_layouts, parameter_layouts
 from autoshard.plan.search_with_reserve import fits_within, found_within, plan_reserve
+from autoshard.plan.task_prices import prices_of
 from autoshard.plan.variants import Again, Variant, variant_narrowing
 from autoshard.version import __version__
-from cost_model.bucketed import BucketedPrices
-from cost_model.collectives import CollectivePrices
-from cost_model.compute import ComputePrices
+from cost_model.correction import with_timed_collectives
 from cost_model.deadline import Deadline, OutOfTime
 from cost_model.errors import InfeasibleError, ShardingError
-from cost_model.memory import ADAMW
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from cost_model.scaled_link import scaled_link
+from cost_model.timed import TimedPrices
 from passes.capture import Captured
 from passes.ir.collector import collector_paused
 from passes.ir.joint import JointGraph
@@ -37,7 +36,6 @@ from passes.layout.joined_axes import JoinedAxes, joined_text
 from passes.layout.layout import Layout
 from passes.plan.describe import describe, fallback_ops, graph_hash
 from passes.plan.records import layouts_of
-from passes.redistribution.redistribute import Redistributor
 from passes.redistribution.steps import Step
 from passes.search.coarse_to_fine import find_fastest
 from passes.search.find import Found, find_assignment
@@ -45,17 +43,8 @@ from passes.search.graph_ends import Boundary, boundary_of
 from passes.search.narrowing import Narrowing
 from passes.search.step_kinds import EXPOSED, phase_seconds
 from passes.strategies.prices import Prices
-from passes.strategies.pricing import traffic_model
 
-__all__ = [
-    "CallLayouts",
-    "Task",
-    "carried_plan",
-    "parameter_shapes",
-    "prices_of",
-    "search_plan",
-    "search_plans",
-]
+__all__ = ["CallLayouts", "Task", "carried_plan", "parameter_shapes", "search_plan", "search_plans"]
 
 _log = logging.getLogger("autoshard")
 
@@ -74,24 +63,9 @@ class CallLayouts:
     outputs: Mapping[int, Layout | None]
 
 
-def prices_of(profile: Profile, mesh: MeshSpec, backend: str = "inductor") -> Prices:
-    """Collectives, kernels as `backend` makes them and the AdamW update of one device, from `profile`."""
-    compute = ComputePrices(profile, mesh.device_type)
-    collectives = CollectivePrices(profile, mesh)
-    return Prices(
-        mesh=mesh,
-        compute=compute,
-        redistributor=Redistributor(mesh, collectives),
-        merged=Redistributor(mesh, BucketedPrices(collectives.seconds, mesh, compute)),
-        optimizer_seconds=lambda nbytes: compute.update_seconds(nbytes, ADAMW.passes),
-        traffic=traffic_model(backend),
-        overlap_efficiency=profile.overlap_efficiency,
-    )
-
-
 @dataclass(frozen=True)
 class Task:
-    """What is to be planned, and under which prices."""
+    """What is to be planned, and under which prices. timed: where its program will run; None: no price is."""
 
     captured: Captured
     profile: Profile
@@ -102,6 +76,7 @@ class Task:
     backend: str
     time_limit: float
     narrowing: Narrowing = field(default_factory=Narrowing)
+    timed: TimedPrices | None = None
 
     @property
     def joint(self) -> JointGraph:
@@ -110,7 +85,7 @@ class Task:
     @cached_property
     def prices(self) -> Prices:
         """One object: what was computed of it for the search, the predicted step and the records need not be again."""
-        return prices_of(self.profile, self.mesh, self.backend)
+        return prices_of(self.profile, self.mesh, self.backend, self.timed)
 
     @property
     def boundary(self) -> Boundary:
@@ -128,28 +103,46 @@ class Task:
     def varied(self, variant: Variant) -> Task:
         """Raises as `resolve_pins` and `variant_narrowing`."""
         new = resolve_pins(variant.pins, parameter_shapes(self.captured), self.mesh)
+        if variant.link is not None:
+            return self._over_link(*variant.link)
         return replace(
             self,
             pins={**({} if variant.family else self.pins), **new},
-            narrowing=self.narrowing if variant.link else variant_narrowing(variant, self.joint, self.mesh),
-            profile=self.profile if variant.link is None else scaled_link(self.profile, *variant.link),
+            narrowing=variant_narrowing(variant, self.joint, self.mesh),
         )
+
+    def _over_link(self, level: int, factor: float) -> Task:
+        """With a level of links so much faster: the collectives that were timed as well."""
+        profile, timed = self.profile, self.timed
+        if timed is not None:
+            profile = with_timed_collectives(profile, self.mesh, timed.collectives)
+            timed = replace(timed, collectives=())
+        return replace(self, profile=scaled_link(profile, level, factor), timed=timed)
 
     def judged(self, assignment: Assignment, joined: JoinedAxes = ()) -> Judged:
         """Lowered and put on the timeline, under prices that use the axes `joined` together."""
         return judged(self.joint, assignment, self.prices.joining(joined))
 
 
-def search_plan(task: Task, deadline: Deadline | None = None) -> Plan:
+def search_plan(
+    task: Task, deadline: Deadline | None = None, rivals: Callable[[Judged], object] = lambda _: None
+) -> Plan:
     """Search the canonical graph of the task under its ends and prices.
 
-    deadline: of all of it; None: the task's `time_limit` from now. Raises InfeasibleError.
+    deadline: of all of it; None: the task's `time_limit` from now. rivals: told of every assignment that is put on the
+    timeline, the plan's included. Raises InfeasibleError.
     """
-    return search_plans(task, deadline, most=1)[0]
+    return search_plans(task, deadline, rivals, most=1)[0]
 
 
 @collector_paused()
-def search_plans(task: Task, deadline: Deadline | None = None, *, most: int) -> list[Plan]:
+def search_plans(
+    task: Task,
+    deadline: Deadline | None = None,
+    rivals: Callable[[Judged], object] = lambda _: None,
+    *,
+    most: int,
+) -> list[Plan]:
     """`search_plan`'s, and after it the next best of those that its search judged: at most `most` in all."""
     joint, prices, boundary = task.joint, task.prices, task.boundary
     until = _search_until(task, deadline or Deadline.after(task.time_limit))
@@ -157,6 +150,7 @@ def search_plans(task: Task, deadline: Deadline | None = None, *, most: int) -> 
 
     def judge(assignment: Assignment, prices: Prices) -> Sequence[float]:
         found = known[id(assignment)] = judged(joint, assignment, prices)
+        rivals(found)
         return found.phase_seconds
 
     def find(reserve: int, again: bool) -> Found:
@@ -255,6 +249,7 @@ def _plan_of(task: Task, found: Found, judged: Judged, again: Again | None) -> P
             graph_hash=graph_hash(joint),
             autoshard=__version__,
             torch=torch.__version__,
+            timed="" if task.timed is None else task.timed.hash,
         ),
         joined_axes=found.joined,
         again=again,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -22,9 +22,9 @@ from autoshard.calls.outputs import output_layouts
 from autoshard.plan.candidates import BEST, Candidate
 from autoshard.plan.find_plan import canonical_capture, named_parameters
 from autoshard.plan.plan import Plan
-from autoshard.plan.plan_cache import cached_candidates, cached_plan
-from autoshard.plan.plan_fits import axes_in, check_mesh, check_outputs, runnable
-from autoshard.plan.task import CallLayouts, Task, carried_plan, prices_of, search_plan
+from autoshard.plan.plan_fits import axes_in, runnable
+from autoshard.plan.task import CallLayouts
+from autoshard.plan.task_prices import prices_of
 from autoshard.progress import stages_of
 from autoshard.runtime.agreement import agree, collectively, everyones, from_first
 from autoshard.runtime.copies import Copies, same_parameters
@@ -35,6 +35,7 @@ from autoshard.runtime.module import Built, dispatcher_of
 from autoshard.runtime.nccl import in_host_order
 from autoshard.runtime.observe import Observer
 from autoshard.runtime.parameters import distribute_parameters
+from autoshard.runtime.planner import Planner
 from autoshard.runtime.process_groups import groups_for
 from autoshard.runtime.programs import Programs
 from autoshard.runtime.race import race
@@ -47,7 +48,6 @@ from autoshard.version import __version__
 from autoshard.watching.check_inputs import CheckInputs, checked_inputs
 from autoshard.watching.kinds import kind_of, local_call, tensor_shapes, turns_of
 from autoshard.watching.watches import watch_of
-from cost_model.errors import InfeasibleError
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.capture import Captured, flatten_call
@@ -158,9 +158,14 @@ class Session:
     def _planned(self, captured: Captured, layouts: CallLayouts) -> list[Candidate]:
         """Rank 0's plan, on all ranks; several of them where they are to race."""
         mine: list[Candidate] = []
+        planner, first = Planner(self.mesh, self.spec, self.settings), self.plan
+        refined = planner.refined(captured, layouts) if first is None else None
 
         def find() -> tuple[list[Any], int]:
-            mine.extend(self._candidates(captured, layouts))
+            if first is None:
+                mine.extend(planner.first(captured, layouts, refined))
+            else:
+                mine.append(Candidate(BEST, planner.carried(captured, layouts, first, self._held())))
             return [one.to_json() for one in mine], torch.initial_seed()
 
         data, seed = from_first(self.mesh, find, what="the plan")
@@ -173,36 +178,6 @@ class Session:
             found = ", ".join(plans[0].plan.fallbacks)
             _log.warning("ops without a rule run replicated, with their inputs gathered: %s", found)
         return plans
-
-    def _candidates(self, captured: Captured, layouts: CallLayouts) -> list[Candidate]:
-        count = self.settings.race
-        if count < 2 or self.plan is not None or self.spec.device_count == 1:
-            return [Candidate(BEST, self._plan(captured, layouts))]
-        return cached_candidates(self._task(captured, layouts, self.settings.pins), count)
-
-    def _plan(self, captured: Captured, layouts: CallLayouts) -> Plan:
-        settings = self.settings
-        if self.plan is not None:
-            return self._carried(captured, layouts, self.plan)
-        if settings.plan is not None:
-            check_mesh(settings.plan, self.spec)
-            settings.plan.check_graph(captured.joint)
-            check_outputs(settings.plan, layouts.outputs)
-            return settings.plan
-        task = self._task(captured, layouts, settings.pins)
-        return cached_plan(task, lambda: search_plan(task))
-
-    def _carried(self, captured: Captured, layouts: CallLayouts, first: Plan) -> Plan:
-        """For another kind of call: the layouts there are; if they do not fit, a search with the parameters' held."""
-        task = self._task(captured, layouts, self._held())
-        try:
-            return carried_plan(task, first)
-        except InfeasibleError:
-            return search_plan(task)
-
-    def _task(self, captured: Captured, layouts: CallLayouts, pins: Mapping[str, Layout]) -> Task:
-        s = self.settings
-        return Task(captured, self.profile, self.spec, layouts, pins, s.memory_limit, s.backend, s.time_limit)
 
     def _held(self) -> dict[str, Layout]:
         """The layouts that parameters have: of those that are still the model's. A new layer's are free."""

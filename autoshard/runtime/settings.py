@@ -26,6 +26,7 @@ class Settings:
     backend: str
     time_limit: float
     race: int = 0
+    refine: str = "off"
 
     def described(self) -> dict[str, str]:
         """By argument, what all ranks must have given alike."""
@@ -38,5 +39,6 @@ class Settings:
             "backend": self.backend,
             "time_limit": str(self.time_limit),
             "race": str(self.race),
+            "refine": self.refine,
             "profile": "measured" if self.profile is None else self.profile.hash(),
         }

@@ -28,19 +28,20 @@ _LEAST_SHARE = 0.1
 
 
 class Pause:
-    """The products."""
+    """The products: `products` of them."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, products: int = _PRODUCTS) -> None:
+        self.products = products
         self._x = torch.ones(_EDGE, _EDGE, device=device)
 
     def __call__(self) -> None:
-        for _ in range(_PRODUCTS):
+        for _ in range(self.products):
             torch.mm(self._x, self._x)
 
 
 def pause_series(pause: Pause) -> Series:
     """The series of the products alone. size: their number."""
-    return Series("pause", (_PRODUCTS,), lambda _: pause, least=IN_A_ROW_SECONDS, ahead=True)
+    return Series("pause", (max(1, pause.products),), lambda _: pause, least=IN_A_ROW_SECONDS, ahead=True)
 
 
 def collective_series(

@@ -172,6 +172,7 @@ class _Writer:
             module=node.meta.get("module", ""),
             source=node.meta.get("source", ""),
             interior=self.lowering.interiors.get(node.name),
+            priced=prices.op_priced(node, layouts),
         )
 
     def output(self, node: fx.Node) -> NodeRecord:
@@ -183,7 +184,7 @@ class _Writer:
         for position, (operand, layout) in enumerate(zip(tensor_operands(node), wanted, strict=True)):
             producer, index = result_index(operand)
             read = node.name, position
-            transfers = _transfers(self.moved.get(read))
+            transfers = _transfers(self.moved.get(read), self.prices)
             turn = self.lowering.turns.get(read)
             ahead = self.lowering.ahead.get(read)
             found.append(
@@ -192,10 +193,14 @@ class _Writer:
         return tuple(found)
 
 
-def _transfers(moved: Redistribution | None) -> tuple[Transfer, ...]:
+def _transfers(moved: Redistribution | None, prices: Prices) -> tuple[Transfer, ...]:
     if moved is None:
         return ()
-    return tuple(map(Transfer, moved.steps, moved.step_nbytes, moved.step_seconds))
+    ways = zip(moved.steps, moved.step_nbytes, moved.step_seconds, strict=True)
+    return tuple(
+        Transfer(step, nbytes, seconds, prices.collective_priced(step.kind, step.axes, nbytes))
+        for step, nbytes, seconds in ways
+    )
 
 
 def _results(node: fx.Node, layouts: NodeLayouts) -> tuple[ResultRecord, ...]:

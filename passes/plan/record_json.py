@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from cost_model.timed import Priced
 from passes.layout.assignment import FactorSplit
 from passes.layout.layout import Halo, Layout
 from passes.plan.records import NodeRecord, OperandRecord, ResultRecord, Transfer
@@ -95,9 +96,10 @@ class TransferData(Struct, frozen=True, forbid_unknown_fields=True):
     nbytes: Count
     seconds: float
     after: LayoutData
+    priced: Priced = "modelled"
 
     def transfer(self, before: Layout) -> Transfer:
-        return Transfer(self.step.step(before, self.after.layout()), self.nbytes, self.seconds)
+        return Transfer(self.step.step(before, self.after.layout()), self.nbytes, self.seconds, self.priced)
 
 
 class OperandData(Struct, frozen=True, forbid_unknown_fields=True):
@@ -158,6 +160,7 @@ class NodeData(Struct, frozen=True, forbid_unknown_fields=True):
     module: Text
     source: Text
     interior: Text | None = None
+    priced: Priced = "modelled"
 
     def record(self, before: Mapping[str, NodeRecord]) -> NodeRecord:
         """before: the nodes before it, by name. ValueError, naming the node, for a layout or a step that cannot be."""
@@ -212,8 +215,13 @@ def record_to_json(record: NodeRecord) -> dict[str, Any]:
                 for r in record.results
             ],
             "splits": [_split_to_json(split) for split in record.splits],
+            "priced": _unusual(record.priced),
         }
     )
+
+
+def _unusual(priced: Priced) -> Priced | None:
+    return None if priced == "modelled" else priced
 
 
 def _without_none(data: dict[str, Any]) -> dict[str, Any]:
@@ -238,9 +246,12 @@ def _operand_to_json(operand: OperandRecord) -> dict[str, Any]:
 
 def _transfer_to_json(transfer: Transfer) -> dict[str, Any]:
     step = transfer.step
-    return {
-        "step": {"kind": step.name, "axes": list(step.axes), **step.arguments},
-        "nbytes": transfer.nbytes,
-        "seconds": transfer.seconds,
-        "after": layout_to_json(step.after),
-    }
+    return _without_none(
+        {
+            "step": {"kind": step.name, "axes": list(step.axes), **step.arguments},
+            "nbytes": transfer.nbytes,
+            "seconds": transfer.seconds,
+            "after": layout_to_json(step.after),
+            "priced": _unusual(transfer.priced),
+        }
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cost_model.timed import Priced
 from passes.layout.assignment import FactorSplit, NodeLayouts
 from passes.layout.layout import Layout
 from passes.plan.lowering_plan import LoweringPlan
@@ -16,11 +17,13 @@ __all__ = ["NodeRecord", "OperandRecord", "ResultRecord", "Transfer", "layouts_o
 
 @dataclass(frozen=True)
 class Transfer:
-    """One step of a redistribution. nbytes: as the collective is priced (cost_model/collectives.py says of what)."""
+    """One step of a redistribution. nbytes: as the collective is priced (cost_model/collectives.py says of what).
+    priced: where the seconds come from (`cost_model.timed`)."""
 
     step: Step
     nbytes: int
     seconds: float
+    priced: Priced = "modelled"
 
     @property
     def is_local(self) -> bool:
@@ -60,7 +63,7 @@ class ResultRecord:
 class NodeRecord:
     """One node of the global graph. text: the op with `{0}`, `{1}` ... for its tensor operands,
     or "param up.weight", "input x". seconds: the op alone, transfers not counted. interior: the factor along which
-    it is computed in parts (`passes.lower.interior`), or None."""
+    it is computed in parts (`passes.lower.interior`), or None. priced: where the seconds come from."""
 
     name: str
     op: str
@@ -73,6 +76,7 @@ class NodeRecord:
     module: str
     source: str
     interior: str | None = None
+    priced: Priced = "modelled"
 
 
 def layouts_of(records: Sequence[NodeRecord]) -> dict[str, NodeLayouts]:

@@ -8,13 +8,15 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from cost_model.compute import ComputePrices
+from cost_model.groups import group_shape
 from cost_model.mesh import MeshSpec
+from cost_model.timed import Priced
 from passes.ir.op_signature import op_signature
 from passes.layout.assignment import NodeLayouts
 from passes.layout.joined_axes import JoinedAxes
 from passes.redistribution.redistribute import Redistributor
 from passes.rules.core.rule_registry import rule_for
-from passes.strategies.pricing import TrafficModel, fused_traffic, strategy_seconds
+from passes.strategies.pricing import TrafficModel, fused_traffic, strategy_priced, strategy_seconds
 
 __all__ = ["Prices"]
 
@@ -57,3 +59,14 @@ class Prices:
             (found,) = strategy_seconds(node, rule, [layouts], flow, self.mesh, self.compute)
             self.known[key] = layouts, rule, float(found)  # with both, so that their ids stay their own
         return self.known[key][-1]
+
+    def op_priced(self, node: fx.Node, layouts: NodeLayouts) -> Priced:
+        """Where `op_seconds` comes from."""
+        return strategy_priced(node, layouts, self.mesh, self.compute)
+
+    def collective_priced(self, kind: str | None, axes: tuple[str, ...], nbytes: int) -> Priced:
+        """Where the price of a collective comes from; without a kind nothing moves."""
+        timed = self.compute.timed
+        if timed is None or kind is None:
+            return "modelled"
+        return timed.collective_priced(kind, group_shape(self.mesh, axes), nbytes)

@@ -11,14 +11,15 @@ import torch
 from torch import fx
 
 from cost_model.compute import ComputePrices
-from cost_model.measurements import KernelKind
 from cost_model.mesh import MeshSpec
+from cost_model.timed import KernelWork, Priced
 from passes.ir.joint import first_value, node_value, node_values, tensor_operands
 from passes.ir.op_traits import fuses, is_reduction, is_view, storage_root
 from passes.ir.op_work import arithmetic_kind, global_flops, reads_values
 from passes.layout.assignment import FactorSplit, NodeLayouts
 from passes.layout.layout import Layout
 from passes.rules.core.rule import OpRule
+from passes.strategies.kernel_keys import kernel_form, kernel_key, local_key
 
 __all__ = [
     "Traffic",
@@ -27,6 +28,8 @@ __all__ = [
     "fused_traffic",
     "local_nbytes",
     "local_seconds",
+    "local_work",
+    "strategy_priced",
     "strategy_seconds",
     "traffic_model",
     "uncompiled_traffic",
@@ -144,9 +147,10 @@ def strategy_seconds(
     if is_view(node):
         return np.zeros(len(strategies))
     flops = float(first_value(node).numel()) if fuses(node) else global_flops(node)
-    dtype = str(first_value(node).dtype).removeprefix("torch.")
+    dtype = _dtype_name(node)
     operands = tensor_operands(node)
     results = [i for i, value in enumerate(node_values(node)) if value is not None]
+    form = None if prices.timed is None else kernel_form(node)
 
     def seconds(strategy: NodeLayouts) -> float:
         share = math.prod(_share(split, rule, mesh) for split in strategy.splits)
@@ -158,15 +162,32 @@ def strategy_seconds(
         stored = sum(local_nbytes(strategy.results[i], node, i, mesh) for i in results) if flow.writes else 0
         local_shape = lambda i: strategy.operands[i].max_local_shape(node_value(operands[i]).shape, mesh)
         kind = arithmetic_kind(node, local_shape)
-        return _kernel_seconds(kind, flops * share, nbytes + stored, stored, dtype, flow, prices)
+        work = KernelWork(flops * share, nbytes + stored, dtype, kind, stored, flow.writes)
+        return prices.work_seconds(work, None if form is None else kernel_key(node, form, local_shape))
 
     return np.array([seconds(strategy) for strategy in strategies])
+
+
+def strategy_priced(node: fx.Node, strategy: NodeLayouts, mesh: MeshSpec, prices: ComputePrices) -> Priced:
+    """Where the seconds of `node` under the strategy come from."""
+    form = None if prices.timed is None or is_view(node) else kernel_form(node)
+    if form is None:
+        return "modelled"
+    operands = tensor_operands(node)
+    local_shape = lambda i: strategy.operands[i].max_local_shape(node_value(operands[i]).shape, mesh)
+    return prices.priced(kernel_key(node, form, local_shape))
 
 
 def local_seconds(node: fx.Node, flow: Traffic, prices: ComputePrices) -> float:
     """Seconds of `node` of one rank's graph, where values are local: as `strategy_seconds` prices it."""
     if is_view(node):
         return 0.0
+    key = None if prices.timed is None else local_key(node)
+    return prices.work_seconds(local_work(node, flow), key)
+
+
+def local_work(node: fx.Node, flow: Traffic) -> KernelWork:
+    """What the model prices an op of one rank's graph by."""
     kept = [value for value in node_values(node) if value is not None]
     flops = float(kept[0].numel()) if fuses(node) else global_flops(node)
     read = [node_value(n) for n, reads in zip(tensor_operands(node), flow.reads, strict=True) if reads]
@@ -174,23 +195,12 @@ def local_seconds(node: fx.Node, flow: Traffic, prices: ComputePrices) -> float:
         sum(value.numel() * value.element_size() for value in values)
         for values in (read, kept if flow.writes else ())
     )
-    dtype = str(kept[0].dtype).removeprefix("torch.")
     kind = arithmetic_kind(node, lambda i: node_value(tensor_operands(node)[i]).shape)
-    return _kernel_seconds(kind, flops, loaded + stored, stored, dtype, flow, prices)
+    return KernelWork(flops, loaded + stored, _dtype_name(node), kind, stored, flow.writes)
 
 
-def _kernel_seconds(
-    kind: KernelKind | None,
-    flops: float,
-    nbytes: float,
-    stored: float,
-    dtype: str,
-    flow: Traffic,
-    prices: ComputePrices,
-) -> float:
-    if not flow.writes:
-        return prices.kernel_seconds(flops, nbytes, dtype, kind)
-    return prices.op_seconds(flops, nbytes, dtype, kind, stored)
+def _dtype_name(node: fx.Node) -> str:
+    return str(first_value(node).dtype).removeprefix("torch.")
 
 
 def _share(split: FactorSplit, rule: OpRule, mesh: MeshSpec) -> float:

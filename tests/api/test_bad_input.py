@@ -80,6 +80,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "no such profile": ({"profile": "h1000"}, "no shipped profile is named 'h1000'"),
     "memory text": ({"memory_limit": "70 gigs"}, "70 gigs"),
     "memory": ({"memory_limit": 100}, "memory"),
+    "refine": ({"refine": "always"}, "refine is 'always'"),
 }
 
 
@@ -171,6 +172,7 @@ MISMATCHES: dict[str, str] = {
     "memory": "memory_limit",
     "pins": "constraints",
     "backend": "backend",
+    "refine": "refine",
     "profile": "profile",
 }
 
@@ -184,6 +186,7 @@ def mismatch(rank: int, what: str) -> str:
         "memory": {"memory_limit": "1GB"},
         "pins": {"constraints": {"up.bias": [Replicate()]}},
         "backend": {"backend": "aot_eager"},
+        "refine": {"refine": "off"},
         "profile": {"profile": slow_compute(10.0)},
     }
     return refusal(model, lambda: parallel(model, LINE, (x,), **(options.get(what, {}) if odd else {})))

@@ -47,13 +47,13 @@ def test_a_module_is_all_that_it_holds() -> None:
     assert explain_part(layers(4), "layers.3").splitlines() == [
         "layers.3: 2 nodes, 2 us forward, 0 ns backward",
         "collectives",
-        "  forward  all_reduce     [tp] x1         64B      3 us",
+        "  forward  all_reduce     [tp] x1         64B      3 us  modelled",
         "parameters",
         "  layers.3.up.weight [@tp, -]",
         "nodes",
-        "  %product3: f32[8@tp, 4] = aten.mm  // 1 us model.py:3",
-        "  %relu3: f32[8@tp, 4] = aten.relu  // 1 us model.py:3",
-        "      reads %product3 through all_reduce[tp](): 64B, 3 us",
+        "  %product3: f32[8@tp, 4] = aten.mm  // 1 us modelled model.py:3",
+        "  %relu3: f32[8@tp, 4] = aten.relu  // 1 us modelled model.py:3",
+        "      reads %product3 through all_reduce[tp](): 64B, 3 us modelled",
     ]
 
 
@@ -61,14 +61,14 @@ def test_equal_layers_are_told_once() -> None:
     assert explain_part(layers(32), "layers").splitlines() == [
         "layers: 64 nodes, 64 us forward, 0 ns backward",
         "collectives",
-        "  forward  all_reduce     [tp] x32    2.048KB     96 us",
+        "  forward  all_reduce     [tp] x32    2.048KB     96 us  modelled",
         "parameters",
         "  layers.0-31.up.weight [@tp, -]  x 32",
         "nodes",
         "  layers.0-31  x 32",
-        "  %product0: f32[8@tp, 4] = aten.mm  // 1 us model.py:3",
-        "  %relu0: f32[8@tp, 4] = aten.relu  // 1 us model.py:3",
-        "      reads %product0 through all_reduce[tp](): 64B, 3 us",
+        "  %product0: f32[8@tp, 4] = aten.mm  // 1 us modelled model.py:3",
+        "  %relu0: f32[8@tp, 4] = aten.relu  // 1 us modelled model.py:3",
+        "      reads %product0 through all_reduce[tp](): 64B, 3 us modelled",
     ]
 
 

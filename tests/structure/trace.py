@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autoshard import MeshSpec, Plan, find_plan
-from autoshard.plan.task import prices_of
+from autoshard.plan.task_prices import prices_of
 from cost_model.profile import Profile
 from passes.canonicalize.canonicalize import canonicalize
 from passes.capture import capture

@@ -1,0 +1,37 @@
+"""A profile, and what was timed, as the prices of one mesh and one backend."""
+
+from __future__ import annotations
+
+from cost_model.bucketed import BucketedPrices
+from cost_model.collectives import CollectivePrices
+from cost_model.compute import ComputePrices
+from cost_model.correction import with_timed_collectives
+from cost_model.memory import ADAMW
+from cost_model.mesh import MeshSpec
+from cost_model.profile import Profile
+from cost_model.timed import TimedPrices
+from passes.redistribution.redistribute import Redistributor
+from passes.strategies.prices import Prices
+from passes.strategies.pricing import traffic_model
+
+__all__ = ["prices_of"]
+
+
+def prices_of(
+    profile: Profile, mesh: MeshSpec, backend: str = "inductor", timed: TimedPrices | None = None
+) -> Prices:
+    """Collectives, kernels as `backend` makes them and the AdamW update of one device, from `profile`; in place of them
+    what was timed."""
+    if timed is not None:
+        profile = with_timed_collectives(profile, mesh, timed.collectives)
+    compute = ComputePrices(profile, mesh.device_type, timed)
+    collectives = CollectivePrices(profile, mesh)
+    return Prices(
+        mesh=mesh,
+        compute=compute,
+        redistributor=Redistributor(mesh, collectives),
+        merged=Redistributor(mesh, BucketedPrices(collectives.seconds, mesh, compute)),
+        optimizer_seconds=lambda nbytes: compute.update_seconds(nbytes, ADAMW.passes),
+        traffic=traffic_model(backend),
+        overlap_efficiency=profile.overlap_efficiency,
+    )

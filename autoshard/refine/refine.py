@@ -1,0 +1,91 @@
+"""Refine a plan: time what it is made of, search again, until it stays."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoshard.plan.plan import Plan
+from autoshard.plan.task import Task
+from autoshard.refine.rounds import Case, Rounds
+from autoshard.refine.time_work import time_work
+from autoshard.refine.timed_store import store_of
+from autoshard.runtime.agreement import from_first
+from cost_model.checked_arguments import reject
+from cost_model.measure.facts import collective_backend
+from cost_model.mesh import MeshSpec
+from cost_model.timed import TimedPrices
+
+__all__ = ["check_refine", "may_refine", "refined_plan", "shared_refined_plan"]
+
+_log = logging.getLogger("autoshard")
+
+
+def check_refine(refine: object) -> None:
+    """ShardingError unless it is "auto" or "off"."""
+    if refine not in ("auto", "off"):
+        raise reject("refine", refine, "'auto', or 'off' to plan with modelled prices alone")
+
+
+def may_refine(mesh: DeviceMesh, nominal: bool) -> bool:
+    """Whether times of this mesh's processes say more than the profile, the same on all ranks.
+
+    Not where prices are nominal: who gives those asks for a plan under them. Nor on one device, nor on a mesh that
+    leaves out some of the processes, which would have to help.
+    """
+    spec = MeshSpec.of(mesh)
+    whole = dist.is_initialized() and dist.get_world_size() == spec.device_count > 1
+    return whole and not nominal and collective_backend(mesh) in ("gloo", "nccl")
+
+
+def refined_plan(mesh: DeviceMesh, task: Task) -> Plan | None:
+    """The plan of `task` under prices that were timed here; of rank 0, None on the others. Every rank calls it.
+
+    What was timed before is read from disk (`autoshard.refine.timed_store`), and so is the plan. Raises, on all ranks,
+    as `search_plan`.
+    """
+    store = store_of(mesh, task.backend)
+    state: list[Rounds] = []
+
+    def first() -> _Next:
+        state.append(Rounds(task, store))
+        return _next(state[0])
+
+    wanted = from_first(mesh, first, what="what to time")
+    while wanted.cases:
+        begun = time.monotonic()
+        times = time_work(mesh, wanted.cases, wanted.seconds)
+        _log.info(
+            "refine: %d kernels and %d collectives timed in %.1f s",
+            len(times.kernels),
+            len(times.collectives),
+            time.monotonic() - begun,
+        )
+
+        def again(times: TimedPrices = times) -> _Next:
+            state[0].add(times)
+            return _next(state[0])
+
+        wanted = from_first(mesh, again, what="what to time")
+    return state[0].plan if state else None
+
+
+def shared_refined_plan(mesh: DeviceMesh, task: Task) -> Plan:
+    """`refined_plan`, on every rank; rank 0's can be asked what searches again."""
+    mine = refined_plan(mesh, task)
+    data = from_first(mesh, lambda: None if mine is None else mine.to_json(), what="the plan")
+    return Plan.from_json(data) if mine is None else mine
+
+
+@dataclass(frozen=True)
+class _Next:
+    cases: tuple[Case, ...]
+    seconds: float
+
+
+def _next(rounds: Rounds) -> _Next:
+    return _Next(rounds.wanted(), rounds.seconds_left)

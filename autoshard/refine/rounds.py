@@ -1,0 +1,256 @@
+"""Rank 0's part in refining a plan: what is to be timed next, and the plan under what was timed."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from autoshard.plan.families import FAMILIES, Family
+from autoshard.plan.family_choices import family_narrowing
+from autoshard.plan.judged import Judged
+from autoshard.plan.plan import Plan
+from autoshard.plan.plan_cache import cached_plan, keep_plan, kept_plan, plan_path
+from autoshard.plan.task import Task, search_plan
+from autoshard.refine.timed_store import TimedStore
+from cost_model.deadline import Deadline
+from cost_model.errors import InfeasibleError
+from cost_model.timed import KernelKey, TimedPrices
+from passes.ir.joint import CPU
+from passes.layout.assignment import Assignment
+from passes.lower.rank_program import rank_program
+from passes.plan.graph_text import format_seconds
+from passes.plan.lowering_plan import LoweringPlan
+from passes.predict.step_work import CollectiveCase, KernelCase, step_work
+from passes.simulate.lockstep import simulated_group_axes, simulated_groups
+from passes.strategies.prices import Prices
+
+__all__ = ["Case", "Rounds", "refining_seconds"]
+
+_log = logging.getLogger("autoshard")
+
+Case = KernelCase | CollectiveCase
+
+MOST_ROUNDS = 4
+"""Searches under timed prices. The second or third seldom finds another plan."""
+STEPS_WORTH, MOST_SHARE, LEAST_SECONDS = 200, 0.25, 5.0
+"""What refining may take: so many predicted steps, and this share of the time limit; less than the seconds is not
+begun. What a faster plan saves must be worth the wait: training has many times as many steps, a test has not."""
+START_SECONDS, NODE_SECONDS = 8.0, 0.04
+"""What it may take at most for a graph without nodes, and for each of its nodes: searching and timing take as long as
+there is to search and to time, whatever a busy machine predicts of a step."""
+FAMILIES_SHARE = 0.2
+"""Of the budget, for the searches of families."""
+SEARCH_SHARE = 0.3
+"""Of the budget, kept for the search that follows timing: the first search, of a cold start, took longer."""
+LEAST_SHARE = 5e-4
+"""Of a plan's step, that a kernel must take to be timed. Collectives are few, and their prices the furthest off."""
+NEXT_BEST = 2
+"""Plans of the same search that are timed as well."""
+UNCONFIRMED = 0.1
+"""Of a plan's step, in kernels and collectives that there was no time for: with more, the next start goes on."""
+FASTER = 1e-3
+"""Share of a step from which on a plan counts as faster."""
+
+
+def refining_seconds(step_seconds: float, time_limit: float, nodes: int) -> float:
+    """The budget for a plan of that step and of a graph of so many nodes; 0: not worth it."""
+    most = START_SECONDS + NODE_SECONDS * nodes
+    seconds = min(STEPS_WORTH * step_seconds, MOST_SHARE * time_limit, most)
+    return seconds if seconds >= LEAST_SECONDS else 0.0
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A plan of which kernels and collectives are timed."""
+
+    seconds: float
+    assignment: Assignment
+    lowering: LoweringPlan
+    family: Family | None = None
+
+    @staticmethod
+    def of(plan: Plan, family: Family | None = None) -> _Candidate:
+        return _Candidate(plan.step_time, plan.assignment, plan.lowering, family)
+
+
+class Rounds:
+    """One task, refined.
+
+    The first plan is searched under what was timed before. `wanted` says what else there is to time, of this plan,
+    of the next best and of the best of every family; `add` takes the times, searches again, and says so again, until
+    the plan stays, everything of it was timed, or time is up. `plan` is then the fastest of those found where what was
+    not timed counts twice: it may look fast only because nobody looked. Where that is much of it, the next start goes
+    on with the times that this one kept.
+    """
+
+    def __init__(
+        self, task: Task, store: TimedStore, budget: Callable[[float, float, int], float] = refining_seconds
+    ) -> None:
+        self._task = task
+        self._store = store
+        self._timed = store.read()
+        self._tried: set[object] = set()
+        self._families: list[_Candidate] | None = None
+        self._rounds = 0
+        self._next: list[_Candidate] = []
+        self._path = plan_path(task, "refined", store.path.name)
+        kept = kept_plan(self._path, self._under(self._timed))
+        self._done = kept is not None
+        self._search_seconds = 0.0
+        self.plan = kept or cached_plan(task, lambda: self._searched(task, None))
+        self._first, self._begun = self.plan, time.monotonic()
+        self._found = [self.plan]
+        nodes = len(task.joint.graph.nodes)
+        seconds = 0.0 if self._done else budget(self.plan.step_time, task.time_limit, nodes)
+        self._kept_for_search = SEARCH_SHARE * seconds
+        self._deadline, self._families_deadline = map(Deadline.after, (seconds, FAMILIES_SHARE * seconds))
+        self._done = self._done or not seconds
+        if not self._done and self._timed != TimedPrices():
+            self._search()
+
+    def wanted(self) -> tuple[Case, ...]:
+        """What is to be timed next, in this order; (): nothing."""
+        if self._done:
+            return ()
+        cases = tuple(self._missing()) if self._deadline.left else ()
+        new = tuple(case for case in cases if _distinct(case) not in self._tried)
+        self._tried |= {_distinct(case) for case in cases}
+        if not new or not self.seconds_left or self._rounds >= MOST_ROUNDS:
+            self._finish()
+            return ()
+        return new
+
+    @property
+    def seconds_left(self) -> float:
+        """For timing: a search comes after it."""
+        return max(0.0, self._deadline.left - min(self._search_seconds, self._kept_for_search))
+
+    def add(self, times: TimedPrices) -> None:
+        """Search again, under these as well."""
+        before = self.plan
+        self._timed = self._timed.joined(times)
+        self._store.write(self._timed)
+        self._rounds += 1
+        self._search()
+        self._found.append(self.plan)
+        if self.plan.assignment == before.assignment:
+            self._finish()
+
+    def _under(self, timed: TimedPrices) -> Task:
+        return replace(self._task, timed=timed)
+
+    def _search(self) -> None:
+        task = self._under(self._timed)
+        self._next = []
+        deadline = Deadline.after(max(self._deadline.left, self._search_seconds))
+        try:
+            self.plan = cached_plan(task, lambda: self._searched(task, deadline))
+        except InfeasibleError as error:  # it was not before: there was no time for it
+            _log.debug("refine: %s", error)
+
+    def _searched(self, task: Task, deadline: Deadline | None) -> Plan:
+        known: list[Judged] = []
+        begun = time.monotonic()
+        plan = search_plan(task, deadline, known.append)
+        self._search_seconds = time.monotonic() - begun
+        fastest = sorted(known, key=lambda judged: judged.seconds)
+        others = [judged for judged in fastest if judged.assignment != plan.assignment]
+        self._next = [_Candidate(j.seconds, j.assignment, j.lowering) for j in others[:NEXT_BEST]]
+        return plan
+
+    def _missing(self) -> Iterator[Case]:
+        """What was not timed yet of the plan and its rivals, the fastest first; of each what takes most of it."""
+        found: dict[object, Case] = {}
+        for candidate in (_Candidate.of(self.plan), *self._rivals()):
+            for case in self._untimed(candidate):
+                found.setdefault(_distinct(case), case)
+        yield from found.values()
+
+    def _unknown_seconds(self, plan: Plan) -> float:
+        """Of a step, in what was not timed."""
+        return sum(case.seconds for case in self._untimed(_Candidate.of(plan)))
+
+    def _untimed(self, candidate: _Candidate) -> list[Case]:
+        prices = self._under(self._timed).prices
+        timed = {kernel.key for kernel in self._timed.kernels}
+        return [case for case in self._cases(candidate, prices) if not self._is_timed(case, timed, prices)]
+
+    def _rivals(self) -> Iterable[_Candidate]:
+        if self._families is None:
+            self._families = sorted(self._best_of_families(), key=lambda candidate: candidate.seconds)
+        return (*self._next, *self._families)
+
+    def _best_of_families(self) -> Iterator[_Candidate]:
+        for family in FAMILIES:
+            deadline = self._families_deadline
+            plan = self._family_plan(family, deadline) if deadline.left else None
+            if plan is not None and not plan.joined_axes:
+                yield _Candidate.of(plan, family)
+
+    def _family_plan(self, family: Family, deadline: Deadline) -> Plan | None:
+        """With the pins of the task; None where there is none."""
+        task = self._under(self._timed)
+        try:
+            narrowing = family_narrowing(family, task.joint, task.mesh)
+            return search_plan(replace(task, narrowing=narrowing), deadline)
+        except InfeasibleError:
+            return None
+
+    def _cases(self, candidate: _Candidate, prices: Prices) -> list[Case]:
+        """Of rank 0, whose shards are the largest."""
+        joint, mesh = replace(self._task.joint, device=CPU), self._task.mesh
+        program = rank_program(
+            joint, candidate.assignment, candidate.lowering, mesh, 0, simulated_groups(mesh)
+        )
+        work = step_work(program.usual(), prices, simulated_group_axes)
+        worth = LEAST_SHARE * candidate.seconds
+        cases: list[Case] = [*(case for case in work.kernels if case.seconds >= worth), *work.collectives]
+        return sorted(cases, key=lambda case: -case.seconds)
+
+    def _is_timed(self, case: Case, timed: set[KernelKey], prices: Prices) -> bool:
+        if isinstance(case, KernelCase):
+            return case.key in timed
+        return prices.collective_priced(case.kind, case.axes, case.nbytes) == "timed"
+
+    def _finish(self) -> None:
+        """The fastest of the plans found and of the best of every family, under the prices of now."""
+        self._done = True
+        task = self._under(self._timed)
+        seconds, self.plan = min(
+            ((self._cautious(task, plan), plan) for plan in reversed(self._found)), key=lambda item: item[0]
+        )
+        for candidate in self._families or ():
+            if self._deadline.left and task.judged(candidate.assignment).seconds < (1.0 - FASTER) * seconds:
+                assert candidate.family is not None
+                found = self._family_plan(candidate.family, self._deadline)
+                if found is not None and self._cautious(task, found) < (1.0 - FASTER) * seconds:
+                    self.plan, seconds = _instead(found, self.plan, task), self._cautious(task, found)
+        if self._unknown_seconds(self.plan) <= UNCONFIRMED * seconds:
+            keep_plan(self._path, self.plan)
+        _log.info("refine: %s", self._said())
+
+    def _cautious(self, task: Task, plan: Plan) -> float:
+        """A step of the plan under the prices of now, what was not timed counted twice."""
+        return task.judged(plan.assignment, plan.joined_axes).seconds + self._unknown_seconds(plan)
+
+    def _said(self) -> str:
+        same = self.plan.parameter_layouts == self._first.parameter_layouts
+        counts = (
+            f"{len(self._timed.kernels)} kernels and {len(self._timed.collectives)} collectives are timed"
+        )
+        steps = f"{format_seconds(self._first.step_time)} -> {format_seconds(self.plan.step_time)}"
+        took = f"{time.monotonic() - self._begun:.0f} s"
+        layouts = f"{'the same' if same else 'other'} parameters' layouts"
+        return f"{counts}, {took}; predicted step {steps}, {layouts}"
+
+
+def _distinct(case: Case) -> object:
+    return case.key if isinstance(case, KernelCase) else (case.kind, case.axes, case.nbytes)
+
+
+def _instead(found: Plan, searched: Plan, task: Task) -> Plan:
+    """A family's plan that is faster than what the whole search found, with the bound of that one."""
+    bound = min(searched.lower_bound, found.cost)
+    return replace(found, lower_bound=bound, status="feasible", again=task.again())

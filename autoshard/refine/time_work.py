@@ -1,0 +1,146 @@
+"""Time the kernels and collectives of programs, one by one, on all ranks of a mesh at once."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from cost_model.errors import ProfileError
+from cost_model.groups import GroupShape, group_shape
+from cost_model.measure.behind import Pause, beyond_pause, collective_series, pause_series
+from cost_model.measure.clock import Clock, device_clock
+from cost_model.measure.collective_work import Buffers, Team, whole_size
+from cost_model.measure.measure import mesh_device
+from cost_model.measure.peers import Peers, world_peers
+from cost_model.measure.sampling import Series, sample
+from cost_model.measure.statistics import Curve, median
+from cost_model.measure.teams import teams_of
+from cost_model.mesh import MeshSpec
+from cost_model.timed import TimedCollective, TimedKernel, TimedPrices
+from passes.compile.single_kernel import repeated_kernel
+from passes.predict.step_work import CollectiveCase, KernelCase
+
+__all__ = ["time_work"]
+
+_log = logging.getLogger("autoshard")
+
+_LEAST_SECONDS = {"cpu": 20e-3, "cuda": 2e-3}
+"""Of a repetition. On CPUs ranks that share a core take turns of a few milliseconds."""
+_CASE_SECONDS = {"cpu": 0.06, "cuda": 0.02}
+"""Of all repetitions of a case; two are made at least."""
+_MOST_CALLS, _RUN_SECONDS = 8, 1e-3
+"""A kernel is called in a row until it takes as long, but no more often: the call of the program around it counts."""
+_NOISIEST = 0.5
+"""Interquartile range over median of the repetitions, from which on a time says more of other work than of the case: of
+two repetitions one took three times as long as the other."""
+_BEHIND = (0, 3, 10, 40)
+"""Products before a collective: about 0, 0.3, 1 and 4 milliseconds of computing on a core."""
+_PRODUCT_SECONDS = 1e-4
+
+
+def time_work(
+    mesh: DeviceMesh, cases: Sequence[KernelCase | CollectiveCase], seconds: float, clock: Clock | None = None
+) -> TimedPrices:
+    """What each of `cases` takes, in their order, until about `seconds` are over. All ranks of the world enter with
+    equal arguments, and get the same.
+
+    What a device refuses to run, or has no memory for, is left out, and so is what takes another time each time.
+    """
+    spec = MeshSpec.of(mesh)
+    device = mesh_device(spec.device_type)
+    with ExitStack() as stack:
+        peers = stack.enter_context(world_peers(device.type))
+        moves = peers.size > 1 and any(isinstance(case, CollectiveCase) for case in cases)
+        teams = stack.enter_context(teams_of(mesh, spec)) if moves else {}
+        timing = _Timing(spec, device, peers, clock or device_clock(device.type), teams)
+        return timing.all(cases, seconds)
+
+
+class _Noisy(Exception):
+    """Other work decided how long a case took."""
+
+
+@dataclass
+class _Timing:
+    spec: MeshSpec
+    device: torch.device
+    peers: Peers
+    clock: Clock
+    teams: Mapping[GroupShape, Team]
+    kernels: list[TimedKernel] = field(default_factory=list[TimedKernel])
+    collectives: list[TimedCollective] = field(default_factory=list[TimedCollective])
+
+    def all(self, cases: Sequence[KernelCase | CollectiveCase], seconds: float) -> TimedPrices:
+        start = self.clock.now()
+        for case in cases:
+            if self.peers.first(self.clock.now() - start >= seconds):
+                break
+            try:
+                self._add(case)
+            except (ProfileError, _Noisy) as error:  # on all ranks alike
+                _log.debug("not timed: %s", error)
+        return TimedPrices(tuple(self.kernels), tuple(self.collectives))
+
+    def _add(self, case: KernelCase | CollectiveCase) -> None:
+        if isinstance(case, KernelCase):
+            self.kernels.append(TimedKernel(case.key, case.work, self._kernel(case)))
+        elif (shape := group_shape(self.spec, case.axes)) in self.teams:
+            behind, seconds = self._collective(case, self.teams[shape])
+            self.collectives.append(TimedCollective(case.kind, shape, case.nbytes, behind, seconds))
+
+    def _kernel(self, case: KernelCase) -> float:
+        calls = _calls(case)
+
+        def prepare(_: int) -> object:
+            run = repeated_kernel(case, calls, self.device)
+            run()  # what it refuses, it refuses here: on one rank alone it must not be while others wait
+            return run
+
+        name = f"kernel {case.op}"
+        least = _LEAST_SECONDS[_kind_of(self.device)]
+        series = Series(name, (1,), prepare, median, least, ahead=True)  # type: ignore[arg-type]
+        (curve,) = self._sampled(series)
+        return curve.seconds[0] / calls
+
+    def _collective(self, case: CollectiveCase, team: Team) -> tuple[float, float]:
+        """(seconds of computing before it, its own)."""
+        nbytes = whole_size(case.nbytes, team.size)
+        pause = Pause(self.device, _products(case.behind_seconds))
+        name = f"{case.kind} of {case.nbytes} bytes"
+        both = collective_series(name, case.kind, team, (nbytes,), Buffers(self.device), pause)
+        if not pause.products:
+            return 0.0, self._sampled(both)[0].seconds[0]
+        alone, behind = self._sampled(pause_series(pause), both)
+        return alone.seconds[0], beyond_pause(behind, alone).seconds[0]
+
+    def _sampled(self, *series: Series) -> list[Curve]:
+        seconds = len(series) * _CASE_SECONDS[_kind_of(self.device)]
+        curves = sample(series, self.peers, self.clock, seconds, lambda name, share: None)
+        for one, curve in zip(series, curves, strict=True):
+            if max(curve.spread) > _NOISIEST:
+                raise _Noisy(f"{one.name}: its repetitions differ by {max(curve.spread):.0%}")
+        return curves
+
+
+def _calls(case: KernelCase) -> int:
+    """A guess from the bytes and operations: no rank may decide by its own clock."""
+    guess = max(case.work.flops / 1e11, case.work.nbytes / 1e10, 1e-9)
+    return max(1, min(_MOST_CALLS, int(_RUN_SECONDS / guess)))
+
+
+def _products(behind_seconds: float) -> int:
+    """The nearest of `_BEHIND`, in ratio."""
+    if behind_seconds < _PRODUCT_SECONDS:
+        return 0
+    wanted = math.log(behind_seconds / _PRODUCT_SECONDS)
+    return min(_BEHIND[1:], key=lambda count: abs(math.log(count) - wanted))
+
+
+def _kind_of(device: torch.device) -> str:
+    return "cuda" if device.type == "cuda" else "cpu"

@@ -1,0 +1,72 @@
+"""Which plans a session asks for: of the first kind of call, and of later ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoshard.plan.candidates import BEST, Candidate, with_first
+from autoshard.plan.plan import Plan
+from autoshard.plan.plan_cache import cached_candidates, cached_plan
+from autoshard.plan.plan_fits import check_mesh, check_outputs
+from autoshard.plan.task import CallLayouts, Task, carried_plan, search_plan
+from autoshard.refine.refine import may_refine, refined_plan
+from autoshard.runtime.settings import Settings
+from cost_model.errors import InfeasibleError
+from cost_model.mesh import MeshSpec
+from passes.capture import Captured
+from passes.layout.layout import Layout
+
+__all__ = ["Planner"]
+
+
+@dataclass(frozen=True)
+class Planner:
+    """settings: with their profile."""
+
+    mesh: DeviceMesh
+    spec: MeshSpec
+    settings: Settings
+
+    def refined(self, captured: Captured, layouts: CallLayouts) -> Plan | None:
+        """On rank 0, the first plan where prices are refined. Every rank must get here."""
+        s = self.settings
+        assert s.profile is not None
+        if s.refine == "off" or s.plan is not None or not may_refine(self.mesh, s.profile.nominal):
+            return None
+        return refined_plan(self.mesh, self._task(captured, layouts, s.pins))
+
+    def first(self, captured: Captured, layouts: CallLayouts, refined: Plan | None) -> list[Candidate]:
+        """The plan of the first kind of call; several where they are to race."""
+        s = self.settings
+        if s.race < 2 or self.spec.device_count == 1:
+            return [Candidate(BEST, refined or self._plan(captured, layouts))]
+        found = cached_candidates(self._task(captured, layouts, s.pins), s.race)
+        return found if refined is None else with_first(refined, found)
+
+    def carried(
+        self, captured: Captured, layouts: CallLayouts, first: Plan, held: Mapping[str, Layout]
+    ) -> Plan:
+        """Of another kind of call: the layouts there are; if they do not fit, a search with the parameters' `held`."""
+        task = self._task(captured, layouts, held)
+        try:
+            return carried_plan(task, first)
+        except InfeasibleError:
+            return search_plan(task)
+
+    def _plan(self, captured: Captured, layouts: CallLayouts) -> Plan:
+        s = self.settings
+        if s.plan is not None:
+            check_mesh(s.plan, self.spec)
+            s.plan.check_graph(captured.joint)
+            check_outputs(s.plan, layouts.outputs)
+            return s.plan
+        task = self._task(captured, layouts, s.pins)
+        return cached_plan(task, lambda: search_plan(task))
+
+    def _task(self, captured: Captured, layouts: CallLayouts, pins: Mapping[str, Layout]) -> Task:
+        s = self.settings
+        assert s.profile is not None
+        return Task(captured, s.profile, self.spec, layouts, pins, s.memory_limit, s.backend, s.time_limit)

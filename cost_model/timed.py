@@ -1,0 +1,187 @@
+"""Kernels and collectives of a program that were timed, one by one, where the program will run: `TimedPrices`.
+
+They take the place of the modelled prices of equal and of near shapes: a kernel of equal shapes takes what was timed;
+one of near shapes what the model says, times the ratio of timed to modelled at the nearest timed shapes; any other what
+the model says, times the median ratio of its kind of work. Without that, what was timed would look fast beside what was
+not, or slow, wherever the model is off as a whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, TypeVar
+
+import msgspec
+
+from cost_model.groups import GroupShape
+from cost_model.measurements import KernelKind
+
+__all__ = ["KernelKey", "KernelWork", "Priced", "TimedCollective", "TimedKernel", "TimedPrices"]
+
+_K = TypeVar("_K")
+Shapes = tuple[tuple[int, ...], ...]
+
+Priced = Literal["modelled", "near", "timed"]
+"""Where a price comes from. near: modelled, and scaled by what a kernel of near shapes took."""
+
+NEAREST = 1.0
+"""Powers of two: no dim of near shapes is more than twice as long in one as in the other."""
+
+
+ENOUGH = 3
+"""Kernels of a kind that say how far the model is off for all of the kind."""
+
+
+@dataclass(frozen=True)
+class KernelKey:
+    """What kernels have in common that take equally long.
+
+    form: the op with its arguments, dtypes in place of tensors. shapes: of its tensor operands, as one rank has them.
+    orders: per operand its dims longer than 1, the one of the largest stride first.
+    """
+
+    form: str
+    shapes: Shapes
+    orders: Shapes = ()
+
+
+@dataclass(frozen=True)
+class KernelWork:
+    """What the model prices a kernel by: the arguments of `ComputePrices.kernel_seconds`. launched: whether it is a
+    kernel of its own and not part of a fused loop."""
+
+    flops: float
+    nbytes: float
+    dtype: str
+    kind: KernelKind | None = "matmul"
+    stored: float = 0.0
+    launched: bool = True
+
+
+@dataclass(frozen=True)
+class TimedKernel:
+    """seconds: of one call, all ranks computing at once."""
+
+    key: KernelKey
+    work: KernelWork
+    seconds: float
+
+
+@dataclass(frozen=True)
+class TimedCollective:
+    """nbytes: as `cost_model.collectives` counts. behind_seconds: of computing, in front of which it was timed."""
+
+    kind: str
+    group: GroupShape
+    nbytes: int
+    behind_seconds: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class TimedPrices:
+    """Distinct kernels and collectives of programs, with what each took on one kind of machine."""
+
+    kernels: tuple[TimedKernel, ...] = ()
+    collectives: tuple[TimedCollective, ...] = ()
+
+    def joined(self, newer: TimedPrices) -> TimedPrices:
+        """Both; what was timed twice counts as `newer` has it."""
+        kernels = {kernel.key: kernel for kernel in (*self.kernels, *newer.kernels)}
+        collectives = {(c.kind, c.group, c.nbytes): c for c in (*self.collectives, *newer.collectives)}
+        return TimedPrices(tuple(kernels.values()), tuple(collectives.values()))
+
+    def kernel(self, key: KernelKey) -> TimedKernel | None:
+        """The one of equal shapes; where none has its orders, the quickest that has others."""
+        found = self._equal.get((key.form, key.shapes), ())
+        return next((k for k in found if k.key.orders == key.orders), found[0] if found else None)
+
+    def near(self, key: KernelKey) -> TimedKernel | None:
+        """The one of the nearest shapes, if any is near."""
+        far = ((_distance(kernel.key.shapes, key.shapes), kernel) for kernel in self._forms.get(key.form, ()))
+        found = [(distance, kernel) for distance, kernel in far if distance is not None]
+        return min(found, key=lambda item: (item[0], item[1].key.shapes))[1] if found else None
+
+    def collective_priced(self, kind: str, group: GroupShape, nbytes: int) -> Priced:
+        """Where the price of a collective comes from. near: of a size between those timed, or half or twice one."""
+        sizes = self._sizes.get((kind, group), set())
+        if nbytes in sizes:
+            return "timed"
+        between = sizes and min(sizes) / 2**NEAREST <= nbytes <= max(sizes) * 2**NEAREST
+        return "near" if between else "modelled"
+
+    def seconds(
+        self, key: KernelKey, work: KernelWork, model: Callable[[KernelWork], float], scale: float
+    ) -> float:
+        """Of a kernel. model: the price of a work; scale: of `work.kind`, as `scale` has it."""
+        equal = self.kernel(key)
+        if equal is not None:
+            return equal.seconds
+        near = self.near(key)
+        return model(work) * (scale if near is None else _ratio(near, model))
+
+    def scale(self, kind: KernelKind | None, model: Callable[[KernelWork], float]) -> float:
+        """Timed over modelled, the median of all kernels of a kind; 1 where there are too few to tell."""
+        ratios = [_ratio(kernel, model) for kernel in self.kernels if kernel.work.kind == kind]
+        return statistics.median(ratios) if len(ratios) >= ENOUGH else 1.0
+
+    def priced(self, key: KernelKey) -> Priced:
+        """How `seconds` finds it."""
+        if self.kernel(key) is not None:
+            return "timed"
+        return "modelled" if self.near(key) is None else "near"
+
+    @cached_property
+    def _equal(self) -> dict[tuple[str, Shapes], list[TimedKernel]]:
+        found = _grouped(self.kernels, lambda kernel: (kernel.key.form, kernel.key.shapes))
+        return {
+            key: sorted(kernels, key=lambda k: (k.seconds, k.key.orders)) for key, kernels in found.items()
+        }
+
+    @cached_property
+    def _forms(self) -> dict[str, list[TimedKernel]]:
+        return _grouped(self.kernels, lambda kernel: kernel.key.form)
+
+    @cached_property
+    def _sizes(self) -> dict[tuple[str, GroupShape], set[int]]:
+        found: dict[tuple[str, GroupShape], set[int]] = {}
+        for one in self.collectives:
+            found.setdefault((one.kind, one.group), set()).add(one.nbytes)
+        return found
+
+    @cached_property
+    def hash(self) -> str:
+        """16 hex digits of all of it, in whatever order it was timed; the same in every process."""
+        kernels = sorted(msgspec.json.encode(kernel) for kernel in self.kernels)
+        collectives = sorted(msgspec.json.encode(collective) for collective in self.collectives)
+        return hashlib.sha256(b"\n".join((*kernels, b"", *collectives))).hexdigest()[:16]
+
+
+def _grouped(kernels: Iterable[TimedKernel], key: Callable[[TimedKernel], _K]) -> dict[_K, list[TimedKernel]]:
+    found: dict[_K, list[TimedKernel]] = {}
+    for kernel in kernels:
+        found.setdefault(key(kernel), []).append(kernel)
+    return found
+
+
+def _ratio(kernel: TimedKernel, model: Callable[[KernelWork], float]) -> float:
+    return kernel.seconds / max(model(kernel.work), 1e-12)
+
+
+def _distance(one: Shapes, other: Shapes) -> float | None:
+    """Powers of two between shapes, summed over their dims; None where they are not near."""
+    if [len(shape) for shape in one] != [len(shape) for shape in other]:
+        return None
+    apart = [_apart(a, b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True)]
+    return None if max(apart, default=0.0) > NEAREST else math.fsum(apart)
+
+
+def _apart(one: int, other: int) -> float:
+    if one == other:
+        return 0.0
+    return abs(math.log2(one / other)) if one and other else math.inf

@@ -1,0 +1,84 @@
+"""A kernel by itself is the kernel of the program."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cost_model.timed import KernelKey, KernelWork
+from passes.compile.single_kernel import repeated_kernel
+from passes.predict.step_work import KernelCase, TensorLook
+
+CPU = torch.device("cpu")
+
+
+class Calls(TorchDispatchMode):
+    """Notes every op with the storages of its tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[tuple[str, tuple[int, ...], list[tuple[int, ...]]]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        self.ops.append((str(func), tuple(t.data_ptr() for t in tensors), [t.stride() for t in tensors]))
+        return func(*args, **(kwargs or {}))
+
+
+def case(
+    op: str, *looks: TensorLook, cold: tuple[bool, ...] = (), args: tuple[object, ...] = ()
+) -> KernelCase:
+    key, work = KernelKey(op, ()), KernelWork(0.0, 0.0, "float32")
+    return KernelCase(key, work, op, (*looks, *args), {}, looks, cold or (False,) * len(looks), 0.0)
+
+
+def called(one: KernelCase, calls: int) -> Calls:
+    run = repeated_kernel(one, calls, CPU)
+    run()
+    with Calls() as found:
+        run()
+    return found
+
+
+ROWS = TensorLook((4, 6), (6, 1), torch.float32)
+COLUMNS = TensorLook((4, 6), (1, 4), torch.float32)
+
+
+def test_it_is_called_as_often_as_asked_with_the_strides_of_the_program() -> None:
+    found = called(case("aten.add.Tensor", ROWS, COLUMNS), 5)
+    assert [op for op, _, _ in found.ops] == ["aten.add.Tensor"] * 5
+    assert all(strides == [(6, 1), (1, 4)] for _, _, strides in found.ops)
+    assert len({places for _, places, _ in found.ops}) == 1
+
+
+def test_what_is_cold_is_another_tensor_each_time() -> None:
+    found = called(case("aten.add.Tensor", ROWS, ROWS, cold=(False, True)), 3)
+    first, second = zip(*(places for _, places, _ in found.ops), strict=True)
+    assert len(set(first)) == 1 and len(set(second)) == 3
+
+
+def test_a_product_is_the_kernels_that_eager_programs_run() -> None:
+    weight = TensorLook((5, 6), (6, 1), torch.float32)
+    found = called(case("autoshard.contract.default", ROWS, weight, args=("m k, n k -> m n",)), 2)
+    assert [op for op, _, _ in found.ops if ".mm." in op] == ["aten.mm.default"] * 2
+
+
+def test_truth_values_and_lists_of_operands() -> None:
+    mask = replace(ROWS, dtype=torch.bool)
+    assert len(called(case("aten.where.self", mask, ROWS, ROWS), 2).ops) == 2
+    joined = replace(case("aten.cat.default", ROWS, COLUMNS), args=([ROWS, COLUMNS], 0))
+    assert [op for op, _, _ in called(joined, 2).ops] == ["aten.cat.default"] * 2
+
+
+def test_the_users_generator_stays() -> None:
+    before = torch.get_rng_state()
+    called(case("aten.add.Tensor", ROWS, COLUMNS), 2)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_torch_refuses_is_refused_before_it_is_timed() -> None:
+    with pytest.raises(Exception, match="same reduction dim"):
+        repeated_kernel(case("aten.mm.default", ROWS, ROWS), 1, CPU)

@@ -1,0 +1,124 @@
+"""What the ranks of these tests run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from autoshard import autoshard, find_plan
+from autoshard.plan.plan import Plan
+from autoshard.refine import rounds
+from autoshard.refine.time_work import time_work
+from cost_model.timed import KernelKey, KernelWork, TimedPrices
+from passes.predict.step_work import CollectiveCase, KernelCase, TensorLook
+from tests.profiles import slow_compute
+
+
+def mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16))
+
+
+def measured() -> Any:
+    """Prices that count as this machine's."""
+    return replace(slow_compute(), nominal=False)
+
+
+def refined(
+    rank: int, folder: str, refine: str, searches: bool = True
+) -> tuple[Plan, int, torch.Tensor, list[str]]:
+    """A small model's plan, how often something was timed, the model's output, and what rank 0 logs."""
+    counts: list[int] = []
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+
+    def counted(mesh: DeviceMesh, cases: Any, seconds: float) -> TimedPrices:
+        counts.append(len(cases))
+        return time_work(mesh, cases, seconds, Steady())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", folder)
+        patch.setattr("autoshard.refine.refine.time_work", counted)
+        if not searches:
+            patch.setattr(rounds, "search_plan", lambda *given, **named: pytest.fail("searched again"))
+        whole = autoshard(model(), mesh(), (x,), profile=measured(), backend="eager", refine=refine)
+        files = sorted(path.name.partition("-")[0] for path in (Path(folder) / "autoshard").glob("timed-*"))
+    return replace(whole.autoshard_plan, again=None), sum(counts), whole(x).detach(), files  # type: ignore[type-var]
+
+
+def found(rank: int, folder: str) -> tuple[Plan, bool]:
+    """`find_plan(refine="auto")` on every rank, and whether this rank's plan can search."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", folder)
+        patch.setattr("autoshard.refine.refine.time_work", partial(time_work, clock=Steady()))
+        plan = find_plan(
+            model(), mesh(), (torch.ones(8, 16),), profile=measured(), backend="eager", refine="auto"
+        )
+    return replace(plan, again=None), plan.again is not None
+
+
+def timed_cases(rank: int) -> TimedPrices:
+    """A product, an op that no rank can run, and a collective, timed on two ranks."""
+    logging.getLogger("torch._subclasses.fake_tensor").disabled = True
+    looks = TensorLook((8, 16), (16, 1), torch.float32), TensorLook((16, 4), (4, 1), torch.float32)
+
+    def kernel(name: str, *given: TensorLook) -> KernelCase:
+        key, work = KernelKey(name, tuple(look.shape for look in given)), KernelWork(1024.0, 896.0, "float32")
+        return KernelCase(key, work, name, given, {}, given, (False,) * len(given), 1e-3)
+
+    cases = (
+        kernel("aten.mm.default", looks[0], looks[0]),
+        kernel("aten.mm.default", *looks),
+        CollectiveCase("all_reduce", ("x",), 4096, 5e-4, 1e-3),
+        CollectiveCase("all_gather", ("x",), 4096, 0.0, 1e-3),
+    )
+    try:
+        return time_work(mesh(), cases, 10.0, Steady())
+    finally:
+        logging.getLogger("torch._subclasses.fake_tensor").disabled = False
+
+
+class Steady:
+    """A clock by which all that is run takes a millisecond: what else the machine does is no part of a test."""
+
+    def now(self) -> float:
+        return 0.0
+
+    def seconds(self, work: Callable[[], object], calls: int, ahead: bool = False) -> float:
+        for _ in range(min(calls, 2)):
+            work()
+        return 1e-3
+
+
+class Disturbed:
+    """A clock by which half of the repetitions take ten times as long."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def now(self) -> float:
+        return 0.0
+
+    def seconds(self, work: Callable[[], object], calls: int, ahead: bool = False) -> float:
+        self.count += 1
+        return 1e-3 if self.count // 2 % 2 else 1e-2
+
+
+def disturbed(rank: int) -> TimedPrices:
+    return time_work(mesh(), (CollectiveCase("all_reduce", ("x",), 4096, 5e-4, 1e-3),), 10.0, Disturbed())
+
+
+def no_time(rank: int) -> TimedPrices:
+    return time_work(mesh(), (CollectiveCase("all_reduce", ("x",), 4096, 5e-4, 1e-3),), 0.0)
