@@ -15,6 +15,7 @@ from passes.layout.assignment import Assignment
 from passes.layout.joined_axes import JoinedAxes
 from passes.search.agree import agreed
 from passes.search.graph_ends import Boundary
+from passes.search.limited_space import build_limited
 from passes.search.narrowing import Narrowing
 from passes.search.search_space import SearchSpace
 from passes.search.step_kinds import Overlap, StepKinds
@@ -76,7 +77,10 @@ def find_assignment(
     """
     room = None if memory_limit is None else _room(memory_limit, reserve, prices.mesh)
     listing = deadline.share(_LISTING_SHARE)
-    space = build_space(joint, prices, boundary, memory_limit=room, narrowing=narrowing, deadline=listing)
+    if room is None:
+        space = build_space(joint, prices, boundary, narrowing=narrowing, deadline=listing)
+    else:
+        space = build_limited(joint, prices, boundary, memory_limit=room, narrowing=narrowing, deadline=listing)
     deadline.check()
     seconds = min(deadline.left, _LONGEST_SEARCH)
     try:
