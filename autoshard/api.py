@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.arguments import check_call_placements, checked_model
+from autoshard.arguments import check_call_placements, check_recompute, checked_model
 from autoshard.calls.signature import as_call
 from autoshard.plan.find_plan import ProfileLike, load_profile, mesh_spec, named_parameters
 from autoshard.plan.pins import Constraints, resolve_pins
@@ -43,6 +43,7 @@ def autoshard(
     constraints: Constraints | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
     backend: str = "inductor",
+    recompute: str = "auto",
     time_limit: float = 600.0,
 ) -> nn.Module:
     """Make `model` run in parallel on `mesh`, in place, by the fastest plan; returns the same object.
@@ -66,6 +67,8 @@ def autoshard(
     constraints:    {parameter name or pattern: placements} pins.
     plan:           a Plan or a saved one's path: no search.
     backend:        "inductor", "eager", or any torch.compile backend.
+    recompute:      "auto": what `memory_limit` leaves no room for is computed again in the backward, at the least cost;
+                    "user": what runs under `torch.utils.checkpoint`, and nothing else.
     time_limit:     seconds for planning a kind of call once it is captured; see `find_plan`.
 
     Dropout and other random ops draw from rank 0's `torch.initial_seed()` at the time of capture:
@@ -81,6 +84,7 @@ def autoshard(
         """All but the profile, where none is given: that is measured when everything else is right."""
         checked_model(model)
         check_backend(backend)
+        check_recompute(recompute)
         check_call_placements(in_placements, out_placements, spec)
         ready = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
         # A plan needs no profile.
@@ -92,6 +96,7 @@ def autoshard(
             pins=resolve_pins(constraints, named_parameters(model), spec),
             plan=ready,
             backend=backend,
+            recompute=recompute,
             time_limit=checked_seconds(time_limit, "time_limit"),
             profile=load_profile(profile, spec) if known else None,
         )

@@ -15,9 +15,10 @@ from cost_model.errors import ProfileError, ShardingError
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 
-__all__ = ["check_call_placements", "check_device", "check_profile_kind", "checked_model"]
+__all__ = ["check_call_placements", "check_device", "check_profile_kind", "check_recompute", "checked_model"]
 
 _DEVICES = ("cpu", "cuda")
+_RECOMPUTE = ("auto", "user")
 
 
 def checked_model(model: object) -> nn.Module:
@@ -57,6 +58,12 @@ def check_call_placements(in_placements: Any, out_placements: Any, mesh: MeshSpe
             )
     elif out_placements is not None:
         placement_leaves(out_placements, mesh, argument="out_placements")
+
+
+def check_recompute(recompute: object) -> None:
+    """ShardingError unless it says who chooses what the backward computes again."""
+    if recompute not in _RECOMPUTE:
+        raise reject("recompute", recompute, " or ".join(map(repr, _RECOMPUTE)))
 
 
 def check_autocast(dtype: object) -> None:

@@ -16,6 +16,7 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.task import Task
 from cost_model.errors import AutoshardError
 from passes.plan.describe import graph_hash
+from passes.states.places import users_choice
 
 __all__ = ["cached_plan", "plan_path"]
 
@@ -45,8 +46,9 @@ def plan_path(task: Task) -> Path:
     """The file of a task: named by all that decides its plan, this code included."""
     call = task.call
     ends = [sorted(map(str, one.items())) for one in (task.pins, call.inputs, call.outputs)]
+    chosen = users_choice(task.joint) if task.recompute == "user" else []
     prices = [str(task.mesh), task.mesh.device_type, task.profile.hash(), task.memory_limit, task.backend]
-    decides = [graph_hash(task.joint), *ends, *prices, torch.__version__, code_fingerprint()]
+    decides = [graph_hash(task.joint), *ends, *prices, task.recompute, *chosen, torch.__version__, code_fingerprint()]
     text = "\n".join(map(str, decides))
     return cache_folder() / "plans" / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
 

@@ -17,6 +17,7 @@ from autoshard.plan.plan import Plan, PlanOrigin
 from autoshard.plan.plan_collectives import collectives_of
 from autoshard.plan.plan_content import PlanContent
 from autoshard.plan.search_with_reserve import found_within, plan_reserve
+from autoshard.plan.search_with_states import found_with_states
 from autoshard.plan.variants import Again, Variant, variant_narrowing
 from autoshard.version import __version__
 from cost_model.bucketed import BucketedPrices
@@ -40,9 +41,13 @@ from passes.redistribution.redistribute import Redistributor
 from passes.redistribution.steps import Step
 from passes.search.coarse_to_fine import find_fastest
 from passes.search.find import Found, find_assignment
+from passes.search.find_states import States, find_states
 from passes.search.graph_ends import Boundary, boundary_of
 from passes.search.narrowing import Narrowing
 from passes.search.step_kinds import EXPOSED, phase_seconds
+from passes.states.compute_again import compute_again
+from passes.states.copies import copied_ops
+from passes.states.places import known_ops, users_choice
 from passes.strategies.prices import Prices
 from passes.strategies.pricing import traffic_model
 
@@ -93,6 +98,7 @@ class Task:
     backend: str
     time_limit: float
     narrowing: Narrowing = field(default_factory=Narrowing)
+    recompute: str = "auto"
 
     @property
     def joint(self) -> JointGraph:
@@ -137,27 +143,45 @@ def search_plan(task: Task, deadline: Deadline | None = None) -> Plan:
 
     deadline: of all of it; None: the task's `time_limit` from now. Raises InfeasibleError.
     """
-    joint, prices, boundary = task.joint, task.prices, task.boundary
     until = _search_until(task, deadline or Deadline.after(task.time_limit))
     known: dict[int, Judged] = {}
 
-    def judge(assignment: Assignment, prices: Prices) -> Sequence[float]:
-        found = known[id(assignment)] = judged(joint, assignment, prices)
-        return found.phase_seconds
+    def fastest(
+        joint: JointGraph, chosen: States | None, memory_limit: int | None, reserve: int, latest: Deadline
+    ) -> Found:
+        def judge(assignment: Assignment, prices: Prices) -> Sequence[float]:
+            found = known[id(assignment)] = judged(joint, assignment, prices)
+            return found.phase_seconds
 
-    def find(reserve: int, again: bool) -> Found:
-        limit = task.memory_limit
-        latest = until.at_least(_AGAIN_SHARE * task.time_limit) if again else until
         return find_fastest(
             joint,
-            prices,
-            boundary,
-            memory_limit=limit,
+            task.prices,
+            task.boundary,
+            memory_limit=memory_limit,
+            reserve=reserve,
+            deadline=latest,
+            narrowing=task.narrowing if chosen is None else chosen.narrowing(task.narrowing),
+            judge=judge,
+        )
+
+    def states(whole: Found, memory_limit: int, reserve: int, latest: Deadline) -> States:
+        return find_states(
+            task.joint,
+            task.prices.joining(whole.joined),
+            task.boundary,
+            memory_limit=memory_limit,
             reserve=reserve,
             deadline=latest,
             narrowing=task.narrowing,
-            judge=judge,
         )
+
+    def find(reserve: int, again: bool) -> Found:
+        latest = until.at_least(_AGAIN_SHARE * task.time_limit) if again else until
+        if task.recompute == "user":
+            chosen = users_choice(task.joint)
+            found = fastest(compute_again(task.joint, chosen), None, task.memory_limit, reserve, latest)
+            return replace(found, again=tuple(chosen))
+        return found_with_states(task.joint, fastest, states, task.memory_limit, reserve, latest)
 
     def moved(found: Found) -> Sequence[Step]:
         chosen = known[id(found.assignment)].moved
@@ -194,9 +218,10 @@ def carried_plan(task: Task, first: Plan) -> Plan:
     simulated: `step_time` is the objective's. Raises InfeasibleError if the layouts do not fit.
     """
     prices = task.prices.joining(first.joined_axes)
+    joint = compute_again(task.joint, known_ops(task.joint, first.lowering.again))
     try:
         found = find_assignment(
-            task.joint,
+            joint,
             prices,
             task.boundary,
             memory_limit=task.memory_limit,
@@ -206,13 +231,14 @@ def carried_plan(task: Task, first: Plan) -> Plan:
         )
     except OutOfTime:
         raise _out_of_time(task) from None
-    unproven = replace(found, lower_bound=0.0, gap=1.0, status="feasible")
-    return _plan_of(task, unproven, lowered(task.joint, found.assignment, prices), None)
+    again = copied_ops(node.name for node in joint.graph.nodes)
+    unproven = replace(found, lower_bound=0.0, gap=1.0, status="feasible", again=again)
+    return _plan_of(task, unproven, lowered(joint, found.assignment, prices), None)
 
 
 def _plan_of(task: Task, found: Found, judged: Judged, again: Again | None) -> Plan:
     """Its `step_time` is the objective's where it was not judged."""
-    joint, mesh, prices = task.joint, task.mesh, task.prices.joining(found.joined)
+    joint, mesh, prices = compute_again(task.joint, found.again), task.mesh, task.prices.joining(found.joined)
     records = describe(joint, found.assignment, judged.lowering, judged.moved, prices)
     totals = found.step.totals(records)
     recounted = sum(phase_seconds(totals, found.overlaps)) + float(totals[EXPOSED])
@@ -236,7 +262,7 @@ def _plan_of(task: Task, found: Found, judged: Judged, again: Again | None) -> P
             profile=task.profile.name,
             profile_hash=task.profile.hash(),
             nominal=task.profile.nominal,
-            graph_hash=graph_hash(joint),
+            graph_hash=graph_hash(task.joint),
             autoshard=__version__,
             torch=torch.__version__,
         ),

@@ -188,7 +188,7 @@ class Session:
 
     def _task(self, captured: Captured, layouts: CallLayouts, pins: Mapping[str, Layout]) -> Task:
         s = self.settings
-        return Task(captured, self.profile, self.spec, layouts, pins, s.memory_limit, s.backend, s.time_limit)
+        return Task(captured, self.profile, self.spec, layouts, pins, s.memory_limit, s.backend, s.time_limit, recompute=s.recompute)
 
     def _held(self) -> dict[str, Layout]:
         """The layouts that parameters have: of those that are still the model's. A new layer's are free."""

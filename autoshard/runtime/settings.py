@@ -24,6 +24,7 @@ class Settings:
     pins: Mapping[str, Layout]
     plan: Plan | None
     backend: str
+    recompute: str
     time_limit: float
 
     def described(self) -> dict[str, str]:
@@ -35,6 +36,7 @@ class Settings:
             "constraints": str(sorted(self.pins.items())),
             "plan": "searched" if self.plan is None else self.plan.fingerprint,
             "backend": self.backend,
+            "recompute": self.recompute,
             "time_limit": str(self.time_limit),
             "profile": "measured" if self.profile is None else self.profile.hash(),
         }

@@ -23,7 +23,7 @@ from passes.search.strategy_space import build_space
 from passes.solver.problem import Infeasible
 from passes.strategies.prices import Prices
 
-__all__ = ["Found", "JudgeUnder", "find_assignment"]
+__all__ = ["Found", "JudgeUnder", "explained", "find_assignment"]
 
 JudgeUnder = Callable[[Assignment, Prices], Sequence[float]]
 """`passes.search.agree.Judge` under prices."""
@@ -39,7 +39,8 @@ class Found:
     """seconds: price of one training step under the assignment; lower_bound: no assignment is
     faster; gap: (seconds - lower_bound) / seconds; peak_nbytes: predicted resident bytes on the
     fullest rank; peak_node: the graph node at which it is reached. joined: axes that the search used together: the
-    bound is of assignments that do so. step, overlaps: how the seconds are counted (`passes.search.step_kinds`)."""
+    bound is of assignments that do so. step, overlaps: how the seconds are counted (`passes.search.step_kinds`).
+    again: ops of the forward that the backward runs once more; the assignment is of `compute_again(joint, again)`."""
 
     assignment: Assignment
     seconds: float
@@ -51,6 +52,7 @@ class Found:
     step: StepKinds
     overlaps: tuple[Overlap, ...]
     joined: JoinedAxes = ()
+    again: tuple[str, ...] = ()
 
 
 def find_assignment(
@@ -87,7 +89,7 @@ def find_assignment(
         own = None if judge is None else lambda assignment: judge(assignment, prices)
         found = agreed(space, prices.overlap_efficiency, own, seconds)
     except Infeasible as reason:
-        raise _explained(reason, joint, space, prices.mesh, (memory_limit or 0, reserve)) from None
+        raise explained(reason, joint, space, prices.mesh, (memory_limit or 0, reserve)) from None
     peak, step = space.problem.peak(found.choice)
     order = list(joint.graph.nodes)
     return Found(
@@ -115,10 +117,10 @@ def _room(limit: int, reserve: int, mesh: MeshSpec) -> int:
     )
 
 
-def _explained(
+def explained(
     reason: Infeasible, joint: JointGraph, space: SearchSpace, mesh: MeshSpec, limit: tuple[int, int]
 ) -> InfeasibleError:
-    """limit: the memory limit, and what of it is reserved."""
+    """Why the search found nothing, for users. limit: the memory limit, and what of it is reserved."""
     if reason.kind == "memory":
         return _memory_error(reason, joint, space, mesh, limit)
     if reason.kind == "time":

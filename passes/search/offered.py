@@ -29,7 +29,9 @@ from passes.search.narrowing import Narrowing
 from passes.search.search_space import Edge, SearchSpace
 from passes.search.strategy_space import Option
 from passes.states.offers import Offers
+from passes.rules.core.rule_registry import rule_for
 from passes.strategies.prices import Prices
+from passes.strategies.pricing import Traffic, strategy_seconds
 
 __all__ = ["ABSENT", "build_offered"]
 
@@ -64,11 +66,21 @@ class _OfferBuilder(LimitedBuilder):
         if node is not None and is_either(node):
             producer, result = result_index(tensor_operands(node)[0])
             kept = self.options[self.index[producer]]
-            option = self.derived(("either", result), kept, lambda option: _either(option, result))
+            storing = self._storing(producer)
+            option = self.derived(("either", result, storing is None), kept, lambda o: _either(o, result, storing))
         place = super().add(node, name, option)
         if name in self.optional:
             self.options[place] = self.derived("optional", self.options[place], _or_absent)
         return place
+
+    def _storing(self, node: fx.Node) -> np.ndarray | None:
+        """Seconds more of `node` per strategy if its result is stored; None: it is in any case."""
+        flow, mesh = self.prices.traffic(node), self.prices.mesh
+        if flow.writes:
+            return None
+        strategies, stored = self.options[self.index[node]].strategies, Traffic(flow.reads, writes=True)
+        priced = lambda traffic: strategy_seconds(node, rule_for(node), strategies, traffic, mesh, self.prices.compute)
+        return np.maximum(priced(stored) - priced(flow), 0.0)
 
     def edge_matrix(self, source: fx.Node, edge: Edge, merges: bool, still: frozenset[str]) -> np.ndarray:
         strategies = self.options[edge.consumer].strategies
@@ -100,12 +112,18 @@ def _or_absent(option: Option) -> Option:
     return Option((*option.strategies, ABSENT), np.append(option.seconds, 0.0))
 
 
-def _either(option: Option, result: int) -> Option:
-    layouts = list(dict.fromkeys(s.results[result] for s in option.strategies if s.results))
+def _either(option: Option, result: int, storing: np.ndarray | None) -> Option:
+    """storing: what keeping the value costs, per strategy of the op that makes it."""
+    seconds: dict[Layout, float] = {}
+    for place, strategy in enumerate(option.strategies):
+        if strategy.results:
+            layout, more = strategy.results[result], 0.0 if storing is None else float(storing[place])
+            seconds[layout] = min(seconds.get(layout, more), more)
+    layouts = list(seconds)
     kept = [_OneOf((layout, None), (layout,)) for layout in layouts]
     again = [_OneOf((None, layout), (layout,)) for layout in layouts]
     strategies = (*kept, *again, ABSENT)
-    return Option(strategies, np.zeros(len(strategies)))
+    return Option(strategies, np.array([*seconds.values(), *[0.0] * (len(layouts) + 1)]))
 
 
 def _held(strategy: NodeLayouts, result: int) -> Layout | None:

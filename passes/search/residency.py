@@ -63,7 +63,9 @@ class Residency:
             elif is_either(node):
                 kept, _ = tensor_operands(node)
                 owner = storage_root(kept)
-                intervals.append((last.get(owner, order[owner]) + 1, last.get(node, order[node]) + 1))
+                # What is stored in any case is counted until the forward has read it.
+                first = last.get(owner, order[owner]) + 1 if traffic(owner).writes else order[owner]
+                intervals.append((first, last.get(node, order[node]) + 1))
                 stays = np.array([bool(option.operands) and option.operands[0] is not None for option in options])
                 nbytes.append(held_by(node, options) * stays)
             else:

@@ -8,7 +8,7 @@ from torch import fx
 
 from passes.ir.joint import JointGraph
 from passes.ir.rewrite import copy_joint
-from passes.states.copies import Copies
+from passes.states.copies import Copies, copied_ops
 
 __all__ = ["compute_again", "runs_again"]
 
@@ -29,9 +29,10 @@ def compute_again(joint: JointGraph, names: Collection[str]) -> JointGraph:
     an op like any other, with layouts and a price of its own. Views of a copied value are copied with it. Readers in the
     backward share a `use`, as everywhere; so a weight is gathered once for an op that runs again and for its gradient.
 
-    names: ops of the forward. `joint` is left as it is.
+    names: ops of the forward. `joint` is left as it is, and one that has these copies is returned.
     """
-    if not names:
+    missing = set(names) - set(copied_ops(node.name for node in joint.graph.nodes)) if names else set[str]()
+    if not missing:
         return joint
     copied = copy_joint(joint)
     Copies(copied, names).write()

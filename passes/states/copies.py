@@ -12,10 +12,16 @@ from passes.ir.op_traits import is_use, is_view
 from passes.ir.phase_ops import ops_by_phase
 from passes.ir.rewrite import erase_dead
 
-__all__ = ["AGAIN", "Copies", "after_tangents"]
+__all__ = ["Copies", "after_tangents", "copied_ops"]
 
-AGAIN = "_again"
-"""Ends the names of copies."""
+_AGAIN, _USE = "_again", "_use_again"
+"""End the names of copies, and of what their readers share."""
+
+
+def copied_ops(names: Iterable[str]) -> tuple[str, ...]:
+    """The ops of which copies are among `names`: all there are, of the nodes of a graph with copies."""
+    found = (name for name in names if name.endswith(_AGAIN) and not name.endswith(_USE))
+    return tuple(name.removesuffix(_AGAIN) for name in found)
 
 
 class Copies:
@@ -78,7 +84,7 @@ class Copies:
         operands = [self._base(operand) for operand in tensor_operands(node)]
         args, kwargs = map_operands(node, [self.read(x) if x in self.copies else x for x in operands])
         with node.graph.inserting_before(before):
-            copy = node.graph.create_node("call_function", node.target, args, kwargs, name=node.name + AGAIN)
+            copy = node.graph.create_node("call_function", node.target, args, kwargs, name=node.name + _AGAIN)
         copy.meta = {**node.meta, "phase": "backward", "again": True}
         return copy
 
@@ -93,7 +99,7 @@ class Copies:
         if use is None:
             with value.graph.inserting_before(first):
                 use = value.graph.create_node(
-                    "call_function", torch.ops.autoshard.use.default, (value,), {}, name=value.name + "_use" + AGAIN
+                    "call_function", torch.ops.autoshard.use.default, (value,), {}, name=value.name + _USE
                 )
             origin = first if value.op == "placeholder" else value
             use.meta = {key: origin.meta[key] for key in ("module", "source") if key in origin.meta}

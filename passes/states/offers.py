@@ -29,7 +29,7 @@ from passes.states.copies import Copies
 from passes.states.places import Place, candidates
 from passes.strategies.pricing import TrafficModel
 
-__all__ = ["EITHER", "Offers", "offered"]
+__all__ = ["EITHER", "Offers", "offered", "without_either"]
 
 EITHER = "_either"
 """Ends the names of what reads one of two."""
@@ -80,6 +80,14 @@ class _Offers(Copies):
             either = node.graph.create_node("call_function", operation, (node, copy), {}, name=node.name + EITHER)
         either.meta = dict(copy.meta)
         return either
+
+
+def without_either(name: str, again: Collection[str]) -> str:
+    """What a node of a graph of offers is called where the ops `again` are copied and no others.
+
+    "h_either_use_again" is "h_again_use_again" if h is computed again, and "h_use_again" if it is kept."""
+    value, found, rest = name.partition(EITHER)
+    return name if not found else value + ("_again" if value in again else "") + rest
 
 
 def _optional(joint: JointGraph, copies: Collection[str]) -> frozenset[str]:

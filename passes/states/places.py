@@ -6,7 +6,7 @@ live no longer than the backward of that part: a transformer is cut at its resid
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 
 from torch import fx
@@ -15,7 +15,7 @@ from passes.ir.joint import JointGraph, node_values, result_index
 from passes.ir.op_traits import draws, is_product, is_use, is_view, storage_root
 from passes.ir.phase_ops import ops_by_phase
 
-__all__ = ["candidates", "places"]
+__all__ = ["Place", "candidates", "known_ops", "places", "users_choice"]
 
 Place = frozenset[fx.Node]
 """The values alive at one place of the forward."""
@@ -49,6 +49,32 @@ def candidates(joint: JointGraph, kept: Sequence[Place]) -> list[fx.Node]:
     main = _trained_values(joint, forward)
     stay = frozenset[fx.Node]().union(*kept)
     return [n for n in forward if n in main and n not in stay and not is_use(n) and not is_view(n) and not draws(n)]
+
+
+def known_ops(joint: JointGraph, names: Collection[str]) -> list[str]:
+    """Those of `names` that are ops of the forward and may be computed again."""
+    wanted = set(names)
+    return [node.name for node in candidates(joint, ()) if node.name in wanted]
+
+
+def users_choice(joint: JointGraph) -> list[str]:
+    """The ops that run under `torch.utils.checkpoint`, but for those whose results are read outside of that call."""
+    forward, _ = ops_by_phase(joint)
+    inside = set(forward)
+
+    def read_outside(node: fx.Node, region: int | None) -> bool:
+        readers = [user for user in node.users if user.op == "output" or user in inside]
+        return any(
+            read_outside(user, region) if is_use(user) or is_view(user) else _region(user) != region
+            for user in readers
+        )
+
+    allowed = candidates(joint, ())
+    return [node.name for node in allowed if _region(node) is not None and not read_outside(node, _region(node))]
+
+
+def _region(node: fx.Node) -> int | None:
+    return node.meta.get("checkpoint")
 
 
 def _trained_values(joint: JointGraph, forward: Sequence[fx.Node]) -> set[fx.Node]:

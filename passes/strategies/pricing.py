@@ -112,7 +112,7 @@ def _reads_first(node: fx.Node, operand: fx.Node) -> bool:
 
 def _is_stored(node: fx.Node) -> bool:
     for user in node.users:
-        if is_either(user):  # stored or not: the search has yet to say
+        if is_either(user) and user.args[0] is node:  # stored or not: the search has yet to say
             continue
         if user.op == "output" or user.meta.get("phase") != node.meta.get("phase"):
             return True
