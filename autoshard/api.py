@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.arguments import check_call_placements, checked_model, checked_race
+from autoshard.arguments import check_call_placements, check_recompute, checked_model, checked_race
 from autoshard.calls.signature import as_call
 from autoshard.plan.find_plan import ProfileLike, load_profile, mesh_spec, named_parameters
 from autoshard.plan.pins import Constraints, resolve_pins
@@ -44,6 +44,7 @@ def autoshard(
     constraints: Constraints | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
     backend: str = "inductor",
+    recompute: str = "auto",
     time_limit: float = 600.0,
     race: int | None = None,
     refine: str = "auto",
@@ -69,6 +70,8 @@ def autoshard(
     constraints:    {parameter name or pattern: placements} pins.
     plan:           a Plan or a saved one's path: no search.
     backend:        "inductor", "eager", or any torch.compile backend.
+    recompute:      "auto": what `memory_limit` leaves no room for is computed again in the backward, at the least cost;
+                    "user": what runs under `torch.utils.checkpoint`, and nothing else.
     time_limit:     seconds for planning a kind of call once it is captured; see `find_plan`.
     race:           a last word by the clock: so many of the best plans run for a few real steps of the first kind of
                     call, on copies of parameters and buffers, and the fastest is kept (`plan.race`). None: none.
@@ -90,6 +93,7 @@ def autoshard(
         checked_model(model)
         check_backend(backend)
         check_refine(refine)
+        check_recompute(recompute)
         check_call_placements(in_placements, out_placements, spec)
         ready = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
         # A plan needs no profile.
@@ -101,6 +105,7 @@ def autoshard(
             pins=resolve_pins(constraints, named_parameters(model), spec),
             plan=ready,
             backend=backend,
+            recompute=recompute,
             time_limit=checked_seconds(time_limit, "time_limit"),
             refine=refine,
             profile=load_profile(profile, spec) if known else None,

@@ -15,9 +15,17 @@ from cost_model.errors import ProfileError, ShardingError
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 
-__all__ = ["check_call_placements", "check_device", "check_profile_kind", "checked_model", "checked_race"]
+__all__ = [
+    "check_call_placements",
+    "check_device",
+    "check_profile_kind",
+    "check_recompute",
+    "checked_model",
+    "checked_race",
+]
 
 _DEVICES = ("cpu", "cuda")
+_RECOMPUTE = ("auto", "user")
 
 
 def checked_model(model: object) -> nn.Module:
@@ -71,6 +79,12 @@ def checked_race(race: object, planned: bool) -> int:
             f"race is {count}, and plan is given, which leaves nothing to race\n  try: race=None, or no plan"
         )
     return count
+
+
+def check_recompute(recompute: object) -> None:
+    """ShardingError unless it says who chooses what the backward computes again."""
+    if recompute not in _RECOMPUTE:
+        raise reject("recompute", recompute, " or ".join(map(repr, _RECOMPUTE)))
 
 
 def check_autocast(dtype: object) -> None:

@@ -17,6 +17,7 @@ from autoshard.arguments import (
     check_call_placements,
     check_device,
     check_profile_kind,
+    check_recompute,
     checked_model,
 )
 from autoshard.calls.global_call import global_call
@@ -79,6 +80,7 @@ def find_plan(
     out_placements: Any = None,
     constraints: Constraints | None = None,
     backend: str = "inductor",
+    recompute: str = "auto",
     time_limit: float = 600.0,
     autocast: torch.dtype | None = None,
     refine: str = "off",
@@ -96,6 +98,8 @@ def find_plan(
     out_placements: the same for outputs; "keep": as the plan leaves them; None: replicated (global).
     constraints:    {parameter name or pattern: placements} pins.
     backend:        what will compile the plan: "eager" runs op by op and is priced so; others fuse.
+    recompute:      "auto": what `memory_limit` leaves no room for is computed again in the backward, at the least cost;
+                    "user": what runs under `torch.utils.checkpoint`, and nothing else.
     time_limit:     seconds for all of it; when it ends first, the best plan so far with its gap, or InfeasibleError if
                     there is none. On meshes of many axes, or where time is short, some axes are used together
                     (`Plan.joined_axes`).
@@ -111,6 +115,7 @@ def find_plan(
     checked_model(model)
     check_backend(backend)
     check_refine(refine)
+    check_recompute(recompute)
     seconds = checked_seconds(time_limit, "time_limit")
     deadline = Deadline.after(seconds)
     limit = None if memory_limit is None else parse_bytes(memory_limit)
@@ -124,7 +129,7 @@ def find_plan(
     with autocast_as(spec, autocast):
         captured = canonical_capture(model, whole.args, whole.kwargs, device=torch.device(spec.device_type))
     call = CallLayouts(whole.layouts, output_layouts(captured, spec, out_placements))
-    task = Task(captured, loaded, spec, call, pins, limit, backend, seconds)
+    task = Task(captured, loaded, spec, call, pins, limit, backend, seconds, recompute=recompute)
     if refine == "auto" and isinstance(mesh, DeviceMesh) and may_refine(mesh, loaded.nominal):
         return shared_refined_plan(mesh, task)
     return search_plan(task, deadline)

@@ -41,6 +41,7 @@ from passes.plan.graph_text import format_graph
 from passes.plan.lowering_plan import LoweringPlan
 from passes.plan.record_json import records_of
 from passes.plan.records import layouts_of, lowering_of
+from passes.states.compute_again import compute_again
 
 __all__ = ["SCHEMA_VERSION", "Plan", "PlanOrigin"]
 
@@ -165,7 +166,7 @@ class Plan(PlanContent):
         """PlanError, saying what changed, unless the plan was made for `joint`."""
         found = graph_hash(joint)
         if found == self.origin.graph_hash:
-            for problem in self._problems(joint):
+            for problem in self._problems(compute_again(joint, self.lowering.again)):
                 raise PlanError(
                     f"the plan is damaged: {problem}\n  try: find_plan(...) again and save the new plan"
                 )

@@ -18,6 +18,7 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.task import Task
 from cost_model.errors import AutoshardError
 from passes.plan.describe import graph_hash
+from passes.states.places import users_choice
 
 __all__ = ["cached_candidates", "cached_plan", "keep_plan", "kept_plan", "plan_path"]
 
@@ -85,8 +86,18 @@ def plan_path(task: Task, *more: object) -> Path:
     """The file of a task: named by all that decides its plan, this code included, and by `more`."""
     call = task.call
     ends = [sorted(map(str, one.items())) for one in (task.pins, call.inputs, call.outputs)]
+    chosen = users_choice(task.joint) if task.recompute == "user" else []
     prices = [str(task.mesh), task.mesh.device_type, task.profile.hash(), task.memory_limit, task.backend]
-    decides = [graph_hash(task.joint), *ends, *prices, torch.__version__, code_fingerprint(), *more]
+    decides = [
+        graph_hash(task.joint),
+        *ends,
+        *prices,
+        task.recompute,
+        *chosen,
+        torch.__version__,
+        code_fingerprint(),
+        *more,
+    ]
     if task.timed is not None:
         decides.append(task.timed.hash)
     text = "\n".join(map(str, decides))

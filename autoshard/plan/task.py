@@ -18,6 +18,7 @@ from autoshard.plan.plan_collectives import collectives_of
 from autoshard.plan.plan_content import PlanContent
 from autoshard.plan.plan_ends import output_layouts, parameter_layouts
 from autoshard.plan.search_with_reserve import fits_within, found_within, plan_reserve
+from autoshard.plan.search_with_states import found_with_states
 from autoshard.plan.task_prices import prices_of
 from autoshard.plan.variants import Again, Variant, variant_narrowing
 from autoshard.version import __version__
@@ -39,9 +40,12 @@ from passes.plan.records import layouts_of
 from passes.redistribution.steps import Step
 from passes.search.coarse_to_fine import find_fastest
 from passes.search.find import Found, find_assignment
+from passes.search.find_states import States, find_states
 from passes.search.graph_ends import Boundary, boundary_of
 from passes.search.narrowing import Narrowing
 from passes.search.step_kinds import EXPOSED, phase_seconds
+from passes.states.compute_again import compute_again
+from passes.states.places import known_ops, users_choice
 from passes.strategies.prices import Prices
 
 __all__ = ["CallLayouts", "Task", "carried_plan", "parameter_shapes", "search_plan", "search_plans"]
@@ -77,6 +81,7 @@ class Task:
     time_limit: float
     narrowing: Narrowing = field(default_factory=Narrowing)
     timed: TimedPrices | None = None
+    recompute: str = "auto"
 
     @property
     def joint(self) -> JointGraph:
@@ -144,28 +149,45 @@ def search_plans(
     most: int,
 ) -> list[Plan]:
     """`search_plan`'s, and after it the next best of those that its search judged: at most `most` in all."""
-    joint, prices, boundary = task.joint, task.prices, task.boundary
     until = _search_until(task, deadline or Deadline.after(task.time_limit))
     known: dict[int, Judged] = {}
 
-    def judge(assignment: Assignment, prices: Prices) -> Sequence[float]:
-        found = known[id(assignment)] = judged(joint, assignment, prices)
-        rivals(found)
-        return found.phase_seconds
+    def fastest(
+        joint: JointGraph, chosen: States | None, memory_limit: int | None, reserve: int, latest: Deadline
+    ) -> Found:
+        def judge(assignment: Assignment, prices: Prices) -> Sequence[float]:
+            found = known[id(assignment)] = judged(joint, assignment, prices)
+            rivals(found)
+            return found.phase_seconds
 
-    def find(reserve: int, again: bool) -> Found:
-        limit = task.memory_limit
-        latest = until.at_least(_AGAIN_SHARE * task.time_limit) if again else until
         return find_fastest(
             joint,
-            prices,
-            boundary,
-            memory_limit=limit,
+            task.prices,
+            task.boundary,
+            memory_limit=memory_limit,
+            reserve=reserve,
+            deadline=latest,
+            narrowing=task.narrowing if chosen is None else chosen.narrowing(task.narrowing),
+            judge=judge,
+        )
+
+    def states(whole: Found, memory_limit: int, reserve: int, latest: Deadline) -> States:
+        return find_states(
+            task.joint,
+            task.prices.joining(whole.joined),
+            task.boundary,
+            memory_limit=memory_limit,
             reserve=reserve,
             deadline=latest,
             narrowing=task.narrowing,
-            judge=judge,
         )
+
+    def find(reserve: int, again: bool) -> Found:
+        latest = until.at_least(_AGAIN_SHARE * task.time_limit) if again else until
+        if task.recompute == "user":
+            chosen = users_choice(task.joint)
+            return fastest(compute_again(task.joint, chosen), None, task.memory_limit, reserve, latest)
+        return found_with_states(task.joint, fastest, states, task.memory_limit, reserve, latest)
 
     def moved(found: Found) -> Sequence[Step]:
         chosen = known[id(found.assignment)].moved
@@ -204,9 +226,10 @@ def carried_plan(task: Task, first: Plan) -> Plan:
     simulated: `step_time` is the objective's. Raises InfeasibleError if the layouts do not fit.
     """
     prices = task.prices.joining(first.joined_axes)
+    joint = compute_again(task.joint, known_ops(task.joint, first.lowering.again))
     try:
         found = find_assignment(
-            task.joint,
+            joint,
             prices,
             task.boundary,
             memory_limit=task.memory_limit,
@@ -217,12 +240,13 @@ def carried_plan(task: Task, first: Plan) -> Plan:
     except OutOfTime:
         raise _out_of_time(task) from None
     unproven = replace(found, lower_bound=0.0, gap=1.0, status="feasible")
-    return _plan_of(task, unproven, lowered(task.joint, found.assignment, prices), None)
+    return _plan_of(task, unproven, lowered(joint, found.assignment, prices), None)
 
 
 def _plan_of(task: Task, found: Found, judged: Judged, again: Again | None) -> Plan:
     """Its `step_time` is the objective's where it was not judged."""
-    joint, mesh, prices = task.joint, task.mesh, task.prices.joining(found.joined)
+    joint = compute_again(task.joint, judged.lowering.again)
+    mesh, prices = task.mesh, task.prices.joining(found.joined)
     records = describe(joint, found.assignment, judged.lowering, judged.moved, prices)
     totals = found.step.totals(records)
     recounted = sum(phase_seconds(totals, found.overlaps)) + float(totals[EXPOSED])
@@ -246,7 +270,7 @@ def _plan_of(task: Task, found: Found, judged: Judged, again: Again | None) -> P
             profile=task.profile.name,
             profile_hash=task.profile.hash(),
             nominal=task.profile.nominal,
-            graph_hash=graph_hash(joint),
+            graph_hash=graph_hash(task.joint),
             autoshard=__version__,
             torch=torch.__version__,
             timed="" if task.timed is None else task.timed.hash,

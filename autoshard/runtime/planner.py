@@ -69,4 +69,5 @@ class Planner:
     def _task(self, captured: Captured, layouts: CallLayouts, pins: Mapping[str, Layout]) -> Task:
         s = self.settings
         assert s.profile is not None
-        return Task(captured, s.profile, self.spec, layouts, pins, s.memory_limit, s.backend, s.time_limit)
+        given = s.memory_limit, s.backend, s.time_limit
+        return Task(captured, s.profile, self.spec, layouts, pins, *given, recompute=s.recompute)

@@ -24,6 +24,7 @@ class Settings:
     pins: Mapping[str, Layout]
     plan: Plan | None
     backend: str
+    recompute: str
     time_limit: float
     race: int = 0
     refine: str = "off"
@@ -37,6 +38,7 @@ class Settings:
             "constraints": str(sorted(self.pins.items())),
             "plan": "searched" if self.plan is None else self.plan.fingerprint,
             "backend": self.backend,
+            "recompute": self.recompute,
             "time_limit": str(self.time_limit),
             "race": str(self.race),
             "refine": self.refine,

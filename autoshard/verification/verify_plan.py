@@ -35,6 +35,7 @@ from passes.plan.describe import graph_hash
 from passes.simulate.conditioning import measured_rounding
 from passes.simulate.lockstep import simulate, simulated_groups
 from passes.simulate.reference import eager_results, graph_values, reference_inputs
+from passes.states.compute_again import compute_again
 
 __all__ = ["Divergence", "VerifyReport", "verify"]
 
@@ -104,6 +105,7 @@ def verify(
     if here.type != CPU.type:
         joint = copy_joint(joint)
         bind_device(joint.module, here)
+    joint = compute_again(joint, plan.lowering.again)
     values = [value.to(here) for value in reference_inputs(joint, model, tensors, seed=seed)]
     results, nodes = graph_values(joint, values)
     comparable = autocast is None and not _is_random(joint) and _same_here(captured, model, args, kwargs)

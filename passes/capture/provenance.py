@@ -17,14 +17,15 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import fx, nn
 from torch.fx import traceback as fx_traceback
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["is_user_file", "node_module", "node_source", "provenance"]
+__all__ = ["is_user_file", "node_checkpoint", "node_module", "node_source", "provenance"]
 
-_MODULE, _SOURCE = "autoshard.module", "autoshard.source"
+_MODULE, _SOURCE, _AGAIN = "autoshard.module", "autoshard.source", "autoshard.again"
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _NOT_THE_USERS = tuple(
     path + os.sep
@@ -53,7 +54,17 @@ def _user_line(frame: FrameType | None, stop: frozenset[CodeType]) -> str:
     return ""
 
 
-def _annotate(entry: str, value: str) -> None:
+def _checkpoint_frame(frame: FrameType | None, stop: frozenset[CodeType]) -> FrameType | None:
+    """The outermost frame of `torch.utils.checkpoint` that runs the code of `frame`."""
+    found = None
+    while frame is not None and frame.f_code not in stop:
+        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+            found = frame
+        frame = frame.f_back
+    return found
+
+
+def _annotate(entry: str, value: Any) -> None:
     fx_traceback.current_meta["custom"] = {**fx_traceback.current_meta.get("custom", {}), entry: value}
 
 
@@ -64,6 +75,15 @@ class _SourceMode(TorchFunctionMode):
         super().__init__()
         self.replace = replace
         self.stop = stop
+        self._frames: list[FrameType] = []
+
+    def _region(self, frame: FrameType | None) -> int | None:
+        """A number for each call of a checkpointed function."""
+        if frame is None:
+            return None
+        if frame not in self._frames[-1:]:
+            self._frames.append(frame)  # held, so that no other call gets its identity
+        return len(self._frames)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -71,6 +91,7 @@ class _SourceMode(TorchFunctionMode):
         source = _user_line(sys._getframe(1), self.stop)
         if source:
             _annotate(_SOURCE, source)
+        _annotate(_AGAIN, self._region(_checkpoint_frame(sys._getframe(1), self.stop)))
         answer: Any = self.replace.get(func, func)
         return answer(*args, **(kwargs or {}))
 
@@ -113,3 +134,8 @@ def node_module(node: fx.Node) -> str:
 def node_source(node: fx.Node) -> str:
     """ "model.py:31", or "" if unknown."""
     return node.meta.get("custom", {}).get(_SOURCE, "")
+
+
+def node_checkpoint(node: fx.Node) -> int | None:
+    """Which call of `torch.utils.checkpoint` runs `node`, or what it differentiates; None: none does."""
+    return node.meta.get("custom", {}).get(_AGAIN)

@@ -34,6 +34,7 @@ __all__ = [
     "is_cast",
     "is_cheap",
     "is_collective",
+    "is_either",
     "is_pointwise",
     "is_product",
     "is_reduction",
@@ -54,8 +55,8 @@ def _names(namespace: str, names: str) -> frozenset[str]:
     return frozenset(f"{namespace}.{name}" for name in names.split())
 
 
-# Views whose schema does not say so. `use` is dropped by lowering.
-_VIEWS = frozenset({"aten._unsafe_view", "autoshard.use"})
+# Views whose schema does not say so. `use` is dropped by lowering; `either` is in graphs that are searched only.
+_VIEWS = frozenset({"aten._unsafe_view", "autoshard.use", "autoshard.either"})
 _CREATIONS = (
     _names(
         "aten",
@@ -166,6 +167,11 @@ def is_cheap(node: fx.Node) -> bool:
 def is_use(node: fx.Node) -> bool:
     """`autoshard::use`: stands for all readers of its operand in one phase."""
     return node.target is torch.ops.autoshard.use.default
+
+
+def is_either(node: fx.Node) -> bool:
+    """`autoshard::either`: a value as it was kept, or as it was computed again (`passes.states.offers`)."""
+    return str(node.target) == "autoshard.either.default"
 
 
 def is_cast(node: fx.Node) -> bool:

@@ -29,7 +29,7 @@ __all__ = [
     "tensor_at",
 ]
 
-INHERITED = ("phase", "module", "source")
+INHERITED = ("phase", "module", "source", "checkpoint")
 
 
 def tensor_at(node: fx.Node, position: int = 0) -> fx.Node:

@@ -243,4 +243,4 @@ def node_is_tuple(node: fx.Node) -> bool:
 
 
 def _meta(node: fx.Node) -> dict[str, Any]:
-    return {key: node.meta[key] for key in ("phase", "module", "source") if key in node.meta}
+    return {key: node.meta[key] for key in ("phase", "module", "source", "again") if key in node.meta}

@@ -15,6 +15,7 @@ from passes.ir.op_traits import is_cheap, is_collective, is_view
 from passes.ir.phase_ops import on_demand
 from passes.ir.torch_compat import lazy_module
 from passes.lower.recompute import choose_saved
+from passes.states.compute_again import runs_again
 
 __all__ = ["Backward", "Phases", "exchanges", "extract", "split_phases", "unaliased"]
 
@@ -141,7 +142,7 @@ def _plan_backward(joint: _Joint) -> tuple[list[fx.Node], list[fx.Node]]:
         operands = node.all_input_nodes
         if any(n in dependent for n in operands):
             dependent.add(node)
-        if any(n in late for n in operands) or not is_cheap(node) or node in results:
+        if any(n in late for n in operands) or not is_cheap(node) or node in results or runs_again(node):
             late.add(node)
     candidates = [n for n in joint.ops if n not in late and (n in forward or n in needed)]
     saved = choose_saved(candidates, forward, late, joint.copies, {n for n in joint.values if n is not None})

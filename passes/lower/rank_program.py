@@ -22,6 +22,7 @@ from passes.lower.partition import RankGraph, partition
 from passes.lower.phases import Backward, Phases, split_phases
 from passes.plan.lowering_plan import LoweringPlan
 from passes.schedule.schedule import scheduled
+from passes.states.compute_again import compute_again
 
 __all__ = ["RankProgram", "Schedule", "rank_program"]
 
@@ -45,6 +46,7 @@ def rank_program(
     order, -> name of their process group. schedule: the order in which each phase runs. The graphs are bound to
     `joint.device`.
     """
+    joint = compute_again(joint, lowering.again)
     local = partition(joint, assignment, mesh, rank, groups, lowering)
     bind_device(local.module, joint.device)
     return RankProgram.of(local, joint.inputs, joint.outputs, schedule)

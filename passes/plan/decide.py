@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from passes.ir.collector import collector_paused
 from passes.ir.joint import JointGraph, node_value
@@ -14,6 +15,7 @@ from passes.redistribution.redistribute import Redistribution, Redistributor
 from passes.schedule.bucket_plan import bucketed_order
 from passes.schedule.hiding import hidden_reads
 from passes.schedule.issue_order import IssueOrder, issue_order
+from passes.states.copies import copies_in
 from passes.strategies.prices import Prices
 
 __all__ = ["Moved", "chosen_steps", "decide_lowering", "lowered_by", "unmerged"]
@@ -28,7 +30,7 @@ def decide_lowering(joint: JointGraph, assignment: Assignment, prices: Prices) -
     moved = chosen_steps(joint, assignment, prices.redistributor, prices.merged)
     order = bucketed_order(joint, assignment, prices, moved)
     interiors = find_interiors(joint, assignment, prices, moved)
-    return lowered_by(moved, order, interiors), moved
+    return replace(lowered_by(moved, order, interiors), again=copies_in(joint)), moved
 
 
 def chosen_steps(

@@ -19,11 +19,14 @@ class LoweringPlan:
     ahead:     transfers whose operand is at hand -> how many of their collectives are in flight at most when they
     start.
 
-    What the forward saves and the backward computes again follows from a rank's program, at the fewest bytes and
-    without prices (`passes.lower.recompute`): it is not written down again.
+    again:     ops of the forward that the backward computes once more (`passes.states.compute_again`).
+
+    What else the forward saves and the backward computes again, where that costs nothing, follows from a rank's program
+    (`passes.lower.recompute`): it is not written down again.
     """
 
     steps: Mapping[Transfer, tuple[Step, ...]]
     turns: Mapping[Transfer, Turn]
     interiors: Mapping[str, str]
     ahead: Mapping[Transfer, int] = field(default_factory=dict[Transfer, int])
+    again: tuple[str, ...] = ()

@@ -11,6 +11,7 @@ from passes.layout.layout import Layout
 from passes.plan.lowering_plan import LoweringPlan
 from passes.plan.transfers import Turn
 from passes.redistribution.steps import Step
+from passes.states.copies import copied_ops
 
 __all__ = ["NodeRecord", "OperandRecord", "ResultRecord", "Transfer", "layouts_of", "lowering_of"]
 
@@ -101,4 +102,5 @@ def lowering_of(records: Sequence[NodeRecord]) -> LoweringPlan:
         turns={read: operand.turn for read, operand in reads if operand.turn is not None},
         interiors={record.name: record.interior for record in records if record.interior is not None},
         ahead={read: operand.ahead for read, operand in reads if operand.ahead is not None},
+        again=copied_ops(record.name for record in records),
     )

@@ -15,6 +15,7 @@ from passes.layout.assignment import Assignment
 from passes.layout.joined_axes import JoinedAxes
 from passes.search.agree import Agreed, agreed
 from passes.search.graph_ends import Boundary
+from passes.search.limited_space import build_limited
 from passes.search.narrowing import Narrowing
 from passes.search.search_space import SearchSpace
 from passes.search.step_kinds import Overlap, StepKinds
@@ -22,7 +23,7 @@ from passes.search.strategy_space import build_space
 from passes.solver.problem import Infeasible
 from passes.strategies.prices import Prices
 
-__all__ = ["Found", "JudgeUnder", "find_assignment"]
+__all__ = ["Found", "JudgeUnder", "explained", "find_assignment"]
 
 JudgeUnder = Callable[[Assignment, Prices], Sequence[float]]
 """`passes.search.agree.Judge` under prices."""
@@ -78,14 +79,19 @@ def find_assignment(
     """
     room = None if memory_limit is None else _room(memory_limit, reserve, prices.mesh)
     listing = deadline.share(_LISTING_SHARE)
-    space = build_space(joint, prices, boundary, memory_limit=room, narrowing=narrowing, deadline=listing)
+    if room is None:
+        space = build_space(joint, prices, boundary, narrowing=narrowing, deadline=listing)
+    else:
+        space = build_limited(
+            joint, prices, boundary, memory_limit=room, narrowing=narrowing, deadline=listing
+        )
     deadline.check()
     seconds = min(deadline.left, _LONGEST_SEARCH)
     try:
         own = None if judge is None else lambda assignment: judge(assignment, prices)
         found = agreed(space, prices.overlap_efficiency, own, seconds)
     except Infeasible as reason:
-        raise _explained(reason, joint, space, prices.mesh, (memory_limit or 0, reserve)) from None
+        raise explained(reason, joint, space, prices.mesh, (memory_limit or 0, reserve)) from None
     return _found(found, space, joint, prices)
 
 
@@ -118,10 +124,10 @@ def _room(limit: int, reserve: int, mesh: MeshSpec) -> int:
     )
 
 
-def _explained(
+def explained(
     reason: Infeasible, joint: JointGraph, space: SearchSpace, mesh: MeshSpec, limit: tuple[int, int]
 ) -> InfeasibleError:
-    """limit: the memory limit, and what of it is reserved."""
+    """Why the search found nothing, for users. limit: the memory limit, and what of it is reserved."""
     if reason.kind == "memory":
         return _memory_error(reason, joint, space, mesh, limit)
     if reason.kind == "time":

@@ -171,23 +171,27 @@ class _CuttingPlanes:
 
     def _next(self) -> Point | None:
         """Where to solve next; None: nowhere, the bound cannot rise by enough."""
-        highest, point = highest_point(
-            self.planes, [len(rows) for rows in self.kinds.paths], self.rows, self.cap
-        )
-        at_cap = any(price >= (1.0 - ROUNDING) * self.cap for price in point.prices.values())
-        if not self.choice and at_cap and len(self.planes) > 1:
+        found = self._highest_point()
+        if found is not None and not self.choice and self._at_cap(found[1]) and len(self.planes) > 1:
             # The planes of choices that do not fit have no highest point: is there room at all?
             reason = no_room(self.problem, Graph.of(self.problem, Tables()), self.deadline)
             if reason is not None:
                 raise reason
             self.cap *= RAISE
-            highest, point = highest_point(
-                self.planes, [len(rows) for rows in self.kinds.paths], self.rows, self.cap
-            )
+            found = self._highest_point()
+        if found is None:
+            return None
+        highest, point = found
         if self.choice and highest <= self.bound + max(ENOUGH, self.relative_gap) * self.cost:
             return None
         # With one plane the highest point is a corner; with few it swings from side to side.
         return self.bound_at.towards(point, STEP if len(self.planes) > 1 else FIRST_STEP)
+
+    def _highest_point(self) -> tuple[float, Point] | None:
+        return highest_point(self.planes, [len(rows) for rows in self.kinds.paths], self.rows, self.cap)
+
+    def _at_cap(self, point: Point) -> bool:
+        return any(price >= (1.0 - ROUNDING) * self.cap for price in point.prices.values())
 
     def _with_rows(self) -> None:
         """No choice fitted at any price: search with the rows. Raises Infeasible if it finds none either."""

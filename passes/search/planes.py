@@ -66,8 +66,10 @@ class Plane:
 
 def highest_point(
     planes: Sequence[Plane], phases: Sequence[int], rows: Sequence[int], cap: float
-) -> tuple[float, Point]:
-    """max over shares m and v in [0, cap]^rows of the least plane, and where it is. phases: paths of each."""
+) -> tuple[float, Point] | None:
+    """max over shares m and v in [0, cap]^rows of the least plane, and where it is. phases: paths of each.
+
+    None if HiGHS cannot tell: prices of memory that have risen far make planes steeper than its tolerances allow."""
     scale = max(max(abs(plane.constant) for plane in planes), 1e-300)  # HiGHS's tolerances are absolute
     slopes = [
         [*(s / scale for s in plane.slopes), *(float(plane.over[row]) for row in rows)] for plane in planes
@@ -84,7 +86,8 @@ def highest_point(
         bounds=[(None, None), *[(0.0, 1.0)] * paths, *[(0.0, cap / scale)] * len(rows)],
         method="highs",
     )
-    assert result.success, result.message
+    if not result.success:
+        return None
     values = [float(v) for v in result.x]
     shares, prices = values[1 : 1 + paths], values[1 + paths :]
     named = {row: v * scale for row, v in zip(rows, prices, strict=True) if v > 0}

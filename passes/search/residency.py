@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,11 +11,23 @@ from torch import fx
 from cost_model.memory import ADAMW
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph, node_values, tensor_operands
-from passes.ir.op_traits import alias_chain, is_use, is_view
+from passes.ir.op_traits import alias_chain, is_either, is_use, is_view, storage_root
 from passes.layout.assignment import NodeLayouts
 from passes.strategies.pricing import TrafficModel, local_nbytes
 
-__all__ = ["Residency"]
+__all__ = ["InPlace", "OneOf", "Residency"]
+
+
+@dataclass(frozen=True)
+class InPlace(NodeLayouts):
+    """Of a `use`: its readers take the value in the layout in which it is held, and nothing more is stored."""
+
+
+@dataclass(frozen=True)
+class OneOf(NodeLayouts):
+    """Of an `either`: it reads one of its operands, as it is held. kept: what the forward made, else the copy."""
+
+    kept: bool = True
 
 
 @dataclass(frozen=True)
@@ -55,11 +67,20 @@ class Residency:
                 copies = 2 + ADAMW.states if node in trained else 1
                 intervals.append((0, end))
                 nbytes.append(held_by(node, options) * copies)
+            elif is_either(node):
+                kept, _ = tensor_operands(node)
+                owner = storage_root(kept)
+                # What is stored in any case is counted until the forward has read it.
+                first = last.get(owner, order[owner]) + 1 if traffic(owner).writes else order[owner]
+                intervals.append((first, last.get(node, order[node]) + 1))
+                stays = np.array([isinstance(option, OneOf) and option.kept for option in options])
+                nbytes.append(held_by(node, options) * stays)
             else:
                 intervals.append((order[node], last.get(node, order[node]) + 1))
                 stored = is_use(node) or (traffic(node).writes and not is_view(node))
                 held = held_by(node, options)
-                nbytes.append(held if stored else np.zeros_like(held))
+                moved = np.array([not isinstance(option, InPlace) for option in options])
+                nbytes.append(held * moved if stored else np.zeros_like(held))
         return Residency(tuple(intervals), tuple(nbytes))
 
 
@@ -67,10 +88,20 @@ def _last_reads(order: dict[fx.Node, int]) -> dict[fx.Node, int]:
     """Per node that owns storage, the last step at which it or a view of it is read."""
     last: dict[fx.Node, int] = {}
     for node, step in order.items():
-        for operand in tensor_operands(node):
-            for owner in alias_chain(operand):
-                last[owner] = max(last.get(owner, 0), step)
+        if not is_either(node):
+            for operand in tensor_operands(node):
+                for owner in _owners(operand):
+                    last[owner] = max(last.get(owner, 0), step)
     return last
+
+
+def _owners(operand: fx.Node) -> Iterator[fx.Node]:
+    """The chain of aliases. What an `either` keeps is counted as its own; what is computed again lives on in it."""
+    for owner in alias_chain(operand):
+        yield owner
+        if is_either(owner):
+            yield from _owners(tensor_operands(owner)[1])
+            return
 
 
 class _HeldBytes:
@@ -86,6 +117,7 @@ class _HeldBytes:
         key = (id(options), looks)  # `options` outlives this object
         if key not in self._known:
             present = [i for i, v in enumerate(values) if v is not None]
-            totals = [sum(local_nbytes(o.results[i], node, i, self._mesh) for i in present) for o in options]
+            nbytes = lambda o: sum(local_nbytes(o.results[i], node, i, self._mesh) for i in present)
+            totals = [nbytes(option) if option.results else 0 for option in options]
             self._known[key] = np.array(totals, dtype=np.int64)
         return self._known[key]

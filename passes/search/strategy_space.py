@@ -38,7 +38,7 @@ from passes.strategies.prices import Prices
 from passes.strategies.pricing import Traffic, local_nbytes, strategy_seconds
 from passes.strategies.strategies import enumerate_strategies
 
-__all__ = ["build_space"]
+__all__ = ["Option", "SpaceBuilder", "build_space"]
 
 
 def build_space(
@@ -59,7 +59,7 @@ def build_space(
 
     Raises OutOfTime: layouts of a mesh of many axes, and the ways between them, are many.
     """
-    builder = _Builder(
+    builder = SpaceBuilder(
         joint, prices, boundary, joint.trained, hidden_reads(joint), narrowing or Narrowing(), deadline
     )
     builder.add_nodes()
@@ -68,7 +68,7 @@ def build_space(
 
 
 @dataclass(frozen=True)
-class _Option:
+class Option:
     """Strategies and seconds shared by all nodes of one class (same op, shapes, arguments)."""
 
     strategies: tuple[NodeLayouts, ...]
@@ -76,7 +76,7 @@ class _Option:
 
 
 @dataclass
-class _Builder:
+class SpaceBuilder:
     joint: JointGraph
     prices: Prices
     boundary: Boundary
@@ -87,12 +87,12 @@ class _Builder:
     index: dict[fx.Node, int] = field(default_factory=dict)
     nodes: list[fx.Node | None] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
-    options: list[_Option] = field(default_factory=list)
+    options: list[Option] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
     edge_costs: list[np.ndarray] = field(default_factory=list)
     read_of: list[tuple[str, int]] = field(default_factory=list)
     slots: list[int | None] = field(default_factory=list)
-    classes: dict[Hashable, _Option] = field(default_factory=dict)
+    classes: dict[Hashable, Option] = field(default_factory=dict)
     matrices: dict[Hashable, np.ndarray] = field(default_factory=dict)
     kept: dict[Hashable, tuple[Sequence[NodeLayouts], tuple[NodeLayouts, ...]]] = field(default_factory=dict)
 
@@ -105,11 +105,11 @@ class _Builder:
         placeholders = iter(range(len(self.joint.inputs)))
         for node in self.joint.graph.nodes:
             if node.op == "placeholder":
-                self._add(node, node.name, self._placeholder(node, next(placeholders)))
+                self.add(node, node.name, self._placeholder(node, next(placeholders)))
             elif node.op == "call_function" and result_index(node)[0] is node:
                 wider = chains.get(node.name, {})
                 option = self._op(node, cuts, wider, kept.get(node, frozenset()), node in ordered)
-                self._add(node, node.name, option)
+                self.add(node, node.name, option)
         for position, result in enumerate(self.joint.results):
             self.slots.append(None if result is None else self._slot(position, result))
 
@@ -149,7 +149,7 @@ class _Builder:
         }
         return step_kinds(self.joint, self.reads, seconds)
 
-    def _add(self, node: fx.Node | None, name: str, option: _Option) -> int:
+    def add(self, node: fx.Node | None, name: str, option: Option) -> int:
         position = len(self.names)
         if node is not None:
             self.index[node] = position
@@ -158,7 +158,7 @@ class _Builder:
         self.options.append(self._narrowed(name, option))
         return position
 
-    def _narrowed(self, name: str, option: _Option) -> _Option:
+    def _narrowed(self, name: str, option: Option) -> Option:
         places = self.narrowing.places(name, option.strategies)
         if places is None:
             return option
@@ -167,9 +167,9 @@ class _Builder:
         if key not in self.kept:
             # With the strategies, so that their id stays their own.
             self.kept[key] = option.strategies, tuple(option.strategies[place] for place in places)
-        return _Option(self.kept[key][1], option.seconds[list(places)])
+        return Option(self.kept[key][1], option.seconds[list(places)])
 
-    def _placeholder(self, node: fx.Node, position: int) -> _Option:
+    def _placeholder(self, node: fx.Node, position: int) -> Option:
         spec = self.joint.inputs[position]
         shape = tuple(node_value(node).shape)
         allowed = self.boundary.inputs.get(position)
@@ -184,9 +184,9 @@ class _Builder:
             strategies, seconds = option.strategies, option.seconds
         if node in self.trained:
             seconds = seconds + self._update_seconds(node, strategies)
-        return _Option(strategies, seconds)
+        return Option(strategies, seconds)
 
-    def _free(self, shape: tuple[int, ...], any_order: bool) -> _Option:
+    def _free(self, shape: tuple[int, ...], any_order: bool) -> Option:
         """Every split of a tensor in torch's own sizes: what a DTensor can hold."""
         mesh = self.prices.mesh
         strategies = [
@@ -196,13 +196,13 @@ class _Builder:
             )
             if is_storable(found.results[0], shape, mesh)
         ]
-        return _Option(tuple(strategies), np.zeros(len(strategies)))
+        return Option(tuple(strategies), np.zeros(len(strategies)))
 
     def _update_seconds(self, node: fx.Node, strategies: Iterable[NodeLayouts]) -> np.ndarray:
         mesh, seconds = self.prices.mesh, self.prices.optimizer_seconds
         return np.array([seconds(local_nbytes(s.results[0], node, 0, mesh)) for s in strategies])
 
-    def _op(self, node: fx.Node, cuts: Cuts, wider: Wider, kept: frozenset[str], any_order: bool) -> _Option:
+    def _op(self, node: fx.Node, cuts: Cuts, wider: Wider, kept: frozenset[str], any_order: bool) -> Option:
         """kept: factors not to be split, though the op's rule would allow it."""
         flow = self.prices.traffic(node)
         key = (_class_key(node), flow, any_order, kept, tuple(wider.items()))
@@ -210,7 +210,7 @@ class _Builder:
 
     def _enumerated(
         self, node: fx.Node, cuts: Cuts, wider: Wider, kept: frozenset[str], any_order: bool, flow: Traffic
-    ) -> _Option:
+    ) -> Option:
         rule = rule_for(node)
         rule = replace(rule, whole=rule.whole | kept)
         mesh = self.prices.mesh
@@ -225,9 +225,9 @@ class _Builder:
             any_order=any_order,
             joined=self.prices.joined,
         )
-        return _Option(strategies, strategy_seconds(node, rule, strategies, flow, mesh, self.prices.compute))
+        return Option(strategies, strategy_seconds(node, rule, strategies, flow, mesh, self.prices.compute))
 
-    def _classed(self, key: Hashable, make: Callable[[], _Option]) -> _Option:
+    def _classed(self, key: Hashable, make: Callable[[], Option]) -> Option:
         if key not in self.classes:
             self.deadline.check()
             self.classes[key] = make()
@@ -240,7 +240,7 @@ class _Builder:
             return self.index[self.joint.placeholders[tied]]
         layouts = self.boundary.outputs[position]
         strategies = tuple(NodeLayouts((), (layout,)) for layout in layouts)
-        return self._add(None, f"output {position}", _Option(strategies, np.zeros(len(strategies))))
+        return self.add(None, f"output {position}", Option(strategies, np.zeros(len(strategies))))
 
     def _connect(self, source: fx.Node, consumer: int, operand: int | None, read: tuple[str, int]) -> None:
         node, result = result_index(source)
@@ -257,12 +257,17 @@ class _Builder:
         key = (id(held), edge.result, id(read), edge.operand, tuple(value.shape), value.dtype, merges, still)
         if key not in self.matrices:
             self.deadline.check()
-            sources = [s.results[edge.result] for s in held]
-            targets = [s.results[0] if edge.operand is None else s.operands[edge.operand] for s in read]
-            self.matrices[key] = self._edge_matrix(sources, targets, value, merges, still)
+            self.matrices[key] = self.edge_matrix(source, edge, merges, still)
         return self.matrices[key]
 
-    def _edge_matrix(
+    def edge_matrix(self, source: fx.Node, edge: Edge, merges: bool, still: frozenset[str]) -> np.ndarray:
+        """Seconds of every pair of strategies at the ends of an edge."""
+        sources = [s.results[edge.result] for s in self.options[edge.producer].strategies]
+        read = self.options[edge.consumer].strategies
+        targets = [s.results[0] if edge.operand is None else s.operands[edge.operand] for s in read]
+        return self.priced(sources, targets, node_value(source), merges, still)
+
+    def priced(
         self,
         sources: list[Layout],
         targets: list[Layout],

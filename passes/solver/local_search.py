@@ -117,7 +117,8 @@ class Search:
                 total = around + price * (after - np.maximum(0.0, peak).sum())
             best = int(np.argmin(total))
             around = total
-        if not around[best] < around[now] - 1e-12 * abs(around[now]):
+        least = around[now] if np.isinf(around[now]) else around[now] - 1e-12 * abs(around[now])
+        if not around[best] < least:
             return False
         self._change(node, best)
         return True

@@ -14,7 +14,7 @@ from cost_model.compute import ComputePrices
 from cost_model.mesh import MeshSpec
 from cost_model.timed import KernelWork, Priced
 from passes.ir.joint import first_value, node_value, node_values, tensor_operands
-from passes.ir.op_traits import fuses, is_reduction, is_view, storage_root
+from passes.ir.op_traits import fuses, is_either, is_reduction, is_view, storage_root
 from passes.ir.op_work import arithmetic_kind, global_flops, reads_values
 from passes.layout.assignment import FactorSplit, NodeLayouts
 from passes.layout.layout import Layout
@@ -115,6 +115,8 @@ def _reads_first(node: fx.Node, operand: fx.Node) -> bool:
 
 def _is_stored(node: fx.Node) -> bool:
     for user in node.users:
+        if is_either(user) and user.args[0] is node:  # stored or not: the search has yet to say
+            continue
         if user.op == "output" or user.meta.get("phase") != node.meta.get("phase"):
             return True
         if is_view(user):

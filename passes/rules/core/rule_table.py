@@ -51,6 +51,7 @@ _POINTWISE: dict[str, Builder] = {
     "prims::convert_element_type.default": pointwise("a"),
     **_rows(pointwise("value"), "fill.Tensor"),
     "autoshard::use.default": pointwise("x"),
+    "autoshard::either.default": pointwise("kept again"),
     # derivatives of pointwise ops: linear in the gradient
     **_rows(
         pointwise("grad_output"),

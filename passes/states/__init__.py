@@ -1,0 +1,1 @@
+"""States of forward values: kept for the backward, or computed again there."""

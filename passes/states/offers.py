@@ -1,0 +1,99 @@
+"""A graph in which every candidate is offered both ways: kept for the backward, or computed again.
+
+    %h: f32[8, 64] = gelu(%a)
+    %y: f32[8, 16] = contract(%h, %w)
+    %dw            = contract(%dy, %h)                              // backward
+    ->
+    %h_again: f32[8, 64]  = gelu(%a)
+    %h_either: f32[8, 64] = either(%h, %h_again)
+    %dw                   = contract(%dy, %h_either)
+
+Only values that the forward stores may be kept; all others are there again or not at all. It is for the search, which
+chooses a state with the layouts: `either` reads one of its operands, and a copy that nothing reads is absent, as is
+what only absent ops read (`passes.search.offered`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+import passes.ops.either  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::either)
+from passes.ir.joint import JointGraph, result_index
+from passes.ir.op_traits import is_either, is_use
+from passes.ir.rewrite import copy_joint
+from passes.states.copies import Copies
+from passes.states.places import Place, candidates
+from passes.strategies.pricing import TrafficModel
+
+__all__ = ["EITHER", "Offers", "offered", "without_either"]
+
+EITHER = "_either"
+"""Ends the names of what reads one of two."""
+
+
+@dataclass(frozen=True)
+class Offers:
+    """joint: the graph with copies. copies: copy -> the op of the forward that it repeats.
+    optional: nodes that may be absent: copies, `either`, and every `use` that one of those reads or makes."""
+
+    joint: JointGraph
+    copies: dict[str, str]
+    optional: frozenset[str]
+
+
+def offered(joint: JointGraph, kept: Sequence[Place], traffic: TrafficModel) -> Offers:
+    """Offers for every op that may be computed again if what is alive at the places `kept` is kept.
+
+    traffic: which values are stored. `joint` is left as it is; `kept` are of it.
+    """
+    wanted = candidates(joint, kept)
+    stored = {node.name for node in wanted if traffic(node).writes}
+    copied = copy_joint(joint)
+    writer = _Offers(copied, [node.name for node in wanted], stored)
+    writer.write()
+    copies = {copy.name: node.name for node, copy in writer.copies.items()}
+    return Offers(copied, copies, _optional(copied, copies))
+
+
+class _Offers(Copies):
+    """Copies, of which those of stored values are read through an `either`."""
+
+    def __init__(self, joint: JointGraph, names: Collection[str], stored: Collection[str]) -> None:
+        super().__init__(joint, names)
+        self._stored = stored
+        self._eithers: dict[fx.Node, fx.Node] = {}
+
+    def read(self, node: fx.Node) -> fx.Node:
+        if result_index(node)[0].name not in self._stored or not isinstance(node.meta["val"], torch.Tensor):
+            return self.copies[node]
+        if node not in self._eithers:
+            self._eithers[node] = self._either(node, self.copies[node])
+        return self._eithers[node]
+
+    def _either(self, node: fx.Node, copy: fx.Node) -> fx.Node:
+        operation = torch.ops.autoshard.either.default
+        with node.graph.inserting_after(copy):
+            either = node.graph.create_node(
+                "call_function", operation, (node, copy), {}, name=node.name + EITHER
+            )
+        either.meta = dict(copy.meta)
+        return either
+
+
+def without_either(name: str, again: Collection[str]) -> str:
+    """What a node of a graph of offers is called where the ops `again` are copied and no others.
+
+    "h_either_use_again" is "h_again_use_again" if h is computed again, and "h_use_again" if it is kept."""
+    value, found, rest = name.partition(EITHER)
+    return name if not found else value + ("_again" if value in again else "") + rest
+
+
+def _optional(joint: JointGraph, copies: Collection[str]) -> frozenset[str]:
+    found = {node for node in joint.graph.nodes if node.name in copies or is_either(node)}
+    uses = [n for n in joint.graph.nodes if is_use(n)]
+    found |= {n for n in uses if not found.isdisjoint((*n.users, *n.all_input_nodes))}
+    return frozenset(node.name for node in found)
