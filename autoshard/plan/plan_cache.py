@@ -18,7 +18,7 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.task import Task
 from cost_model.errors import AutoshardError
 from passes.plan.describe import graph_hash
-from passes.states.places import users_choice
+from passes.states.cut_points import users_choice
 
 __all__ = ["cached_candidates", "cached_plan", "keep_plan", "kept_plan", "plan_path"]
 

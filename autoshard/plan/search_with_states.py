@@ -8,6 +8,7 @@ from dataclasses import replace
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
 from passes.ir.joint import JointGraph
+from passes.search.coarse_to_fine import none_together
 from passes.search.find import Found
 from passes.search.find_states import States
 from passes.solver.solve import ROUNDING
@@ -45,6 +46,21 @@ def found_with_states(
     whole = fastest(joint, None, None, reserve, deadline)
     if whole.peak_nbytes <= room:
         return whole
+    try:
+        return _with_states(joint, fastest, states, whole, memory_limit, reserve, deadline)
+    except InfeasibleError as reason:
+        raise none_together(reason, whole.joined) from None
+
+
+def _with_states(
+    joint: JointGraph,
+    fastest: Fastest,
+    states: Callable[[Found, int, int, Deadline], States],
+    whole: Found,
+    memory_limit: int,
+    reserve: int,
+    deadline: Deadline,
+) -> Found:
     first: States | None = None
     for share in _SHARES:
         chosen = states(whole, int(memory_limit * share), reserve, deadline.share(_STATES_SHARE))

@@ -12,6 +12,7 @@ from functools import cached_property
 import torch
 
 from autoshard.plan.judged import Judged, judged, lowered
+from autoshard.plan.parameter_names import by_first_name, parameter_shapes
 from autoshard.plan.pins import resolve_pins
 from autoshard.plan.plan import Plan, PlanOrigin
 from autoshard.plan.plan_collectives import collectives_of
@@ -24,7 +25,7 @@ from autoshard.plan.variants import Again, Variant, variant_narrowing
 from autoshard.version import __version__
 from cost_model.correction import with_timed_collectives
 from cost_model.deadline import Deadline, OutOfTime
-from cost_model.errors import InfeasibleError, ShardingError
+from cost_model.errors import InfeasibleError
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from cost_model.scaled_link import scaled_link
@@ -45,10 +46,10 @@ from passes.search.graph_ends import Boundary, boundary_of
 from passes.search.narrowing import Narrowing
 from passes.search.step_kinds import EXPOSED, phase_seconds
 from passes.states.compute_again import compute_again
-from passes.states.places import known_ops, users_choice
+from passes.states.cut_points import known_ops, users_choice
 from passes.strategies.prices import Prices
 
-__all__ = ["CallLayouts", "Task", "carried_plan", "parameter_shapes", "search_plan", "search_plans"]
+__all__ = ["CallLayouts", "Task", "carried_plan", "search_plan", "search_plans"]
 
 _log = logging.getLogger("autoshard")
 
@@ -94,7 +95,7 @@ class Task:
 
     @property
     def boundary(self) -> Boundary:
-        pins = _by_first_name(self.pins, self.captured)
+        pins = by_first_name(self.pins, self.captured)
         return boundary_of(self.joint, parameters=pins, inputs=self.call.inputs, outputs=self.call.outputs)
 
     def again(self) -> Again:
@@ -278,28 +279,3 @@ def _plan_of(task: Task, found: Found, judged: Judged, again: Again | None) -> P
         joined_axes=found.joined,
         again=again,
     )
-
-
-def parameter_shapes(captured: Captured) -> dict[str, torch.Tensor]:
-    """Every parameter name, tied ones included, to a tensor of its shape."""
-    joint = captured.joint
-    found: dict[str, torch.Tensor] = {}
-    for spec, node in zip(joint.inputs, joint.placeholders, strict=True):
-        if spec.kind == "param":
-            for name in (spec.name, *captured.aliases.get(spec.name, ())):
-                found[name] = node.meta["val"]
-    return found
-
-
-def _by_first_name(pins: Mapping[str, Layout], captured: Captured) -> dict[str, Layout]:
-    """Pins by the name the graph knows; ShardingError if two names of one tied parameter disagree."""
-    first = {alias: name for name, aliases in captured.aliases.items() for alias in aliases}
-    resolved: dict[str, Layout] = {}
-    for name, layout in pins.items():
-        known = first.get(name, name)
-        if resolved.get(known, layout) != layout:
-            raise ShardingError(
-                f"{name} and {known} are one tied parameter, pinned in two ways\n  try: pin it by one name"
-            )
-        resolved[known] = layout
-    return resolved

@@ -8,7 +8,8 @@ from functools import cached_property
 from itertools import chain
 
 from autoshard import Plan
-from autoshard.plan.task import Task, parameter_shapes, search_plan
+from autoshard.plan.parameter_names import parameter_shapes
+from autoshard.plan.task import Task, search_plan
 from benchmarks.rivals.cases import Network
 from benchmarks.rivals.changes import changes
 from benchmarks.rivals.families import families

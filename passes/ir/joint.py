@@ -68,8 +68,8 @@ class JointGraph:
 
     Every call_function node has meta: "val" (FakeTensor or tuple of them, global shapes),
     "phase" ("forward" | "backward"), "module" (dotted path in the user's model, "" for the root),
-    "source" ("file.py:12", "" if unknown), and "checkpoint" (which call of `torch.utils.checkpoint` runs it) where there
-    is one. Placeholders have "val". The graph is functional: no
+    "source" ("file.py:12", "" if unknown), and "checkpoint" (which call of `torch.utils.checkpoint` runs it) where
+    one does. Placeholders have "val". The graph is functional: no
     in-place ops, no get_attr (constants are inputs of kind "constant", values in `constants`).
 
     device: where the ranks run. The graph itself is on the CPU, on every machine; `passes.compile.bind_device` moves a

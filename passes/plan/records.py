@@ -11,7 +11,7 @@ from passes.layout.layout import Layout
 from passes.plan.lowering_plan import LoweringPlan
 from passes.plan.transfers import Turn
 from passes.redistribution.steps import Step
-from passes.states.copies import copied_ops
+from passes.states.backward_copies import copied_ops
 
 __all__ = ["NodeRecord", "OperandRecord", "ResultRecord", "Transfer", "layouts_of", "lowering_of"]
 

@@ -31,7 +31,7 @@ from passes.search.narrowing import Narrowing
 from passes.search.space_size import SpaceSize
 from passes.strategies.prices import Prices
 
-__all__ = ["find_fastest"]
+__all__ = ["find_fastest", "none_together"]
 
 WHOLE_AXES = 3
 """Meshes of so many axes are searched whole, however large the space."""
@@ -171,7 +171,7 @@ class _Trials:
             return self.best
         if self.reason is None:
             raise OutOfTime
-        raise _none_together(self.reason, self.search.coarsest)
+        raise none_together(self.reason, self.search.coarsest)
 
 
 def _largest(units: Units) -> int:
@@ -197,7 +197,8 @@ def _too_many(mesh: MeshSpec, units: int) -> InfeasibleError:
     )
 
 
-def _none_together(reason: InfeasibleError, units: Units) -> InfeasibleError:
+def none_together(reason: InfeasibleError, units: Units) -> InfeasibleError:
+    """`reason`, and that only plans that use the axes of each unit together were searched."""
     runs = joined_text(units)
     if not runs:
         return reason

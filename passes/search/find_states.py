@@ -18,8 +18,8 @@ from passes.search.offered import ABSENT, build_offered
 from passes.search.overlapped import solve_overlapped
 from passes.search.step_kinds import Overlap
 from passes.solver.problem import Infeasible
+from passes.states.cut_points import Place, places
 from passes.states.offers import EITHER, Offers, offered, without_either
-from passes.states.places import Place, places
 from passes.strategies.prices import Prices
 
 __all__ = ["States", "find_states"]
@@ -57,7 +57,7 @@ def find_states(
 ) -> States:
     """The states of the fastest plan within `memory_limit` less `reserve` bytes.
 
-    Copies live as long as the backward of the part of the forward that they are of (`passes.states.places`). Small
+    Copies live as long as the backward of the part of the forward that they are of (`passes.states.cut_points`). Small
     parts are tried first; twice as large ones if no plan fits, as then less is kept. Raises InfeasibleError if none
     does.
     """

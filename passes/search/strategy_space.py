@@ -13,8 +13,6 @@ from torch import fx
 from cost_model.deadline import NEVER, Deadline
 from passes.ir.joint import (
     JointGraph,
-    first_value,
-    map_operands,
     node_value,
     result_index,
     result_shapes,
@@ -24,6 +22,7 @@ from passes.layout.assignment import NodeLayouts
 from passes.layout.layout import Layout
 from passes.rules.core.rule_registry import rule_for
 from passes.schedule.hiding import HiddenReads, hidden_reads
+from passes.search.class_key import class_key
 from passes.search.free_layouts import free_axis_order, is_storable, tensor_rule
 from passes.search.graph_ends import Boundary
 from passes.search.narrowing import Narrowing, stays
@@ -205,7 +204,7 @@ class SpaceBuilder:
     def _op(self, node: fx.Node, cuts: Cuts, wider: Wider, kept: frozenset[str], any_order: bool) -> Option:
         """kept: factors not to be split, though the op's rule would allow it."""
         flow = self.prices.traffic(node)
-        key = (_class_key(node), flow, any_order, kept, tuple(wider.items()))
+        key = (class_key(node), flow, any_order, kept, tuple(wider.items()))
         return self._classed(key, lambda: self._enumerated(node, cuts, wider, kept, any_order, flow))
 
     def _enumerated(
@@ -290,14 +289,3 @@ def _distinct(layouts: Sequence[Layout]) -> tuple[list[Layout], list[int]]:
     position: dict[Layout, int] = {}
     where = [position.setdefault(layout, len(position)) for layout in layouts]
     return list(position), where
-
-
-def _class_key(node: fx.Node) -> Hashable:
-    """Nodes with equal keys have equal rules, strategies and seconds."""
-    tokens = [f"<{tuple(node_value(n).shape)} {node_value(n).dtype}>" for n in tensor_operands(node)]
-    return (
-        str(node.target),
-        repr(map_operands(node, tokens)),
-        str(result_shapes(node)),
-        str(first_value(node).dtype),
-    )

@@ -8,7 +8,7 @@ from torch import fx
 
 from passes.ir.joint import JointGraph
 from passes.ir.rewrite import copy_joint
-from passes.states.copies import Copies, copies_in
+from passes.states.backward_copies import Copies, copies_in
 
 __all__ = ["compute_again", "runs_again"]
 

@@ -25,8 +25,8 @@ import passes.ops.either  # noqa: F401  # pyright: ignore[reportUnusedImport]  (
 from passes.ir.joint import JointGraph, result_index
 from passes.ir.op_traits import is_either, is_use
 from passes.ir.rewrite import copy_joint
-from passes.states.copies import Copies
-from passes.states.places import Place, candidates
+from passes.states.backward_copies import Copies
+from passes.states.cut_points import Place, candidates
 from passes.strategies.pricing import TrafficModel
 
 __all__ = ["EITHER", "Offers", "offered", "without_either"]

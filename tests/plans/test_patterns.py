@@ -85,11 +85,11 @@ def test_memory_limit_shards_what_was_replicated() -> None:
     mesh, prices = MeshSpec({"dp": 4}), replace(H100, device_type="cpu")
     free = find_plan(model, mesh, data, profile=prices)
     assert free.parameters["body.w2.weight"] == (Replicate(),)
-    limit = int(free.peak_memory * 0.9)
+    limit = int(free.peak_memory * 0.8)
     plan = find_plan(model, mesh, data, profile=prices, memory_limit=limit)
     assert plan.parameters["body.w2.weight"] != (Replicate(),)
     assert plan.peak_memory <= limit
-    assert plan.cost > free.cost
+    assert plan.lowering.again  # which alone is enough for nine tenths
 
 
 def test_fully_sharded_pinned() -> None:
@@ -153,7 +153,8 @@ def test_fsdp_of_tp_on_two_axes(golden: Golden) -> None:
         DP4_TP4,
         rows(131072, 8192),
         profile=H100,
-        memory_limit=15_700_000_000 + reserve_bytes(DP4_TP4),
+        memory_limit=14_500_000_000 + reserve_bytes(DP4_TP4),
+        recompute="user",  # else silu runs again, and there is room
     )
     assert {name: str(layout) for name, layout in plan.parameter_layouts.items()} == {
         "body.w1.weight": "[@tp@dp, -]",

@@ -146,10 +146,14 @@ def test_too_many_ways_to_use_the_axes_are_an_error() -> None:
 
 
 def test_a_plan_that_fits_no_memory_says_what_was_searched() -> None:
+    """States are searched with the axes that the fastest plan without a limit joins: here none."""
     with pytest.raises(
-        coarse_to_fine.InfeasibleError, match=r"memory_limit=64B(.|\n)*together \(a\+b\+c\+d\+e, or parts"
+        coarse_to_fine.InfeasibleError, match=r"memory_limit=64B(.|\n)*any plan needs at least"
     ):
         linear(FIVE, memory_limit=64)
+    reason = coarse_to_fine.InfeasibleError("no plan fits")
+    with pytest.raises(coarse_to_fine.InfeasibleError, match=r"no plan fits\n.*together \(a\+b, or parts"):
+        raise coarse_to_fine.none_together(reason, (("a", "b"),))
 
 
 def test_where_time_is_short_axes_are_joined(

@@ -13,9 +13,9 @@ from passes.ir.joint import JointGraph
 from passes.ir.phase_ops import ops_by_phase
 from passes.lower.phases import split_phases
 from passes.simulate.reference import graph_values, reference_inputs
+from passes.states.backward_copies import copied_ops
 from passes.states.compute_again import compute_again, runs_again
-from passes.states.copies import copied_ops
-from passes.states.places import candidates
+from passes.states.cut_points import candidates
 
 
 class Block(nn.Module):

@@ -20,10 +20,10 @@ from passes.search.limited_space import build_limited
 from passes.solver.problem import Infeasible
 from passes.solver.solve import solve
 from passes.states.compute_again import compute_again
-from passes.states.places import candidates, places
+from passes.states.cut_points import candidates, places
 from passes.strategies.prices import Prices
 from tests.states.test_compute_again import Block
-from tests.states.test_places import Wrapped
+from tests.states.test_cut_points import Wrapped
 
 MESH = MeshSpec({"dp": 2})
 

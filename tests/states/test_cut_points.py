@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autoshard.plan.find_plan import canonical_capture
 from passes.ir.joint import JointGraph, node_value
-from passes.states.places import candidates, known_ops, places, users_choice
+from passes.states.cut_points import candidates, known_ops, places, users_choice
 from tests.states.test_compute_again import Block, joint_of
 
 
