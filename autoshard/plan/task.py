@@ -161,7 +161,7 @@ def search_plans(
             rivals(found)
             return found.phase_seconds
 
-        return find_fastest(
+        found = find_fastest(
             joint,
             task.prices,
             task.boundary,
@@ -171,14 +171,16 @@ def search_plans(
             narrowing=task.narrowing if chosen is None else chosen.narrowing(task.narrowing),
             judge=judge,
         )
+        peak = known[id(found.assignment)].peak
+        return replace(found, peak_nbytes=peak.nbytes, peak_node=peak.node)
 
-    def states(whole: Found, memory_limit: int, reserve: int, latest: Deadline) -> States:
+    def states(whole: Found, room: int, reserve: int, latest: Deadline) -> States:
         return find_states(
             task.joint,
             task.prices.joining(whole.joined),
             task.boundary,
-            memory_limit=memory_limit,
-            reserve=reserve,
+            room=room,
+            limit=(task.memory_limit or 0, reserve),
             deadline=latest,
             narrowing=task.narrowing,
         )

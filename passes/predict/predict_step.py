@@ -13,6 +13,7 @@ from passes.layout.assignment import Assignment
 from passes.lower.phases import Phases
 from passes.lower.rank_program import Schedule, rank_program
 from passes.plan.lowering_plan import LoweringPlan
+from passes.predict.memory_walk import MemoryStep, memory_walk, peak_step
 from passes.predict.step_events import Axes, AxesOf, StepEvents
 from passes.schedule.schedule import scheduled
 from passes.simulate.lockstep import simulated_group_axes, simulated_groups
@@ -61,11 +62,13 @@ class PredictedPhase:
 
 @dataclass(frozen=True)
 class Prediction:
-    """One rank's step. phases: forward, backward if there is one, optimizer if something is trained."""
+    """One rank's step. phases: forward, backward if there is one, optimizer if something is trained. peak: where most
+    bytes are alive (`passes.predict.memory_walk`)."""
 
     seconds: float
     phases: tuple[PredictedPhase, ...]
     collectives: tuple[PredictedCollective, ...]
+    peak: MemoryStep | None = None
 
     @property
     def compute(self) -> float:
@@ -107,7 +110,9 @@ def predicted_step(
             program = program.joined()
         return predict_phases(program.usual(), prices, simulated_group_axes)
 
-    return max((of_rank(rank) for rank in slowest_ranks(assignment, mesh)), key=lambda p: p.seconds)
+    ranks = [of_rank(rank) for rank in slowest_ranks(assignment, mesh)]
+    fullest = peak_step([rank.peak for rank in ranks if rank.peak is not None])
+    return replace(max(ranks, key=lambda p: p.seconds), peak=fullest)
 
 
 def predict_phases(phases: Phases, prices: Prices, axes_of: AxesOf) -> Prediction:
@@ -136,7 +141,8 @@ def predict_phases(phases: Phases, prices: Prices, axes_of: AxesOf) -> Predictio
         )
         for issued in step.collectives
     )
-    return Prediction(timeline.seconds, tuple(_phases(step.ends, timeline)), collectives)
+    peak = peak_step(memory_walk(phases, prices.traffic))
+    return Prediction(timeline.seconds, tuple(_phases(step.ends, timeline)), collectives, peak)
 
 
 def slowest_ranks(assignment: Assignment, mesh: MeshSpec) -> tuple[int, ...]:

@@ -50,12 +50,14 @@ def find_states(
     prices: Prices,
     boundary: Boundary,
     *,
-    memory_limit: int,
-    reserve: int,
+    room: int,
+    limit: tuple[int, int],
     deadline: Deadline,
     narrowing: Narrowing | None = None,
 ) -> States:
-    """The states of the fastest plan within `memory_limit` less `reserve` bytes.
+    """The states of the fastest plan within `room` bytes, as the search counts them.
+
+    limit: what an error says instead: the memory limit of the program, and what of it is reserved.
 
     Copies live as long as the backward of the part of the forward that they are of (`passes.states.cut_points`). Small
     parts are tried first; twice as large ones if no plan fits, as then less is kept. Raises InfeasibleError if none
@@ -68,7 +70,7 @@ def find_states(
             offers,
             prices,
             boundary,
-            memory_limit=memory_limit - reserve,
+            memory_limit=room,
             narrowing=narrowing,
             deadline=deadline,
         )
@@ -82,7 +84,9 @@ def find_states(
                 relative_gap=ENOUGH,
             )
         except Infeasible as reason:
-            error = explained(reason, offers.joint, space, prices.mesh, (memory_limit, reserve))
+            scale = (limit[0] - limit[1]) / room
+            reason.bound *= scale
+            error = explained(reason, offers.joint, space, prices.mesh, limit)
             if reason.kind != "memory":
                 raise error from None
             if least is None or reason.bound < least[0]:
