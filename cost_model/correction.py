@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cost_model.collectives import CollectivePrices
-from cost_model.groups import GroupShape, group_shape, mesh_occupancies
+from cost_model.groups import GroupShape, group_shape, mesh_occupancies, shapes_of
 from cost_model.link_model import floor_slope
 from cost_model.measure.statistics import monotone
-from cost_model.measure.teams import shapes_of
 from cost_model.measurements import KERNEL_KINDS, CollectiveSamples, DeviceRates, LinkLevel, MatmulRates
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile

@@ -21,6 +21,7 @@ __all__ = [
     "mesh_occupancies",
     "occupancy",
     "shape_text",
+    "shapes_of",
 ]
 
 GroupShape = tuple[tuple[int, int], ...]
@@ -120,3 +121,13 @@ def mesh_occupancies(
     # Moving a group by a whole period moves it to other nodes and changes nothing else.
     _, first = np.unique(bases % period, return_index=True)
     return frozenset(occupancy(group_ranks(shape, int(bases[i])), domains) for i in first)
+
+
+def shapes_of(spec: MeshSpec) -> dict[GroupShape, tuple[str, ...]]:
+    """Every distinct shape -> the axes that make it, in mesh order. If several sets of axes do, the smallest counts."""
+    axes = spec.real_axes()
+    found: dict[GroupShape, tuple[str, ...]] = {}
+    for count in range(1, len(axes) + 1):
+        for chosen in itertools.combinations(axes, count):
+            found.setdefault(group_shape(spec, chosen), chosen)
+    return found

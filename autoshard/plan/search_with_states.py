@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
@@ -20,8 +19,8 @@ __all__ = ["found_with_states"]
 
 _STATES_SHARE = 0.3
 """Share of the time left in which states must be chosen, each time."""
-_TRIES, _FULL = 6, 0.95
-"""Choices of states; and the share of the room at which a plan uses it well enough."""
+_TRIES, _STEP, _FURTHEST = 10, 0.94, 0.7
+"""Rooms as counted for which states are chosen; each as a share of the one before, at most and at least."""
 
 Fastest = Callable[[JointGraph, States | None, int | None, int, Deadline], Found]
 """The fastest plan of a graph, of those with the layouts of states, within a limit less a reserve."""
@@ -55,9 +54,8 @@ def found_with_states(
 @dataclass
 class _Search:
     """What the search counts is more than what the program holds, by what plans differ in. So states are chosen for
-    several rooms as the search counts, until the program of their plan fits and uses the room well.
-
-    tried: (as counted, bytes of the program), in the order of what was counted. none: rooms for which there is no plan.
+    several rooms as the search counts, from the largest that could do down, until
+    the program of their plan fits.
     """
 
     joint: JointGraph
@@ -67,41 +65,26 @@ class _Search:
     room: int
     reserve: int
     deadline: Deadline
-    tried: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
-    none: float = 0.0
 
     def run(self) -> Found:
-        best: Found | None = None
-        least = self.whole
-        reason: InfeasibleError | None = None
-        self.tried.append((self.whole.counted_nbytes, self.whole.peak_nbytes))
+        least, reason = self.whole, None
         counted = self.whole.counted_nbytes * self.room / self.whole.peak_nbytes
+        step = _STEP
         for _ in range(_TRIES):
             try:
                 found = self._chosen(counted)
             except InfeasibleError as error:
-                reason, self.none = error, max(self.none, counted)
+                # Back, half way to what there was a plan for.
+                reason, counted, step = error, counted / step, (1.0 + step) / 2
             else:
-                insort(self.tried, (counted, found.peak_nbytes))
+                if found.peak_nbytes <= self.room:
+                    return found
                 least = min(least, found, key=lambda one: one.peak_nbytes)
-                if found.peak_nbytes <= self.room and (best is None or found.seconds < best.seconds):
-                    best = found
-            if best is not None and best.peak_nbytes >= _FULL * self.room:
-                break
-            counted = self._next()
-        if best is None:
-            raise reason or self._too_much(least)
-        return best
-
-    def _next(self) -> float:
-        """As counted: between what fits and what does not, where a straight line meets the room."""
-        above = next((one for one in self.tried if one[1] > self.room), self.tried[-1])
-        below = [one for one in self.tried if one[1] <= self.room and one[0] < above[0]]
-        low = below[-1] if below else (self.none, 0)
-        if self.none > low[0]:
-            low = self.none, low[1]
-        share = (self.room - low[1]) / max(above[1] - low[1], 1)
-        return low[0] + (above[0] - low[0]) * min(max(share, 0.1), 0.9)
+                # Of what is too much a part only is kept values: it takes twice the share to lose it.
+                over = 1.0 - self.room / found.peak_nbytes
+                counted *= min(1.0, max(1.0 - 2.0 * over, _FURTHEST) / step)
+            counted *= step
+        raise reason or self._too_much(least)
 
     def _chosen(self, counted: float) -> Found:
         latest = self.deadline.share(_STATES_SHARE)

@@ -16,9 +16,9 @@ from autoshard.profiling.attend import attend
 from autoshard.profiling.curves import check_drawable, draw_curves
 from autoshard.profiling.profile_table import check_table, profile_table
 from autoshard.started_mesh import started_mesh
+from cost_model.groups import shapes_of
 from cost_model.measure.recheck import recheck
 from cost_model.measure.sampling import Progress
-from cost_model.measure.teams import shapes_of
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cost_model.collectives import CollectivePrices
 from cost_model.compute import ComputePrices
-from cost_model.groups import GroupShape
+from cost_model.groups import GroupShape, shapes_of
 from cost_model.measure.behind import Pause, beyond_pause, collective_series, pause_series
 from cost_model.measure.clock import Clock, device_clock
 from cost_model.measure.collective_work import Buffers, Team, whole_size
@@ -22,7 +22,7 @@ from cost_model.measure.measure import check_world, mesh_device, world_size
 from cost_model.measure.peers import world_peers
 from cost_model.measure.sampling import Progress, Series, sample
 from cost_model.measure.statistics import median
-from cost_model.measure.teams import shapes_of, teams_of
+from cost_model.measure.teams import teams_of
 from cost_model.measurements import PLAN_KINDS, CollectiveSamples, MatmulRates
 from cost_model.mesh import MeshSpec
 from cost_model.profile_record import ProfileRecord

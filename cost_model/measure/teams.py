@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from cost_model.groups import GroupShape, group_shape
+from cost_model.groups import GroupShape, shapes_of
 from cost_model.measure.collective_work import Team
 from cost_model.mesh import MeshSpec
 
-__all__ = ["new_group_over", "shapes_of", "teams_of"]
+__all__ = ["new_group_over", "teams_of"]
 
 Axes = tuple[str, ...]
-
-
-def shapes_of(spec: MeshSpec) -> dict[GroupShape, Axes]:
-    """Every distinct shape -> the axes that make it, in mesh order. If several sets of axes do, the smallest counts."""
-    axes = spec.real_axes()
-    found: dict[GroupShape, Axes] = {}
-    for count in range(1, len(axes) + 1):
-        for chosen in itertools.combinations(axes, count):
-            found.setdefault(group_shape(spec, chosen), chosen)
-    return found
 
 
 @contextmanager

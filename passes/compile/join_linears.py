@@ -35,25 +35,26 @@ class JoinLinears(RankPass):
 
     def __call__(self, module: fx.GraphModule) -> fx.GraphModule:
         graph = module.graph
-        for node in list(graph.nodes):
-            if node.target in (aten.mm.default, aten.addmm.default):
-                _join(node, graph)
-        drop_unread(graph)
+        products = [node for node in graph.nodes if node.target in (aten.mm.default, aten.addmm.default)]
+        joined = [_join(node, graph) for node in products]
+        if any(joined):
+            drop_unread(graph)
         module.recompile()
         return module
 
 
-def _join(product: fx.Node, graph: fx.Graph) -> None:
+def _join(product: fx.Node, graph: fx.Graph) -> bool:
+    """Whether another op took its place."""
     bias, rows, matrix = (None, *product.args) if product.target is aten.mm.default else product.args
     if product.kwargs:
-        return
+        return False
     turned, order = called(matrix, aten.permute.default)
     transposed = turned is not None and list(order) == [1, 0]
     result, operand = _unflattened(product, rows)
     if result is product and not transposed:
-        return
+        return False
     if not operand.meta["val"].is_contiguous() or not (transposed or bias is None):
-        return
+        return False
     with graph.inserting_before(result):
         if transposed:
             given = (operand, turned) if bias is None else (operand, turned, bias)
@@ -62,6 +63,8 @@ def _join(product: fx.Node, graph: fx.Graph) -> None:
             joined = graph.call_function(aten.matmul.default, (operand, matrix))
     joined.meta = dict(result.meta)
     result.replace_all_uses_with(joined)
+    product.meta.pop("timed", None)  # it need not run besides
+    return True
 
 
 def _unflattened(product: fx.Node, rows: Any) -> tuple[fx.Node, Any]:

@@ -54,8 +54,10 @@ def sole_user(node: object, target: Any) -> fx.Node | None:
 
 
 def drop_unread(graph: fx.Graph) -> None:
-    """Erase what nothing reads any more. Not collectives: other ranks wait in them."""
-    graph.eliminate_dead_code(lambda node: node.op != "call_function" or is_collective(node))
+    """Erase what nothing reads any more. Not collectives: other ranks wait in them. Nor what has the meta "timed"."""
+    graph.eliminate_dead_code(
+        lambda node: node.op != "call_function" or is_collective(node) or "timed" in node.meta
+    )
 
 
 class Emitter:

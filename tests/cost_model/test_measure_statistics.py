@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cost_model.errors import ProfileError
-from cost_model.groups import group_ranks, occupancy
+from cost_model.groups import group_ranks, occupancy, shapes_of
 from cost_model.link_model import model_lines
 from cost_model.measure.collective_work import whole_size
 from cost_model.measure.compute_work import matmul_flops
@@ -19,7 +19,6 @@ from cost_model.measure.overlap_efficiency import hidden_share
 from cost_model.measure.peers import Peers
 from cost_model.measure.sampling import Series, sample
 from cost_model.measure.statistics import Curve, curve, median, pooled_medians, spread
-from cost_model.measure.teams import shapes_of
 from cost_model.measurements import KINDS, CollectiveSamples, LinkLevel
 from cost_model.mesh import MeshSpec
 from cost_model.profile_check import check_profile

@@ -243,6 +243,7 @@ def test_rules_and_traits_agree_on_what_is_pointwise() -> None:
     others = {name: kind for name, kind in kinds.items() if kind != "pointwise"}
     assert others == {
         "use.default": "view",
+        "either.default": "view",
         "polar.default": "opaque",
         "complex.default": "opaque",
         "isin.Tensor_Scalar": "opaque",

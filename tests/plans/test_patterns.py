@@ -85,11 +85,11 @@ def test_memory_limit_shards_what_was_replicated() -> None:
     mesh, prices = MeshSpec({"dp": 4}), replace(H100, device_type="cpu")
     free = find_plan(model, mesh, data, profile=prices)
     assert free.parameters["body.w2.weight"] == (Replicate(),)
-    limit = int(free.peak_memory * 0.8)
+    limit = int(free.peak_memory * 0.96)
     plan = find_plan(model, mesh, data, profile=prices, memory_limit=limit)
     assert plan.parameters["body.w2.weight"] != (Replicate(),)
     assert plan.peak_memory <= limit
-    assert plan.lowering.again  # which alone is enough for nine tenths
+    assert plan.lowering.again  # what silu makes is computed again besides
 
 
 def test_fully_sharded_pinned() -> None:

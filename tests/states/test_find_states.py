@@ -59,7 +59,7 @@ def test_the_bound_is_the_least_of_all_subsets(seed: int) -> None:
     peak = space.problem.peak(solve(space.problem).choice)[0]
     for share in (1.0, 0.7):
         states = find_states(
-            joint, prices, boundary, memory_limit=int(share * peak), reserve=0, deadline=NEVER
+            joint, prices, boundary, room=int(share * peak), limit=(int(share * peak), 0), deadline=NEVER
         )
         # Copies of fewer ops stand nearer to their readers: a subset may need a little less than was offered.
         assert states.lower_bound <= least(joint, prices, boundary, int(0.97 * share * peak)) * (1 + 1e-9)
