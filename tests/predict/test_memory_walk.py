@@ -1,0 +1,156 @@
+"""The bytes that a program holds: by hand arithmetic, and beside the bytes that an eager program really has."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoshard import MeshSpec, find_plan
+from autoshard.plan.find_plan import canonical_capture
+from passes.compile.compile_graph import compile_graph
+from passes.lower.phases import Phases
+from passes.lower.rank_program import rank_program
+from passes.predict.memory_walk import MemoryStep, memory_walk, peak_step
+from passes.simulate.lockstep import simulated_groups
+from passes.strategies.pricing import eager_traffic
+
+ONE = MeshSpec({"dp": 1})
+
+
+class LiveBytes(TorchDispatchMode):
+    """peak: the most bytes of storages alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self.peak = 0, 0
+        self._seen: set[int] = set()
+
+    def see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key not in self._seen:
+            self._seen.add(key)
+            self._add(nbytes)
+            weakref.finalize(storage, self._gone, key, nbytes)
+
+    def _gone(self, key: int, nbytes: int) -> None:
+        self._seen.discard(key)
+        self.now -= nbytes
+
+    def _add(self, nbytes: int) -> None:
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self.see(leaf)
+        return result
+
+
+def program(model: nn.Module, x: Tensor) -> Phases:
+    plan = find_plan(model, ONE, (x,), backend="eager")
+    joint = canonical_capture(model, (x,), {}).joint
+    ours = rank_program(joint, plan.assignment, plan.lowering, ONE, 0, simulated_groups(ONE))
+    phases = ours.joined().usual()
+    assert phases.backward is not None
+    for module, phase in ((phases.forward, "forward"), (phases.backward.module, "backward")):
+        for node in module.graph.nodes:
+            node.meta["phase"] = phase
+    return phases
+
+
+def placeholders(module: torch.fx.GraphModule) -> list[Tensor]:
+    return [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
+
+
+def measured(phases: Phases) -> tuple[int, int]:
+    """Peaks of forward and backward."""
+    assert phases.backward is not None
+    backward = phases.backward
+    run, back = compile_graph(phases.forward, "eager"), compile_graph(backward.module, "eager")
+    made: Callable[[Tensor], Tensor] = lambda like: torch.ones(like.shape, dtype=like.dtype)
+    with torch.no_grad(), LiveBytes() as live:
+        inputs = [made(like) for like in placeholders(phases.forward)]
+        results = list(run(list(inputs)))
+        forward = live.peak
+        given = [inputs[i] for i in backward.passed]
+        given += [result for i in backward.saved if (result := results[i]) is not None]
+        del results
+        given += [made(like) for like in placeholders(backward.module)[len(given) :]]
+        live.peak = live.now
+        kept = back(given)
+        assert kept is not None
+    return forward, live.peak
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = lambda y: y.unflatten(-1, (2, 4)).transpose(1, 2)
+        q, k = heads(self.q(x)), heads(self.k(x))
+        return nn.functional.scaled_dot_product_attention(q, k, k, is_causal=True).sum((1, 3))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "products": (lambda: nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)), (128, 16)),
+    "attention": (Attending, (8, 64, 8)),
+    "convolutions": (
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 16, 3, padding=1),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(16, 8, 3),
+        ),
+        (8, 3, 32, 32),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_predicted_is_alive(name: str) -> None:
+    build, shape = MODELS[name]
+    torch.manual_seed(0)
+    phases = program(build(), torch.randn(shape))
+    steps = memory_walk(phases, eager_traffic)
+    parameters = [
+        p for p, spec in zip(placeholders(phases.forward), phases.inputs, strict=True) if spec.kind == "param"
+    ]
+    states = sum(
+        2 * p.numel() * p.element_size() for p in parameters
+    )  # an optimizer's, which nothing holds here
+    for phase, most in zip(("forward", "backward"), measured(phases), strict=True):
+        predicted = peak_step([step for step in steps if step.phase == phase]).nbytes - states
+        assert 0.8 * most <= predicted <= 1.1 * most, (phase, predicted, most)
+
+
+def test_a_product_and_its_gradients_by_hand() -> None:
+    """y = x w.T, float32. x [32, 8], w [4, 8]; the backward makes dw alone, from x and dy [32, 4]."""
+    phases = program(nn.Linear(8, 4, bias=False), torch.randn(32, 8))
+    x, w, y = 32 * 8 * 4, 4 * 8 * 4, 32 * 4 * 4
+    steps = memory_walk(phases, eager_traffic)
+    held = x + w + 2 * w  # AdamW's two states
+    assert steps[0] == MemoryStep("forward", "start", held, 0, 0, 0)
+    assert peak_step([step for step in steps if step.phase == "forward"]).nbytes == held + y
+    assert peak_step([step for step in steps if step.phase == "backward"]).nbytes == held + y + w
+
+
+def test_the_peak_is_the_first_of_the_largest() -> None:
+    steps = [
+        MemoryStep("forward", name, 1, 0, 0, working) for name, working in (("a", 1), ("b", 3), ("c", 3))
+    ]
+    assert peak_step(steps).node == "b"
