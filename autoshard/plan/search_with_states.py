@@ -53,10 +53,8 @@ def found_with_states(
 
 @dataclass
 class _Search:
-    """What the search counts is more than what the program holds, by what plans differ in. So states are chosen for
-    several rooms as the search counts, from the largest that could do down, until
-    the program of their plan fits.
-    """
+    """The search counts more than a program holds, by a share in which plans differ. So states are chosen for several
+    rooms as it counts, from the largest that could do down, until the program of their plan fits."""
 
     joint: JointGraph
     fastest: Fastest
