@@ -21,6 +21,8 @@ _STATES_SHARE = 0.3
 """Share of the time left in which states must be chosen, each time."""
 _TRIES, _STEP, _FURTHEST = 10, 0.94, 0.7
 """Rooms as counted for which states are chosen; each as a share of the one before, at most and at least."""
+_REFUSED = 2
+"""Of these without any plan, after which there is none."""
 
 Fastest = Callable[[JointGraph, States | None, int | None, int, Deadline], Found]
 """The fastest plan of a graph, of those with the layouts of states, within a limit less a reserve."""
@@ -65,7 +67,7 @@ class _Search:
     deadline: Deadline
 
     def run(self) -> Found:
-        least, reason = self.whole, None
+        least, reason, refused = self.whole, None, 0
         counted = self.whole.counted_nbytes * self.room / self.whole.peak_nbytes
         step = _STEP
         for _ in range(_TRIES):
@@ -74,6 +76,9 @@ class _Search:
             except InfeasibleError as error:
                 # Back, half way to what there was a plan for.
                 reason, counted, step = error, counted / step, (1.0 + step) / 2
+                refused += 1
+                if refused >= _REFUSED and least is self.whole:
+                    break
             else:
                 if found.peak_nbytes <= self.room:
                     return found
