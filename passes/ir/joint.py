@@ -16,12 +16,14 @@ __all__ = [
     "GraphOutput",
     "JointGraph",
     "ancestors",
+    "dependents",
     "first_value",
     "map_operands",
     "node_value",
     "node_values",
     "result_index",
     "result_shapes",
+    "results_nbytes",
     "tensor_operands",
 ]
 
@@ -187,3 +189,17 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
             found.add(node)
             stack.extend(node.all_input_nodes)
     return found
+
+
+def dependents(nodes: Iterable[fx.Node], sources: Iterable[fx.Node]) -> set[fx.Node]:
+    """`sources`, and all of `nodes`, which are in the graph's order, that are computed from them."""
+    found = set(sources)
+    for node in nodes:
+        if any(operand in found for operand in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def results_nbytes(node: fx.Node) -> int:
+    """Bytes of all results of `node`."""
+    return sum(value.numel() * value.element_size() for value in node_values(node) if value is not None)

@@ -7,9 +7,9 @@ from collections.abc import Set as AbstractSet
 
 from torch import fx
 
-from passes.ir.joint import JointGraph, ancestors
+from passes.ir.joint import JointGraph, ancestors, dependents
 
-__all__ = ["on_demand", "ops_by_phase"]
+__all__ = ["after_tangents", "on_demand", "ops_by_phase"]
 
 
 def ops_by_phase(joint: JointGraph) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -17,15 +17,16 @@ def ops_by_phase(joint: JointGraph) -> tuple[list[fx.Node], list[fx.Node]]:
     ops = [n for n in joint.graph.nodes if n.op == "call_function"]
     ends = zip(joint.outputs, joint.results, strict=True)
     forward = ancestors(n for spec, n in ends if n is not None and spec.kind != "grad")
-    dependent = {
-        n for n, spec in zip(joint.placeholders, joint.inputs, strict=True) if spec.kind == "tangent"
-    }
-    for node in ops:
-        if any(n in dependent for n in node.all_input_nodes):
-            dependent.add(node)
+    dependent = after_tangents(joint)
     late = [n for n in ops if n not in forward]
     roots = [*(n for n in late if n in dependent), *late]
     return [n for n in ops if n in forward], on_demand(roots, forward)
+
+
+def after_tangents(joint: JointGraph) -> set[fx.Node]:
+    """The tangents, and every op that depends on one."""
+    ends = zip(joint.placeholders, joint.inputs, strict=True)
+    return dependents(joint.graph.nodes, (node for node, spec in ends if spec.kind == "tangent"))
 
 
 def on_demand(roots: Iterable[fx.Node], available: AbstractSet[fx.Node] = frozenset()) -> list[fx.Node]:

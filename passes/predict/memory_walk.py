@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from cost_model.memory import ADAMW, Optimizer
-from passes.ir.joint import node_values, result_index
+from passes.ir.joint import result_index, results_nbytes
 from passes.ir.op_traits import is_collective, is_view, storage_root
 from passes.lower.phases import Phases
 from passes.strategies.pricing import TrafficModel
@@ -49,7 +49,9 @@ def memory_walk(
     ends = () if phases.backward is None else phases.backward.gradients
     trained = {end.index for end in ends if phases.inputs[end.index].kind == "param"}
     inputs = _placeholders(phases.forward)
-    held = sum(_nbytes(node) * (1 + optimizer.states * (i in trained)) for i, node in enumerate(inputs))
+    held = sum(
+        results_nbytes(node) * (1 + optimizer.states * (i in trained)) for i, node in enumerate(inputs)
+    )
     forward = _Phase(phases.forward, traffic)
     steps = [MemoryStep("forward", "start", held, 0, 0, 0)]
     steps += [MemoryStep("forward", node, held, 0, 0, working) for node, working, _ in forward.walk({})]
@@ -92,7 +94,7 @@ class _Phase:
 
     def walk(self, given: Mapping[fx.Node, str]) -> list[tuple[str, int, dict[str, int]]]:
         """Per op: bytes alive, of them by kind. given: what is alive at the start, with its kind."""
-        alive = {node: (_nbytes(node), kind) for node, kind in given.items()}
+        alive = {node: (results_nbytes(node), kind) for node, kind in given.items()}
         now = sum(nbytes for nbytes, _ in alive.values())
         by_kind: dict[str, int] = {}
         for nbytes, kind in alive.values():
@@ -105,7 +107,7 @@ class _Phase:
         for step, node in enumerate(self.ops):
             if _owner(node) is node and self._stored(node):
                 kind = "gradients" if node in self.results and given else "working"
-                alive[node] = (_nbytes(node), kind)
+                alive[node] = (results_nbytes(node), kind)
                 now += alive[node][0]
                 by_kind[kind] = by_kind.get(kind, 0) + alive[node][0]
             found.append((node.name, now, dict(by_kind)))
@@ -136,7 +138,3 @@ def _owner(node: fx.Node) -> fx.Node:
 
 def _placeholders(module: fx.GraphModule) -> list[fx.Node]:
     return [node for node in module.graph.nodes if node.op == "placeholder"]
-
-
-def _nbytes(node: fx.Node) -> int:
-    return sum(value.numel() * value.element_size() for value in node_values(node) if value is not None)

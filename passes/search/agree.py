@@ -20,7 +20,7 @@ from passes.search.step_kinds import Overlap, corrected, phase_seconds
 from passes.solver.problem import Array, Solution
 from passes.solver.solve import ROUNDING
 
-__all__ = ["AWAITED", "Agreed", "Judge", "agreed"]
+__all__ = ["AWAITED", "Agreed", "Judge", "agreed", "first_overlaps"]
 
 Judge = Callable[[Assignment], Sequence[float]]
 """Seconds of the forward, the backward and of what follows, on the timeline of the program."""
@@ -92,13 +92,18 @@ class _Judged:
         return [first - (float(self.totals[-1]) - sum(self.phases[phases:])), *others]
 
 
+def first_overlaps(efficiency: float) -> tuple[Overlap, Overlap]:
+    """Of forward and backward, before a timeline says more."""
+    return Overlap(efficiency), Overlap(efficiency, AWAITED)
+
+
 def agreed(space: SearchSpace, efficiency: float, judge: Judge | None, time_limit: float) -> Agreed:
     """The fastest plan of `space` by `judge`; without one, by the objective.
 
     efficiency: of two streams busy at once (`Profile.overlap_efficiency`). time_limit: seconds; the first search may
     take all of them. Raises `passes.solver.problem.Infeasible`.
     """
-    overlaps = Overlap(efficiency), Overlap(efficiency, AWAITED)
+    overlaps = first_overlaps(efficiency)
     if judge is not None:
         return _Search(space, judge, time.monotonic() + time_limit).run(overlaps)
     found = solve_overlapped(space.problem, space.kinds(overlaps), time_limit=time_limit)

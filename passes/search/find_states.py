@@ -10,13 +10,12 @@ from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
 from passes.ir.joint import JointGraph
 from passes.layout.assignment import Assignment, NodeLayouts
-from passes.search.agree import AWAITED
+from passes.search.agree import first_overlaps
 from passes.search.find import explained
 from passes.search.graph_ends import Boundary
 from passes.search.narrowing import Narrowing
 from passes.search.offered import ABSENT, build_offered
 from passes.search.overlapped import solve_overlapped
-from passes.search.step_kinds import Overlap
 from passes.solver.problem import Infeasible
 from passes.states.cut_points import Place, places
 from passes.states.offers import EITHER, Offers, offered, without_either
@@ -74,11 +73,10 @@ def find_states(
             narrowing=narrowing,
             deadline=deadline,
         )
-        overlaps = Overlap(prices.overlap_efficiency), Overlap(prices.overlap_efficiency, AWAITED)
         try:
             found = solve_overlapped(
                 space.problem,
-                space.kinds(overlaps),
+                space.kinds(first_overlaps(prices.overlap_efficiency)),
                 time_limit=deadline.left,
                 rows_inside=ROWS_INSIDE,
                 relative_gap=ENOUGH,

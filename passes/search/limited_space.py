@@ -15,7 +15,6 @@ from cost_model.deadline import NEVER, Deadline
 from passes.ir.joint import JointGraph, node_value
 from passes.ir.op_traits import is_use
 from passes.layout.layout import Layout
-from passes.schedule.hiding import hidden_reads
 from passes.search.graph_ends import Boundary
 from passes.search.narrowing import Narrowing
 from passes.search.residency import InPlace
@@ -36,13 +35,7 @@ def build_limited(
     deadline: Deadline = NEVER,
 ) -> SearchSpace:
     """`build_space` within `memory_limit` bytes."""
-    hidden = hidden_reads(joint)
-    builder = LimitedBuilder(
-        joint, prices, boundary, joint.trained, hidden, narrowing or Narrowing(), deadline
-    )
-    builder.add_nodes()
-    builder.add_edges()
-    return builder.finish(memory_limit)
+    return LimitedBuilder.of(joint, prices, boundary, narrowing, deadline).built(memory_limit)
 
 
 @dataclass

@@ -22,7 +22,6 @@ from passes.ir.op_traits import is_either
 from passes.layout.assignment import NodeLayouts
 from passes.layout.layout import Layout
 from passes.rules.core.rule_registry import rule_for
-from passes.schedule.hiding import hidden_reads
 from passes.search.graph_ends import Boundary
 from passes.search.limited_space import LimitedBuilder, same_layout
 from passes.search.narrowing import Narrowing
@@ -48,14 +47,9 @@ def build_offered(
     deadline: Deadline = NEVER,
 ) -> SearchSpace:
     """`build_space` of the graph of `offers`. Its assignments hold `ABSENT`."""
-    joint = offers.joint
-    builder = _OfferBuilder(
-        joint, prices, boundary, joint.trained, hidden_reads(joint), narrowing or Narrowing(), deadline
-    )
+    builder = _OfferBuilder.of(offers.joint, prices, boundary, narrowing, deadline)
     builder.optional = offers.optional
-    builder.add_nodes()
-    builder.add_edges()
-    return builder.finish(memory_limit)
+    return builder.built(memory_limit)
 
 
 @dataclass

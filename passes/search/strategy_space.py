@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 import numpy as np
 import torch
@@ -58,12 +59,7 @@ def build_space(
 
     Raises OutOfTime: layouts of a mesh of many axes, and the ways between them, are many.
     """
-    builder = SpaceBuilder(
-        joint, prices, boundary, joint.trained, hidden_reads(joint), narrowing or Narrowing(), deadline
-    )
-    builder.add_nodes()
-    builder.add_edges()
-    return builder.finish(memory_limit)
+    return SpaceBuilder.of(joint, prices, boundary, narrowing, deadline).built(memory_limit)
 
 
 @dataclass(frozen=True)
@@ -95,6 +91,18 @@ class SpaceBuilder:
     matrices: dict[Hashable, np.ndarray] = field(default_factory=dict)
     kept: dict[Hashable, tuple[Sequence[NodeLayouts], tuple[NodeLayouts, ...]]] = field(default_factory=dict)
 
+    @classmethod
+    def of(
+        cls,
+        joint: JointGraph,
+        prices: Prices,
+        boundary: Boundary,
+        allowed: Narrowing | None,
+        deadline: Deadline,
+    ) -> Self:
+        hidden = hidden_reads(joint)
+        return cls(joint, prices, boundary, joint.trained, hidden, allowed or Narrowing(), deadline)
+
     def add_nodes(self) -> None:
         ops, mesh = list(ops_of(self.joint)), self.prices.mesh
         cuts = find_cuts(self.joint, mesh, self.boundary.inputs, ops)
@@ -121,7 +129,9 @@ class SpaceBuilder:
             if result is not None and slot is not None:
                 self._connect(result, slot, None, ("output", next(ends)))
 
-    def finish(self, memory_limit: int | None) -> SearchSpace:
+    def built(self, memory_limit: int | None) -> SearchSpace:
+        self.add_nodes()
+        self.add_edges()
         strategies = tuple(option.strategies for option in self.options)
         residency = Residency.of(self.joint, self.nodes, strategies, self.prices.mesh, self.prices.traffic)
         problem = Problem(

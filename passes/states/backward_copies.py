@@ -9,19 +9,19 @@ from torch import fx
 
 from passes.ir.joint import JointGraph, map_operands, tensor_operands
 from passes.ir.op_traits import is_use, is_view
-from passes.ir.phase_ops import ops_by_phase
+from passes.ir.phase_ops import after_tangents, ops_by_phase
 from passes.ir.rewrite import erase_dead
 
-__all__ = ["Copies", "after_tangents", "copied_ops", "copies_in"]
+__all__ = ["AGAIN", "Copies", "copied_ops", "copies_in"]
 
-_AGAIN, _USE = "_again", "_use_again"
+AGAIN, _USE = "_again", "_use_again"
 """End the names of copies, and of what their readers share."""
 
 
 def copied_ops(names: Iterable[str]) -> tuple[str, ...]:
     """The ops of which copies are among `names`: all there are, of the nodes of a graph with copies."""
-    found = (name for name in names if name.endswith(_AGAIN) and not name.endswith(_USE))
-    return tuple(name.removesuffix(_AGAIN) for name in found)
+    found = (name for name in names if name.endswith(AGAIN) and not name.endswith(_USE))
+    return tuple(name.removesuffix(AGAIN) for name in found)
 
 
 def copies_in(joint: JointGraph) -> tuple[str, ...]:
@@ -91,7 +91,7 @@ class Copies:
         operands = [self._base(operand) for operand in tensor_operands(node)]
         args, kwargs = map_operands(node, [self.read(x) if x in self.copies else x for x in operands])
         with node.graph.inserting_before(before):
-            copy = node.graph.create_node("call_function", node.target, args, kwargs, name=node.name + _AGAIN)
+            copy = node.graph.create_node("call_function", node.target, args, kwargs, name=node.name + AGAIN)
         copy.meta = {**node.meta, "phase": "backward", "again": True}
         return copy
 
@@ -127,13 +127,3 @@ def _shareable(node: fx.Node) -> bool:
     ):
         return False
     return isinstance(node.meta.get("val"), torch.Tensor)
-
-
-def after_tangents(joint: JointGraph) -> set[fx.Node]:
-    """The tangents, and every op that depends on one."""
-    ends = zip(joint.placeholders, joint.inputs, strict=True)
-    found = {node for node, spec in ends if spec.kind == "tangent"}
-    for node in joint.graph.nodes:
-        if any(operand in found for operand in node.all_input_nodes):
-            found.add(node)
-    return found

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from torch import fx
 
-from passes.ir.joint import JointGraph, node_values, result_index
+from passes.ir.joint import JointGraph, dependents, result_index, results_nbytes
 from passes.ir.op_traits import draws, is_product, is_use, is_view, storage_root
 from passes.ir.phase_ops import ops_by_phase
 
@@ -85,11 +85,7 @@ def _region(node: fx.Node) -> int | None:
 
 def _trained_values(joint: JointGraph, forward: Sequence[fx.Node]) -> set[fx.Node]:
     """Ops of the forward that depend on a trained parameter."""
-    found = set(joint.trained)
-    for node in forward:
-        if any(operand in found for operand in node.all_input_nodes):
-            found.add(node)
-    return found - joint.trained
+    return dependents(forward, joint.trained) - joint.trained
 
 
 def _alive(forward: Sequence[fx.Node], main: set[fx.Node]) -> list[tuple[int, Place]]:
@@ -106,7 +102,7 @@ def _alive(forward: Sequence[fx.Node], main: set[fx.Node]) -> list[tuple[int, Pl
     nbytes = 0
     for step, node in enumerate(forward):
         if node in main and _owner(node) is node and last.get(node, -1) > step:
-            now[node] = _nbytes(node)
+            now[node] = results_nbytes(node)
             nbytes += now[node]
         for gone in ending.get(step, ()):
             nbytes -= now.pop(gone, 0)
@@ -116,7 +112,3 @@ def _alive(forward: Sequence[fx.Node], main: set[fx.Node]) -> list[tuple[int, Pl
 
 def _owner(node: fx.Node) -> fx.Node:
     return result_index(storage_root(node))[0]
-
-
-def _nbytes(node: fx.Node) -> int:
-    return sum(value.numel() * value.element_size() for value in node_values(node) if value is not None)

@@ -25,7 +25,7 @@ import passes.ops.either  # noqa: F401  # pyright: ignore[reportUnusedImport]  (
 from passes.ir.joint import JointGraph, result_index
 from passes.ir.op_traits import is_either, is_use
 from passes.ir.rewrite import copy_joint
-from passes.states.backward_copies import Copies
+from passes.states.backward_copies import AGAIN, Copies
 from passes.states.cut_points import Place, candidates
 from passes.strategies.pricing import TrafficModel
 
@@ -89,7 +89,7 @@ def without_either(name: str, again: Collection[str]) -> str:
 
     "h_either_use_again" is "h_again_use_again" if h is computed again, and "h_use_again" if it is kept."""
     value, found, rest = name.partition(EITHER)
-    return name if not found else value + ("_again" if value in again else "") + rest
+    return name if not found else value + (AGAIN if value in again else "") + rest
 
 
 def _optional(joint: JointGraph, copies: Collection[str]) -> frozenset[str]:
