@@ -12,13 +12,7 @@ import torch
 from torch import fx
 
 from cost_model.deadline import NEVER, Deadline
-from passes.ir.joint import (
-    JointGraph,
-    node_value,
-    result_index,
-    result_shapes,
-    tensor_operands,
-)
+from passes.ir.joint import JointGraph, node_value, result_index, result_shapes, tensor_operands
 from passes.layout.assignment import NodeLayouts
 from passes.layout.layout import Layout
 from passes.rules.core.rule_registry import rule_for
@@ -100,8 +94,8 @@ class SpaceBuilder:
         allowed: Narrowing | None,
         deadline: Deadline,
     ) -> Self:
-        hidden = hidden_reads(joint)
-        return cls(joint, prices, boundary, joint.trained, hidden, allowed or Narrowing(), deadline)
+        reads, narrowing = hidden_reads(joint), allowed or Narrowing()
+        return cls(joint, prices, boundary, joint.trained, reads, narrowing, deadline)
 
     def add_nodes(self) -> None:
         ops, mesh = list(ops_of(self.joint)), self.prices.mesh
