@@ -33,8 +33,10 @@ __all__ = [
     "fuses",
     "is_cast",
     "is_cheap",
+    "is_collect",
     "is_collective",
     "is_either",
+    "is_piece",
     "is_pointwise",
     "is_product",
     "is_reduction",
@@ -55,8 +57,9 @@ def _names(namespace: str, names: str) -> frozenset[str]:
     return frozenset(f"{namespace}.{name}" for name in names.split())
 
 
-# Views whose schema does not say so. `use` is dropped by lowering; `either` is in graphs that are searched only.
-_VIEWS = frozenset({"aten._unsafe_view", "autoshard.use", "autoshard.either"})
+# Views whose schema does not say so. `use` is dropped by lowering; `either` is in graphs that are searched only; a
+# `piece` is where a program is given a part of a tensor.
+_VIEWS = frozenset({"aten._unsafe_view", "autoshard.use", "autoshard.either", "autoshard.piece"})
 _CREATIONS = (
     _names(
         "aten",
@@ -172,6 +175,16 @@ def is_use(node: fx.Node) -> bool:
 def is_either(node: fx.Node) -> bool:
     """`autoshard::either`: a value as it was kept, or as it was computed again (`passes.states.offers`)."""
     return str(node.target) == "autoshard.either.default"
+
+
+def is_piece(node: fx.Node) -> bool:
+    """`autoshard::piece`: the part of a tensor that one piece of a batch reads."""
+    return str(node.target) == "autoshard.piece.default"
+
+
+def is_collect(node: fx.Node) -> bool:
+    """`autoshard::collect`: what one piece of a batch adds to the whole."""
+    return str(node.target) == "autoshard.collect.default"
 
 
 def is_cast(node: fx.Node) -> bool:
