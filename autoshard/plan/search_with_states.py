@@ -11,96 +11,102 @@ from cost_model.units import format_bytes
 from passes.ir.joint import JointGraph
 from passes.search.coarse_to_fine import none_together
 from passes.search.find import Found
-from passes.search.find_states import States
+from passes.search.find_states import NoStates, OfferedStates, States
 from passes.solver.solve import ROUNDING
 from passes.states.compute_again import compute_again
 
-__all__ = ["found_with_states"]
+__all__ = ["StatesWithin"]
 
 _STATES_SHARE = 0.3
 """Share of the time left in which states must be chosen, each time."""
-_TRIES, _STEP, _FURTHEST = 10, 0.94, 0.7
-"""Rooms as counted for which states are chosen; each as a share of the one before, at most and at least."""
-_REFUSED = 2
-"""Of these without any plan, after which there is none."""
+_TRIES = 8
+"""Rooms as counted for which states are chosen, at most."""
+_LESS = 1.05
+"""What is too much, so often, is how much smaller the next room is."""
+_MORE = 1e-3
+"""Where no plan fits as counted: share by which the next room is larger than the least that any plan needs."""
 
 Fastest = Callable[[JointGraph, States | None, int | None, int, Deadline], Found]
 """The fastest plan of a graph, of those with the layouts of states, within a limit less a reserve."""
 
 
-def found_with_states(
-    joint: JointGraph,
-    fastest: Fastest,
-    states: Callable[[Found, int, int, Deadline], States],
-    memory_limit: int | None,
-    reserve: int,
-    deadline: Deadline,
-) -> Found:
-    """The fastest plan of `joint`, with ops computed again if that is what the limit asks for.
+@dataclass
+class StatesWithin:
+    """The fastest plan within limits, with ops computed again if that is what a limit asks for.
 
     The fastest of all plans is found first: where it fits, memory decides nothing. If it does not, states are chosen
-    together with layouts, and that plan is judged. What is proven holds for all states that were offered.
+    together with layouts, and that plan is judged. What is proven holds for all states that were offered. What one
+    limit needs, another may need as well: nothing is found or offered twice.
     """
-    if memory_limit is None or memory_limit <= reserve:
-        return fastest(joint, None, memory_limit, reserve, deadline)
-    room = memory_limit - reserve
-    whole = fastest(joint, None, None, reserve, deadline)
-    if whole.peak_nbytes <= room:
-        return whole
-    try:
-        return _Search(joint, fastest, states, whole, room, reserve, deadline).run()
-    except InfeasibleError as reason:
-        raise none_together(reason, whole.joined) from None
+
+    joint: JointGraph
+    fastest: Fastest
+    offer: Callable[[Found], OfferedStates]
+    _whole: Found | None = None
+    _offered: OfferedStates | None = None
+
+    def found(self, memory_limit: int | None, reserve: int, deadline: Deadline) -> Found:
+        """Raises InfeasibleError, and OutOfTime."""
+        if memory_limit is not None and memory_limit <= reserve:
+            return self.fastest(self.joint, None, memory_limit, reserve, deadline)
+        whole = self._whole = self._whole or self.fastest(self.joint, None, None, reserve, deadline)
+        if memory_limit is None or whole.peak_nbytes <= memory_limit - reserve:
+            return whole
+        offered = self._offered = self._offered or self.offer(whole)
+        limit = memory_limit, reserve
+        try:
+            return _Search(self.joint, self.fastest, offered, whole, limit, deadline).run()
+        except InfeasibleError as reason:
+            raise none_together(reason, whole.joined) from None
 
 
 @dataclass
 class _Search:
-    """The search counts more than a program holds, by a share in which plans differ. So states are chosen for several
-    rooms as it counts, from the largest that could do down, until the program of their plan fits."""
+    """The search counts a little more or less than a program holds, by what differs between plans. So states are
+    chosen for several rooms as it counts, from the limit's down, until the program of their plan fits."""
 
     joint: JointGraph
     fastest: Fastest
-    states: Callable[[Found, int, int, Deadline], States]
+    offered: OfferedStates
     whole: Found
-    room: int
-    reserve: int
+    limit: tuple[int, int]
     deadline: Deadline
 
+    @property
+    def room(self) -> int:
+        return self.limit[0] - self.limit[1]
+
     def run(self) -> Found:
-        least, reason, refused = self.whole, None, 0
-        counted = self.whole.counted_nbytes * self.room / self.whole.peak_nbytes
-        step = _STEP
+        least, reason, counted = self.whole, None, self.room
         for _ in range(_TRIES):
             try:
-                found = self._chosen(counted)
-            except InfeasibleError as error:
-                # Back, half way to what there was a plan for.
-                reason, counted, step = error, counted / step, (1.0 + step) / 2
-                refused += 1
-                if refused >= _REFUSED and least is self.whole:
-                    break
-            else:
-                if found.peak_nbytes <= self.room:
-                    return found
-                least = min(least, found, key=lambda one: one.peak_nbytes)
-                # Of what is too much a part only is kept values: it takes twice the share to lose it.
-                over = 1.0 - self.room / found.peak_nbytes
-                counted *= min(1.0, max(1.0 - 2.0 * over, _FURTHEST) / step)
-            counted *= step
+                chosen = self.offered.find(
+                    room=counted, limit=self.limit, deadline=self.deadline.share(_STATES_SHARE)
+                )
+            except NoStates as refused:
+                # What it counts may be more than what the program holds.
+                larger = int(refused.least * (1.0 + _MORE))
+                if reason is not None or larger <= counted:
+                    raise reason or refused from None
+                reason, counted = refused, larger
+                continue
+            found = self._judged(chosen)
+            if found.peak_nbytes <= self.room:
+                return found
+            if reason is not None:
+                break
+            least = min(least, found, key=lambda one: one.peak_nbytes)
+            counted = min(chosen.nbytes, counted) - int(_LESS * (found.peak_nbytes - self.room))
         raise reason or self._too_much(least)
 
-    def _chosen(self, counted: float) -> Found:
-        latest = self.deadline.share(_STATES_SHARE)
-        chosen = self.states(self.whole, int(counted), self.reserve, latest)
-        found = self.fastest(
-            compute_again(self.joint, chosen.again), chosen, None, self.reserve, self.deadline
-        )
-        return _proven(found, chosen)
+    def _judged(self, chosen: States) -> Found:
+        graph = compute_again(self.joint, chosen.again)
+        return _proven(self.fastest(graph, chosen, None, self.limit[1], self.deadline), chosen)
 
     def _too_much(self, found: Found) -> InfeasibleError:
-        needs = format_bytes(found.peak_nbytes + self.reserve)
+        needs = format_bytes(found.peak_nbytes + self.limit[1])
         return InfeasibleError(
-            f"no plan fits memory_limit={format_bytes(self.room + self.reserve)} per device: the smallest that was "
+            f"no plan fits memory_limit={format_bytes(self.limit[0])} per device: the smallest that was "
             f"found holds {format_bytes(found.peak_nbytes)} at {found.peak_node}\n"
             f"  try: memory_limit={needs}, more devices, or a smaller batch"
         )

@@ -19,7 +19,7 @@ from autoshard.plan.plan_collectives import collectives_of
 from autoshard.plan.plan_content import PlanContent
 from autoshard.plan.plan_ends import output_layouts, parameter_layouts
 from autoshard.plan.search_with_reserve import fits_within, found_within, plan_reserve
-from autoshard.plan.search_with_states import found_with_states
+from autoshard.plan.search_with_states import StatesWithin
 from autoshard.plan.task_prices import prices_of
 from autoshard.plan.variants import Again, Variant, variant_narrowing
 from autoshard.version import __version__
@@ -41,7 +41,7 @@ from passes.plan.records import layouts_of
 from passes.redistribution.steps import Step
 from passes.search.coarse_to_fine import find_fastest
 from passes.search.find import Found, find_assignment
-from passes.search.find_states import States, find_states
+from passes.search.find_states import OfferedStates, States
 from passes.search.graph_ends import Boundary, boundary_of
 from passes.search.narrowing import Narrowing
 from passes.search.step_kinds import EXPOSED, phase_seconds
@@ -174,23 +174,15 @@ def search_plans(
         peak = known[id(found.assignment)].peak
         return replace(found, peak_nbytes=peak.nbytes, peak_node=peak.node)
 
-    def states(whole: Found, room: int, reserve: int, latest: Deadline) -> States:
-        return find_states(
-            task.joint,
-            task.prices.joining(whole.joined),
-            task.boundary,
-            room=room,
-            limit=(task.memory_limit or 0, reserve),
-            deadline=latest,
-            narrowing=task.narrowing,
-        )
+    def offer(whole: Found) -> OfferedStates:
+        prices = task.prices.joining(whole.joined)
+        return OfferedStates.of(task.joint, prices, task.boundary, task.narrowing, _pinned(task))
+
+    within = StatesWithin(compute_again(task.joint, _pinned(task) or ()), fastest, offer)
 
     def find(reserve: int, again: bool) -> Found:
         latest = until.at_least(_AGAIN_SHARE * task.time_limit) if again else until
-        if task.recompute == "user":
-            chosen = users_choice(task.joint)
-            return fastest(compute_again(task.joint, chosen), None, task.memory_limit, reserve, latest)
-        return found_with_states(task.joint, fastest, states, task.memory_limit, reserve, latest)
+        return within.found(task.memory_limit, reserve, latest)
 
     def moved(found: Found) -> Sequence[Step]:
         chosen = known[id(found.assignment)].moved
@@ -205,6 +197,11 @@ def search_plans(
     fitting = (one for one in found.rivals if fits_within(one, moved(one), task.mesh, task.memory_limit))
     kept = (found, *itertools.islice(fitting, most - 1))
     return [_plan_of(task, one, known[id(one.assignment)], task.again()) for one in kept]
+
+
+def _pinned(task: Task) -> list[str] | None:
+    """The ops that are computed again in any plan, and no others; None: the search says which."""
+    return users_choice(task.joint) if task.recompute == "user" else None
 
 
 def _search_until(task: Task, deadline: Deadline) -> Deadline:

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Self
 
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
 from passes.ir.joint import JointGraph
 from passes.layout.assignment import Assignment, NodeLayouts
+from passes.lower.missing_tangents import without_usually_missing
 from passes.search.agree import first_overlaps
 from passes.search.find import explained
 from passes.search.graph_ends import Boundary
 from passes.search.narrowing import Narrowing
 from passes.search.offered import ABSENT, build_offered
 from passes.search.overlapped import solve_overlapped
+from passes.search.search_space import SearchSpace
 from passes.solver.problem import Infeasible
+from passes.states.compute_again import compute_again
 from passes.states.cut_points import Place, places
 from passes.states.offers import EITHER, Offers, offered, without_either
 from passes.strategies.prices import Prices
 
-__all__ = ["States", "find_states"]
+__all__ = ["NoStates", "OfferedStates", "States"]
 
 
 ROWS_INSIDE = 50_000
@@ -33,66 +37,119 @@ ENOUGH = 5e-3
 @dataclass(frozen=True)
 class States:
     """again: ops of the forward that run once more. layouts: of the graph with these copies, by node name.
-    lower_bound: no states that were offered, with any layouts, take fewer seconds."""
+    lower_bound: no states that were offered, with any layouts, take fewer seconds. nbytes: the peak as it was counted."""
 
     again: tuple[str, ...]
     layouts: Assignment
     lower_bound: float
+    nbytes: int
 
     def narrowing(self, allowed: Narrowing) -> Narrowing:
         """That allows these layouts only, of those that `allowed` does."""
         return replace(allowed, allowed={name: partial(_alike, held) for name, held in self.layouts.items()})
 
 
-def find_states(
-    joint: JointGraph,
-    prices: Prices,
-    boundary: Boundary,
-    *,
-    room: int,
-    limit: tuple[int, int],
-    deadline: Deadline,
-    narrowing: Narrowing | None = None,
-) -> States:
-    """The states of the fastest plan within `room` bytes, as the search counts them.
+class NoStates(InfeasibleError):
+    """least: bytes that any plan needs, as the search counts them."""
 
-    limit: what an error says instead: the memory limit of the program, and what of it is reserved.
+    def __init__(self, text: str, least: float) -> None:
+        super().__init__(text)
+        self.least = least
 
-    Copies live as long as the backward of the part of the forward that they are of (`passes.states.cut_points`). Small
-    parts are tried first; twice as large ones if no plan fits, as then less is kept. Raises InfeasibleError if none
-    does.
-    """
-    least: tuple[float, InfeasibleError] | None = None
-    for kept in _coarser(places(joint)):
-        offers = offered(joint, kept, prices.traffic)
-        space = build_offered(
-            offers,
-            prices,
-            boundary,
-            memory_limit=room,
-            narrowing=narrowing,
-            deadline=deadline,
-        )
-        try:
-            found = solve_overlapped(
-                space.problem,
-                space.kinds(first_overlaps(prices.overlap_efficiency)),
-                time_limit=deadline.left,
-                rows_inside=ROWS_INSIDE,
-                relative_gap=ENOUGH,
-            )
-        except Infeasible as reason:
-            scale = (limit[0] - limit[1]) / room
-            reason.bound *= scale
-            error = explained(reason, offers.joint, space, prices.mesh, limit)
+
+@dataclass
+class OfferedStates:
+    """The states of one graph, offered level by level (`_coarser`). A level is built once: rooms differ in its limit."""
+
+    prices: Prices
+    boundary: Boundary
+    narrowing: Narrowing | None
+    levels: Iterator[Offers]
+    _built: list[_Level] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls,
+        joint: JointGraph,
+        prices: Prices,
+        boundary: Boundary,
+        narrowing: Narrowing | None = None,
+        pinned: Collection[str] | None = None,
+    ) -> Self:
+        """pinned: the ops that are computed again, and no others; None: any may be.
+
+        Copies live as long as the backward of the part of the forward that they are of (`passes.states.cut_points`):
+        small parts first, then twice as large ones, as then less is kept.
+        """
+        usual = without_usually_missing(joint)
+        if pinned is not None:
+            levels = iter([Offers(compute_again(usual, pinned), {}, frozenset(), tuple(pinned))])
+        else:
+            levels = (offered(usual, kept, prices.traffic) for kept in _coarser(places(usual)))
+        return cls(prices, boundary, narrowing, levels)
+
+    def find(self, *, room: int, limit: tuple[int, int], deadline: Deadline) -> States:
+        """The states of the fastest plan within `room` bytes, as the search counts them, at the first level with one.
+
+        limit: what an error says instead: the memory limit of the program, and what of it is reserved. Raises NoStates.
+        """
+        least: tuple[float, _Level, Infeasible] | None = None
+        for level in self._offered(deadline):
+            reason = level.refused(room)
+            if reason is None:
+                try:
+                    return level.find(room, deadline)
+                except Infeasible as found:
+                    reason = level.reason = found
             if reason.kind != "memory":
-                raise error from None
+                raise level.explained(reason, room, limit) from None
             if least is None or reason.bound < least[0]:
-                least = reason.bound, error
-            continue
-        return _states(offers, space.assignment(found.choice), found.lower_bound)
-    assert least is not None
-    raise least[1]
+                least = reason.bound, level, reason
+        assert least is not None
+        needs, level, reason = least
+        raise NoStates(str(level.explained(reason, room, limit)), needs)
+
+    def _offered(self, deadline: Deadline) -> Iterator[_Level]:
+        yield from self._built
+        for offers in self.levels:
+            space = build_offered(
+                offers, self.prices, self.boundary, narrowing=self.narrowing, deadline=deadline
+            )
+            self._built.append(_Level(offers, space, self.prices))
+            yield self._built[-1]
+
+
+@dataclass
+class _Level:
+    """reason: why there is no plan within the largest room for which there was none."""
+
+    offers: Offers
+    space: SearchSpace
+    prices: Prices
+    reason: Infeasible | None = None
+
+    def refused(self, room: int) -> Infeasible | None:
+        """Why there is nothing within `room`, if that is known: more is needed in any case."""
+        known = self.reason
+        return known if known is not None and known.kind == "memory" and known.bound > room else None
+
+    def find(self, room: int, deadline: Deadline) -> States:
+        """Raises Infeasible."""
+        space = self.space
+        found = solve_overlapped(
+            replace(space.problem, limit=room),
+            space.kinds(first_overlaps(self.prices.overlap_efficiency)),
+            time_limit=deadline.left,
+            rows_inside=ROWS_INSIDE,
+            relative_gap=ENOUGH,
+        )
+        nbytes = int(space.problem.peak(found.choice)[0])
+        return _states(self.offers, space.assignment(found.choice), found.lower_bound, nbytes)
+
+    def explained(self, reason: Infeasible, room: int, limit: tuple[int, int]) -> InfeasibleError:
+        """For users, who know their limit, not the room as the search counts it."""
+        scaled = Infeasible(reason.kind, reason.nodes, reason.bound * (limit[0] - limit[1]) / room, reason.step)
+        return explained(scaled, self.offers.joint, self.space, self.prices.mesh, limit)
 
 
 def _coarser(kept: tuple[Place, ...]) -> Iterator[tuple[Place, ...]]:
@@ -104,13 +161,13 @@ def _coarser(kept: tuple[Place, ...]) -> Iterator[tuple[Place, ...]]:
     yield ()
 
 
-def _states(offers: Offers, assignment: Assignment, lower_bound: float) -> States:
+def _states(offers: Offers, assignment: Assignment, lower_bound: float, nbytes: int) -> States:
     present = {name: layouts for name, layouts in assignment.items() if layouts != ABSENT}
-    again = {offers.copies[name] for name in present if name in offers.copies}
+    again = {offers.copies[name] for name in present if name in offers.copies} | set(offers.pinned)
     layouts = {
         without_either(name, again): held for name, held in present.items() if not name.endswith(EITHER)
     }
-    return States(tuple(sorted(again)), layouts, lower_bound)
+    return States(tuple(sorted(again)), layouts, lower_bound, nbytes)
 
 
 def _alike(held: NodeLayouts, strategies: Sequence[NodeLayouts]) -> list[int]:

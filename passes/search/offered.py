@@ -42,14 +42,13 @@ def build_offered(
     prices: Prices,
     boundary: Boundary,
     *,
-    memory_limit: int | None,
     narrowing: Narrowing | None = None,
     deadline: Deadline = NEVER,
 ) -> SearchSpace:
-    """`build_space` of the graph of `offers`. Its assignments hold `ABSENT`."""
+    """`build_space` of the graph of `offers`, within no limit yet. Its assignments hold `ABSENT`."""
     builder = _OfferBuilder.of(offers.joint, prices, boundary, narrowing, deadline)
     builder.optional = offers.optional
-    return builder.built(memory_limit)
+    return builder.built(None)
 
 
 @dataclass

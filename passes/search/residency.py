@@ -37,7 +37,8 @@ class Residency:
 
     A parameter is resident throughout with its gradient and optimizer state. An op's result lives
     from its step to its last reader's; views alias their operand, fused results are never stored.
-    A `use` counts what it gathered. Values the backward reads are live across the phases.
+    A `use` counts what it gathered. Values the backward reads are live across the phases, tangents from
+    the begin of the backward on, outputs until the forward ends.
     """
 
     intervals: tuple[tuple[int, int], ...]
@@ -53,8 +54,10 @@ class Residency:
     ) -> Residency:
         order = {node: step for step, node in enumerate(joint.graph.nodes)}
         end = len(order)
-        last = _last_reads(order)
         trained = joint.trained
+        last = _last_reads(joint, order, trained)
+        tangents = {n for n, spec in zip(joint.placeholders, joint.inputs, strict=True) if spec.kind == "tangent"}
+        backward = _forward_ends(order) + 1
         held_by = _HeldBytes(mesh)
         intervals: list[tuple[int, int]] = []
         nbytes: list[np.ndarray] = []
@@ -62,6 +65,9 @@ class Residency:
             if node is None:
                 intervals.append((0, 0))
                 nbytes.append(np.zeros(len(options), dtype=np.int64))
+            elif node in tangents:
+                intervals.append((backward, last.get(node, backward - 1) + 1))
+                nbytes.append(held_by(node, options))
             elif node.op == "placeholder":
                 # The value, its gradient and AdamW's states.
                 copies = 2 + ADAMW.states if node in trained else 1
@@ -84,15 +90,36 @@ class Residency:
         return Residency(tuple(intervals), tuple(nbytes))
 
 
-def _last_reads(order: dict[fx.Node, int]) -> dict[fx.Node, int]:
-    """Per node that owns storage, the last step at which it or a view of it is read."""
+def _last_reads(joint: JointGraph, order: dict[fx.Node, int], trained: set[fx.Node]) -> dict[fx.Node, int]:
+    """Per node that owns storage, the last step at which it or a view of it is read.
+
+    A trained parameter counts its gradient: what was made of it is gone once it is read. Outputs are the caller's when
+    the forward ends.
+    """
     last: dict[fx.Node, int] = {}
+
+    def read(value: fx.Node, step: int) -> None:
+        for owner in _owners(value):
+            last[owner] = max(last.get(owner, 0), step)
+
     for node, step in order.items():
-        if not is_either(node):
+        if node.op != "output" and not is_either(node):
             for operand in tensor_operands(node):
-                for owner in _owners(operand):
-                    last[owner] = max(last.get(owner, 0), step)
+                read(operand, step)
+    placeholders, ends = joint.placeholders, _forward_ends(order)
+    for spec, result in zip(joint.outputs, joint.results, strict=True):
+        if result is None:
+            continue
+        if spec.kind != "grad":
+            read(result, ends)
+        elif placeholders[spec.index] not in trained:
+            read(result, len(order))
     return last
+
+
+def _forward_ends(order: dict[fx.Node, int]) -> int:
+    """The last step of the forward."""
+    return max((step for node, step in order.items() if node.meta.get("phase") == "forward"), default=0)
 
 
 def _owners(operand: fx.Node) -> Iterator[fx.Node]:

@@ -38,11 +38,13 @@ EITHER = "_either"
 @dataclass(frozen=True)
 class Offers:
     """joint: the graph with copies. copies: copy -> the op of the forward that it repeats.
-    optional: nodes that may be absent: copies, `either`, and every `use` that one of those reads or makes."""
+    optional: nodes that may be absent: copies, `either`, and every `use` that one of those reads or makes.
+    pinned: ops of which there is a copy in any case."""
 
     joint: JointGraph
     copies: dict[str, str]
     optional: frozenset[str]
+    pinned: tuple[str, ...] = ()
 
 
 def offered(joint: JointGraph, kept: Sequence[Place], traffic: TrafficModel) -> Offers:
