@@ -11,7 +11,7 @@ from cost_model.units import format_bytes
 from passes.ir.joint import JointGraph
 from passes.search.coarse_to_fine import none_together
 from passes.search.find import Found
-from passes.search.find_states import NoStates, OfferedStates, States
+from passes.search.find_states import ENOUGH, NoStates, OfferedStates, States
 from passes.solver.solve import ROUNDING
 from passes.states.compute_again import compute_again
 
@@ -77,31 +77,38 @@ class _Search:
         return self.limit[0] - self.limit[1]
 
     def run(self) -> Found:
-        least, reason, counted = self.whole, None, self.room
+        """States for layouts as they are known first; where their program fits, with what other layouts can do."""
+        least, best, reason, counted = self.whole, None, None, self.room
         for _ in range(_TRIES):
             try:
-                chosen = self.offered.find(
-                    room=counted, limit=self.limit, deadline=self.deadline.share(_STATES_SHARE)
-                )
+                chosen = self._states(counted, prove=best is not None)
             except NoStates as refused:
                 # What it counts may be more than what the program holds.
                 larger = int(refused.least * (1.0 + _MORE))
-                if reason is not None or larger <= counted:
-                    raise reason or refused from None
+                if best is not None or reason is not None or larger <= counted:
+                    reason = reason or refused
+                    break
                 reason, counted = refused, larger
                 continue
+            if best is not None and chosen.seconds >= best[1].seconds * (1.0 - ENOUGH):
+                return _proven(best[0], best[1].seconds - chosen.lower_bound)
             found = self._judged(chosen)
             if found.peak_nbytes <= self.room:
-                return found
-            if reason is not None:
-                break
+                best = found, chosen
+                continue
             least = min(least, found, key=lambda one: one.peak_nbytes)
             counted = min(chosen.nbytes, counted) - int(_LESS * (found.peak_nbytes - self.room))
+        if best is not None:
+            return _proven(best[0], best[0].seconds)
         raise reason or self._too_much(least)
+
+    def _states(self, counted: int, *, prove: bool) -> States:
+        latest = self.deadline.share(_STATES_SHARE)
+        return self.offered.find(room=counted, limit=self.limit, deadline=latest, prove=prove)
 
     def _judged(self, chosen: States) -> Found:
         graph = compute_again(self.joint, chosen.again)
-        return _proven(self.fastest(graph, chosen, None, self.limit[1], self.deadline), chosen)
+        return self.fastest(graph, chosen, None, self.limit[1], self.deadline)
 
     def _too_much(self, found: Found) -> InfeasibleError:
         needs = format_bytes(found.peak_nbytes + self.limit[1])
@@ -112,10 +119,9 @@ class _Search:
         )
 
 
-def _proven(found: Found, chosen: States) -> Found:
-    """`found` with the bound of all states that were offered within that room."""
-    extra = sum(overlap.extra for overlap in found.overlaps)
-    bound = min(found.seconds, chosen.lower_bound + extra)
+def _proven(found: Found, missing: float) -> Found:
+    """`found`, of which no states that were offered within its room save more than so many seconds."""
+    bound = max(0.0, found.seconds - max(0.0, missing))
     gap = (found.seconds - bound) / max(found.seconds, 1e-300)
     status = "optimal" if gap <= ROUNDING else "feasible"
     return replace(found, lower_bound=bound, gap=gap, status=status)

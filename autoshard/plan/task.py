@@ -176,7 +176,14 @@ def search_plans(
 
     def offer(whole: Found) -> OfferedStates:
         prices = task.prices.joining(whole.joined)
-        return OfferedStates.of(task.joint, prices, task.boundary, task.narrowing, _pinned(task))
+        return OfferedStates.of(
+            task.joint,
+            prices,
+            task.boundary,
+            whole.assignment,
+            narrowing=task.narrowing,
+            pinned=_pinned(task),
+        )
 
     within = StatesWithin(compute_again(task.joint, _pinned(task) or ()), fastest, offer)
 

@@ -9,15 +9,17 @@ from typing import Self
 
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
+from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph
 from passes.layout.assignment import Assignment, NodeLayouts
 from passes.lower.missing_tangents import without_usually_missing
 from passes.search.agree import first_overlaps
+from passes.search.columns import Columns
 from passes.search.find import explained
 from passes.search.graph_ends import Boundary
+from passes.search.known_layouts import known_layouts, same_layouts
 from passes.search.narrowing import Narrowing
 from passes.search.offered import ABSENT, build_offered
-from passes.search.overlapped import solve_overlapped
 from passes.search.search_space import SearchSpace
 from passes.solver.problem import Infeasible
 from passes.states.compute_again import compute_again
@@ -25,24 +27,25 @@ from passes.states.cut_points import Place, places
 from passes.states.offers import EITHER, Offers, offered, without_either
 from passes.strategies.prices import Prices
 
-__all__ = ["NoStates", "OfferedStates", "States"]
+__all__ = ["ENOUGH", "NoStates", "OfferedStates", "States"]
 
-
-ROWS_INSIDE = 50_000
-"""Edge entries of the largest problem that is solved with its memory rows: states make many rows bind at once."""
 ENOUGH = 5e-3
 """Relative gap at which states are good enough."""
+_LONGEST = 3600.0
+"""Seconds, where no deadline is set."""
 
 
 @dataclass(frozen=True)
 class States:
     """again: ops of the forward that run once more. layouts: of the graph with these copies, by node name.
-    lower_bound: no states that were offered, with any layouts, take fewer seconds. nbytes: the peak as it was counted."""
+    seconds: of the search. lower_bound: no states that were offered, with any layouts, take fewer seconds. nbytes: the
+    peak as it was counted."""
 
     again: tuple[str, ...]
     layouts: Assignment
-    lower_bound: float
-    nbytes: int
+    seconds: float = 0.0
+    lower_bound: float = 0.0
+    nbytes: int = 0
 
     def narrowing(self, allowed: Narrowing) -> Narrowing:
         """That allows these layouts only, of those that `allowed` does."""
@@ -63,6 +66,7 @@ class OfferedStates:
 
     prices: Prices
     boundary: Boundary
+    known: Assignment
     narrowing: Narrowing | None
     levels: Iterator[Offers]
     _built: list[_Level] = field(default_factory=list)
@@ -73,10 +77,13 @@ class OfferedStates:
         joint: JointGraph,
         prices: Prices,
         boundary: Boundary,
+        known: Assignment,
+        *,
         narrowing: Narrowing | None = None,
         pinned: Collection[str] | None = None,
     ) -> Self:
-        """pinned: the ops that are computed again, and no others; None: any may be.
+        """known: layouts of a good plan of `joint`. pinned: the ops that are computed again, and no others; None: any
+        may be.
 
         Copies live as long as the backward of the part of the forward that they are of (`passes.states.cut_points`):
         small parts first, then twice as large ones, as then less is kept.
@@ -86,19 +93,20 @@ class OfferedStates:
             levels = iter([Offers(compute_again(usual, pinned), {}, frozenset(), tuple(pinned))])
         else:
             levels = (offered(usual, kept, prices.traffic) for kept in _coarser(places(usual)))
-        return cls(prices, boundary, narrowing, levels)
+        return cls(prices, boundary, known, narrowing, levels)
 
-    def find(self, *, room: int, limit: tuple[int, int], deadline: Deadline) -> States:
+    def find(self, *, room: int, limit: tuple[int, int], deadline: Deadline, prove: bool = True) -> States:
         """The states of the fastest plan within `room` bytes, as the search counts them, at the first level with one.
 
-        limit: what an error says instead: the memory limit of the program, and what of it is reserved. Raises NoStates.
+        limit: what an error says instead: the memory limit of the program, and what of it is reserved. prove: whether
+        other layouts are looked for than are known so far. Raises NoStates.
         """
         least: tuple[float, _Level, Infeasible] | None = None
         for level in self._offered(deadline):
             reason = level.refused(room)
             if reason is None:
                 try:
-                    return level.find(room, deadline)
+                    return level.find(room, deadline, prove)
                 except Infeasible as found:
                     reason = level.reason = found
             if reason.kind != "memory":
@@ -115,7 +123,7 @@ class OfferedStates:
             space = build_offered(
                 offers, self.prices, self.boundary, narrowing=self.narrowing, deadline=deadline
             )
-            self._built.append(_Level(offers, space, self.prices))
+            self._built.append(_Level.of(offers, space, self.prices, self.known))
             yield self._built[-1]
 
 
@@ -125,31 +133,34 @@ class _Level:
 
     offers: Offers
     space: SearchSpace
-    prices: Prices
+    columns: Columns
+    mesh: MeshSpec
     reason: Infeasible | None = None
+
+    @staticmethod
+    def of(offers: Offers, space: SearchSpace, prices: Prices, known: Assignment) -> _Level:
+        kinds = space.kinds(first_overlaps(prices.overlap_efficiency))
+        columns = Columns(space.problem, kinds, known_layouts(offers, space, known))
+        return _Level(offers, space, columns, prices.mesh)
 
     def refused(self, room: int) -> Infeasible | None:
         """Why there is nothing within `room`, if that is known: more is needed in any case."""
         known = self.reason
         return known if known is not None and known.kind == "memory" and known.bound > room else None
 
-    def find(self, room: int, deadline: Deadline) -> States:
+    def find(self, room: int, deadline: Deadline, prove: bool) -> States:
         """Raises Infeasible."""
-        space = self.space
-        found = solve_overlapped(
-            replace(space.problem, limit=room),
-            space.kinds(first_overlaps(self.prices.overlap_efficiency)),
-            time_limit=deadline.left,
-            rows_inside=ROWS_INSIDE,
-            relative_gap=ENOUGH,
-        )
-        nbytes = int(space.problem.peak(found.choice)[0])
-        return _states(self.offers, space.assignment(found.choice), found.lower_bound, nbytes)
+        search = self.columns.proven if prove else self.columns.fitting
+        found = search(room, min(deadline.left, _LONGEST), ENOUGH)
+        nbytes = int(self.space.problem.peak(found.choice)[0])
+        states = _states(self.offers, self.space.assignment(found.choice))
+        return replace(states, seconds=found.cost, lower_bound=found.lower_bound, nbytes=nbytes)
 
     def explained(self, reason: Infeasible, room: int, limit: tuple[int, int]) -> InfeasibleError:
-        """For users, who know their limit, not the room as the search counts it."""
-        scaled = Infeasible(reason.kind, reason.nodes, reason.bound * (limit[0] - limit[1]) / room, reason.step)
-        return explained(scaled, self.offers.joint, self.space, self.prices.mesh, limit)
+        """For users, who know their limit, not the room as the search counts it: as much less of it is missing."""
+        bound = reason.bound + limit[0] - limit[1] - room
+        counted = Infeasible(reason.kind, reason.nodes, bound, reason.step)
+        return explained(counted, self.offers.joint, self.space, self.mesh, limit)
 
 
 def _coarser(kept: tuple[Place, ...]) -> Iterator[tuple[Place, ...]]:
@@ -161,18 +172,15 @@ def _coarser(kept: tuple[Place, ...]) -> Iterator[tuple[Place, ...]]:
     yield ()
 
 
-def _states(offers: Offers, assignment: Assignment, lower_bound: float, nbytes: int) -> States:
+def _states(offers: Offers, assignment: Assignment) -> States:
     present = {name: layouts for name, layouts in assignment.items() if layouts != ABSENT}
     again = {offers.copies[name] for name in present if name in offers.copies} | set(offers.pinned)
     layouts = {
         without_either(name, again): held for name, held in present.items() if not name.endswith(EITHER)
     }
-    return States(tuple(sorted(again)), layouts, lower_bound, nbytes)
+    return States(tuple(sorted(again)), layouts)
 
 
 def _alike(held: NodeLayouts, strategies: Sequence[NodeLayouts]) -> list[int]:
     """Those with the layouts `held`, whatever is stored for them; all, if there are none."""
-    content = lambda s: (s.operands, s.results, s.splits)
-    return [i for i, s in enumerate(strategies) if content(s) == content(held)] or list(
-        range(len(strategies))
-    )
+    return [i for i, s in enumerate(strategies) if same_layouts(s, held)] or list(range(len(strategies)))

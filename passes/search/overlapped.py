@@ -29,7 +29,7 @@ from passes.solver.room import no_room
 from passes.solver.solve import ROUNDING, solve
 from passes.solver.tables import Tables
 
-__all__ = ["solve_overlapped"]
+__all__ = ["CuttingPlanes", "solve_overlapped"]
 
 ENOUGH = 5e-4
 """Share of the cost by which the bound may still rise when more solving is not worth the wait. The gap that
@@ -70,15 +70,17 @@ def solve_overlapped(
     hides = kinds.hides()
     if not hides and (small or problem.limit is None):
         return solve(problem, time_limit=time_limit, warm=warm, relative_gap=relative_gap)
-    search = _CuttingPlanes(problem, kinds, time.monotonic() + time_limit, small, relative_gap)
+    search = CuttingPlanes(problem, kinds, time.monotonic() + time_limit, small, relative_gap)
     if warm is not None:
         search.offer(warm)
     search.run()
     return search.solution()
 
 
-class _CuttingPlanes:
-    """The best choice that fits, the best bound and its point, all choices so far, and their planes."""
+class CuttingPlanes:
+    """The best choice that fits, the best bound and its point, all choices so far, and their planes.
+
+    worth: seconds for using the limit once more at a row, as the problem says that gave the best bound."""
 
     def __init__(
         self, problem: Problem, kinds: CostKinds, deadline: float, rows_inside: bool, relative_gap: float
@@ -96,6 +98,7 @@ class _CuttingPlanes:
         self.planes: list[Plane] = []
         self.rows: list[int] = []
         self.cap = 0.0
+        self.worth: dict[int, float] = {}
 
     def run(self) -> None:
         """Rounds until the bound meets the cost, is near enough to it, or cannot rise any more."""
@@ -134,6 +137,7 @@ class _CuttingPlanes:
         bound = found.lower_bound - sum(point.prices.values())
         if bound > self.bound:
             self.bound, self.bound_at = bound, point
+            self.worth = {row: price * (self.problem.limit or 0.0) for row, price in found.prices.items()}
         self._add_plane(found.choice)
         self.offer(found.choice)
         self._mix()

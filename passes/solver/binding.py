@@ -7,8 +7,8 @@ messages, which forbid what is proven to cost too much. Integers last, again wit
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -37,14 +37,23 @@ Offer = Callable[[Graph, Rows, dict[int, int]], float]
 @dataclass(frozen=True)
 class Answer:
     """bound: no choice that costs less than the cutoff costs less than this.
-    closed: the search ended by itself: nothing better than what was offered is left, but for the tolerance."""
+    closed: the search ended by itself: nothing better than what was offered is left, but for the tolerance.
+    prices: of memory by the graph's rows, in the first relaxation: what a byte of room is worth."""
 
     bound: float
     closed: bool
+    prices: Mapping[int, float] = field(default_factory=dict[int, float])
 
 
 def solve_rows(graph: Graph, cutoff: float, budget: Budget, offer: Offer) -> Answer:
     """Search `graph`, which is consumed, for choices that fit and cost less than `cutoff`; each is offered."""
+    prices: dict[int, float] = {}
+    return replace(_solve_rows(graph, cutoff, budget, offer, prices), prices=prices)
+
+
+def _solve_rows(
+    graph: Graph, cutoff: float, budget: Budget, offer: Offer, prices: dict[int, float]
+) -> Answer:
     bound, pruned = -float("inf"), cutoff
     try:
         presolve(graph, budget.deadline)
@@ -57,6 +66,7 @@ def solve_rows(graph: Graph, cutoff: float, budget: Budget, offer: Offer) -> Ans
             if relaxed is None:
                 return Answer(bound, False)
             found = bound_of(graph, rows, relaxed)
+            prices.update({} if prices else rows.of_graph(found.prices))
             bound = max(bound, min(found.bound, pruned))
             cutoff = min(cutoff, offer(graph, rows, relaxed.choice))
             if cutoff - bound <= budget.tolerance:

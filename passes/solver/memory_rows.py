@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -52,7 +53,8 @@ GROWTH, SMALLEST, LARGEST = 1.15, 1_000, 200_000
 class MemorySearch:
     """State of the search: the best choice that fits, its cost, and the proven bound.
 
-    `graph` is the problem reduced with all memory rows. best: of the nodes of the graph.
+    `graph` is the problem reduced with all memory rows. best: of the nodes of the graph. prices: of memory by the
+    graph's rows, as far as they were found.
     """
 
     def __init__(self, graph: Graph, budget: Budget, warm: dict[int, int] | None = None) -> None:
@@ -60,6 +62,7 @@ class MemorySearch:
         self.graph, self.rows, self.budget = graph, Rows.of(graph), budget
         self.best: dict[int, int] | None = None
         self.cost, self.bound = float("inf"), -float("inf")
+        self.prices: Mapping[int, float] = {}
         self._prices: Array = np.zeros(len(self.rows.slack))
         self._priced: Bound | None = None
         self._seconds_of_repair = 0.0
@@ -121,6 +124,7 @@ class MemorySearch:
             self.graph, self.rows, self._priced, self._until(share), offer, self.budget.tolerance
         )
         self._priced, self._prices = found, found.prices
+        self.prices = self.prices or self.rows.of_graph(found.prices)
         self._raise_bound(found.bound)
         if self.best is None:
             self._repair(last, found.prices)
@@ -170,6 +174,7 @@ class MemorySearch:
         """Search what is left by programs; True if that ended the search."""
         answer = solve_rows(left, self.cost, Budget(self._until(share), self.budget.tolerance), self._offer)
         self._raise_bound(answer.bound)
+        self.prices = answer.prices or self.prices
         if answer.closed and self.best is None:
             raise DeadEnd(min(self.graph.cost, default=-1))
         return answer.closed

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from .problem import Array, Infeasible, Problem
 from .solve import solve
 
-__all__ = ["mixed"]
+__all__ = ["mixed", "restricted"]
 
 GAP = 1e-4
 """Relative gap at which the mix is good enough: layers are discrete, so it seldom vanishes."""
@@ -27,7 +27,7 @@ def mixed(problem: Problem, choices: Sequence[Sequence[int]], seconds: float) ->
     Searches for about `seconds` at most; None if no mix was found that fits.
     """
     keep = [sorted(set(strategies)) for strategies in zip(*choices, strict=True)]
-    small = _restricted(problem, keep)
+    small = restricted(problem, keep)
     positions = [[k.index(a) for k, a in zip(keep, choice, strict=True)] for choice in choices]
     fitting = [p for p in positions if small.fits(p)]
     warm = min(fitting, key=small.cost, default=None)
@@ -38,7 +38,7 @@ def mixed(problem: Problem, choices: Sequence[Sequence[int]], seconds: float) ->
     return tuple(k[a] for k, a in zip(keep, found.choice, strict=True))
 
 
-def _restricted(problem: Problem, keep: Sequence[Sequence[int]]) -> Problem:
+def restricted(problem: Problem, keep: Sequence[Sequence[int]]) -> Problem:
     """`problem` with the strategies `keep` of every node; one array per (array, strategies)."""
     made: dict[tuple[int, ...], Array] = {}
 

@@ -7,8 +7,8 @@ intra-operator parallelism (iopddl), with `inf` for what is impossible.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -113,6 +113,7 @@ class Solution:
     lower_bound: proven: no choice within the limit costs less.
     gap:         (cost - lower_bound) / |cost|; 0.0 where both agree.
     status:      "optimal" if the gap is no more than was asked for (and rounding), else "feasible".
+    prices:      what a unit of room is worth about, by row (position in `Problem.steps`), where a limit binds.
     """
 
     choice: tuple[int, ...]
@@ -120,6 +121,7 @@ class Solution:
     lower_bound: float
     gap: float
     status: Literal["optimal", "feasible"]
+    prices: Mapping[int, float] = field(default_factory=dict[int, float])
 
 
 class Infeasible(Exception):

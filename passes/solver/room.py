@@ -10,7 +10,7 @@ from .core import Budget, solve_graph
 from .graph import Graph
 from .problem import Array, Infeasible, Problem
 
-__all__ = ["no_room", "several_rows"]
+__all__ = ["least_usage", "no_room", "several_rows"]
 
 FULLEST = 8
 """Steps that are looked at, those where the nodes' least usages add up to most."""

@@ -43,20 +43,27 @@ def solve(
     relative = max(relative_gap, ROUNDING)
     known = _known(problem, warm)
     base = Graph.of(problem, Tables())
+    prices: dict[int, float] = {}
     try:
-        choice, bound = _search(problem, base, relative, deadline, known)
+        choice, bound = _search(problem, base, relative, deadline, known, prices)
     except DeadEnd as dead:
         raise _reason(problem, base, dead, deadline) from None
     if choice is None and known is None:
         raise no_room(problem, base, deadline) or Infeasible("time")
     best = min((c for c in (choice, known) if c is not None), key=problem.cost)
-    return _solution(problem, best, bound, relative)
+    return _solution(problem, best, bound, relative, prices)
 
 
 def _search(
-    problem: Problem, base: Graph, relative: float, deadline: float, known: list[int] | None
+    problem: Problem,
+    base: Graph,
+    relative: float,
+    deadline: float,
+    known: list[int] | None,
+    prices: dict[int, float],
 ) -> tuple[list[int] | None, float]:
-    """The best choice found (None: none) and a bound. Raises DeadEnd if nothing is possible."""
+    """The best choice found (None: none) and a bound; those of memory go into `prices`. Raises DeadEnd if nothing is
+    possible."""
     now = time.monotonic()
     graph = base.copy()
     if problem.limit is not None:
@@ -68,6 +75,7 @@ def _search(
         search = MemorySearch(graph, budget, warm)
         search.solve()
         best, bound = search.best, search.bound
+        prices.update(search.prices)
     else:
         found = solve_presolved(graph, budget, warm)
         return [found.choice[node] for node in range(len(problem.node_costs))], found.bound
@@ -101,10 +109,12 @@ def _reason(problem: Problem, base: Graph, dead: DeadEnd, deadline: float) -> In
     return Infeasible("edges", contradiction(base, dead.node))
 
 
-def _solution(problem: Problem, choice: list[int], bound: float, relative: float) -> Solution:
+def _solution(
+    problem: Problem, choice: list[int], bound: float, relative: float, prices: dict[int, float]
+) -> Solution:
     cost = problem.cost(choice)
     assert np.isfinite(cost)
     bound = min(bound, cost)
     gap = 0.0 if bound == cost else (cost - bound) / max(abs(cost), 1e-300)
     closed = gap <= relative * (1 + 1e-6)
-    return Solution(tuple(choice), cost, bound, gap, "optimal" if closed else "feasible")
+    return Solution(tuple(choice), cost, bound, gap, "optimal" if closed else "feasible", prices)

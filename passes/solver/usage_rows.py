@@ -36,6 +36,7 @@ class Rows:
     usages: node -> what it uses, at these rows; only nodes that use anything.
     slope:  [rows, columns]: what each column uses at a row, less what it uses at the row before.
     slack:  [rows]
+    at:     [rows]: a row of the graph that each stands for.
     """
 
     nodes: tuple[int, ...]
@@ -43,6 +44,7 @@ class Rows:
     usages: Mapping[int, Usage]
     slope: csr_array
     slack: Array
+    at: NDArray[np.int64]
 
     @staticmethod
     def of(graph: Graph) -> Rows:
@@ -52,16 +54,20 @@ class Rows:
         if not found:
             short = np.sort(graph.slack)[:1]  # a row that nothing uses binds if it has no room to begin with
             short = short[short < 0]
-            return Rows(nodes, start, {}, csr_array((len(short), int(start[-1]))), short)
+            at = np.argsort(graph.slack)[: len(short)]
+            return Rows(nodes, start, {}, csr_array((len(short), int(start[-1]))), short, at)
         edges = [points for usage in found.values() for points in (usage.first, usage.last)]
         points = np.unique(np.concatenate([np.zeros(1, dtype=np.int64), *edges]))
         points = points[points < len(graph.slack)]
-        slack = RangeMinimum(graph.slack)(points, np.append(points[1:], len(graph.slack)))
+        ends = np.append(points[1:], len(graph.slack))
+        slack = RangeMinimum(graph.slack)(points, ends)
+        spans = zip(points, ends, strict=True)
+        at = np.array([first + int(np.argmin(graph.slack[first:last])) for first, last in spans])
         usages = {
             node: usage.at_rows(np.searchsorted(points, usage.first), np.searchsorted(points, usage.last))
             for node, usage in found.items()
         }
-        return Rows(nodes, start, usages, _slopes(nodes, start, usages, len(points)), slack)._binding()
+        return Rows(nodes, start, usages, _slopes(nodes, start, usages, len(points)), slack, at)._binding()
 
     def _binding(self) -> Rows:
         rows = self
@@ -76,10 +82,9 @@ class Rows:
                 some = first < last
                 if some.any():
                     usages[node] = Usage(first[some], last[some], usage.used[some])
-            kept = rows.slack[~needless]
-            rows = Rows(
-                rows.nodes, rows.start, usages, _slopes(rows.nodes, rows.start, usages, len(kept)), kept
-            )
+            kept, at = rows.slack[~needless], rows.at[~needless]
+            slopes = _slopes(rows.nodes, rows.start, usages, len(kept))
+            rows = Rows(rows.nodes, rows.start, usages, slopes, kept, at)
         return rows
 
     def _needless(self) -> NDArray[np.bool_]:
@@ -105,6 +110,10 @@ class Rows:
     def priced(self, prices: Array) -> Array:
         """[columns]: cost of what is used, at `prices` [rows]."""
         return self.slope.T @ np.cumsum(prices[::-1])[::-1]
+
+    def of_graph(self, prices: Array) -> dict[int, float]:
+        """`prices` [rows] by the rows of the graph."""
+        return {int(self.at[row]): float(prices[row]) for row in np.flatnonzero(prices > 0)}
 
     def single(self, row: int) -> Row:
         used = {node: vector for node, usage in self.usages.items() if (vector := usage.at(row)) is not None}

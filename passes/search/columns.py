@@ -1,0 +1,146 @@
+"""The search within a memory limit where states are offered: few strategies of every node, and those that a price brings.
+
+Most of what a limit asks for are states, not layouts. So a problem with the layouts of a known plan, and all states, is
+solved with its memory rows; it is small. What a byte is worth there, at every row, is a price for the whole problem:
+its least cost under prices bounds every choice that fits, and where it is lower than what was found, its strategies
+join the small problem [Dantzig and Wolfe 1960].
+
+    least cost + prices . (use - room)        is known for one room, so for all rooms
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from passes.search.cost_kinds import CostKinds
+from passes.search.overlapped import CuttingPlanes
+from passes.search.planes import Point, charged
+from passes.solver.graph import Graph
+from passes.solver.mix import restricted
+from passes.solver.problem import Infeasible, Problem, Solution
+from passes.solver.room import least_usage, live_nodes
+from passes.solver.solve import ROUNDING, solve
+from passes.solver.tables import Tables
+
+__all__ = ["Columns"]
+
+ROUNDS = 6
+"""How often strategies may join before a problem without any choice that fits is solved as a whole."""
+PROVING = 3
+"""How often strategies may join for a better choice."""
+WORTH = 1e-3
+"""Share of the cost by which that must be better for another time."""
+SMALL = 50_000
+"""Edge entries of the largest problem that is solved as a whole where few strategies do not say whether anything fits."""
+DEAR = (1.0, 30.0)
+"""Prices of a row where nothing fits that bring choices of little memory, as shares of the cost for all of the room."""
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """No choice that fits a room of r takes less than base - slope * r."""
+
+    base: float
+    slope: float
+
+
+@dataclass
+class Columns:
+    """problem: without a limit, which is of a search. keep: per node the positions of the strategies that are in the
+    small problem, one at least; more join with every search."""
+
+    problem: Problem
+    kinds: CostKinds
+    keep: list[set[int]]
+    _bounds: list[_Bound] = field(default_factory=list)
+    _known: tuple[int, ...] | None = None
+    _last: Infeasible = field(default_factory=lambda: Infeasible("time"))
+
+    def fitting(self, room: float, time_limit: float, gap: float) -> Solution:
+        """The best choice of the small problem that fits, with what is known of the whole. Raises Infeasible."""
+        deadline = time.monotonic() + time_limit
+        return self._solution(self._small(room, deadline, gap)[0], room)
+
+    def proven(self, room: float, time_limit: float, gap: float) -> Solution:
+        """With strategies that prices bring, until it is within `gap` of the bound or they bring nothing more."""
+        deadline = time.monotonic() + time_limit
+        choice, point = self._small(room, deadline, gap)
+        found = self._solution(choice, room)
+        for _ in range(PROVING):
+            if found.gap <= max(gap, ROUNDING) or time.monotonic() >= deadline:
+                break
+            if not self._priced(point, room, deadline, gap):
+                return self._solution(choice, room)
+            before, (choice, point) = found.cost, self._small(room, deadline, gap)
+            found = self._solution(choice, room)
+            if found.cost > before * (1.0 - WORTH):
+                break
+        return found
+
+    def _small(self, room: float, deadline: float, gap: float) -> tuple[tuple[int, ...], Point]:
+        for _ in range(ROUNDS):
+            keep = [sorted(kept) for kept in self.keep]
+            small = restricted(replace(self.problem, limit=room), keep)
+            search = CuttingPlanes(small, self.kinds, deadline, True, gap / 4)
+            if self._known is not None:
+                search.offer([kept.index(a) for kept, a in zip(keep, self._known, strict=True)])
+            try:
+                search.run()
+            except Infeasible as reason:
+                if self._join(reason, room, deadline):
+                    continue
+                break
+            self._known = tuple(kept[a] for kept, a in zip(keep, search.choice, strict=True))
+            return self._known, replace(search.bound_at, prices=search.worth)
+        return self._whole(room, deadline, gap)
+
+    def _whole(self, room: float, deadline: float, gap: float) -> tuple[tuple[int, ...], Point]:
+        """The whole problem with its rows. In large ones, what no mix of the leanest choices fits is taken to have no
+        plan: a search with rows would not end."""
+        if sum(matrix.size for matrix in self.problem.edge_costs) > SMALL:
+            raise self._last
+        search = CuttingPlanes(replace(self.problem, limit=room), self.kinds, deadline, True, gap / 4)
+        search.run()
+        self._add(search.choice)
+        return search.choice, replace(search.bound_at, prices=search.worth)
+
+    def _join(self, reason: Infeasible, room: float, deadline: float) -> bool:
+        """Strategies of choices with less memory; False if all are known. Raises Infeasible if none would fit."""
+        self._last = reason
+        first = Point.first(self.kinds.paths)
+        if reason.kind == "time":
+            raise reason
+        if reason.kind == "edges":
+            return self._priced(first, room, deadline, 0.0)
+        problem = replace(self.problem, limit=room)
+        row = int(problem.steps.searchsorted(reason.step))
+        usage, choice = least_usage(problem, Graph.of(problem, Tables()), row, deadline)
+        if usage > room:
+            raise Infeasible("memory", live_nodes(problem, row, choice), usage, reason.step)
+        new = self._add(choice)
+        scale = self.kinds.seconds(self.problem, choice)
+        for dear in DEAR:
+            new |= self._priced(replace(first, prices={row: dear * scale}), room, deadline, 0.01)
+        return new
+
+    def _priced(self, point: Point, room: float, deadline: float, gap: float) -> bool:
+        """The whole problem under prices: a bound for all rooms, and strategies that join; False if all are known."""
+        weighted = self.kinds.weighted(replace(self.problem, limit=room), point.weights(self.kinds.paths))
+        left = max(deadline - time.monotonic(), 1.0)
+        found = solve(charged(weighted, point.prices), time_limit=left, relative_gap=gap / 4)
+        self._bounds.append(_Bound(found.lower_bound, sum(point.prices.values()) / room))
+        return self._add(found.choice)
+
+    def _add(self, choice: Sequence[int]) -> bool:
+        new = [a not in kept for kept, a in zip(self.keep, choice, strict=True)]
+        for kept, a in zip(self.keep, choice, strict=True):
+            kept.add(int(a))
+        return any(new)
+
+    def _solution(self, choice: tuple[int, ...], room: float) -> Solution:
+        cost = self.kinds.seconds(self.problem, choice)
+        bound = min(cost, max((b.base - b.slope * room for b in self._bounds), default=0.0))
+        gap = (cost - bound) / max(abs(cost), 1e-300)
+        return Solution(choice, cost, bound, gap, "optimal" if gap <= ROUNDING else "feasible")
