@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from passes.ir.joint import result_index, tensor_operands
+from passes.ir.joint import repeats, result_index, tensor_operands
 
 __all__ = [
     "OpKind",
@@ -45,6 +45,7 @@ __all__ = [
     "is_whole_view",
     "numel",
     "op_kind",
+    "read_repeats",
     "reads_shape_only",
     "rounds",
     "storage_root",
@@ -185,6 +186,11 @@ def is_piece(node: fx.Node) -> bool:
 def is_collect(node: fx.Node) -> bool:
     """`autoshard::collect`: what one piece of a batch adds to the whole."""
     return str(node.target) == "autoshard.collect.default"
+
+
+def read_repeats(node: fx.Node) -> int:
+    """How often, in a step, the operands of an op are brought to it: what pieces of a batch are parts of, once."""
+    return 1 if is_piece(node) else repeats(node)
 
 
 def is_cast(node: fx.Node) -> bool:

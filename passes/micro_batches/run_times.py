@@ -68,6 +68,7 @@ class _Label:
 
 
 _Labels = tuple[_Label, ...]
+_Side = tuple[RunTime, Layout]
 
 
 def find_run_times(joint: JointGraph, count: int) -> RunTimes:
@@ -153,8 +154,8 @@ class _Labeller:
         nbytes = results_nbytes(operand)
         key = id(self.labels[source]), result, id(self.labels[target]), position, nbytes, given
         if key not in self.matrices:
-            rows = [(one.time, one.layouts.results[result]) for one in self.labels[source]]
-            columns = [(one.time, one.layouts.operands[position]) for one in self.labels[target]]
+            rows: list[_Side] = [(one.time, one.layouts.results[result]) for one in self.labels[source]]
+            columns: list[_Side] = [(one.time, one.layouts.operands[position]) for one in self.labels[target]]
             self.matrices[key] = np.array(
                 [[_move(row, column, nbytes, given) for column in columns] for row in rows]
             )
@@ -193,7 +194,7 @@ def _in_pieces(strategy: NodeLayouts, rule: OpRule, mesh: MeshSpec) -> bool:
     )
 
 
-def _move(source: tuple[RunTime, Layout], target: tuple[RunTime, Layout], nbytes: int, given: bool) -> float:
+def _move(source: _Side, target: _Side, nbytes: int, given: bool) -> float:
     """Bytes that a read costs; inf where a piece would need another. given: whether the caller gives the tensor."""
     (made, held), (read, wanted) = source, target
     if read == "piece":

@@ -19,7 +19,7 @@ def time_mesh(count: int) -> MeshSpec:
 
 
 def even_sizes(length: int, count: int) -> tuple[int, ...]:
-    """Sizes that differ by at most one, the larger first: 8 in 5 is 2, 2, 2, 1, 1 (torch.chunk makes 4 pieces of it)."""
+    """Sizes that differ by at most one, the larger first: 8 in 5 is 2, 2, 2, 1, 1 (torch.chunk makes 4 of it)."""
     small, more = divmod(length, count)
     return tuple(small + (place < more) for place in range(count))
 

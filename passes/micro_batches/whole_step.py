@@ -31,6 +31,7 @@ def step_in_pieces(graphs: Sequence[JointGraph], values: Sequence[torch.Tensor])
     """The flat results of a step whose pieces `graphs` are, each with what runs before and after. values: one per
     placeholder."""
     totals: dict[str, torch.Tensor] = {}
+    results: tuple[torch.Tensor | None, ...] = ()
     with torch.no_grad():
         for index, graph in enumerate(graphs):
             run = _Piece(graph.module, totals, index + 1 == len(graphs))

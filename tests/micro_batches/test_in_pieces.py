@@ -142,5 +142,5 @@ def test_what_needs_the_whole_batch_is_named() -> None:
 
 def test_more_pieces_than_samples_are_refused() -> None:
     joint, _ = model_and_values("tokens", 3)
-    with pytest.raises(InfeasibleError, match="micro_batches=4: .* is 3\n  try: micro_batches=3"):
+    with pytest.raises(InfeasibleError, match=r"micro_batches=4: .* is 3\n  try: micro_batches=3"):
         cut_batch(joint, 4)

@@ -1,4 +1,4 @@
-"""Where tensors enter and leave what runs piece after piece: the dim that is cut in time is whole, others are shared."""
+"""Where tensors enter and leave what runs piece after piece: the dim cut in time is whole, the others are shared."""
 
 from __future__ import annotations
 
