@@ -19,101 +19,129 @@ __all__ = ["StatesWithin"]
 
 _STATES_SHARE = 0.3
 """Share of the time left in which states must be chosen, each time."""
-_TRIES = 8
+_TRIES = 10
 """Rooms as counted for which states are chosen, at most."""
 _LESS = 1.05
 """What is too much, so often, is how much smaller the next room is."""
 _MORE = 1e-3
 """Where no plan fits as counted: share by which the next room is larger than the least that any plan needs."""
+_UNUSED = 0.03
+"""Share of the limit that a plan may leave unused before a larger room is tried."""
 
 Fastest = Callable[[JointGraph, States | None, int | None, int, Deadline], Found]
 """The fastest plan of a graph, of those with the layouts of states, within a limit less a reserve."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class StatesWithin:
-    """The fastest plan within limits, with ops computed again if that is what a limit asks for.
+    """The fastest plan within a limit, with ops computed again if that is what the limit asks for.
 
     The fastest of all plans is found first: where it fits, memory decides nothing. If it does not, states are chosen
-    together with layouts, and that plan is judged. What is proven holds for all states that were offered. What one
-    limit needs, another may need as well: nothing is found or offered twice.
+    together with layouts, and that plan is judged. What is proven holds for all states that were offered.
+
+    reserve: bytes that a plan needs besides its tensors; None: that every plan needs.
     """
 
     joint: JointGraph
     fastest: Fastest
     offer: Callable[[Found], OfferedStates]
-    _whole: Found | None = None
-    _offered: OfferedStates | None = None
+    reserve: Callable[[Found | None], int]
 
-    def found(self, memory_limit: int | None, reserve: int, deadline: Deadline) -> Found:
+    def found(self, memory_limit: int | None, deadline: Deadline) -> Found:
         """Raises InfeasibleError, and OutOfTime."""
-        if memory_limit is not None and memory_limit <= reserve:
-            return self.fastest(self.joint, None, memory_limit, reserve, deadline)
-        whole = self._whole = self._whole or self.fastest(self.joint, None, None, reserve, deadline)
-        if memory_limit is None or whole.peak_nbytes <= memory_limit - reserve:
+        least = self.reserve(None)
+        if memory_limit is not None and memory_limit <= least:
+            return self.fastest(self.joint, None, memory_limit, least, deadline)
+        whole = self.fastest(self.joint, None, None, least, deadline)
+        if memory_limit is None or whole.peak_nbytes + self.reserve(whole) <= memory_limit:
             return whole
-        offered = self._offered = self._offered or self.offer(whole)
-        limit = memory_limit, reserve
         try:
-            return _Search(self.joint, self.fastest, offered, whole, limit, deadline).run()
+            return _Search(self, self.offer(whole), whole, memory_limit, deadline).run()
         except InfeasibleError as reason:
             raise none_together(reason, whole.joined) from None
 
 
 @dataclass
 class _Search:
-    """The search counts a little more or less than a program holds, by what differs between plans. So states are
-    chosen for several rooms as it counts, from the limit's down, until the program of their plan fits."""
+    """The search counts a little more or less than a program holds, by what differs between plans; and plans differ in
+    what they need besides. So states are chosen for several rooms as it counts, the first of them what the fastest plan
+    would leave of the limit, until their program fits.
 
-    joint: JointGraph
-    fastest: Fastest
+    known: the bytes that plans need besides, of the last one. best: that fits, and its states. least: of those that
+    do not. refused: why there were no states for a room."""
+
+    task: StatesWithin
     offered: OfferedStates
     whole: Found
-    limit: tuple[int, int]
+    limit: int
     deadline: Deadline
-
-    @property
-    def room(self) -> int:
-        return self.limit[0] - self.limit[1]
+    best: tuple[Found, States] | None = None
+    least: Found | None = None
+    refused: NoStates | None = None
+    raised: bool = False
 
     def run(self) -> Found:
         """States for layouts as they are known first; where their program fits, with what other layouts can do."""
-        least, best, reason, counted = self.whole, None, None, self.room
+        counted: int | None = self.limit - max(self.task.reserve(self.whole), 0)
+        if counted <= 0:
+            counted = self.limit - self.task.reserve(None)
         for _ in range(_TRIES):
-            try:
-                chosen = self._states(counted, prove=best is not None)
-            except NoStates as refused:
-                # What it counts may be more than what the program holds.
-                larger = int(refused.least * (1.0 + _MORE))
-                if best is not None or reason is not None or larger <= counted:
-                    reason = reason or refused
-                    break
-                reason, counted = refused, larger
-                continue
-            if best is not None and chosen.seconds >= best[1].seconds * (1.0 - ENOUGH):
-                return _proven(best[0], best[1].seconds - chosen.lower_bound)
-            found = self._judged(chosen)
-            if found.peak_nbytes <= self.room:
-                best = found, chosen
-                continue
-            least = min(least, found, key=lambda one: one.peak_nbytes)
-            counted = min(chosen.nbytes, counted) - int(_LESS * (found.peak_nbytes - self.room))
-        if best is not None:
-            return _proven(best[0], best[0].seconds)
-        raise reason or self._too_much(least)
+            counted = self._tried(counted)
+            if counted is None:
+                break
+        if self.best is not None:
+            return self.best[0]
+        raise self.refused or self._too_much(self.least or self.whole)
+
+    def _tried(self, counted: int) -> int | None:
+        """Choose states for a room as it is counted, and judge them; the next room, None if there is none."""
+        proving = self.best is not None and not self.raised
+        try:
+            chosen = self._states(counted, prove=proving)
+        except NoStates as refused:
+            # What it counts may be more than what the program holds.
+            larger = int(refused.least * (1.0 + _MORE))
+            again = self.best is None and self.refused is None and larger > counted
+            self.refused = self.refused or refused
+            return larger if again else None
+        if proving and self.best is not None:
+            saved = self.best[1].seconds - chosen.lower_bound
+            self.best = _proven(self.best[0], saved), self.best[1]
+            if chosen.seconds >= self.best[1].seconds * (1.0 - ENOUGH):
+                return None
+        return self._next(self._judged(chosen), chosen, counted)
+
+    def _next(self, found: Found, chosen: States, counted: int) -> int | None:
+        over = found.peak_nbytes + self.task.reserve(found) - self.limit
+        if over > 0:
+            if self.raised:  # back to what fits
+                self.raised = False
+                return self._room_of_best()
+            if self.least is None or found.peak_nbytes < self.least.peak_nbytes:
+                self.least = found
+            return min(chosen.nbytes, counted) - int(_LESS * over)
+        first = self.best is None
+        if self.best is None or found.seconds < self.best[0].seconds:
+            self.best = _proven(found, chosen.seconds), chosen
+        self.raised = first and -over > _UNUSED * self.limit and found.seconds > self.whole.seconds * (1.0 + ENOUGH)
+        return max(chosen.nbytes, counted) - over if self.raised else self._room_of_best()
+
+    def _room_of_best(self) -> int | None:
+        return None if self.best is None else self.best[1].room
 
     def _states(self, counted: int, *, prove: bool) -> States:
         latest = self.deadline.share(_STATES_SHARE)
-        return self.offered.find(room=counted, limit=self.limit, deadline=latest, prove=prove)
+        limit = self.limit, self.task.reserve(self.least or self.whole)
+        return self.offered.find(room=counted, limit=limit, deadline=latest, prove=prove)
 
     def _judged(self, chosen: States) -> Found:
-        graph = compute_again(self.joint, chosen.again)
-        return self.fastest(graph, chosen, None, self.limit[1], self.deadline)
+        graph = compute_again(self.task.joint, chosen.again)
+        return self.task.fastest(graph, chosen, None, 0, self.deadline)
 
     def _too_much(self, found: Found) -> InfeasibleError:
-        needs = format_bytes(found.peak_nbytes + self.limit[1])
+        needs = format_bytes(found.peak_nbytes + self.task.reserve(found))
         return InfeasibleError(
-            f"no plan fits memory_limit={format_bytes(self.limit[0])} per device: the smallest that was "
+            f"no plan fits memory_limit={format_bytes(self.limit)} per device: the smallest that was "
             f"found holds {format_bytes(found.peak_nbytes)} at {found.peak_node}\n"
             f"  try: memory_limit={needs}, more devices, or a smaller batch"
         )

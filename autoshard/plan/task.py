@@ -18,7 +18,7 @@ from autoshard.plan.plan import Plan, PlanOrigin
 from autoshard.plan.plan_collectives import collectives_of
 from autoshard.plan.plan_content import PlanContent
 from autoshard.plan.plan_ends import output_layouts, parameter_layouts
-from autoshard.plan.search_with_reserve import fits_within, found_within, plan_reserve
+from autoshard.plan.plan_reserve import fits_within, plan_reserve
 from autoshard.plan.search_with_states import StatesWithin
 from autoshard.plan.task_prices import prices_of
 from autoshard.plan.variants import Again, Variant, variant_narrowing
@@ -53,8 +53,6 @@ __all__ = ["CallLayouts", "Task", "carried_plan", "search_plan", "search_plans"]
 
 _log = logging.getLogger("autoshard")
 
-_AGAIN_SHARE = 0.1
-"""Share of the time limit that a search has at least whose first plan had no room for its own communicators."""
 _SECONDS_A_NODE, _DECIDING_SHARE = 2e-3, 0.25
 """Of a graph, what is kept of the time limit for what follows the search; and the share of the limit at most."""
 
@@ -185,18 +183,16 @@ def search_plans(
             pinned=_pinned(task),
         )
 
-    within = StatesWithin(compute_again(task.joint, _pinned(task) or ()), fastest, offer)
-
-    def find(reserve: int, again: bool) -> Found:
-        latest = until.at_least(_AGAIN_SHARE * task.time_limit) if again else until
-        return within.found(task.memory_limit, reserve, latest)
-
     def moved(found: Found) -> Sequence[Step]:
         chosen = known[id(found.assignment)].moved
         return [step for way in chosen.values() for step in way.steps if step.kind is not None]
 
+    def reserve(found: Found | None) -> int:
+        return plan_reserve(task.mesh, () if found is None else moved(found))
+
+    within = StatesWithin(compute_again(task.joint, _pinned(task) or ()), fastest, offer, reserve)
     try:
-        found = found_within(find, moved, task.mesh, task.memory_limit)
+        found = within.found(task.memory_limit, until)
     except OutOfTime:
         raise _out_of_time(task) from None
     if found.joined:

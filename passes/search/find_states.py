@@ -39,13 +39,14 @@ _LONGEST = 3600.0
 class States:
     """again: ops of the forward that run once more. layouts: of the graph with these copies, by node name.
     seconds: of the search. lower_bound: no states that were offered, with any layouts, take fewer seconds. nbytes: the
-    peak as it was counted."""
+    peak as it was counted; room: what it was to be at most."""
 
     again: tuple[str, ...]
     layouts: Assignment
     seconds: float = 0.0
     lower_bound: float = 0.0
     nbytes: int = 0
+    room: int = 0
 
     def narrowing(self, allowed: Narrowing) -> Narrowing:
         """That allows these layouts only, of those that `allowed` does."""
@@ -154,7 +155,9 @@ class _Level:
         found = search(room, min(deadline.left, _LONGEST), ENOUGH)
         nbytes = int(self.space.problem.peak(found.choice)[0])
         states = _states(self.offers, self.space.assignment(found.choice))
-        return replace(states, seconds=found.cost, lower_bound=found.lower_bound, nbytes=nbytes)
+        return replace(
+            states, seconds=found.cost, lower_bound=found.lower_bound, nbytes=nbytes, room=room
+        )
 
     def explained(self, reason: Infeasible, room: int, limit: tuple[int, int]) -> InfeasibleError:
         """For users, who know their limit, not the room as the search counts it: as much less of it is missing."""
