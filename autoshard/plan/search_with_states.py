@@ -21,8 +21,8 @@ _STATES_SHARE = 0.3
 """Share of the time left in which states must be chosen, each time."""
 _TRIES = 10
 """Rooms as counted for which states are chosen, at most."""
-_LESS = 1.05
-"""What is too much, so often, is how much smaller the next room is."""
+_LESS = 1.25
+"""What is too much, so often, is how much smaller the next room is: not all that the search counts is at the peak."""
 _MORE = 1e-3
 """Where no plan fits as counted: share by which the next room is larger than the least that any plan needs."""
 _UNUSED = 0.03
