@@ -129,7 +129,8 @@ class Columns:
         """The whole problem under prices: a bound for all rooms, and strategies that join; False if all are known."""
         weighted = self.kinds.weighted(replace(self.problem, limit=room), point.weights(self.kinds.paths))
         left = max(deadline - time.monotonic(), 1.0)
-        found = solve(charged(weighted, point.prices), time_limit=left, relative_gap=gap / 4)
+        inner = charged(weighted, point.prices)
+        found = solve(inner, time_limit=left, relative_gap=gap / 2, warm=self._known)
         self._bounds.append(_Bound(found.lower_bound, sum(point.prices.values()) / room))
         return self._add(found.choice)
 
