@@ -33,7 +33,7 @@ PROVING = 3
 WORTH = 1e-3
 """Share of the cost by which that must be better for another time."""
 SMALL = 50_000
-"""Edge entries of the largest problem that is solved as a whole where few strategies do not say whether anything fits."""
+"""Edge entries of the largest problem that is solved as a whole, with all its rows."""
 DEAR = (1.0, 30.0)
 """Prices of a row where nothing fits that bring choices of little memory, as shares of the cost for all of the room."""
 
@@ -64,8 +64,11 @@ class Columns:
         return self._solution(self._small(room, deadline, gap)[0], room)
 
     def proven(self, room: float, time_limit: float, gap: float) -> Solution:
-        """With strategies that prices bring, until it is within `gap` of the bound or they bring nothing more."""
+        """With strategies that prices bring, until it is within `gap` of the bound or they bring nothing more. A small
+        problem is solved as a whole, to the end. Raises Infeasible."""
         deadline = time.monotonic() + time_limit
+        if self._is_small:
+            return self._whole(room, deadline, 0.0).solution()
         choice, point = self._small(room, deadline, gap)
         found = self._solution(choice, room)
         for _ in range(PROVING):
@@ -94,17 +97,26 @@ class Columns:
                 break
             self._known = tuple(kept[a] for kept, a in zip(keep, search.choice, strict=True))
             return self._known, replace(search.bound_at, prices=search.worth)
-        return self._whole(room, deadline, gap)
-
-    def _whole(self, room: float, deadline: float, gap: float) -> tuple[tuple[int, ...], Point]:
-        """The whole problem with its rows. In large ones, what no mix of the leanest choices fits is taken to have no
-        plan: a search with rows would not end."""
-        if sum(matrix.size for matrix in self.problem.edge_costs) > SMALL:
+        # In large problems, what no mix of the leanest choices fits is taken to have no plan: a search with all rows
+        # would not end.
+        if not self._is_small:
             raise self._last
-        search = CuttingPlanes(replace(self.problem, limit=room), self.kinds, deadline, True, gap / 4)
+        search = self._whole(room, deadline, gap)
+        return search.choice, replace(search.bound_at, prices=search.worth)
+
+    @property
+    def _is_small(self) -> bool:
+        return sum(matrix.size for matrix in self.problem.edge_costs) <= SMALL
+
+    def _whole(self, room: float, deadline: float, gap: float) -> CuttingPlanes:
+        """The whole problem with its rows. Raises Infeasible."""
+        search = CuttingPlanes(replace(self.problem, limit=room), self.kinds, deadline, True, gap)
+        if self._known is not None:
+            search.offer(self._known)
         search.run()
         self._add(search.choice)
-        return search.choice, replace(search.bound_at, prices=search.worth)
+        self._known = search.choice
+        return search
 
     def _join(self, reason: Infeasible, room: float, deadline: float) -> bool:
         """Strategies of choices with less memory; False if all are known. Raises Infeasible if none would fit."""
