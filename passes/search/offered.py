@@ -60,8 +60,11 @@ class _OfferBuilder(LimitedBuilder):
             producer, result = result_index(tensor_operands(node)[0])
             kept = self.options[self.index[producer]]
             storing = self._storing(producer)
+            one, other = tensor_operands(node)
             option = self.derived(
-                ("either", result, storing is None), kept, lambda o: _either(o, result, storing)
+                ("either", result, storing is None, one is other),
+                kept,
+                lambda o: _either(o, result, storing, one is other),
             )
         place = super().add(node, name, option)
         if name in self.optional:
@@ -106,8 +109,8 @@ def _or_absent(option: Option) -> Option:
     return Option((*option.strategies, ABSENT), np.append(option.seconds, 0.0))
 
 
-def _either(option: Option, result: int, storing: np.ndarray | None) -> Option:
-    """storing: what keeping the value costs, per strategy of the op that makes it."""
+def _either(option: Option, result: int, storing: np.ndarray | None, kept_only: bool) -> Option:
+    """storing: what keeping the value costs, per strategy of the op that makes it. kept_only: there is no copy."""
     seconds: dict[Layout, float] = {}
     for place, strategy in enumerate(option.strategies):
         if strategy.results:
@@ -115,9 +118,9 @@ def _either(option: Option, result: int, storing: np.ndarray | None) -> Option:
             seconds[layout] = min(seconds.get(layout, more), more)
     layouts = list(seconds)
     kept = [OneOf((layout, layout), (layout,), kept=True) for layout in layouts]
-    again = [OneOf((layout, layout), (layout,), kept=False) for layout in layouts]
+    again = [] if kept_only else [OneOf((layout, layout), (layout,), kept=False) for layout in layouts]
     strategies = (*kept, *again, ABSENT)
-    return Option(strategies, np.array([*seconds.values(), *[0.0] * (len(layouts) + 1)]))
+    return Option(strategies, np.array([*seconds.values(), *[0.0] * (len(again) + 1)]))
 
 
 def _held(strategy: NodeLayouts, result: int) -> Layout | None:

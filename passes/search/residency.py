@@ -136,7 +136,9 @@ def _owners(operand: fx.Node) -> Iterator[fx.Node]:
     for owner in alias_chain(operand):
         yield owner
         if is_either(owner):
-            yield from _owners(tensor_operands(owner)[1])
+            kept, again = tensor_operands(owner)
+            if again is not kept:
+                yield from _owners(again)
             return
 
 

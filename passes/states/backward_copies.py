@@ -50,12 +50,16 @@ class Copies:
         for node in self.order:
             if node.op == "call_function" and node in self.backward and node not in self.chosen:
                 self._serve(node)
+        self.served()
         place = {node: place for place, node in enumerate(self.joint.graph.nodes)}
         for node in list(place):
             if _shareable(node):
                 self._share(node, place)
         erase_dead(self.joint.graph)
         self.joint.graph.lint()
+
+    def served(self) -> None:
+        """Called once every reader has its copies, and none shares yet."""
 
     def _serve(self, reader: fx.Node) -> None:
         """Let `reader` read copies where there are, made right before it."""

@@ -8,14 +8,15 @@
     %h_either: f32[8, 64] = either(%h, %h_again)
     %dw                   = contract(%dy, %h_either)
 
-Only values that the forward stores may be kept; all others are there again or not at all. It is for the search, which
+Only values that the forward stores may be kept; all others are there again or not at all. What is kept for copies alone,
+at a place where the forward is cut, is an `either` of itself twice: it is kept, or absent as they are. It is for the search, which
 chooses a state with the layouts: `either` reads one of its operands, and a copy that nothing reads is absent, as is
 what only absent ops read (`passes.search.offered`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +24,7 @@ from torch import fx
 
 import passes.ops.either  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::either)
 from passes.ir.joint import JointGraph, result_index
-from passes.ir.op_traits import is_either, is_use
+from passes.ir.op_traits import is_either, is_use, is_view
 from passes.ir.rewrite import copy_joint
 from passes.states.backward_copies import AGAIN, Copies
 from passes.states.cut_points import Place, candidates
@@ -76,14 +77,50 @@ class _Offers(Copies):
             self._eithers[node] = self._either(node, self.copies[node])
         return self._eithers[node]
 
-    def _either(self, node: fx.Node, copy: fx.Node) -> fx.Node:
+    def served(self) -> None:
+        """What is kept for copies alone need not be kept where there are none: it is kept, or nothing reads it."""
+        copies = list(self.copies.values())
+        first: dict[fx.Node, fx.Node] = {}
+        for copy in copies:
+            for operand in copy.all_input_nodes:
+                first.setdefault(operand, copy)
+        order = {node: place for place, node in enumerate(self.joint.graph.nodes)}
+        for operand in first:
+            readers = [user for user in operand.users if user in set(copies)]
+            if self._is_for_copies(operand, readers):
+                before = min(readers, key=order.__getitem__)
+                with operand.graph.inserting_before(before):
+                    either = self._new_either(operand, operand)
+                either.meta = {**operand.meta, "phase": "backward", "again": True}
+                for reader in readers:
+                    reader.replace_input_with(operand, either)
+
+    def _is_for_copies(self, node: fx.Node, copies: Collection[fx.Node]) -> bool:
+        """Whether it is an op of the forward of which the backward has copies alone."""
+        if node not in self.forward or node in self.chosen or is_view(node) or is_use(node):
+            return False
+        others = (user for user in _readers(node) if user not in copies)
+        return not any(user in self.backward or user.meta.get("again") for user in others)
+
+    def _new_either(self, kept: fx.Node, again: fx.Node) -> fx.Node:
         operation = torch.ops.autoshard.either.default
+        return kept.graph.create_node(
+            "call_function", operation, (kept, again), {}, name=kept.name + EITHER
+        )
+
+    def _either(self, node: fx.Node, copy: fx.Node) -> fx.Node:
         with node.graph.inserting_after(copy):
-            either = node.graph.create_node(
-                "call_function", operation, (node, copy), {}, name=node.name + EITHER
-            )
+            either = self._new_either(node, copy)
         either.meta = dict(copy.meta)
         return either
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Who reads the value, or a view of it."""
+    for user in node.users:
+        yield user
+        if is_view(user):
+            yield from _readers(user)
 
 
 def without_either(name: str, again: Collection[str]) -> str:
