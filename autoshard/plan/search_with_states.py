@@ -123,7 +123,9 @@ class _Search:
         first = self.best is None
         if self.best is None or found.seconds < self.best[0].seconds:
             self.best = _proven(found, chosen.seconds), chosen
-        self.raised = first and -over > _UNUSED * self.limit and found.seconds > self.whole.seconds * (1.0 + ENOUGH)
+        self.raised = (
+            first and -over > _UNUSED * self.limit and found.seconds > self.whole.seconds * (1.0 + ENOUGH)
+        )
         return max(chosen.nbytes, counted) - over if self.raised else self._room_of_best()
 
     def _room_of_best(self) -> int | None:

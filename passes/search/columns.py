@@ -1,4 +1,4 @@
-"""The search within a memory limit where states are offered: few strategies of every node, and those that a price brings.
+"""The search within a memory limit where states are offered: few strategies of every node, and what a price brings.
 
 Most of what a limit asks for are states, not layouts. So a problem with the layouts of a known plan, and all states, is
 solved with its memory rows; it is small. What a byte is worth there, at every row, is a price for the whole problem:

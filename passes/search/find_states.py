@@ -63,7 +63,7 @@ class NoStates(InfeasibleError):
 
 @dataclass
 class OfferedStates:
-    """The states of one graph, offered level by level (`_coarser`). A level is built once: rooms differ in its limit."""
+    """The states of one graph, offered level by level (`_coarser`). A level is built once, for all rooms."""
 
     prices: Prices
     boundary: Boundary
@@ -155,15 +155,13 @@ class _Level:
         found = search(room, min(deadline.left, _LONGEST), ENOUGH)
         nbytes = int(self.space.problem.peak(found.choice)[0])
         states = _states(self.offers, self.space.assignment(found.choice))
-        return replace(
-            states, seconds=found.cost, lower_bound=found.lower_bound, nbytes=nbytes, room=room
-        )
+        return replace(states, seconds=found.cost, lower_bound=found.lower_bound, nbytes=nbytes, room=room)
 
     def explained(self, reason: Infeasible, room: int, limit: tuple[int, int]) -> InfeasibleError:
         """For users, who know their limit, not the room as the search counts it: as much less of it is missing."""
         bound = reason.bound + limit[0] - limit[1] - room
-        counted = Infeasible(reason.kind, reason.nodes, bound, reason.step)
-        return explained(counted, self.offers.joint, self.space, self.mesh, limit)
+        reason = Infeasible(reason.kind, reason.nodes, bound, reason.step)
+        return explained(reason, self.offers.joint, self.space, self.mesh, limit)
 
 
 def _coarser(kept: tuple[Place, ...]) -> Iterator[tuple[Place, ...]]:

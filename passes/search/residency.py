@@ -58,7 +58,9 @@ class Residency:
         first = next((step for node, step in order.items() if node.meta.get("runs") == "piece"), 0)
         trained = joint.trained
         last = _last_reads(joint, order, trained)
-        tangents = {n for n, spec in zip(joint.placeholders, joint.inputs, strict=True) if spec.kind == "tangent"}
+        tangents = {
+            n for n, spec in zip(joint.placeholders, joint.inputs, strict=True) if spec.kind == "tangent"
+        }
         backward = _forward_ends(order) + 1
         held_by = _HeldBytes(mesh)
         intervals: list[tuple[int, int]] = []

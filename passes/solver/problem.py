@@ -142,7 +142,7 @@ class Infeasible(Exception):
         step: int = 0,
     ) -> None:
         super().__init__(f"{kind}: nodes {list(nodes)[:10]}, bound {bound}, step {step}")
-        self.kind = kind
+        self.kind: Literal["edges", "memory", "time"] = kind
         self.nodes = tuple(nodes)
         self.bound = bound
         self.step = step

@@ -8,8 +8,8 @@
     %h_either: f32[8, 64] = either(%h, %h_again)
     %dw                   = contract(%dy, %h_either)
 
-Only values that the forward stores may be kept; all others are there again or not at all. What is kept for copies alone,
-at a place where the forward is cut, is an `either` of itself twice: it is kept, or absent as they are. It is for the search, which
+Only values that the forward stores may be kept; all others are there again or not at all. What is kept for copies
+alone, where the forward is cut, is an `either` of itself twice: kept, or absent as they are. It is for the search, which
 chooses a state with the layouts: `either` reads one of its operands, and a copy that nothing reads is absent, as is
 what only absent ops read (`passes.search.offered`).
 """
@@ -104,9 +104,7 @@ class _Offers(Copies):
 
     def _new_either(self, kept: fx.Node, again: fx.Node) -> fx.Node:
         operation = torch.ops.autoshard.either.default
-        return kept.graph.create_node(
-            "call_function", operation, (kept, again), {}, name=kept.name + EITHER
-        )
+        return kept.graph.create_node("call_function", operation, (kept, again), {}, name=kept.name + EITHER)
 
     def _either(self, node: fx.Node, copy: fx.Node) -> fx.Node:
         with node.graph.inserting_after(copy):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -19,16 +19,14 @@ from passes.search.graph_ends import Boundary, boundary_of
 from passes.search.limited_space import build_limited
 from passes.search.overlapped import solve_overlapped
 from passes.search.search_space import SearchSpace
-from passes.solver.problem import Infeasible
+from passes.solver.problem import Infeasible, Solution
 from passes.states.compute_again import compute_again
 from passes.states.cut_points import candidates, places
 from passes.strategies.prices import Prices
 
-__all__ = ["SmallGraph", "graph_of", "small_graph"]
+__all__ = ["SmallGraph", "graph_of", "least_seconds", "small_graph", "within"]
 
 MESH = MeshSpec({"dp": 2})
-MOST = 5
-"""Ops that may be computed again: all their subsets are tried."""
 
 
 class RandomNet(nn.Module):
@@ -37,7 +35,7 @@ class RandomNet(nn.Module):
     def __init__(self, rng: random.Random) -> None:
         super().__init__()
         self.width = rng.choice([4, 8, 16])
-        self.lines = [(rng.choice("lgtms"), rng.random(), rng.random()) for _ in range(rng.randint(2, 4))]
+        self.lines = [(rng.choice("lgtms"), rng.random(), rng.random()) for _ in range(rng.randint(1, 4))]
         self.first = nn.Linear(self.width, self.width, bias=rng.random() < 0.5)
         self.weights = nn.ModuleList(nn.Linear(self.width, self.width, bias=False) for _ in self.lines)
 
@@ -76,9 +74,7 @@ class SmallGraph:
     def spaces(self) -> list[SearchSpace]:
         """Of every subset of `names`."""
         counts = range(len(self.names) + 1)
-        return [
-            self.space(again) for count in counts for again in itertools.combinations(self.names, count)
-        ]
+        return [self.space(again) for count in counts for again in itertools.combinations(self.names, count)]
 
 
 def graph_of(model: nn.Module, x: torch.Tensor) -> SmallGraph:
@@ -87,18 +83,24 @@ def graph_of(model: nn.Module, x: torch.Tensor) -> SmallGraph:
     return SmallGraph(joint, prices_of(Profile.named("cpu"), MESH), boundary)
 
 
-def small_graph(seed: int) -> SmallGraph:
-    """The first of random ones from `seed` on with at most `MOST` candidates, and one at least."""
+def small_graph(seed: int, most: int) -> SmallGraph:
+    """The first random one of a seed with at most so many ops that may be computed again, and one at least."""
     rng = random.Random(seed)
     while True:
         torch.manual_seed(seed)
         model = RandomNet(rng).double()
         graph = graph_of(model, torch.randn(rng.choice([16, 48, 96]), model.width, dtype=torch.float64))
-        if 1 <= len(graph.names) <= MOST:
+        if 1 <= len(graph.names) <= most:
             return graph
 
 
-def _least_seconds_draft(spaces: list[SearchSpace], prices: Prices, room: int) -> float:
+def within(space: SearchSpace, prices: Prices, room: int) -> Solution:
+    """The best layouts of a graph within `room` bytes. Raises Infeasible."""
+    kinds = space.kinds(first_overlaps(prices.overlap_efficiency))
+    return solve_overlapped(replace(space.problem, limit=room), kinds)
+
+
+def least_seconds(spaces: list[SearchSpace], prices: Prices, room: int) -> float:
     """Of all subsets, with the best layouts of each, within `room` bytes; inf if nothing fits."""
     found = math.inf
     for space in spaces:
