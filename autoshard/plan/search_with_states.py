@@ -25,6 +25,8 @@ _LESS = 1.25
 """What is too much, so often, is how much smaller the next room is: not all that the search counts is at the peak."""
 _MORE = 1e-3
 """Where no plan fits as counted: share by which the next room is larger than the least that any plan needs."""
+_RAISE, _FURTHEST = 1.05, 1.5
+"""By how much it is larger where that is not enough, as long as no program is known; and how far, of the limit."""
 _UNUSED = 0.03
 """Share of the limit that a plan may leave unused before a larger room is tried."""
 
@@ -100,9 +102,10 @@ class _Search:
             chosen = self._states(counted, prove=proving)
         except NoStates as refused:
             # What it counts may be more than what the program holds.
-            larger = int(refused.least * (1.0 + _MORE))
-            again = self.best is None and self.refused is None and larger > counted
-            self.refused = self.refused or refused
+            self.refused, first = self.refused or refused, self.refused is None
+            larger = max(int(refused.least * (1.0 + _MORE)), int(counted * (1.0 if first else _RAISE)))
+            untold = self.least is None and larger <= _FURTHEST * self.limit
+            again = self.best is None and larger > counted and (first or untold)
             return larger if again else None
         if proving and self.best is not None:
             saved = self.best[1].seconds - chosen.lower_bound

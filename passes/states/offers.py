@@ -9,9 +9,9 @@
     %dw                   = contract(%dy, %h_either)
 
 Only values that the forward stores may be kept; all others are there again or not at all. What is kept for copies
-alone, where the forward is cut, is an `either` of itself twice: kept, or absent as they are. It is for the search, which
-chooses a state with the layouts: `either` reads one of its operands, and a copy that nothing reads is absent, as is
-what only absent ops read (`passes.search.offered`).
+alone, where the forward is cut, is an `either` of itself twice: kept, or absent as they are. It is for the search,
+which chooses a state with the layouts: `either` reads one of its operands, and a copy that nothing reads is absent,
+as is what only absent ops read (`passes.search.offered`).
 """
 
 from __future__ import annotations
