@@ -112,7 +112,7 @@ def _walk(program: RankProgram, parts: RankPieces, piece: Phases, prices: Prices
         if spec.kind != "tangent"
     )
     made = sum(map(results_nbytes, parts.before.graph.output_node().all_input_nodes))
-    names = {one.name for one in parts.left}
+    names = {program.local.values[one.name] for one in parts.left}
     left = sum(results_nbytes(n) for n in program.local.module.graph.nodes if n.name in names)
     steps: list[MemoryStep] = []
     for phases, more, gradients in (
