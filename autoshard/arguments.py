@@ -100,7 +100,7 @@ def checked_micro_batches(micro_batches: object) -> int | str:
         return "auto"
     if isinstance(micro_batches, bool) or not isinstance(micro_batches, int):
         raise reject("micro_batches", micro_batches, "a whole number from 1, or 'auto'")
-    return checked_count(micro_batches, "micro_batches")
+    return checked_count(micro_batches, "micro_batches", least=1)
 
 
 def check_autocast(dtype: object) -> None:
