@@ -110,7 +110,12 @@ def test_a_gradient_besides_the_loss_is_an_error_on_all_ranks(ranks: RankPool) -
 def uncut(rank: int) -> list[str]:
     found: list[str] = []
     model, x = Normed(), torch.randn(8, 4)
-    for arguments in ({"micro_batches": 2}, {"micro_batches": 9}, {"micro_batches": 0}, {"micro_batches": 2.0}):
+    for arguments in (
+        {"micro_batches": 2},
+        {"micro_batches": 9},
+        {"micro_batches": 0},
+        {"micro_batches": 2.0},
+    ):
         try:
             parallel(model, LINE, (x,), **arguments)
         except (InfeasibleError, ShardingError) as error:
