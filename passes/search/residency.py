@@ -13,6 +13,7 @@ from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph, node_values, tensor_operands
 from passes.ir.op_traits import alias_chain, is_collect, is_either, is_use, is_view, storage_root
 from passes.layout.assignment import NodeLayouts
+from passes.lower.missing_tangents import missing_tangents
 from passes.strategies.pricing import TrafficModel, local_nbytes
 
 __all__ = ["InPlace", "OneOf", "Residency"]
@@ -56,7 +57,7 @@ class Residency:
         end = len(order)
         last = _last_reads(order)
         first = next((step for node, step in order.items() if node.meta.get("runs") == "piece"), 0)
-        trained = joint.trained
+        trained, absent = joint.trained, missing_tangents(joint)
         held_by = _HeldBytes(mesh)
         intervals: list[tuple[int, int]] = []
         nbytes: list[np.ndarray] = []
@@ -65,8 +66,8 @@ class Residency:
                 intervals.append((0, 0))
                 nbytes.append(np.zeros(len(options), dtype=np.int64))
             elif node.op == "placeholder":
-                # The value, its gradient and AdamW's states.
-                copies = 2 + ADAMW.states if node in trained else 1
+                # The value, its gradient and AdamW's states. What no step is given takes nothing.
+                copies = 2 + ADAMW.states if node in trained else int(node not in absent)
                 intervals.append((0, end))
                 nbytes.append(held_by(node, options) * copies)
             elif is_either(node):
