@@ -19,6 +19,7 @@ from autoshard.arguments import (
 )
 from autoshard.calls.signature import as_call
 from autoshard.plan.find_plan import ProfileLike, load_profile, mesh_spec, named_parameters
+from autoshard.plan.optimizer_names import OptimizerLike, optimizer_name
 from autoshard.plan.pins import Constraints, resolve_pins
 from autoshard.plan.plan import Plan
 from autoshard.refine.refine import check_refine
@@ -52,6 +53,7 @@ def autoshard(
     backend: str = "inductor",
     recompute: str = "auto",
     micro_batches: int | str = 1,
+    optimizer: OptimizerLike | None = None,
     time_limit: float = 600.0,
     race: int | None = None,
     refine: str = "auto",
@@ -83,6 +85,8 @@ def autoshard(
                     less is alive at once. "auto": the fastest of 1, 2, 4 ... that fits `memory_limit`. Losses,
                     gradients and dropout are those of the whole batch; with a scalar loss, the call that returns it
                     runs the backward too. Not refined, not for `race`.
+    optimizer:      whose states count as memory, as `find_plan` takes it. None: torch's optimizer that has the model's
+                    parameters when the first kind of call is planned, else AdamW.
     time_limit:     seconds for planning a kind of call once it is captured; see `find_plan`.
     race:           a last word by the clock: so many of the best plans run for a few real steps of the first kind of
                     call, on copies of parameters and buffers, and the fastest is kept (`plan.race`). None: none.
@@ -120,6 +124,7 @@ def autoshard(
             time_limit=checked_seconds(time_limit, "time_limit"),
             refine=refine,
             profile=load_profile(profile, spec) if known else None,
+            optimizer=None if optimizer is None else optimizer_name(optimizer),
             micro_batches=_micro_batches(micro_batches, ready),
             race=checked_race(race, ready is not None, micro_batches != 1),
         )

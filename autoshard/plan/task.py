@@ -27,6 +27,7 @@ from autoshard.version import __version__
 from cost_model.correction import with_timed_collectives
 from cost_model.deadline import Deadline, OutOfTime
 from cost_model.errors import InfeasibleError
+from cost_model.memory import OPTIMIZERS
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from cost_model.scaled_link import scaled_link
@@ -85,6 +86,7 @@ class Task:
     narrowing: Narrowing = field(default_factory=Narrowing)
     timed: TimedPrices | None = None
     recompute: str = "auto"
+    optimizer: str = "adamw"
 
     @property
     def joint(self) -> JointGraph:
@@ -93,7 +95,8 @@ class Task:
     @cached_property
     def prices(self) -> Prices:
         """One object: what was computed of it for the search, the predicted step and the records need not be again."""
-        return prices_of(self.profile, self.mesh, self.backend, self.timed)
+        optimizer = OPTIMIZERS[self.optimizer]
+        return prices_of(self.profile, self.mesh, self.backend, self.timed, optimizer)
 
     @property
     def boundary(self) -> Boundary:

@@ -92,4 +92,5 @@ class Planner:
         s = self.settings
         assert s.profile is not None
         given = s.memory_limit, s.backend, s.time_limit
-        return Task(captured, s.profile, self.spec, layouts, pins, *given, recompute=s.recompute)
+        task = Task(captured, s.profile, self.spec, layouts, pins, *given, recompute=s.recompute)
+        return task if s.optimizer is None else replace(task, optimizer=s.optimizer)

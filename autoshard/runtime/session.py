@@ -22,6 +22,7 @@ from autoshard.calls.outputs import output_layouts
 from autoshard.plan.candidates import BEST, Candidate
 from autoshard.plan.find_plan import canonical_capture, named_parameters
 from autoshard.plan.micro_batches import cut_call
+from autoshard.plan.optimizer_names import optimizer_name
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_fits import axes_in, runnable
 from autoshard.plan.task import CallLayouts
@@ -35,6 +36,7 @@ from autoshard.runtime.input_side import InputSide
 from autoshard.runtime.module import Built, dispatcher_of
 from autoshard.runtime.nccl import in_host_order
 from autoshard.runtime.observe import Observer
+from autoshard.runtime.optimizers import optimizer_of
 from autoshard.runtime.parameters import distribute_parameters
 from autoshard.runtime.piecewise_step import PiecewiseProgram
 from autoshard.runtime.planner import Planner
@@ -163,7 +165,7 @@ class Session:
     def _planned(self, captured: Captured, layouts: CallLayouts) -> list[Candidate]:
         """Rank 0's plan, on all ranks; several of them where they are to race."""
         mine: list[Candidate] = []
-        planner, first = Planner(self.mesh, self.spec, self.settings), self.plan
+        planner, first = Planner(self.mesh, self.spec, self._with_optimizer()), self.plan
         refined = planner.refined(captured, layouts) if first is None else None
 
         def find() -> tuple[list[Any], int]:
@@ -183,6 +185,11 @@ class Session:
             found = ", ".join(plans[0].plan.fallbacks)
             _log.warning("ops without a rule run replicated, with their inputs gathered: %s", found)
         return plans
+
+    def _with_optimizer(self) -> Settings:
+        """The optimizer counts that is there, if the user named none."""
+        live = optimizer_of(self.model) if self.settings.optimizer is None else None
+        return self.settings if live is None else replace(self.settings, optimizer=optimizer_name(live))
 
     def _held(self) -> dict[str, Layout]:
         """The layouts that parameters have: of those that are still the model's. A new layer's are free."""
