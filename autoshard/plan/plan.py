@@ -57,6 +57,8 @@ class Plan(PlanContent):
                  and gap are of plans that do so. () joins none.
     step_time:   predicted seconds of a step: the program that will run, on a timeline of its kernels
                  and collectives. peak_memory: predicted bytes on the fullest device.
+    memory:      those bytes at every step of that program, by kind, and what lives at the peak (docs/memory.md). None
+                 of a plan that a later kind of call carried over, and of one from an older file.
     parameter_layouts: parameter name -> layout (tied names included).
     inputs, outputs: layout per tensor input and output of a call, by position.
     fallbacks:   ops without a rule, which run replicated.
@@ -265,4 +267,5 @@ def _plan_from(data: PlanData) -> Plan:
         origin=PlanOrigin(**msgspec.structs.asdict(data.origin)),
         joined_axes=data.joined_axes,
         race=tuple(Raced(**msgspec.structs.asdict(one)) for one in data.race),
+        memory=None if data.memory is None else data.memory.timeline(),
     )

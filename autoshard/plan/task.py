@@ -18,6 +18,7 @@ from autoshard.plan.plan import Plan, PlanOrigin
 from autoshard.plan.plan_collectives import collectives_of
 from autoshard.plan.plan_content import PlanContent
 from autoshard.plan.plan_ends import output_layouts, parameter_layouts
+from autoshard.plan.plan_memory import MemoryTimeline
 from autoshard.plan.search_with_reserve import fits_within, found_within, plan_reserve
 from autoshard.plan.search_with_states import found_with_states
 from autoshard.plan.task_prices import prices_of
@@ -279,5 +280,6 @@ def _plan_of(task: Task, found: Found, judged: Judged, again: Again | None) -> P
             timed="" if task.timed is None else task.timed.hash,
         ),
         joined_axes=found.joined,
+        memory=None if judged.memory is None else MemoryTimeline.of(judged.memory),
         again=again,
     )

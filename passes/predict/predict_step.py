@@ -13,7 +13,7 @@ from passes.layout.assignment import Assignment
 from passes.lower.phases import Phases
 from passes.lower.rank_program import Schedule, rank_program
 from passes.plan.lowering_plan import LoweringPlan
-from passes.predict.memory_walk import MemoryStep, memory_walk, peak_step
+from passes.predict.memory_walk import MemoryStep, MemoryWalk, memory_walk
 from passes.predict.step_events import Axes, AxesOf, StepEvents
 from passes.schedule.schedule import scheduled
 from passes.simulate.lockstep import simulated_group_axes, simulated_groups
@@ -62,13 +62,19 @@ class PredictedPhase:
 
 @dataclass(frozen=True)
 class Prediction:
-    """One rank's step. phases: forward, backward if there is one, optimizer if something is trained. peak: where most
-    bytes are alive (`passes.predict.memory_walk`)."""
+    """One rank's step. phases: forward, backward if there is one, optimizer if something is trained. memory: what is
+    alive when (`passes.predict.memory_walk`), of `predicted_step` on the fullest rank."""
 
     seconds: float
     phases: tuple[PredictedPhase, ...]
     collectives: tuple[PredictedCollective, ...]
-    peak: MemoryStep | None = None
+    memory: MemoryWalk | None = None
+
+    @property
+    def peak(self) -> MemoryStep:
+        """Where most bytes are alive."""
+        assert self.memory is not None
+        return self.memory.peak
 
     @property
     def compute(self) -> float:
@@ -111,8 +117,8 @@ def predicted_step(
         return predict_phases(program.usual(), prices, simulated_group_axes)
 
     ranks = [of_rank(rank) for rank in slowest_ranks(assignment, mesh)]
-    fullest = peak_step([rank.peak for rank in ranks if rank.peak is not None])
-    return replace(max(ranks, key=lambda p: p.seconds), peak=fullest)
+    fullest = max(ranks, key=lambda p: p.peak.nbytes)
+    return replace(max(ranks, key=lambda p: p.seconds), memory=fullest.memory)
 
 
 def predict_phases(phases: Phases, prices: Prices, axes_of: AxesOf) -> Prediction:
@@ -141,8 +147,8 @@ def predict_phases(phases: Phases, prices: Prices, axes_of: AxesOf) -> Predictio
         )
         for issued in step.collectives
     )
-    peak = peak_step(memory_walk(phases, prices.traffic))
-    return Prediction(timeline.seconds, tuple(_phases(step.ends, timeline)), collectives, peak)
+    memory = memory_walk(phases, prices.traffic)
+    return Prediction(timeline.seconds, tuple(_phases(step.ends, timeline)), collectives, memory)
 
 
 def slowest_ranks(assignment: Assignment, mesh: MeshSpec) -> tuple[int, ...]:
