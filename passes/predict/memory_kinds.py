@@ -17,8 +17,8 @@ Kind = Literal["parameters", "gradients", "optimizer", "inputs", "kept", "again"
 KINDS: tuple[Kind, ...] = get_args(Kind)
 """parameters; their gradients, as they are returned; the optimizer's states; inputs: of the call, buffers, constants
 and the gradient of the loss; kept: what the forward saves for the backward; again: what the backward computes once
-more; moved: what transfers send and receive, in buckets or not (gathers, reductions), to its last reader; working: all else
-that a phase makes and still reads."""
+more; moved: what transfers send and receive, in buckets or not (gathers, reductions), to its last reader; working: all
+else that a phase makes and still reads."""
 
 
 def kind_of_op(node: fx.Node, forward: Set[str]) -> Kind:

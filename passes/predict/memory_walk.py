@@ -2,7 +2,8 @@
 
 A program frees a value after its last reader; views share what they view. What the forward saves lives until the
 backward has read it, gradients until the update, parameters and the optimizer's states always. What a collective reads
-lives until its wait, as it is in flight. Not counted: workspaces of kernels, and what an allocator keeps.
+lives until its wait, as it is in flight. Not counted: workspaces of kernels (but of random numbers, where they are made
+op by op), and what an allocator keeps.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import fx
 
@@ -19,9 +21,10 @@ from cost_model.memory import ADAMW, Optimizer
 from passes.ir.joint import node_values, result_index
 from passes.ir.op_traits import is_collective, is_view
 from passes.lower.phases import Backward, Phases
+from passes.ops.uniform import UNIFORM_WORDS
 from passes.plan.describe import short_dtype
 from passes.predict.memory_kinds import KINDS, Kind, kind_of_op, made_by
-from passes.strategies.pricing import TrafficModel
+from passes.strategies.pricing import TrafficModel, eager_traffic
 
 __all__ = ["LiveValue", "MemoryStep", "MemoryWalk", "memory_walk"]
 
@@ -97,7 +100,11 @@ class MemoryWalk:
         return int(self.by_kind[inside].sum(axis=1).max(initial=0))
 
 
-def memory_walk(phases: Phases, traffic: TrafficModel, optimizer: Optimizer = ADAMW) -> MemoryWalk:
+def memory_walk(
+    phases: Phases,
+    traffic: TrafficModel,
+    optimizer: Optimizer = ADAMW,
+) -> MemoryWalk:
     """A step before the first op, and one per op of the forward and of the backward, in the order in which they run.
 
     phases: with meta "phase" where each op runs (`passes.predict.step_events` writes it). traffic: which values are
@@ -177,6 +184,9 @@ class _Phase:
                 for owner in _storages(node):
                     kind, name = told.get(owner) or (kind_of_op(node, self._forward), "")
                     yield _value(owner, kind, name, step, self._last.get(owner, step))
+            nbytes = _workspace(node, self._traffic)
+            if nbytes:
+                yield LiveValue("working", *made_by(node), node.name, "u8", (nbytes,), nbytes, step, step)
 
     def _stored(self, node: fx.Node) -> bool:
         own = _owner(node)[0] is node
@@ -186,6 +196,15 @@ class _Phase:
         owner = _owner(node)
         owner = self._outside.get(owner[0], owner)
         self._last[owner] = max(self._last.get(owner, step), step)
+
+
+def _workspace(node: fx.Node, traffic: TrafficModel) -> int:
+    """Bytes beside operands and results of an op that runs as several, where they run op by op: of random numbers."""
+    if traffic is not eager_traffic or node.target is not torch.ops.autoshard.uniform.default:
+        return 0
+    (value,) = node_values(node)
+    assert value is not None
+    return value.numel() * (8 * UNIFORM_WORDS - value.element_size())
 
 
 def _storages(node: fx.Node) -> Iterator[Owner]:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard import MeshSpec, find_plan
 from autoshard.plan.find_plan import canonical_capture
-from passes.compile.compile_graph import compile_graph
+from autoshard.reporting.peak_memory import held_nbytes, run_peaks
+from autoshard.reporting.step_again import StepAgain
 from passes.lower.phases import Phases
 from passes.lower.rank_program import rank_program
 from passes.predict.memory_kinds import KINDS
@@ -23,40 +20,6 @@ from passes.simulate.lockstep import simulated_groups
 from passes.strategies.pricing import eager_traffic
 
 ONE = MeshSpec({"dp": 1})
-
-
-class LiveBytes(TorchDispatchMode):
-    """peak: the most bytes of storages alive at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now, self.peak = 0, 0
-        self._seen: set[int] = set()
-
-    def see(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key, nbytes = storage._cdata, storage.nbytes()
-        if key not in self._seen:
-            self._seen.add(key)
-            self._add(nbytes)
-            weakref.finalize(storage, self._gone, key, nbytes)
-
-    def _gone(self, key: int, nbytes: int) -> None:
-        self._seen.discard(key)
-        self.now -= nbytes
-
-    def _add(self, nbytes: int) -> None:
-        self.now += nbytes
-        self.peak = max(self.peak, self.now)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self.see(leaf)
-        return result
 
 
 def program(model: nn.Module, x: Tensor) -> Phases:
@@ -75,24 +38,10 @@ def placeholders(module: torch.fx.GraphModule) -> list[Tensor]:
     return [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
 
 
-def measured(phases: Phases) -> tuple[int, int]:
-    """Peaks of forward and backward."""
-    assert phases.backward is not None
-    backward = phases.backward
-    run, back = compile_graph(phases.forward, "eager"), compile_graph(backward.module, "eager")
-    made: Callable[[Tensor], Tensor] = lambda like: torch.ones(like.shape, dtype=like.dtype)
-    with torch.no_grad(), LiveBytes() as live:
-        inputs = [made(like) for like in placeholders(phases.forward)]
-        results = list(run(list(inputs)))
-        forward = live.peak
-        given = [inputs[i] for i in backward.passed]
-        given += [result for i in backward.saved if (result := results[i]) is not None]
-        del results
-        given += [made(like) for like in placeholders(backward.module)[len(given) :]]
-        live.peak = live.now
-        kept = back(given)
-        assert kept is not None
-    return forward, live.peak
+def measured(phases: Phases) -> Mapping[str, int]:
+    """Peaks of forward and backward: what torch's allocator was asked for."""
+    inputs = [torch.ones(like.shape, dtype=like.dtype) for like in placeholders(phases.forward)]
+    return run_peaks(StepAgain(phases, inputs, "eager"), held_nbytes(inputs, (), ()))
 
 
 class Attending(nn.Module):
@@ -108,7 +57,8 @@ class Attending(nn.Module):
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "products": (lambda: nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)), (128, 16)),
-    "attention": (Attending, (8, 64, 8)),
+    "attention": (Attending, (256, 64, 8)),
+    "dropout": (lambda: nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.5), nn.Linear(64, 16)), (128, 16)),
     "convolutions": (
         lambda: nn.Sequential(
             nn.Conv2d(3, 16, 3, padding=1),
@@ -130,9 +80,9 @@ def test_what_is_predicted_is_alive(name: str) -> None:
     walk = memory_walk(phases, eager_traffic)
     # An optimizer's states, which nothing holds here.
     states = sum(value.nbytes for value in walk.values if value.kind == "optimizer")
-    for phase, most in zip(("forward", "backward"), measured(phases), strict=True):
+    for phase, most in measured(phases).items():
         predicted = walk.peak_of(phase) - states
-        assert 0.8 * most <= predicted <= 1.1 * most, (phase, predicted, most)
+        assert 0.85 * most <= predicted <= 1.1 * most, (phase, predicted, most)
 
 
 def kinds(step: MemoryStep) -> dict[str, int]:
