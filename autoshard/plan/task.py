@@ -40,6 +40,7 @@ from passes.layout.layout import Layout
 from passes.plan.describe import describe, fallback_ops, graph_hash
 from passes.plan.records import layouts_of
 from passes.redistribution.steps import Step
+from passes.search.agree import Judgement
 from passes.search.coarse_to_fine import find_fastest
 from passes.search.find import Found, find_assignment
 from passes.search.find_states import States, find_states
@@ -157,10 +158,10 @@ def search_plans(
     def fastest(
         joint: JointGraph, chosen: States | None, memory_limit: int | None, reserve: int, latest: Deadline
     ) -> Found:
-        def judge(assignment: Assignment, prices: Prices) -> Sequence[float]:
+        def judge(assignment: Assignment, prices: Prices) -> Judgement:
             found = known[id(assignment)] = judged(joint, assignment, prices)
             rivals(found)
-            return found.phase_seconds
+            return Judgement(found.phase_seconds, found.peak.nbytes)
 
         found = find_fastest(
             joint,
