@@ -18,7 +18,8 @@ Transfer = tuple[str, int]
 """(global name of the reader, which of its tensor operands)."""
 
 Turn = tuple[int, int]
-"""(0 in the forward, 1 in the backward; place in the phase's order). Meta "turn" of a transfer's nodes."""
+"""(0 in the forward, 1 in the backward; place in the phase's order). Where a batch is run in pieces: 0 before them, 1
+and 2 in forward and backward of each, 3 after. Meta "turn" of a transfer's nodes."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ op by op), and what an allocator keeps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import fx
 
 from cost_model.memory import ADAMW, Optimizer
-from passes.ir.joint import node_values, result_index
+from passes.ir.joint import GraphInput, node_values, result_index
 from passes.ir.op_traits import is_collective, is_view
 from passes.lower.phases import Backward, Phases
 from passes.ops.uniform import UNIFORM_WORDS
@@ -26,7 +26,19 @@ from passes.plan.describe import short_dtype
 from passes.predict.memory_kinds import KINDS, Kind, kind_of_op, made_by
 from passes.strategies.pricing import TrafficModel, eager_traffic
 
-__all__ = ["LiveValue", "MemoryStep", "MemoryWalk", "memory_walk"]
+__all__ = [
+    "START",
+    "LiveValue",
+    "MemoryStep",
+    "MemoryWalk",
+    "held_values",
+    "live_value",
+    "memory_walk",
+    "program_values",
+]
+
+START = ("forward", "start")
+"""The step before the first op."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,33 +112,40 @@ class MemoryWalk:
         return int(self.by_kind[inside].sum(axis=1).max(initial=0))
 
 
-def memory_walk(
-    phases: Phases,
-    traffic: TrafficModel,
-    optimizer: Optimizer = ADAMW,
-) -> MemoryWalk:
+def memory_walk(phases: Phases, traffic: TrafficModel, optimizer: Optimizer = ADAMW) -> MemoryWalk:
     """A step before the first op, and one per op of the forward and of the backward, in the order in which they run.
 
     phases: with meta "phase" where each op runs (`passes.predict.step_events` writes it). traffic: which values are
     stored. optimizer: its states of every parameter that gets a gradient.
     """
-    forward = _Phase(phases.forward, traffic, 1)
-    steps = [("forward", "start"), *(("forward", node.name) for node in forward.ops)]
+    steps, values = program_values(phases, traffic, 1)
+    ends = () if phases.backward is None else phases.backward.gradients
+    # A part of a step says nothing of its inputs, which another part has made.
+    placeholders = zip(_placeholders(phases.forward), phases.inputs, strict=bool(phases.inputs))
+    held = held_values(placeholders, {end.index for end in ends}, optimizer, len(steps))
+    return MemoryWalk((START, *steps), (*held, *values))
+
+
+def program_values(
+    phases: Phases, traffic: TrafficModel, first: int, phase: str = "forward"
+) -> tuple[list[tuple[str, str]], list[LiveValue]]:
+    """Steps of a program that begins with step `first`, and what is alive in them, but for what the caller holds.
+
+    phase: which its forward is said to be.
+    """
+    forward = _Phase(phases.forward, traffic, first)
+    steps = [(phase, node.name) for node in forward.ops]
     if phases.backward is None:
-        return MemoryWalk(tuple(steps), (*_held(phases, optimizer, len(steps) - 1), *forward.values({})))
+        return steps, list(forward.values({}))
     saved, tangents = _saved(phases, phases.backward), _tangents(phases.backward)
     outside = saved | {node: (node, 0) for node, _ in tangents}
     names = {node.name for node in forward.ops}
-    backward = _Phase(phases.backward.module, traffic, len(steps), outside, names)
+    backward = _Phase(phases.backward.module, traffic, first + len(steps), outside, names)
     steps += [("backward", node.name) for node in backward.ops]
     kept: dict[Owner, tuple[Kind, str]] = dict.fromkeys(saved.values(), ("kept", ""))
     given: Told = {(node, 0): ("inputs", name) for node, name in tangents}
-    values = (
-        *_held(phases, optimizer, len(steps) - 1),
-        *forward.values(kept),
-        *backward.values({**kept, **given, **dict(_gradients(phases.backward))}),
-    )
-    return MemoryWalk(tuple(steps), values)
+    told = {**kept, **given, **dict(_gradients(phases.backward))}
+    return steps, [*forward.values(kept), *backward.values(told)]
 
 
 Owner = tuple[fx.Node, int]
@@ -178,12 +197,12 @@ class _Phase:
     def values(self, told: Told) -> Iterator[LiveValue]:
         for owner in dict.fromkeys(self._outside.values()):
             kind, name = told[owner]
-            yield _value(owner, kind, name, self._first, self._last.get(owner, self._end))
+            yield live_value(owner, kind, name, self._first, self._last.get(owner, self._end))
         for step, node in enumerate(self.ops, self._first):
             if self._stored(node):
                 for owner in _storages(node):
                     kind, name = told.get(owner) or (kind_of_op(node, self._forward), "")
-                    yield _value(owner, kind, name, step, self._last.get(owner, step))
+                    yield live_value(owner, kind, name, step, self._last.get(owner, step))
             nbytes = _workspace(node, self._traffic)
             if nbytes:
                 yield LiveValue("working", *made_by(node), node.name, "u8", (nbytes,), nbytes, step, step)
@@ -211,15 +230,18 @@ def _storages(node: fx.Node) -> Iterator[Owner]:
     return ((node, index) for index, value in enumerate(node_values(node)) if value is not None)
 
 
-def _held(phases: Phases, optimizer: Optimizer, last: int) -> Iterator[LiveValue]:
-    """Parameters, the optimizer's states of those that are trained, and all else that the caller holds."""
-    ends = () if phases.backward is None else phases.backward.gradients
-    trained = {end.index for end in ends}
-    for i, (node, spec) in enumerate(zip(_placeholders(phases.forward), phases.inputs, strict=True)):
+def held_values(
+    placeholders: Iterable[tuple[fx.Node, GraphInput]], trained: Set[int], optimizer: Optimizer, last: int
+) -> Iterator[LiveValue]:
+    """To the end, what the caller holds: parameters, the optimizer's states of those at the places `trained`, and other
+    inputs."""
+    for i, (node, spec) in enumerate(placeholders):
+        if spec.kind == "tangent":
+            continue
         kind: Kind = "parameters" if spec.kind == "param" else "inputs"
-        yield _value((node, 0), kind, spec.name, 0, last)
+        yield live_value((node, 0), kind, spec.name, 0, last)
         for _ in range(optimizer.states * (kind == "parameters" and i in trained)):
-            yield _value((node, 0), "optimizer", spec.name, 0, last)
+            yield live_value((node, 0), "optimizer", spec.name, 0, last)
 
 
 def _saved(phases: Phases, backward: Backward) -> dict[fx.Node, Owner]:
@@ -244,7 +266,7 @@ def _gradients(backward: Backward) -> Iterator[tuple[Owner, tuple[Kind, str]]]:
             yield _owner(node), ("gradients", spec.name)
 
 
-def _value(owner: Owner, kind: Kind, name: str, first: int, last: int) -> LiveValue:
+def live_value(owner: Owner, kind: Kind, name: str, first: int, last: int) -> LiveValue:
     """name: what is told of it; "": as the op that makes it says."""
     node, index = owner
     made = made_by(node) if node.op == "call_function" else ("", "")

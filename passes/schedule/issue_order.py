@@ -36,8 +36,8 @@ from typing import Literal, Protocol
 from torch import fx
 
 from passes.ir.joint import JointGraph
-from passes.ir.op_traits import is_product
-from passes.ir.phase_ops import ops_by_phase
+from passes.ir.op_traits import is_piece, is_product
+from passes.ir.phase_ops import segments
 from passes.layout.assignment import Assignment
 from passes.plan.transfers import Move, Transfer, Turn, late_transfers, transfers
 from passes.schedule.transfer_roles import PhaseRoles, TransferRole, ops_that_end
@@ -133,13 +133,7 @@ def issue_order(
     reach: int = REACH,
 ) -> IssueOrder:
     """Of every transfer that `assignment` asks for."""
-    forward, backward = ops_by_phase(joint)
-    moves = transfers(joint, assignment)
-    late = late_transfers(joint, moves, set(forward))
-    phases = (
-        _Phase(forward, joint, [m for m in moves if m not in late]),
-        _Phase(backward, joint, [m for m in moves if m in late]),
-    )
+    phases = [_Phase(ops, joint, moves) for ops, moves in _by_segment(joint, transfers(joint, assignment))]
     turns: dict[Transfer, Turn] = {}
     depths: dict[Transfer, int] = {}
     for number, phase in enumerate(phases):
@@ -147,6 +141,21 @@ def issue_order(
             turns.update((move.transfer, (number, place)) for move in group)
         depths.update(phase.depths)
     return IssueOrder(turns, depths)
+
+
+def _by_segment(joint: JointGraph, moves: Sequence[Move]) -> list[tuple[Sequence[fx.Node], list[Move]]]:
+    """The parts of a step in which transfers have an order of their own, and their transfers."""
+    parts = segments(joint)
+    if joint.pieces == 1:
+        late = late_transfers(joint, moves, set(parts.forward))
+        return [
+            (parts.forward, [m for m in moves if m not in late]),
+            (parts.backward, [m for m in moves if m in late]),
+        ]
+    ordered: tuple[Sequence[fx.Node], ...] = (parts.before, parts.forward, parts.backward, parts.after)
+    place = {node: number for number, ops in enumerate(ordered) for node in ops}
+    own = lambda m: 0 if is_piece(m.reader) else 3 if m.reader.op == "output" else place.get(m.reader, 3)
+    return [(ops, [m for m in moves if own(m) == number]) for number, ops in enumerate(ordered)]
 
 
 class _Phase:
@@ -166,7 +175,8 @@ class _Phase:
 
     def _placed(self, move: Move) -> Move:
         start = self.position.get(move.operand, -1)
-        return replace(move, start=start, end=self.position[move.reader])
+        # A part is read behind all that runs before the pieces.
+        return replace(move, start=start, end=self.position.get(move.reader, len(self.ops)))
 
     def ordered(self, ahead: Ahead, reach: int, merge: Merge) -> list[Sequence[Move]]:
         """Groups of merged transfers, mostly of one."""
