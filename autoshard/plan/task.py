@@ -6,11 +6,13 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 
+from autoshard.plan.infeasible import Asked, told
 from autoshard.plan.judged import Judged, judged, lowered
 from autoshard.plan.parameter_names import by_first_name, parameter_shapes
 from autoshard.plan.pins import resolve_pins
@@ -187,11 +189,14 @@ def search_plans(
             narrowing=task.narrowing,
         )
 
+    def as_said(memory_limit: int | None, reserve: int, latest: Deadline) -> Found:
+        joint = compute_again(task.joint, users_choice(task.joint))
+        return fastest(joint, None, memory_limit, reserve, latest)
+
     def find(reserve: int, again: bool) -> Found:
         latest = until.at_least(_AGAIN_SHARE * task.time_limit) if again else until
         if task.recompute == "user":
-            chosen = users_choice(task.joint)
-            return fastest(compute_again(task.joint, chosen), None, task.memory_limit, reserve, latest)
+            return as_said(task.memory_limit, reserve, latest)
         return found_with_states(task.joint, fastest, states, task.memory_limit, reserve, latest)
 
     def moved(found: Found) -> Sequence[Step]:
@@ -202,6 +207,12 @@ def search_plans(
         found = found_within(find, moved, task.mesh, task.memory_limit)
     except OutOfTime:
         raise _out_of_time(task) from None
+    except InfeasibleError as reason:
+        with suppress(InfeasibleError, OutOfTime):
+            if not known and task.memory_limit is not None:
+                as_said(None, 0, until)  # for what lives at its peak
+        asked = Asked(task.joint, task.mesh, task.memory_limit, task.pins, task.recompute)
+        raise told(reason, asked, known.values()) from None
     if found.joined:
         _log.info("plan: axes searched together: %s", joined_text(found.joined))
     fitting = (one for one in found.rivals if fits_within(one, moved(one), task.mesh, task.memory_limit))
