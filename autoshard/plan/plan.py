@@ -107,7 +107,7 @@ class Plan(PlanContent):
 
     def to_networkx(self) -> nx.DiGraph:
         """Nodes are ops, edges values; layouts, seconds and transfers are attributes."""
-        return plan_graph(self.records, self.mesh)
+        return plan_graph(self.records, self.mesh, self.memory)
 
     def draw(self, path: str | os.PathLike[str]) -> Path:
         """Draw the plan; the suffix chooses: .svg .dot .html .json .graphml."""

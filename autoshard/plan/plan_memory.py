@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.plan.equal_layers import fold_numbers
@@ -71,11 +71,14 @@ class MemoryTimeline:
         return dict(zip(KINDS, self.peak.by_kind, strict=True))
 
     def outline(self) -> MemoryTimeline:
-        """With `OUTLINE` steps at most: the ends, the peak, and where the curve is furthest from straight lines."""
+        """With `OUTLINE` steps at most: the ends of the phases, the peak, and where the curve is furthest from straight
+        lines."""
         if len(self.steps) <= OUTLINE:
             return self
         curve = [step.nbytes for step in self.steps]
-        kept = _turning_points(curve, self.steps.index(self.peak))
+        ends = [i for i, (one, two) in enumerate(itertools.pairwise(self.steps)) if one.phase != two.phase]
+        last = len(curve) - 1
+        kept = _turning_points(curve, {0, self.steps.index(self.peak), *ends, *(i + 1 for i in ends), last})
         return replace(self, steps=tuple(self.steps[place] for place in kept))
 
     def __str__(self) -> str:
@@ -131,9 +134,9 @@ def _value(value: LiveValue) -> str:
     return f"{value.dtype}[{', '.join(map(str, value.shape))}]"
 
 
-def _turning_points(curve: Sequence[int], peak: int) -> list[int]:
-    """Places of `OUTLINE` points, ascending: between two of them the one furthest from their line is next."""
-    kept = sorted({0, peak, len(curve) - 1})
+def _turning_points(curve: Sequence[int], ends: Collection[int]) -> list[int]:
+    """Places of `OUTLINE` points, ascending: `ends`, and of those between two the one furthest from their line."""
+    kept = sorted(ends)
     waiting: list[tuple[float, int, int, int]] = []
 
     def wait(first: int, last: int) -> None:

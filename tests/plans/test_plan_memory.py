@@ -137,6 +137,8 @@ def test_a_file_holds_its_outline(plan: Plan) -> None:
     assert len(again.steps) <= OUTLINE < len(memory.steps)
     assert set(again.steps) <= set(memory.steps)
     assert (again.peak, again.at_peak, again.count) == (memory.peak, memory.at_peak, memory.count)
+    turn = next(step for step in memory.steps if step.phase == "backward")
+    assert turn in again.steps
     assert again.steps[0] == memory.steps[0] and again.steps[-1] == memory.steps[-1]
     assert loaded.explain() == plan.explain()
     size = lambda data: len(json.dumps(data))
