@@ -2,8 +2,8 @@
 
 A program frees a value after its last reader; views share what they view. What the forward saves lives until the
 backward has read it, gradients until the update, parameters and the optimizer's states always. What a collective reads
-lives until its wait, as it is in flight. Not counted: workspaces of kernels (but of random numbers, where they are made
-op by op), and what an allocator keeps.
+lives until its wait, as it is in flight. Not counted: workspaces of kernels, but those in `passes.predict.workspaces`,
+and what an allocator keeps.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import fx
 
@@ -21,10 +20,10 @@ from cost_model.memory import ADAMW, Optimizer
 from passes.ir.joint import GraphInput, node_values, result_index
 from passes.ir.op_traits import is_collective, is_view
 from passes.lower.phases import Backward, Phases
-from passes.ops.uniform import UNIFORM_WORDS
 from passes.plan.describe import short_dtype
 from passes.predict.memory_kinds import KINDS, Kind, kind_of_op, made_by
-from passes.strategies.pricing import TrafficModel, eager_traffic
+from passes.predict.workspaces import Copies, no_copies, workspace
+from passes.strategies.pricing import TrafficModel
 
 __all__ = [
     "START",
@@ -112,13 +111,15 @@ class MemoryWalk:
         return int(self.by_kind[inside].sum(axis=1).max(initial=0))
 
 
-def memory_walk(phases: Phases, traffic: TrafficModel, optimizer: Optimizer = ADAMW) -> MemoryWalk:
+def memory_walk(
+    phases: Phases, traffic: TrafficModel, optimizer: Optimizer = ADAMW, copies: Copies = no_copies
+) -> MemoryWalk:
     """A step before the first op, and one per op of the forward and of the backward, in the order in which they run.
 
     phases: with meta "phase" where each op runs (`passes.predict.step_events` writes it). traffic: which values are
-    stored. optimizer: its states of every parameter that gets a gradient.
+    stored. optimizer: its states of every parameter that gets a gradient. copies: that collectives make.
     """
-    steps, values = program_values(phases, traffic, 1)
+    steps, values = program_values(phases, traffic, 1, copies=copies)
     ends = () if phases.backward is None else phases.backward.gradients
     # A part of a step says nothing of its inputs, which another part has made.
     placeholders = zip(_placeholders(phases.forward), phases.inputs, strict=bool(phases.inputs))
@@ -127,20 +128,20 @@ def memory_walk(phases: Phases, traffic: TrafficModel, optimizer: Optimizer = AD
 
 
 def program_values(
-    phases: Phases, traffic: TrafficModel, first: int, phase: str = "forward"
+    phases: Phases, traffic: TrafficModel, first: int, phase: str = "forward", *, copies: Copies = no_copies
 ) -> tuple[list[tuple[str, str]], list[LiveValue]]:
     """Steps of a program that begins with step `first`, and what is alive in them, but for what the caller holds.
 
     phase: which its forward is said to be.
     """
-    forward = _Phase(phases.forward, traffic, first)
+    forward = _Phase(phases.forward, traffic, first, copies=copies)
     steps = [(phase, node.name) for node in forward.ops]
     if phases.backward is None:
         return steps, list(forward.values({}))
     saved, tangents = _saved(phases, phases.backward), _tangents(phases.backward)
     outside = saved | {node: (node, 0) for node, _ in tangents}
     names = {node.name for node in forward.ops}
-    backward = _Phase(phases.backward.module, traffic, first + len(steps), outside, names)
+    backward = _Phase(phases.backward.module, traffic, first + len(steps), outside, names, copies)
     steps += [("backward", node.name) for node in backward.ops]
     kept: dict[Owner, tuple[Kind, str]] = dict.fromkeys(saved.values(), ("kept", ""))
     given: Told = {(node, 0): ("inputs", name) for node, name in tangents}
@@ -180,8 +181,11 @@ class _Phase:
         first: int,
         outside: Mapping[fx.Node, Owner] | None = None,
         forward: Set[str] = frozenset(),
+        copies: Copies = no_copies,
     ) -> None:
         self.ops = [node for node in module.graph.nodes if node.op == "call_function"]
+        self._place = {node: step for step, node in enumerate(self.ops, first)}
+        self._copies = copies
         self._traffic, self._first, self._outside, self._forward = traffic, first, outside or {}, forward
         self._end = first + len(self.ops) - 1
         self._last: dict[Owner, int] = {}
@@ -203,9 +207,17 @@ class _Phase:
                 for owner in _storages(node):
                     kind, name = told.get(owner) or (kind_of_op(node, self._forward), "")
                     yield live_value(owner, kind, name, step, self._last.get(owner, step))
-            nbytes = _workspace(node, self._traffic)
+            yield from self._beside(node, step)
+
+    def _beside(self, node: fx.Node, step: int) -> Iterator[LiveValue]:
+        """What an op has for itself while it runs, and a collective until its wait."""
+        found: list[tuple[Kind, int, int]] = [("working", workspace(node, self._traffic), step)]
+        waits = [self._place[user] for user in node.users if is_collective(user)]
+        if is_collective(node) and waits:
+            found.append(("moved", self._copies(node), max(waits)))
+        for kind, nbytes, last in found:
             if nbytes:
-                yield LiveValue("working", *made_by(node), node.name, "u8", (nbytes,), nbytes, step, step)
+                yield LiveValue(kind, *made_by(node), node.name, "u8", (nbytes,), nbytes, step, last)
 
     def _stored(self, node: fx.Node) -> bool:
         own = _owner(node)[0] is node
@@ -215,15 +227,6 @@ class _Phase:
         owner = _owner(node)
         owner = self._outside.get(owner[0], owner)
         self._last[owner] = max(self._last.get(owner, step), step)
-
-
-def _workspace(node: fx.Node, traffic: TrafficModel) -> int:
-    """Bytes beside operands and results of an op that runs as several, where they run op by op: of random numbers."""
-    if traffic is not eager_traffic or node.target is not torch.ops.autoshard.uniform.default:
-        return 0
-    (value,) = node_values(node)
-    assert value is not None
-    return value.numel() * (8 * UNIFORM_WORDS - value.element_size())
 
 
 def _storages(node: fx.Node) -> Iterator[Owner]:

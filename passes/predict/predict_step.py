@@ -18,6 +18,7 @@ from passes.predict.memory_walk import memory_walk
 from passes.predict.predict_pieces import predict_pieces
 from passes.predict.prediction import PredictedCollective, PredictedPhase, Prediction
 from passes.predict.step_events import Axes, AxesOf, StepEvents
+from passes.predict.workspaces import copies_on
 from passes.schedule.schedule import scheduled
 from passes.simulate.lockstep import simulated_group_axes, simulated_groups
 from passes.strategies.prices import Prices
@@ -92,7 +93,7 @@ def predict_phases(phases: Phases, prices: Prices, axes_of: AxesOf) -> Predictio
         )
         for issued in step.collectives
     )
-    memory = memory_walk(phases, prices.traffic)
+    memory = memory_walk(phases, prices.traffic, copies=copies_on(prices.mesh.device_type))
     return Prediction(timeline.seconds, tuple(_phases(step.ends, timeline)), collectives, memory)
 
 
