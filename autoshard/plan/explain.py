@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from autoshard.plan.equal_layers import fold_numbers
 from autoshard.plan.plan_collectives import Collective, collectives_of
 from autoshard.plan.plan_content import PlanContent
+from autoshard.plan.plan_memory import kind_lines
 from autoshard.plan.plan_prices import priced_words, refined_line
 from autoshard.plan.race_result import race_lines
 from cost_model.reserve import communicators
@@ -38,6 +39,7 @@ def explain_plan(plan: PlanContent) -> str:
         "",
         *_time_table(plan),
         "",
+        *_memory_table(plan),
         *collective_lines(collectives_of(plan.records)),
         "",
         *parameter_lines(plan.parameter_layouts),
@@ -108,6 +110,13 @@ def _time_table(plan: PlanContent) -> list[str]:
             f"  {phase:9} {format_seconds(ops):>9} compute, {format_seconds(moved):>9} communication"
         )
     return [*lines, f"  {'optimizer':9} {format_seconds(update):>9}"]
+
+
+def _memory_table(plan: PlanContent) -> list[str]:
+    """What lives at the peak, by kind, with the largest values of each."""
+    if plan.memory is None:
+        return []
+    return ["memory at the peak", *(f"  {line}" for line in kind_lines(plan.memory)), ""]
 
 
 def collective_lines(collectives: Sequence[Collective]) -> list[str]:

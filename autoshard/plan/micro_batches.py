@@ -9,9 +9,8 @@ from autoshard.plan.plan import Plan
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
 from passes.capture import Captured
-from passes.ir.joint import JointGraph
 from passes.micro_batches.cut_batch import cut_batch
-from passes.micro_batches.time_axis import batch_length
+from passes.micro_batches.time_axis import batch_length, trains
 
 __all__ = ["cut_call", "fastest_in_pieces", "most_pieces"]
 
@@ -21,12 +20,6 @@ def cut_call(captured: Captured, count: int) -> Captured:
 
     Raises InfeasibleError where it cannot be cut."""
     return replace(captured, joint=cut_batch(captured.joint, count)) if trains(captured.joint) else captured
-
-
-def trains(joint: JointGraph) -> bool:
-    """Whether a call has gradients: without, nothing is kept that pieces would make less of."""
-    ends = zip(joint.outputs, joint.results, strict=True)
-    return any(end.kind == "grad" and result is not None for end, result in ends)
 
 
 def most_pieces(captured: Captured) -> int:

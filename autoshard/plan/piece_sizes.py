@@ -13,6 +13,7 @@ from passes.plan.describe import describe
 from passes.plan.records import NodeRecord
 from passes.search.find import find_assignment
 from passes.search.graph_ends import Boundary
+from passes.states.backward_copies import copies_in
 from passes.states.compute_again import compute_again
 from passes.strategies.prices import Prices
 
@@ -29,16 +30,18 @@ def piece_places(joint: JointGraph) -> list[int]:
 def other_size_records(
     joint: JointGraph,
     assignment: Assignment,
-    again: tuple[str, ...],
     prices: Prices,
     boundary: Callable[[JointGraph], Boundary],
-    deadline: Deadline,
+    time_limit: float,
 ) -> tuple[tuple[NodeRecord, ...], ...]:
     """Per size of pieces besides the first's, in order, the plan of the step with one of that size.
 
-    assignment, again: of the first. Raises InfeasibleError where its ends do not fit, and OutOfTime.
+    assignment: of the first, whose ops that run again do so in all. time_limit: seconds. Raises InfeasibleError where
+    its ends do not fit, and OutOfTime.
     """
+    deadline = Deadline.after(time_limit)
     found: list[tuple[NodeRecord, ...]] = []
+    again = copies_in(joint)
     graphs = joint, *joint.others
     for place in sorted(set(first_of_each_size(graphs)))[1:]:
         graph = compute_again(graphs[place], again)

@@ -58,6 +58,8 @@ class Plan(PlanContent):
                  and gap are of plans that do so. () joins none.
     step_time:   predicted seconds of a step: the program that will run, on a timeline of its kernels
                  and collectives. peak_memory: predicted bytes on the fullest device.
+    memory:      those bytes at every step of that program, by kind, and what lives at the peak (docs/memory.md). None
+                 of a plan that a later kind of call carried over, and of one from an older file.
     parameter_layouts: parameter name -> layout (tied names included).
     inputs, outputs: layout per tensor input and output of a call, by position.
     fallbacks:   ops without a rule, which run replicated.
@@ -115,7 +117,7 @@ class Plan(PlanContent):
 
     def to_networkx(self) -> nx.DiGraph:
         """Nodes are ops, edges values; layouts, seconds and transfers are attributes."""
-        return plan_graph(self.records, self.mesh)
+        return plan_graph(self.records, self.mesh, self.memory)
 
     def draw(self, path: str | os.PathLike[str]) -> Path:
         """Draw the plan; the suffix chooses: .svg .dot .html .json .graphml."""
@@ -280,4 +282,5 @@ def _plan_from(data: PlanData) -> Plan:
         race=tuple(Raced(**msgspec.structs.asdict(one)) for one in data.race),
         micro_batches=data.micro_batches,
         other_sizes=tuple(map(records_of, data.other_sizes)),
+        memory=None if data.memory is None else data.memory.timeline(),
     )

@@ -6,11 +6,13 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 
+from autoshard.plan.infeasible import Asked, out_of_time, told
 from autoshard.plan.judged import Judged, judged, lowered
 from autoshard.plan.parameter_names import by_first_name, parameter_shapes
 from autoshard.plan.piece_sizes import other_size_records
@@ -19,6 +21,7 @@ from autoshard.plan.plan import Plan, PlanOrigin
 from autoshard.plan.plan_collectives import collectives_of
 from autoshard.plan.plan_content import PlanContent
 from autoshard.plan.plan_ends import output_layouts, parameter_layouts
+from autoshard.plan.plan_memory import MemoryTimeline
 from autoshard.plan.search_with_reserve import fits_within, found_within, plan_reserve
 from autoshard.plan.search_with_states import found_with_states
 from autoshard.plan.task_prices import prices_of
@@ -39,15 +42,15 @@ from passes.layout.assignment import Assignment
 from passes.layout.joined_axes import JoinedAxes, joined_text
 from passes.layout.layout import Layout
 from passes.plan.describe import describe, fallback_ops, graph_hash
-from passes.plan.records import NodeRecord, layouts_of
+from passes.plan.records import layouts_of
 from passes.redistribution.steps import Step
+from passes.search.agree import Judgement
 from passes.search.coarse_to_fine import find_fastest
 from passes.search.find import Found, find_assignment
 from passes.search.find_states import States, find_states
 from passes.search.graph_ends import Boundary, boundary_of
 from passes.search.narrowing import Narrowing
 from passes.search.step_kinds import EXPOSED, phase_seconds
-from passes.states.backward_copies import copies_in
 from passes.states.compute_again import compute_again
 from passes.states.cut_points import known_ops, users_choice
 from passes.strategies.prices import Prices
@@ -161,10 +164,10 @@ def search_plans(
     def fastest(
         joint: JointGraph, chosen: States | None, memory_limit: int | None, reserve: int, latest: Deadline
     ) -> Found:
-        def judge(assignment: Assignment, prices: Prices) -> Sequence[float]:
+        def judge(assignment: Assignment, prices: Prices) -> Judgement:
             found = known[id(assignment)] = judged(joint, assignment, prices)
             rivals(found)
-            return found.phase_seconds
+            return Judgement(found.phase_seconds, found.peak.nbytes)
 
         found = find_fastest(
             joint,
@@ -190,11 +193,14 @@ def search_plans(
             narrowing=task.narrowing,
         )
 
+    def as_said(memory_limit: int | None, reserve: int, latest: Deadline) -> Found:
+        joint = compute_again(task.joint, users_choice(task.joint))
+        return fastest(joint, None, memory_limit, reserve, latest)
+
     def find(reserve: int, again: bool) -> Found:
         latest = until.at_least(_AGAIN_SHARE * task.time_limit) if again else until
         if task.recompute == "user":
-            chosen = users_choice(task.joint)
-            return fastest(compute_again(task.joint, chosen), None, task.memory_limit, reserve, latest)
+            return as_said(task.memory_limit, reserve, latest)
         return found_with_states(task.joint, fastest, states, task.memory_limit, reserve, latest)
 
     def moved(found: Found) -> Sequence[Step]:
@@ -204,7 +210,13 @@ def search_plans(
     try:
         found = found_within(find, moved, task.mesh, task.memory_limit)
     except OutOfTime:
-        raise _out_of_time(task) from None
+        raise out_of_time(task.mesh, task.time_limit) from None
+    except InfeasibleError as reason:
+        with suppress(InfeasibleError, OutOfTime):
+            if not known and task.memory_limit is not None:
+                as_said(None, 0, until)  # for what lives at its peak
+        asked = Asked(task.joint, task.mesh, task.memory_limit, task.pins, task.recompute)
+        raise told(reason, asked, known.values()) from None
     if found.joined:
         _log.info("plan: axes searched together: %s", joined_text(found.joined))
     fitting = (one for one in found.rivals if fits_within(one, moved(one), task.mesh, task.memory_limit))
@@ -216,15 +228,6 @@ def _search_until(task: Task, deadline: Deadline) -> Deadline:
     """What is decided and predicted after the search takes its time, too: it grows with the graph."""
     after = _SECONDS_A_NODE * len(task.joint.graph.nodes)
     return deadline.earlier(min(after, _DECIDING_SHARE * max(0.0, deadline.left)))
-
-
-def _out_of_time(task: Task) -> InfeasibleError:
-    axes = len(task.mesh.real_axes())
-    return InfeasibleError(
-        f"no plan on {task.mesh} was found within time_limit={task.time_limit:g} seconds: "
-        "they ended before its layouts and the ways between them were listed\n"
-        "  try: a larger `time_limit`" + (f", or a mesh of fewer axes than {axes}" if axes > 1 else "")
-    )
 
 
 def carried_plan(task: Task, first: Plan) -> Plan:
@@ -246,7 +249,7 @@ def carried_plan(task: Task, first: Plan) -> Plan:
             narrowing=Narrowing(held=first.assignment),
         )
     except OutOfTime:
-        raise _out_of_time(task) from None
+        raise out_of_time(task.mesh, task.time_limit) from None
     unproven = replace(found, lower_bound=0.0, gap=1.0, status="feasible")
     return _plan_of(task, unproven, lowered(joint, found.assignment, prices), None)
 
@@ -285,14 +288,13 @@ def _plan_of(task: Task, found: Found, judged: Judged, again: Again | None) -> P
         ),
         joined_axes=found.joined,
         micro_batches=joint.pieces,
-        other_sizes=_other_sizes(task, joint, found, prices),
+        other_sizes=other_size_records(
+            joint,
+            found.assignment,
+            prices,
+            lambda graph: replace(task, captured=replace(task.captured, joint=graph)).boundary,
+            task.time_limit,
+        ),
+        memory=None if judged.memory is None else MemoryTimeline.of(judged.memory),
         again=again,
     )
-
-
-def _other_sizes(
-    task: Task, joint: JointGraph, found: Found, prices: Prices
-) -> tuple[tuple[NodeRecord, ...], ...]:
-    boundary = lambda graph: replace(task, captured=replace(task.captured, joint=graph)).boundary
-    deadline = Deadline.after(task.time_limit)
-    return other_size_records(joint, found.assignment, copies_in(joint), prices, boundary, deadline)
