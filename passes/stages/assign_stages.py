@@ -52,7 +52,11 @@ class Assigned:
 
 
 def assign_stages(parts: GraphParts, starts: Sequence[int], stages: int) -> Assigned:
-    """starts: position in `parts.forward` at which each stage but the first begins."""
+    """starts: position in `parts.forward` at which each stage but the first begins.
+
+    Raises ShardingError if a buffer that changes is in several stages, or the backward would go from an earlier stage to
+    a later one.
+    """
     own = {node: bisect_right(starts, i) for i, node in enumerate(parts.forward)}
     places = forward_places(parts, own, stages - 1)
     _check_buffers(parts, places)
@@ -61,6 +65,7 @@ def assign_stages(parts: GraphParts, starts: Sequence[int], stages: int) -> Assi
     outputs = output_places(parts, places)
     tangents = {n: outputs[spec.index] for n, spec in parts.specs.items() if spec.kind == "tangent"}
     of = {**places.of, **backward_stages(parts, places, bounds, stages), **tangents}
+    _check_order(parts, of)
     returned = {position: _returned(found, places, of) for position, found in sums.items()}
     reach, back = _ends(parts, of, returned)
     boundaries = range(stages - 1)
@@ -105,3 +110,14 @@ def _check_buffers(parts: GraphParts, places: ForwardPlaces) -> None:
                 f"cannot cut the graph into these stages: the buffer {name} is read in the stages {sorted(at)}, and only "
                 f"the one that changes it knows its value\n  {described(new)}\n  try: a cut before or behind all of them"
             )
+
+
+def _check_order(parts: GraphParts, of: Mapping[fx.Node, int]) -> None:
+    for node in parts.backward:
+        for operand in operands(node):
+            apart = of.get(operand, 0) - of.get(node, 0)
+            if node in of and operand in of and (apart > 0 if operand in parts.in_forward else apart < 0):
+                raise ShardingError(
+                    "cannot cut the graph into these stages: the backward of an earlier stage would read what a later one "
+                    f"makes\n  {described(node)}\n  try: another cut"
+                )

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from cost_model.errors import ShardingError
-from passes.ir.properties import described
 from passes.stages.forward_places import ForwardPlaces, output_places
 from passes.stages.gradient_sums import GradientSum
 from passes.stages.graph_parts import GraphParts, is_glued, operands
@@ -23,7 +21,7 @@ __all__ = ["BackwardPlaces", "Reach", "backward_places"]
 @dataclass(frozen=True)
 class Reach:
     """Where an op of the backward may run, as far as its operands of the forward say: from `first` to `last`, and where
-    all of `held` are. `first` is hard: an earlier place knows nothing of what a later one makes."""
+    all of `held` are. An earlier place knows nothing of what a later one makes."""
 
     first: int
     last: int
@@ -43,6 +41,8 @@ class Reach:
         """The first of the places up to `latest` that will do, without a gap."""
         if latest > self.last:
             return latest
+        if not self.held:
+            return min(self.first, latest)
         place = latest
         while place > self.first and all(place in at and place - 1 in at for at in self.held):
             place -= 1
@@ -62,7 +62,6 @@ class BackwardPlaces:
 def backward_places(
     parts: GraphParts, places: ForwardPlaces, sums: Mapping[int, GradientSum]
 ) -> BackwardPlaces:
-    """Raises ShardingError where the backward of an earlier place needs what only a later one makes."""
     summed = {node for found in sums.values() for node in found.ops}
     anchors, shared = _anchors(parts, places, sums, summed)
     tangents = _tangent_places(parts, places)
@@ -75,8 +74,6 @@ def backward_places(
             default=places.last,
         )
         reach = reaches[node] = _reach(parts, places, node, anchors.get(node))
-        if ceiling < reach.first:
-            raise _torn(node)
         latest[node] = reach.latest(ceiling)
     wanted = {
         part: max((p for p in at if p <= latest[part]), default=latest[part])
@@ -137,10 +134,3 @@ def _anchors(
 def _tangent_places(parts: GraphParts, places: ForwardPlaces) -> dict[fx.Node, int]:
     at = output_places(parts, places)
     return {n: at.get(spec.index, places.last) for n, spec in parts.specs.items() if spec.kind == "tangent"}
-
-
-def _torn(node: fx.Node) -> ShardingError:
-    return ShardingError(
-        f"cannot cut the graph into these stages: the backward of an earlier stage would read what a later one makes\n"
-        f"  {described(node)}\n  try: another cut"
-    )

@@ -2,12 +2,12 @@
 
 Most ops can run in one stage only. What is left lies around a boundary: sums of gradients, casts, expands. Of those as
 few bytes as possible are sent, in shapes that were sent the other way, so that every gradient is one of a value that
-was sent; and ties go by the line of the model that an op came from.
+was sent; and ties go by the line of the model that an op came from: that of what was sent, or of who reads it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import networkx as nx
@@ -19,7 +19,7 @@ from passes.stages.backward_places import BackwardPlaces
 from passes.stages.forward_places import ForwardPlaces
 from passes.stages.graph_parts import GraphParts, is_glued, operands
 
-__all__ = ["TensorKind", "backward_stages", "sent_kinds", "tensor_kind"]
+__all__ = ["TensorKind", "backward_stages", "model_line", "sent_kinds", "tensor_kind"]
 
 TensorKind = tuple[tuple[int, ...], torch.dtype]
 _BYTE = 1 << 16
@@ -49,7 +49,9 @@ def backward_stages(
     lines = _lines(parts, places)
     found = dict.fromkeys(bounds.latest, 0)
     for boundary in range(stages - 1):
-        for node in _Boundary(parts, bounds, lines, boundary).late(sent_kinds(parts, places, boundary)):
+        sent = sent_kinds(parts, places, boundary)
+        makers, readers = _lines_around(parts, places, sent, boundary)
+        for node in _Boundary(parts, bounds, lines, makers, readers, boundary).late(sent):
             found[node] = boundary + 1
     for node in parts.backward:  # in order: never later than what is read
         if node in found:
@@ -62,7 +64,8 @@ def backward_stages(
 Line = tuple[str, str]
 
 
-def _line(node: fx.Node) -> Line:
+def model_line(node: fx.Node) -> Line:
+    """(module, source line) that an op comes from, or that it differentiates."""
     return node.meta.get("module", ""), node.meta.get("source", "")
 
 
@@ -71,9 +74,20 @@ def _lines(parts: GraphParts, places: ForwardPlaces) -> dict[Line, tuple[int, in
     found: dict[Line, tuple[int, int]] = {}
     for node in parts.forward:
         stage = places.of[node]
-        first, last = found.get(_line(node), (stage, stage))
-        found[_line(node)] = min(first, stage), max(last, stage)
+        first, last = found.get(model_line(node), (stage, stage))
+        found[model_line(node)] = min(first, stage), max(last, stage)
     return found
+
+
+def _lines_around(
+    parts: GraphParts, places: ForwardPlaces, sent: Sequence[fx.Node], boundary: int
+) -> tuple[frozenset[Line], frozenset[Line]]:
+    """(lines that make what is sent, lines that read it behind the boundary)."""
+    passing = set(sent)
+    late = [n for n in parts.forward if places.of[n] > boundary]
+    readers = {model_line(n) for n in late if not passing.isdisjoint(operands(n))}
+    makers = {model_line(n) for n in sent}
+    return frozenset(makers - readers), frozenset(readers - makers)
 
 
 @dataclass(frozen=True)
@@ -83,6 +97,8 @@ class _Boundary:
     parts: GraphParts
     bounds: BackwardPlaces
     lines: Mapping[Line, tuple[int, int]]
+    makers: frozenset[Line]
+    readers: frozenset[Line]
     boundary: int
 
     def late(self, sent: list[fx.Node]) -> list[fx.Node]:
@@ -134,8 +150,9 @@ class _Boundary:
         network.add_edge(sent, reader)
 
     def _add_line(self, network: nx.DiGraph, node: fx.Node) -> None:
-        run = self.lines.get(_line(node))
-        if run is not None and run[0] > self.boundary:
+        line = model_line(node)
+        run = self.lines.get(line, (0, self.boundary + 1))
+        if line in self.readers or run[0] > self.boundary:
             network.add_edge("late", node.name, capacity=1)
-        elif run is not None and run[1] <= self.boundary:
+        elif line in self.makers or run[1] <= self.boundary:
             network.add_edge(node.name, "early", capacity=1)

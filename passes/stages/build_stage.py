@@ -134,7 +134,9 @@ class _Builder:
         for index, node in enumerate(call):
             self._placeholder(node, GraphInput("input", specs[node].name, index))
         for index, node in enumerate(self.received, len(call)):
-            self._placeholder(node, GraphInput("input", node.name, index), known=node not in self.given_back.values())
+            known = node not in self.given_back.values()
+            name = node.name if known else f"{node.name}_stand_in"
+            self._placeholder(node, GraphInput("input", node.name, index), name, known=known)
         self._add_tangents(specs)
         for node in of_kind("seed"):
             self._placeholder(node, specs[node])

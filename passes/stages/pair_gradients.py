@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from passes.ir.op_traits import is_use
-from passes.stages.backward_stages import tensor_kind
+from passes.stages.backward_stages import model_line, tensor_kind
 from passes.stages.graph_parts import GraphParts
 
 __all__ = ["pair_gradients"]
@@ -47,11 +47,7 @@ def _match(gradient: fx.Node, values: Sequence[fx.Node]) -> fx.Node:
     if not alike:
         return gradient
     lines = _read_by(gradient)
-    return max(alike, key=lambda value: (_line(value) in lines, _line(value)[0] in {m for m, _ in lines}))
-
-
-def _line(node: fx.Node) -> tuple[str, str]:
-    return node.meta.get("module", ""), node.meta.get("source", "")
+    return max(alike, key=lambda value: (model_line(value) in lines, model_line(value)[0] in {m for m, _ in lines}))
 
 
 def _read_by(gradient: fx.Node) -> set[tuple[str, str]]:
@@ -65,5 +61,5 @@ def _read_by(gradient: fx.Node) -> set[tuple[str, str]]:
         if is_use(node) or node.target is _SUM:
             stack.extend(node.users)
         else:
-            found.add(_line(node))
+            found.add(model_line(node))
     return found
