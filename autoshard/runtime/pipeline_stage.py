@@ -21,8 +21,8 @@ __all__ = ["PipelineStage", "StagePrograms", "run_pieces", "torch_schedule"]
 
 
 class StagePrograms(Protocol):
-    """What a stage computes for each piece. It keeps by itself what its backward needs, and adds up the gradients of its
-    parameters and what it returns to the caller."""
+    """What a stage computes for each piece. It keeps by itself what its backward needs, and adds up the gradients of
+    its parameters and what it returns to the caller."""
 
     def forward(self, piece: int, received: Sequence[Tensor]) -> Sequence[Tensor]:
         """What is sent to the next stage, of what was received from the one before."""
@@ -145,9 +145,9 @@ class PipelineStage:
 
 
 def torch_schedule(name: str, stages: Sequence[PipelineStage], pieces: int) -> Any:
-    """The schedule `name` of `passes.stages.pipeline_orders.ORDERS` over this rank's stages, to be run by `run_pieces`."""
+    """The schedule `name` of `passes.stages.pipeline_orders` over this rank's stages, to be run by `run_pieces`."""
     kind: Any = get_schedule_class(ORDERS[name].torch_name)
-    given = stages[0] if issubclass(kind, PipelineScheduleSingle) else list(stages)
+    given: Any = stages[0] if issubclass(kind, PipelineScheduleSingle) else list(stages)
     return kind(given, pieces, loss_fn=lambda output, _wanted: output, scale_grads=False)
 
 

@@ -49,7 +49,9 @@ class _Run:
         names = {crossing.name for crossing in graph.received}
         received = self.sent.get(graph.stage - 1, {})
         leaves = [
-            received[spec.name] if spec.kind == "input" and spec.name in names else self.known[spec.kind, spec.name]
+            received[spec.name]
+            if spec.kind == "input" and spec.name in names
+            else self.known[spec.kind, spec.name]
             for spec in phases.inputs
         ]
         with torch.no_grad():

@@ -27,8 +27,8 @@ class Assigned:
     sums:      by position among the joint graph's outputs: the gradients, and what they are summed from.
     returned:  likewise, for each part of the sum the stage that returns it: one that holds the parameter.
     sent:      per boundary, the values that pass it in the forward.
-    gradients: per boundary, what passes it in the backward, by the value sent of which it is said to be the gradient; one
-               that is like no value, by itself.
+    gradients: per boundary, what passes it in the backward, by the value sent of which it is said to be the gradient;
+               one that is like no value, by itself.
     """
 
     stages: int
@@ -54,8 +54,8 @@ class Assigned:
 def assign_stages(parts: GraphParts, starts: Sequence[int], stages: int) -> Assigned:
     """starts: position in `parts.forward` at which each stage but the first begins.
 
-    Raises ShardingError if a buffer that changes is in several stages, or the backward would go from an earlier stage to
-    a later one.
+    Raises ShardingError if a buffer that changes is in several stages, or the backward would go from an earlier stage
+    to a later one.
     """
     own = {node: bisect_right(starts, i) for i, node in enumerate(parts.forward)}
     places = forward_places(parts, own, stages - 1)
@@ -89,7 +89,9 @@ def _ends(
     """(value of the forward -> the last stage that needs it, value of the backward -> the first that needs it)."""
     reach: dict[fx.Node, int] = {}
     back: dict[fx.Node, int] = {}
-    reads = [(operand, of[n]) for n in (*parts.forward, *parts.backward) if n in of for operand in operands(n)]
+    reads = [
+        (operand, of[n]) for n in (*parts.forward, *parts.backward) if n in of for operand in operands(n)
+    ]
     ends = [(part, stage) for found in returned.values() for part, stage in found.items()]
     for value, stage in (*reads, *ends):
         if value in parts.in_forward:
@@ -105,10 +107,10 @@ def _check_buffers(parts: GraphParts, places: ForwardPlaces) -> None:
         at = places.holders.get(buffer, frozenset())
         if len(at) > 1:
             name = parts.specs[buffer].name
-            new = parts.changed[buffer]
-            raise ShardingError(
-                f"cannot cut the graph into these stages: the buffer {name} is read in the stages {sorted(at)}, and only "
-                f"the one that changes it knows its value\n  {described(new)}\n  try: a cut before or behind all of them"
+            raise _uncuttable(
+                f"the buffer {name} is read in the stages {sorted(at)}; only the one that changes it knows its value",
+                parts.changed[buffer],
+                "a cut before or behind all of them",
             )
 
 
@@ -117,7 +119,11 @@ def _check_order(parts: GraphParts, of: Mapping[fx.Node, int]) -> None:
         for operand in operands(node):
             apart = of.get(operand, 0) - of.get(node, 0)
             if node in of and operand in of and (apart > 0 if operand in parts.in_forward else apart < 0):
-                raise ShardingError(
-                    "cannot cut the graph into these stages: the backward of an earlier stage would read what a later one "
-                    f"makes\n  {described(node)}\n  try: another cut"
-                )
+                why = "the backward of an earlier stage would read what a later one makes"
+                raise _uncuttable(why, node, "another cut")
+
+
+def _uncuttable(why: str, node: fx.Node, remedy: str) -> ShardingError:
+    return ShardingError(
+        f"cannot cut the graph into these stages: {why}\n  {described(node)}\n  try: {remedy}"
+    )

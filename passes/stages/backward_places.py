@@ -1,7 +1,7 @@
 """At which places every op of the backward may run: the latest, and the earliest.
 
 The backward runs from the last place to the first, so an op runs no later than what it reads. It runs where the values
-of the forward that it reads are at hand, and the parameters; the parts of a parameter's gradient where the parameter is.
+of the forward that it reads are at hand, and the parameters; parts of a parameter's gradient where the parameter is.
 """
 
 from __future__ import annotations
@@ -96,9 +96,7 @@ def backward_places(
     )
 
 
-def _reach(
-    parts: GraphParts, places: ForwardPlaces, node: fx.Node, anchor: frozenset[int] | None
-) -> Reach:
+def _reach(parts: GraphParts, places: ForwardPlaces, node: fx.Node, anchor: frozenset[int] | None) -> Reach:
     first, last = 0, places.last
     held = [] if anchor is None else [anchor]
     for operand in operands(node):

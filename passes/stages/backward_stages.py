@@ -134,7 +134,13 @@ class _Boundary:
         return "late" if self.bounds.earliest[node] > self.boundary else "early"
 
     def _add_read(
-        self, network: nx.DiGraph, value: fx.Node, maker: str, reader: str, kinds: set[TensorKind], glued: bool
+        self,
+        network: nx.DiGraph,
+        value: fx.Node,
+        maker: str,
+        reader: str,
+        kinds: set[TensorKind],
+        glued: bool,
     ) -> None:
         if maker != "late" and reader != "early":
             network.add_edge(reader, maker)  # no capacity: a late op reads nothing early
@@ -145,7 +151,9 @@ class _Boundary:
             return
         sent = f"{value.name} sent"
         if not network.has_edge(maker, sent):
-            weight = 1 if isinstance(value.meta["val"], torch.Tensor) and tensor_kind(value) in kinds else _UNLIKE
+            weight = (
+                1 if isinstance(value.meta["val"], torch.Tensor) and tensor_kind(value) in kinds else _UNLIKE
+            )
             network.add_edge(maker, sent, capacity=results_nbytes(value) * weight * _BYTE)
         network.add_edge(sent, reader)
 

@@ -58,7 +58,11 @@ class _Builder:
         kept = {spec.name for spec in self.inputs if spec.kind == "constant"}
         constants = {name: value for name, value in self.parts.joint.constants.items() if name in kept}
         joint = JointGraph(
-            lazy_module(self.graph, "StageGraph"), tuple(self.inputs), tuple(outputs), constants, self.parts.joint.device
+            lazy_module(self.graph, "StageGraph"),
+            tuple(self.inputs),
+            tuple(outputs),
+            constants,
+            self.parts.joint.device,
         )
         return StageGraph(
             self.stage,
@@ -100,7 +104,11 @@ class _Builder:
         roots += [n for _, n in self.outputs if n is not None]
         roots += [n for _, _, n in self.gradients if n is not None]
         given = {*(n for n in self.received if n not in self.given_back.values()), *self.coming_back.values()}
-        roots += [*given, *self.given_back.values(), *(n for n in self.sent if n not in self.coming_back.values())]
+        roots += [
+            *given,
+            *self.given_back.values(),
+            *(n for n in self.sent if n not in self.coming_back.values()),
+        ]
         found: set[fx.Node] = set()
         stack = list(map(self._here, roots))
         while stack:
@@ -126,7 +134,9 @@ class _Builder:
 
     def _add_placeholders(self, needed: set[fx.Node]) -> None:
         specs = {node: spec for node, spec in self.parts.specs.items() if node in needed}
-        of_kind: Callable[[str], Iterable[fx.Node]] = lambda kind: [n for n, s in specs.items() if s.kind == kind]
+        of_kind: Callable[[str], Iterable[fx.Node]] = lambda kind: [
+            n for n, s in specs.items() if s.kind == kind
+        ]
         for kind in ("param", "buffer", "constant"):
             for node in of_kind(kind):
                 self._placeholder(node, specs[node])
@@ -152,7 +162,9 @@ class _Builder:
                 spec = GraphInput("tangent", f"tangent {index}", index)
                 self._placeholder(self.coming_back[value], spec, f"tangent_{value.name}")
 
-    def _placeholder(self, node: fx.Node, spec: GraphInput, name: str | None = None, *, known: bool = True) -> None:
+    def _placeholder(
+        self, node: fx.Node, spec: GraphInput, name: str | None = None, *, known: bool = True
+    ) -> None:
         """known: whether the input is the value of `node`."""
         new = self.graph.placeholder(name or node.name)
         new.target = new.name  # names are made unique; the generated signature prints the target
@@ -182,7 +194,9 @@ class _Builder:
                 value = None if part is None else self.new[self._here(part)]
                 ends.append((GraphOutput("grad", spec.name, self.positions[node]), value))
         for node, gradient in self.given_back.items():
-            ends.append((GraphOutput("grad", node.name, self.positions[node]), self.new[self._here(gradient)]))
+            ends.append(
+                (GraphOutput("grad", node.name, self.positions[node]), self.new[self._here(gradient)])
+            )
         self.graph.output(tuple(node for _, node in ends))
         return [spec for spec, _ in ends]
 
@@ -198,7 +212,9 @@ class _Builder:
             return ()
         sent, back = self.assigned.passing(boundary)
         return tuple(
-            Crossing(n.name, boundary, self.assigned.of[n], *tensor_kind(n), n in back, n not in back.values())
+            Crossing(
+                n.name, boundary, self.assigned.of[n], *tensor_kind(n), n in back, n not in back.values()
+            )
             for n in sent
         )
 
@@ -220,5 +236,3 @@ def _set_phases(graph: fx.Graph, outputs: Iterable[GraphOutput]) -> None:
     for node in graph.nodes:
         if node.op == "call_function":
             node.meta["phase"] = "forward" if node in forward else "backward"
-
-

@@ -8,14 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from cost_model.errors import InfeasibleError
+from passes.ir.joint import results_nbytes
 from passes.ir.properties import described
 from passes.stages.cut_costs import CutCosts, CutPlace, Segment
 
 __all__ = ["ChosenCut", "Fits", "choose_cut", "stage_seconds"]
 
 Fits = Callable[[Segment, int], bool]
-"""Whether a stage's memory holds a segment, and which stage: the first ones keep more pieces in flight. Of what fits, every
-part fits."""
+"""Whether a stage's memory holds a segment, and which stage: the first ones keep more pieces in flight. Of what fits,
+every part fits."""
 TransferSeconds = Callable[[int], float]
 
 _ROUNDING = 1e-12
@@ -67,7 +68,9 @@ def choose_cut(
     return ChosenCut(cut, stage_seconds(costs, cut, transfer_seconds), bound)
 
 
-def stage_seconds(costs: CutCosts, cut: Sequence[str], transfer_seconds: TransferSeconds) -> tuple[float, ...]:
+def stage_seconds(
+    costs: CutCosts, cut: Sequence[str], transfer_seconds: TransferSeconds
+) -> tuple[float, ...]:
     """Of each stage of a cut, as `ChosenCut.seconds`."""
     known = {place.op: place for place in costs.places}
     line = _Line(costs, tuple(known[op] for op in cut), transfer_seconds, None)
@@ -78,7 +81,11 @@ class _Line:
     """Positions 0, those of the places, and the end; a stage is a pair of them."""
 
     def __init__(
-        self, costs: CutCosts, places: Sequence[CutPlace], transfer_seconds: TransferSeconds, fits: Fits | None
+        self,
+        costs: CutCosts,
+        places: Sequence[CutPlace],
+        transfer_seconds: TransferSeconds,
+        fits: Fits | None,
     ) -> None:
         self._costs, self._fits = costs, fits
         self.positions = [0, *(place.position for place in places), len(costs.parts.forward)]
@@ -164,7 +171,7 @@ def _too_large(costs: CutCosts, line: _Line, stages: int, places: Sequence[CutPl
             "  try: more stages, or more and smaller pieces"
         )
     ops = costs.parts.forward[line.positions[alone[0]] : line.positions[alone[0] + 1]]
-    largest = max(ops, key=lambda n: sum(x.meta["val"].nbytes for x in n.all_input_nodes if hasattr(x.meta["val"], "nbytes")))
+    largest = max(ops, key=lambda n: sum(map(results_nbytes, n.all_input_nodes)))
     return InfeasibleError(
         "no cut fits: one op is too large for the memory of any stage, and an op is never cut\n"
         f"  {described(largest)}\n  try: split it over a mesh axis inside its stage, or smaller pieces"

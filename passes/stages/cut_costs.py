@@ -1,7 +1,7 @@
 """What stages between any two places of the forward would cost: each op has a home, one op of the forward.
 
-The forward stands in a line. An op of the backward is where the last op is that it can run with; so what a stage computes
-is a sum over a part of the line, and what it sends depends on its ends alone.
+The forward stands in a line. An op of the backward is where the last op is that it can run with; so what a stage
+computes is a sum over a part of the line, and what it sends depends on its ends alone.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _narrowness(place: CutPlace) -> tuple[int, int, int]:
 
 
 def _homes(parts: GraphParts, forward: ForwardPlaces) -> dict[fx.Node, int]:
-    """The last place at which an op of the backward can run; of those where it can, rather one of its line of the model."""
+    """The last place at which an op of the backward can run; rather one that comes from its line of the model."""
     lines: dict[tuple[str, str], list[int]] = {}
     for position, node in enumerate(parts.forward):
         lines.setdefault(model_line(node), []).append(position)

@@ -89,7 +89,9 @@ class GraphParts:
         """Values of the forward that a gradient may pass through."""
         trained = [self.joint.placeholders[s.index] for s in self.joint.outputs if s.kind == "grad"]
         found = dependents(self.joint.graph.nodes, trained)
-        return frozenset(n for n in found if isinstance(v := n.meta.get("val"), torch.Tensor) and _has_gradient(v))
+        return frozenset(
+            n for n in found if isinstance(v := n.meta.get("val"), torch.Tensor) and _has_gradient(v)
+        )
 
     def roots(self, node: fx.Node) -> frozenset[fx.Node]:
         """The placeholders that an op of `everywhere`, or a placeholder, is computed from."""
@@ -155,7 +157,12 @@ def _everywhere(joint: JointGraph, changed: set[fx.Node]) -> set[fx.Node]:
         if all(n in free for n in read) and _is_little_work(node):
             free.add(node)
             found.add(node)
-        elif read and all(n in params for n in read) and not is_glued(node) and (is_view(node) or is_cast(node)):
+        elif (
+            read
+            and all(n in params for n in read)
+            and not is_glued(node)
+            and (is_view(node) or is_cast(node))
+        ):
             params.add(node)
             found.add(node)
     return found

@@ -47,7 +47,9 @@ def _match(gradient: fx.Node, values: Sequence[fx.Node]) -> fx.Node:
     if not alike:
         return gradient
     lines = _read_by(gradient)
-    return max(alike, key=lambda value: (model_line(value) in lines, model_line(value)[0] in {m for m, _ in lines}))
+    return max(
+        alike, key=lambda value: (model_line(value) in lines, model_line(value)[0] in {m for m, _ in lines})
+    )
 
 
 def _read_by(gradient: fx.Node) -> set[tuple[str, str]]:

@@ -87,8 +87,8 @@ def _check_pieces(name: str, kind: _Kind, ranks: int, pieces: int) -> None:
     rounds = max(1, pieces // ranks)
     if kind.looped and pieces % rounds:
         raise InfeasibleError(
-            f"the schedule {name!r} over {ranks} ranks runs {pieces} micro-batches in {rounds} rounds, which do not divide "
-            f"them\n  try: micro_batches={pieces // rounds * rounds}"
+            f"the schedule {name!r} over {ranks} ranks runs micro-batches in {rounds} rounds, which do not "
+            f"divide {pieces}\n  try: micro_batches={pieces // rounds * rounds}"
         )
 
 

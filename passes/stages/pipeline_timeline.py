@@ -96,7 +96,10 @@ def pipeline_timeline(
 
 class _Run:
     def __init__(
-        self, order: PipelineOrder, stages: Sequence[StageSeconds], seconds: dict[Literal["sent", "returned"], Sequence[float]]
+        self,
+        order: PipelineOrder,
+        stages: Sequence[StageSeconds],
+        seconds: dict[Literal["sent", "returned"], Sequence[float]],
     ) -> None:
         self._order, self._stages, self._seconds = order, stages, seconds
         self._free = [0.0] * len(order.ranks)
@@ -126,7 +129,9 @@ class _Run:
         elif action.kind != "weight" and action.stage:
             self._pass("returned", action.stage - 1, action, end)
 
-    def _pass(self, direction: Literal["sent", "returned"], boundary: int, action: Action, end: float) -> None:
+    def _pass(
+        self, direction: Literal["sent", "returned"], boundary: int, action: Action, end: float
+    ) -> None:
         target = boundary + 1 if direction == "sent" else boundary
         if self._order.rank_of(boundary) != self._order.rank_of(boundary + 1):
             start = max(end, self._links.get((direction, boundary), 0.0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import cast
 
 from torch import fx
 
@@ -31,12 +32,12 @@ class BackwardHalves:
 def split_backward(backward: Backward, received: Collection[str]) -> BackwardHalves:
     """received: names of the gradients that are sent to the stage before. No op runs in both halves.
 
-    The first stage's first half is empty: torch's schedules run both, one after the other. What the second half reads of
-    the first is kept between them; its results may be among that.
+    The first half of the first stage is empty. What the second half reads of the first is kept between them; results of
+    the first may be among that.
     """
-    nodes = list(backward.module.graph.nodes)
+    nodes: list[fx.Node] = list(backward.module.graph.nodes)
     inputs = [n for n in nodes if n.op == "placeholder"]
-    results: list[fx.Node | None] = list(nodes[-1].args[0])
+    results = cast(tuple[fx.Node | None, ...], nodes[-1].args[0])
     places = range(len(results))
     first = tuple(i for i in places if backward.gradients[i].name in received)
     second = tuple(i for i in places if i not in first)

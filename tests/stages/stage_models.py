@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +25,7 @@ class Mlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         widths = [6, 12, 8, 16, 8, 4, 3]
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(widths))
 
     def forward(self, x: Tensor, wanted: Tensor) -> Tensor:
         for layer in self.layers[:-1]:
@@ -53,12 +54,16 @@ Example = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 def _t5() -> Example:
     from transformers import T5Config, T5ForConditionalGeneration
 
+    start: dict[str, Any] = {"decoder_start_token_id": 0}
     config = T5Config(
-        vocab_size=96, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, dropout_rate=0.0,
-        decoder_start_token_id=0,
+        vocab_size=96, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, dropout_rate=0.0, **start
     )  # fmt: skip
     tokens = torch.randint(1, 96, (2, 8))
-    return T5ForConditionalGeneration(config).train(), (), {"input_ids": tokens, "labels": tokens[:, :6].contiguous()}
+    return (
+        T5ForConditionalGeneration(config).train(),
+        (),
+        {"input_ids": tokens, "labels": tokens[:, :6].contiguous()},
+    )
 
 
 def _of_text(name: str, layers: int = 2, **options: float) -> Callable[[], Example]:

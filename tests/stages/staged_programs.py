@@ -55,7 +55,11 @@ class GraphPrograms:
         self._taken(self.halves.second, self.halves.weight(*self._kept.pop(piece)))
 
     def _leaf(self, piece: int, spec: GraphInput, given: Mapping[str, Tensor]) -> Tensor:
-        return given[spec.name] if spec.kind == "input" and spec.name in given else self.values[piece][spec.kind, spec.name]
+        return (
+            given[spec.name]
+            if spec.kind == "input" and spec.name in given
+            else self.values[piece][spec.kind, spec.name]
+        )
 
     def _inputs(self, piece: int, returned: Sequence[Tensor]) -> list[Tensor]:
         leaves, found = self._kept.pop(piece)

@@ -19,7 +19,9 @@ from tests.stages.stage_models import MODELS, canonical
 
 def priced(name: str, seed: int = 0) -> CutCosts:
     """Every op has seconds of its own, the same for ops alike."""
-    return cut_costs(canonical(name)[0], lambda n: random.Random(f"{seed} {n.target} {n.meta['val']}").random())
+    return cut_costs(
+        canonical(name)[0], lambda n: random.Random(f"{seed} {n.target} {n.meta['val']}").random()
+    )
 
 
 def slow(nbytes: int) -> float:
@@ -28,7 +30,9 @@ def slow(nbytes: int) -> float:
 
 def held_nbytes(segment: Segment, stage: int) -> int:
     """Earlier stages keep more pieces."""
-    return sum(results_nbytes(n) for n in segment.held) + (4 - stage) * sum(results_nbytes(n) for n in segment.forward)
+    return sum(results_nbytes(n) for n in segment.held) + (4 - stage) * sum(
+        results_nbytes(n) for n in segment.forward
+    )
 
 
 @pytest.mark.parametrize("limit", [None, 9000, 6500])
@@ -60,8 +64,12 @@ def test_seconds_of_a_stage_are_those_of_its_ops_and_what_it_sends() -> None:
     costs = cut_costs(joint, lambda n: 1.0)
     cut = [n.name for n in graph_parts(joint).forward if str(n.target) == "autoshard.contract.default"][2:5:2]
     graphs = stage_graphs(joint, cut)
-    ops = [[n for n in g.joint.graph.nodes if n.op == "call_function" and "use" not in n.name] for g in graphs]
-    wanted = [len(own) + g.sent_nbytes / 1000 + g.returned_nbytes / 1000 for own, g in zip(ops, graphs, strict=True)]
+    ops = [
+        [n for n in g.joint.graph.nodes if n.op == "call_function" and "use" not in n.name] for g in graphs
+    ]
+    wanted = [
+        len(own) + g.sent_nbytes / 1000 + g.returned_nbytes / 1000 for own, g in zip(ops, graphs, strict=True)
+    ]
     assert stage_seconds(costs, cut, lambda nbytes: nbytes / 1000) == pytest.approx(wanted)
 
 
@@ -99,7 +107,9 @@ def test_ops_alike_are_priced_once() -> None:
 
 def test_too_few_layers() -> None:
     costs = priced("mlp")
-    with pytest.raises(InfeasibleError, match=f"into 99 stages: too few layers; it has {len(costs.places)} places"):
+    with pytest.raises(
+        InfeasibleError, match=f"into 99 stages: too few layers; it has {len(costs.places)} places"
+    ):
         choose_cut(costs, 99, slow)
 
 

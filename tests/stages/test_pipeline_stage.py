@@ -56,7 +56,7 @@ class ByHand:
 
 def by_hand(rank: int, name: str, pieces: int, steps: int) -> tuple[Tensor, Tensor, list[str]]:
     x, w, v = hand_values(pieces)
-    programs = ByHand(rank, x, (w, v)[rank])
+    programs = ByHand(rank, list(x), (w, v)[rank])
     passing = (Crossing("y", 0, 0, (2, 4), torch.float64, gradient=True),)
     stage = PipelineStage(programs, passing if rank else (), () if rank else passing, rank, 2, CPU)
     schedule = torch_schedule(name, [stage], pieces)
@@ -72,11 +72,14 @@ def hand_values(pieces: int) -> tuple[Tensor, Tensor, Tensor]:
     return draw(pieces, 2, 3), draw(3, 4), draw(4, 5)
 
 
-@pytest.mark.parametrize(("name", "first"), [("gpipe", "F0 F1 F2 F3 B0 B1 B2 B3"), ("1f1b", "F0 F1 B0 F2 B1 F3 B2 B3")])
+@pytest.mark.parametrize(
+    ("name", "first"), [("gpipe", "F0 F1 F2 F3 B0 B1 B2 B3"), ("1f1b", "F0 F1 B0 F2 B1 F3 B2 B3")]
+)
 def test_programs_by_hand_run_by_torchs_schedules(ranks: RankPool, name: str, first: str) -> None:
     (_, dw, done), (loss, dv, _) = ranks.run(by_hand, name, 4, 2, world=2)
     x, w, v = hand_values(4)
-    w.requires_grad_(), v.requires_grad_()
+    for weight in (w, v):
+        weight.requires_grad_()
     wanted = 2 * (x @ w @ v).square().sum()
     wanted.backward()
     torch.testing.assert_close((loss, dw, dv), (wanted.detach(), w.grad, v.grad), rtol=1e-12, atol=1e-12)
@@ -102,7 +105,9 @@ def piece_values(model: str, pieces: int) -> list[dict[tuple[str, str], Tensor]]
     joint, values = canonical(model)
     found: list[dict[tuple[str, str], Tensor]] = []
     for piece in range(pieces):
-        scaled = lambda kind, x, n=piece: x * (1 + n) if kind in ("input", "tangent") and x.is_floating_point() else x
+        scaled = lambda kind, x, n=piece: (
+            x * (1 + n) if kind in ("input", "tangent") and x.is_floating_point() else x
+        )
         found.append({(s.kind, s.name): scaled(s.kind, x) for s, x in zip(joint.inputs, values, strict=True)})
     return found
 
@@ -126,7 +131,9 @@ def test_graphs_cut_into_stages_run_by_torchs_schedules(
     pieces = 4
     joint, _ = canonical(model)
     found: dict[tuple[str, str], Tensor] = {}
-    for key, value in (item for rank in ranks.run(staged, model, name, local, pieces, world=world) for item in rank):
+    for key, value in (
+        item for rank in ranks.run(staged, model, name, local, pieces, world=world) for item in rank
+    ):
         found[key] = found[key] + value if key in found else value
     wanted: dict[tuple[str, str], Tensor] = {}
     for values in piece_values(model, pieces):
@@ -137,4 +144,6 @@ def test_graphs_cut_into_stages_run_by_torchs_schedules(
                 wanted[key] = wanted[key] + value if key in wanted else value
     assert found.keys() == wanted.keys() and name in ORDERS
     for key, value in wanted.items():
-        torch.testing.assert_close(found[key], value, rtol=1e-11, atol=1e-12, msg=lambda text, k=key: f"{k}: {text}")
+        torch.testing.assert_close(
+            found[key], value, rtol=1e-11, atol=1e-12, msg=lambda text, k=key: f"{k}: {text}"
+        )

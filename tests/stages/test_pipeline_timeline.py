@@ -15,7 +15,10 @@ from passes.stages.pipeline_timeline import StageSeconds, pipeline_timeline
 def test_equal_stages_wait_for_the_pipeline_to_fill_and_to_drain(name: str, ranks: int, pieces: int) -> None:
     """(p - 1) (f + b) beyond m (f + b)."""
     timeline = pipeline_timeline(
-        pipeline_order(name, ranks, pieces), [StageSeconds(1.0, 1.5, 0.5)] * ranks, [0.0] * ranks, [0.0] * ranks
+        pipeline_order(name, ranks, pieces),
+        [StageSeconds(1.0, 1.5, 0.5)] * ranks,
+        [0.0] * ranks,
+        [0.0] * ranks,
     )
     assert timeline.seconds == pytest.approx((pieces + ranks - 1) * 3.0)
     assert timeline.bubble == pytest.approx((ranks - 1) / (pieces + ranks - 1))
@@ -32,7 +35,9 @@ def test_stages_of_half_the_size_halve_the_bubble() -> None:
 def test_weights_fill_the_bubble(ranks: int, pieces: int) -> None:
     """[Qi et al., arXiv:2401.10241: ZB-H1 waits (p - 1) (f + b - w)], a third of 1F1B's where all are equal."""
     seconds = [StageSeconds(1.0, 1.0, 1.0)] * ranks
-    timeline = pipeline_timeline(pipeline_order("zero_bubble", ranks, pieces), seconds, [0.0] * ranks, [0.0] * ranks)
+    timeline = pipeline_timeline(
+        pipeline_order("zero_bubble", ranks, pieces), seconds, [0.0] * ranks, [0.0] * ranks
+    )
     assert timeline.seconds == pytest.approx(pieces * 3.0 + (ranks - 1) * 1.0)
 
 
@@ -52,13 +57,22 @@ def test_transfers_by_hand() -> None:
     assert timeline.seconds == 15.75 and timeline.busy == (6.0, 12.0)
     assert timeline.bubble == pytest.approx(1 - 18 / 31.5)
     sent = [(t.direction, t.piece, t.start, t.end) for t in timeline.transfers]
-    assert sent == [("sent", 0, 1, 1.5), ("sent", 1, 2, 2.5), ("returned", 0, 9.5, 9.75), ("returned", 1, 13.5, 13.75)]
+    assert sent == [
+        ("sent", 0, 1, 1.5),
+        ("sent", 1, 2, 2.5),
+        ("returned", 0, 9.5, 9.75),
+        ("returned", 1, 13.5, 13.75),
+    ]
 
 
 def test_transfers_over_one_boundary_go_one_after_another() -> None:
     order = pipeline_order("gpipe", 2, 3)
     timeline = pipeline_timeline(order, [StageSeconds(1, 1, 0), StageSeconds(1, 1, 0)], [5.0], [0.0])
-    assert [(t.start, t.end) for t in timeline.transfers if t.direction == "sent"] == [(1, 6), (6, 11), (11, 16)]
+    assert [(t.start, t.end) for t in timeline.transfers if t.direction == "sent"] == [
+        (1, 6),
+        (6, 11),
+        (11, 16),
+    ]
 
 
 @pytest.mark.parametrize("name", ORDERS)
@@ -83,6 +97,8 @@ def test_every_timeline_keeps_to_what_waits_for_what(name: str, seed: int) -> No
             assert event.start >= at[f"{stage - 1}F{piece}"].end + sent[stage - 1] - 1e-12
         elif kind != "forward" and kind != "weight":
             assert event.start >= at[f"{stage}F{piece}"].end - 1e-12
-            before = next((at[f"{stage + 1}{x}{piece}"] for x in "BI" if f"{stage + 1}{x}{piece}" in at), None)
+            before = next(
+                (at[f"{stage + 1}{x}{piece}"] for x in "BI" if f"{stage + 1}{x}{piece}" in at), None
+            )
             assert before is None or event.start >= before.end + returned[stage] - 1e-12
     assert 0.0 <= timeline.bubble < 1.0

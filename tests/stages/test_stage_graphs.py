@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -49,7 +51,9 @@ def test_stages_compute_what_the_whole_graph_does(name: str, stages: int, seed: 
         else:
             assert one is not None, spec
             assert one.shape == other.shape and one.dtype == other.dtype
-            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14, msg=lambda text, s=spec: f"{s}: {text}")
+            torch.testing.assert_close(
+                one, other, rtol=1e-12, atol=1e-14, msg=lambda text, s=spec: f"{s}: {text}"
+            )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -57,7 +61,7 @@ def test_neighbours_agree_on_what_passes_and_graphs_are_whole(name: str) -> None
     joint, _ = canonical(name)
     graphs = cut_anywhere(joint, 4, 7)
     assert graphs[0].received == () and graphs[-1].sent == ()
-    for one, other in zip(graphs, graphs[1:], strict=False):
+    for one, other in itertools.pairwise(graphs):
         assert one.sent == other.received
     for graph in graphs:
         assert not [p.name for p in INVARIANTS if p.violation(graph.joint)]
@@ -91,7 +95,9 @@ def test_a_transformer_cut_between_layers_passes_the_residual_stream_alone() -> 
         (crossing,) = one.sent
         assert (crossing.shape, crossing.dtype, crossing.gradient) == ((2, 16, 32), torch.float64, True)
         assert crossing.nbytes == 2 * 16 * 32 * 8 == one.sent_nbytes == other.returned_nbytes
-        layers = {spec.name.split(".")[2] for spec in other.joint.inputs if ".1." in spec.name or ".0." in spec.name}
+        layers = {
+            spec.name.split(".")[2] for spec in other.joint.inputs if ".1." in spec.name or ".0." in spec.name
+        }
         assert layers == {"1"}
 
 
@@ -133,7 +139,9 @@ def test_a_tied_weight_gets_a_part_of_its_gradient_in_each_stage() -> None:
 def test_a_skip_passes_through_the_stages_between() -> None:
     """The U-Net's first level is read by its last; its gradient takes the way back."""
     joint, _ = canonical("unet")
-    graphs = stage_graphs(joint, [first_op(joint, "down.1"), first_op(joint, "norm"), first_op(joint, "up.1")])
+    graphs = stage_graphs(
+        joint, [first_op(joint, "down.1"), first_op(joint, "norm"), first_op(joint, "up.1")]
+    )
     skip = [c for c in graphs[0].sent if c in graphs[0].sent and c.name in {d.name for d in graphs[1].sent}]
     assert [(c.made, c.gradient) for c in skip] == [(0, True)]
     through = next(c for c in graphs[1].sent if c.name == skip[0].name)
@@ -148,7 +156,9 @@ def test_every_stage_has_its_own_buffers() -> None:
     graphs = stage_graphs(joint, [first_op(joint, "convolutions.1"), first_op(joint, "convolutions.2")])
     for graph in graphs:
         new = {spec.name for spec in graph.joint.outputs if spec.kind == "buffer"}
-        assert new == {f"norms.{graph.stage}.{x}" for x in ("running_mean", "running_var", "num_batches_tracked")}
+        assert new == {
+            f"norms.{graph.stage}.{x}" for x in ("running_mean", "running_var", "num_batches_tracked")
+        }
     assert all(graph.summed == {"scale": (0, 1, 2)} for graph in graphs)
 
 
@@ -157,7 +167,12 @@ def test_readers_of_a_value_share_a_use_within_a_stage() -> None:
     for graph in cut_anywhere(joint, 3, 2):
         for node in graph.joint.graph.nodes:
             early = [u for u in node.users if u.op != "output" and u.meta["phase"] == "forward"]
-            assert len(early) < 2 or is_use(node) or not isinstance(node.meta["val"], Tensor) or not node.all_input_nodes
+            assert (
+                len(early) < 2
+                or is_use(node)
+                or not isinstance(node.meta["val"], Tensor)
+                or not node.all_input_nodes
+            )
 
 
 class Counting(nn.Module):
@@ -185,7 +200,10 @@ def test_a_buffer_that_changes_is_in_one_stage() -> None:
 
 @pytest.mark.parametrize(
     ("cut", "text"),
-    [(["nothing"], "nothing is no op"), (["contract_3", "contract_1"], "do not begin one stage after another")],
+    [
+        (["nothing"], "nothing is no op"),
+        (["contract_3", "contract_1"], "do not begin one stage after another"),
+    ],
 )
 def test_a_cut_that_is_none(cut: list[str], text: str) -> None:
     joint, _ = canonical("mlp")
