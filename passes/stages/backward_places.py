@@ -13,7 +13,7 @@ from torch import fx
 
 from passes.stages.forward_places import ForwardPlaces, output_places
 from passes.stages.gradient_sums import GradientSum
-from passes.stages.graph_parts import GraphParts, is_glued, operands
+from passes.stages.graph_parts import GraphParts, is_glued, model_line, operands
 
 __all__ = ["BackwardPlaces", "Reach", "backward_places"]
 
@@ -111,7 +111,9 @@ def _reach(parts: GraphParts, places: ForwardPlaces, node: fx.Node, anchor: froz
 def _anchors(
     parts: GraphParts, places: ForwardPlaces, sums: Mapping[int, GradientSum], summed: set[fx.Node]
 ) -> tuple[dict[fx.Node, frozenset[int]], dict[fx.Node, frozenset[int]]]:
-    """(part of a gradient -> where its parameter is, part that others read as well -> where its parameter is)."""
+    """(part of a gradient -> where its parameter is, part that others read as well -> where its parameter is).
+
+    Of the places that have the parameter those where the line of the model runs that the part differentiates."""
     readers: dict[fx.Node, set[fx.Node]] = {}
     for node in parts.backward:
         for operand in operands(node):
@@ -123,7 +125,12 @@ def _anchors(
         for part in found.parts:
             alone = readers.get(part, set()) <= summed
             if at and alone and part in parts.in_backward and not is_glued(part):
-                own[part] = at
+                lines = {
+                    places.of[n]
+                    for n in places.readers.get(found.param, ())
+                    if model_line(n) == model_line(part)
+                }
+                own[part] = frozenset(lines) or at
             elif at:
                 shared[part] = at
     return own, shared

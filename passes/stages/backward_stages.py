@@ -17,9 +17,9 @@ from torch import fx
 from passes.ir.joint import results_nbytes
 from passes.stages.backward_places import BackwardPlaces
 from passes.stages.forward_places import ForwardPlaces
-from passes.stages.graph_parts import GraphParts, is_glued, operands
+from passes.stages.graph_parts import GraphParts, Line, is_glued, model_line, operands
 
-__all__ = ["TensorKind", "backward_stages", "model_line", "sent_kinds", "tensor_kind"]
+__all__ = ["TensorKind", "backward_stages", "sent_kinds", "tensor_kind"]
 
 TensorKind = tuple[tuple[int, ...], torch.dtype]
 _BYTE = 1 << 16
@@ -59,14 +59,6 @@ def backward_stages(
             ceiling = min(read, default=found[node])
             found[node] = ceiling if is_glued(node) else min(found[node], ceiling)
     return found
-
-
-Line = tuple[str, str]
-
-
-def model_line(node: fx.Node) -> Line:
-    """(module, source line) that an op comes from, or that it differentiates."""
-    return node.meta.get("module", ""), node.meta.get("source", "")
 
 
 def _lines(parts: GraphParts, places: ForwardPlaces) -> dict[Line, tuple[int, int]]:

@@ -18,10 +18,9 @@ from passes.ir.joint import JointGraph, results_nbytes
 from passes.ir.op_signature import op_signature
 from passes.ir.op_traits import is_product
 from passes.stages.backward_places import backward_places
-from passes.stages.backward_stages import model_line
 from passes.stages.forward_places import ForwardPlaces, forward_places
 from passes.stages.gradient_sums import gradient_sums
-from passes.stages.graph_parts import GraphParts, graph_parts, is_glued, operands
+from passes.stages.graph_parts import GraphParts, Line, graph_parts, is_glued, model_line, operands
 
 __all__ = ["CutCosts", "CutPlace", "Segment", "cut_costs", "narrow_places"]
 
@@ -121,7 +120,7 @@ def _narrowness(place: CutPlace) -> tuple[int, int, int]:
 
 def _homes(parts: GraphParts, forward: ForwardPlaces) -> dict[fx.Node, int]:
     """The last place at which an op of the backward can run; rather one that comes from its line of the model."""
-    lines: dict[tuple[str, str], list[int]] = {}
+    lines: dict[Line, list[int]] = {}
     for position, node in enumerate(parts.forward):
         lines.setdefault(model_line(node), []).append(position)
     homes: dict[fx.Node, int] = {}

@@ -14,15 +14,10 @@ import torch
 from torch import fx
 
 from passes.ir.joint import GraphInput, JointGraph, dependents, results_nbytes
-from passes.ir.op_traits import draws, is_cast, is_product, is_use, is_view, numel
-from passes.ir.op_work import global_flops
+from passes.ir.op_traits import draws, is_cast, is_product, is_use, is_view
 from passes.ir.phase_ops import after_tangents, ops_by_phase
 
-__all__ = ["GraphParts", "base", "graph_parts", "is_glued", "operands"]
-
-_FLOPS_PER_NUMBER = 16
-"""A product of inputs with at most as many operations per number that it makes is computed rather than sent: at
-10 operations a byte even a CPU is faster than its network."""
+__all__ = ["GraphParts", "Line", "base", "graph_parts", "is_glued", "model_line", "operands"]
 
 
 def base(node: fx.Node) -> fx.Node:
@@ -37,6 +32,14 @@ def operands(node: fx.Node) -> list[fx.Node]:
     return list(dict.fromkeys(map(base, node.all_input_nodes)))
 
 
+Line = tuple[str, str]
+
+
+def model_line(node: fx.Node) -> Line:
+    """(module, source line) that an op comes from, or that it differentiates."""
+    return node.meta.get("module", ""), node.meta.get("source", "")
+
+
 def is_glued(node: fx.Node) -> bool:
     """One of the results of an op: it is where the op is."""
     return node.target is operator.getitem
@@ -48,8 +51,8 @@ class GraphParts:
 
     forward:    ops of the forward that belong to one stage, in the graph's order.
     backward:   ops of the backward that belong to one stage, in the graph's order.
-    everywhere: ops that each stage computes which needs them: of inputs alone and cheap (masks, positions, draws by
-                counter), and views and casts of parameters.
+    everywhere: ops that each stage computes which needs them: of inputs alone and no product (masks, positions, draws
+                by counter), and views and casts of parameters.
     results:    for each of `joint.outputs` the value returned, None for none.
     changed:    buffers that the call changes -> the new value.
     after:      the tangents, and every op that depends on one.
@@ -154,7 +157,7 @@ def _everywhere(joint: JointGraph, changed: set[fx.Node]) -> set[fx.Node]:
         if node.op != "call_function" or is_use(node):
             continue
         read = operands(node)
-        if all(n in free for n in read) and _is_little_work(node):
+        if all(n in free for n in read) and not is_product(node) and not draws(node):
             free.add(node)
             found.add(node)
         elif (
@@ -166,12 +169,6 @@ def _everywhere(joint: JointGraph, changed: set[fx.Node]) -> set[fx.Node]:
             params.add(node)
             found.add(node)
     return found
-
-
-def _is_little_work(node: fx.Node) -> bool:
-    if draws(node):
-        return False
-    return not is_product(node) or 0 < global_flops(node) <= _FLOPS_PER_NUMBER * numel(node)
 
 
 def _has_gradient(value: torch.Tensor) -> bool:

@@ -8,8 +8,8 @@ import torch
 from torch import fx
 
 from passes.ir.op_traits import is_use
-from passes.stages.backward_stages import model_line, tensor_kind
-from passes.stages.graph_parts import GraphParts
+from passes.stages.backward_stages import tensor_kind
+from passes.stages.graph_parts import GraphParts, model_line
 
 __all__ = ["pair_gradients"]
 

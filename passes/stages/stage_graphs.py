@@ -22,8 +22,9 @@ Cut = Sequence[str]
 def stage_graphs(joint: JointGraph, cut: Cut) -> tuple[StageGraph, ...]:
     """One graph for each stage; together they compute what `joint` does. It is left as it is.
 
-    joint: canonical. An op of the forward runs in the stage whose part of the graph it stands in; what is computed
-    from inputs alone and cheap, in every stage that needs it. An op of the backward runs where the values
+    joint: canonical, before `passes.states` adds anything, which is for each stage by itself. An op of the forward runs
+    in the stage whose part of the graph it stands in; what is computed from inputs alone and is no product, in every
+    stage that needs it. An op of the backward runs where the values
     and parameters are that it works on (`passes.stages.backward_stages`).
 
     Raises ShardingError if `cut` names no ops of the forward in order, or parts what must stay together: a buffer's

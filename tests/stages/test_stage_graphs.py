@@ -236,3 +236,95 @@ def test_no_gradient_of_what_needs_none() -> None:
     for got, expected in zip(staged_results(joint, (one, other), values), wanted, strict=True):
         assert (got is None) == (expected is None)
         assert got is None or torch.equal(got, expected)  # type: ignore[arg-type]
+
+
+class Padded(nn.Module):
+    """A padded value is larger than its gradient needs to be; a table is smaller than what is looked up in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(3, 4)
+        self.norm, self.head = nn.LayerNorm(10), nn.Linear(10, 2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        padded = nn.functional.pad(self.table(tokens), (3, 3))
+        return self.head(self.norm(padded)).square().mean()
+
+
+@pytest.mark.parametrize(("module", "shape"), [("norm", (5, 7, 10)), ("head", (5, 7, 10))])
+def test_gradients_come_back_as_values_were_sent(module: str, shape: tuple[int, ...]) -> None:
+    """And not as fewer bytes: a padded value's without the padding, or the table's own."""
+    joint = canonical_capture(Padded(), (torch.zeros(5, 7, dtype=torch.long),), {}).joint
+    one, other = stage_graphs(joint, [first_op(joint, module)])
+    assert [(c.shape, c.value, c.gradient) for c in one.sent] == [(shape, True, True)]
+    targets = [[str(n.target) for n in graph.joint.graph.nodes] for graph in (one, other)]
+    assert ["aten.embedding_dense_backward.default" in own for own in targets] == [True, False]
+
+
+def test_a_table_s_gradient_is_made_where_the_table_is() -> None:
+    joint = canonical_capture(Padded(), (torch.zeros(5, 7, dtype=torch.long),), {}).joint
+    behind = next(n for n in graph_parts(joint).forward if str(n.target).startswith("aten.embedding")).name
+    order = [n.name for n in graph_parts(joint).forward]
+    one, _ = stage_graphs(joint, [order[order.index(behind) + 1]])
+    assert [(c.shape, c.value, c.gradient) for c in one.sent] == [((5, 7, 4), True, True)]
+    assert any("embedding_dense_backward" in str(n.target) for n in one.joint.graph.nodes)
+
+
+class Cast(nn.Module):
+    """One weight, cast once, read by two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.between = nn.Parameter(torch.randn(8, 8)), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        low = self.weight.t().double()
+        y = self.between((x.double() @ low).float())
+        return (y.double() @ low).square().mean()
+
+
+def test_a_cast_of_a_shared_weight_is_no_value_to_send() -> None:
+    model, x = Cast(), torch.randn(3, 8)
+    joint = canonical_capture(model, (x,), {}).joint
+    one, other = stage_graphs(joint, [first_op(joint, "between")])
+    assert [c.shape for c in one.sent] == [(3, 8)]
+    assert one.summed == other.summed == {"weight": (0, 1)}
+    values = reference_inputs(joint, model, [x], seed=0)
+    wanted, _ = graph_values(joint, values)
+    for got, expected in zip(staged_results(joint, (one, other), values), wanted, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_two_values_alike_have_each_its_own_gradient(early: bool) -> None:
+    """As the streams of an encoder and a decoder are. Autograd says whose gradient is whose."""
+    torch.manual_seed(0)
+    model = Two(early).double()
+    x = torch.randn(3, 4, dtype=torch.float64)
+    joint = canonical_capture(model, (x,), {}).joint
+    one, other = stage_graphs(joint, ["sin" if early else first_op(joint, "third")])
+    assert [c.shape for c in one.sent] == [(3, 4), (3, 4)]
+    a = model.first(x).detach().requires_grad_()
+    b = model.second(a).tanh().detach().requires_grad_()
+    (model.third(b) * torch.sin(a)).sum().backward()
+    known = {**dict(model.named_parameters()), one.sent[0].name: a, one.sent[1].name: b}
+    values = [known.get(s.name, torch.ones((), dtype=torch.float64)).detach() for s in other.joint.inputs]
+    results, _ = graph_values(other.joint, values)
+    gradients = {s.name: r for s, r in zip(other.joint.outputs, results, strict=True) if s.kind == "grad"}
+    for crossing, value in zip(one.sent, (a, b), strict=True):
+        torch.testing.assert_close(gradients[crossing.name], value.grad, rtol=1e-12, atol=0.0)
+
+
+class Two(nn.Module):
+    def __init__(self, early: bool) -> None:
+        super().__init__()
+        self.early = early
+        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = self.first(x)
+        b = self.second(a).tanh()
+        if self.early:
+            c = torch.sin(a)
+            return (self.third(b) * c).sum()
+        return (self.third(b) * torch.sin(a)).sum()
