@@ -17,7 +17,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from passes.stages.pipeline_orders import ORDERS
 from passes.stages.stage_graph import Crossing
 
-__all__ = ["PipelineStage", "StagePrograms", "run_pieces", "torch_schedule"]
+__all__ = ["PipelineStage", "StagePrograms", "run_pieces", "run_pieces_forward", "torch_schedule"]
 
 
 class StagePrograms(Protocol):
@@ -82,6 +82,8 @@ class PipelineStage:
         return self._transfers(dist.isend, sent, self.stage_index + 1)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if not self.has_backward:
+            return []
         buffers = [self._buffer(kind) for kind in self._sent_kinds if kind.gradient]
         self._returned[bwd_chunk_id] = buffers
         return self._transfers(dist.irecv, buffers, self.stage_index + 1)
@@ -97,14 +99,17 @@ class PipelineStage:
         return torch.zeros(()) if self.is_last else tuple(self._sent[fwd_chunk_id])
 
     def backward_one_chunk(self, bwd_chunk_id: int, full_backward: bool = True, **_: Any) -> None:
+        if not self.has_backward:
+            return
         compute = self._programs.backward if full_backward else self._programs.backward_input
         with torch.no_grad():
             found = compute(bwd_chunk_id, self._returned.pop(bwd_chunk_id, ()))
         self._gradients[bwd_chunk_id] = [value.contiguous() for value in found]
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, **_: Any) -> None:
-        with torch.no_grad():
-            self._programs.backward_weight(bwd_chunk_id)
+        if self.has_backward:
+            with torch.no_grad():
+                self._programs.backward_weight(bwd_chunk_id)
 
     # Between two stages of one rank nothing is sent.
 
@@ -124,7 +129,14 @@ class PipelineStage:
             kept.clear()
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        return []
+        """A number to and from each neighbour: NCCL makes a communicator with all of its ranks at once."""
+        around = [
+            stage for stage in (self.stage_index - 1, self.stage_index + 1) if 0 <= stage < self.num_stages
+        ]
+        others = [stage for stage in around if self.stage_index_to_group_rank[stage] != self.group_rank]
+        number = lambda: [torch.zeros(1, device=self.device)]
+        ways = [(way, stage) for stage in others for way in (dist.irecv, dist.isend)]
+        return [op for way, stage in ways for op in self._transfers(way, number(), stage)]
 
     def _prepare_forward_infra(self, *_: Any, **__: Any) -> None: ...
 
@@ -155,6 +167,11 @@ def run_pieces(schedule: Any, pieces: int) -> None:
     """Forward and backward of all pieces, on every rank at once. The programs know where their pieces are."""
     with torch.enable_grad():  # else torch refuses to run a backward, though none of autograd's is run
         schedule.step(target=torch.zeros(pieces), return_outputs=False)
+
+
+def run_pieces_forward(schedule: Any, pieces: int) -> None:
+    """The forward alone of all pieces, on every rank at once."""
+    schedule.eval(target=torch.zeros(pieces), return_outputs=False)
 
 
 def _valued(kinds: Sequence[Crossing], tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autoshard.runtime.pipeline_stage import PipelineStage, run_pieces, torch_schedule
+from autoshard.runtime.pipeline_stage import PipelineStage, run_pieces, run_pieces_forward, torch_schedule
 from passes.simulate.reference import graph_values
 from passes.stages.pipeline_orders import ORDERS
 from passes.stages.stage_graph import Crossing
@@ -84,6 +84,29 @@ def test_programs_by_hand_run_by_torchs_schedules(ranks: RankPool, name: str, fi
     wanted.backward()
     torch.testing.assert_close((loss, dw, dv), (wanted.detach(), w.grad, v.grad), rtol=1e-12, atol=1e-12)
     assert done == first.split()
+
+
+def in_turn(rank: int, name: str, pieces: int) -> tuple[list[str], Tensor]:
+    """A step, an evaluation, a step: what was done in the evaluation; the loss of all."""
+    x, w, v = hand_values(pieces)
+    programs = ByHand(rank, list(x), (w, v)[rank])
+    passing = (Crossing("y", 0, 0, (2, 4), torch.float64, gradient=True),)
+    stage = PipelineStage(programs, passing if rank else (), () if rank else passing, rank, 2, CPU)
+    schedule = torch_schedule(name, [stage], pieces)
+    run_pieces(schedule, pieces)
+    programs.done.clear()
+    run_pieces_forward(schedule, pieces)
+    done = list(programs.done)
+    run_pieces(schedule, pieces)
+    return done, programs.loss
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_an_evaluation_runs_forward_alone(ranks: RankPool, name: str) -> None:
+    (done, _), (_, loss) = ranks.run(in_turn, name, 3, world=2)
+    x, w, v = hand_values(3)
+    assert done == ["F0", "F1", "F2"]
+    torch.testing.assert_close(loss, 3 * (x @ w @ v).square().sum())
 
 
 def staged(rank: int, model: str, name: str, local: int, pieces: int) -> list[tuple[tuple[str, str], Tensor]]:
