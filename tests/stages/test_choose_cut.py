@@ -12,6 +12,7 @@ from cost_model.errors import InfeasibleError
 from passes.ir.joint import results_nbytes
 from passes.stages.choose_cut import choose_cut, stage_seconds
 from passes.stages.cut_costs import CutCosts, Segment, cut_costs, narrow_places
+from passes.stages.gradient_sums import gradient_sums
 from passes.stages.graph_parts import graph_parts
 from passes.stages.stage_graphs import stage_graphs
 from tests.stages.stage_models import MODELS, canonical
@@ -93,6 +94,18 @@ def test_narrow_places_of_a_transformer_are_its_residual_stream() -> None:
         assert sum(place.sent_nbytes == 2 * 16 * 32 * 8 for place in places) >= count
         found = choose_cut(costs, 3, slow, places=places)
         assert set(found.cut) <= {place.op for place in places} and found.gap >= 0.0
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt2", "llama", "t5"])
+def test_at_narrow_places_every_op_runs_with_its_home(name: str) -> None:
+    """But for the sum of a tied weight's gradients, which no stage makes, and scalars at the end of the loss."""
+    costs = priced(name)
+    sums = {n for found in gradient_sums(costs.parts).values() for n in found.ops}
+    for place in (place for place in narrow_places(costs) if place.sent_nbytes > 8):
+        graphs = stage_graphs(costs.parts.joint, [place.op])
+        names = [{n.name for n in graph.joint.graph.nodes} for graph in graphs]
+        for node, home in costs.homes.items():
+            assert node in sums or node.name in names[home >= place.position]
 
 
 def test_ops_alike_are_priced_once() -> None:
