@@ -63,6 +63,8 @@ class PlanContent:
     origin: PlanOrigin
     joined_axes: JoinedAxes = ()
     race: tuple[Raced, ...] = ()
+    micro_batches: int = 1
+    other_sizes: tuple[tuple[NodeRecord, ...], ...] = ()
 
     @property
     def gap(self) -> float:

@@ -13,6 +13,7 @@ import torch
 
 from autoshard.plan.judged import Judged, judged, lowered
 from autoshard.plan.parameter_names import by_first_name, parameter_shapes
+from autoshard.plan.piece_sizes import other_size_records
 from autoshard.plan.pins import resolve_pins
 from autoshard.plan.plan import Plan, PlanOrigin
 from autoshard.plan.plan_collectives import collectives_of
@@ -37,7 +38,7 @@ from passes.layout.assignment import Assignment
 from passes.layout.joined_axes import JoinedAxes, joined_text
 from passes.layout.layout import Layout
 from passes.plan.describe import describe, fallback_ops, graph_hash
-from passes.plan.records import layouts_of
+from passes.plan.records import NodeRecord, layouts_of
 from passes.redistribution.steps import Step
 from passes.search.coarse_to_fine import find_fastest
 from passes.search.find import Found, find_assignment
@@ -45,6 +46,7 @@ from passes.search.find_states import States, find_states
 from passes.search.graph_ends import Boundary, boundary_of
 from passes.search.narrowing import Narrowing
 from passes.search.step_kinds import EXPOSED, phase_seconds
+from passes.states.backward_copies import copies_in
 from passes.states.compute_again import compute_again
 from passes.states.cut_points import known_ops, users_choice
 from passes.strategies.prices import Prices
@@ -279,5 +281,15 @@ def _plan_of(task: Task, found: Found, judged: Judged, again: Again | None) -> P
             timed="" if task.timed is None else task.timed.hash,
         ),
         joined_axes=found.joined,
+        micro_batches=joint.pieces,
+        other_sizes=_other_sizes(task, joint, found, prices),
         again=again,
     )
+
+
+def _other_sizes(
+    task: Task, joint: JointGraph, found: Found, prices: Prices
+) -> tuple[tuple[NodeRecord, ...], ...]:
+    boundary = lambda graph: replace(task, captured=replace(task.captured, joint=graph)).boundary
+    deadline = Deadline.after(task.time_limit)
+    return other_size_records(joint, found.assignment, copies_in(joint), prices, boundary, deadline)

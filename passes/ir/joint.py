@@ -21,6 +21,7 @@ __all__ = [
     "map_operands",
     "node_value",
     "node_values",
+    "repeats",
     "result_index",
     "result_shapes",
     "results_nbytes",
@@ -74,6 +75,10 @@ class JointGraph:
     one does. Placeholders have "val". The graph is functional: no
     in-place ops, no get_attr (constants are inputs of kind "constant", values in `constants`).
 
+    pieces: how often the ops whose meta "runs" is "piece" run in a step, once for each piece of the batch; others, that
+    say "before" or "after", run once (`passes.micro_batches`). 1: nothing is in pieces, and no op says when it runs.
+    The graph is then that of the first piece, and `others` are those of the other pieces, in order.
+
     device: where the ranks run. The graph itself is on the CPU, on every machine; `passes.compile.bind_device` moves a
     rank's graph there.
     """
@@ -83,6 +88,8 @@ class JointGraph:
     outputs: tuple[GraphOutput, ...]
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
     device: torch.device = CPU
+    pieces: int = 1
+    others: tuple[JointGraph, ...] = ()
 
     @property
     def graph(self) -> fx.Graph:
@@ -109,6 +116,11 @@ class JointGraph:
         found = {nodes[end.index] for end, result in ends if end.kind == "grad" and result is not None}
         kinds = zip(nodes, self.inputs, strict=True)
         return found & {node for node, spec in kinds if spec.kind == "param"}
+
+
+def repeats(node: fx.Node) -> int:
+    """How often an op runs in a step."""
+    return int(node.meta.get("repeats", 1))
 
 
 def tensor_operands(node: fx.Node) -> list[fx.Node]:

@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from passes.ir.joint import result_index, tensor_operands
+from passes.ir.joint import repeats, result_index, tensor_operands
 
 __all__ = [
     "OpKind",
@@ -33,8 +33,10 @@ __all__ = [
     "fuses",
     "is_cast",
     "is_cheap",
+    "is_collect",
     "is_collective",
     "is_either",
+    "is_piece",
     "is_pointwise",
     "is_product",
     "is_reduction",
@@ -43,6 +45,7 @@ __all__ = [
     "is_whole_view",
     "numel",
     "op_kind",
+    "read_repeats",
     "reads_shape_only",
     "rounds",
     "storage_root",
@@ -55,8 +58,9 @@ def _names(namespace: str, names: str) -> frozenset[str]:
     return frozenset(f"{namespace}.{name}" for name in names.split())
 
 
-# Views whose schema does not say so. `use` is dropped by lowering; `either` is in graphs that are searched only.
-_VIEWS = frozenset({"aten._unsafe_view", "autoshard.use", "autoshard.either"})
+# Views whose schema does not say so. `use` is dropped by lowering; `either` is in graphs that are searched only; a
+# `piece` is where a program is given a part of a tensor.
+_VIEWS = frozenset({"aten._unsafe_view", "autoshard.use", "autoshard.either", "autoshard.piece"})
 _CREATIONS = (
     _names(
         "aten",
@@ -172,6 +176,21 @@ def is_use(node: fx.Node) -> bool:
 def is_either(node: fx.Node) -> bool:
     """`autoshard::either`: a value as it was kept, or as it was computed again (`passes.states.offers`)."""
     return str(node.target) == "autoshard.either.default"
+
+
+def is_piece(node: fx.Node) -> bool:
+    """`autoshard::piece`: the part of a tensor that one piece of a batch reads."""
+    return str(node.target) == "autoshard.piece.default"
+
+
+def is_collect(node: fx.Node) -> bool:
+    """`autoshard::collect`: what one piece of a batch adds to the whole."""
+    return str(node.target) == "autoshard.collect.default"
+
+
+def read_repeats(node: fx.Node) -> int:
+    """How often, in a step, the operands of an op are brought to it: what pieces of a batch are parts of, once."""
+    return 1 if is_piece(node) else repeats(node)
 
 
 def is_cast(node: fx.Node) -> bool:

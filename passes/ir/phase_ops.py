@@ -4,12 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 
 from torch import fx
 
 from passes.ir.joint import JointGraph, ancestors, dependents
 
-__all__ = ["after_tangents", "on_demand", "ops_by_phase"]
+__all__ = ["Segments", "after_tangents", "on_demand", "ops_by_phase", "segments"]
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The ops of a step in the order in which they run: what runs before the pieces of a batch, forward and backward of
+    each piece, what runs after. Where nothing is in pieces, all is forward and backward."""
+
+    before: tuple[fx.Node, ...]
+    forward: list[fx.Node]
+    backward: list[fx.Node]
+    after: tuple[fx.Node, ...]
+
+
+def segments(joint: JointGraph) -> Segments:
+    """The ops of `joint` by the part of a step in which they run."""
+    forward, backward = ops_by_phase(joint)
+    if joint.pieces == 1:
+        return Segments((), forward, backward, ())
+    whole = [*forward, *backward]
+    of = lambda ops, runs: [node for node in ops if node.meta["runs"] == runs]
+    piece = of(forward, "piece"), of(backward, "piece")
+    return Segments(tuple(of(whole, "before")), *piece, tuple(of(whole, "after")))
 
 
 def ops_by_phase(joint: JointGraph) -> tuple[list[fx.Node], list[fx.Node]]:

@@ -29,7 +29,7 @@ __all__ = [
     "tensor_at",
 ]
 
-INHERITED = ("phase", "module", "source", "checkpoint")
+INHERITED = ("phase", "module", "source", "checkpoint", "runs", "repeats")
 
 
 def tensor_at(node: fx.Node, position: int = 0) -> fx.Node:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from passes.ir.joint import ancestors
+from passes.ir.joint import GraphInput, JointGraph, ancestors, node_value
 from passes.ir.op_traits import reads_shape_only
+from passes.ir.rewrite import erase_dead
+from passes.ir.torch_compat import lazy_module
 from passes.lower.phases import Backward, exchanges, extract, unaliased
 
-__all__ = ["usually_missing", "without_tangents"]
+__all__ = ["missing_tangents", "usually_missing", "without_tangents", "without_usually_missing"]
 
 _aten = torch.ops.aten
 _SUMS = (_aten.add.Tensor, _aten.sub.Tensor)
@@ -27,17 +30,50 @@ def without_tangents(backward: Backward, missing: Set[int]) -> Backward:
 
     The result takes none of the missing tangents, and only the values that are still read.
     """
-    folder = _Folder(backward, missing)
+    placeholders = [n for n in backward.module.graph.nodes if n.op == "placeholder"]
+    tangents = dict(zip(placeholders[-len(backward.tangents) :], backward.tangents, strict=True))
+    folder = _Folder({node for node, spec in tangents.items() if spec.index in missing})
+    folder.dependent.update(tangents)
     for node in backward.module.graph.nodes:
+        if node not in folder.missing:
+            folder.fold(node)
+    return _finished(backward, folder, missing)
+
+
+def without_usually_missing(joint: JointGraph) -> JointGraph:
+    """A new joint graph that gives no gradient to outputs that get none in a usual step. It takes all tangents."""
+    folder = _Folder(missing_tangents(joint))
+    folder.dependent.update(_tangents(joint))
+    for node in joint.graph.nodes:
         folder.fold(node)
-    return folder.finish()
+    folder.graph.output(tuple(folder.results))
+    erase_dead(folder.graph)
+    return replace(joint, module=lazy_module(folder.graph, "JointGraph"))
+
+
+def missing_tangents(joint: JointGraph) -> set[fx.Node]:
+    """The tangents of outputs that get no gradient in a usual step."""
+    tangents = _tangents(joint)
+    missing = _all_but_the_loss({spec.index: node_value(node).ndim for node, spec in tangents.items()})
+    return {node for node, spec in tangents.items() if spec.index in missing}
+
+
+def _tangents(joint: JointGraph) -> dict[fx.Node, GraphInput]:
+    nodes = zip(joint.placeholders, joint.inputs, strict=True)
+    return {node: spec for node, spec in nodes if spec.kind == "tangent"}
 
 
 def usually_missing(backward: Backward) -> frozenset[int]:
     """The outputs that get no gradient in a usual step: all but the loss, where there is one scalar."""
     placeholders = [n for n in backward.module.graph.nodes if n.op == "placeholder"]
     nodes = placeholders[len(placeholders) - len(backward.tangents) :]
-    ndims = {spec.index: n.meta["val"].ndim for n, spec in zip(nodes, backward.tangents, strict=True)}
+    return _all_but_the_loss(
+        {spec.index: node_value(n).ndim for n, spec in zip(nodes, backward.tangents, strict=True)}
+    )
+
+
+def _all_but_the_loss(ndims: Mapping[int, int]) -> frozenset[int]:
+    """ndims: of every output that may get a gradient."""
     scalars = [index for index, ndim in ndims.items() if ndim == 0]
     return frozenset(ndims.keys() - set(scalars)) if len(scalars) == 1 else frozenset()
 
@@ -45,15 +81,12 @@ def usually_missing(backward: Backward) -> frozenset[int]:
 class _Folder:
     """Rebuilds the graph. `made[node]` is the new node, or None for one known to be zero."""
 
-    def __init__(self, backward: Backward, missing: Set[int]) -> None:
-        self.backward = backward
+    def __init__(self, missing: set[fx.Node]) -> None:
         self.missing = missing
         self.graph = fx.Graph()
-        self.made: dict[fx.Node, fx.Node | None] = {}
+        self.made: dict[fx.Node, fx.Node | None] = dict.fromkeys(missing)
         self.zeros: dict[fx.Node, fx.Node] = {}
         self.dependent: set[fx.Node] = set()
-        placeholders = [n for n in backward.module.graph.nodes if n.op == "placeholder"]
-        self.tangents = dict(zip(placeholders[-len(backward.tangents) :], backward.tangents, strict=True))
         self.results: list[fx.Node | None] = []
 
     def fold(self, node: fx.Node) -> None:
@@ -64,33 +97,10 @@ class _Folder:
         else:
             self._op(node)
 
-    def finish(self) -> Backward:
-        old = self.backward
-        results = unaliased(self.results, set())
-        read = ancestors(n for n in [*results, *exchanges(self.graph.nodes, 1)] if n is not None)
-        new = [n for n in self.graph.nodes if n.op == "placeholder"]
-        n_passed, n_saved = len(old.passed), len(old.saved)
-        passed = [(n, p) for n, p in zip(new, old.passed, strict=False) if n in read]
-        saved = [(n, s) for n, s in zip(new[n_passed:], old.saved, strict=False) if n in read]
-        inputs = [*(n for n, _ in passed), *(n for n, _ in saved), *new[n_passed + n_saved :]]
-        ops = [n for n in self.graph.nodes if n.op == "call_function" and n in read]
-        return Backward(
-            module=extract(inputs, ops, results),
-            passed=tuple(p for _, p in passed),
-            saved=tuple(s for _, s in saved),
-            tangents=tuple(t for t in old.tangents if t.index not in self.missing),
-            gradients=old.gradients,
-        )
-
     def _placeholder(self, node: fx.Node) -> None:
-        tangent = self.tangents.get(node)
-        if tangent is not None:
-            self.dependent.add(node)
-        if tangent is not None and tangent.index in self.missing:
-            self.made[node] = None
-            return
-        new = self.made[node] = self.graph.placeholder(node.name)
+        new = self.graph.placeholder(node.name)
         new.meta = dict(node.meta)
+        self.made[node] = None if node in self.missing else new
 
     def _op(self, node: fx.Node) -> None:
         tangents = [n for n in node.all_input_nodes if n in self.dependent]
@@ -140,6 +150,26 @@ class _Folder:
 
     def _result(self, node: fx.Node | None) -> fx.Node | None:
         return None if node is None else self.made[node]
+
+
+def _finished(old: Backward, folder: _Folder, missing: Set[int]) -> Backward:
+    """The folded backward, which takes only what it still reads."""
+    results = unaliased(folder.results, set())
+    nodes = list(folder.graph.nodes)
+    read = ancestors(n for n in [*results, *exchanges(nodes, 1)] if n is not None)
+    new = [n for n in folder.graph.nodes if n.op == "placeholder"]
+    n_passed, n_saved = len(old.passed), len(old.saved)
+    passed = [(n, p) for n, p in zip(new, old.passed, strict=False) if n in read]
+    saved = [(n, s) for n, s in zip(new[n_passed:], old.saved, strict=False) if n in read]
+    inputs = [*(n for n, _ in passed), *(n for n, _ in saved), *new[n_passed + n_saved :]]
+    ops = [n for n in folder.graph.nodes if n.op == "call_function" and n in read]
+    return Backward(
+        module=extract(inputs, ops, results),
+        passed=tuple(p for _, p in passed),
+        saved=tuple(s for _, s in saved),
+        tangents=tuple(t for t in old.tangents if t.index not in missing),
+        gradients=old.gradients,
+    )
 
 
 def _alike(one: torch.Tensor, two: torch.Tensor) -> bool:

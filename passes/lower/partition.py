@@ -13,12 +13,13 @@ from cost_model.mesh import MeshSpec
 from passes.ir.collector import collector_paused
 from passes.ir.fake_calls import FakeCalls
 from passes.ir.joint import JointGraph, map_operands, node_value, result_index, tensor_operands
-from passes.ir.op_traits import is_use
+from passes.ir.op_traits import is_piece, is_use
 from passes.ir.torch_compat import fake_mode_of, last_node, lazy_module
-from passes.layout.assignment import Assignment, FactorSplit, NodeLayouts
+from passes.layout.assignment import Assignment
 from passes.layout.layout import Layout, Span
 from passes.lower.arrivals import Arrival
 from passes.lower.interior import exchange_before, in_parts, interior_of
+from passes.lower.op_on_rank import OpOnRank
 from passes.lower.served import Served
 from passes.plan.lowering_plan import LoweringPlan
 from passes.plan.transfers import Transfer
@@ -137,7 +138,7 @@ class _Writer:
         args, kwargs = map_operands(node, operands)
         layouts = self.assignment[node.name]
         rule = rule_for(node).splitting(split.factor for split in layouts.splits)
-        context = _Context(self, node, args, kwargs, rule, layouts)
+        context = OpOnRank(self._emit, self.mesh, self.rank, node, args, kwargs, rule, layouts)
         interiors = self.lowering.interiors
         if node.name in interiors:
             parts = self._in_parts(context, rule, interiors[node.name], operands)
@@ -147,7 +148,7 @@ class _Writer:
             return rule.localize(context)
         return context.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
 
-    def _in_parts(self, context: _Context, rule: OpRule, factor: str, operands: list[fx.Node]) -> Any:
+    def _in_parts(self, context: OpOnRank, rule: OpRule, factor: str, operands: list[fx.Node]) -> Any:
         """The interior first, and what arrives after it; None if this rank has no interior, or the halo is read
         already."""
         own: dict[int, tuple[fx.Node, Span]] = {}
@@ -184,6 +185,10 @@ class _Writer:
         steps = self.lowering.steps[reader.name, position]
         meta = _meta(reader if reader.op != "output" else operand)
         meta["serves"] = self.served.name(operand, reader, position)
+        if reader.op == "output" and "runs" in meta:
+            meta["runs"] = "after"
+        elif is_piece(reader):
+            meta["runs"] = "before"
         meta["turn"] = self.lowering.turns[reader.name, position]
         if (reader.name, position) in self.lowering.ahead:
             meta["ahead"] = self.lowering.ahead[reader.name, position]
@@ -206,41 +211,9 @@ class _Writer:
         return local
 
 
-@dataclass
-class _Context:
-    """`LocalContext` of passes/rules/core/rule.py for one op on one rank."""
-
-    writer: _Writer
-    node: fx.Node
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    rule: OpRule
-    layouts: NodeLayouts
-
-    def _split(self, factor: str) -> FactorSplit | None:
-        return next((s for s in self.layouts.splits if s.factor == factor), None)
-
-    def is_split(self, factor: str) -> bool:
-        return self._split(factor) is not None
-
-    def interval(self, factor: str) -> tuple[int, int]:
-        split, length = self._split(factor), self.rule.sizes[factor]
-        if split is None:
-            return 0, length
-        mesh = self.writer.mesh
-        return split.parts(length, mesh)[mesh.linear_index(self.writer.rank, split.axes)]
-
-    def result_shape(self, index: int = 0) -> list[int]:
-        shape = node_value(self.node, index).shape
-        return list(self.layouts.results[index].local_shape(shape, self.writer.mesh, self.writer.rank))
-
-    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        return self.writer._emit(self.node, target, args, kwargs)
-
-
 def node_is_tuple(node: fx.Node) -> bool:
     return isinstance(node.meta["val"], (tuple, list))
 
 
 def _meta(node: fx.Node) -> dict[str, Any]:
-    return {key: node.meta[key] for key in ("phase", "module", "source", "again") if key in node.meta}
+    return {key: node.meta[key] for key in ("phase", "module", "source", "again", "runs") if key in node.meta}

@@ -17,9 +17,11 @@ from passes.ir.joint import (
     JointGraph,
     map_operands,
     node_values,
+    repeats,
     result_index,
     tensor_operands,
 )
+from passes.ir.op_traits import read_repeats
 from passes.layout.assignment import Assignment, NodeLayouts
 from passes.plan.decide import Moved
 from passes.plan.lowering_plan import LoweringPlan
@@ -84,6 +86,8 @@ def graph_hash(joint: JointGraph) -> str:
         digest.update(f"{node.name} {node.op} {_portable(arguments)} {_portable(node.target)}".encode())
         if node.op != "output":
             digest.update(str([(v, d) for v, d in _shapes(node)]).encode())
+    if joint.pieces > 1:
+        digest.update(f"in {joint.pieces} pieces".encode())
     for end in (*joint.inputs, *joint.outputs):
         digest.update(repr(end).encode())
     return digest.hexdigest()[:16]
@@ -167,7 +171,7 @@ class _Writer:
             operands=self._operands(node),
             results=_results(node, layouts),
             splits=layouts.splits,
-            seconds=prices.op_seconds(node, layouts),
+            seconds=repeats(node) * prices.op_seconds(node, layouts),
             phase=node.meta.get("phase", "forward"),
             module=node.meta.get("module", ""),
             source=node.meta.get("source", ""),
@@ -184,7 +188,7 @@ class _Writer:
         for position, (operand, layout) in enumerate(zip(tensor_operands(node), wanted, strict=True)):
             producer, index = result_index(operand)
             read = node.name, position
-            transfers = _transfers(self.moved.get(read), self.prices)
+            transfers = _transfers(self.moved.get(read), self.prices, read_repeats(node))
             turn = self.lowering.turns.get(read)
             ahead = self.lowering.ahead.get(read)
             found.append(
@@ -193,12 +197,12 @@ class _Writer:
         return tuple(found)
 
 
-def _transfers(moved: Redistribution | None, prices: Prices) -> tuple[Transfer, ...]:
+def _transfers(moved: Redistribution | None, prices: Prices, times: int) -> tuple[Transfer, ...]:
     if moved is None:
         return ()
     ways = zip(moved.steps, moved.step_nbytes, moved.step_seconds, strict=True)
     return tuple(
-        Transfer(step, nbytes, seconds, prices.collective_priced(step.kind, step.axes, nbytes))
+        Transfer(step, nbytes, times * seconds, prices.collective_priced(step.kind, step.axes, nbytes))
         for step, nbytes, seconds in ways
     )
 

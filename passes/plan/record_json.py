@@ -110,7 +110,7 @@ class OperandData(Struct, frozen=True, forbid_unknown_fields=True):
     layout: LayoutData
     transfers: tuple[TransferData, ...]
     hides: bool
-    turn: tuple[Literal[0, 1], Count] | None = None
+    turn: tuple[Literal[0, 1, 2, 3], Count] | None = None
     ahead: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
 
     def operand(self, held: Layout) -> OperandRecord:

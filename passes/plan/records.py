@@ -19,6 +19,7 @@ __all__ = ["NodeRecord", "OperandRecord", "ResultRecord", "Transfer", "layouts_o
 @dataclass(frozen=True)
 class Transfer:
     """One step of a redistribution. nbytes: as the collective is priced (cost_model/collectives.py says of what).
+    seconds: in a step, in which pieces of a batch may each need it.
     priced: where the seconds come from (`cost_model.timed`)."""
 
     step: Step
@@ -63,7 +64,8 @@ class ResultRecord:
 @dataclass(frozen=True)
 class NodeRecord:
     """One node of the global graph. text: the op with `{0}`, `{1}` ... for its tensor operands,
-    or "param up.weight", "input x". seconds: the op alone, transfers not counted. interior: the factor along which
+    or "param up.weight", "input x". seconds: the op alone in a step, transfers not counted, every piece of a batch that
+    is run in pieces. interior: the factor along which
     it is computed in parts (`passes.lower.interior`), or None. priced: where the seconds come from."""
 
     name: str

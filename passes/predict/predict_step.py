@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from cost_model.mesh import MeshSpec
 from cost_model.timeline import Timeline
@@ -11,9 +11,12 @@ from passes.ir.collector import collector_paused
 from passes.ir.joint import CPU, JointGraph
 from passes.layout.assignment import Assignment
 from passes.lower.phases import Phases
+from passes.lower.piecewise import split_pieces
 from passes.lower.rank_program import Schedule, rank_program
 from passes.plan.lowering_plan import LoweringPlan
-from passes.predict.memory_walk import MemoryStep, memory_walk, peak_step
+from passes.predict.memory_walk import memory_walk, peak_step
+from passes.predict.predict_pieces import predict_pieces
+from passes.predict.prediction import PredictedCollective, PredictedPhase, Prediction
 from passes.predict.step_events import Axes, AxesOf, StepEvents
 from passes.schedule.schedule import scheduled
 from passes.simulate.lockstep import simulated_group_axes, simulated_groups
@@ -28,63 +31,6 @@ __all__ = [
     "predicted_step",
     "slowest_ranks",
 ]
-
-
-@dataclass(frozen=True)
-class PredictedCollective:
-    """node: its name in the phase's graph; serves: the parameter or module it is for. nbytes: as
-    `cost_model.collectives` counts. seconds: its price, alone. start, end: seconds into the step. exposed:
-    by how much the step is longer for it."""
-
-    phase: str
-    node: str
-    serves: str
-    kind: str
-    axes: Axes
-    nbytes: int
-    seconds: float
-    start: float
-    exposed: float
-    end: float
-
-
-@dataclass(frozen=True)
-class PredictedPhase:
-    """seconds: from its begin to its end. compute: its kernels at full speed; communication: its
-    collectives, each alone; exposed: what they add to the kernels' time."""
-
-    name: str
-    seconds: float
-    compute: float
-    communication: float
-    exposed: float
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """One rank's step. phases: forward, backward if there is one, optimizer if something is trained. peak: where most
-    bytes are alive (`passes.predict.memory_walk`)."""
-
-    seconds: float
-    phases: tuple[PredictedPhase, ...]
-    collectives: tuple[PredictedCollective, ...]
-    peak: MemoryStep | None = None
-
-    @property
-    def compute(self) -> float:
-        """Seconds of all kernels at full speed, the optimizer's included."""
-        return sum(phase.compute for phase in self.phases)
-
-    @property
-    def phase_seconds(self) -> tuple[float, float, float]:
-        """Of the forward, the backward and the update, 0 for a phase that there is not."""
-        seconds = {phase.name: phase.seconds for phase in self.phases}
-        return seconds["forward"], seconds.get("backward", 0.0), seconds.get("optimizer", 0.0)
-
-    @property
-    def exposed(self) -> float:
-        """Seconds that communication adds to `compute`."""
-        return sum(phase.exposed for phase in self.phases)
 
 
 @collector_paused()
@@ -106,9 +52,14 @@ def predicted_step(
 
     def of_rank(rank: int) -> Prediction:
         program = rank_program(joint, assignment, lowering, mesh, rank, groups, schedule=schedule)
-        if prices.traffic is eager_traffic:
-            program = program.joined()
-        return predict_phases(program.usual(), prices, simulated_group_axes)
+        eager = prices.traffic is eager_traffic
+        of_phases = lambda phases: predict_phases(phases, prices, simulated_group_axes)
+        if joint.pieces > 1:
+            parts = split_pieces(program)
+            return predict_pieces(
+                program, parts.joined() if eager else parts, joint.pieces, prices, of_phases
+            )
+        return of_phases((program.joined() if eager else program).usual())
 
     ranks = [of_rank(rank) for rank in slowest_ranks(assignment, mesh)]
     fullest = peak_step([rank.peak for rank in ranks if rank.peak is not None])

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from passes.ir.joint import JointGraph, result_index, tensor_operands
-from passes.ir.phase_ops import ops_by_phase
+from passes.ir.op_traits import is_piece
+from passes.ir.phase_ops import segments
 from passes.schedule.transfer_roles import PhaseRoles, TransferRole
 
 __all__ = ["HiddenReads", "hidden_reads"]
@@ -29,7 +30,7 @@ class HiddenReads:
     """Reads, each (name of the reader, position among its tensor operands); the reader "output" is the end of
     the graph. hides: whose redistribution may run behind computation.
 
-    ending: those of them that only the end of the backward needs, reductions of gradients. Small ones travel
+    ending: what only the end of the backward needs, reductions of gradients. Small ones travel
     together (`passes.schedule.bucket_plan`) and are priced so.
     """
 
@@ -39,13 +40,15 @@ class HiddenReads:
 
 def hidden_reads(joint: JointGraph) -> HiddenReads:
     """The reads of `joint` for which nothing waits, whatever the layouts."""
-    forward, backward = ops_by_phase(joint)
-    early, late = _with_roles(joint, forward, "input"), _with_roles(joint, backward, "tangent")
+    parts = segments(joint)
+    early, late = _with_roles(joint, parts.forward, "input"), _with_roles(joint, parts.backward, "tangent")
     ends = (spec for spec, result in zip(joint.outputs, joint.results, strict=True) if result is not None)
     ending = {read for read, role in late if role == "ending"}
-    ending.update(("output", place) for place, spec in enumerate(ends) if spec.kind == "grad")
     at_hand = {read for read, role in (*early, *late) if role == "at hand"}
-    return HiddenReads(frozenset(at_hand | ending), frozenset(ending))
+    at_end = {("output", place) for place, spec in enumerate(ends) if spec.kind == "grad"}
+    # What is done once, behind the pieces of a batch, has nothing left to hide behind.
+    hides = at_hand | ending | (at_end if joint.pieces == 1 else set())
+    return HiddenReads(frozenset(hides), frozenset(ending | at_end))
 
 
 def _with_roles(
@@ -60,7 +63,7 @@ def _with_roles(
         first = all(map(roles.given, node.all_input_nodes))
         if first and any(n in callers for n in node.all_input_nodes):
             callers.add(node)
-        if result_index(node)[0] is node:
+        if result_index(node)[0] is node and not is_piece(node):
             for position, operand in enumerate(tensor_operands(node)):
                 if not (first and operand in callers):
                     found.append(((node.name, position), roles.of(node, operand)))

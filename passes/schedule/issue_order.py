@@ -37,9 +37,8 @@ from torch import fx
 
 from passes.ir.joint import JointGraph
 from passes.ir.op_traits import is_product
-from passes.ir.phase_ops import ops_by_phase
 from passes.layout.assignment import Assignment
-from passes.plan.transfers import Move, Transfer, Turn, late_transfers, transfers
+from passes.plan.transfers import Move, Transfer, Turn, by_segment, transfers
 from passes.schedule.transfer_roles import PhaseRoles, TransferRole, ops_that_end
 
 __all__ = [
@@ -133,13 +132,7 @@ def issue_order(
     reach: int = REACH,
 ) -> IssueOrder:
     """Of every transfer that `assignment` asks for."""
-    forward, backward = ops_by_phase(joint)
-    moves = transfers(joint, assignment)
-    late = late_transfers(joint, moves, set(forward))
-    phases = (
-        _Phase(forward, joint, [m for m in moves if m not in late]),
-        _Phase(backward, joint, [m for m in moves if m in late]),
-    )
+    phases = [_Phase(ops, joint, moves) for ops, moves in by_segment(joint, transfers(joint, assignment))]
     turns: dict[Transfer, Turn] = {}
     depths: dict[Transfer, int] = {}
     for number, phase in enumerate(phases):
@@ -166,7 +159,8 @@ class _Phase:
 
     def _placed(self, move: Move) -> Move:
         start = self.position.get(move.operand, -1)
-        return replace(move, start=start, end=self.position[move.reader])
+        # A part is read behind all that runs before the pieces.
+        return replace(move, start=start, end=self.position.get(move.reader, len(self.ops)))
 
     def ordered(self, ahead: Ahead, reach: int, merge: Merge) -> list[Sequence[Move]]:
         """Groups of merged transfers, mostly of one."""

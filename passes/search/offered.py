@@ -17,7 +17,7 @@ import numpy as np
 from torch import fx
 
 from cost_model.deadline import NEVER, Deadline
-from passes.ir.joint import node_value, result_index, tensor_operands
+from passes.ir.joint import node_value, repeats, result_index, tensor_operands
 from passes.ir.op_traits import is_either
 from passes.layout.assignment import NodeLayouts
 from passes.layout.layout import Layout
@@ -78,7 +78,7 @@ class _OfferBuilder(LimitedBuilder):
         priced = lambda traffic: strategy_seconds(
             node, rule_for(node), strategies, traffic, mesh, self.prices.compute
         )
-        return np.maximum(priced(stored) - priced(flow), 0.0)
+        return repeats(node) * np.maximum(priced(stored) - priced(flow), 0.0)
 
     def edge_matrix(self, source: fx.Node, edge: Edge, merges: bool, still: frozenset[str]) -> np.ndarray:
         strategies = self.options[edge.consumer].strategies

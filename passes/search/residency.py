@@ -11,7 +11,7 @@ from torch import fx
 from cost_model.memory import ADAMW
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph, node_values, tensor_operands
-from passes.ir.op_traits import alias_chain, is_either, is_use, is_view, storage_root
+from passes.ir.op_traits import alias_chain, is_collect, is_either, is_use, is_view, storage_root
 from passes.layout.assignment import NodeLayouts
 from passes.strategies.pricing import TrafficModel, local_nbytes
 
@@ -37,7 +37,8 @@ class Residency:
 
     A parameter is resident throughout with its gradient and optimizer state. An op's result lives
     from its step to its last reader's; views alias their operand, fused results are never stored.
-    A `use` counts what it gathered. Values the backward reads are live across the phases.
+    A `use` counts what it gathered. Values the backward reads are live across the phases. Where a batch is run in
+    pieces, what they read of before lives as long as there are pieces, and so does what they leave behind.
     """
 
     intervals: tuple[tuple[int, int], ...]
@@ -54,6 +55,7 @@ class Residency:
         order = {node: step for step, node in enumerate(joint.graph.nodes)}
         end = len(order)
         last = _last_reads(order)
+        first = next((step for node, step in order.items() if node.meta.get("runs") == "piece"), 0)
         trained = joint.trained
         held_by = _HeldBytes(mesh)
         intervals: list[tuple[int, int]] = []
@@ -71,12 +73,13 @@ class Residency:
                 kept, _ = tensor_operands(node)
                 owner = storage_root(kept)
                 # What is stored in any case is counted until the forward has read it.
-                first = last.get(owner, order[owner]) + 1 if traffic(owner).writes else order[owner]
-                intervals.append((first, last.get(node, order[node]) + 1))
+                begin = last.get(owner, order[owner]) + 1 if traffic(owner).writes else order[owner]
+                intervals.append((begin, last.get(node, order[node]) + 1))
                 stays = np.array([isinstance(option, OneOf) and option.kept for option in options])
                 nbytes.append(held_by(node, options) * stays)
             else:
-                intervals.append((order[node], last.get(node, order[node]) + 1))
+                begin = first if is_collect(node) else order[node]
+                intervals.append((begin, last.get(node, order[node]) + 1))
                 stored = is_use(node) or (traffic(node).writes and not is_view(node))
                 held = held_by(node, options)
                 moved = np.array([not isinstance(option, InPlace) for option in options])
@@ -87,12 +90,18 @@ class Residency:
 def _last_reads(order: dict[fx.Node, int]) -> dict[fx.Node, int]:
     """Per node that owns storage, the last step at which it or a view of it is read."""
     last: dict[fx.Node, int] = {}
+    end = max((step for node, step in order.items() if _in_piece(node)), default=0)
     for node, step in order.items():
         if not is_either(node):
             for operand in tensor_operands(node):
+                outlives = _in_piece(node) and not _in_piece(operand)
                 for owner in _owners(operand):
-                    last[owner] = max(last.get(owner, 0), step)
+                    last[owner] = max(last.get(owner, 0), end if outlives else step)
     return last
+
+
+def _in_piece(node: fx.Node) -> bool:
+    return node.meta.get("runs") == "piece"
 
 
 def _owners(operand: fx.Node) -> Iterator[fx.Node]:

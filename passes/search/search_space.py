@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from passes.layout.assignment import NodeLayouts
+from passes.layout.layout import Layout
 from passes.search.cost_kinds import CostKinds
 from passes.search.step_kinds import EXPOSED, KINDS, Overlap, StepKinds, phase_paths
 from passes.solver.problem import Array, Problem
 
-__all__ = ["Edge", "SearchSpace"]
+__all__ = ["Edge", "SearchSpace", "distinct"]
 
 
 @dataclass(frozen=True)
@@ -56,3 +57,10 @@ class SearchSpace:
         layouts = {n: c for n, c in zip(self.names, chosen, strict=True) if not n.startswith("output ")}
         ends = tuple(chosen[slot].results[0] for slot in self.output_slots if slot is not None)
         return {**layouts, "output": NodeLayouts(operands=ends, results=())}
+
+
+def distinct(layouts: Sequence[Layout]) -> tuple[list[Layout], list[int]]:
+    """Each layout once, and where each of `layouts` is among them."""
+    position: dict[Layout, int] = {}
+    where = [position.setdefault(layout, len(position)) for layout in layouts]
+    return list(position), where

@@ -26,8 +26,8 @@ import numpy as np
 from torch import fx
 
 from passes.ir.joint import JointGraph, result_index, tensor_operands
-from passes.ir.op_traits import is_product
-from passes.ir.phase_ops import ops_by_phase
+from passes.ir.op_traits import is_piece, is_product
+from passes.ir.phase_ops import segments
 from passes.plan.records import NodeRecord
 from passes.schedule.hiding import HiddenReads
 from passes.solver.problem import Array
@@ -110,7 +110,8 @@ def corrected(totals: Array, overlaps: Sequence[Overlap], seconds: Sequence[floa
 
 def step_kinds(joint: JointGraph, hidden: HiddenReads, seconds: Mapping[str, float]) -> StepKinds:
     """Kinds of the ops and reads of `joint`. seconds: about what each op computes, by name: where the marks are."""
-    phases = ops_by_phase(joint)
+    parts = segments(joint)
+    phases = parts.forward, parts.backward
     nodes: dict[str, int] = {}
     places: dict[str, tuple[int, int, int]] = {}  # op -> phase, segment of its begin, segment of its end
     for phase, ops in enumerate(phases):
@@ -133,7 +134,7 @@ def _reads(
 ) -> dict[Read, int]:
     found: dict[Read, int] = {}
     for node in joint.graph.nodes:
-        if node.op == "call_function" and result_index(node)[0] is node and node.name in places:
+        if node.name in places and result_index(node)[0] is node and not is_piece(node):
             for position, operand in enumerate(tensor_operands(node)):
                 read = node.name, position
                 phase, begin, _ = places[node.name]

@@ -12,7 +12,8 @@ import torch
 from torch import fx
 
 from cost_model.deadline import NEVER, Deadline
-from passes.ir.joint import JointGraph, node_value, result_index, result_shapes, tensor_operands
+from passes.ir.joint import JointGraph, node_value, repeats, result_index, result_shapes, tensor_operands
+from passes.ir.op_traits import read_repeats
 from passes.layout.assignment import NodeLayouts
 from passes.layout.layout import Layout
 from passes.rules.core.rule_registry import rule_for
@@ -22,7 +23,7 @@ from passes.search.free_layouts import free_axis_order, is_storable, tensor_rule
 from passes.search.graph_ends import Boundary
 from passes.search.narrowing import Narrowing, stays
 from passes.search.residency import Residency
-from passes.search.search_space import Edge, SearchSpace
+from passes.search.search_space import Edge, SearchSpace, distinct
 from passes.search.space_dims import out_of_space
 from passes.search.step_kinds import StepKinds, step_kinds
 from passes.solver.problem import Problem
@@ -117,7 +118,7 @@ class SpaceBuilder:
     def add_edges(self) -> None:
         for node, consumer in list(self.index.items()):
             for operand, source in enumerate(tensor_operands(node)):
-                self._connect(source, consumer, operand, (node.name, operand))
+                self._connect(source, consumer, operand, (node.name, operand), read_repeats(node))
         ends = itertools.count()
         for result, slot in zip(self.joint.results, self.slots, strict=True):
             if result is not None and slot is not None:
@@ -208,7 +209,7 @@ class SpaceBuilder:
     def _op(self, node: fx.Node, cuts: Cuts, wider: Wider, kept: frozenset[str], any_order: bool) -> Option:
         """kept: factors not to be split, though the op's rule would allow it."""
         flow = self.prices.traffic(node)
-        key = (class_key(node), flow, any_order, kept, tuple(wider.items()))
+        key = (class_key(node), flow, any_order, kept, tuple(wider.items()), repeats(node))
         return self._classed(key, lambda: self._enumerated(node, cuts, wider, kept, any_order, flow))
 
     def _enumerated(
@@ -228,7 +229,8 @@ class SpaceBuilder:
             any_order=any_order,
             joined=self.prices.joined,
         )
-        return Option(strategies, strategy_seconds(node, rule, strategies, flow, mesh, self.prices.compute))
+        seconds = strategy_seconds(node, rule, strategies, flow, mesh, self.prices.compute)
+        return Option(strategies, repeats(node) * seconds)
 
     def _classed(self, key: Hashable, make: Callable[[], Option]) -> Option:
         if key not in self.classes:
@@ -245,22 +247,29 @@ class SpaceBuilder:
         strategies = tuple(NodeLayouts((), (layout,)) for layout in layouts)
         return self.add(None, f"output {position}", Option(strategies, np.zeros(len(strategies))))
 
-    def _connect(self, source: fx.Node, consumer: int, operand: int | None, read: tuple[str, int]) -> None:
+    def _connect(
+        self, source: fx.Node, consumer: int, operand: int | None, read: tuple[str, int], times: int = 1
+    ) -> None:
         node, result = result_index(source)
         edge = Edge(self.index[node], result, consumer, operand)
         self.edges.append(edge)
         still = self.narrowing.still.get(read, frozenset())
-        self.edge_costs.append(self._matrix(source, edge, read in self.reads.ending, still))
+        self.edge_costs.append(self._matrix(source, edge, read in self.reads.ending, still, times))
         self.read_of.append(read)
 
-    def _matrix(self, source: fx.Node, edge: Edge, merges: bool, still: frozenset[str]) -> np.ndarray:
+    def _matrix(
+        self, source: fx.Node, edge: Edge, merges: bool, still: frozenset[str], times: int
+    ) -> np.ndarray:
+        """Seconds of an edge in a step, in which its redistribution is done so many times."""
         value = node_value(source)
         held = self.options[edge.producer].strategies
         read = self.options[edge.consumer].strategies
-        key = (id(held), edge.result, id(read), edge.operand, tuple(value.shape), value.dtype, merges, still)
+        look = tuple(value.shape), value.dtype
+        key = (id(held), edge.result, id(read), edge.operand, look, merges, still, times)
         if key not in self.matrices:
             self.deadline.check()
-            self.matrices[key] = self.edge_matrix(source, edge, merges, still)
+            found = self.edge_matrix(source, edge, merges, still)
+            self.matrices[key] = found if times == 1 else times * found
         return self.matrices[key]
 
     def edge_matrix(self, source: fx.Node, edge: Edge, merges: bool, still: frozenset[str]) -> np.ndarray:
@@ -279,17 +288,11 @@ class SpaceBuilder:
         still: frozenset[str],
     ) -> np.ndarray:
         """Price each distinct pair of layouts once, then spread over the strategies."""
-        rows, row_of = _distinct(sources)
-        columns, column_of = _distinct(targets)
+        rows, row_of = distinct(sources)
+        columns, column_of = distinct(targets)
         prices = self.prices.merged if merges else self.prices.redistributor
         seconds = prices.matrix(rows, columns, tuple(value.shape), value.element_size(), self.deadline)
         if still:
             allowed = np.array([[stays(row, column, still) for column in columns] for row in rows])
             seconds = np.where(allowed, seconds, np.inf)
         return seconds[np.ix_(row_of, column_of)]
-
-
-def _distinct(layouts: Sequence[Layout]) -> tuple[list[Layout], list[int]]:
-    position: dict[Layout, int] = {}
-    where = [position.setdefault(layout, len(position)) for layout in layouts]
-    return list(position), where

@@ -12,7 +12,7 @@ from itertools import pairwise
 from torch import fx
 
 from passes.ir.joint import JointGraph, dependents, result_index, results_nbytes
-from passes.ir.op_traits import draws, is_product, is_use, is_view, storage_root
+from passes.ir.op_traits import draws, is_collect, is_product, is_use, is_view, storage_root
 from passes.ir.phase_ops import ops_by_phase
 
 __all__ = ["Place", "candidates", "known_ops", "places", "users_choice"]
@@ -48,11 +48,13 @@ def candidates(joint: JointGraph, kept: Sequence[Place]) -> list[fx.Node]:
     forward, _ = ops_by_phase(joint)
     main = _trained_values(joint, forward)
     stay = frozenset[fx.Node]().union(*kept)
-    return [
-        n
-        for n in forward
-        if n in main and n not in stay and not is_use(n) and not is_view(n) and not draws(n)
-    ]
+    return [n for n in forward if n in main and n not in stay and _may_run_again(n)]
+
+
+def _may_run_again(node: fx.Node) -> bool:
+    """What runs before or after the pieces of a batch runs once, and what a piece leaves behind is counted once."""
+    runs_late = node.meta.get("runs", "piece") == "piece" and not is_collect(node)
+    return runs_late and not is_use(node) and not is_view(node) and not draws(node)
 
 
 def known_ops(joint: JointGraph, names: Collection[str]) -> list[str]:

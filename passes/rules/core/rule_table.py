@@ -13,7 +13,7 @@ from types import MappingProxyType
 from passes.rules.core.opcall import Builder
 from passes.rules.core.spec import spec
 from passes.rules.plain import attention_rules as attention
-from passes.rules.plain import creation, indexing, products, reductions, scattering, views
+from passes.rules.plain import creation, indexing, pieces, products, reductions, scattering, views
 from passes.rules.plain import grouped_rules as grouped
 from passes.rules.plain.fourier import transform
 from passes.rules.plain.pointwise import pointwise
@@ -116,6 +116,11 @@ _INDEXING: dict[str, Builder] = {
     **_rows(scattering.index_put, "index_put _unsafe_index_put"),
 }
 
+_PIECES: dict[str, Builder] = {
+    "autoshard::piece.default": pieces.piece,
+    "autoshard::collect.default": pieces.collect,
+}
+
 _PRODUCTS: dict[str, Builder] = {
     "autoshard::contract.default": products.contract,
     "autoshard::grouped_mm.default": grouped.grouped_mm,
@@ -177,6 +182,7 @@ TABLE: Mapping[str, Builder] = MappingProxyType(
     | _MOVEMENT
     | _CREATION
     | _INDEXING
+    | _PIECES
     | _PRODUCTS
     | _POOLING
     | _PATCHES

@@ -1,0 +1,185 @@
+"""The graph of a step in which a batch is run in pieces: what runs before them, one piece, what runs after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+import passes.ops.piece  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::piece)
+from cost_model.mesh import MeshSpec
+from passes.canonicalize.insert_uses import InsertUses
+from passes.ir.collector import collector_paused
+from passes.ir.fake_calls import FakeCalls
+from passes.ir.joint import JointGraph, map_operands, node_value, result_index, tensor_operands
+from passes.ir.op_traits import is_use
+from passes.ir.rewrite import INHERITED, copy_joint, erase_dead
+from passes.ir.torch_compat import fake_mode_of, lazy_module
+from passes.layout.layout import Layout
+from passes.lower.op_on_rank import OpOnRank
+from passes.micro_batches.run_times import RunTime, RunTimes
+from passes.micro_batches.time_axis import TIME, time_mesh
+from passes.rules.core.rule_registry import rule_for
+
+__all__ = ["in_pieces", "without_uses"]
+
+
+def without_uses(joint: JointGraph) -> JointGraph:
+    """A new joint graph in which every reader reads the value itself."""
+    copied = copy_joint(joint)
+    for node in list(copied.graph.nodes):
+        if node.op == "call_function" and is_use(node):
+            node.replace_all_uses_with(tensor_operands(node)[0])
+            copied.graph.erase_node(node)
+    return copied
+
+
+@collector_paused()
+def in_pieces(joint: JointGraph, times: RunTimes, index: int) -> JointGraph:
+    """The step of `joint`, which has no `use`, with piece `index` of `times.count`: a new graph.
+
+        %h: f32[64, 8]  = contract(%x, %w)
+        %l: f32[]       = sum(%h)
+        ->                                                            4 pieces
+        %w_held         = use(%w)                                     // before: gathered once, if that is best
+        %x_piece        = piece(%x, 0, 0, 16)                         // piece
+        %h: f32[16, 8]  = contract(%x_piece, %w_held)
+        %l_piece: f32[] = sum(%h)
+        %l: f32[]       = collect(%l_piece, "sum")                    // after: its operand is added up over the pieces
+
+    Inputs and outputs stay those of `joint`. Graphs of pieces of one size differ in numbers at most: where a part
+    starts.
+    """
+    writer = _Writer(joint, times, time_mesh(times.count), index)
+    for node in joint.graph.nodes:
+        writer.write(node)
+    erase_dead(writer.graph)
+    module = lazy_module(writer.graph, "JointGraph")
+    return copy_joint(InsertUses()(replace(joint, module=module, pieces=times.count)))
+
+
+@dataclass
+class _Writer:
+    joint: JointGraph
+    times: RunTimes
+    mesh: MeshSpec
+    index: int
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    calls: FakeCalls = field(default_factory=FakeCalls)
+    made: dict[fx.Node, Any] = field(default_factory=dict)
+    held: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    parts: dict[tuple[fx.Node, Layout], fx.Node] = field(default_factory=dict)
+    collected: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    def write(self, node: fx.Node) -> None:
+        if node.op == "placeholder":
+            self.made[node] = self.graph.placeholder(node.name)
+            self.made[node].meta = dict(node.meta)
+        elif node.op == "output":
+            self.graph.output(tuple(None if n is None else self._read_whole(n) for n in self.joint.results))
+        elif result_index(node)[0] is not node:
+            self.made[node] = self._getitem(node)
+        elif self.times.of[node.name] == "piece":
+            self.made[node] = self._of_piece(node)
+        else:
+            self.made[node] = self._whole(node)
+
+    def _whole(self, node: fx.Node) -> fx.Node:
+        args, kwargs = map_operands(node, [self._read_whole(n) for n in tensor_operands(node)])
+        copy = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        copy.meta = {**node.meta, "runs": self.times.of[node.name], "repeats": 1}
+        return copy
+
+    def _of_piece(self, node: fx.Node) -> Any:
+        layouts = self.times.layouts[node.name]
+        operands = [
+            self._read_part(operand, wanted)
+            for operand, wanted in zip(tensor_operands(node), layouts.operands, strict=True)
+        ]
+        args, kwargs = map_operands(node, operands)
+        rule = rule_for(node).splitting(split.factor for split in layouts.splits)
+        context = OpOnRank(self._emit, self.mesh, self.index, node, args, kwargs, rule, layouts)
+        if rule.localize is not None:
+            return rule.localize(context)
+        return context.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+
+    def _getitem(self, node: fx.Node) -> fx.Node:
+        producer, index = result_index(node)
+        made = self.made[producer]
+        if isinstance(made, tuple):
+            return made[index]
+        return self._call(node, node.target, (made, index), {}, self._time(node))  # type: ignore[arg-type]
+
+    def _time(self, node: fx.Node) -> RunTime:
+        producer = result_index(node)[0]
+        return "before" if producer.op == "placeholder" else self.times.of[producer.name]
+
+    def _layout(self, node: fx.Node) -> Layout:
+        producer, index = result_index(node)
+        return self.times.layouts[producer.name].results[index]
+
+    def _read_whole(self, node: fx.Node) -> fx.Node:
+        if self._time(node) != "piece":
+            return self.made[node]
+        if node not in self.collected:
+            self.collected[node] = self._collect(node)
+        return self.collected[node]
+
+    def _collect(self, node: fx.Node) -> fx.Node:
+        layout, shape = self._layout(node), node_value(node).shape
+        dim = layout.dim_of(TIME) if not layout.partial else None
+        if dim is None:
+            ((_, how),) = layout.partial
+            arguments = (self.made[node], how, 0, 0, 0)
+        else:
+            start, _ = layout.interval(shape, self.mesh, dim, self.index)
+            arguments = (self.made[node], "cat", dim, start, shape[dim])
+        return self._emit(node, torch.ops.autoshard.collect.default, arguments, {})
+
+    def _read_part(self, node: fx.Node, wanted: Layout) -> fx.Node:
+        if self._time(node) == "piece":
+            return self.made[node]
+        dim = wanted.dim_of(TIME)
+        if dim is None:
+            return self._hold(node)
+        if (node, wanted) not in self.parts:
+            low, high = wanted.interval(node_value(node).shape, self.mesh, dim, self.index)
+            arguments = (self.made[node], dim, low, high - low)
+            part = self._emit(node, torch.ops.autoshard.piece.default, arguments, {})
+            self.parts[node, wanted] = part
+        return self.parts[node, wanted]
+
+    def _hold(self, node: fx.Node) -> fx.Node:
+        """The value as all pieces read it. A constant can be had in any layout for nothing."""
+        if node.target is torch.ops.aten.full.default:
+            return self.made[node]
+        if node not in self.held:
+            operation = torch.ops.autoshard.use.default
+            self.held[node] = self._call(node, operation, (self.made[node],), {}, "before")
+        return self.held[node]
+
+    def _emit(
+        self, node: fx.Node, target: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> fx.Node:
+        """An op of the piece, on behalf of `node`."""
+        return self._call(node, target, args, kwargs, "piece")
+
+    def _call(
+        self,
+        node: fx.Node,
+        target: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        runs: RunTime,
+    ) -> fx.Node:
+        made = self.graph.call_function(target, tuple(args), kwargs)
+        phases = {user.meta.get("phase") for user in node.users}
+        first = "forward" if "forward" in phases else "backward"
+        made.meta = {"phase": first, "module": "", "source": ""}
+        made.meta.update({key: node.meta[key] for key in INHERITED if key in node.meta})
+        made.meta.update(runs=runs, repeats=self.times.count if runs == "piece" else 1)
+        made.meta["val"] = self.calls(target, args, kwargs, fake_mode_of(node.meta["val"]))
+        return made

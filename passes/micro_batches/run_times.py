@@ -1,0 +1,213 @@
+"""When each op runs if a batch is run in pieces: once before them, in each of them, or once after.
+
+An op of a piece splits a factor of its rule over time, or carries sums that are pending over the pieces, as over any
+mesh axis. Of the moves between layouts only those that need no other piece are there:
+
+    whole, before -> split          a part is read
+    whole, before -> whole          read as it is, by every piece
+    pending, split -> whole, after  results are added up, or put side by side
+
+What is run whole costs what it computes and stores, what runs in pieces nothing: so the search, the one that layouts
+have, leaves out of the pieces only what must be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from torch import fx
+
+from cost_model.mesh import MeshSpec
+from passes.ir.joint import (
+    JointGraph,
+    node_value,
+    result_index,
+    result_shapes,
+    results_nbytes,
+    tensor_operands,
+)
+from passes.ir.op_traits import is_view
+from passes.ir.op_work import global_flops
+from passes.layout.assignment import NodeLayouts
+from passes.layout.layout import Layout
+from passes.micro_batches.time_axis import given_layouts, time_mesh
+from passes.rules.core.rule import OpRule
+from passes.search.class_key import class_key
+from passes.solver.problem import Array, Problem
+from passes.solver.solve import solve
+from passes.strategies.cuts import Cuts, find_cuts, ops_of
+from passes.strategies.strategies import enumerate_strategies
+
+__all__ = ["RunTime", "RunTimes", "find_run_times", "piece_strategies"]
+
+RunTime = Literal["before", "piece", "after"]
+
+_FLOPS_A_BYTE = 50.0
+"""Operations that weigh as much as a byte: what is run whole is weighed, not timed."""
+_READ_PART = 1e-3
+"""Bytes that reading a part of one dim costs, times the dim: the first dim that can be is cut."""
+_SEARCH_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class RunTimes:
+    """of: op -> when it runs. layouts: of the ops that run in pieces, over time. count: of pieces."""
+
+    of: Mapping[str, RunTime]
+    layouts: Mapping[str, NodeLayouts]
+    count: int
+
+
+@dataclass(frozen=True)
+class _Label:
+    time: RunTime
+    layouts: NodeLayouts
+
+
+_Labels = tuple[_Label, ...]
+_Side = tuple[RunTime, Layout]
+
+
+def find_run_times(joint: JointGraph, count: int) -> RunTimes:
+    """The least that cannot run in `count` pieces, and how all else is cut. `joint` has no `use`."""
+    labels = _Labeller(joint, count)
+    labels.add_ops()
+    labels.add_outputs()
+    found = solve(labels.problem(), time_limit=_SEARCH_SECONDS, relative_gap=1e-3)
+    chosen = {
+        name: labels.labels[place][found.choice[place]]
+        for name, place in labels.places.items()
+        if name in labels.ops
+    }
+    layouts = {name: label.layouts for name, label in chosen.items() if label.time == "piece"}
+    return RunTimes({name: label.time for name, label in chosen.items()}, layouts, count)
+
+
+def piece_strategies(joint: JointGraph, count: int) -> Callable[[fx.Node], list[NodeLayouts]]:
+    """How an op of `joint` can run in `count` pieces."""
+    mesh, ops = time_mesh(count), list(ops_of(joint))
+    cuts, rules = find_cuts(joint, mesh, given_layouts(joint, count), ops), dict(ops)
+
+    def of(node: fx.Node) -> list[NodeLayouts]:
+        labels, _ = _op_labels(node, rules[node], mesh, cuts)
+        return [label.layouts for label in labels if label.time == "piece"]
+
+    return of
+
+
+@dataclass
+class _Labeller:
+    joint: JointGraph
+    count: int
+    labels: list[_Labels] = field(default_factory=list)
+    costs: list[Array] = field(default_factory=list)
+    edges: list[tuple[int, int]] = field(default_factory=list)
+    edge_costs: list[Array] = field(default_factory=list)
+    places: dict[str, int] = field(default_factory=dict)
+    ops: set[str] = field(default_factory=set)
+    classes: dict[Hashable, tuple[_Labels, Array]] = field(default_factory=dict)
+    matrices: dict[Hashable, Array] = field(default_factory=dict)
+    given: set[fx.Node] = field(default_factory=set)
+
+    def problem(self) -> Problem:
+        return Problem(tuple(self.costs), tuple(self.edges), tuple(self.edge_costs))
+
+    def add_ops(self) -> None:
+        mesh, ops = time_mesh(self.count), list(ops_of(self.joint))
+        cuts = find_cuts(self.joint, mesh, given_layouts(self.joint, self.count), ops)
+        for node, spec in zip(self.joint.placeholders, self.joint.inputs, strict=True):
+            ndim = node_value(node).ndim
+            if spec.kind in ("input", "tangent"):
+                self.given.add(node)
+            self._add(node.name, *self._classed((spec.kind, ndim), lambda n=ndim: _whole(n)))
+        for node, rule in ops:
+            key = class_key(node)
+            self._add(node.name, *self._classed(key, lambda n=node, r=rule: _op_labels(n, r, mesh, cuts)))
+            self.ops.add(node.name)
+            for position, operand in enumerate(tensor_operands(node)):
+                self._connect(operand, node.name, position)
+
+    def add_outputs(self) -> None:
+        for place, result in enumerate(self.joint.results):
+            if result is not None:
+                name, ndim = f"output {place}", node_value(result).ndim
+                self._add(name, *self._classed(("output", ndim), lambda n=ndim: _returned(n)))
+                self._connect(result, name, 0)
+
+    def _classed(self, key: Hashable, make: Callable[[], tuple[_Labels, Array]]) -> tuple[_Labels, Array]:
+        if key not in self.classes:
+            self.classes[key] = make()
+        return self.classes[key]
+
+    def _add(self, name: str, labels: _Labels, costs: Array) -> None:
+        self.places[name] = len(self.labels)
+        self.labels.append(labels)
+        self.costs.append(costs)
+
+    def _connect(self, operand: fx.Node, reader: str, position: int) -> None:
+        producer, result = result_index(operand)
+        source, target = self.places[producer.name], self.places[reader]
+        given = producer in self.given
+        nbytes = results_nbytes(operand)
+        key = id(self.labels[source]), result, id(self.labels[target]), position, nbytes, given
+        if key not in self.matrices:
+            rows: list[_Side] = [(one.time, one.layouts.results[result]) for one in self.labels[source]]
+            columns: list[_Side] = [(one.time, one.layouts.operands[position]) for one in self.labels[target]]
+            self.matrices[key] = np.array(
+                [[_move(row, column, nbytes, given) for column in columns] for row in rows]
+            )
+        self.edges.append((source, target))
+        self.edge_costs.append(self.matrices[key])
+
+
+def _whole(ndim: int) -> tuple[_Labels, Array]:
+    return (_Label("before", NodeLayouts((), (Layout.replicated(ndim),))),), np.zeros(1)
+
+
+def _returned(ndim: int) -> tuple[_Labels, Array]:
+    return (_Label("after", NodeLayouts((Layout.replicated(ndim),), ())),), np.zeros(1)
+
+
+def _op_labels(node: fx.Node, rule: OpRule, mesh: MeshSpec, cuts: Cuts) -> tuple[_Labels, Array]:
+    operands = [node_value(n).shape for n in tensor_operands(node)]
+    found: list[_Label] = []
+    for strategy in enumerate_strategies(rule, operands, result_shapes(node), mesh, cuts=cuts):
+        if all(not layout.axes for layout in (*strategy.operands, *strategy.results)) and not strategy.splits:
+            found += [_Label("before", strategy), _Label("after", strategy)]
+        elif _in_pieces(strategy, rule, mesh):
+            found.append(_Label("piece", strategy))
+    work = 0.0 if is_view(node) else results_nbytes(node) + global_flops(node) / _FLOPS_A_BYTE
+    return tuple(found), np.array([0.0 if label.time == "piece" else work for label in found])
+
+
+def _in_pieces(strategy: NodeLayouts, rule: OpRule, mesh: MeshSpec) -> bool:
+    """No piece is empty, and none reads what is another's."""
+    if any(layout.has_halo for layout in (*strategy.operands, *strategy.results)):
+        return False
+    return all(
+        hi > lo
+        for split in strategy.splits
+        for lo, hi in split.parts(rule.splitting([split.factor]).sizes[split.factor], mesh)
+    )
+
+
+def _move(source: _Side, target: _Side, nbytes: int, given: bool) -> float:
+    """Bytes that a read costs; inf where a piece would need another. given: whether the caller gives the tensor."""
+    (made, held), (read, wanted) = source, target
+    if read == "piece":
+        if made == "piece":
+            return 0.0 if held == wanted else np.inf
+        if made == "after" or wanted.partial:
+            return np.inf
+        cut = next((d for d, axes in enumerate(wanted.dims) if axes), None)
+        if cut is None:
+            return 0.0
+        return (cut + 1) * _READ_PART * (1.0 if given else 2.0)
+    if made == "piece":
+        if read == "before" or not held.axes:
+            return np.inf
+        return 1e-3 * nbytes if held.partial else float(nbytes)
+    return np.inf if (made, read) == ("after", "before") else 0.0

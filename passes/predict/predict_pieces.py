@@ -1,0 +1,128 @@
+"""How long a step takes whose batch is run in pieces, and what it holds: every piece as long as the largest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from torch import fx
+
+from cost_model.memory import ADAMW
+from passes.ir.joint import results_nbytes
+from passes.lower.phases import Backward, Phases
+from passes.lower.piecewise import RankPieces
+from passes.lower.rank_program import RankProgram
+from passes.predict.memory_walk import MemoryStep, memory_walk, peak_step
+from passes.predict.prediction import PredictedCollective, PredictedPhase, Prediction
+from passes.strategies.prices import Prices
+
+__all__ = ["predict_pieces"]
+
+
+def predict_pieces(
+    program: RankProgram,
+    parts: RankPieces,
+    count: int,
+    prices: Prices,
+    predict: Callable[[Phases], Prediction],
+) -> Prediction:
+    """The step of the rank whose program of the largest of `count` pieces `program` is, cut into `parts`.
+
+    Its forward is what runs before the pieces and the forward of all, its backward that of all and what runs after.
+    predict: of one program that runs once. Collectives of pieces are told once, where the first piece has them; their
+    seconds are of one.
+    """
+    piece = replace(parts.piece.phases, backward=_backward(parts.piece))
+    before, middle, after = (predict(phases) for phases in (_alone(parts.before), piece, _alone(parts.after)))
+    update = _update_seconds(program, prices)
+    first, *others = (phase for phase in middle.phases if phase.name != "optimizer")
+    phases = [
+        _sum("forward", (before.phases[0], 1), (first, count)),
+        _sum("backward", *((phase, count) for phase in others), (after.phases[0], 1)),
+    ]
+    if update is not None:
+        phases.append(PredictedPhase("optimizer", update, update, 0.0, 0.0))
+    walk = _walk(program, parts, piece, prices)
+    moved = (
+        *before.collectives,
+        *_later(middle.collectives, before.seconds, None),
+        *_later(
+            after.collectives, before.seconds + count * sum(p.seconds for p in (first, *others)), "backward"
+        ),
+    )
+    return Prediction(sum(phase.seconds for phase in phases), tuple(phases), moved, peak_step(walk))
+
+
+def _backward(piece: RankProgram) -> Backward | None:
+    return None if piece.phases.backward is None else piece.backward()
+
+
+def _alone(module: fx.GraphModule) -> Phases:
+    return Phases(module, (), (), None)
+
+
+def _sum(name: str, *phases: tuple[PredictedPhase, int]) -> PredictedPhase:
+    total = lambda value: sum(times * value(phase) for phase, times in phases)
+    return PredictedPhase(
+        name,
+        total(lambda p: p.seconds),
+        total(lambda p: p.compute),
+        total(lambda p: p.communication),
+        total(lambda p: p.exposed),
+    )
+
+
+def _later(
+    collectives: Sequence[PredictedCollective], seconds: float, phase: str | None
+) -> tuple[PredictedCollective, ...]:
+    return tuple(
+        replace(c, start=c.start + seconds, end=c.end + seconds, phase=phase or c.phase) for c in collectives
+    )
+
+
+def _placeholders(module: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in module.graph.nodes if node.op == "placeholder"]
+
+
+def _trained(program: RankProgram) -> dict[int, fx.Node]:
+    """Placeholders of parameters with a gradient, by position."""
+    nodes = _placeholders(program.local.module)
+    results = program.local.module.graph.output_node().args[0]
+    return {
+        end.index: nodes[end.index]
+        for end, result in zip(program.outputs, results, strict=True)  # type: ignore[arg-type]
+        if end.kind == "grad" and result is not None and program.inputs[end.index].kind == "param"
+    }
+
+
+def _update_seconds(program: RankProgram, prices: Prices) -> float | None:
+    trained = _trained(program)
+    if not trained:
+        return None
+    return sum(prices.optimizer_seconds(results_nbytes(node)) for node in trained.values())
+
+
+def _walk(program: RankProgram, parts: RankPieces, piece: Phases, prices: Prices) -> list[MemoryStep]:
+    """What the pieces leave is there from the first on, beside what one piece makes; so is what was made before."""
+    trained = _trained(program)
+    kinds = zip(_placeholders(program.local.module), program.inputs, strict=True)
+    held = sum(
+        results_nbytes(node) * (1 + ADAMW.states * (place in trained))
+        for place, (node, spec) in enumerate(kinds)
+        if spec.kind != "tangent"
+    )
+    made = sum(map(results_nbytes, parts.before.graph.output_node().all_input_nodes))
+    names = {program.local.values[one.name] for one in parts.left}
+    left = sum(results_nbytes(n) for n in program.local.module.graph.nodes if n.name in names)
+    steps: list[MemoryStep] = []
+    for phases, more, gradients in (
+        (_alone(parts.before), 0, 0),
+        (piece, made, left),
+        (_alone(parts.after), made, left),
+    ):
+        own = sum(map(results_nbytes, _placeholders(phases.forward)))
+        steps += [
+            replace(step, held=held + more + step.held - own, gradients=step.gradients + gradients)
+            for step in memory_walk(phases, prices.traffic)
+        ]
+    return steps

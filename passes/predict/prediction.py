@@ -1,0 +1,67 @@
+"""What is predicted of one rank's step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from passes.predict.memory_walk import MemoryStep
+from passes.predict.step_events import Axes
+
+__all__ = ["PredictedCollective", "PredictedPhase", "Prediction"]
+
+
+@dataclass(frozen=True)
+class PredictedCollective:
+    """node: its name in the phase's graph; serves: the parameter or module it is for. nbytes: as
+    `cost_model.collectives` counts. seconds: its price, alone. start, end: seconds into the step. exposed:
+    by how much the step is longer for it."""
+
+    phase: str
+    node: str
+    serves: str
+    kind: str
+    axes: Axes
+    nbytes: int
+    seconds: float
+    start: float
+    exposed: float
+    end: float
+
+
+@dataclass(frozen=True)
+class PredictedPhase:
+    """seconds: from its begin to its end. compute: its kernels at full speed; communication: its
+    collectives, each alone; exposed: what they add to the kernels' time."""
+
+    name: str
+    seconds: float
+    compute: float
+    communication: float
+    exposed: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One rank's step. phases: forward, backward if there is one, optimizer if something is trained. peak: where most
+    bytes are alive (`passes.predict.memory_walk`)."""
+
+    seconds: float
+    phases: tuple[PredictedPhase, ...]
+    collectives: tuple[PredictedCollective, ...]
+    peak: MemoryStep | None = None
+
+    @property
+    def compute(self) -> float:
+        """Seconds of all kernels at full speed, the optimizer's included."""
+        return sum(phase.compute for phase in self.phases)
+
+    @property
+    def phase_seconds(self) -> tuple[float, float, float]:
+        """Of the forward, the backward and the update, 0 for a phase that there is not."""
+        seconds = {phase.name: phase.seconds for phase in self.phases}
+        return seconds["forward"], seconds.get("backward", 0.0), seconds.get("optimizer", 0.0)
+
+    @property
+    def exposed(self) -> float:
+        """Seconds that communication adds to `compute`."""
+        return sum(phase.exposed for phase in self.phases)

@@ -1,0 +1,147 @@
+"""A batch in pieces computes what the whole batch does: losses, gradients, dropout, outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from autoshard.plan.find_plan import canonical_capture
+from cost_model.errors import InfeasibleError
+from passes.ir.joint import JointGraph, repeats
+from passes.ir.op_traits import is_product
+from passes.micro_batches.cut_batch import cut_batch
+from passes.micro_batches.in_pieces import in_pieces, without_uses
+from passes.micro_batches.run_times import find_run_times
+from passes.micro_batches.whole_step import step_in_pieces
+from passes.simulate.reference import graph_values, reference_inputs
+
+
+class Tokens(nn.Module):
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(20, 8), nn.LayerNorm(8)
+        self.up, self.drop = nn.Linear(8, 8), nn.Dropout(0.3)
+        self.head = nn.Linear(8, 20, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def hidden(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids) + self.embed(torch.arange(ids.shape[1]))
+        return x + self.drop(nn.functional.gelu(self.up(self.norm(x))))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.hidden(ids))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten(), ignore_index=3)
+
+
+class LossAndLogits(Tokens):
+    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.head(self.hidden(ids))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten()), logits
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = lambda y: y.unflatten(-1, (2, 4)).transpose(1, 2)
+        q, k = heads(self.q(x)), heads(self.k(x))
+        return nn.functional.scaled_dot_product_attention(q, k, k, is_causal=True)
+
+
+def _ids(batch: int) -> torch.Tensor:
+    return torch.randint(0, 20, (batch, 6))
+
+
+def _image(batch: int) -> torch.Tensor:
+    return torch.randn(batch, 2, 9, 8, dtype=torch.float64)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], torch.Tensor]]] = {
+    "tokens": (Tokens, _ids),
+    "tied": (lambda: Tokens(tied=True), _ids),
+    "loss and logits": (LossAndLogits, _ids),
+    "attention": (Attending, lambda batch: torch.randn(batch, 6, 8, dtype=torch.float64)),
+    "images": (
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 2, 1)
+        ),
+        _image,
+    ),
+    "frozen statistics": (lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4).eval()), _image),
+}
+
+
+def pieces_of(joint: JointGraph, count: int) -> list[JointGraph]:
+    plain = without_uses(joint)
+    times = find_run_times(plain, count)
+    return [in_pieces(plain, times, index) for index in range(count)]
+
+
+def model_and_values(name: str, batch: int) -> tuple[JointGraph, list[torch.Tensor]]:
+    torch.manual_seed(0)
+    build, make = MODELS[name]
+    model, x = build().double(), make(batch)
+    joint = canonical_capture(model, (x,), {}).joint
+    return joint, reference_inputs(joint, model, [x], seed=1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("batch", "count"), [(8, 1), (8, 2), (8, 4), (8, 5), (3, 3), (7, 4)])
+def test_the_numbers_of_the_whole_batch(name: str, batch: int, count: int) -> None:
+    joint, values = model_and_values(name, batch)
+    wanted, _ = graph_values(joint, values)
+    found = step_in_pieces(pieces_of(joint, count), values)
+    for end, one, other in zip(joint.outputs, found, wanted, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            assert torch.allclose(one, other, rtol=1e-11, atol=1e-12), end
+
+
+def test_products_run_in_pieces() -> None:
+    joint, _ = model_and_values("tokens", 8)
+    first = cut_batch(joint, 4)
+    graphs = (first, *first.others)
+    products = [n for n in graphs[0].graph.nodes if is_product(n)]
+    assert len(products) == 6
+    assert all(n.meta["runs"] == "piece" and repeats(n) == 4 for n in products)
+    assert {len(g.graph.nodes) for g in graphs} == {len(graphs[0].graph.nodes)}
+
+
+def test_the_loss_alone_gets_a_gradient() -> None:
+    joint, values = model_and_values("loss and logits", 6)
+    tangents = [i for i, spec in enumerate(joint.inputs) if spec.kind == "tangent"]
+    wanted_values = list(values)
+    wanted_values[tangents[1]] = torch.zeros_like(values[tangents[1]])
+    wanted, _ = graph_values(joint, wanted_values)
+    found = step_in_pieces((cut := cut_batch(joint, 3), *cut.others), values)
+    for one, other in zip(found, wanted, strict=True):
+        assert one is not None and other is not None and torch.allclose(one, other, rtol=1e-11, atol=1e-12)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.statistics, self.last = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.statistics(self.first(x))).square().mean()
+
+
+def test_what_needs_the_whole_batch_is_named() -> None:
+    joint = canonical_capture(Normed(), (torch.randn(8, 4),), {}).joint
+    with pytest.raises(
+        InfeasibleError, match=r"micro_batches=2: aten.* \(statistics, .*\) needs the whole batch"
+    ):
+        cut_batch(joint, 2)
+
+
+def test_more_pieces_than_samples_are_refused() -> None:
+    joint, _ = model_and_values("tokens", 3)
+    with pytest.raises(InfeasibleError, match=r"micro_batches=4: .* is 3\n  try: micro_batches=3"):
+        cut_batch(joint, 4)
