@@ -57,12 +57,14 @@ class _Builder:
         erase_dead(self.graph)
         kept = {spec.name for spec in self.inputs if spec.kind == "constant"}
         constants = {name: value for name, value in self.parts.joint.constants.items() if name in kept}
+        pieces = self.parts.joint.pieces
         joint = JointGraph(
             lazy_module(self.graph, "StageGraph"),
             tuple(self.inputs),
             tuple(outputs),
             constants,
             self.parts.joint.device,
+            pieces,
         )
         return StageGraph(
             self.stage,

@@ -37,7 +37,7 @@ def forward_places(parts: GraphParts, own: Mapping[fx.Node, int], last: int) -> 
     """own: op -> place, never falling along the graph; results of one op are where the op is."""
     of: dict[fx.Node, int] = {}
     for node in parts.forward:
-        of[node] = of[operands(node)[0]] if is_glued(node) else own[node]
+        of[node] = of.get(operands(node)[0], own[node]) if is_glued(node) else own[node]
     reach: dict[fx.Node, int] = {}
     readers: dict[fx.Node, list[fx.Node]] = {}
     for node in parts.forward:

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from passes.ir.joint import node_value
-from passes.ir.op_traits import is_cast, is_use, is_view
+from passes.ir.op_traits import is_cast, is_collect, is_use, is_view
 from passes.stages.graph_parts import GraphParts, is_glued, operands
 
 __all__ = ["GradientSum", "gradient_sums"]
@@ -82,6 +82,8 @@ def _is_linear(node: fx.Node, parts: GraphParts) -> bool:
         value = node_value(node)
         alike = [n for n in read if node_value(n).shape == value.shape and node_value(n).dtype == value.dtype]
         return len(alike) == len(node.args) == 2 and not node.kwargs and set(read) <= parts.after
+    if is_collect(node):
+        return node.args[1] == "sum"
     if len(read) != 1 or is_glued(node):
         return False
     return is_view(node) or is_cast(node) or node.target in _SCALED

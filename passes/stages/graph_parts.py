@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from passes.ir.joint import GraphInput, JointGraph, dependents, results_nbytes
-from passes.ir.op_traits import draws, is_cast, is_product, is_use, is_view
+from passes.ir.op_traits import draws, is_cast, is_collect, is_product, is_use, is_view
 from passes.ir.phase_ops import after_tangents, ops_by_phase
 
 __all__ = ["GraphParts", "Line", "base", "graph_parts", "is_glued", "model_line", "operands"]
@@ -41,8 +41,8 @@ def model_line(node: fx.Node) -> Line:
 
 
 def is_glued(node: fx.Node) -> bool:
-    """One of the results of an op: it is where the op is."""
-    return node.target is operator.getitem
+    """One of the results of an op, or what a piece of a batch adds to the whole: it is where its operand is."""
+    return node.target is operator.getitem or is_collect(node)
 
 
 @dataclass(frozen=True)

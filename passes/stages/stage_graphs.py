@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from cost_model.errors import ShardingError
 from passes.ir.collector import collector_paused
@@ -27,9 +28,20 @@ def stage_graphs(joint: JointGraph, cut: Cut) -> tuple[StageGraph, ...]:
     stage that needs it. An op of the backward runs where the values
     and parameters are that it works on (`passes.stages.backward_stages`).
 
+    What passes is that of the first piece, where the graph is of a batch in pieces; the graphs of its `others` are cut
+    alike.
+
     Raises ShardingError if `cut` names no ops of the forward in order, or parts what must stay together: a buffer's
     readers and the op that makes its new value.
     """
+    others = [_cut(other, cut) for other in joint.others]
+    return tuple(
+        replace(graph, joint=replace(graph.joint, others=tuple(other[i].joint for other in others)))
+        for i, graph in enumerate(_cut(joint, cut))
+    )
+
+
+def _cut(joint: JointGraph, cut: Cut) -> tuple[StageGraph, ...]:
     parts = graph_parts(joint)
     assigned = assign_stages(parts, _starts(parts, cut), len(cut) + 1)
     return tuple(build_stage(parts, assigned, stage) for stage in range(len(cut) + 1))
