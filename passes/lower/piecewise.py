@@ -175,8 +175,8 @@ class _Split:
             for place, node in enumerate(read)
         ]
         outputs = [
-            GraphOutput("grad" if node.meta["phase"] == "backward" else "output", node.name, place)
-            for place, node in enumerate(collects)
+            GraphOutput("grad" if node.meta["phase"] == "backward" else "output", node.name)
+            for node in collects
         ]
         program = RankProgram.of(RankGraph(module, {}), inputs, outputs, self.program.schedule)
         return program, tuple(map(self._given, read)), tuple(map(self._collected, collects))

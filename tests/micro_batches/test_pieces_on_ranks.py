@@ -64,6 +64,32 @@ def pieces_on_ranks(
     return first, found
 
 
+def compare(
+    joint: JointGraph,
+    values: list[torch.Tensor],
+    wanted: list[torch.Tensor | None],
+    mesh: MeshSpec,
+    first: Assignment,
+    pieces: list[list[RankPieces]],
+) -> None:
+    """Every rank's results with its part of `wanted`, from its parts of `values`."""
+    held = [first[node.name].results[0] for node in joint.placeholders]
+    inputs = [
+        [shard_of(value, layout, mesh, rank).contiguous() for value, layout in zip(values, held, strict=True)]
+        for rank in range(mesh.device_count)
+    ]
+    found = simulate_pieces(pieces, [node.name for node in joint.placeholders], inputs, mesh)
+    layouts = iter(first["output"].operands)
+    for place, whole in enumerate(wanted):
+        layout = None if whole is None else next(layouts)
+        for rank, results in enumerate(found):
+            one = results[place]
+            assert (one is None) == (whole is None)
+            if one is not None and whole is not None and layout is not None:
+                part = shard_of(whole, layout, mesh, rank)
+                assert torch.allclose(one, part, rtol=1e-11, atol=1e-12), (joint.outputs[place], rank)
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
     ("axes", "batch", "count"),
@@ -82,18 +108,4 @@ def test_the_numbers_of_the_unsharded_model(
     mesh = MeshSpec(axes)
     cut = cut_batch(joint, count)
     first, pieces = pieces_on_ranks((cut, *cut.others), mesh, Chosen(f"{name} {axes} {count}", share))
-    held = [first[node.name].results[0] for node in joint.placeholders]
-    inputs = [
-        [shard_of(value, layout, mesh, rank).contiguous() for value, layout in zip(values, held, strict=True)]
-        for rank in range(mesh.device_count)
-    ]
-    found = simulate_pieces(pieces, [node.name for node in joint.placeholders], inputs, mesh)
-    layouts = iter(first["output"].operands)
-    for place, whole in enumerate(wanted):
-        layout = None if whole is None else next(layouts)
-        for rank, results in enumerate(found):
-            one = results[place]
-            assert (one is None) == (whole is None)
-            if one is not None and whole is not None and layout is not None:
-                part = shard_of(whole, layout, mesh, rank)
-                assert torch.allclose(one, part, rtol=1e-11, atol=1e-12), (joint.outputs[place], rank)
+    compare(joint, values, wanted, mesh, first, pieces)

@@ -25,7 +25,14 @@ def peak(optimizer: object, dtype: torch.dtype = torch.float32) -> int:
 
 @pytest.mark.parametrize(
     ("optimizer", "nbytes"),
-    [("sgd", 0), ("momentum", 4), ("adam", 8), ("adamw", 8), ("adamw, fp32 master", 12), ("sgd, fp32 master", 4)],
+    [
+        ("sgd", 0),
+        ("momentum", 4),
+        ("adam", 8),
+        ("adamw", 8),
+        ("adamw, fp32 master", 12),
+        ("sgd, fp32 master", 4),
+    ],
 )
 def test_its_states_are_counted(optimizer: str, nbytes: int) -> None:
     assert peak(optimizer) - peak("sgd") == nbytes * WIDTH * WIDTH
@@ -53,5 +60,5 @@ def test_one_of_torchs(make: Callable[[list[nn.Parameter]], torch.optim.Optimize
 
 
 def test_anything_else_is_an_error() -> None:
-    with pytest.raises(ShardingError, match="optimizer is 'adagrad'.*\n.*'adamw'"):
+    with pytest.raises(ShardingError, match=r"optimizer is 'adagrad'.*\n.*'adamw'"):
         peak("adagrad")
