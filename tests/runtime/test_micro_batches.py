@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from autoshard import InfeasibleError, ShardingError
+from autoshard import InfeasibleError, MeshSpec, Plan, PlanError, ShardingError, find_plan, report
 from tests.api.programs import Axes, assert_close, full, parallel
 from tests.micro_batches.test_in_pieces import Attending, LossAndLogits, Normed, Tokens
+from tests.profiles import slow_compute
 from tests.ranks import RankPool
 
 LINE: Axes = (("dp", 4),)
@@ -147,3 +150,47 @@ def test_a_last_smaller_batch_is_cut_into_fewer(ranks: RankPool) -> None:
     wanted = [float(model(x).detach()), float(model(x[:3]).detach())]
     for found in ranks.run(last_batch, world=4):
         assert_close(found, wanted, 1e-12)
+
+
+def from_a_file(rank: int, data: dict[str, Any]) -> tuple[tuple[list[float], dict[str, Tensor]], str, str]:
+    model, x = tokens()
+    plan = Plan.from_json(data)
+    other = ""
+    try:
+        parallel(model, LINE, (x,), plan=plan, micro_batches=2)
+    except ShardingError as error:
+        other = str(error)
+    parallel(model, LINE, (x,), plan=plan)
+    found = steps(model, x)
+    try:
+        report(model)
+    except PlanError as error:
+        return found, other, str(error)
+    return found, other, "accepted"
+
+
+def test_a_plan_of_pieces_from_a_file(ranks: RankPool) -> None:
+    model, x = tokens()
+    mesh = MeshSpec(dict(LINE))
+    plan = find_plan(model, mesh, (x,), profile=slow_compute(), backend="eager", micro_batches=5)
+    wanted = steps(model, x)
+    for found, other, measured in ranks.run(from_a_file, plan.to_json(), world=4):
+        assert_close(found, wanted, 1e-12)
+        assert "micro_batches is 2, and plan is of 5" in other
+        assert "run in 5 pieces" in measured
+
+
+def within(rank: int, limit: int) -> tuple[int, list[float]]:
+    model, x = tokens(64)
+    parallel(model, LINE, (x,), memory_limit=limit, recompute="user", micro_batches="auto")
+    return model.autoshard_plan.micro_batches, steps(model, x)[0]
+
+
+def test_auto_within_a_limit(ranks: RankPool) -> None:
+    model, x = tokens(64)
+    mesh = MeshSpec(dict(LINE))
+    plan = find_plan(model, mesh, (x,), profile=slow_compute(), backend="eager")
+    wanted, _ = steps(model, x)
+    for count, losses in ranks.run(within, int(0.6 * plan.peak_memory), world=4):
+        assert count > 1
+        assert_close(losses, wanted, 1e-12)
