@@ -35,6 +35,7 @@ def explain_plan(plan: PlanContent) -> str:
         f"predicted peak memory {format_bytes(plan.peak_memory)} per device, at {plan.peak_node}"
         + _reserved(plan)
         + ("" if plan.memory_limit is None else f"; limit {format_bytes(plan.memory_limit)}"),
+        *_in_pieces(plan),
         "",
         *_time_table(plan),
         "",
@@ -80,6 +81,14 @@ def _joined(plan: PlanContent) -> list[str]:
         return []
     together = joined_text(plan.joined_axes)
     return [f"axes searched together: {together}; the bound is of plans that use them so"]
+
+
+def _in_pieces(plan: PlanContent) -> list[str]:
+    if plan.micro_batches == 1:
+        return []
+    return [
+        f"the batch runs in {plan.micro_batches} pieces, one after the other: times are of all, collectives of one"
+    ]
 
 
 def _reserved(plan: PlanContent) -> str:

@@ -102,7 +102,10 @@ def _remedies(case: _Case) -> Iterator[str]:
     """What is not in every such error: a larger limit, more devices and a smaller batch are."""
     if case.asked.recompute == "user":
         yield 'recompute="auto", which also computes again what the model does not run under `checkpoint`'
-    # Here, once it is an argument of find_plan: yield 'micro_batches="auto", ...'
+    if case.asked.joint.pieces == 1:
+        yield 'micro_batches="auto", which runs the batch in as few pieces as fit, one after the other'
+    else:
+        yield f'micro_batches={2 * case.asked.joint.pieces}, or "auto"'
     yield from _without_pins(case)
     yield from _longer_axis(case)
 

@@ -66,6 +66,8 @@ class PlanContent:
     race: tuple[Raced, ...] = ()
     # A file holds its outline: no plan is another for that.
     memory: MemoryTimeline | None = field(default=None, compare=False)
+    micro_batches: int = 1
+    other_sizes: tuple[tuple[NodeRecord, ...], ...] = ()
 
     @property
     def gap(self) -> float:

@@ -15,6 +15,7 @@ import torch
 from autoshard.plan.infeasible import Asked, told
 from autoshard.plan.judged import Judged, judged, lowered
 from autoshard.plan.parameter_names import by_first_name, parameter_shapes
+from autoshard.plan.piece_sizes import other_size_records
 from autoshard.plan.pins import resolve_pins
 from autoshard.plan.plan import Plan, PlanOrigin
 from autoshard.plan.plan_collectives import collectives_of
@@ -24,11 +25,13 @@ from autoshard.plan.plan_memory import MemoryTimeline
 from autoshard.plan.search_with_reserve import fits_within, found_within, plan_reserve
 from autoshard.plan.search_with_states import found_with_states
 from autoshard.plan.task_prices import prices_of
+from autoshard.plan.time_kept import out_of_time, search_until
 from autoshard.plan.variants import Again, Variant, variant_narrowing
 from autoshard.version import __version__
 from cost_model.correction import with_timed_collectives
 from cost_model.deadline import Deadline, OutOfTime
 from cost_model.errors import InfeasibleError
+from cost_model.memory import OPTIMIZERS
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from cost_model.scaled_link import scaled_link
@@ -40,7 +43,7 @@ from passes.layout.assignment import Assignment
 from passes.layout.joined_axes import JoinedAxes, joined_text
 from passes.layout.layout import Layout
 from passes.plan.describe import describe, fallback_ops, graph_hash
-from passes.plan.records import layouts_of
+from passes.plan.records import NodeRecord, layouts_of
 from passes.redistribution.steps import Step
 from passes.search.agree import Judgement
 from passes.search.coarse_to_fine import find_fastest
@@ -49,6 +52,7 @@ from passes.search.find_states import States, find_states
 from passes.search.graph_ends import Boundary, boundary_of
 from passes.search.narrowing import Narrowing
 from passes.search.step_kinds import EXPOSED, phase_seconds
+from passes.states.backward_copies import copies_in
 from passes.states.compute_again import compute_again
 from passes.states.cut_points import known_ops, users_choice
 from passes.strategies.prices import Prices
@@ -59,8 +63,6 @@ _log = logging.getLogger("autoshard")
 
 _AGAIN_SHARE = 0.1
 """Share of the time limit that a search has at least whose first plan had no room for its own communicators."""
-_SECONDS_A_NODE, _DECIDING_SHARE = 2e-3, 0.25
-"""Of a graph, what is kept of the time limit for what follows the search; and the share of the limit at most."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ class Task:
     narrowing: Narrowing = field(default_factory=Narrowing)
     timed: TimedPrices | None = None
     recompute: str = "auto"
+    optimizer: str = "adamw"
 
     @property
     def joint(self) -> JointGraph:
@@ -95,7 +98,8 @@ class Task:
     @cached_property
     def prices(self) -> Prices:
         """One object: what was computed of it for the search, the predicted step and the records need not be again."""
-        return prices_of(self.profile, self.mesh, self.backend, self.timed)
+        optimizer = OPTIMIZERS[self.optimizer]
+        return prices_of(self.profile, self.mesh, self.backend, self.timed, optimizer)
 
     @property
     def boundary(self) -> Boundary:
@@ -154,7 +158,7 @@ def search_plans(
     most: int,
 ) -> list[Plan]:
     """`search_plan`'s, and after it the next best of those that its search judged: at most `most` in all."""
-    until = _search_until(task, deadline or Deadline.after(task.time_limit))
+    until = search_until(task.joint, deadline or Deadline.after(task.time_limit))
     known: dict[int, Judged] = {}
 
     def fastest(
@@ -206,7 +210,7 @@ def search_plans(
     try:
         found = found_within(find, moved, task.mesh, task.memory_limit)
     except OutOfTime:
-        raise _out_of_time(task) from None
+        raise out_of_time(task.mesh, task.time_limit) from None
     except InfeasibleError as reason:
         with suppress(InfeasibleError, OutOfTime):
             if not known and task.memory_limit is not None:
@@ -218,21 +222,6 @@ def search_plans(
     fitting = (one for one in found.rivals if fits_within(one, moved(one), task.mesh, task.memory_limit))
     kept = (found, *itertools.islice(fitting, most - 1))
     return [_plan_of(task, one, known[id(one.assignment)], task.again()) for one in kept]
-
-
-def _search_until(task: Task, deadline: Deadline) -> Deadline:
-    """What is decided and predicted after the search takes its time, too: it grows with the graph."""
-    after = _SECONDS_A_NODE * len(task.joint.graph.nodes)
-    return deadline.earlier(min(after, _DECIDING_SHARE * max(0.0, deadline.left)))
-
-
-def _out_of_time(task: Task) -> InfeasibleError:
-    axes = len(task.mesh.real_axes())
-    return InfeasibleError(
-        f"no plan on {task.mesh} was found within time_limit={task.time_limit:g} seconds: "
-        "they ended before its layouts and the ways between them were listed\n"
-        "  try: a larger `time_limit`" + (f", or a mesh of fewer axes than {axes}" if axes > 1 else "")
-    )
 
 
 def carried_plan(task: Task, first: Plan) -> Plan:
@@ -250,11 +239,11 @@ def carried_plan(task: Task, first: Plan) -> Plan:
             task.boundary,
             memory_limit=task.memory_limit,
             reserve=0 if task.memory_limit is None else first.reserve,
-            deadline=_search_until(task, Deadline.after(task.time_limit)),
+            deadline=search_until(task.joint, Deadline.after(task.time_limit)),
             narrowing=Narrowing(held=first.assignment),
         )
     except OutOfTime:
-        raise _out_of_time(task) from None
+        raise out_of_time(task.mesh, task.time_limit) from None
     unproven = replace(found, lower_bound=0.0, gap=1.0, status="feasible")
     return _plan_of(task, unproven, lowered(joint, found.assignment, prices), None)
 
@@ -293,5 +282,15 @@ def _plan_of(task: Task, found: Found, judged: Judged, again: Again | None) -> P
         ),
         joined_axes=found.joined,
         memory=None if judged.memory is None else MemoryTimeline.of(judged.memory),
+        micro_batches=joint.pieces,
+        other_sizes=_other_sizes(task, joint, found, prices),
         again=again,
     )
+
+
+def _other_sizes(
+    task: Task, joint: JointGraph, found: Found, prices: Prices
+) -> tuple[tuple[NodeRecord, ...], ...]:
+    boundary = lambda graph: replace(task, captured=replace(task.captured, joint=graph)).boundary
+    deadline = Deadline.after(task.time_limit)
+    return other_size_records(joint, found.assignment, copies_in(joint), prices, boundary, deadline)

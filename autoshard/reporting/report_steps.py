@@ -67,6 +67,12 @@ def report(model: nn.Module, *, warmup: int = 2, repeats: int = 5) -> StepReport
         raise PlanError(
             "report: the model is not parallel\n  try: model = autoshard(model, mesh, ...) before"
         )
+    plan = session.plan
+    if plan is not None and plan.micro_batches > 1:
+        raise PlanError(
+            f"report: the batch is run in {plan.micro_batches} pieces, of which nothing is measured\n"
+            "  try: autoshard(model, mesh, micro_batches=1)"
+        )
     return StepReport(session, warmup, repeats)
 
 

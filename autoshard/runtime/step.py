@@ -21,10 +21,10 @@ from passes.ir.torch_dtensor import local_of
 from passes.lower.phases import Backward
 from passes.lower.rank_program import RankProgram
 
-__all__ = ["Program"]
+__all__ = ["Program", "autocast_off", "check_first_order", "no_turn"]
 
 
-def _no_turn(phase: str) -> AbstractContextManager[Any]:
+def no_turn(phase: str) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
@@ -53,7 +53,7 @@ class Program:
         rank: int,
         backend: str = "inductor",
         observers: Sequence[Observer] = (),
-        turn: Callable[[str], AbstractContextManager[Any]] = _no_turn,
+        turn: Callable[[str], AbstractContextManager[Any]] = no_turn,
     ) -> None:
         self._turn = turn
         phases = program.phases
@@ -86,7 +86,7 @@ class Program:
         """(outputs, tensors to save). Outside autograd."""
         locals_ = self.leaves.local(leaves)
         run = lambda: PhaseRun("forward", self.phases, tuple(locals_))
-        with _autocast_off(self.device_type), self._turn("forward"), observed(self._observers, run):
+        with autocast_off(self.device_type), self._turn("forward"), observed(self._observers, run):
             results = self._forward(list(locals_))
             for position, leaf in self._buffers:
                 local_of(leaves[leaf]).copy_(results[position])  # type: ignore[arg-type]
@@ -110,7 +110,7 @@ class Program:
         saved.clear()
         given.clear()
         run = lambda: PhaseRun("backward", replace(self.phases, backward=backward.graph))
-        with _autocast_off(self.device_type), self._turn("backward"), observed(self._observers, run):
+        with autocast_off(self.device_type), self._turn("backward"), observed(self._observers, run):
             return list(backward.run(inputs))
 
     def compile_backward(self, missing: frozenset[int] = frozenset()) -> None:
@@ -156,14 +156,7 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        # Autograd records the backward only for create_graph=True. What ran here would have no graph, and a penalty
-        # on these gradients no effect.
-        if torch.is_grad_enabled():
-            raise ShardingError(
-                "create_graph=True: the backward of a parallel model cannot be differentiated again\n"
-                "  try: compute the penalty in the model's forward, with torch.autograd.grad(..., create_graph=True) "
-                "there, and return it"
-            )
+        check_first_order()
         program: Program = ctx.program
         saved = list(ctx.saved_tensors)
         # Where a loss has parameters in it too (a penalty), its gradient is a DTensor, the same on all ranks.
@@ -177,11 +170,22 @@ class _Step(torch.autograd.Function):
         return (None, *program.leaves.gradients(ctx.looks, needed, program.phases.backward.gradients, found))
 
 
+def check_first_order() -> None:
+    """ShardingError in a backward that is to be differentiated again: autograd records it for create_graph=True only.
+    What ran would have no graph, and a penalty on these gradients no effect."""
+    if torch.is_grad_enabled():
+        raise ShardingError(
+            "create_graph=True: the backward of a parallel model cannot be differentiated again\n"
+            "  try: compute the penalty in the model's forward, with torch.autograd.grad(..., create_graph=True) "
+            "there, and return it"
+        )
+
+
 def _placeholder_values(module: fx.GraphModule) -> list[Tensor]:
     return [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
 
 
-def _autocast_off(device_type: str) -> AbstractContextManager[Any]:
+def autocast_off(device_type: str) -> AbstractContextManager[Any]:
     """The graph has its casts in it; autocast must not add any."""
     if torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)

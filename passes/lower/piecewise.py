@@ -9,11 +9,15 @@ from torch import fx
 
 from passes.ir.joint import GraphInput, GraphOutput, ancestors, dependents
 from passes.ir.op_traits import is_collect, is_collective, is_piece, is_view
+from passes.ir.torch_compat import lazy_module
 from passes.lower.partition import RankGraph
 from passes.lower.phases import extract, unaliased
 from passes.lower.rank_program import RankProgram
 
-__all__ = ["Collected", "PieceInput", "RankPieces", "split_pieces"]
+__all__ = ["Collected", "PieceInput", "RankPieces", "split_pieces", "without_gradients"]
+
+_BACKWARD = 2
+"""Turn of the first collectives of which only gradients are made (`passes.plan.transfers.Turn`)."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class Collected:
 
 @dataclass(frozen=True)
 class RankPieces:
-    """before: takes the placeholders of the rank's graph, returns the values `made`.
+    """before: takes the placeholders `taken` of the rank's graph, returns the values `made`.
     piece: forward and backward of this piece; takes `given`, one per input, and returns what is `left`, the forward's
            and after them the backward's.
     after: takes the values `read`, placeholders, made before, or left behind, and returns the values `ended`.
@@ -47,6 +51,7 @@ class RankPieces:
     """
 
     before: fx.GraphModule
+    taken: tuple[str, ...]
     made: tuple[str, ...]
     piece: RankProgram
     given: tuple[PieceInput, ...]
@@ -69,6 +74,22 @@ def split_pieces(program: RankProgram) -> RankPieces:
     return _Split(program).pieces()
 
 
+def without_gradients(program: RankProgram) -> RankProgram:
+    """`program` where gradients are not asked for yet: what they alone need is left out, on all ranks alike."""
+    graph = fx.Graph()
+    results = graph.graph_copy(program.local.module.graph, {}) or ()
+    ends = zip(program.outputs, results, strict=True)  # type: ignore[arg-type]
+    kept = [None if end.kind == "grad" else node for end, node in ends]
+    early = [n for n in graph.nodes if is_collective(n) and n.meta.get("turn", (0,))[0] < _BACKWARD]
+    wanted = ancestors([*(node for node in kept if node is not None), *early])
+    graph.output(tuple(kept))
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and node not in wanted:
+            graph.erase_node(node)
+    local = RankGraph(lazy_module(graph), program.local.values)
+    return replace(program, local=local)
+
+
 class _Split:
     def __init__(self, program: RankProgram) -> None:
         self.program = program
@@ -88,9 +109,10 @@ class _Split:
         sources = {source.source for source in given} | {self._name(node) for node in read}
         sources |= {self._name(node) for node in self.results if node is not None}
         made = self._made(sources)
-        before = self._before(list(made.values()))
+        taken, before = self._before(list(made.values()))
         return RankPieces(
             self.program.schedule(before),
+            taken,
             tuple(made),
             piece,
             given,
@@ -129,10 +151,12 @@ class _Split:
         how, dim, start, length = node.args[1:]
         return Collected(self._name(node), str(how), int(dim), int(start), int(length))  # type: ignore[arg-type]
 
-    def _before(self, made: Sequence[fx.Node]) -> fx.GraphModule:
+    def _before(self, made: Sequence[fx.Node]) -> tuple[tuple[str, ...], fx.GraphModule]:
         ops = [node for node in self.ops if _runs(node) == "before"]
         keep = ancestors([*made, *(node for node in ops if is_collective(node))])
-        return extract(self.placeholders, *_unaliased([node for node in ops if node in keep], made))
+        taken = [node for node in self.placeholders if node in keep]
+        module = extract(taken, *_unaliased([node for node in ops if node in keep], made))
+        return tuple(node.name for node in taken), module
 
     def _piece(self) -> tuple[RankProgram, tuple[PieceInput, ...], tuple[Collected, ...]]:
         own = [node for node in self.ops if _runs(node) == "piece"]

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from torch import fx
 
-from cost_model.memory import ADAMW
 from passes.ir.joint import results_nbytes
 from passes.lower.phases import Backward, Phases
 from passes.lower.piecewise import RankPieces
@@ -120,7 +119,7 @@ def _walk(program: RankProgram, parts: RankPieces, piece: Phases, prices: Prices
         values += made
     last, piecewise = len(steps) - 1, begins[1]
     given = zip(_placeholders(program.local.module), program.inputs, strict=True)
-    values += held_values(given, _trained(program).keys(), ADAMW, last)
+    values += held_values(given, _trained(program).keys(), prices.optimizer, last)
     for node in parts.before.graph.output_node().all_input_nodes:
         values.append(live_value((node, 0), "moved", "", piecewise, last))
     names = {program.local.values[one.name] for one in parts.left}

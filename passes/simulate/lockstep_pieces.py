@@ -19,21 +19,22 @@ Known = list[dict[str, Tensor]]
 
 
 def simulate_pieces(
-    pieces: Sequence[Sequence[RankPieces]], inputs: Sequence[Sequence[Tensor]], mesh: MeshSpec
+    pieces: Sequence[Sequence[RankPieces]],
+    names: Sequence[str],
+    inputs: Sequence[Sequence[Tensor]],
+    mesh: MeshSpec,
 ) -> list[list[Tensor | None]]:
-    """Per rank the flat results of its step. pieces: of every piece, in order, per rank. inputs: per rank, of its whole
-    graph."""
+    """Per rank the flat results of its step. pieces: of every piece, in order, per rank. names: of the placeholders of
+    a rank's graph; inputs: per rank their values."""
     first = pieces[0]
-    names = [[n.name for n in parts.before.graph.nodes if n.op == "placeholder"] for parts in first]
-    known: Known = [dict(zip(own, values, strict=True)) for own, values in zip(names, inputs, strict=True)]
-    _run(
-        mesh, [parts.before for parts in first], [list(row) for row in inputs], known, [p.made for p in first]
-    )
+    known: Known = [dict(zip(names, values, strict=True)) for values in inputs]
+    taken = [[values[name] for name in parts.taken] for parts, values in zip(first, known, strict=True)]
+    _run(mesh, [parts.before for parts in first], taken, known, [parts.made for parts in first])
     for ranks in pieces:
         _run_piece(mesh, ranks, known)
     read = [[values[name] for name in parts.read] for parts, values in zip(first, known, strict=True)]
     _run(mesh, [parts.after for parts in first], read, known, [parts.ended for parts in first])
-    return [step_results(parts, values, own) for parts, values, own in zip(first, known, names, strict=True)]
+    return [step_results(parts, values, names) for parts, values in zip(first, known, strict=True)]
 
 
 def _run(

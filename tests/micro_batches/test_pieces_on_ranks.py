@@ -80,13 +80,14 @@ def test_the_numbers_of_the_unsharded_model(
             values[place] = torch.zeros_like(values[place])
     wanted, _ = graph_values(joint, values)
     mesh = MeshSpec(axes)
-    first, pieces = pieces_on_ranks(cut_batch(joint, count), mesh, Chosen(f"{name} {axes} {count}", share))
+    cut = cut_batch(joint, count)
+    first, pieces = pieces_on_ranks((cut, *cut.others), mesh, Chosen(f"{name} {axes} {count}", share))
     held = [first[node.name].results[0] for node in joint.placeholders]
     inputs = [
         [shard_of(value, layout, mesh, rank).contiguous() for value, layout in zip(values, held, strict=True)]
         for rank in range(mesh.device_count)
     ]
-    found = simulate_pieces(pieces, inputs, mesh)
+    found = simulate_pieces(pieces, [node.name for node in joint.placeholders], inputs, mesh)
     layouts = iter(first["output"].operands)
     for place, whole in enumerate(wanted):
         layout = None if whole is None else next(layouts)
