@@ -19,7 +19,7 @@ from passes.layout.layout import Layout
 from passes.micro_batches.time_axis import batch_length, trains
 from passes.predict.memory_walk import LiveValue, MemoryWalk
 
-__all__ = ["Asked", "out_of_time", "told"]
+__all__ = ["Asked", "told"]
 
 _DOUBLINGS = 6
 """An axis is not said to be enough that had to be more than 64 times as long."""
@@ -57,16 +57,6 @@ def told(reason: InfeasibleError, asked: Asked, judged: Collection[Judged]) -> I
         *(f"  try as well: {remedy}" for remedy in _remedies(case)),
     ]
     return InfeasibleError("\n".join([str(reason), *lines]))
-
-
-def out_of_time(mesh: MeshSpec, time_limit: float) -> InfeasibleError:
-    """Where time ended before there was anything to search."""
-    axes = len(mesh.real_axes())
-    return InfeasibleError(
-        f"no plan on {mesh} was found within time_limit={time_limit:g} seconds: "
-        "they ended before its layouts and the ways between them were listed\n"
-        "  try: a larger `time_limit`" + (f", or a mesh of fewer axes than {axes}" if axes > 1 else "")
-    )
 
 
 @dataclass(frozen=True)
@@ -114,7 +104,9 @@ def _remedies(case: _Case) -> Iterator[str]:
     if case.asked.recompute == "user":
         yield 'recompute="auto", which also computes again what the model does not run under `checkpoint`'
     if case.asked.joint.pieces == 1 and trains(case.asked.joint) and batch_length(case.asked.joint) > 1:
-        yield 'micro_batches="auto", which runs the batch in pieces'
+        yield 'micro_batches="auto", which runs the batch in as few pieces as fit, one after the other'
+    elif case.asked.joint.pieces > 1:
+        yield f'micro_batches={2 * case.asked.joint.pieces}, or "auto"'
     yield from _without_pins(case)
     yield from _longer_axis(case)
 

@@ -280,7 +280,7 @@ def _plan_from(data: PlanData) -> Plan:
         origin=PlanOrigin(**msgspec.structs.asdict(data.origin)),
         joined_axes=data.joined_axes,
         race=tuple(Raced(**msgspec.structs.asdict(one)) for one in data.race),
+        memory=None if data.memory is None else data.memory.timeline(),
         micro_batches=data.micro_batches,
         other_sizes=tuple(map(records_of, data.other_sizes)),
-        memory=None if data.memory is None else data.memory.timeline(),
     )

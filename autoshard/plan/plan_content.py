@@ -64,10 +64,10 @@ class PlanContent:
     origin: PlanOrigin
     joined_axes: JoinedAxes = ()
     race: tuple[Raced, ...] = ()
-    micro_batches: int = 1
-    other_sizes: tuple[tuple[NodeRecord, ...], ...] = ()
     # A file holds its outline: no plan is another for that.
     memory: MemoryTimeline | None = field(default=None, compare=False)
+    micro_batches: int = 1
+    other_sizes: tuple[tuple[NodeRecord, ...], ...] = ()
 
     @property
     def gap(self) -> float:

@@ -106,9 +106,9 @@ class PlanData(Struct, frozen=True, forbid_unknown_fields=True):
     nodes: Annotated[tuple[NodeData, ...], Meta(max_length=10_000_000)]
     joined_axes: tuple[tuple[Text, ...], ...] = ()
     race: tuple[RacedData, ...] = ()
+    memory: MemoryData | None = None
     micro_batches: Annotated[int, Meta(ge=1, le=1_000_000)] = 1
     other_sizes: tuple[Annotated[tuple[NodeData, ...], Meta(max_length=10_000_000)], ...] = ()
-    memory: MemoryData | None = None
 
     def mesh_spec(self) -> MeshSpec:
         return MeshSpec(self.mesh.axes, self.mesh.device)
@@ -163,8 +163,8 @@ def plan_to_json(plan: PlanContent) -> dict[str, Any]:
         # Only where there are any: plans of other meshes stay as they were.
         **({"joined_axes": [list(run) for run in plan.joined_axes]} if plan.joined_axes else {}),
         **({"race": [dict(vars(one)) for one in plan.race]} if plan.race else {}),
-        **({"micro_batches": plan.micro_batches} if plan.micro_batches > 1 else {}),
         **({} if plan.memory is None else {"memory": _memory_to_json(plan.memory.outline())}),
+        **({"micro_batches": plan.micro_batches} if plan.micro_batches > 1 else {}),
         "nodes": [record_to_json(record) for record in plan.records],
         **(
             {"other_sizes": [[record_to_json(record) for record in one] for one in plan.other_sizes]}

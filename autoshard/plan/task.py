@@ -12,7 +12,7 @@ from functools import cached_property
 
 import torch
 
-from autoshard.plan.infeasible import Asked, out_of_time, told
+from autoshard.plan.infeasible import Asked, told
 from autoshard.plan.judged import Judged, judged, lowered
 from autoshard.plan.parameter_names import by_first_name, parameter_shapes
 from autoshard.plan.piece_sizes import other_size_records
@@ -25,6 +25,7 @@ from autoshard.plan.plan_memory import MemoryTimeline
 from autoshard.plan.search_with_reserve import fits_within, found_within, plan_reserve
 from autoshard.plan.search_with_states import found_with_states
 from autoshard.plan.task_prices import prices_of
+from autoshard.plan.time_kept import out_of_time, search_until
 from autoshard.plan.variants import Again, Variant, variant_narrowing
 from autoshard.version import __version__
 from cost_model.correction import with_timed_collectives
@@ -61,8 +62,6 @@ _log = logging.getLogger("autoshard")
 
 _AGAIN_SHARE = 0.1
 """Share of the time limit that a search has at least whose first plan had no room for its own communicators."""
-_SECONDS_A_NODE, _DECIDING_SHARE = 2e-3, 0.25
-"""Of a graph, what is kept of the time limit for what follows the search; and the share of the limit at most."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,7 @@ def search_plans(
     most: int,
 ) -> list[Plan]:
     """`search_plan`'s, and after it the next best of those that its search judged: at most `most` in all."""
-    until = _search_until(task, deadline or Deadline.after(task.time_limit))
+    until = search_until(task.joint, deadline or Deadline.after(task.time_limit))
     known: dict[int, Judged] = {}
 
     def fastest(
@@ -224,12 +223,6 @@ def search_plans(
     return [_plan_of(task, one, known[id(one.assignment)], task.again()) for one in kept]
 
 
-def _search_until(task: Task, deadline: Deadline) -> Deadline:
-    """What is decided and predicted after the search takes its time, too: it grows with the graph."""
-    after = _SECONDS_A_NODE * len(task.joint.graph.nodes)
-    return deadline.earlier(min(after, _DECIDING_SHARE * max(0.0, deadline.left)))
-
-
 def carried_plan(task: Task, first: Plan) -> Plan:
     """A plan for another call of the model that `first` plans, with its layouts wherever they fit: no search.
 
@@ -245,7 +238,7 @@ def carried_plan(task: Task, first: Plan) -> Plan:
             task.boundary,
             memory_limit=task.memory_limit,
             reserve=0 if task.memory_limit is None else first.reserve,
-            deadline=_search_until(task, Deadline.after(task.time_limit)),
+            deadline=search_until(task.joint, Deadline.after(task.time_limit)),
             narrowing=Narrowing(held=first.assignment),
         )
     except OutOfTime:

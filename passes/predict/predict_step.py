@@ -93,7 +93,7 @@ def predict_phases(phases: Phases, prices: Prices, axes_of: AxesOf) -> Predictio
         )
         for issued in step.collectives
     )
-    memory = memory_walk(phases, prices.traffic, prices.optimizer, copies=copies_on(prices.mesh.device_type))
+    memory = memory_walk(phases, prices.traffic, prices.optimizer, copies_on(prices.mesh.device_type))
     return Prediction(timeline.seconds, tuple(_phases(step.ends, timeline)), collectives, memory)
 
 

@@ -63,7 +63,7 @@ def test_what_lives_at_the_peak_by_kind_and_module() -> None:
     kinds = dict(re.findall(r"^    (\w+) +([\d.]+[KMG]?B)  ", text, re.MULTILINE))
     assert sum(map(nbytes_of, kinds.values())) == pytest.approx(nbytes_of(found[1]), rel=1e-3)
     assert re.search(r"^    (kept|again) .*blocks\.0-1\.", text, re.MULTILINE)
-    assert "try: memory_limit=" in text
+    assert "try: memory_limit=" in text and 'try as well: micro_batches="auto"' in text
 
 
 def test_the_axis_that_must_grow_least_and_by_how_much() -> None:

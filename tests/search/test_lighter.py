@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 
 from autoshard import MeshSpec, find_plan
 from passes.search.lighter import lighter
@@ -65,7 +66,7 @@ class Frozen(nn.Module):
 def test_what_may_be_stored_either_way_is_stored_in_parts() -> None:
     """Read in columns, a weight costs the same whole (each rank slices it) as split: split it is half of the bytes."""
     model = Frozen()
-    columns = {"down.weight": {"tp": torch.distributed.tensor.Shard(1)}}
+    columns = {"down.weight": {"tp": Shard(1)}}
     plan = find_plan(model, MeshSpec({"tp": 2}), (torch.zeros(16, 64),), profile="cpu", constraints=columns)
     assert str(plan.parameter_layouts["up.weight"]) == "[@tp, -]"
     assert plan.memory is not None
@@ -73,7 +74,7 @@ def test_what_may_be_stored_either_way_is_stored_in_parts() -> None:
     assert weights["up.weight"] == 4 * 64 * 512 // 2
 
 
-def test_equal_plans_are_one(seed: int = 0) -> None:
+def test_equal_plans_are_one() -> None:
     """Found twice, a plan is the same."""
     plans = [
         find_plan(Frozen(), MeshSpec({"dp": 2, "tp": 2}), (torch.zeros(16, 64),), profile="cpu")
