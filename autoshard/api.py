@@ -10,9 +10,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.arguments import check_call_placements, check_recompute, checked_model, checked_race
+from autoshard.arguments import (
+    check_call_placements,
+    check_recompute,
+    checked_micro_batches,
+    checked_model,
+    checked_race,
+)
 from autoshard.calls.signature import as_call
 from autoshard.plan.find_plan import ProfileLike, load_profile, mesh_spec, named_parameters
+from autoshard.plan.optimizer_names import OptimizerLike, optimizer_name
 from autoshard.plan.pins import Constraints, resolve_pins
 from autoshard.plan.plan import Plan
 from autoshard.refine.refine import check_refine
@@ -45,6 +52,8 @@ def autoshard(
     plan: Plan | str | os.PathLike[str] | None = None,
     backend: str = "inductor",
     recompute: str = "auto",
+    micro_batches: int | str = 1,
+    optimizer: OptimizerLike | None = None,
     time_limit: float = 600.0,
     race: int | None = None,
     refine: str = "auto",
@@ -72,6 +81,12 @@ def autoshard(
     backend:        "inductor", "eager", or any torch.compile backend.
     recompute:      "auto": what `memory_limit` leaves no room for is computed again in the backward, at the least cost;
                     "user": what runs under `torch.utils.checkpoint`, and nothing else.
+    micro_batches:  pieces in which a training call's batch is run, forward and backward of each, one after the other:
+                    less is alive at once. "auto": the fastest of 1, 2, 4 ... that fits `memory_limit`. Losses,
+                    gradients and dropout are those of the whole batch; with a scalar loss, the call that returns it
+                    runs the backward too. Not refined, not for `race`.
+    optimizer:      whose states count as memory, as `find_plan` takes it. None: torch's optimizer that has the model's
+                    parameters when the first kind of call is planned, else AdamW.
     time_limit:     seconds for planning a kind of call once it is captured; see `find_plan`.
     race:           a last word by the clock: so many of the best plans run for a few real steps of the first kind of
                     call, on copies of parameters and buffers, and the fastest is kept (`plan.race`). None: none.
@@ -109,7 +124,9 @@ def autoshard(
             time_limit=checked_seconds(time_limit, "time_limit"),
             refine=refine,
             profile=load_profile(profile, spec) if known else None,
-            race=checked_race(race, ready is not None),
+            optimizer=None if optimizer is None else optimizer_name(optimizer),
+            micro_batches=_micro_batches(micro_batches, ready),
+            race=checked_race(race, ready is not None, micro_batches != 1),
         )
 
     settings = collectively(mesh, checked, what="autoshard(...)")
@@ -131,6 +148,19 @@ def autoshard(
             detach()
             raise
     return model
+
+
+def _micro_batches(given: int | str, plan: Plan | None) -> int | str:
+    """A plan's own, if there is one. ShardingError if another is asked for."""
+    wanted = checked_micro_batches(given)
+    if plan is None or wanted == plan.micro_batches:
+        return wanted
+    if wanted != 1:
+        raise ShardingError(
+            f"micro_batches is {wanted!r}, and plan is of {plan.micro_batches}\n"
+            f"  try: micro_batches={plan.micro_batches}, or find_plan(..., micro_batches={wanted!r})"
+        )
+    return plan.micro_batches
 
 
 def _uninstall(model: nn.Module, before: Any) -> None:

@@ -20,6 +20,7 @@ __all__ = [
     "check_device",
     "check_profile_kind",
     "check_recompute",
+    "checked_micro_batches",
     "checked_model",
     "checked_race",
 ]
@@ -67,8 +68,9 @@ def check_call_placements(in_placements: Any, out_placements: Any, mesh: MeshSpe
         placement_leaves(out_placements, mesh, argument="out_placements")
 
 
-def checked_race(race: object, planned: bool) -> int:
-    """How many plans run before one is kept; 0 for none. planned: a plan is given, so there is no choice."""
+def checked_race(race: object, planned: bool, in_pieces: bool = False) -> int:
+    """How many plans run before one is kept; 0 for none. planned: a plan is given, so there is no choice. in_pieces:
+    a batch is to be run in pieces, which no race does."""
     if race is None:
         return 0
     if isinstance(race, bool) or not isinstance(race, int):
@@ -78,6 +80,11 @@ def checked_race(race: object, planned: bool) -> int:
         raise ShardingError(
             f"race is {count}, and plan is given, which leaves nothing to race\n  try: race=None, or no plan"
         )
+    if count > 1 and in_pieces:
+        raise ShardingError(
+            f"race is {count}, and micro_batches is given: plans in pieces are not raced\n"
+            "  try: race=None, or micro_batches=1"
+        )
     return count
 
 
@@ -85,6 +92,15 @@ def check_recompute(recompute: object) -> None:
     """ShardingError unless it says who chooses what the backward computes again."""
     if recompute not in _RECOMPUTE:
         raise reject("recompute", recompute, " or ".join(map(repr, _RECOMPUTE)))
+
+
+def checked_micro_batches(micro_batches: object) -> int | str:
+    """In how many pieces a batch is run, or "auto". ShardingError for anything else."""
+    if micro_batches == "auto":
+        return "auto"
+    if isinstance(micro_batches, bool) or not isinstance(micro_batches, int):
+        raise reject("micro_batches", micro_batches, "a whole number from 1, or 'auto'")
+    return checked_count(micro_batches, "micro_batches", least=1)
 
 
 def check_autocast(dtype: object) -> None:

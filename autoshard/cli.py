@@ -66,6 +66,7 @@ def _add_plan(commands: Any) -> None:
     plan.add_argument("--device", default="cuda", help="device type of the mesh (default cuda)")
     plan.add_argument("--profile", help="a profile's path, or a shipped one's name")
     plan.add_argument("--memory-limit", help='per device, such as "70GB"')
+    plan.add_argument("--micro-batches", type=micro_batches, default=1, help="pieces of a batch, or auto")
     _add_autocast(plan)
     plan.add_argument("--output", "-o", type=Path, help="where to save the plan (JSON)")
     plan.set_defaults(command=_plan)
@@ -156,6 +157,11 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def micro_batches(text: str) -> int | str:
+    """An integer from 1, or "auto"."""
+    return text if text == "auto" else positive(text)
+
+
 def parse_mesh(text: str) -> dict[str, int]:
     """ "dp=32,tp=8" -> {"dp": 32, "tp": 8}; argparse's error for anything else."""
     try:
@@ -222,6 +228,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         example_inputs,
         profile=arguments.profile,
         memory_limit=arguments.memory_limit,
+        micro_batches=arguments.micro_batches,
         autocast=_autocast(arguments),
     )
     print(plan.explain(), end="")

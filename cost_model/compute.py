@@ -6,6 +6,7 @@ import re
 
 from cost_model.curve import Curve
 from cost_model.measurements import KERNEL_KINDS, KernelKind, MatmulRates
+from cost_model.memory import ADAMW
 from cost_model.profile_record import ProfileRecord
 from cost_model.timed import KernelKey, KernelWork, Priced, TimedPrices
 
@@ -132,12 +133,13 @@ class ComputePrices:
         return max(arithmetic, memory)
 
     def update_seconds(self, nbytes: float, passes: int) -> float:
-        """Seconds of the optimizer's update of one parameter, of which this device holds `nbytes`. The rate is
-        measured; without a measurement, `passes` arrays of that size are read and written."""
+        """Seconds of the optimizer's update of one parameter, of which this device holds `nbytes`. AdamW's rate is
+        measured, and others are taken to go by their `passes`; without a measurement, `passes` arrays of that size are
+        read and written."""
         update = self.profile.device.update
         if update is None:
             return self.memory_seconds(passes * nbytes)
-        return update.launch_seconds + nbytes / update.bytes_per_second
+        return update.launch_seconds + passes / ADAMW.passes * nbytes / update.bytes_per_second
 
 
 def _time_curve(rates: MatmulRates) -> Curve:

@@ -1,16 +1,16 @@
-"""What AdamW keeps and moves for each parameter, and memory limits as users write them."""
+"""What an optimizer keeps and moves for each parameter, and memory limits as users write them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 
 from cost_model.checked_arguments import shown
 from cost_model.errors import ShardingError
 
-__all__ = ["ADAMW", "Optimizer", "parse_bytes"]
+__all__ = ["ADAMW", "OPTIMIZERS", "Optimizer", "parse_bytes"]
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,16 @@ class Optimizer:
 
     states: arrays that it keeps for each parameter, in the parameter's dtype.
     passes: arrays read plus arrays written in a step.
+    element_nbytes: kept besides for each number of a parameter, whatever its dtype.
     """
 
     states: int
     passes: int
+    element_nbytes: int = 0
+
+    def state_nbytes(self, nbytes: int, element_size: int) -> int:
+        """What it keeps for a parameter of `nbytes`, whose numbers take `element_size` bytes each."""
+        return nbytes * self.states + nbytes // element_size * self.element_nbytes
 
 
 ADAMW = Optimizer(states=2, passes=20)
@@ -30,6 +36,20 @@ ADAMW = Optimizer(states=2, passes=20)
 the parameter's dtype. Reads and writes of its eight kernels: mul_ 2 (decay), lerp_ 3, mul_ 2, addcmul_ 3,
 sqrt 2 (into a temporary), div_ 2, add_ 2, addcdiv_ 4. [torch/optim/adam.py, _multi_tensor_adam] Its
 `step` counter, four bytes a parameter, is not counted."""
+
+OPTIMIZERS: Mapping[str, Optimizer] = {
+    "adamw": ADAMW,
+    "adam": Optimizer(states=2, passes=18),
+    "sgd": Optimizer(states=0, passes=3),
+    "momentum": Optimizer(states=1, passes=8),
+    "adamw, fp32 master": Optimizer(states=0, passes=20, element_nbytes=12),
+    "adam, fp32 master": Optimizer(states=0, passes=18, element_nbytes=12),
+    "sgd, fp32 master": Optimizer(states=0, passes=3, element_nbytes=4),
+    "momentum, fp32 master": Optimizer(states=0, passes=8, element_nbytes=8),
+}
+"""By the names that users give them. Adam is AdamW without the decay's mul_ 2; SGD add_ 3; with momentum mul_ 2, add_ 3
+and add_ 3. [torch/optim/{adam,sgd}.py, foreach] fp32 master: a float32 copy of each parameter, and states in float32,
+as mixed precision keeps them for parameters in bfloat16 [Micikevicius et al. 2018]: 4 bytes a number each."""
 
 _UNITS = {"": 1, "B": 1} | {
     prefix + suffix: base ** (power + 1)

@@ -9,6 +9,7 @@ import networkx as nx
 from autoshard.drawing.boxes import Box, make_box
 from autoshard.drawing.columns import Column, place_column
 from autoshard.drawing.fold import fold_repeats
+from autoshard.drawing.memory_curve import CURVE_HEIGHT, MemoryCurve, curve_of
 from autoshard.drawing.module_groups import Grouping, group_by_module
 from autoshard.drawing.node_rows import assign_rows
 from autoshard.drawing.transfer_marks import Total, collectives, totals
@@ -52,7 +53,8 @@ class Edge:
 class Scene:
     """mesh: title. op_seconds, totals: of the whole graph, folded layers included.
     phases: (name, left, right) of each phase that has boxes.
-    opening: (left, width) of what is seen at first: the first box and the margin around it."""
+    opening: (left, width) of what is seen at first: the first box and the margin around it.
+    header: the height above the boxes. memory: the curve in it, if there is one."""
 
     mesh: str
     op_seconds: float
@@ -63,6 +65,8 @@ class Scene:
     width: float
     height: float
     opening: tuple[float, float]
+    header: float = HEADER
+    memory: MemoryCurve | None = None
 
 
 def make_scene(graph: nx.DiGraph) -> Scene:
@@ -73,7 +77,9 @@ def make_scene(graph: nx.DiGraph) -> Scene:
     rows = assign_rows(grouping.groups, edges)
     op_seconds = float(sum(data["seconds"] for _, data in graph.nodes(data=True)))
     boxes = [make_box(folded, grouping, group, op_seconds) for group in grouping.groups]
-    tops, bottom = _row_tops(boxes, rows)
+    memory = curve_of(graph)
+    header = HEADER if memory is None else HEADER + CURVE_HEIGHT
+    tops, bottom = _row_tops(boxes, rows, header)
 
     placed: dict[int, PlacedBox] = {}
     lanes: dict[tuple[int, int], list[Point]] = {}
@@ -102,6 +108,8 @@ def make_scene(graph: nx.DiGraph) -> Scene:
         width=width,
         height=bottom + MARGIN,
         opening=_opening(placed),
+        header=header,
+        memory=memory,
     )
 
 
@@ -112,11 +120,11 @@ def _opening(placed: dict[int, PlacedBox]) -> tuple[float, float]:
     return first.left - MARGIN, first.box.width + 2 * MARGIN
 
 
-def _row_tops(boxes: list[Box], rows: list[int]) -> tuple[list[float], float]:
+def _row_tops(boxes: list[Box], rows: list[int], header: float) -> tuple[list[float], float]:
     heights = [0.0] * (1 + max(rows, default=0))
     for box, row in zip(boxes, rows, strict=True):
         heights[row] = max(heights[row], box.height)
-    tops, y = [], HEADER
+    tops, y = [], header
     for height in heights:
         tops.append(y)
         y += height + ROW_GAP

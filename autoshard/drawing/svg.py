@@ -8,7 +8,8 @@ from xml.sax.saxutils import escape, quoteattr
 import networkx as nx
 
 from autoshard.drawing.boxes import CHAR_WIDTH, LINE_HEIGHT, PADDING, Line
-from autoshard.drawing.scene import HEADER, MARGIN, Edge, PlacedBox, Scene, make_scene
+from autoshard.drawing.memory_curve import curve_svg
+from autoshard.drawing.scene import MARGIN, Edge, PlacedBox, Scene, make_scene
 from autoshard.drawing.transfer_marks import colour
 from cost_model.units import format_bytes
 from passes.plan.graph_text import format_seconds
@@ -30,6 +31,9 @@ text { font: 11px ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace; 
 .forward .bar { fill: #5b8def; }
 .backward .bar { fill: #e19a38; }
 .edge { fill: none; stroke: #9aa3b2; stroke-width: 1.2; }
+.memory { fill: #dfe6f3; stroke: #7c8aa5; stroke-width: 1; }
+.turn { stroke: #e19a38; stroke-width: 1; stroke-dasharray: 2 2; }
+.peak { fill: #c2544d; }
 .saved { fill: none; stroke: #b8a4d8; stroke-width: 1; stroke-dasharray: 3 4; opacity: 0.55; }
 """.strip()
 
@@ -76,9 +80,12 @@ def _header(scene: Scene) -> Iterator[str]:
     yield _text(MARGIN, 34, scene.mesh or "plan", "head")
     yield _text(MARGIN + 12 + 10.4 * len(scene.mesh or "plan"), 34, summary, "right")
     yield from _legend(scene)
+    if scene.memory is not None:
+        yield _text(MARGIN, 106, "memory", "right")
+        yield from curve_svg(scene.memory, MARGIN + CHAR_WIDTH * 10, 94)
     for phase, left, right in scene.phases:
         direction = "forward ↓" if phase == "forward" else "backward ↑"
-        yield _text((left + right) / 2 - 36, HEADER - 14, direction, "phase")
+        yield _text((left + right) / 2 - 36, scene.header - 14, direction, "phase")
 
 
 def _legend(scene: Scene) -> Iterator[str]:

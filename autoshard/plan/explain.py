@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from autoshard.plan.equal_layers import fold_numbers
 from autoshard.plan.plan_collectives import Collective, collectives_of
 from autoshard.plan.plan_content import PlanContent
+from autoshard.plan.plan_memory import kind_lines
 from autoshard.plan.plan_prices import priced_words, refined_line
 from autoshard.plan.race_result import race_lines
 from cost_model.reserve import communicators
@@ -34,9 +35,11 @@ def explain_plan(plan: PlanContent) -> str:
         f"predicted peak memory {format_bytes(plan.peak_memory)} per device, at {plan.peak_node}"
         + _reserved(plan)
         + ("" if plan.memory_limit is None else f"; limit {format_bytes(plan.memory_limit)}"),
+        *_in_pieces(plan),
         "",
         *_time_table(plan),
         "",
+        *_memory_table(plan),
         *collective_lines(collectives_of(plan.records)),
         "",
         *parameter_lines(plan.parameter_layouts),
@@ -80,6 +83,14 @@ def _joined(plan: PlanContent) -> list[str]:
     return [f"axes searched together: {together}; the bound is of plans that use them so"]
 
 
+def _in_pieces(plan: PlanContent) -> list[str]:
+    if plan.micro_batches == 1:
+        return []
+    return [
+        f"the batch runs in {plan.micro_batches} pieces, one after the other: times are of all, collectives of one"
+    ]
+
+
 def _reserved(plan: PlanContent) -> str:
     if not plan.reserve:
         return ""
@@ -99,6 +110,13 @@ def _time_table(plan: PlanContent) -> list[str]:
             f"  {phase:9} {format_seconds(ops):>9} compute, {format_seconds(moved):>9} communication"
         )
     return [*lines, f"  {'optimizer':9} {format_seconds(update):>9}"]
+
+
+def _memory_table(plan: PlanContent) -> list[str]:
+    """What lives at the peak, by kind, with the largest values of each."""
+    if plan.memory is None:
+        return []
+    return ["memory at the peak", *(f"  {line}" for line in kind_lines(plan.memory)), ""]
 
 
 def collective_lines(collectives: Sequence[Collective]) -> list[str]:

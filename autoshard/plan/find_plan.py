@@ -18,11 +18,14 @@ from autoshard.arguments import (
     check_device,
     check_profile_kind,
     check_recompute,
+    checked_micro_batches,
     checked_model,
 )
 from autoshard.calls.global_call import global_call
 from autoshard.calls.outputs import output_layouts
 from autoshard.calls.signature import as_call
+from autoshard.plan.micro_batches import fastest_in_pieces
+from autoshard.plan.optimizer_names import OptimizerLike, optimizer_name
 from autoshard.plan.pins import Constraints, resolve_pins
 from autoshard.plan.plan import Plan
 from autoshard.plan.task import CallLayouts, Task, search_plan
@@ -81,6 +84,8 @@ def find_plan(
     constraints: Constraints | None = None,
     backend: str = "inductor",
     recompute: str = "auto",
+    micro_batches: int | str = 1,
+    optimizer: OptimizerLike = "adamw",
     time_limit: float = 600.0,
     autocast: torch.dtype | None = None,
     refine: str = "off",
@@ -100,6 +105,12 @@ def find_plan(
     backend:        what will compile the plan: "eager" runs op by op and is priced so; others fuse.
     recompute:      "auto": what `memory_limit` leaves no room for is computed again in the backward, at the least cost;
                     "user": what runs under `torch.utils.checkpoint`, and nothing else.
+    micro_batches:  pieces in which a batch is run, forward and backward of each, one after the other: less is alive at
+                    once. "auto": the fastest of 1, 2, 4 ... that fits `memory_limit`. Losses, gradients and dropout are
+                    those of the whole batch.
+    optimizer:      whose states count as memory, and whose update as time: "adamw", "adam", "momentum", "sgd", each
+                    also with ", fp32 master", a float32 copy of parameters with states in float32; or an optimizer of
+                    torch's, which is not used otherwise.
     time_limit:     seconds for all of it; when it ends first, the best plan so far with its gap, or InfeasibleError if
                     there is none. On meshes of many axes, or where time is short, some axes are used together
                     (`Plan.joined_axes`).
@@ -109,13 +120,16 @@ def find_plan(
                     has no processes to time anything. "off": modelled prices alone; the plan says that it is unrefined.
 
     Raises ShardingError for arguments that do not fit the model or mesh, CaptureError if the model
-    cannot be traced, ProfileError, and InfeasibleError if no plan meets the pins and the limit.
+    cannot be traced, ProfileError, and InfeasibleError if no plan meets the pins and the limit, or the batch cannot be
+    cut: it says which op needs it whole.
     """
     spec = mesh_spec(mesh)
     checked_model(model)
     check_backend(backend)
     check_refine(refine)
     check_recompute(recompute)
+    pieces = checked_micro_batches(micro_batches)
+    updated_by = optimizer_name(optimizer)
     seconds = checked_seconds(time_limit, "time_limit")
     deadline = Deadline.after(seconds)
     limit = None if memory_limit is None else parse_bytes(memory_limit)
@@ -129,10 +143,13 @@ def find_plan(
     with autocast_as(spec, autocast):
         captured = canonical_capture(model, whole.args, whole.kwargs, device=torch.device(spec.device_type))
     call = CallLayouts(whole.layouts, output_layouts(captured, spec, out_placements))
-    task = Task(captured, loaded, spec, call, pins, limit, backend, seconds, recompute=recompute)
-    if refine == "auto" and isinstance(mesh, DeviceMesh) and may_refine(mesh, loaded.nominal):
+    task = Task(
+        captured, loaded, spec, call, pins, limit, backend, seconds, recompute=recompute, optimizer=updated_by
+    )
+    if refine == "auto" and pieces == 1 and isinstance(mesh, DeviceMesh) and may_refine(mesh, loaded.nominal):
         return shared_refined_plan(mesh, task)
-    return search_plan(task, deadline)
+    planned = lambda cut: search_plan(replace(task, captured=cut), deadline)
+    return fastest_in_pieces(captured, pieces, limit, planned, deadline)
 
 
 def autocast_as(mesh: MeshSpec, dtype: torch.dtype | None) -> AbstractContextManager[None]:

@@ -9,7 +9,7 @@ from passes.ir.joint import JointGraph
 from passes.layout.assignment import Assignment
 from passes.plan.decide import Moved, decide_lowering
 from passes.plan.lowering_plan import LoweringPlan
-from passes.predict.memory_walk import MemoryStep
+from passes.predict.memory_walk import MemoryStep, MemoryWalk
 from passes.predict.predict_step import Prediction, predicted_step
 from passes.strategies.prices import Prices
 
@@ -33,8 +33,13 @@ class Judged:
     @property
     def peak(self) -> MemoryStep:
         """Where most bytes are alive, on the fullest rank."""
-        assert self.step is not None and self.step.peak is not None
+        assert self.step is not None
         return self.step.peak
+
+    @property
+    def memory(self) -> MemoryWalk | None:
+        """What is alive when, on the fullest rank."""
+        return None if self.step is None else self.step.memory
 
     @property
     def phase_seconds(self) -> Sequence[float]:

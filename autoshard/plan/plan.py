@@ -7,7 +7,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from autoshard.plan.crossovers import Crossover, crossover_lines
 from autoshard.plan.crossovers import crossovers as found_crossovers
 from autoshard.plan.explain import explain_plan, plan_difference
 from autoshard.plan.explain_part import explain_part
+from autoshard.plan.piece_sizes import piece_places
 from autoshard.plan.plan_check import plan_problems
 from autoshard.plan.plan_collectives import Collective, collectives_of
 from autoshard.plan.plan_content import PlanContent, PlanOrigin, Raced
@@ -57,9 +58,13 @@ class Plan(PlanContent):
                  and gap are of plans that do so. () joins none.
     step_time:   predicted seconds of a step: the program that will run, on a timeline of its kernels
                  and collectives. peak_memory: predicted bytes on the fullest device.
+    memory:      those bytes at every step of that program, by kind, and what lives at the peak (docs/memory.md). None
+                 of a plan that a later kind of call carried over, and of one from an older file.
     parameter_layouts: parameter name -> layout (tied names included).
     inputs, outputs: layout per tensor input and output of a call, by position.
     fallbacks:   ops without a rule, which run replicated.
+    micro_batches: pieces in which a batch is run, one after the other. `records` are of the step with the first;
+                 other_sizes: those of the first piece of every other size.
     race:        of a plan that `autoshard(..., race=3)` kept: the plans that ran, the fastest first, which is this one.
     """
 
@@ -68,7 +73,7 @@ class Plan(PlanContent):
     @property
     def fingerprint(self) -> str:
         """Hash of the layouts and of what they were found for."""
-        content = repr((self.mesh, self.records, self.origin.graph_hash))
+        content = repr((self.mesh, self.records, self.origin.graph_hash, *self.other_sizes))
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     @cached_property
@@ -80,6 +85,13 @@ class Plan(PlanContent):
     def lowering(self) -> LoweringPlan:
         """Steps, turns and interiors."""
         return lowering_of(self.records)
+
+    def of_pieces(self, joint: JointGraph) -> list[tuple[JointGraph, Assignment, LoweringPlan]]:
+        """Per piece of a batch its graph, its layouts and how they are lowered; of a whole one, `joint`'s alone."""
+        sizes = [(self.assignment, self.lowering)]
+        sizes += [(layouts_of(records), lowering_of(records)) for records in self.other_sizes]
+        graphs = zip((joint, *joint.others), piece_places(joint), strict=True)
+        return [(graph, *sizes[place]) for graph, place in graphs]
 
     @cached_property
     def parameters(self) -> dict[str, tuple[Placement, ...]]:
@@ -105,7 +117,7 @@ class Plan(PlanContent):
 
     def to_networkx(self) -> nx.DiGraph:
         """Nodes are ops, edges values; layouts, seconds and transfers are attributes."""
-        return plan_graph(self.records, self.mesh)
+        return plan_graph(self.records, self.mesh, self.memory)
 
     def draw(self, path: str | os.PathLike[str]) -> Path:
         """Draw the plan; the suffix chooses: .svg .dot .html .json .graphml."""
@@ -243,6 +255,9 @@ class Plan(PlanContent):
             raise damaged(where, str(error).partition("\n")[0]) from None
         for problem in plan_problems(plan):
             raise damaged(where, problem)
+        for records in plan.other_sizes:
+            for problem in plan_problems(replace(plan, records=records)):
+                raise damaged(where, f"micro-batches of another size: {problem}")
         return plan
 
 
@@ -265,4 +280,7 @@ def _plan_from(data: PlanData) -> Plan:
         origin=PlanOrigin(**msgspec.structs.asdict(data.origin)),
         joined_axes=data.joined_axes,
         race=tuple(Raced(**msgspec.structs.asdict(one)) for one in data.race),
+        memory=None if data.memory is None else data.memory.timeline(),
+        micro_batches=data.micro_batches,
+        other_sizes=tuple(map(records_of, data.other_sizes)),
     )

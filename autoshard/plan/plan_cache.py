@@ -93,6 +93,7 @@ def plan_path(task: Task, *more: object) -> Path:
         *ends,
         *prices,
         task.recompute,
+        task.optimizer,
         *chosen,
         torch.__version__,
         code_fingerprint(),

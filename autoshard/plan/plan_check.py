@@ -29,6 +29,7 @@ def plan_problems(plan: PlanContent) -> Iterator[str]:
     yield from _nodes(plan.records, plan.mesh, () if unknown else plan.joined_axes)
     yield from turn_problems(plan.records)
     yield from _ends(plan)
+    yield from _memory(plan)
 
 
 def _prices(plan: PlanContent) -> Iterator[str]:
@@ -146,3 +147,19 @@ def _ends(plan: PlanContent) -> Iterator[str]:
     for position, layout in plan.outputs.items():
         if layout is not None and layout not in ends:
             yield f"output {position} has a layout that no result of the graph is left in"
+
+
+def _memory(plan: PlanContent) -> Iterator[str]:
+    """The timeline is the peak's, and what it names adds up to it."""
+    memory = plan.memory
+    if memory is None:
+        return
+    places = [step.place for step in memory.steps]
+    if places != sorted(set(places)) or places[-1] >= memory.count:
+        yield f"the steps of its memory are not in order, or beyond {memory.count}"
+    if memory.peak.nbytes != plan.peak_memory:
+        yield f"its memory is at most {memory.peak.nbytes} bytes, and its peak {plan.peak_memory}"
+    for kind, nbytes in memory.by_kind.items():
+        named = sum(row.nbytes for row in memory.at_peak if row.kind == kind)
+        if named != nbytes:
+            yield f"what is alive at its peak has {named} bytes of kind {kind}, and the peak {nbytes}"

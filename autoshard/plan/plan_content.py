@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from autoshard.plan.plan_memory import MemoryTimeline
 from cost_model.mesh import MeshSpec
 from passes.layout.joined_axes import JoinedAxes
 from passes.layout.layout import Layout
@@ -63,6 +64,10 @@ class PlanContent:
     origin: PlanOrigin
     joined_axes: JoinedAxes = ()
     race: tuple[Raced, ...] = ()
+    # A file holds its outline: no plan is another for that.
+    memory: MemoryTimeline | None = field(default=None, compare=False)
+    micro_batches: int = 1
+    other_sizes: tuple[tuple[NodeRecord, ...], ...] = ()
 
     @property
     def gap(self) -> float:

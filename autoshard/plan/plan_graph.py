@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 import networkx as nx
 
+from autoshard.plan.plan_memory import MemoryTimeline
 from cost_model.mesh import MeshSpec
+from cost_model.units import format_bytes
 from passes.plan.records import NodeRecord, OperandRecord, Transfer
 
 __all__ = ["PLACEHOLDERS", "plan_graph"]
@@ -14,11 +16,14 @@ __all__ = ["PLACEHOLDERS", "plan_graph"]
 PLACEHOLDERS = frozenset({"param", "buffer", "constant", "input", "tangent", "seed"})
 
 
-def plan_graph(records: Sequence[NodeRecord], mesh: MeshSpec) -> nx.DiGraph:
+def plan_graph(
+    records: Sequence[NodeRecord], mesh: MeshSpec, memory: MemoryTimeline | None = None
+) -> nx.DiGraph:
     """Nodes are ops, placeholders and the output, edges the values they read. All attributes are plain
     strings and numbers, so the graph can be written in any format.
 
-    graph: mesh. Nodes, in the order of execution:
+    graph: mesh; with `memory` its outline, "step bytes; step bytes; ...", memory_backward, the first step of that
+    phase, and memory_peak in words. Nodes, in the order of execution:
         label    the op ("aten.mm"), or what a placeholder stands for ("up.weight")
         kind     "op", "use", "output", or a placeholder's "param", "buffer", "input", ...
         layout   of the results ("f32[8@dp, 64@tp]"), "; " between several
@@ -37,6 +42,7 @@ def plan_graph(records: Sequence[NodeRecord], mesh: MeshSpec) -> nx.DiGraph:
     skipped = _transparent_uses(records)
     reader_module = {o.source: record.module for record in reversed(records) for o in record.operands}
     graph = nx.DiGraph(mesh=str(mesh))
+    graph.graph.update({} if memory is None else _memory_attributes(memory))
     for record in records:
         if record.name not in skipped:
             graph.add_node(record.name, **_node_attributes(record, reader_module.get(record.name, "")))
@@ -45,6 +51,20 @@ def plan_graph(records: Sequence[NodeRecord], mesh: MeshSpec) -> nx.DiGraph:
             for operand in record.operands:
                 _add_edge(graph, record.name, operand, by_name, skipped)
     return graph
+
+
+def _memory_attributes(memory: MemoryTimeline) -> dict[str, str | int]:
+    steps = memory.outline().steps
+    kinds = sorted(memory.by_kind.items(), key=lambda item: -item[1])
+    shares = ", ".join(
+        f"{kind} {nbytes / max(1, memory.peak.nbytes):.0%}" for kind, nbytes in kinds if nbytes
+    )
+    found: dict[str, str | int] = {
+        "memory": "; ".join(f"{step.place} {step.nbytes}" for step in steps),
+        "memory_peak": f"peak {format_bytes(memory.peak.nbytes)}: {shares}",
+    }
+    backward = next((step.place for step in steps if step.phase == "backward"), None)
+    return found if backward is None else {**found, "memory_backward": backward}
 
 
 def _node_attributes(record: NodeRecord, reader_module: str) -> dict[str, str | float]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
 from autoshard.plan.plan_content import PlanContent
+from autoshard.plan.plan_memory import OUTLINE, AtPeak, MemoryTimeline
 from cost_model.errors import PlanError
 from cost_model.mesh import MeshSpec
 from passes.plan.record_json import Count, LayoutData, NodeData, Text, layout_to_json, record_to_json
+from passes.predict.memory_kinds import KINDS, Kind
+from passes.predict.memory_walk import MemoryStep
 
 __all__ = ["SCHEMA_VERSION", "PlanData", "plan_data", "plan_to_json"]
 
@@ -48,6 +52,39 @@ class RacedData(Struct, frozen=True, forbid_unknown_fields=True):
     measured: Annotated[float, Meta(ge=0.0, le=1e30)]
 
 
+class MemoryStepData(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """`MemoryStep`, a list."""
+
+    place: Count
+    phase: Literal["forward", "backward"]
+    node: Text
+    by_kind: Annotated[tuple[Count, ...], Meta(min_length=len(KINDS), max_length=len(KINDS))]
+
+
+class AtPeakData(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """`AtPeak`, a list."""
+
+    kind: Kind
+    name: Text
+    op: Text
+    value: Text
+    count: Annotated[int, Meta(ge=1, le=2**40)]
+    nbytes: Count
+
+
+class MemoryData(Struct, frozen=True, forbid_unknown_fields=True):
+    """`MemoryTimeline`, its outline."""
+
+    count: Annotated[int, Meta(ge=1, le=2**40)]
+    steps: Annotated[tuple[MemoryStepData, ...], Meta(min_length=1, max_length=OUTLINE)]
+    at_peak: tuple[AtPeakData, ...]
+
+    def timeline(self) -> MemoryTimeline:
+        steps = tuple(MemoryStep(*msgspec.structs.astuple(step)) for step in self.steps)
+        rows = tuple(AtPeak(*msgspec.structs.astuple(row)) for row in self.at_peak)
+        return MemoryTimeline(steps, self.count, rows)
+
+
 class PlanData(Struct, frozen=True, forbid_unknown_fields=True):
     """`Plan`: all that a file holds."""
 
@@ -69,6 +106,9 @@ class PlanData(Struct, frozen=True, forbid_unknown_fields=True):
     nodes: Annotated[tuple[NodeData, ...], Meta(max_length=10_000_000)]
     joined_axes: tuple[tuple[Text, ...], ...] = ()
     race: tuple[RacedData, ...] = ()
+    memory: MemoryData | None = None
+    micro_batches: Annotated[int, Meta(ge=1, le=1_000_000)] = 1
+    other_sizes: tuple[Annotated[tuple[NodeData, ...], Meta(max_length=10_000_000)], ...] = ()
 
     def mesh_spec(self) -> MeshSpec:
         return MeshSpec(self.mesh.axes, self.mesh.device)
@@ -123,5 +163,20 @@ def plan_to_json(plan: PlanContent) -> dict[str, Any]:
         # Only where there are any: plans of other meshes stay as they were.
         **({"joined_axes": [list(run) for run in plan.joined_axes]} if plan.joined_axes else {}),
         **({"race": [dict(vars(one)) for one in plan.race]} if plan.race else {}),
+        **({} if plan.memory is None else {"memory": _memory_to_json(plan.memory.outline())}),
+        **({"micro_batches": plan.micro_batches} if plan.micro_batches > 1 else {}),
         "nodes": [record_to_json(record) for record in plan.records],
+        **(
+            {"other_sizes": [[record_to_json(record) for record in one] for one in plan.other_sizes]}
+            if plan.other_sizes
+            else {}
+        ),
+    }
+
+
+def _memory_to_json(memory: MemoryTimeline) -> dict[str, Any]:
+    return {
+        "count": memory.count,
+        "steps": [[step.place, step.phase, step.node, list(step.by_kind)] for step in memory.steps],
+        "at_peak": [list(astuple(row)) for row in memory.at_peak],
     }

@@ -70,7 +70,8 @@ class _Search:
     would leave of the limit, until their program fits.
 
     known: the bytes that plans need besides, of the last one. best: that fits, and its states. least: of those that
-    do not. refused: why there were no states for a room."""
+    do not. refused: why there were no states for a room. raised: a larger room is tried than what fitted. wide: other
+    layouts are tried from the first on."""
 
     task: StatesWithin
     offered: OfferedStates
@@ -81,9 +82,20 @@ class _Search:
     least: Found | None = None
     refused: NoStates | None = None
     raised: bool = False
+    wide: bool = False
 
     def run(self) -> Found:
-        """States for layouts as they are known first; where their program fits, with what other layouts can do."""
+        """States for layouts as they are known first; where their program fits, with what other layouts can do. If none
+        of theirs fits, those of any layouts."""
+        self._rooms()
+        if self.best is None:
+            self.wide = True
+            self._rooms()
+        if self.best is not None:
+            return self.best[0]
+        raise self.refused or self._too_much(self.least or self.whole)
+
+    def _rooms(self) -> None:
         counted: int | None = self.limit - max(self.task.reserve(self.whole), 0)
         if counted <= 0:
             counted = self.limit - self.task.reserve(None)
@@ -91,13 +103,10 @@ class _Search:
             counted = self._tried(counted)
             if counted is None:
                 break
-        if self.best is not None:
-            return self.best[0]
-        raise self.refused or self._too_much(self.least or self.whole)
 
     def _tried(self, counted: int) -> int | None:
         """Choose states for a room as it is counted, and judge them; the next room, None if there is none."""
-        proving = self.best is not None and not self.raised
+        proving = self.wide or (self.best is not None and not self.raised)
         try:
             chosen = self._states(counted, prove=proving)
         except NoStates as refused:

@@ -6,26 +6,32 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 
+from autoshard.plan.infeasible import Asked, told
 from autoshard.plan.judged import Judged, judged, lowered
 from autoshard.plan.parameter_names import by_first_name, parameter_shapes
+from autoshard.plan.piece_sizes import other_size_records
 from autoshard.plan.pins import resolve_pins
 from autoshard.plan.plan import Plan, PlanOrigin
 from autoshard.plan.plan_collectives import collectives_of
 from autoshard.plan.plan_content import PlanContent
 from autoshard.plan.plan_ends import output_layouts, parameter_layouts
+from autoshard.plan.plan_memory import MemoryTimeline
 from autoshard.plan.plan_reserve import fits_within, plan_reserve
 from autoshard.plan.search_with_states import StatesWithin
 from autoshard.plan.task_prices import prices_of
+from autoshard.plan.time_kept import out_of_time, search_until
 from autoshard.plan.variants import Again, Variant, variant_narrowing
 from autoshard.version import __version__
 from cost_model.correction import with_timed_collectives
 from cost_model.deadline import Deadline, OutOfTime
 from cost_model.errors import InfeasibleError
+from cost_model.memory import OPTIMIZERS
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from cost_model.scaled_link import scaled_link
@@ -39,6 +45,7 @@ from passes.layout.layout import Layout
 from passes.plan.describe import describe, fallback_ops, graph_hash
 from passes.plan.records import layouts_of
 from passes.redistribution.steps import Step
+from passes.search.agree import Judgement
 from passes.search.coarse_to_fine import find_fastest
 from passes.search.find import Found, find_assignment
 from passes.search.find_states import OfferedStates, States
@@ -52,9 +59,6 @@ from passes.strategies.prices import Prices
 __all__ = ["CallLayouts", "Task", "carried_plan", "search_plan", "search_plans"]
 
 _log = logging.getLogger("autoshard")
-
-_SECONDS_A_NODE, _DECIDING_SHARE = 2e-3, 0.25
-"""Of a graph, what is kept of the time limit for what follows the search; and the share of the limit at most."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,7 @@ class Task:
     narrowing: Narrowing = field(default_factory=Narrowing)
     timed: TimedPrices | None = None
     recompute: str = "auto"
+    optimizer: str = "adamw"
 
     @property
     def joint(self) -> JointGraph:
@@ -89,7 +94,8 @@ class Task:
     @cached_property
     def prices(self) -> Prices:
         """One object: what was computed of it for the search, the predicted step and the records need not be again."""
-        return prices_of(self.profile, self.mesh, self.backend, self.timed)
+        optimizer = OPTIMIZERS[self.optimizer]
+        return prices_of(self.profile, self.mesh, self.backend, self.timed, optimizer)
 
     @property
     def boundary(self) -> Boundary:
@@ -148,16 +154,16 @@ def search_plans(
     most: int,
 ) -> list[Plan]:
     """`search_plan`'s, and after it the next best of those that its search judged: at most `most` in all."""
-    until = _search_until(task, deadline or Deadline.after(task.time_limit))
+    until = search_until(task.joint, deadline or Deadline.after(task.time_limit))
     known: dict[int, Judged] = {}
 
     def fastest(
         joint: JointGraph, chosen: States | None, memory_limit: int | None, reserve: int, latest: Deadline
     ) -> Found:
-        def judge(assignment: Assignment, prices: Prices) -> Sequence[float]:
+        def judge(assignment: Assignment, prices: Prices) -> Judgement:
             found = known[id(assignment)] = judged(joint, assignment, prices)
             rivals(found)
-            return found.phase_seconds
+            return Judgement(found.phase_seconds, found.peak.nbytes)
 
         found = find_fastest(
             joint,
@@ -190,11 +196,17 @@ def search_plans(
     def reserve(found: Found | None) -> int:
         return plan_reserve(task.mesh, () if found is None else moved(found))
 
-    within = StatesWithin(compute_again(task.joint, _pinned(task) or ()), fastest, offer, reserve)
+    whole = compute_again(task.joint, _pinned(task) or ())
     try:
-        found = within.found(task.memory_limit, until)
+        found = StatesWithin(whole, fastest, offer, reserve).found(task.memory_limit, until)
     except OutOfTime:
-        raise _out_of_time(task) from None
+        raise out_of_time(task.mesh, task.time_limit) from None
+    except InfeasibleError as reason:
+        with suppress(InfeasibleError, OutOfTime):
+            if not known and task.memory_limit is not None:
+                fastest(whole, None, None, 0, until)  # for what lives at its peak
+        asked = Asked(task.joint, task.mesh, task.memory_limit, task.pins, task.recompute)
+        raise told(reason, asked, known.values()) from None
     if found.joined:
         _log.info("plan: axes searched together: %s", joined_text(found.joined))
     fitting = (one for one in found.rivals if fits_within(one, moved(one), task.mesh, task.memory_limit))
@@ -205,21 +217,6 @@ def search_plans(
 def _pinned(task: Task) -> list[str] | None:
     """The ops that are computed again in any plan, and no others; None: the search says which."""
     return users_choice(task.joint) if task.recompute == "user" else None
-
-
-def _search_until(task: Task, deadline: Deadline) -> Deadline:
-    """What is decided and predicted after the search takes its time, too: it grows with the graph."""
-    after = _SECONDS_A_NODE * len(task.joint.graph.nodes)
-    return deadline.earlier(min(after, _DECIDING_SHARE * max(0.0, deadline.left)))
-
-
-def _out_of_time(task: Task) -> InfeasibleError:
-    axes = len(task.mesh.real_axes())
-    return InfeasibleError(
-        f"no plan on {task.mesh} was found within time_limit={task.time_limit:g} seconds: "
-        "they ended before its layouts and the ways between them were listed\n"
-        "  try: a larger `time_limit`" + (f", or a mesh of fewer axes than {axes}" if axes > 1 else "")
-    )
 
 
 def carried_plan(task: Task, first: Plan) -> Plan:
@@ -237,11 +234,11 @@ def carried_plan(task: Task, first: Plan) -> Plan:
             task.boundary,
             memory_limit=task.memory_limit,
             reserve=0 if task.memory_limit is None else first.reserve,
-            deadline=_search_until(task, Deadline.after(task.time_limit)),
+            deadline=search_until(task.joint, Deadline.after(task.time_limit)),
             narrowing=Narrowing(held=first.assignment),
         )
     except OutOfTime:
-        raise _out_of_time(task) from None
+        raise out_of_time(task.mesh, task.time_limit) from None
     unproven = replace(found, lower_bound=0.0, gap=1.0, status="feasible")
     return _plan_of(task, unproven, lowered(joint, found.assignment, prices), None)
 
@@ -279,5 +276,14 @@ def _plan_of(task: Task, found: Found, judged: Judged, again: Again | None) -> P
             timed="" if task.timed is None else task.timed.hash,
         ),
         joined_axes=found.joined,
+        micro_batches=joint.pieces,
+        other_sizes=other_size_records(
+            joint,
+            found.assignment,
+            prices,
+            lambda graph: replace(task, captured=replace(task.captured, joint=graph)).boundary,
+            task.time_limit,
+        ),
+        memory=None if judged.memory is None else MemoryTimeline.of(judged.memory),
         again=again,
     )

@@ -6,7 +6,7 @@ from cost_model.bucketed import BucketedPrices
 from cost_model.collectives import CollectivePrices
 from cost_model.compute import ComputePrices
 from cost_model.correction import with_timed_collectives
-from cost_model.memory import ADAMW
+from cost_model.memory import ADAMW, Optimizer
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from cost_model.timed import TimedPrices
@@ -18,10 +18,14 @@ __all__ = ["prices_of"]
 
 
 def prices_of(
-    profile: Profile, mesh: MeshSpec, backend: str = "inductor", timed: TimedPrices | None = None
+    profile: Profile,
+    mesh: MeshSpec,
+    backend: str = "inductor",
+    timed: TimedPrices | None = None,
+    optimizer: Optimizer = ADAMW,
 ) -> Prices:
-    """Collectives, kernels as `backend` makes them and the AdamW update of one device, from `profile`; in place of them
-    what was timed."""
+    """Collectives, kernels as `backend` makes them and the update on one device, from `profile`; in place of them what
+    was timed."""
     if timed is not None:
         profile = with_timed_collectives(profile, mesh, timed.collectives)
     compute = ComputePrices(profile, mesh.device_type, timed)
@@ -31,7 +35,8 @@ def prices_of(
         compute=compute,
         redistributor=Redistributor(mesh, collectives),
         merged=Redistributor(mesh, BucketedPrices(collectives.seconds, mesh, compute)),
-        optimizer_seconds=lambda nbytes: compute.update_seconds(nbytes, ADAMW.passes),
+        optimizer_seconds=lambda nbytes: compute.update_seconds(nbytes, optimizer.passes),
         traffic=traffic_model(backend),
         overlap_efficiency=profile.overlap_efficiency,
+        optimizer=optimizer,
     )

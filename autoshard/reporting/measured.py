@@ -14,6 +14,7 @@ __all__ = [
     "Exposed",
     "MeasuredCollective",
     "MeasuredPhase",
+    "PeakMemory",
     "RankFigures",
     "StepFigures",
     "Track",
@@ -26,13 +27,24 @@ _Key = tuple[str, str, tuple[str, ...], str, int]
 @dataclass(frozen=True)
 class RankFigures:
     """What one rank has to tell. collectives: parallel to those of its prediction, seconds alone.
-    compute: phase -> seconds of its kernels, run op by op. tracks: when they ran in a step; None: not known."""
+    compute: phase -> seconds of its kernels, run op by op. tracks: when they ran in a step; None: not known. memory: of
+    phases where it was measured."""
 
     prediction: Prediction
     steps: tuple[StepTimes, ...]
     collectives: tuple[float, ...]
     compute: Mapping[str, float]
     tracks: Tracks | None = None
+    memory: tuple[PeakMemory, ...] = ()
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """The most bytes of a phase, on one rank. predicted: None where there is no prediction, of the optimizer's."""
+
+    phase: str
+    predicted: int | None
+    measured: int
 
 
 @dataclass(frozen=True)
@@ -83,6 +95,7 @@ class StepFigures:
     predicted:      seconds of the slowest rank's step by the prices.
     phases:         forward, backward, optimizer, other.
     tracks:         when each collective ran, in the order of issue; empty where that is not known, as exposed is None.
+    memory:         of the rank that held most: each phase's peak.
     """
 
     ranks: int
@@ -93,6 +106,16 @@ class StepFigures:
     collectives: tuple[MeasuredCollective, ...]
     tracks: tuple[Track, ...] = ()
     exposed: Exposed | None = None
+    memory: tuple[PeakMemory, ...] = ()
+
+    @property
+    def peak_memory(self) -> PeakMemory | None:
+        """Of forward and backward, which are predicted. None where nothing was measured."""
+        known = [one for one in self.memory if one.predicted is not None]
+        if not known:
+            return None
+        measured = max(one.measured for one in known)
+        return PeakMemory("step", max(one.predicted or 0 for one in known), measured)
 
     @property
     def steps(self) -> int:
@@ -154,6 +177,7 @@ def put_together(ranks: Sequence[RankFigures], warmup: int, *, fused: bool) -> S
         collectives,
         tracks,
         _held_up(slowest, ranks) if tracks else None,
+        max((rank.memory for rank in ranks), key=lambda m: max((one.measured for one in m), default=0)),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autoshard.reporting.marks import Marks
+from autoshard.reporting.peak_memory import PeakCounter
 from autoshard.runtime.observe import PhaseRun
 from passes.lower.phases import Phases
 
@@ -46,14 +48,17 @@ class Recorder:
     """Marks the phases of a model's programs, and the steps of the optimizers that have its parameters.
 
     An `Observer` of a session. Keeps the graphs and inputs of the last forward that had a backward, or
-    of the last at all.
+    of the last at all. peaks: phase -> the most bytes that were allocated in it, where the device counts them.
     """
 
-    def __init__(self, model: nn.Module, marks: Marks) -> None:
+    def __init__(self, model: nn.Module, marks: Marks, counter: PeakCounter | None = None) -> None:
         self.log: list[Mark] = []
+        self.peaks: dict[str, int] = {}
         self._marks = marks
+        self._counter = counter
         self._model = model
         self._updating: set[int] = set()  # optimizers in a step, by id
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._forward: PhaseRun | None = None
         self._trained: tuple[Phases, PhaseRun] | None = None
         self._hooks: list[Any] = []
@@ -84,18 +89,29 @@ class Recorder:
             return self._forward.phases, self._forward
         return self._trained
 
+    def optimizers(self) -> list[Optimizer]:
+        """Those that updated the model's parameters."""
+        return list(self._optimizers)
+
     def steps(self) -> list[StepTimes]:
         """The steps so far; the last one ends now."""
         return steps_of(self.log, self._marks.mark(), self._marks)
 
     def _note(self, phase: str, edge: Literal["begin", "end"]) -> None:
         self.log.append(Mark(phase, edge, self._marks.mark()))
+        if self._counter is None:
+            return
+        if edge == "begin":
+            self._counter.reset()
+        else:
+            self.peaks[phase] = max(self.peaks.get(phase, 0), self._counter.peak())
 
     def _begin_update(self, optimizer: Optimizer) -> None:
         # Looked up at every step: the model's first call makes other parameters of them.
         ours = {id(p) for p in self._model.parameters()}
         if any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
             self._updating.add(id(optimizer))
+            self._optimizers.add(optimizer)
             self._note("optimizer", "begin")
 
     def _end_update(self, optimizer: Optimizer) -> None:

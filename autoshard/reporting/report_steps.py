@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import datetime
 import os
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -22,9 +24,11 @@ from torch import nn
 
 from autoshard.arguments import checked_model
 from autoshard.reporting.marks import Marks, marks_of
-from autoshard.reporting.measured import RankFigures, StepFigures, put_together
+from autoshard.reporting.measured import PeakMemory, RankFigures, StepFigures, put_together
+from autoshard.reporting.peak_memory import held_nbytes, peak_counter, run_peaks
 from autoshard.reporting.probe import Probe
 from autoshard.reporting.recorder import Recorder
+from autoshard.reporting.step_again import StepAgain
 from autoshard.reporting.text import report_text
 from autoshard.reporting.track_picture import track_svg
 from autoshard.reporting.tracks import Tracks, run_tracks
@@ -37,7 +41,7 @@ from cost_model.correction import CollectiveTime, corrected_profile
 from cost_model.errors import PlanError
 from cost_model.profile import Profile
 from passes.lower.phases import Phases
-from passes.predict.predict_step import predict_phases
+from passes.predict.predict_step import Prediction, predict_phases
 
 __all__ = ["StepReport", "report"]
 
@@ -63,6 +67,12 @@ def report(model: nn.Module, *, warmup: int = 2, repeats: int = 5) -> StepReport
         raise PlanError(
             "report: the model is not parallel\n  try: model = autoshard(model, mesh, ...) before"
         )
+    plan = session.plan
+    if plan is not None and plan.micro_batches > 1:
+        raise PlanError(
+            f"report: the batch is run in {plan.micro_batches} pieces, of which nothing is measured\n"
+            "  try: autoshard(model, mesh, micro_batches=1)"
+        )
     return StepReport(session, warmup, repeats)
 
 
@@ -74,7 +84,7 @@ class StepReport:
         self._warmup = warmup
         self._repeats = repeats
         self._marks: Marks = marks_of(session.spec.device_type)
-        self._recorder = Recorder(session.model, self._marks)
+        self._recorder = Recorder(session.model, self._marks, peak_counter(session.spec.device_type))
         self._figures: StepFigures | None = None
 
     def __enter__(self) -> StepReport:
@@ -149,22 +159,35 @@ class StepReport:
         for _ in range(1 + self._repeats):  # the first warms up
             probe.run()
         mine = RankFigures(
-            prediction,
+            replace(prediction, memory=None),  # of every value: not for the other ranks
             tuple(steps),
             tuple(probe.seconds(c.phase, c.node) for c in prediction.collectives),
             {phase: probe.compute_seconds(phase) for phase in probe.compute},
-            self._tracks(phases, forward, bool(prediction.collectives)),
+            *self._seen_again(phases, forward, prediction),
         )
         ranks = everyones(session.mesh, mine)
         return put_together(ranks, self._warmup, fused=session.settings.backend != "eager")
 
-    def _tracks(self, phases: Phases, forward: PhaseRun, any_collectives: bool) -> Tracks | None:
-        session = self._session
-        if not any_collectives or session.spec.device_type != "cpu":
-            return None
-        group = whole_group(session.mesh)
-        backend = session.settings.backend
-        return run_tracks(phases, forward.inputs, backend, self._repeats, lambda: dist.barrier(group))
+    def _seen_again(
+        self, phases: Phases, forward: PhaseRun, prediction: Prediction
+    ) -> tuple[Tracks | None, tuple[PeakMemory, ...]]:
+        """When collectives ran, and how many bytes were alive: on CPUs in the step run again, under a profiler."""
+        session, peaks = self._session, self._recorder.peaks
+        if session.spec.device_type != "cpu":
+            return None, _beside(prediction, peaks)
+        step = StepAgain(phases, forward.inputs, session.settings.backend)
+        tracks = None
+        if prediction.collectives:
+            group = whole_group(session.mesh)
+            tracks = run_tracks(step, self._repeats, lambda: dist.barrier(group))
+        held = held_nbytes(forward.inputs, session.model.parameters(), self._recorder.optimizers())
+        return tracks, _beside(prediction, run_peaks(step, held))
+
+
+def _beside(prediction: Prediction, measured: Mapping[str, int]) -> tuple[PeakMemory, ...]:
+    walk = prediction.memory
+    predicted = {phase: None if walk is None else walk.peak_of(phase) or None for phase in measured}
+    return tuple(PeakMemory(phase, predicted[phase], nbytes) for phase, nbytes in measured.items())
 
 
 def _compute_factor(figures: StepFigures) -> float:

@@ -37,8 +37,17 @@ def report_text(figures: StepFigures, profile: str) -> str:
             lines.append(_row("    communication, alone", predicted, sum(c.seconds for c in alone)))
     if figures.exposed is not None:
         lines.append(_row("exposed communication", figures.exposed.predicted, figures.exposed.measured))
-    lines += ["", *_collectives(figures), *_tracks(figures)]
+    lines += [*_memory(figures), "", *_collectives(figures), *_tracks(figures)]
     return "\n".join(lines) + "\n"
+
+
+def _memory(figures: StepFigures) -> Iterator[str]:
+    peak = figures.peak_memory
+    if peak is not None:
+        for name, one in (("peak memory", peak), *((f"  {one.phase}", one) for one in figures.memory)):
+            predicted = "-" if one.predicted is None else format_bytes(one.predicted)
+            ratio = "-" if one.predicted is None else f"{one.predicted / max(1, one.measured):.2f}"
+            yield _ROW.format(name, predicted, format_bytes(one.measured), ratio)
 
 
 def _collectives(figures: StepFigures) -> Iterator[str]:

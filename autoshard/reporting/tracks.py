@@ -13,16 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from autoshard.runtime.input_side import conform
-from passes.compile.compile_graph import Compiled, compile_graph
-from passes.lower.phases import Phases
+from autoshard.reporting.step_again import PHASES, StepAgain
 
 __all__ = ["Range", "Tracks", "read_step", "run_tracks"]
 
-_STEP, _PHASES = "autoshard report: step", ("forward", "backward")
+_STEP = "autoshard report: step"
 _KINDS = "all_reduce|all_gather_into_tensor|reduce_scatter_tensor|all_to_all_single"
 _NAMED = re.compile(rf"^({_KINDS}): ")
 _UNNAMED = re.compile(rf"^_c10d_functional::({_KINDS})(_|_out)?$")
@@ -55,14 +53,11 @@ class Tracks:
     exposed: dict[str, float]
 
 
-def run_tracks(
-    phases: Phases, inputs: Sequence[Tensor], backend: str, repeats: int, meet: Callable[[], object]
-) -> Tracks | None:
+def run_tracks(step: StepAgain, repeats: int, meet: Callable[[], object]) -> Tracks | None:
     """Medians over `repeats` runs of the programs; None where what the profiler saw cannot be told apart.
 
-    meet: waits until all ranks are there. All ranks must run alike. The programs are functional: nothing changes.
+    meet: waits until all ranks are there. All ranks must run alike.
     """
-    step = _Step(phases, inputs, backend)
     step.run()
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         for _ in range(repeats):
@@ -77,33 +72,6 @@ def run_tracks(
     runs = [read_step(within, kinds) for within in _steps(events)]
     found = [run for run in runs if run is not None]
     return _median(found) if found and len(found) == len(runs) else None
-
-
-class _Step:
-    def __init__(self, phases: Phases, inputs: Sequence[Tensor], backend: str) -> None:
-        self._phases, self._inputs = phases, list(inputs)
-        self.graphs = [phases.forward]
-        if phases.backward is not None:
-            self.graphs.append(phases.backward.module)
-        self._compiled: list[Compiled] = [compile_graph(graph, backend) for graph in self.graphs]
-
-    @torch.no_grad()
-    def run(self) -> None:
-        backward = self._phases.backward
-        with record_function(_PHASES[0]):
-            results = self._compiled[0](list(self._inputs))
-        if backward is None:
-            return
-        given: list[Any] = [self._inputs[i] for i in backward.passed] + [results[i] for i in backward.saved]
-        with record_function(_PHASES[1]):
-            values = [n.meta["val"] for n in backward.module.graph.nodes if n.op == "placeholder"]
-            given += [conform(_ones(v, self._inputs), v) for v in values[len(given) :]]
-            self._compiled[1](given)
-
-
-def _ones(value: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-    device = inputs[0].device if inputs else torch.device("cpu")
-    return torch.ones(value.shape, dtype=value.dtype, device=device)
 
 
 def _collectives(module: fx.GraphModule) -> list[str]:
@@ -127,7 +95,7 @@ def read_step(events: Sequence[Range], kinds: Sequence[str]) -> Tracks | None:
     """
     ordered = sorted(events, key=lambda event: event.begin)
     issued = _outermost([e for e in ordered if _NAMED.match(e.name) or _UNNAMED.match(e.name)])
-    phases = [event for event in ordered if event.name in _PHASES]
+    phases = [event for event in ordered if event.name in PHASES]
     if [_kind(event) for event in issued] != list(kinds) or not phases:
         return None
     threads = [

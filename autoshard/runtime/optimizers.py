@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from autoshard.runtime.sharding import like_parameter
 from cost_model.errors import ShardingError
 
-__all__ = ["adopt", "live_optimizers", "retire", "shard_when_loaded"]
+__all__ = ["adopt", "live_optimizers", "optimizer_of", "retire", "shard_when_loaded"]
 
 
 class RetiredParameter(nn.Parameter):
@@ -43,6 +43,17 @@ def live_optimizers() -> list[torch.optim.Optimizer]:
     """Every optimizer there is: a parameter does not know who optimizes it."""
     # type(), not isinstance: the latter asks every object, lazily loaded modules included.
     return [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer | None:
+    """One of torch's own that has some of the model's parameters, if there is one."""
+    own = {id(parameter) for parameter in model.parameters()}
+    for optimizer in live_optimizers():
+        if type(optimizer).__module__.startswith("torch.optim.") and any(
+            id(p) in own for group in optimizer.param_groups for p in group["params"]
+        ):
+            return optimizer
+    return None
 
 
 def adopt(optimizers: Iterable[torch.optim.Optimizer], moved: Mapping[Tensor, nn.Parameter]) -> None:

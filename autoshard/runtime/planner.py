@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.plan.candidates import BEST, Candidate, with_first
+from autoshard.plan.micro_batches import cut_call, fastest_in_pieces, most_pieces
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_cache import cached_candidates, cached_plan
 from autoshard.plan.plan_fits import check_mesh, check_outputs
 from autoshard.plan.task import CallLayouts, Task, carried_plan, search_plan
 from autoshard.refine.refine import may_refine, refined_plan
 from autoshard.runtime.settings import Settings
+from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
 from cost_model.mesh import MeshSpec
 from passes.capture import Captured
@@ -34,7 +36,12 @@ class Planner:
         """On rank 0, the first plan where prices are refined. Every rank must get here."""
         s = self.settings
         assert s.profile is not None
-        if s.refine == "off" or s.plan is not None or not may_refine(self.mesh, s.profile.nominal):
+        if (
+            s.refine == "off"
+            or s.micro_batches != 1
+            or s.plan is not None
+            or not may_refine(self.mesh, s.profile.nominal)
+        ):
             return None
         return refined_plan(self.mesh, self._task(captured, layouts, s.pins))
 
@@ -51,23 +58,39 @@ class Planner:
     ) -> Plan:
         """Of another kind of call: the layouts there are; if they do not fit, a search with the parameters' `held`."""
         task = self._task(captured, layouts, held)
-        try:
-            return carried_plan(task, first)
-        except InfeasibleError:
-            return search_plan(task)
+
+        def planned(cut: Captured) -> Plan:
+            own = replace(task, captured=cut)
+            try:
+                return carried_plan(own, first)
+            except InfeasibleError:
+                return search_plan(own)
+
+        s = self.settings
+        wanted = (
+            s.micro_batches if s.micro_batches == "auto" else min(int(s.micro_batches), most_pieces(captured))
+        )
+        return fastest_in_pieces(captured, wanted, s.memory_limit, planned, Deadline.after(s.time_limit))
 
     def _plan(self, captured: Captured, layouts: CallLayouts) -> Plan:
         s = self.settings
         if s.plan is not None:
             check_mesh(s.plan, self.spec)
-            s.plan.check_graph(captured.joint)
+            s.plan.check_graph(cut_call(captured, s.plan.micro_batches).joint)
             check_outputs(s.plan, layouts.outputs)
             return s.plan
         task = self._task(captured, layouts, s.pins)
-        return cached_plan(task, lambda: search_plan(task))
+
+        def planned(cut: Captured) -> Plan:
+            own = replace(task, captured=cut)
+            return cached_plan(own, lambda: search_plan(own))
+
+        deadline = Deadline.after(s.time_limit)
+        return fastest_in_pieces(captured, s.micro_batches, s.memory_limit, planned, deadline)
 
     def _task(self, captured: Captured, layouts: CallLayouts, pins: Mapping[str, Layout]) -> Task:
         s = self.settings
         assert s.profile is not None
         given = s.memory_limit, s.backend, s.time_limit
-        return Task(captured, s.profile, self.spec, layouts, pins, *given, recompute=s.recompute)
+        task = Task(captured, s.profile, self.spec, layouts, pins, *given, recompute=s.recompute)
+        return task if s.optimizer is None else replace(task, optimizer=s.optimizer)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from autoshard.runtime.piecewise_step import PiecewiseProgram
 from autoshard.runtime.step import Program
 
-__all__ = ["Programs"]
+__all__ = ["AnyProgram", "Programs"]
+
+AnyProgram = Program | PiecewiseProgram
 
 _OP_BY_OP = 2
 """Calls before a later kind of call is compiled: a last, smaller batch comes once an epoch, and compiling it takes
@@ -16,13 +19,13 @@ longer than running it. Counted by calls, so that all ranks compile at the same 
 class Programs:
     """made: compiles by a backend, on all ranks together. at_once: the first kind of call is what the run is about."""
 
-    def __init__(self, made: Callable[[str], Program], backend: str, *, at_once: bool) -> None:
+    def __init__(self, made: Callable[[str], AnyProgram], backend: str, *, at_once: bool) -> None:
         self._made, self._backend = made, backend
         self._calls = 0
         self._compiled = at_once or backend == "eager"
         self._program = made(backend if at_once else "eager")
 
-    def next(self) -> Program:
+    def next(self) -> AnyProgram:
         """For one more call. A step that has begun with another program ends with that one."""
         self._calls += 1
         if not self._compiled and self._calls > _OP_BY_OP:

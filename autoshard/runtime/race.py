@@ -28,6 +28,7 @@ from autoshard.runtime.agreement import collectively, everyones, from_first, in_
 from autoshard.runtime.devices import local_device
 from autoshard.runtime.observe import Observer, unobserved
 from autoshard.runtime.process_groups import whole_group
+from autoshard.runtime.programs import AnyProgram
 from autoshard.runtime.race_entry import RaceEntry
 from autoshard.runtime.settings import Settings
 from autoshard.runtime.step import Program
@@ -63,11 +64,11 @@ class Starter:
 def race(
     mesh: DeviceMesh,
     candidates: Sequence[Candidate],
-    made: Callable[[Plan], Callable[[str], Program]],
-    entered: Callable[[Plan, Program], RaceEntry],
+    made: Callable[[Plan], Callable[[str], AnyProgram]],
+    entered: Callable[[Plan, AnyProgram], RaceEntry],
     settings: Settings,
     observers: list[Observer],
-) -> tuple[Plan, Callable[[str], Program]]:
+) -> tuple[Plan, Callable[[str], AnyProgram]]:
     """The plan of the fastest, which says of the others how fast they were; and what gives its program for a backend.
 
     made: what compiles a plan's program, on all ranks together. entered: the plan on copies. The first candidate is the

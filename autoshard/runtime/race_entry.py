@@ -16,6 +16,7 @@ from autoshard.runtime.devices import arrived, local_device
 from autoshard.runtime.dtensor_ops import complete_dtensor_ops
 from autoshard.runtime.input_side import InputSide, plain_input
 from autoshard.runtime.optimizers import live_optimizers
+from autoshard.runtime.programs import AnyProgram
 from autoshard.runtime.sharding import shard_of
 from autoshard.runtime.step import Program
 from cost_model.mesh import MeshSpec
@@ -44,8 +45,9 @@ class RaceEntry:
         mesh: DeviceMesh,
         tensors: Sequence[Tensor],
         plan: Plan,
-        program: Program,
+        program: AnyProgram,
     ) -> None:
+        assert isinstance(program, Program), "plans in pieces do not race"
         self.plan, self.program = plan, program
         self._model, self._joint, self._mesh, self._tensors = model, joint, mesh, tensors
         self._spec = MeshSpec.of(mesh)

@@ -21,6 +21,8 @@ from autoshard.calls.global_call import GlobalCall, global_call
 from autoshard.calls.outputs import output_layouts
 from autoshard.plan.candidates import BEST, Candidate
 from autoshard.plan.find_plan import canonical_capture, named_parameters
+from autoshard.plan.micro_batches import cut_call
+from autoshard.plan.optimizer_names import optimizer_name
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_fits import axes_in, runnable
 from autoshard.plan.task import CallLayouts
@@ -34,10 +36,12 @@ from autoshard.runtime.input_side import InputSide
 from autoshard.runtime.module import Built, dispatcher_of
 from autoshard.runtime.nccl import in_host_order
 from autoshard.runtime.observe import Observer
+from autoshard.runtime.optimizers import optimizer_of
 from autoshard.runtime.parameters import distribute_parameters
+from autoshard.runtime.piecewise_step import PiecewiseProgram
 from autoshard.runtime.planner import Planner
 from autoshard.runtime.process_groups import groups_for
-from autoshard.runtime.programs import Programs
+from autoshard.runtime.programs import AnyProgram, Programs
 from autoshard.runtime.race import race
 from autoshard.runtime.race_entry import RaceEntry
 from autoshard.runtime.seeds import SeedStream
@@ -115,6 +119,9 @@ class Session:
         with self._stages("finding a plan"):
             plans = self._planned(captured, layouts)
         kind = kind_of(self.model, captured.joint)
+        captured = collectively(
+            self.mesh, lambda: cut_call(captured, plans[0].plan.micro_batches), what="cutting a batch"
+        )
         tensors, key = flatten_call(args, kwargs)
         made = lambda plan: self._made(captured, plan, kind)
         entered = partial(RaceEntry, self.model, captured.joint, self.mesh, tensors)
@@ -158,7 +165,7 @@ class Session:
     def _planned(self, captured: Captured, layouts: CallLayouts) -> list[Candidate]:
         """Rank 0's plan, on all ranks; several of them where they are to race."""
         mine: list[Candidate] = []
-        planner, first = Planner(self.mesh, self.spec, self.settings), self.plan
+        planner, first = Planner(self.mesh, self.spec, self._with_optimizer()), self.plan
         refined = planner.refined(captured, layouts) if first is None else None
 
         def find() -> tuple[list[Any], int]:
@@ -179,6 +186,11 @@ class Session:
             _log.warning("ops without a rule run replicated, with their inputs gathered: %s", found)
         return plans
 
+    def _with_optimizer(self) -> Settings:
+        """The optimizer counts that is there, if the user named none."""
+        live = optimizer_of(self.model) if self.settings.optimizer is None else None
+        return self.settings if live is None else replace(self.settings, optimizer=optimizer_name(live))
+
     def _held(self) -> dict[str, Layout]:
         """The layouts that parameters have: of those that are still the model's. A new layer's are free."""
         return {
@@ -187,43 +199,52 @@ class Session:
             if isinstance(parameter, DTensor)
         }
 
-    def _made(self, captured: Captured, plan: Plan, kind: str) -> Callable[[str], Program]:
+    def _made(self, captured: Captured, plan: Plan, kind: str) -> Callable[[str], AnyProgram]:
         """What compiles this rank's program by a backend, on all ranks together."""
         groups_for(self.mesh, axes_in(plan))
-        ours, sides = collectively(self.mesh, lambda: self._lowered(captured, plan), what="lowering a plan")
+        ours = collectively(self.mesh, lambda: self._lowered(captured, plan), what="lowering a plan")
+        sides = self._sides(captured.joint, plan)
         turn = turns_of(self.watch, kind)
 
-        def compiled(backend: str) -> Program:
-            rank, backward = self.mesh.get_rank(), ours.phases.backward
-            program = Program(ours, sides, self.spec, rank, backend, self.observers, turn)
+        def compiled(backend: str) -> AnyProgram:
+            rank = self.mesh.get_rank()
+            if len(ours) > 1:
+                return PiecewiseProgram(ours, sides, self.spec, rank, backend, turn)
+            backward = ours[0].phases.backward
+            program = Program(ours[0], sides, self.spec, rank, backend, self.observers, turn)
             if backward is not None:
                 program.compile_backward(usually_missing(backward))
             return program
 
-        def together(backend: str) -> Program:
+        def together(backend: str) -> AnyProgram:
             with self._stages("compiling the plan"):
                 return collectively(self.mesh, lambda: compiled(backend), what="compiling a plan")
 
         return together
 
-    def _lowered(self, captured: Captured, plan: Plan) -> tuple[RankProgram, list[InputSide]]:
+    def _lowered(self, captured: Captured, plan: Plan) -> list[RankProgram]:
+        """This rank's program; where a batch is run in pieces, of each."""
         joint = captured.joint
         groups = groups_for(self.mesh, axes_in(plan))
         schedule = one_communicator_at_a_time if self._separately(plan) else scheduled
         with runnable(plan):
-            ours = rank_program(
-                joint, plan.assignment, plan.lowering, self.spec, dist.get_rank(), groups, schedule=schedule
-            )
-            if self.settings.backend == "eager":  # not what runs op by op twice, until it is compiled
-                ours = ours.joined()
-            _ = ours.phases
+            programs = [
+                rank_program(graph, layouts, lowering, self.spec, dist.get_rank(), groups, schedule=schedule)
+                for graph, layouts, lowering in plan.of_pieces(joint)
+            ]
+            if len(programs) == 1:
+                if self.settings.backend == "eager":  # not what runs op by op twice, until it is compiled
+                    programs = [programs[0].joined()]
+                _ = programs[0].phases
+        return programs
+
+    def _sides(self, joint: JointGraph, plan: Plan) -> list[InputSide]:
         shapes = {node.name: tuple(node.meta["val"].shape) for node in joint.placeholders}
-        sides = [
+        return [
             InputSide(shapes[node.name], plan.assignment[node.name].results[0])
             for node, spec in zip(joint.placeholders, joint.inputs, strict=True)
             if spec.kind != "tangent"
         ]
-        return ours, sides
 
     def _separately(self, plan: Plan) -> bool:
         """Whether collectives on different communicators must not be in flight together."""

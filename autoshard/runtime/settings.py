@@ -26,6 +26,8 @@ class Settings:
     backend: str
     recompute: str
     time_limit: float
+    micro_batches: int | str = 1
+    optimizer: str | None = None
     race: int = 0
     refine: str = "off"
 
@@ -39,6 +41,8 @@ class Settings:
             "plan": "searched" if self.plan is None else self.plan.fingerprint,
             "backend": self.backend,
             "recompute": self.recompute,
+            "optimizer": str(self.optimizer),
+            "micro_batches": str(self.micro_batches),
             "time_limit": str(self.time_limit),
             "race": str(self.race),
             "refine": self.refine,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -12,24 +11,21 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
-from autoshard.runtime.input_side import InputSide, conform, expected, sliced
+from autoshard.runtime.input_side import InputSide, conform, expected
+from autoshard.runtime.leaves import Leaves
 from autoshard.runtime.observe import Observer, PhaseRun, observed
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
 from passes.compile.compile_graph import Compiled, compile_graph
-from passes.ir.torch_dtensor import dtensor_from, local_of, sharding_of
+from passes.ir.torch_dtensor import local_of
 from passes.lower.phases import Backward
 from passes.lower.rank_program import RankProgram
 
-__all__ = ["Program"]
+__all__ = ["Program", "autocast_off", "check_first_order", "no_turn"]
 
 
-def _no_turn(phase: str) -> AbstractContextManager[Any]:
+def no_turn(phase: str) -> AbstractContextManager[Any]:
     return nullcontext()
-
-
-def _no_tensor() -> None:
-    return None
 
 
 class Program:
@@ -46,7 +42,6 @@ class Program:
     The backward is compiled on first use for every set of outputs that get no gradient.
 
     observers: told when a forward or backward begins and ends; may change while the program lives.
-    may_slice: leaves that may come whole where the graph takes a part: all but parameters.
     turn: of "forward" or "backward": the block in which it runs, so that ranks know where the others are.
     """
 
@@ -58,24 +53,18 @@ class Program:
         rank: int,
         backend: str = "inductor",
         observers: Sequence[Observer] = (),
-        turn: Callable[[str], AbstractContextManager[Any]] = _no_turn,
+        turn: Callable[[str], AbstractContextManager[Any]] = no_turn,
     ) -> None:
         self._turn = turn
         phases = program.phases
-        assert len(sides) == len(phases.inputs)
         self._program = program
         self.phases = phases
         self.backend = backend
         self.device_type = spec.device_type
-        self._spec, self._rank = spec, rank
         self._observers = observers
-        self._sides = tuple(sides)
         self._forward = compile_graph(phases.forward, backend)
-        self._expected = expected(_placeholder_values(phases.forward))
-        self._known: list[Callable[[], Tensor | None]] = [_no_tensor] * len(self._expected)
-        # Parameters and buffers by far outnumber what may need slicing.
         kinds = [i.kind for i in phases.inputs]
-        self.may_slice = [i for i, kind in enumerate(kinds) if kind != "param"]
+        self.leaves = Leaves(kinds, _placeholder_values(phases.forward), sides, spec, rank)
         self._buffers = [
             (position, o.index) for position, o in enumerate(phases.outputs) if o.kind == "buffer"
         ]
@@ -95,9 +84,9 @@ class Program:
 
     def run_forward(self, leaves: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         """(outputs, tensors to save). Outside autograd."""
-        locals_ = self._localize(leaves)
+        locals_ = self.leaves.local(leaves)
         run = lambda: PhaseRun("forward", self.phases, tuple(locals_))
-        with _autocast_off(self.device_type), self._turn("forward"), observed(self._observers, run):
+        with autocast_off(self.device_type), self._turn("forward"), observed(self._observers, run):
             results = self._forward(list(locals_))
             for position, leaf in self._buffers:
                 local_of(leaves[leaf]).copy_(results[position])  # type: ignore[arg-type]
@@ -121,7 +110,7 @@ class Program:
         saved.clear()
         given.clear()
         run = lambda: PhaseRun("backward", replace(self.phases, backward=backward.graph))
-        with _autocast_off(self.device_type), self._turn("backward"), observed(self._observers, run):
+        with autocast_off(self.device_type), self._turn("backward"), observed(self._observers, run):
             return list(backward.run(inputs))
 
     def compile_backward(self, missing: frozenset[int] = frozenset()) -> None:
@@ -132,29 +121,6 @@ class Program:
     def constant_outputs(self, outputs: Sequence[Tensor]) -> list[Tensor]:
         """Those of `outputs` that have no gradient."""
         return [outputs[i] for i in self._constant]
-
-    def fit_gradient(self, gradient: Tensor, leaf: int, shape: torch.Size) -> Tensor:
-        """The gradient of a leaf that came as a shard, where the graph returns it whole."""
-        if gradient.shape == shape:
-            return gradient
-        return sliced(gradient, self._sides[leaf], self._spec, self._rank)
-
-    def _localize(self, leaves: Sequence[Tensor]) -> list[Tensor]:
-        locals_ = [local_of(leaf) for leaf in leaves]
-        for i in self.may_slice:
-            if locals_[i].shape != self._expected[i].shape:
-                locals_[i] = sliced(locals_[i], self._sides[i], self._spec, self._rank)
-        for i, (value, known) in enumerate(zip(locals_, self._known, strict=True)):
-            if known() is not value:
-                locals_[i] = self._conformed(i, value)
-        return locals_
-
-    def _conformed(self, position: int, value: Tensor) -> Tensor:
-        """`value` as the graph takes it. A parameter that is so already is remembered: it comes again at every step."""
-        found = conform(value, self._expected[position])
-        if found is value and position not in self.may_slice:
-            self._known[position] = weakref.ref(value)
-        return found
 
     def _compile_backward(self, missing: frozenset[int]) -> _CompiledBackward:
         full = self.phases.backward
@@ -182,8 +148,7 @@ class _Step(torch.autograd.Function):
     def forward(ctx: Any, program: Program, *leaves: Tensor) -> tuple[Tensor, ...]:
         outputs, saved = program.run_forward(leaves)
         ctx.program = program
-        ctx.shardings = [sharding_of(leaf) for leaf in leaves]
-        ctx.shapes = {i: leaves[i].shape for i in program.may_slice}
+        ctx.looks = program.leaves.looks(leaves)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*program.constant_outputs(outputs))
         ctx.save_for_backward(*saved)
@@ -191,14 +156,7 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        # Autograd records the backward only for create_graph=True. What ran here would have no graph, and a penalty
-        # on these gradients no effect.
-        if torch.is_grad_enabled():
-            raise ShardingError(
-                "create_graph=True: the backward of a parallel model cannot be differentiated again\n"
-                "  try: compute the penalty in the model's forward, with torch.autograd.grad(..., create_graph=True) "
-                "there, and return it"
-            )
+        check_first_order()
         program: Program = ctx.program
         saved = list(ctx.saved_tensors)
         # Where a loss has parameters in it too (a penalty), its gradient is a DTensor, the same on all ranks.
@@ -206,27 +164,28 @@ class _Step(torch.autograd.Function):
         # With retain_graph=False nobody needs them again: the backward may free each when it is done.
         ctx.maybe_clear_saved_tensors()
         assert program.phases.backward is not None
-        gradients: list[Tensor | None] = [None] * len(ctx.shardings)
-        needed = ctx.needs_input_grad  # a new tuple at every look
-        for spec, gradient in zip(
-            program.phases.backward.gradients, program.run_backward(saved, tangents), strict=True
-        ):
-            leaf = spec.index
-            if gradient is None or not needed[leaf + 1]:
-                continue
-            sharding = ctx.shardings[leaf]
-            if sharding is not None:
-                gradient = dtensor_from(gradient, sharding)
-            shape = ctx.shapes.get(leaf)
-            gradients[leaf] = gradient if shape is None else program.fit_gradient(gradient, leaf, shape)
-        return (None, *gradients)
+        found = program.run_backward(saved, tangents)
+        # `needs_input_grad` is a new tuple at every look.
+        needed = ctx.needs_input_grad[1:]
+        return (None, *program.leaves.gradients(ctx.looks, needed, program.phases.backward.gradients, found))
+
+
+def check_first_order() -> None:
+    """ShardingError in a backward that is to be differentiated again: autograd records it for create_graph=True only.
+    What ran would have no graph, and a penalty on these gradients no effect."""
+    if torch.is_grad_enabled():
+        raise ShardingError(
+            "create_graph=True: the backward of a parallel model cannot be differentiated again\n"
+            "  try: compute the penalty in the model's forward, with torch.autograd.grad(..., create_graph=True) "
+            "there, and return it"
+        )
 
 
 def _placeholder_values(module: fx.GraphModule) -> list[Tensor]:
     return [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
 
 
-def _autocast_off(device_type: str) -> AbstractContextManager[Any]:
+def autocast_off(device_type: str) -> AbstractContextManager[Any]:
     """The graph has its casts in it; autocast must not add any."""
     if torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)

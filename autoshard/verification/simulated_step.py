@@ -6,15 +6,46 @@ from collections.abc import Sequence
 
 import torch
 
+from autoshard.plan.plan import Plan
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import GraphOutput, JointGraph
+from passes.lower.missing_tangents import missing_tangents
 from passes.lower.phases import Backward
-from passes.lower.rank_program import RankProgram
-from passes.simulate.lockstep import simulate
+from passes.lower.piecewise import split_pieces
+from passes.lower.rank_program import RankProgram, rank_program
+from passes.simulate.lockstep import simulate, simulated_groups
+from passes.simulate.lockstep_pieces import simulate_pieces
 
-__all__ = ["simulated_step"]
+__all__ = ["rank_programs", "simulated_results", "simulated_step", "usual_tangents"]
 
 Values = list[torch.Tensor | None]
+
+
+def simulated_results(
+    joint: JointGraph, plan: Plan, shards: Sequence[Sequence[torch.Tensor]]
+) -> Sequence[Values]:
+    """Per rank the flat results of `joint`, the graph that `plan` is of, from its shards of the placeholders."""
+    pieces = rank_programs(joint, plan)
+    if joint.pieces == 1:
+        return simulated_step(joint, pieces[0], shards, plan.mesh)
+    names = [node.name for node in joint.placeholders]
+    return simulate_pieces([[split_pieces(p) for p in ranks] for ranks in pieces], names, shards, plan.mesh)
+
+
+def rank_programs(joint: JointGraph, plan: Plan) -> list[list[RankProgram]]:
+    """Per piece of a batch, or of all of it, every rank's program."""
+    mesh, groups = plan.mesh, simulated_groups(plan.mesh)
+    return [
+        [rank_program(graph, layouts, lowering, mesh, rank, groups) for rank in range(mesh.device_count)]
+        for graph, layouts, lowering in plan.of_pieces(joint)
+    ]
+
+
+def usual_tangents(joint: JointGraph, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """`values` of the placeholders of `joint`, with 0 as gradients of outputs that get none in a usual step."""
+    missing = missing_tangents(joint)
+    pairs = zip(joint.placeholders, values, strict=True)
+    return [torch.zeros_like(value) if node in missing else value for node, value in pairs]
 
 
 def simulated_step(

@@ -13,13 +13,14 @@ from torch import nn
 from autoshard.arguments import checked_model
 from autoshard.calls.signature import as_call
 from autoshard.plan.find_plan import autocast_as, canonical_capture
+from autoshard.plan.micro_batches import cut_call
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_fits import runnable
 from autoshard.runtime.module import original_forward
 from autoshard.runtime.sharding import shard_of
 from autoshard.verification.divergence import CANCELLED, Divergence, Watcher
 from autoshard.verification.part_errors import largest, piece_error
-from autoshard.verification.simulated_step import simulated_step
+from autoshard.verification.simulated_step import rank_programs, simulated_results, usual_tangents
 from cost_model.checked_arguments import checked_count
 from cost_model.errors import PlanError
 from cost_model.mesh import MeshSpec
@@ -30,10 +31,9 @@ from passes.ir.kept_random_state import random_state_kept
 from passes.ir.op_traits import draws
 from passes.ir.rewrite import copy_joint
 from passes.layout.layout import Layout
-from passes.lower.rank_program import RankProgram, rank_program
 from passes.plan.describe import graph_hash
 from passes.simulate.conditioning import measured_rounding
-from passes.simulate.lockstep import simulate, simulated_groups
+from passes.simulate.lockstep import simulate
 from passes.simulate.reference import eager_results, graph_values, reference_inputs
 from passes.states.compute_again import compute_again
 
@@ -93,20 +93,19 @@ def verify(
     args, kwargs = as_call(example_inputs)
     with autocast_as(plan.mesh, autocast):
         captured = canonical_capture(model, args, kwargs, device=torch.device(plan.mesh.device_type))
+    cut = cut_call(captured, plan.micro_batches).joint
+    plan.check_graph(cut)
     joint = captured.joint
-    plan.check_graph(joint)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise PlanError(
             "verify() runs the model, and its parameters are on `meta`\n  try: model.to_empty(device='cpu'), then init"
         )
     tensors, _ = flatten_call(args, kwargs)
     here = _device_of(model)
-    joint = replace(joint, device=here)
-    if here.type != CPU.type:
-        joint = copy_joint(joint)
-        bind_device(joint.module, here)
-    joint = compute_again(joint, plan.lowering.again)
+    joint = _bound(joint, here)
+    graph = _as_planned(cut if cut.pieces > 1 else joint, plan, here)
     values = [value.to(here) for value in reference_inputs(joint, model, tensors, seed=seed)]
+    values = usual_tangents(joint, values) if cut.pieces > 1 else values
     results, nodes = graph_values(joint, values)
     comparable = autocast is None and not _is_random(joint) and _same_here(captured, model, args, kwargs)
     wanted = (
@@ -115,24 +114,40 @@ def verify(
         else results
     )
     with runnable(plan):
-        programs = _programs(joint, plan)
         shards = _shards(joint, plan, values)
         limit = _tolerance(joint)
         rounding = measured_rounding(joint, values, results, nodes, seed=seed)
         floors = [_ROUNDINGS * change / limit for change in rounding.results]
-        found = simulated_step(joint, programs, shards, plan.mesh)
+        found = simulated_results(graph, plan, shards)
         errors = _compared(joint, plan, found, wanted, floors)
     worst = max(errors.values(), default=0.0)
     if worst <= limit:
         return VerifyReport(True, worst, errors, None)
-    # Once more, in the order of the global graph, where every node of it can be compared.
+    # Once more, in the order of the global graph, where every node of it can be compared: of pieces with the first.
+    if cut.pieces > 1:
+        results, nodes = graph_values(graph, values)
+        rounding = measured_rounding(graph, values, results, nodes, seed=seed)
     least = {name: _ROUNDINGS * change / limit for name, change in rounding.nodes.items()}
-    graphs = [program.local for program in programs]
-    watcher = Watcher(joint, plan, nodes, least)
+    graphs = [program.local for program in rank_programs(graph, plan)[0]]
+    watcher = Watcher(graph, plan, nodes, least)
     watcher.attach(graphs)
     with runnable(plan):
         simulate([graph.module for graph in graphs], shards, plan.mesh, observe=watcher)
     return VerifyReport(False, worst, errors, watcher.first(limit * _NODE_SLACK))
+
+
+def _as_planned(joint: JointGraph, plan: Plan, here: torch.device) -> JointGraph:
+    """The graph of which ranks run parts, on the device where all is compared."""
+    others = tuple(_as_planned(other, plan, here) for other in joint.others)
+    return compute_again(replace(_bound(joint, here), others=others), plan.lowering.again)
+
+
+def _bound(joint: JointGraph, here: torch.device) -> JointGraph:
+    joint = replace(joint, device=here)
+    if here.type != CPU.type:
+        joint = copy_joint(joint)
+        bind_device(joint.module, here)
+    return joint
 
 
 def _tensors(
@@ -165,14 +180,6 @@ def _tolerance(joint: JointGraph) -> float:
     """The loosest of the dtypes that are computed with: float32 results of bfloat16 products are as good as those."""
     values = [value for node in joint.graph.nodes if node.op != "output" for value in node_values(node)]
     return max((_TOLERANCE.get(v.dtype, 0.0) for v in values if v is not None), default=1e-4) or 1e-4
-
-
-def _programs(joint: JointGraph, plan: Plan) -> list[RankProgram]:
-    groups = simulated_groups(plan.mesh)
-    return [
-        rank_program(joint, plan.assignment, plan.lowering, plan.mesh, rank, groups)
-        for rank in range(plan.mesh.device_count)
-    ]
 
 
 def _shards(joint: JointGraph, plan: Plan, values: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:

@@ -12,7 +12,7 @@ from passes.canonicalize.merge_duplicates import NO_DUPLICATES
 from passes.ir.graph_pass import GraphPass
 from passes.ir.graph_properties import NO_DEAD_CODE, NO_USES
 from passes.ir.joint import JointGraph, tensor_operands
-from passes.ir.op_traits import is_collect, is_use
+from passes.ir.op_traits import when_read
 from passes.ir.properties import Property, described
 from passes.rules.core.rule_registry import rule_for
 
@@ -94,22 +94,9 @@ def _share(node: fx.Node, phase: str, group: Sequence[fx.Node]) -> None:
     origin = group[0] if node.op == "placeholder" else node
     use.meta = {"val": node.meta["val"], "phase": phase}
     use.meta.update({key: origin.meta[key] for key in ("module", "source") if key in origin.meta})
-    use.meta.update(_when_read(node, group))
+    use.meta.update(when_read(node, group))
     for reader in group:
         reader.replace_input_with(node, use)
-
-
-def _when_read(node: fx.Node, group: Sequence[fx.Node]) -> dict[str, object]:
-    """When the readers of a value run, where a batch is run in pieces: what a piece reads through a `use` or makes is
-    read in it, what it leaves behind after it."""
-    if not any("runs" in reader.meta for reader in group):
-        return {}
-    if node.op == "placeholder":
-        return {"runs": "before", "repeats": 1}
-    if is_collect(node):
-        return {"runs": "after", "repeats": 1}
-    known = group[0] if is_use(node) else node
-    return {key: known.meta[key] for key in ("runs", "repeats")}
 
 
 def _through_window(reader: fx.Node, node: fx.Node) -> bool:

@@ -77,6 +77,7 @@ class JointGraph:
 
     pieces: how often the ops whose meta "runs" is "piece" run in a step, once for each piece of the batch; others, that
     say "before" or "after", run once (`passes.micro_batches`). 1: nothing is in pieces, and no op says when it runs.
+    The graph is then that of the first piece, and `others` are those of the other pieces, in order.
 
     device: where the ranks run. The graph itself is on the CPU, on every machine; `passes.compile.bind_device` moves a
     rank's graph there.
@@ -88,6 +89,7 @@ class JointGraph:
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
     device: torch.device = CPU
     pieces: int = 1
+    others: tuple[JointGraph, ...] = ()
 
     @property
     def graph(self) -> fx.Graph:

@@ -49,6 +49,7 @@ __all__ = [
     "reads_shape_only",
     "rounds",
     "storage_root",
+    "when_read",
 ]
 
 OpKind = Literal["view", "pointwise", "creation", "indexing", "reduction", "product", "collective", "opaque"]
@@ -191,6 +192,19 @@ def is_collect(node: fx.Node) -> bool:
 def read_repeats(node: fx.Node) -> int:
     """How often, in a step, the operands of an op are brought to it: what pieces of a batch are parts of, once."""
     return 1 if is_piece(node) else repeats(node)
+
+
+def when_read(node: fx.Node, group: Sequence[fx.Node]) -> dict[str, object]:
+    """The meta that says when the readers of a value run, where a batch is run in pieces: what a piece reads through a
+    `use` or makes is read in it, what it leaves behind after it."""
+    if not any("runs" in reader.meta for reader in group):
+        return {}
+    if node.op == "placeholder":
+        return {"runs": "before", "repeats": 1}
+    if is_collect(node):
+        return {"runs": "after", "repeats": 1}
+    known = group[0] if is_use(node) else node
+    return {key: known.meta[key] for key in ("runs", "repeats")}
 
 
 def is_cast(node: fx.Node) -> bool:

@@ -270,3 +270,13 @@ def move_gradient_hooks(old: torch.Tensor, new: torch.Tensor, changed: Callable[
 def version_of(tensor: torch.Tensor) -> int:
     """How often a tensor was written to in place. `_version` since torch 0.4."""
     return tensor._version
+
+
+def allocations(seen: torch.profiler.profile) -> list[tuple[float, int]]:
+    """(seconds, bytes more or less) of every change of the host's memory that a profiler with `profile_memory` saw, in
+    order, on the clock of its `events()`, which tell them by op and not when. `kineto_results` since torch 1.8."""
+    assert seen.profiler is not None and seen.profiler.kineto_results is not None
+    found: Any = seen.profiler.kineto_results
+    events = [event for event in found.events() if event.name() == "[memory]"]
+    changes = [((event.start_ns() - found.trace_start_ns()) * 1e-9, event.nbytes()) for event in events]
+    return sorted(changes, key=lambda change: change[0])

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.ir.joint import JointGraph, ancestors, node_value
+from passes.ir.joint import GraphInput, JointGraph, ancestors, node_value
 from passes.ir.op_traits import reads_shape_only
 from passes.ir.rewrite import erase_dead
 from passes.ir.torch_compat import lazy_module
 from passes.lower.phases import Backward, exchanges, extract, unaliased
 
-__all__ = ["usually_missing", "without_tangents", "without_usually_missing"]
+__all__ = ["missing_tangents", "usually_missing", "without_tangents", "without_usually_missing"]
 
 _aten = torch.ops.aten
 _SUMS = (_aten.add.Tensor, _aten.sub.Tensor)
@@ -42,16 +42,25 @@ def without_tangents(backward: Backward, missing: Set[int]) -> Backward:
 
 def without_usually_missing(joint: JointGraph) -> JointGraph:
     """A new joint graph that gives no gradient to outputs that get none in a usual step. It takes all tangents."""
-    nodes = zip(joint.placeholders, joint.inputs, strict=True)
-    tangents = {node: spec for node, spec in nodes if spec.kind == "tangent"}
-    missing = _all_but_the_loss({spec.index: node_value(node).ndim for node, spec in tangents.items()})
-    folder = _Folder({node for node, spec in tangents.items() if spec.index in missing})
-    folder.dependent.update(tangents)
+    folder = _Folder(missing_tangents(joint))
+    folder.dependent.update(_tangents(joint))
     for node in joint.graph.nodes:
         folder.fold(node)
     folder.graph.output(tuple(folder.results))
     erase_dead(folder.graph)
     return replace(joint, module=lazy_module(folder.graph, "JointGraph"))
+
+
+def missing_tangents(joint: JointGraph) -> set[fx.Node]:
+    """The tangents of outputs that get no gradient in a usual step."""
+    tangents = _tangents(joint)
+    missing = _all_but_the_loss({spec.index: node_value(node).ndim for node, spec in tangents.items()})
+    return {node for node, spec in tangents.items() if spec.index in missing}
+
+
+def _tangents(joint: JointGraph) -> dict[fx.Node, GraphInput]:
+    nodes = zip(joint.placeholders, joint.inputs, strict=True)
+    return {node: spec for node, spec in nodes if spec.kind == "tangent"}
 
 
 def usually_missing(backward: Backward) -> frozenset[int]:

@@ -9,17 +9,21 @@ from torch import fx
 
 from passes.ir.joint import GraphInput, GraphOutput, ancestors, dependents
 from passes.ir.op_traits import is_collect, is_collective, is_piece, is_view
+from passes.ir.torch_compat import lazy_module
 from passes.lower.partition import RankGraph
 from passes.lower.phases import extract, unaliased
 from passes.lower.rank_program import RankProgram
 
-__all__ = ["Collected", "PieceInput", "RankPieces", "split_pieces"]
+__all__ = ["Collected", "PieceInput", "RankPieces", "split_pieces", "without_gradients"]
+
+_BACKWARD = 2
+"""Turn of the first collectives of which only gradients are made (`passes.plan.transfers.Turn`)."""
 
 
 @dataclass(frozen=True)
 class PieceInput:
-    """What a piece is given. source: a placeholder of the rank's graph, or a value made before, by name. part: the
-    piece's part of it: (dim, start, length); None: all of it."""
+    """What a piece is given. source: a placeholder of the rank's graph, or a value made before, by name, which is the
+    same in the programs of all pieces. part: the piece's part of it: (dim, start, length); None: all of it."""
 
     source: str
     part: tuple[int, int, int] | None = None
@@ -39,7 +43,7 @@ class Collected:
 
 @dataclass(frozen=True)
 class RankPieces:
-    """before: takes the placeholders of the rank's graph, returns the values `made`.
+    """before: takes the placeholders `taken` of the rank's graph, returns the values `made`.
     piece: forward and backward of this piece; takes `given`, one per input, and returns what is `left`, the forward's
            and after them the backward's.
     after: takes the values `read`, placeholders, made before, or left behind, and returns the values `ended`.
@@ -47,6 +51,7 @@ class RankPieces:
     """
 
     before: fx.GraphModule
+    taken: tuple[str, ...]
     made: tuple[str, ...]
     piece: RankProgram
     given: tuple[PieceInput, ...]
@@ -69,6 +74,22 @@ def split_pieces(program: RankProgram) -> RankPieces:
     return _Split(program).pieces()
 
 
+def without_gradients(program: RankProgram) -> RankProgram:
+    """`program` where gradients are not asked for yet: what they alone need is left out, on all ranks alike."""
+    graph = fx.Graph()
+    results = graph.graph_copy(program.local.module.graph, {}) or ()
+    ends = zip(program.outputs, results, strict=True)  # type: ignore[arg-type]
+    kept = [None if end.kind == "grad" else node for end, node in ends]
+    early = [n for n in graph.nodes if is_collective(n) and n.meta.get("turn", (0,))[0] < _BACKWARD]
+    wanted = ancestors([*(node for node in kept if node is not None), *early])
+    graph.output(tuple(kept))
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and node not in wanted:
+            graph.erase_node(node)
+    local = RankGraph(lazy_module(graph), program.local.values)
+    return replace(program, local=local)
+
+
 class _Split:
     def __init__(self, program: RankProgram) -> None:
         self.program = program
@@ -76,6 +97,8 @@ class _Split:
         self.results = list(self.graph.graph_copy(program.local.module.graph, {}) or ())  # type: ignore[arg-type]
         self.placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
         self.ops = [node for node in self.graph.nodes if node.op == "call_function"]
+        # What rank programs of pieces of other sizes call the same: the node of the global graph, the first of several.
+        self.names = {local: name for name, local in reversed(list(program.local.values.items()))}
 
     def pieces(self) -> RankPieces:
         piece, given, left = self._piece()
@@ -83,26 +106,57 @@ class _Split:
         read, own = _outside(after_ops, []), set(after_ops)
         ended = list(dict.fromkeys(node for node in self.results if node in own))
         after = extract(read, *_unaliased(after_ops, ended))
-        sources = {source.source for source in given} | {node.name for node in read}
-        sources |= {node.name for node in self.results if node is not None}
-        made = [node for node in self.ops if _runs(node) == "before" and node.name in sources]
-        before = self._before(made)
+        sources = {source.source for source in given} | {self._name(node) for node in read}
+        sources |= {self._name(node) for node in self.results if node is not None}
+        made = self._made(sources)
+        taken, before = self._before(list(made.values()))
         return RankPieces(
             self.program.schedule(before),
-            tuple(node.name for node in made),
+            taken,
+            tuple(made),
             piece,
             given,
             left,
             self.program.schedule(after),
-            tuple(node.name for node in read),
-            tuple(node.name for node in ended),
-            tuple(None if node is None else node.name for node in self.results),
+            tuple(self._name(node) for node in read),
+            tuple(self._name(node) for node in ended),
+            tuple(None if node is None else self._name(node) for node in self.results),
         )
 
-    def _before(self, made: Sequence[fx.Node]) -> fx.GraphModule:
+    def _name(self, node: fx.Node) -> str:
+        return self.names.get(node.name, node.name)
+
+    def _made(self, sources: set[str]) -> dict[str, fx.Node]:
+        """The values made before that are read later, by name."""
+        own = {self._name(node): node for node in self.ops if _runs(node) == "before"}
+        parts = {self._part(node): node.all_input_nodes[0] for node in self.ops if is_piece(node)}
+        return {
+            name: node
+            for name, node in {**own, **parts}.items()
+            if name in sources and node.op != "placeholder"
+        }
+
+    def _part(self, piece: fx.Node) -> str:
+        """What a part is taken of: a placeholder, or the value as it was brought to where the part is taken."""
+        (whole,) = piece.all_input_nodes
+        return whole.name if whole.op == "placeholder" else f"whole of {self._name(piece)}"
+
+    def _given(self, node: fx.Node) -> PieceInput:
+        if not is_piece(node):
+            return PieceInput(self._name(node))
+        dim, start, length = (int(argument) for argument in node.args[1:])  # type: ignore[arg-type]
+        return PieceInput(self._part(node), (dim, start, length))
+
+    def _collected(self, node: fx.Node) -> Collected:
+        how, dim, start, length = node.args[1:]
+        return Collected(self._name(node), str(how), int(dim), int(start), int(length))  # type: ignore[arg-type]
+
+    def _before(self, made: Sequence[fx.Node]) -> tuple[tuple[str, ...], fx.GraphModule]:
         ops = [node for node in self.ops if _runs(node) == "before"]
         keep = ancestors([*made, *(node for node in ops if is_collective(node))])
-        return extract(self.placeholders, *_unaliased([node for node in ops if node in keep], made))
+        taken = [node for node in self.placeholders if node in keep]
+        module = extract(taken, *_unaliased([node for node in ops if node in keep], made))
+        return tuple(node.name for node in taken), module
 
     def _piece(self) -> tuple[RankProgram, tuple[PieceInput, ...], tuple[Collected, ...]]:
         own = [node for node in self.ops if _runs(node) == "piece"]
@@ -121,23 +175,24 @@ class _Split:
             for place, node in enumerate(read)
         ]
         outputs = [
-            GraphOutput("grad" if node.meta["phase"] == "backward" else "output", node.name, place)
-            for place, node in enumerate(collects)
+            GraphOutput("grad" if node.meta["phase"] == "backward" else "output", node.name)
+            for node in collects
         ]
         program = RankProgram.of(RankGraph(module, {}), inputs, outputs, self.program.schedule)
-        return program, tuple(map(_given, read)), tuple(map(_collected, collects))
+        return program, tuple(map(self._given, read)), tuple(map(self._collected, collects))
 
     def _after_tangents(self) -> set[fx.Node]:
         kinds = zip(self.placeholders, self.program.inputs, strict=True)
         return dependents(self.graph.nodes, [node for node, spec in kinds if spec.kind == "tangent"])
 
     def _with_views(self, ops: Sequence[fx.Node]) -> list[fx.Node]:
-        """`ops`, and the views of values made before that they read."""
+        """`ops`, and the views that they read of values made before which the global graph has too."""
         own, views = set(ops), set[fx.Node]()
         stack = [operand for node in ops for operand in node.all_input_nodes]
         while stack:
             node = stack.pop()
-            if is_view(node) and _runs(node) == "before" and node not in own and node not in views:
+            known = all(n.op == "placeholder" or n.name in self.names for n in node.all_input_nodes)
+            if is_view(node) and _runs(node) == "before" and known and node not in own and node not in views:
                 views.add(node)
                 stack.extend(node.all_input_nodes)
         return [node for node in self.ops if node in own or node in views]
@@ -165,15 +220,3 @@ def _outside(ops: Iterable[fx.Node], results: Sequence[fx.Node]) -> list[fx.Node
         return []
     graph = next(iter(read)).graph
     return [node for node in graph.nodes if node in read and node not in own]
-
-
-def _given(node: fx.Node) -> PieceInput:
-    if not is_piece(node):
-        return PieceInput(node.name)
-    dim, start, length = (int(argument) for argument in node.args[1:])  # type: ignore[arg-type]
-    return PieceInput(node.all_input_nodes[0].name, (dim, start, length))
-
-
-def _collected(node: fx.Node) -> Collected:
-    how, dim, start, length = node.args[1:]
-    return Collected(node.name, str(how), int(dim), int(start), int(length))  # type: ignore[arg-type]

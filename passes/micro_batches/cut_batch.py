@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from passes.ir.joint import JointGraph
 from passes.lower.missing_tangents import without_usually_missing
 from passes.micro_batches.in_pieces import in_pieces, without_uses
@@ -11,14 +13,17 @@ from passes.micro_batches.uncut import check_cut, check_long_enough
 __all__ = ["cut_batch"]
 
 
-def cut_batch(joint: JointGraph, count: int) -> tuple[JointGraph, ...]:
-    """The step of a canonical `joint` with each of `count` pieces of its batch, in the order in which they run.
+def cut_batch(joint: JointGraph, count: int) -> JointGraph:
+    """The step of a canonical `joint`, its batch in `count` pieces: the graph of the first, with those of the others.
 
     All hold what runs before and after the pieces, alike; the loss alone gets a gradient, where there is one scalar.
     Raises InfeasibleError, that says which op needs the whole batch at once.
     """
+    if count == 1:
+        return joint
     check_long_enough(joint, count)
     plain = without_uses(without_usually_missing(joint))
     times = find_run_times(plain, count)
     check_cut(plain, times)
-    return tuple(in_pieces(plain, times, index) for index in range(count))
+    first, *others = (in_pieces(plain, times, index) for index in range(count))
+    return replace(first, others=tuple(others))

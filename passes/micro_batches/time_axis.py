@@ -8,7 +8,7 @@ from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph, node_value
 from passes.layout.layout import Layout
 
-__all__ = ["TIME", "batch_length", "even_sizes", "given_layouts", "time_mesh"]
+__all__ = ["TIME", "batch_length", "even_sizes", "given_layouts", "time_mesh", "trains"]
 
 TIME = "time"
 
@@ -32,6 +32,12 @@ def batch_length(joint: JointGraph) -> int:
         if spec.kind == "input"
     )
     return max((shape[0] for shape in shapes if shape), default=0)
+
+
+def trains(joint: JointGraph) -> bool:
+    """Whether a call has gradients: without, nothing is kept that pieces would make less of."""
+    ends = zip(joint.outputs, joint.results, strict=True)
+    return any(end.kind == "grad" and result is not None for end, result in ends)
 
 
 def given_layouts(joint: JointGraph, count: int) -> Mapping[int, list[Layout]]:

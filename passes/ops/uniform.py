@@ -13,9 +13,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["uniform", "uniform_reference"]
+__all__ = ["UNIFORM_WORDS", "uniform", "uniform_reference"]
 
 _WORD = 0xFFFFFFFF
+UNIFORM_WORDS = 3
+"""int64 of an element that are alive at once while `uniform_reference` runs op by op: in `_mix` what is mixed, it
+shifted, and both together."""
 _GOLDEN = 0x9E3779B9  # 2**32 / golden ratio: separates the two keys made from one seed
 
 
@@ -60,12 +63,16 @@ def uniform_reference(
     Returns float32 `shape` in [0, 1): multiples of 2**-24, so 1.0 never occurs.
     """
     first, second = _keys(seed, stream)
-    index = _global_index(shape, offset, global_shape, seed.device)
-    # Each element meets two keys: with one, two streams would be the same numbers in another order.
-    h = _mix((index & _WORD) ^ first) ^ second
+    index = lambda: _global_index(shape, offset, global_shape, seed.device)
+    # Each element meets two keys: with one, two streams would be the same numbers in another order. Nothing has a name
+    # here: run op by op, no more than three words of an element are alive at once (`UNIFORM_WORDS`).
     if math.prod(global_shape) > _WORD:
-        h = _mix(h) ^ (index >> 32)
-    return (_mix(h) >> 8).to(torch.float32) * 2.0**-24
+        return _unit(_mix(_mix(_mix((index() & _WORD) ^ first) ^ second) ^ (index() >> 32)))
+    return _unit(_mix(_mix((index() & _WORD) ^ first) ^ second))
+
+
+def _unit(h: Tensor) -> Tensor:
+    return (h >> 8).to(torch.float32) * 2.0**-24
 
 
 @torch.library.custom_op(

@@ -8,10 +8,18 @@ from passes.ir.joint import JointGraph
 from passes.layout.assignment import Assignment
 from passes.lower.interior import possible_interiors
 from passes.plan.lowering_plan import LoweringPlan
-from passes.plan.transfers import late_transfers, transfers
+from passes.plan.transfers import by_segment, transfers
 from passes.strategies.cuts import ops_of
 
 __all__ = ["lowering_problems"]
+
+_PARTS = ("forward", "backward")
+_PARTS_OF_PIECES = (
+    "part before the pieces",
+    "forward of a piece",
+    "backward of a piece",
+    "part after the pieces",
+)
 
 
 def lowering_problems(joint: JointGraph, assignment: Assignment, lowering: LoweringPlan) -> Iterator[str]:
@@ -19,13 +27,14 @@ def lowering_problems(joint: JointGraph, assignment: Assignment, lowering: Lower
     this graph: every transfer has steps that lead where they should, and a turn after those that it needs."""
     unknown = list(_unknown_factors(joint, assignment))
     yield from unknown
-    moves = transfers(joint, assignment)
-    late = late_transfers(joint, moves)
-    for move in moves:
-        phase = lowering.turns[move.transfer][0]
-        if phase != (move in late):
-            reader, position = move.transfer
-            yield f"operand {position} of node {reader} has a turn in the {('forward', 'backward')[phase]}"
+    names = _PARTS if joint.pieces == 1 else _PARTS_OF_PIECES
+    for number, (_, moves) in enumerate(by_segment(joint, transfers(joint, assignment))):
+        for move in moves:
+            phase = lowering.turns[move.transfer][0]
+            if phase != number:
+                reader, position = move.transfer
+                said = names[phase] if phase < len(names) else f"part {phase} of the step"
+                yield f"operand {position} of node {reader} has a turn in the {said}"
     if unknown or not lowering.interiors:
         return
     possible = {p.node.name: p.factor for p in possible_interiors(joint, assignment, lowering.steps)}

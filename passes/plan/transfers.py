@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from torch import fx
 
 from passes.ir.joint import JointGraph, result_index, tensor_operands
-from passes.ir.phase_ops import ops_by_phase
+from passes.ir.op_traits import is_piece
+from passes.ir.phase_ops import segments
 from passes.layout.assignment import Assignment
 from passes.layout.layout import Layout
 
-__all__ = ["Move", "Transfer", "Turn", "late_transfers", "transfers"]
+__all__ = ["Move", "Transfer", "Turn", "by_segment", "transfers"]
 
 Transfer = tuple[str, int]
 """(global name of the reader, which of its tensor operands)."""
@@ -70,12 +71,25 @@ def _is_local(held: Layout, wanted: Layout) -> bool:
     return set(held.partial) <= set(wanted.partial)
 
 
-def late_transfers(
-    joint: JointGraph, moves: Sequence[Move], forward: set[fx.Node] | None = None
-) -> set[Move]:
-    """Those of the backward: only gradients depend on what they deliver. forward: its ops, if known."""
-    forward = set(ops_by_phase(joint)[0]) if forward is None else forward
+def _late_transfers(joint: JointGraph, moves: Sequence[Move], forward: set[fx.Node]) -> set[Move]:
+    """Those of the backward: only gradients depend on what they deliver. forward: its ops."""
     ends = zip(joint.outputs, joint.results, strict=True)
     kinds = [spec.kind for spec, result in ends if result is not None]
     at_end = lambda move: kinds[move.index] == "grad"
     return {m for m in moves if (at_end(m) if m.reader.op == "output" else m.reader not in forward)}
+
+
+def by_segment(joint: JointGraph, moves: Sequence[Move]) -> list[tuple[Sequence[fx.Node], list[Move]]]:
+    """Per part of a step in which transfers have an order of their own, in order, its ops and its transfers: those of
+    the backward bring what only gradients depend on."""
+    parts = segments(joint)
+    if joint.pieces == 1:
+        late = _late_transfers(joint, moves, set(parts.forward))
+        return [
+            (parts.forward, [m for m in moves if m not in late]),
+            (parts.backward, [m for m in moves if m in late]),
+        ]
+    ordered: tuple[Sequence[fx.Node], ...] = (parts.before, parts.forward, parts.backward, parts.after)
+    place = {node: number for number, ops in enumerate(ordered) for node in ops}
+    own = lambda m: 0 if is_piece(m.reader) else 3 if m.reader.op == "output" else place.get(m.reader, 3)
+    return [(ops, [m for m in moves if own(m) == number]) for number, ops in enumerate(ordered)]

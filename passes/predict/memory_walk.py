@@ -1,140 +1,295 @@
-"""The bytes alive at every step of a rank's program: what it holds, and when that is freed.
+"""The bytes alive at every step of a rank's program: what it holds, of which kind, and when that is freed.
 
 A program frees a value after its last reader; views share what they view. What the forward saves lives until the
 backward has read it, gradients until the update, parameters and the optimizer's states always. What a collective reads
-lives until its wait, as it is in flight. Not counted: workspaces of kernels, and what an allocator keeps.
+lives until its wait, as it is in flight. Not counted: workspaces of kernels, but those in `passes.predict.workspaces`,
+and what an allocator keeps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import fx
 
 from cost_model.memory import ADAMW, Optimizer
-from passes.ir.joint import result_index, results_nbytes
-from passes.ir.op_traits import is_collective, is_view, storage_root
-from passes.lower.phases import Phases
+from passes.ir.joint import GraphInput, node_value, node_values, result_index
+from passes.ir.op_traits import is_collective, is_view
+from passes.lower.phases import Backward, Phases
+from passes.plan.describe import short_dtype
+from passes.predict.memory_kinds import KINDS, Kind, kind_of_op, made_by
+from passes.predict.workspaces import Copies, no_copies, workspace
 from passes.strategies.pricing import TrafficModel
 
-__all__ = ["MemoryStep", "memory_walk", "peak_step"]
+__all__ = [
+    "START",
+    "LiveValue",
+    "MemoryStep",
+    "MemoryWalk",
+    "held_values",
+    "live_value",
+    "memory_walk",
+    "program_values",
+]
+
+START = ("forward", "start")
+"""The step before the first op."""
+
+
+@dataclass(frozen=True, slots=True)
+class LiveValue:
+    """A tensor of a rank's program, alive from step `first` to step `last`, both included.
+
+    name: of the parameter or input, or of the module whose op makes it; op: that op, "" of what is given. node: in the
+    graph. dtype, shape: of this rank's part.
+    """
+
+    kind: Kind
+    name: str
+    op: str
+    node: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    first: int
+    last: int
 
 
 @dataclass(frozen=True)
 class MemoryStep:
-    """Bytes alive while `node` runs. held: parameters, buffers, inputs and the optimizer's states; kept: what the
-    forward saved; gradients: those that are made; working: all else that the phase has made and still reads."""
+    """Bytes alive while `node` runs, step number `place` of the program. by_kind: parallel to `KINDS`."""
 
+    place: int
     phase: str
     node: str
-    held: int
-    kept: int
-    gradients: int
-    working: int
+    by_kind: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        return self.held + self.kept + self.gradients + self.working
+        return sum(self.by_kind)
+
+    def of(self, kind: Kind) -> int:
+        return self.by_kind[KINDS.index(kind)]
+
+
+@dataclass(frozen=True, eq=False)
+class MemoryWalk:
+    """steps: (phase, node) in the order in which they run, the first before any op. values: all that is ever alive."""
+
+    steps: tuple[tuple[str, str], ...]
+    values: tuple[LiveValue, ...]
+
+    @cached_property
+    def by_kind(self) -> NDArray[np.int64]:
+        """Bytes [steps, kinds]."""
+        changes = np.zeros((len(self.steps) + 1, len(KINDS)), dtype=np.int64)
+        for value in self.values:
+            column = KINDS.index(value.kind)
+            changes[value.first, column] += value.nbytes
+            changes[value.last + 1, column] -= value.nbytes
+        return np.cumsum(changes, axis=0)[:-1]
+
+    @cached_property
+    def peak(self) -> MemoryStep:
+        """The first step with the most bytes."""
+        return self.step(int(np.argmax(self.by_kind.sum(axis=1))))
+
+    def step(self, place: int) -> MemoryStep:
+        return MemoryStep(place, *self.steps[place], tuple(int(nbytes) for nbytes in self.by_kind[place]))
+
+    def alive(self, place: int) -> list[LiveValue]:
+        """What has bytes at that step."""
+        return [value for value in self.values if value.first <= place <= value.last and value.nbytes]
+
+    def peak_of(self, phase: str) -> int:
+        """The most bytes of a phase."""
+        inside = [place for place, (name, _) in enumerate(self.steps) if name == phase]
+        return int(self.by_kind[inside].sum(axis=1).max(initial=0))
 
 
 def memory_walk(
-    phases: Phases, traffic: TrafficModel, optimizer: Optimizer = ADAMW
-) -> tuple[MemoryStep, ...]:
+    phases: Phases, traffic: TrafficModel, optimizer: Optimizer = ADAMW, copies: Copies = no_copies
+) -> MemoryWalk:
     """A step before the first op, and one per op of the forward and of the backward, in the order in which they run.
 
     phases: with meta "phase" where each op runs (`passes.predict.step_events` writes it). traffic: which values are
-    stored. optimizer: its states of every parameter that gets a gradient.
+    stored. optimizer: its states of every parameter that gets a gradient. copies: that collectives make.
     """
+    steps, values = program_values(phases, traffic, 1, copies=copies)
     ends = () if phases.backward is None else phases.backward.gradients
-    trained = {end.index for end in ends if phases.inputs[end.index].kind == "param"}
-    inputs = _placeholders(phases.forward)
-    held = sum(
-        results_nbytes(node) * (1 + optimizer.states * (i in trained)) for i, node in enumerate(inputs)
-    )
-    forward = _Phase(phases.forward, traffic)
-    steps = [MemoryStep("forward", "start", held, 0, 0, 0)]
-    steps += [MemoryStep("forward", node, held, 0, 0, working) for node, working, _ in forward.walk({})]
+    # A part of a step says nothing of its inputs, which another part has made.
+    placeholders = zip(_placeholders(phases.forward), phases.inputs, strict=bool(phases.inputs))
+    held = held_values(placeholders, {end.index for end in ends}, optimizer, len(steps))
+    return MemoryWalk((START, *steps), (*held, *values))
+
+
+def program_values(
+    phases: Phases, traffic: TrafficModel, first: int, phase: str = "forward", *, copies: Copies = no_copies
+) -> tuple[list[tuple[str, str]], list[LiveValue]]:
+    """Steps of a program that begins with step `first`, and what is alive in them, but for what the caller holds.
+
+    phase: which its forward is said to be.
+    """
+    forward = _Phase(phases.forward, traffic, first, copies=copies)
+    steps = [(phase, node.name) for node in forward.ops]
     if phases.backward is None:
-        return tuple(steps)
-    module = phases.backward.module
-    first = len(phases.backward.passed)
-    saved = dict.fromkeys(_placeholders(module)[first:], "kept")
-    backward = _Phase(module, traffic)
-    for node, working, kinds in backward.walk(saved):
-        kept, made = kinds.get("kept", 0), kinds.get("gradients", 0)
-        steps.append(MemoryStep("backward", node, held, kept, made, working - kept - made))
-    return tuple(steps)
+        return steps, list(forward.values({}))
+    saved, tangents = _saved(phases, phases.backward), _tangents(phases.backward)
+    outside = saved | {node: (node, 0) for node, _ in tangents}
+    names = {node.name for node in forward.ops}
+    backward = _Phase(phases.backward.module, traffic, first + len(steps), outside, names, copies)
+    steps += [("backward", node.name) for node in backward.ops]
+    kept: dict[Owner, tuple[Kind, str]] = dict.fromkeys(saved.values(), ("kept", ""))
+    given: Told = {(node, 0): ("inputs", name) for node, name in tangents}
+    told = {**kept, **given, **dict(_gradients(phases.backward))}
+    return steps, [*forward.values(kept), *backward.values(told)]
 
 
-def peak_step(steps: Sequence[MemoryStep]) -> MemoryStep:
-    """The first step with the most bytes."""
-    return max(steps, key=lambda step: step.nbytes)
+Owner = tuple[fx.Node, int]
+"""Whose storage a value is: the op's or placeholder's, and which of its results."""
+Told = Mapping[Owner, tuple[Kind, str]]
+"""What is known of some values but not by the op that makes them: kind, and name or ""."""
+
+
+def _owner(node: fx.Node) -> Owner:
+    """Of a view what it views, of a wait its collective."""
+    while True:
+        producer, index = result_index(node)
+        if producer is not node:
+            return producer, index
+        if is_view(node) or (is_collective(node) and any(is_collective(n) for n in node.all_input_nodes)):
+            node = node.all_input_nodes[0]
+        else:
+            return node, 0
 
 
 class _Phase:
-    """Owners of storage in one graph, and when each is freed."""
+    """What is alive in one graph, whose first op is step `first` of the program.
 
-    def __init__(self, module: fx.GraphModule, traffic: TrafficModel) -> None:
+    outside: placeholder -> whose storage it is, of what lives from the begin of the phase on until it was read; other
+    placeholders the caller holds. forward: names of ops that have run already.
+    """
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        traffic: TrafficModel,
+        first: int,
+        outside: Mapping[fx.Node, Owner] | None = None,
+        forward: Set[str] = frozenset(),
+        copies: Copies = no_copies,
+    ) -> None:
         self.ops = [node for node in module.graph.nodes if node.op == "call_function"]
-        self._traffic = traffic
-        place = {node: step for step, node in enumerate(self.ops)}
-        (output,) = [node for node in module.graph.nodes if node.op == "output"]
-        self.results = {_owner(node) for node in output.all_input_nodes}
-        self.last: dict[fx.Node, int] = {}
-        for node in self.ops:
+        self._place = {node: step for step, node in enumerate(self.ops, first)}
+        self._copies = copies
+        self._traffic, self._first, self._outside, self._forward = traffic, first, outside or {}, forward
+        self._end = first + len(self.ops) - 1
+        self._last: dict[Owner, int] = {}
+        for step, node in enumerate(self.ops, first):
             for operand in node.all_input_nodes:
-                self._read(operand, place[node])
+                self._read(operand, step)
                 if is_collective(operand):  # a wait: what was sent may be freed now
                     for sent in operand.all_input_nodes:
-                        self._read(sent, place[node])
+                        self._read(sent, step)
+        for node in module.graph.output_node().all_input_nodes:
+            self._read(node, self._end)
 
-    def _read(self, node: fx.Node, step: int) -> None:
-        self.last[_owner(node)] = max(self.last.get(_owner(node), -1), step)
+    def values(self, told: Told) -> Iterator[LiveValue]:
+        for owner in dict.fromkeys(self._outside.values()):
+            kind, name = told[owner]
+            yield live_value(owner, kind, name, self._first, self._last.get(owner, self._end))
+        for step, node in enumerate(self.ops, self._first):
+            if self._stored(node):
+                for owner in _storages(node):
+                    kind, name = told.get(owner) or (kind_of_op(node, self._forward), "")
+                    yield live_value(owner, kind, name, step, self._last.get(owner, step))
+            yield from self._beside(node, step)
 
-    def walk(self, given: Mapping[fx.Node, str]) -> list[tuple[str, int, dict[str, int]]]:
-        """Per op: bytes alive, of them by kind. given: what is alive at the start, with its kind."""
-        alive = {node: (results_nbytes(node), kind) for node, kind in given.items()}
-        now = sum(nbytes for nbytes, _ in alive.values())
-        by_kind: dict[str, int] = {}
-        for nbytes, kind in alive.values():
-            by_kind[kind] = by_kind.get(kind, 0) + nbytes
-        ending: dict[int, list[fx.Node]] = {}
-        for node, step in self.last.items():
-            if node not in self.results:
-                ending.setdefault(step, []).append(node)
-        found: list[tuple[str, int, dict[str, int]]] = []
-        for step, node in enumerate(self.ops):
-            if _owner(node) is node and self._stored(node):
-                kind = "gradients" if node in self.results and given else "working"
-                alive[node] = (results_nbytes(node), kind)
-                now += alive[node][0]
-                by_kind[kind] = by_kind.get(kind, 0) + alive[node][0]
-            found.append((node.name, now, dict(by_kind)))
-            gone = [
-                *ending.get(step, ()),
-                *([node] if node not in self.last and node not in self.results else []),
-            ]
-            for owner in gone:
-                nbytes, kind = alive.pop(owner, (0, ""))
-                now -= nbytes
-                by_kind[kind] = by_kind.get(kind, 0) - nbytes
-        return found
+    def _beside(self, node: fx.Node, step: int) -> Iterator[LiveValue]:
+        """What an op has for itself while it runs, and a collective until its wait."""
+        found: list[tuple[Kind, int, int]] = [("working", workspace(node, self._traffic), step)]
+        waits = [self._place[user] for user in node.users if is_collective(user)]
+        if is_collective(node) and waits:
+            found.append(("moved", self._copies(node), max(waits)))
+        for kind, nbytes, last in found:
+            if nbytes:
+                yield LiveValue(kind, *made_by(node), node.name, "u8", (nbytes,), nbytes, step, last)
 
     def _stored(self, node: fx.Node) -> bool:
-        return is_collective(node) or self._traffic(node).writes
+        own = _owner(node)[0] is node
+        return own and (is_collective(node) or self._traffic(node).writes)
+
+    def _read(self, node: fx.Node, step: int) -> None:
+        owner = _owner(node)
+        owner = self._outside.get(owner[0], owner)
+        self._last[owner] = max(self._last.get(owner, step), step)
 
 
-def _owner(node: fx.Node) -> fx.Node:
-    """Whose storage a value is: of a wait its collective's, of one of several results the op's."""
-    while True:
-        root = result_index(storage_root(node))[0] if is_view(node) else node
-        if is_collective(root) and any(is_collective(n) for n in root.all_input_nodes):
-            (root,) = root.all_input_nodes
-        if root is node:
-            return node
-        node = root
+def _storages(node: fx.Node) -> Iterator[Owner]:
+    return ((node, index) for index, value in enumerate(node_values(node)) if value is not None)
+
+
+def held_values(
+    placeholders: Iterable[tuple[fx.Node, GraphInput]], trained: Set[int], optimizer: Optimizer, last: int
+) -> Iterator[LiveValue]:
+    """To the end, what the caller holds: parameters, the optimizer's states of those at the places `trained`, and other
+    inputs."""
+    for i, (node, spec) in enumerate(placeholders):
+        if spec.kind == "tangent":
+            continue
+        kind: Kind = "parameters" if spec.kind == "param" else "inputs"
+        yield live_value((node, 0), kind, spec.name, 0, last)
+        if kind == "parameters" and i in trained:
+            yield from _states(node, spec.name, optimizer, last)
+
+
+def _states(node: fx.Node, name: str, optimizer: Optimizer, last: int) -> Iterator[LiveValue]:
+    """In the parameter's dtype, and besides."""
+    for _ in range(optimizer.states):
+        yield live_value((node, 0), "optimizer", name, 0, last)
+    value = node_value(node)
+    more = value.numel() * optimizer.element_nbytes
+    if more:
+        yield LiveValue("optimizer", name, "", node.name, "f32", (more // 4,), more, 0, last)
+
+
+def _saved(phases: Phases, backward: Backward) -> dict[fx.Node, Owner]:
+    """Placeholder of the backward -> what the forward made for it. None that are the caller's."""
+    results = phases.forward.graph.output_node().args[0]
+    places = _placeholders(backward.module)[len(backward.passed) :]
+    owners = (_owner(results[position]) for position in backward.saved)  # type: ignore[index, arg-type]
+    return {
+        place: owner for place, owner in zip(places, owners, strict=False) if owner[0].op != "placeholder"
+    }
+
+
+def _tangents(backward: Backward) -> list[tuple[fx.Node, str]]:
+    places = _placeholders(backward.module)[len(backward.passed) + len(backward.saved) :]
+    return [(place, spec.name) for place, spec in zip(places, backward.tangents, strict=True)]
+
+
+def _gradients(backward: Backward) -> Iterator[tuple[Owner, tuple[Kind, str]]]:
+    results = backward.module.graph.output_node().args[0]
+    for spec, node in zip(backward.gradients, results, strict=True):  # type: ignore[arg-type]
+        if isinstance(node, fx.Node):
+            yield _owner(node), ("gradients", spec.name)
+
+
+def live_value(owner: Owner, kind: Kind, name: str, first: int, last: int) -> LiveValue:
+    """name: what is told of it; "": as the op that makes it says."""
+    node, index = owner
+    made = made_by(node) if node.op == "call_function" else ("", "")
+    value = node_values(node)[index]
+    assert value is not None
+    dtype, shape = short_dtype(value.dtype), tuple(value.shape)
+    nbytes = value.numel() * value.element_size()
+    said = (name, "") if name else made
+    return LiveValue(kind, *said, node.name, dtype, shape, nbytes, first, last)
 
 
 def _placeholders(module: fx.GraphModule) -> list[fx.Node]:
-    return [node for node in module.graph.nodes if node.op == "placeholder"]
+    return list(module.graph.find_nodes(op="placeholder"))

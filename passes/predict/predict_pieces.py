@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from torch import fx
 
-from cost_model.memory import ADAMW
 from passes.ir.joint import results_nbytes
 from passes.lower.phases import Backward, Phases
 from passes.lower.piecewise import RankPieces
 from passes.lower.rank_program import RankProgram
-from passes.predict.memory_walk import MemoryStep, memory_walk, peak_step
+from passes.predict.memory_walk import START, LiveValue, MemoryWalk, held_values, live_value, program_values
 from passes.predict.prediction import PredictedCollective, PredictedPhase, Prediction
+from passes.predict.workspaces import copies_on
 from passes.strategies.prices import Prices
 
 __all__ = ["predict_pieces"]
@@ -42,7 +42,6 @@ def predict_pieces(
     ]
     if update is not None:
         phases.append(PredictedPhase("optimizer", update, update, 0.0, 0.0))
-    walk = _walk(program, parts, piece, prices)
     moved = (
         *before.collectives,
         *_later(middle.collectives, before.seconds, None),
@@ -50,7 +49,9 @@ def predict_pieces(
             after.collectives, before.seconds + count * sum(p.seconds for p in (first, *others)), "backward"
         ),
     )
-    return Prediction(sum(phase.seconds for phase in phases), tuple(phases), moved, peak_step(walk))
+    return Prediction(
+        sum(phase.seconds for phase in phases), tuple(phases), moved, _walk(program, parts, piece, prices)
+    )
 
 
 def _backward(piece: RankProgram) -> Backward | None:
@@ -102,27 +103,27 @@ def _update_seconds(program: RankProgram, prices: Prices) -> float | None:
     return sum(prices.optimizer_seconds(results_nbytes(node)) for node in trained.values())
 
 
-def _walk(program: RankProgram, parts: RankPieces, piece: Phases, prices: Prices) -> list[MemoryStep]:
+def _walk(program: RankProgram, parts: RankPieces, piece: Phases, prices: Prices) -> MemoryWalk:
     """What the pieces leave is there from the first on, beside what one piece makes; so is what was made before."""
-    trained = _trained(program)
-    kinds = zip(_placeholders(program.local.module), program.inputs, strict=True)
-    held = sum(
-        results_nbytes(node) * (1 + ADAMW.states * (place in trained))
-        for place, (node, spec) in enumerate(kinds)
-        if spec.kind != "tangent"
-    )
-    made = sum(map(results_nbytes, parts.before.graph.output_node().all_input_nodes))
-    names = {one.name for one in parts.left}
-    left = sum(results_nbytes(n) for n in program.local.module.graph.nodes if n.name in names)
-    steps: list[MemoryStep] = []
-    for phases, more, gradients in (
-        (_alone(parts.before), 0, 0),
-        (piece, made, left),
-        (_alone(parts.after), made, left),
+    steps, values = [START], list[LiveValue]()
+    begins: list[int] = []
+    copies = copies_on(prices.mesh.device_type)
+    for phases, name in (
+        (_alone(parts.before), "forward"),
+        (piece, "forward"),
+        (_alone(parts.after), "backward"),
     ):
-        own = sum(map(results_nbytes, _placeholders(phases.forward)))
-        steps += [
-            replace(step, held=held + more + step.held - own, gradients=step.gradients + gradients)
-            for step in memory_walk(phases, prices.traffic)
-        ]
-    return steps
+        begins.append(len(steps))
+        more, made = program_values(phases, prices.traffic, len(steps), name, copies=copies)
+        steps += more
+        values += made
+    last, piecewise = len(steps) - 1, begins[1]
+    given = zip(_placeholders(program.local.module), program.inputs, strict=True)
+    values += held_values(given, _trained(program).keys(), prices.optimizer, last)
+    for node in parts.before.graph.output_node().all_input_nodes:
+        values.append(live_value((node, 0), "moved", "", piecewise, last))
+    names = {program.local.values[one.name] for one in parts.left}
+    for node in program.local.module.graph.nodes:
+        if node.name in names:
+            values.append(live_value((node, 0), "gradients", "", piecewise, last))
+    return MemoryWalk(tuple(steps), tuple(values))

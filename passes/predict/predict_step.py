@@ -14,10 +14,11 @@ from passes.lower.phases import Phases
 from passes.lower.piecewise import split_pieces
 from passes.lower.rank_program import Schedule, rank_program
 from passes.plan.lowering_plan import LoweringPlan
-from passes.predict.memory_walk import memory_walk, peak_step
+from passes.predict.memory_walk import memory_walk
 from passes.predict.predict_pieces import predict_pieces
 from passes.predict.prediction import PredictedCollective, PredictedPhase, Prediction
 from passes.predict.step_events import Axes, AxesOf, StepEvents
+from passes.predict.workspaces import copies_on
 from passes.schedule.schedule import scheduled
 from passes.simulate.lockstep import simulated_group_axes, simulated_groups
 from passes.strategies.prices import Prices
@@ -62,8 +63,8 @@ def predicted_step(
         return of_phases((program.joined() if eager else program).usual())
 
     ranks = [of_rank(rank) for rank in slowest_ranks(assignment, mesh)]
-    fullest = peak_step([rank.peak for rank in ranks if rank.peak is not None])
-    return replace(max(ranks, key=lambda p: p.seconds), peak=fullest)
+    fullest = max(ranks, key=lambda p: p.peak.nbytes)
+    return replace(max(ranks, key=lambda p: p.seconds), memory=fullest.memory)
 
 
 def predict_phases(phases: Phases, prices: Prices, axes_of: AxesOf) -> Prediction:
@@ -92,8 +93,8 @@ def predict_phases(phases: Phases, prices: Prices, axes_of: AxesOf) -> Predictio
         )
         for issued in step.collectives
     )
-    peak = peak_step(memory_walk(phases, prices.traffic))
-    return Prediction(timeline.seconds, tuple(_phases(step.ends, timeline)), collectives, peak)
+    memory = memory_walk(phases, prices.traffic, prices.optimizer, copies_on(prices.mesh.device_type))
+    return Prediction(timeline.seconds, tuple(_phases(step.ends, timeline)), collectives, memory)
 
 
 def slowest_ranks(assignment: Assignment, mesh: MeshSpec) -> tuple[int, ...]:

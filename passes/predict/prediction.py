@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from passes.predict.memory_walk import MemoryStep
+from passes.predict.memory_walk import MemoryStep, MemoryWalk
 from passes.predict.step_events import Axes
 
 __all__ = ["PredictedCollective", "PredictedPhase", "Prediction"]
@@ -42,13 +42,19 @@ class PredictedPhase:
 
 @dataclass(frozen=True)
 class Prediction:
-    """One rank's step. phases: forward, backward if there is one, optimizer if something is trained. peak: where most
-    bytes are alive (`passes.predict.memory_walk`)."""
+    """One rank's step. phases: forward, backward if there is one, optimizer if something is trained. memory: what is
+    alive when (`passes.predict.memory_walk`), of `predicted_step` on the fullest rank."""
 
     seconds: float
     phases: tuple[PredictedPhase, ...]
     collectives: tuple[PredictedCollective, ...]
-    peak: MemoryStep | None = None
+    memory: MemoryWalk | None = None
+
+    @property
+    def peak(self) -> MemoryStep:
+        """Where most bytes are alive."""
+        assert self.memory is not None
+        return self.memory.peak
 
     @property
     def compute(self) -> float:

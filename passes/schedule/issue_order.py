@@ -36,10 +36,9 @@ from typing import Literal, Protocol
 from torch import fx
 
 from passes.ir.joint import JointGraph
-from passes.ir.op_traits import is_piece, is_product
-from passes.ir.phase_ops import segments
+from passes.ir.op_traits import is_product
 from passes.layout.assignment import Assignment
-from passes.plan.transfers import Move, Transfer, Turn, late_transfers, transfers
+from passes.plan.transfers import Move, Transfer, Turn, by_segment, transfers
 from passes.schedule.transfer_roles import PhaseRoles, TransferRole, ops_that_end
 
 __all__ = [
@@ -133,7 +132,7 @@ def issue_order(
     reach: int = REACH,
 ) -> IssueOrder:
     """Of every transfer that `assignment` asks for."""
-    phases = [_Phase(ops, joint, moves) for ops, moves in _by_segment(joint, transfers(joint, assignment))]
+    phases = [_Phase(ops, joint, moves) for ops, moves in by_segment(joint, transfers(joint, assignment))]
     turns: dict[Transfer, Turn] = {}
     depths: dict[Transfer, int] = {}
     for number, phase in enumerate(phases):
@@ -141,21 +140,6 @@ def issue_order(
             turns.update((move.transfer, (number, place)) for move in group)
         depths.update(phase.depths)
     return IssueOrder(turns, depths)
-
-
-def _by_segment(joint: JointGraph, moves: Sequence[Move]) -> list[tuple[Sequence[fx.Node], list[Move]]]:
-    """The parts of a step in which transfers have an order of their own, and their transfers."""
-    parts = segments(joint)
-    if joint.pieces == 1:
-        late = late_transfers(joint, moves, set(parts.forward))
-        return [
-            (parts.forward, [m for m in moves if m not in late]),
-            (parts.backward, [m for m in moves if m in late]),
-        ]
-    ordered: tuple[Sequence[fx.Node], ...] = (parts.before, parts.forward, parts.backward, parts.after)
-    place = {node: number for number, ops in enumerate(ordered) for node in ops}
-    own = lambda m: 0 if is_piece(m.reader) else 3 if m.reader.op == "output" else place.get(m.reader, 3)
-    return [(ops, [m for m in moves if own(m) == number]) for number, ops in enumerate(ordered)]
 
 
 class _Phase:

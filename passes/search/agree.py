@@ -4,7 +4,8 @@ The objective does not place every collective: it says of parts of a phase what 
 of the program that would run says what does. So the plan that the search finds is judged by its timeline. Where the
 two differ, plans found as if less or more could hide are judged as well; the overlap of each phase is corrected until
 the objective of the best plan is its timeline; and the search runs again, until it finds no faster one. Its last
-bound is one under the overlap that the best plan has. Of all plans judged the fastest on the timeline is taken.
+bound is one under the overlap that the best plan has. Of all plans judged the fastest on the timeline is taken; of
+those that take equally long, the one that holds the fewest bytes at its peak.
 """
 
 from __future__ import annotations
@@ -12,18 +13,28 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from passes.layout.assignment import Assignment
+from passes.search.lighter import lighter
 from passes.search.overlapped import solve_overlapped
 from passes.search.search_space import SearchSpace
 from passes.search.step_kinds import Overlap, corrected, phase_seconds
 from passes.solver.problem import Array, Solution
 from passes.solver.solve import ROUNDING
 
-__all__ = ["AWAITED", "Agreed", "Judge", "agreed", "first_overlaps"]
+__all__ = ["AWAITED", "Agreed", "Judge", "Judgement", "agreed", "first_overlaps"]
 
-Judge = Callable[[Assignment], Sequence[float]]
-"""Seconds of the forward, the backward and of what follows, on the timeline of the program."""
+
+class Judgement(NamedTuple):
+    """phases: seconds of the forward, the backward and of what follows, on the timeline of the program. peak_nbytes:
+    the most that is alive in it."""
+
+    phases: Sequence[float]
+    peak_nbytes: int
+
+
+Judge = Callable[[Assignment], Judgement]
 
 AWAITED, MORE_AWAITED = 0.1, 0.25
 """Shares of what is awaited in the backward that are taken to hide behind fillers: before a timeline says how much, and
@@ -54,16 +65,23 @@ class Agreed:
 
 @dataclass(frozen=True)
 class _Judged:
-    """totals: its seconds by kind. phases: of the timeline."""
+    """totals: its seconds by kind. phases, peak_nbytes: of the timeline and its program."""
 
     assignment: Assignment
     choice: tuple[int, ...]
     totals: Array
     phases: tuple[float, ...]
+    peak_nbytes: int
 
     @property
     def seconds(self) -> float:
         return sum(self.phases)
+
+    def precedes(self, other: _Judged) -> bool:
+        """Faster; or as fast, but for rounding, and smaller."""
+        if abs(self.seconds - other.seconds) <= ROUNDING * other.seconds:
+            return self.peak_nbytes < other.peak_nbytes
+        return self.seconds < other.seconds
 
     def counted(self, overlaps: Sequence[Overlap]) -> float:
         """The objective."""
@@ -107,7 +125,7 @@ def agreed(space: SearchSpace, efficiency: float, judge: Judge | None, time_limi
     if judge is not None:
         return _Search(space, judge, time.monotonic() + time_limit).run(overlaps)
     found = solve_overlapped(space.problem, space.kinds(overlaps), time_limit=time_limit)
-    choice = tuple(found.choice)
+    choice = lighter(space.problem, found.choice)
     bound = _bound(found.lower_bound, found.cost)
     return Agreed(space.assignment(choice), choice, found.cost, bound, found.status, overlaps)
 
@@ -151,7 +169,8 @@ class _Search:
         return Agreed(best.assignment, best.choice, seconds, bound, status, overlaps, rivals)
 
     def _rivals(self, best: _Judged, overlaps: tuple[Overlap, ...], bound: float) -> tuple[Agreed, ...]:
-        others = sorted((one for one in self.judged.values() if one is not best), key=lambda one: one.seconds)
+        others = [one for one in self.judged.values() if one is not best]
+        others.sort(key=lambda one: (one.seconds, one.peak_nbytes))
         return tuple(one.agreed(one.corrected(overlaps), bound) for one in others)
 
     def _corrected(
@@ -167,8 +186,10 @@ class _Search:
             best = found
 
     def _better(self, solution: Solution, best: _Judged) -> _Judged:
+        known = len(self.judged)
         found = self._judged(solution)
-        return found if found.seconds < best.seconds * (1.0 - ROUNDING) else best
+        # What was judged before was compared then: nothing is returned to, so that searching again ends.
+        return found if len(self.judged) > known and found.precedes(best) else best
 
     def _solve(self, overlaps: Sequence[Overlap], warm: _Judged | None) -> Solution:
         left = max(self.deadline - time.monotonic(), 1.0)
@@ -181,11 +202,12 @@ class _Search:
         )
 
     def _judged(self, solution: Solution) -> _Judged:
-        choice = tuple(solution.choice)
+        choice = lighter(self.space.problem, solution.choice)
         if choice not in self.judged:
             assignment = self.space.assignment(choice)
             totals = self.space.totals(choice)
-            self.judged[choice] = _Judged(assignment, choice, totals, tuple(self.judge(assignment)))
+            said = self.judge(assignment)
+            self.judged[choice] = _Judged(assignment, choice, totals, tuple(said.phases), said.peak_nbytes)
         return self.judged[choice]
 
     def _late(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from cost_model.deadline import NEVER, Deadline
@@ -13,7 +13,7 @@ from cost_model.units import format_bytes
 from passes.ir.joint import GraphInput, JointGraph, node_value
 from passes.layout.assignment import Assignment
 from passes.layout.joined_axes import JoinedAxes
-from passes.search.agree import Agreed, agreed
+from passes.search.agree import Agreed, Judgement, agreed
 from passes.search.graph_ends import Boundary
 from passes.search.limited_space import build_limited
 from passes.search.narrowing import Narrowing
@@ -25,7 +25,7 @@ from passes.strategies.prices import Prices
 
 __all__ = ["Found", "JudgeUnder", "explained", "find_assignment"]
 
-JudgeUnder = Callable[[Assignment, Prices], Sequence[float]]
+JudgeUnder = Callable[[Assignment, Prices], Judgement]
 """`passes.search.agree.Judge` under prices."""
 
 _LISTING_SHARE = 0.5

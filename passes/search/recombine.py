@@ -10,6 +10,7 @@ from scipy.sparse.csgraph import connected_components
 
 from passes.search.cost_kinds import CostKinds, overlapped_seconds
 from passes.solver.problem import Array, Problem
+from passes.solver.solve import ROUNDING
 
 __all__ = ["recombined"]
 
@@ -17,7 +18,8 @@ __all__ = ["recombined"]
 def recombined(
     problem: Problem, kinds: CostKinds, first: Sequence[int], second: Sequence[int]
 ) -> tuple[int, ...]:
-    """A mix of two choices with no more seconds than the better of them (within the memory limit if both are).
+    """A mix of two choices with no more seconds than the better of them (within the memory limit if both are); of those
+    that are equally fast the one with the least peak.
 
     Nodes at which they differ fall into connected components of the problem's graph; the costs of components
     add up, so each is one item that changes the totals by kind. Items are turned over one at a time, the
@@ -35,7 +37,10 @@ def recombined(
         mixed = [second[i] if label >= 0 and taken[label] else first[i] for i, label in enumerate(labels)]
         if problem.fits(mixed):
             found.append(tuple(mixed))
-    return min(found, key=lambda choice: kinds.seconds(problem, choice))
+    seconds = [kinds.seconds(problem, choice) for choice in found]
+    equal = (1.0 + ROUNDING) * min(seconds)
+    fastest = [choice for choice, taken in zip(found, seconds, strict=True) if taken <= equal]
+    return min(fastest, key=lambda choice: problem.peak(choice)[0])
 
 
 def _components(problem: Problem, differing: np.ndarray) -> tuple[list[int], int]:

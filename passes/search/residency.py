@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 from torch import fx
 
-from cost_model.memory import ADAMW
 from cost_model.mesh import MeshSpec
-from passes.ir.joint import JointGraph, node_values, tensor_operands
+from passes.ir.joint import JointGraph, node_value, node_values, tensor_operands
 from passes.ir.op_traits import alias_chain, is_collect, is_either, is_use, is_view, storage_root
 from passes.layout.assignment import NodeLayouts
-from passes.strategies.pricing import TrafficModel, local_nbytes
+from passes.lower.missing_tangents import missing_tangents
+from passes.strategies.prices import Prices
+from passes.strategies.pricing import local_nbytes
 
 __all__ = ["InPlace", "OneOf", "Residency"]
 
@@ -50,19 +51,19 @@ class Residency:
         joint: JointGraph,
         nodes: Sequence[fx.Node | None],
         strategies: Sequence[tuple[NodeLayouts, ...]],
-        mesh: MeshSpec,
-        traffic: TrafficModel,
+        prices: Prices,
     ) -> Residency:
+        traffic, optimizer = prices.traffic, prices.optimizer
         order = {node: step for step, node in enumerate(joint.graph.nodes)}
         end = len(order)
         first = next((step for node, step in order.items() if node.meta.get("runs") == "piece"), 0)
-        trained = joint.trained
+        trained, absent = joint.trained, missing_tangents(joint)
         last = _last_reads(joint, order, trained)
         tangents = {
             n for n, spec in zip(joint.placeholders, joint.inputs, strict=True) if spec.kind == "tangent"
         }
         backward = _forward_ends(order) + 1
-        held_by = _HeldBytes(mesh)
+        held_by = _HeldBytes(prices.mesh)
         intervals: list[tuple[int, int]] = []
         nbytes: list[np.ndarray] = []
         for node, options in zip(nodes, strategies, strict=True):
@@ -70,13 +71,16 @@ class Residency:
                 intervals.append((0, 0))
                 nbytes.append(np.zeros(len(options), dtype=np.int64))
             elif node in tangents:
+                # What no step is given takes nothing.
                 intervals.append((backward, last.get(node, backward - 1) + 1))
-                nbytes.append(held_by(node, options))
+                nbytes.append(held_by(node, options) * (node not in absent))
             elif node.op == "placeholder":
-                # The value, its gradient and AdamW's states.
-                copies = 2 + ADAMW.states if node in trained else 1
+                # The value, its gradient and the optimizer's states.
                 intervals.append((0, end))
-                nbytes.append(held_by(node, options) * copies)
+                held = held_by(node, options)
+                size = node_value(node).element_size()
+                states = [optimizer.state_nbytes(int(n), size) for n in held] if node in trained else 0
+                nbytes.append(held * (1 + (node in trained)) + np.array(states))
             elif is_either(node):
                 kept, _ = tensor_operands(node)
                 owner = storage_root(kept)

@@ -128,7 +128,7 @@ class SpaceBuilder:
         self.add_nodes()
         self.add_edges()
         strategies = tuple(option.strategies for option in self.options)
-        residency = Residency.of(self.joint, self.nodes, strategies, self.prices.mesh, self.prices.traffic)
+        residency = Residency.of(self.joint, self.nodes, strategies, self.prices)
         problem = Problem(
             node_costs=tuple(option.seconds for option in self.options),
             edges=tuple((edge.producer, edge.consumer) for edge in self.edges),

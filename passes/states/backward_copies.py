@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from passes.ir.joint import JointGraph, map_operands, tensor_operands
-from passes.ir.op_traits import is_use, is_view
+from passes.ir.op_traits import is_use, is_view, when_read
 from passes.ir.phase_ops import after_tangents, ops_by_phase
 from passes.ir.rewrite import erase_dead
 
@@ -114,7 +114,7 @@ class Copies:
                 )
             origin = first if value.op == "placeholder" else value
             use.meta = {key: origin.meta[key] for key in ("module", "source") if key in origin.meta}
-            use.meta.update(val=value.meta["val"], phase="backward")
+            use.meta.update(val=value.meta["val"], phase="backward", **when_read(value, readers))
         elif use is not first:
             first.prepend(use)
         for reader in readers:

@@ -9,6 +9,7 @@ from torch import fx
 
 from cost_model.compute import ComputePrices
 from cost_model.groups import group_shape
+from cost_model.memory import ADAMW, Optimizer
 from cost_model.mesh import MeshSpec
 from cost_model.timed import Priced
 from passes.ir.op_signature import op_signature
@@ -32,6 +33,7 @@ class Prices:
     optimizer_seconds: Callable[[int], float]  # bytes of a parameter's shard -> seconds of its update
     traffic: TrafficModel = fused_traffic
     overlap_efficiency: float = 0.0
+    optimizer: Optimizer = ADAMW
     known: dict[Hashable, tuple[object, object, float]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 import autoshard
 from autoshard import PlanError, Profile
+from autoshard.reporting.measured import PeakMemory
 from autoshard.runtime.session import Session
 from tests.api.programs import Axes, data, parallel, trained, two_linear
 from tests.ranks import RankPool
@@ -31,6 +32,7 @@ class Reported:
     spans: list[tuple[float, float]]
     exposed: float
     drawn: str
+    memory: list[PeakMemory]
 
 
 def reported(rank: int, axes: Axes, backend: str) -> Reported:
@@ -56,6 +58,7 @@ def reported(rank: int, axes: Axes, backend: str) -> Reported:
         [(t.start, t.end) for t in figures.tracks],
         0.0 if figures.exposed is None else figures.exposed.measured,
         report.draw(Path(tempfile.mkdtemp()) / "order.svg").read_text(),
+        [*figures.memory, *([figures.peak_memory] if figures.peak_memory else [])],
     )
 
 
@@ -94,6 +97,12 @@ def test_steps_are_measured_and_not_changed(ranks: RankPool, axes: Axes, backend
     assert starts == sorted(starts) and all(0.0 <= start < end for start, end in first.spans)
     assert first.exposed > 0.0
     assert first.drawn.count("<title>") == 2 * len(first.measured)
+    assert [one.phase for one in first.memory] == ["forward", "backward", "step"]
+    for one in first.memory:
+        assert one.predicted is not None
+        # Of a few KB: a bucket more or less shows.
+        assert 0.8 * one.measured <= one.predicted <= 1.1 * one.measured, first.memory
+    assert "\npeak memory " in first.text
     profile = Profile.from_json(first.corrected, "corrected")
     assert profile.name == "slow compute (corrected)"
     assert f"on {world} ranks" in profile.sources[-1]

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from expecttest import assert_expected_inline
 
-from autoshard.reporting.measured import RankFigures, put_together
+from autoshard.reporting.measured import PeakMemory, RankFigures, put_together
 from autoshard.reporting.recorder import StepTimes
 from autoshard.reporting.text import report_text
 from passes.predict.predict_step import PredictedCollective, PredictedPhase, Prediction
@@ -73,6 +73,39 @@ collectives, each alone                         predicted   measured   ratio
   forward all_reduce[tp] 1.049MB x1                  2 ms       4 ms    0.50
 """,
     )
+
+
+def test_the_peak_is_of_the_rank_that_held_most() -> None:
+    """Here the second, though less was predicted of it."""
+    known = [(3 * 10**9, 5 * 10**9 // 2), (2 * 10**9, 4 * 10**9)]
+    ranks = [
+        replace(
+            rank(0),
+            memory=(
+                PeakMemory("forward", predicted // 2, 10**9),
+                PeakMemory("backward", predicted, measured),
+                PeakMemory("optimizer", None, 10**6),
+            ),
+        )
+        for predicted, measured in known
+    ]
+    figures = put_together(ranks, 1, fused=False)
+    assert figures.peak_memory == PeakMemory("step", 2 * 10**9, 4 * 10**9)
+    lines = report_text(figures, "p").splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("peak memory"))
+    assert_expected_inline(
+        "\n".join(lines[first : first + 4]),
+        """\
+peak memory                                           2GB        4GB    0.50
+  forward                                             1GB        1GB    1.00
+  backward                                            2GB        4GB    0.50
+  optimizer                                             -        1MB       -""",
+    )
+
+
+def test_nothing_is_said_of_memory_that_was_not_measured() -> None:
+    figures = put_together([rank(0)], 1, fused=False)
+    assert figures.peak_memory is None and "memory" not in report_text(figures, "p")
 
 
 def test_a_collective_takes_as_long_as_its_slowest_rank() -> None:

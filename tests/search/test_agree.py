@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from autoshard import MeshSpec, Profile, find_plan
-from passes.search.agree import agreed
+from passes.search.agree import Judgement, agreed
 from passes.search.cost_kinds import CostKinds
 from passes.search.overlapped import solve_overlapped
 from passes.search.search_space import SearchSpace
@@ -52,7 +52,7 @@ class Space:
 def searched(seconds: dict[tuple[int, ...], float], edges: int = 0) -> tuple[Any, Space]:
     """What is found where the timeline says these seconds of the two choices."""
     space = Space(edges=(0,) * edges)
-    judge = lambda choice: (seconds[cast(tuple[int, ...], choice)], 0.0, 0.0)
+    judge = lambda choice: Judgement((seconds[cast(tuple[int, ...], choice)], 0.0, 0.0), 0)
     return agreed(cast(SearchSpace, space), 1.0, judge, 60.0), space
 
 
@@ -72,6 +72,19 @@ def test_a_plan_that_only_the_objective_likes_is_not_taken() -> None:
     assert found.choice == WHOLE
     assert found.seconds == pytest.approx(10.0)
     assert found.lower_bound <= 10.0
+
+
+def test_of_equally_fast_plans_the_smaller_is_taken() -> None:
+    """By the objective the first is the faster, and on the timeline both are equal, but for rounding."""
+    for whole, gathered, taken in ((5, 7, WHOLE), (7, 5, GATHERED), (5, 5, GATHERED)):
+        nbytes = {WHOLE: whole, GATHERED: gathered}
+        space = Space()
+        judge = lambda choice, nbytes=nbytes: Judgement(
+            (12.0 + 1e-12 * (choice == WHOLE), 0.0, 0.0), nbytes[choice]
+        )
+        found = agreed(cast(SearchSpace, space), 1.0, cast(Any, judge), 60.0)
+        assert found.choice == taken
+        assert len(found.rivals) == 1
 
 
 def test_what_else_was_judged_is_kept_with_its_own_timeline() -> None:
@@ -115,7 +128,7 @@ def test_where_nothing_was_proven_the_bound_is_nothing(monkeypatch: pytest.Monke
         return replace(solve_overlapped(problem, kinds, **options), lower_bound=-math.inf, status="feasible")
 
     monkeypatch.setattr("passes.search.agree.solve_overlapped", unproven)
-    judge = (lambda _: (8.0, 0.0, 0.0)) if judged else None
+    judge = (lambda _: Judgement((8.0, 0.0, 0.0), 0)) if judged else None
     found = agreed(cast(SearchSpace, Space()), 1.0, judge, 60.0)
     assert found.lower_bound == 0.0 and found.status == "feasible"
 

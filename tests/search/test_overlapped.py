@@ -168,6 +168,14 @@ def test_without_efficiency_it_is_the_plain_search() -> None:
     assert solve_overlapped(problem, kinds).cost == solve(problem).cost
 
 
+def test_of_mixes_that_cost_the_same_the_smaller_is_taken() -> None:
+    """Two separate nodes cost the same either way; the second choice uses less."""
+    same = (np.ones(2), np.ones(2))
+    problem = Problem(same, intervals=((0, 2), (1, 2)), usages=(np.array([3, 2]), np.array([3, 2])))
+    kinds = CostKinds((0, 0), (), 5, two_phases(0.9))
+    assert recombined(problem, kinds, (0, 0), (1, 1)) == (1, 1) == recombined(problem, kinds, (1, 1), (0, 0))
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_a_mix_is_no_worse_than_either(seed: int) -> None:
     """Ten separate pairs of nodes, with two random choices: the mix takes the better of each."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from autoshard import Plan
 from tests.structure.source_tree import ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -36,13 +37,20 @@ def test_one_command_installs_the_tested_versions_and_runs(mark: str, ends: str)
 def test_the_plan_that_is_shown_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What the README prints is the beginning of what the example prints, and its picture is the one that is drawn."""
+    """What the README prints is the beginning of what the example prints, its picture is the one that is drawn, and the
+    page on memory prints its memory."""
     shown = re.search(r"^<!-- output: (\S+) -->\n```\n(.+?)\n```$", README, re.MULTILINE | re.DOTALL)
     assert shown
     example = runpy.run_path(str(ROOT / shown[1]))
     monkeypatch.chdir(tmp_path)
     example["main"]()
     assert capsys.readouterr().out.startswith(shown[2])
+    page = re.search(
+        rf"^<!-- memory of: {shown[1]} -->\n```\n(.+?)\n```$",
+        (ROOT / "docs" / "memory.md").read_text(),
+        re.MULTILINE | re.DOTALL,
+    )
+    assert page and str(Plan.load(tmp_path / "gpt-plan.json").memory) == page[1]
     assert (tmp_path / "gpt-plan.svg").read_text() == (ROOT / "docs" / "gpt-plan.svg").read_text()
 
 

@@ -1,0 +1,176 @@
+"""Where nothing fits a memory limit: what lives at the peak of the smallest plan there was, and what else could fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from autoshard.plan.judged import Judged
+from autoshard.plan.plan_memory import MemoryTimeline, kind_lines
+from autoshard.plan.plan_reserve import plan_reserve
+from cost_model.errors import InfeasibleError
+from cost_model.mesh import MeshSpec
+from cost_model.units import format_bytes
+from passes.ir.joint import JointGraph, node_values
+from passes.layout.assignment import Assignment
+from passes.layout.layout import Layout
+from passes.micro_batches.time_axis import batch_length, trains
+from passes.predict.memory_walk import LiveValue, MemoryWalk
+
+__all__ = ["Asked", "told"]
+
+_DOUBLINGS = 6
+"""An axis is not said to be enough that had to be more than 64 times as long."""
+_WORTH = 0.05
+"""Share of what is missing that a pin must hold to be named."""
+_OF_A_PARAMETER = ("parameters", "optimizer", "gradients")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What was to be planned. pins: the parameters' by name."""
+
+    joint: JointGraph
+    mesh: MeshSpec
+    memory_limit: int | None
+    pins: Mapping[str, Layout]
+    recompute: str
+
+
+def told(reason: InfeasibleError, asked: Asked, judged: Collection[Judged]) -> InfeasibleError:
+    """`reason`; where it is the memory limit, also what lives at the peak of the smallest plan that was judged, by kind
+    and module, and what to change, as estimates."""
+    smallest = min(judged, key=lambda one: one.peak.nbytes, default=None)
+    if asked.memory_limit is None or smallest is None or smallest.memory is None:
+        return reason
+    steps = [step for way in smallest.moved.values() for step in way.steps if step.kind is not None]
+    room = asked.memory_limit - plan_reserve(asked.mesh, steps)
+    case = _Case(asked, smallest.assignment, smallest.memory, room)
+    if case.missing <= 0:
+        return reason
+    peak = case.walk.peak
+    lines = [
+        f"  the smallest plan that was judged holds {format_bytes(peak.nbytes)} at {peak.node}, in the {peak.phase}:",
+        *(f"    {line}" for line in kind_lines(MemoryTimeline.of(case.walk))),
+        *(f"  try as well: {remedy}" for remedy in _remedies(case)),
+    ]
+    return InfeasibleError("\n".join([str(reason), *lines]))
+
+
+@dataclass(frozen=True)
+class _Case:
+    """room: bytes of the limit for tensors. assignment, walk: of the smallest plan."""
+
+    asked: Asked
+    assignment: Assignment
+    walk: MemoryWalk
+    room: int
+
+    @property
+    def missing(self) -> int:
+        return self.walk.peak.nbytes - self.room
+
+    @cached_property
+    def alive(self) -> list[LiveValue]:
+        """At the peak."""
+        return self.walk.alive(self.walk.peak.place)
+
+    @cached_property
+    def given(self) -> Mapping[str, Layout]:
+        """Of parameters and inputs, by name."""
+        ends = zip(self.asked.joint.placeholders, self.asked.joint.inputs, strict=True)
+        held = self.assignment
+        return {spec.name: held[node.name].results[0] for node, spec in ends if spec.kind != "tangent"}
+
+    @cached_property
+    def splits(self) -> Mapping[str, float]:
+        """Axis -> of the bytes of all values inside the model, the share that it splits."""
+        total, by_axis = 0, dict.fromkeys(self.asked.mesh.names, 0)
+        for node in self.asked.joint.graph.nodes:
+            layouts = self.assignment.get(node.name)
+            if node.op == "call_function" and layouts is not None:
+                for value, layout in zip(node_values(node), layouts.results, strict=False):
+                    nbytes = 0 if value is None else value.numel() * value.element_size()
+                    total += nbytes
+                    for axis in layout.axes:
+                        by_axis[axis] += nbytes
+        return {axis: nbytes / max(1, total) for axis, nbytes in by_axis.items()}
+
+
+def _remedies(case: _Case) -> Iterator[str]:
+    """What is not in every such error: a larger limit, more devices and a smaller batch are."""
+    if case.asked.recompute == "user":
+        yield 'recompute="auto", which also computes again what the model does not run under `checkpoint`'
+    if case.asked.joint.pieces == 1 and trains(case.asked.joint) and batch_length(case.asked.joint) > 1:
+        yield 'micro_batches="auto", which runs the batch in as few pieces as fit, one after the other'
+    elif case.asked.joint.pieces > 1:
+        yield f'micro_batches={2 * case.asked.joint.pieces}, or "auto"'
+    yield from _without_pins(case)
+    yield from _longer_axis(case)
+
+
+def _without_pins(case: _Case) -> Iterator[str]:
+    """Pinned parameters, by what less of them there would be if they were split over all axes."""
+    held: dict[str, int] = {}
+    for value in case.alive:
+        if value.kind in _OF_A_PARAMETER and value.name in case.asked.pins:
+            free = [
+                axis for axis in case.asked.mesh.real_axes() if axis not in case.asked.pins[value.name].axes
+            ]
+            held[value.name] = held.get(value.name, 0) + _saved(value.nbytes, case.asked.mesh.size(*free))
+    worth = {name: nbytes for name, nbytes in held.items() if nbytes >= _WORTH * case.missing}
+    if not worth:
+        return
+    names = sorted(worth, key=lambda name: (-worth[name], name))
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    total = sum(worth.values())
+    enough = "which is enough" if total >= case.missing else f"of the {format_bytes(case.missing)} missing"
+    yield (
+        f"without the pins of {', '.join(names[:3])}{more} in `constraints`: split over all axes they take "
+        f"{format_bytes(total)} less, {enough}"
+    )
+
+
+def _saved(nbytes: int, parts: int) -> int:
+    return nbytes - math.ceil(nbytes / parts)
+
+
+def _longer_axis(case: _Case) -> Iterator[str]:
+    """The axis that must grow least, and which of several leaves least."""
+    found = [
+        (times, nbytes, axis)
+        for axis in case.asked.mesh.names
+        for times, nbytes in [_enough(axis, case)]
+        if nbytes <= case.room
+    ]
+    if found:
+        times, nbytes, axis = min(found)
+        size = case.asked.mesh.size(axis)
+        yield (
+            f"a mesh with {axis}={times * size} in place of {axis}={size}: of this plan each device would hold about "
+            f"{format_bytes(nbytes)}"
+        )
+
+
+def _enough(axis: str, case: _Case) -> tuple[int, int]:
+    """(how many times as long it must be, bytes then): what is split over it shrinks as it grows."""
+    shares = [(value.nbytes, _split_share(value, axis, case)) for value in case.alive]
+    times, left = 1, case.walk.peak.nbytes
+    while times < 2**_DOUBLINGS and left > case.room:
+        times *= 2
+        left = math.ceil(sum(nbytes * (1.0 - share + share / times) for nbytes, share in shares))
+    return times, left
+
+
+def _split_share(value: LiveValue, axis: str, case: _Case) -> float:
+    """1 of what the axis splits, 0 of what it does not: inputs that every rank is given whole. Of values inside the
+    model the share of all values that it splits; of an axis of one device all. What transfers gather stays as it is."""
+    if value.kind == "moved":
+        return 0.0
+    if case.asked.mesh.size(axis) == 1:
+        return 1.0
+    if value.kind in (*_OF_A_PARAMETER, "inputs") and value.name in case.given:
+        return float(axis in case.given[value.name].axes)
+    return case.splits[axis]

@@ -1,0 +1,75 @@
+"""How many pieces a batch is run in, and the plans for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from autoshard.plan.plan import Plan
+from cost_model.deadline import Deadline
+from cost_model.errors import InfeasibleError
+from passes.capture import Captured
+from passes.micro_batches.cut_batch import cut_batch
+from passes.micro_batches.time_axis import batch_length, trains
+
+__all__ = ["cut_call", "fastest_in_pieces", "most_pieces"]
+
+
+def cut_call(captured: Captured, count: int) -> Captured:
+    """The call with its batch in `count` pieces; whole, if nothing is trained by it.
+
+    Raises InfeasibleError where it cannot be cut."""
+    return replace(captured, joint=cut_batch(captured.joint, count)) if trains(captured.joint) else captured
+
+
+def most_pieces(captured: Captured) -> int:
+    """Into how many pieces a call's batch can be cut: a last, smaller batch of an epoch into fewer."""
+    return max(1, batch_length(captured.joint))
+
+
+def fastest_in_pieces(
+    captured: Captured,
+    micro_batches: int | str,
+    memory_limit: int | None,
+    planned: Callable[[Captured], Plan],
+    deadline: Deadline,
+) -> Plan:
+    """The plan of so many pieces; of "auto", the fastest of 1, 2, 4 ... that fits.
+
+    planned: what plans a call, cut or not; it raises InfeasibleError. "auto" looks no further once a plan with more
+    pieces is slower: each piece's kernels are smaller, and what is done once for each is done more often.
+    """
+    if micro_batches != "auto":
+        return planned(cut_call(captured, int(micro_batches)))
+    best: Plan | None = None
+    reason: InfeasibleError | None = None
+    for count in _counts(captured, memory_limit):
+        if best is not None and deadline.left <= 0.0:
+            break
+        try:
+            found = planned(cut_call(captured, count))
+        except InfeasibleError as error:
+            reason = reason if reason is not None and count > 1 and _is_uncut(error) else error
+            if best is not None or _is_uncut(error):
+                break
+            continue
+        if best is not None and found.step_time >= best.step_time:
+            break
+        best = found
+    if best is None:
+        assert reason is not None
+        raise reason
+    return best
+
+
+def _counts(captured: Captured, memory_limit: int | None) -> Iterator[int]:
+    yield 1
+    count = 2
+    while memory_limit is not None and trains(captured.joint) and count <= batch_length(captured.joint):
+        yield count
+        count *= 2
+
+
+def _is_uncut(error: InfeasibleError) -> bool:
+    """Whether the batch cannot be cut at all."""
+    return str(error).startswith("micro_batches=")

@@ -1,0 +1,129 @@
+"""Which stage runs each op, what passes between stages, and which part of a gradient each returns."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from cost_model.errors import ShardingError
+from passes.ir.properties import described
+from passes.stages.backward_places import backward_places
+from passes.stages.backward_stages import backward_stages
+from passes.stages.forward_places import ForwardPlaces, forward_places, output_places
+from passes.stages.gradient_sums import GradientSum, gradient_sums
+from passes.stages.graph_parts import GraphParts, operands
+from passes.stages.pair_gradients import pair_gradients
+
+__all__ = ["Assigned", "assign_stages"]
+
+
+@dataclass(frozen=True)
+class Assigned:
+    """of:        op of forward or backward, but for sums of gradients, and tangents -> its stage.
+    outputs:   tensor output of the call -> the stage that returns it.
+    sums:      by position among the joint graph's outputs: the gradients, and what they are summed from.
+    returned:  likewise, for each part of the sum the stage that returns it: one that holds the parameter.
+    sent:      per boundary, the values that pass it in the forward.
+    gradients: per boundary, what passes it in the backward, by the value sent of which it is said to be the gradient;
+               one that is like no value, by itself.
+    """
+
+    stages: int
+    of: Mapping[fx.Node, int]
+    outputs: Mapping[int, int]
+    sums: Mapping[int, GradientSum]
+    returned: Mapping[int, Mapping[fx.Node, int]]
+    sent: tuple[tuple[fx.Node, ...], ...]
+    gradients: tuple[Mapping[fx.Node, fx.Node], ...]
+
+    def passing(self, boundary: int) -> tuple[tuple[fx.Node, ...], Mapping[fx.Node, fx.Node]]:
+        """(all that passes between stages `boundary` and `boundary + 1`, the gradients of it)."""
+        if not 0 <= boundary < self.stages - 1:
+            return (), {}
+        back = self.gradients[boundary]
+        return tuple(dict.fromkeys((*self.sent[boundary], *back))), back
+
+    def gradient_stages(self, position: int) -> tuple[int, ...]:
+        """The stages that return a part of the gradient at that position."""
+        return tuple(sorted(set(self.returned.get(position, {}).values())))
+
+
+def assign_stages(parts: GraphParts, starts: Sequence[int], stages: int) -> Assigned:
+    """starts: position in `parts.forward` at which each stage but the first begins.
+
+    Raises ShardingError if a buffer that changes is in several stages, or the backward would go from an earlier stage
+    to a later one.
+    """
+    own = {node: bisect_right(starts, i) for i, node in enumerate(parts.forward)}
+    places = forward_places(parts, own, stages - 1)
+    _check_buffers(parts, places)
+    sums = gradient_sums(parts)
+    bounds = backward_places(parts, places, sums)
+    outputs = output_places(parts, places)
+    tangents = {n: outputs[spec.index] for n, spec in parts.specs.items() if spec.kind == "tangent"}
+    of = {**places.of, **backward_stages(parts, places, bounds, stages), **tangents}
+    _check_order(parts, of)
+    returned = {position: _returned(found, places, of) for position, found in sums.items()}
+    reach, back = _ends(parts, of, returned)
+    boundaries = range(stages - 1)
+    sent = tuple(tuple(n for n in parts.forward if of[n] <= b < reach.get(n, -1)) for b in boundaries)
+    late = [n for n in (*tangents, *parts.backward) if n in of]
+    returning = [[n for n in late if back.get(n, stages) <= b < of[n]] for b in boundaries]
+    gradients = pair_gradients(parts, sent, returning)
+    return Assigned(stages, of, outputs, sums, returned, sent, gradients)
+
+
+def _returned(found: GradientSum, places: ForwardPlaces, of: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
+    """Part of the gradient -> the last stage that holds the parameter and may have the part."""
+    at = places.holders.get(found.param, frozenset((0,)))
+    made = {part: of.get(part, places.last) for part in found.parts}
+    return {part: max((p for p in at if p <= stage), default=stage) for part, stage in made.items()}
+
+
+def _ends(
+    parts: GraphParts, of: Mapping[fx.Node, int], returned: Mapping[int, Mapping[fx.Node, int]]
+) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
+    """(value of the forward -> the last stage that needs it, value of the backward -> the first that needs it)."""
+    reach: dict[fx.Node, int] = {}
+    back: dict[fx.Node, int] = {}
+    reads = [
+        (operand, of[n]) for n in (*parts.forward, *parts.backward) if n in of for operand in operands(n)
+    ]
+    ends = [(part, stage) for found in returned.values() for part, stage in found.items()]
+    for value, stage in (*reads, *ends):
+        if value in parts.in_forward:
+            for leaf in parts.leaves([value], stage, of):
+                reach[leaf] = max(reach.get(leaf, 0), stage)
+        else:
+            back[value] = min(back.get(value, stage), stage)
+    return reach, back
+
+
+def _check_buffers(parts: GraphParts, places: ForwardPlaces) -> None:
+    for buffer in parts.changed:
+        at = places.holders.get(buffer, frozenset())
+        if len(at) > 1:
+            name = parts.specs[buffer].name
+            raise _uncuttable(
+                f"the buffer {name} is read in the stages {sorted(at)}; only the one that changes it knows its value",
+                parts.changed[buffer],
+                "a cut before or behind all of them",
+            )
+
+
+def _check_order(parts: GraphParts, of: Mapping[fx.Node, int]) -> None:
+    for node in parts.backward:
+        for operand in operands(node):
+            apart = of.get(operand, 0) - of.get(node, 0)
+            if node in of and operand in of and (apart > 0 if operand in parts.in_forward else apart < 0):
+                why = "the backward of an earlier stage would read what a later one makes"
+                raise _uncuttable(why, node, "another cut")
+
+
+def _uncuttable(why: str, node: fx.Node, remedy: str) -> ShardingError:
+    return ShardingError(
+        f"cannot cut the graph into these stages: {why}\n  {described(node)}\n  try: {remedy}"
+    )

@@ -1,0 +1,167 @@
+"""What stages between any two places of the forward would cost: each op has a home, one op of the forward.
+
+The forward stands in a line. An op of the backward is where the last op is that it can run with; so what a stage
+computes is a sum over a part of the line, and what it sends depends on its ends alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import fx
+
+from passes.ir.joint import JointGraph, results_nbytes
+from passes.ir.op_signature import op_signature
+from passes.ir.op_traits import is_product
+from passes.stages.backward_places import backward_places
+from passes.stages.forward_places import ForwardPlaces, forward_places
+from passes.stages.gradient_sums import gradient_sums
+from passes.stages.graph_parts import GraphParts, Line, graph_parts, is_glued, model_line, operands
+
+__all__ = ["CutCosts", "CutPlace", "Segment", "cut_costs", "narrow_places"]
+
+
+@dataclass(frozen=True)
+class CutPlace:
+    """position: in the forward; op: the one that the later stage begins with.
+
+    sent: values that pass in the forward, of sent_nbytes. returned_nbytes: of their gradients, at most.
+    """
+
+    position: int
+    op: str
+    sent: int
+    sent_nbytes: int
+    returned_nbytes: int
+
+
+@dataclass(frozen=True)
+class CutCosts:
+    """places:  where a stage may begin, in order.
+    seconds: of all ops with a home before each position of the forward, and before its end.
+    homes:   op of the backward -> position of the op of the forward that it is with.
+    """
+
+    parts: GraphParts
+    forward: ForwardPlaces
+    places: tuple[CutPlace, ...]
+    seconds: tuple[float, ...]
+    homes: Mapping[fx.Node, int]
+
+    @cached_property
+    def at(self) -> dict[int, CutPlace]:
+        return {place.position: place for place in self.places}
+
+
+@dataclass(frozen=True)
+class Segment:
+    """What one stage would hold: the ops with a home from `start` up to `stop`."""
+
+    costs: CutCosts
+    start: int
+    stop: int
+
+    @property
+    def forward(self) -> tuple[fx.Node, ...]:
+        return self.costs.parts.forward[self.start : self.stop]
+
+    @property
+    def backward(self) -> tuple[fx.Node, ...]:
+        return tuple(n for n, home in self.costs.homes.items() if self.start <= home < self.stop)
+
+    @property
+    def held(self) -> tuple[fx.Node, ...]:
+        """Parameters, buffers, constants and inputs that the forward reads here."""
+        at = self.costs.forward.holders.items()
+        return tuple(n for n, places in at if any(self.start <= place < self.stop for place in places))
+
+    @property
+    def received(self) -> CutPlace | None:
+        return self.costs.at.get(self.start)
+
+    @property
+    def sent(self) -> CutPlace | None:
+        return self.costs.at.get(self.stop)
+
+
+def cut_costs(joint: JointGraph, op_seconds: Callable[[fx.Node], float]) -> CutCosts:
+    """op_seconds: of one op, for one piece; asked once for ops alike. Ops that every stage has cost nothing here."""
+    parts = graph_parts(joint)
+    forward = forward_places(parts, {n: i for i, n in enumerate(parts.forward)}, len(parts.forward) - 1)
+    homes = _homes(parts, forward)
+    own = [0.0] * len(parts.forward)
+    known: dict[Hashable, float] = {}
+    for node in (*parts.forward, *parts.backward):
+        key = op_signature(node)
+        if key not in known:
+            known[key] = op_seconds(node)
+        own[forward.of[node] if node in forward.of else homes[node]] += known[key]
+    seconds = tuple(itertools.accumulate(own, initial=0.0))
+    return CutCosts(parts, forward, _places(parts, forward), seconds, homes)
+
+
+def narrow_places(costs: CutCosts) -> tuple[CutPlace, ...]:
+    """The places where little passes: between two products the one with the fewest bytes, and of those the ones with no
+    more than their neighbours. A transformer may be cut where only its residual stream passes."""
+    products = list(itertools.accumulate((is_product(n) for n in costs.parts.forward), initial=0))
+    groups = itertools.groupby(costs.places, key=lambda place: products[place.position])
+    lowest = [min(places, key=_narrowness) for _, places in groups]
+    nbytes = [place.sent_nbytes + place.returned_nbytes for place in lowest]
+    return tuple(p for i, p in enumerate(lowest) if nbytes[i] <= min(nbytes[max(0, i - 1) : i + 2]))
+
+
+def _narrowness(place: CutPlace) -> tuple[int, int, int]:
+    return place.sent_nbytes + place.returned_nbytes, place.sent, place.position
+
+
+def _homes(parts: GraphParts, forward: ForwardPlaces) -> dict[fx.Node, int]:
+    """The last place at which an op of the backward can run; rather one that comes from its line of the model."""
+    lines: dict[Line, list[int]] = {}
+    for position, node in enumerate(parts.forward):
+        lines.setdefault(model_line(node), []).append(position)
+    homes: dict[fx.Node, int] = {}
+    bounds = backward_places(parts, forward, gradient_sums(parts))
+    for node in parts.backward:
+        ceiling = min((homes[n] for n in operands(node) if n in homes), default=forward.last)
+        last = min(bounds.latest.get(node, ceiling), ceiling)
+        own = lines.get(model_line(node), [])
+        within = bisect_right(own, last)
+        on_line = within and own[within - 1] >= bounds.earliest.get(node, last)
+        homes[node] = own[within - 1] if on_line else last
+    return homes
+
+
+def _places(parts: GraphParts, forward: ForwardPlaces) -> tuple[CutPlace, ...]:
+    count = len(parts.forward)
+    passing: list[list[int]] = [[0, 0, 0] for _ in range(count + 1)]
+    for node, last in forward.reach.items():
+        nbytes = results_nbytes(node)
+        change = (1, nbytes, nbytes if node in parts.differentiable else 0)
+        _add(passing[forward.of[node] + 1], change, 1)
+        _add(passing[last + 1], change, -1)
+    closed = _closed(parts, forward)
+    found: list[CutPlace] = []
+    now = [0, 0, 0]
+    for position, node in enumerate(parts.forward):
+        _add(now, passing[position], 1)
+        if position and position not in closed and not is_glued(node):
+            found.append(CutPlace(position, node.name, *now))
+    return tuple(found)
+
+
+def _add(to: list[int], change: Sequence[int], sign: int) -> None:
+    for i, value in enumerate(change):
+        to[i] += sign * value
+
+
+def _closed(parts: GraphParts, forward: ForwardPlaces) -> set[int]:
+    """Positions between the readers of a buffer and the op that changes it."""
+    found: set[int] = set()
+    for buffer in parts.changed:
+        at = forward.holders[buffer]
+        found.update(range(min(at) + 1, max(at) + 1))
+    return found

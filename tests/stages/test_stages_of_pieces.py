@@ -1,0 +1,63 @@
+"""A batch in pieces, cut into stages: each piece's stages compute what the piece does, and pass as little."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from passes.ir.joint import JointGraph
+from passes.micro_batches.cut_batch import cut_batch
+from passes.simulate.reference import graph_values
+from passes.simulate.staged import staged_results
+from passes.stages.graph_parts import graph_parts
+from passes.stages.stage_graphs import stage_graphs
+from tests.stages.stage_models import canonical
+
+LAYERS = {"mlp": ("layers.2", "layers.4"), "gpt2": ("transformer.h.0", "transformer.h.1")}
+
+
+def cut_of(joint: JointGraph, name: str) -> list[str]:
+    forward = graph_parts(joint).forward
+    return [next(n.name for n in forward if n.meta["module"].startswith(layer)) for layer in LAYERS[name]]
+
+
+@pytest.mark.parametrize(("name", "count"), [("mlp", 3), ("gpt2", 2)])
+def test_stages_of_every_piece_compute_what_the_piece_does(name: str, count: int) -> None:
+    joint, values = canonical(name)
+    known = {(spec.kind, spec.name): value for spec, value in zip(joint.inputs, values, strict=True)}
+    batch = cut_batch(joint, count)
+    for piece in (batch, *batch.others):
+        given = [known[spec.kind, spec.name] for spec in piece.inputs]
+        wanted, _ = graph_values(piece, given)
+        graphs = stage_graphs(piece, cut_of(piece, name))
+        for got, expected in zip(staged_results(piece, graphs, given), wanted, strict=True):
+            assert (got is None) == (expected is None)
+            assert got is None or torch.equal(got, expected)  # type: ignore[arg-type]
+
+
+def test_graphs_of_the_other_pieces_are_cut_alike() -> None:
+    """Five rows in three pieces: 2, 2 and 1."""
+    batch = cut_batch(canonical("mlp")[0], 3)
+    for graph in stage_graphs(batch, cut_of(batch, "mlp")):
+        stage = graph.joint
+        assert stage.pieces == 3 and len(stage.others) == 2
+        assert all(other.pieces == 3 and other.inputs == stage.inputs for other in stage.others)
+        assert all(other.outputs == stage.outputs for other in stage.others)
+        names = [[n.name for n in other.graph.nodes] for other in (stage, *stage.others)]
+        assert names[0] == names[1] == names[2]
+        rows = [c.shape[0] for c in graph.sent]
+        assert rows == [2] * len(graph.sent)
+        assert all("runs" in n.meta for n in stage.graph.nodes if n.op == "call_function")
+
+
+def test_pieces_pass_the_residual_stream_alone() -> None:
+    """Not what pieces leave behind: outputs put side by side, parts of a tied weight's gradient."""
+    batch = cut_batch(canonical("gpt2")[0], 2)
+    graphs = stage_graphs(batch, cut_of(batch, "gpt2"))
+    assert [[(c.shape, c.value, c.gradient) for c in graph.sent] for graph in graphs] == [
+        [((1, 16, 32), True, True)],
+        [((1, 16, 32), True, True)],
+        [],
+    ]
+    tied = {"transformer.wte.weight": (0, 2)}
+    assert [graph.summed for graph in graphs] == [tied, {}, tied]
