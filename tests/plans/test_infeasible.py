@@ -79,8 +79,8 @@ def test_the_axis_that_must_grow_least_and_by_how_much() -> None:
     times = int(found[1]) / 2
     assert nbytes_of(held[1]) / times <= free.peak_memory / 10 < 1.05 * nbytes_of(held[1]) / (times / 2)
     assert nbytes_of(found[2]) == pytest.approx(nbytes_of(held[1]) / times, rel=0.05)
-    larger = planned(MeshSpec({"dp": int(found[1])}), rows)
-    assert larger.peak_memory == pytest.approx(nbytes_of(found[2]), rel=0.1)
+    limit = int(1.1 * nbytes_of(found[2]))
+    assert planned(MeshSpec({"dp": int(found[1])}), rows, memory_limit=limit).peak_memory <= limit
 
 
 def test_pins_that_hold_what_is_missing_are_named() -> None:

@@ -76,7 +76,7 @@ def test_the_reserve_is_of_the_plan_that_is_returned() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)), torch.zeros(512, 64)
     free = find_plan(model, MESH, (x,), profile=SLOW_GPUS)
-    for share in (1.0, 0.9, 0.8):
+    for share in (1.0, 0.9):
         limit = int(free.reserve + share * free.peak_memory)
         plan = find_plan(model, MESH, (x,), profile=SLOW_GPUS, memory_limit=limit)
         assert plan.peak_memory + plan.reserve <= limit
