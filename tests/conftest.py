@@ -23,7 +23,7 @@ import torch
 from tests.golden import Golden
 from tests.ranks import RankPool
 
-HALVED = ("spatial",)
+HALVED = ("spatial", "stages", "micro_batches")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Under `pytest -n`, what makes network namespaces stays in one process: clean-up of one run is not another's.
 
-    Of the many cases of one test in space every second is slow, by its name; the first of each test is not.
+    Of the many cases of one test in space, stages or pieces every second is slow, by its name; the first is not.
     """
     here = Path(__file__).parent
     seen: set[str] = set()
