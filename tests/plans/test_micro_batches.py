@@ -8,8 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import fx
+from torch.distributed.tensor import Replicate, Shard
 
 from autoshard import InfeasibleError, MeshSpec, Plan, PlanError, ShardingError, find_plan, verify
+from autoshard.plan.find_plan import canonical_capture
+from passes.lower.piecewise import split_pieces
+from passes.lower.rank_program import rank_program
+from passes.micro_batches.cut_batch import cut_batch
+from passes.simulate.lockstep import simulated_groups
 from tests.micro_batches.test_in_pieces import MODELS
 from tests.profiles import slow_compute
 
@@ -71,3 +78,23 @@ def test_auto_takes_pieces_where_the_whole_does_not_fit() -> None:
 def test_what_is_no_number_of_pieces(given: Any) -> None:
     with pytest.raises(ShardingError, match="micro_batches"):
         planned("tokens", 8, micro_batches=given)
+
+
+def gathers(module: fx.GraphModule) -> int:
+    """Of parameters; a bucket of several says so."""
+    nodes = [node for node in module.graph.nodes if "all_gather_into_tensor" in str(node.target)]
+    return sum(".weight" in str(node.meta["serves"]) for node in nodes)
+
+
+def test_a_parameter_is_gathered_once_for_all_pieces() -> None:
+    """Its weights are stored in parts, and read whole: once a step costs less than once a piece."""
+    mesh, pins = MeshSpec({"dp": 2}), {"*.weight": [Shard(0)], "*.bias": [Replicate()]}
+    model, x, plan = planned("tokens", 64, mesh, micro_batches=4, constraints=pins)
+    joint = cut_batch(canonical_capture(model, (x,), {}).joint, 4)
+    (graph, layouts, lowering), *_ = plan.of_pieces(joint)
+    program = rank_program(graph, layouts, lowering, mesh, 0, simulated_groups(mesh))
+    parts = split_pieces(program)
+    backward = parts.piece.phases.backward
+    assert backward is not None and plan.parameters["up.weight"] == (Shard(0),)
+    assert gathers(parts.before) >= 1
+    assert gathers(parts.piece.phases.forward) == gathers(backward.module) == 0
