@@ -48,7 +48,16 @@ def training(rank: int, axes: Axes, count: int) -> tuple[list[float], dict[str, 
     return found
 
 
-@pytest.mark.parametrize(("axes", "count"), [(LINE, 2), (LINE, 5), (SQUARE, 4), (SQUARE, 5), (THREE, 4)])
+@pytest.mark.parametrize(
+    ("axes", "count"),
+    [
+        (LINE, 5),
+        (SQUARE, 4),
+        (THREE, 4),
+        pytest.param(LINE, 2, marks=pytest.mark.slow),
+        pytest.param(SQUARE, 5, marks=pytest.mark.slow),
+    ],
+)
 def test_losses_and_updates_of_one_process(ranks: RankPool, axes: Axes, count: int) -> None:
     wanted = steps(*tokens())
     world = 3 if axes == THREE else 4
@@ -145,6 +154,7 @@ def last_batch(rank: int) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_a_last_smaller_batch_is_cut_into_fewer(ranks: RankPool) -> None:
     model, x = tokens()
     wanted = [float(model(x).detach()), float(model(x[:3]).detach())]
