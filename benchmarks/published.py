@@ -5,11 +5,11 @@
     python -m benchmarks.published --seconds 60           # for each search; 10 if it is not said
     python -m benchmarks.published --rows my.csv --layers 0 0     # of whole models, and not from two depths
 
-The parameters are pinned as FSDP splits them; bfloat16 is gathered and float32 reduced. Micro-batches, and what is computed
-again, are the row's: every micro-batch gathers and reduces. What was not compiled is priced so: each call of the model is
-torch's own kernel. Beside the plan are costs that the runs had and no plan has (`beside`). Then what autoshard would
-choose for the same model and batch, compiled, within the GPU's memory. Each run's peak is a whole plan's: parameters,
-AdamW, activations, communicators; not what an allocator keeps.
+The parameters are pinned as FSDP splits them; bfloat16 is gathered and float32 reduced. Micro-batches, and what is
+computed again, are the row's: every micro-batch gathers and reduces. What was not compiled is priced so: each call of
+the model is torch's own kernel. Beside the plan are costs that the runs had and no plan has (`beside`). Then what
+autoshard would choose for the same model and batch, compiled, in the GPU's memory. A peak is the plan's: parameters,
+gradients, AdamW, activations, communicators; not what an allocator keeps.
 """
 
 from __future__ import annotations
@@ -21,37 +21,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import nn
 from torch.distributed.tensor import Shard
 
 from autoshard import MeshSpec, Profile, find_plan
 from autoshard.plan.find_plan import canonical_capture, prices_of
 from autoshard.plan.search_with_reserve import plan_reserve
-from benchmarks.llama3 import LLAMAS, Llama3, selective
-from benchmarks.mpt import MPT, SIZES, VOCABULARY
+from benchmarks.llama3 import LLAMAS, selective
+from benchmarks.mpt import SIZES
+from benchmarks.published_fsdp import as_fsdp_holds, as_fsdp_moves, as_fsdp_sends, beside, model_of
 from benchmarks.published_rows import ROWS, Row, missing, profile_of, read_rows
-from cost_model.compute import ComputePrices
 from cost_model.errors import InfeasibleError
 from cost_model.memory import parse_bytes
 from passes.ir.joint import JointGraph, node_value
-from passes.ir.op_traits import is_use
-from passes.layout.assignment import Assignment, FactorSplit, NodeLayouts
 from passes.layout.placements import placements_to_layout
 from passes.micro_batches.cut_batch import cut_batch
 from passes.plan.decide import decide_lowering
-from passes.predict.predict_step import Prediction, predicted_step
+from passes.predict.predict_step import predicted_step
 from passes.search.find import find_assignment
 from passes.search.graph_ends import boundary_of
 from passes.states.compute_again import compute_again
 from passes.states.cut_points import users_choice
-from passes.strategies.prices import Prices
 from passes.strategies.pricing import uncompiled_traffic
-
-HOST_SECONDS = 6e-6
-"""Of issuing one small kernel from Python. Assumed."""
-GATHERED_PER_SECOND = 150e9
-"""Elements, of whatever size: torch's gather and scatter took them one by one until 2025. [pytorch/pytorch issue
-121389, torch 2.2: 8192 x 4096 in 0.224 ms, float32 in 0.259; issue 151612: 4096 x 5120 in 0.136 ms]"""
 
 
 @dataclass(frozen=True)
@@ -74,36 +64,6 @@ class ByHand:
             further(self.beside, deeper.beside),
             further(self.nbytes, deeper.nbytes),
         )
-
-
-def beside(row: Row, layers: int, compute: ComputePrices) -> dict[str, float]:
-    """Seconds of a micro-batch that the published runs spent on what is not in the model, by what on; none is known of
-    torchtitan's. What stands in a block is run again with it.
-
-    copies:    around attention, `flash_attn_fn` gathers q, k and v without padding and scatters the result into
-               zeros, and the reverse backward: 8 gathers and scatters of an activation, 4 arrays of zeros (of the forward 4 and 1).
-               [mosaicml/llm-foundry, llmfoundry/models/layers/attention.py; Dao-AILab/flash-attention,
-               flash_attn/bert_padding.py]
-    metrics:   two cross entropies of the logits in float32: cast, log-softmax. [llm-foundry, ComposerMPTCausalLM,
-               `use_train_metrics`]
-    padding:   before each of those three gathers some 12 kernels on the mask, of which the host reads two results,
-               so that it is not ahead. [flash_attn/bert_padding.py, unpad_input]
-    optimizer: DecoupledAdamW, parameter by parameter: 9 kernels, and the host reads the step number, so that
-               nothing overlaps; before it a norm and a scaling of each gradient.
-               [mosaicml/composer, composer/optim/decoupled_weight_decay.py; llm-foundry, yamls: gradient_clipping]
-    """
-    if row.model in LLAMAS:
-        return {}
-    again = int(row.checkpointing == "full")
-    moved = row.tokens * SIZES[row.model][0]
-    parameters = 6 * layers + 3
-    return {
-        "copies": layers
-        * ((8 + 4 * again) * moved / GATHERED_PER_SECOND + compute.memory_seconds((4 + again) * moved * 2)),
-        "metrics": 2 * compute.memory_seconds(row.tokens * VOCABULARY * (2 + 4 + 4 + 4)),
-        "padding": (1 + again) * layers * 3 * 12 * HOST_SECONDS,
-        "optimizer": parameters * 12 * HOST_SECONDS / row.accumulation,
-    }
 
 
 def hand_step(row: Row, profile: Profile, layers: Sequence[int] = ()) -> ByHand:
@@ -137,13 +97,14 @@ def by_hand(row: Row, profile: Profile, layers: int | None = None) -> ByHand:
     # Micro-batches are cut from the whole batch, which is tokens alone.
     inputs = {0: batch, 1: batch} if row.accumulation == 1 else {}
     found = find_assignment(joint, prices, boundary_of(joint, parameters=pins, inputs=inputs, outputs={}))
-    assignment = cast_first(joint, found.assignment)
+    assignment = as_fsdp_moves(joint, found.assignment)
     lowering, moved = decide_lowering(joint, assignment, prices)
     prediction = predicted_step(joint, assignment, lowering, prices)
     extra = sum(beside(row, layers or depth(row), prices.compute).values())
     sends = as_fsdp_sends(row, layers or depth(row), prediction, prices)
     steps = [step for way in moved.values() for step in way.steps if step.kind is not None]
-    nbytes = prediction.peak.nbytes + plan_reserve(mesh, steps)
+    assert prediction.memory is not None
+    nbytes = as_fsdp_holds(prediction.memory, row.accumulation) + plan_reserve(mesh, steps)
     return ByHand(prediction.seconds, row.accumulation * (extra + sends), nbytes)
 
 
@@ -152,12 +113,6 @@ def as_it_ran(row: Row, joint: JointGraph) -> JointGraph:
     cut = cut_batch(joint, row.accumulation)
     inside = users_choice(cut)
     return compute_again(cut, selective(cut, inside) if row.checkpointing == "selective" else inside)
-
-
-def model_of(row: Row, layers: int | None = None) -> nn.Module:
-    if row.model in LLAMAS:
-        return Llama3(row.model, row.sequence, layers)
-    return MPT(row.model, row.sequence, layers, checkpointing=row.checkpointing == "full")
 
 
 def tokens_of(row: Row) -> torch.Tensor:
@@ -169,55 +124,6 @@ def tokens_of(row: Row) -> torch.Tensor:
 def captured_joint(row: Row, layers: int | None = None) -> JointGraph:
     tokens = tokens_of(row)
     return canonical_capture(model_of(row, layers), (tokens, tokens), {}).joint
-
-
-def cast_first(joint: JointGraph, assignment: Assignment) -> dict[str, NodeLayouts]:
-    """`assignment` with matrices cast before they are gathered, and gathered in each micro-batch, as FSDP does; where it
-    hides all the same, the search may cast after, or gather before all micro-batches."""
-    changed = dict(assignment)
-    for node in joint.graph.nodes:
-        if node.target is not torch.ops.aten._to_copy.default or node_value(node).ndim < 2:
-            continue
-        (source,) = node.all_input_nodes
-        if source.op == "placeholder":
-            (layout,) = assignment[source.name].results
-            splits = tuple(FactorSplit(f"d{i}", axes) for i, axes in enumerate(layout.dims) if axes)
-            split = NodeLayouts((layout,), (layout,), splits)
-            changed[node.name] = split
-            held = [n for n in node.users if is_use(n) and n.meta.get("runs") == "before"]
-            changed.update((n.name, split) for n in held)
-    return changed
-
-
-def as_fsdp_sends(row: Row, layers: int, prediction: Prediction, prices: Prices) -> float:
-    """Seconds of a micro-batch by which FSDP's communication is slower than the plan's (or faster, below 0), as far as the
-    overlap does not hide it.
-
-    FSDP gathers a block's parameters at once, in bfloat16, once a step if it keeps them (SHARD_GRAD_OP) and twice if
-    not, and reduces its gradients at once, in float32; what is in no block, likewise. The plan's buckets follow the
-    prices, and it reduces in bfloat16.
-    """
-    gathers = 2 if row.sharding == "FULL_SHARD" else 1
-    seconds = 0.0
-    for units, count in ((layers, block_numbers(row)), (1, other_numbers(row))):
-        gather, reduce = (
-            prices.redistributor.collective_seconds(kind, ("dp",), count * itemsize)
-            for kind, itemsize in (("all_gather", 2), ("reduce_scatter", 4))
-        )
-        seconds += units * (gathers * gather + reduce)
-    ours = sum(c.seconds for c in prediction.collectives if c.kind in ("all_gather", "reduce_scatter"))
-    return (1 - prices.overlap_efficiency) * (seconds - ours)
-
-
-def block_numbers(row: Row) -> int:
-    """Of the matrices of a block."""
-    blocks = model_of(row, 1).get_submodule("blocks")
-    return sum(p.numel() for p in blocks.parameters() if p.ndim > 1)
-
-
-def other_numbers(row: Row) -> int:
-    """Of the matrices in no block."""
-    return sum(p.numel() for p in model_of(row, 1).parameters() if p.ndim > 1) - block_numbers(row)
 
 
 def chosen(row: Row, profile: Profile, seconds: float) -> str:
@@ -274,7 +180,7 @@ def main() -> None:
     )
     parser.add_argument("--no-search", action="store_true", help="only the plans run by hand")
     parser.add_argument("--seconds", type=float, default=10.0, help="for each search of a plan")
-    parser.add_argument("--layers", type=int, nargs=2, default=(2, 4), help="two depths to predict from")
+    parser.add_argument("--layers", type=int, nargs=2, default=(3, 5), help="two depths to predict from")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows = [row for path in arguments.rows for row in read_rows(path)]
