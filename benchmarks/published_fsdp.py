@@ -65,9 +65,9 @@ def model_of(row: Row, layers: int | None = None) -> nn.Module:
 
 
 def as_fsdp_moves(joint: JointGraph, assignment: Assignment) -> dict[str, NodeLayouts]:
-    """`assignment` with matrices cast before they are gathered, gathered in each micro-batch, and their gradients reduced
-    in each, as FSDP does. Where it hides all the same, the search may cast after; and where it is cheaper, gather before
-    all micro-batches and reduce after them."""
+    """`assignment` with matrices cast before they are gathered, gathered in each micro-batch, and their gradients
+    reduced in each, as FSDP does. Where it hides all the same, the search may cast after; and where it is cheaper,
+    gather before all micro-batches and reduce after them."""
     changed = dict(assignment)
     for node in joint.graph.nodes:
         if is_collect(node) and node_value(node).ndim > 1:
@@ -130,8 +130,8 @@ def other_numbers(row: Row) -> int:
 
 
 def as_fsdp_holds(walk: MemoryWalk, micro_batches: int) -> int:
-    """Bytes at the peak. A plan in pieces casts the parameters' parts once, before all, and keeps them; and it adds what
-    was reduced to the gradients at the end of a piece. FSDP casts when it gathers, and adds at once."""
+    """Bytes at the peak. A plan in pieces casts the parameters' parts once, before all, and keeps them; and it adds
+    what was reduced to the gradients at the end of a piece. FSDP casts when it gathers, and adds at once."""
     if micro_batches == 1:
         return walk.peak.nbytes
     nbytes = np.array(walk.by_kind.sum(axis=1))
