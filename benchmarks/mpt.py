@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 __all__ = ["MPT", "SIZES", "VOCABULARY"]
 
@@ -37,11 +38,14 @@ VOCABULARY = 50_432
 class MPT(nn.Module):
     """tokens, targets: int64 [batch, length] -> the mean cross entropy, float32.
 
-    Learned positions, tied embeddings, no biases; on `meta` unless a device is in force.
+    Learned positions, tied embeddings, no biases; on `meta` unless a device is in force. checkpointing: of every block.
     """
 
-    def __init__(self, size: str, length: int, layers: int | None = None) -> None:
+    def __init__(
+        self, size: str, length: int, layers: int | None = None, *, checkpointing: bool = False
+    ) -> None:
         super().__init__()
+        self.checkpointing = checkpointing
         width, depth, heads = SIZES[size]
         with torch.device("meta"):
             self.tokens = nn.Parameter(torch.empty(VOCABULARY, width))
@@ -55,7 +59,7 @@ class MPT(nn.Module):
         embedded = F.embedding(tokens, table)
         x = embedded + positions
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointing else block(x)
         x = self.norm(x)
         logits = F.linear(x, table)
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

@@ -1,0 +1,144 @@
+"""Rows of published runs: what ran, where, and how fast; and why a row cannot be predicted, where it cannot."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from autoshard import Profile
+from benchmarks.llama3 import LLAMAS
+from benchmarks.mpt import SIZES
+
+__all__ = ["ROWS", "Row", "missing", "profile_of", "read_rows"]
+
+ROWS = (
+    Path(__file__).parent / "published" / "mpt.csv",
+    Path(__file__).parent / "published" / "torchtitan.csv",
+)
+PROFILES: Mapping[str, str] = {
+    "h100_80gb": "h100",
+    "h100_96gb": "h100",
+    "a100_80gb": "a100",
+    "a100_40gb": "a100",
+}
+SHARDED = ("FULL_SHARD", "SHARD_GRAD_OP")
+AGAIN = ("none", "full", "selective")
+HBM2E, HBM3 = 2.4e12, 3.35e12
+"""Bytes a second that the makers state: of torchtitan's H100 and of the profile's."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """tokens_per_second: of one GPU. micro_batch: sequences of one GPU at once. checkpointing: one of `AGAIN`.
+    memory_gib: the peak that was published, if one was."""
+
+    model: str
+    sequence: int
+    gpus: int
+    gpu: str
+    micro_batch: int
+    accumulation: int
+    sharding: str
+    checkpointing: str
+    tokens_per_second: float
+    compiled: bool = False
+    memory_gib: float | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}, {self.sequence:,}, {self.gpus} x {self.gpu.split('_')[0].upper()}"
+
+    @property
+    def ran(self) -> str:
+        """How, in words."""
+        again = {"none": "", "full": "blocks again", "selective": "ops again"}[self.checkpointing]
+        pieces = (
+            f"{self.accumulation} x {self.micro_batch}" if self.accumulation > 1 else f"{self.micro_batch}"
+        )
+        zero = "ZeRO-3" if self.sharding == "FULL_SHARD" else "ZeRO-2"
+        return ", ".join(filter(None, (pieces, zero, again, "compiled" if self.compiled else "")))
+
+    @property
+    def tokens(self) -> int:
+        """Of one micro-batch of one GPU."""
+        return self.micro_batch * self.sequence
+
+    @property
+    def memory_limit(self) -> str:
+        """Of its GPU: "80GB"."""
+        return self.gpu.split("_")[1].upper()
+
+    def missing(self) -> str | None:
+        """Why no plan of ours is this run; None where one is."""
+        if self.model not in {**SIZES, **LLAMAS} or self.gpu not in PROFILES or self.sharding not in SHARDED:
+            return f"no model, profile or pins for {self.model}, {self.gpu}, {self.sharding}"
+        if self.checkpointing not in AGAIN or (self.checkpointing == "selective" and self.model in SIZES):
+            return f"no policy {self.checkpointing} of what {self.model} computes again"
+        return None
+
+
+def missing(rows: Sequence[Row]) -> dict[str, int]:
+    """Reason -> how many rows."""
+    found: dict[str, int] = {}
+    for row in rows:
+        reason = row.missing()
+        if reason is not None:
+            found[reason] = found.get(reason, 0) + 1
+    return found
+
+
+def profile_of(row: Row) -> Profile:
+    """The shipped one of its GPU, whose memory is as fast as the row says."""
+    profile = Profile.named(PROFILES[row.gpu])
+    if row.gpu != "h100_96gb":
+        return profile
+    bandwidth = profile.device.memory_bytes_per_second * HBM2E / HBM3
+    return replace(profile, device=replace(profile.device, memory_bytes_per_second=bandwidth))
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Of a file like benchmarks/published/mpt.csv or torchtitan.csv."""
+    with path.open(newline="", encoding="utf-8") as file:
+        lines = list(csv.DictReader(file))
+    return [_torchtitan(line) if "local_batch" in line else _mpt(line) for line in lines]
+
+
+def _mpt(line: Mapping[str, str]) -> Row:
+    offloaded = line.get("activation_cpu_offload", "False") == "True"
+    return Row(
+        model=line["model"],
+        sequence=int(line["sequence"]),
+        gpus=int(line["gpus"]),
+        gpu=line["gpu"],
+        micro_batch=int(line["micro_batch_per_gpu"]),
+        accumulation=int(line["grad_accumulation"]),
+        sharding=line["sharding"],
+        checkpointing="offloaded" if offloaded else _full(line["activation_checkpointing"]),
+        tokens_per_second=float(line["tokens_per_second_per_gpu"]),
+    )
+
+
+def _full(said: str) -> str:
+    return "full" if said == "True" else "none"
+
+
+def _torchtitan(line: Mapping[str, str]) -> Row:
+    """All of its rows are of one hardware, and of meshes of one axis; another mesh is a row without pins."""
+    name, _, size = line["mesh"].partition("=")
+    one_axis = name == "fsdp" and size == line["gpus"]
+    selective = line["activation_checkpointing"].startswith("selective (per op)")
+    return Row(
+        model=line["model"],
+        sequence=int(line["sequence"]),
+        gpus=int(line["gpus"]),
+        gpu="h100_96gb",
+        micro_batch=int(line["local_batch"]),
+        accumulation=1,
+        sharding="FULL_SHARD" if one_axis else line["mesh"],
+        checkpointing="selective" if selective else line["activation_checkpointing"],
+        tokens_per_second=float(line["tokens_per_second_per_gpu"]),
+        compiled=line["compile"] == "yes",
+        memory_gib=float(line["memory_gib"]),
+    )
