@@ -14,13 +14,13 @@ from passes.ir.joint import JointGraph
 from passes.layout.assignment import Assignment, NodeLayouts
 from passes.lower.missing_tangents import without_usually_missing
 from passes.search.agree import first_overlaps
-from passes.search.columns import Columns
 from passes.search.find import explained
 from passes.search.graph_ends import Boundary
 from passes.search.known_layouts import known_layouts, same_layouts
 from passes.search.narrowing import Narrowing
 from passes.search.offered import ABSENT, build_offered
 from passes.search.search_space import SearchSpace
+from passes.search.state_columns import Columns
 from passes.solver.problem import Infeasible
 from passes.states.compute_again import compute_again
 from passes.states.cut_points import Place, places

@@ -37,7 +37,7 @@ def test_halos_have_a_name() -> None:
     ]
     assert all(c.name == c.kind for c in plan.collectives if c not in halos)
     text = plan.explain()
-    table = text[text.index("collectives") : text.index("parameters")].splitlines()
+    table = text[text.index("\ncollectives") : text.index("\nparameters")].splitlines()
     assert [line[:36].rstrip() for line in table if "halo" in line] == [
         "  forward  halo_exchange  [a] x2",
         "  backward halo_reduce    [a] x1",
