@@ -107,7 +107,12 @@ class Plan(PlanContent):
     def communicators(self) -> tuple[tuple[str, ...], ...]:
         """The NCCL communicators of a rank that runs the plan, by their mesh axes, in the order in which they
         are made: of all ranks, of every axis, and of the several axes that collectives run over. None on CPUs."""
-        return communicators(self.mesh, [c.axes for c in self.collectives])
+        return communicators(self.mesh, self.collective_axes)
+
+    @cached_property
+    def collective_axes(self) -> list[tuple[str, ...]]:
+        """The mesh axes of every collective of a step, of pieces of all sizes, in order."""
+        return [c.axes for records in (self.records, *self.other_sizes) for c in collectives_of(records)]
 
     def to_text(self, *, seconds: bool = True) -> str:
         """The planned graph in the text form of docs/plans.md."""

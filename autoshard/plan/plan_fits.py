@@ -15,7 +15,7 @@ __all__ = ["axes_in", "check_mesh", "check_outputs", "runnable"]
 
 def axes_in(plan: Plan) -> list[tuple[str, ...]]:
     """The groups that the plan's collectives need, axes in mesh order; the same list on every rank."""
-    return sorted({tuple(sorted(c.axes, key=plan.mesh.index)) for c in plan.collectives})
+    return sorted({tuple(sorted(axes, key=plan.mesh.index)) for axes in plan.collective_axes})
 
 
 def check_outputs(plan: Plan, asked: Mapping[int, Layout | None]) -> None:
