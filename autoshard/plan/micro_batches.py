@@ -11,6 +11,7 @@ from cost_model.errors import InfeasibleError
 from passes.capture import Captured
 from passes.micro_batches.cut_batch import cut_batch
 from passes.micro_batches.time_axis import batch_length, trains
+from passes.micro_batches.uncut import Uncut
 
 __all__ = ["cut_call", "fastest_in_pieces", "most_pieces"]
 
@@ -48,9 +49,12 @@ def fastest_in_pieces(
             break
         try:
             found = planned(cut_call(captured, count))
+        except Uncut as error:
+            reason = reason or error
+            break
         except InfeasibleError as error:
-            reason = reason if reason is not None and count > 1 and _is_uncut(error) else error
-            if best is not None or _is_uncut(error):
+            reason = error
+            if best is not None:
                 break
             continue
         if best is not None and found.step_time >= best.step_time:
@@ -68,8 +72,3 @@ def _counts(captured: Captured, memory_limit: int | None) -> Iterator[int]:
     while memory_limit is not None and trains(captured.joint) and count <= batch_length(captured.joint):
         yield count
         count *= 2
-
-
-def _is_uncut(error: InfeasibleError) -> bool:
-    """Whether the batch cannot be cut at all."""
-    return str(error).startswith("micro_batches=")

@@ -249,7 +249,11 @@ def _listed(ranks: list[int]) -> str:
 
 
 def _described(error: Exception | None) -> tuple[str, str] | None:
-    return None if error is None else (type(error).__name__, str(error))
+    """Name and text; of a kind that only one module knows, the name of the public kind that it is one of."""
+    if error is None:
+        return None
+    names = (kind.__name__ for kind in type(error).__mro__ if kind.__module__ == cost_model.errors.__name__)
+    return next(names, type(error).__name__), str(error)
 
 
 def _raise_for(rank: int, failure: tuple[str, str] | None) -> None:

@@ -17,7 +17,7 @@ def cut_batch(joint: JointGraph, count: int) -> JointGraph:
     """The step of a canonical `joint`, its batch in `count` pieces: the graph of the first, with those of the others.
 
     All hold what runs before and after the pieces, alike; the loss alone gets a gradient, where there is one scalar.
-    Raises InfeasibleError, that says which op needs the whole batch at once.
+    Raises Uncut, an InfeasibleError that says which op needs the whole batch at once.
     """
     if count == 1:
         return joint

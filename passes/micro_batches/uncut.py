@@ -12,21 +12,25 @@ from passes.layout.layout import Layout
 from passes.micro_batches.run_times import RunTimes, piece_strategies
 from passes.micro_batches.time_axis import TIME, batch_length, even_sizes, time_mesh
 
-__all__ = ["check_cut", "check_long_enough"]
+__all__ = ["Uncut", "check_cut", "check_long_enough"]
+
+
+class Uncut(InfeasibleError):
+    """A batch cannot be run in so many pieces, whatever the layouts."""
 
 
 def check_long_enough(joint: JointGraph, count: int) -> None:
-    """InfeasibleError if the call has fewer samples than pieces."""
+    """Uncut if the call has fewer samples than pieces."""
     length = batch_length(joint)
     if length < count:
-        raise InfeasibleError(
+        raise Uncut(
             f"micro_batches={count}: the longest first dim of the call's tensors is {length}\n"
             f"  try: micro_batches={max(1, length)}, or a larger batch"
         )
 
 
 def check_cut(joint: JointGraph, times: RunTimes) -> None:
-    """InfeasibleError if work on the call's tensors would have to be done on the whole batch at once."""
+    """Uncut if work on the call's tensors would have to be done on the whole batch at once."""
     inputs = [
         n
         for n, spec in zip(joint.placeholders, joint.inputs, strict=True)
@@ -38,7 +42,7 @@ def check_cut(joint: JointGraph, times: RunTimes) -> None:
         return
     node = _in_the_way(joint, times.count) or whole
     place = ", ".join(str(node.meta[key]) for key in ("module", "source") if node.meta.get(key))
-    raise InfeasibleError(
+    raise Uncut(
         f"micro_batches={times.count}: {_name(node)}{f' ({place})' if place else ''} needs the whole batch at once\n"
         "  try: micro_batches=1, or statistics of each sample (GroupNorm, LayerNorm) instead of the batch's"
     )

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from autoshard.runtime.agreement import agree, collectively, everyones, from_first
 from cost_model.errors import CaptureError, PlanError
+from passes.micro_batches.uncut import Uncut
 from tests.ranks import RankPool
 
 
@@ -64,6 +65,12 @@ def test_errors_of_our_own_keep_their_class(ranks: RankPool) -> None:
     got = ranks.run(collective, 2, CaptureError("a graph break at model.py:3"), world=3)
     other = "CaptureError: a graph break at model.py:3\n  raised on rank 2"
     assert [first for first, _ in got] == [other, other, "CaptureError: a graph break at model.py:3"]
+
+
+def test_a_kind_that_one_module_knows_is_the_public_one_elsewhere(ranks: RankPool) -> None:
+    got = ranks.run(collective, 2, Uncut("a batch of 3"), world=3)
+    other = "InfeasibleError: a batch of 3\n  raised on rank 2"
+    assert [first for first, _ in got] == [other, other, "Uncut: a batch of 3"]
 
 
 def first(rank: int, bad: bool) -> str:
