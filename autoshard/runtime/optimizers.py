@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from autoshard.runtime.sharding import like_parameter
 from cost_model.errors import ShardingError
 
-__all__ = ["adopt", "live_optimizers", "optimizer_of", "retire", "shard_when_loaded"]
+__all__ = ["adopt", "live_optimizers", "optimizers_of", "retire", "shard_when_loaded"]
 
 
 class RetiredParameter(nn.Parameter):
@@ -45,15 +45,14 @@ def live_optimizers() -> list[torch.optim.Optimizer]:
     return [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer | None:
-    """One of torch's own that has some of the model's parameters, if there is one."""
+def optimizers_of(model: nn.Module) -> Iterator[torch.optim.Optimizer]:
+    """Those of torch's own that have some of the model's parameters."""
     own = {id(parameter) for parameter in model.parameters()}
     for optimizer in live_optimizers():
         if type(optimizer).__module__.startswith("torch.optim.") and any(
             id(p) in own for group in optimizer.param_groups for p in group["params"]
         ):
-            return optimizer
-    return None
+            yield optimizer
 
 
 def adopt(optimizers: Iterable[torch.optim.Optimizer], moved: Mapping[Tensor, nn.Parameter]) -> None:

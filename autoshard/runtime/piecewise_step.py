@@ -47,7 +47,7 @@ class PiecewiseProgram:
         turn: Turn = no_turn,
     ) -> None:
         first = programs[0]
-        self.inputs, self.outputs = first.inputs, first.outputs
+        self.outputs = first.outputs
         self._turn, self.device_type = turn, spec.device_type
         placeholders = [n for n in first.local.module.graph.nodes if n.op == "placeholder"]
         pairs = list(zip(placeholders, first.inputs, strict=True))
@@ -66,8 +66,8 @@ class PiecewiseProgram:
         )
         self._returned = [place for place, o in enumerate(self.outputs) if o.kind == "output"]
         indices = {kind.index for kind in first.inputs if kind.kind == "tangent"}
-        ends = [self.outputs[place].index for place in self._returned]
-        self._constant = [place for place, index in enumerate(ends) if index not in indices]
+        self._ends = [self.outputs[place].index for place in self._returned]
+        self._constant = [place for place, index in enumerate(self._ends) if index not in indices]
         self._graded = [place for place, o in enumerate(self.outputs) if o.kind == "grad"]
         self.gradients = [self.outputs[place] for place in self._graded]
 
@@ -96,10 +96,10 @@ class PiecewiseProgram:
     def run_again(self, leaves: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of a call with these leaves, its outputs having the gradients `tangents`."""
         known = self._known(leaves)
-        given = dict(zip((self.outputs[place].index for place in self._returned), tangents, strict=True))
+        given = dict(zip(self._ends, tangents, strict=True))
         for name, kind, value in self._tangents:
             tangent = given[kind.index]
-            like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+            (like,) = expected([value])
             if tangent is None:
                 tangent = torch.zeros(value.shape, dtype=value.dtype, device=self._device(leaves))
             known[name] = conform(tangent, like)
@@ -118,13 +118,12 @@ class PiecewiseProgram:
     def unexpected(self, tangents: Sequence[Tensor | None]) -> list[int]:
         """Outputs that got a gradient though a loss alone was to."""
         loss = self._tangents[0][1].index
-        indices = [self.outputs[place].index for place in self._returned]
-        return [i for i, tangent in zip(indices, tangents, strict=True) if tangent is not None and i != loss]
+        return [
+            i for i, tangent in zip(self._ends, tangents, strict=True) if tangent is not None and i != loss
+        ]
 
     def loss_tangent(self, tangents: Sequence[Tensor | None]) -> Tensor | None:
-        loss = self._tangents[0][1].index
-        indices = [self.outputs[place].index for place in self._returned]
-        return tangents[indices.index(loss)]
+        return tangents[self._ends.index(self._tangents[0][1].index)]
 
     def _known(self, leaves: Sequence[Tensor]) -> Known:
         return dict(zip(self._leaf_names, self.leaves.local(leaves), strict=True))
@@ -159,11 +158,11 @@ class _Piece:
 
     def __init__(self, parts: RankPieces, compile_: _Compiler) -> None:
         self._parts = parts
-        phases = parts.piece.phases
+        phases = parts.piece.complete()
         self._late = [spec.kind == "tangent" for spec in parts.piece.inputs]
         self._outputs = len(phases.outputs)
         self._forward, self._takes = compile_(phases.forward)
-        self._backward = None if phases.backward is None else parts.piece.backward()
+        self._backward = phases.backward
         if self._backward is not None:
             self._run_backward, self._takes_back = compile_(self._backward.module)
 
@@ -198,7 +197,7 @@ class _Step:
         self._after, self._reads = compile_(self._first.after)
 
     def run(self, known: Known, names: Sequence[str]) -> list[Tensor | None]:
-        """The results of the step; `known`, values of placeholders, is emptied."""
+        """The results of the step. known: values of placeholders, to which all that is made is added."""
         first = self._first
         taken = [conform(known[n], like) for n, like in zip(first.taken, self._takes, strict=True)]
         known.update(zip(first.made, self._before(taken), strict=True))  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from autoshard.plan.plan import Plan
 from autoshard.runtime.devices import arrived, local_device
 from autoshard.runtime.dtensor_ops import complete_dtensor_ops
 from autoshard.runtime.input_side import InputSide, plain_input
-from autoshard.runtime.optimizers import live_optimizers
+from autoshard.runtime.optimizers import optimizers_of
 from autoshard.runtime.programs import AnyProgram
 from autoshard.runtime.sharding import shard_of
 from autoshard.runtime.step import Program
@@ -159,12 +159,9 @@ def _filled(tensor: Tensor) -> Tensor:
 def update_like(model: nn.Module, copies: Sequence[Tensor]) -> torch.optim.Optimizer:
     """The optimizer that has the model's parameters, if there is one of torch's, for `copies`; else AdamW. It moves
     nothing: its learning rate is 0."""
-    own = {id(parameter) for parameter in model.parameters()}
-    for optimizer in live_optimizers():
+    for optimizer in optimizers_of(model):
         kind = type(optimizer)
-        if not kind.__module__.startswith("torch.optim.") or kind is torch.optim.LBFGS:
-            continue
-        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        if kind is not torch.optim.LBFGS:
             return kind(list(copies), **_options(kind, optimizer.defaults))
     return torch.optim.AdamW(list(copies), lr=0.0)
 

@@ -36,7 +36,7 @@ from autoshard.runtime.input_side import InputSide
 from autoshard.runtime.module import Built, dispatcher_of
 from autoshard.runtime.nccl import in_host_order
 from autoshard.runtime.observe import Observer
-from autoshard.runtime.optimizers import optimizer_of
+from autoshard.runtime.optimizers import optimizers_of
 from autoshard.runtime.parameters import distribute_parameters
 from autoshard.runtime.piecewise_step import PiecewiseProgram
 from autoshard.runtime.planner import Planner
@@ -188,7 +188,9 @@ class Session:
 
     def _with_optimizer(self) -> Settings:
         """The optimizer counts that is there, if the user named none."""
-        live = optimizer_of(self.model) if self.settings.optimizer is None else None
+        if self.settings.optimizer is not None:
+            return self.settings
+        live = next(optimizers_of(self.model), None)
         return self.settings if live is None else replace(self.settings, optimizer=optimizer_name(live))
 
     def _held(self) -> dict[str, Layout]:

@@ -89,6 +89,10 @@ class RankProgram:
         self.schedule(found.module)
         return found
 
+    def complete(self) -> Phases:
+        """As they run with a gradient for every output."""
+        return replace(self.phases, backward=None if self.phases.backward is None else self.backward())
+
     def usual(self) -> Phases:
         """As they run in a usual step: with a gradient for the loss alone, if there is one."""
         whole = self.phases.backward

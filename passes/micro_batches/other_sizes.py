@@ -18,6 +18,8 @@ __all__ = ["first_of_each_size", "layouts_like"]
 
 def first_of_each_size(graphs: Sequence[JointGraph]) -> list[int]:
     """Per graph the first whose values all have the same shapes."""
+    if len(graphs) == 1:  # of a whole batch nothing is to be compared
+        return [0]
     seen: dict[tuple[object, ...], int] = {}
     return [seen.setdefault(_shapes(graph), place) for place, graph in enumerate(graphs)]
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import fx
 
 from passes.ir.joint import results_nbytes
-from passes.lower.phases import Backward, Phases
+from passes.lower.phases import Phases
 from passes.lower.piecewise import RankPieces
 from passes.lower.rank_program import RankProgram
 from passes.predict.memory_walk import START, LiveValue, MemoryWalk, held_values, live_value, program_values
@@ -32,7 +32,7 @@ def predict_pieces(
     predict: of one program that runs once. Collectives of pieces are told once, where the first piece has them; their
     seconds are of one.
     """
-    piece = replace(parts.piece.phases, backward=_backward(parts.piece))
+    piece = parts.piece.complete()
     before, middle, after = (predict(phases) for phases in (_alone(parts.before), piece, _alone(parts.after)))
     update = _update_seconds(program, prices)
     first, *others = (phase for phase in middle.phases if phase.name != "optimizer")
@@ -52,10 +52,6 @@ def predict_pieces(
     return Prediction(
         sum(phase.seconds for phase in phases), tuple(phases), moved, _walk(program, parts, piece, prices)
     )
-
-
-def _backward(piece: RankProgram) -> Backward | None:
-    return None if piece.phases.backward is None else piece.backward()
 
 
 def _alone(module: fx.GraphModule) -> Phases:

@@ -56,7 +56,7 @@ class Residency:
         traffic, optimizer = prices.traffic, prices.optimizer
         order = {node: step for step, node in enumerate(joint.graph.nodes)}
         end = len(order)
-        first = next((step for node, step in order.items() if node.meta.get("runs") == "piece"), 0)
+        first = next((step for node, step in order.items() if _in_piece(node)), 0)
         trained, absent = joint.trained, missing_tangents(joint)
         last = _last_reads(joint, order, trained)
         tangents = {

@@ -51,15 +51,15 @@ def _run(
 
 def _run_piece(mesh: MeshSpec, ranks: Sequence[RankPieces], known: Known) -> None:
     given = [given_values(parts.given, values) for parts, values in zip(ranks, known, strict=True)]
-    phases = [parts.piece.phases for parts in ranks]
+    phases = [parts.piece.complete() for parts in ranks]
     early = [
         [value for value, spec in zip(row, parts.piece.inputs, strict=True) if spec.kind != "tangent"]
         for row, parts in zip(given, ranks, strict=True)
     ]
     forward = simulate([p.forward for p in phases], early, mesh)
     found = [list(results[: len(p.outputs)]) for results, p in zip(forward, phases, strict=True)]
-    if phases[0].backward is not None:
-        backwards = [parts.piece.backward() for parts in ranks]
+    backwards = [one.backward for one in phases if one.backward is not None]
+    if backwards:
         late: list[list[Any]] = []
         for row, parts, own, results, backward in zip(given, ranks, early, forward, backwards, strict=True):
             tangents = [v for v, spec in zip(row, parts.piece.inputs, strict=True) if spec.kind == "tangent"]

@@ -15,8 +15,9 @@ from passes.ir.op_traits import is_product
 from passes.micro_batches.cut_batch import cut_batch
 from passes.micro_batches.in_pieces import in_pieces, without_uses
 from passes.micro_batches.run_times import find_run_times
-from passes.micro_batches.whole_step import step_in_pieces
 from passes.simulate.reference import graph_values, reference_inputs
+from tests.micro_batches.whole_step import step_in_pieces
+from tests.states.test_compute_again import Attending
 
 
 class Tokens(nn.Module):
@@ -41,17 +42,6 @@ class LossAndLogits(Tokens):
     def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = self.head(self.hidden(ids))
         return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten()), logits
-
-
-class Attending(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        heads = lambda y: y.unflatten(-1, (2, 4)).transpose(1, 2)
-        q, k = heads(self.q(x)), heads(self.k(x))
-        return nn.functional.scaled_dot_product_attention(q, k, k, is_causal=True)
 
 
 def _ids(batch: int) -> torch.Tensor:

@@ -12,19 +12,14 @@ from passes.ir.joint import JointGraph
 from passes.ir.op_traits import is_collect
 from passes.simulate.conditioning import seeded_call
 
-__all__ = ["REDUCTIONS", "collected", "step_in_pieces"]
+__all__ = ["step_in_pieces"]
 
-REDUCTIONS = {
+_REDUCTIONS = {
     "sum": torch.add,
     "cat": torch.add,  # every piece leaves zeros where it is not
     "max": torch.maximum,
     "min": torch.minimum,
 }
-
-
-def collected(how: str, found: torch.Tensor | None, more: torch.Tensor) -> torch.Tensor:
-    """What the pieces so far have left, with another's."""
-    return more if found is None else REDUCTIONS[how](found, more)
 
 
 def step_in_pieces(graphs: Sequence[JointGraph], values: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -49,5 +44,7 @@ class _Piece(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         value = seeded_call(n, super().run_node)
         if n.op == "call_function" and is_collect(n):
-            value = self.totals[n.name] = collected(str(n.args[1]), self.totals.get(n.name), value)
+            found = self.totals.get(n.name)
+            value = value if found is None else _REDUCTIONS[str(n.args[1])](found, value)
+            self.totals[n.name] = value
         return value

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from autoshard import InfeasibleError, MeshSpec, Plan, PlanError, ShardingError, find_plan, report
 from tests.api.programs import Axes, assert_close, full, parallel
-from tests.micro_batches.test_in_pieces import Attending, LossAndLogits, Normed, Tokens
+from tests.micro_batches.test_in_pieces import LossAndLogits, Normed, Tokens
 from tests.profiles import slow_compute
 from tests.ranks import RankPool
+from tests.states.test_compute_again import Attending
 
 LINE: Axes = (("dp", 4),)
 SQUARE: Axes = (("dp", 2), ("tp", 2))
