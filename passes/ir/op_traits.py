@@ -36,6 +36,7 @@ __all__ = [
     "is_collect",
     "is_collective",
     "is_either",
+    "is_of_piece",
     "is_piece",
     "is_pointwise",
     "is_product",
@@ -50,6 +51,7 @@ __all__ = [
     "rounds",
     "storage_root",
     "when_read",
+    "when_run",
 ]
 
 OpKind = Literal["view", "pointwise", "creation", "indexing", "reduction", "product", "collective", "opaque"]
@@ -189,9 +191,22 @@ def is_collect(node: fx.Node) -> bool:
     return str(node.target) == "autoshard.collect.default"
 
 
-def read_repeats(node: fx.Node) -> int:
-    """How often, in a step, the operands of an op are brought to it: what pieces of a batch are parts of, once."""
+def read_repeats(node: fx.Node, operand: fx.Node) -> int:
+    """How often, in a step, an operand is brought to an op, or to the end: what pieces of a batch are parts of, once."""
+    if node.op == "output":
+        return repeats(result_index(operand)[0]) if is_of_piece(operand) else 1
     return 1 if is_piece(node) else repeats(node)
+
+
+def when_run(node: fx.Node) -> dict[str, object]:
+    """The meta that says when an op, or a value that a stage of a pipeline is given, runs; none if nothing is in pieces."""
+    return {key: node.meta[key] for key in ("runs", "repeats") if key in node.meta}
+
+
+def is_of_piece(node: fx.Node) -> bool:
+    """Whether the value is made for each piece, and is not what the pieces leave together."""
+    producer, _ = result_index(node)
+    return producer.meta.get("runs") == "piece" and not is_collect(producer)
 
 
 def when_read(node: fx.Node, group: Sequence[fx.Node]) -> dict[str, object]:
@@ -199,12 +214,11 @@ def when_read(node: fx.Node, group: Sequence[fx.Node]) -> dict[str, object]:
     `use` or makes is read in it, what it leaves behind after it."""
     if not any("runs" in reader.meta for reader in group):
         return {}
-    if node.op == "placeholder":
+    if node.op == "placeholder" and not is_of_piece(node):
         return {"runs": "before", "repeats": 1}
     if is_collect(node):
         return {"runs": "after", "repeats": 1}
-    known = group[0] if is_use(node) else node
-    return {key: known.meta[key] for key in ("runs", "repeats")}
+    return when_run(group[0] if is_use(node) else node)
 
 
 def is_cast(node: fx.Node) -> bool:

@@ -13,7 +13,7 @@ from cost_model.mesh import MeshSpec
 from passes.ir.collector import collector_paused
 from passes.ir.fake_calls import FakeCalls
 from passes.ir.joint import JointGraph, map_operands, node_value, result_index, tensor_operands
-from passes.ir.op_traits import is_piece, is_use
+from passes.ir.op_traits import is_of_piece, is_piece, is_use
 from passes.ir.torch_compat import fake_mode_of, last_node, lazy_module
 from passes.layout.assignment import Assignment
 from passes.layout.layout import Layout, Span
@@ -186,7 +186,7 @@ class _Writer:
         meta = _meta(reader if reader.op != "output" else operand)
         meta["serves"] = self.served.name(operand, reader, position)
         if reader.op == "output" and "runs" in meta:
-            meta["runs"] = "after"
+            meta["runs"] = "piece" if is_of_piece(operand) else "after"
         elif is_piece(reader):
             meta["runs"] = "before"
         meta["turn"] = self.lowering.turns[reader.name, position]

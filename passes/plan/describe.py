@@ -188,7 +188,7 @@ class _Writer:
         for position, (operand, layout) in enumerate(zip(tensor_operands(node), wanted, strict=True)):
             producer, index = result_index(operand)
             read = node.name, position
-            transfers = _transfers(self.moved.get(read), self.prices, read_repeats(node))
+            transfers = _transfers(self.moved.get(read), self.prices, read_repeats(node, operand))
             turn = self.lowering.turns.get(read)
             ahead = self.lowering.ahead.get(read)
             found.append(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from passes.ir.joint import JointGraph, result_index, tensor_operands
-from passes.ir.op_traits import is_piece
+from passes.ir.op_traits import is_of_piece, is_piece
 from passes.ir.phase_ops import segments
 from passes.layout.assignment import Assignment
 from passes.layout.layout import Layout
@@ -71,6 +71,10 @@ def _is_local(held: Layout, wanted: Layout) -> bool:
     return set(held.partial) <= set(wanted.partial)
 
 
+_FORWARD, _AFTER = 1, 3
+"""Of a batch in pieces."""
+
+
 def _late_transfers(joint: JointGraph, moves: Sequence[Move], forward: set[fx.Node]) -> set[Move]:
     """Those of the backward: only gradients depend on what they deliver. forward: its ops."""
     ends = zip(joint.outputs, joint.results, strict=True)
@@ -91,5 +95,14 @@ def by_segment(joint: JointGraph, moves: Sequence[Move]) -> list[tuple[Sequence[
         ]
     ordered: tuple[Sequence[fx.Node], ...] = (parts.before, parts.forward, parts.backward, parts.after)
     place = {node: number for number, ops in enumerate(ordered) for node in ops}
-    own = lambda m: 0 if is_piece(m.reader) else 3 if m.reader.op == "output" else place.get(m.reader, 3)
-    return [(ops, [m for m in moves if own(m) == number]) for number, ops in enumerate(ordered)]
+    part = {move: _part(move, place) for move in moves}
+    return [(ops, [m for m in moves if part[m] == number]) for number, ops in enumerate(ordered)]
+
+
+def _part(move: Move, place: Mapping[fx.Node, int]) -> int:
+    if move.reader.op != "output":
+        return 0 if is_piece(move.reader) else place.get(move.reader, _AFTER)
+    # What a stage of a pipeline sends is brought to where it is sent from in every piece.
+    if not is_of_piece(move.operand):
+        return _AFTER
+    return place.get(result_index(move.operand)[0], _FORWARD)

@@ -118,11 +118,12 @@ class SpaceBuilder:
     def add_edges(self) -> None:
         for node, consumer in list(self.index.items()):
             for operand, source in enumerate(tensor_operands(node)):
-                self._connect(source, consumer, operand, (node.name, operand), read_repeats(node))
+                self._connect(source, consumer, operand, (node.name, operand), read_repeats(node, source))
         ends = itertools.count()
         for result, slot in zip(self.joint.results, self.slots, strict=True):
             if result is not None and slot is not None:
-                self._connect(result, slot, None, ("output", next(ends)))
+                read = read_repeats(self.joint.output_node, result)
+                self._connect(result, slot, None, ("output", next(ends)), read)
 
     def built(self, memory_limit: int | None) -> SearchSpace:
         self.add_nodes()

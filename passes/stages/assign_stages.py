@@ -14,7 +14,7 @@ from passes.stages.backward_places import backward_places
 from passes.stages.backward_stages import backward_stages
 from passes.stages.forward_places import ForwardPlaces, forward_places, output_places
 from passes.stages.gradient_sums import GradientSum, gradient_sums
-from passes.stages.graph_parts import GraphParts, operands
+from passes.stages.graph_parts import GraphParts, operands, passes_with_piece
 from passes.stages.pair_gradients import pair_gradients
 
 __all__ = ["Assigned", "assign_stages"]
@@ -72,6 +72,7 @@ def assign_stages(parts: GraphParts, starts: Sequence[int], stages: int) -> Assi
     sent = tuple(tuple(n for n in parts.forward if of[n] <= b < reach.get(n, -1)) for b in boundaries)
     late = [n for n in (*tangents, *parts.backward) if n in of]
     returning = [[n for n in late if back.get(n, stages) <= b < of[n]] for b in boundaries]
+    _check_pieces(parts, [*sent, *returning])
     gradients = pair_gradients(parts, sent, returning)
     return Assigned(stages, of, outputs, sums, returned, sent, gradients)
 
@@ -112,6 +113,13 @@ def _check_buffers(parts: GraphParts, places: ForwardPlaces) -> None:
                 parts.changed[buffer],
                 "a cut before or behind all of them",
             )
+
+
+def _check_pieces(parts: GraphParts, passing: Sequence[Sequence[fx.Node]]) -> None:
+    for node in (node for nodes in passing for node in nodes):
+        if not passes_with_piece(parts.joint, node):
+            why = "what is made once for all pieces of the batch would pass from one to another"
+            raise _uncuttable(why, node, "another cut, or the op's module whole in one stage")
 
 
 def _check_order(parts: GraphParts, of: Mapping[fx.Node, int]) -> None:

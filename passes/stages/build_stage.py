@@ -11,6 +11,7 @@ from passes.canonicalize.insert_uses import InsertUses
 from passes.canonicalize.merge_duplicates import MergeDuplicates
 from passes.ir.graph_pass import run_passes
 from passes.ir.joint import GraphInput, GraphOutput, JointGraph, ancestors
+from passes.ir.op_traits import when_run
 from passes.ir.rewrite import erase_dead
 from passes.ir.torch_compat import lazy_module
 from passes.stages.assign_stages import Assigned
@@ -148,7 +149,8 @@ class _Builder:
         for index, node in enumerate(self.received, len(call)):
             known = node not in self.given_back.values()
             name = node.name if known else f"{node.name}_stand_in"
-            self._placeholder(node, GraphInput("input", node.name, index), name, known=known)
+            received = self._placeholder(node, GraphInput("input", node.name, index), name, known=known)
+            received.meta.update(when_run(node))
         self._add_tangents(specs)
         for node in of_kind("seed"):
             self._placeholder(node, specs[node])
@@ -162,11 +164,12 @@ class _Builder:
         for index, value in enumerate(self.sent, len(self.outputs)):
             if value in self.coming_back:
                 spec = GraphInput("tangent", f"tangent {index}", index)
-                self._placeholder(self.coming_back[value], spec, f"tangent_{value.name}")
+                returned = self._placeholder(self.coming_back[value], spec, f"tangent_{value.name}")
+                returned.meta.update(when_run(value))
 
     def _placeholder(
         self, node: fx.Node, spec: GraphInput, name: str | None = None, *, known: bool = True
-    ) -> None:
+    ) -> fx.Node:
         """known: whether the input is the value of `node`."""
         new = self.graph.placeholder(name or node.name)
         new.target = new.name  # names are made unique; the generated signature prints the target
@@ -177,6 +180,7 @@ class _Builder:
         if spec.kind != "tangent":
             self.positions[node] = len(self.inputs)
         self.inputs.append(spec)
+        return new
 
     def _add_outputs(self) -> list[GraphOutput]:
         ends: list[tuple[GraphOutput, fx.Node | None]] = [

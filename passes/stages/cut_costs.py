@@ -20,7 +20,15 @@ from passes.ir.op_traits import is_product
 from passes.stages.backward_places import backward_places
 from passes.stages.forward_places import ForwardPlaces, forward_places
 from passes.stages.gradient_sums import gradient_sums
-from passes.stages.graph_parts import GraphParts, Line, graph_parts, is_glued, model_line, operands
+from passes.stages.graph_parts import (
+    GraphParts,
+    Line,
+    graph_parts,
+    is_glued,
+    model_line,
+    operands,
+    passes_with_piece,
+)
 
 __all__ = ["CutCosts", "CutPlace", "Segment", "cut_costs", "narrow_places"]
 
@@ -159,8 +167,12 @@ def _add(to: list[int], change: Sequence[int], sign: int) -> None:
 
 
 def _closed(parts: GraphParts, forward: ForwardPlaces) -> set[int]:
-    """Positions between the readers of a buffer and the op that changes it."""
+    """Positions between the readers of a buffer and the op that changes it, and those that would send what is made once
+    for all pieces of a batch."""
     found: set[int] = set()
+    for node, last in forward.reach.items():
+        if not passes_with_piece(parts.joint, node):
+            found.update(range(forward.of[node] + 1, last + 1))
     for buffer in parts.changed:
         at = forward.holders[buffer]
         found.update(range(min(at) + 1, max(at) + 1))

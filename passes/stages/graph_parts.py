@@ -14,10 +14,19 @@ import torch
 from torch import fx
 
 from passes.ir.joint import GraphInput, JointGraph, dependents, results_nbytes
-from passes.ir.op_traits import draws, is_cast, is_collect, is_product, is_use, is_view
+from passes.ir.op_traits import draws, is_cast, is_collect, is_of_piece, is_product, is_use, is_view
 from passes.ir.phase_ops import after_tangents, ops_by_phase
 
-__all__ = ["GraphParts", "Line", "base", "graph_parts", "is_glued", "model_line", "operands"]
+__all__ = [
+    "GraphParts",
+    "Line",
+    "base",
+    "graph_parts",
+    "is_glued",
+    "model_line",
+    "operands",
+    "passes_with_piece",
+]
 
 
 def base(node: fx.Node) -> fx.Node:
@@ -45,6 +54,11 @@ def is_glued(node: fx.Node) -> bool:
     return node.target is operator.getitem or is_collect(node)
 
 
+def passes_with_piece(joint: JointGraph, node: fx.Node) -> bool:
+    """Whether a value may pass between stages: where a batch is in pieces, they pass with each."""
+    return joint.pieces == 1 or is_of_piece(node)
+
+
 @dataclass(frozen=True)
 class GraphParts:
     """joint: the graph, of which all nodes are.
@@ -52,7 +66,7 @@ class GraphParts:
     forward:    ops of the forward that belong to one stage, in the graph's order.
     backward:   ops of the backward that belong to one stage, in the graph's order.
     everywhere: ops that each stage computes which needs them: of inputs alone and no product (masks, positions, draws
-                by counter), and views and casts of parameters.
+                by counter) or before the pieces of a batch, and views and casts of parameters.
     results:    for each of `joint.outputs` the value returned, None for none.
     changed:    buffers that the call changes -> the new value.
     after:      the tangents, and every op that depends on one.
@@ -157,7 +171,7 @@ def _everywhere(joint: JointGraph, changed: set[fx.Node]) -> set[fx.Node]:
         if node.op != "call_function" or is_use(node):
             continue
         read = operands(node)
-        if all(n in free for n in read) and not is_product(node) and not draws(node):
+        if all(n in free for n in read) and _is_shared(node):
             free.add(node)
             found.add(node)
         elif (
@@ -169,6 +183,11 @@ def _everywhere(joint: JointGraph, changed: set[fx.Node]) -> set[fx.Node]:
             params.add(node)
             found.add(node)
     return found
+
+
+def _is_shared(node: fx.Node) -> bool:
+    """Of ops of inputs alone. What runs before the pieces of a batch is not sent with each of them."""
+    return not draws(node) and (not is_product(node) or node.meta.get("runs") == "before")
 
 
 def _has_gradient(value: torch.Tensor) -> bool:
