@@ -24,6 +24,7 @@ from autoshard.plan.task import Task
 from autoshard.version import __version__
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError, ShardingError
+from cost_model.mesh import MeshSpec
 from passes.micro_batches.time_axis import trains
 from passes.plan.describe import graph_hash
 from passes.stages.choose_cut import ChosenCut
@@ -45,7 +46,8 @@ def plan_stages(
     Raises ShardingError for an axis that cannot hold stages, InfeasibleError where the batch or the graph cannot be cut,
     or a stage does not fit.
     """
-    check_stages(task, axis)
+    check_stages(task.mesh, axis)
+    _check_layouts(task, axis)
     until = deadline or Deadline.after(task.time_limit)
     joint = call_in_pieces(task.joint, pieces)
     cutter = StageCutter(task, joint, axis)
@@ -81,9 +83,8 @@ def _names(schedule: str | None, training: bool) -> Sequence[str]:
     return tuple(ORDERS) if training else ("gpipe",)
 
 
-def check_stages(task: Task, axis: str) -> None:
-    """ShardingError unless the stages of `task` may be along `axis`."""
-    mesh = task.mesh
+def check_stages(mesh: MeshSpec, axis: str) -> None:
+    """ShardingError unless `axis` may hold stages."""
     if axis not in mesh.names:
         raise ShardingError(
             f"stages is {axis!r}, and {mesh} has no such axis\n"
@@ -95,6 +96,10 @@ def check_stages(task: Task, axis: str) -> None:
             f"stages is {axis!r}, which has one device on {mesh}: that would be one stage\n"
             f"  try: {others}, or stages=None"
         )
+
+
+def _check_layouts(task: Task, axis: str) -> None:
+    """ShardingError for what is asked to be split over the stages."""
     used = [(f"parameter {name} (constraints)", layout) for name, layout in task.pins.items()]
     used += [(f"input {i} (in_placements)", layout) for i, layout in task.call.inputs.items()]
     used += [(f"output {i} (out_placements)", layout) for i, layout in task.call.outputs.items() if layout]
