@@ -27,7 +27,6 @@ from cost_model.errors import InfeasibleError, ShardingError
 from cost_model.mesh import MeshSpec
 from passes.micro_batches.time_axis import trains
 from passes.plan.describe import graph_hash
-from passes.stages.choose_cut import ChosenCut
 from passes.stages.pipeline_orders import ORDERS, pipeline_order
 
 __all__ = ["check_stages", "pipeline_plan", "plan_stages"]
@@ -68,7 +67,7 @@ def plan_stages(
             reason = reason or error
             continue
         if found is not None:
-            best = pipeline_plan(task, axis, chosen, *found)
+            best = pipeline_plan(task, axis, chosen.cut, chosen.gap, *found)
     if best is not None:
         return best
     if reason is None:
@@ -112,7 +111,12 @@ def _check_layouts(task: Task, axis: str) -> None:
 
 
 def pipeline_plan(
-    task: Task, axis: str, chosen: ChosenCut, scheduled: Scheduled, stages: Sequence[PlannedStage]
+    task: Task,
+    axis: str,
+    cut: tuple[str, ...],
+    bound_of_cut: float | None,
+    scheduled: Scheduled,
+    stages: Sequence[PlannedStage],
 ) -> PipelinePlan[Plan]:
     """What was found, put together."""
     order = scheduled.order
@@ -121,14 +125,14 @@ def pipeline_plan(
         axis=axis,
         schedule=order.name,
         micro_batches=order.pieces,
-        cut=chosen.cut,
+        cut=cut,
         stages=tuple(stage.plan for stage in stages),
         reads=tuple(stage.graph.inputs for stage in stages),
         returns=tuple(stage.graph.outputs for stage in stages),
         prices=scheduled.prices,
         memory_limit=task.memory_limit,
         reserve=plan_reserve(task.mesh, ()),
-        bound_of_cut=chosen.gap,
+        bound_of_cut=bound_of_cut,
         inputs=task.call.inputs,
         origin=PlanOrigin(
             profile=task.profile.name,
