@@ -28,8 +28,8 @@ Stages = tuple[PlannedStage, ...]
 
 @dataclass
 class Staged:
-    """joint: of the call, in pieces. task: of the whole mesh. cut: of as many stages as are planned. search: the plan of
-    a stage's task, by its number and until when; it raises InfeasibleError."""
+    """joint: of the call, in pieces. task: of the whole mesh. cut: of as many stages as are planned. search: the plan
+    of a stage's task, by its number and until when; it raises InfeasibleError."""
 
     task: Task
     axis: str
@@ -48,7 +48,9 @@ class Staged:
         """Planned as if memory were no matter."""
         return self._planned([(1, None)] * len(self.graphs))
 
-    def best(self, orders: Sequence[PipelineOrder], faster_than: float = math.inf) -> tuple[Scheduled, Stages] | None:
+    def best(
+        self, orders: Sequence[PipelineOrder], faster_than: float = math.inf
+    ) -> tuple[Scheduled, Stages] | None:
         """The fastest of these schedules that fits; None if none can be faster than so many seconds.
 
         Stages planned as if memory were no matter say how fast each schedule can be at most. They are tried in that
@@ -117,7 +119,9 @@ class Staged:
             until = self.deadline.share(1.0 / (len(self.graphs) - graph.stage))
             plan = self.search(task, graph.stage, until)
         except InfeasibleError as error:
-            raise InfeasibleError(f"stage {graph.stage} of {graph.stages} ({_modules(graph)}): {error}") from None
+            raise InfeasibleError(
+                f"stage {graph.stage} of {graph.stages} ({_modules(graph)}): {error}"
+            ) from None
         return PlannedStage.of(graph, task, plan)
 
     def _scheduled(self, stages: Stages, order: PipelineOrder) -> Scheduled:
@@ -136,8 +140,8 @@ class Staged:
         rank = one.peaks.index(max(one.peaks))
         stages = ", ".join(str(stage) for stage in range(rank, len(self.graphs), len(one.peaks)))
         return InfeasibleError(
-            f"no plan fits memory_limit={format_bytes(limit)} per device: with the schedule {one.order.name!r} the ranks of "
-            f"stage {stages} hold {format_bytes(needed)}\n"
+            f"no plan fits memory_limit={format_bytes(limit)} per device: with the schedule {one.order.name!r} "
+            f"the ranks of stage {stages} hold {format_bytes(needed)}\n"
             f"  try: memory_limit={format_bytes(needed)}, more and smaller micro_batches, or more devices"
         )
 
