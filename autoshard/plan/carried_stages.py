@@ -34,7 +34,7 @@ def carried_stages(task: Task, first: PipelinePlan[Plan]) -> PipelinePlan[Plan]:
     proven of the cut. Raises InfeasibleError where the call needs a stage to hold more.
     """
     pieces = min(first.micro_batches, most_pieces(task.captured)) if trains(task.joint) else 1
-    joint = cut_for_stages(task.joint, pieces)
+    joint = cut_for_stages(task.joint, pieces, sizes_only=True)
     own = replace(task, pins=first.parameter_layouts)
     costs = StageCutter(own, joint, first.axis).costs
     cut = cut_by_parameters(costs, [set(stage.parameter_layouts) for stage in first.stages], first.cut)

@@ -19,7 +19,7 @@ from autoshard.plan.plan_reserve import plan_reserve
 from autoshard.plan.stage_cut import StageCutter
 from autoshard.plan.stage_schedule import Scheduled, orders_of
 from autoshard.plan.stage_tasks import PlannedStage
-from autoshard.plan.staged import Staged
+from autoshard.plan.staged import WORTH, Staged
 from autoshard.plan.task import Task
 from autoshard.version import __version__
 from cost_model.deadline import Deadline
@@ -49,7 +49,7 @@ def plan_stages(
     check_stages(task.mesh, axis)
     _check_layouts(task, axis)
     until = deadline or Deadline.after(task.time_limit)
-    joint = cut_for_stages(task.joint, pieces)
+    joint = cut_for_stages(task.joint, pieces, sizes_only=True)
     cutter = StageCutter(task, joint, axis)
     names = _names(schedule, trains(task.joint))
     ranks = task.mesh.size(axis)
@@ -57,8 +57,8 @@ def plan_stages(
     reason: InfeasibleError | None = None
     for count in _STAGES_PER_RANK:
         orders = list(orders_of(ranks, joint.pieces, count, names))
-        later = count > 1 and (len(cutter.places) < count * ranks - 1 or until.left <= 0.0)
-        if not orders or (best is not None and later):
+        enough = best is not None and (best.gap <= WORTH or until.left <= 0.0)
+        if not orders or enough or (best is not None and len(cutter.places) < count * ranks - 1):
             continue
         try:
             chosen = cutter.cut(count * ranks)
