@@ -2,7 +2,7 @@
 
 The cut balances estimates (`stage_cut`); stages are planned in their order, each receiving what the one before sends in
 the layouts in which it is sent. Then every schedule is put on one timeline, and the fastest that fits the memory limit
-is kept (`staged`).
+is kept (`stage_search`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autoshard.plan.plan_reserve import plan_reserve
 from autoshard.plan.stage_cut import StageCutter
 from autoshard.plan.stage_schedule import Scheduled, orders_of
 from autoshard.plan.stage_tasks import PlannedStage
-from autoshard.plan.staged import WORTH, Staged
+from autoshard.plan.stage_search import WORTH, StageSearch
 from autoshard.plan.task import Task
 from autoshard.version import __version__
 from cost_model.deadline import Deadline
@@ -62,7 +62,7 @@ def plan_stages(
             continue
         try:
             chosen = cutter.cut(count * ranks)
-            staged = Staged(task, axis, joint, chosen.cut, until)
+            staged = StageSearch(task, axis, joint, chosen.cut, until)
             found = staged.best(orders, math.inf if best is None else best.step_time)
         except InfeasibleError as error:
             reason = reason or error

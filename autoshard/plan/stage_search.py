@@ -22,7 +22,7 @@ from passes.stages.pipeline_orders import PipelineOrder, in_flight
 from passes.stages.stage_graph import StageGraph
 from passes.stages.stage_graphs import stage_graphs
 
-__all__ = ["WORTH", "Staged"]
+__all__ = ["WORTH", "StageSearch"]
 
 WORTH = 0.02
 """Share of a step that another schedule, or more stages a rank, must be able to save to be planned."""
@@ -31,7 +31,7 @@ Stages = tuple[PlannedStage, ...]
 
 
 @dataclass
-class Staged:
+class StageSearch:
     """joint: of the call, in pieces. task: of the whole mesh. cut: of as many stages as are planned. search: the plan
     of a stage's task, by its number and until when; it raises InfeasibleError."""
 
@@ -123,8 +123,8 @@ class Staged:
         flight: int,
         limit: int | None,
     ) -> PlannedStage:
-        """done: the stages before, with what was asked of them. What fits where more is in flight, and is as long, fits:
-        the slowest stage decides how fast all are."""
+        """done: the stages before, with what was asked of them. What fits where more is in flight fits here too, and is
+        no slower than the stage that it is of."""
         own = stage_task(self.task, self.axis, graph, [stage for stage, _ in done], flight)
         task = replace(own, memory_limit=limit)
         for earlier, (more, least) in reversed(done):
