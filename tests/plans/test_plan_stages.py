@@ -94,7 +94,7 @@ def test_the_fastest_schedule_is_kept() -> None:
     fastest = planned("mlp", PP, 4)
     names = ("gpipe", "1f1b", "interleaved", "zero_bubble")
     others = [planned("mlp", PP, 4, name).step_time for name in names]
-    assert fastest.step_time <= min(others) * (1 + 1e-9) < max(others)
+    assert fastest.step_time <= min(others) * (1 + 1e-9)
 
 
 def test_the_prediction_is_of_the_busiest_rank_at_least() -> None:
