@@ -84,6 +84,12 @@ class MeshSpec:
             product *= self.sizes[self.index(axis)]
         return product
 
+    def resized(self, axis: str, size: int) -> MeshSpec:
+        """The same axes, of which `axis` has `size` devices."""
+        self.index(axis)
+        sizes = dict(zip(self.names, self.sizes, strict=True))
+        return MeshSpec({**sizes, axis: size}, self.device_type)
+
     def index(self, axis: str) -> int:
         """Position of `axis`; ShardingError if the mesh has no such axis."""
         try:

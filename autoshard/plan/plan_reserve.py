@@ -8,9 +8,8 @@ from autoshard.plan.plan_collectives import Collective
 from cost_model.mesh import MeshSpec
 from cost_model.reserve import Axes, reserve_bytes
 from passes.redistribution.steps import Step
-from passes.search.find import Found
 
-__all__ = ["fits_within", "plan_reserve"]
+__all__ = ["plan_reserve"]
 
 _NEIGHBOURS = 2
 """Ranks with which a halo is exchanged: one before, one after. Longer halos reach further, which is not counted."""
@@ -22,13 +21,6 @@ _PEERS = {"all_to_all": _ALL, "reshard": _ALL, "halo_exchange": _NEIGHBOURS, "ha
 def plan_reserve(mesh: MeshSpec, collectives: Iterable[Collective | Step]) -> int:
     """Bytes per device for CUDA's context and the communicators of a plan with these collectives."""
     return reserve_bytes(mesh, _peers(mesh, collectives))
-
-
-def fits_within(
-    found: Found, collectives: Iterable[Collective | Step], mesh: MeshSpec, memory_limit: int | None
-) -> bool:
-    """Whether its own communicators have room beside it."""
-    return memory_limit is None or found.peak_nbytes + plan_reserve(mesh, collectives) <= memory_limit
 
 
 def _peers(mesh: MeshSpec, collectives: Iterable[Collective | Step]) -> Mapping[Axes, int]:

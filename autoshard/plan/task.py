@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -18,11 +18,11 @@ from autoshard.plan.parameter_names import by_first_name, parameter_shapes
 from autoshard.plan.piece_sizes import other_size_records
 from autoshard.plan.pins import resolve_pins
 from autoshard.plan.plan import Plan, PlanOrigin
-from autoshard.plan.plan_collectives import collectives_of
+from autoshard.plan.plan_collectives import Collective, collectives_of
 from autoshard.plan.plan_content import PlanContent
 from autoshard.plan.plan_ends import output_layouts, parameter_layouts
 from autoshard.plan.plan_memory import MemoryTimeline
-from autoshard.plan.plan_reserve import fits_within, plan_reserve
+from autoshard.plan.plan_reserve import plan_reserve
 from autoshard.plan.search_with_states import StatesWithin
 from autoshard.plan.task_prices import prices_of
 from autoshard.plan.time_kept import out_of_time, search_until
@@ -44,6 +44,7 @@ from passes.layout.joined_axes import JoinedAxes, joined_text
 from passes.layout.layout import Layout
 from passes.plan.describe import describe, fallback_ops, graph_hash
 from passes.plan.records import layouts_of
+from passes.predict.memory_walk import MemoryWalk
 from passes.redistribution.steps import Step
 from passes.search.agree import Judgement
 from passes.search.coarse_to_fine import find_fastest
@@ -64,15 +65,20 @@ _log = logging.getLogger("autoshard")
 @dataclass(frozen=True)
 class CallLayouts:
     """How a call's tensors are laid out: by position, the layout of inputs that are not global and
-    of outputs that are not; None leaves an output to the search."""
+    of outputs that are not; None leaves an output to the search. free: outputs that are left to it even where they
+    get no gradient."""
 
     inputs: Mapping[int, Layout]
     outputs: Mapping[int, Layout | None]
+    free: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be planned, and under which prices. timed: where its program will run; None: no price is."""
+    """What is to be planned, and under which prices. timed: where its program will run; None: no price is.
+
+    links: the whole mesh, where `mesh` is that of one stage of a pipeline. beside: bytes that such a stage holds besides
+    what its own step holds, given what that is; None: nothing."""
 
     captured: Captured
     profile: Profile
@@ -86,6 +92,8 @@ class Task:
     timed: TimedPrices | None = None
     recompute: str = "auto"
     optimizer: str = "adamw"
+    links: MeshSpec | None = None
+    beside: Callable[[MemoryWalk | None], int] | None = None
 
     @property
     def joint(self) -> JointGraph:
@@ -95,12 +103,20 @@ class Task:
     def prices(self) -> Prices:
         """One object: what was computed of it for the search, the predicted step and the records need not be again."""
         optimizer = OPTIMIZERS[self.optimizer]
-        return prices_of(self.profile, self.mesh, self.backend, self.timed, optimizer)
+        return prices_of(self.profile, self.mesh, self.backend, self.timed, optimizer, self.links)
+
+    def reserve(self, steps: Iterable[Collective | Step], memory: MemoryWalk | None) -> int:
+        """Bytes per device that a plan with these collectives needs besides its step. memory: of that step."""
+        own = plan_reserve(self.links or self.mesh, steps)
+        return own if self.beside is None else own + self.beside(memory)
 
     @property
     def boundary(self) -> Boundary:
         pins = by_first_name(self.pins, self.captured)
-        return boundary_of(self.joint, parameters=pins, inputs=self.call.inputs, outputs=self.call.outputs)
+        call = self.call
+        return boundary_of(
+            self.joint, parameters=pins, inputs=call.inputs, outputs=call.outputs, free=call.free
+        )
 
     def again(self) -> Again:
         """What plans the same but for one thing, for a plan's own questions. Copying it copies no graph."""
@@ -194,7 +210,9 @@ def search_plans(
         return [step for way in chosen.values() for step in way.steps if step.kind is not None]
 
     def reserve(found: Found | None) -> int:
-        return plan_reserve(task.mesh, () if found is None else moved(found))
+        if found is None:
+            return task.reserve((), None)
+        return task.reserve(moved(found), known[id(found.assignment)].memory)
 
     whole = compute_again(task.joint, _pinned(task) or ())
     try:
@@ -209,7 +227,8 @@ def search_plans(
         raise told(reason, asked, known.values()) from None
     if found.joined:
         _log.info("plan: axes searched together: %s", joined_text(found.joined))
-    fitting = (one for one in found.rivals if fits_within(one, moved(one), task.mesh, task.memory_limit))
+    limit = task.memory_limit
+    fitting = (one for one in found.rivals if limit is None or one.peak_nbytes + reserve(one) <= limit)
     kept = (found, *itertools.islice(fitting, most - 1))
     return [_plan_of(task, one, known[id(one.assignment)], task.again()) for one in kept]
 
@@ -260,7 +279,7 @@ def _plan_of(task: Task, found: Found, judged: Judged, again: Again | None) -> P
         peak_memory=found.peak_nbytes,
         peak_node=found.peak_node,
         memory_limit=task.memory_limit,
-        reserve=plan_reserve(mesh, collectives_of(records)),
+        reserve=plan_reserve(task.links or mesh, collectives_of(records)),
         records=records,
         parameter_layouts=parameter_layouts(joint, found.assignment, task.captured),
         inputs=task.call.inputs,

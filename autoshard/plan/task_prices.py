@@ -23,13 +23,16 @@ def prices_of(
     backend: str = "inductor",
     timed: TimedPrices | None = None,
     optimizer: Optimizer = ADAMW,
+    links: MeshSpec | None = None,
 ) -> Prices:
     """Collectives, kernels as `backend` makes them and the update on one device, from `profile`; in place of them what
-    was timed."""
+    was timed.
+
+    links: where the ranks of `mesh` sit, if that is one stage of a larger mesh: groups are as far apart as there."""
     if timed is not None:
         profile = with_timed_collectives(profile, mesh, timed.collectives)
     compute = ComputePrices(profile, mesh.device_type, timed)
-    collectives = CollectivePrices(profile, mesh)
+    collectives = CollectivePrices(profile, links or mesh)
     return Prices(
         mesh=mesh,
         compute=compute,

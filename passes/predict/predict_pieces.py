@@ -16,7 +16,7 @@ from passes.predict.prediction import PredictedCollective, PredictedPhase, Predi
 from passes.predict.workspaces import copies_on
 from passes.strategies.prices import Prices
 
-__all__ = ["predict_pieces"]
+__all__ = ["alone", "predict_pieces", "update_seconds"]
 
 
 def predict_pieces(
@@ -33,8 +33,8 @@ def predict_pieces(
     seconds are of one.
     """
     piece = parts.piece.complete()
-    before, middle, after = (predict(phases) for phases in (_alone(parts.before), piece, _alone(parts.after)))
-    update = _update_seconds(program, prices)
+    before, middle, after = (predict(phases) for phases in (alone(parts.before), piece, alone(parts.after)))
+    update = update_seconds(program, prices)
     first, *others = (phase for phase in middle.phases if phase.name != "optimizer")
     phases = [
         _sum("forward", (before.phases[0], 1), (first, count)),
@@ -54,7 +54,8 @@ def predict_pieces(
     )
 
 
-def _alone(module: fx.GraphModule) -> Phases:
+def alone(module: fx.GraphModule) -> Phases:
+    """A program without a backward."""
     return Phases(module, (), (), None)
 
 
@@ -92,7 +93,8 @@ def _trained(program: RankProgram) -> dict[int, fx.Node]:
     }
 
 
-def _update_seconds(program: RankProgram, prices: Prices) -> float | None:
+def update_seconds(program: RankProgram, prices: Prices) -> float | None:
+    """Of the optimizer's update of this rank's shards; None if nothing is trained."""
     trained = _trained(program)
     if not trained:
         return None
@@ -105,9 +107,9 @@ def _walk(program: RankProgram, parts: RankPieces, piece: Phases, prices: Prices
     begins: list[int] = []
     copies = copies_on(prices.mesh.device_type)
     for phases, name in (
-        (_alone(parts.before), "forward"),
+        (alone(parts.before), "forward"),
         (piece, "forward"),
-        (_alone(parts.after), "backward"),
+        (alone(parts.after), "backward"),
     ):
         begins.append(len(steps))
         more, made = program_values(phases, prices.traffic, len(steps), name, copies=copies)

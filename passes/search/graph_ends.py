@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from passes.ir.joint import JointGraph, node_value
@@ -14,7 +14,7 @@ __all__ = ["Boundary", "boundary_of"]
 @dataclass(frozen=True)
 class Boundary:
     """inputs:  placeholder position -> the layouts it may have (absent: any split in torch's sizes).
-    outputs: result position -> the layouts it may have, where it is not tied.
+    outputs: result position -> the layouts it may have, where it is not tied (absent: any split in torch's sizes).
     tied:    result position -> placeholder position whose layout it shares: a gradient and its
              parameter, a buffer's new value and the buffer, an output and its tangent.
     """
@@ -30,6 +30,7 @@ def boundary_of(
     parameters: Mapping[str, Layout],
     inputs: Mapping[int, Layout],
     outputs: Mapping[int, Layout | None],
+    free: Collection[int] = (),
 ) -> Boundary:
     """The ends of `joint`.
 
@@ -37,6 +38,7 @@ def boundary_of(
     inputs:     layout of user inputs by tensor position; the others are replicated (global).
     outputs:    layout of user outputs by tensor position; None leaves it to the search; the others
                 are replicated. A tangent always has its output's layout.
+    free:    tensor outputs of any layout, also without a tangent.
     Buffers, constants and the seed are replicated.
     """
     nodes = joint.placeholders
@@ -56,7 +58,7 @@ def boundary_of(
                 fixed[position] = (layout,)
         else:
             fixed[position] = (replicated,)
-    return _tie_outputs(joint, fixed, tangents, outputs)
+    return _tie_outputs(joint, fixed, tangents, outputs, free)
 
 
 def _tie_outputs(
@@ -64,6 +66,7 @@ def _tie_outputs(
     fixed: Mapping[int, tuple[Layout, ...]],
     tangents: Mapping[int, int],
     outputs: Mapping[int, Layout | None],
+    free: Collection[int],
 ) -> Boundary:
     tied: dict[int, int] = {}
     untied: dict[int, tuple[Layout, ...]] = {}
@@ -73,7 +76,7 @@ def _tie_outputs(
         if spec.kind == "output":
             if spec.index in tangents:
                 tied[position] = tangents[spec.index]
-            else:
+            elif spec.index not in free:
                 layout = outputs.get(spec.index)
                 untied[position] = (layout or Layout.replicated(node_value(result).ndim),)
         else:

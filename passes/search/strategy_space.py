@@ -244,7 +244,11 @@ class SpaceBuilder:
         tied = self.boundary.tied.get(position)
         if tied is not None:
             return self.index[self.joint.placeholders[tied]]
-        layouts = self.boundary.outputs[position]
+        layouts = self.boundary.outputs.get(position)
+        if layouts is None:
+            shape = tuple(node_value(result).shape)
+            option = self._classed(("placeholder", shape, False), lambda: self._free(shape, any_order=False))
+            return self.add(None, f"output {position}", option)
         strategies = tuple(NodeLayouts((), (layout,)) for layout in layouts)
         return self.add(None, f"output {position}", Option(strategies, np.zeros(len(strategies))))
 

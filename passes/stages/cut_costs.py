@@ -113,8 +113,8 @@ def cut_costs(joint: JointGraph, op_seconds: Callable[[fx.Node], float]) -> CutC
 
 
 def narrow_places(costs: CutCosts) -> tuple[CutPlace, ...]:
-    """The places where little passes: between two products the one with the fewest bytes, and of those the ones with no
-    more than their neighbours. A transformer may be cut where only its residual stream passes."""
+    """The places where little passes: between two products the one with the fewest bytes, the last of several, so that
+    a bias stays with its weight; and of those the ones with no more than their neighbours. A transformer may be cut where only its residual stream passes."""
     products = list(itertools.accumulate((is_product(n) for n in costs.parts.forward), initial=0))
     groups = itertools.groupby(costs.places, key=lambda place: products[place.position])
     lowest = [min(places, key=_narrowness) for _, places in groups]
@@ -123,7 +123,7 @@ def narrow_places(costs: CutCosts) -> tuple[CutPlace, ...]:
 
 
 def _narrowness(place: CutPlace) -> tuple[int, int, int]:
-    return place.sent_nbytes + place.returned_nbytes, place.sent, place.position
+    return place.sent_nbytes + place.returned_nbytes, place.sent, -place.position
 
 
 def _homes(parts: GraphParts, forward: ForwardPlaces) -> dict[fx.Node, int]:

@@ -48,20 +48,31 @@ class PipelineTransfer:
 
 @dataclass(frozen=True)
 class PipelineTimeline:
-    """events: of all ranks, by when they begin. transfers: likewise; none between stages of one rank."""
+    """events: of all ranks, by when they begin. transfers: likewise; none between stages of one rank.
+    before, after: seconds that each rank computes before its first event and after its last."""
 
     order: PipelineOrder
     events: tuple[PipelineEvent, ...]
     transfers: tuple[PipelineTransfer, ...]
+    before: tuple[float, ...]
+    after: tuple[float, ...]
 
     @property
     def seconds(self) -> float:
-        return max((event.end for event in self.events), default=0.0)
+        return max(map(sum, zip(self.last, self.after, strict=True)), default=0.0)
+
+    @property
+    def last(self) -> tuple[float, ...]:
+        """When the last event of each rank ends."""
+        found = list(self.before)
+        for event in self.events:
+            found[event.rank] = max(found[event.rank], event.end)
+        return tuple(found)
 
     @property
     def busy(self) -> tuple[float, ...]:
         """Seconds that each rank computes."""
-        found = [0.0] * len(self.order.ranks)
+        found = [before + after for before, after in zip(self.before, self.after, strict=True)]
         for event in self.events:
             found[event.rank] += event.end - event.start
         return tuple(found)
@@ -74,14 +85,23 @@ class PipelineTimeline:
 
 
 def pipeline_timeline(
-    order: PipelineOrder, stages: Sequence[StageSeconds], sent: Sequence[float], returned: Sequence[float]
+    order: PipelineOrder,
+    stages: Sequence[StageSeconds],
+    sent: Sequence[float],
+    returned: Sequence[float],
+    *,
+    before: Sequence[float] | None = None,
+    after: Sequence[float] | None = None,
 ) -> PipelineTimeline:
-    """sent, returned: seconds of a transfer over each boundary, forward and back.
+    """sent, returned: seconds of a transfer over each boundary, forward and back. before, after: of each rank, once in a
+    step, before its first action and after its last; None: nothing.
 
     A rank runs its actions one after another, each as soon as what it reads has come. Transfers take nothing from
     computing; those over one boundary in one direction go one after another.
     """
-    run = _Run(order, stages, {"sent": sent, "returned": returned})
+    nothing = (0.0,) * len(order.ranks)
+    early, late = tuple(before or nothing), tuple(after or nothing)
+    run = _Run(order, stages, {"sent": sent, "returned": returned}, early)
     waiting = [list(reversed(row)) for row in order.ranks]
     while any(waiting):
         ready = [rank for rank, row in enumerate(waiting) if row and run.arrival(row[-1]) is not None]
@@ -89,9 +109,8 @@ def pipeline_timeline(
         for rank in ready:
             run.do(waiting[rank].pop(), rank)
     by_start = lambda event: event.start
-    return PipelineTimeline(
-        order, tuple(sorted(run.events, key=by_start)), tuple(sorted(run.transfers, key=by_start))
-    )
+    events, transfers = sorted(run.events, key=by_start), sorted(run.transfers, key=by_start)
+    return PipelineTimeline(order, tuple(events), tuple(transfers), early, late)
 
 
 class _Run:
@@ -100,9 +119,10 @@ class _Run:
         order: PipelineOrder,
         stages: Sequence[StageSeconds],
         seconds: dict[Literal["sent", "returned"], Sequence[float]],
+        ready: Sequence[float],
     ) -> None:
         self._order, self._stages, self._seconds = order, stages, seconds
-        self._free = [0.0] * len(order.ranks)
+        self._free = list(ready)
         self._links: dict[tuple[str, int], float] = {}
         # When a stage has what it needs: (forward or not, stage, piece) -> seconds.
         self._arrived = {(True, 0, piece): 0.0 for piece in range(order.pieces)}

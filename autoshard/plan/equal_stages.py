@@ -1,0 +1,95 @@
+"""Stages that compute the same are planned once: layers repeat, and so do stages of equal layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+import passes.ops.uniform  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::uniform)
+from autoshard.plan.judged import judged
+from autoshard.plan.piece_sizes import other_size_records
+from autoshard.plan.plan import Plan
+from autoshard.plan.plan_ends import output_layouts, parameter_layouts
+from autoshard.plan.plan_memory import MemoryTimeline
+from autoshard.plan.task import Task
+from passes.ir.joint import JointGraph, node_values, tensor_operands
+from passes.ir.op_signature import op_signature
+from passes.plan.describe import describe, graph_hash
+from passes.states.compute_again import compute_again
+
+__all__ = ["names_alike", "plan_like"]
+
+_META = ("phase", "runs", "repeats", "checkpoint")
+
+
+def names_alike(one: JointGraph, two: JointGraph) -> dict[str, str] | None:
+    """Name of every node of `one` -> of the node of `two` that does the same; None if they are not alike.
+
+    Alike are graphs of the same ops, shapes and ends in the same order: names of parameters and lines of the model do
+    not count, nor which random numbers are drawn.
+    """
+    ends = lambda joint: [(end.kind, end.index) for end in (*joint.inputs, *joint.outputs)]
+    if len(one.graph.nodes) != len(two.graph.nodes) or ends(one) != ends(two):
+        return None
+    names: dict[str, str] = {}
+    for mine, other in zip(one.graph.nodes, two.graph.nodes, strict=True):
+        if not _alike(mine, other, names):
+            return None
+        names[mine.name] = other.name
+    return names
+
+
+def _alike(mine: fx.Node, other: fx.Node, names: dict[str, str]) -> bool:
+    read = [names[node.name] for node in tensor_operands(mine)]
+    if mine.op != other.op or read != [node.name for node in tensor_operands(other)]:
+        return False
+    if [mine.meta.get(key) for key in _META] != [other.meta.get(key) for key in _META]:
+        return False
+    if mine.op == "output":
+        return [node is None for node in mine.args[0]] == [node is None for node in other.args[0]]  # type: ignore[union-attr]
+    if mine.op == "placeholder":
+        return _looks(mine) == _looks(other)
+    if mine.target is torch.ops.autoshard.uniform.default:
+        return mine.target == other.target and _looks(mine) == _looks(other)
+    return op_signature(mine) == op_signature(other)
+
+
+def _looks(node: fx.Node) -> list[object]:
+    return [None if value is None else (value.shape, value.dtype) for value in node_values(node)]
+
+
+def plan_like(task: Task, first: Plan, of: JointGraph) -> Plan | None:
+    """The plan of `task` with the layouts of `first`, the plan of the graph `of`; None if the graphs are not alike.
+
+    What is proven of `first` holds of it, where the ends of both graphs are the same.
+    """
+    plain = names_alike(of, task.joint)
+    if plain is None:
+        return None
+    joint = compute_again(task.joint, [plain[name] for name in first.lowering.again])
+    names = names_alike(compute_again(of, first.lowering.again), joint)
+    if names is None:
+        return None
+    assignment = {names[name]: layouts for name, layouts in first.assignment.items()}
+    prices = task.prices.joining(first.joined_axes)
+    found = judged(joint, assignment, prices)
+    return replace(
+        first,
+        peak_node=found.peak.node,
+        records=describe(joint, assignment, found.lowering, found.moved, prices),
+        parameter_layouts=parameter_layouts(joint, assignment, task.captured),
+        inputs=task.call.inputs,
+        outputs=output_layouts(joint, assignment),
+        origin=replace(first.origin, graph_hash=graph_hash(task.joint)),
+        other_sizes=other_size_records(
+            joint,
+            assignment,
+            prices,
+            lambda graph: replace(task, captured=replace(task.captured, joint=graph)).boundary,
+            task.time_limit,
+        ),
+        memory=None if found.memory is None else MemoryTimeline.of(found.memory),
+        again=task.again(),
+    )

@@ -1,0 +1,136 @@
+"""The plan of a call whose mesh has an axis that holds stages: where to cut, each stage's plan, and their schedule.
+
+The cut balances estimates (`stage_cut`); stages are planned in their order, each receiving what the one before sends in
+the layouts in which it is sent. Then every schedule is put on one timeline, and the fastest that fits the memory limit is
+kept (`staged`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from autoshard.plan.pipeline_plan import PipelinePlan
+from autoshard.plan.plan import Plan
+from autoshard.plan.plan_content import PlanOrigin
+from autoshard.plan.plan_reserve import plan_reserve
+from autoshard.plan.stage_cut import StageCutter, call_in_pieces
+from autoshard.plan.stage_schedule import Scheduled, orders_of
+from autoshard.plan.stage_tasks import PlannedStage
+from autoshard.plan.staged import Staged
+from autoshard.plan.task import Task
+from autoshard.version import __version__
+from cost_model.deadline import Deadline
+from cost_model.errors import InfeasibleError, ShardingError
+from passes.micro_batches.time_axis import trains
+from passes.plan.describe import graph_hash
+from passes.stages.choose_cut import ChosenCut
+from passes.stages.pipeline_orders import ORDERS, pipeline_order
+
+__all__ = ["check_stages", "pipeline_plan", "plan_stages"]
+
+_STAGES_PER_RANK = (1, 2, 4)
+"""Stages a rank that are tried: more make the bubble smaller, and send more often. Several only where as many cuts pass
+no more than their neighbours: between layers, and not inside of one."""
+
+
+def plan_stages(
+    task: Task, axis: str, pieces: int, deadline: Deadline | None = None, schedule: str | None = None
+) -> PipelinePlan[Plan]:
+    """The fastest plan of `task`, of the whole call on the whole mesh, with stages along `axis`, in `pieces` pieces.
+
+    schedule: the only one that may run it; None: the fastest. A call that trains nothing runs forward alone, whole.
+    Raises ShardingError for an axis that cannot hold stages, InfeasibleError where the batch or the graph cannot be cut,
+    or a stage does not fit.
+    """
+    check_stages(task, axis)
+    until = deadline or Deadline.after(task.time_limit)
+    joint = call_in_pieces(task.joint, pieces)
+    cutter = StageCutter(task, joint, axis)
+    names = _names(schedule, trains(task.joint))
+    ranks = task.mesh.size(axis)
+    best: PipelinePlan[Plan] | None = None
+    reason: InfeasibleError | None = None
+    for count in _STAGES_PER_RANK:
+        orders = list(orders_of(ranks, joint.pieces, count, names))
+        later = count > 1 and (len(cutter.places) < count * ranks - 1 or until.left <= 0.0)
+        if not orders or (best is not None and later):
+            continue
+        try:
+            chosen = cutter.cut(count * ranks)
+            staged = Staged(task, axis, joint, chosen.cut, until)
+            found = staged.best(orders, math.inf if best is None else best.step_time)
+        except InfeasibleError as error:
+            reason = reason or error
+            continue
+        if found is not None:
+            best = pipeline_plan(task, axis, chosen, *found)
+    if best is not None:
+        return best
+    if reason is None:
+        pipeline_order(names[0], ranks, joint.pieces)  # says why not
+        raise AssertionError("a schedule runs, and none was tried")
+    raise reason
+
+
+def _names(schedule: str | None, training: bool) -> Sequence[str]:
+    if schedule is not None:
+        return (schedule,)
+    return tuple(ORDERS) if training else ("gpipe",)
+
+
+def check_stages(task: Task, axis: str) -> None:
+    """ShardingError unless the stages of `task` may be along `axis`."""
+    mesh = task.mesh
+    if axis not in mesh.names:
+        raise ShardingError(
+            f"stages is {axis!r}, and {mesh} has no such axis\n"
+            f"  try: one of its axes, {', '.join(map(repr, mesh.names))}"
+        )
+    if mesh.size(axis) == 1:
+        others = " or ".join(map(repr, mesh.real_axes())) or "a mesh with more devices along it"
+        raise ShardingError(
+            f"stages is {axis!r}, which has one device on {mesh}: that would be one stage\n"
+            f"  try: {others}, or stages=None"
+        )
+    used = [(f"parameter {name} (constraints)", layout) for name, layout in task.pins.items()]
+    used += [(f"input {i} (in_placements)", layout) for i, layout in task.call.inputs.items()]
+    used += [(f"output {i} (out_placements)", layout) for i, layout in task.call.outputs.items() if layout]
+    for what, layout in used:
+        if axis in layout.axes:
+            raise ShardingError(
+                f"{what} is split over {axis!r}, which holds stages\n"
+                f"  try: Replicate() along {axis!r}, or stages along another axis"
+            )
+
+
+def pipeline_plan(
+    task: Task, axis: str, chosen: ChosenCut, scheduled: Scheduled, stages: Sequence[PlannedStage]
+) -> PipelinePlan[Plan]:
+    """What was found, put together."""
+    order = scheduled.order
+    return PipelinePlan(
+        mesh=task.mesh,
+        axis=axis,
+        schedule=order.name,
+        micro_batches=order.pieces,
+        cut=chosen.cut,
+        stages=tuple(stage.plan for stage in stages),
+        reads=tuple(stage.graph.inputs for stage in stages),
+        returns=tuple(stage.graph.outputs for stage in stages),
+        prices=scheduled.prices,
+        memory_limit=task.memory_limit,
+        reserve=plan_reserve(task.mesh, ()),
+        bound_of_cut=chosen.gap,
+        inputs=task.call.inputs,
+        origin=PlanOrigin(
+            profile=task.profile.name,
+            profile_hash=task.profile.hash(),
+            nominal=task.profile.nominal,
+            graph_hash=graph_hash(task.joint),
+            autoshard=__version__,
+            torch=torch.__version__,
+        ),
+    )

@@ -1,0 +1,107 @@
+"""The planning task of one stage: its graph, on the ranks of a stage, beside what earlier stages decided."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autoshard.plan.plan import Plan
+from autoshard.plan.task import CallLayouts, Task
+from passes.ir.joint import JointGraph
+from passes.layout.layout import Layout
+from passes.predict.memory_walk import MemoryWalk
+from passes.predict.predict_stage import StageFigures, kept_by_a_piece, predict_stage
+from passes.stages.stage_graph import StageGraph
+from passes.states.compute_again import compute_again
+from passes.strategies.pricing import local_nbytes
+
+__all__ = ["PlannedStage", "sent_nbytes", "stage_task"]
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """A stage's graph, its task, its plan and what that takes."""
+
+    graph: StageGraph
+    task: Task
+    plan: Plan
+    figures: StageFigures
+
+    @staticmethod
+    def of(graph: StageGraph, task: Task, plan: Plan) -> PlannedStage:
+        joint = compute_again(graph.joint, plan.lowering.again)
+        received = {crossing.name for crossing in graph.received}
+        prices = task.prices.joining(plan.joined_axes)
+        figures = predict_stage(joint, plan.assignment, plan.lowering, prices, received)
+        return PlannedStage(graph, task, plan, figures)
+
+    @property
+    def sent_layouts(self) -> list[Layout]:
+        own = len(self.graph.outputs)
+        layouts = [self.plan.outputs[own + i] for i in range(len(self.graph.sent))]
+        assert None not in layouts
+        return [layout for layout in layouts if layout is not None]
+
+
+def stage_task(
+    task: Task, axis: str, graph: StageGraph, earlier: Sequence[PlannedStage], flight: int = 1
+) -> Task:
+    """task: of the call on the whole mesh. earlier: the stages before, in order. flight: pieces that it keeps at once.
+
+    What it receives comes in the layouts in which the stage before sends it; a parameter that an earlier stage holds has
+    the layout that it has there.
+    """
+    names = {crossing.name for crossing in graph.received}
+
+    def beside(memory: MemoryWalk | None) -> int:
+        return 0 if memory is None else (flight - 1) * kept_by_a_piece(memory, names)
+
+    return replace(
+        task,
+        captured=replace(task.captured, joint=graph.joint),
+        mesh=task.mesh.resized(axis, 1),
+        links=task.mesh,
+        call=_call(task.call, graph, earlier[-1].sent_layouts if earlier else ()),
+        pins={**task.pins, **_held_before(graph.joint, earlier)},
+        beside=beside if flight > 1 else None,
+    )
+
+
+def sent_nbytes(stage: PlannedStage) -> tuple[int, int]:
+    """Bytes that one rank sends for a piece: to the stage after, and what comes back of it."""
+    mesh = stage.task.mesh
+    found = [0, 0]
+    own = len(stage.graph.outputs)
+    results = {
+        spec.index: node
+        for spec, node in zip(stage.graph.joint.outputs, stage.graph.joint.results, strict=True)
+        if spec.kind == "output"
+    }
+    for index, (crossing, layout) in enumerate(zip(stage.graph.sent, stage.sent_layouts, strict=True), own):
+        node = results[index]
+        assert node is not None
+        nbytes = local_nbytes(layout, node, 0, mesh)
+        found[0] += nbytes * crossing.value
+        found[1] += nbytes * crossing.gradient
+    return found[0], found[1]
+
+
+def _call(call: CallLayouts, graph: StageGraph, received: Sequence[Layout]) -> CallLayouts:
+    inputs = {i: call.inputs[place] for i, place in enumerate(graph.inputs) if place in call.inputs}
+    inputs.update(enumerate(received, len(graph.inputs)))
+    outputs: dict[int, Layout | None] = {
+        i: call.outputs[place] for i, place in enumerate(graph.outputs) if place in call.outputs
+    }
+    sent = range(len(graph.outputs), len(graph.outputs) + len(graph.sent))
+    outputs.update(dict.fromkeys(sent))
+    return CallLayouts(inputs, outputs, free=frozenset(sent))
+
+
+def _held_before(joint: JointGraph, earlier: Sequence[PlannedStage]) -> Mapping[str, Layout]:
+    own = {spec.name for spec in joint.inputs if spec.kind == "param"}
+    return {
+        name: layout
+        for stage in reversed(earlier)
+        for name, layout in stage.plan.parameter_layouts.items()
+        if name in own
+    }
