@@ -11,7 +11,7 @@ from passes.predict.predict_stage import StageFigures
 from passes.stages.pipeline_orders import ORDERS, PipelineOrder, pipeline_order, rank_peaks
 from passes.stages.pipeline_timeline import PipelineTimeline, StageSeconds, pipeline_timeline
 
-__all__ = ["Scheduled", "SchedulePrices", "orders_of"]
+__all__ = ["SchedulePrices", "Scheduled", "orders_of"]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Which outputs of a call get a gradient, and what `backward()` does of a step that runs forward and backward at once."""
+"""Which outputs of a call get a gradient, and what `backward()` does where the call itself runs forward and backward."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ class CallGradients:
         ]
         if others:
             raise ShardingError(
-                f"outputs {others} get a gradient besides the loss: with micro_batches, forward and backward of each run "
-                "when the loss is computed\n  try: micro_batches=1, or the whole loss in the model"
+                f"outputs {others} get a gradient besides the loss: in pieces and stages forward and backward run "
+                "when the loss is computed\n  try: micro_batches=1 without stages, or the whole loss in the model"
             )
         return tangents[self._ends.index(loss)]
 

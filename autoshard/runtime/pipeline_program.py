@@ -1,7 +1,7 @@
 """The program of a rank that runs stages of a pipeline, as a differentiable function of a call's tensors.
 
-A call runs all pieces, forward and backward, by a schedule of torch's (`autoshard.runtime.pipeline_stage`), as a call in
-pieces does on one stage (`autoshard.runtime.call_gradients`). Every rank gets the call's outputs.
+A call runs all pieces, forward and backward, by a schedule of torch's (`autoshard.runtime.pipeline_stage`), as one in
+pieces does without stages (`autoshard.runtime.call_gradients`). Every rank gets the call's outputs.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class PipelineProgram:
         self._at, self._turn = ends, turn
         self._names = [(s.kind, s.name) for s in ends.joint.inputs if s.kind != "tangent"]
         self.leaves = _leaves(ends, stages)
-        self.ends = CallGradients(ends.joint.outputs, ends.joint.inputs, _tangents(ends))
+        self.ends = CallGradients(ends.joint.outputs, ends.joint.inputs, _tangents(ends, stages))
         compile_ = Compiler(backend)
         pieces = len(stages[0].programs)
         self._whole = _Pipeline(ends, stages, count, schedule, pieces, compile_)
@@ -148,7 +148,8 @@ class PipelineProgram:
             elif (group := self._at.holders.get(spec.name)) is not None:
                 value = self._summed(value, end.index, group)
             elif value is None:
-                value = torch.empty(0, dtype=node_value(result).dtype, device=self._at.device)
+                like = self.leaves.expected(end.index)
+                value = torch.zeros(like.shape, dtype=like.dtype, device=self._at.device)
             gradients.append(value)
         return gradients
 
@@ -223,13 +224,9 @@ def _leaves(ends: PipelineEnds, stages: Sequence[StageOnRank]) -> Leaves:
     return Leaves([spec.kind for spec, _ in specs], values, ends.sides, ends.spec, ends.rank)
 
 
-def _tangents(ends: PipelineEnds) -> list[tuple[int, Tensor]]:
-    """Of outputs whose gradient is read, like this rank's part of it."""
-    found: list[tuple[int, Tensor]] = []
-    for spec, node in zip(ends.joint.inputs, ends.joint.placeholders, strict=True):
-        if spec.kind == "tangent" and node.users:
-            value = node_value(node)
-            _, layout = ends.returned.get(spec.index, (0, None))
-            shape = value.shape if layout is None else layout.local_shape(value.shape, ends.spec, ends.rank)
-            found.append((spec.index, torch.empty(shape, dtype=value.dtype, device="meta")))
-    return found
+def _tangents(ends: PipelineEnds, stages: Sequence[StageOnRank]) -> list[tuple[int, Tensor]]:
+    """Of outputs whose gradient is read, like this rank's part of it; on ranks that have none, like the whole."""
+    own = {index: value for stage in stages for index, value in stage.tangents()}
+    kinds = zip(ends.joint.inputs, ends.joint.placeholders, strict=True)
+    read = [(spec.index, node) for spec, node in kinds if spec.kind == "tangent" and node.users]
+    return [(index, own.get(index, node_value(node).to("meta"))) for index, node in read]

@@ -8,10 +8,13 @@ from dataclasses import dataclass, replace
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.plan.candidates import BEST, Candidate, with_first
+from autoshard.plan.carried_stages import carried_stages
 from autoshard.plan.micro_batches import cut_call, fastest_in_pieces, most_pieces
+from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_cache import cached_candidates, cached_plan
 from autoshard.plan.plan_fits import check_mesh, check_outputs
+from autoshard.plan.stages_option import AnyPlan, fastest_of_stages
 from autoshard.plan.task import CallLayouts, Task, carried_plan, search_plan
 from autoshard.refine.refine import may_refine, refined_plan
 from autoshard.runtime.settings import Settings
@@ -19,9 +22,17 @@ from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
 from cost_model.mesh import MeshSpec
 from passes.capture import Captured
+from passes.ir.joint import JointGraph
 from passes.layout.layout import Layout
 
 __all__ = ["Planner"]
+
+
+def planned_graph(captured: Captured, plan: AnyPlan) -> JointGraph:
+    """The graph that a plan of the call names: with stages the whole call's, else that of the first piece."""
+    if isinstance(plan, PipelinePlan):
+        return captured.joint
+    return cut_call(captured, plan.micro_batches).joint
 
 
 @dataclass(frozen=True)
@@ -39,6 +50,7 @@ class Planner:
         if (
             s.refine == "off"
             or s.micro_batches != 1
+            or s.stages is not None
             or s.plan is not None
             or not may_refine(self.mesh, s.profile.nominal)
         ):
@@ -54,10 +66,12 @@ class Planner:
         return found if refined is None else with_first(refined, found)
 
     def carried(
-        self, captured: Captured, layouts: CallLayouts, first: Plan, held: Mapping[str, Layout]
-    ) -> Plan:
+        self, captured: Captured, layouts: CallLayouts, first: AnyPlan, held: Mapping[str, Layout]
+    ) -> AnyPlan:
         """Of another kind of call: the layouts there are; if they do not fit, a search with the parameters' `held`."""
         task = self._task(captured, layouts, held)
+        if isinstance(first, PipelinePlan):
+            return carried_stages(task, first)
 
         def planned(cut: Captured) -> Plan:
             own = replace(task, captured=cut)
@@ -72,21 +86,26 @@ class Planner:
         )
         return fastest_in_pieces(captured, wanted, s.memory_limit, planned, Deadline.after(s.time_limit))
 
-    def _plan(self, captured: Captured, layouts: CallLayouts) -> Plan:
+    def _plan(self, captured: Captured, layouts: CallLayouts) -> AnyPlan:
         s = self.settings
         if s.plan is not None:
             check_mesh(s.plan, self.spec)
-            s.plan.check_graph(cut_call(captured, s.plan.micro_batches).joint)
+            s.plan.check_graph(planned_graph(captured, s.plan))
             check_outputs(s.plan, layouts.outputs)
             return s.plan
         task = self._task(captured, layouts, s.pins)
 
-        def planned(cut: Captured) -> Plan:
-            own = replace(task, captured=cut)
-            return cached_plan(own, lambda: search_plan(own))
+        def whole(until: Deadline) -> Plan:
+            def planned(cut: Captured) -> Plan:
+                own = replace(task, captured=cut)
+                return cached_plan(own, lambda: search_plan(own, until))
+
+            return fastest_in_pieces(captured, s.micro_batches, s.memory_limit, planned, until)
 
         deadline = Deadline.after(s.time_limit)
-        return fastest_in_pieces(captured, s.micro_batches, s.memory_limit, planned, deadline)
+        if s.stages is None:
+            return whole(deadline)
+        return fastest_of_stages(task, s.stages, s.micro_batches, whole, deadline)
 
     def _task(self, captured: Captured, layouts: CallLayouts, pins: Mapping[str, Layout]) -> Task:
         s = self.settings

@@ -20,7 +20,8 @@ from autoshard.calls.outputs import output_layouts
 from autoshard.plan.candidates import BEST, Candidate
 from autoshard.plan.find_plan import canonical_capture, named_parameters
 from autoshard.plan.optimizer_names import optimizer_name
-from autoshard.plan.plan import Plan
+from autoshard.plan.pipeline_plan import PipelinePlan
+from autoshard.plan.stages_option import AnyPlan
 from autoshard.plan.task import CallLayouts
 from autoshard.plan.task_prices import prices_of
 from autoshard.progress import stages_of
@@ -31,6 +32,7 @@ from autoshard.runtime.guards import Guards
 from autoshard.runtime.module import Built, dispatcher_of
 from autoshard.runtime.observe import Observer
 from autoshard.runtime.optimizers import optimizers_of
+from autoshard.runtime.pipeline_making import making_of
 from autoshard.runtime.planner import Planner
 from autoshard.runtime.programs import Programs
 from autoshard.runtime.race import race
@@ -69,7 +71,7 @@ class Session:
         self.mesh = mesh
         self.spec = spec
         self.settings = settings
-        self.plan: Plan | None = None
+        self.plan: AnyPlan | None = None
         self.observers: list[Observer] = []
         self.seeds = SeedStream()
         self._copies: Copies[Session] = Copies()
@@ -154,12 +156,13 @@ class Session:
         mine: list[Candidate] = []
         planner, first = Planner(self.mesh, self.spec, self._with_optimizer()), self.plan
         refined = planner.refined(captured, layouts) if first is None else None
+        held = {} if isinstance(first, PipelinePlan) else self._held()
 
         def find() -> tuple[list[Any], int]:
             if first is None:
                 mine.extend(planner.first(captured, layouts, refined))
             else:
-                mine.append(Candidate(BEST, planner.carried(captured, layouts, first, self._held())))
+                mine.append(Candidate(BEST, planner.carried(captured, layouts, first, held)))
             return [one.to_json() for one in mine], torch.initial_seed()
 
         data, seed = from_first(self.mesh, find, what="the plan")
@@ -198,7 +201,7 @@ class Session:
         assert self.settings.profile is not None
         return self.settings.profile
 
-    def _settle(self, plan: Plan) -> None:
+    def _settle(self, plan: AnyPlan) -> None:
         """The first plan's layouts become the parameters'; later plans hold them, and place what is new."""
         if self.plan is None:
             copies = [c for c in self._copies.everywhere(self.mesh) if c.plan is None]
@@ -207,7 +210,7 @@ class Session:
                     session._take(plan)
         self._take(plan)
 
-    def _take(self, plan: Plan) -> None:
+    def _take(self, plan: AnyPlan) -> None:
         move_buffers(self.model, local_device(self.mesh))
         if any(not isinstance(parameter, DTensor) for parameter in self.model.parameters()):
             making_of(self, plan).place(plan)

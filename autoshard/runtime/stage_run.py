@@ -37,6 +37,11 @@ class StageOnRank:
         """Of the first piece."""
         return list(zip(self.programs[0].inputs, _placeholders(self.programs[0]), strict=True))
 
+    def tangents(self) -> list[tuple[int, Tensor]]:
+        """Of the call's outputs that the stage returns: index, and a tensor like the gradient here."""
+        values = {spec.index: node.meta["val"] for spec, node in self.placeholders if spec.kind == "tangent"}
+        return [(whole, values[i]) for i, whole in enumerate(self.graph.outputs) if i in values]
+
     def received(self) -> list[list[Crossing]]:
         """Per piece what comes from the stage before, in this rank's shapes."""
         first = len(self.graph.inputs)
