@@ -27,7 +27,7 @@ from autoshard.calls.signature import as_call
 from autoshard.plan.micro_batches import fastest_in_pieces
 from autoshard.plan.optimizer_names import OptimizerLike, optimizer_name
 from autoshard.plan.pins import Constraints, resolve_pins
-from autoshard.plan.plan import Plan
+from autoshard.plan.stages_option import AnyPlan, checked_stages, fastest_of_stages
 from autoshard.plan.task import CallLayouts, Task, search_plan
 from autoshard.plan.task_prices import prices_of
 from autoshard.profiling.startup import nominal_profile, startup_profile
@@ -89,7 +89,8 @@ def find_plan(
     time_limit: float = 600.0,
     autocast: torch.dtype | None = None,
     refine: str = "off",
-) -> Plan:
+    stages: str | None = None,
+) -> AnyPlan:
     """The fastest plan for training `model` on `mesh`, with proof; nothing is run or changed.
 
     model:          any nn.Module, `meta` included.
@@ -119,6 +120,11 @@ def find_plan(
     refine:         "auto": as in `autoshard`, for a DeviceMesh, on every rank of which this is then called; a MeshSpec
                     has no processes to time anything. "off": modelled prices alone; the plan says that it is unrefined.
 
+    stages:         a mesh axis whose ranks hold stages of the model, one part of its layers each (docs/pipeline.md); the
+                    plan is then a `PipelinePlan`. "auto": the fastest plan that fits, with no stages or along any axis.
+                    With stages, micro_batches="auto" is the fastest of 1, 2, 4 ... times their number. Prices are
+                    modelled, whatever `refine` says.
+
     Raises ShardingError for arguments that do not fit the model or mesh, CaptureError if the model
     cannot be traced, ProfileError, and InfeasibleError if no plan meets the pins and the limit, or the batch cannot be
     cut: it says which op needs it whole.
@@ -129,6 +135,7 @@ def find_plan(
     check_refine(refine)
     check_recompute(recompute)
     pieces = checked_micro_batches(micro_batches)
+    staged = checked_stages(stages, spec)
     updated_by = optimizer_name(optimizer)
     seconds = checked_seconds(time_limit, "time_limit")
     deadline = Deadline.after(seconds)
@@ -139,17 +146,18 @@ def find_plan(
     check_autocast(autocast)
     # Last, since without a profile it may measure.
     loaded = load_profile(profile, mesh)
-    whole = global_call(args, kwargs, spec, in_placements)
+    given = global_call(args, kwargs, spec, in_placements)
     with autocast_as(spec, autocast):
-        captured = canonical_capture(model, whole.args, whole.kwargs, device=torch.device(spec.device_type))
-    call = CallLayouts(whole.layouts, output_layouts(captured, spec, out_placements))
+        captured = canonical_capture(model, given.args, given.kwargs, device=torch.device(spec.device_type))
+    call = CallLayouts(given.layouts, output_layouts(captured, spec, out_placements))
     task = Task(
         captured, loaded, spec, call, pins, limit, backend, seconds, recompute=recompute, optimizer=updated_by
     )
-    if refine == "auto" and pieces == 1 and isinstance(mesh, DeviceMesh) and may_refine(mesh, loaded.nominal):
+    if refine == "auto" and pieces == 1 and staged is None and isinstance(mesh, DeviceMesh) and may_refine(mesh, loaded.nominal):
         return shared_refined_plan(mesh, task)
-    planned = lambda cut: search_plan(replace(task, captured=cut), deadline)
-    return fastest_in_pieces(captured, pieces, limit, planned, deadline)
+    planned = lambda cut, until: search_plan(replace(task, captured=cut), until)
+    whole = lambda until: fastest_in_pieces(captured, pieces, limit, lambda cut: planned(cut, until), until)
+    return whole(deadline) if staged is None else fastest_of_stages(task, staged, pieces, whole, deadline)
 
 
 def autocast_as(mesh: MeshSpec, dtype: torch.dtype | None) -> AbstractContextManager[None]:

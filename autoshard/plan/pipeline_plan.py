@@ -41,7 +41,7 @@ class PipelinePlan(Generic[P]):
     prices:        seconds and bytes of each stage and each boundary, from which everything below is derived.
     reserve:       bytes of a GPU that no tensor can have.
     bound_of_cut:  the cut's longest stage, as it was estimated, is at most so much longer, as a share, than that of any
-                   cut into as many stages.
+                   cut into as many stages; None of a later kind of call, whose cut follows from the parameters.
 
     step_time:     predicted seconds of a step, all stages on one timeline. bubble: the share of it in which ranks wait.
     cost, lower_bound: `step_time`, and what the stages of the busiest rank take at least if it never waits: no layouts
@@ -62,7 +62,7 @@ class PipelinePlan(Generic[P]):
     prices: SchedulePrices
     memory_limit: int | None
     reserve: int
-    bound_of_cut: float
+    bound_of_cut: float | None
     inputs: Mapping[int, Layout]
     origin: PlanOrigin
 

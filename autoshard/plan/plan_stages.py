@@ -24,9 +24,9 @@ from autoshard.plan.task import Task
 from autoshard.version import __version__
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError, ShardingError
+from cost_model.mesh import MeshSpec
 from passes.micro_batches.time_axis import trains
 from passes.plan.describe import graph_hash
-from passes.stages.choose_cut import ChosenCut
 from passes.stages.pipeline_orders import ORDERS, pipeline_order
 
 __all__ = ["check_stages", "pipeline_plan", "plan_stages"]
@@ -45,7 +45,8 @@ def plan_stages(
     Raises ShardingError for an axis that cannot hold stages, InfeasibleError where the batch or the graph cannot be cut,
     or a stage does not fit.
     """
-    check_stages(task, axis)
+    check_stages(task.mesh, axis)
+    _check_layouts(task, axis)
     until = deadline or Deadline.after(task.time_limit)
     joint = call_in_pieces(task.joint, pieces)
     cutter = StageCutter(task, joint, axis)
@@ -66,7 +67,7 @@ def plan_stages(
             reason = reason or error
             continue
         if found is not None:
-            best = pipeline_plan(task, axis, chosen, *found)
+            best = pipeline_plan(task, axis, chosen.cut, chosen.gap, *found)
     if best is not None:
         return best
     if reason is None:
@@ -81,9 +82,8 @@ def _names(schedule: str | None, training: bool) -> Sequence[str]:
     return tuple(ORDERS) if training else ("gpipe",)
 
 
-def check_stages(task: Task, axis: str) -> None:
-    """ShardingError unless the stages of `task` may be along `axis`."""
-    mesh = task.mesh
+def check_stages(mesh: MeshSpec, axis: str) -> None:
+    """ShardingError unless `axis` may hold stages."""
     if axis not in mesh.names:
         raise ShardingError(
             f"stages is {axis!r}, and {mesh} has no such axis\n"
@@ -95,6 +95,10 @@ def check_stages(task: Task, axis: str) -> None:
             f"stages is {axis!r}, which has one device on {mesh}: that would be one stage\n"
             f"  try: {others}, or stages=None"
         )
+
+
+def _check_layouts(task: Task, axis: str) -> None:
+    """ShardingError for what is asked to be split over the stages."""
     used = [(f"parameter {name} (constraints)", layout) for name, layout in task.pins.items()]
     used += [(f"input {i} (in_placements)", layout) for i, layout in task.call.inputs.items()]
     used += [(f"output {i} (out_placements)", layout) for i, layout in task.call.outputs.items() if layout]
@@ -107,7 +111,12 @@ def check_stages(task: Task, axis: str) -> None:
 
 
 def pipeline_plan(
-    task: Task, axis: str, chosen: ChosenCut, scheduled: Scheduled, stages: Sequence[PlannedStage]
+    task: Task,
+    axis: str,
+    cut: tuple[str, ...],
+    bound_of_cut: float | None,
+    scheduled: Scheduled,
+    stages: Sequence[PlannedStage],
 ) -> PipelinePlan[Plan]:
     """What was found, put together."""
     order = scheduled.order
@@ -116,14 +125,14 @@ def pipeline_plan(
         axis=axis,
         schedule=order.name,
         micro_batches=order.pieces,
-        cut=chosen.cut,
+        cut=cut,
         stages=tuple(stage.plan for stage in stages),
         reads=tuple(stage.graph.inputs for stage in stages),
         returns=tuple(stage.graph.outputs for stage in stages),
         prices=scheduled.prices,
         memory_limit=task.memory_limit,
         reserve=plan_reserve(task.mesh, ()),
-        bound_of_cut=chosen.gap,
+        bound_of_cut=bound_of_cut,
         inputs=task.call.inputs,
         origin=PlanOrigin(
             profile=task.profile.name,

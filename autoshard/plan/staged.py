@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from autoshard.plan.equal_stages import plan_like
+from autoshard.plan.plan import Plan
 from autoshard.plan.stage_cut import transfer_price
 from autoshard.plan.stage_schedule import Scheduled, SchedulePrices
 from autoshard.plan.stage_tasks import PlannedStage, sent_nbytes, stage_task
@@ -27,13 +28,15 @@ Stages = tuple[PlannedStage, ...]
 
 @dataclass
 class Staged:
-    """joint: of the call, in pieces. task: of the whole mesh. cut: of as many stages as are planned."""
+    """joint: of the call, in pieces. task: of the whole mesh. cut: of as many stages as are planned. search: the plan of
+    a stage's task, by its number and until when; it raises InfeasibleError."""
 
     task: Task
     axis: str
     joint: JointGraph
     cut: tuple[str, ...]
     deadline: Deadline
+    search: Callable[[Task, int, Deadline], Plan] = lambda task, stage, until: search_plan(task, until)
     planned: dict[tuple[tuple[int, int | None], ...], Stages] = field(default_factory=dict)
 
     @cached_property
@@ -111,7 +114,8 @@ class Staged:
             if plan is not None:
                 return replace(earlier, graph=graph, task=task, plan=plan)
         try:
-            plan = search_plan(task, self.deadline.share(1.0 / (len(self.graphs) - graph.stage)))
+            until = self.deadline.share(1.0 / (len(self.graphs) - graph.stage))
+            plan = self.search(task, graph.stage, until)
         except InfeasibleError as error:
             raise InfeasibleError(f"stage {graph.stage} of {graph.stages} ({_modules(graph)}): {error}") from None
         return PlannedStage.of(graph, task, plan)
