@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +39,54 @@ def handle_dtensor_op(op: Any, handler: Callable[[Any, tuple[Any, ...], dict[str
 
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers  # type: ignore[assignment]
     handlers.setdefault(op, handler)
+
+
+def wrap_dtensor_handler(op: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """From now on `wrap(handler)` answers `op` of DTensors, for which torch has `handler(op, args, kwargs)`. Once."""
+    from torch.distributed.tensor import DTensor
+
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers  # type: ignore[assignment]
+    if not hasattr(handlers[op], "wrapped"):
+        handlers[op] = _wrapped(handlers[op], wrap)
+
+
+def unscaling_op() -> Any:
+    """By which GradScaler divides gradients by its scale and looks for an overflow; with a handler since 2.3."""
+    return torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+
+
+Places = tuple[tuple[str, str], ...]
+"""(module, name): under which torch finds one function of its own. Users may have imported one before, from the public
+place, so each is also where torch's public functions look for it."""
+
+TOTAL_NORM: Places = (("torch.nn.utils.clip_grad", "_get_total_norm"), ("torch.nn.utils", "get_total_norm"))
+CLIP_BY_NORM: Places = (
+    ("torch.nn.utils.clip_grad", "_clip_grads_with_norm_"),
+    ("torch.nn.utils", "clip_grads_with_norm_"),
+)
+CLIP_BY_VALUE: Places = (
+    ("torch.nn.utils.clip_grad", "clip_grad_value_"),
+    ("torch.nn.utils", "clip_grad_value_"),
+)
+GATHER_STATE: Places = (("torch.distributed.checkpoint.state_dict", "_gather_state_dict"),)
+"""Makes DTensors of a state dict whole. Since torch 2.3."""
+DISTRIBUTE_STATE: Places = (("torch.distributed._state_dict_utils", "_distribute_tensors"),)
+"""(state dict, keys, ...) -> its pairs of a DTensor and a whole tensor become one DTensor. Since torch 2.4."""
+
+
+def wrap_in_torch(places: Places, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """From now on torch calls `wrap(function)` where it called the function of `places`. Once."""
+    for module_name, name in places:
+        module = importlib.import_module(module_name)
+        function = getattr(module, name)
+        if not hasattr(function, "wrapped"):
+            setattr(module, name, _wrapped(function, wrap))
+
+
+def _wrapped(function: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
+    found: Any = functools.wraps(function)(wrap(function))
+    found.wrapped = function
+    return found
 
 
 def take_plain_tensors_as_replicated(device: torch.device) -> None:
@@ -75,6 +125,16 @@ def set_dtensor_data_by(setter: Callable[[Any, torch.Tensor], Any]) -> None:
 
     if not isinstance(vars(DTensor).get("data"), property):
         DTensor.data = property(plain.__get__, put)  # type: ignore[assignment, method-assign]
+
+
+def mesh_elsewhere(device_type: str, ranks: torch.Tensor, names: tuple[str, ...]) -> Any:
+    """A DeviceMesh of other ranks than this one, without process groups: what `get_all_submeshes` makes of those.
+    `_init_backend` since torch 2.4."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    mesh = DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False)
+    mesh._dim_group_names = []
+    return mesh
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
