@@ -19,7 +19,7 @@ from autoshard.plan.task import Task, carried_plan, search_plan
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
 from passes.micro_batches.time_axis import trains
-from passes.stages.cut_costs import CutCosts, CutPlace
+from passes.stages.cut_costs import CutCosts
 from passes.stages.pipeline_orders import ORDERS
 
 __all__ = ["carried_stages", "cut_by_parameters"]

@@ -153,7 +153,13 @@ def find_plan(
     task = Task(
         captured, loaded, spec, call, pins, limit, backend, seconds, recompute=recompute, optimizer=updated_by
     )
-    if refine == "auto" and pieces == 1 and staged is None and isinstance(mesh, DeviceMesh) and may_refine(mesh, loaded.nominal):
+    if (
+        refine == "auto"
+        and pieces == 1
+        and staged is None
+        and isinstance(mesh, DeviceMesh)
+        and may_refine(mesh, loaded.nominal)
+    ):
         return shared_refined_plan(mesh, task)
     planned = lambda cut, until: search_plan(replace(task, captured=cut), until)
     whole = lambda until: fastest_in_pieces(captured, pieces, limit, lambda cut: planned(cut, until), until)

@@ -110,7 +110,7 @@ class PipelinePlan(Generic[P]):
 
     @property
     def status(self) -> str:
-        """"optimal" where the bound is met, which a bubble rules out; else "feasible"."""
+        """ "optimal" where the bound is met, which a bubble rules out; else "feasible"."""
         return "optimal" if self.gap <= 1e-9 else "feasible"
 
     @property
@@ -120,9 +120,7 @@ class PipelinePlan(Generic[P]):
     @cached_property
     def parameter_layouts(self) -> dict[str, Layout]:
         """By every name that a parameter has."""
-        return {
-            name: layout for stage in self.stages for name, layout in stage.parameter_layouts.items()
-        }
+        return {name: layout for stage in self.stages for name, layout in stage.parameter_layouts.items()}
 
     @cached_property
     def parameters(self) -> dict[str, tuple[Placement, ...]]:

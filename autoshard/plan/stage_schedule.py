@@ -77,5 +77,3 @@ def orders_of(
             yield pipeline_order(name, ranks, pieces, stages_per_rank=stages_per_rank)
         except InfeasibleError:
             continue
-
-

@@ -48,7 +48,9 @@ class Staged:
         """Planned as if memory were no matter."""
         return self._planned([(1, None)] * len(self.graphs))
 
-    def best(self, orders: Sequence[PipelineOrder], faster_than: float = math.inf) -> tuple[Scheduled, Stages] | None:
+    def best(
+        self, orders: Sequence[PipelineOrder], faster_than: float = math.inf
+    ) -> tuple[Scheduled, Stages] | None:
         """The fastest of these schedules that fits; None if none can be faster than so many seconds.
 
         Stages planned as if memory were no matter say how fast each schedule can be at most. They are tried in that
@@ -117,7 +119,9 @@ class Staged:
             until = self.deadline.share(1.0 / (len(self.graphs) - graph.stage))
             plan = self.search(task, graph.stage, until)
         except InfeasibleError as error:
-            raise InfeasibleError(f"stage {graph.stage} of {graph.stages} ({_modules(graph)}): {error}") from None
+            raise InfeasibleError(
+                f"stage {graph.stage} of {graph.stages} ({_modules(graph)}): {error}"
+            ) from None
         return PlannedStage.of(graph, task, plan)
 
     def _scheduled(self, stages: Stages, order: PipelineOrder) -> Scheduled:

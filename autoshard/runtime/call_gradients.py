@@ -1,4 +1,4 @@
-"""Which outputs of a call get a gradient, and what `backward()` does where the call itself runs forward and backward."""
+"""Which outputs of a call get a gradient, and what `backward()` does where the call runs forward and backward."""
 
 from __future__ import annotations
 

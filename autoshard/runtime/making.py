@@ -56,24 +56,25 @@ class Workshop(Protocol):
 class Making:
     """Of plans in which every rank runs the whole model."""
 
-    def __init__(self, home: Workshop) -> None:
-        self._home = home
+    def __init__(self, home: Workshop, plan: Plan) -> None:
+        self._home, self._plan = home, plan
 
-    def cut(self, captured: Captured, plan: Plan) -> Captured:
+    def cut(self, captured: Captured) -> Captured:
         """The call's graph as the plan runs it."""
-        return cut_call(captured, plan.micro_batches)
+        return cut_call(captured, self._plan.micro_batches)
 
-    def place(self, plan: Plan) -> None:
+    def place(self) -> None:
         """Make the parameters DTensors as the plan has them."""
-        distribute_parameters(self._home.model, self._home.mesh, plan.parameters)
+        distribute_parameters(self._home.model, self._home.mesh, self._plan.parameters)
 
-    def ends(self, captured: Captured, plan: Plan, layouts: CallLayouts) -> CallEnds:
-        return call_ends(captured.joint, plan, layouts.outputs)
+    def ends(self, captured: Captured, layouts: CallLayouts) -> CallEnds:
+        return call_ends(captured.joint, self._plan, layouts.outputs)
 
-    def made(self, captured: Captured, plan: Plan, kind: str) -> Made:
-        home = self._home
+    def made(self, captured: Captured, kind: str) -> Made:
+        """captured: as it was cut. kind: of the call, for whoever watches."""
+        home, plan = self._home, self._plan
         groups_for(home.mesh, axes_in(plan))
-        ours = collectively(home.mesh, lambda: self._lowered(captured, plan), what="lowering a plan")
+        ours = collectively(home.mesh, lambda: self._lowered(captured), what="lowering a plan")
         sides = call_ends(captured.joint, plan, {}).inputs
         turn = turns_of(home.watch, kind)
 
@@ -93,9 +94,9 @@ class Making:
 
         return together
 
-    def _lowered(self, captured: Captured, plan: Plan) -> list[RankProgram]:
+    def _lowered(self, captured: Captured) -> list[RankProgram]:
         """This rank's program; where a batch is run in pieces, of each."""
-        home = self._home
+        home, plan = self._home, self._plan
         groups = groups_for(home.mesh, axes_in(plan))
         schedule = schedule_for(axes_in(plan), len(plan.communicators))
         with runnable(plan):

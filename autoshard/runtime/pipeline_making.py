@@ -39,22 +39,24 @@ StagesPlan = PipelinePlan[Plan]
 class PipelineMaking:
     """Of plans in which the ranks along an axis of the mesh run stages."""
 
-    def __init__(self, home: Workshop) -> None:
-        self._home = home
+    def __init__(self, home: Workshop, plan: StagesPlan) -> None:
+        self._home, self._plan = home, plan
 
-    def cut(self, captured: Captured, plan: StagesPlan) -> Captured:
-        """The call's graph in pieces; `plan` says where it is cut into stages."""
-        return replace(captured, joint=call_in_pieces(captured.joint, plan.micro_batches))
+    def cut(self, captured: Captured) -> Captured:
+        """The call's graph in pieces; the plan says where it is cut into stages."""
+        return replace(captured, joint=call_in_pieces(captured.joint, self._plan.micro_batches))
 
-    def place(self, plan: StagesPlan) -> None:
+    def place(self) -> None:
         """Make the parameters DTensors, each on the ranks of the stages that read it."""
+        plan = self._plan
         placed = {
             name: StagePlaced(plan.holders[name], placements) for name, placements in plan.parameters.items()
         }
         distribute_stage_parameters(self._home.model, self._home.mesh, plan.axis, placed)
 
-    def ends(self, captured: Captured, plan: StagesPlan, layouts: CallLayouts) -> CallEnds:
+    def ends(self, captured: Captured, layouts: CallLayouts) -> CallEnds:
         """An output that is not asked for whole stays on the ranks of its stage."""
+        plan = self._plan
         outputs: list[OutputSide] = []
         for index, shape in output_shapes(captured.joint).items():
             layout = plan.outputs[index]
@@ -65,12 +67,13 @@ class PipelineMaking:
             outputs.append(OutputSide(shape, layout, kind, mesh))
         return CallEnds(_sides(captured.joint, plan), tuple(outputs))
 
-    def made(self, captured: Captured, plan: StagesPlan, kind: str) -> Made:
-        home = self._home
+    def made(self, captured: Captured, kind: str) -> Made:
+        """captured: as it was cut."""
+        home, plan = self._home, self._plan
         groups_for(home.mesh, _axes(plan))
         graphs = stage_graphs(captured.joint, plan.cut)
-        ours = collectively(home.mesh, lambda: self._lowered(graphs, plan), what="lowering a plan")
-        ends = self._ends(captured, graphs, plan)
+        ours = collectively(home.mesh, lambda: self._lowered(graphs), what="lowering a plan")
+        ends = self._ends(captured, graphs)
         turn = turns_of(home.watch, kind)
 
         def compiled(backend: str) -> PipelineProgram:
@@ -82,27 +85,28 @@ class PipelineMaking:
 
         return together
 
-    def _lowered(self, graphs: Sequence[StageGraph], plan: StagesPlan) -> list[StageOnRank]:
+    def _lowered(self, graphs: Sequence[StageGraph]) -> list[StageOnRank]:
         """The stages of this rank."""
+        plan = self._plan
         own = _coordinate(self._home, plan)
         return [
-            StageOnRank(graph, tuple(self._programs(graph, stage, plan)))
+            StageOnRank(graph, tuple(self._programs(graph, stage)))
             for graph, stage in zip(graphs, plan.stages, strict=True)
             if graph.stage % plan.ranks == own
         ]
 
-    def _programs(self, graph: StageGraph, stage: Plan, plan: StagesPlan) -> list[RankProgram]:
-        groups = groups_for(self._home.mesh, _axes(plan))
+    def _programs(self, graph: StageGraph, stage: Plan) -> list[RankProgram]:
+        groups = groups_for(self._home.mesh, _axes(self._plan))
         schedule = schedule_for(axes_in(stage), len(stage.communicators))
-        spec, rank = _stage_place(self._home, plan)
+        spec, rank = _stage_place(self._home, self._plan)
         with runnable(stage):
             return [
                 rank_program(joint, layouts, lowering, spec, rank, groups, schedule=schedule)
                 for joint, layouts, lowering in stage.of_pieces(graph.joint)
             ]
 
-    def _ends(self, captured: Captured, graphs: Sequence[StageGraph], plan: StagesPlan) -> PipelineEnds:
-        home = self._home
+    def _ends(self, captured: Captured, graphs: Sequence[StageGraph]) -> PipelineEnds:
+        home, plan = self._home, self._plan
         spec, rank = _stage_place(home, plan)
         outputs = {i: (stage % plan.ranks, plan.outputs[i]) for i, stage in plan.returned_by.items()}
         changed = {
@@ -119,12 +123,13 @@ class PipelineMaking:
             changed,
             _sides(captured.joint, plan),
             home.mesh.get_group(plan.axis),
-            self._sharing(captured, plan),
+            self._sharing(captured),
             local_device(home.mesh),
         )
 
-    def _sharing(self, captured: Captured, plan: StagesPlan) -> dict[str, dist.ProcessGroup | None]:
+    def _sharing(self, captured: Captured) -> dict[str, dist.ProcessGroup | None]:
         """By parameter that several ranks along the axis hold, their group."""
+        plan = self._plan
         found: dict[str, dist.ProcessGroup | None] = {}
         own = _coordinate(self._home, plan)
         for name in sorted(spec.name for spec in captured.joint.inputs if spec.kind == "param"):
@@ -137,7 +142,7 @@ class PipelineMaking:
 
 def making_of(home: Workshop, plan: Plan | StagesPlan) -> Making | PipelineMaking:
     """How programs of such a plan are made."""
-    return PipelineMaking(home) if isinstance(plan, PipelinePlan) else Making(home)
+    return PipelineMaking(home, plan) if isinstance(plan, PipelinePlan) else Making(home, plan)
 
 
 def _axes(plan: StagesPlan) -> list[tuple[str, ...]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -25,7 +26,23 @@ from passes.capture import Captured
 from passes.ir.joint import JointGraph
 from passes.layout.layout import Layout
 
-__all__ = ["Planner"]
+__all__ = ["Found", "Planner", "found_from_json", "found_to_json"]
+
+Found = list[Candidate] | PipelinePlan[Plan]
+"""Plans that are to race, one where there is no race; or the plan with stages."""
+
+
+def found_to_json(found: Found) -> Any:
+    return found.to_json() if isinstance(found, PipelinePlan) else [one.to_json() for one in found]
+
+
+def found_from_json(data: Any) -> Found:
+    """Raises as `Candidate.from_json`."""
+    return PipelinePlan.from_json(data) if isinstance(data, dict) else list(map(Candidate.from_json, data))
+
+
+def _alone(plan: AnyPlan) -> Found:
+    return plan if isinstance(plan, PipelinePlan) else [Candidate(BEST, plan)]
 
 
 def planned_graph(captured: Captured, plan: AnyPlan) -> JointGraph:
@@ -57,17 +74,17 @@ class Planner:
             return None
         return refined_plan(self.mesh, self._task(captured, layouts, s.pins))
 
-    def first(self, captured: Captured, layouts: CallLayouts, refined: Plan | None) -> list[Candidate]:
+    def first(self, captured: Captured, layouts: CallLayouts, refined: Plan | None) -> Found:
         """The plan of the first kind of call; several where they are to race."""
         s = self.settings
         if s.race < 2 or self.spec.device_count == 1:
-            return [Candidate(BEST, refined or self._plan(captured, layouts))]
+            return _alone(refined or self._plan(captured, layouts))
         found = cached_candidates(self._task(captured, layouts, s.pins), s.race)
         return found if refined is None else with_first(refined, found)
 
     def carried(
         self, captured: Captured, layouts: CallLayouts, first: AnyPlan, held: Mapping[str, Layout]
-    ) -> AnyPlan:
+    ) -> Found:
         """Of another kind of call: the layouts there are; if they do not fit, a search with the parameters' `held`."""
         task = self._task(captured, layouts, held)
         if isinstance(first, PipelinePlan):
@@ -84,7 +101,8 @@ class Planner:
         wanted = (
             s.micro_batches if s.micro_batches == "auto" else min(int(s.micro_batches), most_pieces(captured))
         )
-        return fastest_in_pieces(captured, wanted, s.memory_limit, planned, Deadline.after(s.time_limit))
+        deadline = Deadline.after(s.time_limit)
+        return _alone(fastest_in_pieces(captured, wanted, s.memory_limit, planned, deadline))
 
     def _plan(self, captured: Captured, layouts: CallLayouts) -> AnyPlan:
         s = self.settings

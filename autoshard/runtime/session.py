@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from autoshard.calls.executable import Executable
 from autoshard.calls.global_call import GlobalCall, global_call
 from autoshard.calls.outputs import output_layouts
-from autoshard.plan.candidates import BEST, Candidate
 from autoshard.plan.find_plan import canonical_capture, named_parameters
 from autoshard.plan.optimizer_names import optimizer_name
 from autoshard.plan.pipeline_plan import PipelinePlan
@@ -33,7 +32,7 @@ from autoshard.runtime.module import Built, dispatcher_of
 from autoshard.runtime.observe import Observer
 from autoshard.runtime.optimizers import optimizers_of
 from autoshard.runtime.pipeline_making import making_of
-from autoshard.runtime.planner import Planner
+from autoshard.runtime.planner import Found, Planner, found_from_json, found_to_json
 from autoshard.runtime.programs import Programs
 from autoshard.runtime.race import race
 from autoshard.runtime.race_entry import RaceEntry
@@ -106,16 +105,19 @@ class Session:
         )
         agree(self.mesh, self._fingerprint(captured.joint, whole))
         with self.stages("finding a plan"):
-            plans = self._planned(captured, layouts)
+            found = self._planned(captured, layouts)
         kind = kind_of(self.model, captured.joint)
-        making = making_of(self, plans[0].plan)
+        first = found if isinstance(found, PipelinePlan) else found[0].plan
         captured = collectively(
-            self.mesh, lambda: making.cut(captured, plans[0].plan), what="cutting a batch"
+            self.mesh, lambda: making_of(self, first).cut(captured), what="cutting a batch"
         )
         tensors, key = flatten_call(args, kwargs)
-        made = lambda plan: making.made(captured, plan, kind)
-        entered = partial(RaceEntry, self.model, captured.joint, self.mesh, tensors)
-        plan, made = race(self.mesh, plans, made, entered, self.settings, self.observers)
+        if isinstance(found, PipelinePlan):
+            plan, made = found, making_of(self, found).made(captured, kind)
+        else:
+            making = lambda plan: making_of(self, plan).made(captured, kind)
+            entered = partial(RaceEntry, self.model, captured.joint, self.mesh, tensors)
+            plan, made = race(self.mesh, found, making, entered, self.settings, self.observers)
         programs = Programs(made, self.settings.backend, at_once=self.plan is None)
         self._settle(plan)
         call = replace(captured.call, key=key)
@@ -123,7 +125,7 @@ class Session:
         return Executable(
             self,
             replace(captured, call=call),
-            making.ends(captured, plan, layouts),
+            making_of(self, plan).ends(captured, layouts),
             programs,
             Guards(self.model, captured.reads),
             CheckInputs(self.mesh, self.watch, inputs),
@@ -151,30 +153,31 @@ class Session:
             **self.settings.described(),
         }
 
-    def _planned(self, captured: Captured, layouts: CallLayouts) -> list[Candidate]:
+    def _planned(self, captured: Captured, layouts: CallLayouts) -> Found:
         """Rank 0's plan, on all ranks; several of them where they are to race."""
-        mine: list[Candidate] = []
+        mine: list[Found] = []
         planner, first = Planner(self.mesh, self.spec, self._with_optimizer()), self.plan
         refined = planner.refined(captured, layouts) if first is None else None
         held = {} if isinstance(first, PipelinePlan) else self._held()
 
-        def find() -> tuple[list[Any], int]:
+        def find() -> tuple[Any, int]:
             if first is None:
-                mine.extend(planner.first(captured, layouts, refined))
+                mine.append(planner.first(captured, layouts, refined))
             else:
-                mine.append(Candidate(BEST, planner.carried(captured, layouts, first, held)))
-            return [one.to_json() for one in mine], torch.initial_seed()
+                mine.append(planner.carried(captured, layouts, first, held))
+            return found_to_json(mine[0]), torch.initial_seed()
 
         data, seed = from_first(self.mesh, find, what="the plan")
         if self.plan is None:
             self.seeds.start(seed)
-        plans = collectively(
-            self.mesh, lambda: mine or list(map(Candidate.from_json, data)), what="the plan read"
-        )
-        if plans[0].plan.fallbacks:
-            found = ", ".join(plans[0].plan.fallbacks)
-            _log.warning("ops without a rule run replicated, with their inputs gathered: %s", found)
-        return plans
+        read = lambda: mine[0] if mine else found_from_json(data)
+        found = collectively(self.mesh, read, what="the plan read")
+        fallbacks = (found if isinstance(found, PipelinePlan) else found[0].plan).fallbacks
+        if fallbacks:
+            _log.warning(
+                "ops without a rule run replicated, with their inputs gathered: %s", ", ".join(fallbacks)
+            )
+        return found
 
     def _with_optimizer(self) -> Settings:
         """The optimizer counts that is there, if the user named none."""
@@ -213,7 +216,7 @@ class Session:
     def _take(self, plan: AnyPlan) -> None:
         move_buffers(self.model, local_device(self.mesh))
         if any(not isinstance(parameter, DTensor) for parameter in self.model.parameters()):
-            making_of(self, plan).place(plan)
+            making_of(self, plan).place()
         if self.plan is None:
             self.plan = plan
             self.model.autoshard_plan = plan  # type: ignore[assignment]
