@@ -14,7 +14,7 @@ from autoshard.drawing.transfer_marks import colour
 from cost_model.units import format_bytes
 from passes.plan.graph_text import format_seconds
 
-__all__ = ["svg_text"]
+__all__ = ["STYLE", "svg_text"]
 
 STYLE = """
 text { font: 11px ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace; fill: #1f2937; }

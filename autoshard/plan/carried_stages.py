@@ -12,12 +12,13 @@ from autoshard.plan.micro_batches import most_pieces
 from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_stages import pipeline_plan
-from autoshard.plan.stage_cut import StageCutter, call_in_pieces
+from autoshard.plan.stage_cut import StageCutter
 from autoshard.plan.stage_schedule import orders_of
 from autoshard.plan.staged import Staged
 from autoshard.plan.task import Task, carried_plan, search_plan
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
+from passes.micro_batches.cut_batch import cut_for_stages
 from passes.micro_batches.time_axis import trains
 from passes.stages.cut_costs import CutCosts
 from passes.stages.pipeline_orders import ORDERS
@@ -33,7 +34,7 @@ def carried_stages(task: Task, first: PipelinePlan[Plan]) -> PipelinePlan[Plan]:
     proven of the cut. Raises InfeasibleError where the call needs a stage to hold more.
     """
     pieces = min(first.micro_batches, most_pieces(task.captured)) if trains(task.joint) else 1
-    joint = call_in_pieces(task.joint, pieces)
+    joint = cut_for_stages(task.joint, pieces)
     own = replace(task, pins=first.parameter_layouts)
     costs = StageCutter(own, joint, first.axis).costs
     cut = cut_by_parameters(costs, [set(stage.parameter_layouts) for stage in first.stages], first.cut)

@@ -120,8 +120,8 @@ def find_plan(
     refine:         "auto": as in `autoshard`, for a DeviceMesh, on every rank of which this is then called; a MeshSpec
                     has no processes to time anything. "off": modelled prices alone; the plan says that it is unrefined.
 
-    stages:         a mesh axis whose ranks hold stages of the model, one part of its layers each (docs/pipeline.md); the
-                    plan is then a `PipelinePlan`. "auto": the fastest plan that fits, with no stages or along any axis.
+    stages:         a mesh axis whose ranks hold stages of the model, a part of its layers each (docs/pipeline.md); the
+                    plan is then a `PipelinePlan`. "auto": the fastest plan that fits, without stages or along any axis.
                     With stages, micro_batches="auto" is the fastest of 1, 2, 4 ... times their number. Prices are
                     modelled, whatever `refine` says.
 

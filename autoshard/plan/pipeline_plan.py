@@ -1,174 +1,124 @@
-"""`PipelinePlan`: a plan whose mesh axis holds stages: each stage's plan, their schedule, and when everything runs."""
+"""`PipelinePlan`: a plan whose mesh axis holds stages, and what can be asked of it."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Generic, TypeVar
+from pathlib import Path
+from typing import Any, Self
 
-from torch.distributed.tensor import Placement
-
-from autoshard.plan.plan_content import PlanContent, PlanOrigin
-from autoshard.plan.stage_cut import call_in_pieces
-from autoshard.plan.stage_schedule import Scheduled, SchedulePrices
+from autoshard.drawing.draw_pipeline import draw_pipeline
+from autoshard.plan.explain_part import explain_part
+from autoshard.plan.pipeline_content import P, PipelineContent
+from autoshard.plan.pipeline_json import pipeline_from_json, pipeline_to_json
+from autoshard.plan.pipeline_words import explain_pipeline, pipeline_difference, pipeline_text
+from autoshard.plan.plan_collectives import Collective, collectives_of
+from autoshard.plan.plan_graph import plan_graph
+from cost_model.checked_arguments import checked_path, reject
 from cost_model.errors import PlanError
-from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph
-from passes.layout.layout import Layout
-from passes.layout.placements import layout_to_placements
+from passes.micro_batches.cut_batch import cut_for_stages
 from passes.plan.describe import graph_hash
-from passes.stages.pipeline_orders import pipeline_order
-from passes.stages.pipeline_timeline import PipelineTimeline
 from passes.stages.stage_graph import StageGraph
 from passes.stages.stage_graphs import stage_graphs
 
 __all__ = ["PipelinePlan"]
 
-P = TypeVar("P", bound=PlanContent)
-
 
 @dataclass(frozen=True)
-class PipelinePlan(Generic[P]):
-    """Stages of one model on the ranks along a mesh axis.
-
-    mesh:          the whole mesh, of which `axis` holds the stages. Stage s is at coordinate s mod its size.
-    schedule:      one of `ORDERS` in `passes.stages.pipeline_orders`. micro_batches: pieces of a batch.
-    cut:           the op of the call's graph in pieces with which each stage but the first begins.
-    stages:        the plan of each stage's graph on the ranks of one stage: `mesh` with `axis` of size 1.
-    reads, returns: per stage, the call's tensor inputs and outputs that it reads and returns, by position.
-    prices:        seconds and bytes of each stage and each boundary, from which everything below is derived.
-    reserve:       bytes of a GPU that no tensor can have.
-    bound_of_cut:  the cut's longest stage, as it was estimated, is at most so much longer, as a share, than that of any
-                   cut into as many stages; None of a later kind of call, whose cut follows from the parameters.
-
-    step_time:     predicted seconds of a step, all stages on one timeline. bubble: the share of it in which ranks wait.
-    cost, lower_bound: `step_time`, and what the stages of the busiest rank take at least if it never waits: no layouts
-                   and no schedule of this cut into these pieces are faster. gap: (cost - lower_bound) / cost, so the
-                   bubble is in it. Of other cuts `bound_of_cut` alone is said, of other numbers of pieces nothing.
-    peak_memory:   predicted bytes on the fullest rank: what its stages hold, keep in flight, and one piece makes besides.
-    holders:       parameter name -> coordinates along `axis` of the ranks that hold it, several where stages share it.
-    """
-
-    mesh: MeshSpec
-    axis: str
-    schedule: str
-    micro_batches: int
-    cut: tuple[str, ...]
-    stages: tuple[P, ...]
-    reads: tuple[tuple[int, ...], ...]
-    returns: tuple[tuple[int, ...], ...]
-    prices: SchedulePrices
-    memory_limit: int | None
-    reserve: int
-    bound_of_cut: float | None
-    inputs: Mapping[int, Layout]
-    origin: PlanOrigin
-
-    @property
-    def ranks(self) -> int:
-        """Along `axis`."""
-        return self.mesh.size(self.axis)
-
-    @property
-    def stages_per_rank(self) -> int:
-        return len(self.stages) // self.ranks
-
-    @cached_property
-    def scheduled(self) -> Scheduled:
-        order = pipeline_order(
-            self.schedule, self.ranks, self.micro_batches, stages_per_rank=self.stages_per_rank
-        )
-        return Scheduled(order, self.prices)
-
-    @property
-    def timeline(self) -> PipelineTimeline:
-        """When each rank runs which stage's forward and backward of which piece."""
-        return self.scheduled.timeline
-
-    @property
-    def step_time(self) -> float:
-        return self.timeline.seconds
-
-    @property
-    def bubble(self) -> float:
-        return self.timeline.bubble
-
-    @property
-    def cost(self) -> float:
-        return self.step_time
-
-    @property
-    def lower_bound(self) -> float:
-        own = [self.stages[rank :: self.ranks] for rank in range(self.ranks)]
-        return min(self.cost, max(sum(stage.lower_bound for stage in stages) for stages in own))
-
-    @property
-    def gap(self) -> float:
-        return 0.0 if self.cost <= 0 else (self.cost - self.lower_bound) / self.cost
-
-    @property
-    def status(self) -> str:
-        """ "optimal" where the bound is met, which a bubble rules out; else "feasible"."""
-        return "optimal" if self.gap <= 1e-9 else "feasible"
-
-    @property
-    def peak_memory(self) -> int:
-        return max(self.scheduled.peaks)
-
-    @cached_property
-    def parameter_layouts(self) -> dict[str, Layout]:
-        """By every name that a parameter has."""
-        return {name: layout for stage in self.stages for name, layout in stage.parameter_layouts.items()}
-
-    @cached_property
-    def parameters(self) -> dict[str, tuple[Placement, ...]]:
-        """Parameter name -> one torch placement per mesh axis; along `axis` it is of its holders alone."""
-        return {n: layout_to_placements(layout, self.mesh) for n, layout in self.parameter_layouts.items()}
-
-    @cached_property
-    def holders(self) -> dict[str, tuple[int, ...]]:
-        found: dict[str, set[int]] = {}
-        for number, stage in enumerate(self.stages):
-            for name in stage.parameter_layouts:
-                found.setdefault(name, set()).add(number % self.ranks)
-        return {name: tuple(sorted(places)) for name, places in found.items()}
-
-    @cached_property
-    def outputs(self) -> dict[int, Layout | None]:
-        """Of the call, by position; `returned_by` says by which stage."""
-        return {
-            position: stage.outputs[index]
-            for stage, positions in zip(self.stages, self.returns, strict=True)
-            for index, position in enumerate(positions)
-        }
-
-    @cached_property
-    def returned_by(self) -> dict[int, int]:
-        """Tensor output of the call -> the stage that returns it."""
-        return {position: stage for stage, own in enumerate(self.returns) for position in own}
-
-    @property
-    def fallbacks(self) -> tuple[str, ...]:
-        """Ops without a rule, which run replicated in their stage."""
-        return tuple(sorted({op for stage in self.stages for op in stage.fallbacks}))
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of the layouts, the cut, the schedule and of what they were found for."""
-        of_stages = [(stage.mesh, stage.records, *stage.other_sizes) for stage in self.stages]
-        content = self.mesh, self.axis, self.schedule, self.micro_batches, self.cut, of_stages
-        return hashlib.sha256(repr((*content, self.origin.graph_hash)).encode()).hexdigest()[:16]
+class PipelinePlan(PipelineContent[P]):
+    """The plan of a model in stages along a mesh axis; its fields are those of `PipelineContent`."""
 
     def stage_graphs(self, joint: JointGraph) -> tuple[StageGraph, ...]:
         """The graph of each stage, in pieces: of the canonical graph `joint` of the call."""
-        return stage_graphs(call_in_pieces(joint, self.micro_batches), self.cut)
+        return stage_graphs(cut_for_stages(joint, self.micro_batches), self.cut)
 
     def check_graph(self, joint: JointGraph) -> None:
         """PlanError unless the plan was made for `joint`, the canonical graph of a call."""
         if graph_hash(joint) != self.origin.graph_hash:
             raise PlanError(
                 "the plan was made for another model, inputs or code\n"
-                "  try: find_plan(...) again and save the new plan"
+                "  try: find_plan(..., stages=...) again and save the new plan"
             )
+
+    @cached_property
+    def collectives(self) -> tuple[Collective, ...]:
+        """Every collective of every stage; what passes between stages is none."""
+        return tuple(c for stage in self.stages for c in collectives_of(stage.records))
+
+    @cached_property
+    def collective_axes(self) -> list[tuple[str, ...]]:
+        """The mesh axes of every collective of a step, of all stages and of pieces of all sizes, in order."""
+        of_stages = [(stage.records, *stage.other_sizes) for stage in self.stages]
+        return [c.axes for sizes in of_stages for records in sizes for c in collectives_of(records)]
+
+    def to_text(self, *, seconds: bool = True) -> str:
+        """The planned graph of every stage in the text form of docs/plans.md."""
+        return pipeline_text(self, seconds=seconds)
+
+    def draw(self, path: str | os.PathLike[str]) -> Path:
+        """Draw all stages and pieces on one timeline, bubbles marked, and below it each stage's graph.
+
+        The suffix chooses: .svg, .html, or .json, a trace that Perfetto opens. PlanError for another."""
+        graphs = [plan_graph(stage.records, stage.mesh, stage.memory) for stage in self.stages]
+        return draw_pipeline(f"{self.mesh}, stages along {self.axis}", self.timeline, graphs, path)
+
+    def explain(self, node: str | None = None) -> str:
+        """When stages run, what they hold and send; with `node`, of one op, parameter or module.
+
+        PlanError, with the nearest names, for a name that the plan lacks."""
+        if node is None:
+            return explain_pipeline(self)
+        if not isinstance(node, str):
+            raise PlanError(str(reject("node", node, "a name from explain() or to_text(), or None")))
+        error: PlanError | None = None
+        found: list[str] = []
+        for number, stage in enumerate(self.stages):
+            try:
+                found.append(f"stage {number}\n{explain_part(stage.records, node)}")
+            except PlanError as reason:
+                error = error or reason
+        if not found:
+            assert error is not None
+            raise error
+        return "".join(found)
+
+    def diff(self, other: PipelinePlan[Any]) -> str:
+        """In what two plans with stages differ: step, memory, schedule, cut and parameters."""
+        if not isinstance(other, PipelinePlan):
+            raise PlanError(str(reject("other", other, "a plan with stages, as this is one")))
+        return pipeline_difference(self, other)
+
+    def why_not(self, parameter: str, placements: Any = None) -> str:
+        """PlanError: stages are not planned again for a question. `plan.stages[0].why_not(...)` asks one of them."""
+        raise _not_there("why_not(...)", "plan.stages[0].why_not(...), of one stage as it is cut")
+
+    def crossovers(self) -> tuple[object, ...]:
+        """PlanError, as `why_not`."""
+        raise _not_there("crossovers()", "plan.stages[0].crossovers(), of one stage as it is cut")
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the JSON that `Plan.load` reads. PlanError where no file can be written."""
+        target = checked_path(path, "path", PlanError)
+        try:
+            target.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise PlanError(
+                f"cannot write plan {str(target)!r}: {error.strerror}\n  try: another path"
+            ) from None
+
+    def to_json(self) -> dict[str, Any]:
+        return pipeline_to_json(self)
+
+    @classmethod
+    def from_json(cls, data: Any, stage_from: Callable[[Any, str], P], *, where: str = "plan") -> Self:
+        """Inverse of `to_json`. stage_from: the plan of a stage from its data. PlanError for anything else."""
+        content = pipeline_from_json(data, where, stage_from)
+        return cls(**{one.name: getattr(content, one.name) for one in fields(content)})
+
+
+def _not_there(question: str, instead: str) -> PlanError:
+    return PlanError(f"{question} is not there for plans with stages\n  try: {instead}")

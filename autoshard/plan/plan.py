@@ -22,6 +22,8 @@ from autoshard.plan.crossovers import crossovers as found_crossovers
 from autoshard.plan.explain import explain_plan, plan_difference
 from autoshard.plan.explain_part import explain_part
 from autoshard.plan.piece_sizes import piece_places
+from autoshard.plan.pipeline_json import is_pipeline
+from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.plan.plan_check import plan_problems
 from autoshard.plan.plan_collectives import Collective, collectives_of
 from autoshard.plan.plan_content import PlanContent, PlanOrigin, Raced
@@ -241,11 +243,13 @@ class Plan(PlanContent):
             ) from None
 
     @staticmethod
-    def load(path: str | os.PathLike[str]) -> Plan:
+    def load(path: str | os.PathLike[str]) -> Plan | PipelinePlan[Plan]:
         """Read a saved plan. PlanError if it is missing, not a plan, damaged, or of another schema version."""
         file = checked_path(path, "plan", PlanError)
-        text = read_text(file, "plan", PlanError)
-        return Plan.from_json(parse_json(text, repr(str(file)), PlanError), where=str(file))
+        data = parse_json(read_text(file, "plan", PlanError), repr(str(file)), PlanError)
+        if is_pipeline(data):
+            return PipelinePlan.from_json(data, Plan._from, where=str(file))
+        return Plan._from(data, str(file))
 
     def to_json(self) -> dict[str, Any]:
         return plan_to_json(self)
@@ -253,6 +257,10 @@ class Plan(PlanContent):
     @staticmethod
     def from_json(data: Any, *, where: str = "plan") -> Plan:
         """Inverse of `to_json`. PlanError for anything else: what is accepted can be shown, drawn and compared."""
+        return Plan._from(data, where)
+
+    @staticmethod
+    def _from(data: Any, where: str) -> Plan:
         content = plan_data(data, where)
         try:
             plan = _plan_from(content)

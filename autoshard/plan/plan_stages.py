@@ -1,8 +1,8 @@
 """The plan of a call whose mesh has an axis that holds stages: where to cut, each stage's plan, and their schedule.
 
 The cut balances estimates (`stage_cut`); stages are planned in their order, each receiving what the one before sends in
-the layouts in which it is sent. Then every schedule is put on one timeline, and the fastest that fits the memory limit is
-kept (`staged`).
+the layouts in which it is sent. Then every schedule is put on one timeline, and the fastest that fits the memory limit
+is kept (`staged`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_content import PlanOrigin
 from autoshard.plan.plan_reserve import plan_reserve
-from autoshard.plan.stage_cut import StageCutter, call_in_pieces
+from autoshard.plan.stage_cut import StageCutter
 from autoshard.plan.stage_schedule import Scheduled, orders_of
 from autoshard.plan.stage_tasks import PlannedStage
 from autoshard.plan.staged import Staged
@@ -25,6 +25,7 @@ from autoshard.version import __version__
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError, ShardingError
 from cost_model.mesh import MeshSpec
+from passes.micro_batches.cut_batch import cut_for_stages
 from passes.micro_batches.time_axis import trains
 from passes.plan.describe import graph_hash
 from passes.stages.pipeline_orders import ORDERS, pipeline_order
@@ -42,13 +43,13 @@ def plan_stages(
     """The fastest plan of `task`, of the whole call on the whole mesh, with stages along `axis`, in `pieces` pieces.
 
     schedule: the only one that may run it; None: the fastest. A call that trains nothing runs forward alone, whole.
-    Raises ShardingError for an axis that cannot hold stages, InfeasibleError where the batch or the graph cannot be cut,
-    or a stage does not fit.
+    Raises ShardingError for an axis that cannot hold stages, InfeasibleError where the batch or the graph cannot be
+    cut, or a stage does not fit.
     """
     check_stages(task.mesh, axis)
     _check_layouts(task, axis)
     until = deadline or Deadline.after(task.time_limit)
-    joint = call_in_pieces(task.joint, pieces)
+    joint = cut_for_stages(task.joint, pieces)
     cutter = StageCutter(task, joint, axis)
     names = _names(schedule, trains(task.joint))
     ranks = task.mesh.size(axis)

@@ -12,22 +12,11 @@ from torch import fx
 from autoshard.plan.task import Task
 from passes.ir.joint import JointGraph, repeats, results_nbytes
 from passes.ir.op_traits import is_view
-from passes.lower.missing_tangents import without_usually_missing
-from passes.micro_batches.cut_batch import cut_batch
-from passes.micro_batches.time_axis import trains
 from passes.stages.choose_cut import ChosenCut, Fits, choose_cut
 from passes.stages.cut_costs import CutCosts, CutPlace, Segment, cut_costs, narrow_places
 from passes.strategies.pricing import local_work
 
-__all__ = ["StageCutter", "call_in_pieces", "transfer_price"]
-
-
-def call_in_pieces(joint: JointGraph, pieces: int) -> JointGraph:
-    """The graph whose stages run: of a call that trains, a batch in `pieces`, with a gradient for the loss alone where
-    there is one scalar. Raises InfeasibleError where the batch cannot be cut."""
-    if not trains(joint):
-        return joint
-    return without_usually_missing(joint) if pieces == 1 else cut_batch(joint, pieces)
+__all__ = ["StageCutter", "transfer_price"]
 
 
 def transfer_price(task: Task, axis: str) -> Callable[[float], float]:

@@ -48,8 +48,8 @@ def stage_task(
 ) -> Task:
     """task: of the call on the whole mesh. earlier: the stages before, in order. flight: pieces that it keeps at once.
 
-    What it receives comes in the layouts in which the stage before sends it; a parameter that an earlier stage holds has
-    the layout that it has there.
+    What it receives comes in the layouts in which the stage before sends it; a parameter that an earlier stage holds
+    has the layout that it has there.
     """
     names = {crossing.name for crossing in graph.received}
 

@@ -28,8 +28,8 @@ Stages = tuple[PlannedStage, ...]
 
 @dataclass
 class Staged:
-    """joint: of the call, in pieces. task: of the whole mesh. cut: of as many stages as are planned. search: the plan of
-    a stage's task, by its number and until when; it raises InfeasibleError."""
+    """joint: of the call, in pieces. task: of the whole mesh. cut: of as many stages as are planned. search: the plan
+    of a stage's task, by its number and until when; it raises InfeasibleError."""
 
     task: Task
     axis: str
@@ -140,8 +140,8 @@ class Staged:
         rank = one.peaks.index(max(one.peaks))
         stages = ", ".join(str(stage) for stage in range(rank, len(self.graphs), len(one.peaks)))
         return InfeasibleError(
-            f"no plan fits memory_limit={format_bytes(limit)} per device: with the schedule {one.order.name!r} the ranks of "
-            f"stage {stages} hold {format_bytes(needed)}\n"
+            f"no plan fits memory_limit={format_bytes(limit)} per device: with the schedule {one.order.name!r} "
+            f"the ranks of stage {stages} hold {format_bytes(needed)}\n"
             f"  try: memory_limit={format_bytes(needed)}, more and smaller micro_batches, or more devices"
         )
 

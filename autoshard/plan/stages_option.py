@@ -37,7 +37,7 @@ def fastest_of_stages(
     without: Callable[[Deadline], Plan],
     deadline: Deadline,
 ) -> AnyPlan:
-    """The plan with stages along the axis `stages`; of "auto", the fastest that fits: with no stages, or along any axis.
+    """The plan with stages along the axis `stages`; of "auto", the fastest that fits: without, or along any axis.
 
     without: the plan with no stages. Raises InfeasibleError.
     """
@@ -67,8 +67,8 @@ def fastest_of_stages(
 def pipeline_in_pieces(
     task: Task, axis: str, micro_batches: int | str, deadline: Deadline
 ) -> PipelinePlan[Plan]:
-    """In so many pieces; of "auto", the fastest of 1, 2, 4 ... times the number of stages that fits: it looks no further
-    once a plan in more pieces is slower. Raises InfeasibleError."""
+    """In so many pieces; of "auto", the fastest of 1, 2, 4 ... times the number of stages that fits: it looks no
+    further once a plan in more pieces is slower. Raises InfeasibleError."""
     if micro_batches != "auto":
         return plan_stages(task, axis, int(micro_batches), deadline)
     best: PipelinePlan[Plan] | None = None

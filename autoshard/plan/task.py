@@ -12,6 +12,7 @@ from functools import cached_property
 
 import torch
 
+from autoshard.plan.call_layouts import CallLayouts
 from autoshard.plan.infeasible import Asked, told
 from autoshard.plan.judged import Judged, judged, lowered
 from autoshard.plan.parameter_names import by_first_name, parameter_shapes
@@ -63,22 +64,11 @@ _log = logging.getLogger("autoshard")
 
 
 @dataclass(frozen=True)
-class CallLayouts:
-    """How a call's tensors are laid out: by position, the layout of inputs that are not global and
-    of outputs that are not; None leaves an output to the search. free: outputs that are left to it even where they
-    get no gradient."""
-
-    inputs: Mapping[int, Layout]
-    outputs: Mapping[int, Layout | None]
-    free: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True)
 class Task:
     """What is to be planned, and under which prices. timed: where its program will run; None: no price is.
 
-    links: the whole mesh, where `mesh` is that of one stage of a pipeline. beside: bytes that such a stage holds besides
-    what its own step holds, given what that is; None: nothing."""
+    links: the whole mesh, where `mesh` is that of one stage of a pipeline. beside: bytes that such a stage holds
+    besides what its own step holds, given what that is; None: nothing."""
 
     captured: Captured
     profile: Profile

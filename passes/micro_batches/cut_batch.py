@@ -8,9 +8,10 @@ from passes.ir.joint import JointGraph
 from passes.lower.missing_tangents import without_usually_missing
 from passes.micro_batches.in_pieces import in_pieces, without_uses
 from passes.micro_batches.run_times import find_run_times
+from passes.micro_batches.time_axis import trains
 from passes.micro_batches.uncut import check_cut, check_long_enough
 
-__all__ = ["cut_batch"]
+__all__ = ["cut_batch", "cut_for_stages"]
 
 
 def cut_batch(joint: JointGraph, count: int) -> JointGraph:
@@ -27,3 +28,11 @@ def cut_batch(joint: JointGraph, count: int) -> JointGraph:
     check_cut(plain, times)
     first, *others = (in_pieces(plain, times, index) for index in range(count))
     return replace(first, others=tuple(others))
+
+
+def cut_for_stages(joint: JointGraph, count: int) -> JointGraph:
+    """The graph of a call of which the stages of a pipeline are cut: if it trains, in `count` pieces, with a gradient
+    for the loss alone where there is one scalar; else as it is. Raises Uncut."""
+    if not trains(joint):
+        return joint
+    return without_usually_missing(joint) if count == 1 else cut_batch(joint, count)

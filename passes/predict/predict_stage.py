@@ -28,8 +28,8 @@ __all__ = ["StageFigures", "kept_by_a_piece", "predict_stage"]
 class StageFigures:
     """Of one stage, on its slowest and on its fullest rank.
 
-    forward, backward: seconds of one piece. input, weight: of the halves of its backward as two programs. before, after:
-    once in a step, before the first piece and after the last. update: of the optimizer.
+    forward, backward: seconds of one piece. input, weight: of the halves of its backward as two programs. before,
+    after: once in a step, before the first piece and after the last. update: of the optimizer.
     held: bytes from the first piece to the end of the step, whatever runs; kept: those that a piece leaves in its
     forward for its backward, and what it received; peak: the most while one piece runs, all of these included.
     """

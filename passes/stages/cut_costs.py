@@ -114,7 +114,8 @@ def cut_costs(joint: JointGraph, op_seconds: Callable[[fx.Node], float]) -> CutC
 
 def narrow_places(costs: CutCosts) -> tuple[CutPlace, ...]:
     """The places where little passes: between two products the one with the fewest bytes, the last of several, so that
-    a bias stays with its weight; and of those the ones with no more than their neighbours. A transformer may be cut where only its residual stream passes."""
+    a bias stays with its weight; and of those the ones with no more than their neighbours. A transformer may be cut
+    where only its residual stream passes."""
     products = list(itertools.accumulate((is_product(n) for n in costs.parts.forward), initial=0))
     groups = itertools.groupby(costs.places, key=lambda place: products[place.position])
     lowest = [min(places, key=_narrowness) for _, places in groups]

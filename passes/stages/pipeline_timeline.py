@@ -93,8 +93,8 @@ def pipeline_timeline(
     before: Sequence[float] | None = None,
     after: Sequence[float] | None = None,
 ) -> PipelineTimeline:
-    """sent, returned: seconds of a transfer over each boundary, forward and back. before, after: of each rank, once in a
-    step, before its first action and after its last; None: nothing.
+    """sent, returned: seconds of a transfer over each boundary, forward and back. before, after: of each rank, once in
+    a step, before its first action and after its last; None: nothing.
 
     A rank runs its actions one after another, each as soon as what it reads has come. Transfers take nothing from
     computing; those over one boundary in one direction go one after another.

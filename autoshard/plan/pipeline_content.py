@@ -1,0 +1,156 @@
+"""What a plan with stages holds: each stage's plan, their schedule, and when everything runs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Generic, TypeVar
+
+from torch.distributed.tensor import Placement
+
+from autoshard.plan.plan_content import PlanContent, PlanOrigin
+from autoshard.plan.stage_schedule import Scheduled, SchedulePrices
+from cost_model.mesh import MeshSpec
+from passes.layout.layout import Layout
+from passes.layout.placements import layout_to_placements
+from passes.stages.pipeline_orders import pipeline_order
+from passes.stages.pipeline_timeline import PipelineTimeline
+
+__all__ = ["PipelineContent"]
+
+P = TypeVar("P", bound=PlanContent)
+
+
+@dataclass(frozen=True)
+class PipelineContent(Generic[P]):
+    """Stages of one model on the ranks along a mesh axis. `autoshard.PipelinePlan` says what can be done with it.
+
+    mesh:          the whole mesh, of which `axis` holds the stages. Stage s is at coordinate s mod its size.
+    schedule:      one of `ORDERS` in `passes.stages.pipeline_orders`. micro_batches: pieces of a batch.
+    cut:           the op of the call's graph in pieces with which each stage but the first begins.
+    stages:        the plan of each stage's graph on the ranks of one stage: `mesh` with `axis` of size 1.
+    reads, returns: per stage, the call's tensor inputs and outputs that it reads and returns, by position.
+    prices:        seconds and bytes of each stage and each boundary, from which everything below is derived.
+    reserve:       bytes of a GPU that no tensor can have.
+    bound_of_cut:  the cut's longest stage, as it was estimated, is at most so much longer, as a share, than that of any
+                   cut into as many stages; None of a later kind of call, whose cut follows from the parameters.
+
+    step_time:     predicted seconds of a step, all stages on one timeline. bubble: the share of it in which ranks wait.
+    cost, lower_bound: `step_time`, and what the stages of the busiest rank take at least if it never waits: no layouts
+                   and no schedule of this cut into these pieces are faster. gap: (cost - lower_bound) / cost, so the
+                   bubble is in it. Of other cuts `bound_of_cut` alone is said, of other numbers of pieces nothing.
+    peak_memory:   predicted bytes on the fullest rank: what its stages hold and keep in flight, and one piece makes.
+    holders:       parameter name -> coordinates along `axis` of the ranks that hold it, several where stages share it.
+    """
+
+    mesh: MeshSpec
+    axis: str
+    schedule: str
+    micro_batches: int
+    cut: tuple[str, ...]
+    stages: tuple[P, ...]
+    reads: tuple[tuple[int, ...], ...]
+    returns: tuple[tuple[int, ...], ...]
+    prices: SchedulePrices
+    memory_limit: int | None
+    reserve: int
+    bound_of_cut: float | None
+    inputs: Mapping[int, Layout]
+    origin: PlanOrigin
+
+    @property
+    def ranks(self) -> int:
+        """Along `axis`."""
+        return self.mesh.size(self.axis)
+
+    @property
+    def stages_per_rank(self) -> int:
+        return len(self.stages) // self.ranks
+
+    @cached_property
+    def scheduled(self) -> Scheduled:
+        order = pipeline_order(
+            self.schedule, self.ranks, self.micro_batches, stages_per_rank=self.stages_per_rank
+        )
+        return Scheduled(order, self.prices)
+
+    @property
+    def timeline(self) -> PipelineTimeline:
+        """When each rank runs which stage's forward and backward of which piece."""
+        return self.scheduled.timeline
+
+    @property
+    def step_time(self) -> float:
+        return self.timeline.seconds
+
+    @property
+    def bubble(self) -> float:
+        return self.timeline.bubble
+
+    @property
+    def cost(self) -> float:
+        return self.step_time
+
+    @property
+    def lower_bound(self) -> float:
+        own = [self.stages[rank :: self.ranks] for rank in range(self.ranks)]
+        return min(self.cost, max(sum(stage.lower_bound for stage in stages) for stages in own))
+
+    @property
+    def gap(self) -> float:
+        return 0.0 if self.cost <= 0 else (self.cost - self.lower_bound) / self.cost
+
+    @property
+    def status(self) -> str:
+        """ "optimal" where the bound is met, which a bubble rules out; else "feasible"."""
+        return "optimal" if self.gap <= 1e-9 else "feasible"
+
+    @property
+    def peak_memory(self) -> int:
+        return max(self.scheduled.peaks)
+
+    @cached_property
+    def parameter_layouts(self) -> dict[str, Layout]:
+        """By every name that a parameter has."""
+        return {name: layout for stage in self.stages for name, layout in stage.parameter_layouts.items()}
+
+    @cached_property
+    def parameters(self) -> dict[str, tuple[Placement, ...]]:
+        """Parameter name -> one torch placement per mesh axis; along `axis` it is of its holders alone."""
+        return {n: layout_to_placements(layout, self.mesh) for n, layout in self.parameter_layouts.items()}
+
+    @cached_property
+    def holders(self) -> dict[str, tuple[int, ...]]:
+        found: dict[str, set[int]] = {}
+        for number, stage in enumerate(self.stages):
+            for name in stage.parameter_layouts:
+                found.setdefault(name, set()).add(number % self.ranks)
+        return {name: tuple(sorted(places)) for name, places in found.items()}
+
+    @cached_property
+    def outputs(self) -> dict[int, Layout | None]:
+        """Of the call, by position; `returned_by` says by which stage."""
+        return {
+            position: stage.outputs[index]
+            for stage, positions in zip(self.stages, self.returns, strict=True)
+            for index, position in enumerate(positions)
+        }
+
+    @cached_property
+    def returned_by(self) -> dict[int, int]:
+        """Tensor output of the call -> the stage that returns it."""
+        return {position: stage for stage, own in enumerate(self.returns) for position in own}
+
+    @property
+    def fallbacks(self) -> tuple[str, ...]:
+        """Ops without a rule, which run replicated in their stage."""
+        return tuple(sorted({op for stage in self.stages for op in stage.fallbacks}))
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the layouts, the cut, the schedule and of what they were found for."""
+        of_stages = [(stage.mesh, stage.records, *stage.other_sizes) for stage in self.stages]
+        content = self.mesh, self.axis, self.schedule, self.micro_batches, self.cut, of_stages
+        return hashlib.sha256(repr((*content, self.origin.graph_hash)).encode()).hexdigest()[:16]
