@@ -11,7 +11,6 @@ from autoshard.calls.call_ends import CallEnds, input_sides, output_shapes, retu
 from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_fits import axes_in, runnable
-from autoshard.plan.stage_cut import call_in_pieces
 from autoshard.plan.task import CallLayouts
 from autoshard.runtime.agreement import collectively
 from autoshard.runtime.devices import local_device
@@ -28,6 +27,7 @@ from passes.capture import Captured
 from passes.ir.joint import JointGraph
 from passes.layout.layout import Layout
 from passes.lower.rank_program import RankProgram, rank_program
+from passes.micro_batches.cut_batch import cut_for_stages
 from passes.stages.stage_graph import StageGraph
 from passes.stages.stage_graphs import stage_graphs
 
@@ -44,7 +44,7 @@ class PipelineMaking:
 
     def cut(self, captured: Captured) -> Captured:
         """The call's graph in pieces; the plan says where it is cut into stages."""
-        return replace(captured, joint=call_in_pieces(captured.joint, self._plan.micro_batches))
+        return replace(captured, joint=cut_for_stages(captured.joint, self._plan.micro_batches))
 
     def place(self) -> None:
         """Make the parameters DTensors, each on the ranks of the stages that read it."""

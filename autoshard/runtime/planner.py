@@ -38,7 +38,9 @@ def found_to_json(found: Found) -> Any:
 
 def found_from_json(data: Any) -> Found:
     """Raises as `Candidate.from_json`."""
-    return PipelinePlan.from_json(data) if isinstance(data, dict) else list(map(Candidate.from_json, data))
+    if isinstance(data, dict):
+        return PipelinePlan.from_json(data, lambda stage, where: Plan.from_json(stage, where=where))
+    return list(map(Candidate.from_json, data))
 
 
 def _alone(plan: AnyPlan) -> Found:
