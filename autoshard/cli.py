@@ -67,6 +67,7 @@ def _add_plan(commands: Any) -> None:
     plan.add_argument("--profile", help="a profile's path, or a shipped one's name")
     plan.add_argument("--memory-limit", help='per device, such as "70GB"')
     plan.add_argument("--micro-batches", type=micro_batches, default=1, help="pieces of a batch, or auto")
+    plan.add_argument("--stages", help="the mesh axis that holds stages of a pipeline, or auto")
     _add_autocast(plan)
     plan.add_argument("--output", "-o", type=Path, help="where to save the plan (JSON)")
     plan.set_defaults(command=_plan)
@@ -77,7 +78,9 @@ def _add_show(commands: Any) -> None:
     show.add_argument("plan", type=Path)
     show.add_argument("--graph", action="store_true", help="the whole graph in text form")
     show.add_argument("--node", help="explain one node, parameter or module")
-    show.add_argument("--draw", type=Path, help="draw to .svg, .dot, .html, .json or .graphml")
+    show.add_argument(
+        "--draw", type=Path, help="draw to .svg, .dot, .html, .json or .graphml; with stages .json is a trace"
+    )
     show.set_defaults(command=_show)
 
 
@@ -229,6 +232,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         profile=arguments.profile,
         memory_limit=arguments.memory_limit,
         micro_batches=arguments.micro_batches,
+        stages=arguments.stages,
         autocast=_autocast(arguments),
     )
     print(plan.explain(), end="")
@@ -259,22 +263,21 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from autoshard.plan.plan import Plan
     from autoshard.verification.verify_plan import verify
 
     model, example_inputs = load_model(arguments.model)
-    report = verify(model, Plan.load(arguments.plan), example_inputs, autocast=_autocast(arguments))
+    report = verify(model, arguments.plan, example_inputs, autocast=_autocast(arguments))
     print(report)
     return 0 if report.ok else 1
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from autoshard.plan.plan import Plan
+    from autoshard.plan.plain_plan import plain_plan
     from autoshard.reporting.report_command import ReportOptions, run_report
 
     model, example_inputs = load_model(arguments.model)
     options = ReportOptions(
-        plan=None if arguments.plan is None else Plan.load(arguments.plan),
+        plan=None if arguments.plan is None else plain_plan(arguments.plan, "report"),
         mesh=arguments.mesh,
         device=arguments.device,
         profile=arguments.profile,

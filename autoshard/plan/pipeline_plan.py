@@ -86,7 +86,7 @@ class PipelinePlan(PipelineContent[P]):
             raise error
         return "".join(found)
 
-    def diff(self, other: PipelinePlan[Any]) -> str:
+    def diff(self, other: object) -> str:
         """In what two plans with stages differ: step, memory, schedule, cut and parameters."""
         if not isinstance(other, PipelinePlan):
             raise PlanError(str(reject("other", other, "a plan with stages, as this is one")))

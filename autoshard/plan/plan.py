@@ -175,10 +175,10 @@ class Plan(PlanContent):
             )
         return self.again
 
-    def diff(self, other: Plan) -> str:
+    def diff(self, other: Plan | PipelinePlan[Plan]) -> str:
         """Parameters and collectives in which two plans differ, with their prices."""
         if not isinstance(other, Plan):
-            raise PlanError(str(reject("other", other, "a Plan, or Plan.load(path)")))
+            raise PlanError(str(reject("other", other, "a Plan without stages, or Plan.load(path)")))
         return plan_difference(self, other)
 
     def check_graph(self, joint: JointGraph) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from autoshard.cache_files import cache_folder, code_fingerprint, write_whole
 from autoshard.plan.candidates import Candidate, candidates
+from autoshard.plan.plain_plan import plain_plan
 from autoshard.plan.plan import Plan
 from autoshard.plan.task import Task
 from cost_model.errors import AutoshardError
@@ -110,7 +111,7 @@ def kept_plan(path: Path, task: Task) -> Plan | None:
     if not path.exists():
         return None
     try:
-        plan = Plan.load(path)
+        plan = plain_plan(path, "a cached plan")
         plan.check_graph(task.joint)
     except AutoshardError as error:
         _log.warning("searching again: the cached plan cannot be used: %s", error)

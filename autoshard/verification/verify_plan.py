@@ -14,6 +14,7 @@ from autoshard.arguments import checked_model
 from autoshard.calls.signature import as_call
 from autoshard.plan.find_plan import autocast_as, canonical_capture
 from autoshard.plan.micro_batches import cut_call
+from autoshard.plan.plain_plan import plain_plan
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_fits import runnable
 from autoshard.runtime.module import original_forward
@@ -87,7 +88,7 @@ def verify(
 
     Raises PlanError if the plan belongs to another model, inputs or code.
     """
-    plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+    plan = plain_plan(plan, "verify(...)")
     checked_model(model)
     checked_count(seed, "seed")
     args, kwargs = as_call(example_inputs)

@@ -13,7 +13,7 @@ from torch import fx
 
 from passes.stages.forward_places import ForwardPlaces, output_places
 from passes.stages.gradient_sums import GradientSum
-from passes.stages.graph_parts import GraphParts, is_glued, model_line, operands
+from passes.stages.graph_parts import GraphParts, is_glued, model_line, operands, passes_with_piece
 
 __all__ = ["BackwardPlaces", "Reach", "backward_places"]
 
@@ -84,7 +84,7 @@ def backward_places(
     for node in reversed(parts.backward):
         if node in summed:
             continue
-        own = reaches[node].earliest(latest[node])
+        own = latest[node] if _reads_once_made(parts, node) else reaches[node].earliest(latest[node])
         earliest[node] = max(own, earliest.get(node, own))
         for operand in operands(node):
             if operand in parts.in_backward:
@@ -94,6 +94,11 @@ def backward_places(
         {n: p for n, p in earliest.items() if n not in summed},
         wanted,
     )
+
+
+def _reads_once_made(parts: GraphParts, node: fx.Node) -> bool:
+    """Whether it reads what the backward makes once for all pieces of a batch, which does not pass to other places."""
+    return any(n in parts.after and not passes_with_piece(parts.joint, n) for n in operands(node))
 
 
 def _reach(parts: GraphParts, places: ForwardPlaces, node: fx.Node, anchor: frozenset[int] | None) -> Reach:

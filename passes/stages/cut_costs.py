@@ -18,7 +18,7 @@ from passes.ir.joint import JointGraph, results_nbytes
 from passes.ir.op_signature import op_signature
 from passes.ir.op_traits import is_product
 from passes.stages.backward_places import backward_places
-from passes.stages.forward_places import ForwardPlaces, forward_places
+from passes.stages.forward_places import ForwardPlaces, forward_places, output_places
 from passes.stages.gradient_sums import gradient_sums
 from passes.stages.graph_parts import (
     GraphParts,
@@ -109,7 +109,7 @@ def cut_costs(joint: JointGraph, op_seconds: Callable[[fx.Node], float]) -> CutC
             known[key] = op_seconds(node)
         own[forward.of[node] if node in forward.of else homes[node]] += known[key]
     seconds = tuple(itertools.accumulate(own, initial=0.0))
-    return CutCosts(parts, forward, _places(parts, forward), seconds, homes)
+    return CutCosts(parts, forward, _places(parts, forward, homes), seconds, homes)
 
 
 def narrow_places(costs: CutCosts) -> tuple[CutPlace, ...]:
@@ -144,7 +144,7 @@ def _homes(parts: GraphParts, forward: ForwardPlaces) -> dict[fx.Node, int]:
     return homes
 
 
-def _places(parts: GraphParts, forward: ForwardPlaces) -> tuple[CutPlace, ...]:
+def _places(parts: GraphParts, forward: ForwardPlaces, homes: Mapping[fx.Node, int]) -> tuple[CutPlace, ...]:
     count = len(parts.forward)
     passing: list[list[int]] = [[0, 0, 0] for _ in range(count + 1)]
     for node, last in forward.reach.items():
@@ -152,7 +152,7 @@ def _places(parts: GraphParts, forward: ForwardPlaces) -> tuple[CutPlace, ...]:
         change = (1, nbytes, nbytes if node in parts.differentiable else 0)
         _add(passing[forward.of[node] + 1], change, 1)
         _add(passing[last + 1], change, -1)
-    closed = _closed(parts, forward)
+    closed = _closed(parts, forward) | _closed_to_gradients(parts, forward, homes)
     found: list[CutPlace] = []
     now = [0, 0, 0]
     for position, node in enumerate(parts.forward):
@@ -177,4 +177,17 @@ def _closed(parts: GraphParts, forward: ForwardPlaces) -> set[int]:
     for buffer in parts.changed:
         at = forward.holders[buffer]
         found.update(range(min(at) + 1, max(at) + 1))
+    return found
+
+
+def _closed_to_gradients(parts: GraphParts, forward: ForwardPlaces, homes: Mapping[fx.Node, int]) -> set[int]:
+    """Positions between what the backward makes once for all pieces of a batch and its readers."""
+    found: set[int] = set()
+    ends = output_places(parts, forward)
+    tangents = {node: ends[spec.index] for node, spec in parts.specs.items() if spec.kind == "tangent"}
+    made = {**tangents, **homes}
+    for reader in parts.backward:
+        for node in operands(reader):
+            if node in made and not passes_with_piece(parts.joint, node):
+                found.update(range(homes[reader] + 1, made[node] + 1))
     return found
