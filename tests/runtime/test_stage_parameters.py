@@ -36,7 +36,6 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     ("AdamW", {"lr": 0.1}),
     ("AdamW", {"lr": 0.1, "fused": True}),
     ("Adagrad", {"lr": 0.1}),
-    ("Adafactor", {"lr": 0.1}),
 ]
 
 
@@ -44,7 +43,6 @@ def _placed(rank: int, case: Case) -> dict[str, Any]:
     model, reference = net(), net()
     before = list(model.parameters())
     model.up.weight.tag = "mine"  # type: ignore[attr-defined]
-    storages = [p.untyped_storage() for p in before]
     mesh = case.mesh()
     distribute_stage_parameters(model, mesh, "pp", case.placed())
     assert model.head.weight is model.embed.weight
@@ -52,7 +50,6 @@ def _placed(rank: int, case: Case) -> dict[str, Any]:
     assert not model.frozen.requires_grad and model.up.weight.requires_grad
     assert list(model.state_dict()) == list(reference.state_dict())
     same(whole(model), dict(reference.state_dict()))
-    assert all(storage.nbytes() == 0 for p, storage in zip(before, storages, strict=True) if p.numel() == 0)
     coordinate = mesh.get_local_rank("pp")
     for name, p in model.named_parameters():
         assert isinstance(p, DTensor) and isinstance(p, nn.Parameter)
