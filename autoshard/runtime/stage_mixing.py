@@ -41,9 +41,7 @@ def _answer(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         whole = lambda value: _on(value, pipeline)
         return op(*_mapped(whole, args), **_mapped(whole, kwargs))
     target = args[0]
-    if sum(a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments) > 1 or not isinstance(
-        target, DTensor
-    ):
+    if not _writes_first_only(op) or not isinstance(target, DTensor):
         raise ShardingError(
             f"{op} writes into tensors of different stages\n  try: a call for the tensors of each stage"
         )
@@ -53,6 +51,11 @@ def _answer(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _is_of_lists(op: Any, args: tuple[Any, ...]) -> bool:
     return op._schema.name.startswith("aten::_foreach") and isinstance(args[0], list | tuple)
+
+
+def _writes_first_only(op: Any) -> bool:
+    written = [one.alias_info is not None and one.alias_info.is_write for one in op._schema.arguments]
+    return written[0] and sum(written) == 1
 
 
 def _stage_by_stage(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
