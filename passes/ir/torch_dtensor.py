@@ -50,6 +50,25 @@ def wrap_dtensor_handler(op: Any, wrap: Callable[[Callable[..., Any]], Callable[
         handlers[op] = _wrapped(handlers[op], wrap)
 
 
+def answer_across_meshes(answer: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    """From now on `answer(op, args, kwargs)` is the result of an op of DTensors, unless it is NotImplemented. It is asked
+    when torch has not seen the op with such layouts before, so always until it lets torch propagate them. Once.
+    torch returns what is no sharding as the result, for ops that it decomposes. Since 2.10."""
+    from torch.distributed.tensor import DTensor
+
+    dispatcher: Any = DTensor._op_dispatcher
+    propagate = dispatcher._propagate_op_sharding_dispatch_slow_path
+    if hasattr(propagate, "answer"):
+        return
+
+    def answered(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *rest: Any) -> Any:
+        found = answer(op, args, kwargs)
+        return propagate(op, args, kwargs, *rest) if found is NotImplemented else found
+
+    answered.answer = answer  # type: ignore[attr-defined]
+    dispatcher._propagate_op_sharding_dispatch_slow_path = answered
+
+
 def unscaling_op() -> Any:
     """By which GradScaler divides gradients by its scale and looks for an overflow; with a handler since 2.3."""
     return torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
