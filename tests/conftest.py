@@ -20,6 +20,7 @@ os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="autoshard-cache-")
 
 import torch
 
+from tests.garbage import collect_seldom
 from tests.golden import Golden
 from tests.ranks import RankPool
 
@@ -54,6 +55,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _one_thread() -> None:
     """Small tensors: threads cost more than they give, and the ranks need the cores."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _seldom_collected() -> None:
+    """Here all modules of tests are imported."""
+    collect_seldom()
 
 
 @pytest.fixture(autouse=True)
