@@ -81,7 +81,11 @@ def _stage_by_stage(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 def _beside(value: Any, target: Tensor) -> Any:
     """A DTensor on other ranks as an operand beside `target`: cut as it is where of its shape, or whole."""
-    if not isinstance(value, DTensor) or not isinstance(target, DTensor) or value.device_mesh == target.device_mesh:
+    if (
+        not isinstance(value, DTensor)
+        or not isinstance(target, DTensor)
+        or value.device_mesh == target.device_mesh
+    ):
         return value
     if value.ndim and value.shape == target.shape:
         return like_parameter(value.full_tensor(), target)

@@ -34,7 +34,12 @@ def _numbers(values: list[Tensor]) -> list[Tensor]:
     norms = [value.norm() for value in values]
     total = sum(norms) / len(norms)
     assert isinstance(total, Tensor)
-    return [total, torch.stack(norms), torch.stack(norms).norm(), torch.dot(values[0].flatten(), values[0].flatten())]
+    return [
+        total,
+        torch.stack(norms),
+        torch.stack(norms).norm(),
+        torch.dot(values[0].flatten(), values[0].flatten()),
+    ]
 
 
 def _joined(values: list[Tensor]) -> list[Tensor]:
@@ -117,4 +122,3 @@ def _refused(rank: int) -> str:
 def test_an_op_into_another_stages_tensor_is_refused_everywhere(ranks: RankPool) -> None:
     for text in ranks.run(_refused, world=4):
         assert "writes into tensors of different stages" in text
-

@@ -101,7 +101,9 @@ def _trained(rank: int, case: Case) -> None:
             give_gradients(model, 1)
             gradients = [p.grad for p in model.parameters() if p.grad is not None]
             optimizer.zero_grad(set_to_none=False)
-            for p, gradient in zip((p for p in model.parameters() if p.requires_grad), gradients, strict=True):
+            for p, gradient in zip(
+                (p for p in model.parameters() if p.requires_grad), gradients, strict=True
+            ):
                 assert p.grad is gradient and not whole_of(gradient).any()
             give_gradients(model, 2)
             optimizer.step()
@@ -202,13 +204,23 @@ def _refused(rank: int, name: str, placed: StagePlaced) -> str:
 @pytest.mark.parametrize(
     ("name", "placed", "message"),
     [
-        ("up.weight", StagePlaced((0,), (Shard(0),)), "parameter up.weight has S(0) on axis 'pp', which is that of"),
+        (
+            "up.weight",
+            StagePlaced((0,), (Shard(0),)),
+            "parameter up.weight has S(0) on axis 'pp', which is that of",
+        ),
         ("up.weight", StagePlaced((2,), (Replicate(),)), "holders (2,) are no coordinates of axis 'pp'"),
-        ("lost", StagePlaced((0,), (Replicate(),)), "placements name 'lost', which is no parameter of the model"),
+        (
+            "lost",
+            StagePlaced((0,), (Replicate(),)),
+            "placements name 'lost', which is no parameter of the model",
+        ),
         ("up.bias", StagePlaced((0,), ()), "up.bias has 0 placements; the mesh has 1 axes ('pp',)"),
     ],
 )
-def test_refused_before_anything_changes(ranks: RankPool, name: str, placed: StagePlaced, message: str) -> None:
+def test_refused_before_anything_changes(
+    ranks: RankPool, name: str, placed: StagePlaced, message: str
+) -> None:
     for text in ranks.run(_refused, name, placed, world=2):
         assert text.startswith(message)
 
