@@ -39,7 +39,7 @@ def check_mesh(plan: AnyPlan, spec: MeshSpec) -> None:
 
 
 @contextmanager
-def runnable(plan: Plan) -> Generator[None]:
+def runnable(plan: AnyPlan) -> Generator[None]:
     """A plan that the search found runs. One that somebody edited may ask for what no op can do."""
     try:
         yield

@@ -10,11 +10,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.plan.candidates import BEST, Candidate, with_first
 from autoshard.plan.carried_stages import carried_stages
-from autoshard.plan.micro_batches import cut_call, fastest_in_pieces, most_pieces
+from autoshard.plan.micro_batches import fastest_in_pieces, most_pieces
 from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_cache import cached_candidates, cached_plan
 from autoshard.plan.plan_fits import check_mesh, check_outputs
+from autoshard.plan.planned_graph import planned_graph
 from autoshard.plan.stages_option import AnyPlan, fastest_of_stages
 from autoshard.plan.task import CallLayouts, Task, carried_plan, search_plan
 from autoshard.refine.refine import may_refine, refined_plan
@@ -23,7 +24,6 @@ from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
 from cost_model.mesh import MeshSpec
 from passes.capture import Captured
-from passes.ir.joint import JointGraph
 from passes.layout.layout import Layout
 
 __all__ = ["Found", "Planner", "found_from_json", "found_to_json"]
@@ -45,13 +45,6 @@ def found_from_json(data: Any) -> Found:
 
 def _alone(plan: AnyPlan) -> Found:
     return plan if isinstance(plan, PipelinePlan) else [Candidate(BEST, plan)]
-
-
-def planned_graph(captured: Captured, plan: AnyPlan) -> JointGraph:
-    """The graph that a plan of the call names: with stages the whole call's, else that of the first piece."""
-    if isinstance(plan, PipelinePlan):
-        return captured.joint
-    return cut_call(captured, plan.micro_batches).joint
 
 
 @dataclass(frozen=True)

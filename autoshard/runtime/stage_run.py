@@ -14,12 +14,10 @@ from passes.lower.one_piece import pieces_of
 from passes.lower.piece_values import step_results
 from passes.lower.piecewise import without_gradients
 from passes.lower.rank_program import RankProgram
+from passes.stages.stage_ends import Leaf, StageEnds
 from passes.stages.stage_graph import Crossing, StageGraph
 
 __all__ = ["StageOnRank", "StageRun"]
-
-Leaf = tuple[str, str]
-"""Kind and name of an input of a call's graph."""
 
 
 @dataclass(frozen=True)
@@ -67,75 +65,53 @@ class StageRun:
     """What `StagePrograms` asks for. A step: `start`, forward and backward of all pieces in any order, `finish`."""
 
     def __init__(self, stage: StageOnRank, compile_: Compiler) -> None:
-        self.graph = stage.graph
         parts = [pieces_of(program, stage.graph.joint.pieces) for program in stage.programs]
         if compile_.joins:
             parts = [one.joined() for one in parts]
+        self._at = StageEnds.of(stage.graph)
         self._parts = parts
-        self._names = {(spec.kind, spec.name): node.name for spec, node in stage.placeholders}
+        self._placeholders = [node.name for _, node in stage.placeholders]
         self._ends = CompiledEnds(parts[0], compile_)
         self._pieces = [CompiledPiece(one, compile_) for one in parts]
-        names = {spec: node.name for spec, node in stage.placeholders}
-        tangents = {spec.index: name for spec, name in names.items() if spec.kind == "tangent"}
-        own = len(self.graph.outputs)
-        self._tangents = {whole: tangents.get(i) for i, whole in enumerate(self.graph.outputs)}
-        self._given_names = [self._names["input", crossing.name] for crossing in self.graph.received]
-        self._returned_names = [tangents[own + i] for i, c in enumerate(self.graph.sent) if c.gradient]
-        ends = stage.graph.joint.outputs
-        self._sent_places = [i for i, end in enumerate(ends) if end.kind == "output" and end.index >= own]
-        places = {end.name: i for i, end in enumerate(ends) if end.kind == "grad"}
-        self._back_places = [places[c.name] for c in self.graph.received if c.gradient]
         self._known: Known = {}
         self._kept: dict[int, list[Any]] = {}
 
     def start(self, leaves: Mapping[Leaf, Tensor], tangents: Mapping[int, Tensor]) -> None:
         """leaves: this rank's part of what the stage reads. tangents: of outputs of the call, by index."""
-        received = set(self._given_names)
-        self._known = {
-            name: leaves[leaf]
-            for leaf, name in self._names.items()
-            if leaf[0] != "tangent" and name not in received
-        }
-        for index, name in self._tangents.items():
-            if name is not None and index in tangents:
-                self._known[name] = tangents[index]
+        self._known = {name: leaves[leaf] for leaf, name in self._at.leaves.items()}
+        given = self._at.tangents.items()
+        self._known.update({name: tangents[index] for index, name in given if index in tangents})
         self._ends.before(self._known)
 
     def forward(self, piece: int, received: Sequence[Tensor]) -> list[Tensor]:
-        self._known.update(zip(self._given_names, received, strict=True))
+        self._known.update(zip(self._at.received, received, strict=True))
         self._kept[piece] = self._pieces[piece].forward(self._known)
-        return self._taken(piece, self._sent_places)
+        return self._taken(piece, self._at.sent)
 
     def backward(self, piece: int, returned: Sequence[Tensor]) -> list[Tensor]:
-        self._known.update(zip(self._returned_names, returned, strict=True))
+        self._known.update(zip(self._at.returned, returned, strict=True))
         self._pieces[piece].backward(self._known, self._kept.pop(piece))
-        return self._taken(piece, self._back_places)
+        return self._taken(piece, self._at.given_back)
 
     def backward_input(self, piece: int, returned: Sequence[Tensor]) -> list[Tensor]:
-        self._known.update(zip(self._returned_names, returned, strict=True))
+        self._known.update(zip(self._at.returned, returned, strict=True))
         results = self._parts[piece].results
-        first = [name for place in self._back_places if (name := results[place]) is not None]
+        first = [name for place in self._at.given_back if (name := results[place]) is not None]
         kept = self._kept.pop(piece)
         self._kept[piece] = self._pieces[piece].backward_input(self._known, kept, first)
-        return self._taken(piece, self._back_places)
+        return self._taken(piece, self._at.given_back)
 
     def backward_weight(self, piece: int) -> None:
         self._pieces[piece].backward_weight(self._known, self._kept.pop(piece))
 
-    def finish(self) -> dict[tuple[str, str], Tensor]:
+    def finish(self) -> dict[Leaf, Tensor]:
         """Outputs of the call, new values of buffers and gradients, by kind and the name that the whole graph has for
         them. Nothing of the step is kept."""
         self._ends.after(self._known)
-        found = step_results(self._parts[0], self._known, list(self._names.values()))
+        found = step_results(self._parts[0], self._known, self._placeholders)
         self._known, self._kept = {}, {}
-        results: dict[tuple[str, str], Tensor] = {}
-        passed = {*self._sent_places, *self._back_places}
-        for place, (end, value) in enumerate(zip(self.graph.joint.outputs, found, strict=True)):
-            if value is None or place in passed:
-                continue
-            name = f"output {self.graph.outputs[end.index]}" if end.kind == "output" else end.name
-            results[end.kind, name] = value
-        return results
+        named = ((leaf, found[place]) for place, leaf in self._at.results.items())
+        return {leaf: value for leaf, value in named if value is not None}
 
     def _taken(self, piece: int, places: Sequence[int]) -> list[Tensor]:
         names = [self._parts[piece].results[place] for place in places]
