@@ -14,7 +14,7 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.plan_stages import pipeline_plan
 from autoshard.plan.stage_cut import StageCutter
 from autoshard.plan.stage_schedule import orders_of
-from autoshard.plan.staged import Staged
+from autoshard.plan.stage_search import StageSearch
 from autoshard.plan.task import Task, carried_plan, search_plan
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
@@ -34,7 +34,7 @@ def carried_stages(task: Task, first: PipelinePlan[Plan]) -> PipelinePlan[Plan]:
     proven of the cut. Raises InfeasibleError where the call needs a stage to hold more.
     """
     pieces = min(first.micro_batches, most_pieces(task.captured)) if trains(task.joint) else 1
-    joint = cut_for_stages(task.joint, pieces)
+    joint = cut_for_stages(task.joint, pieces, sizes_only=True)
     own = replace(task, pins=first.parameter_layouts)
     costs = StageCutter(own, joint, first.axis).costs
     cut = cut_by_parameters(costs, [set(stage.parameter_layouts) for stage in first.stages], first.cut)
@@ -45,7 +45,7 @@ def carried_stages(task: Task, first: PipelinePlan[Plan]) -> PipelinePlan[Plan]:
         except InfeasibleError:
             return search_plan(stage_task, until)
 
-    staged = Staged(own, first.axis, joint, cut, Deadline.after(task.time_limit), search)
+    staged = StageSearch(own, first.axis, joint, cut, Deadline.after(task.time_limit), search)
     names = dict.fromkeys((first.schedule, *ORDERS))
     order = next(orders_of(first.ranks, joint.pieces, first.stages_per_rank, tuple(names)))
     found = staged.best([order])

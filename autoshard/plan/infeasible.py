@@ -30,13 +30,14 @@ _OF_A_PARAMETER = ("parameters", "optimizer", "gradients")
 
 @dataclass(frozen=True)
 class Asked:
-    """What was to be planned. pins: the parameters' by name."""
+    """What was to be planned. pins: the parameters' by name. links: the whole mesh, of which `mesh` is one stage."""
 
     joint: JointGraph
     mesh: MeshSpec
     memory_limit: int | None
     pins: Mapping[str, Layout]
     recompute: str
+    links: MeshSpec | None = None
 
 
 def told(reason: InfeasibleError, asked: Asked, judged: Collection[Judged]) -> InfeasibleError:
@@ -142,6 +143,7 @@ def _longer_axis(case: _Case) -> Iterator[str]:
     found = [
         (times, nbytes, axis)
         for axis in case.asked.mesh.names
+        if (case.asked.links or case.asked.mesh).size(axis) == case.asked.mesh.size(axis)
         for times, nbytes in [_enough(axis, case)]
         if nbytes <= case.room
     ]

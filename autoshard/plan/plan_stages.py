@@ -2,7 +2,7 @@
 
 The cut balances estimates (`stage_cut`); stages are planned in their order, each receiving what the one before sends in
 the layouts in which it is sent. Then every schedule is put on one timeline, and the fastest that fits the memory limit
-is kept (`staged`).
+is kept (`stage_search`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autoshard.plan.plan_reserve import plan_reserve
 from autoshard.plan.stage_cut import StageCutter
 from autoshard.plan.stage_schedule import Scheduled, orders_of
 from autoshard.plan.stage_tasks import PlannedStage
-from autoshard.plan.staged import Staged
+from autoshard.plan.stage_search import WORTH, StageSearch
 from autoshard.plan.task import Task
 from autoshard.version import __version__
 from cost_model.deadline import Deadline
@@ -49,7 +49,7 @@ def plan_stages(
     check_stages(task.mesh, axis)
     _check_layouts(task, axis)
     until = deadline or Deadline.after(task.time_limit)
-    joint = cut_for_stages(task.joint, pieces)
+    joint = cut_for_stages(task.joint, pieces, sizes_only=True)
     cutter = StageCutter(task, joint, axis)
     names = _names(schedule, trains(task.joint))
     ranks = task.mesh.size(axis)
@@ -57,12 +57,12 @@ def plan_stages(
     reason: InfeasibleError | None = None
     for count in _STAGES_PER_RANK:
         orders = list(orders_of(ranks, joint.pieces, count, names))
-        later = count > 1 and (len(cutter.places) < count * ranks - 1 or until.left <= 0.0)
-        if not orders or (best is not None and later):
+        enough = best is not None and (best.gap <= WORTH or until.left <= 0.0)
+        if not orders or enough or (best is not None and len(cutter.places) < count * ranks - 1):
             continue
         try:
             chosen = cutter.cut(count * ranks)
-            staged = Staged(task, axis, joint, chosen.cut, until)
+            staged = StageSearch(task, axis, joint, chosen.cut, until)
             found = staged.best(orders, math.inf if best is None else best.step_time)
         except InfeasibleError as error:
             reason = reason or error

@@ -183,25 +183,21 @@ class SpaceBuilder:
             strategies = tuple(NodeLayouts((), (layout,)) for layout in allowed)
             seconds = np.zeros(len(strategies))
         else:
-            option = self._classed(
-                ("placeholder", shape, is_parameter), lambda: self._free(shape, any_order=is_parameter)
-            )
+            option = self._any_layout(shape, any_order=is_parameter)
             strategies, seconds = option.strategies, option.seconds
         if node in self.trained:
             seconds = seconds + self._update_seconds(node, strategies)
         return Option(strategies, seconds)
 
+    def _any_layout(self, shape: tuple[int, ...], any_order: bool = False) -> Option:
+        return self._classed(("placeholder", shape, any_order), lambda: self._free(shape, any_order))
+
     def _free(self, shape: tuple[int, ...], any_order: bool) -> Option:
         """Every split of a tensor in torch's own sizes: what a DTensor can hold."""
-        mesh = self.prices.mesh
-        strategies = [
-            NodeLayouts((), found.results)
-            for found in enumerate_strategies(
-                tensor_rule(shape), (), (shape,), mesh, any_order=any_order, joined=self.prices.joined
-            )
-            if is_storable(found.results[0], shape, mesh)
-        ]
-        return Option(tuple(strategies), np.zeros(len(strategies)))
+        mesh, joined, rule = self.prices.mesh, self.prices.joined, tensor_rule(shape)
+        ways = enumerate_strategies(rule, (), (shape,), mesh, any_order=any_order, joined=joined)
+        results = [found.results for found in ways if is_storable(found.results[0], shape, mesh)]
+        return Option(tuple(NodeLayouts((), own) for own in results), np.zeros(len(results)))
 
     def _update_seconds(self, node: fx.Node, strategies: Iterable[NodeLayouts]) -> np.ndarray:
         mesh, seconds = self.prices.mesh, self.prices.optimizer_seconds
@@ -246,9 +242,7 @@ class SpaceBuilder:
             return self.index[self.joint.placeholders[tied]]
         layouts = self.boundary.outputs.get(position)
         if layouts is None:
-            shape = tuple(node_value(result).shape)
-            option = self._classed(("placeholder", shape, False), lambda: self._free(shape, any_order=False))
-            return self.add(None, f"output {position}", option)
+            return self.add(None, f"output {position}", self._any_layout(tuple(node_value(result).shape)))
         strategies = tuple(NodeLayouts((), (layout,)) for layout in layouts)
         return self.add(None, f"output {position}", Option(strategies, np.zeros(len(strategies))))
 

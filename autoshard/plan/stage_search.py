@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import ge
 
 from autoshard.plan.equal_stages import plan_like
 from autoshard.plan.plan import Plan
@@ -21,13 +22,16 @@ from passes.stages.pipeline_orders import PipelineOrder, in_flight
 from passes.stages.stage_graph import StageGraph
 from passes.stages.stage_graphs import stage_graphs
 
-__all__ = ["Staged"]
+__all__ = ["WORTH", "StageSearch"]
+
+WORTH = 0.02
+"""Share of a step that another schedule, or more stages a rank, must be able to save to be planned."""
 
 Stages = tuple[PlannedStage, ...]
 
 
 @dataclass
-class Staged:
+class StageSearch:
     """joint: of the call, in pieces. task: of the whole mesh. cut: of as many stages as are planned. search: the plan
     of a stage's task, by its number and until when; it raises InfeasibleError."""
 
@@ -55,26 +59,37 @@ class Staged:
 
         Stages planned as if memory were no matter say how fast each schedule can be at most. They are tried in that
         order; where what they hold does not fit, stages are planned again, with room for what each keeps in flight.
-        Raises InfeasibleError, and says which stage.
+        That takes long, so it is done for no schedule that could save little, or that keeps more in flight than one
+        that did not fit. Raises InfeasibleError, and says which stage.
         """
         found: tuple[Scheduled, Stages] | None = None
-        reason: InfeasibleError | None = None
-        for one in sorted((self._scheduled(self.free, order) for order in orders), key=lambda s: s.seconds):
-            if one.seconds >= (faster_than if found is None else found[0].seconds):
+        refused: list[tuple[tuple[int, ...], InfeasibleError]] = []
+        for free in sorted((self._scheduled(self.free, order) for order in orders), key=lambda s: s.seconds):
+            flights = in_flight(free.order)
+            if free.seconds >= (faster_than if found is None else found[0].seconds * (1.0 - WORTH)):
                 break
-            try:
-                stages = self.free if self._fits(one) else self._within(one)
-            except InfeasibleError as error:
-                reason = reason or error
+            if any(all(map(ge, flights, least)) for least, _ in refused) and not self._fits(free):
                 continue
-            one = self._scheduled(stages, one.order)
-            if not self._fits(one):
-                reason = reason or self._too_full(one)
-            elif found is None or one.seconds < found[0].seconds:
+            try:
+                one, stages = self._fitting(free)
+            except InfeasibleError as error:
+                refused.append((flights, error))
+                continue
+            if found is None or one.seconds < found[0].seconds:
                 found = one, stages
-        if found is None and reason is not None:
-            raise reason
+        if found is None and refused:
+            raise refused[-1][1]
         return found
+
+    def _fitting(self, free: Scheduled) -> tuple[Scheduled, Stages]:
+        """Under the schedule of `free`, whose stages are planned as if memory were no matter."""
+        if self._fits(free):
+            return free, self.free
+        stages = self._within(free)
+        found = self._scheduled(stages, free.order)
+        if not self._fits(found):
+            raise self._too_full(found)
+        return found, stages
 
     def _within(self, free: Scheduled) -> Stages:
         """Stages of a rank share its memory as those planned without a limit would."""
@@ -97,21 +112,24 @@ class Staged:
         if key not in self.planned:
             done: list[PlannedStage] = []
             for graph, (flight, limit) in zip(self.graphs, asked, strict=True):
-                done.append(self._stage(graph, done, flight, limit, asked))
+                done.append(self._stage(graph, list(zip(done, asked, strict=False)), flight, limit))
             self.planned[key] = tuple(done)
         return self.planned[key]
 
     def _stage(
         self,
         graph: StageGraph,
-        done: Sequence[PlannedStage],
+        done: Sequence[tuple[PlannedStage, tuple[int, int | None]]],
         flight: int,
         limit: int | None,
-        asked: Sequence[tuple[int, int | None]],
     ) -> PlannedStage:
-        task = replace(stage_task(self.task, self.axis, graph, done, flight), memory_limit=limit)
-        for earlier in reversed(done):
-            same = asked[earlier.graph.stage] == (flight, limit) and earlier.task.boundary == task.boundary
+        """done: the stages before, with what was asked of them. What fits where more is in flight fits here too, and is
+        no slower than the stage that it is of."""
+        own = stage_task(self.task, self.axis, graph, [stage for stage, _ in done], flight)
+        task = replace(own, memory_limit=limit)
+        for earlier, (more, least) in reversed(done):
+            fits = more >= flight and (limit is None or (least is not None and least <= limit))
+            same = fits and earlier.task.boundary == task.boundary
             plan = plan_like(task, earlier.plan, earlier.graph.joint) if same else None
             if plan is not None:
                 return replace(earlier, graph=graph, task=task, plan=plan)
@@ -119,9 +137,7 @@ class Staged:
             until = self.deadline.share(1.0 / (len(self.graphs) - graph.stage))
             plan = self.search(task, graph.stage, until)
         except InfeasibleError as error:
-            raise InfeasibleError(
-                f"stage {graph.stage} of {graph.stages} ({_modules(graph)}): {error}"
-            ) from None
+            raise _of_stage(error, graph, flight) from None
         return PlannedStage.of(graph, task, plan)
 
     def _scheduled(self, stages: Stages, order: PipelineOrder) -> Scheduled:
@@ -144,6 +160,14 @@ class Staged:
             f"the ranks of stage {stages} hold {format_bytes(needed)}\n"
             f"  try: memory_limit={format_bytes(needed)}, more and smaller micro_batches, or more devices"
         )
+
+
+def _of_stage(error: InfeasibleError, graph: StageGraph, flight: int) -> InfeasibleError:
+    said = str(error)
+    if flight > 1:  # the search knows that it is reserved, and not what for
+        beside = f"the {flight - 1} other pieces in flight"
+        said = said.replace("for CUDA's context", f"for {beside}, CUDA's context")
+    return InfeasibleError(f"stage {graph.stage} of {graph.stages} ({_modules(graph)}): {said}")
 
 
 def _modules(graph: StageGraph) -> str:
