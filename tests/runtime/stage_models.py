@@ -13,7 +13,18 @@ from autoshard.runtime.loading import accept_any_state
 from autoshard.runtime.sharding import like_parameter
 from autoshard.runtime.stage_parameters import StagePlaced, distribute_stage_parameters
 
-__all__ = ["CASES", "TIED", "Case", "Net", "give_gradients", "net", "net_of_stages", "same", "whole", "whole_of"]
+__all__ = [
+    "CASES",
+    "TIED",
+    "Case",
+    "Net",
+    "give_gradients",
+    "net",
+    "net_of_stages",
+    "same",
+    "whole",
+    "whole_of",
+]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,18 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 from tests.ranks import RankPool
-from tests.runtime.stage_models import CASES, TIED, Case, Net, give_gradients, net, net_of_stages, same, whole, whole_of
+from tests.runtime.stage_models import (
+    CASES,
+    TIED,
+    Case,
+    Net,
+    give_gradients,
+    net,
+    net_of_stages,
+    same,
+    whole,
+    whole_of,
+)
 
 ORDERS = (2.0, 1.0, 3.0, 0.0, math.inf, -math.inf)
 
@@ -66,7 +77,9 @@ def _imported_before(rank: int, case: Case) -> None:
     for model in (ours, theirs):
         total = get_total_norm(_gradients(model))
         clip_grads_with_norm_(model.parameters(), 1.0, total)
-        found.append({"total": whole_of(total), "clipped": whole_of(clip_grad_norm_(model.parameters(), 0.5))})
+        found.append(
+            {"total": whole_of(total), "clipped": whole_of(clip_grad_norm_(model.parameters(), 0.5))}
+        )
     same(found[0], found[1])
     _same_gradients(ours, theirs, "norm")
 
@@ -85,7 +98,9 @@ def _not_finite(rank: int, case: Case, value: float) -> None:
         gradient[4] = value
         model.down.bias.grad.copy_(gradient)  # type: ignore[union-attr]
         total = whole_of(nn.utils.get_total_norm(_gradients(model), order))
-        expected = torch.linalg.vector_norm(torch.cat([whole_of(g).flatten() for g in _gradients(model)]), order)
+        expected = torch.linalg.vector_norm(
+            torch.cat([whole_of(g).flatten() for g in _gradients(model)]), order
+        )
         torch.testing.assert_close(total, expected, equal_nan=True)
         if not total.isfinite():
             with pytest.raises(RuntimeError, match="is non-finite, so it cannot be clipped"):
@@ -104,7 +119,9 @@ def _half(rank: int, case: Case) -> None:
         give_gradients(model, 0)
         model.down.to(torch.bfloat16)
         total = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        found.append({"total": whole_of(total), **{str(i): whole_of(g) for i, g in enumerate(_gradients(model))}})
+        found.append(
+            {"total": whole_of(total), **{str(i): whole_of(g) for i, g in enumerate(_gradients(model))}}
+        )
     same(found[0], found[1], rtol=0.01, atol=0.01)
 
 
