@@ -24,7 +24,7 @@ def new_group_of(mesh: DeviceMesh, members: Sequence[Sequence[int]], name: str) 
     mine = None
     for ranks in members:
         group = dist.new_group(list(ranks), group_desc=name)
-        if dist.get_rank() in ranks:
+        if isinstance(group, dist.ProcessGroup) and dist.get_rank() in ranks:
             mine = group
     return mine
 

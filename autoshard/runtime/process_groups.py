@@ -89,7 +89,7 @@ def _group_of_part(mesh: DeviceMesh, part: PartOf, axes: Axes) -> dist.ProcessGr
     others = tuple(axis for axis in axes if axis != part.axis)
     if others != axes and len(part.holders) > 1:
         raise ShardingError(
-            f"axes {axes} of a process group of stages {part.holders} are {part.axis!r}, that of the stages, and others\n"
+            f"axes {axes} of a process group of stages {part.holders} are {part.axis!r} and others\n"
             f"  try: {(part.axis,)} and {others}, one after the other"
         )
     groups_for(part.whole, [others])

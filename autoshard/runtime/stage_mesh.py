@@ -17,7 +17,7 @@ from autoshard.runtime.kept_on_mesh import kept_on
 from autoshard.runtime.new_groups import connect, new_group_of, own_group
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
-from passes.ir.torch_dtensor import mesh_elsewhere
+from passes.ir.torch_dtensor import forget_op_layouts, mesh_elsewhere
 
 __all__ = ["PartOf", "holders_mesh", "is_of_stages", "part_of", "pipeline_mesh_of", "place_in", "spec_of"]
 
@@ -102,6 +102,7 @@ def _part(mesh: DeviceMesh, spec: MeshSpec, axis: str, holders: tuple[int, ...])
         part = DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=spec.names)
     # A tuple, which `torch.load` takes without being told of a class.
     vars(part)["_autoshard_part_of"] = (mesh, axis, holders)
+    forget_op_layouts()
     return part
 
 

@@ -14,8 +14,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from autoshard.runtime.kept_on_mesh import kept_on
 from autoshard.runtime.sharding import distributed, like_parameter
 from autoshard.runtime.stage_mesh import pipeline_mesh_of, spec_of
+from autoshard.runtime.stage_random import RANDOM_OPS, drawn
 from cost_model.errors import ShardingError
 from passes.ir.torch_dtensor import answer_across_meshes
 from passes.layout.placements import placements_to_layout
@@ -32,8 +34,12 @@ def mix_stages() -> None:
 @torch.no_grad()
 def _answer(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     meshes = {value.device_mesh for value in _dtensors((args, kwargs))}
-    pipeline = next((found for mesh in meshes if (found := pipeline_mesh_of(mesh)) is not None), None)
-    if len(meshes) < 2 or pipeline is None:
+    pipeline = next((found for mesh in meshes if (found := _pipeline_with(mesh)) is not None), None)
+    if pipeline is None:
+        return NotImplemented
+    if op in RANDOM_OPS:
+        return drawn(op, args, kwargs, pipeline)
+    if len(meshes) < 2:
         return NotImplemented
     if _is_of_lists(op, args):
         return _stage_by_stage(op, args, kwargs)
@@ -47,6 +53,11 @@ def _answer(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         )
     like = lambda value: value if value is target else _beside(value, target)
     return op(*_mapped(like, args), **_mapped(like, kwargs))
+
+
+def _pipeline_with(mesh: DeviceMesh) -> DeviceMesh | None:
+    """The mesh of all stages of which `mesh` is some, or all; None where there are no stages."""
+    return mesh if kept_on(mesh, "stages") else pipeline_mesh_of(mesh)
 
 
 def _is_of_lists(op: Any, args: tuple[Any, ...]) -> bool:

@@ -47,8 +47,10 @@ def _for_all_stages(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
 class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: DTensor, part: PartOf, plain: Callable[..., Tensor]) -> Tensor:
-        ctx.value = value.detach()
-        return _gathered(value.detach(), part, plain)
+        detached = value.detach()
+        assert isinstance(detached, DTensor)
+        ctx.value = detached
+        return _gathered(detached, part, plain)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]

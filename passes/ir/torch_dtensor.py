@@ -51,8 +51,8 @@ def wrap_dtensor_handler(op: Any, wrap: Callable[[Callable[..., Any]], Callable[
 
 
 def answer_across_meshes(answer: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
-    """From now on `answer(op, args, kwargs)` is the result of an op of DTensors, unless it is NotImplemented. It is asked
-    when torch has not seen the op with such layouts before, so always until it lets torch propagate them. Once.
+    """From now on `answer(op, args, kwargs)` is the result of an op of DTensors, unless it is NotImplemented. It is
+    asked when torch has not seen the op with such layouts before, so always until it lets torch propagate them. Once.
     torch returns what is no sharding as the result, for ops that it decomposes. Since 2.10."""
     from torch.distributed.tensor import DTensor
 
@@ -154,6 +154,14 @@ def mesh_elsewhere(device_type: str, ranks: torch.Tensor, names: tuple[str, ...]
     mesh = DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False)
     mesh._dim_group_names = []
     return mesh
+
+
+def forget_op_layouts() -> None:
+    """Results of ops on a new mesh are on that one, and not on an equal one of before: torch keeps, for operands that
+    it has seen, what an op gives, with its mesh. Since torch 2.10."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

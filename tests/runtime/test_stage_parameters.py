@@ -247,3 +247,47 @@ def _numbers(rank: int, case: Case) -> None:
 @pytest.mark.parametrize("case", CASES[1:3], ids=str)
 def test_numbers_read_and_values_set(ranks: RankPool, case: Case) -> None:
     ranks.run(_numbers, case, world=case.world)
+
+
+def _initialised(rank: int, case: Case, seed: int) -> None:
+    """A meta model gets its numbers from `reset_parameters`: those of one process, on every rank that holds them."""
+    with torch.device("meta"):
+        model = Net()
+    distribute_stage_parameters(model, case.mesh(), "pp", case.placed())
+    model.to_empty(device="cpu")
+    reference = net()
+    for one, start in ((model, seed), (reference, 0)):
+        torch.manual_seed(start)
+        for layer in (one.up, one.down, one.embed, one.head):
+            layer.reset_parameters()
+        for p in (one.up.bias, one.scale, one.frozen):
+            nn.init.trunc_normal_(p, std=0.5)
+            p.data.add_(torch.randn_like(p.detach()))
+    for name, q in reference.named_parameters():
+        p = model.get_parameter(name)
+        assert isinstance(p, DTensor)
+        assert torch.equal(whole_of(p), q), name
+        if place_in(p.device_mesh) is not None:  # of each who holds it
+            assert torch.equal(p.to_local(), like_parameter(q.detach(), p).to_local()), name
+
+
+@pytest.mark.parametrize("case", [CASES[1], CASES[3], TIED], ids=str)
+def test_random_numbers_are_those_of_one_process(ranks: RankPool, case: Case) -> None:
+    ranks.run(_initialised, case, 0, world=case.world)
+
+
+def _of_own_seed(rank: int) -> None:
+    _initialised(rank, CASES[1], rank)
+    torch.manual_seed(rank)
+    model = net_of_stages(CASES[1])
+    torch.manual_seed(rank)
+    nn.init.normal_(model.up.weight)
+    drawn = torch.rand(())
+    torch.manual_seed(rank)
+    if rank == 0:
+        torch.randn(7, 6)
+    assert torch.equal(drawn, torch.rand(()))
+
+
+def test_ranks_of_other_seeds_take_rank_0s_numbers_and_keep_their_own(ranks: RankPool) -> None:
+    ranks.run(_of_own_seed, world=4)
