@@ -23,7 +23,7 @@ from autoshard.plan.optimizer_names import OptimizerLike, optimizer_name
 from autoshard.plan.pins import Constraints, resolve_pins
 from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.plan.plan import Plan
-from autoshard.plan.stages_option import AnyPlan, checked_stages
+from autoshard.plan.stages_option import AnyPlan, checked_schedule, checked_stages
 from autoshard.refine.refine import check_refine
 from autoshard.runtime.agreement import agree, collectively
 from autoshard.runtime.attachments import attach
@@ -60,6 +60,7 @@ def autoshard(
     race: int | None = None,
     refine: str = "auto",
     stages: str | None = None,
+    schedule: str | None = None,
 ) -> nn.Module:
     """Make `model` run in parallel on `mesh`, in place, by the fastest plan; returns the same object.
 
@@ -102,6 +103,8 @@ def autoshard(
                     (docs/pipeline.md). "auto": an axis, or none, whichever is fastest. The call that returns a scalar
                     loss runs the backward too; every rank calls the model with the same batch and gets its outputs.
                     Not refined, not for `race`.
+    schedule:       "gpipe", "1f1b", "interleaved" or "zero_bubble": the only one that may run the stages; None: the
+                    fastest that fits.
 
     Dropout and other random ops draw from rank 0's `torch.initial_seed()` at the time of capture:
     replicas agree, shards differ, the same seed repeats the run on any mesh.
@@ -136,6 +139,7 @@ def autoshard(
             optimizer=None if optimizer is None else optimizer_name(optimizer),
             micro_batches=_micro_batches(micro_batches, ready),
             stages=_stages(stages, ready, spec),
+            schedule=checked_schedule(schedule, stages),
             race=checked_race(race, ready is not None, micro_batches != 1, stages is not None),
         )
 

@@ -118,7 +118,7 @@ class Planner:
         deadline = Deadline.after(s.time_limit)
         if s.stages is None:
             return whole(deadline)
-        return fastest_of_stages(task, s.stages, s.micro_batches, whole, deadline)
+        return fastest_of_stages(task, s.stages, s.micro_batches, whole, deadline, s.schedule)
 
     def _task(self, captured: Captured, layouts: CallLayouts, pins: Mapping[str, Layout]) -> Task:
         s = self.settings

@@ -28,6 +28,7 @@ class Settings:
     time_limit: float
     micro_batches: int | str = 1
     stages: str | None = None
+    schedule: str | None = None
     optimizer: str | None = None
     race: int = 0
     refine: str = "off"
@@ -45,6 +46,7 @@ class Settings:
             "optimizer": str(self.optimizer),
             "micro_batches": str(self.micro_batches),
             "stages": str(self.stages),
+            "schedule": str(self.schedule),
             "time_limit": str(self.time_limit),
             "race": str(self.race),
             "refine": self.refine,

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from autoshard import MeshSpec, PipelinePlan, find_plan
+from autoshard import PipelinePlan
 from tests.api.programs import Axes, assert_close, full, parallel
 from tests.models import gpt2, llama
-from tests.profiles import slow_compute
 from tests.ranks import RankPool
 from tests.spatial.networks import UNet
 from tests.stages.stage_models import Mlp
@@ -30,10 +29,11 @@ BATCH = 6
 
 @dataclass(frozen=True)
 class Case:
-    """A model in float64, and its call for a batch of so many samples."""
+    """A model in float64, and its call for a batch of so many samples. tolerance: of what it computes."""
 
     model: Callable[[], nn.Module]
     call: Callable[[int], Call]
+    tolerance: float = 1e-11
 
 
 class Loss(nn.Module):
@@ -86,7 +86,7 @@ CASES = {
     "gpt2": Case(lambda: Loss(gpt2(layers=4)[0]), _tokens),
     "gpt2-small": Case(lambda: Loss(gpt2(layers=2)[0]), _tokens),
     "llama": Case(lambda: Loss(llama(layers=4)[0]), _tokens),
-    "t5": Case(lambda: Loss(_t5()), _two_texts),
+    "t5": Case(lambda: Loss(_t5()), _two_texts, 1e-6),  # its norms are computed in float32
     "unet": Case(UNet, _image),
 }
 
@@ -120,29 +120,13 @@ def trained(
     return numbers, gradients, full(model.state_dict())
 
 
-def planned(name: str, axes: Axes, count: int, schedule: str | None) -> PipelinePlan[Any]:
-    plan = find_plan(
-        made(name),
-        MeshSpec(dict(axes), "cpu"),
-        CASES[name].call(BATCH),
-        profile=slow_compute(),
-        backend="eager",
-        stages="pp",
-        micro_batches=count,
-    )
-    assert isinstance(plan, PipelinePlan)
-    return plan if schedule is None else replace(plan, schedule=schedule)
-
-
 def in_stages(rank: int, name: str, axes: Axes, count: int, schedule: str | None, steps: int) -> Any:
     model = made(name)
-    if schedule is None:
-        parallel(model, axes, stages="pp", micro_batches=count)
-    else:
-        parallel(model, axes, plan=planned(name, axes, count, schedule))
+    parallel(model, axes, stages="pp", micro_batches=count, schedule=schedule)
     found = trained(name, model, steps)
     plan = model.autoshard_plan
     assert isinstance(plan, PipelinePlan) and plan.micro_batches == count
+    assert schedule in (None, plan.schedule)
     held = sum(p.to_local().numel() for p in model.parameters())  # type: ignore[attr-defined]
     return found, held
 
@@ -171,7 +155,9 @@ def slow(*case: Any) -> Any:
         slow("llama", WITH_BOTH, 4, None, 10),
         slow("t5", FOUR, 4, "1f1b", 10),
         slow("t5", WITH_DATA, 5, "gpipe", 10),
-        slow("unet", TWO, 5, "zero_bubble", 10),
+        slow("unet", TWO, 4, "zero_bubble", 10),
+        slow("mlp", TWO, 4, "interleaved", 10),
+        slow("llama", TWO, 4, "interleaved", 10),
         slow("unet", FOUR, 4, "gpipe", 10),
     ],
 )
@@ -184,7 +170,7 @@ def test_training_is_that_of_one_process(
     wanted = one_process(name, steps)
     found = ranks.run(in_stages, name, axes, count, schedule, steps, world=world)
     for numbers, _ in found:
-        assert_close(numbers, wanted, 1e-11)
+        assert_close(numbers, wanted, CASES[name].tolerance)
     total = sum(p.numel() for p in made(name).parameters())
     # No rank holds all parameters.
     assert all(held < total for _, held in found)
