@@ -21,7 +21,7 @@ __all__ = ["result_elsewhere"]
 def result_elsewhere(
     op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh, propagate: Callable[[], Any]
 ) -> Any:
-    """What the op gives here; NotImplemented where torch's answer is as good. propagate: torch's shardings of results."""
+    """What the op gives here; NotImplemented where torch's answer is as good. propagate: () -> torch's shardings."""
     operand = next((local_of(value) for value in args if isinstance(value, Tensor)), None)
     if mesh.get_coordinate() is not None or operand is None or op._schema.is_mutable:
         return NotImplemented

@@ -41,7 +41,7 @@ def _answer(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], propagate: C
     if op in RANDOM_OPS and not args[0].is_meta:
         return drawn(op, args, kwargs, pipeline)
     if len(meshes) < 2:
-        return result_elsewhere(op, args, kwargs, *meshes, propagate)
+        return result_elsewhere(op, args, kwargs, meshes.pop(), propagate)
     if _is_of_lists(op, args):
         return _stage_by_stage(op, args, kwargs)
     if not op._schema.is_mutable:

@@ -51,7 +51,7 @@ def wrap_dtensor_handler(op: Any, wrap: Callable[[Callable[..., Any]], Callable[
 
 
 def answer_new_ops(answer: Callable[[Any, tuple[Any, ...], dict[str, Any], Callable[[], Any]], Any]) -> None:
-    """From now on `answer(op, args, kwargs, propagate)` is the result of an op of DTensors, unless it is NotImplemented.
+    """From now on `answer(op, args, kwargs, propagate)` is the result of an op of DTensors, if not NotImplemented.
     propagate: () -> what torch finds of the results, with their shardings as `output_spec`; returned, torch goes on.
 
     It is asked when torch has not seen the op with such layouts before, so always until it lets torch go on. Once.
