@@ -6,7 +6,7 @@ torch computes such an op on the ranks of its first operand alone and takes what
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from autoshard.runtime.kept_on_mesh import kept_on
 from autoshard.runtime.sharding import distributed, like_parameter
+from autoshard.runtime.stage_elsewhere import result_elsewhere
 from autoshard.runtime.stage_mesh import pipeline_mesh_of, spec_of
 from autoshard.runtime.stage_random import RANDOM_OPS, drawn
 from cost_model.errors import ShardingError
-from passes.ir.torch_dtensor import answer_across_meshes
+from passes.ir.torch_dtensor import answer_new_ops
 from passes.layout.placements import placements_to_layout
 
 __all__ = ["mix_stages"]
@@ -28,19 +29,19 @@ __all__ = ["mix_stages"]
 def mix_stages() -> None:
     """From now on, in this process: an op of lists runs stage by stage; one that writes into its first operand brings
     the others to its ranks; any other has its operands whole on all ranks, as its result is."""
-    answer_across_meshes(_answer)
+    answer_new_ops(_answer)
 
 
 @torch.no_grad()
-def _answer(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _answer(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], propagate: Callable[[], Any]) -> Any:
     meshes = {value.device_mesh for value in _dtensors((args, kwargs))}
     pipeline = next((found for mesh in meshes if (found := _pipeline_with(mesh)) is not None), None)
     if pipeline is None:
         return NotImplemented
-    if op in RANDOM_OPS:
+    if op in RANDOM_OPS and not args[0].is_meta:
         return drawn(op, args, kwargs, pipeline)
     if len(meshes) < 2:
-        return NotImplemented
+        return result_elsewhere(op, args, kwargs, meshes.pop(), propagate)
     if _is_of_lists(op, args):
         return _stage_by_stage(op, args, kwargs)
     if not op._schema.is_mutable:

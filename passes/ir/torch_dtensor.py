@@ -50,10 +50,12 @@ def wrap_dtensor_handler(op: Any, wrap: Callable[[Callable[..., Any]], Callable[
         handlers[op] = _wrapped(handlers[op], wrap)
 
 
-def answer_across_meshes(answer: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
-    """From now on `answer(op, args, kwargs)` is the result of an op of DTensors, unless it is NotImplemented. It is
-    asked when torch has not seen the op with such layouts before, so always until it lets torch propagate them. Once.
-    torch returns what is no sharding as the result, for ops that it decomposes. Since 2.10."""
+def answer_new_ops(answer: Callable[[Any, tuple[Any, ...], dict[str, Any], Callable[[], Any]], Any]) -> None:
+    """From now on `answer(op, args, kwargs, propagate)` is the result of an op of DTensors, if not NotImplemented.
+    propagate: () -> what torch finds of the results, with their shardings as `output_spec`; returned, torch goes on.
+
+    It is asked when torch has not seen the op with such layouts before, so always until it lets torch go on. Once.
+    torch takes what is no sharding for the result, which is how it decomposes ops. Since 2.10."""
     from torch.distributed.tensor import DTensor
 
     dispatcher: Any = DTensor._op_dispatcher
@@ -62,8 +64,9 @@ def answer_across_meshes(answer: Callable[[Any, tuple[Any, ...], dict[str, Any]]
         return
 
     def answered(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *rest: Any) -> Any:
-        found = answer(op, args, kwargs)
-        return propagate(op, args, kwargs, *rest) if found is NotImplemented else found
+        torchs = functools.partial(propagate, op, args, kwargs, *rest)
+        found = answer(op, args, kwargs, torchs)
+        return torchs() if found is NotImplemented else found
 
     answered.answer = answer  # type: ignore[attr-defined]
     dispatcher._propagate_op_sharding_dispatch_slow_path = answered

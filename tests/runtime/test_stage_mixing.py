@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from autoshard.runtime.direct_calls import accept_direct_calls
 from tests.ranks import RankPool
 from tests.runtime.stage_models import CASES, Case, give_gradients, net, net_of_stages, same, whole, whole_of
 
@@ -109,6 +110,28 @@ def _stepped(rank: int, case: Case, name: str) -> None:
 def test_optimizers_of_whole_parameters(ranks: RankPool, name: str) -> None:
     # torch has L-BFGS and Adafactor for no uneven shards.
     ranks.run(_stepped, CASES[2 if name == "Muon" else 1], name, world=4)
+
+
+def _called(rank: int, case: Case) -> None:
+    """A layer, and layers of several stages, by themselves: every rank calls them and gets the whole result."""
+    model, reference = net_of_stages(case), net()
+    outer = [nn.Sequential(nn.Sequential(m.up, nn.ReLU(), m.down)) for m in (model, reference)]
+    accept_direct_calls(outer[0])
+    x = torch.arange(12.0).view(2, 6) / 10
+    found = []
+    for layers in outer:
+        first, both = layers[0][0](x), layers[0](x)  # type: ignore[index]
+        (first.sum() + both.pow(2).sum()).backward()
+        found.append({"first": first.detach(), "both": both.detach()})
+    same(found[0], found[1])
+    for name in ("up.weight", "up.bias", "down.weight", "down.bias"):
+        p = model.get_parameter(name)
+        assert isinstance(p.grad, DTensor) and isinstance(p, DTensor)
+        torch.testing.assert_close(whole_of(p.grad), reference.get_parameter(name).grad)
+
+
+def test_layers_called_by_themselves(ranks: RankPool) -> None:
+    ranks.run(_called, CASES[2], world=4)
 
 
 def _refused(rank: int) -> str:

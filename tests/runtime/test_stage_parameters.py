@@ -147,6 +147,7 @@ def _from_meta(rank: int, case: Case) -> dict[str, Tensor]:
     distribute_stage_parameters(model, case.mesh(), "pp", case.placed())
     assert all(p.is_meta and isinstance(p, DTensor) for p in model.parameters())
     assert model.up.weight.full_tensor().shape == (7, 6)  # type: ignore[attr-defined]
+    assert all(torch.zeros_like(p).is_meta and (p * 2).is_meta for p in model.parameters())
     model.to_empty(device="cpu")
     with torch.no_grad():
         for name, p in model.named_parameters():
