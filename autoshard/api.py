@@ -21,7 +21,9 @@ from autoshard.calls.signature import as_call
 from autoshard.plan.find_plan import ProfileLike, load_profile, mesh_spec, named_parameters
 from autoshard.plan.optimizer_names import OptimizerLike, optimizer_name
 from autoshard.plan.pins import Constraints, resolve_pins
+from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.plan.plan import Plan
+from autoshard.plan.stages_option import AnyPlan, checked_schedule, checked_stages
 from autoshard.refine.refine import check_refine
 from autoshard.runtime.agreement import agree, collectively
 from autoshard.runtime.attachments import attach
@@ -49,7 +51,7 @@ def autoshard(
     in_placements: Any = None,
     out_placements: Any = None,
     constraints: Constraints | None = None,
-    plan: Plan | str | os.PathLike[str] | None = None,
+    plan: AnyPlan | str | os.PathLike[str] | None = None,
     backend: str = "inductor",
     recompute: str = "auto",
     micro_batches: int | str = 1,
@@ -57,6 +59,8 @@ def autoshard(
     time_limit: float = 600.0,
     race: int | None = None,
     refine: str = "auto",
+    stages: str | None = None,
+    schedule: str | None = None,
 ) -> nn.Module:
     """Make `model` run in parallel on `mesh`, in place, by the fastest plan; returns the same object.
 
@@ -94,6 +98,14 @@ def autoshard(
                     plan is searched again under those prices. Once: times and plan are kept beside the profile. Not
                     under a nominal profile, on one device, or where a step is too short for it to matter. "off": never.
 
+    stages:         a mesh axis whose ranks hold stages: each runs a part of the model's layers and holds their
+                    parameters alone, micro-batches go from one to the next, and the plan is a `PipelinePlan`
+                    (docs/pipeline.md). "auto": an axis, or none, whichever is fastest. The call that returns a scalar
+                    loss runs the backward too; every rank calls the model with the same batch and gets its outputs.
+                    Not refined, not for `race`.
+    schedule:       "gpipe", "1f1b", "interleaved" or "zero_bubble": the only one that may run the stages; None: the
+                    fastest that fits.
+
     Dropout and other random ops draw from rank 0's `torch.initial_seed()` at the time of capture:
     replicas agree, shards differ, the same seed repeats the run on any mesh.
 
@@ -110,7 +122,7 @@ def autoshard(
         check_refine(refine)
         check_recompute(recompute)
         check_call_placements(in_placements, out_placements, spec)
-        ready = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
+        ready = plan if plan is None or isinstance(plan, (Plan, PipelinePlan)) else Plan.load(plan)
         # A plan needs no profile.
         known = profile is not None or plan is not None
         return Settings(
@@ -126,7 +138,9 @@ def autoshard(
             profile=load_profile(profile, spec) if known else None,
             optimizer=None if optimizer is None else optimizer_name(optimizer),
             micro_batches=_micro_batches(micro_batches, ready),
-            race=checked_race(race, ready is not None, micro_batches != 1),
+            stages=_stages(stages, ready, spec),
+            schedule=checked_schedule(schedule, stages),
+            race=checked_race(race, ready is not None, micro_batches != 1, stages is not None),
         )
 
     settings = collectively(mesh, checked, what="autoshard(...)")
@@ -150,7 +164,19 @@ def autoshard(
     return model
 
 
-def _micro_batches(given: int | str, plan: Plan | None) -> int | str:
+def _stages(given: str | None, plan: AnyPlan | None, mesh: MeshSpec) -> str | None:
+    """A plan's own, if there is one. ShardingError if another is asked for."""
+    wanted = checked_stages(given, mesh)
+    has = plan.axis if isinstance(plan, PipelinePlan) else None
+    if plan is None or wanted in (has, None):
+        return has if plan is not None else wanted
+    raise ShardingError(
+        f"stages is {wanted!r}, and plan has {'none' if has is None else f'them along {has!r}'}\n"
+        f"  try: stages={has!r}, or find_plan(..., stages={wanted!r})"
+    )
+
+
+def _micro_batches(given: int | str, plan: AnyPlan | None) -> int | str:
     """A plan's own, if there is one. ShardingError if another is asked for."""
     wanted = checked_micro_batches(given)
     if plan is None or wanted == plan.micro_batches:

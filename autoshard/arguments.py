@@ -68,9 +68,9 @@ def check_call_placements(in_placements: Any, out_placements: Any, mesh: MeshSpe
         placement_leaves(out_placements, mesh, argument="out_placements")
 
 
-def checked_race(race: object, planned: bool, in_pieces: bool = False) -> int:
-    """How many plans run before one is kept; 0 for none. planned: a plan is given, so there is no choice. in_pieces:
-    a batch is to be run in pieces, which no race does."""
+def checked_race(race: object, planned: bool, in_pieces: bool = False, in_stages: bool = False) -> int:
+    """How many plans run before one is kept; 0 for none. planned: a plan is given, so there is no choice. in_pieces,
+    in_stages: a batch is to be run in pieces or the model in stages, which no race does."""
     if race is None:
         return 0
     if isinstance(race, bool) or not isinstance(race, int):
@@ -84,6 +84,11 @@ def checked_race(race: object, planned: bool, in_pieces: bool = False) -> int:
         raise ShardingError(
             f"race is {count}, and micro_batches is given: plans in pieces are not raced\n"
             "  try: race=None, or micro_batches=1"
+        )
+    if count > 1 and in_stages:
+        raise ShardingError(
+            f"race is {count}, and stages is given: plans with stages are not raced\n"
+            "  try: race=None, or stages=None"
         )
     return count
 

@@ -61,7 +61,12 @@ def timed(rank: int, address: str, name: str, local: int, pieces: int) -> None:
     count = RANKS * local
     stages = [
         PipelineStage(
-            Sleeping(s, count), passing(s - 1, count), passing(s, count), s, count, torch.device("cpu")
+            Sleeping(s, count),
+            [passing(s - 1, count)] * pieces,
+            [passing(s, count)] * pieces,
+            s,
+            count,
+            torch.device("cpu"),
         )
         for s in range(rank, count, RANKS)
     ]

@@ -20,10 +20,13 @@ os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="autoshard-cache-")
 
 import torch
 
+from tests.garbage import collect_seldom
 from tests.golden import Golden
 from tests.ranks import RankPool
 
 HALVED = ("spatial", "stages", "micro_batches")
+LONGEST = ("training", "company")
+"""Their tests start first: one of them as the last would leave the other core idle."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,25 +38,41 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Under `pytest -n`, what makes network namespaces stays in one process: clean-up of one run is not another's.
+    So do tests that share a fixture of their module: it is made once.
 
     Of the many cases of one test in space, stages or pieces every second is slow, by its name; the first is not.
     """
     here = Path(__file__).parent
+    items.sort(key=lambda item: item.path.relative_to(here).parts[0] not in LONGEST)
     seen: set[str] = set()
     for item in items:
         area = item.path.relative_to(here).parts[0]
         if area in ("cluster", "race"):
             item.add_marker(pytest.mark.xdist_group("namespaces"))
+        elif _shares_a_fixture(item):
+            item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(here))))
         test = item.nodeid.partition("[")[0]
         if area in HALVED and test in seen and zlib.crc32(item.nodeid.encode()) % 2:
             item.add_marker(pytest.mark.slow)
         seen.add(test)
 
 
+def _shares_a_fixture(item: pytest.Item) -> bool:
+    assert isinstance(item, pytest.Function)
+    found = item._fixtureinfo.name2fixturedefs.values()
+    return any(fixture.scope == "module" for fixtures in found for fixture in fixtures)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     """Small tensors: threads cost more than they give, and the ranks need the cores."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _seldom_collected() -> None:
+    """Here all modules of tests are imported."""
+    collect_seldom()
 
 
 @pytest.fixture(autouse=True)

@@ -24,6 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.garbage import collect_seldom
+
 __all__ = ["Reply", "Request", "WorkerSettings", "serve"]
 
 
@@ -70,7 +72,7 @@ def serve(settings: WorkerSettings, connection: Connection) -> None:
 
 
 def _claim_process(settings: WorkerSettings) -> None:
-    """Own log file, stack dumps on request, one thread, loopback only."""
+    """Own log file, stack dumps on request, one thread, loopback only, little garbage collection."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     log = os.open(settings.log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
     os.dup2(log, 1)
@@ -83,6 +85,7 @@ def _claim_process(settings: WorkerSettings) -> None:
     # Compile in this process: a daemon may not have children of its own.
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     torch.set_num_threads(1)
+    collect_seldom()
 
 
 def _answer(settings: WorkerSettings, request: Request) -> Reply:

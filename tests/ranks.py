@@ -83,8 +83,8 @@ class RankPool:
         self.timeout_seconds = timeout_seconds
         self.grace_seconds = grace_seconds
         self._context = multiprocessing.get_context("forkserver")
-        # Importing torch takes seconds; a process forked from one that has it starts at once.
-        self._context.set_forkserver_preload(["torch", "torch.distributed.tensor", "tests.rank_worker"])
+        # Importing takes seconds; a process forked from one that has done it starts at once.
+        self._context.set_forkserver_preload(["autoshard", "torch._inductor.compile_fx", "tests.rank_worker"])
         self._workers: dict[int, _Worker] = {}
         self._runs = itertools.count()
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.plan.plan import Plan
-from autoshard.plan.task import CallLayouts
+from autoshard.calls.call_ends import CallEnds
 from autoshard.runtime.devices import arrived, local_device, seed_on
 from autoshard.runtime.guards import Guards
-from autoshard.runtime.input_side import InputSide, OutputSide, plain_input, wrapped_output
+from autoshard.runtime.input_side import InputSide, plain_input, wrapped_output
 from autoshard.runtime.programs import Programs
 from autoshard.runtime.seeds import SeedStream
 from autoshard.watching.check_inputs import CheckInputs
 from cost_model.mesh import MeshSpec
 from passes.capture import Captured, flatten_call
-from passes.ir.joint import JointGraph
-from passes.layout.layout import Layout
+from passes.ir.joint import GraphInput, JointGraph
 
 __all__ = ["Executable", "Home"]
 
@@ -40,8 +38,7 @@ class Executable:
         self,
         home: Home,
         captured: Captured,
-        plan: Plan,
-        layouts: CallLayouts,
+        ends: CallEnds,
         programs: Programs,
         guards: Guards,
         check_inputs: CheckInputs,
@@ -52,10 +49,9 @@ class Executable:
         self._spec = captured.call
         self._programs = programs
         joint = captured.joint
-        self._leaves = [
-            leaf for leaf in (_leaf(home, joint, plan, i) for i in range(len(joint.inputs))) if leaf
-        ]
-        self._outputs = _output_sides(joint, plan, layouts.outputs)
+        given = [spec for spec in joint.inputs if spec.kind != "tangent"]
+        self._leaves = [_leaf(home, joint, spec, side) for spec, side in zip(given, ends.inputs, strict=True)]
+        self._outputs = ends.outputs
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors, _ = flatten_call(args, kwargs)
@@ -73,11 +69,8 @@ class Executable:
 Leaf = Callable[[Sequence[Tensor]], Tensor]
 
 
-def _leaf(home: Home, joint: JointGraph, plan: Plan, position: int) -> Leaf | None:
-    """How to get the tensor of one placeholder in a call; None for tangents."""
-    spec, node = joint.inputs[position], joint.placeholders[position]
-    if spec.kind == "tangent":
-        return None
+def _leaf(home: Home, joint: JointGraph, spec: GraphInput, side: InputSide) -> Leaf:
+    """How to get the tensor of one placeholder in a call."""
     device = local_device(home.mesh)
     if spec.kind == "seed":
         return lambda tensors: seed_on(home.seeds.next(), device)
@@ -85,7 +78,6 @@ def _leaf(home: Home, joint: JointGraph, plan: Plan, position: int) -> Leaf | No
         constant = joint.constants[spec.name].to(device)
         return lambda tensors: constant
     if spec.kind == "input":
-        side = InputSide(tuple(node.meta["val"].shape), plan.assignment[node.name].results[0])
         return lambda tensors: plain_input(
             arrived(tensors[spec.index], spec.name, device), side, home.mesh, home.spec
         )
@@ -99,19 +91,3 @@ def _leaf(home: Home, joint: JointGraph, plan: Plan, position: int) -> Leaf | No
 def _owner(model: nn.Module, path: str) -> tuple[nn.Module, str]:
     module, _, name = path.rpartition(".")
     return model.get_submodule(module), name
-
-
-def _output_sides(joint: JointGraph, plan: Plan, asked: Mapping[int, Layout | None]) -> list[OutputSide]:
-    """One per tensor output of a call, in the order of their index. asked: as in `CallLayouts`."""
-    shapes = {
-        spec.index: tuple(result.meta["val"].shape)
-        for spec, result in zip(joint.outputs, joint.results, strict=True)
-        if spec.kind == "output" and result is not None
-    }
-    sides: list[OutputSide] = []
-    for index in sorted(shapes):
-        layout = plan.outputs[index]
-        assert layout is not None
-        kind = "global" if index not in asked else "dtensor" if asked[index] is None else "local"
-        sides.append(OutputSide(shapes[index], layout, kind))
-    return sides

@@ -77,6 +77,8 @@ def plan_like(task: Task, first: Plan, of: JointGraph) -> Plan | None:
     found = judged(joint, assignment, prices)
     return replace(
         first,
+        step_time=found.seconds,
+        peak_memory=found.peak.nbytes,
         peak_node=found.peak.node,
         records=describe(joint, assignment, found.lowering, found.moved, prices),
         parameter_layouts=parameter_layouts(joint, assignment, task.captured),

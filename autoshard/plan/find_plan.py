@@ -27,7 +27,7 @@ from autoshard.calls.signature import as_call
 from autoshard.plan.micro_batches import fastest_in_pieces
 from autoshard.plan.optimizer_names import OptimizerLike, optimizer_name
 from autoshard.plan.pins import Constraints, resolve_pins
-from autoshard.plan.stages_option import AnyPlan, checked_stages, fastest_of_stages
+from autoshard.plan.stages_option import AnyPlan, checked_schedule, checked_stages, fastest_of_stages
 from autoshard.plan.task import CallLayouts, Task, search_plan
 from autoshard.plan.task_prices import prices_of
 from autoshard.profiling.startup import nominal_profile, startup_profile
@@ -90,6 +90,7 @@ def find_plan(
     autocast: torch.dtype | None = None,
     refine: str = "off",
     stages: str | None = None,
+    schedule: str | None = None,
 ) -> AnyPlan:
     """The fastest plan for training `model` on `mesh`, with proof; nothing is run or changed.
 
@@ -124,6 +125,8 @@ def find_plan(
                     plan is then a `PipelinePlan`. "auto": the fastest plan that fits, without stages or along any axis.
                     With stages, micro_batches="auto" is the fastest of 1, 2, 4 ... times their number. Prices are
                     modelled, whatever `refine` says.
+    schedule:       "gpipe", "1f1b", "interleaved" or "zero_bubble": the only one that may run the stages; None: the
+                    fastest that fits.
 
     Raises ShardingError for arguments that do not fit the model or mesh, CaptureError if the model
     cannot be traced, ProfileError, and InfeasibleError if no plan meets the pins and the limit, or the batch cannot be
@@ -136,6 +139,7 @@ def find_plan(
     check_recompute(recompute)
     pieces = checked_micro_batches(micro_batches)
     staged = checked_stages(stages, spec)
+    only = checked_schedule(schedule, staged)
     updated_by = optimizer_name(optimizer)
     seconds = checked_seconds(time_limit, "time_limit")
     deadline = Deadline.after(seconds)
@@ -163,7 +167,9 @@ def find_plan(
         return shared_refined_plan(mesh, task)
     planned = lambda cut, until: search_plan(replace(task, captured=cut), until)
     whole = lambda until: fastest_in_pieces(captured, pieces, limit, lambda cut: planned(cut, until), until)
-    return whole(deadline) if staged is None else fastest_of_stages(task, staged, pieces, whole, deadline)
+    return (
+        whole(deadline) if staged is None else fastest_of_stages(task, staged, pieces, whole, deadline, only)
+    )
 
 
 def autocast_as(mesh: MeshSpec, dtype: torch.dtype | None) -> AbstractContextManager[None]:

@@ -6,6 +6,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 
 from autoshard.plan.plan import Plan
+from autoshard.plan.stages_option import AnyPlan
 from cost_model.errors import AutoshardError, PlanError
 from cost_model.mesh import MeshSpec
 from passes.layout.layout import Layout
@@ -18,7 +19,7 @@ def axes_in(plan: Plan) -> list[tuple[str, ...]]:
     return sorted({tuple(sorted(axes, key=plan.mesh.index)) for axes in plan.collective_axes})
 
 
-def check_outputs(plan: Plan, asked: Mapping[int, Layout | None]) -> None:
+def check_outputs(plan: AnyPlan, asked: Mapping[int, Layout | None]) -> None:
     """PlanError unless the plan returns what this call promises: whole tensors, or the layouts asked for."""
     for index, layout in plan.outputs.items():
         wanted = asked.get(index, Layout.replicated(len(layout.dims))) if layout is not None else None
@@ -29,7 +30,7 @@ def check_outputs(plan: Plan, asked: Mapping[int, Layout | None]) -> None:
             )
 
 
-def check_mesh(plan: Plan, spec: MeshSpec) -> None:
+def check_mesh(plan: AnyPlan, spec: MeshSpec) -> None:
     """PlanError unless the plan is for a mesh of these axes."""
     if (plan.mesh.names, plan.mesh.sizes) != (spec.names, spec.sizes):
         raise PlanError(
@@ -38,7 +39,7 @@ def check_mesh(plan: Plan, spec: MeshSpec) -> None:
 
 
 @contextmanager
-def runnable(plan: Plan) -> Generator[None]:
+def runnable(plan: AnyPlan) -> Generator[None]:
     """A plan that the search found runs. One that somebody edited may ask for what no op can do."""
     try:
         yield

@@ -18,8 +18,8 @@ from autoshard.plan.plan_content import PlanOrigin
 from autoshard.plan.plan_reserve import plan_reserve
 from autoshard.plan.stage_cut import StageCutter
 from autoshard.plan.stage_schedule import Scheduled, orders_of
-from autoshard.plan.stage_tasks import PlannedStage
 from autoshard.plan.stage_search import WORTH, StageSearch
+from autoshard.plan.stage_tasks import PlannedStage
 from autoshard.plan.task import Task
 from autoshard.version import __version__
 from cost_model.deadline import Deadline

@@ -11,11 +11,12 @@ from autoshard.plan.plan_stages import check_stages, plan_stages
 from autoshard.plan.task import Task
 from cost_model.checked_arguments import reject
 from cost_model.deadline import Deadline
-from cost_model.errors import InfeasibleError
+from cost_model.errors import InfeasibleError, ShardingError
 from cost_model.mesh import MeshSpec
 from passes.micro_batches.time_axis import trains
+from passes.stages.pipeline_orders import ORDERS
 
-__all__ = ["AnyPlan", "checked_stages", "fastest_of_stages", "pipeline_in_pieces"]
+__all__ = ["AnyPlan", "checked_schedule", "checked_stages", "fastest_of_stages", "pipeline_in_pieces"]
 
 AnyPlan = Plan | PipelinePlan[Plan]
 
@@ -30,24 +31,41 @@ def checked_stages(stages: object, mesh: MeshSpec) -> str | None:
     return stages
 
 
+def checked_schedule(schedule: object, stages: str | None) -> str | None:
+    """The only schedule that may run the stages; None: any. ShardingError for anything else, or without stages."""
+    if schedule is None:
+        return None
+    if schedule not in ORDERS:
+        raise reject("schedule", schedule, ", ".join(map(repr, ORDERS)) + " or None")
+    if stages is None:
+        raise ShardingError(
+            f"schedule is {schedule!r}, and there are no stages\n  try: stages='pp', or schedule=None"
+        )
+    return str(schedule)
+
+
 def fastest_of_stages(
     task: Task,
     stages: str,
     micro_batches: int | str,
     without: Callable[[Deadline], Plan],
     deadline: Deadline,
+    schedule: str | None = None,
 ) -> AnyPlan:
     """The plan with stages along the axis `stages`; of "auto", the fastest that fits: without, or along any axis.
 
-    without: the plan with no stages. Raises InfeasibleError.
+    without: the plan with no stages. schedule: the only one that may run stages; None: any. Raises InfeasibleError.
     """
     if stages != "auto":
-        return pipeline_in_pieces(task, stages, micro_batches, deadline)
+        return pipeline_in_pieces(task, stages, micro_batches, deadline, schedule)
     axes = task.mesh.real_axes()
     best: AnyPlan | None = None
     reason: InfeasibleError | None = None
     ways: list[Callable[[Deadline], AnyPlan]] = [without]
-    ways += [lambda until, axis=axis: pipeline_in_pieces(task, axis, micro_batches, until) for axis in axes]
+    ways += [
+        lambda until, axis=axis: pipeline_in_pieces(task, axis, micro_batches, until, schedule)
+        for axis in axes
+    ]
     for place, way in enumerate(ways):
         if best is not None and deadline.left <= 0.0:
             break
@@ -65,12 +83,12 @@ def fastest_of_stages(
 
 
 def pipeline_in_pieces(
-    task: Task, axis: str, micro_batches: int | str, deadline: Deadline
+    task: Task, axis: str, micro_batches: int | str, deadline: Deadline, schedule: str | None = None
 ) -> PipelinePlan[Plan]:
     """In so many pieces; of "auto", the fastest of 1, 2, 4 ... times the number of stages that fits: it looks no
     further once a plan in more pieces is slower. Raises InfeasibleError."""
     if micro_batches != "auto":
-        return plan_stages(task, axis, int(micro_batches), deadline)
+        return plan_stages(task, axis, int(micro_batches), deadline, schedule)
     best: PipelinePlan[Plan] | None = None
     reason: InfeasibleError | None = None
     counts = list(_counts(task, axis))
@@ -78,7 +96,8 @@ def pipeline_in_pieces(
         if best is not None and deadline.left <= 0.0:
             break
         try:
-            found = plan_stages(task, axis, count, deadline.share(1.0 / (len(counts) - place)))
+            until = deadline.share(1.0 / (len(counts) - place))
+            found = plan_stages(task, axis, count, until, schedule)
         except InfeasibleError as error:
             reason = reason or error
             if best is not None:

@@ -12,6 +12,8 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
+from autoshard.runtime.stage_mesh import pipeline_mesh_of
+
 __all__ = ["accept_direct_calls"]
 
 
@@ -57,9 +59,10 @@ class _DirectCalls:
 
 
 def _mesh_of(module: nn.Module) -> DeviceMesh | None:
-    """None while parameters are plain: before the first call, and while a call is captured."""
-    found = next((p for p in module.parameters() if isinstance(p, DTensor)), None)
-    return None if found is None else found.device_mesh
+    """None while parameters are plain: before the first call, and while a call is captured. Of all stages, where they
+    are of some."""
+    found = next((p.device_mesh for p in module.parameters() if isinstance(p, DTensor)), None)
+    return None if found is None else pipeline_mesh_of(found) or found
 
 
 def _any_dtensor(values: Any) -> bool:

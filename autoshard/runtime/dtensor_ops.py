@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.runtime.local_updates import update_shards
 from autoshard.runtime.sharding import like_parameter
+from autoshard.runtime.stage_mesh import is_of_stages
 from passes.ir.torch_dtensor import (
     dtensor_from,
     handle_dtensor_op,
@@ -70,6 +71,8 @@ def _as_laid_out(target: DTensor, value: Tensor) -> DTensor:
     """`value`, of the shape of `target`, on its mesh and in its placements."""
     if not isinstance(value, DTensor):
         return like_parameter(value, target)
+    if value.device_mesh != target.device_mesh and is_of_stages(value, target):
+        return like_parameter(value.full_tensor(), target)
     if value.device_mesh != target.device_mesh or value.placements != target.placements:
         return value.redistribute(target.device_mesh, target.placements)
     return value

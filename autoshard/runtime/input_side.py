@@ -18,7 +18,16 @@ from passes.ir.torch_dtensor import local_of
 from passes.layout.layout import Layout
 from passes.layout.placements import layout_to_placements
 
-__all__ = ["InputSide", "OutputSide", "conform", "expected", "plain_input", "sliced", "wrapped_output"]
+__all__ = [
+    "InputSide",
+    "OutputSide",
+    "Returned",
+    "conform",
+    "expected",
+    "plain_input",
+    "sliced",
+    "wrapped_output",
+]
 
 Returned = Literal["global", "local", "dtensor"]
 
@@ -42,11 +51,13 @@ class OutputSide:
 
     returned: "global" (the layout is replicated) and "local" hand the tensor out as it is; "dtensor"
               wraps it.
+    mesh: of the ranks that have it; None: all.
     """
 
     shape: tuple[int, ...]
     layout: Layout
     returned: Returned = "global"
+    mesh: DeviceMesh | None = None
 
 
 def plain_input(value: Tensor, side: InputSide, mesh: DeviceMesh, spec: MeshSpec) -> Tensor:
@@ -71,7 +82,7 @@ def wrapped_output(value: Tensor, side: OutputSide, mesh: DeviceMesh, spec: Mesh
     stride = torch.empty(side.shape, device="meta").stride()
     placements = layout_to_placements(side.layout, spec)
     return DTensor.from_local(
-        value, mesh, placements, run_check=False, shape=torch.Size(side.shape), stride=stride
+        value, side.mesh or mesh, placements, run_check=False, shape=torch.Size(side.shape), stride=stride
     )
 
 

@@ -51,6 +51,10 @@ class Leaves:
         # Parameters and buffers by far outnumber what may need slicing.
         self.may_slice = [i for i, kind in enumerate(kinds) if kind != "param"]
 
+    def expected(self, leaf: int) -> Tensor:
+        """Like that leaf as the graph takes it."""
+        return self._expected[leaf]
+
     def looks(self, leaves: Sequence[Tensor]) -> LeafLooks:
         return LeafLooks([sharding_of(leaf) for leaf in leaves], {i: leaves[i].shape for i in self.may_slice})
 

@@ -14,6 +14,7 @@ from autoshard.runtime.agreement import everyones
 from autoshard.runtime.checksum import checksum
 from autoshard.runtime.optimizers import live_optimizers, shard_when_loaded
 from autoshard.runtime.sharding import like_parameter
+from autoshard.runtime.stage_mesh import pipeline_mesh_of
 from cost_model.errors import ShardingError
 
 __all__ = ["accept_any_state"]
@@ -60,7 +61,7 @@ def _fitting(value: Tensor, parameter: Tensor) -> Tensor:
 def _mesh_of(whole: Mapping[str, tuple[Tensor, Tensor]]) -> DeviceMesh:
     parameter = next(iter(whole.values()))[1]
     assert isinstance(parameter, DTensor)
-    return parameter.device_mesh
+    return pipeline_mesh_of(parameter.device_mesh) or parameter.device_mesh
 
 
 def _check_same(whole: Mapping[str, Tensor], mesh: DeviceMesh) -> None:

@@ -16,13 +16,13 @@ from autoshard.runtime.devices import local_device
 from autoshard.runtime.dtensor_ops import complete_dtensor_ops
 from autoshard.runtime.optimizers import adopt, live_optimizers, retire
 from autoshard.runtime.sharding import distributed, like_parameter
+from autoshard.runtime.stage_mesh import spec_of
 from cost_model.errors import ShardingError
-from cost_model.mesh import MeshSpec
 from passes.ir.torch_compat import move_gradient_hooks
 from passes.layout.layout import Layout
 from passes.layout.placements import placements_to_layout
 
-__all__ = ["distribute_parameters"]
+__all__ = ["Place", "distribute_parameters", "place_parameters"]
 
 
 def distribute_parameters(
@@ -41,50 +41,82 @@ def distribute_parameters(
     Call it on every rank of the mesh. Raises ShardingError, before anything is changed, for a name
     that no parameter has, or placements that its shape or the mesh does not allow.
     """
+    place_parameters(model, mesh, {name: Place(mesh, tuple(placed)) for name, placed in placements.items()})
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter goes: its mesh, and a placement for each of its axes."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+
+
+def place_parameters(model: nn.Module, mesh: DeviceMesh, places: Mapping[str, Place]) -> None:
+    """`distribute_parameters`, of which each may have a mesh of its own: `mesh` or a part that `holders_mesh` took of
+    it. Those that have no place are replicated on `mesh`."""
     complete_dtensor_ops(local_device(mesh))
-    spec = MeshSpec.of(mesh)
-    plans = _plans(model, spec, placements)
-    whole = [p for p, _, _ in plans if not isinstance(p, DTensor) and not p.is_meta]
+    plans = _plans(model, mesh, places)
+    whole = [plan.old for plan in plans if not isinstance(plan.old, DTensor) and not plan.old.is_meta]
     stale = differing([p.detach() for p in whole], mesh)
     unequal = {id(p) for p, differs in zip(whole, stale, strict=True) if differs}
     holders = _holders(model)
     moved: dict[Tensor, nn.Parameter] = {}
-    for old, placed, layout in plans:
-        if isinstance(old, DTensor) and tuple(old.placements) == placed:
+    for plan in plans:
+        old = plan.old
+        if plan.is_done():
             continue
-        if isinstance(old, DTensor):
-            new = old.redistribute(mesh, placed).detach()
-        else:
-            new = distributed(old.detach(), mesh, placed, layout, spec, from_first=id(old) in unequal)
-        moved[old] = _replacement(old, new)
+        moved[old] = _replacement(old, plan.placed(from_first=id(old) in unequal))
         for module, name in holders[old]:
             setattr(module, name, moved[old])  # some modules keep their own list, as RNNs do
         retire(old)
     adopt(live_optimizers(), moved)
 
 
-Planned = tuple[nn.Parameter, tuple[Placement, ...], Layout]
+@dataclass(frozen=True)
+class _Planned:
+    old: nn.Parameter
+    place: Place
+    layout: Layout
+
+    def is_done(self) -> bool:
+        old, place = self.old, self.place
+        return (
+            isinstance(old, DTensor)
+            and old.device_mesh == place.mesh
+            and tuple(old.placements) == place.placements
+        )
+
+    def placed(self, *, from_first: bool) -> DTensor:
+        mesh, placements = self.place.mesh, self.place.placements
+        value = self.old.detach()
+        if isinstance(value, DTensor):
+            if value.device_mesh == mesh:
+                return value.redistribute(mesh, placements)
+            value = value.full_tensor()
+        return distributed(value, mesh, placements, self.layout, spec_of(mesh), from_first=from_first)
 
 
-def _plans(model: nn.Module, spec: MeshSpec, placements: Mapping[str, Sequence[Placement]]) -> list[Planned]:
+def _plans(model: nn.Module, mesh: DeviceMesh, places: Mapping[str, Place]) -> list[_Planned]:
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     known = {name for group in names.values() for name in group}
-    for name in placements:
+    for name in places:
         if name not in known:
             raise ShardingError(
                 f"placements name {name!r}, which is no parameter of the model\n"
                 f"  its parameters are {', '.join(sorted(known)[:8])}{', ...' if len(known) > 8 else ''}"
             )
-    replicated = (Replicate(),) * len(spec.names)
-    plans: list[Planned] = []
+    everywhere = Place(mesh, (Replicate(),) * mesh.ndim)
+    plans: list[_Planned] = []
     for parameter, group in names.items():
-        given = next((placements[name] for name in group if name in placements), replicated)
-        layout = placements_to_layout(given, parameter.shape, spec, what=group[0])
+        place = next((places[name] for name in group if name in places), everywhere)
+        spec = spec_of(place.mesh)
+        layout = placements_to_layout(place.placements, parameter.shape, spec, what=group[0])
         if layout.partial:
             raise ShardingError(f"parameter {group[0]} cannot be Partial\n  try: Replicate() or Shard(dim)")
-        plans.append((parameter, tuple(given), layout))
+        plans.append(_Planned(parameter, place, layout))
     return plans
 
 

@@ -42,15 +42,15 @@ class StagePrograms(Protocol):
 class PipelineStage:
     """Stage `stage_index` of `num_stages`; public attributes and methods are those that torch's schedules ask for.
 
-    received, sent: what passes between it and its neighbours (`StageGraph.received` and `sent`), in order. Buffers live
-    from the start of a transfer to the computing that reads them.
+    received, sent: per piece what passes between it and its neighbours (`StageGraph.received` and `sent`), in order,
+    with shapes of this rank's shards. Buffers live from the start of a transfer to the computing that reads them.
     """
 
     def __init__(
         self,
         programs: StagePrograms,
-        received: Sequence[Crossing],
-        sent: Sequence[Crossing],
+        received: Sequence[Sequence[Crossing]],
+        sent: Sequence[Sequence[Crossing]],
         stage: int,
         stages: int,
         device: torch.device,
@@ -74,17 +74,18 @@ class PipelineStage:
         self._gradients: dict[int, list[Tensor]] = {}
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        buffers = self._received[fwd_chunk_id] = [self._buffer(kind) for kind in self._received_kinds]
-        return self._transfers(dist.irecv, _valued(self._received_kinds, buffers), self.stage_index - 1)
+        kinds = self._received_kinds[fwd_chunk_id]
+        buffers = self._received[fwd_chunk_id] = [self._buffer(kind) for kind in kinds]
+        return self._transfers(dist.irecv, _valued(kinds, buffers), self.stage_index - 1)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        sent = _valued(self._sent_kinds, self._sent.pop(fwd_chunk_id, ()))
+        sent = _valued(self._sent_kinds[fwd_chunk_id], self._sent.pop(fwd_chunk_id, ()))
         return self._transfers(dist.isend, sent, self.stage_index + 1)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.has_backward:
             return []
-        buffers = [self._buffer(kind) for kind in self._sent_kinds if kind.gradient]
+        buffers = [self._buffer(kind) for kind in self._sent_kinds[bwd_chunk_id] if kind.gradient]
         self._returned[bwd_chunk_id] = buffers
         return self._transfers(dist.irecv, buffers, self.stage_index + 1)
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.plan.candidates import BEST, Candidate, with_first
-from autoshard.plan.micro_batches import cut_call, fastest_in_pieces, most_pieces
+from autoshard.plan.carried_stages import carried_stages
+from autoshard.plan.micro_batches import fastest_in_pieces, most_pieces
+from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_cache import cached_candidates, cached_plan
 from autoshard.plan.plan_fits import check_mesh, check_outputs
+from autoshard.plan.planned_graph import planned_graph
+from autoshard.plan.stages_option import AnyPlan, fastest_of_stages
 from autoshard.plan.task import CallLayouts, Task, carried_plan, search_plan
 from autoshard.refine.refine import may_refine, refined_plan
 from autoshard.runtime.settings import Settings
@@ -21,7 +26,25 @@ from cost_model.mesh import MeshSpec
 from passes.capture import Captured
 from passes.layout.layout import Layout
 
-__all__ = ["Planner"]
+__all__ = ["Found", "Planner", "found_from_json", "found_to_json"]
+
+Found = list[Candidate] | PipelinePlan[Plan]
+"""Plans that are to race, one where there is no race; or the plan with stages."""
+
+
+def found_to_json(found: Found) -> Any:
+    return found.to_json() if isinstance(found, PipelinePlan) else [one.to_json() for one in found]
+
+
+def found_from_json(data: Any) -> Found:
+    """Raises as `Candidate.from_json`."""
+    if isinstance(data, dict):
+        return PipelinePlan.from_json(data, lambda stage, where: Plan.from_json(stage, where=where))
+    return list(map(Candidate.from_json, data))
+
+
+def _alone(plan: AnyPlan) -> Found:
+    return plan if isinstance(plan, PipelinePlan) else [Candidate(BEST, plan)]
 
 
 @dataclass(frozen=True)
@@ -39,25 +62,28 @@ class Planner:
         if (
             s.refine == "off"
             or s.micro_batches != 1
+            or s.stages is not None
             or s.plan is not None
             or not may_refine(self.mesh, s.profile.nominal)
         ):
             return None
         return refined_plan(self.mesh, self._task(captured, layouts, s.pins))
 
-    def first(self, captured: Captured, layouts: CallLayouts, refined: Plan | None) -> list[Candidate]:
+    def first(self, captured: Captured, layouts: CallLayouts, refined: Plan | None) -> Found:
         """The plan of the first kind of call; several where they are to race."""
         s = self.settings
         if s.race < 2 or self.spec.device_count == 1:
-            return [Candidate(BEST, refined or self._plan(captured, layouts))]
+            return _alone(refined or self._plan(captured, layouts))
         found = cached_candidates(self._task(captured, layouts, s.pins), s.race)
         return found if refined is None else with_first(refined, found)
 
     def carried(
-        self, captured: Captured, layouts: CallLayouts, first: Plan, held: Mapping[str, Layout]
-    ) -> Plan:
+        self, captured: Captured, layouts: CallLayouts, first: AnyPlan, held: Mapping[str, Layout]
+    ) -> Found:
         """Of another kind of call: the layouts there are; if they do not fit, a search with the parameters' `held`."""
         task = self._task(captured, layouts, held)
+        if isinstance(first, PipelinePlan):
+            return carried_stages(task, first)
 
         def planned(cut: Captured) -> Plan:
             own = replace(task, captured=cut)
@@ -70,23 +96,29 @@ class Planner:
         wanted = (
             s.micro_batches if s.micro_batches == "auto" else min(int(s.micro_batches), most_pieces(captured))
         )
-        return fastest_in_pieces(captured, wanted, s.memory_limit, planned, Deadline.after(s.time_limit))
+        deadline = Deadline.after(s.time_limit)
+        return _alone(fastest_in_pieces(captured, wanted, s.memory_limit, planned, deadline))
 
-    def _plan(self, captured: Captured, layouts: CallLayouts) -> Plan:
+    def _plan(self, captured: Captured, layouts: CallLayouts) -> AnyPlan:
         s = self.settings
         if s.plan is not None:
             check_mesh(s.plan, self.spec)
-            s.plan.check_graph(cut_call(captured, s.plan.micro_batches).joint)
+            s.plan.check_graph(planned_graph(captured, s.plan))
             check_outputs(s.plan, layouts.outputs)
             return s.plan
         task = self._task(captured, layouts, s.pins)
 
-        def planned(cut: Captured) -> Plan:
-            own = replace(task, captured=cut)
-            return cached_plan(own, lambda: search_plan(own))
+        def whole(until: Deadline) -> Plan:
+            def planned(cut: Captured) -> Plan:
+                own = replace(task, captured=cut)
+                return cached_plan(own, lambda: search_plan(own, until))
+
+            return fastest_in_pieces(captured, s.micro_batches, s.memory_limit, planned, until)
 
         deadline = Deadline.after(s.time_limit)
-        return fastest_in_pieces(captured, s.micro_batches, s.memory_limit, planned, deadline)
+        if s.stages is None:
+            return whole(deadline)
+        return fastest_of_stages(task, s.stages, s.micro_batches, whole, deadline, s.schedule)
 
     def _task(self, captured: Captured, layouts: CallLayouts, pins: Mapping[str, Layout]) -> Task:
         s = self.settings

@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.runtime.devices import bound_device, local_device
+from autoshard.runtime.kept_on_mesh import Kept, kept_on
+from autoshard.runtime.new_groups import connect, new_group_of
+from autoshard.runtime.stage_mesh import PartOf, part_of, spec_of
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
 
 __all__ = ["axes_by_group", "groups_for", "whole_group"]
 
 Axes = tuple[str, ...]
-
-
-class _Groups(dict[Axes, dist.ProcessGroup]):
-    """Groups belong to a process: a saved mesh comes back without any, a copied one shares them.
-
-    They are saved as an empty OrderedDict, which `torch.load` takes without being told of this class.
-    """
-
-    def __reduce__(self) -> Any:
-        return OrderedDict, ()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Groups:
-        return self
 
 
 def groups_for(mesh: DeviceMesh, axes_list: Iterable[Axes]) -> Mapping[Axes, str]:
@@ -40,9 +26,12 @@ def groups_for(mesh: DeviceMesh, axes_list: Iterable[Axes]) -> Mapping[Axes, str
     ranks of the world together: every rank must pass the same list. They live as long as the mesh, and are
     those of the mesh or of the world where these have the same ranks. On NCCL they are connected on return.
 
+    Of a mesh of stages (`holders_mesh`) they are those of the whole mesh, so a list that one stage passes and another
+    does not must have been passed with the whole mesh before.
+
     Raises ShardingError for an unknown axis or axes out of order.
     """
-    spec = MeshSpec.of(mesh)
+    spec = spec_of(mesh)
     made = _made(mesh)
     names: dict[Axes, str] = {}
     for axes in axes_list:
@@ -53,7 +42,7 @@ def groups_for(mesh: DeviceMesh, axes_list: Iterable[Axes]) -> Mapping[Axes, str
         if axes not in made:
             group = _group(mesh, spec, axes)
             if group not in made.values():
-                _connect(group, mesh)
+                connect(group, mesh)
             made[axes] = group
         names[axes] = made[axes].group_name
     return names
@@ -66,20 +55,19 @@ def axes_by_group(mesh: DeviceMesh) -> Mapping[str, Axes]:
 
 def whole_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """The group of all ranks of the mesh."""
-    spec = MeshSpec.of(mesh)
+    spec = spec_of(mesh)
     groups_for(mesh, [spec.names])
     return _made(mesh)[spec.names]
 
 
-def _made(mesh: DeviceMesh) -> _Groups:
-    """What there is so far, kept on the mesh as its own groups are: an equal mesh of another world has others."""
-    found = vars(mesh).get("_autoshard_groups")
-    if not isinstance(found, _Groups):
-        found = vars(mesh)["_autoshard_groups"] = _Groups()
-    return found
+def _made(mesh: DeviceMesh) -> Kept[Axes, dist.ProcessGroup]:
+    return kept_on(mesh, "groups")
 
 
 def _group(mesh: DeviceMesh, spec: MeshSpec, axes: Axes) -> dist.ProcessGroup:
+    part = part_of(mesh)
+    if part is not None:
+        return _group_of_part(mesh, part, axes)
     real = [axis for axis in axes if spec.size(axis) > 1]
     if len(real) < 2:  # axes of one rank change nothing: no second communicator for the same ranks
         return mesh.get_group(spec.index((real or axes)[0]))
@@ -89,35 +77,20 @@ def _group(mesh: DeviceMesh, spec: MeshSpec, axes: Axes) -> dist.ProcessGroup:
         return world
     # The other axes, in mesh order, number the groups: the same order of creation on every rank.
     members = {spec.group(rank, axes): None for rank in range(spec.device_count)}
-    name = f"autoshard {','.join(axes)}"
-    if mesh.device_type != "cpu" and bound_device() is not None:
-        return _split(list(members), spec, axes, name)
-    mine = None
-    for ranks in members:
-        group = dist.new_group(list(ranks), group_desc=name)
-        if dist.get_rank() in ranks:
-            mine = group
-    assert isinstance(mine, dist.ProcessGroup)
-    return mine
-
-
-def _split(members: list[tuple[int, ...]], spec: MeshSpec, axes: Axes, name: str) -> dist.ProcessGroup:
-    """One split of the communicator of all ranks, which all of them take part in, makes all groups at once."""
-    if spec.device_count < dist.get_world_size():
-        raise ShardingError(
-            f"{spec} is a part of {dist.get_world_size()} processes, and a communicator over its axes {axes} would "
-            "be split from that of all, which the others do not take part in\n"
-            "  try: a mesh of all processes, or init_process_group without device_id"
-        )
-    group = dist.split_group(split_ranks=[list(ranks) for ranks in members], group_desc=name)
+    group = new_group_of(mesh, list(members), f"autoshard {','.join(axes)}")
     assert isinstance(group, dist.ProcessGroup)
     return group
 
 
-def _connect(group: dist.ProcessGroup, mesh: DeviceMesh) -> None:
-    """Make NCCL's communicator now, where all ranks are, and not in the first step.
-
-    With a `device_id` that is done already. Without one it is the first collective that makes it.
-    """
-    if mesh.device_type == "cuda" and bound_device() is None:
-        dist.all_reduce(torch.zeros(1, device=local_device(mesh)), group=group)
+def _group_of_part(mesh: DeviceMesh, part: PartOf, axes: Axes) -> dist.ProcessGroup:
+    """Over axes beside that of the stages, the ranks of this one's stage are those of its group in the whole mesh."""
+    if axes == (part.axis,):
+        return mesh.get_group(part.axis)
+    others = tuple(axis for axis in axes if axis != part.axis)
+    if others != axes and len(part.holders) > 1:
+        raise ShardingError(
+            f"axes {axes} of a process group of stages {part.holders} are {part.axis!r} and others\n"
+            f"  try: {(part.axis,)} and {others}, one after the other"
+        )
+    groups_for(part.whole, [others])
+    return _made(part.whole)[others]

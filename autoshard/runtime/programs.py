@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from autoshard.runtime.piecewise_step import PiecewiseProgram
+from autoshard.runtime.pipeline_program import PipelineProgram
 from autoshard.runtime.step import Program
 
 __all__ = ["AnyProgram", "Programs"]
 
-AnyProgram = Program | PiecewiseProgram
+AnyProgram = Program | PiecewiseProgram | PipelineProgram
 
 _OP_BY_OP = 2
 """Calls before a later kind of call is compiled: a last, smaller batch comes once an epoch, and compiling it takes

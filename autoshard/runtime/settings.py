@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autoshard.plan.plan import Plan
+from autoshard.plan.stages_option import AnyPlan
 from cost_model.profile import Profile
 from passes.layout.layout import Layout
 
@@ -22,11 +22,13 @@ class Settings:
     in_placements: Any
     out_placements: Any
     pins: Mapping[str, Layout]
-    plan: Plan | None
+    plan: AnyPlan | None
     backend: str
     recompute: str
     time_limit: float
     micro_batches: int | str = 1
+    stages: str | None = None
+    schedule: str | None = None
     optimizer: str | None = None
     race: int = 0
     refine: str = "off"
@@ -43,6 +45,8 @@ class Settings:
             "recompute": self.recompute,
             "optimizer": str(self.optimizer),
             "micro_batches": str(self.micro_batches),
+            "stages": str(self.stages),
+            "schedule": str(self.schedule),
             "time_limit": str(self.time_limit),
             "race": str(self.race),
             "refine": self.refine,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,9 @@ from torch.distributed.tensor import DTensor, Placement
 
 from autoshard.runtime.devices import local_device
 from autoshard.runtime.process_groups import whole_group
+from autoshard.runtime.stage_mesh import pipeline_mesh_of, place_in, spec_of
 from cost_model.mesh import MeshSpec
+from passes.ir.torch_dtensor import dtensor_from, sharding_of
 from passes.layout.layout import Layout
 from passes.layout.placements import placements_to_layout
 
@@ -44,31 +47,36 @@ def distributed(
     *,
     from_first: bool,
 ) -> DTensor:
-    """A DTensor of `whole`; of rank 0's values if `from_first`, else each rank cuts its own."""
-    rank = mesh.get_rank()
+    """A DTensor of `whole`; of rank 0's values if `from_first`, else each rank cuts its own.
+
+    Where `mesh` is of some stages, ranks of others have no part of it; `from_first` is for all of them together.
+    """
     device = torch.device("meta") if whole.is_meta else local_device(mesh)
+    place = place_in(mesh)
+    shape = (0,)[: whole.ndim] if place is None else layout.local_shape(whole.shape, spec, place)
+    # Never a view, which would keep the whole tensor alive.
+    local = torch.zeros(shape, dtype=whole.dtype, device=device)
     if from_first:
-        local = _received(whole, layout, spec, mesh)
-    else:
-        # A copy always: a view would keep the whole tensor alive.
-        part = shard_of(whole, layout, spec, rank)
-        local = torch.empty(part.shape, dtype=part.dtype, device=device)
-        local.copy_(part)
-    return DTensor.from_local(
+        _receive(local, whole, layout, spec, mesh)
+    elif place is not None:
+        local.copy_(shard_of(whole, layout, spec, place))
+    made = DTensor.from_local(
         local, mesh, placed, run_check=False, shape=whole.shape, stride=_contiguous_stride(whole.shape)
     )
+    # On other ranks a number has no dims either, as torch's ops make it; `from_local` makes it of one.
+    return cast(DTensor, dtensor_from(local, sharding_of(made)))
 
 
-def _received(whole: Tensor, layout: Layout, spec: MeshSpec, mesh: DeviceMesh) -> Tensor:
-    """This rank's shard of rank 0's `whole`, broadcast in slabs of dim 0 of at most _PIECE_BYTES."""
-    rank, device, group = mesh.get_rank(), local_device(mesh), whole_group(mesh)
+def _receive(local: Tensor, whole: Tensor, layout: Layout, spec: MeshSpec, mesh: DeviceMesh) -> None:
+    """Into `local` this rank's shard of rank 0's `whole`, broadcast in slabs of dim 0 of at most _PIECE_BYTES."""
+    place, device, group = place_in(mesh), local_device(mesh), whole_group(pipeline_mesh_of(mesh) or mesh)
     if whole.ndim == 0:
         value = whole.to(device, copy=True)
         dist.broadcast(value, 0, group=group)
-        return value
-    shape = layout.local_shape(whole.shape, spec, rank)
-    local = torch.empty(shape, dtype=whole.dtype, device=device)
-    first, last = layout.interval(whole.shape, spec, 0, rank)
+        if place is not None:
+            local.copy_(value)
+        return
+    first, last = (0, 0) if place is None else layout.interval(whole.shape, spec, 0, place)
     row_bytes = max(1, math.prod(whole.shape[1:]) * whole.element_size())
     step = max(1, _PIECE_BYTES // row_bytes)
     inner = Layout(((), *layout.dims[1:]), (), (None, *layout.sizes[1:]))
@@ -77,16 +85,15 @@ def _received(whole: Tensor, layout: Layout, spec: MeshSpec, mesh: DeviceMesh) -
         slab = whole[start:stop].to(device, copy=True, memory_format=torch.contiguous_format)
         dist.broadcast(slab, 0, group=group)
         lo, hi = max(start, first), min(stop, last)
-        if lo < hi:
-            local[lo - first : hi - first] = shard_of(slab, inner, spec, rank)[lo - start : hi - start]
-    return local
+        if place is not None and lo < hi:
+            local[lo - first : hi - first] = shard_of(slab, inner, spec, place)[lo - start : hi - start]
 
 
 def like_parameter(whole: Tensor, parameter: Tensor) -> DTensor:
     """`whole`, the same on all ranks, with the mesh and placements of the DTensor `parameter`."""
     assert isinstance(parameter, DTensor)
     mesh, placed = parameter.device_mesh, parameter.placements
-    spec = MeshSpec.of(mesh)
+    spec = spec_of(mesh)
     layout = placements_to_layout(placed, whole.shape, spec, what="a gradient")
     return distributed(whole, mesh, placed, layout, spec, from_first=False)
 

@@ -13,25 +13,26 @@ from torch import nn
 from autoshard.arguments import checked_model
 from autoshard.calls.signature import as_call
 from autoshard.plan.find_plan import autocast_as, canonical_capture
-from autoshard.plan.micro_batches import cut_call
-from autoshard.plan.plain_plan import plain_plan
+from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_fits import runnable
+from autoshard.plan.planned_graph import planned_graph
+from autoshard.plan.stages_option import AnyPlan
 from autoshard.runtime.module import original_forward
-from autoshard.runtime.sharding import shard_of
 from autoshard.verification.divergence import CANCELLED, Divergence, Watcher
 from autoshard.verification.part_errors import largest, piece_error
+from autoshard.verification.shards import held_value
 from autoshard.verification.simulated_step import rank_programs, simulated_results, usual_tangents
+from autoshard.verification.verify_stages import stage_errors
 from cost_model.checked_arguments import checked_count
 from cost_model.errors import PlanError
-from cost_model.mesh import MeshSpec
 from passes.capture import Captured, flatten_call
 from passes.compile.bind_device import bind_device
 from passes.ir.joint import CPU, JointGraph, node_values
 from passes.ir.kept_random_state import random_state_kept
 from passes.ir.op_traits import draws
 from passes.ir.rewrite import copy_joint
-from passes.layout.layout import Layout
+from passes.micro_batches.cut_batch import cut_for_stages
 from passes.plan.describe import graph_hash
 from passes.simulate.conditioning import measured_rounding
 from passes.simulate.lockstep import simulate
@@ -70,7 +71,7 @@ class VerifyReport:
 @random_state_kept()
 def verify(
     model: nn.Module,
-    plan: Plan | str | os.PathLike[str],
+    plan: AnyPlan | str | os.PathLike[str],
     example_inputs: Any,
     *,
     seed: int = 0,
@@ -86,16 +87,19 @@ def verify(
     device where the model is. A model that computes something else there than on the mesh's devices (autocast, a
     device test) is compared with its own unsharded graph, as one with dropout is.
 
+    Of a plan with stages every result is compared, and of a difference it is not said which node is the first.
+
     Raises PlanError if the plan belongs to another model, inputs or code.
     """
-    plan = plain_plan(plan, "verify(...)")
+    plan = plan if isinstance(plan, (Plan, PipelinePlan)) else Plan.load(plan)
     checked_model(model)
     checked_count(seed, "seed")
     args, kwargs = as_call(example_inputs)
     with autocast_as(plan.mesh, autocast):
         captured = canonical_capture(model, args, kwargs, device=torch.device(plan.mesh.device_type))
-    cut = cut_call(captured, plan.micro_batches).joint
-    plan.check_graph(cut)
+    plan.check_graph(planned_graph(captured, plan))
+    staged = isinstance(plan, PipelinePlan)
+    cut = cut_for_stages(captured.joint, plan.micro_batches) if staged else planned_graph(captured, plan)
     joint = captured.joint
     if any(parameter.is_meta for parameter in model.parameters()):
         raise PlanError(
@@ -104,9 +108,8 @@ def verify(
     tensors, _ = flatten_call(args, kwargs)
     here = _device_of(model)
     joint = _bound(joint, here)
-    graph = _as_planned(cut if cut.pieces > 1 else joint, plan, here)
     values = [value.to(here) for value in reference_inputs(joint, model, tensors, seed=seed)]
-    values = usual_tangents(joint, values) if cut.pieces > 1 else values
+    values = usual_tangents(joint, values) if staged or cut.pieces > 1 else values
     results, nodes = graph_values(joint, values)
     comparable = autocast is None and not _is_random(joint) and _same_here(captured, model, args, kwargs)
     wanted = (
@@ -114,11 +117,17 @@ def verify(
         if comparable
         else results
     )
+    limit = _tolerance(joint)
+    rounding = measured_rounding(joint, values, results, nodes, seed=seed)
+    floors = [_ROUNDINGS * change / limit for change in rounding.results]
+    if isinstance(plan, PipelinePlan):
+        with runnable(plan):
+            errors = stage_errors(_all_bound(cut, here), plan, values, wanted, floors)
+        worst = max(errors.values(), default=0.0)
+        return VerifyReport(worst <= limit, worst, errors, None)
+    graph = _as_planned(cut if cut.pieces > 1 else joint, plan, here)
     with runnable(plan):
         shards = _shards(joint, plan, values)
-        limit = _tolerance(joint)
-        rounding = measured_rounding(joint, values, results, nodes, seed=seed)
-        floors = [_ROUNDINGS * change / limit for change in rounding.results]
         found = simulated_results(graph, plan, shards)
         errors = _compared(joint, plan, found, wanted, floors)
     worst = max(errors.values(), default=0.0)
@@ -139,8 +148,14 @@ def verify(
 
 def _as_planned(joint: JointGraph, plan: Plan, here: torch.device) -> JointGraph:
     """The graph of which ranks run parts, on the device where all is compared."""
-    others = tuple(_as_planned(other, plan, here) for other in joint.others)
-    return compute_again(replace(_bound(joint, here), others=others), plan.lowering.again)
+    bound = _all_bound(joint, here)
+    others = tuple(compute_again(other, plan.lowering.again) for other in bound.others)
+    return compute_again(replace(bound, others=others), plan.lowering.again)
+
+
+def _all_bound(joint: JointGraph, here: torch.device) -> JointGraph:
+    """With the graphs of its other pieces."""
+    return replace(_bound(joint, here), others=tuple(_all_bound(other, here) for other in joint.others))
 
 
 def _bound(joint: JointGraph, here: torch.device) -> JointGraph:
@@ -192,15 +207,6 @@ def _shards(joint: JointGraph, plan: Plan, values: Sequence[torch.Tensor]) -> li
         ]
         for rank in range(plan.mesh.device_count)
     ]
-
-
-def held_value(value: torch.Tensor, layout: Layout, mesh: MeshSpec, rank: int) -> torch.Tensor:
-    """What `rank` holds of a global `value`: its shard; of a pending sum, index 0 of the axis holds all."""
-    part = shard_of(value, layout, mesh, rank)
-    here = mesh.coordinate(rank)
-    if any(here[axis] != 0 for axis, op in layout.partial if op == "sum"):
-        return torch.zeros_like(part)
-    return part.contiguous()
 
 
 def _compared(

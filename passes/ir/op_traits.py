@@ -192,14 +192,14 @@ def is_collect(node: fx.Node) -> bool:
 
 
 def read_repeats(node: fx.Node, operand: fx.Node) -> int:
-    """How often, in a step, an operand is brought to an op, or to the end: what pieces of a batch are parts of, once."""
+    """How often in a step an operand is brought to an op, or to the end: what pieces of a batch are parts of, once."""
     if node.op == "output":
         return repeats(result_index(operand)[0]) if is_of_piece(operand) else 1
     return 1 if is_piece(node) else repeats(node)
 
 
 def when_run(node: fx.Node) -> dict[str, object]:
-    """The meta that says when an op, or a value that a stage of a pipeline is given, runs; none if nothing is in pieces."""
+    """The meta that says when an op runs, or what a stage of a pipeline is given; none if nothing is in pieces."""
     return {key: node.meta[key] for key in ("runs", "repeats") if key in node.meta}
 
 

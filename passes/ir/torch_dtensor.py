@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +39,76 @@ def handle_dtensor_op(op: Any, handler: Callable[[Any, tuple[Any, ...], dict[str
 
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers  # type: ignore[assignment]
     handlers.setdefault(op, handler)
+
+
+def wrap_dtensor_handler(op: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """From now on `wrap(handler)` answers `op` of DTensors, for which torch has `handler(op, args, kwargs)`. Once."""
+    from torch.distributed.tensor import DTensor
+
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers  # type: ignore[assignment]
+    if not hasattr(handlers[op], "wrapped"):
+        handlers[op] = _wrapped(handlers[op], wrap)
+
+
+def answer_new_ops(answer: Callable[[Any, tuple[Any, ...], dict[str, Any], Callable[[], Any]], Any]) -> None:
+    """From now on `answer(op, args, kwargs, propagate)` is the result of an op of DTensors, if not NotImplemented.
+    propagate: () -> what torch finds of the results, with their shardings as `output_spec`; returned, torch goes on.
+
+    It is asked when torch has not seen the op with such layouts before, so always until it lets torch go on. Once.
+    torch takes what is no sharding for the result, which is how it decomposes ops. Since 2.10."""
+    from torch.distributed.tensor import DTensor
+
+    dispatcher: Any = DTensor._op_dispatcher
+    propagate = dispatcher._propagate_op_sharding_dispatch_slow_path
+    if hasattr(propagate, "answer"):
+        return
+
+    def answered(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *rest: Any) -> Any:
+        torchs = functools.partial(propagate, op, args, kwargs, *rest)
+        found = answer(op, args, kwargs, torchs)
+        return torchs() if found is NotImplemented else found
+
+    answered.answer = answer  # type: ignore[attr-defined]
+    dispatcher._propagate_op_sharding_dispatch_slow_path = answered
+
+
+def unscaling_op() -> Any:
+    """By which GradScaler divides gradients by its scale and looks for an overflow; with a handler since 2.3."""
+    return torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+
+
+Places = tuple[tuple[str, str], ...]
+"""(module, name): under which torch finds one function of its own. Users may have imported one before, from the public
+place, so each is also where torch's public functions look for it."""
+
+TOTAL_NORM: Places = (("torch.nn.utils.clip_grad", "_get_total_norm"), ("torch.nn.utils", "get_total_norm"))
+CLIP_BY_NORM: Places = (
+    ("torch.nn.utils.clip_grad", "_clip_grads_with_norm_"),
+    ("torch.nn.utils", "clip_grads_with_norm_"),
+)
+CLIP_BY_VALUE: Places = (
+    ("torch.nn.utils.clip_grad", "clip_grad_value_"),
+    ("torch.nn.utils", "clip_grad_value_"),
+)
+GATHER_STATE: Places = (("torch.distributed.checkpoint.state_dict", "_gather_state_dict"),)
+"""Makes DTensors of a state dict whole. Since torch 2.3."""
+DISTRIBUTE_STATE: Places = (("torch.distributed._state_dict_utils", "_distribute_tensors"),)
+"""(state dict, keys, ...) -> its pairs of a DTensor and a whole tensor become one DTensor. Since torch 2.4."""
+
+
+def wrap_in_torch(places: Places, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """From now on torch calls `wrap(function)` where it called the function of `places`. Once."""
+    for module_name, name in places:
+        module = importlib.import_module(module_name)
+        function = getattr(module, name)
+        if not hasattr(function, "wrapped"):
+            setattr(module, name, _wrapped(function, wrap))
+
+
+def _wrapped(function: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
+    found: Any = functools.wraps(function)(wrap(function))
+    found.wrapped = function
+    return found
 
 
 def take_plain_tensors_as_replicated(device: torch.device) -> None:
@@ -75,6 +147,24 @@ def set_dtensor_data_by(setter: Callable[[Any, torch.Tensor], Any]) -> None:
 
     if not isinstance(vars(DTensor).get("data"), property):
         DTensor.data = property(plain.__get__, put)  # type: ignore[assignment, method-assign]
+
+
+def mesh_elsewhere(device_type: str, ranks: torch.Tensor, names: tuple[str, ...]) -> Any:
+    """A DeviceMesh of other ranks than this one, without process groups: what `get_all_submeshes` makes of those.
+    `_init_backend` since torch 2.4."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    mesh = DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False)
+    mesh._dim_group_names = []
+    return mesh
+
+
+def forget_op_layouts() -> None:
+    """Results of ops on a new mesh are on that one, and not on an equal one of before: torch keeps, for operands that
+    it has seen, what an op gives, with its mesh. Since torch 2.10."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

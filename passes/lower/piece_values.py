@@ -9,9 +9,10 @@ from torch import Tensor
 
 from passes.lower.piecewise import Collected, PieceInput, RankPieces
 
-__all__ = ["given_values", "leave", "step_results"]
+__all__ = ["IN_PLACE", "given_values", "leave", "step_results"]
 
-_IN_PLACE = {"sum": torch.Tensor.add_, "max": torch.maximum, "min": torch.minimum}
+IN_PLACE = {"sum": torch.Tensor.add_, "max": torch.maximum, "min": torch.minimum}
+"""How a piece's value is added to what those before it have left, in that one's place where possible."""
 
 
 def given_values(given: Sequence[PieceInput], known: Mapping[str, Tensor]) -> list[Tensor]:
@@ -31,10 +32,10 @@ def leave(left: Sequence[Collected], values: Sequence[Tensor], known: dict[str, 
                 shape = [one.length if d == one.dim else n for d, n in enumerate(value.shape)]
                 found = known[one.name] = value.new_empty(shape)
             found.narrow(one.dim, one.start, value.shape[one.dim]).copy_(value)
-        elif found is None:
+        elif found is None or one.how == "own":
             known[one.name] = value
         else:
-            known[one.name] = _IN_PLACE[one.how](found, value)
+            known[one.name] = IN_PLACE[one.how](found, value)
 
 
 def step_results(

@@ -32,13 +32,13 @@ class PieceInput:
 @dataclass(frozen=True)
 class Collected:
     """What the pieces leave. name: of the value made of it. how: "sum", "max" or "min" over the pieces; "cat": side by
-    side along `dim`, of `length`, this piece's at `start`."""
+    side along `dim`, of `length`, this piece's at `start`; "own": each its own, for another stage of a pipeline."""
 
     name: str
     how: str
-    dim: int
-    start: int
-    length: int
+    dim: int = 0
+    start: int = 0
+    length: int = 0
 
 
 @dataclass(frozen=True)
@@ -148,6 +148,8 @@ class _Split:
         return PieceInput(self._part(node), (dim, start, length))
 
     def _collected(self, node: fx.Node) -> Collected:
+        if not is_collect(node):
+            return Collected(self._name(node), "own")
         how, dim, start, length = node.args[1:]
         return Collected(self._name(node), str(how), int(dim), int(start), int(length))  # type: ignore[arg-type]
 
@@ -161,8 +163,10 @@ class _Split:
     def _piece(self) -> tuple[RankProgram, tuple[PieceInput, ...], tuple[Collected, ...]]:
         own = [node for node in self.ops if _runs(node) == "piece"]
         ops = self._with_views([node for node in own if not is_piece(node) and not is_collect(node)])
-        collects = sorted((n for n in own if is_collect(n)), key=lambda n: n.meta["phase"] == "backward")
-        results = [node.all_input_nodes[0] for node in collects]
+        returned = {node for node in self.results if node is not None}
+        collects = [n for n in own if is_collect(n) or n in returned]
+        collects.sort(key=lambda n: n.meta["phase"] == "backward")
+        results = [node.all_input_nodes[0] if is_collect(node) else node for node in collects]
         read = _outside(ops, results)
         module = extract(read, ops, results)
         for node in module.graph.nodes:

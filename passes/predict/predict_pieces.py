@@ -120,7 +120,8 @@ def _walk(program: RankProgram, parts: RankPieces, piece: Phases, prices: Prices
     values += held_values(given, _trained(program).keys(), prices.optimizer, last)
     for node in parts.before.graph.output_node().all_input_nodes:
         values.append(live_value((node, 0), "moved", "", piecewise, last))
-    names = {program.local.values[one.name] for one in parts.left}
+    # What a stage of a pipeline sends is not left behind.
+    names = {program.local.values[one.name] for one in parts.left if one.how != "own"}
     for node in program.local.module.graph.nodes:
         if node.name in names:
             values.append(live_value((node, 0), "gradients", "", piecewise, last))

@@ -12,14 +12,16 @@ from passes.lower.piece_values import given_values, leave, step_results
 from passes.lower.piecewise import RankPieces
 from passes.simulate.lockstep import simulate
 
-__all__ = ["simulate_pieces"]
+__all__ = ["Known", "piece_backward", "piece_forward", "run_after", "run_before", "simulate_pieces"]
 
 Known = list[dict[str, Tensor]]
 """Per rank its values by name."""
+Ranks = Sequence[RankPieces]
+"""Of one piece, per rank."""
 
 
 def simulate_pieces(
-    pieces: Sequence[Sequence[RankPieces]],
+    pieces: Sequence[Ranks],
     names: Sequence[str],
     inputs: Sequence[Sequence[Tensor]],
     mesh: MeshSpec,
@@ -28,13 +30,59 @@ def simulate_pieces(
     a rank's graph; inputs: per rank their values."""
     first = pieces[0]
     known: Known = [dict(zip(names, values, strict=True)) for values in inputs]
-    taken = [[values[name] for name in parts.taken] for parts, values in zip(first, known, strict=True)]
-    _run(mesh, [parts.before for parts in first], taken, known, [parts.made for parts in first])
+    run_before(mesh, first, known)
     for ranks in pieces:
-        _run_piece(mesh, ranks, known)
-    read = [[values[name] for name in parts.read] for parts, values in zip(first, known, strict=True)]
-    _run(mesh, [parts.after for parts in first], read, known, [parts.ended for parts in first])
+        piece_backward(mesh, ranks, known, piece_forward(mesh, ranks, known))
+    run_after(mesh, first, known)
     return [step_results(parts, values, names) for parts, values in zip(first, known, strict=True)]
+
+
+def run_before(mesh: MeshSpec, ranks: Ranks, known: Known) -> None:
+    taken = [[values[name] for name in parts.taken] for parts, values in zip(ranks, known, strict=True)]
+    _run(mesh, [parts.before for parts in ranks], taken, known, [parts.made for parts in ranks])
+
+
+def run_after(mesh: MeshSpec, ranks: Ranks, known: Known) -> None:
+    read = [[values[name] for name in parts.read] for parts, values in zip(ranks, known, strict=True)]
+    _run(mesh, [parts.after for parts in ranks], read, known, [parts.ended for parts in ranks])
+
+
+def piece_forward(mesh: MeshSpec, ranks: Ranks, known: Known) -> list[list[Any]]:
+    """Adds to `known` what it leaves; returns per rank what its backward takes, less the tangents."""
+    phases = [parts.piece.complete() for parts in ranks]
+    early = [_given(parts, values, late=False) for parts, values in zip(ranks, known, strict=True)]
+    results = simulate([p.forward for p in phases], early, mesh)
+    kept: list[list[Any]] = []
+    for parts, p, own, found, values in zip(ranks, phases, early, results, known, strict=True):
+        count = len(p.outputs)
+        # Sums are made in place, and a later piece's forward may run before this one's backward.
+        copies = [None if value is None else value.clone() for value in found[:count]]
+        leave(parts.left[:count], copies, values)  # type: ignore[arg-type]
+        backward = p.backward
+        saved = [] if backward is None else [found[i] for i in backward.saved]
+        kept.append([*(own[i] for i in (() if backward is None else backward.passed)), *saved])
+    return kept
+
+
+def piece_backward(mesh: MeshSpec, ranks: Ranks, known: Known, kept: Sequence[list[Any]]) -> None:
+    """Adds to `known` what it leaves. kept: as `piece_forward` returned it."""
+    phases = [parts.piece.complete() for parts in ranks]
+    backwards = [one.backward for one in phases if one.backward is not None]
+    if not backwards:
+        return
+    inputs = [
+        [*own, *_given(parts, values, late=True)]
+        for own, parts, values in zip(kept, ranks, known, strict=True)
+    ]
+    gradients = simulate([backward.module for backward in backwards], inputs, mesh)
+    for parts, p, found, values in zip(ranks, phases, gradients, known, strict=True):
+        leave(parts.left[len(p.outputs) :], found, values)  # type: ignore[arg-type]
+
+
+def _given(parts: RankPieces, values: dict[str, Tensor], *, late: bool) -> list[Tensor]:
+    """What a piece is given, late: tangents alone."""
+    pairs = zip(parts.given, parts.piece.inputs, strict=True)
+    return given_values([one for one, spec in pairs if (spec.kind == "tangent") == late], values)
 
 
 def _run(
@@ -47,25 +95,3 @@ def _run(
     results = simulate(modules, inputs, mesh)
     for values, names, found in zip(known, made, results, strict=True):
         values.update(zip(names, found, strict=True))
-
-
-def _run_piece(mesh: MeshSpec, ranks: Sequence[RankPieces], known: Known) -> None:
-    given = [given_values(parts.given, values) for parts, values in zip(ranks, known, strict=True)]
-    phases = [parts.piece.complete() for parts in ranks]
-    early = [
-        [value for value, spec in zip(row, parts.piece.inputs, strict=True) if spec.kind != "tangent"]
-        for row, parts in zip(given, ranks, strict=True)
-    ]
-    forward = simulate([p.forward for p in phases], early, mesh)
-    found = [list(results[: len(p.outputs)]) for results, p in zip(forward, phases, strict=True)]
-    backwards = [one.backward for one in phases if one.backward is not None]
-    if backwards:
-        late: list[list[Any]] = []
-        for row, parts, own, results, backward in zip(given, ranks, early, forward, backwards, strict=True):
-            tangents = [v for v, spec in zip(row, parts.piece.inputs, strict=True) if spec.kind == "tangent"]
-            saved = [*(own[i] for i in backward.passed), *(results[i] for i in backward.saved)]
-            late.append([*saved, *tangents])
-        gradients = simulate([b.module for b in backwards], late, mesh)
-        found = [[*one, *more] for one, more in zip(found, gradients, strict=True)]
-    for parts, results, values in zip(ranks, found, known, strict=True):
-        leave(parts.left, results, values)

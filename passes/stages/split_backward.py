@@ -8,7 +8,7 @@ from typing import cast
 
 from torch import fx
 
-from passes.ir.joint import ancestors
+from passes.ir.joint import ancestors, result_index
 from passes.lower.phases import Backward, extract
 
 __all__ = ["BackwardHalves", "split_backward"]
@@ -42,6 +42,8 @@ def split_backward(backward: Backward, received: Collection[str]) -> BackwardHal
     first = tuple(i for i in places if backward.gradients[i].name in received)
     second = tuple(i for i in places if i not in first)
     early = ancestors(n for i in first if (n := results[i]) is not None)
+    # Of an op with several results these are kept, and not the tuple.
+    early |= {n for n in nodes if result_index(n)[0] is not n and result_index(n)[0] in early}
     ops = [n for n in nodes if n.op == "call_function"]
     soon, late = [n for n in ops if n in early], [n for n in ops if n not in early]
     read = {n for op in late for n in op.all_input_nodes} | {results[i] for i in second}

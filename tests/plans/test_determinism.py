@@ -10,7 +10,8 @@ from pathlib import Path
 PROGRAM = """
 import torch
 from autoshard import MeshSpec, find_plan
-from tests.models import SwiGLU
+from tests.models import SwiGLU, TwoLinear
+from tests.profiles import slow_compute
 
 class Model(torch.nn.Module):
     def __init__(self):
@@ -26,7 +27,7 @@ torch.set_num_threads(1)
 plan = find_plan(Model(), MeshSpec({"dp": 2, "tp": 2}), (torch.zeros(16, 64),), memory_limit="1MB")
 print(plan.fingerprint, plan.cost, plan.step_time)
 many = MeshSpec(dict.fromkeys("abcde", 2))
-plan = find_plan(SwiGLU(16, 32), many, (torch.zeros(16, 16),))
+plan = find_plan(TwoLinear(), many, (torch.zeros(8, 10),), profile=slow_compute())
 print(plan.joined_axes, plan.fingerprint, plan.cost)
 """
 

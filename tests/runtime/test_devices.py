@@ -14,9 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoshard.calls.executable as executable_module
 from autoshard.runtime.devices import arrived, check_bound, check_devices, move_buffers
+from autoshard.runtime.input_side import InputSide
 from cost_model.errors import ShardingError
 from passes.capture import flatten_call
 from passes.ir.joint import GraphInput
+from passes.layout.layout import Layout
 
 MINE = torch.device("cuda", 3)
 
@@ -135,15 +137,9 @@ class Copies(TorchDispatchMode):
 def leaf(monkeypatch: pytest.MonkeyPatch, kind: Any, session: Any) -> Callable[[list[Tensor]], Tensor]:
     """How a session gets the tensor of a placeholder of that kind on a rank of device MINE."""
     monkeypatch.setattr(executable_module, "local_device", lambda mesh: MINE)
-    node = SimpleNamespace(name="p", meta={"val": torch.ones(2)})
-    layout = SimpleNamespace(results=[None])
-    joint: Any = SimpleNamespace(
-        inputs=[GraphInput(kind, "x", 0)], placeholders=[node], constants={"x": torch.tensor(2.5)}
-    )
-    plan: Any = SimpleNamespace(assignment={"p": layout})
-    found = executable_module._leaf(session, joint, plan, 0)
-    assert found is not None
-    return found
+    joint: Any = SimpleNamespace(constants={"x": torch.tensor(2.5)})
+    side = InputSide((2,), Layout.replicated(1))
+    return executable_module._leaf(session, joint, GraphInput(kind, "x", 0), side)
 
 
 @pytest.mark.parametrize("kind", ["seed", "constant", "input"])

@@ -54,7 +54,7 @@ def training(rank: int, axes: Axes, count: int) -> tuple[list[float], dict[str, 
     [
         (LINE, 5),
         (SQUARE, 4),
-        (THREE, 4),
+        pytest.param(THREE, 4, marks=pytest.mark.slow),
         pytest.param(LINE, 2, marks=pytest.mark.slow),
         pytest.param(SQUARE, 5, marks=pytest.mark.slow),
     ],

@@ -58,7 +58,9 @@ def by_hand(rank: int, name: str, pieces: int, steps: int) -> tuple[Tensor, Tens
     x, w, v = hand_values(pieces)
     programs = ByHand(rank, list(x), (w, v)[rank])
     passing = (Crossing("y", 0, 0, (2, 4), torch.float64, gradient=True),)
-    stage = PipelineStage(programs, passing if rank else (), () if rank else passing, rank, 2, CPU)
+    stage = PipelineStage(
+        programs, [passing if rank else ()] * pieces, [() if rank else passing] * pieces, rank, 2, CPU
+    )
     schedule = torch_schedule(name, [stage], pieces)
     for _ in range(steps):
         programs.done.clear()
@@ -91,7 +93,9 @@ def in_turn(rank: int, name: str, pieces: int) -> tuple[list[str], Tensor]:
     x, w, v = hand_values(pieces)
     programs = ByHand(rank, list(x), (w, v)[rank])
     passing = (Crossing("y", 0, 0, (2, 4), torch.float64, gradient=True),)
-    stage = PipelineStage(programs, passing if rank else (), () if rank else passing, rank, 2, CPU)
+    stage = PipelineStage(
+        programs, [passing if rank else ()] * pieces, [() if rank else passing] * pieces, rank, 2, CPU
+    )
     schedule = torch_schedule(name, [stage], pieces)
     run_pieces(schedule, pieces)
     programs.done.clear()
@@ -117,7 +121,10 @@ def staged(rank: int, model: str, name: str, local: int, pieces: int) -> list[tu
     values = piece_values(model, pieces)
     own = [GraphPrograms(graph, values) for graph in graphs if graph.stage % world == rank]
     stages = [
-        PipelineStage(p, p.graph.received, p.graph.sent, p.graph.stage, p.graph.stages, CPU) for p in own
+        PipelineStage(
+            p, [p.graph.received] * pieces, [p.graph.sent] * pieces, p.graph.stage, p.graph.stages, CPU
+        )
+        for p in own
     ]
     run_pieces(torch_schedule(name, stages, pieces), pieces)
     return [item for programs in own for item in programs.results.items()]

@@ -8,7 +8,7 @@ import torch
 from passes.ir.joint import JointGraph
 from passes.micro_batches.cut_batch import cut_batch
 from passes.simulate.reference import graph_values
-from passes.simulate.staged import staged_results
+from passes.simulate.simulate_stages import staged_results
 from passes.stages.graph_parts import graph_parts
 from passes.stages.stage_graphs import stage_graphs
 from tests.stages.stage_models import canonical

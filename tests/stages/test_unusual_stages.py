@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from autoshard.plan.find_plan import canonical_capture
 from passes.ir.joint import JointGraph
 from passes.simulate.reference import graph_values, reference_inputs
-from passes.simulate.staged import staged_results
+from passes.simulate.simulate_stages import staged_results
 from passes.stages.choose_cut import choose_cut
 from passes.stages.cut_costs import cut_costs
 from passes.stages.stage_graph import StageGraph

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -79,17 +80,11 @@ def _check(runs: list[Run]) -> None:
     print(f"two-linear on 3: loss {worst:.1e}")
 
 
-def test_training_matches_one_process(ranks: RankPool) -> None:
-    _check(ranks.run(on_rank, "eager", world=3))
-
-
-def test_compiled_training_matches_one_process(ranks: RankPool) -> None:
-    _check(ranks.run(on_rank, "inductor", world=3))
-
-
-def test_shards_and_collectives(ranks: RankPool) -> None:
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_training_matches_one_process(ranks: RankPool, backend: str) -> None:
     """32 hidden units over 3 ranks are 11, 11, 10; forward moves x once and y once."""
-    runs = ranks.run(on_rank, "eager", world=3)
+    runs = ranks.run(on_rank, backend, world=3)
+    _check(runs)
     shapes = [run.info["shapes"] for run in runs]
     assert [s["up.weight"] for s in shapes] == [(11, 10), (11, 10), (10, 10)]
     assert [s["up.bias"] for s in shapes] == [(11,), (11,), (10,)]
