@@ -11,8 +11,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from autoshard import PipelinePlan, Plan, PlanError, verify
+from autoshard import PipelinePlan, Plan, PlanError
 from autoshard.plan.find_plan import canonical_capture
+from autoshard.plan.plain_plan import plain_plan
 from tests.golden import Golden
 from tests.plans.pipelines import PP, SQUARE, planned, stage_task
 from tests.stages.stage_models import MODELS
@@ -101,9 +102,9 @@ def test_what_is_not_there_for_stages() -> None:
     for ask in (lambda: plan.why_not("layers.0.weight"), plan.crossovers):
         with pytest.raises(PlanError, match="not there for plans with stages"):
             ask()
-    model, args, _ = MODELS["mlp"]()
-    with pytest.raises(PlanError, match="takes no plan with stages"):
-        verify(model, plan, args)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="report takes no plan with stages, and this one has 2"):
+        plain_plan(plan, "report")
+    assert plain_plan(plan.stages[0], "report") is plan.stages[0]
 
 
 def test_the_graph_of_a_file_is_found_again() -> None:
@@ -141,9 +142,7 @@ def test_a_trace_for_perfetto(tmp_path: Path) -> None:
     for rank in range(2):
         own = sorted((e["ts"], e["ts"] + e["dur"], e["cat"]) for e in slices if e["tid"] == rank)
         assert own[0][0] == 0.0 and own[-1][1] == pytest.approx(1e6 * plan.step_time)
-        assert all(
-            end == pytest.approx(start) for (_, end, _), (start, _, _) in zip(own, own[1:], strict=False)
-        )
+        assert all(end == pytest.approx(start) for (_, end, _), (start, _, _) in itertools.pairwise(own))
         waits = sum(end - start for start, end, kind in own if kind == "bubble")
         assert waits == pytest.approx(1e6 * (plan.step_time - plan.timeline.busy[rank]))
     names = {e["args"]["name"] for e in events if e["ph"] == "M"}
