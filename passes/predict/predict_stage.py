@@ -45,6 +45,10 @@ class StageFigures:
     kept: int
     peak: int
 
+    def of_piece(self, pieces: int) -> float:
+        """Seconds of a piece, with its share of what runs once."""
+        return self.forward + self.backward + (self.before + self.after + self.update) / pieces
+
 
 @collector_paused()
 def predict_stage(
