@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import ge
 
-from autoshard.plan.equal_stages import plan_like
+from autoshard.plan.equal_stages import names_alike, plan_like
 from autoshard.plan.plan import Plan
 from autoshard.plan.stage_cut import transfer_price
 from autoshard.plan.stage_schedule import Scheduled, SchedulePrices
@@ -46,6 +46,15 @@ class StageSearch:
     @cached_property
     def graphs(self) -> tuple[StageGraph, ...]:
         return stage_graphs(self.joint, self.cut)
+
+    @cached_property
+    def alone(self) -> list[int]:
+        """Per stage 1, and 0 where an earlier one is alike, whose plan it will most likely have."""
+        joints = [graph.joint for graph in self.graphs]
+        return [
+            int(not place or all(names_alike(joint, other) is None for other in joints[1:place]))
+            for place, joint in enumerate(joints)
+        ]
 
     @cached_property
     def free(self) -> Stages:
@@ -134,7 +143,7 @@ class StageSearch:
             if plan is not None:
                 return replace(earlier, graph=graph, task=task, plan=plan)
         try:
-            until = self.deadline.share(1.0 / (len(self.graphs) - graph.stage))
+            until = self.deadline.share(1.0 / max(1, sum(self.alone[graph.stage :])))
             plan = self.search(task, graph.stage, until)
         except InfeasibleError as error:
             raise _of_stage(error, graph, flight) from None
