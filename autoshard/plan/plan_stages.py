@@ -28,13 +28,17 @@ from cost_model.mesh import MeshSpec
 from passes.micro_batches.cut_batch import cut_for_stages
 from passes.micro_batches.time_axis import trains
 from passes.plan.describe import graph_hash
-from passes.stages.pipeline_orders import ORDERS, pipeline_order
+from passes.stages.pipeline_orders import ORDERS, PipelineOrder, pipeline_order
 
 __all__ = ["check_stages", "pipeline_plan", "plan_stages"]
 
 _STAGES_PER_RANK = (1, 2, 4)
 """Stages a rank that are tried: more make the bubble smaller, and send more often. Several only where as many cuts pass
 no more than their neighbours: between layers, and not inside of one."""
+
+
+_CUTS = 2
+"""Cuts into as many stages that are planned: one by estimates, one by what its stages take."""
 
 
 def plan_stages(
@@ -61,20 +65,33 @@ def plan_stages(
         if not orders or enough or (best is not None and len(cutter.places) < count * ranks - 1):
             continue
         try:
-            chosen = cutter.cut(count * ranks)
-            staged = StageSearch(task, axis, joint, chosen.cut, until)
-            found = staged.best(orders, math.inf if best is None else best.step_time)
+            best = _fastest_cut(cutter, orders, until, best)
         except InfeasibleError as error:
             reason = reason or error
-            continue
-        if found is not None:
-            best = pipeline_plan(task, axis, chosen.cut, chosen.gap, *found)
     if best is not None:
         return best
     if reason is None:
         pipeline_order(names[0], ranks, joint.pieces)  # says why not
         raise AssertionError("a schedule runs, and none was tried")
     raise reason
+
+
+def _fastest_cut(
+    cutter: StageCutter, orders: Sequence[PipelineOrder], until: Deadline, best: PipelinePlan[Plan] | None
+) -> PipelinePlan[Plan] | None:
+    """The fastest plan of the cut by estimates, of the cut by what the stages of that one take, and of `best`."""
+    chosen = cutter.cut(orders[0].stages)
+    tried: set[tuple[str, ...]] = set()
+    while chosen.cut not in tried and len(tried) < _CUTS and (best is None or until.left > 0.0):
+        tried.add(chosen.cut)
+        search = StageSearch(cutter.task, cutter.axis, cutter.joint, chosen.cut, until)
+        found = search.best(orders, math.inf if best is None else best.step_time)
+        if found is not None:
+            best = pipeline_plan(cutter.task, cutter.axis, chosen.cut, chosen.gap, *found)
+        seconds = [stage.figures.of_piece(cutter.joint.pieces) for stage in search.free]
+        if max(seconds) > (1.0 + WORTH) * sum(seconds) / len(seconds):
+            chosen = cutter.cut(orders[0].stages, cutter.learned(chosen.cut, seconds))
+    return best
 
 
 def _names(schedule: str | None, training: bool) -> Sequence[str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -12,11 +13,24 @@ from torch import fx
 from autoshard.plan.task import Task
 from passes.ir.joint import JointGraph, repeats, results_nbytes
 from passes.ir.op_traits import is_view
-from passes.stages.choose_cut import ChosenCut, Fits, choose_cut
-from passes.stages.cut_costs import CutCosts, CutPlace, Segment, cut_costs, narrow_places
+from passes.stages.choose_cut import ChosenCut, Fits, even_cut
+from passes.stages.cut_costs import (
+    CutCosts,
+    CutPlace,
+    Segment,
+    cut_costs,
+    narrow_places,
+    places_between_products,
+)
 from passes.strategies.pricing import local_work
 
 __all__ = ["StageCutter", "transfer_price"]
+
+
+_EVEN = 0.02
+"""Share by which the longest stage may be longer than it must be, where stages are more even for that."""
+_SHORTER = 0.1
+"""Share by which the longest stage must be shorter for a cut at places where more passes."""
 
 
 def transfer_price(task: Task, axis: str) -> Callable[[float], float]:
@@ -51,13 +65,43 @@ class StageCutter:
     def places(self) -> tuple[CutPlace, ...]:
         return narrow_places(self.costs)
 
-    def cut(self, stages: int) -> ChosenCut:
-        """Raises InfeasibleError."""
+    def cut(self, stages: int, costs: CutCosts | None = None) -> ChosenCut:
+        """At narrow places; between any two products, or anywhere, where that makes the longest stage so much shorter,
+        or there are too few. costs: in place of the estimated ones. Raises InfeasibleError."""
+        best: ChosenCut | None = None
+        for places in (self.places, places_between_products(self.costs), self.costs.places):
+            enough = best is not None and best.gap <= _SHORTER
+            if enough or (len(places) < stages - 1 and places is not self.costs.places):
+                continue
+            found = self._cut(stages, costs or self.costs, places)
+            if best is None or max(found.seconds) < (1.0 - _SHORTER) * max(best.seconds):
+                best = found
+        assert best is not None
+        return best
+
+    def _cut(self, stages: int, costs: CutCosts, places: Sequence[CutPlace]) -> ChosenCut:
         price = transfer_price(self.task, self.axis)
-        places = self.places if len(self.places) >= stages - 1 else None
-        return choose_cut(
-            self.costs, stages, lambda nbytes: price(nbytes / self.ranks), places=places, fits=self._fits()
+        return even_cut(
+            costs,
+            stages,
+            lambda nbytes: price(nbytes / self.ranks),
+            within=_EVEN,
+            places=places,
+            fits=self._fits(),
         )
+
+    def learned(self, cut: Sequence[str], seconds: Sequence[float]) -> CutCosts:
+        """The costs with which the stages of a cut take so many seconds for a piece, as their plans say: ops of one
+        stage are all as much dearer than estimated."""
+        known = self.costs.seconds
+        at = {place.op: place.position for place in self.costs.places}
+        ends = [0, *(at[op] for op in cut), len(known) - 1]
+        found = [0.0]
+        for (start, stop), wanted in zip(itertools.pairwise(ends), seconds, strict=True):
+            whole, base = known[stop] - known[start], found[-1]
+            share = [(known[i] - known[start]) / whole if whole else 0.0 for i in range(start + 1, stop + 1)]
+            found += [base + wanted * part for part in share]
+        return replace(self.costs, seconds=tuple(found))
 
     def _op_seconds(self, node: fx.Node) -> float:
         if is_view(node):

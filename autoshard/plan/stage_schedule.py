@@ -48,12 +48,13 @@ class Scheduled:
 
     @cached_property
     def peaks(self) -> tuple[int, ...]:
-        """Bytes that each rank holds at most: what its stages hold, all that it keeps in flight, and what one piece
-        makes besides."""
+        """Bytes that each rank holds at most: while a stage runs a piece, what its others hold, and all that it keeps
+        in flight."""
         kept = rank_peaks(self.order, [stage.kept for stage in self.prices.stages])
+        held = [sum(stage.held for stage in own) for own in self._by_rank]
         return tuple(
-            sum(stage.held for stage in own) + flight + max(max(0, s.peak - s.held - s.kept) for s in own)
-            for own, flight in zip(self._by_rank, kept, strict=True)
+            flight + max(stage.peak - stage.kept + whole - stage.held for stage in own)
+            for own, whole, flight in zip(self._by_rank, held, kept, strict=True)
         )
 
     @property

@@ -64,7 +64,7 @@ class StageSearch:
         """
         found: tuple[Scheduled, Stages] | None = None
         refused: list[tuple[tuple[int, ...], InfeasibleError]] = []
-        for free in sorted((self._scheduled(self.free, order) for order in orders), key=lambda s: s.seconds):
+        for free in sorted((self._scheduled(self.free, order) for order in orders), key=_rank):
             flights = in_flight(free.order)
             if free.seconds >= (faster_than if found is None else found[0].seconds * (1.0 - WORTH)):
                 break
@@ -160,6 +160,11 @@ class StageSearch:
             f"the ranks of stage {stages} hold {format_bytes(needed)}\n"
             f"  try: memory_limit={format_bytes(needed)}, more and smaller micro_batches, or more devices"
         )
+
+
+def _rank(one: Scheduled) -> tuple[float, int]:
+    """The fastest first; of equally fast ones, but for rounding, the one that holds least."""
+    return float(f"{one.seconds:.9g}"), max(one.peaks)
 
 
 def _of_stage(error: InfeasibleError, graph: StageGraph, flight: int) -> InfeasibleError:

@@ -9,7 +9,7 @@ from passes.ir.collector import collector_paused
 from passes.ir.joint import CPU, JointGraph
 from passes.layout.assignment import Assignment
 from passes.lower.phases import Backward, Phases
-from passes.lower.piecewise import split_pieces
+from passes.lower.piecewise import RankPieces, split_pieces
 from passes.lower.rank_program import RankProgram, rank_program
 from passes.plan.lowering_plan import LoweringPlan
 from passes.predict.memory_walk import MemoryWalk
@@ -44,6 +44,10 @@ class StageFigures:
     held: int
     kept: int
     peak: int
+
+    def of_piece(self, pieces: int) -> float:
+        """Seconds of a piece, with its share of what runs once."""
+        return self.forward + self.backward + (self.before + self.after + self.update) / pieces
 
 
 @collector_paused()
@@ -86,14 +90,16 @@ def _of_rank(
         phases = (program.joined() if eager else program).complete()
         step = predict(phases)
         before = after = 0.0
+        given_back = received
     else:
         parts = split_pieces(program)
         parts = parts.joined() if eager else parts
         step = predict_pieces(program, parts, joint.pieces, prices, predict)
         before, after = (predict(alone(module)).seconds for module in (parts.before, parts.after))
         phases = parts.piece.complete()
+        given_back = _given_back(phases, parts)
     piece = predict(phases).phase_seconds
-    halves = _halves(phases.backward, received, predict)
+    halves = _halves(phases.backward, given_back, predict)
     walk = step.memory
     assert walk is not None
     return StageFigures(
@@ -108,6 +114,14 @@ def _of_rank(
         kept=kept_by_a_piece(walk, received),
         peak=walk.peak.nbytes,
     )
+
+
+def _given_back(phases: Phases, parts: RankPieces) -> set[str]:
+    """Names of the gradients of what is received: of a piece's, those that it leaves for another stage."""
+    if phases.backward is None:
+        return set()
+    left = zip(phases.backward.gradients, parts.left[len(phases.outputs) :], strict=True)
+    return {end.name for end, one in left if one.how == "own"}
 
 
 def _halves(

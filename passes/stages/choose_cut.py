@@ -12,7 +12,7 @@ from passes.ir.joint import results_nbytes
 from passes.ir.properties import described
 from passes.stages.cut_costs import CutCosts, CutPlace, Segment
 
-__all__ = ["ChosenCut", "Fits", "choose_cut", "stage_seconds"]
+__all__ = ["ChosenCut", "Fits", "choose_cut", "even_cut", "stage_seconds"]
 
 Fits = Callable[[Segment, int], bool]
 """Whether a stage's memory holds a segment, and which stage: the first ones keep more pieces in flight. Of what fits,
@@ -53,17 +53,51 @@ def choose_cut(
     transfer_seconds: bytes -> seconds between two stages. Raises InfeasibleError that says whether there are too few
     places, one piece is too large for any stage, or all are too large together.
     """
+    line, longest = _shortest(costs, stages, transfer_seconds, places, fits)
+    return _chosen(line, line.cheapest(stages, longest), longest, places, fits)
+
+
+def even_cut(
+    costs: CutCosts,
+    stages: int,
+    transfer_seconds: TransferSeconds,
+    *,
+    within: float,
+    places: Sequence[CutPlace] | None = None,
+    fits: Fits | None = None,
+) -> ChosenCut:
+    """Of the cuts whose longest stage is at most the share `within` longer than the shortest there is, the one with the
+    least sum of squares of its stages' seconds: no stage is idle that could take of another. As `choose_cut` else."""
+    line, longest = _shortest(costs, stages, transfer_seconds, places, fits)
+    return _chosen(line, line.evenest(stages, longest * (1.0 + within)), longest, places, fits)
+
+
+def _shortest(
+    costs: CutCosts,
+    stages: int,
+    transfer_seconds: TransferSeconds,
+    places: Sequence[CutPlace] | None,
+    fits: Fits | None,
+) -> tuple[_Line, float]:
+    """The places in line, and the least that the longest stage can take."""
     if stages < 1:
         raise InfeasibleError(f"cannot cut the graph into {stages} stages\n  try: one or more")
     wanted = costs.places if places is None else tuple(places)
     if len(wanted) < stages - 1:
         raise _too_few(costs, stages, wanted)
-    free = _Line(costs, costs.places, transfer_seconds, None)
     line = _Line(costs, wanted, transfer_seconds, fits)
     longest = line.longest(stages)
     if not np.isfinite(longest):
         raise _too_large(costs, line, stages, wanted)
-    cut = line.cheapest(stages, longest)
+    return line, longest
+
+
+def _chosen(
+    line: _Line, cut: tuple[str, ...], longest: float, places: Sequence[CutPlace] | None, fits: Fits | None
+) -> ChosenCut:
+    costs, transfer_seconds = line.costs, line.transfer_seconds
+    free = _Line(costs, costs.places, transfer_seconds, None)
+    stages = len(cut) + 1
     bound = longest if places is None and fits is None else min(longest, free.longest(stages))
     return ChosenCut(cut, stage_seconds(costs, cut, transfer_seconds), bound)
 
@@ -87,7 +121,7 @@ class _Line:
         transfer_seconds: TransferSeconds,
         fits: Fits | None,
     ) -> None:
-        self._costs, self._fits = costs, fits
+        self.costs, self.transfer_seconds, self._fits = costs, transfer_seconds, fits
         self.positions = [0, *(place.position for place in places), len(costs.parts.forward)]
         self.ops = [place.op for place in places]
         self._computed = np.array([costs.seconds[position] for position in self.positions])
@@ -110,17 +144,24 @@ class _Line:
 
     def cheapest(self, stages: int, longest: float) -> tuple[str, ...]:
         """Of the cuts with no stage longer than `longest` the one that sends for the least time."""
+        return self._least_sum(stages, longest, lambda end: self._sent[end] + self._returned[:end])
+
+    def evenest(self, stages: int, longest: float) -> tuple[str, ...]:
+        """Of those the one with the least sum of squares."""
+        return self._least_sum(stages, longest, lambda end: self.costs_to(end) ** 2)
+
+    def _least_sum(self, stages: int, longest: float, price: Callable[[int], np.ndarray]) -> tuple[str, ...]:
+        """price: of the stages that end at a place, by where they begin."""
         limit = longest * (1.0 + _ROUNDING)
         best, steps = self._start(), list[list[int]]()
         for stage in range(stages):
             first = self._first_that_fit(stage)
             found, step = [np.inf], [0]
             for end in range(1, len(self.positions)):
-                sending = best[:end] + self._sent[end] + self._returned[:end]
-                sending = np.where(self.costs_to(end) <= limit, sending, np.inf)
-                sending[: first[end]] = np.inf
-                step.append(int(np.argmin(sending)))
-                found.append(float(sending[step[-1]]))
+                sums = np.where(self.costs_to(end) <= limit, best[:end] + price(end), np.inf)
+                sums[: first[end]] = np.inf
+                step.append(int(np.argmin(sums)))
+                found.append(float(sums[step[-1]]))
             best = np.array(found)
             steps.append(step)
         end, cut = len(self.positions) - 1, list[str]()
@@ -131,7 +172,7 @@ class _Line:
 
     def fits(self, start: int, end: int, stage: int) -> bool:
         return self._fits is None or self._fits(
-            Segment(self._costs, self.positions[start], self.positions[end]), stage
+            Segment(self.costs, self.positions[start], self.positions[end]), stage
         )
 
     def _start(self) -> np.ndarray:

@@ -30,7 +30,7 @@ from passes.stages.graph_parts import (
     passes_with_piece,
 )
 
-__all__ = ["CutCosts", "CutPlace", "Segment", "cut_costs", "narrow_places"]
+__all__ = ["CutCosts", "CutPlace", "Segment", "cut_costs", "narrow_places", "places_between_products"]
 
 
 @dataclass(frozen=True)
@@ -113,14 +113,18 @@ def cut_costs(joint: JointGraph, op_seconds: Callable[[fx.Node], float]) -> CutC
 
 
 def narrow_places(costs: CutCosts) -> tuple[CutPlace, ...]:
-    """The places where little passes: between two products the one with the fewest bytes, the last of several, so that
-    a bias stays with its weight; and of those the ones with no more than their neighbours. A transformer may be cut
-    where only its residual stream passes."""
-    products = list(itertools.accumulate((is_product(n) for n in costs.parts.forward), initial=0))
-    groups = itertools.groupby(costs.places, key=lambda place: products[place.position])
-    lowest = [min(places, key=_narrowness) for _, places in groups]
+    """The places where little passes: of `places_between_products` those with no more than their neighbours. A
+    transformer may be cut where only its residual stream passes."""
+    lowest = places_between_products(costs)
     nbytes = [place.sent_nbytes + place.returned_nbytes for place in lowest]
     return tuple(p for i, p in enumerate(lowest) if nbytes[i] <= min(nbytes[max(0, i - 1) : i + 2]))
+
+
+def places_between_products(costs: CutCosts) -> tuple[CutPlace, ...]:
+    """Between two products the place with the fewest bytes, the last of several: a bias stays with its weight."""
+    products = list(itertools.accumulate((is_product(n) for n in costs.parts.forward), initial=0))
+    groups = itertools.groupby(costs.places, key=lambda place: products[place.position])
+    return tuple(min(places, key=_narrowness) for _, places in groups)
 
 
 def _narrowness(place: CutPlace) -> tuple[int, int, int]:

@@ -10,7 +10,7 @@ from torch import fx
 
 from cost_model.errors import InfeasibleError
 from passes.ir.joint import results_nbytes
-from passes.stages.choose_cut import choose_cut, stage_seconds
+from passes.stages.choose_cut import choose_cut, even_cut, stage_seconds
 from passes.stages.cut_costs import CutCosts, Segment, cut_costs, narrow_places
 from passes.stages.gradient_sums import gradient_sums
 from passes.stages.graph_parts import graph_parts
@@ -147,3 +147,18 @@ def test_a_buffer_that_changes_closes_places() -> None:
     for place in costs.places:
         stage_graphs(costs.parts.joint, [place.op])
     assert any(n.name not in open_places for n in costs.parts.forward[1:])
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("seed", range(2))
+def test_no_cut_is_more_even(seed: int, stages: int) -> None:
+    """Of all cuts whose longest stage is at most a tenth longer than it must be."""
+    costs = priced("mlp", seed)
+    cuts = [[place.op for place in places] for places in itertools.combinations(costs.places, stages - 1)]
+    seconds = [stage_seconds(costs, cut, slow) for cut in cuts]
+    longest = 1.1 * min(map(max, seconds))
+    best = min(sum(s**2 for s in own) for own in seconds if max(own) <= longest * (1 + 1e-12))
+    found = even_cut(costs, stages, slow, within=0.1)
+    assert sum(s**2 for s in found.seconds) == pytest.approx(best, rel=1e-12)
+    assert max(found.seconds) <= longest * (1 + 1e-12)
+    assert 0.0 <= found.gap <= 0.1 + 1e-12

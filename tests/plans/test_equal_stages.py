@@ -1,0 +1,39 @@
+"""Stages that are alike are planned once, and the second's plan is as if it were searched."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autoshard.plan.equal_stages import names_alike, plan_like
+from autoshard.plan.find_plan import canonical_capture
+from autoshard.plan.stage_tasks import PlannedStage, stage_task
+from autoshard.plan.task import search_plan
+from passes.stages.stage_graphs import stage_graphs
+from tests.models import seeded
+from tests.plans.pipelines import SQUARE
+from tests.plans.pipelines import stage_task as whole_task
+
+
+def test_the_layers_of_a_transformer_are_planned_once() -> None:
+    model, inputs = seeded("llama", layers=4, batch=2)
+    task = replace(whole_task("mlp", SQUARE), captured=canonical_capture(model, (), inputs))
+    layer = lambda i: next(
+        n.name for n in task.joint.graph.nodes if n.meta.get("module", "").startswith(f"model.layers.{i}")
+    )
+    graphs = stage_graphs(task.joint, [layer(i) for i in (1, 2, 3)])
+    assert names_alike(graphs[0].joint, graphs[1].joint) is None
+    names = names_alike(graphs[1].joint, graphs[2].joint)
+    assert (
+        names is not None
+        and names["model_layers_1_mlp_up_proj_weight"] == "model_layers_2_mlp_up_proj_weight"
+    )
+    done: list[PlannedStage] = []
+    for graph in graphs[:2]:
+        own = stage_task(task, "pp", graph, done)
+        done.append(PlannedStage.of(graph, own, search_plan(own)))
+    own = stage_task(task, "pp", graphs[2], done)
+    searched, copied = search_plan(own), plan_like(own, done[1].plan, graphs[1].joint)
+    assert copied is not None
+    copied.check_graph(graphs[2].joint)
+    assert abs(copied.cost / searched.cost - 1.0) < 1e-6 and copied.peak_memory == done[1].plan.peak_memory
+    assert copied.parameter_layouts.keys() == searched.parameter_layouts.keys()

@@ -1,0 +1,212 @@
+"""Planning a call in stages: where it is cut, what stages agree on, which schedule is kept, what cannot be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from torch.distributed.tensor import Shard
+
+from autoshard import InfeasibleError, MeshSpec, PipelinePlan, Plan, ShardingError, find_plan
+from autoshard.plan.parameter_names import parameter_shapes
+from autoshard.plan.pins import resolve_pins
+from autoshard.plan.pipeline_plan import PipelinePlan as Pipeline
+from autoshard.plan.plan_stages import plan_stages
+from autoshard.plan.stage_cut import StageCutter
+from cost_model.profile import Profile
+from passes.stages.choose_cut import stage_seconds
+from passes.stages.pipeline_orders import in_flight
+from tests.plans.pipelines import PP, SQUARE, planned, stage_task
+from tests.profiles import slow_compute
+from tests.stages.stage_models import MODELS
+
+CASES = [
+    ("mlp", PP, 1),
+    ("mlp", SQUARE, 4),
+    ("gpt2", PP, 2),
+    ("gpt2", SQUARE, 2),
+    pytest.param("t5", SQUARE, 2, marks=pytest.mark.slow),
+]
+
+
+def parameters(name: str) -> set[str]:
+    model, _, _ = MODELS[name]()
+    return {name for name, _ in model.named_parameters(remove_duplicate=False)}
+
+
+@pytest.mark.parametrize(("name", "mesh", "pieces"), CASES)
+def test_stages_agree_on_what_passes(name: str, mesh: MeshSpec, pieces: int) -> None:
+    """A stage reads what it receives in the layout in which it is sent; all parameters are held, shared ones alike."""
+    plan = planned(name, mesh, pieces)
+    task = stage_task(name, mesh)
+    graphs = plan.stage_graphs(task.joint)
+    assert len(graphs) == len(plan.stages) and plan.micro_batches == pieces
+    for stage, graph in zip(plan.stages, graphs, strict=True):
+        stage.check_graph(graph.joint)
+        assert stage.mesh == mesh.resized("pp", 1)
+    for before, after in zip(range(len(graphs)), range(1, len(graphs)), strict=False):
+        own = len(graphs[before].outputs)
+        sent = [plan.stages[before].outputs[own + i] for i in range(len(graphs[before].sent))]
+        read = len(graphs[after].inputs)
+        assert [plan.stages[after].inputs[read + i] for i in range(len(sent))] == sent
+    assert set(plan.parameter_layouts) == set(plan.holders) == parameters(name)
+    for stage in plan.stages:
+        assert all(plan.parameter_layouts[n] == layout for n, layout in stage.parameter_layouts.items())
+    for number, graph in enumerate(graphs):
+        for shared, stages in graph.summed.items():
+            assert set(plan.holders[shared]) == {s % plan.ranks for s in stages} and number in stages
+
+
+def test_a_tied_parameter_has_several_holders() -> None:
+    plan = planned("gpt2", PP, 2)
+    tied = {name: places for name, places in plan.holders.items() if len(places) > 1}
+    assert tied == {"transformer.wte.weight": (0, 1), "lm_head.weight": (0, 1)}
+    assert plan.returned_by[0] == len(plan.stages) - 1
+
+
+def test_the_cut_is_the_best_of_the_narrow_ones() -> None:
+    task = stage_task("llama")
+    cutter = StageCutter(task, task.joint, "pp")
+    price = lambda nbytes: task.prices.redistributor.collective_seconds(
+        "point_to_point", ("pp",), int(nbytes)
+    )
+    best = min(max(stage_seconds(cutter.costs, [place.op], price)) for place in cutter.places)
+    found = cutter.cut(2)
+    assert max(found.seconds) == pytest.approx(best)
+    assert found.cut[0] in [place.op for place in cutter.places]
+
+
+def test_a_transformer_is_cut_where_its_residual_stream_passes() -> None:
+    plan = planned("gpt2", SQUARE, 2)
+    graphs = plan.stage_graphs(stage_task("gpt2", SQUARE).joint)
+    assert [crossing.shape for graph in graphs for crossing in graph.sent] == [(1, 16, 32)] * (
+        len(graphs) - 1
+    )
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
+def test_a_schedule_may_be_asked_for(schedule: str) -> None:
+    plan = planned("mlp", PP, 4, schedule)
+    assert plan.schedule == schedule and plan.timeline.order.pieces == 4
+
+
+def test_the_fastest_schedule_is_kept() -> None:
+    fastest = planned("mlp", PP, 4)
+    names = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+    others = [planned("mlp", PP, 4, name).step_time for name in names]
+    assert fastest.step_time <= min(others) * (1 + 1e-9)
+
+
+def test_the_prediction_is_of_the_busiest_rank_at_least() -> None:
+    plan = planned("gpt2", SQUARE, 2)
+    assert 0.0 < plan.lower_bound <= plan.step_time and 0.0 <= plan.gap < 1.0
+    assert max(plan.timeline.busy) <= plan.step_time
+    waiting = sum(plan.step_time - busy for busy in plan.timeline.busy)
+    assert plan.bubble == pytest.approx(waiting / plan.step_time / plan.ranks)
+
+
+def test_forward_alone_runs_whole() -> None:
+    plan = plan_stages(stage_task("gpt2", SQUARE, training=False), "pp", 4)
+    assert plan.micro_batches == 1 and plan.schedule == "gpipe"
+    assert all(stage.backward == stage.update == 0.0 for stage in plan.prices.stages)
+
+
+def test_what_is_sent_without_a_gradient_is_in_any_layout() -> None:
+    """Of a forward alone: gathering the residual stream to send it would cost more than sending a part."""
+    batch = MeshSpec({"pp": 2, "dp": 2})
+    plan = plan_stages(stage_task("llama", batch, training=False), "pp", 1)
+    own = len(plan.returns[0])
+    assert any(plan.stages[0].outputs[place].axes for place in plan.stages[0].outputs if place >= own)  # type: ignore[union-attr]
+
+
+def test_a_limit_leaves_room_for_what_is_in_flight() -> None:
+    free = planned("mlp", PP, 4, "gpipe")
+    assert in_flight(free.timeline.order) == (4, 4)
+    first, second = free.prices.stages
+    assert free.scheduled.peaks == (first.peak + 3 * first.kept, second.peak + 3 * second.kept)
+    limit = free.peak_memory - 1
+    found = plan_stages(stage_task("mlp", memory_limit=limit), "pp", 4)
+    assert found.peak_memory <= limit == found.memory_limit
+    assert all(flight <= 4 for flight in in_flight(found.timeline.order))
+
+
+def test_a_stage_that_cannot_fit_is_named() -> None:
+    free = planned("gpt2", SQUARE, 2)
+    with pytest.raises(InfeasibleError, match=r"stage|no cut") as error:
+        plan_stages(stage_task("gpt2", SQUARE, memory_limit=free.peak_memory // 3), "pp", 2)
+    assert "try:" in str(error.value)
+
+
+def test_a_pin_holds_in_its_stage() -> None:
+    task = stage_task("mlp", SQUARE)
+    pins = resolve_pins({"layers.[24].weight": {"tp": Shard(0)}}, parameter_shapes(task.captured), SQUARE)
+    plan = plan_stages(replace(task, pins=pins), "pp", 1, schedule="gpipe")
+    assert all(plan.parameter_layouts[name] == layout for name, layout in pins.items())
+
+
+def test_groups_of_a_stage_are_as_far_apart_as_on_the_whole_mesh() -> None:
+    """Ranks of "dp" are two apart, with a stage between them."""
+    mesh = MeshSpec({"dp": 8, "pp": 4}, device_type="cuda")
+    task = replace(stage_task("mlp", mesh.resized("pp", 1)), links=mesh, profile=Profile.named("h100"))
+    near = task.prices.redistributor.collective_seconds("all_reduce", ("dp",), 2**24)
+    alone = replace(task, links=None).prices.redistributor.collective_seconds("all_reduce", ("dp",), 2**24)
+    assert near > alone
+
+
+@pytest.mark.parametrize(
+    ("axis", "said"),
+    [("tp", "one device"), ("pipe", "no such axis"), (3, "stages"), ("dp,pp", "no such axis")],
+)
+def test_an_axis_that_cannot_hold_stages(axis: object, said: str) -> None:
+    model, args, _ = MODELS["mlp"]()
+    with pytest.raises(ShardingError, match=said) as error:
+        find_plan(model, MeshSpec({"pp": 2, "tp": 1}), args, stages=axis)  # type: ignore[arg-type]
+    assert "stages" in str(error.value) and "try:" in str(error.value)
+
+
+def test_too_few_layers() -> None:
+    model, args, _ = MODELS["mlp"]()
+    with pytest.raises(InfeasibleError, match="too few layers"):
+        find_plan(model, MeshSpec({"pp": 64}), args, stages="pp")
+
+
+def test_statistics_of_the_batch_are_not_cut() -> None:
+    model, args, _ = MODELS["normed"]()
+    with pytest.raises(InfeasibleError, match="needs the whole batch"):
+        find_plan(model, PP, args, stages="pp", micro_batches=2)
+
+
+def test_what_is_split_over_the_stages() -> None:
+    model, args, _ = MODELS["mlp"]()
+    with pytest.raises(ShardingError, match=r"layers.0.weight .*holds stages"):
+        find_plan(model, PP, args, stages="pp", constraints={"layers.0.weight": [Shard(0)]})
+    with pytest.raises(ShardingError, match=r"in_placements.*holds stages"):
+        find_plan(model, PP, args, stages="pp", in_placements=([Shard(0)], [Shard(0)]))
+
+
+def test_a_schedule_that_cannot_run_says_why() -> None:
+    with pytest.raises(InfeasibleError, match="at least as many micro-batches"):
+        plan_stages(stage_task("mlp"), "pp", 1, schedule="1f1b")
+
+
+def test_auto_takes_what_is_fastest() -> None:
+    """Of no stages, and stages along either axis; pieces are as many as is fastest."""
+    model, args, kwargs = MODELS["mlp"]()
+    options = {"profile": slow_compute(), "backend": "eager"}
+    mesh = MeshSpec({"a": 2, "b": 2})
+    found = find_plan(model, mesh, (args, kwargs), stages="auto", micro_batches="auto", **options)  # type: ignore[arg-type]
+    ways = [
+        find_plan(model, mesh, (args, kwargs), micro_batches="auto", stages=s, **options)
+        for s in (None, "a", "b")
+    ]  # type: ignore[arg-type]
+    assert [type(way) for way in ways] == [Plan, PipelinePlan, PipelinePlan]
+    assert found.step_time == pytest.approx(min(way.step_time for way in ways))
+
+
+def test_pieces_of_auto_are_as_fast_as_any() -> None:
+    model, args, kwargs = MODELS["mlp"]()
+    options = {"profile": slow_compute(), "backend": "eager", "stages": "pp"}
+    found = find_plan(model, PP, (args, kwargs), micro_batches="auto", **options)  # type: ignore[arg-type]
+    assert isinstance(found, Pipeline) and found.micro_batches in (2, 4)
+    every = [find_plan(model, PP, (args, kwargs), micro_batches=k, **options).step_time for k in (2, 4)]  # type: ignore[arg-type]
+    assert found.step_time == pytest.approx(min(every))
