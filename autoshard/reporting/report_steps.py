@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autoshard.arguments import checked_model
+from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.reporting.marks import Marks, marks_of
 from autoshard.reporting.measured import PeakMemory, RankFigures, StepFigures, put_together
 from autoshard.reporting.peak_memory import held_nbytes, peak_counter, run_peaks
@@ -68,6 +69,11 @@ def report(model: nn.Module, *, warmup: int = 2, repeats: int = 5) -> StepReport
             "report: the model is not parallel\n  try: model = autoshard(model, mesh, ...) before"
         )
     plan = session.plan
+    if isinstance(plan, PipelinePlan):
+        raise PlanError(
+            f"report: the model runs in {len(plan.stages)} stages, of which nothing is measured\n"
+            "  try: plan.draw('steps.html') for the predicted timeline; or autoshard(model, mesh), without stages"
+        )
     if plan is not None and plan.micro_batches > 1:
         raise PlanError(
             f"report: the batch is run in {plan.micro_batches} pieces, of which nothing is measured\n"
