@@ -111,7 +111,7 @@ def _trained(rank: int, case: Case) -> None:
         same(found[0], found[1], name, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES[:3], ids=str)
 def test_optimizers_step_as_in_one_process(ranks: RankPool, case: Case) -> None:
     ranks.run(_trained, case, world=case.world)
 
