@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
@@ -64,6 +66,28 @@ def _clipped(rank: int, case: Case) -> None:
 @pytest.mark.parametrize("case", [CASES[0], CASES[2], TIED], ids=str)
 def test_clipping_is_exact_over_stages(ranks: RankPool, case: Case) -> None:
     ranks.run(_clipped, case, world=case.world)
+
+
+def _counted(rank: int, case: Case) -> tuple[int, int]:
+    """All-reduces and broadcasts of one clipping."""
+    model = net_of_stages(case)
+    give_gradients(model, 0)
+    calls: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_reduce", "broadcast"):
+            made = getattr(dist, name)
+
+            def counting(*args: object, name: str = name, made: Any = made, **options: object) -> Any:
+                calls.append(name)
+                return made(*args, **options)
+
+            patch.setattr(dist, name, counting)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+    return calls.count("all_reduce"), calls.count("broadcast")
+
+
+def test_clipping_communicates_once(ranks: RankPool) -> None:
+    assert ranks.run(_counted, CASES[2], world=4) == [(1, 0)] * 4
 
 
 def _imported_before(rank: int, case: Case) -> None:
