@@ -29,7 +29,7 @@ __all__ = ["StageCutter", "transfer_price"]
 
 _EVEN = 0.02
 """Share by which the longest stage may be longer than it must be, where stages are more even for that."""
-_SHORTER = 0.1
+_SHORTER = 0.2
 """Share by which the longest stage must be shorter for a cut at places where more passes."""
 
 

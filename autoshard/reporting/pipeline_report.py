@@ -14,7 +14,6 @@ import torch.distributed as dist
 from autoshard.drawing.pipeline_trace import trace_json
 from autoshard.drawing.two_timelines import two_timelines_svg
 from autoshard.plan.pipeline_plan import PipelinePlan
-from autoshard.plan.plan import Plan
 from autoshard.plan.stage_schedule import Scheduled
 from autoshard.reporting.marks import marks_of
 from autoshard.reporting.stage_recorder import RankStep, StageRecorder
@@ -43,8 +42,8 @@ class PipelineFigures:
 class PipelineReport:
     """What `report` measures of a model in stages; filled when its block ends."""
 
-    def __init__(self, session: Session, plan: PipelinePlan[Plan], warmup: int) -> None:
-        self._session, self._plan, self._warmup = session, plan, warmup
+    def __init__(self, session: Session, warmup: int) -> None:
+        self._session, self._warmup = session, warmup
         self._recorder = StageRecorder(marks_of(session.spec.device_type))
         self._figures: PipelineFigures | None = None
 
@@ -103,9 +102,9 @@ class PipelineReport:
         return target
 
     def _measure(self) -> PipelineFigures:
-        plan, session = self._plan, self._session
+        session, plan = self._session, self._session.plan
         steps = self._recorder.steps()
-        if not steps:
+        if not steps or not isinstance(plan, PipelinePlan):
             raise PlanError(
                 "report: the model was not trained in the block\n  try: run training steps inside `with`"
             )

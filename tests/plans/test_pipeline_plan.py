@@ -40,7 +40,7 @@ def test_another_model_is_noticed() -> None:
 
 
 def edited(change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
-    data = json.loads(json.dumps(planned("mlp", SQUARE, 4).to_json()))
+    data = json.loads(json.dumps(planned("mlp", SQUARE, 4, "1f1b").to_json()))
     change(data)
     return data
 
@@ -80,7 +80,7 @@ def test_explained(golden: Golden) -> None:
 
 
 def test_a_parameter_is_explained_in_the_stages_that_hold_it() -> None:
-    plan = planned("gpt2", PP, 2)
+    plan = planned("gpt2", PP, 2, "1f1b")
     text = plan.explain("transformer.wte.weight")
     assert [line for line in text.splitlines() if line.startswith("stage")] == ["stage 0", "stage 1"]
     with pytest.raises(PlanError, match="wte"):

@@ -36,7 +36,7 @@ def reported(rank: int, folder: str) -> dict[str, Any]:
     assert isinstance(plan, PipelinePlan)
     measured.draw(Path(folder) / f"{rank}.svg")
     measured.draw(Path(folder) / f"{rank}.json")
-    with pytest.raises(PlanError, match="ends in .svg or .json"):
+    with pytest.raises(PlanError, match=r"ends in \.svg or \.json"):
         measured.draw("timeline.png")
     return {
         "text": measured.text(),
@@ -57,7 +57,9 @@ def test_every_action_of_a_step_is_measured_beside_its_prediction(ranks: RankPoo
         assert 0.0 < predicted < whole and measured > 0.0  # without the update
         assert 0.0 < one["bubble"] < 1.0
         assert "stage 1 backward" in one["text"] and "bubble" in one["text"]
-        names = {event["name"] for event in json.loads((tmp_path / f"{rank}.json").read_text())["traceEvents"]}
+        names = {
+            event["name"] for event in json.loads((tmp_path / f"{rank}.json").read_text())["traceEvents"]
+        }
         assert f"backward of piece {PIECES - 1} on stage 1" in names
     assert found[0]["text"] == found[1]["text"]
 

@@ -1,0 +1,33 @@
+"""The graph of which stages are cut: pieces, or one of each size."""
+
+from __future__ import annotations
+
+import pytest
+
+from passes.micro_batches.cut_batch import cut_batch, cut_for_stages
+from passes.micro_batches.other_sizes import first_of_each_size
+from passes.plan.describe import graph_hash
+from tests.stages.stage_models import canonical
+
+
+@pytest.mark.parametrize(("name", "count", "sizes"), [("mlp", 3, 2), ("mlp", 5, 1), ("gpt2", 2, 1)])
+def test_one_graph_of_each_size(name: str, count: int, sizes: int) -> None:
+    """Five rows in three pieces are 2, 2 and 1. What dims may be cut is not known before, so there may be more graphs."""
+    joint, _ = canonical(name)
+    every, few = cut_batch(joint, count), cut_for_stages(joint, count, sizes_only=True)
+    firsts = sorted(set(first_of_each_size((every, *every.others))))
+    graphs = [(every, *every.others)[place] for place in firsts]
+    assert len(graphs) == sizes and few.pieces == count
+    found = [graph_hash(graph) for graph in (few, *few.others)]
+    assert {graph_hash(graph) for graph in graphs} <= set(found) and len(found) <= 2
+    whole = cut_for_stages(joint, count)
+    assert [graph_hash(g) for g in (whole, *whole.others)] == [graph_hash(g) for g in (every, *every.others)]
+
+
+def test_one_piece_gives_a_gradient_to_the_loss_alone() -> None:
+    """GPT-2 returns logits and keys and values beside its loss."""
+    joint, _ = canonical("gpt2")
+    one = cut_for_stages(joint, 1)
+    read = {node.name for node in one.placeholders if node.users}
+    assert {"tangent_0"} == {name for name in read if name.startswith("tangent")}
+    assert len([n for n in joint.placeholders if n.users and n.name.startswith("tangent")]) > 1

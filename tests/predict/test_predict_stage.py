@@ -1,0 +1,59 @@
+"""Figures of a stage add up to its predicted step; the bytes that a piece keeps are what its backward reads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cost_model.mesh import MeshSpec
+from passes.lower.one_piece import pieces_of
+from passes.lower.rank_program import rank_program
+from passes.predict.predict_stage import predict_stage
+from passes.simulate.lockstep import simulated_groups
+from tests.plans.pipelines import PP, SQUARE, planned, stage_task
+
+
+@pytest.mark.parametrize(("name", "mesh", "pieces"), [("mlp", PP, 1), ("mlp", SQUARE, 4), ("gpt2", PP, 2)])
+def test_pieces_and_what_runs_once_are_the_step(name: str, mesh: MeshSpec, pieces: int) -> None:
+    plan = planned(name, mesh, pieces, "gpipe")
+    for stage, figures in zip(plan.stages, plan.prices.stages, strict=True):
+        once = figures.before + figures.after + figures.update
+        assert pieces * (figures.forward + figures.backward) + once == pytest.approx(stage.step_time)
+        assert figures.peak == stage.peak_memory
+        assert 0 < figures.kept <= figures.peak and figures.held <= figures.peak
+        assert figures.of_piece(pieces) == pytest.approx(stage.step_time / pieces)
+
+
+def test_halves_are_the_backward() -> None:
+    """Run op by op without a launch, both halves together take what the whole takes; the first stage sends nothing."""
+    first, *others = planned("mlp", PP, 4, "gpipe").prices.stages
+    assert first.input == 0.0 and first.weight == pytest.approx(first.backward)
+    for stage in others:
+        assert stage.input > 0.0 and stage.input + stage.weight == pytest.approx(stage.backward, rel=1e-4)
+
+
+def test_what_a_piece_keeps_is_what_its_backward_reads() -> None:
+    """Of a stage on one rank: what the forward saves, and what it received."""
+    task = stage_task("mlp")
+    plan = planned("mlp", PP, 4, "gpipe")
+    for number, graph in enumerate(plan.stage_graphs(task.joint)):
+        stage, figures = plan.stages[number], plan.prices.stages[number]
+        mesh = stage.mesh
+        program = rank_program(graph.joint, stage.assignment, stage.lowering, mesh, 0, simulated_groups(mesh))
+        phases = pieces_of(program, 4).joined().piece.complete()
+        assert phases.backward is not None
+        *_, output = phases.forward.graph.nodes
+        saved = {output.args[0][place] for place in phases.backward.saved}  # type: ignore[index]
+        made = {node for node in saved if node.op != "placeholder"}
+        nbytes = sum(node.meta["val"].numel() * 4 for node in made)
+        received = sum(crossing.nbytes for crossing in graph.received)
+        assert figures.kept == nbytes + received
+        again = predict_stage(
+            graph.joint,
+            stage.assignment,
+            stage.lowering,
+            replace(task, mesh=mesh, links=task.mesh).prices,
+            {crossing.name for crossing in graph.received},
+        )
+        assert again == figures
