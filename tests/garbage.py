@@ -1,4 +1,4 @@
-"""How often tests collect garbage: seldom. A graph is many small objects, and by default a fifth of the time goes there."""
+"""Tests collect garbage seldom: a graph is many small objects, and by default a fifth of the time goes there."""
 
 from __future__ import annotations
 

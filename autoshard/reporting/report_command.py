@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from autoshard.api import autoshard
 from autoshard.calls.signature import as_call
 from autoshard.plan.plan import Plan
-from autoshard.reporting.report_steps import report
+from autoshard.reporting.report_steps import StepReport, report
 from autoshard.started_mesh import started_mesh
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
@@ -79,6 +79,7 @@ def train_and_report(model: nn.Module, example_inputs: Any, options: ReportOptio
     if dist.get_rank() == 0:
         print(measured.text(), end="")
         if options.write_profile is not None:
+            assert isinstance(measured, StepReport), "plans with stages are not among the options"
             measured.corrected().save(options.write_profile)
             print(f"\nsaved {options.write_profile}")
     dist.barrier()

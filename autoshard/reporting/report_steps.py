@@ -23,9 +23,11 @@ import torch.distributed as dist
 from torch import nn
 
 from autoshard.arguments import checked_model
+from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.reporting.marks import Marks, marks_of
 from autoshard.reporting.measured import PeakMemory, RankFigures, StepFigures, put_together
 from autoshard.reporting.peak_memory import held_nbytes, peak_counter, run_peaks
+from autoshard.reporting.pipeline_report import PipelineReport
 from autoshard.reporting.probe import Probe
 from autoshard.reporting.recorder import Recorder
 from autoshard.reporting.step_again import StepAgain
@@ -46,7 +48,7 @@ from passes.predict.predict_step import Prediction, predict_phases
 __all__ = ["StepReport", "report"]
 
 
-def report(model: nn.Module, *, warmup: int = 2, repeats: int = 5) -> StepReport:
+def report(model: nn.Module, *, warmup: int = 2, repeats: int = 5) -> StepReport | PipelineReport:
     """Measure the training steps run in a `with` block, on all ranks, against their prediction.
 
     model:   made parallel by `autoshard`; every rank enters the block and runs the same steps.
@@ -58,6 +60,8 @@ def report(model: nn.Module, *, warmup: int = 2, repeats: int = 5) -> StepReport
     optimizer and other. Compiled programs are measured as they are. Several programs in one block (other
     shapes): the prediction is of the one that was trained last.
 
+    Of a model in stages it is a `PipelineReport`: the timeline of all stages and pieces, measured beside predicted.
+
     Raises PlanError if `model` is not parallel, or was not called in the block.
     """
     session = Session.of(checked_model(model))
@@ -68,6 +72,10 @@ def report(model: nn.Module, *, warmup: int = 2, repeats: int = 5) -> StepReport
             "report: the model is not parallel\n  try: model = autoshard(model, mesh, ...) before"
         )
     plan = session.plan
+    if isinstance(plan, PipelinePlan) or (plan is None and session.settings.stages not in (None, "auto")):
+        return PipelineReport(session, warmup)
+    if plan is None and session.settings.stages == "auto":
+        raise PlanError("report: whether the model has stages is not known yet\n  try: report after its first call")
     if plan is not None and plan.micro_batches > 1:
         raise PlanError(
             f"report: the batch is run in {plan.micro_batches} pieces, of which nothing is measured\n"

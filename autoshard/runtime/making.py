@@ -24,6 +24,7 @@ from autoshard.runtime.piecewise_step import PiecewiseProgram
 from autoshard.runtime.process_groups import groups_for
 from autoshard.runtime.programs import AnyProgram
 from autoshard.runtime.settings import Settings
+from autoshard.runtime.stage_clock import StageClock
 from autoshard.runtime.step import Program
 from autoshard.watching.kinds import turns_of
 from cost_model.mesh import MeshSpec
@@ -48,6 +49,7 @@ class Workshop(Protocol):
     spec: MeshSpec
     settings: Settings
     observers: list[Observer]
+    stage_clocks: list[StageClock]
     watch: Any
 
     def stages(self, stage: str) -> AbstractContextManager[None]: ...

@@ -77,7 +77,7 @@ class PipelineMaking:
         turn = turns_of(home.watch, kind)
 
         def compiled(backend: str) -> PipelineProgram:
-            return PipelineProgram(ends, ours, len(graphs), plan.schedule, backend, turn)
+            return PipelineProgram(ends, ours, len(graphs), plan.schedule, backend, turn, home.stage_clocks)
 
         def together(backend: str) -> PipelineProgram:
             with home.stages("compiling the plan"):

@@ -20,6 +20,7 @@ from autoshard.runtime.compiled_pieces import Compiler
 from autoshard.runtime.input_side import InputSide
 from autoshard.runtime.leaves import Leaves
 from autoshard.runtime.pipeline_stage import PipelineStage, run_pieces, run_pieces_forward, torch_schedule
+from autoshard.runtime.stage_clock import StageClock, StepPart
 from autoshard.runtime.stage_run import StageOnRank, StageRun
 from autoshard.runtime.step import autocast_off, no_turn
 from cost_model.mesh import MeshSpec
@@ -58,7 +59,8 @@ class PipelineEnds:
 
 
 class PipelineProgram:
-    """stages: this rank's, in order. count: of all. schedule: a name in `ORDERS`."""
+    """stages: this rank's, in order. count: of all. schedule: a name in `ORDERS`. clocks: told of every step; they may
+    change while the program lives."""
 
     def __init__(
         self,
@@ -68,6 +70,7 @@ class PipelineProgram:
         schedule: str,
         backend: str = "inductor",
         turn: Turn = no_turn,
+        clocks: Sequence[StageClock] = (),
     ) -> None:
         self._at, self._turn = ends, turn
         self._names = [(s.kind, s.name) for s in ends.joint.inputs if s.kind != "tangent"]
@@ -75,12 +78,12 @@ class PipelineProgram:
         self.ends = CallGradients(ends.joint.outputs, ends.joint.inputs, _tangents(ends, stages))
         compile_ = Compiler(backend)
         pieces = len(stages[0].programs)
-        self._whole = _Pipeline(ends, stages, count, schedule, pieces, compile_)
+        self._whole = _Pipeline(ends, stages, count, schedule, pieces, compile_, clocks)
         self._trains = any(spec.kind == "grad" for spec in ends.joint.outputs)
         self._early = self._whole
         if self._trains and not self.ends.has_loss:
             early = [stage.without_gradients() for stage in stages]
-            self._early = _Pipeline(ends, early, count, schedule, pieces, compile_)
+            self._early = _Pipeline(ends, early, count, schedule, pieces, compile_, clocks)
 
     def __call__(self, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
         if self._trains:
@@ -172,7 +175,9 @@ class _Pipeline:
         schedule: str,
         pieces: int,
         compile_: Compiler,
+        clocks: Sequence[StageClock],
     ) -> None:
+        self._clocks = clocks
         self._runs = [StageRun(stage, compile_) for stage in stages]
         self._pieces = pieces
         self._stages = [
@@ -184,6 +189,7 @@ class _Pipeline:
                 count,
                 ends.device,
                 ends.group,
+                clocks,
             )
             for run, stage in zip(self._runs, stages, strict=True)
         ]
@@ -193,14 +199,22 @@ class _Pipeline:
         self, leaves: Mapping[tuple[str, str], Tensor], tangents: Mapping[int, Tensor], *, backward: bool
     ) -> Results:
         """Outputs, new buffers and gradients of this rank's stages, by kind and name."""
+        self._begins("begin")
         for run in self._runs:
             run.start(leaves, tangents)
+        self._begins("pieces")
         (run_pieces if backward else run_pieces_forward)(self._schedule, self._pieces)
+        self._begins("end")
         found: Results = {}
         for run in self._runs:
             for key, value in run.finish().items():
                 found[key] = found[key] + value if key in found and key[0] == "grad" else value
+        self._begins("done")
         return found
+
+    def _begins(self, part: StepPart) -> None:
+        for clock in self._clocks:
+            clock.begins(part)
 
 
 def _leaves(ends: PipelineEnds, stages: Sequence[StageOnRank]) -> Leaves:

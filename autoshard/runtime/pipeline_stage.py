@@ -7,6 +7,7 @@ and send a piece, forward and backward. That is what `PipelineStage` does, with 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from passes.stages.pipeline_orders import ORDERS
+from autoshard.runtime.stage_clock import StageClock, timed
+from passes.stages.pipeline_orders import ORDERS, Action, ActionKind
 from passes.stages.stage_graph import Crossing
 
 __all__ = ["PipelineStage", "StagePrograms", "run_pieces", "run_pieces_forward", "torch_schedule"]
@@ -44,6 +46,7 @@ class PipelineStage:
 
     received, sent: per piece what passes between it and its neighbours (`StageGraph.received` and `sent`), in order,
     with shapes of this rank's shards. Buffers live from the start of a transfer to the computing that reads them.
+    clocks: told of all computing.
     """
 
     def __init__(
@@ -55,7 +58,9 @@ class PipelineStage:
         stages: int,
         device: torch.device,
         group: dist.ProcessGroup | None = None,
+        clocks: Sequence[StageClock] = (),
     ) -> None:
+        self._clocks = clocks
         self.stage_index, self.num_stages = stage, stages
         self.device, self.group = device, group
         self.group_rank, self.group_size = dist.get_rank(group), dist.get_world_size(group)
@@ -94,7 +99,7 @@ class PipelineStage:
 
     def forward_one_chunk(self, fwd_chunk_id: int, *_: Any, **__: Any) -> Any:
         """What is sent; of the last stage a number that stands for its loss, so that a backward follows."""
-        with torch.no_grad():
+        with torch.no_grad(), self._timed("forward", fwd_chunk_id):
             sent = self._programs.forward(fwd_chunk_id, self._received.pop(fwd_chunk_id, ()))
         self._sent[fwd_chunk_id] = [value.contiguous() for value in sent]
         return torch.zeros(()) if self.is_last else tuple(self._sent[fwd_chunk_id])
@@ -103,13 +108,13 @@ class PipelineStage:
         if not self.has_backward:
             return
         compute = self._programs.backward if full_backward else self._programs.backward_input
-        with torch.no_grad():
+        with torch.no_grad(), self._timed("backward" if full_backward else "input", bwd_chunk_id):
             found = compute(bwd_chunk_id, self._returned.pop(bwd_chunk_id, ()))
         self._gradients[bwd_chunk_id] = [value.contiguous() for value in found]
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, **_: Any) -> None:
         if self.has_backward:
-            with torch.no_grad():
+            with torch.no_grad(), self._timed("weight", bwd_chunk_id):
                 self._programs.backward_weight(bwd_chunk_id)
 
     # Between two stages of one rank nothing is sent.
@@ -146,6 +151,9 @@ class PipelineStage:
     def perform_reduce_grad(self, *_: Any) -> None: ...
 
     def scale_grads(self, *_: Any) -> None: ...
+
+    def _timed(self, kind: ActionKind, piece: int) -> AbstractContextManager[Any]:
+        return timed(self._clocks, Action(kind, self.stage_index, piece))
 
     def _buffer(self, kind: Crossing) -> Tensor:
         return torch.empty(kind.shape, dtype=kind.dtype, device=self.device)

@@ -38,6 +38,7 @@ from autoshard.runtime.race import race
 from autoshard.runtime.race_entry import RaceEntry
 from autoshard.runtime.seeds import SeedStream
 from autoshard.runtime.settings import Settings
+from autoshard.runtime.stage_clock import StageClock
 from autoshard.runtime.wrapping import check_unwrapped
 from autoshard.version import __version__
 from autoshard.watching.check_inputs import CheckInputs, checked_inputs
@@ -72,6 +73,7 @@ class Session:
         self.settings = settings
         self.plan: AnyPlan | None = None
         self.observers: list[Observer] = []
+        self.stage_clocks: list[StageClock] = []
         self.seeds = SeedStream()
         self._copies: Copies[Session] = Copies()
         self.watch = watch_of(mesh)

@@ -17,7 +17,7 @@ from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
 from tests.ranks import RankPool
 
-SPEC = MeshSpec({"dp": 2, "pp": 2, "tp": 2})
+SPEC = MeshSpec({"dp": 2, "pp": 2, "tp": 1})
 AXES = [("dp",), ("tp",), ("dp", "tp"), ("pp",)]
 
 
@@ -39,7 +39,7 @@ def _found(rank: int) -> dict[tuple[int, ...], Any]:
         part = holders_mesh(mesh, "pp", holders)
         assert holders_mesh(mesh, "pp", holders) is part  # made once
         assert pipeline_mesh_of(part) is mesh and pipeline_mesh_of(mesh) is None
-        assert spec_of(part) == MeshSpec({"dp": 2, "pp": 1, "tp": 2})
+        assert spec_of(part) == MeshSpec({"dp": 2, "pp": 1, "tp": 1})
         assert part.mesh_dim_names == SPEC.names
         place = place_in(part)
         names = groups_for(mesh if place is None else part, AXES)
@@ -50,9 +50,9 @@ def _found(rank: int) -> dict[tuple[int, ...], Any]:
 
 
 def test_ranks_places_and_groups(ranks: RankPool) -> None:
-    for rank, found in enumerate(ranks.run(_found, world=8)):
+    for rank, found in enumerate(ranks.run(_found, world=4)):
         for holders, (members, place, groups) in found.items():
-            expected = [r for r in range(8) if SPEC.coordinate(r)["pp"] in holders]
+            expected = [r for r in range(4) if SPEC.coordinate(r)["pp"] in holders]
             assert members == expected
             assert place == (expected.index(rank) if rank in expected else None)
             for axes, group in groups.items():

@@ -86,7 +86,7 @@ CASES = {
     "gpt2": Case(lambda: Loss(gpt2(layers=4)[0]), _tokens),
     "gpt2-small": Case(lambda: Loss(gpt2(layers=2)[0]), _tokens),
     "llama": Case(lambda: Loss(llama(layers=4)[0]), _tokens),
-    "t5": Case(lambda: Loss(_t5()), _two_texts, 1e-6),  # its norms are computed in float32
+    "t5": Case(lambda: Loss(_t5()), _two_texts, 1e-5),  # its norms are computed in float32
     "unet": Case(UNet, _image),
 }
 

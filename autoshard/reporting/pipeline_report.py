@@ -1,0 +1,160 @@
+"""`report(model)` of a model in stages: when every rank computed which piece, beside when it was to."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+
+import torch.distributed as dist
+
+from autoshard.drawing.pipeline_trace import trace_json
+from autoshard.drawing.two_timelines import two_timelines_svg
+from autoshard.plan.pipeline_plan import PipelinePlan
+from autoshard.plan.stage_schedule import Scheduled
+from autoshard.reporting.marks import marks_of
+from autoshard.reporting.stage_recorder import RankStep, StageRecorder
+from autoshard.runtime.agreement import everyones
+from autoshard.runtime.process_groups import whole_group
+from autoshard.runtime.session import Session
+from cost_model.checked_arguments import checked_path
+from cost_model.errors import PlanError
+from passes.plan.graph_text import format_seconds
+from passes.stages.pipeline_orders import PipelineOrder
+from passes.stages.pipeline_timeline import PipelineEvent, PipelineTimeline
+
+__all__ = ["PipelineFigures", "PipelineReport", "measured_timeline"]
+
+
+@dataclass(frozen=True)
+class PipelineFigures:
+    """predicted, measured: a step without the optimizer's update; measured is the median of `steps`. Of ranks with one
+    coordinate along the axis of the stages it is the busiest."""
+
+    predicted: PipelineTimeline
+    measured: PipelineTimeline
+    steps: int
+
+
+class PipelineReport:
+    """What `report` measures of a model in stages; filled when its block ends."""
+
+    def __init__(self, session: Session, warmup: int) -> None:
+        self._session, self._warmup = session, warmup
+        self._recorder = StageRecorder(marks_of(session.spec.device_type))
+        self._figures: PipelineFigures | None = None
+
+    def __enter__(self) -> PipelineReport:
+        dist.barrier(whole_group(self._session.mesh))
+        self._recorder.start()
+        self._session.stage_clocks.append(self._recorder)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._session.stage_clocks.remove(self._recorder)
+        if kind is None:
+            self._figures = self._measure()
+
+    @property
+    def figures(self) -> PipelineFigures:
+        if self._figures is None:
+            raise PlanError("the report is not there yet\n  try: read it after its `with` block has ended")
+        return self._figures
+
+    def text(self) -> str:
+        """Step, bubble, and the seconds of a piece on every stage: predicted, measured, predicted / measured."""
+        f = self.figures
+        order = f.measured.order
+        lines = [
+            f"{order.name}, {order.pieces} pieces on {order.stages} stages",
+            f"the median of {f.steps} steps, without the optimizer's update",
+            f"{'':24}{'predicted':>12}{'measured':>12}   predicted / measured",
+            *_lines("step", f.predicted.seconds, f.measured.seconds),
+            f"{'bubble':24}{f.predicted.bubble:>12.3f}{f.measured.bubble:>12.3f}",
+        ]
+        predicted, measured = _of_a_piece(f.predicted), _of_a_piece(f.measured)
+        for stage, kind in measured:
+            lines += _lines(f"stage {stage} {kind}", predicted.get((stage, kind), 0.0), measured[stage, kind])
+        return "\n".join(lines) + "\n"
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def draw(self, path: str | os.PathLike[str]) -> Path:
+        """The predicted timeline above the measured one (.svg), or the measured one as a trace (.json)."""
+        target = checked_path(path, "path", PlanError)
+        if target.suffix == ".json":
+            text = json.dumps(trace_json("measured", self.figures.measured)) + "\n"
+        elif target.suffix == ".svg":
+            text = two_timelines_svg(
+                ("predicted", self.figures.predicted), ("measured", self.figures.measured)
+            )
+        else:
+            raise PlanError(
+                f"draw({str(target)!r}): not a name that ends in .svg or .json\n  try: one that does"
+            )
+        target.write_text(text, encoding="utf-8")
+        return target
+
+    def _measure(self) -> PipelineFigures:
+        session, plan = self._session, self._session.plan
+        steps = self._recorder.steps()
+        if not steps or not isinstance(plan, PipelinePlan):
+            raise PlanError(
+                "report: the model was not trained in the block\n  try: run training steps inside `with`"
+            )
+        ranks = everyones(session.mesh, tuple(steps))
+        order = plan.scheduled.order
+        places = [plan.mesh.coordinate(rank)[plan.axis] for rank in range(len(ranks))]
+        first = min(self._warmup, len(steps) - 1)
+        found = [
+            measured_timeline([own[i] for own in ranks], places, order) for i in range(first, len(steps))
+        ]
+        found.sort(key=lambda timeline: timeline.seconds)
+        stages = tuple(replace(stage, update=0.0) for stage in plan.prices.stages)
+        predicted = Scheduled(order, replace(plan.prices, stages=stages)).timeline
+        return PipelineFigures(predicted, found[len(found) // 2], len(found))
+
+
+def measured_timeline(
+    steps: Sequence[RankStep], places: Sequence[int], order: PipelineOrder
+) -> PipelineTimeline:
+    """One step of all ranks. places: of each rank its coordinate along the axis of the stages."""
+    origin = min(step.begins for step in steps)
+    busiest: dict[int, RankStep] = {}
+    for step, place in zip(steps, places, strict=True):
+        if place not in busiest or step.busy > busiest[place].busy:
+            busiest[place] = step
+    own = [busiest[place] for place in range(len(order.ranks))]
+    late = [step.begins - origin for step in own]
+    events = [
+        PipelineEvent(action, rank, late[rank] + start, late[rank] + end)
+        for rank, step in enumerate(own)
+        for action, start, end in step.actions
+    ]
+    return PipelineTimeline(
+        order,
+        tuple(sorted(events, key=lambda event: (event.start, event.rank))),
+        (),
+        tuple(step.pieces for step in own),
+        tuple(step.done - step.end for step in own),
+    )
+
+
+def _of_a_piece(timeline: PipelineTimeline) -> Mapping[tuple[int, str], float]:
+    """Stage and kind of action -> the mean of all pieces, by stage."""
+    found: dict[tuple[int, str], list[float]] = {}
+    for event in timeline.events:
+        key = event.action.stage, event.action.kind
+        found.setdefault(key, []).append(event.end - event.start)
+    return {key: sum(seconds) / len(seconds) for key, seconds in sorted(found.items())}
+
+
+def _lines(name: str, predicted: float, measured: float) -> Iterator[str]:
+    ratio = f"{predicted / measured:.2f}" if measured else ""
+    yield f"{name:24}{format_seconds(predicted):>12}{format_seconds(measured):>12}   {ratio}"
