@@ -75,7 +75,9 @@ def report(model: nn.Module, *, warmup: int = 2, repeats: int = 5) -> StepReport
     if isinstance(plan, PipelinePlan) or (plan is None and session.settings.stages not in (None, "auto")):
         return PipelineReport(session, warmup)
     if plan is None and session.settings.stages == "auto":
-        raise PlanError("report: whether the model has stages is not known yet\n  try: report after its first call")
+        raise PlanError(
+            "report: whether the model has stages is not known yet\n  try: report after its first call"
+        )
     if plan is not None and plan.micro_batches > 1:
         raise PlanError(
             f"report: the batch is run in {plan.micro_batches} pieces, of which nothing is measured\n"

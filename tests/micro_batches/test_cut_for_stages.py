@@ -12,7 +12,7 @@ from tests.stages.stage_models import canonical
 
 @pytest.mark.parametrize(("name", "count", "sizes"), [("mlp", 3, 2), ("mlp", 5, 1), ("gpt2", 2, 1)])
 def test_one_graph_of_each_size(name: str, count: int, sizes: int) -> None:
-    """Five rows in three pieces are 2, 2 and 1. What dims may be cut is not known before, so there may be more graphs."""
+    """Five rows in three pieces are 2, 2 and 1. Which dims are cut is not known before: there may be one graph more."""
     joint, _ = canonical(name)
     every, few = cut_batch(joint, count), cut_for_stages(joint, count, sizes_only=True)
     firsts = sorted(set(first_of_each_size((every, *every.others))))
