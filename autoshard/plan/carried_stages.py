@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from autoshard.plan.micro_batches import most_pieces
+from autoshard.plan.parameter_names import parameter_shapes
 from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_stages import pipeline_plan
@@ -18,6 +19,7 @@ from autoshard.plan.stage_search import StageSearch
 from autoshard.plan.task import Task, carried_plan, search_plan
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
+from passes.layout.layout import Layout
 from passes.micro_batches.cut_batch import cut_for_stages
 from passes.micro_batches.time_axis import trains
 from passes.stages.cut_costs import CutCosts
@@ -35,9 +37,14 @@ def carried_stages(task: Task, first: PipelinePlan[Plan]) -> PipelinePlan[Plan]:
     """
     pieces = min(first.micro_batches, most_pieces(task.captured)) if trains(task.joint) else 1
     joint = cut_for_stages(task.joint, pieces, sizes_only=True)
-    own = replace(task, pins=first.parameter_layouts)
+    known = first.parameter_layouts
+    # What no call has read so far is whole on all ranks.
+    unread = {
+        n: Layout.replicated(t.ndim) for n, t in parameter_shapes(task.captured).items() if n not in known
+    }
+    own = replace(task, pins={**unread, **known})
     costs = StageCutter(own, joint, first.axis).costs
-    cut = cut_by_parameters(costs, [set(stage.parameter_layouts) for stage in first.stages], first.cut)
+    cut = cut_by_parameters(costs, [{*stage.parameter_layouts, *unread} for stage in first.stages], first.cut)
 
     def search(stage_task: Task, stage: int, until: Deadline) -> Plan:
         try:

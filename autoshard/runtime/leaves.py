@@ -31,7 +31,8 @@ class LeafLooks:
 
 
 class Leaves:
-    """kinds, values: of the placeholders that take the leaves; sides: where they meet the caller.
+    """kinds, values: of the placeholders that take the leaves, None of one that this rank does not read; sides: where
+    they meet the caller.
 
     may_slice: leaves that may come whole where the graph takes a part: all but parameters.
     """
@@ -39,21 +40,17 @@ class Leaves:
     def __init__(
         self,
         kinds: Sequence[str],
-        values: Sequence[Tensor],
+        values: Sequence[Tensor | None],
         sides: Sequence[InputSide],
         spec: MeshSpec,
         rank: int,
     ) -> None:
         assert len(kinds) == len(values) == len(sides)
         self._spec, self._rank, self._sides = spec, rank, tuple(sides)
-        self._expected = expected(values)
+        self._expected = [None if value is None else expected([value])[0] for value in values]
         self._known: list[Callable[[], Tensor | None]] = [_no_tensor] * len(self._expected)
         # Parameters and buffers by far outnumber what may need slicing.
         self.may_slice = [i for i, kind in enumerate(kinds) if kind != "param"]
-
-    def expected(self, leaf: int) -> Tensor:
-        """Like that leaf as the graph takes it."""
-        return self._expected[leaf]
 
     def looks(self, leaves: Sequence[Tensor]) -> LeafLooks:
         return LeafLooks([sharding_of(leaf) for leaf in leaves], {i: leaves[i].shape for i in self.may_slice})
@@ -62,7 +59,8 @@ class Leaves:
         """As the graph takes them."""
         locals_ = [local_of(leaf) for leaf in leaves]
         for i in self.may_slice:
-            if locals_[i].shape != self._expected[i].shape:
+            like = self._expected[i]
+            if like is not None and locals_[i].shape != like.shape:
                 locals_[i] = sliced(locals_[i], self._sides[i], self._spec, self._rank)
         for i, (value, known) in enumerate(zip(locals_, self._known, strict=True)):
             if known() is not value:
@@ -94,7 +92,8 @@ class Leaves:
 
     def _conformed(self, position: int, value: Tensor) -> Tensor:
         """`value` as the graph takes it. A parameter that is so already is remembered: it comes again at every step."""
-        found = conform(value, self._expected[position])
+        like = self._expected[position]
+        found = value if like is None else conform(value, like)
         if found is value and position not in self.may_slice:
             self._known[position] = weakref.ref(value)
         return found

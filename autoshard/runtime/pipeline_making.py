@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import torch.distributed as dist
-
 from autoshard.calls.call_ends import CallEnds, input_sides, output_shapes, returned_as
 from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.plan.plan import Plan
@@ -122,22 +120,10 @@ class PipelineMaking:
             {i: (at, layout) for i, (at, layout) in outputs.items() if layout is not None},
             changed,
             _sides(captured.joint, plan),
+            plan.axis,
             home.mesh.get_group(plan.axis),
-            self._sharing(captured),
             local_device(home.mesh),
         )
-
-    def _sharing(self, captured: Captured) -> dict[str, dist.ProcessGroup | None]:
-        """By parameter that several ranks along the axis hold, their group."""
-        plan = self._plan
-        found: dict[str, dist.ProcessGroup | None] = {}
-        own = _coordinate(self._home, plan)
-        for name in sorted(spec.name for spec in captured.joint.inputs if spec.kind == "param"):
-            holders = plan.holders[name]
-            if len(holders) > 1:
-                mesh = holders_mesh(self._home.mesh, plan.axis, holders)
-                found[name] = mesh.get_group(plan.axis) if own in holders else None
-        return found
 
 
 def making_of(home: Workshop, plan: Plan | StagesPlan) -> Making | PipelineMaking:

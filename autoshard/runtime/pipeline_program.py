@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from autoshard.runtime.call_gradients import CallGradients, in_pieces
 from autoshard.runtime.compiled_pieces import Compiler
@@ -43,8 +44,7 @@ class PipelineEnds:
               those that all ranks are given. Others stay where they are made.
     buffers:  buffer that the call changes -> coordinate of the ranks that do.
     sides:    of the call's inputs, tangents excepted.
-    group:    of the ranks along the stage axis. holders: by parameter that several of them hold, those ranks' group,
-              None on a rank that does not hold it.
+    axis:     that of the stages. group: of this rank's ranks along it.
     """
 
     joint: JointGraph
@@ -53,8 +53,8 @@ class PipelineEnds:
     returned: Mapping[int, tuple[int, Layout]]
     buffers: Mapping[str, int]
     sides: Sequence[InputSide]
+    axis: str
     group: dist.ProcessGroup
-    holders: Mapping[str, dist.ProcessGroup | None]
     device: torch.device
 
 
@@ -101,7 +101,7 @@ class PipelineProgram:
                 name = self._at.joint.outputs[place].name
                 new = self._everywhere(found.get(("buffer", name)), self._at.buffers[name], leaves[leaf])
                 local_of(leaves[leaf]).copy_(new)
-            gradients = self._gradients(found) if self.ends.has_loss else []
+            gradients = self._gradients(found, leaves) if self.ends.has_loss else []
         return outputs, gradients
 
     def run_again(self, leaves: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -109,7 +109,7 @@ class PipelineProgram:
         known = dict(zip(self._names, self.leaves.local(leaves), strict=True))
         given = self.ends.given(tangents, self._at.device)
         with autocast_off(self._at.spec.device_type), self._turn("backward"), torch.no_grad():
-            return self._gradients(self._whole.run(known, given, backward=True))
+            return self._gradients(self._whole.run(known, given, backward=True), leaves)
 
     def _outputs(self, found: Results) -> tuple[Tensor, ...]:
         outputs: list[Tensor] = []
@@ -134,34 +134,38 @@ class PipelineProgram:
         dist.broadcast(sent, group=self._at.group, group_src=source)
         return sent
 
-    def _gradients(self, found: Results) -> list[Tensor | None]:
-        """Of a parameter that several ranks along the axis hold each has a part; of an input that is not one as well.
-        Of what a rank does not hold an empty one."""
-        inputs = self._at.joint.inputs
+    def _gradients(self, found: Results, leaves: Sequence[Tensor]) -> list[Tensor | None]:
+        """Of what several ranks along the axis hold each has a part, or none. Of what a rank does not hold an empty
+        one."""
         gradients: list[Tensor | None] = []
         results = dict(zip(self._at.joint.outputs, self._at.joint.results, strict=True))
         for end in self.ends.gradients:
-            spec, result = inputs[end.index], results[end]
-            value = found.get(("grad", end.name))
-            if result is None:
+            if results[end] is None:
                 gradients.append(None)
                 continue
-            if spec.kind != "param":
-                value = self._summed(value, end.index, self._at.group)
-            elif (group := self._at.holders.get(spec.name)) is not None:
-                value = self._summed(value, end.index, group)
-            elif value is None:
-                like = self.leaves.expected(end.index)
-                value = torch.zeros(like.shape, dtype=like.dtype, device=self._at.device)
+            value, leaf = found.get(("grad", end.name)), leaves[end.index]
+            if value is None:
+                value = torch.zeros(self._held(end.index, leaf), dtype=leaf.dtype, device=self._at.device)
+            group = self._holders(leaf)
+            if group is not None:
+                value = value.contiguous()
+                dist.all_reduce(value, group=group)
             gradients.append(value)
         return gradients
 
-    def _summed(self, value: Tensor | None, leaf: int, group: dist.ProcessGroup) -> Tensor:
-        like = self.leaves.expected(leaf)
-        part = torch.zeros(like.shape, dtype=like.dtype, device=self._at.device) if value is None else value
-        part = part.contiguous()
-        dist.all_reduce(part, group=group)
-        return part
+    def _held(self, place: int, leaf: Tensor) -> tuple[int, ...]:
+        """The shape of this rank's part of a leaf."""
+        if isinstance(leaf, DTensor):
+            return tuple(local_of(leaf).shape)
+        side = self._at.sides[place]
+        return side.layout.local_shape(side.shape, self._at.spec, self._at.rank)
+
+    def _holders(self, leaf: Tensor) -> dist.ProcessGroup | None:
+        """The ranks along the axis that hold a leaf, this one among them, if there are several."""
+        if not isinstance(leaf, DTensor):
+            return self._at.group
+        mesh, axis = leaf.device_mesh, self._at.spec.index(self._at.axis)
+        return None if mesh.size(axis) == 1 or mesh.get_coordinate() is None else mesh.get_group(axis)
 
 
 class _Pipeline:
@@ -218,23 +222,23 @@ class _Pipeline:
 
 
 def _leaves(ends: PipelineEnds, stages: Sequence[StageOnRank]) -> Leaves:
-    """Of the whole call; a parameter that no stage of this rank reads is empty here."""
+    """Of the whole call. A parameter that no stage of this rank reads is taken as it is."""
     own = {(spec.kind, spec.name): node for stage in reversed(stages) for spec, node in stage.placeholders}
     specs = [
         (spec, node)
         for spec, node in zip(ends.joint.inputs, ends.joint.placeholders, strict=True)
         if spec.kind != "tangent"
     ]
-    values: list[Tensor] = []
+    values: list[Tensor | None] = []
     for (spec, node), side in zip(specs, ends.sides, strict=True):
-        mine, whole = own.get((spec.kind, spec.name)), node_value(node)
+        mine = own.get((spec.kind, spec.name))
         if mine is not None:
             values.append(mine.meta["val"])
+        elif spec.kind == "param":
+            values.append(None)
         else:
-            shape = (
-                side.layout.local_shape(side.shape, ends.spec, ends.rank) if spec.kind != "param" else (0,)
-            )
-            values.append(torch.empty(shape, dtype=whole.dtype, device="meta"))
+            shape = side.layout.local_shape(side.shape, ends.spec, ends.rank)
+            values.append(torch.empty(shape, dtype=node_value(node).dtype, device="meta"))
     return Leaves([spec.kind for spec, _ in specs], values, ends.sides, ends.spec, ends.rank)
 
 

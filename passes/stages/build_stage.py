@@ -120,16 +120,15 @@ class _Builder:
                 found.add(node)
                 stack.extend(() if node in given else map(self._here, operands(node)))
         buffers = {n for n, new in self.parts.changed.items() if self._is_changed_here(new)}
-        return found | buffers | self._held(found)
+        return found | buffers | self._held()
 
     def _is_changed_here(self, new: fx.Node) -> bool:
         return self.assigned.of.get(new, self.assigned.stages - 1) == self.stage
 
-    def _held(self, found: set[fx.Node]) -> set[fx.Node]:
-        """Parameters and the like that nothing in this stage reads: whose gradient is here, or that nobody reads."""
-        own = {node for _, node, part in self.gradients if part is not None}
-        unread = {n for n, s in self.parts.specs.items() if s.kind in ("param", "buffer") and not n.users}
-        return own | (unread - set(self.parts.changed) if self.stage == 0 else set())
+    def _held(self) -> set[fx.Node]:
+        """Parameters and inputs whose gradient is here though nothing in this stage reads them. What nobody reads is in
+        no stage."""
+        return {node for _, node, part in self.gradients if part is not None}
 
     def _call_inputs(self, needed: set[fx.Node]) -> dict[fx.Node, int]:
         specs = self.parts.specs
