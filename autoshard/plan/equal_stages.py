@@ -89,7 +89,7 @@ def plan_like(task: Task, first: Plan, of: JointGraph) -> Plan | None:
             joint,
             assignment,
             prices,
-            lambda graph: replace(task, captured=replace(task.captured, joint=graph)).boundary,
+            lambda graph: task.of_other_size(graph, assignment).boundary,
             task.time_limit,
         ),
         memory=None if found.memory is None else MemoryTimeline.of(found.memory),

@@ -108,6 +108,12 @@ class Task:
             self.joint, parameters=pins, inputs=call.inputs, outputs=call.outputs, free=call.free
         )
 
+    def of_other_size(self, graph: JointGraph, like: Assignment) -> Task:
+        """Of a smaller piece, `graph`: what a stage sends is laid out as of the first, however few rows there are."""
+        free = {i: layout for i, layout in output_layouts(self.joint, like).items() if i in self.call.free}
+        call = replace(self.call, outputs={**self.call.outputs, **free}, free=frozenset())
+        return replace(self, captured=replace(self.captured, joint=graph), call=call)
+
     def again(self) -> Again:
         """What plans the same but for one thing, for a plan's own questions. Copying it copies no graph."""
 
@@ -290,7 +296,7 @@ def _plan_of(task: Task, found: Found, judged: Judged, again: Again | None) -> P
             joint,
             found.assignment,
             prices,
-            lambda graph: replace(task, captured=replace(task.captured, joint=graph)).boundary,
+            lambda graph: task.of_other_size(graph, found.assignment).boundary,
             task.time_limit,
         ),
         memory=None if judged.memory is None else MemoryTimeline.of(judged.memory),
