@@ -19,3 +19,8 @@ class CallLayouts:
     inputs: Mapping[int, Layout]
     outputs: Mapping[int, Layout | None]
     free: frozenset[int] = frozenset()
+
+    def settled(self, found: Mapping[int, Layout | None]) -> CallLayouts:
+        """With the layouts that were found for what is free."""
+        free = {i: layout for i, layout in found.items() if i in self.free}
+        return CallLayouts(self.inputs, {**self.outputs, **free})

@@ -102,16 +102,12 @@ class Task:
 
     @property
     def boundary(self) -> Boundary:
-        pins = by_first_name(self.pins, self.captured)
-        call = self.call
-        return boundary_of(
-            self.joint, parameters=pins, inputs=call.inputs, outputs=call.outputs, free=call.free
-        )
+        pins, call = by_first_name(self.pins, self.captured), self.call
+        return boundary_of(self.joint, pins, call.inputs, call.outputs, call.free)
 
     def of_other_size(self, graph: JointGraph, like: Assignment) -> Task:
         """Of a smaller piece, `graph`: what a stage sends is laid out as of the first, however few rows there are."""
-        free = {i: layout for i, layout in output_layouts(self.joint, like).items() if i in self.call.free}
-        call = replace(self.call, outputs={**self.call.outputs, **free}, free=frozenset())
+        call = self.call.settled(output_layouts(self.joint, like))
         return replace(self, captured=replace(self.captured, joint=graph), call=call)
 
     def again(self) -> Again:

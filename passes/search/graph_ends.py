@@ -26,7 +26,6 @@ class Boundary:
 
 def boundary_of(
     joint: JointGraph,
-    *,
     parameters: Mapping[str, Layout],
     inputs: Mapping[int, Layout],
     outputs: Mapping[int, Layout | None],
