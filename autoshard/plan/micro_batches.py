@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from typing import Protocol, TypeVar
 
 from autoshard.plan.plan import Plan
 from cost_model.deadline import Deadline
@@ -13,7 +14,15 @@ from passes.micro_batches.cut_batch import cut_batch
 from passes.micro_batches.time_axis import batch_length, trains
 from passes.micro_batches.uncut import Uncut
 
-__all__ = ["cut_call", "fastest_in_pieces", "most_pieces"]
+__all__ = ["cut_call", "fastest_in_pieces", "fastest_of", "most_pieces"]
+
+
+class _Timed(Protocol):
+    @property
+    def step_time(self) -> float: ...
+
+
+P = TypeVar("P", bound=_Timed)
 
 
 def cut_call(captured: Captured, count: int) -> Captured:
@@ -42,13 +51,21 @@ def fastest_in_pieces(
     """
     if micro_batches != "auto":
         return planned(cut_call(captured, int(micro_batches)))
-    best: Plan | None = None
+    counts = _counts(captured, memory_limit)
+    return fastest_of(counts, lambda count: planned(cut_call(captured, count)), deadline)
+
+
+def fastest_of(counts: Iterable[int], planned: Callable[[int], P], deadline: Deadline) -> P:
+    """The plan of the first of `counts`, ascending, after which the next is slower, or time is over.
+
+    planned: the plan of so many pieces; it raises InfeasibleError, and so does this if there is none."""
+    best: P | None = None
     reason: InfeasibleError | None = None
-    for count in _counts(captured, memory_limit):
+    for count in counts:
         if best is not None and deadline.left <= 0.0:
             break
         try:
-            found = planned(cut_call(captured, count))
+            found = planned(count)
         except Uncut as error:
             reason = reason or error
             break

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -17,7 +16,8 @@ from autoshard.plan.pipeline_json import pipeline_from_json, pipeline_to_json
 from autoshard.plan.pipeline_words import explain_pipeline, pipeline_difference, pipeline_text
 from autoshard.plan.plan_collectives import Collective, collectives_of
 from autoshard.plan.plan_graph import plan_graph
-from cost_model.checked_arguments import checked_path, reject
+from autoshard.plan.plan_json import write_plan
+from cost_model.checked_arguments import reject
 from cost_model.errors import PlanError
 from passes.ir.joint import JointGraph
 from passes.micro_batches.cut_batch import cut_for_stages
@@ -102,13 +102,7 @@ class PipelinePlan(PipelineContent[P]):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the JSON that `Plan.load` reads. PlanError where no file can be written."""
-        target = checked_path(path, "path", PlanError)
-        try:
-            target.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise PlanError(
-                f"cannot write plan {str(target)!r}: {error.strerror}\n  try: another path"
-            ) from None
+        write_plan(self.to_json(), path)
 
     def to_json(self) -> dict[str, Any]:
         return pipeline_to_json(self)

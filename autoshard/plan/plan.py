@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -28,7 +27,7 @@ from autoshard.plan.plan_check import plan_problems
 from autoshard.plan.plan_collectives import Collective, collectives_of
 from autoshard.plan.plan_content import PlanContent, PlanOrigin, Raced
 from autoshard.plan.plan_graph import plan_graph
-from autoshard.plan.plan_json import SCHEMA_VERSION, PlanData, damaged, plan_data, plan_to_json
+from autoshard.plan.plan_json import SCHEMA_VERSION, PlanData, damaged, plan_data, plan_to_json, write_plan
 from autoshard.plan.variants import Again
 from autoshard.plan.why_not import why_not_family, why_not_pinned
 from cost_model.checked_arguments import checked_path, reject
@@ -234,13 +233,7 @@ class Plan(PlanContent):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the JSON that `load` reads. PlanError where no file can be written."""
-        target = checked_path(path, "path", PlanError)
-        try:
-            target.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise PlanError(
-                f"cannot write plan {str(target)!r}: {error.strerror}\n  try: another path"
-            ) from None
+        write_plan(self.to_json(), path)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan | PipelinePlan[Plan]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from dataclasses import astuple
 from typing import Annotated, Any, Literal
 
@@ -10,13 +12,14 @@ from msgspec import Meta, Struct
 
 from autoshard.plan.plan_content import PlanContent
 from autoshard.plan.plan_memory import OUTLINE, AtPeak, MemoryTimeline
+from cost_model.checked_arguments import checked_path
 from cost_model.errors import PlanError
 from cost_model.mesh import MeshSpec
 from passes.plan.record_json import Count, LayoutData, NodeData, Text, layout_to_json, record_to_json
 from passes.predict.memory_kinds import KINDS, Kind
 from passes.predict.memory_walk import MemoryStep
 
-__all__ = ["SCHEMA_VERSION", "PlanData", "plan_data", "plan_to_json"]
+__all__ = ["SCHEMA_VERSION", "PlanData", "plan_data", "plan_to_json", "write_plan"]
 
 SCHEMA_VERSION = 5
 
@@ -135,6 +138,15 @@ def plan_data(data: Any, where: str) -> PlanData:
 
 def damaged(where: str, problem: str) -> PlanError:
     return PlanError(f"{where} is a damaged plan: {problem}{_AGAIN}")
+
+
+def write_plan(data: dict[str, Any], path: str | os.PathLike[str]) -> None:
+    """PlanError where no file can be written."""
+    target = checked_path(path, "path", PlanError)
+    try:
+        target.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"cannot write plan {str(target)!r}: {error.strerror}\n  try: another path") from None
 
 
 def plan_to_json(plan: PlanContent) -> dict[str, Any]:

@@ -10,24 +10,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
-
 from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.plan.plan import Plan
-from autoshard.plan.plan_content import PlanOrigin
+from autoshard.plan.plan_origin import plan_origin
 from autoshard.plan.plan_reserve import plan_reserve
 from autoshard.plan.stage_cut import StageCutter
 from autoshard.plan.stage_schedule import Scheduled, orders_of
 from autoshard.plan.stage_search import WORTH, StageSearch
 from autoshard.plan.stage_tasks import PlannedStage
 from autoshard.plan.task import Task
-from autoshard.version import __version__
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError, ShardingError
 from cost_model.mesh import MeshSpec
 from passes.micro_batches.cut_batch import cut_for_stages
 from passes.micro_batches.time_axis import trains
-from passes.plan.describe import graph_hash
 from passes.stages.pipeline_orders import ORDERS, PipelineOrder, pipeline_order
 
 __all__ = ["check_stages", "pipeline_plan", "plan_stages"]
@@ -152,12 +148,5 @@ def pipeline_plan(
         reserve=plan_reserve(task.mesh, ()),
         bound_of_cut=bound_of_cut,
         inputs=task.call.inputs,
-        origin=PlanOrigin(
-            profile=task.profile.name,
-            profile_hash=task.profile.hash(),
-            nominal=task.profile.nominal,
-            graph_hash=graph_hash(task.joint),
-            autoshard=__version__,
-            torch=torch.__version__,
-        ),
+        origin=plan_origin(task.profile, task.joint),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from autoshard.plan.micro_batches import most_pieces
+from autoshard.plan.micro_batches import fastest_of, most_pieces
 from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_stages import check_stages, plan_stages
@@ -89,27 +89,13 @@ def pipeline_in_pieces(
     further once a plan in more pieces is slower. Raises InfeasibleError."""
     if micro_batches != "auto":
         return plan_stages(task, axis, int(micro_batches), deadline, schedule)
-    best: PipelinePlan[Plan] | None = None
-    reason: InfeasibleError | None = None
-    counts = list(_counts(task, axis))
-    for place, count in enumerate(counts):
-        if best is not None and deadline.left <= 0.0:
-            break
-        try:
-            until = deadline.share(1.0 / (len(counts) - place))
-            found = plan_stages(task, axis, count, until, schedule)
-        except InfeasibleError as error:
-            reason = reason or error
-            if best is not None:
-                break
-            continue
-        if best is not None and found.step_time >= best.step_time:
-            break
-        best = found
-    if best is None:
-        assert reason is not None
-        raise reason
-    return best
+    counts = _counts(task, axis)
+
+    def planned(count: int) -> PipelinePlan[Plan]:
+        until = deadline.share(1.0 / (len(counts) - counts.index(count)))
+        return plan_stages(task, axis, count, until, schedule)
+
+    return fastest_of(counts, planned, deadline)
 
 
 def _counts(task: Task, axis: str) -> Sequence[int]:

@@ -10,25 +10,23 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-import torch
-
 from autoshard.plan.call_layouts import CallLayouts
 from autoshard.plan.infeasible import Asked, told
 from autoshard.plan.judged import Judged, judged, lowered
 from autoshard.plan.parameter_names import by_first_name, parameter_shapes
 from autoshard.plan.piece_sizes import other_size_records
 from autoshard.plan.pins import resolve_pins
-from autoshard.plan.plan import Plan, PlanOrigin
+from autoshard.plan.plan import Plan
 from autoshard.plan.plan_collectives import Collective, collectives_of
 from autoshard.plan.plan_content import PlanContent
 from autoshard.plan.plan_ends import output_layouts, parameter_layouts
 from autoshard.plan.plan_memory import MemoryTimeline
+from autoshard.plan.plan_origin import plan_origin
 from autoshard.plan.plan_reserve import plan_reserve
 from autoshard.plan.search_with_states import StatesWithin
 from autoshard.plan.task_prices import prices_of
 from autoshard.plan.time_kept import out_of_time, search_until
 from autoshard.plan.variants import Again, Variant, variant_narrowing
-from autoshard.version import __version__
 from cost_model.correction import with_timed_collectives
 from cost_model.deadline import Deadline, OutOfTime
 from cost_model.errors import InfeasibleError
@@ -43,7 +41,7 @@ from passes.ir.joint import JointGraph
 from passes.layout.assignment import Assignment
 from passes.layout.joined_axes import JoinedAxes, joined_text
 from passes.layout.layout import Layout
-from passes.plan.describe import describe, fallback_ops, graph_hash
+from passes.plan.describe import describe, fallback_ops
 from passes.plan.records import layouts_of
 from passes.predict.memory_walk import MemoryWalk
 from passes.redistribution.steps import Step
@@ -277,15 +275,7 @@ def _plan_of(task: Task, found: Found, judged: Judged, again: Again | None) -> P
         inputs=task.call.inputs,
         outputs=output_layouts(joint, found.assignment),
         fallbacks=fallback_ops(joint),
-        origin=PlanOrigin(
-            profile=task.profile.name,
-            profile_hash=task.profile.hash(),
-            nominal=task.profile.nominal,
-            graph_hash=graph_hash(task.joint),
-            autoshard=__version__,
-            torch=torch.__version__,
-            timed="" if task.timed is None else task.timed.hash,
-        ),
+        origin=plan_origin(task.profile, task.joint, task.timed),
         joined_axes=found.joined,
         micro_batches=joint.pieces,
         other_sizes=other_size_records(
