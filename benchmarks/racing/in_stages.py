@@ -17,7 +17,6 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 
 from autoshard.runtime.pipeline_stage import PipelineStage as OwnStage
 from autoshard.runtime.stage_run import StageRun
@@ -30,7 +29,7 @@ __all__ = ["BusyClock", "StagesByHand", "equal_stages", "staged_by_hand"]
 
 @dataclass(frozen=True)
 class StagesByHand:
-    """axis: of `mesh`, whose ranks hold the stages, `local` each. inside: "DDP" or "TP" over the other axis, "" where
+    """axis: of `mesh`, whose ranks hold the stages, `local` each. inside: "DP" or "TP" over the other axis, "" where
     there is none."""
 
     mesh: DeviceMesh
@@ -82,7 +81,11 @@ def staged_by_hand(race: Race, how: StagesByHand) -> Runner:
         losses: list[Tensor] = []
         first = (x,) if own == 0 else ()
         last = own == how.ranks - 1
-        schedule.step(*first, target=y if last else None, losses=losses if last else None, return_outputs=False)
+        schedule.step(
+            *first, target=y if last else None, losses=losses if last else None, return_outputs=False
+        )
+        if how.other is not None and how.inside == "DP":
+            _average(mine, how.other.get_group())
         loss = how.ranks * torch.stack(losses).mean().detach() if last else torch.zeros(())
         return loss.requires_grad_()  # the schedule has run the backward
 
@@ -90,19 +93,27 @@ def staged_by_hand(race: Race, how: StagesByHand) -> Runner:
 
 
 def _inside(stage: nn.Module, how: StagesByHand) -> nn.Module:
-    if how.other is None:
+    if how.other is None or how.inside == "DP":
         return stage
-    if how.inside == "DDP":
-        group = how.other.get_group()
-        return DistributedDataParallel(stage, process_group=group, gradient_as_bucket_view=True)
     styles = {name: ColwiseParallel() for name, _ in stage.named_modules() if name.endswith("up")}
     rows = {name: RowwiseParallel() for name, _ in stage.named_modules() if name.endswith("down")}
     return parallelize_module(stage, how.other, styles | rows)
 
 
+def _average(stages: nn.Module, group: dist.ProcessGroup) -> None:
+    """Gradients over replicas of a stage, after the last piece. DistributedDataParallel fails here: it counts the
+    parameters of torch's first step twice, and does not see gradients that are made apart from those of inputs."""
+    grads = [p.grad for p in stages.parameters() if p.grad is not None]
+    started = [dist.all_reduce(grad, group=group, async_op=True) for grad in grads]
+    for grad, one in zip(grads, started, strict=True):
+        assert one is not None
+        one.wait()
+        grad.div_(dist.get_world_size(group))
+
+
 def _rows(race: Race, how: StagesByHand) -> tuple[Tensor, Tensor]:
     x, y = race.batch()
-    if how.other is None or how.inside != "DDP":
+    if how.other is None or how.inside != "DP":
         return x, y
     rank, count = how.other.get_local_rank(), how.other.size()
     return x.chunk(count)[rank].contiguous(), y.chunk(count)[rank].contiguous()

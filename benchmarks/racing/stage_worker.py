@@ -1,4 +1,4 @@
-"""One rank of a race of pipelines: started on the cluster by benchmarks/pipeline_race.py, which says in a file what to do.
+"""One rank of a race of pipelines: started on the cluster by benchmarks/pipeline_race.py.
 
 torchrun ... -m benchmarks.racing.stage_worker --model mlp --sizes 1024 1024 8 256 --out result.json
 """
@@ -52,7 +52,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=7, help="timed steps of each contestant")
     parser.add_argument("--budget", type=float, default=15.0, help="seconds for measuring the profile")
     parser.add_argument("--profile", help="a file or a shipped name; measured without it")
-    parser.add_argument("--only", help="contestants beside autoshard's pipeline, by name, with commas between")
+    parser.add_argument(
+        "--only", help="contestants beside autoshard's pipeline, by name, with commas between"
+    )
 
 
 def main() -> None:
@@ -99,7 +101,7 @@ def contestants(race: Race, given: argparse.Namespace) -> Builds:
         plan = forced.plan
         yield "autoshard, stages=hosts", lambda: forced
     local = len(plan.stages) // plan.ranks
-    for inside in ("",) if len(mesh.shape) == 1 else ("DDP", "TP"):
+    for inside in ("",) if len(mesh.shape) == 1 else ("DP", "TP"):
         how = StagesByHand(mesh, plan.axis, plan.schedule, plan.micro_batches, local, inside)
         name = f"{BY_HAND} x {inside}" if inside else BY_HAND
         yield name, lambda how=how: staged_by_hand(race, how)

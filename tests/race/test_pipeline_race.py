@@ -15,7 +15,7 @@ from benchmarks.racing.workloads import Workload, gpt, mlp
 from tests.ranks import RankPool
 
 SMALL = {"mlp": lambda: mlp(12, 20, 4, 16), "gpt": lambda: gpt(32, 8, 32, 4, 8, head=8)}
-DDP, TP = "torch pipelining x DDP", "torch pipelining x TP"
+DP, TP = "torch pipelining x DP", "torch pipelining x TP"
 OTHERS = {"autoshard, no stages", "DDP", "TP"}
 
 
@@ -41,9 +41,9 @@ def raced(rank: int, name: str, hosts: int, *words: str) -> dict[str, Any]:
     ("name", "hosts", "words", "by_hand"),
     [
         ("mlp", 4, ("--schedule", "1f1b"), {"torch pipelining"}),
-        ("mlp", 2, ("--schedule", "gpipe"), {DDP, TP}),
-        pytest.param("gpt", 2, ("--schedule", "zero_bubble", "--only", DDP), {DDP}, marks=pytest.mark.slow),
-        pytest.param("mlp", 2, ("--schedule", "interleaved"), {DDP, TP}, marks=pytest.mark.slow),
+        ("mlp", 2, ("--schedule", "gpipe"), {DP, TP}),
+        pytest.param("gpt", 2, ("--schedule", "zero_bubble", "--only", DP), {DP}, marks=pytest.mark.slow),
+        pytest.param("mlp", 2, ("--schedule", "interleaved"), {DP, TP}, marks=pytest.mark.slow),
     ],
 )
 def test_all_train_the_same(
@@ -64,16 +64,23 @@ def test_all_train_the_same(
 
 def test_table() -> None:
     rows = [
-        {"name": AUTO, "seconds": [0.1, 0.2, 0.3], "cpu": 0.4, "state": 2e6, "losses": [2.0], "plan": "2 stages"}
+        {
+            "name": AUTO,
+            "seconds": [0.1, 0.2, 0.3],
+            "cpu": 0.4,
+            "state": 2e6,
+            "losses": [2.0],
+            "plan": "2 stages",
+        }
         | {"predicted": 0.15, "bubble": 0.25, "predicted_bubble": 0.3},
-        {"name": DDP, "seconds": [0.25, 0.25, 0.25], "cpu": 0.5, "state": 4e6, "losses": [2.0]},
+        {"name": DP, "seconds": [0.25, 0.25, 0.25], "cpu": 0.5, "state": 4e6, "losses": [2.0]},
         {"name": TP, "seconds": [0.4, 0.4, 0.4], "cpu": 0.5, "state": 4e6, "losses": [2.02]},
     ]
     result = {"workload": "MLP", "load": 1.5, "reference": [2.0], "rows": rows}
     text = "\n".join(table(result, "4 hosts"))
     assert (
         f"| {AUTO} | 200 ms | 100, 300 | 0.80 | 400 ms | 150 ms | -25% | 0.25 | 0.30 | 2 MB |\n"
-        f"| {DDP} | 250 ms | 250, 250 | 1.00 | 500 ms |  |  |  |  | 4 MB |\n"
+        f"| {DP} | 250 ms | 250, 250 | 1.00 | 500 ms |  |  |  |  | 4 MB |\n"
         f"| {TP} | 400 ms | 400, 400 | 1.60 | 500 ms |  |  |  |  | 4 MB |\n"
     ) in text
     assert "load before 1.5" in text and "from one process: 1e-02" in text
