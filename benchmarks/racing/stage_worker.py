@@ -1,6 +1,6 @@
 """One rank of a race of pipelines: started on the cluster by benchmarks/pipeline_race.py.
 
-torchrun ... -m benchmarks.racing.stage_worker --model mlp --sizes 1024 1024 8 256 --out result.json
+torchrun ... -m benchmarks.racing.stage_worker --model mlp --sizes 512 512 16 512 --out result.json
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--sizes",
         type=int,
         nargs="+",
-        default=[1024, 1024, 8, 256],
+        default=[512, 512, 16, 512],
         help="mlp: width, hidden, blocks, batch; gpt: vocabulary, context, width, layers, batch",
     )
     parser.add_argument("--pieces", type=int, default=8, help="of a batch, for all pipelines")
