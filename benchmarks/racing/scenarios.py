@@ -39,6 +39,7 @@ FABRICS = {
     "fast": Fabric("1 host of 4 ranks, loopback", 1, 4, None),
     "hosts": Fabric("2 hosts of 2 ranks, 1 Gbit/s between them", 2, 2, "1gbit"),
     "slow": Fabric("4 hosts of 1 rank, 300 Mbit/s each", 4, 1, "300mbit"),
+    "pair": Fabric("2 hosts of 1 rank, 300 Mbit/s each", 2, 1, "300mbit"),
 }
 
 SCENARIOS = {
