@@ -10,10 +10,9 @@ from torch import Tensor, fx
 
 from autoshard.runtime.input_side import conform, expected
 from passes.compile.compile_graph import Compiled, compile_graph
-from passes.lower.add_early import add_early
 from passes.lower.phases import Backward
 from passes.lower.piece_values import IN_PLACE, given_values, leave
-from passes.lower.piecewise import Collected, PieceInput, RankPieces
+from passes.lower.piecewise import PieceInput, RankPieces
 from passes.lower.rank_program import RankProgram
 from passes.stages.split_backward import BackwardHalves, split_backward
 
@@ -65,40 +64,6 @@ class _Half:
     takes: Like
 
 
-class _Adding:
-    """A program of gradients. Where earlier pieces left all of its sums, it adds to them as it goes: that takes the
-    memory of one gradient, and not of all."""
-
-    def __init__(self, module: fx.GraphModule, left: Sequence[Collected], compile_: Compiler) -> None:
-        self._left = left
-        self.run, self.takes = compile_(module)
-        results: Any = next(iter(reversed(module.graph.nodes))).args[0]
-        pairs = list(zip(left, results, strict=True))
-        names = [one.name for one in left]
-        self._places = [
-            place
-            for place, (one, result) in enumerate(pairs)
-            if one.how == "sum" and result is not None and names.count(one.name) == 1
-        ]
-        self._module, self._compile = module, compile_
-        self._later: _Half | None = None
-
-    def __call__(self, inputs: list[Tensor], known: Known) -> None:
-        """Adds to `known` what it leaves. inputs: emptied, maybe."""
-        sums = [known.get(self._left[place].name) for place in self._places]
-        if not self._compile.joins or not sums or any(value is None for value in sums):
-            leave(self._left, self.run(inputs), known)  # type: ignore[arg-type]
-            return
-        if self._later is None:
-            self._later = _Half(*self._compile(add_early(self._module, self._places)))
-        given = zip(sums, self._later.takes[len(inputs) :], strict=True)
-        inputs += [conform(value, like) for value, like in given]  # type: ignore[arg-type]
-        found = self._later.run(inputs)
-        known.update((self._left[place].name, found[place]) for place in self._places)  # type: ignore[misc]
-        others = [place for place in range(len(self._left)) if place not in self._places]
-        leave([self._left[i] for i in others], [found[i] for i in others], known)  # type: ignore[misc]
-
-
 class CompiledPiece:
     """Forward and backward of a piece. `halves` of the backward are made where they are asked for.
 
@@ -114,7 +79,7 @@ class CompiledPiece:
         self._forward, self._takes = compile_(phases.forward)
         self.backward_graph: Backward | None = phases.backward
         if phases.backward is not None:
-            self._run_backward = _Adding(phases.backward.module, parts.left[self._outputs :], compile_)
+            self._run_backward, self._takes_back = compile_(phases.backward.module)
         self._halves: BackwardHalves | None = None
 
     def forward(self, known: Known) -> list[Any]:
@@ -139,7 +104,8 @@ class CompiledPiece:
     def backward(self, known: Known, kept: list[Any]) -> None:
         """Adds to `known` what it leaves. kept: as `forward` returned it; emptied."""
         if self.backward_graph is not None:
-            self._run_backward(self._given_back(known, kept), known)
+            found = self._run_backward(self._given_back(known, kept))
+            leave(self._parts.left[self._outputs :], found, known)  # type: ignore[arg-type]
 
     def backward_input(self, known: Known, kept: list[Any], first: Sequence[str]) -> list[Any]:
         """The gradients that leave by the names `first` alone; returns what `backward_weight` takes."""
@@ -159,7 +125,7 @@ class CompiledPiece:
             assert self._halves is not None, "backward_weight follows backward_input"
             inputs = [conform(value, like) for value, like in zip(kept, self._weight.takes, strict=True)]
             kept.clear()
-            self._weight(inputs, known)
+            self._leave(self._halves.second, self._weight.run(inputs), known)
 
     def _split(self, first: Sequence[str]) -> BackwardHalves:
         if self._halves is None:
@@ -169,13 +135,12 @@ class CompiledPiece:
             early = {end.name for end, one in ends if one.name in first}
             self._halves = split_backward(self.backward_graph, early)
             self._input = _Half(*self._compile(self._halves.input))
-            second = [left[place] for place in self._halves.second]
-            self._weight = _Adding(self._halves.weight, second, self._compile)
+            self._weight = _Half(*self._compile(self._halves.weight))
         return self._halves
 
     def _given_back(self, known: Known, kept: list[Any]) -> list[Any]:
         tangents = given_values(self._inputs[1], known)
-        given = zip([*kept, *tangents], self._run_backward.takes, strict=True)
+        given = zip([*kept, *tangents], self._takes_back, strict=True)
         inputs = [conform(value, like) for value, like in given]
         kept.clear()
         return inputs
