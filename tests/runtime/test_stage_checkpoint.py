@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,9 @@ def run(folder: str, axes: Axes | None, *, steps: int, load: bool, **options: An
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     if load:
         mine, its = get_state_dict(model, optimizer)
-        dcp.load({"model": mine, "optimizer": its}, checkpoint_id=folder, no_dist=axes is None)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load({"model": mine, "optimizer": its}, checkpoint_id=folder)
         set_state_dict(model, optimizer, model_state_dict=mine, optim_state_dict=its)
     losses = [step(model, optimizer, batch) for _ in range(steps)]
     if not load:
