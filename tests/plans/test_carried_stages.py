@@ -33,7 +33,9 @@ def carried(
     return first, carried_stages(replace(stage_task(name, mesh), captured=captured), first)
 
 
-@pytest.mark.parametrize(("name", "mesh"), [("mlp", SQUARE), ("gpt2", PP), ("llama", SQUARE)])
+@pytest.mark.parametrize(
+    ("name", "mesh"), [("mlp", SQUARE), ("gpt2", PP), pytest.param("llama", SQUARE, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("training", [False, True])
 def test_stages_hold_what_they_held(name: str, mesh: Any, training: bool) -> None:
     first, later = carried(name, mesh, training=training, rows=2)

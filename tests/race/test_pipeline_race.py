@@ -41,7 +41,7 @@ def raced(rank: int, name: str, hosts: int, *words: str) -> dict[str, Any]:
     ("name", "hosts", "words", "by_hand"),
     [
         ("mlp", 4, ("--schedule", "1f1b"), {"torch pipelining"}),
-        ("mlp", 2, ("--schedule", "gpipe"), {DP, TP}),
+        pytest.param("mlp", 2, ("--schedule", "gpipe"), {DP, TP}, marks=pytest.mark.slow),
         pytest.param("gpt", 2, ("--schedule", "zero_bubble", "--only", DP), {DP}, marks=pytest.mark.slow),
         pytest.param("mlp", 2, ("--schedule", "interleaved"), {DP, TP}, marks=pytest.mark.slow),
     ],
