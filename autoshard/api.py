@@ -22,7 +22,7 @@ from autoshard.plan.find_plan import ProfileLike, load_profile, mesh_spec, named
 from autoshard.plan.optimizer_names import OptimizerLike, optimizer_name
 from autoshard.plan.pins import Constraints, resolve_pins
 from autoshard.plan.pipeline_plan import PipelinePlan
-from autoshard.plan.plan import Plan
+from autoshard.plan.plain_plan import given_plan
 from autoshard.plan.stages_option import AnyPlan, checked_schedule, checked_stages
 from autoshard.refine.refine import check_refine
 from autoshard.runtime.agreement import agree, collectively
@@ -122,7 +122,7 @@ def autoshard(
         check_refine(refine)
         check_recompute(recompute)
         check_call_placements(in_placements, out_placements, spec)
-        ready = plan if plan is None or isinstance(plan, (Plan, PipelinePlan)) else Plan.load(plan)
+        ready = None if plan is None else given_plan(plan)
         # A plan needs no profile.
         known = profile is not None or plan is not None
         return Settings(

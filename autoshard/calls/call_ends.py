@@ -10,7 +10,7 @@ from autoshard.runtime.input_side import InputSide, OutputSide, Returned
 from passes.ir.joint import JointGraph, node_value
 from passes.layout.layout import Layout
 
-__all__ = ["CallEnds", "call_ends", "input_sides", "output_shapes", "returned_as"]
+__all__ = ["CallEnds", "call_ends", "call_inputs", "input_sides", "output_shapes", "returned_as"]
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,19 @@ class CallEnds:
 
 def call_ends(joint: JointGraph, plan: Plan, asked: Mapping[int, Layout | None]) -> CallEnds:
     """asked: as in `CallLayouts`."""
-    layouts = {node.name: plan.assignment[node.name].results[0] for node in joint.placeholders}
     outputs: list[OutputSide] = []
     for index, shape in output_shapes(joint).items():
         layout = plan.outputs[index]
         assert layout is not None
         outputs.append(OutputSide(shape, layout, returned_as(index, asked)))
-    return CallEnds(input_sides(joint, layouts), tuple(outputs))
+    return CallEnds(call_inputs(joint, plan), tuple(outputs))
+
+
+def call_inputs(joint: JointGraph, plan: Plan) -> tuple[InputSide, ...]:
+    """`CallEnds.inputs`."""
+    return input_sides(
+        joint, {node.name: plan.assignment[node.name].results[0] for node in joint.placeholders}
+    )
 
 
 def input_sides(joint: JointGraph, layouts: Mapping[str, Layout]) -> tuple[InputSide, ...]:

@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 
 from autoshard.plan.pipeline_content import PipelineContent
 from autoshard.plan.plan_content import PlanContent, PlanOrigin
-from autoshard.plan.plan_json import SCHEMA_VERSION, MeshData, OriginData, damaged, plan_to_json
+from autoshard.plan.plan_json import SCHEMA_VERSION, MeshData, OriginData, damaged, plan_head, plan_to_json
 from autoshard.plan.stage_schedule import SchedulePrices
 from cost_model.errors import InfeasibleError, PlanError
 from cost_model.mesh import MeshSpec
@@ -82,12 +82,7 @@ def pipeline_to_json(plan: PipelineContent[Any]) -> dict[str, Any]:
     prices = plan.prices
     sent, returned = (*prices.sent, 0.0), (*prices.returned, 0.0)
     return {
-        "schema_version": SCHEMA_VERSION,
-        "mesh": {
-            "axes": dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True)),
-            "device": plan.mesh.device_type,
-        },
-        "origin": {name: value for name, value in vars(plan.origin).items() if name != "timed" or value},
+        **plan_head(plan.mesh, plan.origin),
         "axis": plan.axis,
         "schedule": plan.schedule,
         "micro_batches": plan.micro_batches,
@@ -110,8 +105,8 @@ def pipeline_to_json(plan: PipelineContent[Any]) -> dict[str, Any]:
     }
 
 
-def pipeline_from_json(data: Any, where: str, stage_from: Callable[[Any, str], P]) -> PipelineContent[P]:
-    """Inverse of `pipeline_to_json`. stage_from: the plan of a stage from its data, and where that stands.
+def pipeline_from_json(data: Any, where: str, stage_from: Callable[..., P]) -> PipelineContent[P]:
+    """Inverse of `pipeline_to_json`. stage_from: `Plan.from_json`, which knows of this.
 
     PlanError for anything else: what is accepted can be shown, drawn and put on a timeline."""
     if data.get("schema_version") != SCHEMA_VERSION:
@@ -128,7 +123,9 @@ def pipeline_from_json(data: Any, where: str, stage_from: Callable[[Any, str], P
     try:
         for problem in _problems(content):
             raise damaged(where, problem)
-        stages = [stage_from(stage.plan, f"{where}, stage {i}") for i, stage in enumerate(content.stages)]
+        stages = [
+            stage_from(stage.plan, where=f"{where}, stage {i}") for i, stage in enumerate(content.stages)
+        ]
         plan = _plan_of(content, stages)
     except (ValueError, InfeasibleError) as error:
         if isinstance(error, PlanError):

@@ -108,8 +108,8 @@ class PipelinePlan(PipelineContent[P]):
         return pipeline_to_json(self)
 
     @classmethod
-    def from_json(cls, data: Any, stage_from: Callable[[Any, str], P], *, where: str = "plan") -> Self:
-        """Inverse of `to_json`. stage_from: the plan of a stage from its data. PlanError for anything else."""
+    def from_json(cls, data: Any, stage_from: Callable[..., P], *, where: str = "plan") -> Self:
+        """Inverse of `to_json`. stage_from: `Plan.from_json`. PlanError for anything else."""
         content = pipeline_from_json(data, where, stage_from)
         return cls(**{one.name: getattr(content, one.name) for one in fields(content)})
 

@@ -1,4 +1,4 @@
-"""Where only plans without stages go."""
+"""Plans as an argument: given or a file's path, of any kind or without stages."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ import os
 
 from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.plan.plan import Plan
+from autoshard.plan.stages_option import AnyPlan
 from cost_model.errors import PlanError
 
-__all__ = ["plain_plan"]
+__all__ = ["given_plan", "plain_plan"]
 
 
-def plain_plan(plan: Plan | PipelinePlan[Plan] | str | os.PathLike[str], what: str) -> Plan:
+def given_plan(plan: AnyPlan | str | os.PathLike[str]) -> AnyPlan:
+    """`plan`, or read. Raises as `Plan.load`."""
+    return plan if isinstance(plan, (Plan, PipelinePlan)) else Plan.load(plan)
+
+
+def plain_plan(plan: AnyPlan | str | os.PathLike[str], what: str) -> Plan:
     """`plan`, or read. PlanError for a plan with stages, which `what` does not take."""
-    found = plan if isinstance(plan, (Plan, PipelinePlan)) else Plan.load(plan)
+    found = given_plan(plan)
     if isinstance(found, PipelinePlan):
         raise PlanError(
             f"{what} takes no plan with stages, and this one has {len(found.stages)}\n"

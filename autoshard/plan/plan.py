@@ -241,8 +241,8 @@ class Plan(PlanContent):
         file = checked_path(path, "plan", PlanError)
         data = parse_json(read_text(file, "plan", PlanError), repr(str(file)), PlanError)
         if is_pipeline(data):
-            return PipelinePlan.from_json(data, Plan._from, where=str(file))
-        return Plan._from(data, str(file))
+            return PipelinePlan.from_json(data, Plan.from_json, where=str(file))
+        return Plan.from_json(data, where=str(file))
 
     def to_json(self) -> dict[str, Any]:
         return plan_to_json(self)
@@ -250,10 +250,6 @@ class Plan(PlanContent):
     @staticmethod
     def from_json(data: Any, *, where: str = "plan") -> Plan:
         """Inverse of `to_json`. PlanError for anything else: what is accepted can be shown, drawn and compared."""
-        return Plan._from(data, where)
-
-    @staticmethod
-    def _from(data: Any, where: str) -> Plan:
         content = plan_data(data, where)
         try:
             plan = _plan_from(content)

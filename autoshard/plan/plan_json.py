@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from autoshard.plan.plan_content import PlanContent
+from autoshard.plan.plan_content import PlanContent, PlanOrigin
 from autoshard.plan.plan_memory import OUTLINE, AtPeak, MemoryTimeline
 from cost_model.checked_arguments import checked_path
 from cost_model.errors import PlanError
@@ -19,7 +19,7 @@ from passes.plan.record_json import Count, LayoutData, NodeData, Text, layout_to
 from passes.predict.memory_kinds import KINDS, Kind
 from passes.predict.memory_walk import MemoryStep
 
-__all__ = ["SCHEMA_VERSION", "PlanData", "plan_data", "plan_to_json", "write_plan"]
+__all__ = ["SCHEMA_VERSION", "PlanData", "plan_data", "plan_head", "plan_to_json", "write_plan"]
 
 SCHEMA_VERSION = 5
 
@@ -149,15 +149,19 @@ def write_plan(data: dict[str, Any], path: str | os.PathLike[str]) -> None:
         raise PlanError(f"cannot write plan {str(target)!r}: {error.strerror}\n  try: another path") from None
 
 
-def plan_to_json(plan: PlanContent) -> dict[str, Any]:
+def plan_head(mesh: MeshSpec, origin: PlanOrigin) -> dict[str, Any]:
+    """With what the file of any plan begins."""
     return {
         "schema_version": SCHEMA_VERSION,
-        "mesh": {
-            "axes": dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True)),
-            "device": plan.mesh.device_type,
-        },
+        "mesh": {"axes": dict(zip(mesh.names, mesh.sizes, strict=True)), "device": mesh.device_type},
         # What is usual is left out, here and below: files of unrefined plans stay as they were.
-        "origin": {name: value for name, value in vars(plan.origin).items() if name != "timed" or value},
+        "origin": {name: value for name, value in vars(origin).items() if name != "timed" or value},
+    }
+
+
+def plan_to_json(plan: PlanContent) -> dict[str, Any]:
+    return {
+        **plan_head(plan.mesh, plan.origin),
         "cost_seconds": plan.cost,
         "lower_bound_seconds": plan.lower_bound,
         "status": plan.status,

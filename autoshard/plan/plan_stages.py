@@ -32,7 +32,6 @@ _STAGES_PER_RANK = (1, 2, 4)
 """Stages a rank that are tried: more make the bubble smaller, and send more often. Several only where as many cuts pass
 no more than their neighbours: between layers, and not inside of one."""
 
-
 _CUTS = 2
 """Cuts into as many stages that are planned: one by estimates, one by what its stages take."""
 

@@ -90,13 +90,12 @@ class CompiledPiece:
         backward = self.backward_graph
         saved = set() if backward is None else set(backward.saved)
         # Sums are made in place, and the backward of this piece may run after other pieces' forwards.
+        left = self._parts.left[: self._outputs]
         found = [
             value.clone() if place in saved and one.how in IN_PLACE and value is not None else value
-            for place, (one, value) in enumerate(
-                zip(self._parts.left, results[: self._outputs], strict=False)
-            )
+            for place, (one, value) in enumerate(zip(left, results[: self._outputs], strict=True))
         ]
-        leave(self._parts.left[: self._outputs], found, known)  # type: ignore[arg-type]
+        leave(left, found, known)  # type: ignore[arg-type]
         if backward is None:
             return []
         return [*(early[i] for i in backward.passed), *(results[i] for i in backward.saved)]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.calls.call_ends import CallEnds, call_ends
+from autoshard.calls.call_ends import CallEnds, call_ends, call_inputs
 from autoshard.plan.micro_batches import cut_call
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_fits import axes_in, runnable
@@ -33,7 +33,7 @@ from passes.lower.missing_tangents import usually_missing
 from passes.lower.rank_program import RankProgram, Schedule, rank_program
 from passes.schedule.schedule import one_communicator_at_a_time, scheduled
 
-__all__ = ["Made", "Making", "Workshop", "schedule_for"]
+__all__ = ["Made", "Making", "Workshop", "schedule_for", "together"]
 
 _log = logging.getLogger("autoshard")
 
@@ -77,7 +77,7 @@ class Making:
         home, plan = self._home, self._plan
         groups_for(home.mesh, axes_in(plan))
         ours = collectively(home.mesh, lambda: self._lowered(captured), what="lowering a plan")
-        sides = call_ends(captured.joint, plan, {}).inputs
+        sides = call_inputs(captured.joint, plan)
         turn = turns_of(home.watch, kind)
 
         def compiled(backend: str) -> AnyProgram:
@@ -90,11 +90,7 @@ class Making:
                 program.compile_backward(usually_missing(backward))
             return program
 
-        def together(backend: str) -> AnyProgram:
-            with home.stages("compiling the plan"):
-                return collectively(home.mesh, lambda: compiled(backend), what="compiling a plan")
-
-        return together
+        return together(home, compiled)
 
     def _lowered(self, captured: Captured) -> list[RankProgram]:
         """This rank's program; where a batch is run in pieces, of each."""
@@ -111,6 +107,16 @@ class Making:
                     programs = [programs[0].joined()]
                 _ = programs[0].phases
         return programs
+
+
+def together(home: Workshop, compiled: Made) -> Made:
+    """`compiled` on all ranks, or on none."""
+
+    def made(backend: str) -> AnyProgram:
+        with home.stages("compiling the plan"):
+            return collectively(home.mesh, lambda: compiled(backend), what="compiling a plan")
+
+    return made
 
 
 def schedule_for(axes: Sequence[tuple[str, ...]], communicators: int) -> Schedule:

@@ -52,11 +52,10 @@ class PiecewiseProgram:
         self._leaf_names = [node.name for node, _ in given]
         kinds = [kind.kind for _, kind in given]
         self.leaves = Leaves(kinds, [node.meta["val"] for node, _ in given], sides, spec, rank)
-        read = [(kind, node.meta["val"]) for node, kind in pairs if kind.kind == "tangent" and node.users]
-        self._tangent_names = {
-            kind.index: node.name for node, kind in pairs if kind.kind == "tangent" and node.users
-        }
-        self.ends = CallGradients(first.outputs, first.inputs, [(k.index, value) for k, value in read])
+        read = [(kind.index, node) for node, kind in pairs if kind.kind == "tangent" and node.users]
+        self._tangent_names = {index: node.name for index, node in read}
+        tangents = [(index, node.meta["val"]) for index, node in read]
+        self.ends = CallGradients(first.outputs, first.inputs, tangents)
         compile_ = Compiler(backend)
         self._whole = _Step(programs, compile_)
         self._early = (

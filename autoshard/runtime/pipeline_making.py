@@ -13,7 +13,7 @@ from autoshard.plan.task import CallLayouts
 from autoshard.runtime.agreement import collectively
 from autoshard.runtime.devices import local_device
 from autoshard.runtime.input_side import InputSide, OutputSide
-from autoshard.runtime.making import Made, Making, Workshop, schedule_for
+from autoshard.runtime.making import Made, Making, Workshop, schedule_for, together
 from autoshard.runtime.pipeline_program import PipelineEnds, PipelineProgram
 from autoshard.runtime.process_groups import groups_for
 from autoshard.runtime.stage_mesh import holders_mesh
@@ -77,11 +77,7 @@ class PipelineMaking:
         def compiled(backend: str) -> PipelineProgram:
             return PipelineProgram(ends, ours, len(graphs), plan.schedule, backend, turn, home.stage_clocks)
 
-        def together(backend: str) -> PipelineProgram:
-            with home.stages("compiling the plan"):
-                return collectively(home.mesh, lambda: compiled(backend), what="compiling a plan")
-
-        return together
+        return together(home, compiled)
 
     def _lowered(self, graphs: Sequence[StageGraph]) -> list[StageOnRank]:
         """The stages of this rank."""
@@ -143,13 +139,8 @@ def _coordinate(home: Workshop, plan: StagesPlan) -> int:
 
 def _stage_place(home: Workshop, plan: StagesPlan) -> tuple[MeshSpec, int]:
     """The mesh of one stage, and this rank's place in it."""
-    coordinates = home.mesh.get_coordinate()
-    assert coordinates is not None
-    spec = plan.mesh.resized(plan.axis, 1)
-    place = 0
-    for axis, coordinate in zip(spec.names, coordinates, strict=True):
-        place = place * spec.size(axis) + (0 if axis == plan.axis else coordinate)
-    return spec, place
+    others = [axis for axis in plan.mesh.names if axis != plan.axis]
+    return plan.mesh.resized(plan.axis, 1), plan.mesh.linear_index(home.mesh.get_rank(), others)
 
 
 def _sides(joint: JointGraph, plan: StagesPlan) -> tuple[InputSide, ...]:

@@ -26,7 +26,7 @@ from cost_model.mesh import MeshSpec
 from passes.capture import Captured
 from passes.layout.layout import Layout
 
-__all__ = ["Found", "Planner", "found_from_json", "found_to_json"]
+__all__ = ["Found", "Planner", "first_plan", "found_from_json", "found_to_json"]
 
 Found = list[Candidate] | PipelinePlan[Plan]
 """Plans that are to race, one where there is no race; or the plan with stages."""
@@ -39,8 +39,13 @@ def found_to_json(found: Found) -> Any:
 def found_from_json(data: Any) -> Found:
     """Raises as `Candidate.from_json`."""
     if isinstance(data, dict):
-        return PipelinePlan.from_json(data, lambda stage, where: Plan.from_json(stage, where=where))
+        return PipelinePlan.from_json(data, Plan.from_json)
     return list(map(Candidate.from_json, data))
+
+
+def first_plan(found: Found) -> AnyPlan:
+    """The search's own."""
+    return found if isinstance(found, PipelinePlan) else found[0].plan
 
 
 def _alone(plan: AnyPlan) -> Found:

@@ -32,7 +32,7 @@ from autoshard.runtime.module import Built, dispatcher_of
 from autoshard.runtime.observe import Observer
 from autoshard.runtime.optimizers import optimizers_of
 from autoshard.runtime.pipeline_making import making_of
-from autoshard.runtime.planner import Found, Planner, found_from_json, found_to_json
+from autoshard.runtime.planner import Found, Planner, first_plan, found_from_json, found_to_json
 from autoshard.runtime.programs import Programs
 from autoshard.runtime.race import race
 from autoshard.runtime.race_entry import RaceEntry
@@ -109,9 +109,8 @@ class Session:
         with self.stages("finding a plan"):
             found = self._planned(captured, layouts)
         kind = kind_of(self.model, captured.joint)
-        first = found if isinstance(found, PipelinePlan) else found[0].plan
         captured = collectively(
-            self.mesh, lambda: making_of(self, first).cut(captured), what="cutting a batch"
+            self.mesh, lambda: making_of(self, first_plan(found)).cut(captured), what="cutting a batch"
         )
         tensors, key = flatten_call(args, kwargs)
         if isinstance(found, PipelinePlan):
@@ -174,7 +173,7 @@ class Session:
             self.seeds.start(seed)
         read = lambda: mine[0] if mine else found_from_json(data)
         found = collectively(self.mesh, read, what="the plan read")
-        fallbacks = (found if isinstance(found, PipelinePlan) else found[0].plan).fallbacks
+        fallbacks = first_plan(found).fallbacks
         if fallbacks:
             _log.warning(
                 "ops without a rule run replicated, with their inputs gathered: %s", ", ".join(fallbacks)

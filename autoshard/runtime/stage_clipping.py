@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from autoshard.runtime.devices import local_device
 from autoshard.runtime.process_groups import whole_group
-from autoshard.runtime.stage_mesh import is_of_stages, pipeline_mesh_of
+from autoshard.runtime.stage_mesh import pipeline_mesh_of, pipeline_of
 from cost_model.errors import ShardingError
 from passes.ir.torch_dtensor import CLIP_BY_NORM, CLIP_BY_VALUE, TOTAL_NORM, local_of, wrap_in_torch
 
@@ -38,7 +38,7 @@ def _total_norm(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
         tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> Tensor:
         given = _listed(tensors)
-        pipeline = _pipeline_of(given)
+        pipeline = pipeline_of(given)
         if pipeline is None:
             return plain(given, norm_type, error_if_nonfinite, foreach)
         total = torch.linalg.vector_norm(_norms(given, float(norm_type), pipeline), float(norm_type))
@@ -61,7 +61,7 @@ def _clip_by_norm(plain: Callable[..., None]) -> Callable[..., None]:
         parameters: Any, max_norm: float, total_norm: Tensor, foreach: bool | None = None
     ) -> None:
         given = _listed(parameters)
-        if _pipeline_of([p.grad for p in given]) is None:
+        if pipeline_of([p.grad for p in given]) is None:
             return plain(given, max_norm, total_norm, foreach)
         total = total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm
         plain(_parts(given), max_norm, total, foreach)
@@ -74,7 +74,7 @@ def _clip_by_value(plain: Callable[..., None]) -> Callable[..., None]:
     @torch.no_grad()
     def clip_grad_value_(parameters: Any, clip_value: float, foreach: bool | None = None) -> None:
         given = _listed(parameters)
-        if _pipeline_of([p.grad for p in given]) is None:
+        if pipeline_of([p.grad for p in given]) is None:
             return plain(given, clip_value, foreach)
         plain(_parts(given), clip_value, foreach)
         return _mark_changed(given)
@@ -84,11 +84,6 @@ def _clip_by_value(plain: Callable[..., None]) -> Callable[..., None]:
 
 def _listed(tensors: Any) -> list[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
-
-
-def _pipeline_of(tensors: Iterable[Tensor | None]) -> DeviceMesh | None:
-    """The mesh of all stages of which some hold one of `tensors`; None where there is none such."""
-    return next((pipeline_mesh_of(t.device_mesh) for t in tensors if is_of_stages(t)), None)  # type: ignore[union-attr]
 
 
 @dataclass(frozen=True)

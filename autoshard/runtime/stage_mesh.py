@@ -6,6 +6,7 @@ empty there, and an op computes nothing.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,16 @@ from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
 from passes.ir.torch_dtensor import forget_op_layouts, mesh_elsewhere
 
-__all__ = ["PartOf", "holders_mesh", "is_of_stages", "part_of", "pipeline_mesh_of", "place_in", "spec_of"]
+__all__ = [
+    "PartOf",
+    "holders_mesh",
+    "is_of_stages",
+    "part_of",
+    "pipeline_mesh_of",
+    "pipeline_of",
+    "place_in",
+    "spec_of",
+]
 
 
 class PartOf(NamedTuple):
@@ -70,6 +80,12 @@ def pipeline_mesh_of(mesh: DeviceMesh) -> DeviceMesh | None:
 def is_of_stages(*values: Any) -> bool:
     """Whether one of them is a DTensor that not all stages hold."""
     return any(isinstance(v, DTensor) and part_of(v.device_mesh) is not None for v in values)
+
+
+def pipeline_of(tensors: Iterable[Any]) -> DeviceMesh | None:
+    """The mesh of all stages of which some hold one of `tensors`; None where there is none such."""
+    meshes = (value.device_mesh for value in tensors if isinstance(value, DTensor))
+    return next((found for mesh in meshes if (found := pipeline_mesh_of(mesh)) is not None), None)
 
 
 def spec_of(mesh: DeviceMesh) -> MeshSpec:

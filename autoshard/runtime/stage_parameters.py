@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
@@ -15,9 +14,8 @@ from autoshard.runtime.stage_mesh import holders_mesh
 from autoshard.runtime.stage_ops import complete_stage_ops
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
-from passes.ir.torch_dtensor import dtensor_from, local_of, sharding_of
 
-__all__ = ["StagePlaced", "distribute_stage_parameters", "empty_gradient"]
+__all__ = ["StagePlaced", "distribute_stage_parameters"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ def distribute_stage_parameters(
 
     Every rank has every parameter, a DTensor of its whole shape on `holders_mesh(mesh, axis, holders)`. On a rank of
     another stage its local tensor is empty (of a parameter of no dims, a zero that means nothing), and so must its
-    gradient be, which has to be there where its own ranks have one: `empty_gradient`. What no name of `placed` is of
+    gradient be, which has to be there where its own ranks have one. What no name of `placed` is of
     is replicated on all ranks.
 
     What reads or changes a parameter is for all ranks of `mesh` together: `full_tensor()`, clipping, an optimizer's
@@ -59,8 +57,3 @@ def distribute_stage_parameters(
     meshes = {holders: holders_mesh(mesh, axis, holders) for holders in sets}
     places = {name: Place(meshes[one.holders], one.placements) for name, one in placed.items()}
     place_parameters(model, mesh, places)
-
-
-def empty_gradient(parameter: Tensor) -> Tensor:
-    """The gradient, on a rank that has no part of it, of a parameter that other stages hold."""
-    return dtensor_from(torch.zeros_like(local_of(parameter)), sharding_of(parameter))

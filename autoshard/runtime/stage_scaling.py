@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from autoshard.runtime.process_groups import whole_group
-from autoshard.runtime.stage_mesh import pipeline_mesh_of
+from autoshard.runtime.stage_mesh import pipeline_of
 from passes.ir.torch_dtensor import local_of, unscaling_op, wrap_dtensor_handler
 
 __all__ = ["scale_over_stages"]
@@ -25,7 +22,7 @@ def scale_over_stages() -> None:
 def _unscale(plain: Callable[..., Any]) -> Callable[..., Any]:
     def unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         gradients, found, inverse = args
-        pipeline = _pipeline_of(gradients)
+        pipeline = pipeline_of(gradients)
         if pipeline is None:
             return plain(op, args, kwargs)
         parts = [part for part in map(local_of, gradients) if part.numel()]
@@ -35,8 +32,3 @@ def _unscale(plain: Callable[..., Any]) -> Callable[..., Any]:
         return None
 
     return unscale
-
-
-def _pipeline_of(gradients: list[torch.Tensor]) -> DeviceMesh | None:
-    meshes = (g.device_mesh for g in gradients if isinstance(g, DTensor))
-    return next((found for mesh in meshes if (found := pipeline_mesh_of(mesh)) is not None), None)

@@ -14,13 +14,14 @@ from autoshard.arguments import checked_model
 from autoshard.calls.signature import as_call
 from autoshard.plan.find_plan import autocast_as, canonical_capture
 from autoshard.plan.pipeline_plan import PipelinePlan
+from autoshard.plan.plain_plan import given_plan
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_fits import runnable
 from autoshard.plan.planned_graph import planned_graph
 from autoshard.plan.stages_option import AnyPlan
 from autoshard.runtime.module import original_forward
-from autoshard.verification.divergence import CANCELLED, Divergence, Watcher
-from autoshard.verification.part_errors import largest, piece_error
+from autoshard.verification.divergence import Divergence, Watcher, floors_by_kind
+from autoshard.verification.part_errors import piece_error
 from autoshard.verification.shards import held_value
 from autoshard.verification.simulated_step import rank_programs, simulated_results, usual_tangents
 from autoshard.verification.verify_stages import stage_errors
@@ -91,7 +92,7 @@ def verify(
 
     Raises PlanError if the plan belongs to another model, inputs or code.
     """
-    plan = plan if isinstance(plan, (Plan, PipelinePlan)) else Plan.load(plan)
+    plan = given_plan(plan)
     checked_model(model)
     checked_count(seed, "seed")
     args, kwargs = as_call(example_inputs)
@@ -219,11 +220,7 @@ def _compared(
     """least: per result, the least scale that an error is relative to."""
     ends = iter(plan.assignment["output"].operands)
     errors: dict[str, float] = {}
-    kinds = [spec.kind for spec in joint.outputs]
-    floors = {
-        kind: CANCELLED * largest(w for w, k in zip(wanted, kinds, strict=True) if k == kind)
-        for kind in kinds
-    }
+    floors = floors_by_kind(joint, wanted)
     for position, (spec, value) in enumerate(zip(joint.outputs, joint.results, strict=True)):
         if value is None:
             continue

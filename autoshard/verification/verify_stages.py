@@ -8,8 +8,8 @@ from torch import Tensor
 
 from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.plan.plan import Plan
-from autoshard.verification.divergence import CANCELLED
-from autoshard.verification.part_errors import largest, piece_error
+from autoshard.verification.divergence import floors_by_kind
+from autoshard.verification.part_errors import piece_error
 from autoshard.verification.shards import held_value
 from autoshard.verification.simulated_step import rank_programs
 from cost_model.mesh import MeshSpec
@@ -43,11 +43,7 @@ def stage_errors(
     ]
     found = simulate_stages(stages, mesh)
     layouts = [_layouts(graph, stage) for graph, stage in zip(graphs, plan.stages, strict=True)]
-    kinds = [spec.kind for spec in joint.outputs]
-    floors = {
-        kind: CANCELLED * largest(w for w, k in zip(wanted, kinds, strict=True) if k == kind)
-        for kind in kinds
-    }
+    floors = floors_by_kind(joint, wanted)
     errors: dict[str, float] = {}
     for spec, expected, scale in zip(joint.outputs, wanted, least, strict=True):
         leaf = spec.kind, spec.name

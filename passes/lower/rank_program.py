@@ -91,6 +91,10 @@ class RankProgram:
 
     def complete(self) -> Phases:
         """As they run with a gradient for every output."""
+        return self._complete
+
+    @cached_property
+    def _complete(self) -> Phases:
         return replace(self.phases, backward=None if self.phases.backward is None else self.backward())
 
     def usual(self) -> Phases:
