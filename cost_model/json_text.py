@@ -3,28 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 from cost_model.errors import AutoshardError
 
-__all__ = ["parse_json", "read_text"]
+__all__ = ["parse_json"]
 
 _MOST_DIGITS = 18
-
-
-def read_text(path: Path, what: str, error: type[AutoshardError]) -> str:
-    """The file's text. `error`, naming it, if it cannot be read or is not UTF-8."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as cause:
-        raise error(
-            f"cannot read {what} {str(path)!r}: {cause.strerror}\n  try: a path that exists"
-        ) from None
-    except UnicodeDecodeError as cause:
-        raise error(
-            f"{str(path)!r} is no {what}: not UTF-8 ({cause.reason})\n  try: the file as it was written"
-        ) from None
 
 
 def parse_json(text: str, where: str, error: type[AutoshardError]) -> Any:

@@ -15,6 +15,7 @@ from cost_model.measurements import CollectiveSamples, DeviceRates, LinkLevel
 from cost_model.profile_check import check_profile
 from cost_model.profile_json import profile_data, profile_fields, profile_json
 from cost_model.profile_schema import SCHEMA_VERSION
+from cost_model.text_files import write_text
 
 __all__ = ["ProfileRecord"]
 
@@ -101,12 +102,7 @@ class ProfileRecord:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the JSON that `load` reads. ProfileError where no file can be written."""
         target = checked_path(path, "path", ProfileError)
-        try:
-            target.write_text(self.to_json(), encoding="utf-8")
-        except OSError as error:
-            raise ProfileError(
-                f"cannot write profile {str(target)!r}: {error.strerror}\n  try: another path"
-            ) from None
+        write_text(target, self.to_json(), "profile", ProfileError)
 
     def to_json(self) -> str:
         """The JSON text of this profile: schema version first, then the fields in order."""

@@ -21,6 +21,7 @@ from autoshard.drawing.timeline_svg import (
 )
 from cost_model.checked_arguments import checked_path
 from cost_model.errors import PlanError
+from cost_model.text_files import write_text
 from passes.stages.pipeline_timeline import PipelineTimeline
 
 __all__ = ["draw_pipeline", "pipeline_svg"]
@@ -47,10 +48,7 @@ def draw_pipeline(
     else:
         picture = pipeline_svg(title, timeline, stages)
         text = picture if suffix == ".svg" else html_page(title, picture)
-    try:
-        target.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise PlanError(f"cannot write {str(target)!r}: {error.strerror}\n  try: another path") from None
+    write_text(target, text, "picture", PlanError)
     return target
 
 

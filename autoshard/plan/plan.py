@@ -32,8 +32,9 @@ from autoshard.plan.variants import Again
 from autoshard.plan.why_not import why_not_family, why_not_pinned
 from cost_model.checked_arguments import checked_path, reject
 from cost_model.errors import PlanError
-from cost_model.json_text import parse_json, read_text
+from cost_model.json_text import parse_json
 from cost_model.reserve import communicators
+from cost_model.text_files import read_text
 from passes.ir.joint import JointGraph
 from passes.layout.assignment import Assignment
 from passes.layout.placements import layout_to_placements

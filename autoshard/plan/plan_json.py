@@ -15,6 +15,7 @@ from autoshard.plan.plan_memory import OUTLINE, AtPeak, MemoryTimeline
 from cost_model.checked_arguments import checked_path
 from cost_model.errors import PlanError
 from cost_model.mesh import MeshSpec
+from cost_model.text_files import write_text
 from passes.plan.record_json import Count, LayoutData, NodeData, Text, layout_to_json, record_to_json
 from passes.predict.memory_kinds import KINDS, Kind
 from passes.predict.memory_walk import MemoryStep
@@ -142,11 +143,7 @@ def damaged(where: str, problem: str) -> PlanError:
 
 def write_plan(data: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """PlanError where no file can be written."""
-    target = checked_path(path, "path", PlanError)
-    try:
-        target.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise PlanError(f"cannot write plan {str(target)!r}: {error.strerror}\n  try: another path") from None
+    write_text(checked_path(path, "path", PlanError), json.dumps(data, indent=1) + "\n", "plan", PlanError)
 
 
 def plan_head(mesh: MeshSpec, origin: PlanOrigin) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from autoshard.runtime.process_groups import whole_group
 from autoshard.runtime.session import Session
 from cost_model.checked_arguments import checked_path
 from cost_model.errors import PlanError
+from cost_model.text_files import write_text
 from passes.plan.graph_text import format_seconds
 from passes.stages.pipeline_orders import PipelineOrder
 from passes.stages.pipeline_timeline import PipelineEvent, PipelineTimeline
@@ -98,7 +99,7 @@ class PipelineReport:
             raise PlanError(
                 f"draw({str(target)!r}): not a name that ends in .svg or .json\n  try: one that does"
             )
-        target.write_text(text, encoding="utf-8")
+        write_text(target, text, "picture", PlanError)
         return target
 
     def _measure(self) -> PipelineFigures:

@@ -42,6 +42,7 @@ from cost_model.checked_arguments import checked_count, checked_path
 from cost_model.correction import CollectiveTime, corrected_profile
 from cost_model.errors import PlanError
 from cost_model.profile import Profile
+from cost_model.text_files import write_text
 from passes.lower.phases import Phases
 from passes.predict.predict_step import Prediction, predict_phases
 
@@ -131,7 +132,7 @@ class StepReport:
                 "report: nothing to draw: no collectives ran, or not on CPUs with gloo, where they can be followed\n"
                 "  try: report.text()"
             )
-        target.write_text(track_svg(self.figures), encoding="utf-8")
+        write_text(target, track_svg(self.figures), "picture", PlanError)
         return target
 
     def corrected(self, profile: Profile | None = None) -> Profile:
