@@ -13,7 +13,7 @@ from torch import fx
 from autoshard.plan.task import Task
 from passes.ir.joint import JointGraph, repeats, results_nbytes
 from passes.ir.op_traits import is_view
-from passes.stages.choose_cut import ChosenCut, Fits, even_cut
+from passes.stages.choose_cut import ChosenCut, Fits, choose_cut
 from passes.stages.cut_costs import (
     CutCosts,
     CutPlace,
@@ -81,7 +81,7 @@ class StageCutter:
 
     def _cut(self, stages: int, costs: CutCosts, places: Sequence[CutPlace]) -> ChosenCut:
         price = transfer_price(self.task, self.axis)
-        return even_cut(
+        return choose_cut(
             costs,
             stages,
             lambda nbytes: price(nbytes / self.ranks),

@@ -12,7 +12,7 @@ from passes.ir.joint import results_nbytes
 from passes.ir.properties import described
 from passes.stages.cut_costs import CutCosts, CutPlace, Segment
 
-__all__ = ["ChosenCut", "Fits", "choose_cut", "even_cut", "stage_seconds"]
+__all__ = ["ChosenCut", "Fits", "choose_cut", "stage_seconds"]
 
 Fits = Callable[[Segment, int], bool]
 """Whether a stage's memory holds a segment, and which stage: the first ones keep more pieces in flight. Of what fits,
@@ -44,32 +44,22 @@ def choose_cut(
     stages: int,
     transfer_seconds: TransferSeconds,
     *,
+    within: float = 0.0,
     places: Sequence[CutPlace] | None = None,
     fits: Fits | None = None,
 ) -> ChosenCut:
-    """The cut into `stages` at `places` (default: anywhere) whose longest stage is the shortest; among those, the one
-    that takes the least time to send.
+    """Of the cuts into `stages` at `places` (default: anywhere) whose longest stage is at most the share `within`
+    longer than the shortest there is, the one with the least sum of squares of its stages' seconds: no stage is idle
+    that could take of another.
 
     transfer_seconds: bytes -> seconds between two stages. Raises InfeasibleError that says whether there are too few
     places, one piece is too large for any stage, or all are too large together.
     """
     line, longest = _shortest(costs, stages, transfer_seconds, places, fits)
-    return _chosen(line, line.cheapest(stages, longest), longest, places, fits)
-
-
-def even_cut(
-    costs: CutCosts,
-    stages: int,
-    transfer_seconds: TransferSeconds,
-    *,
-    within: float,
-    places: Sequence[CutPlace] | None = None,
-    fits: Fits | None = None,
-) -> ChosenCut:
-    """Of the cuts whose longest stage is at most the share `within` longer than the shortest there is, the one with the
-    least sum of squares of its stages' seconds: no stage is idle that could take of another. As `choose_cut` else."""
-    line, longest = _shortest(costs, stages, transfer_seconds, places, fits)
-    return _chosen(line, line.evenest(stages, longest * (1.0 + within)), longest, places, fits)
+    free = _Line(costs, costs.places, transfer_seconds, None)
+    bound = longest if places is None and fits is None else min(longest, free.longest(stages))
+    cut = line.evenest(stages, longest * (1.0 + within))
+    return ChosenCut(cut, stage_seconds(costs, cut, transfer_seconds), bound)
 
 
 def _shortest(
@@ -90,16 +80,6 @@ def _shortest(
     if not np.isfinite(longest):
         raise _too_large(costs, line, stages, wanted)
     return line, longest
-
-
-def _chosen(
-    line: _Line, cut: tuple[str, ...], longest: float, places: Sequence[CutPlace] | None, fits: Fits | None
-) -> ChosenCut:
-    costs, transfer_seconds = line.costs, line.transfer_seconds
-    free = _Line(costs, costs.places, transfer_seconds, None)
-    stages = len(cut) + 1
-    bound = longest if places is None and fits is None else min(longest, free.longest(stages))
-    return ChosenCut(cut, stage_seconds(costs, cut, transfer_seconds), bound)
 
 
 def stage_seconds(
@@ -142,23 +122,16 @@ class _Line:
             )
         return float(best[-1])
 
-    def cheapest(self, stages: int, longest: float) -> tuple[str, ...]:
-        """Of the cuts with no stage longer than `longest` the one that sends for the least time."""
-        return self._least_sum(stages, longest, lambda end: self._sent[end] + self._returned[:end])
-
     def evenest(self, stages: int, longest: float) -> tuple[str, ...]:
-        """Of those the one with the least sum of squares."""
-        return self._least_sum(stages, longest, lambda end: self.costs_to(end) ** 2)
-
-    def _least_sum(self, stages: int, longest: float, price: Callable[[int], np.ndarray]) -> tuple[str, ...]:
-        """price: of the stages that end at a place, by where they begin."""
+        """Of the cuts with no stage longer than `longest` the one with the least sum of squares."""
         limit = longest * (1.0 + _ROUNDING)
         best, steps = self._start(), list[list[int]]()
         for stage in range(stages):
             first = self._first_that_fit(stage)
             found, step = [np.inf], [0]
             for end in range(1, len(self.positions)):
-                sums = np.where(self.costs_to(end) <= limit, best[:end] + price(end), np.inf)
+                seconds = self.costs_to(end)
+                sums = np.where(seconds <= limit, best[:end] + seconds**2, np.inf)
                 sums[: first[end]] = np.inf
                 step.append(int(np.argmin(sums)))
                 found.append(float(sums[step[-1]]))

@@ -10,7 +10,7 @@ from torch import fx
 
 from cost_model.errors import InfeasibleError
 from passes.ir.joint import results_nbytes
-from passes.stages.choose_cut import choose_cut, even_cut, stage_seconds
+from passes.stages.choose_cut import choose_cut, stage_seconds
 from passes.stages.cut_costs import CutCosts, Segment, cut_costs, narrow_places
 from passes.stages.gradient_sums import gradient_sums
 from passes.stages.graph_parts import graph_parts
@@ -158,7 +158,7 @@ def test_no_cut_is_more_even(seed: int, stages: int) -> None:
     seconds = [stage_seconds(costs, cut, slow) for cut in cuts]
     longest = 1.1 * min(map(max, seconds))
     best = min(sum(s**2 for s in own) for own in seconds if max(own) <= longest * (1 + 1e-12))
-    found = even_cut(costs, stages, slow, within=0.1)
+    found = choose_cut(costs, stages, slow, within=0.1)
     assert sum(s**2 for s in found.seconds) == pytest.approx(best, rel=1e-12)
     assert max(found.seconds) <= longest * (1 + 1e-12)
     assert 0.0 <= found.gap <= 0.1 + 1e-12
