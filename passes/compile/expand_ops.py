@@ -112,6 +112,8 @@ def _inline(
     for old, made in inner.items():
         if old.op == "call_function":
             made.meta = {**node.meta, "val": old.meta["val"]}
+            if made is not result:
+                made.meta.pop("timed", None)  # it runs if the result does
     return tuple(result) if isinstance(result, (tuple, list)) else result
 
 

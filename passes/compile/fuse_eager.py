@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from passes.compile.matching import stand_in
 from passes.ir.graph_pass import RankPass
 from passes.ir.graph_properties import FUNCTIONAL
 from passes.ir.rank_properties import COLLECTIVES
@@ -51,7 +52,7 @@ class FuseEager(RankPass):
         graph = module.graph
         for node in list(graph.nodes):
             if _changes_nothing(node):
-                node.replace_all_uses_with(node.args[0])
+                stand_in(node, node.args[0])  # type: ignore[arg-type]
                 graph.erase_node(node)
         for node in list(graph.nodes):
             if node.target is aten.add.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.compile.matching import called, drop_unread, shape_of, sole_user
+from passes.compile.matching import called, drop_unread, shape_of, sole_user, stand_in
 from passes.ir.graph_pass import RankPass
 from passes.ir.rank_properties import COLLECTIVES
 
@@ -62,8 +62,7 @@ def _join(product: fx.Node, graph: fx.Graph) -> bool:
         else:
             joined = graph.call_function(aten.matmul.default, (operand, matrix))
     joined.meta = dict(result.meta)
-    result.replace_all_uses_with(joined)
-    product.meta.pop("timed", None)  # it need not run besides
+    stand_in(result, joined)
     return True
 
 

@@ -12,7 +12,7 @@ from passes.ir.fake_calls import FakeCalls
 from passes.ir.op_traits import is_collective
 from passes.ir.torch_compat import fake_mode_of
 
-__all__ = ["Emitter", "called", "drop_unread", "others", "shape_of", "sole_user", "summed"]
+__all__ = ["Emitter", "called", "drop_unread", "others", "shape_of", "sole_user", "stand_in", "summed"]
 
 aten = torch.ops.aten
 
@@ -51,6 +51,13 @@ def sole_user(node: object, target: Any) -> fx.Node | None:
     """The one reader of `node`, if it calls `target`."""
     users = list(node.users) if isinstance(node, fx.Node) else []
     return users[0] if len(users) == 1 and users[0].target is target else None
+
+
+def stand_in(node: fx.Node, other: fx.Node) -> None:
+    """`other` is read in the place of `node`; it runs unread if that did."""
+    node.replace_all_uses_with(other)
+    if node.meta.pop("timed", False):
+        other.meta["timed"] = True
 
 
 def drop_unread(graph: fx.Graph) -> None:

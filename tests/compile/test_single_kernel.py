@@ -66,6 +66,19 @@ def test_a_product_is_the_kernels_that_eager_programs_run() -> None:
     assert [op for op, _, _ in found.ops if ".mm." in op] == ["aten.mm.default"] * 2
 
 
+@pytest.mark.parametrize(
+    "equation, other", [("a b k, n k -> a b n", (5, 6)), ("a b k, k n -> a b n", (6, 5))]
+)
+def test_a_product_of_rows_in_several_dims_runs_once_a_call(equation: str, other: tuple[int, int]) -> None:
+    """Between views: what joins them stands in for the product, which does not run besides."""
+    rows, weight = (
+        TensorLook((2, 4, 6), (24, 6, 1), torch.float32),
+        TensorLook(other, (other[1], 1), torch.float32),
+    )
+    found = called(case("autoshard.contract.default", rows, weight, args=(equation,)), 3)
+    assert sum(".mm." in op for op, _, _ in found.ops) == 3
+
+
 def test_truth_values_and_lists_of_operands() -> None:
     mask = replace(ROWS, dtype=torch.bool)
     assert len(called(case("aten.where.self", mask, ROWS, ROWS), 2).ops) == 2
