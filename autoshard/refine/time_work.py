@@ -18,6 +18,7 @@ from cost_model.measure.clock import Clock, device_clock
 from cost_model.measure.collective_work import Buffers, Team, whole_size
 from cost_model.measure.measure import mesh_device
 from cost_model.measure.peers import Peers, world_peers
+from cost_model.measure.processor_clock import compute_clock
 from cost_model.measure.sampling import Series, sample
 from cost_model.measure.statistics import Curve, median
 from cost_model.measure.teams import teams_of
@@ -58,7 +59,8 @@ def time_work(
         peers = stack.enter_context(world_peers(device.type))
         moves = peers.size > 1 and any(isinstance(case, CollectiveCase) for case in cases)
         teams = stack.enter_context(teams_of(mesh, spec)) if moves else {}
-        timing = _Timing(spec, device, peers, clock or device_clock(device.type), teams)
+        of_kernels = compute_clock(device.type, peers) if clock is None else None
+        timing = _Timing(spec, device, peers, clock or device_clock(device.type), of_kernels, teams)
         return timing.all(cases, seconds)
 
 
@@ -72,6 +74,7 @@ class _Timing:
     device: torch.device
     peers: Peers
     clock: Clock
+    of_kernels: Clock | None
     teams: Mapping[GroupShape, Team]
     kernels: list[TimedKernel] = field(default_factory=list[TimedKernel])
     collectives: list[TimedCollective] = field(default_factory=list[TimedCollective])
@@ -104,7 +107,7 @@ class _Timing:
 
         name = f"kernel {case.op}"
         least = _LEAST_SECONDS[_kind_of(self.device)]
-        series = Series(name, (1,), prepare, median, least, ahead=True)  # type: ignore[arg-type]
+        series = Series(name, (1,), prepare, median, least, ahead=True, clock=self.of_kernels)  # type: ignore[arg-type]
         (curve,) = self._sampled(series)
         return curve.seconds[0] / calls
 

@@ -15,7 +15,15 @@ import torch.distributed as dist
 from torch.cuda import nccl
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["collective_backend", "device_name", "hardware_text", "host_name", "software_versions", "today"]
+__all__ = [
+    "collective_backend",
+    "device_name",
+    "hardware_text",
+    "host_name",
+    "own_cores",
+    "software_versions",
+    "today",
+]
 
 
 def host_name() -> str:
@@ -28,11 +36,11 @@ def device_name(device_type: str) -> str:
     if device_type == "cuda":
         return torch.cuda.get_device_name()
     threads = torch.get_num_threads()
-    cores = len(_own_cores())
+    cores = len(own_cores())
     return f"{_cpu_model()}, {cores} core{'s' * (cores > 1)}, {threads} thread{'s' * (threads > 1)} per rank"
 
 
-def _own_cores() -> set[int]:
+def own_cores() -> set[int]:
     """Cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import islice
 
 import torch
@@ -30,6 +31,7 @@ from cost_model.measure.kernel_work import Attend
 from cost_model.measure.links import fit_links, levels_of
 from cost_model.measure.overlap_efficiency import overlap_efficiency
 from cost_model.measure.peers import Peers, world_peers
+from cost_model.measure.processor_clock import compute_clock
 from cost_model.measure.sampling import Progress, Series, sample
 from cost_model.measure.statistics import Curve
 from cost_model.measure.teams import teams_of
@@ -63,9 +65,10 @@ def measure_profile(
     check_world(spec, world_size())
     _check_arguments(time_budget, largest_nbytes)
     device = mesh_device(spec.device_type)
-    clock = device_clock(device.type) if clock is None else clock
     with ExitStack() as stack:
         peers = stack.enter_context(world_peers(device.type))
+        of_kernels = compute_clock(device.type, peers) if clock is None else None
+        clock = device_clock(device.type) if clock is None else clock
         teams = stack.enter_context(teams_of(mesh, spec)) if peers.size > 1 else {}
         hosts, names = zip(*peers.everyones((host_name(), device_name(device.type))), strict=True)
         kernels = kernel_series(device, mesh if peers.size > 1 else None, attend)
@@ -73,7 +76,8 @@ def measure_profile(
         sizes = nbytes_ladder(largest_nbytes or LARGEST_NBYTES[_kind_of(device)])
         communication = _communication(teams, sizes, device)
         seconds = time_budget * (1.0 - _OVERLAP_SHARE)
-        curves = iter(sample([*compute, *kernels, *communication], peers, clock, seconds, progress))
+        alone = [replace(series, clock=of_kernels) for series in (*compute, *kernels)]
+        curves = iter(sample([*alone, *communication], peers, clock, seconds, progress))
         rates = device_rates(list(islice(curves, len(compute))))
         rates = with_kernel_rates(rates, list(islice(curves, len(kernels))), device)
         collectives = _collective_samples(teams, list(curves))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -20,6 +20,7 @@ from cost_model.measure.compute_work import matmul_edge, matmul_flops, matmul_wo
 from cost_model.measure.device_series import DTYPES, LEAST_SECONDS
 from cost_model.measure.measure import check_world, mesh_device, world_size
 from cost_model.measure.peers import world_peers
+from cost_model.measure.processor_clock import compute_clock
 from cost_model.measure.sampling import Progress, Series, sample
 from cost_model.measure.statistics import median
 from cost_model.measure.teams import teams_of
@@ -80,11 +81,15 @@ def recheck(
     spec = MeshSpec.of(mesh)
     check_world(spec, world_size())
     device = mesh_device(spec.device_type)
-    clock = device_clock(device.type) if clock is None else clock
     with ExitStack() as stack:
         peers = stack.enter_context(world_peers(device.type))
+        of_kernels = compute_clock(device.type, peers) if clock is None else None
+        clock = device_clock(device.type) if clock is None else clock
         teams = stack.enter_context(teams_of(mesh, spec)) if peers.size > 1 else {}
-        expected = [*_compute(profile, device), *_communication(profile, spec, teams, device)]
+        alone = [
+            replace(one, series=replace(one.series, clock=of_kernels)) for one in _compute(profile, device)
+        ]
+        expected = [*alone, *_communication(profile, spec, teams, device)]
 
         def measure(some: Sequence[_Expected], seconds: float) -> list[tuple[CheckedPoint, ...]]:
             series = [pause_series(Pause(device)), *(one.series for one in some)]

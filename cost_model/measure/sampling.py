@@ -27,6 +27,8 @@ __all__ = ["Budget", "Progress", "Series", "sample"]
 _SWEEP_SHARE = 0.6
 """The share of the budget for the sweep. The rest is for repetitions."""
 _SWEEP_REPETITIONS = 2
+_WARM_UPS, _FASTER = 6, 0.8
+"""The most calls before a point is timed, and the share of the one before below which another follows."""
 _REPETITIONS = 40
 """The most repetitions of a point."""
 _MOST_CALLS = 200
@@ -48,6 +50,7 @@ class Series:
              of a millisecond apart, and ranks that share a core take turns of a few.
     always:  the sizes that are measured whatever they take; (): the first three.
     ahead:   whether to time the device with the host ahead of it, and not the host.
+    clock:   of its own; None: that of all.
     """
 
     name: str
@@ -57,6 +60,7 @@ class Series:
     least: float = 2e-3
     always: tuple[int, ...] = ()
     ahead: bool = False
+    clock: Clock | None = None
 
     @property
     def anchors(self) -> tuple[int, ...]:
@@ -104,12 +108,19 @@ class _Sampler:
 
     def point(self, series: Series, size: int) -> _Point:
         point = _Point(series, size, self.peers.collectively(series.name, partial(series.prepare, size)))
-        # Warm up: the first call may set up connections, and says nothing of the time.
-        once = min(self.time(point), self.time(point))
+        once = self.warmed_up(point)
         most = _MOST_CALLS if self.spent < 1.0 else _OVERDRAWN_CALLS
         point.calls = max(1, min(most, int(series.least / max(once, 1e-9))))
         point.samples = [self.time(point) for _ in range(_SWEEP_REPETITIONS)]
         return point
+
+    def warmed_up(self, point: _Point) -> float:
+        """Seconds of a call, once calls become no faster: the first set up connections, and take memory that the
+        machine has to find. They say nothing of the time."""
+        taken = [self.time(point), self.time(point)]
+        while len(taken) < _WARM_UPS and taken[-1] < _FASTER * taken[-2]:
+            taken.append(self.time(point))
+        return min(taken)
 
     def repeat(self, points: Sequence[_Point]) -> None:
         """More repetitions of all, in turn, until the budget is spent."""
@@ -122,7 +133,8 @@ class _Sampler:
     def time(self, point: _Point) -> float:
         """One repetition: the same seconds on all ranks."""
         self.peers.barrier()
-        mine = self.clock.seconds(point.work, point.calls, point.series.ahead)
+        clock = point.series.clock or self.clock
+        mine = clock.seconds(point.work, point.calls, point.series.ahead)
         said = self.peers.numbers(mine, self.budget.spent(self.clock.now()))
         self.spent = said[0][1]
         self.progress(point.series.name, min(1.0, self.spent))
