@@ -23,6 +23,7 @@ from passes.lower.rank_program import rank_program
 from passes.plan.graph_text import format_seconds
 from passes.plan.lowering_plan import LoweringPlan
 from passes.predict.step_work import CollectiveCase, KernelCase, step_work
+from passes.search.narrowing import Narrowing
 from passes.simulate.lockstep import simulated_group_axes, simulated_groups
 from passes.strategies.prices import Prices
 
@@ -134,7 +135,6 @@ class Rounds:
         self._store.write(self._timed)
         self._rounds += 1
         self._search()
-        self._found.append(self.plan)
         if self.plan.assignment == before.assignment:
             self._finish()
 
@@ -147,6 +147,7 @@ class Rounds:
         deadline = Deadline.after(max(self._deadline.left, self._search_seconds))
         try:
             self.plan = cached_plan(task, lambda: self._searched(task, deadline))
+            self._found.append(self.plan)
         except InfeasibleError as error:  # it was not before: there was no time for it
             _log.debug("refine: %s", error)
 
@@ -218,9 +219,10 @@ class Rounds:
         """The fastest of the plans found and of the best of every family, under the prices of now."""
         self._done = True
         task = self._under(self._timed)
-        seconds, self.plan = min(
+        seconds, best = min(
             ((self._cautious(task, plan), plan) for plan in reversed(self._found)), key=lambda item: item[0]
         )
+        self.plan = self._priced_anew(best, task)
         for candidate in self._families or ():
             if self._deadline.left and task.judged(candidate.assignment).seconds < (1.0 - FASTER) * seconds:
                 assert candidate.family is not None
@@ -230,6 +232,19 @@ class Rounds:
         if self._unknown_seconds(self.plan) <= UNCONFIRMED * seconds:
             keep_plan(self._path, self.plan)
         _log.info("refine: %s", self._said())
+
+    def _priced_anew(self, plan: Plan, task: Task) -> Plan:
+        """`plan` under the prices of now: it may have been found under others."""
+        latest = self._found[-1]
+        if plan is latest:
+            return plan
+        try:
+            held = search_plan(
+                replace(task, narrowing=Narrowing(held=plan.assignment)), self._deadline.at_least(1.0)
+            )
+        except InfeasibleError:  # there is no time for it
+            return plan
+        return _instead(held, latest, task)
 
     def _cautious(self, task: Task, plan: Plan) -> float:
         """A step of the plan under the prices of now, what was not timed counted twice."""
@@ -251,6 +266,6 @@ def _distinct(case: Case) -> object:
 
 
 def _instead(found: Plan, searched: Plan, task: Task) -> Plan:
-    """A family's plan that is faster than what the whole search found, with the bound of that one."""
+    """A plan that is faster than what the whole search found, with the bound of that one."""
     bound = min(searched.lower_bound, found.cost)
     return replace(found, lower_bound=bound, status="feasible", again=task.again())

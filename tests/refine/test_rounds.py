@@ -130,6 +130,20 @@ def test_another_model_reads_the_times_of_the_first() -> None:
     assert {"near", "timed"} & {record.priced for record in other.plan.records}
 
 
+def test_a_plan_of_which_all_was_timed_before_has_those_prices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With nothing left to time, too: the plan is not the one that was searched under modelled prices."""
+    one = task()
+    dear = lambda one, cases: timed(one, cases, lambda case: 3.0)
+    first, _ = refined(one, dear)
+    pinned = replace(one, pins=first.parameter_layouts)
+    modelled = search_plan(pinned).step_time
+    refined(pinned, dear)
+    monkeypatch.setattr("autoshard.refine.rounds.kept_plan", lambda *_: None)
+    second, rounds = refined(pinned, dear)
+    assert rounds == 0 and second.assignment == first.assignment
+    assert second.step_time == pytest.approx(first.step_time) and second.step_time > 1.5 * modelled
+
+
 def test_equal_times_find_one_plan() -> None:
     one, other = (
         refined(task(), halved_features_are_slow, TimedStore({"machines": name}))[0] for name in "ab"
