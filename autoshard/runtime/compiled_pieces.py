@@ -3,42 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, fx
-
-from autoshard.runtime.input_side import conform, expected
-from passes.compile.compile_graph import Compiled, compile_graph
+from autoshard.runtime.gradient_program import GradientProgram
+from autoshard.runtime.input_side import conform
+from autoshard.runtime.piece_compiler import Compiler, Known
 from passes.lower.phases import Backward
 from passes.lower.piece_values import IN_PLACE, given_values, leave
 from passes.lower.piecewise import PieceInput, RankPieces
 from passes.lower.rank_program import RankProgram
 from passes.stages.split_backward import BackwardHalves, split_backward
 
-__all__ = ["CompiledEnds", "CompiledPiece", "Compiler", "Known", "Like"]
-
-Known = dict[str, Tensor]
-"""Values of a step by name: a rank's placeholders, and all that is made so far."""
-Like = Sequence[Tensor]
-
-
-class Compiler:
-    """Equal graphs are compiled once: pieces mostly are. joins: whether programs are to be joined before."""
-
-    def __init__(self, backend: str) -> None:
-        self.joins = backend == "eager"  # a compiler joins more itself
-        self._backend = backend
-        self._known: dict[str, tuple[Compiled, tuple[Tensor, ...]]] = {}
-
-    def __call__(self, module: fx.GraphModule) -> tuple[Compiled, tuple[Tensor, ...]]:
-        """What runs it, and how its inputs look."""
-        text = "\n".join(node.format_node() or "" for node in module.graph.nodes)
-        values = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
-        key = f"{text} {[(v.shape, v.stride(), v.dtype) for v in values]}"
-        if key not in self._known:
-            self._known[key] = compile_graph(module, self._backend), expected(values)
-        return self._known[key]
+__all__ = ["CompiledEnds", "CompiledPiece"]
 
 
 class CompiledEnds:
@@ -58,12 +34,6 @@ class CompiledEnds:
         known.update(zip(self._parts.ended, self._after(read), strict=True))  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True)
-class _Half:
-    run: Compiled
-    takes: Like
-
-
 class CompiledPiece:
     """Forward and backward of a piece. `halves` of the backward are made where they are asked for.
 
@@ -79,7 +49,7 @@ class CompiledPiece:
         self._forward, self._takes = compile_(phases.forward)
         self.backward_graph: Backward | None = phases.backward
         if phases.backward is not None:
-            self._run_backward, self._takes_back = compile_(phases.backward.module)
+            self._backward = GradientProgram(phases.backward.module, parts.left[self._outputs :], compile_)
         self._halves: BackwardHalves | None = None
 
     def forward(self, known: Known) -> list[Any]:
@@ -103,8 +73,7 @@ class CompiledPiece:
     def backward(self, known: Known, kept: list[Any]) -> None:
         """Adds to `known` what it leaves. kept: as `forward` returned it; emptied."""
         if self.backward_graph is not None:
-            found = self._run_backward(self._given_back(known, kept))
-            leave(self._parts.left[self._outputs :], found, known)  # type: ignore[arg-type]
+            self._backward(self._given_back(known, kept), known)
 
     def backward_input(self, known: Known, kept: list[Any], first: Sequence[str]) -> list[Any]:
         """The gradients that leave by the names `first` alone; returns what `backward_weight` takes."""
@@ -113,7 +82,7 @@ class CompiledPiece:
         halves = self._split(first)
         inputs = self._given_back(known, kept)
         later = [inputs[i] for i in halves.given]
-        found = list(self._input.run(inputs))
+        found = list(self._run_input(inputs))
         count = len(halves.first)
         self._leave(halves.first, found[:count], known)
         return later + found[count:]
@@ -124,7 +93,7 @@ class CompiledPiece:
             assert self._halves is not None, "backward_weight follows backward_input"
             inputs = [conform(value, like) for value, like in zip(kept, self._weight.takes, strict=True)]
             kept.clear()
-            self._leave(self._halves.second, self._weight.run(inputs), known)
+            self._weight(inputs, known)
 
     def _split(self, first: Sequence[str]) -> BackwardHalves:
         if self._halves is None:
@@ -133,13 +102,14 @@ class CompiledPiece:
             ends = zip(self.backward_graph.gradients, left, strict=True)
             early = {end.name for end, one in ends if one.name in first}
             self._halves = split_backward(self.backward_graph, early)
-            self._input = _Half(*self._compile(self._halves.input))
-            self._weight = _Half(*self._compile(self._halves.weight))
+            self._run_input, _ = self._compile(self._halves.input)
+            second = [left[place] for place in self._halves.second]
+            self._weight = GradientProgram(self._halves.weight, second, self._compile)
         return self._halves
 
     def _given_back(self, known: Known, kept: list[Any]) -> list[Any]:
         tangents = given_values(self._inputs[1], known)
-        given = zip([*kept, *tangents], self._takes_back, strict=True)
+        given = zip([*kept, *tangents], self._backward.takes, strict=True)
         inputs = [conform(value, like) for value, like in given]
         kept.clear()
         return inputs

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from autoshard.runtime.call_gradients import CallGradients, in_pieces
-from autoshard.runtime.compiled_pieces import CompiledEnds, CompiledPiece, Compiler, Known
+from autoshard.runtime.compiled_pieces import CompiledEnds, CompiledPiece
 from autoshard.runtime.input_side import InputSide
 from autoshard.runtime.leaves import Leaves
+from autoshard.runtime.piece_compiler import Compiler, Known
 from autoshard.runtime.step import autocast_off, no_turn
 from cost_model.mesh import MeshSpec
 from passes.ir.torch_dtensor import local_of

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autoshard.runtime.call_gradients import CallGradients, in_pieces
-from autoshard.runtime.compiled_pieces import Compiler
 from autoshard.runtime.input_side import InputSide
 from autoshard.runtime.leaves import Leaves
+from autoshard.runtime.piece_compiler import Compiler
 from autoshard.runtime.pipeline_stage import PipelineStage, run_pieces, run_pieces_forward, torch_schedule
 from autoshard.runtime.stage_clock import StageClock, StepPart
 from autoshard.runtime.stage_run import StageOnRank, StageRun

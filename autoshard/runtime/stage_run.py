@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from autoshard.runtime.compiled_pieces import CompiledEnds, CompiledPiece, Compiler, Known
+from autoshard.runtime.compiled_pieces import CompiledEnds, CompiledPiece
+from autoshard.runtime.piece_compiler import Compiler, Known
 from passes.ir.joint import GraphInput
 from passes.lower.one_piece import pieces_of
 from passes.lower.piece_values import step_results

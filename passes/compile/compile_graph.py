@@ -27,6 +27,7 @@ from passes.ir.torch_compat import (
     lower_as_collectives,
     torch_deprecations_ignored,
 )
+from passes.lower.add_early import add_early
 from passes.ops.named_collective import ALL_REDUCE_IN_PLACE, NAMED, NAMED_BY_NAME
 
 __all__ = ["Compiled", "check_backend", "compile_graph", "name_collectives"]
@@ -50,11 +51,13 @@ def check_backend(backend: str) -> None:
         raise ShardingError(f"backend is {backend!r}, which is no compiler\n  try: one of {choices}")
 
 
-def compile_graph(module: fx.GraphModule, backend: str = "inductor") -> Compiled:
+def compile_graph(module: fx.GraphModule, backend: str = "inductor", adding: Sequence[int] = ()) -> Compiled:
     """A callable that computes what `module` does, for inputs like its placeholders' "val".
 
     module:  functional, local tensors, one flat tuple returned. Not changed.
     backend: "inductor", "eager" (the graph's own ops, one by one), or any torch.compile backend.
+
+    adding:  results that are added in place to what inputs after the others hold (`add_early`); of "eager" alone.
 
     The callable checks nothing: sizes, strides, dtypes and devices must be those of the placeholders.
     Every collective with meta "serves" is, under a profiler, inside a range of that name.
@@ -63,7 +66,10 @@ def compile_graph(module: fx.GraphModule, backend: str = "inductor") -> Compiled
     check_backend(backend)
     if backend == "eager":
         expanded = name_collectives(expand_ops(module, called=CALLED))
-        return boxed_forward(call_directly(run_rank_passes(expanded, [FuseEager(), JoinLinears()])))
+        joined = run_rank_passes(expanded, [FuseEager(), JoinLinears()])
+        # Last: passes take functional graphs.
+        return boxed_forward(call_directly(add_early(joined, adding) if adding else joined))
+    assert not adding, "what compilers are given is functional"
     expanded = name_collectives(expand_ops(module))
     examples = fresh_fakes([n.meta["val"] for n in expanded.graph.nodes if n.op == "placeholder"])
     with torch.no_grad(), torch_deprecations_ignored():
