@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 
 from autoshard.plan.micro_batches import fastest_of, most_pieces
@@ -17,6 +18,8 @@ from passes.micro_batches.time_axis import trains
 from passes.stages.pipeline_orders import ORDERS
 
 __all__ = ["AnyPlan", "checked_schedule", "checked_stages", "fastest_of_stages", "pipeline_in_pieces"]
+
+_log = logging.getLogger("autoshard")
 
 AnyPlan = Plan | PipelinePlan[Plan]
 
@@ -57,6 +60,12 @@ def fastest_of_stages(
     without: the plan with no stages. schedule: the only one that may run stages; None: any. Raises InfeasibleError.
     """
     if stages != "auto":
+        if micro_batches == 1 and trains(task.joint):
+            _log.warning(
+                "stages=%r with micro_batches=1: one stage computes at a time\n"
+                "  try: micro_batches='auto', or twice the number of stages",
+                stages,
+            )
         return pipeline_in_pieces(task, stages, micro_batches, deadline, schedule)
     axes = task.mesh.real_axes()
     best: AnyPlan | None = None

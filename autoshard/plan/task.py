@@ -181,6 +181,9 @@ def search_plans(
             narrowing=task.narrowing if chosen is None else chosen.narrowing(task.narrowing),
             judge=judge,
         )
+        return replace(of_program(found), rivals=tuple(map(of_program, found.rivals)))
+
+    def of_program(found: Found) -> Found:
         peak = known[id(found.assignment)].peak
         return replace(found, peak_nbytes=peak.nbytes, peak_node=peak.node)
 

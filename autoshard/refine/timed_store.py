@@ -23,7 +23,8 @@ from cost_model.timed import TimedPrices
 
 __all__ = ["TimedStore", "store_of"]
 
-_SCHEMA_VERSION = 1
+_SCHEMA_VERSION = 2
+"""Another where kernels or collectives are timed in another way, too."""
 _log = logging.getLogger("autoshard")
 
 

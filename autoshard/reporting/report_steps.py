@@ -24,6 +24,7 @@ from torch import nn
 
 from autoshard.arguments import checked_model
 from autoshard.plan.pipeline_plan import PipelinePlan
+from autoshard.plan.plan import Plan
 from autoshard.reporting.marks import Marks, marks_of
 from autoshard.reporting.measured import PeakMemory, RankFigures, StepFigures, put_together
 from autoshard.reporting.peak_memory import held_nbytes, peak_counter, run_peaks
@@ -119,7 +120,9 @@ class StepReport:
 
     def text(self) -> str:
         """Whole step, phases and collectives: predicted, measured, predicted / measured."""
-        return report_text(self.figures, str(self._session.profile))
+        plan = self._session.plan
+        refined = plan.step_time if isinstance(plan, Plan) and plan.origin.timed else None
+        return report_text(self.figures, str(self._session.profile), refined)
 
     def __str__(self) -> str:
         return self.text()

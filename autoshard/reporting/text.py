@@ -15,10 +15,11 @@ _SHOWN = 40
 _ROW = "{:46} {:>10} {:>10} {:>7}"
 
 
-def report_text(figures: StepFigures, profile: str) -> str:
+def report_text(figures: StepFigures, profile: str, refined: float | None = None) -> str:
     """Whole step, phases, collectives: predicted, measured, and predicted / measured.
 
-    profile: what the prediction was made with, as printed.
+    profile: what the prediction was made with, as printed. refined: seconds of the step by what was timed of the plan;
+    None: nothing was.
     """
     steps = f"{figures.steps} step{'s' if figures.steps > 1 else ''}"
     ranks = f"{figures.ranks} rank{'s' if figures.ranks > 1 else ''}"
@@ -27,6 +28,7 @@ def report_text(figures: StepFigures, profile: str) -> str:
         "",
         _ROW.format("", "predicted", "measured", "ratio"),
         _row("step", figures.predicted, figures.seconds),
+        *([] if refined is None else [_row("  refined, as planned", refined, figures.seconds)]),
     ]
     for phase in figures.phases:
         lines.append(_row(f"  {phase.name}", phase.predicted, phase.seconds))

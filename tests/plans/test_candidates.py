@@ -15,9 +15,10 @@ from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_cache import cached_candidates, plan_path
 from autoshard.plan.plan_content import Raced
-from autoshard.plan.task import CallLayouts, Task, search_plan
+from autoshard.plan.task import CallLayouts, Task, search_plan, search_plans
 from cost_model.mesh import MeshSpec
 from passes.layout.layout import Layout
+from tests.models import llama
 from tests.profiles import slow_compute
 
 
@@ -66,6 +67,17 @@ def test_the_search_gives_plans_that_differ() -> None:
     assert min(one.plan.step_time for one in found) >= (1.0 - 1e-3) * found[0].plan.step_time
     texts = {one.plan.to_text(seconds=False) for one in found}
     assert len(texts) == 3
+
+
+def test_every_plan_has_the_peak_of_its_own_program() -> None:
+    """The next best, too, which go to other ranks as files."""
+    model, kwargs = llama()
+    captured = canonical_capture(model, (), kwargs)
+    plans = search_plans(replace(task(4), captured=captured), most=9)
+    assert len({plan.peak_memory for plan in plans}) > 1
+    for one in plans:
+        assert one.memory is not None and one.peak_memory == one.memory.peak.nbytes
+        assert Plan.from_json(one.to_json()) == one
 
 
 def test_what_was_pinned_stays_pinned() -> None:

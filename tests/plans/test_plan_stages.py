@@ -15,6 +15,8 @@ from autoshard.plan.pins import resolve_pins
 from autoshard.plan.pipeline_plan import PipelinePlan as Pipeline
 from autoshard.plan.plan_stages import plan_stages
 from autoshard.plan.stage_cut import StageCutter
+from autoshard.plan.stages_option import fastest_of_stages
+from cost_model.deadline import Deadline
 from cost_model.profile import Profile
 from passes.stages.choose_cut import stage_seconds
 from passes.stages.cut_costs import places_between_products
@@ -239,3 +241,12 @@ def test_pieces_of_auto_are_as_fast_as_any() -> None:
     assert isinstance(found, Pipeline) and found.micro_batches in (2, 4)
     every = [find_plan(model, PP, (args, kwargs), micro_batches=k, **options).step_time for k in (2, 4)]  # type: ignore[arg-type]
     assert found.step_time == pytest.approx(min(every))
+
+
+def test_stages_that_take_turns_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """One piece; and not where nothing is trained, or several are asked for."""
+    task, without = stage_task("mlp", PP), lambda until: pytest.fail("not asked for")
+    for pieces in (1, 2):
+        fastest_of_stages(task, "pp", pieces, without, Deadline.after(60.0))
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "one stage computes at a time" in said and "micro_batches='auto'" in said

@@ -103,6 +103,22 @@ peak memory                                           2GB        4GB    0.50
     )
 
 
+def test_what_was_predicted_of_a_refined_plan_is_said_besides() -> None:
+    figures = replace(put_together([rank(0)], 1, fused=False), seconds=0.2)
+    step, refined, *_ = report_text(figures, "p", refined=0.1).splitlines()[3:]
+    assert step.split()[0] == "step" and refined.split() == [
+        "refined,",
+        "as",
+        "planned",
+        "100",
+        "ms",
+        "200",
+        "ms",
+        "0.50",
+    ]
+    assert "refined" not in report_text(figures, "p")
+
+
 def test_nothing_is_said_of_memory_that_was_not_measured() -> None:
     figures = put_together([rank(0)], 1, fused=False)
     assert figures.peak_memory is None and "memory" not in report_text(figures, "p")
