@@ -97,7 +97,8 @@ class _Search:
 
     def _rooms(self) -> None:
         counted: int | None = self.limit - max(self.task.reserve(self.whole), 0)
-        if counted <= 0:
+        # What the pieces in flight keep is counted with the step, and another plan keeps less of it.
+        if counted <= 0 or self.task.joint.in_flight > 1:
             counted = self.limit - self.task.reserve(None)
         for _ in range(_TRIES):
             counted = self._tried(counted)
@@ -116,6 +117,10 @@ class _Search:
             untold = self.least is None and larger <= _FURTHEST * self.limit
             again = self.best is None and larger > counted and (first or untold)
             return larger if again else None
+        except InfeasibleError:  # time ended
+            if self.best is None:
+                raise
+            return None
         if proving and self.best is not None:
             saved = self.best[1].seconds - chosen.lower_bound
             self.best = _proven(self.best[0], saved), self.best[1]

@@ -58,7 +58,7 @@ def stage_task(
 
     return replace(
         task,
-        captured=replace(task.captured, joint=graph.joint),
+        captured=replace(task.captured, joint=replace(graph.joint, in_flight=flight)),
         mesh=task.mesh.resized(axis, 1),
         links=task.mesh,
         call=_call(task.call, graph, earlier[-1].sent_layouts if earlier else ()),

@@ -77,7 +77,8 @@ class JointGraph:
 
     pieces: how often the ops whose meta "runs" is "piece" run in a step, once for each piece of the batch; others, that
     say "before" or "after", run once (`passes.micro_batches`). 1: nothing is in pieces, and no op says when it runs.
-    The graph is then that of the first piece, and `others` are those of the other pieces, in order.
+    The graph is then that of the first piece, and `others` are those of the other pieces, in order. in_flight: of how
+    many pieces at once a stage of a pipeline holds what their backward will read.
 
     device: where the ranks run. The graph itself is on the CPU, on every machine; `passes.compile.bind_device` moves a
     rank's graph there.
@@ -90,6 +91,7 @@ class JointGraph:
     device: torch.device = CPU
     pieces: int = 1
     others: tuple[JointGraph, ...] = ()
+    in_flight: int = 1
 
     @property
     def graph(self) -> fx.Graph:

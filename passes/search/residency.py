@@ -40,7 +40,8 @@ class Residency:
     from its step to its last reader's; views alias their operand, fused results are never stored.
     A `use` counts what it gathered. Values the backward reads are live across the phases, tangents from
     the begin of the backward on, outputs until the forward ends. Where a batch is run in pieces, what they read of
-    before lives as long as there are pieces, and so does what they leave behind.
+    before lives as long as there are pieces, and so does what they leave behind. What a piece keeps for its backward is
+    there throughout, once for every piece in flight, where several are.
     """
 
     intervals: tuple[tuple[int, int], ...]
@@ -96,6 +97,11 @@ class Residency:
                 held = held_by(node, options)
                 moved = np.array([not isinstance(option, InPlace) for option in options])
                 nbytes.append(held * moved if stored else np.zeros_like(held))
+        if joint.in_flight > 1:
+            for place, node in enumerate(nodes):
+                begin, stop = intervals[place]
+                if node is not None and _in_piece(node) and begin < backward < stop:
+                    intervals[place], nbytes[place] = (0, end), joint.in_flight * nbytes[place]
         return Residency(tuple(intervals), tuple(nbytes))
 
 

@@ -132,6 +132,7 @@ class Columns:
         if usage > room:
             raise Infeasible("memory", live_nodes(problem, row, choice), usage, reason.step)
         new = self._add(choice)
+        self._offer(choice, room)
         scale = self.kinds.seconds(self.problem, choice)
         for dear in DEAR:
             new |= self._priced(replace(first, prices={row: dear * scale}), room, deadline, 0.01)
@@ -144,7 +145,19 @@ class Columns:
         inner = charged(weighted, point.prices)
         found = solve(inner, time_limit=left, relative_gap=gap / 2, warm=self._known)
         self._bounds.append(_Bound(found.lower_bound, sum(point.prices.values()) / room))
+        self._offer(found.choice, room)
         return self._add(found.choice)
+
+    def _offer(self, choice: Sequence[int], room: float) -> None:
+        """A choice that fits, to start from: of a large problem the rows alone may find none in time."""
+        problem, known = replace(self.problem, limit=room), self._known
+        if not problem.fits(choice) or (
+            known is not None
+            and problem.fits(known)
+            and self.kinds.seconds(problem, known) <= self.kinds.seconds(problem, choice)
+        ):
+            return
+        self._known = tuple(int(a) for a in choice)
 
     def _add(self, choice: Sequence[int]) -> bool:
         new = [a not in kept for kept, a in zip(self.keep, choice, strict=True)]
