@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from cost_model.deadline import Deadline
+from cost_model.deadline import Deadline, OutOfTime
 from cost_model.errors import InfeasibleError
 from cost_model.units import format_bytes
 from passes.ir.joint import JointGraph
@@ -17,7 +17,7 @@ from passes.states.compute_again import compute_again
 
 __all__ = ["StatesWithin"]
 
-_STATES_SHARE = 0.3
+_STATES_SHARE = 0.5
 """Share of the time left in which states must be chosen, each time."""
 _TRIES = 10
 """Rooms as counted for which states are chosen, at most."""
@@ -117,7 +117,7 @@ class _Search:
             untold = self.least is None and larger <= _FURTHEST * self.limit
             again = self.best is None and larger > counted and (first or untold)
             return larger if again else None
-        except InfeasibleError:  # time ended
+        except (InfeasibleError, OutOfTime):
             if self.best is None:
                 raise
             return None
