@@ -118,6 +118,7 @@ class _Search:
             again = self.best is None and larger > counted and (first or untold)
             return larger if again else None
         except (InfeasibleError, OutOfTime):
+            # There was no time to look for a better one.
             if self.best is None:
                 raise
             return None

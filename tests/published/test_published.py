@@ -215,6 +215,7 @@ def test_fsdp_sends_block_by_block(sharding: str, gathers: int) -> None:
     assert found == pytest.approx(0.25 * (wire - 3.0))
 
 
+@pytest.mark.slow
 def test_from_two_depths() -> None:
     """A step is affine in the layers: of 2 and 3 of them as of 2 and 4, to the last bucket."""
     profile = Profile.named("h100")

@@ -116,6 +116,7 @@ def test_the_best_setting_is_of_the_least_median() -> None:
     assert best_setting({"slow": slow, "fast": fast}) == "fast"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["convnet"])
 def test_plans_train_the_same(ranks: RankPool, name: str) -> None:
     for losses in ranks.run(planned_losses, name):

@@ -52,7 +52,7 @@ def training(rank: int, axes: Axes, count: int) -> tuple[list[float], dict[str, 
 @pytest.mark.parametrize(
     ("axes", "count"),
     [
-        (LINE, 5),
+        pytest.param(LINE, 5, marks=pytest.mark.slow),
         (SQUARE, 4),
         pytest.param(THREE, 4, marks=pytest.mark.slow),
         pytest.param(LINE, 2, marks=pytest.mark.slow),

@@ -60,7 +60,7 @@ def transformer(mesh: MeshSpec) -> tuple[nn.Module, Any, Plan]:
     ("build", "mesh"),
     [
         (linear, FIVE),
-        (convolutions, FOUR),
+        pytest.param(convolutions, FOUR, marks=pytest.mark.slow),
         pytest.param(linear, SIX, marks=pytest.mark.slow),
         pytest.param(convolutions, FIVE, marks=pytest.mark.slow),
         pytest.param(convolutions, SIX, marks=pytest.mark.slow),

@@ -91,5 +91,6 @@ def test_training_in_float64_matches_in_every_parameter(ranks: RankPool) -> None
     check(ranks, "vit64", "4", "eager")
 
 
+@pytest.mark.slow
 def test_compiled_training_matches_one_process(ranks: RankPool) -> None:
     check(ranks, "llama", "2", "inductor", layers=1)
