@@ -165,7 +165,10 @@ class _Split:
         ops = self._with_views([node for node in own if not is_piece(node) and not is_collect(node)])
         returned = {node for node in self.results if node is not None}
         collects = [n for n in own if is_collect(n) or n in returned]
-        collects.sort(key=lambda n: n.meta["phase"] == "backward")
+        late = self._after_tangents()
+        # Of a gradient that a stage receives, a part may be a result as it is: no op of the backward made it.
+        gradients = {n for n in collects if n in late or n.meta["phase"] == "backward"}
+        collects.sort(key=gradients.__contains__)
         results = [node.all_input_nodes[0] if is_collect(node) else node for node in collects]
         read = _outside(ops, results)
         module = extract(read, ops, results)
@@ -173,15 +176,11 @@ class _Split:
             if "turn" in node.meta:
                 number, place = node.meta["turn"]
                 node.meta["turn"] = number - 1, place
-        late = self._after_tangents()
         inputs = [
             GraphInput("tangent" if node in late else "input", node.name, place)
             for place, node in enumerate(read)
         ]
-        outputs = [
-            GraphOutput("grad" if node.meta["phase"] == "backward" else "output", node.name)
-            for node in collects
-        ]
+        outputs = [GraphOutput("grad" if node in gradients else "output", node.name) for node in collects]
         program = RankProgram.of(RankGraph(module, {}), inputs, outputs, self.program.schedule)
         return program, tuple(map(self._given, read)), tuple(map(self._collected, collects))
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoshard import PipelinePlan
+from autoshard import MeshSpec, PipelinePlan, find_plan
 from tests.api.programs import Axes, assert_close, full, parallel
 from tests.models import gpt2, llama
+from tests.profiles import slow_compute
 from tests.ranks import RankPool
 from tests.spatial.networks import UNet
 from tests.stages.stage_models import Mlp
@@ -177,3 +178,19 @@ def test_training_is_that_of_one_process(
     total = sum(p.numel() for p in made(name).parameters())
     # No rank holds all parameters.
     assert all(held < total for _, held in found)
+
+
+def test_a_part_of_a_received_gradient_may_be_a_result() -> None:
+    """Cut at a residual stream that is held in parts, a stage passes on a slice of what it receives, which no op of its
+    backward made."""
+    plan = find_plan(
+        made("gpt2"),
+        MeshSpec({"pp": 2, "tp": 2}),
+        CASES["gpt2"].call(BATCH),
+        profile=slow_compute(),
+        backend="eager",
+        stages="pp",
+        micro_batches=4,
+        schedule="zero_bubble",
+    )
+    assert isinstance(plan, PipelinePlan) and plan.schedule == "zero_bubble"
