@@ -100,7 +100,7 @@ class Residency:
         if joint.in_flight > 1:
             for place, node in enumerate(nodes):
                 begin, stop = intervals[place]
-                if node is not None and _in_piece(node) and begin < backward < stop:
+                if node is not None and _is_kept(node) and begin < backward < stop:
                     intervals[place], nbytes[place] = (0, end), joint.in_flight * nbytes[place]
         return Residency(tuple(intervals), tuple(nbytes))
 
@@ -137,6 +137,11 @@ def _last_reads(joint: JointGraph, order: dict[fx.Node, int], trained: set[fx.No
 def _forward_ends(order: dict[fx.Node, int]) -> int:
     """The last step of the forward."""
     return max((step for node, step in order.items() if node.meta.get("phase") == "forward"), default=0)
+
+
+def _is_kept(node: fx.Node) -> bool:
+    """Whether it is what a piece may leave for its backward: a value that is kept or made again, or one received."""
+    return _in_piece(node) and (is_either(node) or node.op == "placeholder")
 
 
 def _in_piece(node: fx.Node) -> bool:
