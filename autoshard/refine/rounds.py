@@ -222,29 +222,30 @@ class Rounds:
         seconds, best = min(
             ((self._cautious(task, plan), plan) for plan in reversed(self._found)), key=lambda item: item[0]
         )
-        self.plan = self._priced_anew(best, task)
         for candidate in self._families or ():
             if self._deadline.left and task.judged(candidate.assignment).seconds < (1.0 - FASTER) * seconds:
                 assert candidate.family is not None
                 found = self._family_plan(candidate.family, self._deadline)
                 if found is not None and self._cautious(task, found) < (1.0 - FASTER) * seconds:
-                    self.plan, seconds = _instead(found, self.plan, task), self._cautious(task, found)
+                    best, seconds = found, self._cautious(task, found)
+        self.plan = self._priced_now(best, task)
         if self._unknown_seconds(self.plan) <= UNCONFIRMED * seconds:
             keep_plan(self._path, self.plan)
         _log.info("refine: %s", self._said())
 
-    def _priced_anew(self, plan: Plan, task: Task) -> Plan:
-        """`plan` under the prices of now: it may have been found under others."""
+    def _priced_now(self, plan: Plan, task: Task) -> Plan:
+        """`plan` under the prices of now, with the bound of the whole search that was the last."""
         latest = self._found[-1]
         if plan is latest:
             return plan
-        try:
-            held = search_plan(
-                replace(task, narrowing=Narrowing(held=plan.assignment)), self._deadline.at_least(1.0)
-            )
-        except InfeasibleError:  # there is no time for it
-            return plan
-        return _instead(held, latest, task)
+        if plan.origin.timed != self._timed.hash:
+            held = replace(task, narrowing=Narrowing(held=plan.assignment))
+            try:
+                plan = search_plan(held, self._deadline.at_least(1.0))
+            except InfeasibleError:  # there is no time for it
+                return plan
+        bound = min(latest.lower_bound, plan.cost)
+        return replace(plan, lower_bound=bound, status="feasible", again=task.again())
 
     def _cautious(self, task: Task, plan: Plan) -> float:
         """A step of the plan under the prices of now, what was not timed counted twice."""
@@ -263,9 +264,3 @@ class Rounds:
 
 def _distinct(case: Case) -> object:
     return case.key if isinstance(case, KernelCase) else (case.kind, case.axes, case.nbytes)
-
-
-def _instead(found: Plan, searched: Plan, task: Task) -> Plan:
-    """A plan that is faster than what the whole search found, with the bound of that one."""
-    bound = min(searched.lower_bound, found.cost)
-    return replace(found, lower_bound=bound, status="feasible", again=task.again())

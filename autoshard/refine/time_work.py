@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from cost_model.errors import ProfileError
 from cost_model.groups import GroupShape, group_shape
 from cost_model.measure.behind import Pause, beyond_pause, collective_series, pause_series
-from cost_model.measure.clock import Clock, device_clock
+from cost_model.measure.clock import Clock
 from cost_model.measure.collective_work import Buffers, Team, whole_size
 from cost_model.measure.measure import mesh_device
 from cost_model.measure.peers import Peers, world_peers
-from cost_model.measure.processor_clock import compute_clock
+from cost_model.measure.processor_clock import clocks
 from cost_model.measure.sampling import Series, sample
 from cost_model.measure.statistics import Curve, median
 from cost_model.measure.teams import teams_of
@@ -59,8 +59,7 @@ def time_work(
         peers = stack.enter_context(world_peers(device.type))
         moves = peers.size > 1 and any(isinstance(case, CollectiveCase) for case in cases)
         teams = stack.enter_context(teams_of(mesh, spec)) if moves else {}
-        of_kernels = compute_clock(device.type, peers) if clock is None else None
-        timing = _Timing(spec, device, peers, clock or device_clock(device.type), of_kernels, teams)
+        timing = _Timing(spec, device, peers, *clocks(device.type, peers, clock), teams)
         return timing.all(cases, seconds)
 
 
@@ -74,7 +73,7 @@ class _Timing:
     device: torch.device
     peers: Peers
     clock: Clock
-    of_kernels: Clock | None
+    of_kernels: Clock
     teams: Mapping[GroupShape, Team]
     kernels: list[TimedKernel] = field(default_factory=list[TimedKernel])
     collectives: list[TimedCollective] = field(default_factory=list[TimedCollective])

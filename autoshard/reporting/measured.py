@@ -5,9 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from autoshard.reporting.recorder import PHASES, StepTimes
 from autoshard.reporting.tracks import Tracks
+from cost_model.errors import PlanError
 from passes.predict.predict_step import PredictedCollective, Prediction
 
 __all__ = [
@@ -19,7 +21,10 @@ __all__ = [
     "StepFigures",
     "Track",
     "put_together",
+    "there",
 ]
+
+F = TypeVar("F")
 
 _Key = tuple[str, str, tuple[str, ...], str, int]
 
@@ -233,3 +238,10 @@ def _exposed(phase: str, collectives: Sequence[MeasuredCollective]) -> float:
         for c in collectives
         if c.predicted.phase == phase and c.predicted.seconds > 0.0
     )
+
+
+def there(figures: F | None) -> F:
+    """Of a report, once its block has ended. PlanError before."""
+    if figures is None:
+        raise PlanError("the report is not there yet\n  try: read it after its `with` block has ended")
+    return figures

@@ -16,6 +16,7 @@ from autoshard.drawing.two_timelines import two_timelines_svg
 from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.plan.stage_schedule import Scheduled
 from autoshard.reporting.marks import marks_of
+from autoshard.reporting.measured import there
 from autoshard.reporting.stage_recorder import RankStep, StageRecorder
 from autoshard.runtime.agreement import everyones
 from autoshard.runtime.process_groups import whole_group
@@ -63,9 +64,7 @@ class PipelineReport:
 
     @property
     def figures(self) -> PipelineFigures:
-        if self._figures is None:
-            raise PlanError("the report is not there yet\n  try: read it after its `with` block has ended")
-        return self._figures
+        return there(self._figures)
 
     def text(self) -> str:
         """Step, bubble, and the seconds of a piece on every stage: predicted, measured, predicted / measured."""

@@ -26,7 +26,7 @@ from autoshard.arguments import checked_model
 from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.plan.plan import Plan
 from autoshard.reporting.marks import Marks, marks_of
-from autoshard.reporting.measured import PeakMemory, RankFigures, StepFigures, put_together
+from autoshard.reporting.measured import PeakMemory, RankFigures, StepFigures, put_together, there
 from autoshard.reporting.peak_memory import held_nbytes, peak_counter, run_peaks
 from autoshard.reporting.pipeline_report import PipelineReport
 from autoshard.reporting.probe import Probe
@@ -114,9 +114,7 @@ class StepReport:
 
     @property
     def figures(self) -> StepFigures:
-        if self._figures is None:
-            raise PlanError("the report is not there yet\n  try: read it after its `with` block has ended")
-        return self._figures
+        return there(self._figures)
 
     def text(self) -> str:
         """Whole step, phases and collectives: predicted, measured, predicted / measured."""

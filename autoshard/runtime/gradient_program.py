@@ -31,6 +31,7 @@ class GradientProgram:
             for place, (one, result) in enumerate(pairs)
             if one.how == "sum" and result is not None and names.count(one.name) == 1
         ]
+        self._others = [place for place in range(len(left)) if place not in self._places]
         self._module, self._compile = module, compile_
         self._later: tuple[Compiled, Like] | None = None
 
@@ -47,5 +48,4 @@ class GradientProgram:
         inputs += [conform(value, like) for value, like in given]  # type: ignore[arg-type]
         found = run(inputs)
         known.update((self._left[place].name, found[place]) for place in self._places)  # type: ignore[misc]
-        others = [place for place in range(len(self._left)) if place not in self._places]
-        leave([self._left[i] for i in others], [found[i] for i in others], known)  # type: ignore[misc]
+        leave([self._left[i] for i in self._others], [found[i] for i in self._others], known)  # type: ignore[misc]

@@ -15,7 +15,7 @@ from cost_model.checked_arguments import shown
 from cost_model.errors import ProfileError, ShardingError
 from cost_model.groups import GroupShape, shape_text
 from cost_model.measure.behind import Pause, beyond_pause, collective_series, pause_series
-from cost_model.measure.clock import Clock, device_clock
+from cost_model.measure.clock import Clock
 from cost_model.measure.collective_work import Buffers, Team, whole_size
 from cost_model.measure.device_series import device_rates, device_series
 from cost_model.measure.facts import (
@@ -31,7 +31,7 @@ from cost_model.measure.kernel_work import Attend
 from cost_model.measure.links import fit_links, levels_of
 from cost_model.measure.overlap_efficiency import overlap_efficiency
 from cost_model.measure.peers import Peers, world_peers
-from cost_model.measure.processor_clock import compute_clock
+from cost_model.measure.processor_clock import clocks
 from cost_model.measure.sampling import Progress, Series, sample
 from cost_model.measure.statistics import Curve
 from cost_model.measure.teams import teams_of
@@ -67,8 +67,7 @@ def measure_profile(
     device = mesh_device(spec.device_type)
     with ExitStack() as stack:
         peers = stack.enter_context(world_peers(device.type))
-        of_kernels = compute_clock(device.type, peers) if clock is None else None
-        clock = device_clock(device.type) if clock is None else clock
+        clock, of_kernels = clocks(device.type, peers, clock)
         teams = stack.enter_context(teams_of(mesh, spec)) if peers.size > 1 else {}
         hosts, names = zip(*peers.everyones((host_name(), device_name(device.type))), strict=True)
         kernels = kernel_series(device, mesh if peers.size > 1 else None, attend)

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import torch
 
-from cost_model.measure.clock import Clock, CpuClock, Work
+from cost_model.measure.clock import Clock, CpuClock, Work, device_clock
 from cost_model.measure.facts import own_cores
 from cost_model.measure.peers import Peers
 
-__all__ = ["ProcessorClock", "compute_clock", "ranks_per_core"]
+__all__ = ["ProcessorClock", "clocks", "compute_clock", "ranks_per_core"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,14 @@ class ProcessorClock(CpuClock):
         return (time.process_time() - start) * self.ranks_per_core / calls
 
 
+def clocks(device_type: str, peers: Peers, given: Clock | None) -> tuple[Clock, Clock]:
+    """Of all that is timed, and of kernels alone. given: for both; None: those of the device."""
+    if given is not None:
+        return given, given
+    clock = device_clock(device_type)
+    return clock, compute_clock(device_type, peers) or clock
+
+
 def compute_clock(device_type: str, peers: Peers) -> Clock | None:
     """Of kernels alone; None where the clock of all else serves: on GPUs, and where ranks have cores enough."""
     shared = ranks_per_core(peers) if device_type == "cpu" else None
@@ -42,9 +50,9 @@ def compute_clock(device_type: str, peers: Peers) -> Clock | None:
 
 def ranks_per_core(peers: Peers) -> float | None:
     """Of the cores that this rank may use; None where there is a core for every thread of the ranks that use them."""
-    cores = frozenset(own_cores())
-    said = peers.everyones((socket.gethostname(), cores, torch.get_num_threads()))
-    near = [one for one in said if one[0] == socket.gethostname() and one[1] & cores]
+    host, cores = socket.gethostname(), frozenset(own_cores())
+    said = peers.everyones((host, cores, torch.get_num_threads()))
+    near = [one for one in said if one[0] == host and one[1] & cores]
     whole = len(frozenset[int]().union(*(used for _, used, _ in near)))
     threads = sum(count for _, _, count in near)
     return len(near) / whole if threads > whole and os.name == "posix" else None

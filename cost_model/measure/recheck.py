@@ -14,13 +14,13 @@ from cost_model.collectives import CollectivePrices
 from cost_model.compute import ComputePrices
 from cost_model.groups import GroupShape, shapes_of
 from cost_model.measure.behind import Pause, beyond_pause, collective_series, pause_series
-from cost_model.measure.clock import Clock, device_clock
+from cost_model.measure.clock import Clock
 from cost_model.measure.collective_work import Buffers, Team, whole_size
 from cost_model.measure.compute_work import matmul_edge, matmul_flops, matmul_work, memory_work
 from cost_model.measure.device_series import DTYPES, LEAST_SECONDS
 from cost_model.measure.measure import check_world, mesh_device, world_size
 from cost_model.measure.peers import world_peers
-from cost_model.measure.processor_clock import compute_clock
+from cost_model.measure.processor_clock import clocks
 from cost_model.measure.sampling import Progress, Series, sample
 from cost_model.measure.statistics import median
 from cost_model.measure.teams import teams_of
@@ -83,8 +83,7 @@ def recheck(
     device = mesh_device(spec.device_type)
     with ExitStack() as stack:
         peers = stack.enter_context(world_peers(device.type))
-        of_kernels = compute_clock(device.type, peers) if clock is None else None
-        clock = device_clock(device.type) if clock is None else clock
+        clock, of_kernels = clocks(device.type, peers, clock)
         teams = stack.enter_context(teams_of(mesh, spec)) if peers.size > 1 else {}
         alone = [
             replace(one, series=replace(one.series, clock=of_kernels)) for one in _compute(profile, device)

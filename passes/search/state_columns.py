@@ -150,14 +150,11 @@ class Columns:
 
     def _offer(self, choice: Sequence[int], room: float) -> None:
         """A choice that fits, to start from: of a large problem the rows alone may find none in time."""
-        problem, known = replace(self.problem, limit=room), self._known
-        if not problem.fits(choice) or (
-            known is not None
-            and problem.fits(known)
-            and self.kinds.seconds(problem, known) <= self.kinds.seconds(problem, choice)
-        ):
-            return
-        self._known = tuple(int(a) for a in choice)
+        problem = replace(self.problem, limit=room)
+        fitting = [one for one in (self._known, choice) if one is not None and problem.fits(one)]
+        if fitting:
+            best = min(fitting, key=lambda one: self.kinds.seconds(problem, one))
+            self._known = tuple(int(a) for a in best)
 
     def _add(self, choice: Sequence[int]) -> bool:
         new = [a not in kept for kept, a in zip(self.keep, choice, strict=True)]
