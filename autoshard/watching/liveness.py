@@ -7,16 +7,16 @@ import select
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
+
+from cost_model.measure.facts import machine_id
 
 __all__ = ["Processes", "this_host"]
 
 
 def this_host() -> str:
     """What is the same for two processes that can see each other's ids, and for no others."""
-    parts = [socket.gethostname()]
+    parts = [socket.gethostname(), machine_id()]
     with suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
         parts.append(os.readlink("/proc/self/ns/pid"))
     return " ".join(parts)
 

@@ -20,6 +20,7 @@ __all__ = [
     "device_name",
     "hardware_text",
     "host_name",
+    "machine_id",
     "own_cores",
     "software_versions",
     "today",
@@ -29,6 +30,17 @@ __all__ = [
 def host_name() -> str:
     """The host of this rank. torchrun's number of the node distinguishes hosts that are emulated on one."""
     return f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '0')}"
+
+
+def machine_id() -> str:
+    """The same for processes that share cores: hosts that are emulated on one machine, containers, namespaces.
+
+    The kernel's number of this boot, from Linux's random(4); elsewhere the host's name.
+    """
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
 
 
 def device_name(device_type: str) -> str:

@@ -8,14 +8,13 @@ on two cores measured 11.6 to 23.3 ms in windows of 20 ms, and 22 to 25 in windo
 from __future__ import annotations
 
 import os
-import socket
 import time
 from dataclasses import dataclass
 
 import torch
 
 from cost_model.measure.clock import Clock, CpuClock, Work, device_clock
-from cost_model.measure.facts import own_cores
+from cost_model.measure.facts import machine_id, own_cores
 from cost_model.measure.peers import Peers
 
 __all__ = ["ProcessorClock", "clocks", "compute_clock", "ranks_per_core"]
@@ -50,9 +49,9 @@ def compute_clock(device_type: str, peers: Peers) -> Clock | None:
 
 def ranks_per_core(peers: Peers) -> float | None:
     """Of the cores that this rank may use; None where there is a core for every thread of the ranks that use them."""
-    host, cores = socket.gethostname(), frozenset(own_cores())
-    said = peers.everyones((host, cores, torch.get_num_threads()))
-    near = [one for one in said if one[0] == host and one[1] & cores]
+    machine, cores = machine_id(), frozenset(own_cores())
+    said = peers.everyones((machine, cores, torch.get_num_threads()))
+    near = [one for one in said if one[0] == machine and one[1] & cores]
     whole = len(frozenset[int]().union(*(used for _, used, _ in near)))
     threads = sum(count for _, _, count in near)
     return len(near) / whole if threads > whole and os.name == "posix" else None

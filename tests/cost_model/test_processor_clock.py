@@ -9,19 +9,20 @@ import pytest
 import torch
 
 from cost_model.measure import processor_clock
+from cost_model.measure.facts import machine_id
 from cost_model.measure.peers import Peers
 from cost_model.measure.processor_clock import ProcessorClock, compute_clock, ranks_per_core
 from cost_model.measure.sampling import Series, sample
 
-HERE = socket.gethostname()
+HERE = machine_id()
 
 
 class Said(Peers):
-    """This rank among others that say (host, cores, threads)."""
+    """This rank among others that say (machine, cores, threads)."""
 
     def __init__(self, *others: tuple[str, set[int], int]) -> None:
         super().__init__(None)
-        self._others = [(host, frozenset(cores), threads) for host, cores, threads in others]
+        self._others = [(machine, frozenset(cores), threads) for machine, cores, threads in others]
 
     def everyones(self, value):  # type: ignore[no-untyped-def]
         return [value, *self._others]
@@ -45,6 +46,12 @@ def test_ranks_that_share_cores() -> None:
     assert ranks_per_core(Said(*[("elsewhere", {0, 1}, 1)] * 3)) is None
     # A rank that may use more cores than this one.
     assert ranks_per_core(Said(*[(HERE, {1, 2}, 1)] * 3)) == pytest.approx(4 / 3)
+
+
+def test_hosts_emulated_on_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As two network namespaces do, each with a host name of its own."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "host1")
+    assert ranks_per_core(Said(*[(HERE, {0, 1}, 1)] * 3)) == 2.0
 
 
 def test_only_computing_on_shared_cores_has_a_clock_of_its_own() -> None:
