@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from cost_model.groups import group_ranks, group_shape
 from cost_model.mesh import MeshSpec
 
 __all__ = [
@@ -77,7 +78,13 @@ def reserve_bytes(mesh: MeshSpec, peers: Mapping[Axes, int] | None = None) -> in
     found = CONTEXT_BYTES
     for axes in communicators(mesh, peers or ()):
         found += PAIR_BYTES if mesh.size(*axes) == 2 else COMMUNICATOR_BYTES
-    for count in (peers or {}).values():
-        near = min(count, PEERS_IN_REACH)
+    for axes, count in (peers or {}).items():
+        near = min(count, _in_reach(mesh, axes))
         found += near * PEER_BYTES + (NETWORK_BYTES if count > near else 0)
     return found
+
+
+def _in_reach(mesh: MeshSpec, axes: Axes) -> int:
+    """Other ranks of a group along `axes` in the same machine, where most are: ranks fill machines in their order."""
+    ranks = group_ranks(group_shape(mesh, axes))
+    return sum(rank <= PEERS_IN_REACH for rank in ranks) - 1

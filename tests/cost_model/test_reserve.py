@@ -56,3 +56,15 @@ def test_bytes() -> None:
     assert reserve_bytes(CUBE, {("c",): 7}) == every_plan + 7 * PEER_BYTES
     many = every_plan + COMMUNICATOR_BYTES + 7 * PEER_BYTES + NETWORK_BYTES
     assert reserve_bytes(CUBE, {("b", "c"): 31, ("a",): 0}) == many
+
+
+def test_ranks_of_other_machines_are_out_of_reach() -> None:
+    """Eight ranks a machine: those along "b" are 8 apart, those along "a" 32."""
+    every_plan = reserve_bytes(CUBE)
+    assert reserve_bytes(CUBE, {("b",): 3}) == every_plan + NETWORK_BYTES
+    assert reserve_bytes(CUBE, {("a",): 1}) == every_plan + NETWORK_BYTES
+    # Of ranks 0, 4, 8, 12 the first two are of one machine.
+    halves = MeshSpec({"host": 4, "gpu": 4}, device_type="cuda")
+    known = reserve_bytes(halves)
+    assert reserve_bytes(halves, {("host",): 3}) == known + PEER_BYTES + NETWORK_BYTES
+    assert reserve_bytes(halves, {("gpu",): 3}) == known + 3 * PEER_BYTES
