@@ -21,17 +21,19 @@ from passes.states.compute_again import compute_again
 
 __all__ = ["names_alike", "plan_like"]
 
-_META = ("phase", "runs", "repeats", "checkpoint")
+_META = ("phase", "runs", "repeats")
 
 
 def names_alike(one: JointGraph, two: JointGraph) -> dict[str, str] | None:
     """Name of every node of `one` -> of the node of `two` that does the same; None if they are not alike.
 
     Alike are graphs of the same ops, shapes and ends in the same order: names of parameters and lines of the model do
-    not count, nor which random numbers are drawn.
+    not count, nor which random numbers are drawn, nor the number of a call under `torch.utils.checkpoint`.
     """
     ends = lambda joint: [(end.kind, end.index) for end in (*joint.inputs, *joint.outputs)]
     if len(one.graph.nodes) != len(two.graph.nodes) or ends(one) != ends(two):
+        return None
+    if _regions(one) != _regions(two):
         return None
     names: dict[str, str] = {}
     for mine, other in zip(one.graph.nodes, two.graph.nodes, strict=True):
@@ -39,6 +41,12 @@ def names_alike(one: JointGraph, two: JointGraph) -> dict[str, str] | None:
             return None
         names[mine.name] = other.name
     return names
+
+
+def _regions(joint: JointGraph) -> list[int]:
+    """Of every node the call under `torch.utils.checkpoint` that it is of, in the order in which they come."""
+    found: dict[object, int] = {}
+    return [found.setdefault(node.meta.get("checkpoint"), len(found)) for node in joint.graph.nodes]
 
 
 def _alike(mine: fx.Node, other: fx.Node, names: dict[str, str]) -> bool:

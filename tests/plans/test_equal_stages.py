@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
 from autoshard.plan.equal_stages import names_alike, plan_like
 from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.stage_tasks import PlannedStage, stage_task
 from autoshard.plan.task import search_plan
+from passes.ir.joint import JointGraph
 from passes.stages.stage_graphs import stage_graphs
 from tests.models import seeded
 from tests.plans.pipelines import SQUARE
@@ -37,3 +42,36 @@ def test_the_layers_of_a_transformer_are_planned_once() -> None:
     copied.check_graph(graphs[2].joint)
     assert abs(copied.cost / searched.cost - 1.0) < 1e-6 and copied.peak_memory == done[1].plan.peak_memory
     assert copied.parameter_layouts.keys() == searched.parameter_layouts.keys()
+
+
+class Checkpointed(nn.Module):
+    """Blocks of which the first `many` run under checkpoint."""
+
+    def __init__(self, blocks: int, many: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(blocks))
+        self.many = many
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = checkpoint(block, x, use_reentrant=False) if number < self.many else block(x)
+        return x.square().mean()
+
+
+def test_calls_under_checkpoint_are_alike_and_not_like_others() -> None:
+    """Every call has a number of its own, which is not what makes a stage another."""
+    first, second = _middle_stages(4)
+    assert names_alike(first, second) is not None
+    first, second = _middle_stages(2)
+    assert names_alike(first, second) is None
+
+
+def _middle_stages(many: int) -> tuple[JointGraph, JointGraph]:
+    captured = canonical_capture(Checkpointed(4, many), (torch.randn(8, 8),), {})
+    module_of = lambda node: node.meta.get("module", "")
+    starts = [
+        next(n.name for n in captured.joint.graph.nodes if module_of(n).startswith(f"blocks.{i}"))
+        for i in (1, 2, 3)
+    ]
+    graphs = stage_graphs(captured.joint, starts)
+    return graphs[1].joint, graphs[2].joint
