@@ -29,6 +29,8 @@ _RAISE, _FURTHEST = 1.05, 1.5
 """By how much it is larger where that is not enough, as long as no program is known; and how far, of the limit."""
 _UNUSED = 0.03
 """Share of the limit that a plan may leave unused before a larger room is tried."""
+_CLOSE = 0.02
+"""Share of the limit that rooms must differ by to be tried, once one is known to be too small and one too large."""
 
 Fastest = Callable[[JointGraph, States | None, int | None, int, Deadline], Found]
 """The fastest plan of a graph, of those with the layouts of states, within a limit less a reserve."""
@@ -69,9 +71,9 @@ class _Search:
     what they need besides. So states are chosen for several rooms as it counts, the first of them what the fastest plan
     would leave of the limit, until their program fits.
 
-    known: the bytes that plans need besides, of the last one. best: that fits, and its states. least: of those that
-    do not. refused: why there were no states for a room. raised: a larger room is tried than what fitted. wide: other
-    layouts are tried from the first on."""
+    best: that fits, and its states. least: of those that do not. refused: why there were no states for a room. low: no
+    states are within less. high: a room of which the program was too large. raised: a larger room is tried than what
+    fitted. wide: other layouts are tried from the first on."""
 
     task: StatesWithin
     offered: OfferedStates
@@ -81,6 +83,8 @@ class _Search:
     best: tuple[Found, States] | None = None
     least: Found | None = None
     refused: NoStates | None = None
+    low: int = 0
+    high: int | None = None
     raised: bool = False
     wide: bool = False
 
@@ -89,7 +93,7 @@ class _Search:
         of theirs fits, those of any layouts."""
         self._rooms()
         if self.best is None:
-            self.wide = True
+            self.wide, self.high = True, None
             self._rooms()
         if self.best is not None:
             return self.best[0]
@@ -111,12 +115,7 @@ class _Search:
         try:
             chosen = self._states(counted, prove=proving)
         except NoStates as refused:
-            # What it counts may be more than what the program holds.
-            self.refused, first = self.refused or refused, self.refused is None
-            larger = max(int(refused.least * (1.0 + _MORE)), int(counted * (1.0 if first else _RAISE)))
-            untold = self.least is None and larger <= _FURTHEST * self.limit
-            again = self.best is None and larger > counted and (first or untold)
-            return larger if again else None
+            return self._larger(refused, counted)
         except (InfeasibleError, OutOfTime):
             # There was no time to look for a better one.
             if self.best is None:
@@ -129,6 +128,23 @@ class _Search:
                 return None
         return self._next(self._judged(chosen), chosen, counted)
 
+    def _larger(self, refused: NoStates, counted: int) -> int | None:
+        """The next room where there are no states for one: what it counts may be more than what the program holds."""
+        self.refused, first = self.refused or refused, self.refused is None
+        least = int(refused.least * (1.0 + _MORE))
+        self.low = max(self.low, least)
+        if self.best is not None:
+            return None
+        if self.high is not None:
+            return self._between(self.high)
+        larger = max(least, int(counted * (1.0 if first else _RAISE)))
+        untold = self.least is None and larger <= _FURTHEST * self.limit
+        return larger if larger > counted and (first or untold) else None
+
+    def _between(self, high: int) -> int | None:
+        """Halfway from what is too little to what is too much."""
+        return (self.low + high) // 2 if high - self.low > _CLOSE * self.limit else None
+
     def _next(self, found: Found, chosen: States, counted: int) -> int | None:
         over = found.peak_nbytes + self.task.reserve(found) - self.limit
         if over > 0:
@@ -137,14 +153,19 @@ class _Search:
                 return self._room_of_best()
             if self.least is None or found.peak_nbytes < self.least.peak_nbytes:
                 self.least = found
-            return min(chosen.nbytes, counted) - int(_LESS * over)
+            self.high = min(chosen.nbytes, counted)
+            smaller = self.high - int(_LESS * over)
+            return smaller if smaller > self.low else self._between(self.high)
         first = self.best is None
         if self.best is None or found.seconds < self.best[0].seconds:
             self.best = _proven(found, chosen.seconds), chosen
         self.raised = (
             first and -over > _UNUSED * self.limit and found.seconds > self.whole.seconds * (1.0 + ENOUGH)
         )
-        return max(chosen.nbytes, counted) - over if self.raised else self._room_of_best()
+        if not self.raised:
+            return self._room_of_best()
+        larger = max(chosen.nbytes, counted) - over
+        return larger if self.high is None else min(larger, (counted + self.high) // 2)
 
     def _room_of_best(self) -> int | None:
         return None if self.best is None else self.best[1].room

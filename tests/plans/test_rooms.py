@@ -1,0 +1,73 @@
+"""Rooms in which states are chosen, until a program fits: against programs that hold other than what was counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autoshard.plan.find_plan import canonical_capture
+from autoshard.plan.search_with_states import StatesWithin
+from cost_model.deadline import NEVER, Deadline
+from cost_model.errors import InfeasibleError
+from passes.ir.joint import JointGraph
+from passes.search.find import Found
+from passes.search.find_states import NoStates, States
+
+LIMIT = 1000
+
+
+@dataclass
+class Machine:
+    """holds: bytes of the program of states that were counted as so many. least: said to be needed; enough: needed."""
+
+    holds: Callable[[int], int]
+    least: int
+    enough: int
+    rooms: list[int] = field(default_factory=list[int])
+
+    def find(self, *, room: int, limit: tuple[int, int], deadline: Deadline, prove: bool) -> States:
+        self.rooms.append(room)
+        if room < self.enough:
+            raise NoStates("no states", self.least)
+        seconds = 100.0 / room
+        return States((), {}, seconds=seconds, lower_bound=seconds, nbytes=room, room=room)
+
+    def fastest(
+        self, joint: JointGraph, states: States | None, limit: int | None, reserve: int, deadline: Deadline
+    ) -> Found:
+        held = 3 * LIMIT if states is None else self.holds(states.nbytes)
+        seconds = 0.01 if states is None else states.seconds
+        step: Any = None
+        return Found({}, seconds, seconds, 0.0, "optimal", held, "x", step, ())
+
+
+@pytest.fixture(scope="module")
+def joint() -> JointGraph:
+    return canonical_capture(nn.Linear(2, 2), (torch.randn(2, 2),), {}).joint
+
+
+def _planned(machine: Machine, joint: JointGraph) -> Found:
+    offer: Any = lambda whole: machine
+    return StatesWithin(joint, machine.fastest, offer, lambda found: 0).found(LIMIT, NEVER)
+
+
+def test_a_room_between_what_is_too_little_and_what_is_too_much(joint: JointGraph) -> None:
+    """The program of 1000 holds 1900: less 1.25 times what that is too much there is nothing left. By hand: halfway to
+    1000 is too little, and 300 are needed; halfway from 300 it holds 976, which leaves less than another room is
+    worth."""
+    machine = Machine(lambda counted: 1900 - int(2.64 * (1000 - counted)), least=300, enough=600)
+    found = _planned(machine, joint)
+    assert found.peak_nbytes == 976 and found.seconds == pytest.approx(100.0 / 650)
+    assert machine.rooms[:3] == [1000, 500, 650]
+
+
+def test_where_no_room_does_it_says_so_and_ends(joint: JointGraph) -> None:
+    machine = Machine(lambda counted: 1100 + counted, least=300, enough=500)
+    with pytest.raises(InfeasibleError):
+        _planned(machine, joint)
+    assert len(machine.rooms) <= 20
