@@ -32,7 +32,7 @@ from passes.compile.bind_device import bind_device
 from passes.ir.joint import CPU, JointGraph, node_values
 from passes.ir.kept_random_state import random_state_kept
 from passes.ir.op_traits import draws
-from passes.ir.rewrite import copy_joint
+from passes.ir.rewrite import duplicate_joint
 from passes.micro_batches.cut_batch import cut_for_stages
 from passes.plan.describe import graph_hash
 from passes.simulate.conditioning import measured_rounding
@@ -162,7 +162,7 @@ def _all_bound(joint: JointGraph, here: torch.device) -> JointGraph:
 def _bound(joint: JointGraph, here: torch.device) -> JointGraph:
     joint = replace(joint, device=here)
     if here.type != CPU.type:
-        joint = copy_joint(joint)
+        joint = duplicate_joint(joint)
         bind_device(joint.module, here)
     return joint
 

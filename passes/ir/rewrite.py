@@ -17,6 +17,7 @@ from passes.ir.torch_compat import fake_mode_of, lazy_module
 __all__ = [
     "call_like",
     "copy_joint",
+    "duplicate_joint",
     "emit",
     "emit_at",
     "erase_dead",
@@ -127,6 +128,16 @@ def copy_joint(joint: JointGraph) -> JointGraph:
             copy.target = copy.name  # names are made unique; the generated signature prints the target
         copy.meta = dict(node.meta)
         new[node] = copy
+    return dataclasses.replace(joint, module=lazy_module(graph, "JointGraph"))
+
+
+def duplicate_joint(joint: JointGraph) -> JointGraph:
+    """The same graph in new nodes of the same names, by which its ops are known: a stage's are those of the call."""
+    graph = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {}
+    for node in joint.graph.nodes:
+        new[node] = graph.node_copy(node, new.__getitem__)
+        assert new[node].name == node.name, (new[node], node)
     return dataclasses.replace(joint, module=lazy_module(graph, "JointGraph"))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from torch import fx
 
 from passes.ir.joint import JointGraph
-from passes.ir.rewrite import copy_joint
+from passes.ir.rewrite import duplicate_joint
 from passes.states.backward_copies import Copies, copies_in
 
 __all__ = ["compute_again", "runs_again"]
@@ -35,7 +35,7 @@ def compute_again(joint: JointGraph, names: Collection[str]) -> JointGraph:
     missing = set(names) - set(copies_in(joint)) if names else set[str]()
     if not missing:
         return joint
-    copied = copy_joint(joint)
+    copied = duplicate_joint(joint)
     Copies(copied, names).write()
     return copied
 

@@ -25,7 +25,7 @@ from torch import fx
 import passes.ops.either  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::either)
 from passes.ir.joint import JointGraph, result_index
 from passes.ir.op_traits import is_either, is_use, is_view
-from passes.ir.rewrite import copy_joint
+from passes.ir.rewrite import duplicate_joint
 from passes.states.backward_copies import AGAIN, Copies
 from passes.states.cut_points import Place, candidates
 from passes.strategies.pricing import TrafficModel
@@ -55,7 +55,7 @@ def offered(joint: JointGraph, kept: Sequence[Place], traffic: TrafficModel) -> 
     """
     wanted = candidates(joint, kept)
     stored = {node.name for node in wanted if traffic(node).writes}
-    copied = copy_joint(joint)
+    copied = duplicate_joint(joint)
     writer = _Offers(copied, [node.name for node in wanted], stored)
     writer.write()
     copies = {copy.name: node.name for node, copy in writer.copies.items()}
