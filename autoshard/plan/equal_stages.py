@@ -14,6 +14,7 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.plan_ends import output_layouts, parameter_layouts
 from autoshard.plan.plan_memory import MemoryTimeline
 from autoshard.plan.task import Task
+from autoshard.plan.task_prices import prices_as_in
 from passes.ir.joint import JointGraph, node_values, tensor_operands
 from passes.ir.op_signature import op_signature
 from passes.plan.describe import describe, graph_hash
@@ -81,7 +82,7 @@ def plan_like(task: Task, first: Plan, of: JointGraph) -> Plan | None:
     if names is None:
         return None
     assignment = {names[name]: layouts for name, layouts in first.assignment.items()}
-    prices = task.prices.joining(first.joined_axes)
+    prices = prices_as_in(first, task.prices)
     found = judged(joint, assignment, prices)
     return replace(
         first,

@@ -9,7 +9,10 @@ from cost_model.mesh import MeshSpec
 from cost_model.reserve import Axes, reserve_bytes
 from passes.redistribution.steps import Step
 
-__all__ = ["plan_reserve"]
+__all__ = ["MESSAGES", "messages_nbytes", "plan_reserve"]
+
+MESSAGES = frozenset({"all_to_all"})
+"""Kinds of collectives in which every rank sends to every other, and that gathers can do without."""
 
 _NEIGHBOURS = 2
 """Ranks with which a halo is exchanged: one before, one after. Longer halos reach further, which is not counted."""
@@ -21,6 +24,12 @@ _PEERS = {"all_to_all": _ALL, "reshard": _ALL, "halo_exchange": _NEIGHBOURS, "ha
 def plan_reserve(mesh: MeshSpec, collectives: Iterable[Collective | Step]) -> int:
     """Bytes per device for CUDA's context and the communicators of a plan with these collectives."""
     return reserve_bytes(mesh, _peers(mesh, collectives))
+
+
+def messages_nbytes(mesh: MeshSpec, steps: Iterable[Step]) -> int:
+    """Bytes of `plan_reserve` that are there for `MESSAGES`."""
+    every = list(steps)
+    return plan_reserve(mesh, every) - plan_reserve(mesh, [s for s in every if s.kind not in MESSAGES])
 
 
 def _peers(mesh: MeshSpec, collectives: Iterable[Collective | Step]) -> Mapping[Axes, int]:

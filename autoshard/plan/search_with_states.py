@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from cost_model.deadline import Deadline, OutOfTime
 from cost_model.errors import InfeasibleError
@@ -29,11 +31,23 @@ _RAISE, _FURTHEST = 1.05, 1.5
 """By how much it is larger where that is not enough, as long as no program is known; and how far, of the limit."""
 _UNUSED = 0.03
 """Share of the limit that a plan may leave unused before a larger room is tried."""
+_WORTH = 0.02
+"""Share of the limit that exchanges between all ranks must take for plans without them to be looked for."""
+_SAVED = 1e-2
+"""Share of the time that the second way must be able to save to be searched."""
 _CLOSE = 0.02
 """Share of the limit that rooms must differ by to be tried, once one is known to be too small and one too large."""
 
 Fastest = Callable[[JointGraph, States | None, int | None, int, Deadline], Found]
 """The fastest plan of a graph, of those with the layouts of states, within a limit less a reserve."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One set of collectives. fastest: the plans that it gives; offer: states, from the fastest plan of all."""
+
+    fastest: Fastest
+    offer: Callable[[Found], OfferedStates]
 
 
 @dataclass(frozen=True)
@@ -43,26 +57,62 @@ class StatesWithin:
     The fastest of all plans is found first: where it fits, memory decides nothing. If it does not, states are chosen
     together with layouts, and that plan is judged. What is proven holds for all states that were offered.
 
-    reserve: bytes that a plan needs besides its tensors; None: that every plan needs.
+    ways: with all collectives, and without those that exchange messages between all ranks. NCCL keeps gigabytes for
+    these, which may be worth more than what they save; both are searched where the bound does not rule one out.
+    reserve: bytes that a plan needs besides its tensors; None: that every plan needs. messages: those of the exchanges.
     """
 
     joint: JointGraph
-    fastest: Fastest
-    offer: Callable[[Found], OfferedStates]
+    ways: tuple[Way, Way]
     reserve: Callable[[Found | None], int]
+    messages: Callable[[Found], int]
 
     def found(self, memory_limit: int | None, deadline: Deadline) -> Found:
         """Raises InfeasibleError, and OutOfTime."""
-        least = self.reserve(None)
+        least, first = self.reserve(None), self.ways[0]
         if memory_limit is not None and memory_limit <= least:
-            return self.fastest(self.joint, None, memory_limit, least, deadline)
-        whole = self.fastest(self.joint, None, None, least, deadline)
-        if memory_limit is None or whole.peak_nbytes + self.reserve(whole) <= memory_limit:
+            return first.fastest(self.joint, None, memory_limit, least, deadline)
+        whole = first.fastest(self.joint, None, None, least, deadline)
+        if memory_limit is None or self._over(whole, memory_limit) <= 0:
             return whole
-        try:
-            return _Search(self, self.offer(whole), whole, memory_limit, deadline).run()
-        except InfeasibleError as reason:
-            raise none_together(reason, whole.joined) from None
+        return self._best(self._starts(whole, memory_limit, deadline), memory_limit, deadline)
+
+    def _over(self, found: Found, limit: int) -> int:
+        return found.peak_nbytes + self.reserve(found) - limit
+
+    def _starts(self, whole: Found, limit: int, deadline: Deadline) -> list[tuple[Way, Found]]:
+        """Each way and its fastest plan, that which misses the limit by least first."""
+        starts = [(self.ways[0], whole)]
+        if self.messages(whole) > _WORTH * limit:
+            with suppress(InfeasibleError, OutOfTime):
+                other = self.ways[1].fastest(self.joint, None, None, 0, deadline.share(0.5))
+                starts.append((self.ways[1], other))
+        return sorted(starts, key=lambda start: self._over(start[1], limit))
+
+    def _best(self, starts: Sequence[tuple[Way, Found]], limit: int, deadline: Deadline) -> Found:
+        """The fastest of what the ways have; the second is not searched if it can save too little."""
+        best: Found | None = None
+        bounds: list[float] = []
+        reasons: list[InfeasibleError] = []
+        for place, (way, whole) in enumerate(starts):
+            if best is not None and whole.lower_bound >= best.seconds * (1.0 - _SAVED):
+                bounds.append(whole.lower_bound)
+                continue
+            until = deadline.share(1.0 / (len(starts) - place))
+            try:
+                fits = self._over(whole, limit) <= 0
+                found = whole if fits else _Search(self, way, whole, limit, until).run()
+            except InfeasibleError as reason:
+                reasons.append(reason)
+                bounds.append(whole.lower_bound)  # it has no plan as far as was tried
+            except OutOfTime:
+                bounds.append(whole.lower_bound)
+            else:
+                bounds.append(found.lower_bound)
+                best = min((one for one in (best, found) if one is not None), key=lambda one: one.seconds)
+        if best is None:
+            raise none_together(reasons[0], starts[0][1].joined) if reasons else OutOfTime
+        return _bounded(best, min(bounds))
 
 
 @dataclass
@@ -76,7 +126,7 @@ class _Search:
     fitted. wide: other layouts are tried from the first on."""
 
     task: StatesWithin
-    offered: OfferedStates
+    way: Way
     whole: Found
     limit: int
     deadline: Deadline
@@ -87,6 +137,10 @@ class _Search:
     high: int | None = None
     raised: bool = False
     wide: bool = False
+
+    @cached_property
+    def offered(self) -> OfferedStates:
+        return self.way.offer(self.whole)
 
     def run(self) -> Found:
         """States for layouts as they are known first; where their program fits, with what other layouts can do. If none
@@ -177,7 +231,7 @@ class _Search:
 
     def _judged(self, chosen: States) -> Found:
         graph = compute_again(self.task.joint, chosen.again)
-        return self.task.fastest(graph, chosen, None, 0, self.deadline)
+        return self.way.fastest(graph, chosen, None, 0, self.deadline)
 
     def _too_much(self, found: Found) -> InfeasibleError:
         needs = format_bytes(found.peak_nbytes + self.task.reserve(found))
@@ -190,7 +244,10 @@ class _Search:
 
 def _proven(found: Found, missing: float) -> Found:
     """`found`, of which no states that were offered within its room save more than so many seconds."""
-    bound = max(0.0, found.seconds - max(0.0, missing))
+    return _bounded(found, max(0.0, found.seconds - max(0.0, missing)))
+
+
+def _bounded(found: Found, bound: float) -> Found:
     gap = (found.seconds - bound) / max(found.seconds, 1e-300)
     status = "optimal" if gap <= ROUNDING else "feasible"
     return replace(found, lower_bound=bound, gap=gap, status=status)

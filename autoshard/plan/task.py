@@ -22,9 +22,9 @@ from autoshard.plan.plan_content import PlanContent
 from autoshard.plan.plan_ends import output_layouts, parameter_layouts
 from autoshard.plan.plan_memory import MemoryTimeline
 from autoshard.plan.plan_origin import plan_origin
-from autoshard.plan.plan_reserve import plan_reserve
-from autoshard.plan.search_with_states import StatesWithin
-from autoshard.plan.task_prices import prices_of
+from autoshard.plan.plan_reserve import MESSAGES, messages_nbytes, plan_reserve
+from autoshard.plan.search_with_states import StatesWithin, Way
+from autoshard.plan.task_prices import prices_as_in, prices_of
 from autoshard.plan.time_kept import out_of_time, search_until
 from autoshard.plan.variants import Again, Variant, variant_narrowing
 from cost_model.correction import with_timed_collectives
@@ -161,69 +161,72 @@ def search_plans(
 ) -> list[Plan]:
     """`search_plan`'s, and after it the next best of those that its search judged: at most `most` in all."""
     until = search_until(task.joint, deadline or Deadline.after(task.time_limit))
-    known: dict[int, Judged] = {}
+    known: dict[int, tuple[Judged, Prices]] = {}
 
-    def fastest(
-        joint: JointGraph, chosen: States | None, memory_limit: int | None, reserve: int, latest: Deadline
-    ) -> Found:
-        def judge(assignment: Assignment, prices: Prices) -> Judgement:
-            found = known[id(assignment)] = judged(joint, assignment, prices)
-            rivals(found)
-            return Judgement(found.phase_seconds, found.peak.nbytes)
+    def way(prices: Prices) -> Way:
+        def fastest(
+            joint: JointGraph, chosen: States | None, memory_limit: int | None, reserve: int, latest: Deadline
+        ) -> Found:
+            def judge(assignment: Assignment, prices: Prices) -> Judgement:
+                found = judged(joint, assignment, prices)
+                known[id(assignment)] = found, prices
+                rivals(found)
+                return Judgement(found.phase_seconds, found.peak.nbytes)
 
-        found = find_fastest(
-            joint,
-            task.prices,
-            task.boundary,
-            memory_limit=memory_limit,
-            reserve=reserve,
-            deadline=latest,
-            narrowing=task.narrowing if chosen is None else chosen.narrowing(task.narrowing),
-            judge=judge,
-        )
-        return replace(of_program(found), rivals=tuple(map(of_program, found.rivals)))
+            narrowing = task.narrowing if chosen is None else chosen.narrowing(task.narrowing)
+            found = find_fastest(
+                joint,
+                prices,
+                task.boundary,
+                memory_limit=memory_limit,
+                reserve=reserve,
+                deadline=latest,
+                narrowing=narrowing,
+                judge=judge,
+            )
+            return replace(of_program(found), rivals=tuple(map(of_program, found.rivals)))
+
+        def offer(whole: Found) -> OfferedStates:
+            joining, pinned = prices.joining(whole.joined), _pinned(task)
+            ends, start = task.boundary, whole.assignment
+            return OfferedStates.of(task.joint, joining, ends, start, narrowing=task.narrowing, pinned=pinned)
+
+        return Way(fastest, offer)
 
     def of_program(found: Found) -> Found:
-        peak = known[id(found.assignment)].peak
+        peak = known[id(found.assignment)][0].peak
         return replace(found, peak_nbytes=peak.nbytes, peak_node=peak.node)
 
-    def offer(whole: Found) -> OfferedStates:
-        prices = task.prices.joining(whole.joined)
-        return OfferedStates.of(
-            task.joint,
-            prices,
-            task.boundary,
-            whole.assignment,
-            narrowing=task.narrowing,
-            pinned=_pinned(task),
-        )
-
     def moved(found: Found) -> Sequence[Step]:
-        chosen = known[id(found.assignment)].moved
+        chosen = known[id(found.assignment)][0].moved
         return [step for way in chosen.values() for step in way.steps if step.kind is not None]
 
     def reserve(found: Found | None) -> int:
         if found is None:
             return task.reserve((), None)
-        return task.reserve(moved(found), known[id(found.assignment)].memory)
+        return task.reserve(moved(found), known[id(found.assignment)][0].memory)
+
+    def messages(found: Found) -> int:
+        return messages_nbytes(task.links or task.mesh, moved(found))
 
     whole = compute_again(task.joint, _pinned(task) or ())
+    ways = way(task.prices), way(task.prices.avoiding(MESSAGES))
     try:
-        found = StatesWithin(whole, fastest, offer, reserve).found(task.memory_limit, until)
+        found = StatesWithin(whole, ways, reserve, messages).found(task.memory_limit, until)
     except OutOfTime:
         raise out_of_time(task.mesh, task.time_limit) from None
     except InfeasibleError as reason:
         with suppress(InfeasibleError, OutOfTime):
             if not known and task.memory_limit is not None:
-                fastest(whole, None, None, 0, until)  # for what lives at its peak
+                ways[0].fastest(whole, None, None, 0, until)  # for what lives at its peak
         asked = Asked(task.joint, task.mesh, task.memory_limit, task.pins, task.recompute, task.links)
-        raise told(reason, asked, known.values()) from None
+        raise told(reason, asked, [one for one, _ in known.values()]) from None
     if found.joined:
         _log.info("plan: axes searched together: %s", joined_text(found.joined))
     limit = task.memory_limit
     fitting = (one for one in found.rivals if limit is None or one.peak_nbytes + reserve(one) <= limit)
     kept = (found, *itertools.islice(fitting, most - 1))
-    return [_plan_of(task, one, known[id(one.assignment)], task.again()) for one in kept]
+    return [_plan_of(task, one, *known[id(one.assignment)], task.again()) for one in kept]
 
 
 def _pinned(task: Task) -> list[str] | None:
@@ -237,7 +240,7 @@ def carried_plan(task: Task, first: Plan) -> Plan:
     Where a node has no counterpart in `first`, it is searched. Nothing is proven of the result, and its step is not
     simulated: `step_time` is the objective's. Raises InfeasibleError if the layouts do not fit.
     """
-    prices = task.prices.joining(first.joined_axes)
+    prices = prices_as_in(first, task.prices)
     joint = compute_again(task.joint, known_ops(task.joint, first.lowering.again))
     try:
         found = find_assignment(
@@ -252,13 +255,12 @@ def carried_plan(task: Task, first: Plan) -> Plan:
     except OutOfTime:
         raise out_of_time(task.mesh, task.time_limit) from None
     unproven = replace(found, lower_bound=0.0, gap=1.0, status="feasible")
-    return _plan_of(task, unproven, lowered(joint, found.assignment, prices), None)
+    return _plan_of(task, unproven, lowered(joint, found.assignment, prices), prices, None)
 
 
-def _plan_of(task: Task, found: Found, judged: Judged, again: Again | None) -> Plan:
+def _plan_of(task: Task, found: Found, judged: Judged, prices: Prices, again: Again | None) -> Plan:
     """Its `step_time` is the objective's where it was not judged."""
-    joint = compute_again(task.joint, judged.lowering.again)
-    mesh, prices = task.mesh, task.prices.joining(found.joined)
+    joint, mesh = compute_again(task.joint, judged.lowering.again), task.mesh
     records = describe(joint, found.assignment, judged.lowering, judged.moved, prices)
     totals = found.step.totals(records)
     recounted = sum(phase_seconds(totals, found.overlaps)) + float(totals[EXPOSED])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from autoshard.plan.plan_collectives import collectives_of
+from autoshard.plan.plan_content import PlanContent
+from autoshard.plan.plan_reserve import MESSAGES
 from cost_model.bucketed import BucketedPrices
 from cost_model.collectives import CollectivePrices
 from cost_model.compute import ComputePrices
@@ -14,7 +17,7 @@ from passes.redistribution.redistribute import Redistributor
 from passes.strategies.prices import Prices
 from passes.strategies.pricing import traffic_model
 
-__all__ = ["prices_of"]
+__all__ = ["prices_as_in", "prices_of"]
 
 
 def prices_of(
@@ -43,3 +46,13 @@ def prices_of(
         overlap_efficiency=profile.overlap_efficiency,
         optimizer=optimizer,
     )
+
+
+def prices_as_in(plan: PlanContent, prices: Prices) -> Prices:
+    """Those under which the layouts of `plan` are brought about as it does: within a limit, and where messages between
+    all ranks take memory, without any if it has none."""
+    joined = prices.joining(plan.joined_axes)
+    spared = plan.memory_limit is not None and plan.reserve > 0
+    if not spared or any(one.name in MESSAGES for one in collectives_of(plan.records)):
+        return joined
+    return joined.avoiding(MESSAGES)

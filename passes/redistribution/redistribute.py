@@ -114,12 +114,19 @@ class Redistributor:
     """Plans and prices redistributions on one mesh with one set of prices; caches both.
 
     joined: axes that are moved together, so that meshes of many axes have few layouts. Then all layouts asked for use
-    them together.
+    them together. avoided: kinds of collectives that no way has.
     """
 
-    def __init__(self, mesh: MeshSpec, prices: CollectiveSeconds, joined: JoinedAxes = ()) -> None:
+    def __init__(
+        self,
+        mesh: MeshSpec,
+        prices: CollectiveSeconds,
+        joined: JoinedAxes = (),
+        avoided: frozenset[str] = frozenset(),
+    ) -> None:
         self.mesh = mesh
         self.joined = joined
+        self.avoided = avoided
         self._prices = prices
         self._seconds: dict[tuple[str, tuple[str, ...], int], float] = {}
         self._universes: dict[UniverseKey, Universe] = {}
@@ -129,7 +136,11 @@ class Redistributor:
 
     def joining(self, joined: JoinedAxes) -> Redistributor:
         """One with the same prices that moves the axes `joined` together."""
-        return self if joined == self.joined else Redistributor(self.mesh, self._prices, joined)
+        return self if joined == self.joined else Redistributor(self.mesh, self._prices, joined, self.avoided)
+
+    def avoiding(self, kinds: frozenset[str]) -> Redistributor:
+        """One with the same prices that moves nothing by collectives of these kinds."""
+        return Redistributor(self.mesh, self._prices, self.joined, kinds)
 
     def plan(self, src: Layout, dst: Layout, shape: Sequence[int], itemsize: int) -> Redistribution:
         """The cheapest steps that turn `src` into `dst`, for a tensor of global `shape`.
@@ -211,9 +222,11 @@ class Redistributor:
         return _Space(universe, dims, space.payloads, space.seconds, space.rows)
 
     def collective_seconds(self, kind: str, axes: tuple[str, ...], nbytes: int) -> float:
-        """Price of one collective; ProfileError for one that is negative or not finite."""
+        """Price of one collective, inf if it is avoided; ProfileError for a price that is negative or not finite."""
         if nbytes == 0:
             return 0.0  # the lowering emits no collective
+        if kind in self.avoided:
+            return math.inf
         key = (kind, axes, nbytes)
         if key not in self._seconds:
             seconds = self._prices.seconds(kind, axes, nbytes)

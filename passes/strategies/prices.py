@@ -50,6 +50,11 @@ class Prices:
         ways = self.redistributor.joining(joined), self.merged.joining(joined)
         return replace(self, redistributor=ways[0], merged=ways[1])
 
+    def avoiding(self, kinds: frozenset[str]) -> Prices:
+        """The same prices, where no redistribution runs collectives of these kinds."""
+        ways = self.redistributor.avoiding(kinds), self.merged.avoiding(kinds)
+        return replace(self, redistributor=ways[0], merged=ways[1])
+
     def op_seconds(self, node: fx.Node, layouts: NodeLayouts) -> float:
         """Seconds of `node` of a global graph under `layouts`, as `strategy_seconds` has them; once for ops alike.
 

@@ -74,6 +74,18 @@ def test_equal_layouts_need_no_step() -> None:
     assert plan(SUM, SUM, (8, 8)) == Redistribution((), 0.0, (), ())
 
 
+def test_what_is_avoided_is_no_way_for_any_tensor() -> None:
+    """16 bytes of a rank exchanged, or all 64 gathered and sliced."""
+    free = Redistributor(ONE_AXIS, Rates())
+    spared = free.avoiding(frozenset({"all_to_all"})).joining(())
+    assert [kind for kind, *_ in steps(free.plan(ROWS, COLUMNS, (8, 8), 1))] == [AllToAll]
+    assert steps(spared.plan(ROWS, COLUMNS, (8, 8), 1)) == [
+        (AllGather, ("a",), 64, 65.0),
+        (Slice, ("a",), 0, 0.0),
+    ]
+    assert spared.matrix([ROWS], [COLUMNS], (8, 8), 1)[0, 0] == 65.0
+
+
 def test_slicing_and_making_partial_are_free() -> None:
     assert steps(plan(R2, ROWS, (8, 8))) == [(Slice, ("a",), 0, 0.0)]
     assert steps(plan(R2, SUM, (8, 8))) == [(ToPartial, ("a",), 0, 0.0)]
