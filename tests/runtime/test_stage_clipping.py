@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 from tests.ranks import RankPool
 from tests.runtime.stage_models import (
@@ -91,8 +90,14 @@ def test_clipping_communicates_once(ranks: RankPool) -> None:
 
 
 def _imported_before(rank: int, case: Case) -> None:
-    """The functions as this module has them, imported before anything was wrapped."""
+    """torch's own functions, which a module has that imported them before anything was wrapped.
+
+    Not imported here: a rank of the pool may be of an earlier test, and be wrapped, or not.
+    """
     ours, theirs = net_of_stages(case), net()
+    get_total_norm = nn.utils.get_total_norm.wrapped  # type: ignore[attr-defined]
+    clip_grads_with_norm_ = nn.utils.clip_grads_with_norm_.wrapped  # type: ignore[attr-defined]
+    clip_grad_value_ = nn.utils.clip_grad_value_.wrapped  # type: ignore[attr-defined]
     for model in (ours, theirs):
         give_gradients(model, 0)
         clip_grad_value_(model.parameters(), 0.7)
@@ -102,7 +107,7 @@ def _imported_before(rank: int, case: Case) -> None:
         total = get_total_norm(_gradients(model))
         clip_grads_with_norm_(model.parameters(), 1.0, total)
         found.append(
-            {"total": whole_of(total), "clipped": whole_of(clip_grad_norm_(model.parameters(), 0.5))}
+            {"total": whole_of(total), "clipped": whole_of(nn.utils.clip_grad_norm_(model.parameters(), 0.5))}
         )
     same(found[0], found[1])
     _same_gradients(ours, theirs, "norm")
