@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import fx
 
 from autoshard.plan.task import Task
+from cost_model.errors import InfeasibleError
 from passes.ir.joint import JointGraph, repeats, results_nbytes
 from passes.ir.op_traits import is_view
 from passes.stages.choose_cut import ChosenCut, Fits, choose_cut
@@ -18,6 +20,7 @@ from passes.stages.cut_costs import (
     CutCosts,
     CutPlace,
     Segment,
+    alike_places,
     cut_costs,
     narrow_places,
     places_between_products,
@@ -66,8 +69,9 @@ class StageCutter:
         return narrow_places(self.costs)
 
     def cut(self, stages: int, costs: CutCosts | None = None) -> ChosenCut:
-        """At narrow places; between any two products, or anywhere, where that makes the longest stage so much shorter,
-        or there are too few. costs: in place of the estimated ones. Raises InfeasibleError."""
+        """At narrow places, and of those between equal layers, unless that makes the longest stage longer by more than
+        `_EVEN`: stages that are alike are planned once. Between any two products, or anywhere, where that makes it
+        shorter by `_SHORTER`, or there are too few. costs: in place of the estimated ones. Raises InfeasibleError."""
         best: ChosenCut | None = None
         for places in (self.places, places_between_products(self.costs), self.costs.places):
             enough = best is not None and best.gap <= _SHORTER
@@ -77,7 +81,17 @@ class StageCutter:
             if best is None or max(found.seconds) < (1.0 - _SHORTER) * max(best.seconds):
                 best = found
         assert best is not None
-        return best
+        alike = self._cut_alike(stages, costs or self.costs)
+        even = alike is not None and max(alike.seconds) <= (1.0 + _EVEN) * max(best.seconds)
+        return alike if alike is not None and even else best
+
+    def _cut_alike(self, stages: int, costs: CutCosts) -> ChosenCut | None:
+        places = alike_places(self.costs)
+        if len(places) < stages - 1:
+            return None
+        with suppress(InfeasibleError):
+            return self._cut(stages, costs, places)
+        return None
 
     def _cut(self, stages: int, costs: CutCosts, places: Sequence[CutPlace]) -> ChosenCut:
         price = transfer_price(self.task, self.axis)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from autoshard.plan.plan import Plan
 from autoshard.plan.task import CallLayouts, Task
+from autoshard.plan.task_prices import prices_as_in
 from passes.ir.joint import JointGraph
 from passes.layout.layout import Layout
 from passes.predict.memory_walk import MemoryWalk
@@ -31,7 +32,7 @@ class PlannedStage:
     def of(graph: StageGraph, task: Task, plan: Plan) -> PlannedStage:
         joint = compute_again(graph.joint, plan.lowering.again)
         received = {crossing.name for crossing in graph.received}
-        prices = task.prices.joining(plan.joined_axes)
+        prices = prices_as_in(plan, task.prices)
         figures = predict_stage(joint, plan.assignment, plan.lowering, prices, received)
         return PlannedStage(graph, task, plan, figures)
 

@@ -30,7 +30,15 @@ from passes.stages.graph_parts import (
     passes_with_piece,
 )
 
-__all__ = ["CutCosts", "CutPlace", "Segment", "cut_costs", "narrow_places", "places_between_products"]
+__all__ = [
+    "CutCosts",
+    "CutPlace",
+    "Segment",
+    "alike_places",
+    "cut_costs",
+    "narrow_places",
+    "places_between_products",
+]
 
 
 @dataclass(frozen=True)
@@ -118,6 +126,18 @@ def narrow_places(costs: CutCosts) -> tuple[CutPlace, ...]:
     lowest = places_between_products(costs)
     nbytes = [place.sent_nbytes + place.returned_nbytes for place in lowest]
     return tuple(p for i, p in enumerate(lowest) if nbytes[i] <= min(nbytes[max(0, i - 1) : i + 2]))
+
+
+def alike_places(costs: CutCosts) -> tuple[CutPlace, ...]:
+    """Of `narrow_places` the most that pass as much, and that the same ops follow up to a product: of a transformer
+    those between layers. Stages between them are alike, if they have as many layers."""
+    groups: dict[Hashable, list[CutPlace]] = {}
+    for place in narrow_places(costs):
+        ops = costs.parts.forward[place.position :]
+        product = next((i for i, node in enumerate(ops) if is_product(node)), len(ops) - 1)
+        follows = tuple(map(op_signature, ops[: product + 1]))
+        groups.setdefault((place.sent_nbytes, place.returned_nbytes, follows), []).append(place)
+    return tuple(max(groups.values(), key=len, default=()))
 
 
 def places_between_products(costs: CutCosts) -> tuple[CutPlace, ...]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from autoshard.plan.equal_stages import names_alike, plan_like
 from autoshard.plan.find_plan import canonical_capture
+from autoshard.plan.stage_cut import StageCutter
 from autoshard.plan.stage_tasks import PlannedStage, stage_task
 from autoshard.plan.task import search_plan
 from passes.ir.joint import JointGraph
@@ -75,3 +77,32 @@ def _middle_stages(many: int) -> tuple[JointGraph, JointGraph]:
     ]
     graphs = stage_graphs(captured.joint, starts)
     return graphs[1].joint, graphs[2].joint
+
+
+class Residual(nn.Module):
+    """Blocks of a product and of two half as large ones, between which a residual passes; a head as long as a block."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        linear = lambda a, b: nn.Linear(a, b, bias=False)
+        self.blocks = nn.ModuleList(
+            nn.ModuleList([linear(64, 64), linear(64, 32), linear(32, 64)]) for _ in range(blocks)
+        )
+        self.head = linear(64, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for first, up, down in self.blocks:  # type: ignore[misc]
+            x = x + first(x)
+            x = x + down(up(x))
+        return self.head(x).square().mean()
+
+
+@pytest.mark.parametrize(("blocks", "part"), [(61, "1"), (7, "0")])
+def test_cuts_stand_at_places_that_are_alike_where_that_costs_little(blocks: int, part: str) -> None:
+    """There are most places within blocks, as the first block has none before it. With the head two stages are most
+    even with whole blocks: of sixty-one cutting within one makes the longer 1.6 % longer, of seven 12 %."""
+    captured = canonical_capture(Residual(blocks), (torch.randn(32, 64),), {})
+    task = replace(whole_task("mlp", SQUARE), captured=captured)
+    (cut,) = StageCutter(task, task.joint, "pp").cut(2).cut
+    (node,) = (node for node in task.joint.graph.nodes if node.name == cut)
+    assert str(node.meta["module"]).split(".")[-1] == part
