@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
@@ -78,7 +78,7 @@ def fsdp_tensor_parallel(race: Race, setting: Setting) -> Runner:
     across, inside = (race.meshes.grid[name] for name in race.meshes.grid.mesh_dim_names or ())
     model = parallelize_module(race.model(), inside, race.workload.tensor())
     model = _fully_sharded(model, race.workload, across, setting)
-    return Runner(race.compiled(model), model, _slice(race.batch(), across), _around(race))
+    return Runner(_compiled(race, model, setting), model, _slice(race.batch(), across), _around(race))
 
 
 def in_space(race: Race, setting: Setting) -> Runner:
@@ -94,25 +94,45 @@ def in_space(race: Race, setting: Setting) -> Runner:
 def _tensor(race: Race, styles: Callable[[], Styles] | None, setting: Setting) -> Runner:
     assert styles is not None
     model = parallelize_module(race.model(), race.meshes.flat, styles())
+    return Runner(_compiled(race, model, setting), model, race.batch(), _around(race))
+
+
+def _compiled(race: Race, model: nn.Module, setting: Setting) -> Callable[..., Tensor]:
+    """As a whole, or block by block: a compiler does not trace embeddings that are split by vocabulary."""
     # Products and the collectives beside them in pieces that overlap: torch's async tensor parallelism.
     options = {"_micro_pipeline_tp": True} if setting.get("async") else {}
-    return Runner(race.compiled(model, **options), model, race.batch(), _around(race))
+    if setting.get("compiled") != "blocks":
+        return race.compiled(model, **options)
+    for block in map(model.get_submodule, race.workload.blocks):
+        if not isinstance(block, nn.Embedding):
+            block.compile(backend=race.backend, options=options or None)
+    return model
 
 
-def _async_settings(race: Race) -> tuple[Setting, ...]:
+def _tensor_settings(race: Race) -> tuple[Setting, ...]:
     """torch has async tensor parallelism in Inductor, on GPUs that read each other's memory."""
-    known = race.backend == "inductor" and race.meshes.flat.device_type == "cuda"
-    return ({"async": False}, {"async": True}) if known else ({},)
+    if race.backend == "eager":
+        return ({},)
+    whole_or_not = ({"compiled": "whole"}, {"compiled": "blocks"})
+    if race.meshes.flat.device_type != "cuda":
+        return whole_or_not
+    return tuple({**how, "async": ahead} for how, ahead in itertools.product(whole_or_not, (False, True)))
+
+
+def _sharded_tensor_settings(race: Race) -> tuple[Setting, ...]:
+    if race.backend == "eager":
+        return FSDP_SETTINGS
+    return tuple({**setting, "compiled": "blocks"} for setting in FSDP_SETTINGS)
 
 
 HAND_WRITTEN: dict[str, ByHand] = {
     "DDP": ByHand(ddp, lambda _: tuple({"bucket_cap_mb": mb} for mb in BUCKETS_MB), lambda w: w.slices),
     "FSDP2": ByHand(fsdp, lambda _: FSDP_SETTINGS, lambda w: w.slices),
     "HSDP": ByHand(hybrid_fsdp, lambda _: FSDP_SETTINGS, lambda w: w.slices),
-    "TP": ByHand(tensor_parallel, _async_settings, lambda w: w.tensor is not None),
-    "TP + SP": ByHand(sequence_parallel, _async_settings, lambda w: w.sequence is not None),
+    "TP": ByHand(tensor_parallel, _tensor_settings, lambda w: w.tensor is not None),
+    "TP + SP": ByHand(sequence_parallel, _tensor_settings, lambda w: w.sequence is not None),
     "FSDP2 x TP": ByHand(
-        fsdp_tensor_parallel, lambda _: FSDP_SETTINGS, lambda w: w.slices and w.tensor is not None
+        fsdp_tensor_parallel, _sharded_tensor_settings, lambda w: w.slices and w.tensor is not None
     ),
     "space": ByHand(
         in_space,

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard import Plan, Profile, autoshard
 from autoshard.plan.families import family_constraints
+from autoshard.reporting.peak_memory import held_nbytes
 from benchmarks.racing.workloads import Batch, Workload
 
 __all__ = ["PINNED", "Build", "Meshes", "Race", "Runner", "alone", "planned", "process_group"]
@@ -93,6 +94,11 @@ class Runner:
         tensors = list(self._model.parameters())
         kept = [value for state in self._optimizer.state.values() for value in state.values()]
         return sum(_local_bytes(t) for t in (*tensors, *tensors, *kept) if isinstance(t, Tensor))
+
+    def held_bytes(self) -> int:
+        """Bytes that a step finds and leaves on this rank: parameters, buffers, the states of AdamW and the batch."""
+        owned = (*self._model.parameters(), *self._model.buffers(), *self._batch)
+        return held_nbytes(owned, self._model.parameters(), [self._optimizer])
 
 
 Build = Callable[[Race], Runner]
