@@ -22,7 +22,7 @@ from passes.ir.op_traits import is_collective, is_view
 from passes.lower.phases import Backward, Phases
 from passes.plan.describe import short_dtype
 from passes.predict.memory_kinds import KINDS, Kind, kind_of_op, made_by
-from passes.predict.workspaces import Copies, no_copies, workspace
+from passes.predict.workspaces import NONE, Workspaces
 from passes.strategies.pricing import TrafficModel
 
 __all__ = [
@@ -112,14 +112,14 @@ class MemoryWalk:
 
 
 def memory_walk(
-    phases: Phases, traffic: TrafficModel, optimizer: Optimizer = ADAMW, copies: Copies = no_copies
+    phases: Phases, traffic: TrafficModel, optimizer: Optimizer = ADAMW, workspaces: Workspaces = NONE
 ) -> MemoryWalk:
     """A step before the first op, and one per op of the forward and of the backward, in the order in which they run.
 
     phases: with meta "phase" where each op runs (`passes.predict.step_events` writes it). traffic: which values are
-    stored. optimizer: its states of every parameter that gets a gradient. copies: that collectives make.
+    stored. optimizer: its states of every parameter that gets a gradient. workspaces: of ops and collectives.
     """
-    steps, values = program_values(phases, traffic, 1, copies=copies)
+    steps, values = program_values(phases, traffic, 1, workspaces=workspaces)
     ends = () if phases.backward is None else phases.backward.gradients
     # A part of a step says nothing of its inputs, which another part has made.
     placeholders = zip(_placeholders(phases.forward), phases.inputs, strict=bool(phases.inputs))
@@ -128,20 +128,25 @@ def memory_walk(
 
 
 def program_values(
-    phases: Phases, traffic: TrafficModel, first: int, phase: str = "forward", *, copies: Copies = no_copies
+    phases: Phases,
+    traffic: TrafficModel,
+    first: int,
+    phase: str = "forward",
+    *,
+    workspaces: Workspaces = NONE,
 ) -> tuple[list[tuple[str, str]], list[LiveValue]]:
     """Steps of a program that begins with step `first`, and what is alive in them, but for what the caller holds.
 
     phase: which its forward is said to be.
     """
-    forward = _Phase(phases.forward, traffic, first, copies=copies)
+    forward = _Phase(phases.forward, traffic, first, workspaces=workspaces)
     steps = [(phase, node.name) for node in forward.ops]
     if phases.backward is None:
         return steps, list(forward.values({}))
     saved, tangents = _saved(phases, phases.backward), _tangents(phases.backward)
     outside = saved | {node: (node, 0) for node, _ in tangents}
     names = {node.name for node in forward.ops}
-    backward = _Phase(phases.backward.module, traffic, first + len(steps), outside, names, copies)
+    backward = _Phase(phases.backward.module, traffic, first + len(steps), outside, names, workspaces)
     steps += [("backward", node.name) for node in backward.ops]
     kept: dict[Owner, tuple[Kind, str]] = dict.fromkeys(saved.values(), ("kept", ""))
     given: Told = {(node, 0): ("inputs", name) for node, name in tangents}
@@ -181,11 +186,11 @@ class _Phase:
         first: int,
         outside: Mapping[fx.Node, Owner] | None = None,
         forward: Set[str] = frozenset(),
-        copies: Copies = no_copies,
+        workspaces: Workspaces = NONE,
     ) -> None:
         self.ops = [node for node in module.graph.nodes if node.op == "call_function"]
         self._place = {node: step for step, node in enumerate(self.ops, first)}
-        self._copies = copies
+        self._workspaces = workspaces
         self._traffic, self._first, self._outside, self._forward = traffic, first, outside or {}, forward
         self._end = first + len(self.ops) - 1
         self._last: dict[Owner, int] = {}
@@ -211,10 +216,10 @@ class _Phase:
 
     def _beside(self, node: fx.Node, step: int) -> Iterator[LiveValue]:
         """What an op has for itself while it runs, and a collective until its wait."""
-        found: list[tuple[Kind, int, int]] = [("working", workspace(node, self._traffic), step)]
+        found: list[tuple[Kind, int, int]] = [("working", self._workspaces.of_op(node), step)]
         waits = [self._place[user] for user in node.users if is_collective(user)]
         if is_collective(node) and waits:
-            found.append(("moved", self._copies(node), max(waits)))
+            found.append(("moved", self._workspaces.of_message(node), max(waits)))
         for kind, nbytes, last in found:
             if nbytes:
                 yield LiveValue(kind, *made_by(node), node.name, "u8", (nbytes,), nbytes, step, last)

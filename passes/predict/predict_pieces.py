@@ -13,7 +13,7 @@ from passes.lower.piecewise import RankPieces
 from passes.lower.rank_program import RankProgram
 from passes.predict.memory_walk import START, LiveValue, MemoryWalk, held_values, live_value, program_values
 from passes.predict.prediction import PredictedCollective, PredictedPhase, Prediction
-from passes.predict.workspaces import copies_on
+from passes.predict.workspaces import workspaces_on
 from passes.strategies.prices import Prices
 
 __all__ = ["alone", "predict_pieces", "update_seconds"]
@@ -105,14 +105,14 @@ def _walk(program: RankProgram, parts: RankPieces, piece: Phases, prices: Prices
     """What the pieces leave is there from the first on, beside what one piece makes; so is what was made before."""
     steps, values = [START], list[LiveValue]()
     begins: list[int] = []
-    copies = copies_on(prices.mesh.device_type)
+    workspaces = workspaces_on(prices.mesh.device_type, prices.traffic)
     for phases, name in (
         (alone(parts.before), "forward"),
         (piece, "forward"),
         (alone(parts.after), "backward"),
     ):
         begins.append(len(steps))
-        more, made = program_values(phases, prices.traffic, len(steps), name, copies=copies)
+        more, made = program_values(phases, prices.traffic, len(steps), name, workspaces=workspaces)
         steps += more
         values += made
     last, piecewise = len(steps) - 1, begins[1]

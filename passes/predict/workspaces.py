@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -10,31 +11,46 @@ from torch import fx
 from cost_model.measure import timed_messages as messages
 from passes.ir.joint import node_value, results_nbytes
 from passes.ops.uniform import UNIFORM_WORDS
+from passes.predict.convolution_copies import convolution_copies
 from passes.predict.step_events import COLLECTIVE_KINDS
 from passes.strategies.pricing import TrafficModel, eager_traffic
 
-__all__ = ["Copies", "copies_on", "no_copies", "workspace"]
-
-Copies = Callable[[fx.Node], int]
-"""Bytes that whoever moves a collective's data copies it into, from its start to its wait."""
+__all__ = ["NONE", "Workspaces", "random_words", "workspaces_on"]
 
 
-def workspace(node: fx.Node, traffic: TrafficModel) -> int:
-    """Of an op that runs as several, where they run op by op: of random numbers."""
-    if traffic is not eager_traffic or node.target is not torch.ops.autoshard.uniform.default:
+def _no_bytes(node: fx.Node) -> int:
+    return 0
+
+
+@dataclass(frozen=True)
+class Workspaces:
+    """of_op: while it runs. of_message: what moves a collective's data copies it into, from its start to its wait."""
+
+    of_op: Callable[[fx.Node], int] = _no_bytes
+    of_message: Callable[[fx.Node], int] = _no_bytes
+
+
+NONE = Workspaces()
+
+
+def workspaces_on(device_type: str, traffic: TrafficModel) -> Workspaces:
+    """Of devices of that type. traffic: where all ops run op by op, random numbers have words of their own.
+
+    NCCL moves data from and to the tensors themselves; its buffers, and those of CUDA's libraries, are in a plan's
+    reserve.
+    """
+    on_cpu = device_type == "cpu"
+    numbers = random_words if traffic is eager_traffic else _no_bytes
+    kernels = convolution_copies if on_cpu else _no_bytes
+    return Workspaces(lambda node: numbers(node) + kernels(node), _gloo_copies if on_cpu else _no_bytes)
+
+
+def random_words(node: fx.Node) -> int:
+    """Of random numbers that are made op by op."""
+    if node.target is not torch.ops.autoshard.uniform.default:
         return 0
     value = node_value(node)
     return value.numel() * (8 * UNIFORM_WORDS - value.element_size())
-
-
-def copies_on(device_type: str) -> Copies:
-    """Of collectives between devices of that type."""
-    return _gloo_copies if device_type == "cpu" else no_copies
-
-
-def no_copies(node: fx.Node) -> int:
-    """NCCL moves data from and to the tensors themselves; its buffers are in a plan's reserve."""
-    return 0
 
 
 def _gloo_copies(node: fx.Node) -> int:

@@ -16,6 +16,7 @@ from passes.lower.phases import Phases
 from passes.lower.rank_program import rank_program
 from passes.predict.memory_kinds import KINDS
 from passes.predict.memory_walk import LiveValue, MemoryStep, MemoryWalk, memory_walk
+from passes.predict.workspaces import workspaces_on
 from passes.simulate.lockstep import simulated_groups
 from passes.strategies.pricing import eager_traffic
 
@@ -77,7 +78,7 @@ def test_what_is_predicted_is_alive(name: str) -> None:
     build, shape = MODELS[name]
     torch.manual_seed(0)
     phases = program(build(), torch.randn(shape))
-    walk = memory_walk(phases, eager_traffic)
+    walk = memory_walk(phases, eager_traffic, workspaces=workspaces_on("cpu", eager_traffic))
     # An optimizer's states, which nothing holds here.
     states = sum(value.nbytes for value in walk.values if value.kind == "optimizer")
     for phase, most in measured(phases).items():
@@ -93,7 +94,7 @@ def test_a_product_and_its_gradients_by_hand() -> None:
     """y = x w.T, float32. x [32, 8], w [4, 8]; the backward makes dw alone, from x and dy [32, 4]."""
     phases = program(nn.Linear(8, 4, bias=False), torch.randn(32, 8))
     x, w, y = 32 * 8 * 4, 4 * 8 * 4, 32 * 4 * 4
-    walk = memory_walk(phases, eager_traffic)
+    walk = memory_walk(phases, eager_traffic, workspaces=workspaces_on("cpu", eager_traffic))
     held = {"parameters": w, "optimizer": 2 * w, "inputs": x}  # AdamW's two states
     start, forward, backward = (walk.step(place) for place in range(len(walk.steps)))
     assert (start.phase, start.node, kinds(start)) == ("forward", "start", held)
@@ -117,7 +118,7 @@ class TwoOfOne(nn.Module):
 
 def test_views_that_are_kept_share_their_storage() -> None:
     phases = program(TwoOfOne(), torch.randn(32, 8))
-    walk = memory_walk(phases, eager_traffic)
+    walk = memory_walk(phases, eager_traffic, workspaces=workspaces_on("cpu", eager_traffic))
     made = [value for value in walk.values if value.kind == "kept"]
     assert {value.op for value in made} == {"tanh"}
     # Once in each phase, and not once for each view.
