@@ -13,7 +13,7 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from benchmarks.racing.more_workloads import llama, unet, vit
 from benchmarks.racing.workloads import Workload, convnet, gpt, mlp
 from cost_model.units import format_bytes
 
-__all__ = ["main"]
+__all__ = ["WORKLOADS", "main", "print_rows"]
 
 WORKLOADS: dict[str, Workload] = {
     "gpt": gpt(2048, 128, 256, 12, 16),
@@ -42,19 +42,31 @@ WORKLOADS: dict[str, Workload] = {
 }
 STEPS, TIME_LIMIT = 3, 120.0
 
+Rank = Callable[[int, argparse.Namespace, str, int, Path], None]
+"""(rank, options, model, a free port, a JSON file that rank 0 writes rows of cells into)."""
+
 
 def main(words: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(words)
+    print_rows(
+        given,
+        ("share", "limit", "predicted peak", "measured peak", "ratio", "ops again", "planned in, s"),
+        _rank,
+    )
+    return 0
+
+
+def print_rows(given: argparse.Namespace, columns: Sequence[str], rank: Rank) -> None:
+    """Markdown of the rows that `given.ranks` processes write for each of `given.models`."""
     print(f"{given}, torch {torch.__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC\n")
-    print("| model | share | limit | predicted peak | measured peak | ratio | ops again | planned in, s |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    print(f"| {' | '.join(('model', *columns))} |")
+    print("| --- " * (1 + len(columns)) + "|")
     for name in given.models:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "rows.json"
-            mp.start_processes(_rank, args=(given, name, free_port(), out), nprocs=given.ranks)  # type: ignore[no-untyped-call]
+            mp.start_processes(rank, args=(given, name, free_port(), out), nprocs=given.ranks)  # type: ignore[no-untyped-call]
             for row in json.loads(out.read_text()):
                 print(f"| {WORKLOADS[name].text} | {' | '.join(row)} |", flush=True)
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:

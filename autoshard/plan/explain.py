@@ -35,6 +35,7 @@ def explain_plan(plan: PlanContent) -> str:
         f"predicted peak memory {format_bytes(plan.peak_memory)} per device, at {plan.peak_node}"
         + _reserved(plan)
         + ("" if plan.memory_limit is None else f"; limit {format_bytes(plan.memory_limit)}"),
+        *_moved(plan),
         *_in_pieces(plan),
         "",
         *_time_table(plan),
@@ -81,6 +82,15 @@ def _joined(plan: PlanContent) -> list[str]:
         return []
     together = joined_text(plan.joined_axes)
     return [f"axes searched together: {together}; the bound is of plans that use them so"]
+
+
+def _moved(plan: PlanContent) -> list[str]:
+    if plan.moved_nbytes is None:
+        return []
+    if not plan.moved_nbytes:
+        return ["memory is short: transfers go one by one"]
+    held = format_bytes(plan.moved_nbytes)
+    return [f"memory is short: transfers that are merged or in flight together hold no more than {held}"]
 
 
 def _in_pieces(plan: PlanContent) -> list[str]:

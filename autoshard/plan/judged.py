@@ -2,28 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from passes.ir.joint import JointGraph
 from passes.layout.assignment import Assignment
 from passes.plan.decide import Moved, decide_lowering
 from passes.plan.lowering_plan import LoweringPlan
+from passes.predict.memory_kinds import KINDS
 from passes.predict.memory_walk import MemoryStep, MemoryWalk
 from passes.predict.predict_step import Prediction, predicted_step
+from passes.redistribution.steps import Step
 from passes.strategies.prices import Prices
 
-__all__ = ["Judged", "judged", "lowered"]
+__all__ = ["Judged", "Spared", "judged", "lowered", "within"]
+
+_HALVINGS = 8
+"""How often what transfers hold at the peak is halved, at most, where all of it is too much, and none of it is not."""
+_WORTH = 0.01
+"""Share of the peak that transfers must hold for fewer at once to be tried."""
+
+
+@dataclass(frozen=True)
+class Spared:
+    """What it costs a plan that a limit leaves little to transfers. seconds: that it would be faster by with all that
+    prices say; gained: with a part of it, for which `missing` bytes are too few."""
+
+    seconds: float = 0.0
+    gained: float = 0.0
+    missing: int = 0
 
 
 @dataclass(frozen=True)
 class Judged:
-    """moved: every transfer's steps with their prices. step: None where it was not put on the timeline."""
+    """prices: that it was lowered by. moved: every transfer's steps with theirs. step: None where it was not put on the
+    timeline. roomy, partly: where a limit leaves less to transfers, with all that prices say, and with the least that
+    is too much."""
 
     assignment: Assignment
+    prices: Prices
     lowering: LoweringPlan
     moved: Moved
     step: Prediction | None
+    roomy: Judged | None = None
+    partly: Judged | None = None
 
     @property
     def seconds(self) -> float:
@@ -47,13 +69,49 @@ class Judged:
         assert self.step is not None
         return self.step.phase_seconds
 
+    def spared(self, over: Callable[[Judged], int]) -> Spared:
+        """over: bytes by which a plan is over the limit."""
+        if self.roomy is None or self.partly is None:
+            return Spared()
+        gained = self.seconds - self.partly.seconds
+        return Spared(self.seconds - self.roomy.seconds, gained, over(self.partly))
+
+    @property
+    def collectives(self) -> list[Step]:
+        return [step for way in self.moved.values() for step in way.steps if step.kind is not None]
+
 
 def judged(joint: JointGraph, assignment: Assignment, prices: Prices) -> Judged:
     """Lowered by `prices`, and its step under them."""
     lowering, moved = decide_lowering(joint, assignment, prices)
-    return Judged(assignment, lowering, moved, predicted_step(joint, assignment, lowering, prices))
+    return Judged(assignment, prices, lowering, moved, predicted_step(joint, assignment, lowering, prices))
+
+
+def within(first: Judged, joint: JointGraph, over: Callable[[Judged], int]) -> Judged:
+    """`first`, or with its layouts what is within a limit: with fewer bytes in transfers at once, as many as fit.
+
+    over: bytes by which a plan is over the limit. Where even transfers that go one by one hold too much, the one that
+    is least over is returned.
+    """
+    moved = first.peak.by_kind[KINDS.index("moved")]
+    if over(first) <= 0 or moved < _WORTH * first.peak.nbytes:
+        return first
+    again = lambda nbytes: judged(joint, first.assignment, first.prices.holding(nbytes))
+    alone = again(0)
+    if over(alone) > 0:
+        return min(first, alone, key=over)
+    best, partly = alone, first
+    too_much, fits = 0, _HALVINGS
+    while fits - too_much > 1:
+        middle = (too_much + fits) // 2
+        one = again(moved >> middle)
+        if over(one) > 0:
+            too_much, partly = middle, one
+        else:
+            fits, best = middle, min(best, one, key=lambda each: each.seconds)
+    return replace(best, roomy=first, partly=partly)
 
 
 def lowered(joint: JointGraph, assignment: Assignment, prices: Prices) -> Judged:
     """Lowered by `prices`, and not put on the timeline."""
-    return Judged(assignment, *decide_lowering(joint, assignment, prices), None)
+    return Judged(assignment, prices, *decide_lowering(joint, assignment, prices), None)

@@ -58,6 +58,7 @@ class Plan(PlanContent):
     status:      "optimal", or "feasible" if the time limit ended the proof or axes are joined.
     joined_axes: mesh axes that the search used together, because a mesh of so many axes has too many layouts: bound
                  and gap are of plans that do so. () joins none.
+    moved_nbytes: where memory was short, bytes that transfers may hold at once; None: prices alone decide.
     step_time:   predicted seconds of a step: the program that will run, on a timeline of its kernels
                  and collectives. peak_memory: predicted bytes on the fullest device.
     memory:      those bytes at every step of that program, by kind, and what lives at the peak (docs/memory.md). None
@@ -282,6 +283,7 @@ def _plan_from(data: PlanData) -> Plan:
         fallbacks=data.fallbacks,
         origin=PlanOrigin(**msgspec.structs.asdict(data.origin)),
         joined_axes=data.joined_axes,
+        moved_nbytes=data.moved_bytes,
         race=tuple(Raced(**msgspec.structs.asdict(one)) for one in data.race),
         memory=None if data.memory is None else data.memory.timeline(),
         micro_batches=data.micro_batches,

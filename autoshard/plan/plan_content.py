@@ -63,6 +63,7 @@ class PlanContent:
     fallbacks: tuple[str, ...]
     origin: PlanOrigin
     joined_axes: JoinedAxes = ()
+    moved_nbytes: int | None = None
     race: tuple[Raced, ...] = ()
     # A file holds its outline: no plan is another for that.
     memory: MemoryTimeline | None = field(default=None, compare=False)

@@ -109,6 +109,7 @@ class PlanData(Struct, frozen=True, forbid_unknown_fields=True):
     fallbacks: tuple[Text, ...]
     nodes: Annotated[tuple[NodeData, ...], Meta(max_length=10_000_000)]
     joined_axes: tuple[tuple[Text, ...], ...] = ()
+    moved_bytes: Count | None = None
     race: tuple[RacedData, ...] = ()
     memory: MemoryData | None = None
     micro_batches: Annotated[int, Meta(ge=1, le=1_000_000)] = 1
@@ -175,6 +176,7 @@ def plan_to_json(plan: PlanContent) -> dict[str, Any]:
         "fallbacks": list(plan.fallbacks),
         # Only where there are any: plans of other meshes stay as they were.
         **({"joined_axes": [list(run) for run in plan.joined_axes]} if plan.joined_axes else {}),
+        **({} if plan.moved_nbytes is None else {"moved_bytes": plan.moved_nbytes}),
         **({"race": [dict(vars(one)) for one in plan.race]} if plan.race else {}),
         **({} if plan.memory is None else {"memory": _memory_to_json(plan.memory.outline())}),
         **({"micro_batches": plan.micro_batches} if plan.micro_batches > 1 else {}),

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from autoshard.plan.judged import Spared
 from cost_model.deadline import Deadline, OutOfTime
 from cost_model.errors import InfeasibleError
 from cost_model.units import format_bytes
@@ -17,7 +18,7 @@ from passes.search.find_states import ENOUGH, NoStates, OfferedStates, States
 from passes.solver.solve import ROUNDING
 from passes.states.compute_again import compute_again
 
-__all__ = ["StatesWithin"]
+__all__ = ["StatesWithin", "Way"]
 
 _STATES_SHARE = 0.5
 """Share of the time left in which states must be chosen, each time."""
@@ -35,6 +36,12 @@ _WORTH = 0.02
 """Share of the limit that exchanges between all ranks must take for plans without them to be looked for."""
 _SAVED = 1e-2
 """Share of the time that the second way must be able to save to be searched."""
+_MOVED = 0.25
+"""Share of the limit by which a plan may be over it for less in transfers at once to be tried alone."""
+_LITTLE = 0.01
+"""Share of the time that this may cost for no other states to be searched."""
+_ROOMIER = 3
+"""How often less is kept, at most, for transfers to hold more."""
 _CLOSE = 0.02
 """Share of the limit that rooms must differ by to be tried, once one is known to be too small and one too large."""
 
@@ -66,6 +73,7 @@ class StatesWithin:
     ways: tuple[Way, Way]
     reserve: Callable[[Found | None], int]
     messages: Callable[[Found], int]
+    spared: Callable[[Found], Spared] = lambda found: Spared()
 
     def found(self, memory_limit: int | None, deadline: Deadline) -> Found:
         """Raises InfeasibleError, and OutOfTime."""
@@ -73,11 +81,12 @@ class StatesWithin:
         if memory_limit is not None and memory_limit <= least:
             return first.fastest(self.joint, None, memory_limit, least, deadline)
         whole = first.fastest(self.joint, None, None, least, deadline)
-        if memory_limit is None or self._over(whole, memory_limit) <= 0:
+        if memory_limit is None or self.over(whole, memory_limit) <= 0:
             return whole
         return self._best(self._starts(whole, memory_limit, deadline), memory_limit, deadline)
 
-    def _over(self, found: Found, limit: int) -> int:
+    def over(self, found: Found, limit: int) -> int:
+        """Bytes by which a plan, with what it needs besides, is over the limit; negative: what it leaves."""
         return found.peak_nbytes + self.reserve(found) - limit
 
     def _starts(self, whole: Found, limit: int, deadline: Deadline) -> list[tuple[Way, Found]]:
@@ -87,32 +96,49 @@ class StatesWithin:
             with suppress(InfeasibleError, OutOfTime):
                 other = self.ways[1].fastest(self.joint, None, None, 0, deadline.share(0.5))
                 starts.append((self.ways[1], other))
-        return sorted(starts, key=lambda start: self._over(start[1], limit))
+        return sorted(starts, key=lambda start: self.over(start[1], limit))
 
     def _best(self, starts: Sequence[tuple[Way, Found]], limit: int, deadline: Deadline) -> Found:
         """The fastest of what the ways have; the second is not searched if it can save too little."""
         best: Found | None = None
-        bounds: list[float] = []
+        bounds = [whole.lower_bound for _, whole in starts]  # of what was not found, too
         reasons: list[InfeasibleError] = []
         for place, (way, whole) in enumerate(starts):
             if best is not None and whole.lower_bound >= best.seconds * (1.0 - _SAVED):
-                bounds.append(whole.lower_bound)
                 continue
             until = deadline.share(1.0 / (len(starts) - place))
             try:
-                fits = self._over(whole, limit) <= 0
-                found = whole if fits else _Search(self, way, whole, limit, until).run()
+                found = self._within(way, whole, limit, until)
             except InfeasibleError as reason:
                 reasons.append(reason)
-                bounds.append(whole.lower_bound)  # it has no plan as far as was tried
+                continue
             except OutOfTime:
-                bounds.append(whole.lower_bound)
-            else:
-                bounds.append(found.lower_bound)
-                best = min((one for one in (best, found) if one is not None), key=lambda one: one.seconds)
+                continue
+            bounds[place] = found.lower_bound
+            if best is None or found.seconds < best.seconds:
+                best = found
         if best is None:
             raise none_together(reasons[0], starts[0][1].joined) if reasons else OutOfTime
         return _bounded(best, min(bounds))
+
+    def _within(self, way: Way, whole: Found, limit: int, deadline: Deadline) -> Found:
+        """The fastest plan of all, if it fits as it is or with less in transfers at once, which costs little; else that
+        or one with other states, whichever is faster."""
+        over = self.over(whole, limit)
+        if over <= 0:
+            return whole
+        search = _Search(self, way, whole, limit, deadline)
+        if over > _MOVED * limit:
+            return search.run()
+        spared = way.fastest(self.joint, States((), whole.assignment), None, 0, deadline)
+        if self.over(spared, limit) > 0:
+            return search.run()
+        bound = whole.lower_bound
+        if spared.seconds > whole.seconds * (1.0 + _LITTLE):
+            with suppress(InfeasibleError, OutOfTime):
+                found = search.run()
+                spared, bound = min(spared, found, key=lambda one: one.seconds), found.lower_bound
+        return _bounded(spared, bound)
 
 
 @dataclass
@@ -121,9 +147,10 @@ class _Search:
     what they need besides. So states are chosen for several rooms as it counts, the first of them what the fastest plan
     would leave of the limit, until their program fits.
 
-    best: that fits, and its states. least: of those that do not. refused: why there were no states for a room. low: no
-    states are within less. high: a room of which the program was too large. raised: a larger room is tried than what
-    fitted. wide: other layouts are tried from the first on."""
+    best: that fits, and its states. least: of those that do not. refused: why there were no states for `room`, all that
+    the limit leaves. low: no states are within less. high: a room of which the program was too large. raised: a larger
+    room is tried than what fitted. wide: other layouts are tried from the first on. roomier: how often less was tried,
+    for transfers to hold more."""
 
     task: StatesWithin
     way: Way
@@ -133,10 +160,12 @@ class _Search:
     best: tuple[Found, States] | None = None
     least: Found | None = None
     refused: NoStates | None = None
+    room: int = 0
     low: int = 0
     high: int | None = None
     raised: bool = False
     wide: bool = False
+    roomier: int = 0
 
     @cached_property
     def offered(self) -> OfferedStates:
@@ -158,6 +187,7 @@ class _Search:
         # What the pieces in flight keep is counted with the step, and another plan keeps less of it.
         if counted <= 0 or self.task.joint.in_flight > 1:
             counted = self.limit - self.task.reserve(None)
+        self.room = counted
         for _ in range(_TRIES):
             counted = self._tried(counted)
             if counted is None:
@@ -165,7 +195,7 @@ class _Search:
 
     def _tried(self, counted: int) -> int | None:
         """Choose states for a room as it is counted, and judge them; the next room, None if there is none."""
-        proving = self.wide or (self.best is not None and not self.raised)
+        proving = self.wide or (self.best is not None and counted == self.best[1].room)
         try:
             chosen = self._states(counted, prove=proving)
         except NoStates as refused:
@@ -176,7 +206,7 @@ class _Search:
                 raise
             return None
         if proving and self.best is not None:
-            saved = self.best[1].seconds - chosen.lower_bound
+            saved = self.best[1].seconds - chosen.lower_bound + self.task.spared(self.best[0]).seconds
             self.best = _proven(self.best[0], saved), self.best[1]
             if chosen.seconds >= self.best[1].seconds * (1.0 - ENOUGH):
                 return None
@@ -184,11 +214,12 @@ class _Search:
 
     def _larger(self, refused: NoStates, counted: int) -> int | None:
         """The next room where there are no states for one: what it counts may be more than what the program holds."""
-        self.refused, first = self.refused or refused, self.refused is None
-        least = int(refused.least * (1.0 + _MORE))
+        if counted >= self.room:  # less says nothing of the limit
+            self.refused = self.refused or refused
+        first, least = not self.low, int(refused.least * (1.0 + _MORE))
         self.low = max(self.low, least)
         if self.best is not None:
-            return None
+            return self._room_of_best()
         if self.high is not None:
             return self._between(self.high)
         larger = max(least, int(counted * (1.0 if first else _RAISE)))
@@ -200,7 +231,7 @@ class _Search:
         return (self.low + high) // 2 if high - self.low > _CLOSE * self.limit else None
 
     def _next(self, found: Found, chosen: States, counted: int) -> int | None:
-        over = found.peak_nbytes + self.task.reserve(found) - self.limit
+        over = self.task.over(found, self.limit)
         if over > 0:
             if self.raised:  # back to what fits
                 self.raised = False
@@ -217,12 +248,23 @@ class _Search:
             first and -over > _UNUSED * self.limit and found.seconds > self.whole.seconds * (1.0 + ENOUGH)
         )
         if not self.raised:
-            return self._room_of_best()
+            return self._roomier(found, min(chosen.nbytes, counted)) or self._room_of_best()
         larger = max(chosen.nbytes, counted) - over
         return larger if self.high is None else min(larger, (counted + self.high) // 2)
 
     def _room_of_best(self) -> int | None:
+        """In which it is proven."""
         return None if self.best is None else self.best[1].room
+
+    def _roomier(self, found: Found, counted: int) -> int | None:
+        """Less, if that leaves more to transfers and may gain something: what is computed again may take less."""
+        spared = self.task.spared(found)
+        room = counted - int(_LESS * spared.missing)
+        worth = spared.missing > 0 and spared.gained > _LITTLE * found.seconds
+        if not worth or room <= self.low or self.roomier >= _ROOMIER:
+            return None
+        self.roomier += 1
+        return room
 
     def _states(self, counted: int, *, prove: bool) -> States:
         latest = self.deadline.share(_STATES_SHARE)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from autoshard.plan.call_layouts import CallLayouts
 from autoshard.plan.infeasible import Asked, told
-from autoshard.plan.judged import Judged, judged, lowered
+from autoshard.plan.judged import Judged, Spared, judged, lowered, within
 from autoshard.plan.parameter_names import by_first_name, parameter_shapes
 from autoshard.plan.piece_sizes import other_size_records
 from autoshard.plan.pins import resolve_pins
@@ -161,15 +161,17 @@ def search_plans(
 ) -> list[Plan]:
     """`search_plan`'s, and after it the next best of those that its search judged: at most `most` in all."""
     until = search_until(task.joint, deadline or Deadline.after(task.time_limit))
-    known: dict[int, tuple[Judged, Prices]] = {}
+    known: dict[int, Judged] = {}
 
     def way(prices: Prices) -> Way:
         def fastest(
             joint: JointGraph, chosen: States | None, memory_limit: int | None, reserve: int, latest: Deadline
         ) -> Found:
-            def judge(assignment: Assignment, prices: Prices) -> Judgement:
-                found = judged(joint, assignment, prices)
-                known[id(assignment)] = found, prices
+            def judge(assignment: Assignment, joining: Prices) -> Judgement:
+                found = judged(joint, assignment, joining)
+                if chosen is not None:  # within a limit
+                    found = within(found, joint, over)
+                known[id(assignment)] = found
                 rivals(found)
                 return Judgement(found.phase_seconds, found.peak.nbytes)
 
@@ -194,25 +196,26 @@ def search_plans(
         return Way(fastest, offer)
 
     def of_program(found: Found) -> Found:
-        peak = known[id(found.assignment)][0].peak
+        peak = known[id(found.assignment)].peak
         return replace(found, peak_nbytes=peak.nbytes, peak_node=peak.node)
 
-    def moved(found: Found) -> Sequence[Step]:
-        chosen = known[id(found.assignment)][0].moved
-        return [step for way in chosen.values() for step in way.steps if step.kind is not None]
+    def over(one: Judged) -> int:
+        return one.peak.nbytes + task.reserve(one.collectives, one.memory) - (task.memory_limit or 0)
 
     def reserve(found: Found | None) -> int:
-        if found is None:
-            return task.reserve((), None)
-        return task.reserve(moved(found), known[id(found.assignment)][0].memory)
+        one = None if found is None else known[id(found.assignment)]
+        return task.reserve((), None) if one is None else task.reserve(one.collectives, one.memory)
+
+    def spared(found: Found) -> Spared:
+        return known[id(found.assignment)].spared(over)
 
     def messages(found: Found) -> int:
-        return messages_nbytes(task.links or task.mesh, moved(found))
+        return messages_nbytes(task.links or task.mesh, known[id(found.assignment)].collectives)
 
     whole = compute_again(task.joint, _pinned(task) or ())
     ways = way(task.prices), way(task.prices.avoiding(MESSAGES))
     try:
-        found = StatesWithin(whole, ways, reserve, messages).found(task.memory_limit, until)
+        found = StatesWithin(whole, ways, reserve, messages, spared).found(task.memory_limit, until)
     except OutOfTime:
         raise out_of_time(task.mesh, task.time_limit) from None
     except InfeasibleError as reason:
@@ -220,13 +223,13 @@ def search_plans(
             if not known and task.memory_limit is not None:
                 ways[0].fastest(whole, None, None, 0, until)  # for what lives at its peak
         asked = Asked(task.joint, task.mesh, task.memory_limit, task.pins, task.recompute, task.links)
-        raise told(reason, asked, [one for one, _ in known.values()]) from None
+        raise told(reason, asked, known.values()) from None
     if found.joined:
         _log.info("plan: axes searched together: %s", joined_text(found.joined))
     limit = task.memory_limit
-    fitting = (one for one in found.rivals if limit is None or one.peak_nbytes + reserve(one) <= limit)
+    fitting = (one for one in found.rivals if limit is None or over(known[id(one.assignment)]) <= 0)
     kept = (found, *itertools.islice(fitting, most - 1))
-    return [_plan_of(task, one, *known[id(one.assignment)], task.again()) for one in kept]
+    return [_plan_of(task, one, known[id(one.assignment)], task.again()) for one in kept]
 
 
 def _pinned(task: Task) -> list[str] | None:
@@ -255,12 +258,13 @@ def carried_plan(task: Task, first: Plan) -> Plan:
     except OutOfTime:
         raise out_of_time(task.mesh, task.time_limit) from None
     unproven = replace(found, lower_bound=0.0, gap=1.0, status="feasible")
-    return _plan_of(task, unproven, lowered(joint, found.assignment, prices), prices, None)
+    return _plan_of(task, unproven, lowered(joint, found.assignment, prices), None)
 
 
-def _plan_of(task: Task, found: Found, judged: Judged, prices: Prices, again: Again | None) -> Plan:
+def _plan_of(task: Task, found: Found, judged: Judged, again: Again | None) -> Plan:
     """Its `step_time` is the objective's where it was not judged."""
-    joint, mesh = compute_again(task.joint, judged.lowering.again), task.mesh
+    joint = compute_again(task.joint, judged.lowering.again)
+    mesh, prices = task.mesh, judged.prices
     records = describe(joint, found.assignment, judged.lowering, judged.moved, prices)
     totals = found.step.totals(records)
     recounted = sum(phase_seconds(totals, found.overlaps)) + float(totals[EXPOSED])
@@ -282,6 +286,7 @@ def _plan_of(task: Task, found: Found, judged: Judged, prices: Prices, again: Ag
         fallbacks=fallback_ops(joint),
         origin=plan_origin(task.profile, task.joint, task.timed),
         joined_axes=found.joined,
+        moved_nbytes=None if math.isinf(prices.moved_nbytes) else int(prices.moved_nbytes),
         micro_batches=joint.pieces,
         other_sizes=other_size_records(
             joint,

@@ -49,9 +49,11 @@ def prices_of(
 
 
 def prices_as_in(plan: PlanContent, prices: Prices) -> Prices:
-    """Those under which the layouts of `plan` are brought about as it does: within a limit, and where messages between
-    all ranks take memory, without any if it has none."""
+    """Those under which the layouts of `plan` are brought about as it does: with as many bytes at once, and within a
+    limit, where messages between all ranks take memory, without any if it has none."""
     joined = prices.joining(plan.joined_axes)
+    if plan.moved_nbytes is not None:
+        joined = joined.holding(plan.moved_nbytes)
     spared = plan.memory_limit is not None and plan.reserve > 0
     if not spared or any(one.name in MESSAGES for one in collectives_of(plan.records)):
         return joined

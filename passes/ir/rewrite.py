@@ -18,6 +18,7 @@ __all__ = [
     "call_like",
     "copy_joint",
     "duplicate_joint",
+    "duplicate_module",
     "emit",
     "emit_at",
     "erase_dead",
@@ -133,12 +134,17 @@ def copy_joint(joint: JointGraph) -> JointGraph:
 
 def duplicate_joint(joint: JointGraph) -> JointGraph:
     """The same graph in new nodes of the same names, by which its ops are known: a stage's are those of the call."""
+    return dataclasses.replace(joint, module=duplicate_module(joint.module, "JointGraph"))
+
+
+def duplicate_module(module: fx.GraphModule, name: str = "GraphModule") -> fx.GraphModule:
+    """The same nodes once more, of the same names, so that they can be ordered or changed. name: of its class."""
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
-    for node in joint.graph.nodes:
+    for node in module.graph.nodes:
         new[node] = graph.node_copy(node, new.__getitem__)
         assert new[node].name == node.name, (new[node], node)
-    return dataclasses.replace(joint, module=lazy_module(graph, "JointGraph"))
+    return lazy_module(graph, name)
 
 
 def _op_name(node: fx.Node) -> str | None:

@@ -15,7 +15,7 @@ from passes.compile.join_losses import JoinLosses
 from passes.compile.join_norms import JoinNorms
 from passes.ir.graph_pass import run_rank_passes
 from passes.ir.joint import GraphInput, GraphOutput, JointGraph
-from passes.ir.torch_compat import lazy_module
+from passes.ir.rewrite import duplicate_module
 from passes.layout.assignment import Assignment
 from passes.lower.missing_tangents import usually_missing, without_tangents
 from passes.lower.partition import RankGraph, partition
@@ -85,7 +85,11 @@ class RankProgram:
         """What runs where the outputs `missing` (`GraphInput.index`) get no gradient."""
         whole = self.phases.backward
         assert whole is not None, "nothing is trained"
-        found = without_tangents(whole, missing) if missing else replace(whole, module=_copied(whole.module))
+        found = (
+            without_tangents(whole, missing)
+            if missing
+            else replace(whole, module=duplicate_module(whole.module))
+        )
         self.schedule(found.module)
         return found
 
@@ -107,7 +111,9 @@ class RankProgram:
 
         For a program that runs op by op; a compiler joins more.
         """
-        module = run_rank_passes(_copied(self.local.module), (JoinNorms(), JoinLosses(), JoinConvolutions()))
+        module = run_rank_passes(
+            duplicate_module(self.local.module), (JoinNorms(), JoinLosses(), JoinConvolutions())
+        )
         return replace(self, local=replace(self.local, module=module))
 
     def text(self) -> str:
@@ -116,10 +122,3 @@ class RankProgram:
         if self.phases.backward is not None:
             modules.append(self.backward().module)
         return "\n".join(f"{node.format_node()}" for module in modules for node in module.graph.nodes)
-
-
-def _copied(module: fx.GraphModule) -> fx.GraphModule:
-    """The same nodes once more, so that they can be ordered."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
-    return lazy_module(graph)

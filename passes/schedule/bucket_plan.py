@@ -21,13 +21,15 @@ Halos are merged as gradients are, among those that may travel together: each is
 transfers on the critical path are never merged: the first would wait for the last.
 
 A group holds no more bytes than at which starting is a tenth of the time
-(`cost_model.bucketed`): more would gain little, and memory holds a whole group. The least time on the wire
-wins a tie. The lists are solved one by one, as if each had the wire to itself.
+(`cost_model.bucketed`): more would gain little, and memory holds a whole group; nor more than
+`Prices.moved_nbytes`. The least time on the wire wins a tie. The lists are solved one by one, as if each had the wire
+to itself.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -61,7 +63,7 @@ def bucketed_order(
     """`issue_order` with transfers merged and started ahead where `prices` say that a step is shorter for it. moved:
     their steps."""
     plan = BucketPlan(assignment, prices, moved)
-    return issue_order(joint, assignment, merge=plan, ahead=plan.ahead)
+    return issue_order(joint, assignment, merge=plan, ahead=plan.ahead, pending=plan.pending)
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,8 @@ class BucketPlan:
             item = Item(move, ready, self._nbytes(move))
             alike.setdefault((kind, node_value(move.operand).dtype), []).append(item)
         prices = self.prices
-        limit = BucketedPrices(prices.redistributor.collective_seconds, prices.mesh, prices.compute).limit
+        bucketed = BucketedPrices(prices.redistributor.collective_seconds, prices.mesh, prices.compute)
+        limit = lambda kind, axes: min(bucketed.limit(kind, axes), prices.moved_nbytes)
         for (kind, _), items in alike.items():
             order = items[::-1] if side == "early" else items
             cut = _cut(order, Wire(kind, prices, limit), prices.overlap_efficiency)
@@ -106,16 +109,28 @@ class BucketPlan:
         """Each group so early that it has arrived when it is read, if computing is all that it waits for; behind what
         others wait for, where it arrives in time nevertheless; and before reductions that would keep it from that.
 
-        At least `PREFETCH` in flight; more only as long as they take no more memory than `ROOM` of the largest.
+        At least `PREFETCH` in flight; more only as long as they take no more memory than `ROOM` of the largest. Where
+        memory is short, several only if they hold no more than `Prices.moved_nbytes`.
         """
         wire = Prefetch(
             self._elapsed(ops),
             [group[0].end for group in groups],
             [self._group_seconds(group) for group in groups],
-            [sum(max(self._nbytes(move), default=0) for move in group) for group in groups],
+            [self._group_nbytes(group) for group in groups],
+            self.prices.moved_nbytes,
         )
         reductions = sorted((place, self._group_seconds(group)) for place, group in ending)
         return wire.places(awaited, reductions)
+
+    def pending(self, groups: Sequence[Sequence[Move]]) -> list[int]:
+        """Only where memory is short."""
+        if math.isinf(self.prices.moved_nbytes):
+            return []
+        held = [self._group_nbytes(group) for group in groups]
+        return [_most(held[: i + 1], self.prices.moved_nbytes) for i in range(len(held))]
+
+    def _group_nbytes(self, group: Sequence[Move]) -> int:
+        return sum(max(self._nbytes(move), default=0) for move in group)
 
     def _group_seconds(self, group: Sequence[Move]) -> float:
         return sum(sum(self.moved[move.transfer].step_seconds) for move in group)
@@ -181,6 +196,12 @@ class Wire:
                 compute, ranks = self.prices.compute, self.prices.mesh.size(*axes)
                 total += compute.launch_seconds + copies_seconds(compute, kind, ranks, n, count)
         return total
+
+
+def _most(nbytes: Sequence[int], room: float) -> int:
+    """How many of the last of them are within `room`; one at least."""
+    sums = itertools.accumulate(reversed(nbytes))
+    return max(1, sum(held <= room for held in sums))
 
 
 def _cut(items: Sequence[Item], wire: Wire, efficiency: float) -> list[list[Item]]:

@@ -29,7 +29,7 @@ Invariants
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -114,10 +114,20 @@ def place_behind(read: Sequence[int], i: int, depth: int) -> Place:
     return (2 * read[i - depth], 0) if i >= depth else (0, 0)
 
 
+Pending = Callable[[Sequence[Sequence[Move]]], Sequence[int]]
+"""Merged transfers that only the end needs, in order -> of each how many are in flight at most when it is started; none
+where that is for `passes.schedule.overlap` to say."""
+
+
+def _unlimited(groups: Sequence[Sequence[Move]]) -> Sequence[int]:
+    return []
+
+
 @dataclass(frozen=True)
 class IssueOrder:
     """turns: every transfer -> its turn; smaller is earlier, and only merged ones have the same. ahead: transfers at
-    hand -> how many such collectives are in flight at most, it included, when it is started."""
+    hand, and ending ones that are limited, -> how many such collectives are in flight at most, it included, when it is
+    started."""
 
     turns: Mapping[Transfer, Turn]
     ahead: Mapping[Transfer, int]
@@ -129,6 +139,7 @@ def issue_order(
     *,
     merge: Merge = _alone,
     ahead: Ahead = prefetched,
+    pending: Pending = _unlimited,
     reach: int = REACH,
 ) -> IssueOrder:
     """Of every transfer that `assignment` asks for."""
@@ -136,7 +147,7 @@ def issue_order(
     turns: dict[Transfer, Turn] = {}
     depths: dict[Transfer, int] = {}
     for number, phase in enumerate(phases):
-        for place, group in enumerate(phase.ordered(ahead, reach, merge)):
+        for place, group in enumerate(phase.ordered(ahead, pending, reach, merge)):
             turns.update((move.transfer, (number, place)) for move in group)
         depths.update(phase.depths)
     return IssueOrder(turns, depths)
@@ -162,7 +173,7 @@ class _Phase:
         # A part is read behind all that runs before the pieces.
         return replace(move, start=start, end=self.position.get(move.reader, len(self.ops)))
 
-    def ordered(self, ahead: Ahead, reach: int, merge: Merge) -> list[Sequence[Move]]:
+    def ordered(self, ahead: Ahead, pending: Pending, reach: int, merge: Merge) -> list[Sequence[Move]]:
         """Groups of merged transfers, mostly of one."""
         # Turns in half steps: 2 * position is just before the op there, 2 * position + 1 just after it.
         moving = [m for m in self.all if m.moves]
@@ -184,6 +195,8 @@ class _Phase:
         for group, (depth, place) in zip(groups, ahead(groups, self.ops, urgent, ending), strict=True):
             self.depths.update((move.transfer, depth) for move in group)
             turns[group[0]] = place, group
+        for (_, group), depth in zip(ending, pending([group for _, group in ending]), strict=False):
+            self.depths.update((move.transfer, depth) for move in group)
         turns.update((group[-1], (place, group)) for place, group in ending)
         order = sorted(turns, key=lambda m: (*turns[m][0], m.start, *_stable(m)))
         return [turns[m][1] for m in order]

@@ -60,7 +60,8 @@ class Overlap(RankPass):
               are in flight at a time: each holds its result before anything reads it. Where a collective has meta
               "ahead", that many.
     pending:  what only the end needs (reductions of gradients) and is in flight holds at most so many times the bytes
-              of the largest such operand. Beyond, the oldest is waited for.
+              of the largest such operand; where one has meta "ahead", at most so many are. Beyond, the oldest is
+              waited for.
     reach:    products ahead from which a collective's operand is fetched.
 
     The order of the collectives is not decided here, where another rank might decide otherwise: it is
@@ -170,11 +171,12 @@ class _Schedule:
     def _limit_last(self) -> None:
         """Free the buffers of the oldest collectives that nobody but the end waits for."""
         last = [c for c in self.flying if c in self.roles.last]
-        held = sum(map(_operand_nbytes, last))
+        held, count = sum(map(_operand_nbytes, last)), len(last)
         for collective in last[:-1]:
-            if held <= self.options.pending * self.largest_last:
+            few = count <= last[-1].meta.get("ahead", count)
+            if few and held <= self.options.pending * self.largest_last:
                 return
-            held -= _operand_nbytes(collective)
+            held, count = held - _operand_nbytes(collective), count - 1
             self.emit(self.flying[collective])
 
     def _may_start(self, collective: fx.Node) -> bool:

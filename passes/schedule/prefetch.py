@@ -20,12 +20,14 @@ SLACK = 1.25
 @dataclass(frozen=True)
 class Prefetch:
     """elapsed: seconds of computing before each op of the phase, and in all. Per group of gathers, in the order in
-    which they are read: read: position of its first reader; seconds: its price; nbytes: what it gathers."""
+    which they are read: read: position of its first reader; seconds: its price; nbytes: what it gathers. room: bytes
+    that several may hold at once, where memory is short."""
 
     elapsed: Sequence[float]
     read: Sequence[int]
     seconds: Sequence[float]
     nbytes: Sequence[int]
+    room: float = math.inf
 
     def places(
         self, awaited: Sequence[int], reductions: Sequence[tuple[Place, float]]
@@ -47,12 +49,12 @@ class Prefetch:
             depth = 1
             while depth <= i and self.elapsed[self.read[i - depth]] > start and self._fit(i, depth + 1):
                 depth += 1
-            depths.append(max(depth, PREFETCH))
+            depths.append(max(depth, PREFETCH) if math.isinf(self.room) else depth)
         return depths[::-1]
 
     def _fit(self, i: int, depth: int) -> bool:
         """Whether group `i` may be in flight with the `depth` - 1 before it."""
-        return sum(self.nbytes[i + 1 - depth : i + 1]) <= ROOM * max(self.nbytes)
+        return sum(self.nbytes[i + 1 - depth : i + 1]) <= min(ROOM * max(self.nbytes), self.room)
 
     def _latest(self, i: int) -> float:
         """When group `i` must be on the wire."""

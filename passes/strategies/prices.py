@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 
@@ -34,6 +35,7 @@ class Prices:
     traffic: TrafficModel = fused_traffic
     overlap_efficiency: float = 0.0
     optimizer: Optimizer = ADAMW
+    moved_nbytes: float = math.inf  # that transfers may hold at once, where memory is short
     known: dict[Hashable, tuple[object, object, float]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -54,6 +56,10 @@ class Prices:
         """The same prices, where no redistribution runs collectives of these kinds."""
         ways = self.redistributor.avoiding(kinds), self.merged.avoiding(kinds)
         return replace(self, redistributor=ways[0], merged=ways[1])
+
+    def holding(self, nbytes: float) -> Prices:
+        """The same prices, where transfers merged or in flight together hold no more bytes; one alone may."""
+        return replace(self, moved_nbytes=nbytes)
 
     def op_seconds(self, node: fx.Node, layouts: NodeLayouts) -> float:
         """Seconds of `node` of a global graph under `layouts`, as `strategy_seconds` has them; once for ops alike.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from autoshard.plan.find_plan import canonical_capture
+from autoshard.plan.judged import Spared
 from autoshard.plan.search_with_states import StatesWithin, Way
 from cost_model.deadline import NEVER, Deadline
 from cost_model.errors import InfeasibleError
@@ -81,7 +82,8 @@ def test_a_room_between_what_is_too_little_and_what_is_too_much(joint: JointGrap
 
 def test_where_no_room_does_it_says_so_and_ends(joint: JointGraph) -> None:
     machine = Machine(lambda counted: 1100 + counted, least=300, enough=500)
-    with pytest.raises(InfeasibleError):
+    # That there were no states for less than the limit leaves says nothing of the limit.
+    with pytest.raises(InfeasibleError, match="the smallest that was found holds"):
         _planned(machine, joint)
     assert len(machine.rooms) <= 20
 
@@ -113,3 +115,34 @@ def test_a_way_that_can_save_too_little_is_not_searched(joint: JointGraph) -> No
     reserve = lambda found: 300 if found is not None and found.seconds == 1.0 else 0
     found = StatesWithin(joint, ways, reserve, reserve).found(LIMIT, NEVER)
     assert (found.seconds, found.lower_bound) == (1.005, 1.0)
+
+
+@dataclass
+class Crowded(Machine):
+    """Above 900 bytes there is little left for transfers, which then take ten seconds more."""
+
+    def fastest(
+        self, joint: JointGraph, states: States | None, limit: int | None, reserve: int, deadline: Deadline
+    ) -> Found:
+        found = super().fastest(joint, states, limit, reserve, deadline)
+        return replace(found, seconds=found.seconds + 10.0 * (900 < found.peak_nbytes <= LIMIT))
+
+
+def test_less_is_kept_where_transfers_gain_more_by_it(joint: JointGraph) -> None:
+    """100 bytes are missing for them; 1.25 times as many are left the next time."""
+    machine = Crowded(lambda counted: counted, least=300, enough=600)
+    spared = lambda found: Spared(10.0, 10.0, 100) if found.peak_nbytes > 900 else Spared()
+    none = lambda found: 0
+    found = StatesWithin(joint, (_way(machine), _never()), none, none, spared).found(LIMIT, NEVER)
+    assert machine.rooms[:2] == [1000, 875]
+    assert found.peak_nbytes == 875 and found.seconds == pytest.approx(100.0 / 875)
+
+
+def test_what_transfers_are_spared_is_not_proven(joint: JointGraph) -> None:
+    """Where less gains nothing, the bound is that of transfers with all that they could hold."""
+    machine = Crowded(lambda counted: counted, least=300, enough=950)
+    spared = lambda found: Spared(10.0, 10.0, 100)
+    none = lambda found: 0
+    found = StatesWithin(joint, (_way(machine), _never()), none, none, spared).found(LIMIT, NEVER)
+    assert found.seconds == pytest.approx(10.0 + 100.0 / 1000)
+    assert found.lower_bound == pytest.approx(100.0 / 1000)

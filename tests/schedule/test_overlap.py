@@ -102,6 +102,17 @@ def test_pending_reductions_are_bounded_by_waiting_for_the_oldest() -> None:
     )
 
 
+def test_fewer_reductions_are_pending_where_their_meta_says_so() -> None:
+    """At most two when the last starts; one when each of the others does."""
+    module = reduced_gradients(3)
+    for node in module.graph.nodes:
+        if node.name in ("reduce0", "reduce1", "reduce2"):
+            node.meta["ahead"] = 2 if node.name == "reduce2" else 1
+    assert order(Overlap()(module)) == (
+        "dw0 reduce0 dx0 dw1 reduce1 wait_reduce0 dx1 dw2 reduce2 dx2 wait_reduce2 wait_reduce1"
+    )
+
+
 def test_views_of_a_last_result_do_not_wait_early() -> None:
     s = Script()
     g, x, w = s.matrix("g"), s.matrix("x"), s.matrix("w")

@@ -40,6 +40,14 @@ def test_memory_bounds_how_many_are_in_flight() -> None:
     assert places([4, 5, 6, 7, 8, 9], [4.0] * 6, [1, 1, 1, 1, 1, 100])[-1][0] == 5
 
 
+def test_where_memory_is_short_several_share_it() -> None:
+    """Each of 4 bytes, and of 6 seconds with slack: room for two of them, or for none but the one that is due."""
+    read = [4, 5, 6, 7, 8, 9]
+    depths = lambda room: [d for d, _ in Prefetch(ELAPSED, read, [5.0] * 6, [4] * 6, room).places((), ())]
+    assert depths(9) == [1, 2, 2, 2, 2, 2]
+    assert depths(0) == [1] * 6
+
+
 @pytest.mark.parametrize(
     ("seconds", "awaited", "expected"),
     [

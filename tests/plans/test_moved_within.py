@@ -1,0 +1,68 @@
+"""Within a memory limit transfers hold less at once: smaller buckets, less ahead, fewer reductions pending."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from autoshard import MeshSpec, Plan, find_plan, verify
+from passes.plan.records import lowering_of
+
+MESH = MeshSpec({"ranks": 4})
+X = torch.randn(16, 32)
+
+
+def layers() -> nn.Module:
+    """Small weights: split, they travel in buckets."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(5)))
+
+
+def planned(memory_limit: int | None = None) -> Plan:
+    return find_plan(
+        layers(),
+        MESH,
+        X,
+        profile="cpu",
+        backend="eager",
+        memory_limit=memory_limit,
+        constraints={"*": [Shard(0)]},
+    )
+
+
+def members(plan: Plan) -> int:
+    """Transfers of the plan's largest bucket."""
+    turns = list(lowering_of(plan.records).turns.values())
+    return max((turns.count(turn) for turn in turns), default=0)
+
+
+@pytest.fixture(scope="module")
+def free() -> Plan:
+    return planned()
+
+
+@pytest.fixture(scope="module")
+def short(free: Plan) -> Plan:
+    return planned(free.peak_memory * 9 // 10)
+
+
+def test_without_a_limit_prices_decide(free: Plan) -> None:
+    assert free.moved_nbytes is None and members(free) > 1
+
+
+def test_within_a_limit_less_is_moved_at_once(free: Plan, short: Plan) -> None:
+    assert short.memory_limit is not None and short.peak_memory <= short.memory_limit
+    assert short.moved_nbytes is not None and members(short) < members(free)
+    assert short.step_time > free.step_time
+
+
+def test_explain_and_a_file_say_so(free: Plan, short: Plan) -> None:
+    assert "memory is short: transfers" in short.explain() and "memory is short" not in free.explain()
+    again = Plan.from_json(short.to_json())
+    assert again == short and again.moved_nbytes == short.moved_nbytes
+
+
+def test_its_program_is_right(short: Plan) -> None:
+    verify(layers(), short, X)
