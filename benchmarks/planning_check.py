@@ -22,17 +22,23 @@ __all__ = ["check", "failures", "record"]
 
 LANDING = Path(__file__).with_name("planning_landing.json")
 
-TOLERANCE = 1.5
-"""What a ratio may grow by: CI's machines differ, and other work shares their caches."""
+TOLERANCE = 2.0
+"""What a ratio may grow by: CI's machines differ, and other work shares their caches. Within an hour ratios of one
+program were seen 1.5 apart."""
+TRIES = 4
+"""Runs of which the least counts, as long as one is too slow: what else runs only makes it longer."""
 
 Problem = tuple[nn.Module, tuple[Any, ...], dict[str, int]]
 
 
 def check() -> list[str]:
-    """A line for each model that takes longer than at the last landing. One too slow is timed twice."""
+    """A line for each model that takes longer than at the last landing."""
     recorded = json.loads(LANDING.read_text())
+    _planning(_convolutions())  # what is imported and compiled once is no planning
     found = _ratios()
-    if failures(found, recorded):
+    for _ in range(TRIES - 1):
+        if not failures(found, recorded):
+            break
         again = _ratios()
         found = {name: min(ratio, again[name]) for name, ratio in found.items()}
     for name, ratio in found.items():
@@ -44,13 +50,14 @@ def check() -> list[str]:
 
 def record() -> None:
     """The figures of this run become those of the last landing: of two runs the lower ones."""
+    _planning(_convolutions())
     runs = [_ratios(), _ratios()]
     ratios = {name: round(min(run[name] for run in runs), 3) for name in runs[0]}
     LANDING.write_text(json.dumps(ratios, indent=2) + "\n")
 
 
 def failures(found: Mapping[str, float], recorded: Mapping[str, float]) -> list[str]:
-    """Models whose ratio is more than 1.5 of the recorded one, or that have none, in sentences."""
+    """Models whose ratio is more than `TOLERANCE` of the recorded one, or that have none, in sentences."""
     lines = [
         f"{name} takes {ratio:.2f} of the fixed work to plan, "
         f"more than {TOLERANCE} x {recorded[name]:.2f} of the last landing"

@@ -24,7 +24,19 @@ from tests.garbage import collect_seldom
 from tests.golden import Golden
 from tests.ranks import RankPool
 
-HALVED = ("spatial", "stages", "micro_batches")
+QUARTERED = (
+    "api",
+    "attention",
+    "capture",
+    "micro_batches",
+    "plans",
+    "runtime",
+    "schedule",
+    "spatial",
+    "stages",
+    "states",
+    "training",
+)
 LONGEST = ("training", "company")
 """Their tests start first: one of them as the last would leave the other core idle."""
 
@@ -40,7 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Under `pytest -n`, what makes network namespaces stays in one process: clean-up of one run is not another's.
     So do tests that share a fixture of their module: it is made once.
 
-    Of the many cases of one test in space, stages or pieces every second is slow, by its name; the first is not.
+    Of the many cases of one test in these areas three of four are slow, by their names; the first is not.
     """
     here = Path(__file__).parent
     items.sort(key=lambda item: item.path.relative_to(here).parts[0] not in LONGEST)
@@ -52,7 +64,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         elif _shares_a_fixture(item):
             item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(here))))
         test = item.nodeid.partition("[")[0]
-        if area in HALVED and test in seen and zlib.crc32(item.nodeid.encode()) % 2:
+        if area in QUARTERED and test in seen and zlib.crc32(item.nodeid.encode()) % 4:
             item.add_marker(pytest.mark.slow)
         seen.add(test)
 

@@ -45,6 +45,7 @@ def test_stages_hold_what_they_held(name: str, mesh: Any, training: bool) -> Non
     assert "holds already" in later.explain()
 
 
+@pytest.mark.slow
 def test_a_smaller_batch_runs_in_fewer_pieces() -> None:
     first, later = carried("llama", PP, training=True, rows=0)
     assert (first.micro_batches, later.micro_batches) == (2, 1)

@@ -74,6 +74,7 @@ def dropping(rank: int, count: int) -> tuple[list[float], dict[str, Tensor]]:
     return steps(model, x)
 
 
+@pytest.mark.slow
 def test_dropout_is_that_of_the_whole_batch(ranks: RankPool) -> None:
     wanted = ranks.run(dropping, 1, world=4)[0]
     for found in ranks.run(dropping, 4, world=4):
@@ -197,6 +198,7 @@ def within(rank: int, limit: int) -> tuple[int, list[float]]:
     return model.autoshard_plan.micro_batches, steps(model, x)[0]
 
 
+@pytest.mark.slow
 def test_auto_within_a_limit(ranks: RankPool) -> None:
     model, x = tokens(64)
     mesh = MeshSpec(dict(LINE))

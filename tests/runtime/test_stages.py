@@ -180,6 +180,7 @@ def test_training_is_that_of_one_process(
     assert all(held < total for _, held in found)
 
 
+@pytest.mark.slow
 def test_a_part_of_a_received_gradient_may_be_a_result() -> None:
     """Cut at a residual stream that is held in parts, a stage passes on a slice of what it receives, which no op of its
     backward made."""

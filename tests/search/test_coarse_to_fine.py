@@ -147,6 +147,7 @@ def test_too_many_ways_to_use_the_axes_are_an_error() -> None:
         find_plan(TwoLinear(), mesh, (torch.randn(8, 10),), profile=slow_compute(), constraints=pins)
 
 
+@pytest.mark.slow
 def test_a_plan_that_fits_no_memory_says_what_was_searched() -> None:
     """States are searched with the axes that the fastest plan without a limit joins: here none."""
     with pytest.raises(

@@ -48,6 +48,7 @@ def samples_alone(name: str, count: int) -> list[float]:
     return [model(**inputs)["loss"].item() for _ in range(count)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "axes", "world"),
     [
