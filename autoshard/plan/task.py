@@ -12,7 +12,7 @@ from functools import cached_property
 
 from autoshard.plan.call_layouts import CallLayouts
 from autoshard.plan.infeasible import Asked, told
-from autoshard.plan.judged import Judged, Spared, judged, lowered, within
+from autoshard.plan.judged import Judged, judged, lowered, within
 from autoshard.plan.parameter_names import by_first_name, parameter_shapes
 from autoshard.plan.piece_sizes import other_size_records
 from autoshard.plan.pins import resolve_pins
@@ -23,7 +23,8 @@ from autoshard.plan.plan_ends import output_layouts, parameter_layouts
 from autoshard.plan.plan_memory import MemoryTimeline
 from autoshard.plan.plan_origin import plan_origin
 from autoshard.plan.plan_reserve import MESSAGES, messages_nbytes, plan_reserve
-from autoshard.plan.search_with_states import StatesWithin, Way
+from autoshard.plan.rooms import Way
+from autoshard.plan.search_with_states import StatesWithin
 from autoshard.plan.task_prices import prices_as_in, prices_of
 from autoshard.plan.time_kept import out_of_time, search_until
 from autoshard.plan.variants import Again, Variant, variant_narrowing
@@ -39,10 +40,10 @@ from passes.capture import Captured
 from passes.ir.collector import collector_paused
 from passes.ir.joint import JointGraph
 from passes.layout.assignment import Assignment
-from passes.layout.joined_axes import JoinedAxes, joined_text
+from passes.layout.joined_axes import joined_text
 from passes.layout.layout import Layout
 from passes.plan.describe import describe, fallback_ops
-from passes.plan.records import layouts_of
+from passes.plan.records import layouts_of, lowering_of
 from passes.predict.memory_walk import MemoryWalk
 from passes.redistribution.steps import Step
 from passes.search.agree import Judgement
@@ -110,10 +111,7 @@ class Task:
 
     def again(self) -> Again:
         """What plans the same but for one thing, for a plan's own questions. Copying it copies no graph."""
-
-        def step_seconds(plan: PlanContent, variant: Variant) -> float:
-            return self.varied(variant).judged(layouts_of(plan.records), plan.joined_axes).seconds
-
+        step_seconds = lambda plan, variant: self.varied(variant).step_seconds(plan)
         return Again(self.profile, lambda variant: search_plan(self.varied(variant)), step_seconds)
 
     def varied(self, variant: Variant) -> Task:
@@ -135,9 +133,14 @@ class Task:
             timed = replace(timed, collectives=())
         return replace(self, profile=scaled_link(profile, level, factor), timed=timed)
 
-    def judged(self, assignment: Assignment, joined: JoinedAxes = ()) -> Judged:
-        """Lowered and put on the timeline, under prices that use the axes `joined` together."""
-        return judged(self.joint, assignment, self.prices.joining(joined))
+    def step_seconds(self, plan: PlanContent) -> float:
+        """Of the program that `plan` is, under these prices: with what it computes again and how it moves."""
+        joint = compute_again(self.joint, lowering_of(plan.records).again)
+        return judged(joint, layouts_of(plan.records), prices_as_in(plan, self.prices)).seconds
+
+    def judged(self, assignment: Assignment) -> Judged:
+        """Lowered and put on the timeline."""
+        return judged(self.joint, assignment, self.prices)
 
 
 def search_plan(
@@ -206,12 +209,10 @@ def search_plans(
         one = None if found is None else known[id(found.assignment)]
         return task.reserve((), None) if one is None else task.reserve(one.collectives, one.memory)
 
-    def spared(found: Found) -> Spared:
-        return known[id(found.assignment)].spared(over)
-
     def messages(found: Found) -> int:
         return messages_nbytes(task.links or task.mesh, known[id(found.assignment)].collectives)
 
+    spared = lambda found: known[id(found.assignment)].spared(over)
     whole = compute_again(task.joint, _pinned(task) or ())
     ways = way(task.prices), way(task.prices.avoiding(MESSAGES))
     try:
@@ -226,9 +227,8 @@ def search_plans(
         raise told(reason, asked, known.values()) from None
     if found.joined:
         _log.info("plan: axes searched together: %s", joined_text(found.joined))
-    limit = task.memory_limit
-    fitting = (one for one in found.rivals if limit is None or over(known[id(one.assignment)]) <= 0)
-    kept = (found, *itertools.islice(fitting, most - 1))
+    fits = lambda one: task.memory_limit is None or over(known[id(one.assignment)]) <= 0
+    kept = (found, *itertools.islice(filter(fits, found.rivals), most - 1))
     return [_plan_of(task, one, known[id(one.assignment)], task.again()) for one in kept]
 
 

@@ -249,7 +249,7 @@ class Rounds:
 
     def _cautious(self, task: Task, plan: Plan) -> float:
         """A step of the plan under the prices of now, what was not timed counted twice."""
-        return task.judged(plan.assignment, plan.joined_axes).seconds + self._unknown_seconds(plan)
+        return task.step_seconds(plan) + self._unknown_seconds(plan)
 
     def _said(self) -> str:
         same = self.plan.parameter_layouts == self._first.parameter_layouts

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from autoshard import MeshSpec, Plan, find_plan, verify
+from autoshard.plan.variants import Variant
 from passes.plan.records import lowering_of
 
 MESH = MeshSpec({"ranks": 4})
@@ -66,3 +67,9 @@ def test_explain_and_a_file_say_so(free: Plan, short: Plan) -> None:
 
 def test_its_program_is_right(short: Plan) -> None:
     verify(layers(), short, X)
+
+
+def test_its_step_is_predicted_again_as_it_is(short: Plan) -> None:
+    """For what a plan is asked afterwards: with as little in flight as it has."""
+    assert short.again is not None
+    assert short.again.step_seconds(short, Variant()) == pytest.approx(short.step_time)

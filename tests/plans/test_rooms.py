@@ -12,7 +12,8 @@ from torch import nn
 
 from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.judged import Spared
-from autoshard.plan.search_with_states import StatesWithin, Way
+from autoshard.plan.rooms import Way
+from autoshard.plan.search_with_states import StatesWithin
 from cost_model.deadline import NEVER, Deadline
 from cost_model.errors import InfeasibleError
 from passes.ir.joint import JointGraph

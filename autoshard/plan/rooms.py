@@ -1,0 +1,207 @@
+"""States for several rooms, until the program that they make is within a limit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from autoshard.plan.judged import Spared
+from cost_model.deadline import Deadline, OutOfTime
+from cost_model.errors import InfeasibleError
+from cost_model.units import format_bytes
+from passes.ir.joint import JointGraph
+from passes.search.find import Found
+from passes.search.find_states import ENOUGH, NoStates, OfferedStates, States
+from passes.solver.solve import ROUNDING
+from passes.states.compute_again import compute_again
+
+__all__ = ["LITTLE", "RoomSearch", "Way", "bounded"]
+
+_STATES_SHARE = 0.5
+"""Share of the time left in which states must be chosen, each time."""
+_TRIES = 10
+"""Rooms as counted for which states are chosen, at most."""
+_LESS = 1.25
+"""What is too much, so often, is how much smaller the next room is: not all that the search counts is at the peak."""
+_MORE = 1e-3
+"""Where no plan fits as counted: share by which the next room is larger than the least that any plan needs."""
+_RAISE, _FURTHEST = 1.05, 1.5
+"""By how much it is larger where that is not enough, as long as no program is known; and how far, of the limit."""
+_UNUSED = 0.03
+"""Share of the limit that a plan may leave unused before a larger room is tried."""
+_ROOMIER = 3
+"""How often less is kept, at most, for transfers to hold more."""
+_CLOSE = 0.02
+"""Share of the limit that rooms must differ by to be tried, once one is known to be too small and one too large."""
+LITTLE = 0.01
+"""Share of the time that less in transfers may cost for no other states to be searched."""
+
+Fastest = Callable[[JointGraph, States | None, int | None, int, Deadline], Found]
+"""The fastest plan of a graph, of those with the layouts of states, within a limit less a reserve."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One set of collectives. fastest: the plans that it gives; offer: states, from the fastest plan of all."""
+
+    fastest: Fastest
+    offer: Callable[[Found], OfferedStates]
+
+
+@dataclass
+class RoomSearch:
+    """The search counts a little more or less than a program holds, by what differs between plans; and plans differ in
+    what they need besides. So states are chosen for several rooms as it counts, the first of them what the fastest plan
+    would leave of the limit, until their program fits.
+
+    needs: bytes of a plan, with what it needs besides. reserve, spared: of `StatesWithin`. whole: the fastest plan.
+    best: that fits, and its states. least: of those that do not. refused: why there were no states for `room`, all that
+    the limit leaves. low: no states are within less. high: a room of which the program was too large. raised: a larger
+    room is tried than what fitted. wide: other layouts are tried from the first on. roomier: how often less was tried,
+    for transfers to hold more."""
+
+    joint: JointGraph
+    needs: Callable[[Found], int]
+    reserve: Callable[[Found | None], int]
+    spared: Callable[[Found], Spared]
+    way: Way
+    whole: Found
+    limit: int
+    deadline: Deadline
+    best: tuple[Found, States] | None = None
+    least: Found | None = None
+    refused: NoStates | None = None
+    room: int = 0
+    low: int = 0
+    high: int | None = None
+    raised: bool = False
+    wide: bool = False
+    roomier: int = 0
+
+    @cached_property
+    def offered(self) -> OfferedStates:
+        return self.way.offer(self.whole)
+
+    def run(self) -> Found:
+        """States for layouts as they are known first; where their program fits, with what other layouts can do. If none
+        of theirs fits, those of any layouts."""
+        self._rooms()
+        if self.best is None:
+            self.wide, self.high = True, None
+            self._rooms()
+        if self.best is not None:
+            return self.best[0]
+        raise self.refused or self._too_much(self.least or self.whole)
+
+    def _rooms(self) -> None:
+        counted: int | None = self.limit - max(self.reserve(self.whole), 0)
+        # What the pieces in flight keep is counted with the step, and another plan keeps less of it.
+        if counted <= 0 or self.joint.in_flight > 1:
+            counted = self.limit - self.reserve(None)
+        self.room = counted
+        for _ in range(_TRIES):
+            counted = self._tried(counted)
+            if counted is None:
+                break
+
+    def _tried(self, counted: int) -> int | None:
+        """Choose states for a room as it is counted, and judge them; the next room, None if there is none."""
+        proving = self.wide or (self.best is not None and counted == self.best[1].room)
+        try:
+            chosen = self._states(counted, prove=proving)
+        except NoStates as refused:
+            return self._larger(refused, counted)
+        except (InfeasibleError, OutOfTime):
+            # There was no time to look for a better one.
+            if self.best is None:
+                raise
+            return None
+        if proving and self.best is not None:
+            saved = self.best[1].seconds - chosen.lower_bound + self.spared(self.best[0]).seconds
+            self.best = _proven(self.best[0], saved), self.best[1]
+            if chosen.seconds >= self.best[1].seconds * (1.0 - ENOUGH):
+                return None
+        return self._next(self._judged(chosen), chosen, counted)
+
+    def _larger(self, refused: NoStates, counted: int) -> int | None:
+        """The next room where there are no states for one: what it counts may be more than what the program holds."""
+        if counted >= self.room:  # less says nothing of the limit
+            self.refused = self.refused or refused
+        first, least = not self.low, int(refused.least * (1.0 + _MORE))
+        self.low = max(self.low, least)
+        if self.best is not None:
+            return self._room_of_best()
+        if self.high is not None:
+            return self._between(self.high)
+        larger = max(least, int(counted * (1.0 if first else _RAISE)))
+        untold = self.least is None and larger <= _FURTHEST * self.limit
+        return larger if larger > counted and (first or untold) else None
+
+    def _between(self, high: int) -> int | None:
+        """Halfway from what is too little to what is too much."""
+        return (self.low + high) // 2 if high - self.low > _CLOSE * self.limit else None
+
+    def _next(self, found: Found, chosen: States, counted: int) -> int | None:
+        over = self.needs(found) - self.limit
+        if over > 0:
+            if self.raised:  # back to what fits
+                self.raised = False
+                return self._room_of_best()
+            if self.least is None or found.peak_nbytes < self.least.peak_nbytes:
+                self.least = found
+            self.high = min(chosen.nbytes, counted)
+            smaller = self.high - int(_LESS * over)
+            return smaller if smaller > self.low else self._between(self.high)
+        first = self.best is None
+        if self.best is None or found.seconds < self.best[0].seconds:
+            self.best = _proven(found, chosen.seconds), chosen
+        self.raised = (
+            first and -over > _UNUSED * self.limit and found.seconds > self.whole.seconds * (1.0 + ENOUGH)
+        )
+        if not self.raised:
+            return self._roomier(found, min(chosen.nbytes, counted)) or self._room_of_best()
+        larger = max(chosen.nbytes, counted) - over
+        return larger if self.high is None else min(larger, (counted + self.high) // 2)
+
+    def _room_of_best(self) -> int | None:
+        """In which it is proven."""
+        return None if self.best is None else self.best[1].room
+
+    def _roomier(self, found: Found, counted: int) -> int | None:
+        """Less, if that leaves more to transfers and may gain something: what is computed again may take less."""
+        spared = self.spared(found)
+        room = counted - int(_LESS * spared.missing)
+        worth = spared.missing > 0 and spared.gained > LITTLE * found.seconds
+        if not worth or room <= self.low or self.roomier >= _ROOMIER:
+            return None
+        self.roomier += 1
+        return room
+
+    def _states(self, counted: int, *, prove: bool) -> States:
+        latest = self.deadline.share(_STATES_SHARE)
+        limit = self.limit, self.reserve(self.least or self.whole)
+        return self.offered.find(room=counted, limit=limit, deadline=latest, prove=prove)
+
+    def _judged(self, chosen: States) -> Found:
+        graph = compute_again(self.joint, chosen.again)
+        return self.way.fastest(graph, chosen, None, 0, self.deadline)
+
+    def _too_much(self, found: Found) -> InfeasibleError:
+        needs = format_bytes(self.needs(found))
+        return InfeasibleError(
+            f"no plan fits memory_limit={format_bytes(self.limit)} per device: the smallest that was "
+            f"found holds {format_bytes(found.peak_nbytes)} at {found.peak_node}\n"
+            f"  try: memory_limit={needs}, more devices, or a smaller batch"
+        )
+
+
+def _proven(found: Found, missing: float) -> Found:
+    """`found`, of which no states that were offered within its room save more than so many seconds."""
+    return bounded(found, max(0.0, found.seconds - max(0.0, missing)))
+
+
+def bounded(found: Found, bound: float) -> Found:
+    gap = (found.seconds - bound) / max(found.seconds, 1e-300)
+    status = "optimal" if gap <= ROUNDING else "feasible"
+    return replace(found, lower_bound=bound, gap=gap, status=status)
