@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from autoshard.plan.judged import Spared
@@ -30,6 +31,8 @@ _RAISE, _FURTHEST = 1.05, 1.5
 """By how much it is larger where that is not enough, as long as no program is known; and how far, of the limit."""
 _UNUSED = 0.03
 """Share of the limit that a plan may leave unused before a larger room is tried."""
+_WORTH = 0.01
+"""Share of the time that states may have to save, by the bound, for one more room to be proven."""
 _ROOMIER = 3
 """How often less is kept, at most, for transfers to hold more."""
 _CLOSE = 0.02
@@ -59,7 +62,8 @@ class RoomSearch:
     best: that fits, and its states. least: of those that do not. refused: why there were no states for `room`, all that
     the limit leaves. low: no states are within less. high: a room of which the program was too large. raised: a larger
     room is tried than what fitted. wide: other layouts are tried from the first on. roomier: how often less was tried,
-    for transfers to hold more."""
+    for transfers to hold more. proven: rooms in which other layouts were tried. bound: no states in any of these take
+    less."""
 
     joint: JointGraph
     needs: Callable[[Found], int]
@@ -78,6 +82,8 @@ class RoomSearch:
     raised: bool = False
     wide: bool = False
     roomier: int = 0
+    proven: set[int] = field(default_factory=set[int])
+    bound: float = math.inf
 
     @cached_property
     def offered(self) -> OfferedStates:
@@ -91,7 +97,7 @@ class RoomSearch:
             self.wide, self.high = True, None
             self._rooms()
         if self.best is not None:
-            return self.best[0]
+            return self._proven(*self.best)
         raise self.refused or self._too_much(self.least or self.whole)
 
     def _rooms(self) -> None:
@@ -107,7 +113,7 @@ class RoomSearch:
 
     def _tried(self, counted: int) -> int | None:
         """Choose states for a room as it is counted, and judge them; the next room, None if there is none."""
-        proving = self.wide or (self.best is not None and counted == self.best[1].room)
+        proving = self.wide or (self.best is not None and (bool(self.proven) or counted == self.best[1].room))
         try:
             chosen = self._states(counted, prove=proving)
         except NoStates as refused:
@@ -117,10 +123,10 @@ class RoomSearch:
             if self.best is None:
                 raise
             return None
-        if proving and self.best is not None:
-            saved = self.best[1].seconds - chosen.lower_bound + self.spared(self.best[0]).seconds
-            self.best = _proven(self.best[0], saved), self.best[1]
-            if chosen.seconds >= self.best[1].seconds * (1.0 - ENOUGH):
+        if proving:
+            self.proven.add(counted)
+            self.bound = min(self.bound, chosen.lower_bound)
+            if self.best is not None and chosen.seconds >= self.best[1].seconds * (1.0 - ENOUGH):
                 return None
         return self._next(self._judged(chosen), chosen, counted)
 
@@ -155,7 +161,7 @@ class RoomSearch:
             return smaller if smaller > self.low else self._between(self.high)
         first = self.best is None
         if self.best is None or found.seconds < self.best[0].seconds:
-            self.best = _proven(found, chosen.seconds), chosen
+            self.best = found, chosen
         self.raised = (
             first and -over > _UNUSED * self.limit and found.seconds > self.whole.seconds * (1.0 + ENOUGH)
         )
@@ -165,8 +171,15 @@ class RoomSearch:
         return larger if self.high is None else min(larger, (counted + self.high) // 2)
 
     def _room_of_best(self) -> int | None:
-        """In which it is proven."""
-        return None if self.best is None else self.best[1].room
+        """In which it is proven. Where the states that came of that make a slower program than they were counted, those
+        of no more than the best holds may make a faster one."""
+        if self.best is None:
+            return None
+        states = self.best[1]
+        if states.room not in self.proven:
+            return states.room
+        worth = states.seconds * (1.0 - _WORTH) > self.bound and states.nbytes not in self.proven
+        return states.nbytes if worth else None
 
     def _roomier(self, found: Found, counted: int) -> int | None:
         """Less, if that leaves more to transfers and may gain something: what is computed again may take less."""
@@ -187,6 +200,12 @@ class RoomSearch:
         graph = compute_again(self.joint, chosen.again)
         return self.way.fastest(graph, chosen, None, 0, self.deadline)
 
+    def _proven(self, found: Found, states: States) -> Found:
+        """With what no states that were offered take less than."""
+        least = 0.0 if math.isinf(self.bound) else self.bound
+        missing = states.seconds - least + self.spared(found).seconds
+        return bounded(found, max(0.0, found.seconds - max(0.0, missing)))
+
     def _too_much(self, found: Found) -> InfeasibleError:
         needs = format_bytes(self.needs(found))
         return InfeasibleError(
@@ -194,11 +213,6 @@ class RoomSearch:
             f"found holds {format_bytes(found.peak_nbytes)} at {found.peak_node}\n"
             f"  try: memory_limit={needs}, more devices, or a smaller batch"
         )
-
-
-def _proven(found: Found, missing: float) -> Found:
-    """`found`, of which no states that were offered within its room save more than so many seconds."""
-    return bounded(found, max(0.0, found.seconds - max(0.0, missing)))
 
 
 def bounded(found: Found, bound: float) -> Found:

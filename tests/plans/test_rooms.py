@@ -119,6 +119,30 @@ def test_a_way_that_can_save_too_little_is_not_searched(joint: JointGraph) -> No
 
 
 @dataclass
+class Contradicted(Machine):
+    """Other layouts, counted as 1 s, make a program of 3 s; those that hold 600 bytes take what was counted."""
+
+    def find(self, *, room: int, limit: tuple[int, int], deadline: Deadline, prove: bool) -> States:
+        self.rooms.append(room)
+        seconds, nbytes = (1.0, 900) if prove and room >= 900 else (1.5 if prove else 2.0, 600)
+        return States((), {}, seconds=seconds, lower_bound=seconds, nbytes=nbytes, room=room)
+
+    def fastest(
+        self, joint: JointGraph, states: States | None, limit: int | None, reserve: int, deadline: Deadline
+    ) -> Found:
+        found = super().fastest(joint, states, limit, reserve, deadline)
+        return replace(found, seconds=3.0 if states is not None and states.nbytes == 900 else found.seconds)
+
+
+def test_where_a_program_contradicts_what_was_counted_a_smaller_room_is_proven(joint: JointGraph) -> None:
+    """No room twice in the same way; the bound is of all rooms that were proven."""
+    machine = Contradicted(lambda counted: counted, least=300, enough=600)
+    found = _planned(machine, joint)
+    assert machine.rooms == [1000, 1400, 1000, 600]
+    assert (found.seconds, found.lower_bound) == (1.5, 1.0)
+
+
+@dataclass
 class Crowded(Machine):
     """Above 900 bytes there is little left for transfers, which then take ten seconds more."""
 
