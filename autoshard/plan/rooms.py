@@ -25,6 +25,8 @@ _TRIES = 10
 """Rooms as counted for which states are chosen, at most."""
 _LESS = 1.25
 """What is too much, so often, is how much smaller the next room is: not all that the search counts is at the peak."""
+_STEP = 0.01
+"""Share of the limit by which it is smaller at least, from the second on."""
 _MORE = 1e-3
 """Where no plan fits as counted: share by which the next room is larger than the least that any plan needs."""
 _RAISE, _FURTHEST = 1.05, 1.5
@@ -109,7 +111,9 @@ class RoomSearch:
         for _ in range(_TRIES):
             counted = self._tried(counted)
             if counted is None:
-                break
+                return
+        if self.best is not None and not self.proven:
+            self._tried(self.best[1].room)
 
     def _tried(self, counted: int) -> int | None:
         """Choose states for a room as it is counted, and judge them; the next room, None if there is none."""
@@ -156,8 +160,9 @@ class RoomSearch:
                 return self._room_of_best()
             if self.least is None or found.peak_nbytes < self.least.peak_nbytes:
                 self.least = found
+            least = 0.0 if self.high is None else _STEP * self.limit
             self.high = min(chosen.nbytes, counted)
-            smaller = self.high - int(_LESS * over)
+            smaller = self.high - int(max(_LESS * over, least))
             return smaller if smaller > self.low else self._between(self.high)
         first = self.best is None
         if self.best is None or found.seconds < self.best[0].seconds:

@@ -8,6 +8,7 @@ take, torch computes as a product over columns: the values that each result read
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -27,18 +28,19 @@ _SMALL = 20_480
 """Elements of one image up to which torch computes with columns."""
 
 
-def convolution_copies(node: fx.Node) -> int:
+def convolution_copies(node: fx.Node, value: Callable[[fx.Node], torch.Tensor] = node_value) -> int:
     """Bytes beside operands and results while `node` runs, at most; 0 if it is no convolution.
+    value: of operands and result.
 
     Kernels of one element count as those of several threads: one thread makes no copies for fewer than 16 images.
     """
     if node.target is _FORWARD:
         x, weight, _, *how = node.args
-        call = _Convolution.of(node_value(x), node_value(weight), node_value(node), how)  # type: ignore[arg-type]
+        call = _Convolution.of(value(x), value(weight), value(node), how)  # type: ignore[arg-type]
         return call.forward()
     if node.target is _BACKWARD:
         y, x, weight, _, *how, mask = node.args
-        call = _Convolution.of(node_value(x), node_value(weight), node_value(y), how)  # type: ignore[arg-type]
+        call = _Convolution.of(value(x), value(weight), value(y), how)  # type: ignore[arg-type]
         to_input, *to_weight = mask  # type: ignore[misc]
         return call.backward(bool(to_input), any(to_weight))
     return 0

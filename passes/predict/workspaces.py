@@ -18,15 +18,19 @@ from passes.strategies.pricing import TrafficModel, eager_traffic
 __all__ = ["NONE", "Workspaces", "random_words", "workspaces_on"]
 
 
-def _no_bytes(node: fx.Node) -> int:
+Value = Callable[[fx.Node], torch.Tensor]
+
+
+def _no_bytes(node: fx.Node, value: Value = node_value) -> int:
     return 0
 
 
 @dataclass(frozen=True)
 class Workspaces:
-    """of_op: while it runs. of_message: what moves a collective's data copies it into, from its start to its wait."""
+    """of_op: while it runs, with such operands and result: (op, value of a node = its own) -> bytes. of_message: what
+    moves a collective's data copies it into, from its start to its wait."""
 
-    of_op: Callable[[fx.Node], int] = _no_bytes
+    of_op: Callable[..., int] = _no_bytes
     of_message: Callable[[fx.Node], int] = _no_bytes
 
 
@@ -42,15 +46,16 @@ def workspaces_on(device_type: str, traffic: TrafficModel) -> Workspaces:
     on_cpu = device_type == "cpu"
     numbers = random_words if traffic is eager_traffic else _no_bytes
     kernels = convolution_copies if on_cpu else _no_bytes
-    return Workspaces(lambda node: numbers(node) + kernels(node), _gloo_copies if on_cpu else _no_bytes)
+    of_op = lambda node, value=node_value: numbers(node, value) + kernels(node, value)
+    return Workspaces(of_op, _gloo_copies if on_cpu else _no_bytes)
 
 
-def random_words(node: fx.Node) -> int:
+def random_words(node: fx.Node, value: Value = node_value) -> int:
     """Of random numbers that are made op by op."""
     if node.target is not torch.ops.autoshard.uniform.default:
         return 0
-    value = node_value(node)
-    return value.numel() * (8 * UNIFORM_WORDS - value.element_size())
+    made = value(node)
+    return made.numel() * (8 * UNIFORM_WORDS - made.element_size())
 
 
 def _gloo_copies(node: fx.Node) -> int:

@@ -28,6 +28,7 @@ from passes.search.narrowing import Narrowing
 from passes.search.residency import InPlace, OneOf
 from passes.search.search_space import Edge, SearchSpace
 from passes.search.strategy_space import Option
+from passes.search.workspace_rows import with_workspaces
 from passes.states.offers import Offers
 from passes.strategies.prices import Prices
 from passes.strategies.pricing import Traffic, strategy_seconds
@@ -48,7 +49,7 @@ def build_offered(
     """`build_space` of the graph of `offers`, within no limit yet. Its assignments hold `ABSENT`."""
     builder = _OfferBuilder.of(offers.joint, prices, boundary, narrowing, deadline)
     builder.optional = offers.optional
-    return builder.built(None)
+    return with_workspaces(builder.built(None), offers.joint, prices)
 
 
 @dataclass

@@ -31,7 +31,8 @@ class Edge:
 @dataclass(frozen=True)
 class SearchSpace:
     """problem: arrays for the solver; names, strategies: per search node; edges: parallel to
-    `problem.edges`. Nodes named "output N" stand for results that no input is tied to."""
+    `problem.edges`. Nodes with a space in their name are none of the graph: "output N" stands for a result that no
+    input is tied to, "beside X" for what X has for itself while it runs."""
 
     problem: Problem
     names: tuple[str, ...]
@@ -54,7 +55,7 @@ class SearchSpace:
     def assignment(self, choice: Sequence[int]) -> dict[str, NodeLayouts]:
         """The chosen layouts by node name, with the graph's output node under "output"."""
         chosen = [options[c] for options, c in zip(self.strategies, choice, strict=True)]
-        layouts = {n: c for n, c in zip(self.names, chosen, strict=True) if not n.startswith("output ")}
+        layouts = {n: c for n, c in zip(self.names, chosen, strict=True) if " " not in n}
         ends = tuple(chosen[slot].results[0] for slot in self.output_slots if slot is not None)
         return {**layouts, "output": NodeLayouts(operands=ends, results=())}
 
