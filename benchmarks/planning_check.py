@@ -34,7 +34,7 @@ Problem = tuple[nn.Module, tuple[Any, ...], dict[str, int]]
 def check() -> list[str]:
     """A line for each model that takes longer than at the last landing."""
     recorded = json.loads(LANDING.read_text())
-    _planning(_convolutions())  # what is imported and compiled once is no planning
+    _warm_up()
     found = _ratios()
     for _ in range(TRIES - 1):
         if not failures(found, recorded):
@@ -50,7 +50,7 @@ def check() -> list[str]:
 
 def record() -> None:
     """The figures of this run become those of the last landing: of two runs the lower ones."""
-    _planning(_convolutions())
+    _warm_up()
     runs = [_ratios(), _ratios()]
     ratios = {name: round(min(run[name] for run in runs), 3) for name in runs[0]}
     LANDING.write_text(json.dumps(ratios, indent=2) + "\n")
@@ -66,6 +66,11 @@ def failures(found: Mapping[str, float], recorded: Mapping[str, float]) -> list[
     ]
     missing = [name for name in found if name not in recorded]
     return lines + [f"{name} has no figure of the last landing: run --record" for name in missing]
+
+
+def _warm_up() -> None:
+    """What is imported and compiled once is no planning."""
+    _planning(_convolutions())
 
 
 def _ratios() -> dict[str, float]:

@@ -6,14 +6,15 @@ node beside the op: one strategy per number of bytes, and the op's strategies go
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import fx
 
 from passes.ir.joint import JointGraph, node_value, node_values, tensor_operands
+from passes.ir.op_signature import op_signature
 from passes.layout.assignment import NodeLayouts
 from passes.layout.layout import Layout
 from passes.predict.workspaces import Workspaces, workspaces_on
@@ -29,30 +30,52 @@ def with_workspaces(space: SearchSpace, joint: JointGraph, prices: Prices) -> Se
     """`space` of `joint` with a node beside each op that needs bytes besides its operands and results."""
     workspaces = workspaces_on(prices.mesh.device_type, prices.traffic)
     place = {name: i for i, name in enumerate(space.names)}
-    beside = [
-        (place[node.name], step, nbytes)
-        for step, node in enumerate(joint.graph.nodes)
-        if node.op == "call_function" and node.name in place and workspaces.of_op(node)
-        for nbytes in [_nbytes(node, space.strategies[place[node.name]], workspaces, prices)]
-        if nbytes.any()
-    ]
-    for op, step, nbytes in beside:
-        space = _added(space, op, step, nbytes)
-    return space
+    known: dict[Hashable, _Rows] = {}
+    beside: list[tuple[int, int, _Rows]] = []
+    for step, node in enumerate(joint.graph.nodes):
+        if node.op != "call_function" or node.name not in place or not workspaces.of_op(node):
+            continue
+        op = place[node.name]
+        key = id(space.strategies[op]), op_signature(node)
+        if key not in known:
+            known[key] = _Rows.of(_nbytes(node, space.strategies[op], workspaces, prices))
+        if known[key].usage.any():
+            beside.append((op, step, known[key]))
+    return _extended(space, beside) if beside else space
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """usage: each number of bytes once; matrix: 0 where a strategy of the op has it, inf elsewhere. Ops that are alike
+    share them."""
+
+    usage: np.ndarray
+    matrix: np.ndarray
+    strategies: tuple[NodeLayouts, ...]
+
+    @staticmethod
+    def of(nbytes: np.ndarray) -> _Rows:
+        usage = np.unique(nbytes)
+        matrix = np.where(nbytes[:, None] == usage[None, :], 0.0, np.inf)
+        return _Rows(usage, matrix, (_NOTHING,) * len(usage))
 
 
 def _nbytes(
     node: fx.Node, strategies: Sequence[NodeLayouts], workspaces: Workspaces, prices: Prices
 ) -> np.ndarray:
     """int64[strategies]: on the rank with the largest shards; 0 where it does not run."""
-    operands, found = tensor_operands(node), []
-    for strategy in strategies:
-        held = dict(zip(operands, strategy.operands, strict=False))
-        if strategy.results and node_values(node)[0] is not None:
+    operands, made = tensor_operands(node), node_values(node)[0] is not None
+
+    def of_strategy(strategy: NodeLayouts) -> int:
+        if not strategy.results:
+            return 0
+        held = dict(zip(operands, strategy.operands, strict=True))
+        if made:
             held[node] = strategy.results[0]
         local = {one: _local(one, layout, prices) for one, layout in held.items()}
-        found.append(workspaces.of_op(node, local.__getitem__) if strategy.results else 0)
-    return np.array(found, dtype=np.int64)
+        return workspaces.of_op(node, local.__getitem__)
+
+    return np.array([of_strategy(strategy) for strategy in strategies], dtype=np.int64)
 
 
 def _local(node: fx.Node, layout: Layout, prices: Prices) -> torch.Tensor:
@@ -60,24 +83,25 @@ def _local(node: fx.Node, layout: Layout, prices: Prices) -> torch.Tensor:
     return torch.empty(layout.max_local_shape(value.shape, prices.mesh), dtype=value.dtype, device="meta")
 
 
-def _added(space: SearchSpace, op: int, step: int, nbytes: np.ndarray) -> SearchSpace:
-    problem, beside = space.problem, len(space.names)
-    distinct = np.unique(nbytes)
-    matrix = np.where(nbytes[:, None] == distinct[None, :], 0.0, np.inf)
-    name = f"beside {space.names[op]}"
+def _extended(space: SearchSpace, beside: Sequence[tuple[int, int, _Rows]]) -> SearchSpace:
+    """beside: of each new node the op that it is beside, that op's step, and its rows."""
+    ops, steps, rows = zip(*beside, strict=True)
+    problem, first = space.problem, len(space.names)
+    places = range(first, first + len(ops))
+    names = tuple(f"beside {space.names[op]}" for op in ops)
     problem = replace(
         problem,
-        node_costs=(*problem.node_costs, np.zeros(len(distinct))),
-        edges=(*problem.edges, (op, beside)),
-        edge_costs=(*problem.edge_costs, matrix),
-        intervals=(*problem.intervals, (step, step + 1)),
-        usages=(*problem.usages, distinct),
+        node_costs=(*problem.node_costs, *(np.zeros(len(one.usage)) for one in rows)),
+        edges=(*problem.edges, *zip(ops, places, strict=True)),
+        edge_costs=(*problem.edge_costs, *(one.matrix for one in rows)),
+        intervals=(*problem.intervals, *((step, step + 1) for step in steps)),
+        usages=(*problem.usages, *(one.usage for one in rows)),
     )
     return replace(
         space,
         problem=problem,
-        names=(*space.names, name),
-        strategies=(*space.strategies, (_NOTHING,) * len(distinct)),
-        edges=(*space.edges, Edge(op, 0, beside, None)),
-        reads=(*space.reads, (name, 0)),
+        names=(*space.names, *names),
+        strategies=(*space.strategies, *(one.strategies for one in rows)),
+        edges=(*space.edges, *(Edge(op, 0, place, None) for op, place in zip(ops, places, strict=True))),
+        reads=(*space.reads, *((name, 0) for name in names)),
     )
