@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from cost_model.errors import ProfileError
 from cost_model.groups import GroupShape, group_ranks, occupancy
+from cost_model.lateness import Lateness
 from cost_model.link_model import floor_slope
 from cost_model.measurements import KERNEL_KINDS, CollectiveSamples, DeviceRates, LinkLevel, MatmulRates
 from cost_model.profile_schema import MOST_RANKS
@@ -23,13 +24,19 @@ _NEWEST = "keep the newest"
 
 
 def check_profile(
-    where: str, links: Sequence[LinkLevel], collectives: Sequence[CollectiveSamples], device: DeviceRates
+    where: str,
+    links: Sequence[LinkLevel],
+    collectives: Sequence[CollectiveSamples],
+    device: DeviceRates,
+    lateness: Lateness | None = None,
 ) -> None:
     """Raise ProfileError for the first impossible value; `where` starts the message.
 
     Each value must be in the range that the schema gives it.
     """
-    _Check(where).run(links, collectives, device)
+    check = _Check(where)
+    check.run(links, collectives, device)
+    check.lateness(lateness)
 
 
 class _Check:
@@ -48,6 +55,11 @@ class _Check:
             seen.add((samples.kind, samples.group))
         for kind in KERNEL_KINDS:
             self._kernels(f"device.{kind}", device.rates(kind))
+
+    def lateness(self, lateness: Lateness | None) -> None:
+        mistake = None if lateness is None else lateness.mistake()
+        if mistake is not None:
+            self._refuse("lateness", mistake)
 
     def _refuse(
         self, field: str, problem: str, remedy: str = "correct it, or measure the profile again"

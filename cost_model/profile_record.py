@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from cost_model.checked_arguments import checked_path, shown
 from cost_model.errors import ProfileError
+from cost_model.lateness import Lateness
 from cost_model.measurements import CollectiveSamples, DeviceRates, LinkLevel
 from cost_model.profile_check import check_profile
 from cost_model.profile_json import profile_data, profile_fields, profile_json
@@ -37,6 +38,8 @@ class ProfileRecord:
     links:       levels of the network, inner first. They price groups that were not measured.
     collectives: measured times per (kind, group shape).
     device:      launch time, memory bandwidth and matrix-product rates of one device.
+    lateness:    by how much longer collectives take behind more computing than they were measured behind, as
+                 ranks come at different times; None: nobody comes late.
 
     Raises ProfileError, naming the field and a remedy, for values that are NaN, negative, zero, falling
     with size, or faster than the links' stated peak.
@@ -55,11 +58,12 @@ class ProfileRecord:
     links: tuple[LinkLevel, ...]
     collectives: tuple[CollectiveSamples, ...]
     device: DeviceRates
+    lateness: Lateness | None = None
 
     def __post_init__(self) -> None:
         where = f"profile {self.name!r}"
         profile_data(self._content(), where)
-        check_profile(where, self.links, self.collectives, self.device)
+        check_profile(where, self.links, self.collectives, self.device, self.lateness)
 
     @staticmethod
     def names() -> tuple[str, ...]:
@@ -118,11 +122,12 @@ class ProfileRecord:
             raise ProfileError(f"{where}: {error}") from error
 
     def _content(self) -> dict[str, Any]:
-        return {"schema_version": SCHEMA_VERSION} | asdict(self) | {"software": dict(self.software)}
+        fields = {"schema_version": SCHEMA_VERSION} | _said(self)
+        return fields | {"software": dict(self.software)}
 
     def hash(self) -> str:
         """16 hex digits of everything a price depends on (and `nominal`), the same in every process."""
-        priced = asdict(self)
+        priced = _said(self)
         for field in _UNPRICED:
             del priced[field]
         for samples in (*priced["collectives"], *priced["device"]["matmul"]):
@@ -137,3 +142,11 @@ class ProfileRecord:
 
     def __str__(self) -> str:
         return f"{self.name} ({'nominal' if self.nominal else 'measured ' + self.date}, {self.hash()})"
+
+
+def _said(profile: ProfileRecord) -> dict[str, Any]:
+    """Its fields; without lateness a profile is what it was before there was any."""
+    fields = asdict(profile)
+    if profile.lateness is None:
+        del fields["lateness"]
+    return fields

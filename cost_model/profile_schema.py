@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
+from cost_model.lateness import Lateness
 from cost_model.measurements import (
     KERNEL_KINDS,
     CollectiveKind,
@@ -94,8 +95,15 @@ class DeviceData(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return DeviceRates(self.launch_seconds, self.memory_bytes_per_second, **kernels, update=update)
 
 
+class LatenessData(Struct, frozen=True, forbid_unknown_fields=True):
+    """`Lateness`."""
+
+    computing_seconds: Annotated[tuple[_Positive, ...], Meta(min_length=2)]
+    seconds: tuple[_Spread, ...]
+
+
 class ProfileData(Struct, frozen=True, forbid_unknown_fields=True):
-    """`ProfileRecord`: all that a file holds."""
+    """`ProfileRecord`: all that a file holds. Older files, and nominal ones, say nothing of ranks that come late."""
 
     schema_version: int
     name: str
@@ -111,6 +119,7 @@ class ProfileData(Struct, frozen=True, forbid_unknown_fields=True):
     links: Annotated[tuple[LinkData, ...], Meta(min_length=1)]
     collectives: tuple[SamplesData, ...]
     device: DeviceData
+    lateness: LatenessData | None = None
 
     def fields(self) -> dict[str, Any]:
         """The fields of a `ProfileRecord`, by name."""
@@ -121,6 +130,7 @@ class ProfileData(Struct, frozen=True, forbid_unknown_fields=True):
             "links": tuple(LinkLevel(**_fields(link)) for link in self.links),
             "collectives": tuple(CollectiveSamples(**_fields(samples)) for samples in self.collectives),
             "device": self.device.rates(),
+            "lateness": None if self.lateness is None else Lateness(**_fields(self.lateness)),
         }
 
 

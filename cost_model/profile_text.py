@@ -27,6 +27,9 @@ def profile_text(profile: ProfileRecord) -> str:
         f"  collectives {len(profile.collectives)} measured, launch {launch:.3g} us, "
         f"{profile.overlap_efficiency:.0%} of the overlap with computing hidden"
     )
+    if profile.lateness is not None:
+        behind, late = profile.lateness.computing_seconds[-1], profile.lateness.seconds[-1]
+        lines.append(f"  ranks       late by {late * 1e3:.3g} ms behind {behind * 1e3:.3g} ms of computing")
     return "\n".join(lines)
 
 

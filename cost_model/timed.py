@@ -74,12 +74,11 @@ class TimedKernel:
 
 @dataclass(frozen=True)
 class TimedCollective:
-    """nbytes: as `cost_model.collectives` counts. behind_seconds: of computing, in front of which it was timed."""
+    """nbytes: as `cost_model.collectives` counts. seconds: as a profile's, behind as much computing."""
 
     kind: str
     group: GroupShape
     nbytes: int
-    behind_seconds: float
     seconds: float
 
 

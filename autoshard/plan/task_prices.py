@@ -45,6 +45,7 @@ def prices_of(
         traffic=traffic_model(backend),
         overlap_efficiency=profile.overlap_efficiency,
         optimizer=optimizer,
+        lateness=profile.lateness,
     )
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -40,9 +39,6 @@ _MOST_CALLS, _RUN_SECONDS = 8, 1e-3
 _NOISIEST = 0.5
 """Interquartile range over median of the repetitions, from which on a time says more of other work than of the case: of
 two repetitions one took three times as long as the other."""
-_BEHIND = (0, 3, 10, 40)
-"""Products before a collective: about 0, 0.3, 1 and 4 milliseconds of computing on a core."""
-_PRODUCT_SECONDS = 1e-4
 
 
 def time_work(
@@ -93,8 +89,8 @@ class _Timing:
         if isinstance(case, KernelCase):
             self.kernels.append(TimedKernel(case.key, case.work, self._kernel(case)))
         elif (shape := group_shape(self.spec, case.axes)) in self.teams:
-            behind, seconds = self._collective(case, self.teams[shape])
-            self.collectives.append(TimedCollective(case.kind, shape, case.nbytes, behind, seconds))
+            seconds = self._collective(case, self.teams[shape])
+            self.collectives.append(TimedCollective(case.kind, shape, case.nbytes, seconds))
 
     def _kernel(self, case: KernelCase) -> float:
         calls = _calls(case)
@@ -110,16 +106,14 @@ class _Timing:
         (curve,) = self._sampled(series)
         return curve.seconds[0] / calls
 
-    def _collective(self, case: CollectiveCase, team: Team) -> tuple[float, float]:
-        """(seconds of computing before it, its own)."""
+    def _collective(self, case: CollectiveCase, team: Team) -> float:
+        """As in a profile: what more computing before it would add is `Lateness`."""
         nbytes = whole_size(case.nbytes, team.size)
-        pause = Pause(self.device, _products(case.behind_seconds))
+        pause = Pause(self.device)
         name = f"{case.kind} of {case.nbytes} bytes"
         both = collective_series(name, case.kind, team, (nbytes,), Buffers(self.device), pause)
-        if not pause.products:
-            return 0.0, self._sampled(both)[0].seconds[0]
-        alone, behind = self._sampled(pause_series(pause), both)
-        return alone.seconds[0], beyond_pause(behind, alone).seconds[0]
+        alone, behind = self._sampled(replace(pause_series(pause), clock=self.of_kernels), both)
+        return beyond_pause(behind, alone).seconds[0]
 
     def _sampled(self, *series: Series) -> list[Curve]:
         seconds = len(series) * _CASE_SECONDS[_kind_of(self.device)]
@@ -134,14 +128,6 @@ def _calls(case: KernelCase) -> int:
     """A guess from the bytes and operations: no rank may decide by its own clock."""
     guess = max(case.work.flops / 1e11, case.work.nbytes / 1e10, 1e-9)
     return max(1, min(_MOST_CALLS, int(_RUN_SECONDS / guess)))
-
-
-def _products(behind_seconds: float) -> int:
-    """The nearest of `_BEHIND`, in ratio."""
-    if behind_seconds < _PRODUCT_SECONDS:
-        return 0
-    wanted = math.log(behind_seconds / _PRODUCT_SECONDS)
-    return min(_BEHIND[1:], key=lambda count: abs(math.log(count) - wanted))
 
 
 def _kind_of(device: torch.device) -> str:

@@ -17,11 +17,11 @@ from cost_model.measure.collective_work import IN_A_ROW_SECONDS, Buffers, Team, 
 from cost_model.measure.sampling import Series
 from cost_model.measure.statistics import Curve
 
-__all__ = ["Pause", "beyond_pause", "collective_series", "pause_series"]
+__all__ = ["PRODUCTS", "Pause", "beyond_pause", "collective_series", "pause_series"]
 
 Work = Callable[[], object]
 
-_PRODUCTS, _EDGE = 10, 128
+PRODUCTS, _EDGE = 10, 128
 """Float32 products and their edge: 42 million operations, about a millisecond of a core."""
 _LEAST_SHARE = 0.1
 """The least share of the time of both that is the collective's: noise may leave less of a short one."""
@@ -30,7 +30,7 @@ _LEAST_SHARE = 0.1
 class Pause:
     """The products: `products` of them."""
 
-    def __init__(self, device: torch.device, products: int = _PRODUCTS) -> None:
+    def __init__(self, device: torch.device, products: int = PRODUCTS) -> None:
         self.products = products
         self._x = torch.ones(_EDGE, _EDGE, device=device)
 

@@ -28,6 +28,7 @@ from cost_model.measure.facts import (
 )
 from cost_model.measure.kernel_series import kernel_series, with_kernel_rates
 from cost_model.measure.kernel_work import Attend
+from cost_model.measure.late_ranks import measure_lateness
 from cost_model.measure.links import fit_links, levels_of
 from cost_model.measure.overlap_efficiency import overlap_efficiency
 from cost_model.measure.peers import Peers, world_peers
@@ -45,8 +46,8 @@ SMALLEST_NBYTES = 2**12
 LARGEST_NBYTES = {"cpu": 2**26, "cuda": 2**30}
 _ALWAYS_NBYTES = (2**12, 2**18, 2**24)
 """Sizes that are always measured, unless they are above the largest size."""
-_OVERLAP_SHARE = 0.1
-"""The share of the budget for `overlap_efficiency`."""
+_OVERLAP_SHARE, _LATE_SHARE = 0.1, 0.05
+"""The shares of the budget for `overlap_efficiency`, and for ranks that come late."""
 
 
 def measure_profile(
@@ -73,8 +74,8 @@ def measure_profile(
         kernels = kernel_series(device, mesh if peers.size > 1 else None, attend)
         compute = device_series(device)
         sizes = nbytes_ladder(largest_nbytes or LARGEST_NBYTES[_kind_of(device)])
-        communication = _communication(teams, sizes, device)
-        seconds = time_budget * (1.0 - _OVERLAP_SHARE)
+        communication = _communication(teams, sizes, device, of_kernels)
+        seconds = time_budget * (1.0 - _OVERLAP_SHARE - _LATE_SHARE)
         alone = [replace(series, clock=of_kernels) for series in (*compute, *kernels)]
         curves = iter(sample([*alone, *communication], peers, clock, seconds, progress))
         rates = device_rates(list(islice(curves, len(compute))))
@@ -83,6 +84,7 @@ def measure_profile(
         overlap = overlap_efficiency(
             teams, collectives, rates, peers, clock, _OVERLAP_SHARE * time_budget, device, progress
         )
+        late = measure_lateness(teams, peers, clock, of_kernels, _LATE_SHARE * time_budget, device, progress)
         launch, links = _links(hosts, collectives, device)
         profile = ProfileRecord(
             name=name,
@@ -98,6 +100,7 @@ def measure_profile(
             links=links,
             collectives=collectives,
             device=rates,
+            lateness=late,
         )
         # Dates and commands may differ between ranks, but all must have one profile and its hash.
         return peers.first(profile)
@@ -112,13 +115,13 @@ def nbytes_ladder(largest: int) -> tuple[int, ...]:
 
 
 def _communication(
-    teams: Mapping[GroupShape, Team], sizes: Sequence[int], device: torch.device
+    teams: Mapping[GroupShape, Team], sizes: Sequence[int], device: torch.device, of_kernels: Clock
 ) -> list[Series]:
     """The pause, then one series per shape and kind, shapes first. All groups of a shape communicate at once."""
     buffers = Buffers(device)
     always = {min(nbytes, sizes[-1]) for nbytes in _ALWAYS_NBYTES}
     pause = Pause(device)
-    found = [pause_series(pause)] if teams else []
+    found = [replace(pause_series(pause), clock=of_kernels)] if teams else []
     for shape, team in teams.items():
         whole = {whole_size(nbytes, team.size): nbytes in always for nbytes in sizes}
         anchors = tuple(nbytes for nbytes, anchor in whole.items() if anchor)

@@ -91,10 +91,11 @@ def recheck(
         expected = [*alone, *_communication(profile, spec, teams, device)]
 
         def measure(some: Sequence[_Expected], seconds: float) -> list[tuple[CheckedPoint, ...]]:
-            series = [pause_series(Pause(device)), *(one.series for one in some)]
-            pause, *curves = sample(series, peers, clock, seconds, progress)
+            pause = replace(pause_series(Pause(device)), clock=of_kernels)
+            series = [pause, *(one.series for one in some)]
+            paused, *curves = sample(series, peers, clock, seconds, progress)
             return [
-                _compared(one, (beyond_pause(curve, pause) if one.behind_pause else curve).medians)
+                _compared(one, (beyond_pause(curve, paused) if one.behind_pause else curve).medians)
                 for one, curve in zip(some, curves, strict=True)
             ]
 

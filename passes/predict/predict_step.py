@@ -78,6 +78,7 @@ def predict_phases(phases: Phases, prices: Prices, axes_of: AxesOf) -> Predictio
         step.add_graph(phases.backward.module, "backward")
         step.add_kernel("optimizer", _update_seconds(phases, prices), "optimizer")
     timeline = Timeline.of(step.events, prices.overlap_efficiency)
+    late = {collective: timeline.events[wait].seconds for collective, wait in step.late.items()}
     collectives = tuple(
         PredictedCollective(
             issued.phase,
@@ -88,7 +89,7 @@ def predict_phases(phases: Phases, prices: Prices, axes_of: AxesOf) -> Predictio
             issued.nbytes,
             timeline.events[issued.event].seconds,
             timeline.start[issued.event],
-            timeline.exposed[issued.event],
+            timeline.exposed[issued.event] + late.get(issued.event, 0.0),
             timeline.end[issued.event],
         )
         for issued in step.collectives
@@ -96,7 +97,7 @@ def predict_phases(phases: Phases, prices: Prices, axes_of: AxesOf) -> Predictio
     memory = memory_walk(
         phases, prices.traffic, prices.optimizer, workspaces_on(prices.mesh.device_type, prices.traffic)
     )
-    return Prediction(timeline.seconds, tuple(_phases(step.ends, timeline)), collectives, memory)
+    return Prediction(timeline.seconds, tuple(_phases(step, timeline)), collectives, memory)
 
 
 def slowest_ranks(assignment: Assignment, mesh: MeshSpec) -> tuple[int, ...]:
@@ -133,12 +134,15 @@ def _update_seconds(phases: Phases, prices: Prices) -> float:
     return seconds
 
 
-def _phases(ends: Iterable[tuple[str, int]], timeline: Timeline) -> Iterable[PredictedPhase]:
-    first, begun = 0, 0.0
-    for name, last in ends:
+def _phases(step: StepEvents, timeline: Timeline) -> Iterable[PredictedPhase]:
+    """Where ranks are late the step is longer for communication, and not for kernels."""
+    first, begun, waits = 0, 0.0, frozenset(step.late.values())
+    for name, last in step.ends:
         members = range(first, last)
+        late = sum(timeline.events[i].seconds for i in members if i in waits)
         compute = sum(timeline.events[i].seconds for i in members if timeline.events[i].stream == "compute")
         comm = sum(timeline.events[i].seconds for i in members if timeline.events[i].stream == "comm")
         end = max((timeline.end[i] for i in members), default=begun)
-        yield PredictedPhase(name, end - begun, compute, comm, sum(timeline.exposed[i] for i in members))
+        exposed = sum(timeline.exposed[i] for i in members)
+        yield PredictedPhase(name, end - begun, compute - late, comm, exposed + late)
         first, begun = last, end

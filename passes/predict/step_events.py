@@ -61,6 +61,9 @@ class StepEvents:
     operand is one of their results, and communication libraries wait for what the stream holds. A wait
     holds up the kernels behind it until its collective has ended. The copies that put a collective's
     parts in order are in its price; padding, cutting and casting for it are kernels like any other.
+
+    Ranks come to a collective the later the longer they computed since they last met (`Prices.lateness`). Who waits
+    for it stands for as long, but for what it computes itself in between.
     """
 
     prices: Prices
@@ -69,7 +72,13 @@ class StepEvents:
     collectives: list[Issued] = field(default_factory=list)
     ends: list[tuple[str, int]] = field(default_factory=list)
     """(phase, number of events when it was complete)."""
+    late: dict[int, int] = field(default_factory=dict)
+    """Position of a collective -> of the wait for it, if that stands for late ranks: a computing event of as long."""
     _last_kernel: tuple[int, ...] = ()
+    _computed: float = 0.0
+    _met: float = 0.0
+    """Seconds of computing in all, and of them when ranks last met: as a collective that was waited for was issued."""
+    _issued_at: dict[int, float] = field(default_factory=dict)
 
     def add_graph(self, module: fx.GraphModule, phase: str) -> None:
         """All of `module`, which runs in the order of its nodes.
@@ -87,11 +96,12 @@ class StepEvents:
                 issued[node] = self._collective(node, phase)
             elif node.target is c10d.wait_tensor.default:
                 (started,) = node.all_input_nodes
-                self._kernel(node.name, 0.0, (issued[started],) if started in issued else ())
+                self._wait(node.name, issued.get(started))
             elif node not in paid:
                 flow = self.prices.traffic(node)
                 seconds = local_seconds(node, flow, self.prices.compute)
                 if seconds > 0.0:
+                    self._computed += seconds
                     self._kernel(node.name, seconds, ())
         self.ends.append((phase, len(self.events)))
 
@@ -99,6 +109,23 @@ class StepEvents:
         """A phase of one kernel."""
         self._kernel(name, seconds, ())
         self.ends.append((phase, len(self.events)))
+
+    def _wait(self, name: str, collective: int | None) -> None:
+        if collective is None:
+            return self._kernel(name, 0.0, ())
+        late = self._late_seconds(collective)
+        if late > 0.0:
+            self.late[collective] = len(self.events)
+        self._kernel(name, late, (collective,))
+
+    def _late_seconds(self, collective: int) -> float:
+        """Seconds for which the wait for it stands as others come late."""
+        lateness, issued = self.prices.lateness, self._issued_at[collective]
+        if lateness is None:
+            return 0.0
+        late = lateness.after(issued - self._met) - (self._computed - issued)
+        self._met = max(self._met, issued)
+        return max(0.0, late)
 
     def _kernel(self, name: str, seconds: float, after: tuple[int, ...]) -> None:
         self._last_kernel = (len(self.events),)
@@ -109,6 +136,7 @@ class StepEvents:
         kind, nbytes = collective_kind(node), collective_nbytes(node)
         seconds = self.prices.redistributor.collective_seconds(kind, axes, nbytes)
         serves = str(node.meta.get("serves", ""))
+        self._issued_at[len(self.events)] = self._computed
         self.collectives.append(Issued(len(self.events), phase, node.name, serves, kind, axes, nbytes))
         self.events.append(Event(node.name, "comm", seconds, self._last_kernel))
         return len(self.events) - 1

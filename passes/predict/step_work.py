@@ -66,13 +66,11 @@ class KernelCase:
 
 @dataclass(frozen=True)
 class CollectiveCase:
-    """nbytes: as `cost_model.collectives` counts. behind_seconds: of the computing that goes before it. seconds: as for
-    kernels."""
+    """nbytes: as `cost_model.collectives` counts. seconds: as for kernels."""
 
     kind: str
     axes: Axes
     nbytes: int
-    behind_seconds: float
     seconds: float
 
 
@@ -101,7 +99,6 @@ class _Collected:
         self._prices = prices
         self._axes_of = axes_of
         self._fused = prices.traffic is not eager_traffic
-        self._computed = 0.0
         self.kernels: dict[KernelKey, KernelCase] = {}
         self.collectives: dict[tuple[str, Axes, int], CollectiveCase] = {}
 
@@ -120,14 +117,12 @@ class _Collected:
         key = kind, axes, nbytes = collective_kind(node), axes, collective_nbytes(node)
         if nbytes:
             seconds = self._prices.redistributor.collective_seconds(kind, axes, nbytes)
-            case = self.collectives.get(key, CollectiveCase(kind, axes, nbytes, self._computed, 0.0))
+            case = self.collectives.get(key, CollectiveCase(kind, axes, nbytes, 0.0))
             self.collectives[key] = replace(case, seconds=case.seconds + seconds)
-        self._computed = 0.0
 
     def _add_kernel(self, node: fx.Node) -> None:
         flow = self._prices.traffic(node)
         seconds = local_seconds(node, flow, self._prices.compute)
-        self._computed += seconds
         if not may_be_timed(node, self._fused) or not _fits(node):
             return
         key = local_key(node)

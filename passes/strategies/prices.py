@@ -10,6 +10,7 @@ from torch import fx
 
 from cost_model.compute import ComputePrices
 from cost_model.groups import group_shape
+from cost_model.lateness import Lateness
 from cost_model.memory import ADAMW, Optimizer
 from cost_model.mesh import MeshSpec
 from cost_model.timed import Priced
@@ -35,6 +36,7 @@ class Prices:
     traffic: TrafficModel = fused_traffic
     overlap_efficiency: float = 0.0
     optimizer: Optimizer = ADAMW
+    lateness: Lateness | None = None  # of ranks, where they meet
     moved_nbytes: float = math.inf  # that transfers may hold at once, where memory is short
     known: dict[Hashable, tuple[object, object, float]] = field(
         default_factory=dict, init=False, repr=False, compare=False

@@ -27,6 +27,7 @@ def test_every_rank_gets_the_same_profile(ranks: RankPool) -> None:
     assert {(s.kind, s.group) for s in profile.collectives} == {(kind, ((2, 1),)) for kind in PLAN_KINDS}
     assert all(s.nbytes == (4096, 16384) and len(s.spread) == 2 for s in profile.collectives)
     assert {"launch", "memory", "all_reduce over 2 ranks, stride 1", "products alone"} <= set(told)
+    assert profile.lateness is not None and profile.lateness.seconds[0] == 0.0
     prices = CollectivePrices(profile, MeshSpec({"x": 2}))
     assert prices.confidence("all_gather", ("x",), 8192) == "measured"
 
@@ -44,11 +45,12 @@ def test_scripted_times_by_hand(ranks: RankPool) -> None:
         times = [flops / rate for flops, rate in zip(rates.flops, rates.flops_per_second, strict=True)]
         assert times == pytest.approx([0.25e-3] * len(times))  # two products at a time
     assert profile.overlap_efficiency == 1.0  # both together took as long as each alone
+    assert profile.lateness is None  # more computing took no longer
 
 
 def test_one_rank_measures_its_kernels(ranks: RankPool) -> None:
     ((profile, _),) = ranks.run(measured.measure, {"x": 1}, None, world=1)
-    assert profile.collectives == () and profile.overlap_efficiency == 0.0
+    assert profile.collectives == () and profile.overlap_efficiency == 0.0 and profile.lateness is None
     assert profile.links == Profile.named("cpu").links and "nominal" in profile.sources[0]
 
 

@@ -85,7 +85,7 @@ def test_strides_of_their_own_come_first() -> None:
 
 
 def test_the_newer_time_counts() -> None:
-    collective = TimedCollective("all_reduce", ((2, 1),), 4096, 1e-3, 5e-3)
+    collective = TimedCollective("all_reduce", ((2, 1),), 4096, 5e-3)
     old = TimedPrices((TimedKernel(KEY, WORK, 7.0),), (collective,))
     new = TimedPrices(
         (TimedKernel(KEY, WORK, 6.0),), (replace(collective, seconds=4e-3), replace(collective, nbytes=8192))
@@ -108,8 +108,7 @@ def test_timed_collectives_are_samples_of_their_group() -> None:
     profile = Profile.named("cpu")
     timed = TimedPrices(
         collectives=tuple(
-            TimedCollective("all_reduce", ((2, 2),), nbytes, 1e-3, s)
-            for nbytes, s in ((4096, 0.5), (16384, 0.7))
+            TimedCollective("all_reduce", ((2, 2),), nbytes, s) for nbytes, s in ((4096, 0.5), (16384, 0.7))
         )
     )
     priced = CollectivePrices(with_timed_collectives(profile, mesh, timed.collectives), mesh)

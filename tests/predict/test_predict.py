@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from autoshard import MeshSpec, Plan, Profile, find_plan
 from autoshard.plan.find_plan import prices_of
 from cost_model.compute import ComputePrices
+from cost_model.lateness import Lateness
 from cost_model.measurements import DeviceRates, MatmulRates
 from passes.ir.joint import GraphInput, GraphOutput
 from passes.layout.assignment import NodeLayouts
@@ -96,6 +97,33 @@ def test_by_hand(efficiency: float, micros: float, exposed: float) -> None:
     assert moved.seconds == pytest.approx(10 * US)
     assert moved.start == pytest.approx(4 * US)
     assert moved.exposed == pytest.approx(exposed * US)
+
+
+def test_who_waits_stands_for_ranks_that_come_late() -> None:
+    """Behind 4 us of computing they come 6 us late, of which the relu beside the sum hides 4."""
+    late = replace(
+        round_prices(MeshSpec({"dp": 2, "tp": 4}), 1.0), lateness=Lateness((1 * US, 7 * US), (0.0, 12 * US))
+    )
+    found = predict_phases(forward_only(overlapping()), late, simulated_group_axes)
+    assert found.seconds == pytest.approx((4 + 10 + 2 + 4) * US)
+    assert found.compute == pytest.approx(12 * US)
+    (moved,) = found.collectives
+    assert moved.seconds == pytest.approx(10 * US)
+    assert moved.exposed == found.exposed == pytest.approx((10 - 4 + 2) * US)
+
+
+def test_where_ranks_met_they_are_late_for_what_they_computed_since() -> None:
+    """A relu and a sum, three times: 6 us late behind each relu of 4 us, not 12 or 18 behind the others."""
+    local = Local()
+    x = local.input(250, 1000)
+    for _ in range(3):
+        reduced = local.call(c10d.all_reduce.default, local.call(aten.relu.default, x), "sum", "axes:tp")
+        x = local.call(c10d.wait_tensor.default, reduced)
+    late = replace(
+        round_prices(MeshSpec({"dp": 2, "tp": 4}), 1.0), lateness=Lateness((1 * US, 7 * US), (0.0, 12 * US))
+    )
+    found = predict_phases(forward_only(local.module(x)), late, simulated_group_axes)
+    assert found.seconds == pytest.approx(3 * (4 + 10 + 6) * US)
 
 
 def test_bytes_that_price_a_collective() -> None:

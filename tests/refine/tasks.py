@@ -46,7 +46,6 @@ def timed(
                 c.kind,
                 group_shape(one.mesh, c.axes),
                 c.nbytes,
-                c.behind_seconds,
                 collective_factor(c) * price(c.kind, c.axes, c.nbytes),
             )
             for c in collectives
