@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -112,7 +112,7 @@ class _Timing:
         pause = Pause(self.device)
         name = f"{case.kind} of {case.nbytes} bytes"
         both = collective_series(name, case.kind, team, (nbytes,), Buffers(self.device), pause)
-        alone, behind = self._sampled(replace(pause_series(pause), clock=self.of_kernels), both)
+        alone, behind = self._sampled(pause_series(pause, self.of_kernels), both)
         return beyond_pause(behind, alone).seconds[0]
 
     def _sampled(self, *series: Series) -> list[Curve]:

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import torch
 
+from cost_model.measure.clock import Clock
 from cost_model.measure.collective_work import IN_A_ROW_SECONDS, Buffers, Team, collective_work
 from cost_model.measure.sampling import Series
 from cost_model.measure.statistics import Curve
@@ -39,9 +40,11 @@ class Pause:
             torch.mm(self._x, self._x)
 
 
-def pause_series(pause: Pause) -> Series:
-    """The series of the products alone. size: their number."""
-    return Series("pause", (max(1, pause.products),), lambda _: pause, least=IN_A_ROW_SECONDS, ahead=True)
+def pause_series(pause: Pause, clock: Clock) -> Series:
+    """The series of the products alone, by the clock of kernels. size: their number."""
+    return Series(
+        "pause", (max(1, pause.products),), lambda _: pause, least=IN_A_ROW_SECONDS, ahead=True, clock=clock
+    )
 
 
 def collective_series(

@@ -8,7 +8,6 @@ they share cores. Four ranks on two cores, a small all-gather: 1.8 ms behind a m
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -44,7 +43,7 @@ def measure_lateness(
     team = max(teams.values(), key=lambda team: team.size)
     buffers, nbytes = Buffers(device), (whole_size(_NBYTES, team.size),)
     pauses = [Pause(device, PRODUCTS * times) for times in _TIMES]
-    alone = [replace(pause_series(pause), clock=of_kernels) for pause in pauses]
+    alone = [pause_series(pause, of_kernels) for pause in pauses]
     both = [
         collective_series(f"{_KIND} behind {pause.products} products", _KIND, team, nbytes, buffers, pause)
         for pause in pauses

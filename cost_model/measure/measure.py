@@ -121,7 +121,7 @@ def _communication(
     buffers = Buffers(device)
     always = {min(nbytes, sizes[-1]) for nbytes in _ALWAYS_NBYTES}
     pause = Pause(device)
-    found = [replace(pause_series(pause), clock=of_kernels)] if teams else []
+    found = [pause_series(pause, of_kernels)] if teams else []
     for shape, team in teams.items():
         whole = {whole_size(nbytes, team.size): nbytes in always for nbytes in sizes}
         anchors = tuple(nbytes for nbytes, anchor in whole.items() if anchor)

@@ -91,8 +91,7 @@ def recheck(
         expected = [*alone, *_communication(profile, spec, teams, device)]
 
         def measure(some: Sequence[_Expected], seconds: float) -> list[tuple[CheckedPoint, ...]]:
-            pause = replace(pause_series(Pause(device)), clock=of_kernels)
-            series = [pause, *(one.series for one in some)]
+            series = [pause_series(Pause(device), of_kernels), *(one.series for one in some)]
             paused, *curves = sample(series, peers, clock, seconds, progress)
             return [
                 _compared(one, (beyond_pause(curve, paused) if one.behind_pause else curve).medians)
