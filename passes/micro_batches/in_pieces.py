@@ -19,10 +19,9 @@ from passes.ir.op_traits import is_use
 from passes.ir.rewrite import INHERITED, copy_joint, erase_dead
 from passes.ir.torch_compat import fake_mode_of, lazy_module
 from passes.layout.layout import Layout
-from passes.lower.op_on_rank import OpOnRank
+from passes.micro_batches.op_in_piece import op_in_piece
 from passes.micro_batches.run_times import RunTime, RunTimes
 from passes.micro_batches.time_axis import TIME, time_mesh
-from passes.rules.core.rule_registry import rule_for
 
 __all__ = ["in_pieces", "without_uses"]
 
@@ -99,12 +98,7 @@ class _Writer:
             self._read_part(operand, wanted)
             for operand, wanted in zip(tensor_operands(node), layouts.operands, strict=True)
         ]
-        args, kwargs = map_operands(node, operands)
-        rule = rule_for(node).splitting(split.factor for split in layouts.splits)
-        context = OpOnRank(self._emit, self.mesh, self.index, node, args, kwargs, rule, layouts)
-        if rule.localize is not None:
-            return rule.localize(context)
-        return context.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+        return op_in_piece(self._emit, node, operands, layouts, self.mesh, self.index)
 
     def _getitem(self, node: fx.Node) -> fx.Node:
         producer, index = result_index(node)

@@ -7,8 +7,8 @@ mesh axis. Of the moves between layouts only those that need no other piece are 
     whole, before -> whole          read as it is, by every piece
     pending, split -> whole, after  results are added up, or put side by side
 
-What is run whole costs what it computes and stores, what runs in pieces nothing: so the search, the one that layouts
-have, leaves out of the pieces only what must be.
+What that costs is for who asks (`Weights`). For a batch what is run whole costs what it computes and stores, what runs
+in pieces nothing: so the search, the one that layouts have, leaves out of the pieces only what must be.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from passes.solver.solve import solve
 from passes.strategies.cuts import Cuts, find_cuts, ops_of
 from passes.strategies.strategies import enumerate_strategies
 
-__all__ = ["RunTime", "RunTimes", "find_run_times", "piece_strategies"]
+__all__ = ["OF_A_BATCH", "RunTime", "RunTimes", "Weights", "find_run_times", "piece_strategies"]
 
 RunTime = Literal["before", "piece", "after"]
 
 _FLOPS_A_BYTE = 50.0
 """Operations that weigh as much as a byte: what is run whole is weighed, not timed."""
 _READ_PART = 1e-3
-"""Bytes that reading a part of one dim costs, times the dim: the first dim that can be is cut."""
+"""Bytes that reading a part of one dim costs, times the dim."""
 _SEARCH_SECONDS = 60.0
 
 
@@ -62,6 +62,26 @@ class RunTimes:
 
 
 @dataclass(frozen=True)
+class Weights:
+    """What is weighed, in bytes. whole, piece: of an op, run whole or in pieces; equal for ops that are alike.
+    read: of a tensor of `ndim` dims of which parts along `dim` are read. together: of a value that is put side by side
+    over the pieces, for each reader; what is added up over them weighs a thousandth of its bytes."""
+
+    whole: Callable[[fx.Node], float]
+    piece: Callable[[fx.Node], float]
+    read: Callable[[int, int], float]
+    together: Callable[[fx.Node], float]
+
+
+def _work(node: fx.Node) -> float:
+    return 0.0 if is_view(node) else results_nbytes(node) + global_flops(node) / _FLOPS_A_BYTE
+
+
+OF_A_BATCH = Weights(_work, lambda _: 0.0, lambda dim, _: (dim + 1) * _READ_PART, results_nbytes)
+"""As little as can be is left out; the first dim that can be is cut."""
+
+
+@dataclass(frozen=True)
 class _Label:
     time: RunTime
     layouts: NodeLayouts
@@ -71,9 +91,9 @@ _Labels = tuple[_Label, ...]
 _Side = tuple[RunTime, Layout]
 
 
-def find_run_times(joint: JointGraph, count: int) -> RunTimes:
-    """The least that cannot run in `count` pieces, and how all else is cut. `joint` has no `use`."""
-    labels = _Labeller(joint, count)
+def find_run_times(joint: JointGraph, count: int, weights: Weights = OF_A_BATCH) -> RunTimes:
+    """What runs in `count` pieces, and how it is cut, at the least weight. `joint` has no `use`."""
+    labels = _Labeller(joint, count, weights)
     labels.add_ops()
     labels.add_outputs()
     found = solve(labels.problem(), time_limit=_SEARCH_SECONDS, relative_gap=1e-3)
@@ -92,7 +112,7 @@ def piece_strategies(joint: JointGraph, count: int) -> Callable[[fx.Node], list[
     cuts, rules = find_cuts(joint, mesh, given_layouts(joint, count), ops), dict(ops)
 
     def of(node: fx.Node) -> list[NodeLayouts]:
-        labels, _ = _op_labels(node, rules[node], mesh, cuts)
+        labels, _ = _op_labels(node, rules[node], mesh, cuts, OF_A_BATCH)
         return [label.layouts for label in labels if label.time == "piece"]
 
     return of
@@ -102,6 +122,7 @@ def piece_strategies(joint: JointGraph, count: int) -> Callable[[fx.Node], list[
 class _Labeller:
     joint: JointGraph
     count: int
+    weights: Weights
     labels: list[_Labels] = field(default_factory=list)
     costs: list[Array] = field(default_factory=list)
     edges: list[tuple[int, int]] = field(default_factory=list)
@@ -125,7 +146,7 @@ class _Labeller:
             self._add(node.name, *self._classed((spec.kind, ndim), lambda n=ndim: _whole(n)))
         for node, rule in ops:
             key = class_key(node)
-            self._add(node.name, *self._classed(key, lambda n=node, r=rule: _op_labels(n, r, mesh, cuts)))
+            self._add(node.name, *self._classed(key, lambda n=node, r=rule: self._labels(n, r, mesh, cuts)))
             self.ops.add(node.name)
             for position, operand in enumerate(tensor_operands(node)):
                 self._connect(operand, node.name, position)
@@ -136,6 +157,9 @@ class _Labeller:
                 name, ndim = f"output {place}", node_value(result).ndim
                 self._add(name, *self._classed(("output", ndim), lambda n=ndim: _returned(n)))
                 self._connect(result, name, 0)
+
+    def _labels(self, node: fx.Node, rule: OpRule, mesh: MeshSpec, cuts: Cuts) -> tuple[_Labels, Array]:
+        return _op_labels(node, rule, mesh, cuts, self.weights)
 
     def _classed(self, key: Hashable, make: Callable[[], tuple[_Labels, Array]]) -> tuple[_Labels, Array]:
         if key not in self.classes:
@@ -152,12 +176,16 @@ class _Labeller:
         source, target = self.places[producer.name], self.places[reader]
         given = producer in self.given
         nbytes = results_nbytes(operand)
-        key = id(self.labels[source]), result, id(self.labels[target]), position, nbytes, given
+        together = self.weights.together(operand)
+        key = id(self.labels[source]), result, id(self.labels[target]), position, nbytes, together, given
         if key not in self.matrices:
             rows: list[_Side] = [(one.time, one.layouts.results[result]) for one in self.labels[source]]
             columns: list[_Side] = [(one.time, one.layouts.operands[position]) for one in self.labels[target]]
             self.matrices[key] = np.array(
-                [[_move(row, column, nbytes, given) for column in columns] for row in rows]
+                [
+                    [_move(row, column, nbytes, together, given, self.weights) for column in columns]
+                    for row in rows
+                ]
             )
         self.edges.append((source, target))
         self.edge_costs.append(self.matrices[key])
@@ -171,7 +199,9 @@ def _returned(ndim: int) -> tuple[_Labels, Array]:
     return (_Label("after", NodeLayouts((Layout.replicated(ndim),), ())),), np.zeros(1)
 
 
-def _op_labels(node: fx.Node, rule: OpRule, mesh: MeshSpec, cuts: Cuts) -> tuple[_Labels, Array]:
+def _op_labels(
+    node: fx.Node, rule: OpRule, mesh: MeshSpec, cuts: Cuts, weights: Weights
+) -> tuple[_Labels, Array]:
     operands = [node_value(n).shape for n in tensor_operands(node)]
     found: list[_Label] = []
     for strategy in enumerate_strategies(rule, operands, result_shapes(node), mesh, cuts=cuts):
@@ -179,8 +209,8 @@ def _op_labels(node: fx.Node, rule: OpRule, mesh: MeshSpec, cuts: Cuts) -> tuple
             found += [_Label("before", strategy), _Label("after", strategy)]
         elif _in_pieces(strategy, rule, mesh):
             found.append(_Label("piece", strategy))
-    work = 0.0 if is_view(node) else results_nbytes(node) + global_flops(node) / _FLOPS_A_BYTE
-    return tuple(found), np.array([0.0 if label.time == "piece" else work for label in found])
+    whole, piece = weights.whole(node), weights.piece(node)
+    return tuple(found), np.array([piece if label.time == "piece" else whole for label in found])
 
 
 def _in_pieces(strategy: NodeLayouts, rule: OpRule, mesh: MeshSpec) -> bool:
@@ -194,7 +224,7 @@ def _in_pieces(strategy: NodeLayouts, rule: OpRule, mesh: MeshSpec) -> bool:
     )
 
 
-def _move(source: _Side, target: _Side, nbytes: int, given: bool) -> float:
+def _move(source: _Side, target: _Side, nbytes: int, together: float, given: bool, weights: Weights) -> float:
     """Bytes that a read costs; inf where a piece would need another. given: whether the caller gives the tensor."""
     (made, held), (read, wanted) = source, target
     if read == "piece":
@@ -205,9 +235,9 @@ def _move(source: _Side, target: _Side, nbytes: int, given: bool) -> float:
         cut = next((d for d, axes in enumerate(wanted.dims) if axes), None)
         if cut is None:
             return 0.0
-        return (cut + 1) * _READ_PART * (1.0 if given else 2.0)
+        return weights.read(cut, len(wanted.dims)) * (1.0 if given else 2.0)
     if made == "piece":
         if read == "before" or not held.axes:
             return np.inf
-        return 1e-3 * nbytes if held.partial else float(nbytes)
+        return 1e-3 * nbytes if held.partial else together
     return np.inf if (made, read) == ("after", "before") else 0.0
