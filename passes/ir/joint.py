@@ -80,6 +80,8 @@ class JointGraph:
     The graph is then that of the first piece, and `others` are those of the other pieces, in order. in_flight: of how
     many pieces at once a stage of a pipeline holds what their backward will read.
 
+    head_pieces: into how many parts over tokens head and loss are written (`passes.micro_batches.cut_head`).
+
     device: where the ranks run. The graph itself is on the CPU, on every machine; `passes.compile.bind_device` moves a
     rank's graph there.
     """
@@ -92,6 +94,7 @@ class JointGraph:
     pieces: int = 1
     others: tuple[JointGraph, ...] = ()
     in_flight: int = 1
+    head_pieces: int = 1
 
     @property
     def graph(self) -> fx.Graph:

@@ -14,7 +14,8 @@ from autoshard.runtime.sharding import shard_of
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph
 from passes.layout.assignment import Assignment, NodeLayouts
-from passes.lower.piecewise import RankPieces, split_pieces
+from passes.lower.one_piece import pieces_of
+from passes.lower.piecewise import RankPieces
 from passes.lower.rank_program import rank_program
 from passes.micro_batches.cut_batch import cut_batch
 from passes.micro_batches.other_sizes import first_of_each_size, layouts_like
@@ -58,7 +59,7 @@ def pieces_on_ranks(
         lowering = judged(graph, assignment, prices).lowering
         ranks = range(mesh.device_count)
         programs = [rank_program(graph, assignment, lowering, mesh, r, simulated_groups(mesh)) for r in ranks]
-        found.append([split_pieces(program).joined() for program in programs])
+        found.append([pieces_of(program, graph.pieces).joined() for program in programs])
         first = first or assignment
     assert first is not None
     return first, found

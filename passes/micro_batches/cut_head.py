@@ -1,0 +1,190 @@
+"""The head and the loss of a model in pieces over tokens, so that what is large there is never whole."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from cost_model.mesh import MeshSpec
+from passes.canonicalize.insert_uses import InsertUses
+from passes.ir.collector import collector_paused
+from passes.ir.fake_calls import FakeCalls
+from passes.ir.joint import JointGraph, map_operands, node_value, result_index, tensor_operands
+from passes.ir.rewrite import INHERITED, copy_joint, erase_dead
+from passes.ir.torch_compat import fake_mode_of, lazy_module
+from passes.layout.layout import Layout
+from passes.micro_batches.head_times import head_times
+from passes.micro_batches.in_pieces import without_uses
+from passes.micro_batches.op_in_piece import op_in_piece
+from passes.micro_batches.run_times import RunTime, RunTimes
+from passes.micro_batches.time_axis import TIME, time_mesh
+from passes.micro_batches.uncut import Uncut
+
+__all__ = ["cut_head"]
+
+_ADD = {
+    "sum": torch.ops.aten.add.Tensor,
+    "max": torch.ops.aten.maximum.default,
+    "min": torch.ops.aten.minimum.default,
+}
+_Phase = Literal["forward", "backward"]
+
+
+@collector_paused()
+def cut_head(joint: JointGraph, count: int) -> JointGraph:
+    """A new canonical graph that computes the same, head and loss in `count` pieces, one after the other:
+
+        %z: f32[2, 64, 9000]   = contract(%h, %w)                 // head
+        %l: f32[]              = sum(nll(%z, %t))
+        %dz: f32[2, 64, 9000]  = nll_backward(%z, %t)             // backward
+        %dh: f32[2, 64, 8]     = contract(%dz, %w)
+        ->                                                        2 pieces
+        %z_0: f32[2, 32, 9000] = contract(%h[:, :32], %w)
+        %l_0: f32[]            = sum(nll(%z_0, %t[:, :32]))
+        %z_1: f32[2, 32, 9000] = contract(%h[:, 32:], %w)
+        %l_1: f32[]            = sum(nll(%z_1, %t[:, 32:]))
+        %l: f32[]              = %l_0 + %l_1
+        %dz_0, %dh_0, %dz_1, %dh_1 ...                            // backward
+        %dh: f32[2, 64, 8]     = cat([%dh_0, %dh_1], 1)
+
+    The pieces are ops of the graph as any others: states, layouts and prices are found for each, and what a piece's
+    backward reads of its forward is kept, or computed again there, as is best. Inputs and outputs stay those of
+    `joint`.
+    Raises Uncut where the largest values cannot be made in pieces, or are returned.
+    """
+    if count == 1:
+        return joint
+    plain = without_uses(joint)
+    times = head_times(plain, count)
+    if times is None:
+        raise Uncut(
+            f"head in {count} pieces: what is largest in the model is needed whole\n"
+            "  try: micro_batches, or a model that returns its loss and no logits"
+        )
+    writer = _Writer(plain, times, time_mesh(count))
+    writer.write()
+    module = lazy_module(writer.graph, "JointGraph")
+    return copy_joint(InsertUses()(replace(plain, module=module, head_pieces=count)))
+
+
+@dataclass
+class _Writer:
+    """made: of what is whole, by node; pieces: of what is not, by node, one for every piece. sums: of parts that were
+    made so far."""
+
+    joint: JointGraph
+    times: RunTimes
+    mesh: MeshSpec
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    calls: FakeCalls = field(default_factory=FakeCalls)
+    phase: _Phase = "forward"
+    made: dict[fx.Node, Any] = field(default_factory=dict)
+    pieces: dict[fx.Node, list[Any]] = field(default_factory=dict)
+    parts: dict[tuple[fx.Node, Layout, int], fx.Node] = field(default_factory=dict)
+    sums: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    wholes: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    def write(self) -> None:
+        for node in self.joint.placeholders:
+            self.made[node] = self.graph.placeholder(node.name)
+            self.made[node].meta = dict(node.meta)
+        for phase in ("forward", "backward"):
+            self._phase(phase)
+        self.graph.output(tuple(None if n is None else self._whole(n) for n in self.joint.results))
+        erase_dead(self.graph)
+
+    def _phase(self, phase: _Phase) -> None:
+        """What runs before the pieces, all of the first piece, of the second ..., what runs after."""
+        self.phase = phase
+        nodes = [n for n in self.joint.graph.nodes if n.op == "call_function" and n.meta["phase"] == phase]
+        runs = lambda time: [node for node in nodes if self._time(node) == time]
+        for node in runs("before"):
+            self._once(node)
+        for index in range(self.times.count):
+            for node in runs("piece"):
+                self._of_piece(node, index)
+        for node in runs("after"):
+            self._once(node)
+        for result in self.joint.results:
+            if result is not None and result in nodes:
+                self._whole(result)
+
+    def _once(self, node: fx.Node) -> None:
+        operands = [self._whole(operand) for operand in tensor_operands(node)]
+        args, kwargs = map_operands(node, operands)
+        self.made[node] = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        self.made[node].meta = dict(node.meta)
+
+    def _of_piece(self, node: fx.Node, index: int) -> None:
+        producer, result = result_index(node)
+        if producer is not node:
+            value = self._getitem(node, self.pieces[producer][index], result)
+        else:
+            layouts = self.times.layouts[node.name]
+            pairs = zip(tensor_operands(node), layouts.operands, strict=True)
+            operands = [self._part(operand, wanted, index) for operand, wanted in pairs]
+            value = op_in_piece(self._emit, node, operands, layouts, self.mesh, index)
+        self.pieces.setdefault(node, []).append(value)
+        if isinstance(value, fx.Node) and self._layout(node).partial and self._is_read_whole(node):
+            self._add(node, value)
+
+    def _getitem(self, node: fx.Node, of: Any, index: int) -> fx.Node:
+        return of[index] if isinstance(of, tuple) else self._emit(node, operator.getitem, (of, index), {})
+
+    def _add(self, node: fx.Node, value: fx.Node) -> None:
+        """As soon as it is there, so that parts do not pile up."""
+        ((_, how),) = self._layout(node).partial
+        earlier = self.sums.get(node)
+        self.sums[node] = value if earlier is None else self._emit(node, _ADD[how], (earlier, value), {})
+
+    def _is_read_whole(self, node: fx.Node) -> bool:
+        return any(user.op == "output" or self._time(user) == "after" for user in node.users)
+
+    def _time(self, node: fx.Node) -> RunTime:
+        producer = result_index(node)[0]
+        return "before" if producer.op == "placeholder" else self.times.of[producer.name]
+
+    def _layout(self, node: fx.Node) -> Layout:
+        producer, index = result_index(node)
+        return self.times.layouts[producer.name].results[index]
+
+    def _whole(self, node: fx.Node) -> fx.Node:
+        if self._time(node) != "piece":
+            return self.made[node]
+        if node in self.sums:
+            return self.sums[node]
+        if node not in self.wholes:
+            dim = self._layout(node).dim_of(TIME)
+            self.wholes[node] = self._emit(node, torch.ops.aten.cat.default, (self.pieces[node], dim), {})
+        return self.wholes[node]
+
+    def _part(self, node: fx.Node, wanted: Layout, index: int) -> fx.Node:
+        if self._time(node) == "piece":
+            return self.pieces[node][index]
+        dim = wanted.dim_of(TIME)
+        if dim is None:
+            return self.made[node]
+        key = node, wanted, index
+        if key not in self.parts:
+            low, high = wanted.interval(node_value(node).shape, self.mesh, dim, index)
+            arguments = (self.made[node], dim, low, high, 1)
+            self.parts[key] = self._emit(node, torch.ops.aten.slice.Tensor, arguments, {})
+        return self.parts[key]
+
+    def _emit(
+        self, node: fx.Node, target: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> fx.Node:
+        made = self.graph.call_function(target, tuple(args), kwargs)
+        made.meta = {
+            "module": "",
+            "source": "",
+            **{key: node.meta[key] for key in INHERITED if key in node.meta},
+        }
+        made.meta["phase"] = self.phase
+        made.meta["val"] = self.calls(target, args, kwargs, fake_mode_of(node.meta["val"]))
+        return made
