@@ -75,6 +75,7 @@ def autoshard(
     profile:        a Profile, a path, or a shipped name; None: the one measured on these machines with this
                     mesh shape, from $XDG_CACHE_HOME/autoshard or, the first time, measured in a few seconds.
     memory_limit:   bytes per device, or "70GB" / "64GiB"; on GPUs with CUDA's context and communicators in it.
+                    Head and loss run in pieces over tokens where it does not fit otherwise (`Plan.head_pieces`).
     in_placements:  pytree of placements per tensor input, for inputs of which a rank passes its shard
                     (of any size); None: every rank passes the same global input.
     out_placements: pytree of placements per tensor output: the rank gets its shard as a plain tensor;

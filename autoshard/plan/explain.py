@@ -94,11 +94,15 @@ def _moved(plan: PlanContent) -> list[str]:
 
 
 def _in_pieces(plan: PlanContent) -> list[str]:
-    if plan.micro_batches == 1:
-        return []
-    return [
-        f"the batch runs in {plan.micro_batches} pieces, one after the other: times are of all, collectives of one"
-    ]
+    lines: list[str] = []
+    if plan.micro_batches > 1:
+        count = plan.micro_batches
+        lines.append(
+            f"the batch runs in {count} pieces, one after the other: times are of all, collectives of one"
+        )
+    if plan.head_pieces > 1:
+        lines.append(f"memory is short: head and loss run in {plan.head_pieces} pieces over tokens")
+    return lines
 
 
 def _reserved(plan: PlanContent) -> str:

@@ -101,6 +101,7 @@ def find_plan(
     profile:        a Profile, a path, or a shipped name; None: for a MeshSpec the nominal one of the device
                     type, for a DeviceMesh as in `autoshard` (then every rank must call this).
     memory_limit:   bytes per device, or "70GB" / "64GiB"; on GPUs with CUDA's context and communicators in it.
+                    Head and loss run in pieces over tokens where it does not fit otherwise (`Plan.head_pieces`).
     in_placements:  pytree of placements per tensor input; None: replicated (global).
     out_placements: the same for outputs; "keep": as the plan leaves them; None: replicated (global).
     constraints:    {parameter name or pattern: placements} pins.
@@ -166,7 +167,7 @@ def find_plan(
     ):
         return shared_refined_plan(mesh, task)
     planned = lambda cut, until: search_plan(replace(task, captured=cut), until)
-    whole = lambda until: fastest_in_pieces(captured, pieces, limit, lambda cut: planned(cut, until), until)
+    whole = lambda until: fastest_in_pieces(captured, pieces, limit, planned, until)
     return (
         whole(deadline) if staged is None else fastest_of_stages(task, staged, pieces, whole, deadline, only)
     )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
+from autoshard.plan.head_pieces import cut_call_head, fitting
 from autoshard.plan.plan import Plan
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
@@ -25,11 +26,13 @@ class _Timed(Protocol):
 P = TypeVar("P", bound=_Timed)
 
 
-def cut_call(captured: Captured, count: int) -> Captured:
-    """The call with its batch in `count` pieces; whole, if nothing is trained by it.
+def cut_call(captured: Captured, count: int, head: int = 1) -> Captured:
+    """The call with its batch in `count` pieces, and in each its head and loss in `head`; whole, if nothing is trained
+    by it.
 
     Raises InfeasibleError where it cannot be cut."""
-    return replace(captured, joint=cut_batch(captured.joint, count)) if trains(captured.joint) else captured
+    cut = cut_call_head(captured, head)
+    return replace(cut, joint=cut_batch(cut.joint, count)) if trains(cut.joint) else cut
 
 
 def most_pieces(captured: Captured) -> int:
@@ -41,18 +44,24 @@ def fastest_in_pieces(
     captured: Captured,
     micro_batches: int | str,
     memory_limit: int | None,
-    planned: Callable[[Captured], Plan],
+    planned: Callable[[Captured, Deadline], Plan],
     deadline: Deadline,
 ) -> Plan:
-    """The plan of so many pieces; of "auto", the fastest of 1, 2, 4 ... that fits.
+    """The plan of so many pieces; of "auto", the fastest of 1, 2, 4 ... that fits. Head and loss are in pieces where
+    it does not fit otherwise.
 
-    planned: what plans a call, cut or not; it raises InfeasibleError. "auto" looks no further once a plan with more
-    pieces is slower: each piece's kernels are smaller, and what is done once for each is done more often.
+    planned: what plans a call, cut or not, until then; it raises InfeasibleError. "auto" looks no further once a plan
+    with more pieces is slower: each piece's kernels are smaller, and what is done once for each is done more often.
     """
+
+    def of(count: int) -> Plan:
+        return fitting(
+            captured, memory_limit, lambda head, until: planned(cut_call(head, count), until), deadline
+        )
+
     if micro_batches != "auto":
-        return planned(cut_call(captured, int(micro_batches)))
-    counts = _counts(captured, memory_limit)
-    return fastest_of(counts, lambda count: planned(cut_call(captured, count)), deadline)
+        return of(int(micro_batches))
+    return fastest_of(_counts(captured, memory_limit), of, deadline)
 
 
 def fastest_of(counts: Iterable[int], planned: Callable[[int], P], deadline: Deadline) -> P:

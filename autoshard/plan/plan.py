@@ -68,6 +68,7 @@ class Plan(PlanContent):
     fallbacks:   ops without a rule, which run replicated.
     micro_batches: pieces in which a batch is run, one after the other. `records` are of the step with the first;
                  other_sizes: those of the first piece of every other size.
+    head_pieces: parts over tokens into which head and loss are written, where what is large there did not fit.
     race:        of a plan that `autoshard(..., race=3)` kept: the plans that ran, the fastest first, which is this one.
     """
 
@@ -287,5 +288,6 @@ def _plan_from(data: PlanData) -> Plan:
         race=tuple(Raced(**msgspec.structs.asdict(one)) for one in data.race),
         memory=None if data.memory is None else data.memory.timeline(),
         micro_batches=data.micro_batches,
+        head_pieces=data.head_pieces,
         other_sizes=tuple(map(records_of, data.other_sizes)),
     )

@@ -68,6 +68,7 @@ class PlanContent:
     # A file holds its outline: no plan is another for that.
     memory: MemoryTimeline | None = field(default=None, compare=False)
     micro_batches: int = 1
+    head_pieces: int = 1
     other_sizes: tuple[tuple[NodeRecord, ...], ...] = ()
 
     @property

@@ -113,6 +113,7 @@ class PlanData(Struct, frozen=True, forbid_unknown_fields=True):
     race: tuple[RacedData, ...] = ()
     memory: MemoryData | None = None
     micro_batches: Annotated[int, Meta(ge=1, le=1_000_000)] = 1
+    head_pieces: Annotated[int, Meta(ge=1, le=1_000)] = 1
     other_sizes: tuple[Annotated[tuple[NodeData, ...], Meta(max_length=10_000_000)], ...] = ()
 
     def mesh_spec(self) -> MeshSpec:
@@ -180,6 +181,7 @@ def plan_to_json(plan: PlanContent) -> dict[str, Any]:
         **({"race": [dict(vars(one)) for one in plan.race]} if plan.race else {}),
         **({} if plan.memory is None else {"memory": _memory_to_json(plan.memory.outline())}),
         **({"micro_batches": plan.micro_batches} if plan.micro_batches > 1 else {}),
+        **({"head_pieces": plan.head_pieces} if plan.head_pieces > 1 else {}),
         "nodes": [record_to_json(record) for record in plan.records],
         **(
             {"other_sizes": [[record_to_json(record) for record in one] for one in plan.other_sizes]}

@@ -15,4 +15,4 @@ def planned_graph(captured: Captured, plan: AnyPlan) -> JointGraph:
     """The graph that a plan of the call names: with stages the whole call's, else that of the first piece."""
     if isinstance(plan, PipelinePlan):
         return captured.joint
-    return cut_call(captured, plan.micro_batches).joint
+    return cut_call(captured, plan.micro_batches, plan.head_pieces).joint

@@ -288,6 +288,7 @@ def _plan_of(task: Task, found: Found, judged: Judged, again: Again | None) -> P
         joined_axes=found.joined,
         moved_nbytes=None if math.isinf(prices.moved_nbytes) else int(prices.moved_nbytes),
         micro_batches=joint.pieces,
+        head_pieces=joint.head_pieces,
         other_sizes=other_size_records(
             joint,
             found.assignment,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoshard.plan.head_pieces import fitting
 from autoshard.plan.plan import Plan
 from autoshard.plan.task import Task
 from autoshard.refine.rounds import Case, Rounds
@@ -16,9 +17,11 @@ from autoshard.refine.time_work import time_work
 from autoshard.refine.timed_store import store_of
 from autoshard.runtime.agreement import from_first
 from cost_model.checked_arguments import reject
+from cost_model.deadline import Deadline
 from cost_model.measure.facts import collective_backend
 from cost_model.mesh import MeshSpec
 from cost_model.timed import TimedPrices
+from passes.capture import Captured
 
 __all__ = ["check_refine", "may_refine", "refined_plan", "shared_refined_plan"]
 
@@ -51,9 +54,12 @@ def refined_plan(mesh: DeviceMesh, task: Task) -> Plan | None:
     store = store_of(mesh, task.backend)
     state: list[Rounds] = []
 
-    def first() -> _Next:
-        state.append(Rounds(task, store))
+    def start(captured: Captured, until: Deadline) -> _Next:
+        state[:] = [Rounds(replace(task, captured=captured, time_limit=until.left), store)]
         return _next(state[0])
+
+    def first() -> _Next:
+        return fitting(task.captured, task.memory_limit, start, Deadline.after(task.time_limit))
 
     wanted = from_first(mesh, first, what="what to time")
     while wanted.cases:

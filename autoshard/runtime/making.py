@@ -63,7 +63,7 @@ class Making:
 
     def cut(self, captured: Captured) -> Captured:
         """The call's graph as the plan runs it."""
-        return cut_call(captured, self._plan.micro_batches)
+        return cut_call(captured, self._plan.micro_batches, self._plan.head_pieces)
 
     def place(self) -> None:
         """Make the parameters DTensors as the plan has them."""

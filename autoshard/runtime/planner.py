@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.plan.candidates import BEST, Candidate, with_first
 from autoshard.plan.carried_stages import carried_stages
+from autoshard.plan.head_pieces import cut_call_head, fitting
 from autoshard.plan.micro_batches import fastest_in_pieces, most_pieces
 from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.plan.plan import Plan
@@ -20,11 +22,12 @@ from autoshard.plan.stages_option import AnyPlan, fastest_of_stages
 from autoshard.plan.task import CallLayouts, Task, carried_plan, search_plan
 from autoshard.refine.refine import may_refine, refined_plan
 from autoshard.runtime.settings import Settings
-from cost_model.deadline import Deadline
+from cost_model.deadline import NEVER, Deadline
 from cost_model.errors import InfeasibleError
 from cost_model.mesh import MeshSpec
 from passes.capture import Captured
 from passes.layout.layout import Layout
+from passes.micro_batches.uncut import Uncut
 
 __all__ = ["Found", "Planner", "first_plan", "found_from_json", "found_to_json"]
 
@@ -79,8 +82,11 @@ class Planner:
         s = self.settings
         if s.race < 2 or self.spec.device_count == 1:
             return _alone(refined or self._plan(captured, layouts))
-        found = cached_candidates(self._task(captured, layouts, s.pins), s.race)
-        return found if refined is None else with_first(refined, found)
+        task = self._task(captured, layouts, s.pins)
+        racing = lambda cut, _: cached_candidates(replace(task, captured=cut), s.race)
+        if refined is not None:
+            return with_first(refined, racing(cut_call_head(captured, refined.head_pieces), NEVER))
+        return fitting(captured, s.memory_limit, racing, Deadline.after(s.time_limit))
 
     def carried(
         self, captured: Captured, layouts: CallLayouts, first: AnyPlan, held: Mapping[str, Layout]
@@ -90,17 +96,19 @@ class Planner:
         if isinstance(first, PipelinePlan):
             return carried_stages(task, first)
 
-        def planned(cut: Captured) -> Plan:
+        def planned(cut: Captured, until: Deadline) -> Plan:
             own = replace(task, captured=cut)
             try:
                 return carried_plan(own, first)
             except InfeasibleError:
-                return search_plan(own)
+                return search_plan(own, until)
 
         s = self.settings
         wanted = (
             s.micro_batches if s.micro_batches == "auto" else min(int(s.micro_batches), most_pieces(captured))
         )
+        with suppress(Uncut):
+            captured = cut_call_head(captured, first.head_pieces)
         deadline = Deadline.after(s.time_limit)
         return _alone(fastest_in_pieces(captured, wanted, s.memory_limit, planned, deadline))
 
@@ -114,9 +122,9 @@ class Planner:
         task = self._task(captured, layouts, s.pins)
 
         def whole(until: Deadline) -> Plan:
-            def planned(cut: Captured) -> Plan:
+            def planned(cut: Captured, latest: Deadline) -> Plan:
                 own = replace(task, captured=cut)
-                return cached_plan(own, lambda: search_plan(own, until))
+                return cached_plan(own, lambda: search_plan(own, latest))
 
             return fastest_in_pieces(captured, s.micro_batches, s.memory_limit, planned, until)
 

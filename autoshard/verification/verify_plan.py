@@ -126,7 +126,7 @@ def verify(
             errors = stage_errors(_all_bound(cut, here), plan, values, wanted, floors)
         worst = max(errors.values(), default=0.0)
         return VerifyReport(worst <= limit, worst, errors, None)
-    graph = _as_planned(cut if cut.pieces > 1 else joint, plan, here)
+    graph = _as_planned(cut, plan, here)
     with runnable(plan):
         shards = _shards(joint, plan, values)
         found = simulated_results(graph, plan, shards)
@@ -135,7 +135,7 @@ def verify(
     if worst <= limit:
         return VerifyReport(True, worst, errors, None)
     # Once more, in the order of the global graph, where every node of it can be compared: of pieces with the first.
-    if cut.pieces > 1:
+    if cut is not captured.joint:
         results, nodes = graph_values(graph, values)
         rounding = measured_rounding(graph, values, results, nodes, seed=seed)
     least = {name: _ROUNDINGS * change / limit for name, change in rounding.nodes.items()}

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from autoshard import InfeasibleError, MeshSpec, Plan, PlanError, ShardingError, find_plan, report
 from tests.api.programs import Axes, assert_close, full, parallel
 from tests.micro_batches.test_in_pieces import LossAndLogits, Normed, Tokens
+from tests.plans.test_head_pieces import LIMIT, speaker
 from tests.profiles import slow_compute
 from tests.ranks import RankPool
 from tests.states.test_compute_again import Attending
@@ -64,6 +65,27 @@ def test_losses_and_updates_of_one_process(ranks: RankPool, axes: Axes, count: i
     world = 3 if axes == THREE else 4
     for found in ranks.run(training, axes, count, world=world):
         assert_close(found, wanted, 1e-12)
+
+
+def speaking(rank: int, limit: int | None) -> tuple[list[float], dict[str, Tensor]]:
+    """The head in pieces where a limit asks for it; then an epoch's last batch, and a call without gradients."""
+    model, ids = speaker()
+    parallel(model, (("dp", 2),), (ids,), memory_limit=limit)
+    assert model.autoshard_plan.head_pieces == 4
+    losses, _ = steps(model, ids)
+    losses += steps(model, ids[:3])[0]
+    with torch.no_grad():
+        losses.append(float(full(model(ids))))
+    return losses, full(model.state_dict())
+
+
+def test_the_head_in_pieces(ranks: RankPool) -> None:
+    model, ids = speaker()
+    wanted, _ = steps(model, ids)
+    wanted += steps(model, ids[:3])[0]
+    wanted.append(float(model(ids).detach()))
+    for found in ranks.run(speaking, LIMIT, world=2):
+        assert_close(found, (wanted, model.state_dict()), 1e-12)
 
 
 def dropping(rank: int, count: int) -> tuple[list[float], dict[str, Tensor]]:
