@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from autoshard.plan.carried_plan import carried_plan
 from autoshard.plan.micro_batches import most_pieces
 from autoshard.plan.parameter_names import parameter_shapes
 from autoshard.plan.pipeline_plan import PipelinePlan
@@ -16,7 +17,7 @@ from autoshard.plan.plan_stages import pipeline_plan
 from autoshard.plan.stage_cut import StageCutter
 from autoshard.plan.stage_schedule import orders_of
 from autoshard.plan.stage_search import StageSearch
-from autoshard.plan.task import Task, carried_plan, search_plan
+from autoshard.plan.task import Task, search_plan
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
 from passes.layout.layout import Layout

@@ -1,4 +1,4 @@
-"""One planning task: the graph of a call and all that decides its plan; searched, or carried over from another plan."""
+"""One planning task: the graph of a call and all that decides its plan, and its search."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from functools import cached_property
 
 from autoshard.plan.call_layouts import CallLayouts
 from autoshard.plan.infeasible import Asked, told
-from autoshard.plan.judged import Judged, judged, lowered, within
+from autoshard.plan.judged import Judged, judged, within
 from autoshard.plan.parameter_names import by_first_name, parameter_shapes
 from autoshard.plan.piece_sizes import other_size_records
 from autoshard.plan.pins import resolve_pins
@@ -48,16 +48,16 @@ from passes.predict.memory_walk import MemoryWalk
 from passes.redistribution.steps import Step
 from passes.search.agree import Judgement
 from passes.search.coarse_to_fine import find_fastest
-from passes.search.find import Found, find_assignment
+from passes.search.find import Found
 from passes.search.find_states import OfferedStates, States
 from passes.search.graph_ends import Boundary, boundary_of
 from passes.search.narrowing import Narrowing
 from passes.search.step_kinds import EXPOSED, phase_seconds
 from passes.states.compute_again import compute_again
-from passes.states.cut_points import known_ops, users_choice
+from passes.states.cut_points import users_choice
 from passes.strategies.prices import Prices
 
-__all__ = ["CallLayouts", "Task", "carried_plan", "search_plan", "search_plans"]
+__all__ = ["CallLayouts", "Task", "plan_of", "search_plan", "search_plans"]
 
 _log = logging.getLogger("autoshard")
 
@@ -229,7 +229,7 @@ def search_plans(
         _log.info("plan: axes searched together: %s", joined_text(found.joined))
     fits = lambda one: task.memory_limit is None or over(known[id(one.assignment)]) <= 0
     kept = (found, *itertools.islice(filter(fits, found.rivals), most - 1))
-    return [_plan_of(task, one, known[id(one.assignment)], task.again()) for one in kept]
+    return [plan_of(task, one, known[id(one.assignment)], task.again()) for one in kept]
 
 
 def _pinned(task: Task) -> list[str] | None:
@@ -237,32 +237,8 @@ def _pinned(task: Task) -> list[str] | None:
     return users_choice(task.joint) if task.recompute == "user" else None
 
 
-def carried_plan(task: Task, first: Plan) -> Plan:
-    """A plan for another call of the model that `first` plans, with its layouts wherever they fit: no search.
-
-    Where a node has no counterpart in `first`, it is searched. Nothing is proven of the result, and its step is not
-    simulated: `step_time` is the objective's. Raises InfeasibleError if the layouts do not fit.
-    """
-    prices = prices_as_in(first, task.prices)
-    joint = compute_again(task.joint, known_ops(task.joint, first.lowering.again))
-    try:
-        found = find_assignment(
-            joint,
-            prices,
-            task.boundary,
-            memory_limit=task.memory_limit,
-            reserve=0 if task.memory_limit is None else first.reserve,
-            deadline=search_until(task.joint, Deadline.after(task.time_limit)),
-            narrowing=Narrowing(held=first.assignment),
-        )
-    except OutOfTime:
-        raise out_of_time(task.mesh, task.time_limit) from None
-    unproven = replace(found, lower_bound=0.0, gap=1.0, status="feasible")
-    return _plan_of(task, unproven, lowered(joint, found.assignment, prices), None)
-
-
-def _plan_of(task: Task, found: Found, judged: Judged, again: Again | None) -> Plan:
-    """Its `step_time` is the objective's where it was not judged."""
+def plan_of(task: Task, found: Found, judged: Judged, again: Again | None) -> Plan:
+    """The plan that was found. Its `step_time` is the objective's where it was not judged."""
     joint = compute_again(task.joint, judged.lowering.again)
     mesh, prices = task.mesh, judged.prices
     records = describe(joint, found.assignment, judged.lowering, judged.moved, prices)

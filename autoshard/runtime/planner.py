@@ -10,6 +10,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.plan.candidates import BEST, Candidate, with_first
+from autoshard.plan.carried_plan import carried_plan
 from autoshard.plan.carried_stages import carried_stages
 from autoshard.plan.head_pieces import cut_call_head, fitting
 from autoshard.plan.micro_batches import fastest_in_pieces, most_pieces
@@ -19,7 +20,7 @@ from autoshard.plan.plan_cache import cached_candidates, cached_plan
 from autoshard.plan.plan_fits import check_mesh, check_outputs
 from autoshard.plan.planned_graph import planned_graph
 from autoshard.plan.stages_option import AnyPlan, fastest_of_stages
-from autoshard.plan.task import CallLayouts, Task, carried_plan, search_plan
+from autoshard.plan.task import CallLayouts, Task, search_plan
 from autoshard.refine.refine import may_refine, refined_plan
 from autoshard.runtime.settings import Settings
 from cost_model.deadline import NEVER, Deadline
