@@ -155,7 +155,9 @@ def _all_to_all(site: Site, x: fx.Node) -> fx.Node:
     sent = [site.span(step.after, step.to_dim, rank) for rank in site.ranks]
     received = [site.span(step.before, step.from_dim, rank) for rank in site.ranks]
     even = len({hi - lo for lo, hi in sent}) == len({hi - lo for lo, hi in received}) == 1
-    if even and math.prod(value(x).shape):
+    # Where the two dims nest the axes in different orders, parts leave in one order and are put together in another.
+    alike = step.before.dims[step.from_dim][-len(step.axes) :] == step.axes
+    if alike and even and math.prod(value(x).shape):
         return _even_all_to_all(site, x)
     return _exchange(site, x, (step.to_dim, sent), (step.from_dim, received))
 
