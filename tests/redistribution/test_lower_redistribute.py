@@ -88,6 +88,19 @@ def test_every_nesting_order_of_three_axes(dim: int, length: int) -> None:
             check(mesh, src, dst, value, prices=StartPrices())
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+def test_an_all_to_all_may_turn_the_order_of_axes(dim: int) -> None:
+    """Even parts leave in one order and are put together in another."""
+    mesh = MeshSpec({"a": 2, "b": 2, "c": 2})
+    value = torch.arange(16 * 8).reshape((16, 8) if dim == 0 else (8, 16))
+    for axes, turned in itertools.permutations(itertools.permutations("abc"), 2):
+        src = Layout((axes, ()) if dim == 0 else ((), axes))
+        dst = Layout(((), turned) if dim == 0 else (turned, ()))
+        plan = Redistributor(mesh, StartPrices()).plan(src, dst, value.shape, 8)
+        assert [step.name for step in plan.steps] == ["all_to_all"]
+        check(mesh, src, dst, value, prices=StartPrices())
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.bfloat16, torch.float32, torch.float64])
 def test_dtypes(dtype: torch.dtype) -> None:
     mesh = MeshSpec({"a": 2, "b": 2})
