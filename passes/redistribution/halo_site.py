@@ -39,15 +39,9 @@ class Site:
         """The ranks of this rank's group, in the group's order."""
         return self.mesh.group(self.rank, self.group_axes)
 
-    @property
-    def counts(self) -> list[int]:
-        """Ranks along each axis, as the layout nests them."""
-        return [self.mesh.size(axis) for axis in self.step.axes]
-
-    @property
-    def order(self) -> list[int]:
-        """Positions in `step.axes` of the group's axes."""
-        return [self.step.axes.index(axis) for axis in self.group_axes]
+    def nesting(self, axes: Sequence[str]) -> tuple[list[int], list[int]]:
+        """Of the step's axes, as a layout nests them: (ranks along each, positions among them of the group's axes)."""
+        return [self.mesh.size(axis) for axis in axes], [axes.index(axis) for axis in self.group_axes]
 
     def span(self, layout: Layout, dim: int, rank: int | None = None) -> Span:
         return layout.interval(self.shape, self.mesh, dim, self.rank if rank is None else rank)

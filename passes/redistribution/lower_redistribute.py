@@ -126,7 +126,7 @@ def _all_gather(site: Site, x: fx.Node) -> fx.Node:
     stacked = [len(sizes) * part[0], *part[1:]]
     target = c10d.all_gather_into_tensor.default
     gathered = site.emit.collective(target, padded, stacked, len(sizes), site.group_name)
-    whole = unstack_parts(site.emit, gathered, step.dim, site.counts, site.order, part)
+    whole = unstack_parts(site.emit, gathered, step.dim, *site.nesting(step.axes), part)
     return trim_parts(site.emit, whole, step.dim, sizes)
 
 
@@ -144,7 +144,7 @@ def _reduce_scatter(site: Site, x: fx.Node) -> fx.Node:
     padded = pad_parts(site.emit, x, step.dim, sizes)
     part = list(site.result_shape)
     part[step.dim] = max(sizes)
-    stacked = stack_parts(site.emit, padded, step.dim, site.counts, site.order)
+    stacked = stack_parts(site.emit, padded, step.dim, *site.nesting(step.axes))
     target = c10d.reduce_scatter_tensor.default
     reduced = site.emit.collective(target, stacked, part, step.op, len(sizes), site.group_name)
     return site.emit.slice(reduced, step.dim, 0, site.result_shape[step.dim])
@@ -155,9 +155,7 @@ def _all_to_all(site: Site, x: fx.Node) -> fx.Node:
     sent = [site.span(step.after, step.to_dim, rank) for rank in site.ranks]
     received = [site.span(step.before, step.from_dim, rank) for rank in site.ranks]
     even = len({hi - lo for lo, hi in sent}) == len({hi - lo for lo, hi in received}) == 1
-    # Where the two dims nest the axes in different orders, parts leave in one order and are put together in another.
-    alike = step.before.dims[step.from_dim][-len(step.axes) :] == step.axes
-    if alike and even and math.prod(value(x).shape):
+    if even and math.prod(value(x).shape):
         return _even_all_to_all(site, x)
     return _exchange(site, x, (step.to_dim, sent), (step.from_dim, received))
 
@@ -168,11 +166,12 @@ def _even_all_to_all(site: Site, x: fx.Node) -> fx.Node:
     n = len(site.ranks)
     part = list(value(x).shape)
     part[step.to_dim] //= n
-    stacked = stack_parts(site.emit, x, step.to_dim, site.counts, site.order)
+    stacked = stack_parts(site.emit, x, step.to_dim, *site.nesting(step.axes))
     splits = [part[0]] * n
     target = c10d.all_to_all_single.default
     moved = site.emit.collective(target, stacked, value(stacked).shape, splits, splits, site.group_name)
-    return unstack_parts(site.emit, moved, step.from_dim, site.counts, site.order, part)
+    nested = step.before.dims[step.from_dim][-len(step.axes) :]
+    return unstack_parts(site.emit, moved, step.from_dim, *site.nesting(nested), part)
 
 
 def _exchange(

@@ -104,7 +104,8 @@ class ReduceScatter(Step):
 
 @dataclass(frozen=True, kw_only=True)
 class AllToAll(Step):
-    """Move `axes` from the minor end of `from_dim` to the minor end of `to_dim`."""
+    """Move `axes` from the minor end of `from_dim` to the minor end of `to_dim`, which nests them as `axes` does;
+    `from_dim` may nest them in another order."""
 
     name = "all_to_all"
     kind = "all_to_all"
