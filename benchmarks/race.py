@@ -56,7 +56,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except ClusterError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
-    return 1 if any(result.error for result in results) else 0
+    return 1 if any(result.error or result.wrong for result in results) else 0
 
 
 def _parser() -> argparse.ArgumentParser:

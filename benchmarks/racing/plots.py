@@ -29,7 +29,7 @@ def draw_steps(results: Sequence[Result], path: Path) -> None:
     width = 0.8 / len(COLOURS)
     for position, (name, colour) in enumerate(COLOURS.items()):
         for place, result in enumerate(results):
-            entry = next((e for e in result.entries if e.name == name and e.seconds and result.fits(e)), None)
+            entry = next((e for e in result.entries if e.name == name and result.ranked(e)), None)
             if entry is None:
                 continue
             best = result.best_hand_written.median  # type: ignore[union-attr]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["EQUAL", "Entry", "Result"]
+__all__ = ["EQUAL", "SAME_LOSS", "Entry", "Result"]
 
 EQUAL = 0.03
 """Share of a step under which two plans are equally fast."""
+SAME_LOSS = 1e-4
+"""Relative difference of a loss under which a contestant trains the same model. Sums in another order differ by some
+1e-6 in float32; a wrong program has been seen to differ by 8e-3."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +85,28 @@ class Result:
     def fits(self, entry: Entry) -> bool:
         return self.memory_limit is None or entry.state_bytes <= self.memory_limit
 
+    def loss_error_of(self, entry: Entry) -> float:
+        """The largest relative difference of the entry's losses from the reference's; infinite where one is NaN."""
+        pairs = zip(entry.losses, self.reference, strict=False)
+        errors = [abs(mine - right) / abs(right) for mine, right in pairs]
+        return math.inf if any(map(math.isnan, errors)) else max(errors, default=0.0)
+
+    def trains_alike(self, entry: Entry) -> bool:
+        """Whether the entry trains the model that one process without parallelism does."""
+        return self.loss_error_of(entry) <= SAME_LOSS
+
+    @property
+    def wrong(self) -> list[Entry]:
+        """The entries that train another model: each a defect of whoever made it."""
+        return [entry for entry in self.entries if not self.trains_alike(entry)]
+
+    def ranked(self, entry: Entry) -> bool:
+        """Whether the entry ran, meets the limit and trains the same model. Others are listed and never compared."""
+        return bool(entry.seconds) and self.fits(entry) and self.trains_alike(entry)
+
     def ran(self, kind: str) -> list[Entry]:
-        """The entries of `kind` that ran and meet the limit, fastest first."""
-        found = [e for e in self.entries if e.kind == kind and e.seconds and self.fits(e)]
+        """The ranked entries of `kind`, fastest first."""
+        found = [e for e in self.entries if e.kind == kind and self.ranked(e)]
         return sorted(found, key=lambda e: e.median)
 
     @property
@@ -121,14 +144,7 @@ class Result:
     @property
     def loss_error(self) -> float:
         """The largest relative difference of any loss of any contestant from the reference's."""
-        return max(
-            (
-                abs(mine - right) / abs(right)
-                for entry in self.entries
-                for mine, right in zip(entry.losses, self.reference, strict=False)
-            ),
-            default=0.0,
-        )
+        return max(map(self.loss_error_of, self.entries), default=0.0)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -49,6 +49,7 @@ def goals(results: Sequence[Result]) -> str:
     picked = [result.picked_the_best for result in results if result.ours]
     count = len(results)
     difference = max((result.loss_error for result in results), default=0.0)
+    wrong = [f"{result.scenario}: {entry.name}" for result in results for entry in result.wrong]
     lines = [
         f"- ratio at most {RATIO_GOAL}: {sum(r <= RATIO_GOAL for r in ratios)} of {count} scenarios, "
         f"or a tie (quartiles overlap): {sum(won)}; with race=3 {sum(r <= RATIO_GOAL for r in raced)}",
@@ -60,6 +61,7 @@ def goals(results: Sequence[Result]) -> str:
         f"- its own plan the fastest of those it priced, or within {EQUAL:.0%}: "
         f"{sum(bool(p) for p in picked)} of {count}",
         f"- largest relative difference of a loss from one process: {difference:.1e}",
+        *([f"- **another loss, so not ranked: {', '.join(wrong)}**"] if wrong else []),
     ]
     return "\n".join(lines)
 
@@ -83,8 +85,9 @@ def _line(entry: Entry, result: Result) -> str:
         return f"| {entry.name} | {entry.error or 'did not run'} | | | | | |"
     low, high = entry.quartiles
     over = "" if result.fits(entry) else " (over the limit)"
+    wrong = "" if result.trains_alike(entry) else f" (another loss, off by {result.loss_error_of(entry):.1e})"
     cells = [
-        f"**{entry.title}**" if entry.kind == "autoshard" else entry.title,
+        (f"**{entry.title}**" if entry.kind == "autoshard" else entry.title) + wrong,
         _ms(entry.median),
         f"{1e3 * low:.0f}, {1e3 * high:.0f}",
         _ms(entry.cpu),

@@ -63,6 +63,20 @@ def test_loss_error_is_the_largest_relative_one() -> None:
     assert result(OURS, replace(TP, losses=(2.0, 1.01))).loss_error == pytest.approx(0.01)
 
 
+@pytest.mark.parametrize("loss", [2.016, float("nan")])
+def test_who_trains_another_model_is_listed_and_not_ranked(loss: float) -> None:
+    wrong = replace(DDP, losses=(loss, 1.0))
+    race = result(OURS, wrong, TP)
+    assert race.best_hand_written == TP
+    assert "| DDP (another loss, off by " in details(race)
+    assert goals([race]).splitlines()[-1] == "- **another loss, so not ranked: here: DDP**"
+    assert result(replace(OURS, losses=(loss, 1.0)), TP).ratio is None
+
+
+def test_sums_in_another_order_are_the_same_loss() -> None:
+    assert result(OURS, replace(DDP, losses=(2.0, 1.00001)), TP).best_hand_written.name == "DDP"
+
+
 def test_a_file_gives_back_what_was_written() -> None:
     whole = result(OURS, DDP, limit=7)
     assert Result.from_json(json.loads(json.dumps(whole.to_json()))) == whole
