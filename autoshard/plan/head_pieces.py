@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -25,7 +26,7 @@ _COUNTS = (4, 16)
 _FEWEST = 2
 """Where it cannot be cut so often."""
 _WHOLE_SHARE = 0.5
-"""Share of the time in which the model as it is must be found to fit, where its head might be cut."""
+"""Share of the time in which the model as it is must be found to fit, where its head can be cut."""
 
 T = TypeVar("T")
 
@@ -55,13 +56,17 @@ def fitting(
     joint = captured.joint
     if memory_limit is None or joint.head_pieces > 1 or not trains(joint) or not may_have_head(joint):
         return planned(captured, deadline)
+    cuts = _cuts(captured)
+    fewest = next(cuts, None)
+    if fewest is None:
+        return planned(captured, deadline)
     try:
         return planned(captured, deadline.share(_WHOLE_SHARE))
     except Uncut:
         raise
     except InfeasibleError as error:
         reason = error
-    for cut in _cuts(captured):
+    for cut in itertools.chain([fewest], cuts):
         if deadline.left <= 0.0:
             break
         try:

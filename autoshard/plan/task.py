@@ -218,7 +218,9 @@ def search_plans(
     try:
         found = StatesWithin(whole, ways, reserve, messages, spared).found(task.memory_limit, until)
     except OutOfTime:
-        raise out_of_time(task.mesh, task.time_limit) from None
+        limit, overs = task.memory_limit, map(over, known.values())
+        needed = (limit, limit + min(overs)) if known and limit is not None else None
+        raise out_of_time(task.mesh, task.time_limit, needed) from None
     except InfeasibleError as reason:
         with suppress(InfeasibleError, OutOfTime):
             if not known and task.memory_limit is not None:

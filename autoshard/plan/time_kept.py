@@ -5,6 +5,7 @@ from __future__ import annotations
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
 from cost_model.mesh import MeshSpec
+from cost_model.units import format_bytes
 from passes.ir.joint import JointGraph
 
 __all__ = ["out_of_time", "search_until"]
@@ -19,10 +20,18 @@ def search_until(joint: JointGraph, deadline: Deadline) -> Deadline:
     return deadline.earlier(min(after, _DECIDING_SHARE * max(0.0, deadline.left)))
 
 
-def out_of_time(mesh: MeshSpec, time_limit: float) -> InfeasibleError:
+def out_of_time(mesh: MeshSpec, time_limit: float, over: tuple[int, int] | None = None) -> InfeasibleError:
+    """over: the memory limit, and what of the plans that were found the smallest needs; None: no plan was found."""
     axes = len(mesh.real_axes())
+    fewer = f", or a mesh of fewer axes than {axes}" if axes > 1 else ""
+    within = f"on {mesh} was found within time_limit={time_limit:g} seconds"
+    if over is None:
+        return InfeasibleError(
+            f"no plan {within}: they ended before its layouts and the ways between them were listed\n"
+            f"  try: a larger `time_limit`{fewer}"
+        )
+    limit, needed = map(format_bytes, over)
     return InfeasibleError(
-        f"no plan on {mesh} was found within time_limit={time_limit:g} seconds: "
-        "they ended before its layouts and the ways between them were listed\n"
-        "  try: a larger `time_limit`" + (f", or a mesh of fewer axes than {axes}" if axes > 1 else "")
+        f"no plan that fits memory_limit={limit} per device {within}: of those that were found the smallest needs "
+        f"{needed}\n  try: a larger `time_limit`, a larger `memory_limit`, `micro_batches`{fewer}"
     )

@@ -14,6 +14,7 @@ from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.head_pieces import fitting
 from cost_model.deadline import Deadline
 from passes.capture import Captured
+from passes.micro_batches.uncut import Uncut
 from tests.micro_batches.test_cut_head import Speaker, mean
 from tests.profiles import slow_compute
 
@@ -78,6 +79,26 @@ def test_where_nothing_fits_the_whole_call_says_why() -> None:
 
     with pytest.raises(InfeasibleError, match="not in 1"):
         fitting(captured(), LIMIT, refusing, Deadline.after(60.0))
+
+
+def test_a_call_whose_head_cannot_be_cut_has_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+
+    def refusing(_: Captured, deadline: Deadline) -> int:
+        given.append(deadline.left)
+        raise InfeasibleError("not at all")
+
+    def uncut(*_: object) -> Captured:
+        raise Uncut("in the midst of the model")
+
+    with pytest.raises(InfeasibleError, match="not at all"):
+        fitting(captured(), LIMIT, refusing, Deadline.after(6000.0))
+    assert 2900.0 < given[0] <= 3000.0 < given[1], "with a head, half of it"
+    given.clear()
+    monkeypatch.setattr("autoshard.plan.head_pieces.cut_head", uncut)
+    with pytest.raises(InfeasibleError, match="not at all"):
+        fitting(captured(), LIMIT, refusing, Deadline.after(6000.0))
+    assert len(given) == 1 and given[0] > 5900.0
 
 
 def test_without_a_limit_nothing_else_is_asked() -> None:

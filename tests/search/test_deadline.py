@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 from autoshard import MeshSpec, find_plan
 from cost_model.deadline import NEVER, Deadline, OutOfTime
 from cost_model.errors import InfeasibleError
+from cost_model.units import format_bytes
 from passes.layout.layout import Layout
 from passes.redistribution.dim_splits import DimSpec
 from passes.redistribution.redistribute import Redistributor
@@ -60,3 +63,21 @@ def test_deadlines_are_shared_out() -> None:
     assert 1700.0 < hour.share(0.5).left <= 1800.0
     assert hour.at_least(60.0) == hour and 50.0 < PASSED.at_least(60.0).left <= 60.0
     assert hour.earlier(600.0).at == hour.at - 600.0
+
+
+def test_time_that_ends_after_plans_were_found_says_what_the_smallest_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def late(_: object) -> None:
+        raise OutOfTime
+
+    monkeypatch.setattr("autoshard.plan.rooms.RoomSearch.run", late)
+    x = torch.randn(64, 8)
+    options: dict[str, Any] = {"profile": slow_compute(), "backend": "eager"}
+    whole = find_plan(nn.Linear(8, 64), MESH, (x,), **options).peak_memory
+    # It is the plan without a limit that misses this one; a byte under what it needs.
+    needs = re.escape(format_bytes(whole))
+    with pytest.raises(
+        InfeasibleError, match=rf"memory_limit=.* within time_limit=30 seconds: .* smallest needs {needs}\n"
+    ):
+        find_plan(nn.Linear(8, 64), MESH, (x,), memory_limit=whole // 2, time_limit=30.0, **options)
