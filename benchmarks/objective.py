@@ -46,7 +46,18 @@ CASES: Sequence[Sequence[str]] = (
 )
 CHECKED: Sequence[Sequence[str]] = (
     ("--model", "llama-3-8b", "--layers", "2", "--mesh", "dp=64", "--changes", "10"),
-    ("--model", "vit-large", "--layers", "1", "--mesh", "dp=64", "--memory-limit", "none", "--changes", "10"),
+    (
+        "--model",
+        "vit-large",
+        "--layers",
+        "2",
+        "--mesh",
+        "dp=8,tp=8",
+        "--memory-limit",
+        "none",
+        "--groups",
+        "pinned",
+    ),
 )
 
 _COLUMNS = (

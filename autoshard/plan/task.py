@@ -46,11 +46,11 @@ from passes.plan.describe import describe, fallback_ops
 from passes.plan.records import layouts_of, lowering_of
 from passes.predict.memory_walk import MemoryWalk
 from passes.redistribution.steps import Step
-from passes.search.agree import Judgement
 from passes.search.coarse_to_fine import find_fastest
 from passes.search.find import Found
 from passes.search.find_states import OfferedStates, States
 from passes.search.graph_ends import Boundary, boundary_of
+from passes.search.judged_choice import Judgement
 from passes.search.narrowing import Narrowing
 from passes.search.step_kinds import EXPOSED, phase_seconds
 from passes.states.compute_again import compute_again

@@ -9,8 +9,8 @@ from __future__ import annotations
 import random
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,9 +20,10 @@ from passes.search.agree import AWAITED
 from passes.search.overlapped import solve_overlapped
 from passes.search.search_space import SearchSpace
 from passes.search.step_kinds import Overlap
-from passes.solver.problem import Infeasible, Problem
+from passes.search.stored import restricted
+from passes.solver.problem import Infeasible
 
-__all__ = ["Change", "changes", "choice_of", "layers_of", "restricted"]
+__all__ = ["Change", "changes", "choice_of", "layers_of"]
 
 EFFICIENCIES = (0.0, 0.25, 0.5, 0.7, 1.0)
 SECONDS = 10.0
@@ -98,26 +99,6 @@ def layers_of(joint: JointGraph, space: SearchSpace) -> dict[str, tuple[int, ...
             layer = re.match(r"(.*?\.\d+)(\.|$)", path)
             found[layer[1] if layer else path].append(node)
     return {layer: tuple(nodes) for layer, nodes in found.items()}
-
-
-def restricted(problem: Problem, allowed: Mapping[int, Sequence[int]]) -> Problem:
-    """`problem` with some strategies only: per node the ones kept, nodes not named keep all."""
-    kept = {node: np.array(places) for node, places in allowed.items()}
-
-    def of(node: int, values: np.ndarray) -> np.ndarray:
-        return values[kept[node]] if node in kept else values
-
-    def matrix(edge: tuple[int, int], costs: np.ndarray) -> np.ndarray:
-        i, j = edge
-        rows = costs[kept[i]] if i in kept else costs
-        return rows[:, kept[j]] if j in kept else rows
-
-    return replace(
-        problem,
-        node_costs=tuple(of(i, costs) for i, costs in enumerate(problem.node_costs)),
-        edge_costs=tuple(map(matrix, problem.edges, problem.edge_costs)),
-        usages=tuple(of(i, usages) for i, usages in enumerate(problem.usages)),
-    )
 
 
 def _drawn(

@@ -1,40 +1,36 @@
 """Search until the objective and the timeline agree on what a step takes.
 
 The objective does not place every collective: it says of parts of a phase what may hide (`step_kinds`). The timeline
-of the program that would run says what does. So the plan that the search finds is judged by its timeline. Where the
-two differ, plans found as if less or more could hide are judged as well; the overlap of each phase is corrected until
-the objective of the best plan is its timeline; and the search runs again, until it finds no faster one. Its last
-bound is one under the overlap that the best plan has. Of all plans judged the fastest on the timeline is taken; of
-those that take equally long, the one that holds the fewest bytes at its peak.
+of the program that would run says what does. So the plan that the search finds is judged by its timeline, and what else
+its weighted problems found that is nearly as fast. Where the two differ, plans are judged as well that store all
+weights alike (`stored`), that were found as if less or more could hide, and that differ from the best in one kind of
+place (`turns`); the overlap of each phase is corrected until the objective of the best plan is its timeline; and the
+search runs again, until it finds no faster one. Its last bound is one under the overlap that the best plan has. Of all
+plans judged the fastest on the timeline is taken; of those that take equally long, the one that holds the fewest bytes
+at its peak.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from math import isfinite
 
 from passes.layout.assignment import Assignment
+from passes.search.judged_choice import Choice, Judge, JudgedChoice, counted_seconds
 from passes.search.lighter import lighter
 from passes.search.overlapped import solve_overlapped
 from passes.search.search_space import SearchSpace
-from passes.search.step_kinds import Overlap, corrected, phase_seconds
-from passes.solver.problem import Array, Solution
-from passes.solver.solve import ROUNDING
+from passes.search.step_kinds import Overlap
+from passes.search.stored import Allowed, places_in, places_of, restricted, stored_alike
+from passes.search.turns import turns
+from passes.solver.problem import Infeasible, Solution
+from passes.solver.solve import ROUNDING, solve
 
-__all__ = ["AWAITED", "Agreed", "Judge", "Judgement", "agreed", "first_overlaps"]
+__all__ = ["AWAITED", "Agreed", "agreed", "first_overlaps"]
 
-
-class Judgement(NamedTuple):
-    """phases: seconds of the forward, the backward and of what follows, on the timeline of the program. peak_nbytes:
-    the most that is alive in it."""
-
-    phases: Sequence[float]
-    peak_nbytes: int
-
-
-Judge = Callable[[Assignment], Judgement]
 
 AWAITED, MORE_AWAITED = 0.1, 0.25
 """Shares of what is awaited in the backward that are taken to hide behind fillers: before a timeline says how much, and
@@ -44,8 +40,19 @@ AGREES = 1e-2
 AGAIN_EDGES = 3000
 """Edges of the largest problem that is searched again. In larger ones the objective is made the timeline's by a
 constant for each phase: searches take seconds to minutes there, and few found a faster plan, by 1 % at most."""
+STORED_EDGES = 10_000
+"""Edges of the largest problem in which plans whose weights are all stored alike are looked for."""
+FAR, FASTEST, ROUGH_GAP = 0.15, 2, 0.02
+"""Share of a step by which these may be slower by the objective and still be judged, how many are, and the relative gap
+of the searches that say which."""
 AGAIN_GAP = 2e-3
 """Relative gap of all searches but the first, which are about what a correction is worth."""
+NEAR, NEAREST = 0.02, 2
+"""Of what the first search's weighted problems found, how many are judged, and by how much of its seconds they may take
+longer by the objective."""
+TURNS, TURNED_EDGES, PATIENCE = 8, 4000, 3
+"""Plans that differ from the best in one kind of place: how many are judged, of how many edges together, and how many
+that are no better end it."""
 
 
 @dataclass(frozen=True)
@@ -63,51 +70,10 @@ class Agreed:
     rivals: tuple[Agreed, ...] = ()
 
 
-@dataclass(frozen=True)
-class _Judged:
-    """totals: its seconds by kind. phases, peak_nbytes: of the timeline and its program."""
-
-    assignment: Assignment
-    choice: tuple[int, ...]
-    totals: Array
-    phases: tuple[float, ...]
-    peak_nbytes: int
-
-    @property
-    def seconds(self) -> float:
-        return sum(self.phases)
-
-    def precedes(self, other: _Judged) -> bool:
-        """Faster; or as fast, but for rounding, and smaller."""
-        if abs(self.seconds - other.seconds) <= ROUNDING * other.seconds:
-            return self.peak_nbytes < other.peak_nbytes
-        return self.seconds < other.seconds
-
-    def counted(self, overlaps: Sequence[Overlap]) -> float:
-        """The objective."""
-        return sum(phase_seconds(self.totals, overlaps)) + float(self.totals[-1])
-
-    def agreed(self, overlaps: tuple[Overlap, ...], bound: float) -> Agreed:
-        """A rival's, with a bound that another plan was found under."""
-        seconds = self.counted(overlaps)
-        return Agreed(self.assignment, self.choice, seconds, min(bound, seconds), "feasible", overlaps)
-
-    def corrected(self, overlaps: Sequence[Overlap]) -> tuple[Overlap, ...]:
-        """Under which the objective is the timeline. What has no kind but is not the update is counted besides: of the
-        forward, whose outputs the caller waits for."""
-        return corrected(self.totals, overlaps, self._wanted(len(overlaps)))
-
-    def shifted(self, overlaps: Sequence[Overlap]) -> tuple[Overlap, ...]:
-        """The same by constants alone: the plan that is found under them is the one found before."""
-        counted = phase_seconds(self.totals, overlaps)
-        wanted = self._wanted(len(overlaps))
-        return tuple(
-            replace(o, extra=o.extra + w - c) for o, w, c in zip(overlaps, wanted, counted, strict=True)
-        )
-
-    def _wanted(self, phases: int) -> list[float]:
-        first, *others = self.phases[:phases]
-        return [first - (float(self.totals[-1]) - sum(self.phases[phases:])), *others]
+def _rival(judged: JudgedChoice, overlaps: tuple[Overlap, ...], bound: float) -> Agreed:
+    """With a bound that another plan was found under."""
+    seconds = judged.counted(overlaps)
+    return Agreed(judged.assignment, judged.choice, seconds, min(bound, seconds), "feasible", overlaps)
 
 
 def first_overlaps(efficiency: float) -> tuple[Overlap, Overlap]:
@@ -143,72 +109,141 @@ def _others(overlaps: Sequence[Overlap]) -> Iterator[tuple[Overlap, ...]]:
 
 
 class _Search:
-    """What was judged by choice, and the best of it."""
+    """judged: by choice. found: by all searches, judged or not, in order."""
 
     def __init__(self, space: SearchSpace, judge: Judge, deadline: float) -> None:
         self.space = space
         self.judge = judge
         self.deadline = deadline
-        self.judged: dict[tuple[int, ...], _Judged] = {}
+        self.judged: dict[Choice, JudgedChoice] = {}
+        self.found: dict[Choice, None] = {}
 
     def run(self, overlaps: tuple[Overlap, ...]) -> Agreed:
         solution = self._solve(overlaps, None)
-        best = self._judged(solution)
+        best = self._judged(solution.choice)
+        again = len(self.space.edges) <= AGAIN_EDGES
+        if again:
+            best = self._best_of(self._near(solution, overlaps), best)
         if abs(best.counted(overlaps) - best.seconds) > AGREES * best.seconds:
-            if len(self.space.edges) > AGAIN_EDGES:
-                overlaps = best.shifted(overlaps)
-            else:
-                for other in _others(overlaps):
-                    if not self._late():
-                        best = self._better(self._solve(other, best), best)
+            if len(self.space.edges) <= STORED_EDGES:
+                best = self._best_of(self._stored(overlaps, best.seconds), best)
+            if again:
+                best = self._best_of(self._found_under(_others(overlaps), best), best)
+                best = self._turned(overlaps, best)
                 overlaps, solution, best = self._corrected(overlaps, best)
+            else:
+                overlaps = best.shifted(overlaps)
         seconds = best.counted(overlaps)
         bound = _bound(solution.lower_bound + sum(overlap.extra for overlap in overlaps), seconds)
         status = "optimal" if seconds - bound <= ROUNDING * seconds else "feasible"
         rivals = self._rivals(best, overlaps, bound)
         return Agreed(best.assignment, best.choice, seconds, bound, status, overlaps, rivals)
 
-    def _rivals(self, best: _Judged, overlaps: tuple[Overlap, ...], bound: float) -> tuple[Agreed, ...]:
+    def _rivals(self, best: JudgedChoice, overlaps: tuple[Overlap, ...], bound: float) -> tuple[Agreed, ...]:
         others = [one for one in self.judged.values() if one is not best]
         others.sort(key=lambda one: (one.seconds, one.peak_nbytes))
-        return tuple(one.agreed(one.corrected(overlaps), bound) for one in others)
+        return tuple(_rival(one, one.corrected(overlaps), bound) for one in others)
+
+    def _near(self, solution: Solution, overlaps: Sequence[Overlap]) -> Iterator[Choice]:
+        """What was found on the way to `solution` and takes little longer by the objective."""
+        for choice in solution.others[:NEAREST]:
+            if counted_seconds(self.space.totals(choice), overlaps) <= (1.0 + NEAR) * solution.cost:
+                yield choice
+
+    def _found_under(self, others: Iterable[tuple[Overlap, ...]], warm: JudgedChoice) -> Iterator[Choice]:
+        for other in others:
+            yield self._solve(other, warm).choice
+
+    def _stored(self, overlaps: Sequence[Overlap], seconds: float) -> Iterator[Choice]:
+        """Of every way to store all weights alike about the plan that is fastest if nothing hides; of these the fastest
+        by the objective, if they are not far slower than `seconds`, searched again exactly."""
+        counted: list[tuple[float, Allowed, Choice]] = []
+        for allowed in stored_alike(self.space):
+            with suppress(Infeasible):
+                choice = self._apart(allowed, ROUGH_GAP, None)
+                counted.append((counted_seconds(self.space.totals(choice), overlaps), allowed, choice))
+            if self._late():
+                break
+        counted.sort(key=lambda one: one[0])
+        for taken, allowed, rough in counted[:FASTEST]:
+            if taken <= (1.0 + FAR) * seconds:
+                yield self._apart(allowed, AGAIN_GAP, rough)
+
+    def _apart(self, allowed: Allowed, gap: float, warm: Choice | None) -> Choice:
+        """The fastest choice of what is allowed if nothing hides. warm: a choice that is."""
+        problem = restricted(self.space.problem, allowed)
+        known = None if warm is None else places_of(allowed, warm)
+        found = solve(problem, time_limit=self._left(), relative_gap=gap, warm=known)
+        choice = places_in(allowed, found.choice)
+        self.found[choice] = None
+        return choice
+
+    def _turned(self, overlaps: Sequence[Overlap], best: JudgedChoice) -> JudgedChoice:
+        """The best after one kind of place after the other was turned over to what another plan has there, and back
+        where that did not help."""
+        problem, kinds = self.space.problem, self.space.kinds(overlaps)
+        left = min(TURNS, TURNED_EDGES // max(len(self.space.edges), 1))
+        patience = PATIENCE
+        for turn in turns(problem, kinds, best.choice, self.found):
+            choice = lighter(problem, turn.of(best.choice))
+            if min(left, patience) <= 0 or turn.seconds > NEAR * best.seconds or self._late():
+                break
+            if choice not in self.judged and isfinite(problem.cost(choice)) and problem.fits(choice):
+                known, best = best, self._better(choice, best)
+                patience = patience - 1 if best is known else PATIENCE
+                left -= 1
+        return best
+
+    def _best_of(self, choices: Iterable[Choice], best: JudgedChoice) -> JudgedChoice:
+        """The best of all, until time is over."""
+        for choice in choices:
+            best = self._better(choice, best)
+            if self._late():
+                break
+        return best
 
     def _corrected(
-        self, overlaps: tuple[Overlap, ...], best: _Judged
-    ) -> tuple[tuple[Overlap, ...], Solution, _Judged]:
+        self, overlaps: tuple[Overlap, ...], best: JudgedChoice
+    ) -> tuple[tuple[Overlap, ...], Solution, JudgedChoice]:
         """Searches under the overlap of the best plan, until they find no better one."""
         while True:
             own = best.corrected(overlaps)
             solution = self._solve(own, best)
-            found = self._better(solution, best)
+            found = self._better(solution.choice, best)
             if found is best or self._late():
                 return own, solution, best
             best = found
 
-    def _better(self, solution: Solution, best: _Judged) -> _Judged:
+    def _better(self, choice: Choice, best: JudgedChoice) -> JudgedChoice:
         known = len(self.judged)
-        found = self._judged(solution)
+        found = self._judged(choice)
         # What was judged before was compared then: nothing is returned to, so that searching again ends.
         return found if len(self.judged) > known and found.precedes(best) else best
 
-    def _solve(self, overlaps: Sequence[Overlap], warm: _Judged | None) -> Solution:
-        left = max(self.deadline - time.monotonic(), 1.0)
-        return solve_overlapped(
+    def _solve(self, overlaps: Sequence[Overlap], warm: JudgedChoice | None) -> Solution:
+        found = solve_overlapped(
             self.space.problem,
             self.space.kinds(overlaps),
-            time_limit=left,
+            time_limit=self._left(),
             warm=None if warm is None else warm.choice,
             relative_gap=0.0 if warm is None else AGAIN_GAP,
         )
+        self.found.update(dict.fromkeys((found.choice, *found.others)))
+        return found
 
-    def _judged(self, solution: Solution) -> _Judged:
-        choice = lighter(self.space.problem, solution.choice)
+    def _judged(self, choice: Choice) -> JudgedChoice:
+        choice = lighter(self.space.problem, choice)
         if choice not in self.judged:
             assignment = self.space.assignment(choice)
             totals = self.space.totals(choice)
             said = self.judge(assignment)
-            self.judged[choice] = _Judged(assignment, choice, totals, tuple(said.phases), said.peak_nbytes)
+            self.judged[choice] = JudgedChoice(
+                assignment, choice, totals, tuple(said.phases), said.peak_nbytes
+            )
         return self.judged[choice]
+
+    def _left(self) -> float:
+        return max(self.deadline - time.monotonic(), 1.0)
 
     def _late(self) -> bool:
         return time.monotonic() >= self.deadline

@@ -13,8 +13,9 @@ from cost_model.units import format_bytes
 from passes.ir.joint import GraphInput, JointGraph, node_value
 from passes.layout.assignment import Assignment
 from passes.layout.joined_axes import JoinedAxes
-from passes.search.agree import Agreed, Judgement, agreed
+from passes.search.agree import Agreed, agreed
 from passes.search.graph_ends import Boundary
+from passes.search.judged_choice import Judgement
 from passes.search.limited_space import build_limited
 from passes.search.narrowing import Narrowing
 from passes.search.search_space import SearchSpace
@@ -26,7 +27,7 @@ from passes.strategies.prices import Prices
 __all__ = ["Found", "JudgeUnder", "explained", "find_assignment"]
 
 JudgeUnder = Callable[[Assignment, Prices], Judgement]
-"""`passes.search.agree.Judge` under prices."""
+"""`passes.search.judged_choice.Judge` under prices."""
 
 _LISTING_SHARE = 0.5
 """Share of the time left in which layouts and the ways between them must be listed: the rest is for the search."""

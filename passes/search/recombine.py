@@ -12,7 +12,7 @@ from passes.search.cost_kinds import CostKinds, overlapped_seconds
 from passes.solver.problem import Array, Problem
 from passes.solver.solve import ROUNDING
 
-__all__ = ["recombined"]
+__all__ = ["changes_by_kind", "components", "recombined"]
 
 
 def recombined(
@@ -28,8 +28,8 @@ def recombined(
     differing = np.asarray(first) != np.asarray(second)
     if not differing.any():
         return tuple(first)
-    labels, count = _components(problem, differing)
-    changes = _changes(problem, kinds, labels, count, first, second)
+    labels, count = components(problem, differing)
+    changes = changes_by_kind(problem, kinds, labels, count, first, second)
     base = kinds.totals(problem, first)
     found = [tuple(first), tuple(second)]
     for taken in (np.zeros(count, dtype=bool), np.ones(count, dtype=bool)):
@@ -43,8 +43,8 @@ def recombined(
     return min(fastest, key=lambda choice: problem.peak(choice)[0])
 
 
-def _components(problem: Problem, differing: np.ndarray) -> tuple[list[int], int]:
-    """Per node its component, -1 where both choices agree; and how many there are."""
+def components(problem: Problem, differing: np.ndarray) -> tuple[list[int], int]:
+    """Per node its component among those that differ, joined by edges, -1 for all others; and how many there are."""
     ends = np.array(problem.edges, dtype=np.int64).reshape(-1, 2)
     ends = ends[differing[ends[:, 0]] & differing[ends[:, 1]]]
     size = len(problem.node_costs)
@@ -56,7 +56,7 @@ def _components(problem: Problem, differing: np.ndarray) -> tuple[list[int], int
     return [int(label) for label in found], len(used)
 
 
-def _changes(
+def changes_by_kind(
     problem: Problem,
     kinds: CostKinds,
     labels: Sequence[int],

@@ -41,6 +41,7 @@ class SearchSpace:
     reads: tuple[tuple[str, int], ...]
     output_slots: tuple[int | None, ...]  # per graph result: the search node whose layout it must reach
     step: StepKinds
+    trained: tuple[int, ...] = ()  # search nodes of parameters that are
 
     def kinds(self, overlaps: Sequence[Overlap]) -> CostKinds:
         """Of the costs of `problem`, where phases overlap so well."""

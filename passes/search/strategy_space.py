@@ -146,6 +146,7 @@ class SpaceBuilder:
             tuple(self.read_of),
             tuple(self.slots),
             self._kinds(),
+            tuple(sorted(self.index[node] for node in self.trained)),
         )
 
     def _kinds(self) -> StepKinds:

@@ -79,15 +79,15 @@ def test_what_hides_is_split() -> None:
 
 
 def test_memory_limit_shards_what_was_replicated() -> None:
-    """w2 is replicated where memory allows it, and split where it does not. Without CUDA's reserve, which is
+    """All weights are replicated where memory allows it, and split where it does not. Without CUDA's reserve, which is
     larger than this model."""
-    model, data = regression(1024, 1024), rows(16384, 1024)
+    model, data = regression(512, 512), rows(16384, 512)
     mesh, prices = MeshSpec({"dp": 4}), replace(H100, device_type="cpu")
     free = find_plan(model, mesh, data, profile=prices)
-    assert free.parameters["body.w2.weight"] == (Replicate(),)
-    limit = int(free.peak_memory * 0.96)
+    assert set(free.parameters.values()) == {(Replicate(),)}
+    limit = int(free.peak_memory * 0.9)
     plan = find_plan(model, mesh, data, profile=prices, memory_limit=limit)
-    assert plan.parameters["body.w2.weight"] != (Replicate(),)
+    assert (Replicate(),) not in plan.parameters.values()
     assert plan.peak_memory <= limit
     assert plan.lowering.again  # what silu makes is computed again besides
 

@@ -1,0 +1,74 @@
+"""A choice of the search, and what a step of its program takes on the timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from passes.layout.assignment import Assignment
+from passes.search.step_kinds import Overlap, corrected, phase_seconds
+from passes.solver.problem import Array
+from passes.solver.solve import ROUNDING
+
+__all__ = ["Choice", "Judge", "JudgedChoice", "Judgement", "counted_seconds"]
+
+
+class Judgement(NamedTuple):
+    """phases: seconds of the forward, the backward and of what follows, on the timeline of the program. peak_nbytes:
+    the most that is alive in it."""
+
+    phases: Sequence[float]
+    peak_nbytes: int
+
+
+Judge = Callable[[Assignment], Judgement]
+Choice = tuple[int, ...]
+"""Strategy by search node."""
+
+
+@dataclass(frozen=True)
+class JudgedChoice:
+    """totals: its seconds by kind. phases, peak_nbytes: of the timeline and its program."""
+
+    assignment: Assignment
+    choice: tuple[int, ...]
+    totals: Array
+    phases: tuple[float, ...]
+    peak_nbytes: int
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.phases)
+
+    def precedes(self, other: JudgedChoice) -> bool:
+        """Faster; or as fast, but for rounding, and smaller."""
+        if abs(self.seconds - other.seconds) <= ROUNDING * other.seconds:
+            return self.peak_nbytes < other.peak_nbytes
+        return self.seconds < other.seconds
+
+    def counted(self, overlaps: Sequence[Overlap]) -> float:
+        """The objective."""
+        return counted_seconds(self.totals, overlaps)
+
+    def corrected(self, overlaps: Sequence[Overlap]) -> tuple[Overlap, ...]:
+        """Under which the objective is the timeline. What has no kind but is not the update is counted besides: of the
+        forward, whose outputs the caller waits for."""
+        return corrected(self.totals, overlaps, self._wanted(len(overlaps)))
+
+    def shifted(self, overlaps: Sequence[Overlap]) -> tuple[Overlap, ...]:
+        """The same by constants alone: the plan that is found under them is the one found before."""
+        counted = phase_seconds(self.totals, overlaps)
+        wanted = self._wanted(len(overlaps))
+        return tuple(
+            replace(o, extra=o.extra + w - c) for o, w, c in zip(overlaps, wanted, counted, strict=True)
+        )
+
+    def _wanted(self, phases: int) -> list[float]:
+        first, *others = self.phases[:phases]
+        return [first - (float(self.totals[-1]) - sum(self.phases[phases:])), *others]
+
+
+def counted_seconds(totals: Array, overlaps: Sequence[Overlap]) -> float:
+    """The objective, of these seconds by kind."""
+    return sum(phase_seconds(totals, overlaps)) + float(totals[-1])
