@@ -4,10 +4,10 @@ The objective does not place every collective: it says of parts of a phase what 
 of the program that would run says what does. So the plan that the search finds is judged by its timeline, and what else
 its weighted problems found that is nearly as fast. Where the two differ, plans are judged as well that store all
 weights alike (`stored`), that were found as if less or more could hide, and that differ from the best in one kind of
-place (`turns`); the overlap of each phase is corrected until the objective of the best plan is its timeline; and the
-search runs again, until it finds no faster one. Its last bound is one under the overlap that the best plan has. Of all
-plans judged the fastest on the timeline is taken; of those that take equally long, the one that holds the fewest bytes
-at its peak.
+place (`place_turns`). The overlap of each phase is corrected until the objective of the best plan is its timeline, and
+the search runs again, until it finds no faster one. Its last bound is one under the overlap that the best plan has. Of
+all plans judged the fastest on the timeline is taken; of those that take equally long, the one that holds the fewest
+bytes at its peak.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from passes.layout.assignment import Assignment
 from passes.search.judged_choice import Choice, Judge, JudgedChoice, counted_seconds
 from passes.search.lighter import lighter
 from passes.search.overlapped import solve_overlapped
+from passes.search.place_turns import turns
 from passes.search.search_space import SearchSpace
 from passes.search.step_kinds import Overlap
 from passes.search.stored import Allowed, places_in, places_of, restricted, stored_alike
-from passes.search.turns import turns
 from passes.solver.problem import Infeasible, Solution
 from passes.solver.solve import ROUNDING, solve
 
