@@ -87,7 +87,7 @@ def test_what_is_no_layer_norm_stays_right(model: nn.Module) -> None:
 
 
 def test_the_groups_of_a_group_norm_are_rows() -> None:
-    ops = check_joined(Normed(nn.GroupNorm(2, 6)), torch.randn(4, 6))
+    ops = check_joined(Normed(nn.GroupNorm(2, 6)).double(), torch.randn(4, 6).double(), tolerance=1e-12)
     assert ops["native_layer_norm"] == 1
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -98,6 +100,7 @@ CONVOLUTIONS: dict[str, tuple[Shape, Shape, dict[str, object]]] = {
 }
 
 
+AMX = "amx_bf16" in Path("/proc/cpuinfo").read_text()
 MASKS = (None, (True, False, False), (False, True, True), (True, True, True))
 # In bfloat16 a gradient of weights has tiles of the processor's besides, which differ from machine to machine.
 CALLED = [(name, mask) for name in CONVOLUTIONS for mask in MASKS[: 2 if "bfloat16" in name else 4]]
@@ -127,7 +130,9 @@ def test_convolutions_copy_what_they_are_said_to(name: str, mask: tuple[bool, ..
     results = [made] if mask is None else [one for one in made if one is not None]
     whole = sum(one.numel() * one.element_size() for one in results)
     counted = whole + workspaces_on("cpu", eager_traffic).of_op(node)
-    assert 0.9 * counted <= most(call) <= 1.1 * counted
+    # Tiles of a processor that has them hold a result in half precision once more.
+    tiles = whole if AMX and dtype == torch.bfloat16 else 0
+    assert 0.9 * counted <= most(call) <= 1.1 * (counted + tiles)
     assert workspaces_on("cuda", eager_traffic).of_op(node) == 0
 
 
