@@ -23,7 +23,7 @@ from cost_model.measure.statistics import Curve, median
 from cost_model.measure.teams import teams_of
 from cost_model.mesh import MeshSpec
 from cost_model.timed import TimedCollective, TimedKernel, TimedPrices
-from passes.compile.single_kernel import repeated_kernel
+from passes.compile.single_kernel import COLD_NBYTES, repeated_kernel
 from passes.predict.step_work import CollectiveCase, KernelCase
 
 __all__ = ["time_work"]
@@ -34,6 +34,8 @@ _LEAST_SECONDS = {"cpu": 20e-3, "cuda": 2e-3}
 """Of a repetition. On CPUs ranks that share a core take turns of a few milliseconds."""
 _CASE_SECONDS = {"cpu": 0.06, "cuda": 0.02}
 """Of all repetitions of a case; two are made at least."""
+_LARGEST_KEPT = 2**25 - 2**16
+"""Bytes of the largest block that glibc may keep when it is freed."""
 _MOST_CALLS, _RUN_SECONDS = 8, 1e-3
 """A kernel is called in a row until it takes as long, but no more often: the call of the program around it counts."""
 _NOISIEST = 0.5
@@ -55,7 +57,8 @@ def time_work(
         peers = stack.enter_context(world_peers(device.type))
         moves = peers.size > 1 and any(isinstance(case, CollectiveCase) for case in cases)
         teams = stack.enter_context(teams_of(mesh, spec)) if moves else {}
-        timing = _Timing(spec, device, peers, *clocks(device.type, peers, clock), teams)
+        pool = torch.rand(COLD_NBYTES // 4, device=device, generator=torch.Generator(device).manual_seed(0))
+        timing = _Timing(spec, device, peers, *clocks(device.type, peers, clock), teams, pool)
         return timing.all(cases, seconds)
 
 
@@ -71,10 +74,12 @@ class _Timing:
     clock: Clock
     of_kernels: Clock
     teams: Mapping[GroupShape, Team]
+    pool: torch.Tensor
     kernels: list[TimedKernel] = field(default_factory=list[TimedKernel])
     collectives: list[TimedCollective] = field(default_factory=list[TimedCollective])
 
     def all(self, cases: Sequence[KernelCase | CollectiveCase], seconds: float) -> TimedPrices:
+        _keep_freed_memory(self.device)
         start = self.clock.now()
         for case in cases:
             if self.peers.first(self.clock.now() - start >= seconds):
@@ -96,7 +101,7 @@ class _Timing:
         calls = _calls(case)
 
         def prepare(_: int) -> object:
-            run = repeated_kernel(case, calls, self.device)
+            run = repeated_kernel(case, calls, self.device, self.pool)
             run()  # what it refuses, it refuses here: on one rank alone it must not be while others wait
             return run
 
@@ -122,6 +127,14 @@ class _Timing:
             if max(curve.spread) > _NOISIEST:
                 raise _Noisy(f"{one.name}: its repetitions differ by {max(curve.spread):.0%}")
         return curves
+
+
+def _keep_freed_memory(device: torch.device) -> None:
+    """glibc gives a freed block back to the system if none as large was freed before, and the next of that size is
+    mapped page by page. No step does so again and again, so no price is to have it.
+    [glibc: mallopt(3), M_MMAP_THRESHOLD, dynamic up to 32 MiB]"""
+    if device.type == "cpu":
+        torch.empty(_LARGEST_KEPT, dtype=torch.uint8)  # and freed
 
 
 def _calls(case: KernelCase) -> int:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,34 +18,44 @@ from passes.ir.fake_calls import FakeCalls
 from passes.ir.torch_compat import fake_mode_of, fresh_fakes
 from passes.predict.step_work import KernelCase, TensorLook
 
-__all__ = ["repeated_kernel"]
+__all__ = ["COLD_NBYTES", "repeated_kernel"]
 
-_COLD_NBYTES = 2**26
-"""Bytes of tensors between two uses of one that is in no cache by then: twice a large last-level cache."""
+COLD_NBYTES = 2**26
+"""Bytes of tensors between two uses of one that is in no cache by then: twice a large last-level cache. A step that
+holds less touches less in between."""
 
 
-def repeated_kernel(case: KernelCase, calls: int, device: torch.device) -> Callable[[], object]:
+def repeated_kernel(
+    case: KernelCase, calls: int, device: torch.device, pool: Tensor | None = None
+) -> Callable[[], object]:
     """What runs the kernel `calls` times, op by op as eager programs do, on invented values.
 
-    Operands that are cold in the program are so here: each call has its own, until they are more than caches hold.
+    Operands that are cold in the program are so here: every call, and every run of all calls, has its own, until they
+    are as many bytes as the step holds, or more than caches do. Results that outlive the program's phase are written
+    where nothing was written lately, as there.
+
+    pool: random numbers in one dim, which operands of its dtype are parts of; without one each has memory of its own.
     Raises whatever torch does for arguments that it refuses.
     """
+    between = min(case.step_nbytes, COLD_NBYTES)
     graph = fx.Graph()
     values: list[Tensor] = []
+    colds: list[bool] = []
     generator = torch.Generator(device).manual_seed(0)
 
-    def placeholder(look: TensorLook) -> fx.Node:
+    def placeholder(look: TensorLook, cold: bool) -> fx.Node:
         values.append(_invented(look, device, generator))
+        colds.append(cold)
         return graph.placeholder(f"x{len(values)}")
 
     copies = [
-        [placeholder(look) for _ in range(_count(look, calls) if cold else 1)]
+        [placeholder(look, cold) for _ in range(min(calls, _uses(look.nbytes, between)) if cold else 1)]
         for look, cold in zip(case.operands, case.cold, strict=True)
     ]
     fakes = fresh_fakes(values)
     for node, fake in zip(graph.nodes, fakes, strict=True):
         node.meta["val"] = fake
-    run, result = FakeCalls(), None
+    run, results = FakeCalls(), list[fx.Node]()
     for call in range(calls):
         operands = iter([places[call % len(places)] for places in copies])
         args, kwargs = pytree.tree_map_only(
@@ -51,19 +64,55 @@ def repeated_kernel(case: KernelCase, calls: int, device: torch.device) -> Calla
         result = graph.call_function(_op(case.op), args, kwargs)
         result.meta["timed"] = True  # it runs, though nothing reads it
         result.meta["val"] = run(_op(case.op), args, kwargs, fake_mode_of(tuple(fakes)))
-    assert result is not None
-    graph.output((_first(graph, result),))
+        results.append(result)
+    firsts = [_first(graph, result) for result in (results if case.kept else results[-1:])]
+    graph.output(tuple(firsts))
+    written = sum(first.meta["val"].nbytes for first in firsts)
     compiled = compile_graph(fx.GraphModule(torch.nn.Module(), graph), "eager")
+    sets = itertools.cycle(_sets(values, colds, between, pool))
+    held = deque[object](maxlen=_uses(written, between) if case.kept else 0)
 
     def repeated() -> object:
         with torch.no_grad():
-            return compiled(list(values))
+            results = compiled(list(next(sets)))
+        held.append(results)
+        return results
 
+    if case.kept:  # memory that is written for the first time takes longer than any other
+        for _ in range(_uses(written, between)):
+            repeated()
     return repeated
 
 
-def _count(look: TensorLook, calls: int) -> int:
-    return max(1, min(calls, -(-_COLD_NBYTES // max(1, look.nbytes))))
+def _uses(nbytes: int, between: int) -> int:
+    """Of tensors of so many bytes, each once, until `between` bytes were touched; one at least."""
+    return max(1, -(-between // max(1, nbytes)))
+
+
+def _sets(
+    values: Sequence[Tensor], colds: Sequence[bool], between: int, pool: Tensor | None
+) -> list[list[Tensor]]:
+    """Operands for one run after the other: those that are cold are others, until `between` bytes were touched."""
+    cold = sum(value.nbytes for value, own in zip(values, colds, strict=True) if own)
+    other = Tensor.clone if pool is None else _Parts(pool).like
+    others = lambda: [other(value) if own else value for value, own in zip(values, colds, strict=True)]
+    return [list(values), *(others() for _ in range((_uses(cold, between) if cold else 1) - 1))]
+
+
+@dataclass
+class _Parts:
+    """Parts of a pool, one behind the other, and from the front again."""
+
+    pool: Tensor
+    begin: int = 0
+
+    def like(self, value: Tensor) -> Tensor:
+        reach = sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True)) + 1
+        if self.pool.dtype != value.dtype or reach > self.pool.numel():
+            return value.clone()
+        begin = self.begin if self.begin + reach <= self.pool.numel() else 0
+        self.begin = begin + reach
+        return self.pool.as_strided(value.shape, value.stride(), begin)
 
 
 def _first(graph: fx.Graph, node: fx.Node) -> fx.Node:

@@ -13,6 +13,7 @@ from cost_model.timed import KernelKey, KernelWork
 from passes.ir.joint import first_value, map_operands, node_value, tensor_operands
 from passes.ir.op_traits import is_view, storage_root
 from passes.lower.phases import Phases
+from passes.predict.memory_walk import memory_walk
 from passes.predict.step_events import (
     COLLECTIVE_KINDS,
     Axes,
@@ -21,6 +22,7 @@ from passes.predict.step_events import (
     collective_nbytes,
     copies_of_collectives,
 )
+from passes.predict.workspaces import workspaces_on
 from passes.strategies.kernel_keys import local_key, may_be_timed
 from passes.strategies.prices import Prices
 from passes.strategies.pricing import eager_traffic, local_seconds, local_work
@@ -51,7 +53,9 @@ class KernelCase:
     """One kernel, as it can be called without its program.
 
     op: "aten.add.Tensor". args, kwargs: of the call, a `TensorLook` for each tensor. cold: per operand, whether it was
-    left by another phase, or is a parameter, and so in no cache. seconds: predicted, of all calls of a step.
+    left by another phase, or is a parameter, and so in no cache. seconds: predicted, of all calls of a step. kept:
+    whether its result outlives its phase: it is written where nothing was lately. step_nbytes: that the step holds at
+    its peak, and so about what is touched between two uses of what is cold.
     """
 
     key: KernelKey
@@ -62,6 +66,8 @@ class KernelCase:
     operands: tuple[TensorLook, ...]
     cold: tuple[bool, ...]
     seconds: float
+    kept: bool = False
+    step_nbytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,9 @@ class StepWork:
 
 def step_work(phases: Phases, prices: Prices, axes_of: AxesOf) -> StepWork:
     """Of the rank whose programs `phases` are, in the order in which they run."""
-    found = _Collected(prices, axes_of)
+    workspaces = workspaces_on(prices.mesh.device_type, prices.traffic)
+    memory = memory_walk(phases, prices.traffic, prices.optimizer, workspaces)
+    found = _Collected(prices, axes_of, memory.peak.nbytes)
     found.add_graph(phases.forward)
     if phases.backward is not None:
         found.add_graph(phases.backward.module)
@@ -95,8 +103,9 @@ def step_work(phases: Phases, prices: Prices, axes_of: AxesOf) -> StepWork:
 class _Collected:
     """Cases by what makes them distinct."""
 
-    def __init__(self, prices: Prices, axes_of: AxesOf) -> None:
+    def __init__(self, prices: Prices, axes_of: AxesOf, step_nbytes: int) -> None:
         self._prices = prices
+        self._step_nbytes = step_nbytes
         self._axes_of = axes_of
         self._fused = prices.traffic is not eager_traffic
         self.kernels: dict[KernelKey, KernelCase] = {}
@@ -104,13 +113,14 @@ class _Collected:
 
     def add_graph(self, module: fx.GraphModule) -> None:
         paid = copies_of_collectives(module.graph)
+        kept = {storage_root(node) for node in module.graph.output_node().all_input_nodes}
         for node in module.graph.nodes:
             if node.op != "call_function" or node in paid or is_view(node):
                 continue
             if node.target in COLLECTIVE_KINDS:
                 self._add_collective(node)
             else:
-                self._add_kernel(node)
+                self._add_kernel(node, node in kept)
 
     def _add_collective(self, node: fx.Node) -> None:
         axes = self._axes_of(str(node.args[-1]))
@@ -120,21 +130,23 @@ class _Collected:
             case = self.collectives.get(key, CollectiveCase(kind, axes, nbytes, 0.0))
             self.collectives[key] = replace(case, seconds=case.seconds + seconds)
 
-    def _add_kernel(self, node: fx.Node) -> None:
+    def _add_kernel(self, node: fx.Node, kept: bool) -> None:
         flow = self._prices.traffic(node)
         seconds = local_seconds(node, flow, self._prices.compute)
         if not may_be_timed(node, self._fused) or not _fits(node):
             return
         key = local_key(node)
-        case = self.kernels.get(key) or _case(key, node, local_work(node, flow))
+        case = self.kernels.get(key) or self._case(key, node, kept)
         self.kernels[key] = replace(case, seconds=case.seconds + seconds)
 
-
-def _case(key: KernelKey, node: fx.Node, work: KernelWork) -> KernelCase:
-    looks = tuple(_looks(tensor_operands(node)))
-    args, kwargs = map_operands(node, looks)
-    cold = tuple(storage_root(operand).op == "placeholder" for operand in tensor_operands(node))
-    return KernelCase(key, work, str(node.target), args, kwargs, looks, cold, 0.0)
+    def _case(self, key: KernelKey, node: fx.Node, kept: bool) -> KernelCase:
+        operands, work = tensor_operands(node), local_work(node, self._prices.traffic(node))
+        looks = tuple(_looks(operands))
+        args, kwargs = map_operands(node, looks)
+        cold = tuple(storage_root(operand).op == "placeholder" for operand in operands)
+        return KernelCase(
+            key, work, str(node.target), args, kwargs, looks, cold, 0.0, kept, self._step_nbytes
+        )
 
 
 def _looks(operands: Sequence[fx.Node]) -> Iterator[TensorLook]:

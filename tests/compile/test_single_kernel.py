@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -32,7 +33,9 @@ def case(
     op: str, *looks: TensorLook, cold: tuple[bool, ...] = (), args: tuple[object, ...] = ()
 ) -> KernelCase:
     key, work = KernelKey(op, ()), KernelWork(0.0, 0.0, "float32")
-    return KernelCase(key, work, op, (*looks, *args), {}, looks, cold or (False,) * len(looks), 0.0)
+    return KernelCase(
+        key, work, op, (*looks, *args), {}, looks, cold or (False,) * len(looks), 0.0, step_nbytes=2**30
+    )
 
 
 def called(one: KernelCase, calls: int) -> Calls:
@@ -58,6 +61,53 @@ def test_what_is_cold_is_another_tensor_each_time() -> None:
     found = called(case("aten.add.Tensor", ROWS, ROWS, cold=(False, True)), 3)
     first, second = zip(*(places for _, places, _ in found.ops), strict=True)
     assert len(set(first)) == 1 and len(set(second)) == 3
+
+
+def places(one: KernelCase, calls: int, runs: int, pool: torch.Tensor | None = None) -> list[list[int]]:
+    """Where each call of every run finds its operands."""
+    run = repeated_kernel(one, calls, CPU, pool)
+    found: list[list[int]] = []
+    for _ in range(runs):
+        with Calls() as noted:
+            run()
+        found += [list(at) for _, at, _ in noted.ops]
+    return found
+
+
+WEIGHT = TensorLook((1024, 1024), (1024, 1), torch.float32)  # of 4 MiB
+
+
+def test_what_is_cold_is_another_in_every_run_until_as_much_as_the_step_holds_was_read() -> None:
+    """20 MiB are five tensors; one call a run, so that a run alone would find its own again."""
+    one = replace(case("aten.add.Tensor", WEIGHT, WEIGHT, cold=(False, True)), step_nbytes=20 * 2**20)
+    first, second = zip(*places(one, 1, 10), strict=True)
+    assert len(set(first)) == 1
+    assert len(set(second[:5])) == 5 and second[5:] == second[:5]
+
+
+def test_a_step_that_holds_more_than_caches_reads_no_more_than_these() -> None:
+    one = case("aten.add.Tensor", WEIGHT, WEIGHT, cold=(False, True))
+    assert len({at for _, at in places(one, 1, 20)}) == 16
+
+
+def test_operands_are_parts_of_a_pool() -> None:
+    """Its first is not; of the others two are in the pool, one behind the other. Of another dtype none is."""
+    pool = torch.rand(2 * 2**20 + 5)
+    one = case("aten.add.Tensor", WEIGHT, WEIGHT, cold=(False, True))
+    begin = pool.data_ptr()
+    assert [at - begin for _, at in places(one, 1, 5, pool)[1:]] == [0, 4 * 2**20] * 2
+    doubles = case("aten.add.Tensor", *[replace(WEIGHT, dtype=torch.float64)] * 2, cold=(False, True))
+    assert not any(0 <= at - begin < pool.nbytes for _, at in places(doubles, 1, 5, pool))
+
+
+def test_a_result_that_is_kept_is_written_where_nothing_was_lately() -> None:
+    one = replace(case("aten.add.Tensor", WEIGHT, WEIGHT), kept=True, step_nbytes=12 * 2**20)
+    run = repeated_kernel(one, 1, CPU)
+    written = [run()[0].data_ptr() for _ in range(3)]  # type: ignore[index]
+    assert len(set(written)) == 3
+    free = repeated_kernel(replace(one, kept=False), 1, CPU)
+    result = weakref.ref(free()[0])  # type: ignore[index]
+    assert result() is None, "what is not kept is freed"
 
 
 def test_a_product_is_the_kernels_that_eager_programs_run() -> None:

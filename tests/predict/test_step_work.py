@@ -82,3 +82,17 @@ def test_weights_and_saved_values_are_cold() -> None:
 def test_another_process_gets_them_whole() -> None:
     work, *_ = work_of(*planned(2), "eager")
     assert pickle.loads(pickle.dumps(work)) == work
+
+
+def test_gradients_of_weights_outlive_their_phase() -> None:
+    """Products that make a gradient; and what the forward saves."""
+    joint, plan = planned(3)
+    work, *_ = work_of(joint, plan, "eager")
+    kept = {case.op for case in work.kernels if case.kept}
+    assert {"autoshard.contract.default", "aten.relu.default"} <= kept
+
+
+def test_a_case_knows_what_its_step_holds() -> None:
+    joint, plan = planned(3)
+    work, *_ = work_of(joint, plan, "eager")
+    assert {case.step_nbytes for case in work.kernels} == {plan.peak_memory}
