@@ -42,11 +42,12 @@ AGAIN_EDGES = 3000
 constant for each phase: searches take seconds to minutes there, and few found a faster plan, by 1 % at most."""
 STORED_EDGES = 10_000
 """Edges of the largest problem in which plans whose weights are all stored alike are looked for."""
-FAR, FASTEST, ROUGH_GAP = 0.15, 2, 0.02
-"""Share of a step by which these may be slower by the objective and still be judged, how many are, and the relative gap
-of the searches that say which."""
-AGAIN_GAP = 2e-3
-"""Relative gap of all searches but the first, which are about what a correction is worth."""
+FAR, FASTEST, ROUGH_GAP, EXACT_GAP = 0.15, 2, 0.1, 5e-3
+"""Share of a step by which these may be slower by the objective and still be judged, how many are, and the relative
+gaps of the searches that say which, and of their own."""
+AGAIN_GAP, RIVAL_GAP = 2e-3, 1e-2
+"""Relative gap of searches under a corrected overlap, which are about what a correction is worth; and of those whose
+plan is a rival and whose bound nobody reads."""
 NEAR, NEAREST = 0.02, 2
 """Of what the first search's weighted problems found, how many are judged, and by how much of its seconds they may take
 longer by the objective."""
@@ -152,11 +153,11 @@ class _Search:
 
     def _found_under(self, others: Iterable[tuple[Overlap, ...]], warm: JudgedChoice) -> Iterator[Choice]:
         for other in others:
-            yield self._solve(other, warm).choice
+            yield self._solve(other, warm, RIVAL_GAP).choice
 
     def _stored(self, overlaps: Sequence[Overlap], seconds: float) -> Iterator[Choice]:
         """Of every way to store all weights alike about the plan that is fastest if nothing hides; of these the fastest
-        by the objective, if they are not far slower than `seconds`, searched again exactly."""
+        by the objective, if they are not far slower than `seconds`, searched again."""
         counted: list[tuple[float, Allowed, Choice]] = []
         for allowed in stored_alike(self.space):
             with suppress(Infeasible):
@@ -167,7 +168,7 @@ class _Search:
         counted.sort(key=lambda one: one[0])
         for taken, allowed, rough in counted[:FASTEST]:
             if taken <= (1.0 + FAR) * seconds:
-                yield self._apart(allowed, AGAIN_GAP, rough)
+                yield self._apart(allowed, EXACT_GAP, rough)
 
     def _apart(self, allowed: Allowed, gap: float, warm: Choice | None) -> Choice:
         """The fastest choice of what is allowed if nothing hides. warm: a choice that is."""
@@ -220,13 +221,15 @@ class _Search:
         # What was judged before was compared then: nothing is returned to, so that searching again ends.
         return found if len(self.judged) > known and found.precedes(best) else best
 
-    def _solve(self, overlaps: Sequence[Overlap], warm: JudgedChoice | None) -> Solution:
+    def _solve(
+        self, overlaps: Sequence[Overlap], warm: JudgedChoice | None, gap: float = AGAIN_GAP
+    ) -> Solution:
         found = solve_overlapped(
             self.space.problem,
             self.space.kinds(overlaps),
             time_limit=self._left(),
             warm=None if warm is None else warm.choice,
-            relative_gap=0.0 if warm is None else AGAIN_GAP,
+            relative_gap=0.0 if warm is None else gap,
         )
         self.found.update(dict.fromkeys((found.choice, *found.others)))
         return found
