@@ -43,7 +43,8 @@ def family_narrowing(family: Family, joint: JointGraph, mesh: MeshSpec) -> Narro
 def _most(wishes: Sequence[_Wish]) -> Choose:
     def choose(strategies: Sequence[NodeLayouts]) -> Sequence[int]:
         met = [sum(wish(strategy) for wish in wishes) for strategy in strategies]
-        return [i for i, count in enumerate(met) if count == max(met)]
+        most = max(met)
+        return [i for i, count in enumerate(met) if count == most]
 
     return choose
 

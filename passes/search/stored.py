@@ -60,14 +60,16 @@ def _reading_whole(space: SearchSpace) -> Allowed:
             split = [
                 sum(len(one.operands[operand].axes) for operand in read) for one in space.strategies[node]
             ]
-            found[node] = tuple(place for place, count in enumerate(split) if count == min(split))
+            fewest = min(split)
+            found[node] = tuple(place for place, count in enumerate(split) if count == fewest)
     return found
 
 
 def _nearest(layouts: Sequence[Layout], axes: frozenset[str]) -> tuple[int, ...]:
     """Positions of those that use fewest other axes, and of these most of `axes`."""
     marks = [(-len(set(layout.axes) - axes), len(axes.intersection(layout.axes))) for layout in layouts]
-    return tuple(place for place, mark in enumerate(marks) if mark == max(marks))
+    nearest = max(marks)
+    return tuple(place for place, mark in enumerate(marks) if mark == nearest)
 
 
 def restricted(problem: Problem, allowed: Allowed) -> Problem:
