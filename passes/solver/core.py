@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .branches import Branches
 from .dual import Messages, ascend, decode, lower_bound, prune, zero_messages
 from .graph import DeadEnd, Graph
 from .local_search import descend
@@ -29,6 +30,8 @@ STALLED, PATIENCE = 0.02, 3
 """Messages have converged when this many times in a row the bound rose by less than this share of the gap."""
 WORTHWHILE = 0.2
 """Share of the entries that a pruning must remove for another round of the same kind: the next kind is stronger."""
+BRANCHES, BRANCHES_SHARE = 100, 0.5
+"""Relaxations solved in branches, and the share of the time left for them, before HiGHS searches by itself."""
 WORTHWHILE_IF_LARGE = 0.02
 """The same where the graph is too large for the next kind."""
 
@@ -188,6 +191,14 @@ class _Connected:
 
     def _by_integers(self) -> bool:
         if self.graph.entries() > PROGRAM_LIMIT:
+            return False
+        now = time.monotonic()
+        until = now + BRANCHES_SHARE * (self.budget.deadline - now)
+        branches = Branches(self.graph, self.cost, self.budget.tolerance, until, BRANCHES)
+        if branches.best is not None:
+            self.best, self.cost = self.graph.expand(branches.best), branches.cost
+        self.bound = max(self.bound, min(self._cutoff, branches.bound))
+        if self._done():
             return False
         program = build_program(self.graph)
         choice, bound = solve_integers(

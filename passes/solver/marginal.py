@@ -209,6 +209,11 @@ class Relaxation:
         self._solver.addRow(-np.inf, float(upper[0]), len(index), index, value)
         self.memory[key] = row
 
+    @property
+    def impossible(self) -> bool:
+        """Whether the last `solve` found that no choice is possible."""
+        return self._solver.getModelStatus() == highspy.HighsModelStatus.kInfeasible
+
     def solve(self, deadline: float) -> Relaxed | None:
         """None if time ran out or it is infeasible."""
         solver, program = self._solver, self._program

@@ -1,0 +1,163 @@
+"""Branch and bound with the relaxation, for what it leaves fractional: no memory rows.
+
+A node whose strategies share its weight is given each of them in turn, and then all others. The dual values of the
+relaxation bound a branch before it is solved and forbid most of what is left of it. The best choice is known within a
+few parts in ten thousand by then: what takes time is to prove that no branch holds a better one, and few branches are
+looked at for that. HiGHS's own search looks for choices and for cuts first, five times as long.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+
+from .dual import Messages, ascend, lower_bound, prune
+from .graph import DeadEnd, Graph, Restrict
+from .local_search import descend
+from .marginal import Relaxation, Relaxed
+from .presolve import presolve, propagate
+from .problem import Array
+from .tables import Index
+
+__all__ = ["Branches"]
+
+PASSES = 5
+"""Of messages in a branch, from the dual values of the whole."""
+WORTHWHILE = 0.2
+"""Share of the entries that a pruning must remove for another relaxation."""
+TRIED = 6
+"""Nodes of which branches are bounded, to say which is branched on."""
+SHARE = 0.01
+"""Weight from which on a strategy is a branch of its own."""
+
+Expand = Callable[[dict[int, int]], dict[int, int]]
+
+
+class Branches:
+    """best: of the nodes of the graph as it was given, a choice that costs less than the known one; None: none was found.
+    cost: of it, or of the known one. bound: no choice that costs less than `cutoff` costs less. left: relaxations that
+    may still be solved."""
+
+    def __init__(self, graph: Graph, cost: float, tolerance: float, deadline: float, most: int) -> None:
+        """cost: of a choice that is known. most: relaxations to solve; what is open then keeps the bound it has."""
+        self.best: dict[int, int] | None = None
+        self.cost = cost
+        self.left = most
+        self._tolerance, self._deadline = tolerance, deadline
+        whole = graph.copy()
+        whole.constant = graph.constant
+        self.bound = self._explored(whole, dict, -float("inf"))
+
+    @property
+    def cutoff(self) -> float:
+        """What costs this much or more need not be looked at."""
+        return self.cost - self._tolerance / 2
+
+    def _offer(self, graph: Graph, choice: Mapping[int, int], expand: Expand) -> None:
+        cost = graph.value(dict(choice))
+        if cost < self.cost:
+            self.best, self.cost = expand(graph.expand(choice)), cost
+
+    def _explored(self, graph: Graph, expand: Expand, known: float) -> float:
+        """A bound for all choices of a presolved graph. known: one that is proven."""
+        if not graph.cost:
+            self._offer(graph, {}, expand)
+            return graph.constant
+        if not self.left or time.monotonic() > self._deadline:
+            return known
+        self.left -= 1
+        relaxation = Relaxation(graph)
+        relaxed = relaxation.solve(self._deadline)
+        if relaxed is None:
+            return self.cutoff if relaxation.impossible else known
+        self._offer(graph, descend(graph, relaxed.choice), expand)
+        bound = max(known, lower_bound(graph, relaxed.messages))
+        if bound >= self.cutoff or relaxed.integral:
+            return bound
+        pruned = graph.copy()
+        pruned.constant = graph.constant
+        cutoff = self.cutoff
+        if not self._reduced(pruned, relaxed.messages, bound):
+            return cutoff
+        if pruned.entries() <= (1.0 - WORTHWHILE) * graph.entries():
+            return min(cutoff, self._explored(pruned, lambda choice: expand(graph.expand(choice)), bound))
+        return max(bound, self._branched(graph, relaxed, bound, lambda choice: expand(graph.expand(choice))))
+
+    def _branched(self, graph: Graph, relaxed: Relaxed, bound: float, expand: Expand) -> float:
+        shares = _shares(graph, relaxed)
+        tried = sorted(shares, key=lambda node: (float(shares[node].max()), node))[:TRIED]
+        node = max(tried, key=lambda node: self._least_gain(graph, node, shares[node], relaxed.messages))
+        least = float("inf")
+        for keep in _parts(shares[node]):
+            least = min(least, self._branch(graph, node, keep, relaxed.messages, bound, expand))
+        return least
+
+    def _least_gain(self, graph: Graph, node: int, shares: Array, messages: Messages) -> float:
+        """The least bound of branches at `node`, after a pass of messages."""
+        least = float("inf")
+        for keep in _parts(shares):
+            if len(keep) == 1:
+                try:
+                    branch, own = _restricted(graph, node, keep, messages)
+                except DeadEnd:
+                    continue
+                least = min(least, lower_bound(branch, ascend(branch, own, 1, self._deadline)))
+        return least
+
+    def _branch(
+        self, graph: Graph, node: int, keep: Index, messages: Messages, known: float, expand: Expand
+    ) -> float:
+        cutoff = self.cutoff
+        try:
+            branch, own = _restricted(graph, node, keep, messages)
+        except DeadEnd:
+            return cutoff
+        settled = ascend(branch, own, PASSES, self._deadline)
+        bound = max(known, lower_bound(branch, settled))
+        if bound >= cutoff:
+            return bound
+        if not self._reduced(branch, settled, lower_bound(branch, settled)):
+            return cutoff
+        return min(cutoff, self._explored(branch, expand, bound))
+
+    def _reduced(self, graph: Graph, messages: Messages, bound: float) -> bool:
+        """Without what the messages, whose bound this is, prove to cost too much; False: nothing is left."""
+        try:
+            prune(graph, messages, bound, self.cutoff)
+            presolve(graph, self._deadline)
+        except DeadEnd:
+            return False
+        return True
+
+
+def _shares(graph: Graph, relaxed: Relaxed) -> dict[int, Array]:
+    """Node -> the weight of its strategies."""
+    nodes = sorted(graph.cost)
+    ends = np.cumsum([len(graph.cost[node]) for node in nodes])
+    return dict(zip(nodes, np.split(relaxed.shares, ends[:-1]), strict=True))
+
+
+def _parts(shares: Array) -> Iterator[Index]:
+    """The strategies one by one that have weight, the most first; and all others."""
+    order = np.argsort(-shares, kind="stable")
+    count = int((shares[order] >= SHARE).sum())
+    for place in order[:count]:
+        yield np.array([place])
+    if count < len(order):
+        yield np.sort(order[count:])
+
+
+def _restricted(graph: Graph, node: int, keep: Index, messages: Messages) -> tuple[Graph, Messages]:
+    """The branch, and the messages for what is left of it. Raises DeadEnd."""
+    branch = graph.copy()
+    branch.constant = graph.constant
+    branch.restrict(node, keep)
+    propagate(branch)
+    own = dict(messages)
+    for step in branch.trail:
+        assert isinstance(step, Restrict)
+        for other in branch.adjacent[step.node]:
+            own[other, step.node] = own[other, step.node][step.keep]
+    return branch, own
