@@ -36,9 +36,9 @@ Expand = Callable[[dict[int, int]], dict[int, int]]
 
 
 class Branches:
-    """best: of the nodes of the graph as it was given, a choice that costs less than the known one; None: none was found.
-    cost: of it, or of the known one. bound: no choice that costs less than `cutoff` costs less. left: relaxations that
-    may still be solved."""
+    """best: of the nodes of the graph as it was given, a choice that costs less than the known one; None: none was
+    found. cost: of it, or of the known one. bound: no choice that costs less than `cutoff` costs less. left:
+    relaxations that may still be solved."""
 
     def __init__(self, graph: Graph, cost: float, tolerance: float, deadline: float, most: int) -> None:
         """cost: of a choice that is known. most: relaxations to solve; what is open then keeps the bound it has."""
@@ -86,7 +86,7 @@ class Branches:
         return max(bound, self._branched(graph, relaxed, bound, lambda choice: expand(graph.expand(choice))))
 
     def _branched(self, graph: Graph, relaxed: Relaxed, bound: float, expand: Expand) -> float:
-        shares = _shares(graph, relaxed)
+        shares = relaxed.by_node(graph)
         tried = sorted(shares, key=lambda node: (float(shares[node].max()), node))[:TRIED]
         node = max(tried, key=lambda node: self._least_gain(graph, node, shares[node], relaxed.messages))
         least = float("inf")
@@ -130,13 +130,6 @@ class Branches:
         except DeadEnd:
             return False
         return True
-
-
-def _shares(graph: Graph, relaxed: Relaxed) -> dict[int, Array]:
-    """Node -> the weight of its strategies."""
-    nodes = sorted(graph.cost)
-    ends = np.cumsum([len(graph.cost[node]) for node in nodes])
-    return dict(zip(nodes, np.split(relaxed.shares, ends[:-1]), strict=True))
 
 
 def _parts(shares: Array) -> Iterator[Index]:

@@ -16,7 +16,7 @@ from .branches import Branches
 from .dual import Messages, ascend, decode, lower_bound, prune, zero_messages
 from .graph import DeadEnd, Graph
 from .local_search import descend
-from .marginal import Relaxation, build_program, solve_integers
+from .marginal import Relaxation, Relaxed, build_program, solve_integers
 from .presolve import presolve
 from .problem import Infeasible
 
@@ -32,6 +32,9 @@ WORTHWHILE = 0.2
 """Share of the entries that a pruning must remove for another round of the same kind: the next kind is stronger."""
 BRANCHES, BRANCHES_SHARE = 100, 0.5
 """Relaxations solved in branches, and the share of the time left for them, before HiGHS searches by itself."""
+WEIGHT, MOSTLY_DECIDED = 1e-6, 0.2
+"""Weight in the relaxation of a strategy that may be part of its nearest choices; share of the entries at most, that
+these strategies have, for the best of them to be looked for."""
 WORTHWHILE_IF_LARGE = 0.02
 """The same where the graph is too large for the next kind."""
 
@@ -105,6 +108,7 @@ class _Connected:
         self.best: dict[int, int] | None = None
         self.cost = float("inf")
         self.bound = -float("inf")
+        self._weighted = False
         if warm is not None:
             self._offer(descend(graph, warm))
 
@@ -187,7 +191,25 @@ class _Connected:
         if relaxed is None:
             return False
         self._offer(descend(self.graph, relaxed.choice))
+        if not self._weighted:
+            self._offer_weighted(relaxed)
         return self._prune(relaxed.messages, lower_bound(self.graph, relaxed.messages))
+
+    def _offer_weighted(self, relaxed: Relaxed) -> None:
+        """The best of the strategies that the relaxation gives weight [Berthold 2007, RENS]."""
+        self._weighted = True
+        rest = self.graph.copy()
+        try:
+            for node, shares in relaxed.by_node(rest).items():
+                rest.restrict(node, np.flatnonzero(shares > WEIGHT))
+            presolve(rest, self.budget.deadline)
+        except DeadEnd:
+            return
+        if rest.entries() <= MOSTLY_DECIDED * self.graph.entries():
+            known = self.cost - self.graph.constant
+            found = Branches(rest, known, self.budget.tolerance, self.budget.deadline, BRANCHES)
+            if found.best is not None:
+                self._offer(rest.expand(found.best))
 
     def _by_integers(self) -> bool:
         if self.graph.entries() > PROGRAM_LIMIT:

@@ -71,6 +71,12 @@ class Relaxed:
     messages: Messages
     prices: dict[int, float]
 
+    def by_node(self, graph: Graph) -> dict[int, Array]:
+        """Node -> the shares of its strategies. graph: the one that was relaxed."""
+        nodes = sorted(graph.cost)
+        ends = np.cumsum([len(graph.cost[node]) for node in nodes])
+        return dict(zip(nodes, np.split(self.shares, ends[:-1]), strict=True))
+
 
 def build_program(graph: Graph, memory: Mapping[int, Row] | None = None) -> Program:
     """The program of `graph`, all of whose node costs are finite, with the memory rows `memory`."""
@@ -200,6 +206,7 @@ class Relaxation:
         self._graph, self._program = graph, build_program(graph)
         self._at = {node: p for p, node in enumerate(self._program.nodes)}
         self._solver = _highs(self._program, False, float("inf"))
+        self._solver.setOptionValue("presolve", "off")  # little is left to reduce, and it takes half of the time
         self.memory: dict[int, Row] = {}
 
     def add(self, key: int, row: Row) -> None:
