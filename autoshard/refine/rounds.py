@@ -13,6 +13,7 @@ from autoshard.plan.judged import Judged
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_cache import cached_plan, keep_plan, kept_plan, plan_path
 from autoshard.plan.task import Task, search_plan
+from autoshard.refine.refining_time import refining_seconds
 from autoshard.refine.timed_store import TimedStore
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
@@ -27,7 +28,7 @@ from passes.search.narrowing import Narrowing
 from passes.simulate.lockstep import simulated_group_axes, simulated_groups
 from passes.strategies.prices import Prices
 
-__all__ = ["Case", "Rounds", "refining_seconds"]
+__all__ = ["Case", "Rounds"]
 
 _log = logging.getLogger("autoshard")
 
@@ -35,12 +36,6 @@ Case = KernelCase | CollectiveCase
 
 MOST_ROUNDS = 4
 """Searches under timed prices. The second or third seldom finds another plan."""
-STEPS_WORTH, MOST_SHARE, LEAST_SECONDS = 200, 0.25, 5.0
-"""What refining may take: so many predicted steps, and this share of the time limit; less than the seconds is not
-begun. What a faster plan saves must be worth the wait: training has many times as many steps, a test has not."""
-START_SECONDS, NODE_SECONDS = 8.0, 0.04
-"""What it may take at most for a graph without nodes, and for each of its nodes: searching and timing take as long as
-there is to search and to time, whatever a busy machine predicts of a step."""
 FAMILIES_SHARE = 0.2
 """Of the budget, for the searches of families."""
 SEARCH_SHARE = 0.3
@@ -51,15 +46,10 @@ NEXT_BEST = 2
 """Plans of the same search that are timed as well."""
 UNCONFIRMED = 0.1
 """Of a plan's step, in kernels and collectives that there was no time for: with more, the next start goes on."""
+CONFIRMING_SHARE, CONFIRMING_SECONDS = 0.3, 5.0
+"""Of the budget, and seconds at most, for timing what is unknown of the plan that was chosen: no search follows."""
 FASTER = 1e-3
 """Share of a step from which on a plan counts as faster."""
-
-
-def refining_seconds(step_seconds: float, time_limit: float, nodes: int) -> float:
-    """The budget for a plan of that step and of a graph of so many nodes; 0: not worth it."""
-    most = START_SECONDS + NODE_SECONDS * nodes
-    seconds = min(STEPS_WORTH * step_seconds, MOST_SHARE * time_limit, most)
-    return seconds if seconds >= LEAST_SECONDS else 0.0
 
 
 @dataclass(frozen=True)
@@ -82,8 +72,8 @@ class Rounds:
     The first plan is searched under what was timed before. `wanted` says what else there is to time, of this plan,
     of the next best and of the best of every family; `add` takes the times, searches again, and says so again, until
     the plan stays, everything of it was timed, or time is up. `plan` is then the fastest of those found where what was
-    not timed counts twice: it may look fast only because nobody looked. Where that is much of it, the next start goes
-    on with the times that this one kept.
+    not timed counts twice: it may look fast only because nobody looked. Where that is much of it, it is timed and
+    compared once more; where there is no time for that, the next start goes on with the times that this one kept.
     """
 
     def __init__(
@@ -95,6 +85,7 @@ class Rounds:
         self._tried: set[object] = set()
         self._families: list[_Candidate] | None = None
         self._rounds = 0
+        self._stayed = self._confirming = False
         self._next: list[_Candidate] = []
         self._path = plan_path(task, "refined", store.path.name)
         kept = kept_plan(self._path, self._under(self._timed))
@@ -106,6 +97,7 @@ class Rounds:
         nodes = len(task.joint.graph.nodes)
         seconds = 0.0 if self._done else budget(self.plan.step_time, task.time_limit, nodes)
         self._kept_for_search = SEARCH_SHARE * seconds
+        self._confirming_seconds = min(CONFIRMING_SHARE * seconds, CONFIRMING_SECONDS)
         self._deadline, self._families_deadline = map(Deadline.after, (seconds, FAMILIES_SHARE * seconds))
         self._done = self._done or not seconds
         if not self._done and self._timed != TimedPrices():
@@ -115,17 +107,43 @@ class Rounds:
         """What is to be timed next, in this order; (): nothing."""
         if self._done:
             return ()
-        cases = tuple(self._missing()) if self._deadline.left else ()
-        new = tuple(case for case in cases if _distinct(case) not in self._tried)
-        self._tried |= {_distinct(case) for case in cases}
-        if not new or not self.seconds_left or self._rounds >= MOST_ROUNDS:
+        new = ()
+        if (
+            not self._confirming
+            and self.seconds_left > 0.0
+            and self._rounds < MOST_ROUNDS
+            and not self._stayed
+        ):
+            new = self._untried(self._missing())
+        new = new or self._to_confirm()
+        if not new:
             self._finish()
-            return ()
         return new
+
+    def _untried(self, cases: Iterable[Case]) -> tuple[Case, ...]:
+        """Those that were not asked for before."""
+        known = {_distinct(case): case for case in cases}
+        new = tuple(case for mark, case in known.items() if mark not in self._tried)
+        self._tried |= known.keys()
+        return new
+
+    def _to_confirm(self) -> tuple[Case, ...]:
+        """What is unknown of the plan that is chosen so far, where it is much of it; once."""
+        if self._confirming:
+            return ()
+        self._confirming = True
+        task = self._under(self._timed)
+        seconds, plan = self._chosen(task)
+        if self._unknown_seconds(plan) <= UNCONFIRMED * seconds:
+            return ()
+        self._deadline = self._deadline.at_least(self._confirming_seconds)
+        return self._untried(self._untimed(_Candidate.of(plan)))
 
     @property
     def seconds_left(self) -> float:
-        """For timing: a search comes after it."""
+        """For timing: a search may come after it."""
+        if self._confirming:
+            return self._confirming_seconds
         return max(0.0, self._deadline.left - min(self._search_seconds, self._kept_for_search))
 
     def add(self, times: TimedPrices) -> None:
@@ -134,9 +152,9 @@ class Rounds:
         self._timed = self._timed.joined(times)
         self._store.write(self._timed)
         self._rounds += 1
-        self._search()
-        if self.plan.assignment == before.assignment:
-            self._finish()
+        if not self._confirming:
+            self._search()
+            self._stayed = self.plan.assignment == before.assignment
 
     def _under(self, timed: TimedPrices) -> Task:
         return replace(self._task, timed=timed)
@@ -186,7 +204,7 @@ class Rounds:
     def _best_of_families(self) -> Iterator[_Candidate]:
         for family in FAMILIES:
             deadline = self._families_deadline
-            plan = self._family_plan(family, deadline) if deadline.left else None
+            plan = self._family_plan(family, deadline) if deadline.left > 0.0 else None
             if plan is not None and not plan.joined_axes:
                 yield _Candidate.of(plan, family)
 
@@ -219,13 +237,10 @@ class Rounds:
         """The fastest of the plans found and of the best of every family, under the prices of now."""
         self._done = True
         task = self._under(self._timed)
-        seconds, best = min(
-            ((self._cautious(task, plan), plan) for plan in reversed(self._found)), key=lambda item: item[0]
-        )
+        seconds, best = self._chosen(task)
         for candidate in self._families or ():
-            if self._deadline.left and task.judged(candidate.assignment).seconds < (1.0 - FASTER) * seconds:
-                assert candidate.family is not None
-                found = self._family_plan(candidate.family, self._deadline)
+            if task.judged(candidate.assignment).seconds < (1.0 - FASTER) * seconds:
+                found = self._of_family(candidate, task)
                 if found is not None and self._cautious(task, found) < (1.0 - FASTER) * seconds:
                     best, seconds = found, self._cautious(task, found)
         self.plan = self._priced_now(best, task)
@@ -233,19 +248,34 @@ class Rounds:
             keep_plan(self._path, self.plan)
         _log.info("refine: %s", self._said())
 
+    def _chosen(self, task: Task) -> tuple[float, Plan]:
+        """The fastest of the plans found under the prices of now, and its cautious seconds."""
+        plans = ((self._cautious(task, plan), plan) for plan in reversed(self._found))
+        return min(plans, key=lambda item: item[0])
+
     def _priced_now(self, plan: Plan, task: Task) -> Plan:
         """`plan` under the prices of now, with the bound of the whole search that was the last."""
         latest = self._found[-1]
         if plan is latest:
             return plan
         if plan.origin.timed != self._timed.hash:
-            held = replace(task, narrowing=Narrowing(held=plan.assignment))
-            try:
-                plan = search_plan(held, self._deadline.at_least(1.0))
-            except InfeasibleError:  # there is no time for it
-                return plan
+            plan = self._held(plan.assignment, task) or plan
         bound = min(latest.lower_bound, plan.cost)
         return replace(plan, lower_bound=bound, status="feasible", again=task.again())
+
+    def _of_family(self, candidate: _Candidate, task: Task) -> Plan | None:
+        """The best of its family under the prices of now; where there is no time to look for it, the one known."""
+        assert candidate.family is not None
+        found = self._family_plan(candidate.family, self._deadline) if self._deadline.left > 0.0 else None
+        return found or self._held(candidate.assignment, task)
+
+    def _held(self, assignment: Assignment, task: Task) -> Plan | None:
+        """The plan of these layouts; None: there is no time for it."""
+        held = replace(task, narrowing=Narrowing(held=assignment))
+        try:
+            return search_plan(held, self._deadline.at_least(1.0))
+        except InfeasibleError:
+            return None
 
     def _cautious(self, task: Task, plan: Plan) -> float:
         """A step of the plan under the prices of now, what was not timed counted twice."""

@@ -10,7 +10,8 @@ import pytest
 
 from autoshard.plan.plan import Plan
 from autoshard.plan.task import Task, search_plan
-from autoshard.refine.rounds import MOST_ROUNDS, Case, Rounds, refining_seconds
+from autoshard.refine.refining_time import refining_seconds
+from autoshard.refine.rounds import MOST_ROUNDS, Case, Rounds
 from autoshard.refine.timed_store import TimedStore
 from cost_model.timed import TimedPrices
 from passes.predict.step_work import CollectiveCase, KernelCase
@@ -183,9 +184,36 @@ def test_what_there_was_no_time_for_counts_twice(share: float, monkeypatch: pyte
         )
     )
     assert first.collectives and not rounds.plan.collectives
+    if rounds.wanted():
+        rounds.add(TimedPrices())  # there was no time for it
     assert rounds.wanted() == ()
     assert (rounds.plan.assignment == first.assignment) == (share < 3.0)
     assert begun(one).wanted() or share < 3.0, "the next start goes on"
+
+
+@pytest.mark.parametrize("factor", [1.0, 1e3])
+def test_what_is_unknown_of_the_plan_that_was_chosen_is_timed_at_last(
+    factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The only search under timed prices does without collectives, in products that nobody has timed. If these take
+    what was modelled, the plan stays and is kept; if they take 1,000 times as long, the first one is the plan."""
+    monkeypatch.setattr("autoshard.refine.rounds.MOST_ROUNDS", 1)
+    one = task()
+    rounds = begun(one)
+    first, cases = rounds.plan, rounds.wanted()
+    mine = own_products(first)
+    slow = 20.0 * first.step_time / sum(c.seconds for c in first.collectives)
+    given = timed(one, cases, collective_factor=lambda _: slow)
+    kept = (k for k in given.kernels if "contract" not in k.key.form or k.key.shapes in mine)
+    rounds.add(replace(given, kernels=tuple(kept)))
+    unknown = rounds.wanted()
+    assert {case.key.shapes for case in unknown if isinstance(case, KernelCase)} >= own_products(
+        rounds.plan
+    ) - mine
+    rounds.add(timed(one, unknown, lambda _: factor))
+    assert rounds.wanted() == ()
+    assert (rounds.plan.assignment == first.assignment) == (factor > 1.0)
+    assert begun(one).plan == rounds.plan and not begun(one).wanted(), "the next start goes on with nothing"
 
 
 def test_the_plan_comes_first_and_rivals_are_timed_too() -> None:
