@@ -19,6 +19,9 @@ __all__ = ["Allowed", "places_in", "places_of", "restricted", "stored_alike"]
 _FEW = 3
 """Axes of which every set is listed; of more, none and all."""
 
+Places = tuple[int, ...] | None
+"""Of the strategies that are kept; None: all."""
+
 Allowed = Mapping[int, Sequence[int]]
 """Search node -> the strategies that it may have, by their places; nodes that are not named may have all."""
 
@@ -74,15 +77,24 @@ def _nearest(layouts: Sequence[Layout], axes: frozenset[str]) -> tuple[int, ...]
 
 def restricted(problem: Problem, allowed: Allowed) -> Problem:
     """`problem` with some strategies only: per node the ones kept, nodes not named keep all."""
-    kept = {node: np.array(places) for node, places in allowed.items()}
+    kept = {node: tuple(places) for node, places in allowed.items()}
+    known: dict[tuple[object, ...], np.ndarray] = {}
 
     def of(node: int, values: np.ndarray) -> np.ndarray:
-        return values[kept[node]] if node in kept else values
+        return part(values, kept.get(node), None)
 
     def matrix(edge: tuple[int, int], costs: np.ndarray) -> np.ndarray:
-        i, j = edge
-        rows = costs[kept[i]] if i in kept else costs
-        return rows[:, kept[j]] if j in kept else rows
+        return part(costs, kept.get(edge[0]), kept.get(edge[1]))
+
+    def part(values: np.ndarray, rows: Places, columns: Places) -> np.ndarray:
+        """One array of all that are the same part of the same: equal layers go on sharing theirs."""
+        if rows is None and columns is None:
+            return values
+        mark = (id(values), rows, columns)
+        if mark not in known:
+            some = values if rows is None else values[list(rows)]
+            known[mark] = some if columns is None else some[:, list(columns)]
+        return known[mark]
 
     return replace(
         problem,

@@ -16,7 +16,7 @@ from passes.search.search_space import SearchSpace
 from passes.search.stored import places_in, places_of, restricted, stored_alike
 from passes.search.strategy_space import build_space
 from passes.solver.solve import solve
-from tests.solver.oracle import brute_force, random_problem
+from tests.solver.oracle import brute_force, chain, random_problem
 
 
 class Scaled(nn.Linear):
@@ -109,3 +109,13 @@ def test_a_choice_of_what_is_left_is_one_of_the_whole(seed: int) -> None:
         choice = places_in(allowed, found)
         assert places_of(allowed, choice) == found
         assert problem.cost(choice) == pytest.approx(truth.cost) and choice in within
+
+
+def test_layers_that_share_their_arrays_share_what_is_left_of_them() -> None:
+    problem = chain(12, 4, 0, skip=3)
+    allowed = {node: [0, 2] for node in range(0, 12, 2)} | {node: [1, 2, 3] for node in range(1, 12, 2)}
+    left = restricted(problem, allowed)
+    for whole, part in ((problem.node_costs, left.node_costs), (problem.edge_costs, left.edge_costs)):
+        shapes = [(id(a), b.shape) for a, b in zip(whole, part, strict=True)]
+        # Of equal arrays, equal rows and columns are kept wherever the shapes are equal.
+        assert len({id(array) for array in part}) == len(set(shapes)) < len(part)
