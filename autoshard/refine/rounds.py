@@ -107,15 +107,8 @@ class Rounds:
         """What is to be timed next, in this order; (): nothing."""
         if self._done:
             return ()
-        new = ()
-        if (
-            not self._confirming
-            and self.seconds_left > 0.0
-            and self._rounds < MOST_ROUNDS
-            and not self._stayed
-        ):
-            new = self._untried(self._missing())
-        new = new or self._to_confirm()
+        ended = self._confirming or self._stayed or self._rounds >= MOST_ROUNDS or self.seconds_left <= 0.0
+        new = (() if ended else self._untried(self._missing())) or self._to_confirm()
         if not new:
             self._finish()
         return new

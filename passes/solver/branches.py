@@ -76,25 +76,26 @@ class Branches:
         bound = max(known, lower_bound(graph, relaxed.messages))
         if bound >= self.cutoff or relaxed.integral:
             return bound
+        onward: Expand = lambda choice: expand(graph.expand(choice))
         pruned = graph.copy()
         pruned.constant = graph.constant
         cutoff = self.cutoff
         if not self._reduced(pruned, relaxed.messages, bound):
             return cutoff
         if pruned.entries() <= (1.0 - WORTHWHILE) * graph.entries():
-            return min(cutoff, self._explored(pruned, lambda choice: expand(graph.expand(choice)), bound))
-        return max(bound, self._branched(graph, relaxed, bound, lambda choice: expand(graph.expand(choice))))
+            return min(cutoff, self._explored(pruned, onward, bound))
+        return max(bound, self._branched(graph, relaxed, bound, onward))
 
     def _branched(self, graph: Graph, relaxed: Relaxed, bound: float, expand: Expand) -> float:
         shares = relaxed.by_node(graph)
         tried = sorted(shares, key=lambda node: (float(shares[node].max()), node))[:TRIED]
-        node = max(tried, key=lambda node: self._least_gain(graph, node, shares[node], relaxed.messages))
+        node = max(tried, key=lambda node: self._least_bound(graph, node, shares[node], relaxed.messages))
         least = float("inf")
         for keep in _parts(shares[node]):
             least = min(least, self._branch(graph, node, keep, relaxed.messages, bound, expand))
         return least
 
-    def _least_gain(self, graph: Graph, node: int, shares: Array, messages: Messages) -> float:
+    def _least_bound(self, graph: Graph, node: int, shares: Array, messages: Messages) -> float:
         """The least bound of branches at `node`, after a pass of messages."""
         least = float("inf")
         for keep in _parts(shares):
@@ -115,10 +116,11 @@ class Branches:
         except DeadEnd:
             return cutoff
         settled = ascend(branch, own, PASSES, self._deadline)
-        bound = max(known, lower_bound(branch, settled))
+        own_bound = lower_bound(branch, settled)
+        bound = max(known, own_bound)
         if bound >= cutoff:
             return bound
-        if not self._reduced(branch, settled, lower_bound(branch, settled)):
+        if not self._reduced(branch, settled, own_bound):
             return cutoff
         return min(cutoff, self._explored(branch, expand, bound))
 

@@ -30,13 +30,13 @@ STALLED, PATIENCE = 0.02, 3
 """Messages have converged when this many times in a row the bound rose by less than this share of the gap."""
 WORTHWHILE = 0.2
 """Share of the entries that a pruning must remove for another round of the same kind: the next kind is stronger."""
+WORTHWHILE_IF_LARGE = 0.02
+"""The same where the graph is too large for the next kind."""
 BRANCHES, BRANCHES_SHARE = 100, 0.5
 """Relaxations solved in branches, and the share of the time left for them, before HiGHS searches by itself."""
 WEIGHT, MOSTLY_DECIDED = 1e-6, 0.2
 """Weight in the relaxation of a strategy that may be part of its nearest choices; share of the entries at most, that
 these strategies have, for the best of them to be looked for."""
-WORTHWHILE_IF_LARGE = 0.02
-"""The same where the graph is too large for the next kind."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ class _Connected:
         until = now + BRANCHES_SHARE * (self.budget.deadline - now)
         branches = Branches(self.graph, self.cost, self.budget.tolerance, until, BRANCHES)
         if branches.best is not None:
-            self.best, self.cost = self.graph.expand(branches.best), branches.cost
+            self._offer(branches.best)
         self.bound = max(self.bound, min(self._cutoff, branches.bound))
         if self._done():
             return False

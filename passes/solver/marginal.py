@@ -206,9 +206,8 @@ class Relaxation:
         self._graph, self._program = graph, build_program(graph)
         self._at = {node: p for p, node in enumerate(self._program.nodes)}
         self._solver = _highs(self._program, False, float("inf"))
-        self._solver.setOptionValue(
-            "presolve", "off"
-        )  # little is left to reduce, and it takes half of the time
+        # Little is left to reduce, and looking for it takes half of the time.
+        self._solver.setOptionValue("presolve", "off")
         self.memory: dict[int, Row] = {}
 
     def add(self, key: int, row: Row) -> None:
