@@ -92,9 +92,10 @@ class ComputePrices:
         key: what it is timed as; None: not at all."""
         if self.timed is None or key is None:
             return self._modelled(work)
-        if work.kind not in self._scales:
-            self._scales[work.kind] = self.timed.scale(work.kind, self._modelled)
-        return self.timed.seconds(key, work, self._modelled, self._scales[work.kind])
+        limit = work.limited_by
+        if limit not in self._scales:
+            self._scales[limit] = self.timed.scale(limit, self._modelled)
+        return self.timed.seconds(key, work, self._modelled, self._scales[limit])
 
     def priced(self, key: KernelKey | None) -> Priced:
         """Where `work_seconds` of a kernel comes from."""

@@ -2,8 +2,8 @@
 
 They take the place of the modelled prices of equal and of near shapes: a kernel of equal shapes takes what was timed;
 one of near shapes what the model says, times the ratio of timed to modelled at the nearest timed shapes; any other what
-the model says, times the median ratio of its kind of work. Without that, what was timed would look fast beside what was
-not, or slow, wherever the model is off as a whole.
+the model says, times the median ratio of what is limited alike. Without that, what was timed would look fast beside
+what was not, or slow, wherever the model is off as a whole.
 """
 
 from __future__ import annotations
@@ -62,14 +62,25 @@ class KernelWork:
     stored: float = 0.0
     launched: bool = True
 
+    @property
+    def limited_by(self) -> KernelKind | None:
+        """What it is like where the model is off: a kind of arithmetic; None: memory traffic alone."""
+        return self.kind if self.flops else None
+
 
 @dataclass(frozen=True)
 class TimedKernel:
-    """seconds: of one call, all ranks computing at once."""
+    """seconds: of one call, all ranks computing at once. inner: of a fused group, what is computed in the same loop as
+    `work`, of which `seconds` are too. Those are priced apart, by the model."""
 
     key: KernelKey
     work: KernelWork
     seconds: float
+    inner: tuple[KernelWork, ...] = ()
+
+    def own_seconds(self, model: Callable[[KernelWork], float]) -> float:
+        """Without those of `inner`. model: the price of a work."""
+        return max(0.0, self.seconds - sum(map(model, self.inner)))
 
 
 @dataclass(frozen=True)
@@ -117,16 +128,16 @@ class TimedPrices:
     def seconds(
         self, key: KernelKey, work: KernelWork, model: Callable[[KernelWork], float], scale: float
     ) -> float:
-        """Of a kernel. model: the price of a work; scale: of `work.kind`, as `scale` has it."""
+        """Of a kernel. model: the price of a work; scale: of `work.limited_by`, as `scale` has it."""
         equal = self.kernel(key)
         if equal is not None:
-            return equal.seconds
+            return equal.own_seconds(model)
         near = self.near(key)
         return model(work) * (scale if near is None else _ratio(near, model))
 
-    def scale(self, kind: KernelKind | None, model: Callable[[KernelWork], float]) -> float:
-        """Timed over modelled, the median of all kernels of a kind; 1 where there are too few to tell."""
-        ratios = [_ratio(kernel, model) for kernel in self.kernels if kernel.work.kind == kind]
+    def scale(self, limited_by: KernelKind | None, model: Callable[[KernelWork], float]) -> float:
+        """Timed over modelled, the median of all kernels that are limited alike; 1 where there are too few to tell."""
+        ratios = [_ratio(kernel, model) for kernel in self.kernels if kernel.work.limited_by == limited_by]
         return statistics.median(ratios) if len(ratios) >= ENOUGH else 1.0
 
     def priced(self, key: KernelKey) -> Priced:
@@ -169,7 +180,7 @@ def _grouped(kernels: Iterable[TimedKernel], key: Callable[[TimedKernel], _K]) -
 
 
 def _ratio(kernel: TimedKernel, model: Callable[[KernelWork], float]) -> float:
-    return kernel.seconds / max(model(kernel.work), 1e-12)
+    return kernel.own_seconds(model) / max(model(kernel.work), 1e-12)
 
 
 def _distance(one: Shapes, other: Shapes) -> float | None:

@@ -14,6 +14,7 @@ from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from cost_model.timed import TimedPrices
 from passes.redistribution.redistribute import Redistributor
+from passes.strategies.fused_groups import timed_traffic_model
 from passes.strategies.prices import Prices
 from passes.strategies.pricing import traffic_model
 
@@ -42,7 +43,7 @@ def prices_of(
         redistributor=Redistributor(mesh, collectives),
         merged=Redistributor(mesh, BucketedPrices(collectives.seconds, mesh, compute)),
         optimizer_seconds=lambda nbytes: compute.update_seconds(nbytes, optimizer.passes),
-        traffic=traffic_model(backend),
+        traffic=traffic_model(backend) if timed is None else timed_traffic_model(backend),
         overlap_efficiency=profile.overlap_efficiency,
         optimizer=optimizer,
         lateness=profile.lateness,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["refining_seconds"]
+__all__ = ["COMPILING_SECONDS", "refining_seconds"]
 
 STEPS_WORTH, MOST_SHARE, LEAST_SECONDS = 200, 0.25, 5.0
 """What refining may take: so many predicted steps, and this share of the time limit; less than the seconds is not
@@ -10,6 +10,9 @@ begun. What a faster plan saves must be worth the wait: training has many times 
 START_SECONDS, NODE_SECONDS = 8.0, 0.04
 """What it may take at most for a graph without nodes, and for each of its nodes: searching and timing take as long as
 there is to search and to time, whatever a busy machine predicts of a step."""
+
+COMPILING_SECONDS = 8.0
+"""More for programs that are compiled: the fused groups that are timed are, each in half a second on two cores."""
 
 
 def refining_seconds(step_seconds: float, time_limit: float, nodes: int) -> float:

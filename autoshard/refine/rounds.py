@@ -13,7 +13,7 @@ from autoshard.plan.judged import Judged
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_cache import cached_plan, keep_plan, kept_plan, plan_path
 from autoshard.plan.task import Task, search_plan
-from autoshard.refine.refining_time import refining_seconds
+from autoshard.refine.refining_time import COMPILING_SECONDS, refining_seconds
 from autoshard.refine.timed_store import TimedStore
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
@@ -96,6 +96,8 @@ class Rounds:
         self._found = [self.plan]
         nodes = len(task.joint.graph.nodes)
         seconds = 0.0 if self._done else budget(self.plan.step_time, task.time_limit, nodes)
+        if seconds and task.backend != "eager":
+            seconds += COMPILING_SECONDS
         self._kept_for_search = SEARCH_SHARE * seconds
         self._confirming_seconds = min(CONFIRMING_SHARE * seconds, CONFIRMING_SECONDS)
         self._deadline, self._families_deadline = map(Deadline.after, (seconds, FAMILIES_SHARE * seconds))

@@ -15,6 +15,7 @@ from cost_model.groups import GroupShape, group_shape
 from cost_model.measure.behind import Pause, beyond_pause, collective_series, pause_series
 from cost_model.measure.clock import Clock
 from cost_model.measure.collective_work import Buffers, Team, whole_size
+from cost_model.measure.facts import host_name
 from cost_model.measure.measure import mesh_device
 from cost_model.measure.peers import Peers, world_peers
 from cost_model.measure.processor_clock import clocks
@@ -23,6 +24,7 @@ from cost_model.measure.statistics import Curve, median
 from cost_model.measure.teams import teams_of
 from cost_model.mesh import MeshSpec
 from cost_model.timed import TimedCollective, TimedKernel, TimedPrices
+from passes.compile.fused_kernel import compile_group, repeated_group, start_compiler
 from passes.compile.single_kernel import COLD_NBYTES, repeated_kernel
 from passes.predict.step_work import CollectiveCase, KernelCase
 
@@ -41,13 +43,19 @@ _MOST_CALLS, _RUN_SECONDS = 8, 1e-3
 _NOISIEST = 0.5
 """Interquartile range over median of the repetitions, from which on a time says more of other work than of the case: of
 two repetitions one took three times as long as the other."""
+_AHEAD = 2
+"""Fused groups that a rank compiles before ranks look at the clock again, and at what others of its host compiled."""
 
 
 def time_work(
-    mesh: DeviceMesh, cases: Sequence[KernelCase | CollectiveCase], seconds: float, clock: Clock | None = None
+    mesh: DeviceMesh,
+    cases: Sequence[KernelCase | CollectiveCase],
+    seconds: float,
+    clock: Clock | None = None,
+    backend: str = "inductor",
 ) -> TimedPrices:
     """What each of `cases` takes, in their order, until about `seconds` are over. All ranks of the world enter with
-    equal arguments, and get the same.
+    equal arguments, and get the same. backend: what compiles fused groups.
 
     What a device refuses to run, or has no memory for, is left out, and so is what takes another time each time.
     """
@@ -58,7 +66,7 @@ def time_work(
         moves = peers.size > 1 and any(isinstance(case, CollectiveCase) for case in cases)
         teams = stack.enter_context(teams_of(mesh, spec)) if moves else {}
         pool = torch.rand(COLD_NBYTES // 4, device=device, generator=torch.Generator(device).manual_seed(0))
-        timing = _Timing(spec, device, peers, *clocks(device.type, peers, clock), teams, pool)
+        timing = _Timing(spec, device, peers, *clocks(device.type, peers, clock), teams, pool, backend)
         return timing.all(cases, seconds)
 
 
@@ -75,24 +83,45 @@ class _Timing:
     of_kernels: Clock
     teams: Mapping[GroupShape, Team]
     pool: torch.Tensor
+    backend: str
     kernels: list[TimedKernel] = field(default_factory=list[TimedKernel])
     collectives: list[TimedCollective] = field(default_factory=list[TimedCollective])
 
     def all(self, cases: Sequence[KernelCase | CollectiveCase], seconds: float) -> TimedPrices:
         _keep_freed_memory(self.device)
+        groups = [case for case in cases if isinstance(case, KernelCase) and case.group]
+        if groups:
+            start_compiler(self.device, self.backend)
         start = self.clock.now()
         for case in cases:
             if self.peers.first(self.clock.now() - start >= seconds):
                 break
+            if case in groups:
+                groups = self._compiled_ahead(groups, case)
             try:
                 self._add(case)
             except (ProfileError, _Noisy) as error:  # on all ranks alike
                 _log.debug("not timed: %s", error)
         return TimedPrices(tuple(self.kernels), tuple(self.collectives))
 
+    def _compiled_ahead(self, groups: Sequence[KernelCase], case: KernelCase) -> list[KernelCase]:
+        """Those that are left when `case` and the next few are compiled, each by one rank of a host."""
+        hosts = self.peers.everyones(host_name())
+        here = [rank for rank, host in enumerate(hosts) if host == host_name()]
+        fewest = min(hosts.count(host) for host in hosts)
+        begin = groups.index(case)
+        these, left = groups[begin : begin + _AHEAD * fewest], groups[begin + _AHEAD * fewest :]
+        for group in these[here.index(self.peers.rank) :: len(here)]:
+            try:
+                compile_group(group, self.device, self.backend)
+            except Exception as error:  # it will be said of all ranks together
+                _log.debug("refine: %s: %s", group.op, error)
+        self.peers.barrier()
+        return list(left)
+
     def _add(self, case: KernelCase | CollectiveCase) -> None:
         if isinstance(case, KernelCase):
-            self.kernels.append(TimedKernel(case.key, case.work, self._kernel(case)))
+            self.kernels.append(TimedKernel(case.key, case.work, self._kernel(case), case.inner))
         elif (shape := group_shape(self.spec, case.axes)) in self.teams:
             seconds = self._collective(case, self.teams[shape])
             self.collectives.append(TimedCollective(case.kind, shape, case.nbytes, seconds))
@@ -101,7 +130,10 @@ class _Timing:
         calls = _calls(case)
 
         def prepare(_: int) -> object:
-            run = repeated_kernel(case, calls, self.device, self.pool)
+            if case.group:
+                run = repeated_group(case, calls, self.device, self.backend, self.pool)
+            else:
+                run = repeated_kernel(case, calls, self.device, self.pool)
             run()  # what it refuses, it refuses here: on one rank alone it must not be while others wait
             return run
 

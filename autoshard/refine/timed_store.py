@@ -23,7 +23,7 @@ from cost_model.timed import TimedPrices
 
 __all__ = ["TimedStore", "store_of"]
 
-_SCHEMA_VERSION = 4
+_SCHEMA_VERSION = 5
 """Another where kernels or collectives are timed in another way, too."""
 _log = logging.getLogger("autoshard")
 
@@ -82,5 +82,5 @@ def timed_key(
         "timed": _SCHEMA_VERSION,
         "software": dict(software_versions(spec.device_type, collectives)),
         "autoshard": __version__,
-        "kernels": "op by op" if backend == "eager" else "between fused ones",
+        "kernels": "op by op" if backend == "eager" else f"fused by {backend}",
     }

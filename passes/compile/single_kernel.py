@@ -18,7 +18,7 @@ from passes.ir.fake_calls import FakeCalls
 from passes.ir.torch_compat import fake_mode_of, fresh_fakes
 from passes.predict.step_work import KernelCase, TensorLook
 
-__all__ = ["COLD_NBYTES", "repeated_kernel"]
+__all__ = ["COLD_NBYTES", "invented", "op_named", "operand_sets", "repeated_kernel", "uses"]
 
 COLD_NBYTES = 2**26
 """Bytes of tensors between two uses of one that is in no cache by then: twice a large last-level cache. A step that
@@ -44,12 +44,12 @@ def repeated_kernel(
     generator = torch.Generator(device).manual_seed(0)
 
     def placeholder(look: TensorLook, cold: bool) -> fx.Node:
-        values.append(_invented(look, device, generator))
+        values.append(invented(look, device, generator))
         colds.append(cold)
         return graph.placeholder(f"x{len(values)}")
 
     copies = [
-        [placeholder(look, cold) for _ in range(min(calls, _uses(look.nbytes, between)) if cold else 1)]
+        [placeholder(look, cold) for _ in range(min(calls, uses(look.nbytes, between)) if cold else 1)]
         for look, cold in zip(case.operands, case.cold, strict=True)
     ]
     fakes = fresh_fakes(values)
@@ -61,16 +61,16 @@ def repeated_kernel(
         args, kwargs = pytree.tree_map_only(
             TensorLook, lambda _, at=operands: next(at), (case.args, case.kwargs)
         )
-        result = graph.call_function(_op(case.op), args, kwargs)
+        result = graph.call_function(op_named(case.op), args, kwargs)
         result.meta["timed"] = True  # it runs, though nothing reads it
-        result.meta["val"] = run(_op(case.op), args, kwargs, fake_mode_of(tuple(fakes)))
+        result.meta["val"] = run(op_named(case.op), args, kwargs, fake_mode_of(tuple(fakes)))
         results.append(result)
     firsts = [_first(graph, result) for result in (results if case.kept else results[-1:])]
     graph.output(tuple(firsts))
     written = sum(first.meta["val"].nbytes for first in firsts)
     compiled = compile_graph(fx.GraphModule(torch.nn.Module(), graph), "eager")
-    sets = itertools.cycle(_sets(values, colds, between, pool))
-    held = deque[object](maxlen=_uses(written, between) if case.kept else 0)
+    sets = itertools.cycle(operand_sets(values, colds, between, pool))
+    held = deque[object](maxlen=uses(written, between) if case.kept else 0)
 
     def repeated() -> object:
         with torch.no_grad():
@@ -79,24 +79,24 @@ def repeated_kernel(
         return results
 
     if case.kept:  # memory that is written for the first time takes longer than any other
-        for _ in range(_uses(written, between)):
+        for _ in range(uses(written, between)):
             repeated()
     return repeated
 
 
-def _uses(nbytes: int, between: int) -> int:
+def uses(nbytes: int, between: int) -> int:
     """Of tensors of so many bytes, each once, until `between` bytes were touched; one at least."""
     return max(1, -(-between // max(1, nbytes)))
 
 
-def _sets(
+def operand_sets(
     values: Sequence[Tensor], colds: Sequence[bool], between: int, pool: Tensor | None
 ) -> list[list[Tensor]]:
     """Operands for one run after the other: those that are cold are others, until `between` bytes were touched."""
     cold = sum(value.nbytes for value, own in zip(values, colds, strict=True) if own)
     other = Tensor.clone if pool is None else _Parts(pool).like
     others = lambda: [other(value) if own else value for value, own in zip(values, colds, strict=True)]
-    return [list(values), *(others() for _ in range((_uses(cold, between) if cold else 1) - 1))]
+    return [list(values), *(others() for _ in range((uses(cold, between) if cold else 1) - 1))]
 
 
 @dataclass
@@ -126,7 +126,7 @@ def _first(graph: fx.Graph, node: fx.Node) -> fx.Node:
     return first
 
 
-def _op(name: str) -> Callable[..., Any]:
+def op_named(name: str) -> Callable[..., Any]:
     """ "aten.add.Tensor" -> the op."""
     found: Any = torch.ops
     for part in name.split("."):
@@ -134,9 +134,12 @@ def _op(name: str) -> Callable[..., Any]:
     return found
 
 
-def _invented(look: TensorLook, device: torch.device, generator: torch.Generator) -> Tensor:
+def invented(look: TensorLook, device: torch.device, generator: torch.Generator) -> Tensor:
     """Random values, as GPUs clock higher on constants; of integers and truth values only ones."""
-    value = torch.empty_strided(look.shape, look.stride, dtype=look.dtype, device=device)
+    held = [1 if stride == 0 else n for n, stride in zip(look.shape, look.stride, strict=True)]
+    value = torch.empty_strided(held, look.stride, dtype=look.dtype, device=device)
     if look.dtype.is_floating_point and look.dtype.itemsize > 1:
-        return value.copy_(torch.rand(look.shape, generator=generator, device=device))
-    return value.fill_(1)
+        value.copy_(torch.rand(held, generator=generator, device=device))
+    else:
+        value.fill_(1)
+    return value.as_strided(look.shape, look.stride)

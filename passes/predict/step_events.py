@@ -22,6 +22,7 @@ __all__ = [
     "StepEvents",
     "collective_nbytes",
     "copies_of_collectives",
+    "run_in_phase",
 ]
 
 Axes = tuple[str, ...]
@@ -86,9 +87,7 @@ class StepEvents:
         Its nodes' meta "phase" becomes `phase`, where they run: it decides what is stored for another
         program, and an op that the backward runs again still says "forward".
         """
-        nodes = [n for n in module.graph.nodes if n.op == "call_function"]
-        for node in nodes:
-            node.meta["phase"] = phase
+        nodes = run_in_phase(module, phase)
         issued: dict[fx.Node, int] = {}
         paid = copies_of_collectives(module.graph)
         for node in nodes:
@@ -140,6 +139,14 @@ class StepEvents:
         self.collectives.append(Issued(len(self.events), phase, node.name, serves, kind, axes, nbytes))
         self.events.append(Event(node.name, "comm", seconds, self._last_kernel))
         return len(self.events) - 1
+
+
+def run_in_phase(module: fx.GraphModule, phase: str) -> list[fx.Node]:
+    """The ops of a graph that runs in that phase, in whatever they were written: their meta "phase" says so then."""
+    nodes = [node for node in module.graph.nodes if node.op == "call_function"]
+    for node in nodes:
+        node.meta["phase"] = phase
+    return nodes
 
 
 _REORDERED = ("all_gather", "reduce_scatter", "all_to_all")

@@ -21,13 +21,15 @@ from passes.predict.step_events import (
     collective_kind,
     collective_nbytes,
     copies_of_collectives,
+    run_in_phase,
 )
 from passes.predict.workspaces import workspaces_on
+from passes.strategies.fused_groups import FusedGroup, fused_group
 from passes.strategies.kernel_keys import local_key, may_be_timed
 from passes.strategies.prices import Prices
 from passes.strategies.pricing import eager_traffic, local_seconds, local_work
 
-__all__ = ["CollectiveCase", "KernelCase", "StepWork", "TensorLook", "step_work"]
+__all__ = ["CollectiveCase", "GroupCall", "KernelCase", "Operand", "StepWork", "TensorLook", "step_work"]
 
 LARGEST_NBYTES = 2**31
 """Of operands and results of a kernel that is timed: its program may need the rest of the memory."""
@@ -49,13 +51,31 @@ class TensorLook:
 
 
 @dataclass(frozen=True)
+class Operand:
+    """Stands for a tensor in a call of a fused group: one of the group's operands, or, at places beyond, the result of
+    one of its calls."""
+
+    place: int
+
+
+@dataclass(frozen=True)
+class GroupCall:
+    """One op of a fused group. args, kwargs: an `Operand` for each tensor."""
+
+    op: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class KernelCase:
     """One kernel, as it can be called without its program.
 
     op: "aten.add.Tensor". args, kwargs: of the call, a `TensorLook` for each tensor. cold: per operand, whether it was
     left by another phase, or is a parameter, and so in no cache. seconds: predicted, of all calls of a step. kept:
     whether its result outlives its phase: it is written where nothing was lately. step_nbytes: that the step holds at
-    its peak, and so about what is touched between two uses of what is cold.
+    its peak, and so about what is touched between two uses of what is cold. group: of a fused group all that it calls,
+    `op` last; its own args are then there. inner: what all of `group` but `op` is priced by.
     """
 
     key: KernelKey
@@ -68,6 +88,8 @@ class KernelCase:
     seconds: float
     kept: bool = False
     step_nbytes: int = 0
+    group: tuple[GroupCall, ...] = ()
+    inner: tuple[KernelWork, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -93,9 +115,9 @@ def step_work(phases: Phases, prices: Prices, axes_of: AxesOf) -> StepWork:
     workspaces = workspaces_on(prices.mesh.device_type, prices.traffic)
     memory = memory_walk(phases, prices.traffic, prices.optimizer, workspaces)
     found = _Collected(prices, axes_of, memory.peak.nbytes)
-    found.add_graph(phases.forward)
+    found.add_graph(phases.forward, "forward")
     if phases.backward is not None:
-        found.add_graph(phases.backward.module)
+        found.add_graph(phases.backward.module, "backward")
     longest = lambda cases: tuple(sorted(cases, key=lambda case: -case.seconds))
     return StepWork(longest(found.kernels.values()), longest(found.collectives.values()))
 
@@ -111,11 +133,11 @@ class _Collected:
         self.kernels: dict[KernelKey, KernelCase] = {}
         self.collectives: dict[tuple[str, Axes, int], CollectiveCase] = {}
 
-    def add_graph(self, module: fx.GraphModule) -> None:
+    def add_graph(self, module: fx.GraphModule, phase: str) -> None:
         paid = copies_of_collectives(module.graph)
         kept = {storage_root(node) for node in module.graph.output_node().all_input_nodes}
-        for node in module.graph.nodes:
-            if node.op != "call_function" or node in paid or is_view(node):
+        for node in run_in_phase(module, phase):
+            if node in paid or is_view(node):
                 continue
             if node.target in COLLECTIVE_KINDS:
                 self._add_collective(node)
@@ -133,20 +155,44 @@ class _Collected:
     def _add_kernel(self, node: fx.Node, kept: bool) -> None:
         flow = self._prices.traffic(node)
         seconds = local_seconds(node, flow, self._prices.compute)
-        if not may_be_timed(node, self._fused) or not _fits(node):
+        group = fused_group(node) if self._fused and flow.writes else None
+        if group is None and not may_be_timed(node, self._fused):
             return
-        key = local_key(node)
-        case = self.kernels.get(key) or self._case(key, node, kept)
+        operands = tensor_operands(node) if group is None else group.operands
+        if not _fit(*operands, node):
+            return
+        key = local_key(node, group and group.form)
+        case = self.kernels.get(key) or self._case(key, node, operands, kept, group)
         self.kernels[key] = replace(case, seconds=case.seconds + seconds)
 
-    def _case(self, key: KernelKey, node: fx.Node, kept: bool) -> KernelCase:
-        operands, work = tensor_operands(node), local_work(node, self._prices.traffic(node))
+    def _case(
+        self, key: KernelKey, node: fx.Node, operands: Sequence[fx.Node], kept: bool, group: FusedGroup | None
+    ) -> KernelCase:
         looks = tuple(_looks(operands))
-        args, kwargs = map_operands(node, looks)
         cold = tuple(storage_root(operand).op == "placeholder" for operand in operands)
+        args, kwargs = ((), {}) if group else map_operands(node, looks)
+        works = [local_work(n, self._prices.traffic(n)) for n in (*(group.inner if group else ()), node)]
         return KernelCase(
-            key, work, str(node.target), args, kwargs, looks, cold, 0.0, kept, self._step_nbytes
+            key,
+            works[-1],
+            str(node.target),
+            args,
+            kwargs,
+            looks,
+            cold,
+            0.0,
+            kept,
+            self._step_nbytes,
+            tuple(_calls(group)) if group else (),
+            tuple(works[:-1]),
         )
+
+
+def _calls(group: FusedGroup) -> Iterator[GroupCall]:
+    place = {node: Operand(i) for i, node in enumerate((*group.operands, *group.ops))}
+    for node in group.ops:
+        args, kwargs = map_operands(node, [place[operand] for operand in tensor_operands(node)])
+        yield GroupCall(str(node.target), args, kwargs)
 
 
 def _looks(operands: Sequence[fx.Node]) -> Iterator[TensorLook]:
@@ -155,8 +201,8 @@ def _looks(operands: Sequence[fx.Node]) -> Iterator[TensorLook]:
         yield TensorLook(tuple(value.shape), tuple(value.stride()), value.dtype)
 
 
-def _fits(node: fx.Node) -> bool:
+def _fit(*values: fx.Node) -> bool:
     """Whether there is something to compute, and not too much to hold beside all else."""
-    values = [*(node_value(operand) for operand in tensor_operands(node)), first_value(node)]
-    nbytes = [value.numel() * value.element_size() for value in values]
+    tensors = [first_value(node) for node in values]
+    nbytes = [tensor.numel() * tensor.element_size() for tensor in tensors]
     return all(nbytes) and sum(nbytes) <= LARGEST_NBYTES

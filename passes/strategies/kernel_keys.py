@@ -12,10 +12,11 @@ from cost_model.timed import KernelKey
 from passes.ir.joint import map_operands, node_value, tensor_operands
 from passes.ir.op_traits import op_kind
 
-__all__ = ["kernel_form", "kernel_key", "local_key", "may_be_timed"]
+__all__ = ["LIBRARIES", "has_integers", "kernel_form", "kernel_key", "local_key", "may_be_timed"]
 
 _TIMED_KINDS = ("pointwise", "indexing", "reduction", "product", "opaque")
-_LIBRARIES = ("aten.", "prims.", "autoshard.")
+LIBRARIES = ("aten.", "prims.", "autoshard.")
+"""Whose ops every process has under their names."""
 _PLACES = ("device", "layout", "pin_memory")
 """Arguments that say where, and not what."""
 
@@ -23,24 +24,32 @@ _PLACES = ("device", "layout", "pin_memory")
 def may_be_timed(node: fx.Node, fused: bool) -> bool:
     """Whether `node`, of either graph, is a kernel that can be run by itself on invented values.
 
-    fused: by a compiler, which runs only products and opaque ops as kernels of their own. An op that looks elements up
-    by integers is none: which ones are looked up decides its time, and whether it may run.
+    fused: by a compiler, which runs only products and opaque ops as kernels of their own; all others are in fused
+    groups (`passes.strategies.fused_groups`). An op that looks elements up by integers is none: which ones are looked
+    up decides its time, and whether it may run.
     """
     kind = op_kind(node)
     operands = tensor_operands(node)
-    if kind not in _TIMED_KINDS or not operands or not str(node.target).startswith(_LIBRARIES):
+    if kind not in _TIMED_KINDS or not operands or not str(node.target).startswith(LIBRARIES):
         return False
     if fused and kind not in ("product", "opaque"):
         return False
-    integers = any(_is_integer(node_value(operand).dtype) for operand in operands)
-    return not (integers and kind in ("indexing", "opaque"))
+    return not (kind in ("indexing", "opaque") and has_integers(node))
 
 
-def kernel_form(node: fx.Node) -> str:
-    """The op with its arguments, the dtype in place of each tensor. Of numbers that are no integers only that they are
-    there: no time depends on them."""
-    dtypes = [_Word(str(node_value(operand).dtype)) for operand in tensor_operands(node)]
-    args, kwargs = map_operands(node, dtypes)
+def has_integers(node: fx.Node) -> bool:
+    """Whether an operand is a tensor of integers."""
+    return any(_is_integer(node_value(operand).dtype) for operand in tensor_operands(node))
+
+
+def _dtype_of(operand: fx.Node) -> str:
+    return str(node_value(operand).dtype)
+
+
+def kernel_form(node: fx.Node, word: Callable[[fx.Node], str] = _dtype_of) -> str:
+    """The op with its arguments, for each tensor a word, its dtype unless `word` says otherwise. Of numbers that
+    are no integers only that they are there: no time depends on them."""
+    args, kwargs = map_operands(node, [_Word(word(operand)) for operand in tensor_operands(node)])
     named = {name: value for name, value in kwargs.items() if name not in _PLACES and value is not None}
     return f"{node.target}{_text(args)}{_text(named) if named else ''}"
 
@@ -53,10 +62,10 @@ def kernel_key(node: fx.Node, form: str, local_shape: Callable[[int], Sequence[i
     return KernelKey(form, shapes, tuple(map(_order, shapes, strides)))
 
 
-def local_key(node: fx.Node) -> KernelKey:
-    """Of an op of one rank's graph."""
+def local_key(node: fx.Node, form: str | None = None) -> KernelKey:
+    """Of an op of one rank's graph. form: None: of the op alone."""
     operands = tensor_operands(node)
-    return kernel_key(node, kernel_form(node), lambda i: node_value(operands[i]).shape)
+    return kernel_key(node, form or kernel_form(node), lambda i: node_value(operands[i]).shape)
 
 
 def _order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:

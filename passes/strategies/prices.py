@@ -77,7 +77,7 @@ class Prices:
 
     def op_priced(self, node: fx.Node, layouts: NodeLayouts) -> Priced:
         """Where `op_seconds` comes from."""
-        return strategy_priced(node, layouts, self.mesh, self.compute)
+        return strategy_priced(node, layouts, self.traffic(node), self.mesh, self.compute)
 
     def collective_priced(self, kind: str | None, axes: tuple[str, ...], nbytes: int) -> Priced:
         """Where the price of a collective comes from; without a kind nothing moves."""

@@ -40,11 +40,13 @@ __all__ = [
 class Traffic:
     """Which of an op's tensors go through memory; the rest stay in the registers of a fused loop.
 
-    reads: per operand; writes: whether the results are stored.
+    reads: per operand; writes: whether the results are stored. group: what is computed in the same loop, by which it
+    was timed (`passes.strategies.fused_groups`); "": nothing, or it is not known.
     """
 
     reads: tuple[bool, ...]
     writes: bool
+    group: str = ""
 
 
 TrafficModel = Callable[[fx.Node], Traffic]
@@ -152,7 +154,7 @@ def strategy_seconds(
     dtype = _dtype_name(node)
     operands = tensor_operands(node)
     results = [i for i, value in enumerate(node_values(node)) if value is not None]
-    form = None if prices.timed is None else kernel_form(node)
+    form = None if prices.timed is None else _timed_form(node, flow)
 
     def seconds(strategy: NodeLayouts) -> float:
         share = math.prod(_share(split, rule, mesh) for split in strategy.splits)
@@ -170,9 +172,11 @@ def strategy_seconds(
     return np.array([seconds(strategy) for strategy in strategies])
 
 
-def strategy_priced(node: fx.Node, strategy: NodeLayouts, mesh: MeshSpec, prices: ComputePrices) -> Priced:
+def strategy_priced(
+    node: fx.Node, strategy: NodeLayouts, flow: Traffic, mesh: MeshSpec, prices: ComputePrices
+) -> Priced:
     """Where the seconds of `node` under the strategy come from."""
-    form = None if prices.timed is None or is_view(node) else kernel_form(node)
+    form = None if prices.timed is None or is_view(node) else _timed_form(node, flow)
     if form is None:
         return "modelled"
     operands = tensor_operands(node)
@@ -184,8 +188,15 @@ def local_seconds(node: fx.Node, flow: Traffic, prices: ComputePrices) -> float:
     """Seconds of `node` of one rank's graph, where values are local: as `strategy_seconds` prices it."""
     if is_view(node):
         return 0.0
-    key = None if prices.timed is None else local_key(node)
-    return prices.work_seconds(local_work(node, flow), key)
+    form = None if prices.timed is None else _timed_form(node, flow)
+    return prices.work_seconds(local_work(node, flow), None if form is None else local_key(node, form))
+
+
+def _timed_form(node: fx.Node, flow: Traffic) -> str | None:
+    """By which it was timed; None: it is no kernel, but part of one, and that takes the rest of what was timed."""
+    if flow.group:
+        return flow.group
+    return kernel_form(node) if flow.writes else None
 
 
 def local_work(node: fx.Node, flow: Traffic) -> KernelWork:

@@ -129,6 +129,12 @@ def test_a_product_of_rows_in_several_dims_runs_once_a_call(equation: str, other
     assert sum(".mm." in op for op, _, _ in found.ops) == 3
 
 
+def test_operands_that_are_repeated_and_not_copied() -> None:
+    """As experts read one batch: along a dim of stride 0 there is one element."""
+    one = case("aten.mul.Tensor", replace(ROWS, stride=(0, 1)), replace(ROWS, stride=(0, 0), dtype=torch.bool))
+    assert [strides for _, _, strides in called(one, 1).ops] == [[(0, 1), (0, 0)]]
+
+
 def test_truth_values_and_lists_of_operands() -> None:
     mask = replace(ROWS, dtype=torch.bool)
     assert len(called(case("aten.where.self", mask, ROWS, ROWS), 2).ops) == 2

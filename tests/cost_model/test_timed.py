@@ -77,6 +77,28 @@ def test_a_kind_that_the_model_has_wrong_is_scaled_by_its_median() -> None:
     assert prices(*kernels).work_seconds(pointwise, far) == other
 
 
+def test_a_fused_group_takes_what_the_ops_in_its_loop_leave_of_its_time() -> None:
+    """They are priced apart, by the model: all of the group together is what was timed."""
+    model = ComputePrices(Profile.named("cpu"))
+    inner = replace(WORK, kind=None, launched=False, nbytes=64e6)
+    alone = model.work_seconds(inner)
+    timed = prices(TimedKernel(KEY, WORK, 3 * alone, (inner, inner)))
+    assert timed.work_seconds(WORK, KEY) + 2 * timed.work_seconds(inner) == pytest.approx(3 * alone)
+    near = shaped(16, 4)
+    assert timed.work_seconds(WORK, near) == pytest.approx(alone)
+    shorter = prices(TimedKernel(KEY, WORK, alone, (inner, inner)))
+    assert shorter.work_seconds(WORK, KEY) == 0.0
+
+
+def test_reductions_are_not_scaled_as_products_are() -> None:
+    """Three products took three times as long as modelled: that says nothing of what memory traffic decides."""
+    model = ComputePrices(Profile.named("cpu"))
+    kernels = [TimedKernel(shaped(8 * 100**i, 4), WORK, 3 * model.work_seconds(WORK)) for i in range(3)]
+    reduction = replace(WORK, flops=0.0)
+    far = shaped(3, 400)
+    assert prices(*kernels).work_seconds(reduction, far) == model.work_seconds(reduction)
+
+
 def test_strides_of_their_own_come_first() -> None:
     turned = replace(KEY, orders=((1, 0), (0, 1)))
     timed = prices(TimedKernel(turned, WORK, 9.0), TimedKernel(KEY, WORK, 7.0))

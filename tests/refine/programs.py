@@ -19,7 +19,8 @@ from autoshard.plan.plan import Plan
 from autoshard.refine import rounds
 from autoshard.refine.time_work import time_work
 from cost_model.timed import KernelKey, KernelWork, TimedPrices
-from passes.predict.step_work import CollectiveCase, KernelCase, TensorLook
+from passes.compile.fused_kernel import compile_group
+from passes.predict.step_work import CollectiveCase, GroupCall, KernelCase, Operand, TensorLook
 from tests.profiles import slow_compute
 
 
@@ -44,9 +45,9 @@ def refined(
     counts: list[int] = []
     x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
 
-    def counted(mesh: DeviceMesh, cases: Any, seconds: float) -> TimedPrices:
+    def counted(mesh: DeviceMesh, cases: Any, seconds: float, backend: str) -> TimedPrices:
         counts.append(len(cases))
-        return time_work(mesh, cases, seconds, Steady())
+        return time_work(mesh, cases, seconds, Steady(), backend)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", folder)
@@ -86,6 +87,36 @@ def timed_cases(rank: int) -> TimedPrices:
     )
     try:
         return time_work(mesh(), cases, 10.0, Steady())
+    finally:
+        logging.getLogger("torch._subclasses.fake_tensor").disabled = False
+
+
+def timed_groups(rank: int) -> tuple[TimedPrices, list[str]]:
+    """Three fused groups, of which no compiler can make the second, on two ranks; and what this rank compiled ahead."""
+    looks = tuple(TensorLook((8, n), (n, 1), torch.float32) for n in (16, 4))
+    compiled: list[str] = []
+
+    def group(op: str, *given: TensorLook) -> KernelCase:
+        call = GroupCall(op, tuple(map(Operand, range(len(given)))), {})
+        key, work = KernelKey(op, tuple(look.shape for look in given)), KernelWork(1024.0, 896.0, "float32")
+        return KernelCase(
+            key, work, op, (), {}, given, (False,) * len(given), 1e-3, group=(call,), inner=(work,)
+        )
+
+    def noted(case: KernelCase, *where: Any) -> None:
+        compiled.append(case.op)
+        compile_group(case, *where)
+
+    cases = (
+        group("aten.neg.default", looks[0]),
+        group("aten.add.Tensor", *looks),
+        group("aten.exp.default", looks[0]),
+    )
+    logging.getLogger("torch._subclasses.fake_tensor").disabled = True
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("autoshard.refine.time_work.compile_group", noted)
+            return time_work(mesh(), cases, 10.0, Steady()), compiled
     finally:
         logging.getLogger("torch._subclasses.fake_tensor").disabled = False
 

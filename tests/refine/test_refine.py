@@ -54,6 +54,14 @@ def test_what_is_timed_and_what_is_left_out(ranks: RankPool) -> None:
     )
 
 
+def test_fused_groups_are_compiled_by_one_rank_each_and_timed_by_all(ranks: RankPool) -> None:
+    (one, mine), (two, theirs) = ranks.run(programs.timed_groups, world=2)
+    assert one == two
+    assert [kernel.key.form for kernel in one.kernels] == ["aten.neg.default", "aten.exp.default"]
+    assert all(kernel.seconds > 0 and len(kernel.inner) == 1 for kernel in one.kernels)
+    assert mine == ["aten.neg.default", "aten.exp.default"] and theirs == ["aten.add.Tensor"]
+
+
 def test_what_takes_another_time_each_time_is_left_out(ranks: RankPool) -> None:
     assert ranks.run(programs.disturbed, world=2) == [TimedPrices()] * 2
 
