@@ -10,6 +10,7 @@ from torch import fx
 
 from cost_model.timed import KernelKey
 from passes.ir.joint import map_operands, node_value, tensor_operands
+from passes.ir.op_schema import schema_arguments
 from passes.ir.op_traits import op_kind
 
 __all__ = ["LIBRARIES", "has_integers", "kernel_form", "kernel_key", "local_key", "may_be_timed"]
@@ -19,6 +20,9 @@ LIBRARIES = ("aten.", "prims.", "autoshard.")
 """Whose ops every process has under their names."""
 _PLACES = ("device", "layout", "pin_memory")
 """Arguments that say where, and not what."""
+_OF_SHARDS = ("padding", "bias_sizes")
+"""Arguments that differ between the global graph and a rank's: a shard with a halo is padded at the edges of space
+only, and one of a part of the channels has a part of the bias."""
 
 
 def may_be_timed(node: fx.Node, fused: bool) -> bool:
@@ -50,6 +54,9 @@ def kernel_form(node: fx.Node, word: Callable[[fx.Node], str] = _dtype_of) -> st
     """The op with its arguments, for each tensor a word, its dtype unless `word` says otherwise. Of numbers that
     are no integers only that they are there: no time depends on them."""
     args, kwargs = map_operands(node, [_Word(word(operand)) for operand in tensor_operands(node)])
+    names = [argument.name for argument in schema_arguments(node.target)][: len(args)]
+    if any(name in _OF_SHARDS for name in names):
+        args = tuple(arg for name, arg in zip(names, args, strict=True) if name not in _OF_SHARDS)
     named = {name: value for name, value in kwargs.items() if name not in _PLACES and value is not None}
     return f"{node.target}{_text(args)}{_text(named) if named else ''}"
 

@@ -131,7 +131,9 @@ def test_a_product_of_rows_in_several_dims_runs_once_a_call(equation: str, other
 
 def test_operands_that_are_repeated_and_not_copied() -> None:
     """As experts read one batch: along a dim of stride 0 there is one element."""
-    one = case("aten.mul.Tensor", replace(ROWS, stride=(0, 1)), replace(ROWS, stride=(0, 0), dtype=torch.bool))
+    one = case(
+        "aten.mul.Tensor", replace(ROWS, stride=(0, 1)), replace(ROWS, stride=(0, 0), dtype=torch.bool)
+    )
     assert [strides for _, _, strides in called(one, 1).ops] == [[(0, 1), (0, 0)]]
 
 

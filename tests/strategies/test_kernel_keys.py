@@ -8,7 +8,7 @@ from torch import fx, nn
 
 from autoshard.plan.find_plan import canonical_capture, find_plan
 from cost_model.mesh import MeshSpec
-from cost_model.timed import KernelKey
+from cost_model.timed import KernelKey, KernelWork, TimedKernel, TimedPrices
 from passes.ir.joint import node_value, tensor_operands
 from passes.layout.assignment import Assignment
 from passes.lower.rank_program import rank_program
@@ -49,6 +49,26 @@ def test_the_search_prices_what_a_rank_runs(axes: dict[str, int]) -> None:
     run = {(key.form, key.shapes) for key in mine}
     assert len(expected) > 20
     assert not [name for name, key in expected.items() if (key.form, key.shapes) not in run]
+
+
+def test_convolutions_that_are_split_in_space_are_near_what_a_rank_runs() -> None:
+    """With halos, and not padded where they are, they have other shapes, and the same form."""
+    torch.manual_seed(0)
+    mesh = MeshSpec({"x": 2})
+    model = nn.Sequential(nn.Conv2d(2, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1))
+    inputs = (torch.randn(1, 2, 32, 32),)
+    plan = find_plan(model, mesh, inputs, profile=slow_compute(), backend="eager")
+    joint = canonical_capture(model, inputs, {}).joint
+    convolutions = [n for n in joint.graph.nodes if "convolution" in str(n.target)]
+    assert any(any(held.halos) for n in convolutions for held in plan.assignment[n.name].operands)
+    local = rank_program(joint, plan.assignment, plan.lowering, mesh, 0, simulated_groups(mesh)).local
+    run = [local_key(n) for n in local.module.graph.nodes if "convolution" in str(n.target)]
+    work = KernelWork(1.0, 1.0, "float32")
+    timed = TimedPrices(tuple(TimedKernel(key, work, 1.0) for key in run))
+    keys = global_keys(joint.graph, plan.assignment, mesh)
+    assert len(convolutions) > 3
+    found = {timed.priced(keys[n.name]) for n in convolutions}
+    assert "near" in found and "modelled" not in found
 
 
 def call(target: object, *operands: torch.Tensor, **others: object) -> fx.Node:
