@@ -46,9 +46,7 @@ class Branches:
         self.cost = cost
         self.left = most
         self._tolerance, self._deadline = tolerance, deadline
-        whole = graph.copy()
-        whole.constant = graph.constant
-        self.bound = self._explored(whole, dict, -float("inf"))
+        self.bound = self._explored(graph.twin(), dict, -float("inf"))
 
     @property
     def cutoff(self) -> float:
@@ -77,8 +75,7 @@ class Branches:
         if bound >= self.cutoff or relaxed.integral:
             return bound
         onward: Expand = lambda choice: expand(graph.expand(choice))
-        pruned = graph.copy()
-        pruned.constant = graph.constant
+        pruned = graph.twin()
         cutoff = self.cutoff
         if not self._reduced(pruned, relaxed.messages, bound):
             return cutoff
@@ -146,8 +143,7 @@ def _parts(shares: Array) -> Iterator[Index]:
 
 def _restricted(graph: Graph, node: int, keep: Index, messages: Messages) -> tuple[Graph, Messages]:
     """The branch, and the messages for what is left of it. Raises DeadEnd."""
-    branch = graph.copy()
-    branch.constant = graph.constant
+    branch = graph.twin()
     branch.restrict(node, keep)
     propagate(branch)
     own = dict(messages)

@@ -122,6 +122,12 @@ class Graph:
             self.slack.copy(),
         )
 
+    def twin(self) -> Graph:
+        """All of it, with its constant and no trail."""
+        copy = self.copy()
+        copy.constant = self.constant
+        return copy
+
     def add_cost(self, node: int, vector: Array) -> None:
         self.cost[node] = self.tables.add(self.cost[node], self.tables.intern(vector))
 

@@ -38,8 +38,8 @@ class Bound:
 
 def priced(graph: Graph, rows: Rows, prices: Array) -> Graph:
     """`graph` with its memory rows moved into its costs: less or equal for every choice that fits. No trail."""
-    moved = graph.copy()
-    moved.constant = graph.constant - float(prices @ rows.slack)
+    moved = graph.twin()
+    moved.constant -= float(prices @ rows.slack)
     extra = rows.priced(prices)
     for p, node in enumerate(rows.nodes):
         if node in rows.usages:

@@ -154,14 +154,12 @@ class MemorySearch:
 
     def _pruned(self) -> Graph | None:
         """What is left of the graph that may be better than the best choice; None: nothing."""
-        left = self.graph.copy()
-        left.constant, bound = self.graph.constant, self._priced
+        left, bound = self.graph.twin(), self._priced
         if bound is None or not np.isfinite(self.cost):
             return left
         cutoff = self.cost - self.budget.tolerance / 2
         try:
-            copy = bound.graph.copy()
-            copy.constant = bound.graph.constant
+            copy = bound.graph.twin()
             prune(copy, bound.messages, bound.bound, cutoff)
             forbid_same(left, copy)
             presolve(left, self.budget.deadline)
