@@ -19,11 +19,9 @@ from autoshard.runtime.agreement import from_first
 from cost_model.checked_arguments import reject
 from cost_model.deadline import Deadline
 from cost_model.measure.facts import collective_backend
-from cost_model.measure.measure import mesh_device
 from cost_model.mesh import MeshSpec
 from cost_model.timed import TimedPrices
 from passes.capture import Captured
-from passes.compile.fused_kernel import start_compiler
 
 __all__ = ["check_refine", "may_refine", "refined_plan", "shared_refined_plan"]
 
@@ -63,8 +61,6 @@ def refined_plan(mesh: DeviceMesh, task: Task) -> Plan | None:
     def first() -> _Next:
         return fitting(task.captured, task.memory_limit, start, Deadline.after(task.time_limit))
 
-    if task.backend != "eager" and mesh.get_rank() != 0:
-        start_compiler(mesh_device(mesh.device_type), task.backend)  # while rank 0 searches
     wanted = from_first(mesh, first, what="what to time")
     while wanted.cases:
         begun = time.monotonic()
