@@ -90,34 +90,34 @@ class _Timing:
     def all(self, cases: Sequence[KernelCase | CollectiveCase], seconds: float) -> TimedPrices:
         _keep_freed_memory(self.device)
         groups = [case for case in cases if isinstance(case, KernelCase) and case.group]
+        hosts: list[str] = []
         if groups:
+            hosts = self.peers.everyones(host_name())
             start_compiler(self.device, self.backend)
         start = self.clock.now()
         for case in cases:
             if self.peers.first(self.clock.now() - start >= seconds):
                 break
-            if case in groups:
-                groups = self._compiled_ahead(groups, case)
+            if groups and case is groups[0]:
+                groups = self._compiled_ahead(groups, hosts)
             try:
                 self._add(case)
             except (ProfileError, _Noisy) as error:  # on all ranks alike
                 _log.debug("not timed: %s", error)
         return TimedPrices(tuple(self.kernels), tuple(self.collectives))
 
-    def _compiled_ahead(self, groups: Sequence[KernelCase], case: KernelCase) -> list[KernelCase]:
-        """Those that are left when `case` and the next few are compiled, each by one rank of a host."""
-        hosts = self.peers.everyones(host_name())
-        here = [rank for rank, host in enumerate(hosts) if host == host_name()]
-        fewest = min(hosts.count(host) for host in hosts)
-        begin = groups.index(case)
-        these, left = groups[begin : begin + _AHEAD * fewest], groups[begin + _AHEAD * fewest :]
-        for group in these[here.index(self.peers.rank) :: len(here)]:
+    def _compiled_ahead(self, groups: list[KernelCase], hosts: Sequence[str]) -> list[KernelCase]:
+        """Those that are left when the first few are compiled, each by one rank of a host. hosts: of the ranks."""
+        mine = hosts[self.peers.rank]
+        count = _AHEAD * min(map(hosts.count, hosts))
+        first = hosts[: self.peers.rank].count(mine)
+        for group in groups[:count][first :: hosts.count(mine)]:
             try:
                 compile_group(group, self.device, self.backend)
             except Exception as error:  # it will be said of all ranks together
                 _log.debug("refine: %s: %s", group.op, error)
         self.peers.barrier()
-        return list(left)
+        return groups[count:]
 
     def _add(self, case: KernelCase | CollectiveCase) -> None:
         if isinstance(case, KernelCase):

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from cost_model.timed import KernelKey, KernelWork
 from passes.compile.compile_graph import compile_graph
-from passes.compile.single_kernel import COLD_NBYTES, invented, op_named, operand_sets, uses
+from passes.compile.single_kernel import COLD_NBYTES, invented, op_named, operand_sets, repeated_runs, uses
 from passes.ir.fake_calls import FakeCalls
 from passes.ir.torch_compat import fake_mode_of, fakes_on
 from passes.predict.step_work import GroupCall, KernelCase, Operand, TensorLook
@@ -37,19 +34,9 @@ def repeated_group(
     module = group_graph(case, device)
     (result,) = module.graph.output_node().args[0]  # type: ignore[misc]
     written = result.meta["val"].nbytes  # type: ignore[union-attr]
-    compiled = compile_graph(module, backend)
-    sets = itertools.cycle(operand_sets(values, case.cold, between, pool))
-    held = deque[object](maxlen=uses(written, between) if case.kept else 0)
-
-    def repeated() -> None:
-        with torch.no_grad():
-            for _ in range(calls):
-                held.append(compiled(list(next(sets))))
-
-    if case.kept:  # memory that is written for the first time takes longer than any other
-        for _ in range(-(-uses(written, between) // calls)):
-            repeated()
-    return repeated
+    sets = operand_sets(values, case.cold, between, pool)
+    kept = uses(written, between) if case.kept else 0
+    return repeated_runs(compile_graph(module, backend), sets, calls, kept)
 
 
 def compile_group(case: KernelCase, device: torch.device, backend: str) -> None:
@@ -60,26 +47,28 @@ def compile_group(case: KernelCase, device: torch.device, backend: str) -> None:
 def start_compiler(device: torch.device, backend: str) -> None:
     """Have the compiler read and set up what it needs once in a process. What it cannot do shows when it is used."""
     negated = GroupCall("aten.neg.default", (Operand(0),), {})
-    looks = (TensorLook((16,), (1,), torch.float32),)
-    key, work = KernelKey(negated.op, ()), KernelWork(0.0, 0.0, "float32")
     try:
-        compile_group(
-            KernelCase(key, work, negated.op, (), {}, looks, (False,), 0.0, group=(negated,)), device, backend
-        )
+        compile_graph(_graph((negated,), (TensorLook((16,), (1,), torch.float32),), device), backend)
     except Exception as error:
         _log.debug("refine: %s does not start: %s", backend, error)
 
 
 def group_graph(case: KernelCase, device: torch.device) -> fx.GraphModule:
     """The group's ops on its operands; returns what is stored."""
+    return _graph(case.group, case.operands, device)
+
+
+def _graph(
+    calls: Sequence[GroupCall], operands: Sequence[TensorLook], device: torch.device
+) -> fx.GraphModule:
     graph = fx.Graph()
-    like = [torch.empty_strided(o.shape, o.stride, dtype=o.dtype, device="meta") for o in case.operands]
+    like = [torch.empty_strided(o.shape, o.stride, dtype=o.dtype, device="meta") for o in operands]
     fakes = fakes_on(device, like)
     nodes: list[fx.Node] = []
     for i, fake in enumerate(fakes):
         nodes.append(graph.placeholder(f"x{i}"))
         nodes[-1].meta["val"] = fake
-    for call in case.group:
+    for call in calls:
         args, kwargs = pytree.tree_map(lambda arg: _placed(arg, nodes, device), (call.args, call.kwargs))
         nodes.append(graph.call_function(op_named(call.op), args, kwargs))
         nodes[-1].meta["val"] = FakeCalls()(op_named(call.op), args, kwargs, fake_mode_of(tuple(fakes)))

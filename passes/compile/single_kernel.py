@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from passes.compile.compile_graph import compile_graph
+from passes.compile.compile_graph import Compiled, compile_graph
 from passes.ir.fake_calls import FakeCalls
 from passes.ir.torch_compat import fake_mode_of, fresh_fakes
 from passes.predict.step_work import KernelCase, TensorLook
 
-__all__ = ["COLD_NBYTES", "invented", "op_named", "operand_sets", "repeated_kernel", "uses"]
+__all__ = ["COLD_NBYTES", "invented", "op_named", "operand_sets", "repeated_kernel", "repeated_runs", "uses"]
 
 COLD_NBYTES = 2**26
 """Bytes of tensors between two uses of one that is in no cache by then: twice a large last-level cache. A step that
@@ -69,18 +69,31 @@ def repeated_kernel(
     graph.output(tuple(firsts))
     written = sum(first.meta["val"].nbytes for first in firsts)
     compiled = compile_graph(fx.GraphModule(torch.nn.Module(), graph), "eager")
-    sets = itertools.cycle(operand_sets(values, colds, between, pool))
-    held = deque[object](maxlen=uses(written, between) if case.kept else 0)
+    sets = operand_sets(values, colds, between, pool)
+    return repeated_runs(compiled, sets, 1, uses(written, between) if case.kept else 0)
+
+
+def repeated_runs(
+    compiled: Compiled, sets: Sequence[list[Tensor]], runs: int, kept: int
+) -> Callable[[], object]:
+    """What runs a program `runs` times, on one set of operands after the other, and returns the last results.
+
+    kept: of how many runs the results are held, so that the next are written elsewhere. As many have run before it is
+    returned: memory that is written for the first time takes longer than any other.
+    """
+    given = itertools.cycle(sets)
+    held = deque[object](maxlen=kept)
 
     def repeated() -> object:
         with torch.no_grad():
-            results = compiled(list(next(sets)))
+            for _ in range(runs - 1):  # what is not held is freed before the next
+                held.append(compiled(list(next(given))))
+            results = compiled(list(next(given)))
         held.append(results)
         return results
 
-    if case.kept:  # memory that is written for the first time takes longer than any other
-        for _ in range(uses(written, between)):
-            repeated()
+    for _ in range(-(-kept // runs)):
+        repeated()
     return repeated
 
 

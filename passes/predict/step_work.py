@@ -170,22 +170,15 @@ class _Collected:
     ) -> KernelCase:
         looks = tuple(_looks(operands))
         cold = tuple(storage_root(operand).op == "placeholder" for operand in operands)
-        args, kwargs = ((), {}) if group else map_operands(node, looks)
-        works = [local_work(n, self._prices.traffic(n)) for n in (*(group.inner if group else ()), node)]
-        return KernelCase(
-            key,
-            works[-1],
-            str(node.target),
-            args,
-            kwargs,
-            looks,
-            cold,
-            0.0,
-            kept,
-            self._step_nbytes,
-            tuple(_calls(group)) if group else (),
-            tuple(works[:-1]),
-        )
+        work, name = self._work(node), str(node.target)
+        case = KernelCase(key, work, name, (), {}, looks, cold, 0.0, kept, self._step_nbytes)
+        if group is None:
+            args, kwargs = map_operands(node, looks)
+            return replace(case, args=args, kwargs=kwargs)
+        return replace(case, group=tuple(_calls(group)), inner=tuple(map(self._work, group.inner)))
+
+    def _work(self, node: fx.Node) -> KernelWork:
+        return local_work(node, self._prices.traffic(node))
 
 
 def _calls(group: FusedGroup) -> Iterator[GroupCall]:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from passes.ir.joint import node_value, tensor_operands
+from passes.ir.joint import tensor_operands
 from passes.ir.op_traits import alias_chain, draws, fuses, is_reduction, is_view, op_kind, storage_root
-from passes.strategies.kernel_keys import LIBRARIES, has_integers, kernel_form
+from passes.strategies.kernel_keys import dtype_of, kernel_form, may_be_timed
 from passes.strategies.pricing import Traffic, TrafficModel, fused_traffic, traffic_model
 
 __all__ = ["FusedGroup", "fused_group", "grouped_traffic", "timed_traffic_model"]
@@ -49,7 +49,7 @@ class FusedGroup:
                 words[node] = words[root]
                 continue
             words[node] = f"%{len(written)}"
-            written.append(_form(node, lambda n: words.get(n) or str(node_value(n).dtype)))
+            written.append(_form(node, lambda n: words.get(n) or dtype_of(n)))
         return "; ".join(written)
 
 
@@ -60,7 +60,8 @@ def fused_group(node: fx.Node) -> FusedGroup | None:
         return None
     ops: dict[fx.Node, None] = {}
     operands: dict[fx.Node, None] = {}
-    if not (_collect(node, ops, operands) and operands and all(_can_be_timed(n) for n in ops)):
+    few = _collect(node, ops, operands)
+    if not (few and operands and all(_in_loop(n) or may_be_timed(n, fused=False) for n in ops)):
         return None
     return FusedGroup(tuple(ops), tuple(operands))
 
@@ -99,14 +100,13 @@ def _is_inner(node: fx.Node) -> bool:
     return fuses(node) and "turn" not in node.meta and not fused_traffic(node).writes
 
 
-def _can_be_timed(node: fx.Node) -> bool:
-    """An op that looks elements up by integers cannot: which ones decides its time, and whether it may run."""
-    looks_up = op_kind(node) == "indexing" and has_integers(node)
-    return not looks_up and (is_view(node) or str(node.target).startswith(LIBRARIES))
+def _in_loop(node: fx.Node) -> bool:
+    """What is no kernel alone, and runs in any loop."""
+    return op_kind(node) in ("view", "creation")
 
 
 def _form(node: fx.Node, word: Callable[[fx.Node], str]) -> str:
     """Creations have sizes among their arguments."""
     if op_kind(node) == "creation":
-        return f"{node.target}: {node_value(node).dtype}"
+        return f"{node.target}: {dtype_of(node)}"
     return kernel_form(node, word)

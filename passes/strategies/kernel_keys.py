@@ -13,11 +13,10 @@ from passes.ir.joint import map_operands, node_value, tensor_operands
 from passes.ir.op_schema import schema_arguments
 from passes.ir.op_traits import op_kind
 
-__all__ = ["LIBRARIES", "has_integers", "kernel_form", "kernel_key", "local_key", "may_be_timed"]
+__all__ = ["dtype_of", "kernel_form", "kernel_key", "local_key", "may_be_timed"]
 
 _TIMED_KINDS = ("pointwise", "indexing", "reduction", "product", "opaque")
-LIBRARIES = ("aten.", "prims.", "autoshard.")
-"""Whose ops every process has under their names."""
+_LIBRARIES = ("aten.", "prims.", "autoshard.")
 _PLACES = ("device", "layout", "pin_memory")
 """Arguments that say where, and not what."""
 _OF_SHARDS = ("padding", "bias_sizes")
@@ -34,23 +33,20 @@ def may_be_timed(node: fx.Node, fused: bool) -> bool:
     """
     kind = op_kind(node)
     operands = tensor_operands(node)
-    if kind not in _TIMED_KINDS or not operands or not str(node.target).startswith(LIBRARIES):
+    if kind not in _TIMED_KINDS or not operands or not str(node.target).startswith(_LIBRARIES):
         return False
     if fused and kind not in ("product", "opaque"):
         return False
-    return not (kind in ("indexing", "opaque") and has_integers(node))
+    integers = any(_is_integer(node_value(operand).dtype) for operand in operands)
+    return not (integers and kind in ("indexing", "opaque"))
 
 
-def has_integers(node: fx.Node) -> bool:
-    """Whether an operand is a tensor of integers."""
-    return any(_is_integer(node_value(operand).dtype) for operand in tensor_operands(node))
+def dtype_of(node: fx.Node) -> str:
+    """The word for a tensor in the form of an op."""
+    return str(node_value(node).dtype)
 
 
-def _dtype_of(operand: fx.Node) -> str:
-    return str(node_value(operand).dtype)
-
-
-def kernel_form(node: fx.Node, word: Callable[[fx.Node], str] = _dtype_of) -> str:
+def kernel_form(node: fx.Node, word: Callable[[fx.Node], str] = dtype_of) -> str:
     """The op with its arguments, for each tensor a word, its dtype unless `word` says otherwise. Of numbers that
     are no integers only that they are there: no time depends on them."""
     args, kwargs = map_operands(node, [_Word(word(operand)) for operand in tensor_operands(node)])
