@@ -100,6 +100,7 @@ class LatenessData(Struct, frozen=True, forbid_unknown_fields=True):
 
     computing_seconds: Annotated[tuple[_Positive, ...], Meta(min_length=2)]
     seconds: tuple[_Spread, ...]
+    ranks: int | None = None
 
 
 class ProfileData(Struct, frozen=True, forbid_unknown_fields=True):

@@ -46,7 +46,7 @@ SMALLEST_NBYTES = 2**12
 LARGEST_NBYTES = {"cpu": 2**26, "cuda": 2**30}
 _ALWAYS_NBYTES = (2**12, 2**18, 2**24)
 """Sizes that are always measured, unless they are above the largest size."""
-_OVERLAP_SHARE, _LATE_SHARE = 0.1, 0.05
+_OVERLAP_SHARE, _LATE_SHARE = 0.1, 0.1
 """The shares of the budget for `overlap_efficiency`, and for ranks that come late."""
 
 

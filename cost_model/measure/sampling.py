@@ -49,6 +49,7 @@ class Series:
     least:   seconds of a repetition: shorter work is called in a row. Ranks leave a barrier a fraction
              of a millisecond apart, and ranks that share a core take turns of a few.
     always:  the sizes that are measured whatever they take; (): the first three.
+    calls:   the least calls of a repetition, whatever they take.
     ahead:   whether to time the device with the host ahead of it, and not the host.
     clock:   of its own; None: that of all.
     """
@@ -59,6 +60,7 @@ class Series:
     across: Callable[[list[float]], float] = max
     least: float = 2e-3
     always: tuple[int, ...] = ()
+    calls: int = 1
     ahead: bool = False
     clock: Clock | None = None
 
@@ -110,7 +112,7 @@ class _Sampler:
         point = _Point(series, size, self.peers.collectively(series.name, partial(series.prepare, size)))
         once = self.warmed_up(point)
         most = _MOST_CALLS if self.spent < 1.0 else _OVERDRAWN_CALLS
-        point.calls = max(1, min(most, int(series.least / max(once, 1e-9))))
+        point.calls = max(series.calls, min(most, int(series.least / max(once, 1e-9))))
         point.samples = [self.time(point) for _ in range(_SWEEP_REPETITIONS)]
         return point
 

@@ -79,7 +79,8 @@ class StepEvents:
     _computed: float = 0.0
     _met: float = 0.0
     """Seconds of computing in all, and of them when ranks last met: as a collective that was waited for was issued."""
-    _issued_at: dict[int, float] = field(default_factory=dict)
+    _issued_at: dict[int, tuple[float, int]] = field(default_factory=dict)
+    """Position of a collective -> seconds of computing when it was issued, and the ranks of its group."""
 
     def add_graph(self, module: fx.GraphModule, phase: str) -> None:
         """All of `module`, which runs in the order of its nodes.
@@ -119,10 +120,10 @@ class StepEvents:
 
     def _late_seconds(self, collective: int) -> float:
         """Seconds for which the wait for it stands as others come late."""
-        lateness, issued = self.prices.lateness, self._issued_at[collective]
+        lateness, (issued, ranks) = self.prices.lateness, self._issued_at[collective]
         if lateness is None:
             return 0.0
-        late = lateness.after(issued - self._met) - (self._computed - issued)
+        late = lateness.after(issued - self._met, ranks) - (self._computed - issued)
         self._met = max(self._met, issued)
         return max(0.0, late)
 
@@ -135,7 +136,7 @@ class StepEvents:
         kind, nbytes = collective_kind(node), collective_nbytes(node)
         seconds = self.prices.redistributor.collective_seconds(kind, axes, nbytes)
         serves = str(node.meta.get("serves", ""))
-        self._issued_at[len(self.events)] = self._computed
+        self._issued_at[len(self.events)] = self._computed, self.prices.mesh.size(*axes)
         self.collectives.append(Issued(len(self.events), phase, node.name, serves, kind, axes, nbytes))
         self.events.append(Event(node.name, "comm", seconds, self._last_kernel))
         return len(self.events) - 1

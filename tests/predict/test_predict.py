@@ -126,6 +126,20 @@ def test_where_ranks_met_they_are_late_for_what_they_computed_since() -> None:
     assert found.seconds == pytest.approx(3 * (4 + 10 + 6) * US)
 
 
+def test_two_of_eight_ranks_are_less_late_than_four() -> None:
+    """6 us over four ranks, and 6 * (1/3) / (3/5) over two."""
+    local = Local()
+    x = local.input(250, 1000)
+    reduced = local.call(c10d.all_reduce.default, local.call(aten.relu.default, x), "sum", "axes:dp")
+    late = replace(
+        round_prices(MeshSpec({"dp": 2, "tp": 4}), 1.0),
+        lateness=Lateness((1 * US, 7 * US), (0.0, 12 * US), 4),
+    )
+    module = local.module(local.call(c10d.wait_tensor.default, reduced))
+    found = predict_phases(forward_only(module), late, simulated_group_axes)
+    assert found.exposed - found.collectives[0].seconds == pytest.approx(6 * (1 / 3) / (3 / 5) * US)
+
+
 def test_bytes_that_price_a_collective() -> None:
     local = Local()
     x = local.input(8, 4)  # 128 bytes
