@@ -52,6 +52,7 @@ from passes.search.find_states import OfferedStates, States
 from passes.search.graph_ends import Boundary, boundary_of
 from passes.search.judged_choice import Judgement
 from passes.search.narrowing import Narrowing
+from passes.search.search_start import COLD, SearchStart
 from passes.search.step_kinds import EXPOSED, phase_seconds
 from passes.states.compute_again import compute_again
 from passes.states.cut_points import users_choice
@@ -144,14 +145,17 @@ class Task:
 
 
 def search_plan(
-    task: Task, deadline: Deadline | None = None, rivals: Callable[[Judged], object] = lambda _: None
+    task: Task,
+    deadline: Deadline | None = None,
+    rivals: Callable[[Judged], object] = lambda _: None,
+    start: SearchStart = COLD,
 ) -> Plan:
     """Search the canonical graph of the task under its ends and prices.
 
     deadline: of all of it; None: the task's `time_limit` from now. rivals: told of every assignment that is put on the
-    timeline, the plan's included. Raises InfeasibleError.
+    timeline, the plan's included. start: what is known before. Raises InfeasibleError.
     """
-    return search_plans(task, deadline, rivals, most=1)[0]
+    return search_plans(task, deadline, rivals, start, most=1)[0]
 
 
 @collector_paused()
@@ -159,6 +163,7 @@ def search_plans(
     task: Task,
     deadline: Deadline | None = None,
     rivals: Callable[[Judged], object] = lambda _: None,
+    start: SearchStart = COLD,
     *,
     most: int,
 ) -> list[Plan]:
@@ -188,13 +193,14 @@ def search_plans(
                 deadline=latest,
                 narrowing=narrowing,
                 judge=judge,
+                start=start,
             )
             return replace(of_program(found), rivals=tuple(map(of_program, found.rivals)))
 
         def offer(whole: Found) -> OfferedStates:
             joining, pinned = prices.joining(whole.joined), _pinned(task)
-            ends, start = task.boundary, whole.assignment
-            return OfferedStates.of(task.joint, joining, ends, start, narrowing=task.narrowing, pinned=pinned)
+            ends, near = task.boundary, whole.assignment
+            return OfferedStates.of(task.joint, joining, ends, near, narrowing=task.narrowing, pinned=pinned)
 
         return Way(fastest, offer)
 

@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.plan.head_pieces import fitting
 from autoshard.plan.plan import Plan
 from autoshard.plan.task import Task
-from autoshard.refine.rounds import Case, Rounds
+from autoshard.refine.rounds import Rounds
 from autoshard.refine.time_work import time_work
+from autoshard.refine.timed_cases import Case
 from autoshard.refine.timed_store import store_of
 from autoshard.runtime.agreement import from_first
 from cost_model.checked_arguments import reject

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["COMPILING_SECONDS", "refining_seconds"]
+__all__ = ["refining_seconds"]
 
 STEPS_WORTH, MOST_SHARE, LEAST_SECONDS = 200, 0.25, 5.0
 """What refining may take: so many predicted steps, and this share of the time limit; less than the seconds is not
@@ -15,8 +15,9 @@ COMPILING_SECONDS = 8.0
 """More for programs that are compiled: the fused groups that are timed are, each in half a second on two cores."""
 
 
-def refining_seconds(step_seconds: float, time_limit: float, nodes: int) -> float:
-    """The budget for a plan of that step and of a graph of so many nodes; 0: not worth it."""
+def refining_seconds(step_seconds: float, time_limit: float, nodes: int, backend: str = "eager") -> float:
+    """The budget for a plan of that step, of a graph of so many nodes and for that backend; 0: not worth it."""
     most = START_SECONDS + NODE_SECONDS * nodes
     seconds = min(STEPS_WORTH * step_seconds, MOST_SHARE * time_limit, most)
-    return seconds if seconds >= LEAST_SECONDS else 0.0
+    compiling = 0.0 if backend == "eager" else COMPILING_SECONDS
+    return seconds + compiling if seconds >= LEAST_SECONDS else 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from autoshard.plan.families import FAMILIES, Family
 from autoshard.plan.family_choices import family_narrowing
@@ -13,26 +13,22 @@ from autoshard.plan.judged import Judged
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_cache import cached_plan, keep_plan, kept_plan, plan_path
 from autoshard.plan.task import Task, search_plan
-from autoshard.refine.refining_time import COMPILING_SECONDS, refining_seconds
+from autoshard.refine.refining_time import refining_seconds
+from autoshard.refine.timed_cases import Case, TimedCandidate, distinct, untimed_cases
 from autoshard.refine.timed_store import TimedStore
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
-from cost_model.timed import KernelKey, TimedPrices
-from passes.ir.joint import CPU
+from cost_model.timed import TimedPrices
 from passes.layout.assignment import Assignment
-from passes.lower.rank_program import rank_program
 from passes.plan.graph_text import format_seconds
-from passes.plan.lowering_plan import LoweringPlan
-from passes.predict.step_work import CollectiveCase, KernelCase, step_work
 from passes.search.narrowing import Narrowing
-from passes.simulate.lockstep import simulated_group_axes, simulated_groups
-from passes.strategies.prices import Prices
+from passes.search.search_start import SearchStart
 
-__all__ = ["Case", "Rounds"]
+__all__ = ["Rounds"]
 
 _log = logging.getLogger("autoshard")
 
-Case = KernelCase | CollectiveCase
+Budget = Callable[[float, float, int, str], float]
 
 MOST_ROUNDS = 4
 """Searches under timed prices. The second or third seldom finds another plan."""
@@ -40,30 +36,19 @@ FAMILIES_SHARE = 0.2
 """Of the budget, for the searches of families."""
 SEARCH_SHARE = 0.3
 """Of the budget, kept for the search that follows timing: the first search, of a cold start, took longer."""
-LEAST_SHARE = 5e-4
-"""Of a plan's step, that a kernel must take to be timed. Collectives are few, and their prices the furthest off."""
 NEXT_BEST = 2
 """Plans of the same search that are timed as well."""
 UNCONFIRMED = 0.1
 """Of a plan's step, in kernels and collectives that there was no time for: with more, the next start goes on."""
 CONFIRMING_SHARE, CONFIRMING_SECONDS = 0.3, 5.0
 """Of the budget, and seconds at most, for timing what is unknown of the plan that was chosen: no search follows."""
+ROUGH_GAP = 0.05
+"""Of the first search, after which prices change: what it would still prove takes minutes in models of many layers."""
+HOLDING_SECONDS = 60.0
+"""At least, for the prices of one plan, which is not searched: a graph of 12 layers takes 3."""
 FASTER = 1e-3
 """Share of a step from which on a plan counts as faster."""
-
-
-@dataclass(frozen=True)
-class _Candidate:
-    """A plan of which kernels and collectives are timed."""
-
-    seconds: float
-    assignment: Assignment
-    lowering: LoweringPlan
-    family: Family | None = None
-
-    @staticmethod
-    def of(plan: Plan, family: Family | None = None) -> _Candidate:
-        return _Candidate(plan.step_time, plan.assignment, plan.lowering, family)
+ROUGH = SearchStart(gap=ROUGH_GAP)
 
 
 class Rounds:
@@ -76,28 +61,26 @@ class Rounds:
     compared once more; where there is no time for that, the next start goes on with the times that this one kept.
     """
 
-    def __init__(
-        self, task: Task, store: TimedStore, budget: Callable[[float, float, int], float] = refining_seconds
-    ) -> None:
+    def __init__(self, task: Task, store: TimedStore, budget: Budget = refining_seconds) -> None:
         self._task = task
         self._store = store
         self._timed = store.read()
         self._tried: set[object] = set()
-        self._families: list[_Candidate] | None = None
+        self._families: list[TimedCandidate] | None = None
         self._rounds = 0
         self._stayed = self._confirming = False
-        self._next: list[_Candidate] = []
+        self._next: list[TimedCandidate] = []
         self._path = plan_path(task, "refined", store.path.name)
         kept = kept_plan(self._path, self._under(self._timed))
         self._done = kept is not None
         self._search_seconds = 0.0
-        self.plan = kept or cached_plan(task, lambda: self._searched(task, None))
+        self.plan = kept or kept_plan(plan_path(task), task) or self._searched(task, None, ROUGH)
+        worth = budget(self.plan.step_time, task.time_limit, len(task.joint.graph.nodes), task.backend)
+        if not (self._done or worth):
+            self.plan = self._proven(self.plan)
+        seconds = 0.0 if self._done else worth
         self._first, self._begun = self.plan, time.monotonic()
         self._found = [self.plan]
-        nodes = len(task.joint.graph.nodes)
-        seconds = 0.0 if self._done else budget(self.plan.step_time, task.time_limit, nodes)
-        if seconds and task.backend != "eager":
-            seconds += COMPILING_SECONDS
         self._kept_for_search = SEARCH_SHARE * seconds
         self._confirming_seconds = min(CONFIRMING_SHARE * seconds, CONFIRMING_SECONDS)
         self._deadline, self._families_deadline = map(Deadline.after, (seconds, FAMILIES_SHARE * seconds))
@@ -117,7 +100,7 @@ class Rounds:
 
     def _untried(self, cases: Iterable[Case]) -> tuple[Case, ...]:
         """Those that were not asked for before."""
-        known = {_distinct(case): case for case in cases}
+        known = {distinct(case): case for case in cases}
         new = tuple(case for mark, case in known.items() if mark not in self._tried)
         self._tried |= known.keys()
         return new
@@ -132,7 +115,7 @@ class Rounds:
         if self._unknown_seconds(plan) <= UNCONFIRMED * seconds:
             return ()
         self._deadline = self._deadline.at_least(self._confirming_seconds)
-        return self._untried(self._untimed(_Candidate.of(plan)))
+        return self._untried(self._untimed(TimedCandidate.of(plan)))
 
     @property
     def seconds_left(self) -> float:
@@ -159,49 +142,54 @@ class Rounds:
         self._next = []
         deadline = Deadline.after(max(self._deadline.left, self._search_seconds))
         try:
-            self.plan = cached_plan(task, lambda: self._searched(task, deadline))
+            near = SearchStart(self.plan.assignment)
+            self.plan = cached_plan(task, lambda: self._searched(task, deadline, near))
             self._found.append(self.plan)
         except InfeasibleError as error:  # it was not before: there was no time for it
             _log.debug("refine: %s", error)
 
-    def _searched(self, task: Task, deadline: Deadline | None) -> Plan:
+    def _proven(self, rough: Plan) -> Plan:
+        """`rough`, or a better one, proven: it is the last."""
+        near = SearchStart(rough.assignment)
+        proven = rough.status == "optimal"
+        return cached_plan(self._task, lambda: rough if proven else self._searched(self._task, None, near))
+
+    def _searched(self, task: Task, deadline: Deadline | None, start: SearchStart) -> Plan:
         known: list[Judged] = []
         begun = time.monotonic()
-        plan = search_plan(task, deadline, known.append)
+        plan = search_plan(task, deadline, known.append, start)
         self._search_seconds = time.monotonic() - begun
         fastest = sorted(known, key=lambda judged: judged.seconds)
         others = [judged for judged in fastest if judged.assignment != plan.assignment]
-        self._next = [_Candidate(j.seconds, j.assignment, j.lowering) for j in others[:NEXT_BEST]]
+        self._next = [TimedCandidate(j.seconds, j.assignment, j.lowering) for j in others[:NEXT_BEST]]
         return plan
 
     def _missing(self) -> Iterator[Case]:
         """What was not timed yet of the plan and its rivals, the fastest first; of each what takes most of it."""
         found: dict[object, Case] = {}
-        for candidate in (_Candidate.of(self.plan), *self._rivals()):
+        for candidate in (TimedCandidate.of(self.plan), *self._rivals()):
             for case in self._untimed(candidate):
-                found.setdefault(_distinct(case), case)
+                found.setdefault(distinct(case), case)
         yield from found.values()
 
     def _unknown_seconds(self, plan: Plan) -> float:
         """Of a step, in what was not timed."""
-        return sum(case.seconds for case in self._untimed(_Candidate.of(plan)))
+        return sum(case.seconds for case in self._untimed(TimedCandidate.of(plan)))
 
-    def _untimed(self, candidate: _Candidate) -> list[Case]:
-        prices = self._under(self._timed).prices
-        timed = {kernel.key for kernel in self._timed.kernels}
-        return [case for case in self._cases(candidate, prices) if not self._is_timed(case, timed, prices)]
+    def _untimed(self, candidate: TimedCandidate) -> list[Case]:
+        return untimed_cases(candidate, self._under(self._timed), self._timed)
 
-    def _rivals(self) -> Iterable[_Candidate]:
+    def _rivals(self) -> Iterable[TimedCandidate]:
         if self._families is None:
             self._families = sorted(self._best_of_families(), key=lambda candidate: candidate.seconds)
         return (*self._next, *self._families)
 
-    def _best_of_families(self) -> Iterator[_Candidate]:
+    def _best_of_families(self) -> Iterator[TimedCandidate]:
         for family in FAMILIES:
             deadline = self._families_deadline
             plan = self._family_plan(family, deadline) if deadline.left > 0.0 else None
             if plan is not None and not plan.joined_axes:
-                yield _Candidate.of(plan, family)
+                yield TimedCandidate.of(plan, family)
 
     def _family_plan(self, family: Family, deadline: Deadline) -> Plan | None:
         """With the pins of the task; None where there is none."""
@@ -211,22 +199,6 @@ class Rounds:
             return search_plan(replace(task, narrowing=narrowing), deadline)
         except InfeasibleError:
             return None
-
-    def _cases(self, candidate: _Candidate, prices: Prices) -> list[Case]:
-        """Of rank 0, whose shards are the largest."""
-        joint, mesh = replace(self._task.joint, device=CPU), self._task.mesh
-        program = rank_program(
-            joint, candidate.assignment, candidate.lowering, mesh, 0, simulated_groups(mesh)
-        )
-        work = step_work(program.usual(), prices, simulated_group_axes)
-        worth = LEAST_SHARE * candidate.seconds
-        cases: list[Case] = [*(case for case in work.kernels if case.seconds >= worth), *work.collectives]
-        return sorted(cases, key=lambda case: -case.seconds)
-
-    def _is_timed(self, case: Case, timed: set[KernelKey], prices: Prices) -> bool:
-        if isinstance(case, KernelCase):
-            return case.key in timed
-        return prices.collective_priced(case.kind, case.axes, case.nbytes) == "timed"
 
     def _finish(self) -> None:
         """The fastest of the plans found and of the best of every family, under the prices of now."""
@@ -251,24 +223,24 @@ class Rounds:
     def _priced_now(self, plan: Plan, task: Task) -> Plan:
         """`plan` under the prices of now, with the bound of the whole search that was the last."""
         latest = self._found[-1]
-        if plan is latest:
-            return plan
         if plan.origin.timed != self._timed.hash:
             plan = self._held(plan.assignment, task) or plan
+        if plan is latest:
+            return plan
         bound = min(latest.lower_bound, plan.cost)
         return replace(plan, lower_bound=bound, status="feasible", again=task.again())
 
-    def _of_family(self, candidate: _Candidate, task: Task) -> Plan | None:
+    def _of_family(self, candidate: TimedCandidate, task: Task) -> Plan | None:
         """The best of its family under the prices of now; where there is no time to look for it, the one known."""
         assert candidate.family is not None
         found = self._family_plan(candidate.family, self._deadline) if self._deadline.left > 0.0 else None
         return found or self._held(candidate.assignment, task)
 
     def _held(self, assignment: Assignment, task: Task) -> Plan | None:
-        """The plan of these layouts; None: there is no time for it."""
+        """The plan of these layouts; None: there is none, or no time for it."""
         held = replace(task, narrowing=Narrowing(held=assignment))
         try:
-            return search_plan(held, self._deadline.at_least(1.0))
+            return search_plan(held, self._deadline.at_least(HOLDING_SECONDS))
         except InfeasibleError:
             return None
 
@@ -285,7 +257,3 @@ class Rounds:
         took = f"{time.monotonic() - self._begun:.0f} s"
         layouts = f"{'the same' if same else 'other'} parameters' layouts"
         return f"{counts}, {took}; predicted step {steps}, {layouts}"
-
-
-def _distinct(case: Case) -> object:
-    return case.key if isinstance(case, KernelCase) else (case.kind, case.axes, case.nbytes)

@@ -24,6 +24,7 @@ from passes.search.lighter import lighter
 from passes.search.overlapped import solve_overlapped
 from passes.search.place_turns import turns
 from passes.search.search_space import SearchSpace
+from passes.search.search_start import COLD, SearchStart
 from passes.search.step_kinds import Overlap
 from passes.search.stored import Allowed, places_in, places_of, restricted, stored_alike
 from passes.solver.problem import Infeasible, Solution
@@ -82,7 +83,9 @@ def first_overlaps(efficiency: float) -> tuple[Overlap, Overlap]:
     return Overlap(efficiency), Overlap(efficiency, AWAITED)
 
 
-def agreed(space: SearchSpace, efficiency: float, judge: Judge | None, time_limit: float) -> Agreed:
+def agreed(
+    space: SearchSpace, efficiency: float, judge: Judge | None, time_limit: float, start: SearchStart = COLD
+) -> Agreed:
     """The fastest plan of `space` by `judge`; without one, by the objective.
 
     efficiency: of two streams busy at once (`Profile.overlap_efficiency`). time_limit: seconds; the first search may
@@ -90,8 +93,14 @@ def agreed(space: SearchSpace, efficiency: float, judge: Judge | None, time_limi
     """
     overlaps = first_overlaps(efficiency)
     if judge is not None:
-        return _Search(space, judge, time.monotonic() + time_limit).run(overlaps)
-    found = solve_overlapped(space.problem, space.kinds(overlaps), time_limit=time_limit)
+        return _Search(space, judge, time.monotonic() + time_limit, start).run(overlaps)
+    found = solve_overlapped(
+        space.problem,
+        space.kinds(overlaps),
+        time_limit=time_limit,
+        warm=start.choice(space),
+        relative_gap=start.gap,
+    )
     choice = lighter(space.problem, found.choice)
     bound = _bound(found.lower_bound, found.cost)
     return Agreed(space.assignment(choice), choice, found.cost, bound, found.status, overlaps)
@@ -110,25 +119,29 @@ def _others(overlaps: Sequence[Overlap]) -> Iterator[tuple[Overlap, ...]]:
 
 
 class _Search:
-    """judged: by choice. found: by all searches, judged or not, in order."""
+    """judged: by choice. found: by all searches, judged or not, in order. again, alike: whether it searches under
+    corrected overlaps, and for plans that store all weights alike; one that ends at a gap does neither."""
 
-    def __init__(self, space: SearchSpace, judge: Judge, deadline: float) -> None:
+    def __init__(self, space: SearchSpace, judge: Judge, deadline: float, start: SearchStart) -> None:
         self.space = space
         self.judge = judge
         self.deadline = deadline
+        self.start = start
+        self.again, self.alike = (
+            start.gap == 0.0 and len(space.edges) <= most for most in (AGAIN_EDGES, STORED_EDGES)
+        )
         self.judged: dict[Choice, JudgedChoice] = {}
         self.found: dict[Choice, None] = {}
 
     def run(self, overlaps: tuple[Overlap, ...]) -> Agreed:
-        solution = self._solve(overlaps, None)
+        solution = self._solve(overlaps, self.start.choice(self.space), self.start.gap)
         best = self._judged(solution.choice)
-        again = len(self.space.edges) <= AGAIN_EDGES
-        if again:
+        if self.again:
             best = self._best_of(self._near(solution, overlaps), best)
         if abs(best.counted(overlaps) - best.seconds) > AGREES * best.seconds:
-            if len(self.space.edges) <= STORED_EDGES:
+            if self.alike:
                 best = self._best_of(self._stored(overlaps, best.seconds), best)
-            if again:
+            if self.again:
                 best = self._best_of(self._found_under(_others(overlaps), best), best)
                 best = self._turned(overlaps, best)
                 overlaps, solution, best = self._corrected(overlaps, best)
@@ -153,7 +166,7 @@ class _Search:
 
     def _found_under(self, others: Iterable[tuple[Overlap, ...]], warm: JudgedChoice) -> Iterator[Choice]:
         for other in others:
-            yield self._solve(other, warm, RIVAL_GAP).choice
+            yield self._solve(other, warm.choice, RIVAL_GAP).choice
 
     def _stored(self, overlaps: Sequence[Overlap], seconds: float) -> Iterator[Choice]:
         """Of every way to store all weights alike about the plan that is fastest if nothing hides; of these the fastest
@@ -209,7 +222,7 @@ class _Search:
         """Searches under the overlap of the best plan, until they find no better one."""
         while True:
             own = best.corrected(overlaps)
-            solution = self._solve(own, best)
+            solution = self._solve(own, best.choice, AGAIN_GAP)
             found = self._better(solution.choice, best)
             if found is best or self._late():
                 return own, solution, best
@@ -221,15 +234,13 @@ class _Search:
         # What was judged before was compared then: nothing is returned to, so that searching again ends.
         return found if len(self.judged) > known and found.precedes(best) else best
 
-    def _solve(
-        self, overlaps: Sequence[Overlap], warm: JudgedChoice | None, gap: float = AGAIN_GAP
-    ) -> Solution:
+    def _solve(self, overlaps: Sequence[Overlap], warm: Choice | None, gap: float) -> Solution:
         found = solve_overlapped(
             self.space.problem,
             self.space.kinds(overlaps),
             time_limit=self._left(),
-            warm=None if warm is None else warm.choice,
-            relative_gap=0.0 if warm is None else gap,
+            warm=warm,
+            relative_gap=gap,
         )
         self.found.update(dict.fromkeys((found.choice, *found.others)))
         return found

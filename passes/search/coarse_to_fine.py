@@ -28,6 +28,7 @@ from passes.layout.layout import Layout
 from passes.search.find import Found, JudgeUnder, find_assignment
 from passes.search.graph_ends import Boundary
 from passes.search.narrowing import Narrowing
+from passes.search.search_start import COLD, SearchStart
 from passes.search.space_size import SpaceSize
 from passes.strategies.prices import Prices
 
@@ -54,12 +55,13 @@ def find_fastest(
     deadline: Deadline,
     narrowing: Narrowing | None = None,
     judge: JudgeUnder | None = None,
+    start: SearchStart = COLD,
 ) -> Found:
     """`find_assignment` with every axis on its own; with axes together where those are too many, or time is too short.
 
     Raises InfeasibleError, and OutOfTime where no plan was found.
     """
-    search = _Search(joint, prices, boundary, memory_limit, reserve, narrowing, judge)
+    search = _Search(joint, prices, boundary, memory_limit, reserve, narrowing, judge, start)
     if search.whole_first:
         try:
             return search.found((), deadline)
@@ -78,6 +80,7 @@ class _Search:
     reserve: int
     narrowing: Narrowing | None
     judge: JudgeUnder | None
+    start: SearchStart
 
     @cached_property
     def size(self) -> SpaceSize:
@@ -105,6 +108,7 @@ class _Search:
             deadline=deadline,
             narrowing=self.narrowing,
             judge=self.judge,
+            start=self.start,
         )
         return replace(found, status="feasible") if joined else found
 

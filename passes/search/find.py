@@ -19,6 +19,7 @@ from passes.search.judged_choice import Judgement
 from passes.search.limited_space import build_limited
 from passes.search.narrowing import Narrowing
 from passes.search.search_space import SearchSpace
+from passes.search.search_start import COLD, SearchStart
 from passes.search.step_kinds import Overlap, StepKinds
 from passes.search.strategy_space import build_space
 from passes.solver.problem import Infeasible
@@ -68,6 +69,7 @@ def find_assignment(
     deadline: Deadline = NEVER,
     narrowing: Narrowing | None = None,
     judge: JudgeUnder | None = None,
+    start: SearchStart = COLD,
 ) -> Found:
     """The assignment of least total seconds whose peak memory stays within `memory_limit` less `reserve` bytes.
 
@@ -92,7 +94,7 @@ def find_assignment(
     seconds = min(deadline.left, _LONGEST_SEARCH)
     try:
         own = None if judge is None else lambda assignment: judge(assignment, prices)
-        found = agreed(space, prices.overlap_efficiency, own, seconds)
+        found = agreed(space, prices.overlap_efficiency, own, seconds, start)
     except Infeasible as reason:
         raise explained(reason, joint, space, prices.mesh, (memory_limit or 0, reserve)) from None
     return _found(found, space, joint, prices)

@@ -9,7 +9,7 @@ from torch import nn
 
 from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.task import CallLayouts, Task
-from autoshard.refine.rounds import Case
+from autoshard.refine.timed_cases import Case
 from cost_model.compute import ComputePrices
 from cost_model.groups import group_shape
 from cost_model.mesh import MeshSpec

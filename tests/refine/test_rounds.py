@@ -11,7 +11,8 @@ import pytest
 from autoshard.plan.plan import Plan
 from autoshard.plan.task import Task, search_plan
 from autoshard.refine.refining_time import refining_seconds
-from autoshard.refine.rounds import MOST_ROUNDS, Case, Rounds
+from autoshard.refine.rounds import MOST_ROUNDS, Rounds
+from autoshard.refine.timed_cases import Case
 from autoshard.refine.timed_store import TimedStore
 from cost_model.timed import TimedPrices
 from passes.predict.step_work import CollectiveCase, KernelCase
@@ -27,7 +28,7 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def begun(one: Task, store: TimedStore = STORE) -> Rounds:
-    return Rounds(one, store, lambda step, limit, nodes: 1000.0)
+    return Rounds(one, store, lambda *_: 1000.0)
 
 
 def refined(one: Task, times: Times, store: TimedStore = STORE) -> tuple[Plan, int]:
@@ -191,6 +192,17 @@ def test_what_there_was_no_time_for_counts_twice(share: float, monkeypatch: pyte
     assert begun(one).wanted() or share < 3.0, "the next start goes on"
 
 
+def test_where_time_is_up_the_first_plan_has_the_prices_that_were_timed() -> None:
+    """No search follows: what is unknown of the plan is timed, once."""
+    one = task()
+    rounds = Rounds(one, STORE, lambda *_: 1e-9)
+    first, cases = rounds.plan, rounds.wanted()
+    rounds.add(timed(one, cases, lambda _: 2.0))
+    assert rounds.wanted() == ()
+    assert rounds.plan.assignment == first.assignment and rounds.plan.step_time > 1.1 * first.step_time
+    assert "unrefined" not in rounds.plan.explain()
+
+
 @pytest.mark.parametrize("factor", [1.0, 1e3])
 def test_what_is_unknown_of_the_plan_that_was_chosen_is_timed_at_last(
     factor: float, monkeypatch: pytest.MonkeyPatch
@@ -213,6 +225,7 @@ def test_what_is_unknown_of_the_plan_that_was_chosen_is_timed_at_last(
     rounds.add(timed(one, unknown, lambda _: factor))
     assert rounds.wanted() == ()
     assert (rounds.plan.assignment == first.assignment) == (factor > 1.0)
+    assert {record.priced for record in rounds.plan.records if record.op == "contract"} == {"timed"}
     assert begun(one).plan == rounds.plan and not begun(one).wanted(), "the next start goes on with nothing"
 
 
@@ -232,7 +245,8 @@ def test_a_step_must_be_worth_the_wait() -> None:
     assert refining_seconds(0.1, 600.0, 1000) == pytest.approx(20.0)
     assert refining_seconds(3.0, 600.0, 10_000) == 150.0
     assert refining_seconds(3.0, 600.0, 300) == pytest.approx(20.0)
-    assert refining_seconds(0.02, 600.0, 1000) == 0.0
+    assert refining_seconds(3.0, 600.0, 300, "inductor") == pytest.approx(28.0)
+    assert refining_seconds(0.02, 600.0, 1000, "inductor") == 0.0
     assert refining_seconds(3.0, 10.0, 1000) == 0.0
-    short = Rounds(task(), STORE, lambda step, limit, nodes: 0.0)
+    short = Rounds(task(), STORE, lambda *_: 0.0)
     assert short.wanted() == () and short.plan.origin.timed == ""

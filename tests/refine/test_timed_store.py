@@ -24,7 +24,7 @@ def times() -> TimedPrices:
     from autoshard.refine.rounds import Rounds
 
     one = task()
-    return timed(one, Rounds(one, TimedStore({"a": 0}), lambda step, limit, nodes: 100.0).wanted())
+    return timed(one, Rounds(one, TimedStore({"a": 0}), lambda *_: 100.0).wanted())
 
 
 def test_what_is_written_is_read() -> None:

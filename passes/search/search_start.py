@@ -1,0 +1,41 @@
+"""From where a search starts, and how far it goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from passes.layout.assignment import Assignment, NodeLayouts
+from passes.search.known_layouts import same_layouts
+from passes.search.search_space import SearchSpace
+
+__all__ = ["COLD", "SearchStart"]
+
+
+@dataclass(frozen=True)
+class SearchStart:
+    """near: the layouts of a plan of the same graph, which may be good under these prices too; None: none is known.
+    gap: share of the seconds by which the objective's plan may be above its bound; above 0 nothing more is looked for,
+    nor what is faster on the timeline alone."""
+
+    near: Assignment | None = None
+    gap: float = 0.0
+
+    def choice(self, space: SearchSpace) -> tuple[int, ...] | None:
+        """`near` among the strategies of `space`; None where one of it is not listed there."""
+        if self.near is None:
+            return None
+        slots = (slot for slot in space.output_slots if slot is not None)
+        ends = zip(slots, self.near["output"].operands, strict=True)
+        layouts = {space.names[slot]: NodeLayouts((), (layout,)) for slot, layout in ends} | {**self.near}
+        places: list[int] = []
+        for name, strategies in zip(space.names, space.strategies, strict=True):
+            held = layouts.get(name)
+            alike = (i for i, one in enumerate(strategies) if held is not None and same_layouts(one, held))
+            if (place := next(alike, None)) is None:
+                return None
+            places.append(place)
+        return tuple(places)
+
+
+COLD = SearchStart()
+"""Nothing is known, and nothing left unproven."""
