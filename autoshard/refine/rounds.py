@@ -22,7 +22,7 @@ from cost_model.timed import TimedPrices
 from passes.layout.assignment import Assignment
 from passes.plan.graph_text import format_seconds
 from passes.search.narrowing import Narrowing
-from passes.search.search_start import SearchStart
+from passes.search.search_start import COLD, SearchStart
 
 __all__ = ["Rounds"]
 
@@ -43,12 +43,12 @@ UNCONFIRMED = 0.1
 CONFIRMING_SHARE, CONFIRMING_SECONDS = 0.3, 5.0
 """Of the budget, and seconds at most, for timing what is unknown of the plan that was chosen: no search follows."""
 ROUGH_GAP = 0.05
-"""Of the first search, after which prices change: what it would still prove takes minutes in models of many layers."""
+"""Of the first search, after which prices change: what it would still prove takes minutes in models of many layers.
+Not within a memory limit, where a plan that is nearly as fast may not fit."""
 HOLDING_SECONDS = 60.0
 """At least, for the prices of one plan, which is not searched: a graph of 12 layers takes 3."""
 FASTER = 1e-3
 """Share of a step from which on a plan counts as faster."""
-ROUGH = SearchStart(gap=ROUGH_GAP)
 
 
 class Rounds:
@@ -74,7 +74,8 @@ class Rounds:
         kept = kept_plan(self._path, self._under(self._timed))
         self._done = kept is not None
         self._search_seconds = 0.0
-        self.plan = kept or kept_plan(plan_path(task), task) or self._searched(task, None, ROUGH)
+        start = COLD if task.memory_limit else SearchStart(gap=ROUGH_GAP)
+        self.plan = kept or kept_plan(plan_path(task), task) or self._searched(task, None, start)
         worth = budget(self.plan.step_time, task.time_limit, len(task.joint.graph.nodes), task.backend)
         if not (self._done or worth):
             self.plan = self._proven(self.plan)

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from autoshard.plan.plan import Plan
 from autoshard.plan.task import Task, search_plan
 from autoshard.refine.refining_time import refining_seconds
-from autoshard.refine.rounds import MOST_ROUNDS, Rounds
+from autoshard.refine.rounds import MOST_ROUNDS, ROUGH_GAP, Rounds
 from autoshard.refine.timed_cases import Case
 from autoshard.refine.timed_store import TimedStore
 from cost_model.timed import TimedPrices
 from passes.predict.step_work import CollectiveCase, KernelCase
+from passes.search.narrowing import Narrowing
+from passes.search.search_start import COLD, SearchStart
 from tests.refine.tasks import task, timed
 
 STORE = TimedStore({"machines": "invented"})
@@ -79,6 +82,31 @@ def test_times_that_agree_with_the_model_change_nothing() -> None:
     before, (after, rounds) = search_plan(one), refined(one, as_modelled)
     assert after.assignment == before.assignment and rounds == 1
     assert after.step_time == pytest.approx(before.step_time)
+
+
+@pytest.mark.parametrize(("limit", "gap"), [(None, ROUGH_GAP), (10**9, 0.0)])
+def test_the_first_search_is_rough_and_those_after_it_start_from_its_plan(
+    limit: int | None, gap: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts: list[SearchStart] = []
+
+    def spied(task: Task, deadline: Any, rivals: Any = None, start: SearchStart = COLD) -> Plan:
+        if task.narrowing == Narrowing():  # of no family
+            starts.append(start)
+        return search_plan(task, deadline, rivals or (lambda _: None), start)
+
+    monkeypatch.setattr("autoshard.refine.rounds.search_plan", spied)
+    rounds = begun(replace(task(), memory_limit=limit))
+    first = rounds.plan
+    rounds.add(timed(task(), rounds.wanted()))
+    assert starts == [SearchStart(gap=gap), SearchStart(first.assignment)]
+
+
+def test_a_step_that_is_not_worth_it_is_proven_after_all() -> None:
+    one = task()
+    rounds = Rounds(one, STORE, lambda *_: 0.0)
+    assert rounds.wanted() == () and rounds.plan.status == "optimal"
+    assert rounds.plan.cost == pytest.approx(search_plan(one).cost)
 
 
 def test_slow_collectives_are_done_without() -> None:
