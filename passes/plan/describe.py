@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from cost_model.timed import Priced
 from passes.ir.collector import collector_paused
 from passes.ir.joint import (
     GraphInput,
@@ -30,6 +31,7 @@ from passes.plan.transfers import Transfer as Read
 from passes.redistribution.redistribute import Redistribution
 from passes.rules.core.rule_registry import is_fallback
 from passes.schedule.hiding import hidden_reads
+from passes.strategies.fused_groups import fused_group
 from passes.strategies.prices import Prices
 from passes.strategies.pricing import local_nbytes
 
@@ -60,7 +62,11 @@ def describe(
             records.append(writer.output(node))
         elif result_index(node)[0] is node:
             records.append(writer.op(node))
-    return tuple(records)
+    grouped = _priced_in_groups(joint, {record.name: record.priced for record in records}, prices)
+    return tuple(
+        replace(record, priced=grouped[record.name]) if record.name in grouped else record
+        for record in records
+    )
 
 
 def fallback_ops(joint: JointGraph) -> tuple[str, ...]:
@@ -138,6 +144,18 @@ def records_that_differ(records: Sequence[NodeRecord], joint: JointGraph) -> Ite
     if output is None or [(o.source, o.result) for o in output.operands] != ends:
         yield "its output is not the model's"
     yield from (f"the model has no node {name}" for name in by_name)
+
+
+def _priced_in_groups(joint: JointGraph, priced: Mapping[str, Priced], prices: Prices) -> dict[str, Priced]:
+    """Where the prices of ops come from that are computed in the loop of one that was timed: what they take together
+    is what was timed. priced: of every op alone."""
+    found: dict[str, Priced] = {}
+    for node in joint.graph.nodes:
+        if node.op != "call_function" or priced.get(node.name, "modelled") == "modelled":
+            continue
+        group = fused_group(node) if prices.traffic(node).group else None
+        found |= {} if group is None else {inner.name: priced[node.name] for inner in group.inner}
+    return found
 
 
 def _placeholder(
