@@ -133,7 +133,8 @@ class Rounds:
         self._rounds += 1
         if not self._confirming:
             self._search()
-            self._stayed = self.plan.assignment == before.assignment
+            # The first search knows no next best: those of the second are still to be timed.
+            self._stayed = self.plan.assignment == before.assignment and self._rounds > 1
 
     def _under(self, timed: TimedPrices) -> Task:
         return replace(self._task, timed=timed)

@@ -16,6 +16,7 @@ from autoshard.refine.rounds import MOST_ROUNDS, ROUGH_GAP, Rounds
 from autoshard.refine.timed_cases import Case
 from autoshard.refine.timed_store import TimedStore
 from cost_model.timed import TimedPrices
+from passes.layout.layout import Layout
 from passes.predict.step_work import CollectiveCase, KernelCase
 from passes.search.narrowing import Narrowing
 from passes.search.search_start import COLD, SearchStart
@@ -100,6 +101,31 @@ def test_the_first_search_is_rough_and_those_after_it_start_from_its_plan(
     first = rounds.plan
     rounds.add(timed(task(), rounds.wanted()))
     assert starts == [SearchStart(gap=gap), SearchStart(first.assignment)]
+
+
+def test_the_next_best_of_the_second_search_are_timed_though_the_plan_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first search knows none. Without families, which would be others to time."""
+    monkeypatch.setattr(Rounds, "_best_of_families", lambda _: iter(()))
+    one = task()
+    other = search_plan(
+        replace(one, pins={"0.weight": Layout.replicated(2), "2.weight": Layout.replicated(2)})
+    )
+
+    def told(task: Task, deadline: Any, rivals: Any = None, start: SearchStart = COLD) -> Plan:
+        if rivals is not None and start.near is not None:
+            rivals(task.judged(other.assignment))
+        return search_plan(task, deadline, start=start)
+
+    monkeypatch.setattr("autoshard.refine.rounds.search_plan", told)
+    rounds = begun(one)
+    first = rounds.plan
+    rounds.add(timed(one, rounds.wanted()))
+    assert rounds.plan.assignment == first.assignment
+    shapes = {case.key.shapes for case in rounds.wanted() if isinstance(case, KernelCase)}
+    assert own_products(other) - own_products(first) <= shapes
+    assert own_products(other) != own_products(first)
 
 
 def test_a_step_that_is_not_worth_it_is_proven_after_all() -> None:
