@@ -76,10 +76,10 @@ class Rounds:
         self._search_seconds = 0.0
         start = COLD if task.memory_limit else SearchStart(gap=ROUGH_GAP)
         self.plan = kept or kept_plan(plan_path(task), task) or self._searched(task, None, start)
-        worth = budget(self.plan.step_time, task.time_limit, len(task.joint.graph.nodes), task.backend)
-        if not (self._done or worth):
-            self.plan = self._proven(self.plan)
-        seconds = 0.0 if self._done else worth
+        nodes, seconds = len(task.joint.graph.nodes), 0.0
+        if not self._done:
+            seconds = budget(self.plan.step_time, task.time_limit, nodes, task.backend)
+            self.plan = self.plan if seconds else self._proven(self.plan)
         self._first, self._begun = self.plan, time.monotonic()
         self._found = [self.plan]
         self._kept_for_search = SEARCH_SHARE * seconds
@@ -179,7 +179,7 @@ class Rounds:
         return sum(case.seconds for case in self._untimed(TimedCandidate.of(plan)))
 
     def _untimed(self, candidate: TimedCandidate) -> list[Case]:
-        return untimed_cases(candidate, self._under(self._timed), self._timed)
+        return untimed_cases(candidate, self._under(self._timed))
 
     def _rivals(self) -> Iterable[TimedCandidate]:
         if self._families is None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from autoshard.plan.families import Family
 from autoshard.plan.plan import Plan
 from autoshard.plan.task import Task
-from cost_model.timed import TimedPrices
+from cost_model.timed import KernelKey
 from passes.ir.joint import CPU
 from passes.layout.assignment import Assignment
 from passes.lower.rank_program import rank_program
@@ -37,12 +37,12 @@ class TimedCandidate:
         return TimedCandidate(plan.step_time, plan.assignment, plan.lowering, family)
 
 
-def untimed_cases(candidate: TimedCandidate, task: Task, timed: TimedPrices) -> list[Case]:
-    """Of rank 0, whose shards are the largest; what takes most of the step first. timed: what is there already."""
+def untimed_cases(candidate: TimedCandidate, task: Task) -> list[Case]:
+    """Of rank 0, whose shards are the largest, what `task.timed` does not know; what takes most of the step first."""
     joint, mesh, prices = replace(task.joint, device=CPU), task.mesh, task.prices
     program = rank_program(joint, candidate.assignment, candidate.lowering, mesh, 0, simulated_groups(mesh))
     work = step_work(program.usual(), prices, simulated_group_axes)
-    known = {kernel.key for kernel in timed.kernels}
+    known = {kernel.key for kernel in task.timed.kernels} if task.timed else set[KernelKey]()
     worth = LEAST_SHARE * candidate.seconds
     kernels = (case for case in work.kernels if case.seconds >= worth and case.key not in known)
     priced = lambda case: prices.collective_priced(case.kind, case.axes, case.nbytes)

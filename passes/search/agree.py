@@ -127,9 +127,8 @@ class _Search:
         self.judge = judge
         self.deadline = deadline
         self.start = start
-        self.again, self.alike = (
-            start.gap == 0.0 and len(space.edges) <= most for most in (AGAIN_EDGES, STORED_EDGES)
-        )
+        edges, proves = len(space.edges), start.gap == 0.0
+        self.again, self.alike = proves and edges <= AGAIN_EDGES, proves and edges <= STORED_EDGES
         self.judged: dict[Choice, JudgedChoice] = {}
         self.found: dict[Choice, None] = {}
 

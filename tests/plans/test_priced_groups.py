@@ -36,7 +36,7 @@ def test_what_is_computed_in_a_timed_loop_is_timed() -> None:
     known = replace(one, timed=TimedPrices())
     plan = search_plan(known)
     assert {record.priced for record in plan.records if record.name in ("neg", "exp")} == {"modelled"}
-    cases = untimed_cases(TimedCandidate.of(plan), known, TimedPrices())
+    cases = untimed_cases(TimedCandidate.of(plan), known)
     of_loops = replace(known, timed=timed(one, tuple(cases)))
     again = {record.name: record.priced for record in search_plan(of_loops).records}
     assert again["exp"] == again["neg"] == "timed"
