@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import tempfile
 import zlib
@@ -32,6 +33,7 @@ QUARTERED = (
     "plans",
     "runtime",
     "schedule",
+    "search",
     "spatial",
     "stages",
     "states",
@@ -50,7 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Under `pytest -n`, what makes network namespaces stays in one process: clean-up of one run is not another's.
-    So do tests that share a fixture of their module: it is made once.
+    So do tests that share a fixture of their module, or what a helper of the tests caches: it is made once.
 
     Of the many cases of one test in these areas three of four are slow, by their names; the first is not.
     """
@@ -61,18 +63,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         area = item.path.relative_to(here).parts[0]
         if area in ("cluster", "race"):
             item.add_marker(pytest.mark.xdist_group("namespaces"))
-        elif _shares_a_fixture(item):
-            item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(here))))
+        elif kept := _kept_for_several(item):
+            item.add_marker(pytest.mark.xdist_group(kept))
         test = item.nodeid.partition("[")[0]
         if area in QUARTERED and test in seen and zlib.crc32(item.nodeid.encode()) % 4:
             item.add_marker(pytest.mark.slow)
         seen.add(test)
 
 
-def _shares_a_fixture(item: pytest.Item) -> bool:
+def _kept_for_several(item: pytest.Item) -> str | None:
+    """The module whose functools.cache the item's module uses, or the item's own if it has a fixture of its module."""
     assert isinstance(item, pytest.Function)
-    found = item._fixtureinfo.name2fixturedefs.values()
-    return any(fixture.scope == "module" for fixtures in found for fixture in fixtures)
+    cached = (value for value in vars(item.module).values() if hasattr(value, "cache_info"))
+    homes = sorted(value.__module__ for value in cached if value.__module__.startswith("tests."))
+    if homes:
+        return homes[0]
+    fixtures = itertools.chain(*item._fixtureinfo.name2fixturedefs.values())
+    own = any(fixture.scope == "module" for fixture in fixtures)
+    return str(item.path.relative_to(Path(__file__).parent)) if own else None
 
 
 @pytest.fixture(scope="session", autouse=True)
