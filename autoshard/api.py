@@ -89,7 +89,7 @@ def autoshard(
     micro_batches:  pieces in which a training call's batch is run, forward and backward of each, one after the other:
                     less is alive at once. "auto": the fastest of 1, 2, 4 ... that fits `memory_limit`. Losses,
                     gradients and dropout are those of the whole batch; with a scalar loss, the call that returns it
-                    runs the backward too. Not refined, not for `race`.
+                    runs the backward too. Not for `race`.
     optimizer:      whose states count as memory, as `find_plan` takes it. None: torch's optimizer that has the model's
                     parameters when the first kind of call is planned, else AdamW.
     time_limit:     seconds for planning a kind of call once it is captured; see `find_plan`.
@@ -103,7 +103,7 @@ def autoshard(
                     parameters alone, micro-batches go from one to the next, and the plan is a `PipelinePlan`
                     (docs/pipeline.md). "auto": an axis, or none, whichever is fastest. The call that returns a scalar
                     loss runs the backward too; every rank calls the model with the same batch and gets its outputs.
-                    Not refined, not for `race`.
+                    Not for `race`.
     schedule:       "gpipe", "1f1b", "interleaved" or "zero_bubble": the only one that may run the stages; None: the
                     fastest that fits.
 

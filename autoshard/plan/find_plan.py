@@ -24,10 +24,10 @@ from autoshard.arguments import (
 from autoshard.calls.global_call import global_call
 from autoshard.calls.outputs import output_layouts
 from autoshard.calls.signature import as_call
-from autoshard.plan.micro_batches import fastest_in_pieces
+from autoshard.plan.division import Division
 from autoshard.plan.optimizer_names import OptimizerLike, optimizer_name
 from autoshard.plan.pins import Constraints, resolve_pins
-from autoshard.plan.stages_option import AnyPlan, checked_schedule, checked_stages, fastest_of_stages
+from autoshard.plan.stages_option import AnyPlan, checked_schedule, checked_stages
 from autoshard.plan.task import CallLayouts, Task, search_plan
 from autoshard.plan.task_prices import prices_of
 from autoshard.profiling.startup import nominal_profile, startup_profile
@@ -124,8 +124,7 @@ def find_plan(
 
     stages:         a mesh axis whose ranks hold stages of the model, a part of its layers each (docs/pipeline.md); the
                     plan is then a `PipelinePlan`. "auto": the fastest plan that fits, without stages or along any axis.
-                    With stages, micro_batches="auto" is the fastest of 1, 2, 4 ... times their number. Prices are
-                    modelled, whatever `refine` says.
+                    With stages, micro_batches="auto" is the fastest of 1, 2, 4 ... times their number.
     schedule:       "gpipe", "1f1b", "interleaved" or "zero_bubble": the only one that may run the stages; None: the
                     fastest that fits.
 
@@ -158,19 +157,10 @@ def find_plan(
     task = Task(
         captured, loaded, spec, call, pins, limit, backend, seconds, recompute=recompute, optimizer=updated_by
     )
-    if (
-        refine == "auto"
-        and pieces == 1
-        and staged is None
-        and isinstance(mesh, DeviceMesh)
-        and may_refine(mesh, loaded.nominal)
-    ):
-        return shared_refined_plan(mesh, task)
-    planned = lambda cut, until: search_plan(replace(task, captured=cut), until)
-    whole = lambda until: fastest_in_pieces(captured, pieces, limit, planned, until)
-    return (
-        whole(deadline) if staged is None else fastest_of_stages(task, staged, pieces, whole, deadline, only)
-    )
+    division = Division(pieces, staged, only)
+    if refine == "auto" and isinstance(mesh, DeviceMesh) and may_refine(mesh, loaded.nominal):
+        return shared_refined_plan(mesh, task, division)
+    return division.fastest(task, deadline)
 
 
 def autocast_as(mesh: MeshSpec, dtype: torch.dtype | None) -> AbstractContextManager[None]:

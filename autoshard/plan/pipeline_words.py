@@ -9,6 +9,7 @@ from autoshard.plan.explain import collective_lines, parameter_lines
 from autoshard.plan.pipeline_content import PipelineContent
 from autoshard.plan.plan_collectives import collectives_of
 from autoshard.plan.plan_content import PlanContent
+from autoshard.plan.plan_prices import refined_line
 from cost_model.units import format_bytes
 from passes.plan.graph_text import format_graph, format_seconds
 
@@ -34,7 +35,7 @@ def explain_pipeline(plan: Pipeline) -> str:
     limit = "" if plan.memory_limit is None else f"; limit {format_bytes(plan.memory_limit)}"
     lines = [
         f"{plan.mesh}, {_words(plan)}, prices of profile {origin.profile}{nominal}",
-        "unrefined: every price is modelled",
+        refined_line(*plan.stages),
         f"predicted step {format_seconds(plan.step_time)}, of which ranks wait {plan.bubble:.1%}",
         f"no layouts and no schedule of this cut take less than {format_seconds(plan.lower_bound)} "
         f"(gap {plan.gap:.2%})",

@@ -16,12 +16,13 @@ Price = tuple[float, Priced]
 _WORDS: dict[Priced, str] = {"timed": "timed", "near": "near a timed one", "modelled": "modelled"}
 
 
-def refined_line(plan: PlanContent) -> str:
-    """Of all seconds that the search adds up."""
-    if not plan.origin.timed:
+def refined_line(*plans: PlanContent) -> str:
+    """Of all seconds that the search adds up, in the plan, or in those of all stages of one."""
+    if not any(plan.origin.timed for plan in plans):
         return "unrefined: every price is modelled"
-    prices: list[Price] = [(record.seconds, record.priced) for record in plan.records]
-    prices.extend((collective.seconds, collective.priced) for collective in collectives_of(plan.records))
+    records = [record for plan in plans for record in plan.records]
+    prices: list[Price] = [(record.seconds, record.priced) for record in records]
+    prices.extend((one.seconds, one.priced) for plan in plans for one in collectives_of(plan.records))
     return f"refined on these devices: {_shares(prices)}"
 
 

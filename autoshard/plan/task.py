@@ -130,7 +130,7 @@ class Task:
         """With a level of links so much faster: the collectives that were timed as well."""
         profile, timed = self.profile, self.timed
         if timed is not None:
-            profile = with_timed_collectives(profile, self.mesh, timed.collectives)
+            profile = with_timed_collectives(profile, self.links or self.mesh, timed.collectives)
             timed = replace(timed, collectives=())
         return replace(self, profile=scaled_link(profile, level, factor), timed=timed)
 

@@ -34,7 +34,7 @@ def prices_of(
 
     links: where the ranks of `mesh` sit, if that is one stage of a larger mesh: groups are as far apart as there."""
     if timed is not None:
-        profile = with_timed_collectives(profile, mesh, timed.collectives)
+        profile = with_timed_collectives(profile, links or mesh, timed.collectives)
     compute = ComputePrices(profile, mesh.device_type, timed)
     collectives = CollectivePrices(profile, links or mesh)
     return Prices(
@@ -47,6 +47,7 @@ def prices_of(
         overlap_efficiency=profile.overlap_efficiency,
         optimizer=optimizer,
         lateness=profile.lateness,
+        links=links,
     )
 
 

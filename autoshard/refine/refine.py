@@ -9,9 +9,14 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoshard.plan.division import WHOLE, Division
 from autoshard.plan.head_pieces import fitting
+from autoshard.plan.pipeline_json import is_pipeline
+from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.plan.plan import Plan
+from autoshard.plan.stages_option import AnyPlan
 from autoshard.plan.task import Task
+from autoshard.refine.divided_rounds import DividedRounds
 from autoshard.refine.rounds import Rounds
 from autoshard.refine.time_work import time_work
 from autoshard.refine.timed_cases import Case
@@ -46,20 +51,23 @@ def may_refine(mesh: DeviceMesh, nominal: bool) -> bool:
     return whole and not nominal and collective_backend(mesh) in ("gloo", "nccl")
 
 
-def refined_plan(mesh: DeviceMesh, task: Task) -> Plan | None:
+def refined_plan(mesh: DeviceMesh, task: Task, division: Division = WHOLE) -> AnyPlan | None:
     """The plan of `task` under prices that were timed here; of rank 0, None on the others. Every rank calls it.
 
     What was timed before is read from disk (`autoshard.refine.timed_store`), and so is the plan. Raises, on all ranks,
     as `search_plan`.
     """
     store = store_of(mesh, task.backend)
-    state: list[Rounds] = []
+    state: list[Rounds | DividedRounds] = []
 
     def start(captured: Captured, until: Deadline) -> _Next:
         state[:] = [Rounds(replace(task, captured=captured, time_limit=until.left), store)]
         return _next(state[0])
 
     def first() -> _Next:
+        if not division.leaves_whole(task.memory_limit):
+            state[:] = [DividedRounds(task, division, store)]
+            return _next(state[0])
         return fitting(task.captured, task.memory_limit, start, Deadline.after(task.time_limit))
 
     wanted = from_first(mesh, first, what="what to time")
@@ -81,11 +89,13 @@ def refined_plan(mesh: DeviceMesh, task: Task) -> Plan | None:
     return state[0].plan if state else None
 
 
-def shared_refined_plan(mesh: DeviceMesh, task: Task) -> Plan:
+def shared_refined_plan(mesh: DeviceMesh, task: Task, division: Division = WHOLE) -> AnyPlan:
     """`refined_plan`, on every rank; rank 0's can be asked what searches again."""
-    mine = refined_plan(mesh, task)
+    mine = refined_plan(mesh, task, division)
     data = from_first(mesh, lambda: None if mine is None else mine.to_json(), what="the plan")
-    return Plan.from_json(data) if mine is None else mine
+    if mine is not None:
+        return mine
+    return PipelinePlan.from_json(data, Plan.from_json) if is_pipeline(data) else Plan.from_json(data)
 
 
 @dataclass(frozen=True)
@@ -94,5 +104,5 @@ class _Next:
     seconds: float
 
 
-def _next(rounds: Rounds) -> _Next:
+def _next(rounds: Rounds | DividedRounds) -> _Next:
     return _Next(rounds.wanted(), rounds.seconds_left)

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.plan.candidates import BEST, Candidate, with_first
 from autoshard.plan.carried_plan import carried_plan
 from autoshard.plan.carried_stages import carried_stages
+from autoshard.plan.division import Division
 from autoshard.plan.head_pieces import cut_call_head, fitting
 from autoshard.plan.micro_batches import fastest_in_pieces, most_pieces
 from autoshard.plan.pipeline_plan import PipelinePlan
@@ -19,7 +20,7 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.plan_cache import cached_candidates, cached_plan
 from autoshard.plan.plan_fits import check_mesh, check_outputs
 from autoshard.plan.planned_graph import planned_graph
-from autoshard.plan.stages_option import AnyPlan, fastest_of_stages
+from autoshard.plan.stages_option import AnyPlan
 from autoshard.plan.task import CallLayouts, Task, search_plan
 from autoshard.refine.refine import may_refine, refined_plan
 from autoshard.runtime.settings import Settings
@@ -64,21 +65,15 @@ class Planner:
     spec: MeshSpec
     settings: Settings
 
-    def refined(self, captured: Captured, layouts: CallLayouts) -> Plan | None:
+    def refined(self, captured: Captured, layouts: CallLayouts) -> AnyPlan | None:
         """On rank 0, the first plan where prices are refined. Every rank must get here."""
         s = self.settings
         assert s.profile is not None
-        if (
-            s.refine == "off"
-            or s.micro_batches != 1
-            or s.stages is not None
-            or s.plan is not None
-            or not may_refine(self.mesh, s.profile.nominal)
-        ):
+        if s.refine == "off" or s.plan is not None or not may_refine(self.mesh, s.profile.nominal):
             return None
-        return refined_plan(self.mesh, self._task(captured, layouts, s.pins))
+        return refined_plan(self.mesh, self._task(captured, layouts, s.pins), self._division)
 
-    def first(self, captured: Captured, layouts: CallLayouts, refined: Plan | None) -> Found:
+    def first(self, captured: Captured, layouts: CallLayouts, refined: AnyPlan | None) -> Found:
         """The plan of the first kind of call; several where they are to race."""
         s = self.settings
         if s.race < 2 or self.spec.device_count == 1:
@@ -86,6 +81,7 @@ class Planner:
         task = self._task(captured, layouts, s.pins)
         racing = lambda cut, _: cached_candidates(replace(task, captured=cut), s.race)
         if refined is not None:
+            assert isinstance(refined, Plan), "plans with stages do not race"
             return with_first(refined, racing(cut_call_head(captured, refined.head_pieces), NEVER))
         return fitting(captured, s.memory_limit, racing, Deadline.after(s.time_limit))
 
@@ -121,18 +117,13 @@ class Planner:
             check_outputs(s.plan, layouts.outputs)
             return s.plan
         task = self._task(captured, layouts, s.pins)
+        search = lambda own, until: cached_plan(own, lambda: search_plan(own, until))
+        return self._division.fastest(task, Deadline.after(s.time_limit), search)
 
-        def whole(until: Deadline) -> Plan:
-            def planned(cut: Captured, latest: Deadline) -> Plan:
-                own = replace(task, captured=cut)
-                return cached_plan(own, lambda: search_plan(own, latest))
-
-            return fastest_in_pieces(captured, s.micro_batches, s.memory_limit, planned, until)
-
-        deadline = Deadline.after(s.time_limit)
-        if s.stages is None:
-            return whole(deadline)
-        return fastest_of_stages(task, s.stages, s.micro_batches, whole, deadline, s.schedule)
+    @property
+    def _division(self) -> Division:
+        s = self.settings
+        return Division(s.micro_batches, s.stages, s.schedule)
 
     def _task(self, captured: Captured, layouts: CallLayouts, pins: Mapping[str, Layout]) -> Task:
         s = self.settings

@@ -37,6 +37,7 @@ class Prices:
     overlap_efficiency: float = 0.0
     optimizer: Optimizer = ADAMW
     lateness: Lateness | None = None  # of ranks, where they meet
+    links: MeshSpec | None = None  # where the ranks sit, if `mesh` is one stage of a larger mesh
     moved_nbytes: float = math.inf  # that transfers may hold at once, where memory is short
     known: dict[Hashable, tuple[object, object, float]] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -84,4 +85,4 @@ class Prices:
         timed = self.compute.timed
         if timed is None or kind is None:
             return "modelled"
-        return timed.collective_priced(kind, group_shape(self.mesh, axes), nbytes)
+        return timed.collective_priced(kind, group_shape(self.links or self.mesh, axes), nbytes)

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autoshard import autoshard, find_plan
 from autoshard.plan.plan import Plan
 from autoshard.refine import rounds
+from autoshard.refine.divided_rounds import DividedRounds
 from autoshard.refine.time_work import time_work
 from cost_model.timed import KernelKey, KernelWork, TimedPrices
 from passes.compile.fused_kernel import compile_group
@@ -68,6 +69,42 @@ def found(rank: int, folder: str) -> tuple[Plan, bool]:
             model(), mesh(), (torch.ones(8, 16),), profile=measured(), backend="eager", refine="auto"
         )
     return replace(plan, again=None), plan.again is not None
+
+
+class WithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = model()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+def trained_alone() -> torch.Tensor:
+    return WithLoss()(given()).detach()
+
+
+def given() -> torch.Tensor:
+    return torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+
+
+def refined_in_parts(rank: int, folder: str, division: Any) -> tuple[Any, str, int, torch.Tensor]:
+    """A plan in pieces or stages: what it was found with, its fingerprint, how much was timed, the model's loss."""
+    counts: list[int] = []
+
+    def counted(mesh: DeviceMesh, cases: Any, seconds: float, backend: str) -> TimedPrices:
+        counts.append(len(cases))
+        return time_work(mesh, cases, seconds, Steady(), backend)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", folder)
+        patch.setattr("autoshard.refine.refine.time_work", counted)
+        patch.setattr(
+            "autoshard.refine.refine.DividedRounds", partial(DividedRounds, budget=lambda *_: 1000.0)
+        )
+        whole = autoshard(WithLoss(), mesh(), (given(),), profile=measured(), backend="eager", **division)
+    plan = whole.autoshard_plan
+    return plan.origin, plan.fingerprint, sum(counts), whole(given()).detach()  # type: ignore[union-attr, return-value]
 
 
 def timed_cases(rank: int) -> TimedPrices:

@@ -1,0 +1,97 @@
+"""Rank 0's part in refining a plan in pieces or in stages: what is to be timed next, and the plan under what was."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from autoshard.plan.division import Division
+from autoshard.plan.pipeline_plan import PipelinePlan
+from autoshard.plan.plan_cache import cached_plan
+from autoshard.plan.stages_option import AnyPlan
+from autoshard.plan.task import Task, search_plan
+from autoshard.refine.divided_cases import untimed_of_parts
+from autoshard.refine.refining_time import refining_seconds
+from autoshard.refine.timed_cases import Case, distinct
+from autoshard.refine.timed_store import TimedStore
+from cost_model.deadline import Deadline
+from cost_model.errors import InfeasibleError
+from cost_model.timed import TimedPrices
+from passes.plan.graph_text import format_seconds
+
+__all__ = ["DividedRounds"]
+
+_log = logging.getLogger("autoshard")
+
+MOST_ROUNDS = 3
+"""Of timing, each followed by a plan of the whole call."""
+
+
+class DividedRounds:
+    """One task in pieces or in stages, refined.
+
+    The plan is found under what was timed before. `wanted` says what of it there is to time; `add` takes the times and
+    plans again, cuts and schedules included, until the plan stays, everything of it was timed, or time is up. No
+    rivals are timed beside it: each would take as long to plan as the plan itself.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        division: Division,
+        store: TimedStore,
+        budget: Callable[[float, float, int, str], float] = refining_seconds,
+    ) -> None:
+        self._task, self._division, self._store = task, division, store
+        self._timed = store.read()
+        self._tried: set[object] = set()
+        self._rounds = 0
+        begun = time.monotonic()
+        self.plan = self._planned(Deadline.after(task.time_limit))
+        self._planning_seconds = time.monotonic() - begun
+        nodes = len(task.joint.graph.nodes)
+        self._deadline = Deadline.after(budget(self.plan.step_time, task.time_limit, nodes, task.backend))
+        self._done = self.seconds_left <= 0.0
+
+    @property
+    def seconds_left(self) -> float:
+        """For timing: planning again comes after it."""
+        return max(0.0, self._deadline.left - self._planning_seconds)
+
+    def wanted(self) -> tuple[Case, ...]:
+        """What is to be timed next, in this order; (): nothing."""
+        if self._done or self._rounds >= MOST_ROUNDS or self.seconds_left <= 0.0:
+            return ()
+        cases = untimed_of_parts(self.plan, replace(self._task, timed=self._timed))
+        known = {distinct(case): case for case in cases}
+        new = tuple(case for mark, case in known.items() if mark not in self._tried)
+        self._tried |= known.keys()
+        return new
+
+    def add(self, times: TimedPrices) -> None:
+        """Plan again, under these as well."""
+        self._timed = self._timed.joined(times)
+        self._store.write(self._timed)
+        self._rounds += 1
+        before = self.plan
+        try:
+            self.plan = self._planned(Deadline.after(max(self._deadline.left, self._planning_seconds)))
+        except InfeasibleError as error:  # it was not before: there was no time for it
+            _log.debug("refine: %s", error)
+        self._done = _decided(self.plan) == _decided(before)
+        steps = f"{format_seconds(before.step_time)} -> {format_seconds(self.plan.step_time)}"
+        _log.info("refine: predicted step %s, %s plan", steps, "the same" if self._done else "another")
+
+    def _planned(self, deadline: Deadline) -> AnyPlan:
+        search = lambda own, until: cached_plan(own, lambda: search_plan(own, until))
+        timed = None if self._timed == TimedPrices() else self._timed
+        return self._division.fastest(replace(self._task, timed=timed), deadline, search)
+
+
+def _decided(plan: AnyPlan) -> object:
+    """What makes it another plan, prices aside."""
+    if isinstance(plan, PipelinePlan):
+        return plan.axis, plan.schedule, plan.micro_batches, plan.cut, [one.assignment for one in plan.stages]
+    return plan.micro_batches, plan.head_pieces, plan.assignment
