@@ -82,7 +82,15 @@ def measure_profile(
         rates = with_kernel_rates(rates, list(islice(curves, len(kernels))), device)
         collectives = _collective_samples(teams, list(curves))
         overlap = overlap_efficiency(
-            teams, collectives, rates, peers, clock, _OVERLAP_SHARE * time_budget, device, progress
+            teams,
+            collectives,
+            rates,
+            peers,
+            clock,
+            of_kernels,
+            _OVERLAP_SHARE * time_budget,
+            device,
+            progress,
         )
         late = measure_lateness(teams, peers, clock, of_kernels, _LATE_SHARE * time_budget, device, progress)
         launch, links = _links(hosts, collectives, device)

@@ -26,7 +26,7 @@ def test_every_rank_gets_the_same_profile(ranks: RankPool) -> None:
     assert software["backend"] == "gloo" and software["torch"] and software["python"]
     assert {(s.kind, s.group) for s in profile.collectives} == {(kind, ((2, 1),)) for kind in PLAN_KINDS}
     assert all(s.nbytes == (4096, 16384) and len(s.spread) == 2 for s in profile.collectives)
-    assert {"launch", "memory", "all_reduce over 2 ranks, stride 1", "products alone"} <= set(told)
+    assert {"launch", "memory", "all_reduce over 2 ranks, stride 1", "all_reduce alone"} <= set(told)
     assert profile.lateness is not None and profile.lateness.seconds[0] == 0.0
     prices = CollectivePrices(profile, MeshSpec({"x": 2}))
     assert prices.confidence("all_gather", ("x",), 8192) == "measured"

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from cost_model.errors import ProfileError
 from cost_model.groups import group_ranks, occupancy, shapes_of
 from cost_model.link_model import model_lines
-from cost_model.measure.collective_work import whole_size
+from cost_model.measure.collective_work import Team, whole_size
 from cost_model.measure.compute_work import matmul_flops
 from cost_model.measure.device_series import DTYPES, device_rates, device_series
 from cost_model.measure.links import PEAK_MARGIN, Levels, fit_links, levels_of
 from cost_model.measure.measure import nbytes_ladder
-from cost_model.measure.overlap_efficiency import hidden_share
+from cost_model.measure.overlap_efficiency import hidden_share, overlap_efficiency, waiting_share
 from cost_model.measure.peers import Peers
 from cost_model.measure.sampling import Series, sample
 from cost_model.measure.statistics import Curve, curve, median, pooled_medians, spread
@@ -191,6 +193,34 @@ def test_device_series_run_and_leave_the_generator_alone() -> None:
 )
 def test_hidden_share(communication: float, compute: float, both: float, share: float) -> None:
     assert hidden_share(communication, compute, both) == share
+
+
+@pytest.mark.parametrize(
+    ("seconds", "processor", "share"), [(4.0, 1.0, 0.75), (4.0, 4.0, 0.0), (4.0, 5.0, 0.0), (4.0, 0.0, 1.0)]
+)
+def test_waiting_share(seconds: float, processor: float, share: float) -> None:
+    assert waiting_share(seconds, processor) == share
+
+
+class Always:
+    """A clock by which all work takes as long."""
+
+    def __init__(self, taken: float) -> None:
+        self.taken = taken
+
+    def now(self) -> float:
+        return 0.0
+
+    def seconds(self, work: Callable[[], object], calls: int, ahead: bool = False) -> float:
+        return self.taken
+
+
+def test_what_hides_on_shared_cores_is_what_no_core_works_for() -> None:
+    """Another clock for kernels says that ranks share cores: of 8 ms by the clock 2 are processor time."""
+    teams = {((2, 1),): Team(cast(dist.ProcessGroup, None), (0, 1))}
+    given = [Peers(None), Always(8e-3), Always(2e-3), 1.0, torch.device("cpu"), lambda name, share: None]
+    assert overlap_efficiency(teams, (), None, *given) == 0.75  # type: ignore[arg-type]
+    assert overlap_efficiency({}, (), None, *given) == 0.0  # type: ignore[arg-type]
 
 
 # ---- links
