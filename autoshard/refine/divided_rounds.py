@@ -30,7 +30,7 @@ MOST_ROUNDS = 3
 
 
 class DividedRounds:
-    """One task in pieces or in stages, refined.
+    """One task in pieces or in stages, refined. plan, timed: as of `Rounds`.
 
     The plan is found under what was timed before. `wanted` says what of it there is to time; `add` takes the times and
     plans again, cuts and schedules included, until the plan stays, everything of it was timed, or time is up. No
@@ -45,7 +45,7 @@ class DividedRounds:
         budget: Callable[[float, float, int, str], float] = refining_seconds,
     ) -> None:
         self._task, self._division, self._store = task, division, store
-        self._timed = store.read()
+        self.timed = store.read()
         self._tried: set[object] = set()
         self._rounds = 0
         begun = time.monotonic()
@@ -64,7 +64,7 @@ class DividedRounds:
         """What is to be timed next, in this order; (): nothing."""
         if self._done or self._rounds >= MOST_ROUNDS or self.seconds_left <= 0.0:
             return ()
-        cases = untimed_of_parts(self.plan, replace(self._task, timed=self._timed))
+        cases = untimed_of_parts(self.plan, replace(self._task, timed=self.timed))
         known = {distinct(case): case for case in cases}
         new = tuple(case for mark, case in known.items() if mark not in self._tried)
         self._tried |= known.keys()
@@ -72,8 +72,8 @@ class DividedRounds:
 
     def add(self, times: TimedPrices) -> None:
         """Plan again, under these as well."""
-        self._timed = self._timed.joined(times)
-        self._store.write(self._timed)
+        self.timed = self.timed.joined(times)
+        self._store.write(self.timed)
         self._rounds += 1
         before = self.plan
         try:
@@ -86,7 +86,7 @@ class DividedRounds:
 
     def _planned(self, deadline: Deadline) -> AnyPlan:
         search = lambda own, until: cached_plan(own, lambda: search_plan(own, until))
-        timed = None if self._timed == TimedPrices() else self._timed
+        timed = None if self.timed == TimedPrices() else self.timed
         return self._division.fastest(replace(self._task, timed=timed), deadline, search)
 
 

@@ -29,7 +29,7 @@ from cost_model.mesh import MeshSpec
 from cost_model.timed import TimedPrices
 from passes.capture import Captured
 
-__all__ = ["check_refine", "may_refine", "refined_plan", "shared_refined_plan"]
+__all__ = ["Refined", "check_refine", "may_refine", "refined_plan", "shared_refined_plan"]
 
 _log = logging.getLogger("autoshard")
 
@@ -51,7 +51,15 @@ def may_refine(mesh: DeviceMesh, nominal: bool) -> bool:
     return whole and not nominal and collective_backend(mesh) in ("gloo", "nccl")
 
 
-def refined_plan(mesh: DeviceMesh, task: Task, division: Division = WHOLE) -> AnyPlan | None:
+@dataclass(frozen=True)
+class Refined:
+    """A plan, and all that was timed for it; None: nothing was."""
+
+    plan: AnyPlan
+    timed: TimedPrices | None
+
+
+def refined_plan(mesh: DeviceMesh, task: Task, division: Division = WHOLE) -> Refined | None:
     """The plan of `task` under prices that were timed here; of rank 0, None on the others. Every rank calls it.
 
     What was timed before is read from disk (`autoshard.refine.timed_store`), and so is the plan. Raises, on all ranks,
@@ -86,15 +94,18 @@ def refined_plan(mesh: DeviceMesh, task: Task, division: Division = WHOLE) -> An
             return _next(state[0])
 
         wanted = from_first(mesh, again, what="what to time")
-    return state[0].plan if state else None
+    if not state:
+        return None
+    timed = state[0].timed
+    return Refined(state[0].plan, None if timed == TimedPrices() else timed)
 
 
 def shared_refined_plan(mesh: DeviceMesh, task: Task, division: Division = WHOLE) -> AnyPlan:
     """`refined_plan`, on every rank; rank 0's can be asked what searches again."""
     mine = refined_plan(mesh, task, division)
-    data = from_first(mesh, lambda: None if mine is None else mine.to_json(), what="the plan")
+    data = from_first(mesh, lambda: None if mine is None else mine.plan.to_json(), what="the plan")
     if mine is not None:
-        return mine
+        return mine.plan
     return PipelinePlan.from_json(data, Plan.from_json) if is_pipeline(data) else Plan.from_json(data)
 
 

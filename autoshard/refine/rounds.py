@@ -52,7 +52,7 @@ FASTER = 1e-3
 
 
 class Rounds:
-    """One task, refined.
+    """One task, refined. plan: the one to take so far. timed: all that is known.
 
     The first plan is searched under what was timed before. `wanted` says what else there is to time, of this plan,
     of the next best and of the best of every family; `add` takes the times, searches again, and says so again, until
@@ -64,14 +64,14 @@ class Rounds:
     def __init__(self, task: Task, store: TimedStore, budget: Budget = refining_seconds) -> None:
         self._task = task
         self._store = store
-        self._timed = store.read()
+        self.timed = store.read()
         self._tried: set[object] = set()
         self._families: list[TimedCandidate] | None = None
         self._rounds = 0
         self._stayed = self._confirming = False
         self._next: list[TimedCandidate] = []
         self._path = plan_path(task, "refined", store.path.name)
-        kept = kept_plan(self._path, self._under(self._timed))
+        kept = kept_plan(self._path, self._under(self.timed))
         self._done = kept is not None
         self._search_seconds = 0.0
         start = COLD if task.memory_limit else SearchStart(gap=ROUGH_GAP)
@@ -86,7 +86,7 @@ class Rounds:
         self._confirming_seconds = min(CONFIRMING_SHARE * seconds, CONFIRMING_SECONDS)
         self._deadline, self._families_deadline = map(Deadline.after, (seconds, FAMILIES_SHARE * seconds))
         self._done = self._done or not seconds
-        if not self._done and self._timed != TimedPrices():
+        if not self._done and self.timed != TimedPrices():
             self._search()
 
     def wanted(self) -> tuple[Case, ...]:
@@ -111,7 +111,7 @@ class Rounds:
         if self._confirming:
             return ()
         self._confirming = True
-        task = self._under(self._timed)
+        task = self._under(self.timed)
         seconds, plan = self._chosen(task)
         if self._unknown_seconds(plan) <= UNCONFIRMED * seconds:
             return ()
@@ -128,8 +128,8 @@ class Rounds:
     def add(self, times: TimedPrices) -> None:
         """Search again, under these as well."""
         before = self.plan
-        self._timed = self._timed.joined(times)
-        self._store.write(self._timed)
+        self.timed = self.timed.joined(times)
+        self._store.write(self.timed)
         self._rounds += 1
         if not self._confirming:
             self._search()
@@ -140,7 +140,7 @@ class Rounds:
         return replace(self._task, timed=timed)
 
     def _search(self) -> None:
-        task = self._under(self._timed)
+        task = self._under(self.timed)
         self._next = []
         deadline = Deadline.after(max(self._deadline.left, self._search_seconds))
         try:
@@ -179,7 +179,7 @@ class Rounds:
         return sum(case.seconds for case in self._untimed(TimedCandidate.of(plan)))
 
     def _untimed(self, candidate: TimedCandidate) -> list[Case]:
-        return untimed_cases(candidate, self._under(self._timed))
+        return untimed_cases(candidate, self._under(self.timed))
 
     def _rivals(self) -> Iterable[TimedCandidate]:
         if self._families is None:
@@ -195,7 +195,7 @@ class Rounds:
 
     def _family_plan(self, family: Family, deadline: Deadline) -> Plan | None:
         """With the pins of the task; None where there is none."""
-        task = self._under(self._timed)
+        task = self._under(self.timed)
         try:
             narrowing = family_narrowing(family, task.joint, task.mesh)
             return search_plan(replace(task, narrowing=narrowing), deadline)
@@ -205,7 +205,7 @@ class Rounds:
     def _finish(self) -> None:
         """The fastest of the plans found and of the best of every family, under the prices of now."""
         self._done = True
-        task = self._under(self._timed)
+        task = self._under(self.timed)
         seconds, best = self._chosen(task)
         for candidate in self._families or ():
             if task.judged(candidate.assignment).seconds < (1.0 - FASTER) * seconds:
@@ -225,7 +225,7 @@ class Rounds:
     def _priced_now(self, plan: Plan, task: Task) -> Plan:
         """`plan` under the prices of now, with the bound of the whole search that was the last."""
         latest = self._found[-1]
-        if plan.origin.timed != self._timed.hash:
+        if plan.origin.timed != self.timed.hash:
             plan = self._held(plan.assignment, task) or plan
         if plan is latest:
             return plan
@@ -252,9 +252,7 @@ class Rounds:
 
     def _said(self) -> str:
         same = self.plan.parameter_layouts == self._first.parameter_layouts
-        counts = (
-            f"{len(self._timed.kernels)} kernels and {len(self._timed.collectives)} collectives are timed"
-        )
+        counts = f"{len(self.timed.kernels)} kernels and {len(self.timed.collectives)} collectives are timed"
         steps = f"{format_seconds(self._first.step_time)} -> {format_seconds(self.plan.step_time)}"
         took = f"{time.monotonic() - self._begun:.0f} s"
         layouts = f"{'the same' if same else 'other'} parameters' layouts"

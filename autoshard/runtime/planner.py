@@ -22,9 +22,9 @@ from autoshard.plan.plan_fits import check_mesh, check_outputs
 from autoshard.plan.planned_graph import planned_graph
 from autoshard.plan.stages_option import AnyPlan
 from autoshard.plan.task import CallLayouts, Task, search_plan
-from autoshard.refine.refine import may_refine, refined_plan
+from autoshard.refine.refine import Refined, may_refine, refined_plan
 from autoshard.runtime.settings import Settings
-from cost_model.deadline import NEVER, Deadline
+from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
 from cost_model.mesh import MeshSpec
 from passes.capture import Captured
@@ -65,7 +65,7 @@ class Planner:
     spec: MeshSpec
     settings: Settings
 
-    def refined(self, captured: Captured, layouts: CallLayouts) -> AnyPlan | None:
+    def refined(self, captured: Captured, layouts: CallLayouts) -> Refined | None:
         """On rank 0, the first plan where prices are refined. Every rank must get here."""
         s = self.settings
         assert s.profile is not None
@@ -73,17 +73,20 @@ class Planner:
             return None
         return refined_plan(self.mesh, self._task(captured, layouts, s.pins), self._division)
 
-    def first(self, captured: Captured, layouts: CallLayouts, refined: AnyPlan | None) -> Found:
+    def first(self, captured: Captured, layouts: CallLayouts, refined: Refined | None) -> Found:
         """The plan of the first kind of call; several where they are to race."""
         s = self.settings
         if s.race < 2 or self.spec.device_count == 1:
-            return _alone(refined or self._plan(captured, layouts))
+            return _alone(self._plan(captured, layouts) if refined is None else refined.plan)
         task = self._task(captured, layouts, s.pins)
-        racing = lambda cut, _: cached_candidates(replace(task, captured=cut), s.race)
+        racing = lambda task: cached_candidates(task, s.race)
         if refined is not None:
-            assert isinstance(refined, Plan), "plans with stages do not race"
-            return with_first(refined, racing(cut_call_head(captured, refined.head_pieces), NEVER))
-        return fitting(captured, s.memory_limit, racing, Deadline.after(s.time_limit))
+            plan = refined.plan
+            assert isinstance(plan, Plan), "plans with stages do not race"
+            cut = cut_call_head(captured, plan.head_pieces)
+            return with_first(plan, racing(replace(task, captured=cut, timed=refined.timed)))
+        whole = lambda cut, _: racing(replace(task, captured=cut))
+        return fitting(captured, s.memory_limit, whole, Deadline.after(s.time_limit))
 
     def carried(
         self, captured: Captured, layouts: CallLayouts, first: AnyPlan, held: Mapping[str, Layout]

@@ -15,7 +15,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard import autoshard, find_plan
+from autoshard.plan.candidates import Candidate, candidates
 from autoshard.plan.plan import Plan
+from autoshard.plan.task import Task
 from autoshard.refine import rounds
 from autoshard.refine.divided_rounds import DividedRounds
 from autoshard.refine.time_work import time_work
@@ -69,6 +71,22 @@ def found(rank: int, folder: str) -> tuple[Plan, bool]:
             model(), mesh(), (torch.ones(8, 16),), profile=measured(), backend="eager", refine="auto"
         )
     return replace(plan, again=None), plan.again is not None
+
+
+def raced(rank: int, folder: str) -> list[bool]:
+    """Of the plans that race beside a refined one, whether they were found under what was timed."""
+    known: list[bool] = []
+
+    def noted(task: Task, count: int) -> list[Candidate]:
+        known.append(bool(task.timed and task.timed.kernels))
+        return candidates(task, count)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", folder)
+        patch.setattr("autoshard.refine.refine.time_work", partial(time_work, clock=Steady()))
+        patch.setattr("autoshard.runtime.planner.cached_candidates", noted)
+        autoshard(model(), mesh(), (given(),), profile=measured(), backend="eager", race=2)
+    return known
 
 
 class WithLoss(nn.Module):

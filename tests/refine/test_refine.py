@@ -41,6 +41,12 @@ def test_find_plan_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
     assert mine == theirs and mine.origin.timed and (asks, other_asks) == (True, False)
 
 
+def test_a_race_is_between_plans_that_were_found_under_what_was_timed(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    assert ranks.run(programs.raced, str(tmp_path), world=2) == [[True], []]  # rank 0 plans
+
+
 def test_what_is_timed_and_what_is_left_out(ranks: RankPool) -> None:
     one, two = ranks.run(programs.timed_cases, world=2)
     assert one == two
