@@ -106,6 +106,10 @@ class TimedPrices:
         collectives = {(c.kind, c.group, c.nbytes): c for c in (*self.collectives, *newer.collectives)}
         return TimedPrices(tuple(kernels.values()), tuple(collectives.values()))
 
+    def if_any(self) -> TimedPrices | None:
+        """None: nothing was timed, so every price is the model's."""
+        return self if self.kernels or self.collectives else None
+
     def kernel(self, key: KernelKey) -> TimedKernel | None:
         """The one of equal shapes; where none has its orders, the quickest that has others."""
         found = self._equal.get((key.form, key.shapes), ())

@@ -46,7 +46,7 @@ from passes.plan.record_json import records_of
 from passes.plan.records import layouts_of, lowering_of
 from passes.states.compute_again import compute_again
 
-__all__ = ["SCHEMA_VERSION", "Plan", "PlanOrigin"]
+__all__ = ["SCHEMA_VERSION", "Plan", "PlanOrigin", "any_plan_from_json"]
 
 
 @dataclass(frozen=True)
@@ -243,9 +243,7 @@ class Plan(PlanContent):
         """Read a saved plan. PlanError if it is missing, not a plan, damaged, or of another schema version."""
         file = checked_path(path, "plan", PlanError)
         data = parse_json(read_text(file, "plan", PlanError), repr(str(file)), PlanError)
-        if is_pipeline(data):
-            return PipelinePlan.from_json(data, Plan.from_json, where=str(file))
-        return Plan.from_json(data, where=str(file))
+        return any_plan_from_json(data, where=str(file))
 
     def to_json(self) -> dict[str, Any]:
         return plan_to_json(self)
@@ -291,3 +289,10 @@ def _plan_from(data: PlanData) -> Plan:
         head_pieces=data.head_pieces,
         other_sizes=tuple(map(records_of, data.other_sizes)),
     )
+
+
+def any_plan_from_json(data: Any, *, where: str = "plan") -> Plan | PipelinePlan[Plan]:
+    """Inverse of `to_json` of either kind. Raises as `Plan.from_json`."""
+    if is_pipeline(data):
+        return PipelinePlan.from_json(data, Plan.from_json, where=where)
+    return Plan.from_json(data, where=where)

@@ -16,12 +16,13 @@ from autoshard.cache_files import cache_folder, code_fingerprint, write_whole
 from autoshard.plan.candidates import Candidate, candidates
 from autoshard.plan.plain_plan import plain_plan
 from autoshard.plan.plan import Plan
-from autoshard.plan.task import Task
+from autoshard.plan.task import Task, search_plan
+from cost_model.deadline import Deadline
 from cost_model.errors import AutoshardError
 from passes.plan.describe import graph_hash
 from passes.states.cut_points import users_choice
 
-__all__ = ["cached_candidates", "cached_plan", "keep_plan", "kept_plan", "plan_path"]
+__all__ = ["cached_candidates", "cached_plan", "cached_search", "keep_plan", "kept_plan", "plan_path"]
 
 _log = logging.getLogger("autoshard")
 
@@ -40,6 +41,11 @@ def cached_plan(task: Task, search: Callable[[], Plan]) -> Plan:
     if plan.status == "optimal":
         keep_plan(path, plan)
     return plan
+
+
+def cached_search(task: Task, deadline: Deadline) -> Plan:
+    """`search_plan`'s plan, read if it was found before."""
+    return cached_plan(task, lambda: search_plan(task, deadline))
 
 
 def cached_candidates(task: Task, count: int) -> list[Candidate]:

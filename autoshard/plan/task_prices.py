@@ -33,10 +33,11 @@ def prices_of(
     was timed.
 
     links: where the ranks of `mesh` sit, if that is one stage of a larger mesh: groups are as far apart as there."""
+    placed = links or mesh
     if timed is not None:
-        profile = with_timed_collectives(profile, links or mesh, timed.collectives)
+        profile = with_timed_collectives(profile, placed, timed.collectives)
     compute = ComputePrices(profile, mesh.device_type, timed)
-    collectives = CollectivePrices(profile, links or mesh)
+    collectives = CollectivePrices(profile, placed)
     return Prices(
         mesh=mesh,
         compute=compute,

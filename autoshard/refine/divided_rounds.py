@@ -9,12 +9,12 @@ from dataclasses import replace
 
 from autoshard.plan.division import Division
 from autoshard.plan.pipeline_plan import PipelinePlan
-from autoshard.plan.plan_cache import cached_plan
+from autoshard.plan.plan_cache import cached_search
 from autoshard.plan.stages_option import AnyPlan
-from autoshard.plan.task import Task, search_plan
+from autoshard.plan.task import Task
 from autoshard.refine.divided_cases import untimed_of_parts
 from autoshard.refine.refining_time import refining_seconds
-from autoshard.refine.timed_cases import Case, distinct
+from autoshard.refine.timed_cases import Case, untried
 from autoshard.refine.timed_store import TimedStore
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
@@ -65,10 +65,7 @@ class DividedRounds:
         if self._done or self._rounds >= MOST_ROUNDS or self.seconds_left <= 0.0:
             return ()
         cases = untimed_of_parts(self.plan, replace(self._task, timed=self.timed))
-        known = {distinct(case): case for case in cases}
-        new = tuple(case for mark, case in known.items() if mark not in self._tried)
-        self._tried |= known.keys()
-        return new
+        return untried(cases, self._tried)
 
     def add(self, times: TimedPrices) -> None:
         """Plan again, under these as well."""
@@ -85,9 +82,8 @@ class DividedRounds:
         _log.info("refine: predicted step %s, %s plan", steps, "the same" if self._done else "another")
 
     def _planned(self, deadline: Deadline) -> AnyPlan:
-        search = lambda own, until: cached_plan(own, lambda: search_plan(own, until))
-        timed = None if self.timed == TimedPrices() else self.timed
-        return self._division.fastest(replace(self._task, timed=timed), deadline, search)
+        task = replace(self._task, timed=self.timed.if_any())
+        return self._division.fastest(task, deadline, cached_search)
 
 
 def _decided(plan: AnyPlan) -> object:

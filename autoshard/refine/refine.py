@@ -11,9 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.plan.division import WHOLE, Division
 from autoshard.plan.head_pieces import fitting
-from autoshard.plan.pipeline_json import is_pipeline
-from autoshard.plan.pipeline_plan import PipelinePlan
-from autoshard.plan.plan import Plan
+from autoshard.plan.plan import any_plan_from_json
 from autoshard.plan.stages_option import AnyPlan
 from autoshard.plan.task import Task
 from autoshard.refine.divided_rounds import DividedRounds
@@ -94,19 +92,14 @@ def refined_plan(mesh: DeviceMesh, task: Task, division: Division = WHOLE) -> Re
             return _next(state[0])
 
         wanted = from_first(mesh, again, what="what to time")
-    if not state:
-        return None
-    timed = state[0].timed
-    return Refined(state[0].plan, None if timed == TimedPrices() else timed)
+    return Refined(state[0].plan, state[0].timed.if_any()) if state else None
 
 
 def shared_refined_plan(mesh: DeviceMesh, task: Task, division: Division = WHOLE) -> AnyPlan:
     """`refined_plan`, on every rank; rank 0's can be asked what searches again."""
     mine = refined_plan(mesh, task, division)
     data = from_first(mesh, lambda: None if mine is None else mine.plan.to_json(), what="the plan")
-    if mine is not None:
-        return mine.plan
-    return PipelinePlan.from_json(data, Plan.from_json) if is_pipeline(data) else Plan.from_json(data)
+    return any_plan_from_json(data) if mine is None else mine.plan
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.plan_cache import cached_plan, keep_plan, kept_plan, plan_path
 from autoshard.plan.task import Task, search_plan
 from autoshard.refine.refining_time import refining_seconds
-from autoshard.refine.timed_cases import Case, TimedCandidate, distinct, untimed_cases
+from autoshard.refine.timed_cases import Case, TimedCandidate, distinct, untimed_cases, untried
 from autoshard.refine.timed_store import TimedStore
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
@@ -86,7 +86,7 @@ class Rounds:
         self._confirming_seconds = min(CONFIRMING_SHARE * seconds, CONFIRMING_SECONDS)
         self._deadline, self._families_deadline = map(Deadline.after, (seconds, FAMILIES_SHARE * seconds))
         self._done = self._done or not seconds
-        if not self._done and self.timed != TimedPrices():
+        if not self._done and self.timed.if_any() is not None:
             self._search()
 
     def wanted(self) -> tuple[Case, ...]:
@@ -94,16 +94,9 @@ class Rounds:
         if self._done:
             return ()
         ended = self._confirming or self._stayed or self._rounds >= MOST_ROUNDS or self.seconds_left <= 0.0
-        new = (() if ended else self._untried(self._missing())) or self._to_confirm()
+        new = (() if ended else untried(self._missing(), self._tried)) or self._to_confirm()
         if not new:
             self._finish()
-        return new
-
-    def _untried(self, cases: Iterable[Case]) -> tuple[Case, ...]:
-        """Those that were not asked for before."""
-        known = {distinct(case): case for case in cases}
-        new = tuple(case for mark, case in known.items() if mark not in self._tried)
-        self._tried |= known.keys()
         return new
 
     def _to_confirm(self) -> tuple[Case, ...]:
@@ -116,7 +109,7 @@ class Rounds:
         if self._unknown_seconds(plan) <= UNCONFIRMED * seconds:
             return ()
         self._deadline = self._deadline.at_least(self._confirming_seconds)
-        return self._untried(self._untimed(TimedCandidate.of(plan)))
+        return untried(self._untimed(TimedCandidate.of(plan)), self._tried)
 
     @property
     def seconds_left(self) -> float:

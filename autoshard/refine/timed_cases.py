@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from autoshard.plan.families import Family
@@ -15,7 +16,7 @@ from passes.plan.lowering_plan import LoweringPlan
 from passes.predict.step_work import CollectiveCase, KernelCase, step_work
 from passes.simulate.lockstep import simulated_group_axes, simulated_groups
 
-__all__ = ["Case", "TimedCandidate", "distinct", "untimed_cases"]
+__all__ = ["Case", "TimedCandidate", "distinct", "untimed_cases", "untried"]
 
 Case = KernelCase | CollectiveCase
 
@@ -52,3 +53,11 @@ def untimed_cases(candidate: TimedCandidate, task: Task) -> list[Case]:
 
 def distinct(case: Case) -> object:
     return case.key if isinstance(case, KernelCase) else (case.kind, case.axes, case.nbytes)
+
+
+def untried(cases: Iterable[Case], tried: set[object]) -> tuple[Case, ...]:
+    """Those that are not among `tried`, which they join."""
+    known = {distinct(case): case for case in cases}
+    new = tuple(case for mark, case in known.items() if mark not in tried)
+    tried.update(known)
+    return new

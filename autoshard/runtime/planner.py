@@ -17,7 +17,7 @@ from autoshard.plan.head_pieces import cut_call_head, fitting
 from autoshard.plan.micro_batches import fastest_in_pieces, most_pieces
 from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.plan.plan import Plan
-from autoshard.plan.plan_cache import cached_candidates, cached_plan
+from autoshard.plan.plan_cache import cached_candidates, cached_search
 from autoshard.plan.plan_fits import check_mesh, check_outputs
 from autoshard.plan.planned_graph import planned_graph
 from autoshard.plan.stages_option import AnyPlan
@@ -120,8 +120,7 @@ class Planner:
             check_outputs(s.plan, layouts.outputs)
             return s.plan
         task = self._task(captured, layouts, s.pins)
-        search = lambda own, until: cached_plan(own, lambda: search_plan(own, until))
-        return self._division.fastest(task, Deadline.after(s.time_limit), search)
+        return self._division.fastest(task, Deadline.after(s.time_limit), cached_search)
 
     @property
     def _division(self) -> Division:

@@ -8,12 +8,12 @@ cores would compute in it. By the clock, with and without products, three profil
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from dataclasses import replace
 
 import torch
 
 from cost_model.groups import GroupShape
-from cost_model.measure.clock import Clock
+from cost_model.measure.clock import Clock, Work
 from cost_model.measure.collective_work import IN_A_ROW_SECONDS, Team
 from cost_model.measure.compute_work import matmul_edge, matmul_flops, overlap_works
 from cost_model.measure.peers import Peers
@@ -63,43 +63,39 @@ def overlap_efficiency(
     if not teams:
         return 0.0
     shape = max(teams, key=lambda shape: teams[shape].size)
-    if of_kernels is not clock:
-        return _on_shared_cores(teams[shape], peers, clock, of_kernels, seconds, device, progress)
-    samples = next(s for s in collectives if (s.kind, s.group) == ("all_reduce", shape))
+    shared = of_kernels is not clock
+    if shared:
+        series = _on_shared_cores(teams[shape], of_kernels, device)
+    else:
+        samples = next(s for s in collectives if (s.kind, s.group) == ("all_reduce", shape))
+        series = _with_products(teams[shape], samples, rates, device)
+    found = [curve.seconds[0] for curve in sample(series, peers, clock, seconds, progress)]
+    return waiting_share(*found) if shared else hidden_share(*found)
+
+
+def _with_products(
+    team: Team, samples: CollectiveSamples, rates: DeviceRates, device: torch.device
+) -> list[Series]:
+    """An all-reduce, about as long a run of products, and both at once."""
     middle = len(samples.nbytes) * 2 // 3
     nbytes, alone = samples.nbytes[middle], samples.seconds[middle]
     float32 = next(rate for rate in rates.matmul if rate.dtype == "float32")
     at = len(float32.flops) // 2
     edge = matmul_edge(float32.flops[at])
     products = max(1, round(alone * float32.flops_per_second[at] / matmul_flops(edge)))
-    works = overlap_works(teams[shape], nbytes, edge, products, device)
+    works = overlap_works(team, nbytes, edge, products, device)
     names = ("all_reduce alone", "products alone", "all_reduce behind products")
-    series = [
-        Series(name, (nbytes,), lambda _, work=work: work, least=IN_A_ROW_SECONDS, ahead=True)
-        for name, work in zip(names, works, strict=True)
-    ]
-    curves = sample(series, peers, clock, seconds, progress)
-    communication, compute, both = (curve.seconds[0] for curve in curves)
-    return hidden_share(communication, compute, both)
+    return [_series(name, nbytes, work) for name, work in zip(names, works, strict=True)]
 
 
-def _on_shared_cores(
-    team: Team,
-    peers: Peers,
-    clock: Clock,
-    of_kernels: Clock,
-    seconds: float,
-    device: torch.device,
-    progress: Progress,
-) -> float:
-    """Processor time is the median rank's, as for kernels; by the clock the slowest counts."""
+def _on_shared_cores(team: Team, of_kernels: Clock, device: torch.device) -> list[Series]:
+    """An all-reduce by the clock, of which the slowest rank's counts, and its processor time, the median rank's as for
+    kernels."""
     work, _, _ = overlap_works(team, _SHARED_NBYTES, 1, 0, device)
-    alike = partial(
-        Series, sizes=(_SHARED_NBYTES,), prepare=lambda _: work, least=IN_A_ROW_SECONDS, ahead=True
-    )
-    series = (
-        alike("all_reduce alone"),
-        alike("processor time of an all_reduce", across=median, clock=of_kernels),
-    )
-    by_clock, by_processor = sample(series, peers, clock, seconds, progress)
-    return waiting_share(by_clock.seconds[0], by_processor.seconds[0])
+    alone = _series("all_reduce alone", _SHARED_NBYTES, work)
+    working = replace(alone, name="processor time of an all_reduce", across=median, clock=of_kernels)
+    return [alone, working]
+
+
+def _series(name: str, nbytes: int, work: Work) -> Series:
+    return Series(name, (nbytes,), lambda _: work, least=IN_A_ROW_SECONDS, ahead=True)

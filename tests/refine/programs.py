@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,17 +37,19 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16))
 
 
+def given() -> torch.Tensor:
+    return torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+
+
 def measured() -> Any:
     """Prices that count as this machine's."""
     return replace(slow_compute(), nominal=False)
 
 
-def refined(
-    rank: int, folder: str, refine: str, searches: bool = True
-) -> tuple[Plan, int, torch.Tensor, list[str]]:
-    """A small model's plan, how often something was timed, the model's output, and what rank 0 logs."""
+@contextmanager
+def steadily_timed(folder: str) -> Iterator[tuple[pytest.MonkeyPatch, list[int]]]:
+    """What is kept on disk is in `folder`, and all that is timed takes as long; how much was, each time."""
     counts: list[int] = []
-    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
 
     def counted(mesh: DeviceMesh, cases: Any, seconds: float, backend: str) -> TimedPrices:
         counts.append(len(cases))
@@ -55,6 +58,15 @@ def refined(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", folder)
         patch.setattr("autoshard.refine.refine.time_work", counted)
+        yield patch, counts
+
+
+def refined(
+    rank: int, folder: str, refine: str, searches: bool = True
+) -> tuple[Plan, int, torch.Tensor, list[str]]:
+    """A small model's plan, how often something was timed, the model's output, and what rank 0 logs."""
+    x = given()
+    with steadily_timed(folder) as (patch, counts):
         if not searches:
             patch.setattr(rounds, "search_plan", lambda *given, **named: pytest.fail("searched again"))
         whole = autoshard(model(), mesh(), (x,), profile=measured(), backend="eager", refine=refine)
@@ -64,9 +76,7 @@ def refined(
 
 def found(rank: int, folder: str) -> tuple[Plan, bool]:
     """`find_plan(refine="auto")` on every rank, and whether this rank's plan can search."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", folder)
-        patch.setattr("autoshard.refine.refine.time_work", partial(time_work, clock=Steady()))
+    with steadily_timed(folder):
         plan = find_plan(
             model(), mesh(), (torch.ones(8, 16),), profile=measured(), backend="eager", refine="auto"
         )
@@ -81,9 +91,7 @@ def raced(rank: int, folder: str) -> list[bool]:
         known.append(bool(task.timed and task.timed.kernels))
         return candidates(task, count)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", folder)
-        patch.setattr("autoshard.refine.refine.time_work", partial(time_work, clock=Steady()))
+    with steadily_timed(folder) as (patch, _):
         patch.setattr("autoshard.runtime.planner.cached_candidates", noted)
         autoshard(model(), mesh(), (given(),), profile=measured(), backend="eager", race=2)
     return known
@@ -102,21 +110,9 @@ def trained_alone() -> torch.Tensor:
     return WithLoss()(given()).detach()
 
 
-def given() -> torch.Tensor:
-    return torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
-
-
 def refined_in_parts(rank: int, folder: str, division: Any) -> tuple[Any, str, int, torch.Tensor]:
     """A plan in pieces or stages: what it was found with, its fingerprint, how much was timed, the model's loss."""
-    counts: list[int] = []
-
-    def counted(mesh: DeviceMesh, cases: Any, seconds: float, backend: str) -> TimedPrices:
-        counts.append(len(cases))
-        return time_work(mesh, cases, seconds, Steady(), backend)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", folder)
-        patch.setattr("autoshard.refine.refine.time_work", counted)
+    with steadily_timed(folder) as (patch, counts):
         patch.setattr(
             "autoshard.refine.refine.DividedRounds", partial(DividedRounds, budget=lambda *_: 1000.0)
         )
