@@ -1,4 +1,5 @@
-"""The search space where bytes count: a `use` is either the value as it is held, or another copy of it.
+"""The search space where bytes count: a `use` is either the value as it is held, or another copy of it. So is a view
+that lives on until the backward.
 
 Without a limit both are one strategy, as they cost the same. With one, the first stores nothing.
 """
@@ -13,11 +14,10 @@ from torch import fx
 
 from cost_model.deadline import NEVER, Deadline
 from passes.ir.joint import JointGraph, node_value
-from passes.ir.op_traits import is_use
 from passes.layout.layout import Layout
 from passes.search.graph_ends import Boundary
 from passes.search.narrowing import Narrowing
-from passes.search.residency import InPlace
+from passes.search.residency import InPlace, may_be_another
 from passes.search.search_space import Edge, SearchSpace
 from passes.search.strategy_space import Option, SpaceBuilder
 from passes.strategies.prices import Prices
@@ -43,7 +43,7 @@ class LimitedBuilder(SpaceBuilder):
     made: dict[Hashable, tuple[Option, Option]] = field(default_factory=dict)
 
     def add(self, node: fx.Node | None, name: str, option: Option) -> int:
-        if node is not None and is_use(node):
+        if node is not None and may_be_another(node):
             option = self.derived("in place", option, _or_in_place)
         return super().add(node, name, option)
 

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from torch import fx
 
 from cost_model.mesh import MeshSpec
-from passes.ir.joint import JointGraph, node_value, node_values, tensor_operands
+from passes.ir.joint import JointGraph, node_value, node_values, result_index, tensor_operands
 from passes.ir.op_traits import alias_chain, is_collect, is_either, is_use, is_view, storage_root
 from passes.layout.assignment import NodeLayouts
 from passes.lower.missing_tangents import missing_tangents
 from passes.strategies.prices import Prices
 from passes.strategies.pricing import local_nbytes
 
-__all__ = ["InPlace", "OneOf", "Residency"]
+__all__ = ["InPlace", "OneOf", "Residency", "may_be_another"]
 
 
 @dataclass(frozen=True)
 class InPlace(NodeLayouts):
-    """Of a `use`: its readers take the value in the layout in which it is held, and nothing more is stored."""
+    """Of what `may_be_another`: it reads the value in the layout in which it is held, and nothing more is stored."""
 
 
 @dataclass(frozen=True)
@@ -31,17 +31,30 @@ class OneOf(NodeLayouts):
     kept: bool = True
 
 
+def may_be_another(node: fx.Node) -> bool:
+    """Whether the node, in another layout than its operand is held in, is a copy that lives as long as its readers: a
+    `use`, and a view of the forward that the backward reads. Other views are gone before long."""
+    return is_use(node) or (is_view(node) and node.meta.get("phase") == "forward" and _is_read_late(node))
+
+
+def _is_read_late(view: fx.Node) -> bool:
+    aliases = lambda user: is_view(user) or is_use(user)
+    return any(
+        user.meta.get("phase") == "backward" or (aliases(user) and _is_read_late(user)) for user in view.users
+    )
+
+
 @dataclass(frozen=True)
 class Residency:
     """intervals: per search node, half-open steps (positions in the graph's order) it is resident;
     nbytes: per search node, int64 bytes on the fullest rank per strategy.
 
-    A parameter is resident throughout with its gradient and optimizer state. An op's result lives
-    from its step to its last reader's; views alias their operand, fused results are never stored.
-    A `use` counts what it gathered. Values the backward reads are live across the phases, tangents from
-    the begin of the backward on, outputs until the forward ends. Where a batch is run in pieces, what they read of
-    before lives as long as there are pieces, and so does what they leave behind. What a piece keeps for its backward is
-    there throughout, once for every piece in flight, where several are.
+    A parameter is resident throughout with its gradient and optimizer state. An op's result lives from its step to its
+    last reader's; views alias their operand, fused results are never stored. A `use` counts what it gathered, and so
+    does a view that the backward reads. Values the backward reads are live across the phases, tangents from the begin
+    of the backward on, outputs until the forward ends. Where a batch is run in pieces, what they read of before lives
+    as long as there are pieces, and so does what they leave behind. What a piece keeps for its backward is there
+    throughout, once for every piece in flight, where several are.
     """
 
     intervals: tuple[tuple[int, int], ...]
@@ -93,9 +106,11 @@ class Residency:
             else:
                 begin = first if is_collect(node) else order[node]
                 intervals.append((begin, last.get(node, order[node]) + 1))
-                stored = is_use(node) or (traffic(node).writes and not is_view(node))
-                held = held_by(node, options)
                 moved = np.array([not isinstance(option, InPlace) for option in options])
+                # Without a limit all strategies of a view stand for both.
+                another = is_view(node) and not moved.all()
+                held = held_by.read(node, options) if another else held_by(node, options)
+                stored = is_use(node) or another or (traffic(node).writes and not is_view(node))
                 nbytes.append(held * moved if stored else np.zeros_like(held))
         if joint.in_flight > 1:
             for place, node in enumerate(nodes):
@@ -140,8 +155,9 @@ def _forward_ends(order: dict[fx.Node, int]) -> int:
 
 
 def _is_kept(node: fx.Node) -> bool:
-    """Whether it is what a piece may leave for its backward: a value that is kept or made again, or one received."""
-    return _in_piece(node) and (is_either(node) or node.op == "placeholder")
+    """Whether it is what a piece may leave for its backward: a value that is kept or made again, one received, or one
+    that was brought into another layout."""
+    return _in_piece(node) and (is_either(node) or node.op == "placeholder" or may_be_another(node))
 
 
 def _in_piece(node: fx.Node) -> bool:
@@ -160,7 +176,8 @@ def _owners(operand: fx.Node) -> Iterator[fx.Node]:
 
 
 class _HeldBytes:
-    """Bytes of a node's results per strategy; nodes that share strategies and look alike share the array."""
+    """Bytes of a node's results per strategy, or of its first operand as it reads it; nodes that share strategies and
+    look alike share the array."""
 
     def __init__(self, mesh: MeshSpec) -> None:
         self._mesh = mesh
@@ -169,10 +186,21 @@ class _HeldBytes:
     def __call__(self, node: fx.Node, options: Sequence[NodeLayouts]) -> np.ndarray:
         values = node_values(node)
         looks = tuple(None if v is None else (v.shape, v.element_size()) for v in values)
-        key = (id(options), looks)  # `options` outlives this object
+        present = [i for i, v in enumerate(values) if v is not None]
+        nbytes = lambda o: sum(local_nbytes(o.results[i], node, i, self._mesh) for i in present)
+        return self._of((id(options), looks), options, nbytes)
+
+    def read(self, node: fx.Node, options: Sequence[NodeLayouts]) -> np.ndarray:
+        operand = tensor_operands(node)[0]
+        value, (producer, index) = node_value(operand), result_index(operand)
+        nbytes = lambda o: local_nbytes(o.operands[0], producer, index, self._mesh)
+        return self._of((id(options), "read", value.shape, value.element_size()), options, nbytes)
+
+    def _of(
+        self, key: Hashable, options: Sequence[NodeLayouts], nbytes: Callable[[NodeLayouts], int]
+    ) -> np.ndarray:
+        """The ids in keys stay those of `options`, which outlive this object."""
         if key not in self._known:
-            present = [i for i, v in enumerate(values) if v is not None]
-            nbytes = lambda o: sum(local_nbytes(o.results[i], node, i, self._mesh) for i in present)
             totals = [nbytes(option) if option.results else 0 for option in options]
             self._known[key] = np.array(totals, dtype=np.int64)
         return self._known[key]

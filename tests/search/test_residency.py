@@ -5,12 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import torch
+from torch import nn
 
-from passes.ir.op_traits import is_either
+from autoshard import MeshSpec, Profile
+from autoshard.plan.find_plan import canonical_capture, prices_of
+from passes.ir.joint import node_value
+from passes.ir.op_traits import is_either, is_use, is_view
 from passes.lower.missing_tangents import without_usually_missing
 from passes.search.graph_ends import boundary_of
+from passes.search.limited_space import build_limited
 from passes.search.offered import build_offered
+from passes.search.residency import InPlace, may_be_another
 from passes.search.search_space import SearchSpace
+from passes.search.strategy_space import build_space
 from passes.states.cut_points import places
 from passes.states.offers import offered
 from tests.plans.pipelines import PP, planned, stage_task
@@ -44,3 +52,26 @@ def test_what_a_piece_keeps_is_there_once_for_each_piece_in_flight() -> None:
         if node.op == "placeholder":
             received.add(name)
     assert eithers > 1 and received == {crossing.name for crossing in second.received}
+
+
+def test_a_view_in_another_layout_is_a_copy_of_its_own() -> None:
+    """The pooling, and its backward, read a view of what is normed in groups. As long as the backward has not read it,
+    it holds all that it was brought into another layout for; in the layout of its operand nothing."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.GroupNorm(2, 8), nn.ReLU(), nn.MaxPool2d(2))
+    joint = canonical_capture(model, (torch.zeros(2, 3, 8, 8),), {}).joint
+    ops = [n for n in joint.graph.nodes if n.op == "call_function"]
+    late = [n for n in ops if is_view(n) and not is_use(n) and may_be_another(n)]
+    views = [n.name for n in late if node_value(n).shape == (2, 8, 8, 8)]
+    prices, ends = (
+        prices_of(Profile.load("cpu"), MeshSpec({"dp": 2}), "eager"),
+        boundary_of(joint, {}, {}, {}, [0]),
+    )
+    limited = build_limited(joint, prices, ends, memory_limit=2**30)
+    unlimited = build_space(joint, prices, ends)
+    assert views
+    for name in views:
+        place = limited.names.index(name)
+        for strategy, usage in zip(limited.strategies[place], limited.problem.usages[place], strict=True):
+            elements = 2 * 8 * 8 * 8 // (2 if any(strategy.operands[0].dims) else 1)
+            assert usage == (0 if isinstance(strategy, InPlace) else 4 * elements)
+        assert not unlimited.problem.usages[unlimited.names.index(name)].any()
