@@ -23,9 +23,11 @@ from autoshard.runtime.agreement import from_first
 from cost_model.checked_arguments import reject
 from cost_model.deadline import Deadline
 from cost_model.measure.facts import collective_backend
+from cost_model.measure.measure import mesh_device
 from cost_model.mesh import MeshSpec
 from cost_model.timed import TimedPrices
 from passes.capture import Captured
+from passes.compile.fused_kernel import start_compiler
 
 __all__ = ["Refined", "check_refine", "may_refine", "refined_plan", "shared_refined_plan"]
 
@@ -76,7 +78,12 @@ def refined_plan(mesh: DeviceMesh, task: Task, division: Division = WHOLE) -> Re
             return _next(state[0])
         return fitting(task.captured, task.memory_limit, start, Deadline.after(task.time_limit))
 
-    wanted = from_first(mesh, first, what="what to time")
+    def start_alone() -> None:
+        """Rank 0 plans on one core. Once all start it, as they time, each has a share of the cores."""
+        if task.backend != "eager":
+            start_compiler(mesh_device(mesh.device_type), task.backend)
+
+    wanted = from_first(mesh, first, what="what to time", meanwhile=start_alone)
     while wanted.cases:
         begun = time.monotonic()
         times = time_work(mesh, wanted.cases, wanted.seconds, backend=task.backend)

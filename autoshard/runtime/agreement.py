@@ -108,12 +108,18 @@ def from_first(
     timeout: timedelta | None = None,
     *,
     what: str = "a result of rank 0",
+    meanwhile: Callable[[], object] | None = None,
 ) -> T:
-    """Rank 0's fn(), on all ranks; if it raises there, all raise. The result must pickle."""
+    """Rank 0's fn(), on all ranks; if it raises there, all raise. The result must pickle.
+
+    meanwhile: what the other ranks do before they wait. It does not raise, nor talk to other ranks.
+    """
     if mesh.size() == 1:
         return fn()
     with _exchange(mesh, what, "", timeout) as exchange:
         if mesh.get_rank() != 0:
+            if meanwhile is not None:
+                exchange.run(meanwhile)
             value, failure = pickle.loads(exchange.swap(pickle.dumps((None, None)))[0])
             _raise_for(0, failure)
             return value

@@ -85,6 +85,16 @@ def test_rank_0_decides(ranks: RankPool) -> None:
     assert ranks.run(first, True, world=2) == ["KeyError: 'x'", "PlanError: rank 0 failed: KeyError: 'x'"]
 
 
+def meanwhile(rank: int) -> tuple[str, list[int]]:
+    done: list[int] = []
+    mesh = init_device_mesh("cpu", (3,))
+    return from_first(mesh, lambda: f"made on {rank}", meanwhile=lambda: done.append(rank)), done
+
+
+def test_the_others_have_something_to_do_meanwhile(ranks: RankPool) -> None:
+    assert ranks.run(meanwhile, world=3) == [("made on 0", []), ("made on 0", [1]), ("made on 0", [2])]
+
+
 def all_values(rank: int) -> list[int]:
     return everyones(init_device_mesh("cpu", (3,)), rank * 10)
 
