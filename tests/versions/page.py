@@ -124,7 +124,7 @@ def _graphs(runs: Sequence[VersionRun]) -> Iterator[str]:
     yield "one version runs with another where they agree."
     yield ""
     base = _base(runs)
-    compared = [run for run in runs if run.hashes and run.torch.split("+")[0] != BASE]
+    compared = [run for run in runs if base and run.hashes and run.torch.split("+")[0] != BASE]
     for run in compared:
         different = _different(run, base)
         text = "all agree" if not different else "differ: " + ", ".join(different)

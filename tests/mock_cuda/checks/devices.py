@@ -25,7 +25,7 @@ def found(output: str, ranks: int) -> list[dict[str, Any]]:
 
 def trained(mesh: str, ranks: int, implicit: str, made: int) -> None:
     """made: communicators of a rank, by hand: of all ranks and of each axis; on three, one more of the two over which
-    the batch is split, as the pin puts a weight on the third."""
+    one weight is pinned, where the other is on the third."""
     os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] = implicit
     output, agreement = run_logged(torchrun(ranks, "-m", _RANK, "trained", "--mesh", mesh))
     counts = {entry["communicators"] for entry in found(output, ranks)}

@@ -48,7 +48,8 @@ def trained(mesh: DeviceMesh, device: torch.device) -> dict[str, Any]:
     model(*batch).backward()
     optimizer.step()
     optimizer.zero_grad()
-    pins = {"up.weight": {mesh.mesh_dim_names[-1]: Shard(0)}} if mesh.mesh_dim_names else None
+    *others, last = mesh.mesh_dim_names or ()
+    pins = {"up.weight": {last: Shard(0)}, "down.weight": dict.fromkeys(others, Shard(0))}
     autoshard(model, mesh, batch, profile="h100", backend="eager", constraints=pins)
     assert {t.device for t in (*model.parameters(), *model.buffers())} == {device}
     batches = [batch, tuple(t.to(device) for t in batch), tuple(t.pin_memory() for t in batch)]
