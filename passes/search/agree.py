@@ -1,13 +1,13 @@
 """Search until the objective and the timeline agree on what a step takes.
 
-The objective does not place every collective: it says of parts of a phase what may hide (`step_kinds`). The timeline
-of the program that would run says what does. So the plan that the search finds is judged by its timeline, and what else
+The objective does not place every collective: it says of parts of a phase what may hide (`step_kinds`). The timeline of
+the program that would run says what does. So the plan that the search finds is judged by its timeline, and what else
 its weighted problems found that is nearly as fast. Where the two differ, plans are judged as well that store all
-weights alike (`stored`), that were found as if less or more could hide, and that differ from the best in one kind of
-place (`place_turns`). The overlap of each phase is corrected until the objective of the best plan is its timeline, and
-the search runs again, until it finds no faster one. Its last bound is one under the overlap that the best plan has. Of
-all plans judged the fastest on the timeline is taken; of those that take equally long, the one that holds the fewest
-bytes at its peak.
+weights alike (`stored`), that were found as if less or more could hide or as if no reduction shared its start
+(`started_alone`), and that differ from the best in one kind of place (`place_turns`, `past_transfers`). The overlap of
+each phase is corrected until the objective of the best plan is its timeline, and the search runs again, until it finds
+no faster one. Its last bound is one under the overlap that the best plan has. Of all plans judged the fastest on the
+timeline is taken; of those that take equally long, the one that holds the fewest bytes at its peak.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import isfinite
 
 from passes.layout.assignment import Assignment
 from passes.search.judged_choice import Choice, Judge, JudgedChoice, counted_seconds
 from passes.search.lighter import lighter
 from passes.search.overlapped import solve_overlapped
+from passes.search.past_transfers import past_transfers
 from passes.search.place_turns import turns
 from passes.search.search_space import SearchSpace
 from passes.search.search_start import COLD, SearchStart
+from passes.search.started_alone import ended_seconds, started_alone
 from passes.search.step_kinds import Overlap
 from passes.search.stored import Allowed, places_in, places_of, restricted, stored_alike
 from passes.solver.problem import Infeasible, Solution
@@ -49,6 +52,8 @@ gaps of the searches that say which, and of their own."""
 AGAIN_GAP, RIVAL_GAP = 2e-3, 1e-2
 """Relative gap of searches under a corrected overlap, which are about what a correction is worth; and of those whose
 plan is a rival and whose bound nobody reads."""
+SEEN = 5e-3
+"""Share of a step that a transfer takes for plans to be judged that have it elsewhere."""
 NEAR, NEAREST = 0.02, 2
 """Of what the first search's weighted problems found, how many are judged, and by how much of its seconds they may take
 longer by the objective."""
@@ -111,6 +116,10 @@ def _bound(known: float, seconds: float) -> float:
     return min(max(known, 0.0), seconds)
 
 
+def _agrees(judged: JudgedChoice, overlaps: Sequence[Overlap]) -> bool:
+    return abs(judged.counted(overlaps) - judged.seconds) <= AGREES * judged.seconds
+
+
 def _others(overlaps: Sequence[Overlap]) -> Iterator[tuple[Overlap, ...]]:
     """As if half of it could hide; as if more hid behind fillers."""
     yield tuple(replace(o, efficiency=0.5 * o.efficiency, awaited=0.0) for o in overlaps)
@@ -134,18 +143,20 @@ class _Search:
 
     def run(self, overlaps: tuple[Overlap, ...]) -> Agreed:
         solution = self._solve(overlaps, self.start.choice(self.space), self.start.gap)
-        best = self._judged(solution.choice)
+        best = first = self._judged(solution.choice)
         if self.again:
-            best = self._best_of(self._near(solution, overlaps), best)
-        if abs(best.counted(overlaps) - best.seconds) > AGREES * best.seconds:
-            if self.alike:
-                best = self._best_of(self._stored(overlaps, best.seconds), best)
-            if self.again:
-                best = self._best_of(self._found_under(_others(overlaps), best), best)
-                best = self._turned(overlaps, best)
-                overlaps, solution, best = self._corrected(overlaps, best)
-            else:
-                overlaps = best.shifted(overlaps)
+            best = self._best_of(chain(self._near(solution, overlaps), self._unhidden(best)), best)
+            best = self._best_of(self._stored(overlaps, best.seconds), best)
+        elif self.alike and not _agrees(best, overlaps):
+            best = self._best_of(self._stored(overlaps, best.seconds), best)
+        known = _agrees(first, overlaps) and best.seconds >= (1.0 - AGREES) * first.seconds
+        if self.again and not known:
+            best = self._best_of(self._found_under(_others(overlaps), best), best)
+            best = self._best_of(self._alone(overlaps, best), best)
+            best = self._turned(overlaps, best)
+            overlaps, solution, best = self._corrected(overlaps, best)
+        elif not _agrees(best, overlaps):
+            overlaps = best.shifted(overlaps)
         seconds = best.counted(overlaps)
         bound = _bound(solution.lower_bound + sum(overlap.extra for overlap in overlaps), seconds)
         status = "optimal" if seconds - bound <= ROUNDING * seconds else "feasible"
@@ -163,9 +174,25 @@ class _Search:
             if counted_seconds(self.space.totals(choice), overlaps) <= (1.0 + NEAR) * solution.cost:
                 yield choice
 
+    def _unhidden(self, best: JudgedChoice) -> Iterator[Choice]:
+        """The fastest if nothing hides: where the objective is the timeline of one plan, it may be far over another's,
+        whose gathers share buckets."""
+        yield self._apart({}, RIVAL_GAP, best.choice)
+
     def _found_under(self, others: Iterable[tuple[Overlap, ...]], warm: JudgedChoice) -> Iterator[Choice]:
         for other in others:
             yield self._solve(other, warm.choice, RIVAL_GAP).choice
+
+    def _alone(self, overlaps: tuple[Overlap, ...], best: JudgedChoice) -> Iterator[Choice]:
+        """As if nothing hid, and every reduction that only the end needs took by itself what `best` takes besides;
+        where that is more than all of them are counted for: they share the start of a bucket that they do not fill."""
+        pairs = zip(best.missing(overlaps), ended_seconds(best.totals, len(overlaps)), strict=True)
+        starts = [missing if missing > ended else 0.0 for missing, ended in pairs]
+        if max(starts) > AGREES * best.seconds:
+            problem = started_alone(self.space.problem, self.space.kinds(overlaps), starts)
+            found = solve(problem, time_limit=self._left(), relative_gap=RIVAL_GAP, warm=best.choice)
+            self.found[found.choice] = None
+            yield found.choice
 
     def _stored(self, overlaps: Sequence[Overlap], seconds: float) -> Iterator[Choice]:
         """Of every way to store all weights alike about the plan that is fastest if nothing hides; of these the fastest
@@ -193,11 +220,19 @@ class _Search:
 
     def _turned(self, overlaps: Sequence[Overlap], best: JudgedChoice) -> JudgedChoice:
         """The best after one kind of place after the other was turned over to what another plan has there, and back
-        where that did not help."""
+        where that did not help; then to where a transfer may be instead."""
+        best = self._turned_to(self.found, overlaps, best)
+        return self._turned_to(
+            past_transfers(self.space.problem, best.choice, SEEN * best.seconds), overlaps, best
+        )
+
+    def _turned_to(
+        self, others: Iterable[Choice], overlaps: Sequence[Overlap], best: JudgedChoice
+    ) -> JudgedChoice:
         problem, kinds = self.space.problem, self.space.kinds(overlaps)
         left = min(TURNS, TURNED_EDGES // max(len(self.space.edges), 1))
         patience = PATIENCE
-        for turn in turns(problem, kinds, best.choice, self.found):
+        for turn in turns(problem, kinds, best.choice, others):
             choice = lighter(problem, turn.of(best.choice))
             if min(left, patience) <= 0 or turn.seconds > NEAR * best.seconds or self._late():
                 break

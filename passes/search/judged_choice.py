@@ -56,13 +56,16 @@ class JudgedChoice:
         forward, whose outputs the caller waits for."""
         return corrected(self.totals, overlaps, self._wanted(len(overlaps)))
 
+    def missing(self, overlaps: Sequence[Overlap]) -> list[float]:
+        """Of every phase, the seconds of the timeline that the objective does not count; negative: those that it counts
+        too many."""
+        counted = phase_seconds(self.totals, overlaps)
+        return [w - c for w, c in zip(self._wanted(len(overlaps)), counted, strict=True)]
+
     def shifted(self, overlaps: Sequence[Overlap]) -> tuple[Overlap, ...]:
         """The same by constants alone: the plan that is found under them is the one found before."""
-        counted = phase_seconds(self.totals, overlaps)
-        wanted = self._wanted(len(overlaps))
-        return tuple(
-            replace(o, extra=o.extra + w - c) for o, w, c in zip(overlaps, wanted, counted, strict=True)
-        )
+        pairs = zip(overlaps, self.missing(overlaps), strict=True)
+        return tuple(replace(o, extra=o.extra + missing) for o, missing in pairs)
 
     def _wanted(self, phases: int) -> list[float]:
         first, *others = self.phases[:phases]

@@ -38,6 +38,7 @@ __all__ = [
     "Overlap",
     "StepKinds",
     "corrected",
+    "ended_phase",
     "phase_paths",
     "phase_seconds",
     "step_kinds",
@@ -127,6 +128,12 @@ def step_kinds(joint: JointGraph, hidden: HiddenReads, seconds: Mapping[str, flo
 
 def _kind(phase: int, role: str, segment: int) -> int:
     return phase * _PHASE + _ROLES.index(role) * _SEGMENTS + segment
+
+
+def ended_phase(kind: int) -> int | None:
+    """The phase that communication of this kind is for the end of; None: of another kind."""
+    role = kind % _PHASE // _SEGMENTS
+    return kind // _PHASE if 0 <= kind < KINDS - 1 and _ROLES[role] == "ending" else None
 
 
 def _reads(

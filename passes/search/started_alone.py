@@ -1,0 +1,45 @@
+"""A search problem in which every reduction that only the end of a phase needs pays for a start of its own.
+
+Such reductions share buckets, and each is charged as its part of a full one (`cost_model.bucketed`). Where all of them
+fill none, the step takes the start of a bucket that nobody was charged for, and a plan without any reduction may be
+faster. One that is found here has few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from passes.search.cost_kinds import CostKinds
+from passes.search.step_kinds import ended_phase
+from passes.solver.problem import Array, Problem
+
+__all__ = ["ended_seconds", "started_alone"]
+
+
+def ended_seconds(totals: Array, phases: int) -> list[float]:
+    """Per phase the seconds of what only its end needs. totals: by kind."""
+    kinds = [ended_phase(kind) for kind in range(len(totals))]
+    return [
+        sum(float(totals[kind]) for kind, of in enumerate(kinds) if of == phase) for phase in range(phases)
+    ]
+
+
+def started_alone(problem: Problem, kinds: CostKinds, seconds: Sequence[float]) -> Problem:
+    """seconds: of every phase, of a start; where that is none, as it was."""
+    known: dict[tuple[int, float], Array] = {}
+
+    def started(costs: Array, kind: int) -> Array:
+        phase = ended_phase(kind)
+        start = 0.0 if phase is None else max(0.0, seconds[phase])
+        if start == 0.0:
+            return costs
+        key = id(costs), start  # equal layers go on sharing theirs
+        if key not in known:
+            known[key] = np.where(costs > 0.0, costs + start, costs)
+        return known[key]
+
+    pairs = zip(problem.edge_costs, kinds.edges, strict=True)
+    return replace(problem, edge_costs=tuple(started(costs, kind) for costs, kind in pairs))
