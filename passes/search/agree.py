@@ -128,8 +128,9 @@ def _others(overlaps: Sequence[Overlap]) -> Iterator[tuple[Overlap, ...]]:
 
 
 class _Search:
-    """judged: by choice. found: by all searches, judged or not, in order. again, alike: whether it searches under
-    corrected overlaps, and for plans that store all weights alike; one that ends at a gap does neither."""
+    """judged: by choice. found: by all searches, judged or not, in order. again: whether other plans are looked for in
+    any case, and searches follow under corrected overlaps; alike: whether at least those that store all weights alike
+    are, where the timeline differs. A search that ends at a gap does neither."""
 
     def __init__(self, space: SearchSpace, judge: Judge, deadline: float, start: SearchStart) -> None:
         self.space = space
@@ -149,8 +150,9 @@ class _Search:
             best = self._best_of(self._stored(overlaps, best.seconds), best)
         elif self.alike and not _agrees(best, overlaps):
             best = self._best_of(self._stored(overlaps, best.seconds), best)
-        known = _agrees(first, overlaps) and best.seconds >= (1.0 - AGREES) * first.seconds
-        if self.again and not known:
+        # No rival gives the lie to an objective that said what the first plan takes.
+        settled = _agrees(first, overlaps) and best.seconds >= (1.0 - AGREES) * first.seconds
+        if self.again and not settled:
             best = self._best_of(self._found_under(_others(overlaps), best), best)
             best = self._best_of(self._alone(overlaps, best), best)
             best = self._turned(overlaps, best)

@@ -137,8 +137,9 @@ def explained(
     if reason.kind == "memory":
         return _memory_error(reason, joint, space, mesh, limit)
     if reason.kind == "time":
+        within = f" within memory_limit={format_bytes(limit[0])} per device" if limit[0] else ""
         return InfeasibleError(
-            f"the search found no plan on {mesh} in its time limit, and did not prove that there is none\n"
+            f"the search found no plan{within} on {mesh} in its time limit, and did not prove that there is none\n"
             "  try: a larger `time_limit` (seconds), a larger `memory_limit`, or fewer pins"
         )
     names = ", ".join(space.names[i] for i in reason.nodes[:6])

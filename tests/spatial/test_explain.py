@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 
 from autoshard import MeshSpec, find_plan
+from tests.one_search import ONE_SEARCH
 from tests.profiles import slow_compute
 
 
@@ -21,14 +22,15 @@ class Twice(nn.Module):
 
 def test_halos_have_a_name() -> None:
     """Each filter needs one row of 8 floats of its neighbour: 32 bytes, there and back."""
-    plan = find_plan(
-        Twice(),
-        MeshSpec({"a": 2}),
-        (torch.zeros(1, 1, 8, 8),),
-        profile=slow_compute(),
-        in_placements=([Shard(2)],),
-        constraints={"*": [Replicate()]},
-    )
+    with ONE_SEARCH:
+        plan = find_plan(
+            Twice(),
+            MeshSpec({"a": 2}),
+            (torch.zeros(1, 1, 8, 8),),
+            profile=slow_compute(),
+            in_placements=([Shard(2)],),
+            constraints={"*": [Replicate()]},
+        )
     halos = [c for c in plan.collectives if c.name.startswith("halo")]
     assert [(c.name, c.kind, c.nbytes, c.phase) for c in halos] == [
         ("halo_exchange", "point_to_point", 32, "forward"),

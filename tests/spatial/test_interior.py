@@ -14,6 +14,7 @@ from autoshard.plan.find_plan import canonical_capture
 from passes.lower.interior import in_parts
 from passes.lower.rank_program import rank_program
 from passes.simulate.lockstep import simulated_groups
+from tests.one_search import ONE_SEARCH
 from tests.profiles import slow_compute
 from tests.spatial.networks import network
 
@@ -48,7 +49,7 @@ class Layer(nn.Module):
 def forward_of(rank: int) -> fx.GraphModule:
     model, x, mesh = Layer(), torch.randn(1, 2, 30), MeshSpec({"a": 3})
     ends = {"in_placements": [Shard(2)], "out_placements": [Shard(2)]}
-    with EVERY_TIME:
+    with EVERY_TIME, ONE_SEARCH:
         plan = find_plan(model, mesh, (x[..., :10],), profile=slow_compute(), **ends)  # type: ignore[arg-type]
     joint = canonical_capture(model, (x,), {}).joint
     groups = simulated_groups(mesh)

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from autoshard import MeshSpec, Plan, autoshard, find_plan, verify
+from tests.one_search import ONE_SEARCH
 from tests.profiles import slow_compute
 from tests.ranks import RankPool
 from tests.spatial.networks import network
@@ -67,7 +68,8 @@ def alone(name: str, batch: int) -> Run:
 def on_rank(rank: int, name: str, batch: int, sizes: tuple[int, ...]) -> Run:
     model, x = network(name, batch)
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("a", "b")[: len(sizes)])
-    autoshard(model, mesh, (x,), profile=slow_compute(), backend="eager")
+    with ONE_SEARCH:
+        autoshard(model, mesh, (x,), profile=slow_compute(), backend="eager")
     losses = train(model, lambda step: model(x.roll(step, -1)), STEPS)
     return Run(losses, _state(model), {"halos": halos(model.autoshard_plan)})
 

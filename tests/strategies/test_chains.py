@@ -11,6 +11,7 @@ from autoshard.plan.find_plan import canonical_capture
 from passes.ir.joint import node_values
 from passes.strategies.chains import find_chains
 from passes.strategies.cuts import NO_CUTS, ops_of
+from tests.one_search import ONE_SEARCH
 from tests.profiles import dear_start
 
 
@@ -62,7 +63,10 @@ def test_a_dear_start_makes_a_chain_and_a_cheap_one_none() -> None:
     model, x = Stack((1, 2, 1)).double(), torch.randn(1, 2, 95, dtype=torch.float64)
     mesh, counts = MeshSpec({"a": 3}), []
     for seconds in (1e-9, 1e-3):
-        plan = find_plan(model, mesh, (x[..., :32],), profile=dear_start(seconds), in_placements=[Shard(2)])
+        with ONE_SEARCH:
+            plan = find_plan(
+                model, mesh, (x[..., :32],), profile=dear_start(seconds), in_placements=[Shard(2)]
+            )
         counts.append(overlapping(plan))
     assert counts[0] == 0 < counts[1]
 
@@ -71,7 +75,8 @@ def test_a_chain_is_right() -> None:
     """On uneven rows, through a stride, and back."""
     model, x = Stack((1, 2, 1, 1)).double(), torch.randn(1, 2, 96, dtype=torch.float64)
     ends = {"profile": dear_start(1e-3), "in_placements": [Shard(2)]}
-    plan = find_plan(model, MeshSpec({"a": 3}), (x[..., :32],), **ends)  # type: ignore[arg-type]
+    with ONE_SEARCH:
+        plan = find_plan(model, MeshSpec({"a": 3}), (x[..., :32],), **ends)  # type: ignore[arg-type]
     assert overlapping(plan) > 0 and overlapping(plan, "convolution_backward") > 0
     report = verify(model, plan, (x,))
     assert report.ok, report
