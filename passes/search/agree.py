@@ -2,12 +2,13 @@
 
 The objective does not place every collective: it says of parts of a phase what may hide (`step_kinds`). The timeline of
 the program that would run says what does. So the plan that the search finds is judged by its timeline, and what else
-its weighted problems found that is nearly as fast. Where the two differ, plans are judged as well that store all
-weights alike (`stored`), that were found as if less or more could hide or as if no reduction shared its start
-(`started_alone`), and that differ from the best in one kind of place (`place_turns`, `past_transfers`). The overlap of
-each phase is corrected until the objective of the best plan is its timeline, and the search runs again, until it finds
-no faster one. Its last bound is one under the overlap that the best plan has. Of all plans judged the fastest on the
-timeline is taken; of those that take equally long, the one that holds the fewest bytes at its peak.
+its weighted problems found that is nearly as fast. So are, in problems that are not large, the plan that is fastest if
+nothing hides and those that store all weights alike (`stored`). Where objective and timeline differ, plans are judged
+as well that were found as if less or more could hide or as if no reduction shared its start (`started_alone`), and that
+differ from the best in one kind of place (`place_turns`, `past_transfers`). The overlap of each phase is corrected
+until the objective of the best plan is its timeline, and the search runs again, until it finds no faster one. Its last
+bound is one under the overlap that the best plan has. Of all plans judged the fastest on the timeline is taken; of
+those that take equally long, the one that holds the fewest bytes at its peak.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from passes.search.past_transfers import past_transfers
 from passes.search.place_turns import turns
 from passes.search.search_space import SearchSpace
 from passes.search.search_start import COLD, SearchStart
-from passes.search.started_alone import ended_seconds, started_alone
+from passes.search.started_alone import started_alone, unpaid_starts
 from passes.search.step_kinds import Overlap
 from passes.search.stored import Allowed, places_in, places_of, restricted, stored_alike
-from passes.solver.problem import Infeasible, Solution
+from passes.solver.problem import Infeasible, Problem, Solution
 from passes.solver.solve import ROUNDING, solve
 
 __all__ = ["AWAITED", "Agreed", "agreed", "first_overlaps"]
@@ -42,10 +43,12 @@ for a rival."""
 AGREES = 1e-2
 """Share of a step by which objective and timeline may differ without another search."""
 AGAIN_EDGES = 3000
-"""Edges of the largest problem that is searched again. In larger ones the objective is made the timeline's by a
-constant for each phase: searches take seconds to minutes there, and few found a faster plan, by 1 % at most."""
+"""Edges of the largest problem in which other plans are judged in any case, and that is searched again. In larger ones
+the objective is made the timeline's by a constant for each phase: searches take seconds to minutes there, and few found
+a faster plan, by 1 % at most."""
 STORED_EDGES = 10_000
-"""Edges of the largest problem in which plans whose weights are all stored alike are looked for."""
+"""Edges of the largest problem in which plans whose weights are all stored alike are looked for where the timeline
+differs."""
 FAR, FASTEST, ROUGH_GAP, EXACT_GAP = 0.15, 2, 0.1, 5e-3
 """Share of a step by which these may be slower by the objective and still be judged, how many are, and the relative
 gaps of the searches that say which, and of their own."""
@@ -116,10 +119,6 @@ def _bound(known: float, seconds: float) -> float:
     return min(max(known, 0.0), seconds)
 
 
-def _agrees(judged: JudgedChoice, overlaps: Sequence[Overlap]) -> bool:
-    return abs(judged.counted(overlaps) - judged.seconds) <= AGREES * judged.seconds
-
-
 def _others(overlaps: Sequence[Overlap]) -> Iterator[tuple[Overlap, ...]]:
     """As if half of it could hide; as if more hid behind fillers."""
     yield tuple(replace(o, efficiency=0.5 * o.efficiency, awaited=0.0) for o in overlaps)
@@ -148,16 +147,16 @@ class _Search:
         if self.again:
             best = self._best_of(chain(self._near(solution, overlaps), self._unhidden(best)), best)
             best = self._best_of(self._stored(overlaps, best.seconds), best)
-        elif self.alike and not _agrees(best, overlaps):
+        elif self.alike and best.difference(overlaps) > AGREES:
             best = self._best_of(self._stored(overlaps, best.seconds), best)
         # No rival gives the lie to an objective that said what the first plan takes.
-        settled = _agrees(first, overlaps) and best.seconds >= (1.0 - AGREES) * first.seconds
+        settled = first.difference(overlaps) <= AGREES and best.seconds >= (1.0 - AGREES) * first.seconds
         if self.again and not settled:
             best = self._best_of(self._found_under(_others(overlaps), best), best)
             best = self._best_of(self._alone(overlaps, best), best)
             best = self._turned(overlaps, best)
             overlaps, solution, best = self._corrected(overlaps, best)
-        elif not _agrees(best, overlaps):
+        elif best.difference(overlaps) > AGREES:
             overlaps = best.shifted(overlaps)
         seconds = best.counted(overlaps)
         bound = _bound(solution.lower_bound + sum(overlap.extra for overlap in overlaps), seconds)
@@ -179,7 +178,7 @@ class _Search:
     def _unhidden(self, best: JudgedChoice) -> Iterator[Choice]:
         """The fastest if nothing hides: where the objective is the timeline of one plan, it may be far over another's,
         whose gathers share buckets."""
-        yield self._apart({}, RIVAL_GAP, best.choice)
+        yield self._if_nothing_hides(self.space.problem, best)
 
     def _found_under(self, others: Iterable[tuple[Overlap, ...]], warm: JudgedChoice) -> Iterator[Choice]:
         for other in others:
@@ -188,13 +187,15 @@ class _Search:
     def _alone(self, overlaps: tuple[Overlap, ...], best: JudgedChoice) -> Iterator[Choice]:
         """As if nothing hid, and every reduction that only the end needs took by itself what `best` takes besides;
         where that is more than all of them are counted for: they share the start of a bucket that they do not fill."""
-        pairs = zip(best.missing(overlaps), ended_seconds(best.totals, len(overlaps)), strict=True)
-        starts = [missing if missing > ended else 0.0 for missing, ended in pairs]
+        starts = unpaid_starts(best.totals, best.missing(overlaps))
         if max(starts) > AGREES * best.seconds:
             problem = started_alone(self.space.problem, self.space.kinds(overlaps), starts)
-            found = solve(problem, time_limit=self._left(), relative_gap=RIVAL_GAP, warm=best.choice)
-            self.found[found.choice] = None
-            yield found.choice
+            yield self._if_nothing_hides(problem, best)
+
+    def _if_nothing_hides(self, problem: Problem, warm: JudgedChoice) -> Choice:
+        found = solve(problem, time_limit=self._left(), relative_gap=RIVAL_GAP, warm=warm.choice)
+        self.found[found.choice] = None
+        return found.choice
 
     def _stored(self, overlaps: Sequence[Overlap], seconds: float) -> Iterator[Choice]:
         """Of every way to store all weights alike about the plan that is fastest if nothing hides; of these the fastest

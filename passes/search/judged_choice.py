@@ -56,6 +56,10 @@ class JudgedChoice:
         forward, whose outputs the caller waits for."""
         return corrected(self.totals, overlaps, self._wanted(len(overlaps)))
 
+    def difference(self, overlaps: Sequence[Overlap]) -> float:
+        """Of objective and timeline, as a share of the step."""
+        return abs(self.counted(overlaps) - self.seconds) / max(self.seconds, 1e-300)
+
     def missing(self, overlaps: Sequence[Overlap]) -> list[float]:
         """Of every phase, the seconds of the timeline that the objective does not count; negative: those that it counts
         too many."""

@@ -24,36 +24,23 @@ def past_transfers(problem: Problem, base: Sequence[int], least: float) -> Itera
     for (i, j), costs in zip(problem.edges, problem.edge_costs, strict=True):
         if costs[base[i], base[j]] >= least:
             alike[id(costs), base[i], base[j]].append((j, costs[base[i]]))
-    edges = _around(problem, {node for places in alike.values() for node, _ in places})
+    around = _seconds_around(problem, base, {node for places in alike.values() for node, _ in places})
     for places in alike.values():
         chosen = list(base)
         for node, way in places:
-            seconds = problem.node_costs[node] + edges[node].seconds(base)
-            seconds = np.where(way == 0.0, seconds, np.inf)
+            seconds = np.where(way == 0.0, around[node], np.inf)
             if np.isfinite(seconds).any():
                 chosen[node] = int(np.argmin(seconds))
         if chosen != list(base):
             yield tuple(chosen)
 
 
-class _Ways:
-    """The edges of one node."""
-
-    def __init__(self) -> None:
-        self.read: list[tuple[int, Array]] = []
-        self.written: list[tuple[int, Array]] = []
-
-    def seconds(self, base: Sequence[int]) -> Array:
-        """Of all of them, per strategy of the node, the others as in `base`."""
-        read = sum((costs[base[other]] for other, costs in self.read), np.zeros(()))
-        return read + sum((costs[:, base[other]] for other, costs in self.written), np.zeros(()))
-
-
-def _around(problem: Problem, nodes: set[int]) -> dict[int, _Ways]:
-    found = {node: _Ways() for node in nodes}
+def _seconds_around(problem: Problem, base: Sequence[int], nodes: set[int]) -> dict[int, Array]:
+    """Of each node and all of its edges, per strategy of the node, the others as in `base`."""
+    found = {node: problem.node_costs[node].astype(float) for node in nodes}
     for (i, j), costs in zip(problem.edges, problem.edge_costs, strict=True):
         if j in found:
-            found[j].read.append((i, costs))
+            found[j] += costs[base[i]]
         if i in found:
-            found[i].written.append((j, costs))
+            found[i] += costs[:, base[j]]
     return found

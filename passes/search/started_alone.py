@@ -13,17 +13,17 @@ from dataclasses import replace
 import numpy as np
 
 from passes.search.cost_kinds import CostKinds
-from passes.search.step_kinds import ended_phase
+from passes.search.step_kinds import ended_phase, ended_seconds
 from passes.solver.problem import Array, Problem
 
-__all__ = ["ended_seconds", "started_alone"]
+__all__ = ["started_alone", "unpaid_starts"]
 
 
-def ended_seconds(totals: Array, phases: int) -> list[float]:
-    """Per phase the seconds of what only its end needs. totals: by kind."""
-    kinds = [ended_phase(kind) for kind in range(len(totals))]
+def unpaid_starts(totals: Array, missing: Sequence[float]) -> list[float]:
+    """missing: of every phase, the seconds of its timeline that its `totals` by kind do not count. Of those in which
+    they are more than all that only the end needs is counted for; 0 of others."""
     return [
-        sum(float(totals[kind]) for kind, of in enumerate(kinds) if of == phase) for phase in range(phases)
+        seconds if seconds > ended_seconds(totals, phase) else 0.0 for phase, seconds in enumerate(missing)
     ]
 
 

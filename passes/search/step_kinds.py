@@ -39,6 +39,7 @@ __all__ = [
     "StepKinds",
     "corrected",
     "ended_phase",
+    "ended_seconds",
     "phase_paths",
     "phase_seconds",
     "step_kinds",
@@ -133,7 +134,13 @@ def _kind(phase: int, role: str, segment: int) -> int:
 def ended_phase(kind: int) -> int | None:
     """The phase that communication of this kind is for the end of; None: of another kind."""
     role = kind % _PHASE // _SEGMENTS
-    return kind // _PHASE if 0 <= kind < KINDS - 1 and _ROLES[role] == "ending" else None
+    return kind // _PHASE if kind != EXPOSED and _ROLES[role] == "ending" else None
+
+
+def ended_seconds(totals: Array, phase: int) -> float:
+    """Of these seconds by kind, those of communication that is for the end of the phase."""
+    first = _kind(phase, "ending", 0)
+    return float(totals[first : first + _SEGMENTS].sum())
 
 
 def _reads(

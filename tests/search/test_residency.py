@@ -62,10 +62,8 @@ def test_a_view_in_another_layout_is_a_copy_of_its_own() -> None:
     ops = [n for n in joint.graph.nodes if n.op == "call_function"]
     late = [n for n in ops if is_view(n) and not is_use(n) and may_be_another(n)]
     views = [n.name for n in late if node_value(n).shape == (2, 8, 8, 8)]
-    prices, ends = (
-        prices_of(Profile.load("cpu"), MeshSpec({"dp": 2}), "eager"),
-        boundary_of(joint, {}, {}, {}, [0]),
-    )
+    prices = prices_of(Profile.load("cpu"), MeshSpec({"dp": 2}), "eager")
+    ends = boundary_of(joint, {}, {}, {}, [0])
     limited = build_limited(joint, prices, ends, memory_limit=2**30)
     unlimited = build_space(joint, prices, ends)
     assert views
