@@ -18,6 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -70,6 +71,7 @@ class Watch:
         self._pid = os.getpid()
         self._told = State(rank)
         self._told_at = self._since = time.monotonic()
+        self._before: dict[int, State] = {}
         self._idling = Idling(threading.get_native_id())
         self._cut_until = 0.0
         self._exchanges: deque[str] = deque()
@@ -157,6 +159,7 @@ class Watch:
         now = time.monotonic()
         if changed:
             self._since = now
+            state = replace(state, seconds=0.0)
         stuck = state.inside or state.waits
         if changed or now - self._told_at >= (PERIOD_SECONDS if stuck else BEAT_SECONDS):
             self.board.write("state", state)
@@ -196,8 +199,9 @@ class Watch:
             return None
         states = self.board.read("state", range(self.world))
         states[self.rank] = self._told
-        states = dict(sorted(states.items()))
-        return self._crew.lost(states) or judge(states) or self.sums.compare()
+        states, before = dict(sorted(states.items())), self._before
+        self._before = states
+        return self._crew.lost(states) or judge(states, before) or self.sums.compare()
 
     def _stop(self, reason: str) -> None:
         """Let this rank's main thread out of wherever it waits or plans."""

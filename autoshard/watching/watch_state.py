@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import lt
 
 from autoshard.watching.turns import Turn, first_difference
 
@@ -39,16 +40,19 @@ class State:
         return self.turns[-1].number if self.turns else 0
 
 
-def judge(states: Mapping[int, State]) -> str | None:
+def judge(states: Mapping[int, State], before: Mapping[int, State] | None = None) -> str | None:
     """What is wrong between the ranks, None if nothing is known to be.
 
     Legal is: any rank late by any time, as long as it is busy. Not: two ranks with another history of turns; a rank in
     a turn that another will not take, since it has left or itself waits for somebody.
+
+    before: the states of an earlier look. What a rank told may be half a second old: it may have waited for one that
+    was late, and now be on its way with it. So who waits must have said so again since the other was in its turn.
     """
-    return next(_faults(states), None)
+    return next(_faults(states, before), None)
 
 
-def _faults(states: Mapping[int, State]) -> Iterator[str]:
+def _faults(states: Mapping[int, State], before: Mapping[int, State] | None) -> Iterator[str]:
     first = states[min(states)]
     for state in states.values():
         number = first_difference(first.turns, state.turns)
@@ -66,14 +70,28 @@ def _faults(states: Mapping[int, State]) -> Iterator[str]:
             states,
             "the same number of calls on every rank: the same number of batches, and evaluation on all",
         )
-    stuck = behind and all(s.waits and not s.inside and s.seconds >= STUCK_SECONDS for s in behind)
-    if stuck and ahead.seconds >= STUCK_SECONDS:
+    if _stuck(ahead, behind) and (before is None or _said_before(before, ahead, behind)):
         yield _report(
             f"the ranks wait for each other: turn {ahead.count} is of all ranks, and {_names(behind)} "
             f"{'waits' if len(behind) == 1 else 'wait'} elsewhere",
             states,
             "a call of the model, as any collective, on every rank; not under `if rank == 0`",
         )
+
+
+def _stuck(ahead: State, behind: Sequence[State]) -> bool:
+    """Whether all wait, one of them in a turn that the others have not begun."""
+    waiting = all(s.waits and not s.inside and s.seconds >= STUCK_SECONDS for s in behind)
+    return bool(behind) and waiting and ahead.seconds >= STUCK_SECONDS
+
+
+def _said_before(before: Mapping[int, State], ahead: State, behind: Sequence[State]) -> bool:
+    """Whether it was so at the earlier look, and those behind have told something since."""
+    earlier = before.get(ahead.rank)
+    if earlier is None or earlier.count != ahead.count or any(s.rank not in before for s in behind):
+        return False
+    then = [before[s.rank] for s in behind]
+    return _stuck(earlier, then) and all(map(lt, (s.beat for s in then), (s.beat for s in behind)))
 
 
 def _different(states: Mapping[int, State], number: int) -> str:

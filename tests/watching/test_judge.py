@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from torch.distributed import HashStore
+
 from autoshard.watching.turns import Turns, first_difference
+from autoshard.watching.watch import Watch
 from autoshard.watching.watch_state import State, judge
 
 
@@ -65,3 +68,34 @@ def test_ranks_that_wait_for_each_other_do_not_wait_for_ever() -> None:
     assert "ranks 1, 2: turn 1, a, waits in barrier, at train.py:7" in found
     # One that computes may still come, and let the others go.
     assert judge(by_rank(state(0, "a", "b"), waiting[0], replace(waiting[1], waits=""))) is None
+
+
+def test_who_waits_must_have_said_so_since_the_other_was_in_its_turn() -> None:
+    """What was told may be old: rank 1 waited for rank 0, which came, and both are on their way."""
+    ahead, late = state(0, "a", "b"), state(0, "a", inside=False)
+    waiting = replace(state(1, "a", inside=False), waits="barrier", beat=5)
+    now = by_rank(ahead, waiting)
+    assert judge(now) is not None
+    assert judge(now, {}) is None
+    assert judge(now, by_rank(late, replace(waiting, beat=4))) is None, "rank 0 had not come then"
+    assert judge(now, by_rank(ahead, waiting)) is None, "rank 1 has told nothing since"
+    assert judge(now, by_rank(replace(ahead, seconds=1.0), replace(waiting, beat=4))) is None
+    assert judge(now, by_rank(ahead, replace(waiting, beat=4))) is not None
+
+
+class Group:
+    """Of processes, as far as a watch asks."""
+
+
+def test_a_new_state_is_told_as_new() -> None:
+    """However long the one before it was."""
+    group = Group()
+    watch = Watch(HashStore(), 0, 2, group, "cpu")
+    watch._since -= 60.0
+    watch.turns.begin("a")
+    watch._tell()
+    assert watch._told.inside and watch._told.seconds == 0.0
+    watch._since -= 60.0
+    watch._told_at -= 60.0
+    watch._tell()
+    assert watch._told.beat > 1 and watch._told.seconds >= 60.0
