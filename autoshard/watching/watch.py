@@ -39,6 +39,7 @@ __all__ = ["Watch"]
 
 PERIOD_SECONDS = 0.5
 BEAT_SECONDS = 2.0
+LOOK_SECONDS = 1.0
 CUTTING_SECONDS = 10.0
 GRACE_SECONDS = 5.0
 STUCK_CODE = 70
@@ -166,16 +167,18 @@ class Watch:
             self._told, self._told_at = state, now
 
     def _state(self) -> State:
-        place, waits = whereabouts(self._main)
         # In torch.distributed a busy thread works on DTensors; it does not wait there.
         idle = self._idling.is_idle()
-        inside = self.turns.inside
+        inside, seconds = self.turns.inside, time.monotonic() - self._since
+        # To look takes half a millisecond, which a loop that goes on is not to pay.
+        looks = idle or seconds >= LOOK_SECONDS
+        place, waits = whereabouts(self._main) if looks else ("", "")
         return State(
             self.rank,
             self._told.beat + 1,
             self.turns.last(),
             inside,
-            time.monotonic() - self._since,
+            seconds,
             place,
             waits if not inside and idle else "",
         )

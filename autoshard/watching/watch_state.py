@@ -20,7 +20,7 @@ class State:
 
     turns:   its last ones, oldest first. inside: whether it is still in the last.
     seconds: for how long it has been so.
-    place:   file and line of the user's code where it is.
+    place:   file and line of the user's code where it is; "" while it computes and goes on.
     waits:   the function of torch.distributed in which its main thread sits outside any turn, "" if in none.
     ended:   how it left, "" if it is there. failed: whether that was with an error.
     """
