@@ -16,7 +16,7 @@ from .problem import Array, Problem
 from .tables import Index, Tables
 from .usage import Usage, combine
 
-__all__ = ["DeadEnd", "Graph"]
+__all__ = ["DeadEnd", "Graph", "cost_beside"]
 
 
 class DeadEnd(Exception):
@@ -25,6 +25,15 @@ class DeadEnd(Exception):
     def __init__(self, node: int) -> None:
         super().__init__(f"node {node} has no possible strategy")
         self.node = node
+
+
+def cost_beside(cost: Array, edges: Iterable[tuple[int, Array]], choice: Mapping[int, int]) -> Array:
+    """[S_i] What each strategy of a node costs beside what its neighbours have. cost: [S_i] of the node itself. edges:
+    neighbour, [S_i, S_j]."""
+    total = cost.copy()
+    for other, matrix in edges:
+        total += matrix[:, choice[other]]
+    return total
 
 
 @dataclass(frozen=True)
@@ -59,10 +68,7 @@ class Eliminate:
     edges: tuple[tuple[int, Array], ...]
 
     def undo(self, choice: dict[int, int]) -> None:
-        total = self.cost
-        for other, matrix in self.edges:
-            total = total + matrix[:, choice[other]]
-        choice[self.node] = int(np.argmin(total))
+        choice[self.node] = int(np.argmin(cost_beside(self.cost, self.edges, choice)))
 
 
 @dataclass

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from .graph import Graph
+from .graph import Graph, cost_beside
 from .problem import Array
 from .usage_rows import Rows
 
@@ -24,9 +24,7 @@ def descend(graph: Graph, choice: Mapping[int, int], passes: int = 50) -> dict[i
             if node not in dirty:
                 continue
             dirty.discard(node)
-            total = graph.cost[node].copy()
-            for other, matrix in graph.adjacent[node].items():
-                total += matrix[:, best[other]]
+            total = cost_beside(graph.cost[node], graph.adjacent[node].items(), best)
             a = int(np.argmin(total))
             if total[a] < total[best[node]]:
                 best[node] = a
@@ -56,10 +54,8 @@ class Search:
         }
 
     def _around(self, node: int) -> Array:
-        total = self.graph.cost[node] + self.extra.get(node, 0.0)
-        for other, matrix in self.graph.adjacent[node].items():
-            total += matrix[:, self.choice[other]]
-        return total
+        cost = self.graph.cost[node] + self.extra.get(node, 0.0)
+        return cost_beside(cost, self.graph.adjacent[node].items(), self.choice)
 
     def fits(self) -> bool:
         return float(self.over.max()) <= 0

@@ -8,7 +8,7 @@ import numpy as np
 
 from .binding import solve_rows
 from .core import Budget
-from .graph import Graph
+from .graph import Graph, cost_beside
 from .tables import Tables
 from .usage_rows import Rows
 
@@ -41,13 +41,12 @@ def part_of(graph: Graph, rows: Rows, choice: Mapping[int, int], nodes: list[int
     kept, tables = set(nodes), Tables(graph.tables)
     part = Graph(tables, {}, {node: {} for node in nodes})
     for node in nodes:
-        total = graph.cost[node].copy()
-        for other, matrix in graph.adjacent[node].items():
-            if other not in kept:
-                total += matrix[:, choice[other]]
-            elif node < other:
+        edges = graph.adjacent[node].items()
+        outside = [edge for edge in edges if edge[0] not in kept]
+        for other, matrix in edges:
+            if other in kept and node < other:
                 part.set_edge(node, other, tables.intern(matrix))
-        part.cost[node] = tables.intern(total)
+        part.cost[node] = tables.intern(cost_beside(graph.cost[node], outside, choice))
     own = np.zeros(len(rows.slack) + 1)
     for node in nodes:
         usage = rows.usages.get(node)

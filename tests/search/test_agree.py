@@ -128,8 +128,8 @@ def test_what_weighted_problems_found_on_the_way_is_judged(monkeypatch: pytest.M
     def on_the_way(problem: Problem, kinds: CostKinds, **options: Any) -> Solution:
         return replace(solve_overlapped(problem, kinds, **options), others=(near, far))
 
-    monkeypatch.setattr("passes.search.agree.solve_overlapped", on_the_way)
-    monkeypatch.setattr("passes.search.agree.NEAR", 0.01)
+    monkeypatch.setattr("passes.search.rival_choices.solve_overlapped", on_the_way)
+    monkeypatch.setattr("passes.search.rival_choices.NEAR", 0.01)
     found, _ = pairs(seconds)
     assert found.choice == near and far not in judged
 
@@ -145,7 +145,7 @@ def test_places_are_turned_over_one_by_one_where_the_timeline_differs(
     def on_the_way(problem: Problem, kinds: CostKinds, **options: Any) -> Solution:
         return replace(solve_overlapped(problem, kinds, **options), others=((1,) * 6,))
 
-    monkeypatch.setattr("passes.search.agree.solve_overlapped", on_the_way)
+    monkeypatch.setattr("passes.search.rival_choices.solve_overlapped", on_the_way)
     found, _ = pairs(seconds)
     assert found.choice == (1, 0, 1, 0, 0, 0)
     assert found.seconds == pytest.approx(18.0)
@@ -166,7 +166,7 @@ def test_plans_that_store_weights_alike_are_judged(first: float, monkeypatch: py
         return {alike: 11.0}.get(choice, first)
 
     stored = [{node: (place,) for node, place in enumerate(choice)} for choice in (far, alike)]
-    monkeypatch.setattr("passes.search.agree.stored_alike", lambda _: stored)
+    monkeypatch.setattr("passes.search.rival_choices.stored_alike", lambda _: stored)
     found = pairs(seconds, problem)[0]
     assert found.choice == alike and far not in judged
     assert found.seconds == pytest.approx(11.0) and found.lower_bound <= 11.0
@@ -210,7 +210,7 @@ def test_where_nothing_was_proven_the_bound_is_nothing(monkeypatch: pytest.Monke
     def unproven(problem: Problem, kinds: CostKinds, **options: Any) -> Solution:
         return replace(solve_overlapped(problem, kinds, **options), lower_bound=-math.inf, status="feasible")
 
-    monkeypatch.setattr("passes.search.agree.solve_overlapped", unproven)
+    monkeypatch.setattr("passes.search.rival_choices.solve_overlapped", unproven)
     judge = (lambda _: Judgement((8.0, 0.0, 0.0), 0)) if judged else None
     found = agreed(cast(SearchSpace, Space()), 1.0, judge, 60.0)
     assert found.lower_bound == 0.0 and found.status == "feasible"
