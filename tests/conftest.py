@@ -25,7 +25,7 @@ from tests.garbage import collect_seldom
 from tests.golden import Golden
 from tests.ranks import RankPool
 
-QUARTERED = (
+THINNED = (
     "api",
     "attention",
     "capture",
@@ -39,6 +39,8 @@ QUARTERED = (
     "states",
     "training",
 )
+KEPT_OF = 8
+"""Of so many cases of one test in these areas CI runs one. With one of four it took 20 minutes on a slow machine."""
 LONGEST = ("training", "company")
 """Their tests start first: one of them as the last would leave the other core idle."""
 
@@ -54,7 +56,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Under `pytest -n`, what makes network namespaces stays in one process: clean-up of one run is not another's.
     So do tests that share a fixture of their module, or what a helper of the tests caches: it is made once.
 
-    Of the many cases of one test in these areas three of four are slow, by their names; the first is not.
+    Of the many cases of one test in these areas seven of eight are slow, by their names; the first is not.
     """
     here = Path(__file__).parent
     items.sort(key=lambda item: item.path.relative_to(here).parts[0] not in LONGEST)
@@ -66,7 +68,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         elif kept := _kept_for_several(item):
             item.add_marker(pytest.mark.xdist_group(kept))
         test = item.nodeid.partition("[")[0]
-        if area in QUARTERED and test in seen and zlib.crc32(item.nodeid.encode()) % 4:
+        if area in THINNED and test in seen and zlib.crc32(item.nodeid.encode()) % KEPT_OF:
             item.add_marker(pytest.mark.slow)
         seen.add(test)
 
