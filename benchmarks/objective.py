@@ -3,11 +3,12 @@
     python -m benchmarks.objective                                          # all models; hours
     python -m benchmarks.objective --model llama-3-8b --layers 8            # on its meshes
     python -m benchmarks.objective --model unet --mesh dp=64 --changes 50
+    python -m benchmarks.objective --random 0 20 --changes 30               # 20 small models, meshes and profiles drawn
     python -m benchmarks.objective --check                                  # small models, as CI does
 
 Models are on `meta`, prices those of a profile: no GPU, no process group. Rivals are plans pinned to the families of
-docs/patterns.md, plans found as if the machine overlapped otherwise, and random changes of one layer; all are judged by
-the timeline of the program that would run, under the true prices.
+docs/patterns.md (of random models the search's own families), plans found as if the machine overlapped otherwise, and
+random changes of one layer; all are judged by the timeline of the program that would run, under the true prices.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from autoshard.cli import parse_mesh
 from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.task import CallLayouts, Task
 from benchmarks.rivals.cases import NETWORKS
+from benchmarks.rivals.drawn import drawn
 from benchmarks.rivals.rivals import GROUPS, Contest, Rival, contest
 from cost_model.memory import parse_bytes
 from passes.capture import Captured
@@ -34,6 +36,9 @@ DIFFERENCE = 0.02
 """Share of the step by which the objective may differ from it."""
 FASTER = 0.01
 """Share of the step by which a rival may be faster."""
+
+NAMED = ("pinned", "assumed", "changed")
+"""Groups of rivals of the models with names, whose pins are the families."""
 
 MESHES: Sequence[dict[str, int]] = ({"dp": 32, "tp": 8}, {"dp": 8, "tp": 8}, {"dp": 64}, {"dp": 256})
 CASES: Sequence[Sequence[str]] = (
@@ -82,6 +87,12 @@ def main() -> None:
     cases = CHECKED if arguments.check else CASES if arguments.model is None else [sys.argv[1:]]
     print(HEADER, flush=True)
     wrong: list[str] = []
+    if arguments.random is not None:
+        first, count = arguments.random
+        for number in range(first, first + count):
+            wrong += _of_drawn(number, arguments.changes, arguments.time_limit)
+        print("", *wrong, f"{len(wrong)} of {count}", sep="\n")
+        return
     for case in cases:
         for title, found in _contests(_parser().parse_args(case)):
             wrong += failures(title, found)
@@ -105,10 +116,26 @@ def failures(title: str, found: Contest) -> list[str]:
 def row(model: str, mesh: MeshSpec, found: Contest) -> str:
     plan, fastest = found.plan, found.fastest
     timed = sum(rival.seconds is not None for rival in found.rivals)
-    cells = [model, _size(mesh), f"{plan.cost * 1e3:.1f}", f"{plan.step_time * 1e3:.1f}"]
-    cells += [f"{found.difference:+.2%}", f"{plan.lower_bound * 1e3:.1f}", f"{plan.gap:.2%}", str(timed)]
+    cells = [model, _size(mesh), _ms(plan.cost), _ms(plan.step_time), f"{found.difference:+.2%}"]
+    cells += [_ms(plan.lower_bound), f"{plan.gap:.2%}", str(timed)]
     cells += ["none", ""] if fastest is None else [f"{fastest.group}: {fastest.name}", f"{found.ratio:.4f}"]
     return "| " + " | ".join(cells) + " |"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f}" if seconds >= 0.01 else f"{seconds * 1e3:.3f}"
+
+
+def _of_drawn(number: int, changes: int, time_limit: float) -> list[str]:
+    """The row of a model drawn at random, printed, and the first thing that is against the promise."""
+    case = drawn(number)
+    mesh, device = MeshSpec(case.mesh, case.device_type), torch.device(case.device_type)
+    captured = canonical_capture(case.model, case.inputs, {}, device=device)
+    call, profile = CallLayouts({}, output_layouts(captured, mesh, None)), Profile.load(case.profile)
+    task = Task(captured, profile, mesh, call, {}, None, case.backend, time_limit)
+    found = contest(None, task, changes)
+    print(row(case.title, mesh, found), flush=True)
+    return failures(f"{number}: {case.title}, {_size(mesh)}", found)[:1]
 
 
 def _contests(arguments: argparse.Namespace) -> Iterator[tuple[str, Contest]]:
@@ -160,7 +187,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--memory-limit", default="70GB", help='per device, such as "70GB"; "none"')
     parser.add_argument("--time-limit", type=float, default=600.0, help="seconds for each search")
     parser.add_argument("--changes", type=int, default=200, help="random changes of one layer")
-    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=GROUPS, help="of rivals; default: all")
+    parser.add_argument(
+        "--groups",
+        nargs="+",
+        choices=GROUPS,
+        default=NAMED,
+        help="of rivals; default: pinned, assumed, changed",
+    )
+    parser.add_argument(
+        "--random",
+        type=int,
+        nargs=2,
+        metavar=("FIRST", "COUNT"),
+        help="models drawn by these numbers instead",
+    )
     parser.add_argument("--check", action="store_true", help="small models; fails where a rival is faster")
     return parser
 

@@ -1,4 +1,5 @@
-"""A plan and its rivals, all on one timeline: pinned to a family, found under another overlap, changed in one layer."""
+"""A plan and its rivals, all on one timeline: pinned to a family, found in the search's own families or under another
+overlap, changed in one layer."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from functools import cached_property
 from itertools import chain
 
 from autoshard import Plan
+from autoshard.plan.families import FAMILIES
+from autoshard.plan.family_choices import family_narrowing
 from autoshard.plan.parameter_names import parameter_shapes
 from autoshard.plan.task import Task, search_plan
 from benchmarks.rivals.cases import Network
@@ -18,7 +21,7 @@ from passes.search.strategy_space import build_space
 
 __all__ = ["GROUPS", "OVERLAPS", "Contest", "Rival", "contest"]
 
-GROUPS = ("pinned", "assumed", "changed")
+GROUPS = ("pinned", "family", "assumed", "changed")
 OVERLAPS = (0.0, 0.25, 0.5, 0.7)
 """Assumed instead of the profile's."""
 
@@ -59,7 +62,7 @@ class Contest:
 
 
 def contest(
-    network: Network,
+    network: Network | None,
     task: Task,
     count: int,
     *,
@@ -67,12 +70,14 @@ def contest(
     note: Callable[[Rival], None] = lambda rival: None,
 ) -> Contest:
     """The plan of `task` against its rivals, `count` of them random changes. note: called with each rival.
+    network: what tensor parallelism splits; None: nothing is pinned.
 
     Raises InfeasibleError if there is no plan.
     """
     plan = search_plan(task)
     rivals = {
-        "pinned": _pinned(network, task),
+        "pinned": iter(()) if network is None else _pinned(network, task),
+        "family": _families(task),
         "assumed": _assumed(task),
         "changed": _changed(task, plan, count),
     }
@@ -90,6 +95,16 @@ def _pinned(network: Network, task: Task) -> Iterator[Rival]:
             yield Rival("pinned", name, search_plan(replace(task, pins=pins)).step_time)
         except InfeasibleError:
             yield Rival("pinned", name, None)
+
+
+def _families(task: Task) -> Iterator[Rival]:
+    """The best of each family of docs/patterns.md as the search has them, activations with it."""
+    for family in FAMILIES:
+        try:
+            narrowing = family_narrowing(family, task.joint, task.mesh)
+            yield Rival("family", family.name, search_plan(replace(task, narrowing=narrowing)).step_time)
+        except InfeasibleError:
+            yield Rival("family", family.name, None)
 
 
 def _assumed(task: Task) -> Iterator[Rival]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,12 +12,14 @@ import numpy as np
 import pytest
 import torch
 
+from autoshard.plan.families import FAMILIES
 from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.plan import Plan
 from autoshard.plan.task import CallLayouts, Task, search_plan
 from benchmarks.objective import failures
 from benchmarks.rivals.cases import NETWORKS
 from benchmarks.rivals.changes import changes, choice_of, layers_of
+from benchmarks.rivals.drawn import KINDS, drawn
 from benchmarks.rivals.families import families
 from benchmarks.rivals.rivals import Contest, Rival, contest
 from cost_model.mesh import MeshSpec
@@ -148,7 +151,21 @@ def test_all_groups_are_in_a_contest() -> None:
     seconds = {rival.name: rival.seconds for rival in noted}
     assert seconds["overlap 0.5"] == pytest.approx(found.plan.step_time, rel=1e-9)
     groups = [rival.group for rival in noted]
-    assert groups == ["pinned"] * 4 + ["assumed"] * 4 + ["changed"] * 3
+    assert groups == ["pinned"] * 4 + ["family"] * len(FAMILIES) + ["assumed"] * 4 + ["changed"] * 3
+    assert (seconds["DDP"] or 0.0) >= (seconds["replicated"] or 0.0) * (1.0 - 1e-9) > 0.0
+
+
+def test_models_drawn_by_a_number_are_the_same_and_differ() -> None:
+    titles = [drawn(number).title for number in range(40)]
+    assert titles == [drawn(number).title for number in range(40)]
+    assert {title.partition(" ")[0] for title in titles} == set(KINDS) and len(set(titles)) > 35
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_drawn_models_return_a_loss(kind: str) -> None:
+    with torch.device("meta"):
+        _, model, inputs = KINDS[kind](random.Random(0))
+        assert model(*inputs).shape == ()
 
 
 def contested(cost: float, *seconds: float | None) -> Contest:
