@@ -89,12 +89,13 @@ def autoshard(
     micro_batches:  pieces in which a training call's batch is run, forward and backward of each, one after the other:
                     less is alive at once. "auto": the fastest of 1, 2, 4 ... that fits `memory_limit`. Losses,
                     gradients and dropout are those of the whole batch; with a scalar loss, the call that returns it
-                    runs the backward too. Not for `race`.
+                    runs the backward too.
     optimizer:      whose states count as memory, as `find_plan` takes it. None: torch's optimizer that has the model's
                     parameters when the first kind of call is planned, else AdamW.
     time_limit:     seconds for planning a kind of call once it is captured; see `find_plan`.
     race:           a last word by the clock: so many of the best plans run for a few real steps of the first kind of
-                    call, on copies of parameters and buffers, and the fastest is kept (`plan.race`). None: none.
+                    call, on copies of parameters and buffers, and the fastest is kept (`plan.race`). None: none. With
+                    micro_batches or stages they are plans in as many pieces, and in stages by other schedules.
     refine:         "auto": kernels and collectives of the plan and of its rivals are timed on these devices, and the
                     plan is searched again under those prices. Once: times and plan are kept beside the profile. Not
                     under a nominal profile, on one device, or where a step is too short for it to matter. "off": never.
@@ -103,7 +104,6 @@ def autoshard(
                     parameters alone, micro-batches go from one to the next, and the plan is a `PipelinePlan`
                     (docs/pipeline.md). "auto": an axis, or none, whichever is fastest. The call that returns a scalar
                     loss runs the backward too; every rank calls the model with the same batch and gets its outputs.
-                    Not for `race`.
     schedule:       "gpipe", "1f1b", "interleaved" or "zero_bubble": the only one that may run the stages; None: the
                     fastest that fits.
 
@@ -141,7 +141,7 @@ def autoshard(
             micro_batches=_micro_batches(micro_batches, ready),
             stages=_stages(stages, ready, spec),
             schedule=checked_schedule(schedule, stages),
-            race=checked_race(race, ready is not None, micro_batches != 1, stages is not None),
+            race=checked_race(race, ready is not None),
         )
 
     settings = collectively(mesh, checked, what="autoshard(...)")

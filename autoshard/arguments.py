@@ -68,9 +68,8 @@ def check_call_placements(in_placements: Any, out_placements: Any, mesh: MeshSpe
         placement_leaves(out_placements, mesh, argument="out_placements")
 
 
-def checked_race(race: object, planned: bool, in_pieces: bool = False, in_stages: bool = False) -> int:
-    """How many plans run before one is kept; 0 for none. planned: a plan is given, so there is no choice. in_pieces,
-    in_stages: a batch is to be run in pieces or the model in stages, which no race does."""
+def checked_race(race: object, planned: bool) -> int:
+    """How many plans run before one is kept; 0 for none. planned: a plan is given, so there is no choice."""
     if race is None:
         return 0
     if isinstance(race, bool) or not isinstance(race, int):
@@ -79,16 +78,6 @@ def checked_race(race: object, planned: bool, in_pieces: bool = False, in_stages
     if count > 1 and planned:
         raise ShardingError(
             f"race is {count}, and plan is given, which leaves nothing to race\n  try: race=None, or no plan"
-        )
-    if count > 1 and in_pieces:
-        raise ShardingError(
-            f"race is {count}, and micro_batches is given: plans in pieces are not raced\n"
-            "  try: race=None, or micro_batches=1"
-        )
-    if count > 1 and in_stages:
-        raise ShardingError(
-            f"race is {count}, and stages is given: plans with stages are not raced\n"
-            "  try: race=None, or stages=None"
         )
     return count
 

@@ -7,15 +7,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autoshard.plan.families import FAMILIES
-from autoshard.plan.plan import Plan
+from autoshard.plan.pipeline_plan import PipelinePlan
+from autoshard.plan.plan import Plan, any_plan_from_json
 from autoshard.plan.plan_collectives import collectives_of
+from autoshard.plan.stages_option import AnyPlan
 from autoshard.plan.task import Task, search_plan, search_plans
 from autoshard.plan.variants import Variant
 from autoshard.plan.why_not import is_of_family
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
 
-__all__ = ["BEST", "Candidate", "candidates", "chosen_candidates", "with_first"]
+__all__ = ["BEST", "Candidate", "by_prediction", "candidates", "chosen_candidates", "with_first"]
 
 BEST, NEXT = "the search's", "the next best"
 """Names of the plan that the search found, and of what else it judged."""
@@ -29,7 +31,7 @@ class Candidate:
     """name: how it was found."""
 
     name: str
-    plan: Plan
+    plan: AnyPlan
 
     def to_json(self) -> list[Any]:
         return [self.name, self.plan.to_json()]
@@ -38,7 +40,7 @@ class Candidate:
     def from_json(data: Any) -> Candidate:
         """PlanError for a damaged plan, ValueError or TypeError for what is no pair."""
         name, plan = data
-        return Candidate(str(name), Plan.from_json(plan))
+        return Candidate(str(name), any_plan_from_json(plan))
 
 
 def candidates(task: Task, count: int) -> list[Candidate]:
@@ -58,20 +60,21 @@ def chosen_candidates(
     best: Candidate, families: Sequence[Candidate], judged: Sequence[Candidate], count: int
 ) -> list[Candidate]:
     """The best; of `families` the fastest other, of `judged` too; then what is left of both, by prediction."""
-    families, judged = (sorted(group, key=_predicted) for group in (families, judged))
+    families, judged = by_prediction(families), by_prediction(judged)
     chosen = [best]
     for group in (families, judged):
         chosen += [one for one in group if _is_new(one, chosen)][:1]
-    for one in sorted((*families, *judged), key=_predicted):
+    for one in by_prediction((*families, *judged)):
         if _is_new(one, chosen):
             chosen.append(one)
     return chosen[:count]
 
 
-def with_first(plan: Plan, others: Sequence[Candidate]) -> list[Candidate]:
-    """`plan`, and those of `others` that differ from it, as many in all as these are."""
-    best = Candidate(BEST, plan)
-    return [best, *(one for one in others if _is_new(one, [best]))][: len(others)]
+def with_first(plan: AnyPlan, others: Sequence[Candidate], most: int) -> list[Candidate]:
+    """`plan`, and those of `others` that differ from it and from each other, in this order: at most `most` in all."""
+    chosen = [Candidate(BEST, plan)]
+    chosen += [one for place, one in enumerate(others) if _is_new(one, [*chosen, *others[:place]])]
+    return chosen[:most]
 
 
 def _of_families(task: Task, deadline: Deadline) -> Iterator[Candidate]:
@@ -88,15 +91,18 @@ def _of_families(task: Task, deadline: Deadline) -> Iterator[Candidate]:
             yield Candidate(family.name, plan)
 
 
-def _predicted(one: Candidate) -> float:
-    return one.plan.step_time
+def by_prediction(group: Sequence[Candidate]) -> list[Candidate]:
+    """The fastest first."""
+    return sorted(group, key=lambda one: one.plan.step_time)
 
 
 def _is_new(one: Candidate, chosen: Sequence[Candidate]) -> bool:
     return not any(_same(one.plan, other.plan) for other in chosen)
 
 
-def _same(mine: Plan, other: Plan) -> bool:
+def _same(mine: AnyPlan, other: AnyPlan) -> bool:
+    if isinstance(mine, PipelinePlan) or isinstance(other, PipelinePlan):
+        return mine.fingerprint == other.fingerprint
     if mine.parameter_layouts != other.parameter_layouts or _moves(mine) != _moves(other):
         return False
     return abs(mine.step_time - other.step_time) <= _APART * other.step_time

@@ -10,8 +10,16 @@ import msgspec
 from msgspec import Meta, Struct
 
 from autoshard.plan.pipeline_content import PipelineContent
-from autoshard.plan.plan_content import PlanContent, PlanOrigin
-from autoshard.plan.plan_json import SCHEMA_VERSION, MeshData, OriginData, damaged, plan_head, plan_to_json
+from autoshard.plan.plan_content import PlanContent, PlanOrigin, Raced
+from autoshard.plan.plan_json import (
+    SCHEMA_VERSION,
+    MeshData,
+    OriginData,
+    RacedData,
+    damaged,
+    plan_head,
+    plan_to_json,
+)
 from autoshard.plan.stage_schedule import SchedulePrices
 from cost_model.errors import InfeasibleError, PlanError
 from cost_model.mesh import MeshSpec
@@ -71,6 +79,7 @@ class PipelineData(Struct, frozen=True, forbid_unknown_fields=True):
     memory_limit_bytes: Count | None
     reserve_bytes: Count
     bound_of_cut: _Seconds | None
+    race: tuple[RacedData, ...] = ()
 
 
 def is_pipeline(data: Any) -> bool:
@@ -91,6 +100,7 @@ def pipeline_to_json(plan: PipelineContent[Any]) -> dict[str, Any]:
         "memory_limit_bytes": plan.memory_limit,
         "reserve_bytes": plan.reserve,
         "bound_of_cut": plan.bound_of_cut,
+        **({"race": [dict(vars(one)) for one in plan.race]} if plan.race else {}),
         "stages": [
             {
                 "reads": list(plan.reads[i]),
@@ -196,4 +206,5 @@ def _plan_of(content: PipelineData, stages: list[P]) -> PipelineContent[P]:
         bound_of_cut=content.bound_of_cut,
         inputs=inputs,
         origin=PlanOrigin(**msgspec.structs.asdict(content.origin)),
+        race=tuple(Raced(**msgspec.structs.asdict(one)) for one in content.race),
     )

@@ -10,17 +10,19 @@ from autoshard.plan.pipeline_content import PipelineContent
 from autoshard.plan.plan_collectives import collectives_of
 from autoshard.plan.plan_content import PlanContent
 from autoshard.plan.plan_prices import refined_line
+from autoshard.plan.race_result import race_lines
 from cost_model.units import format_bytes
 from passes.plan.graph_text import format_graph, format_seconds
 
-__all__ = ["explain_pipeline", "pipeline_difference", "pipeline_text"]
+__all__ = ["explain_pipeline", "pipeline_difference", "pipeline_text", "pipeline_words"]
 
 Pipeline = PipelineContent[Any]
 
 
 def pipeline_text(plan: Pipeline, *, seconds: bool) -> str:
     """Every stage's graph under a line that says where it runs."""
-    parts = [f"{plan.mesh}, {_words(plan)}\n"]
+    raced = f"  // raced: the fastest of {len(plan.race)} by the clock" if plan.race and seconds else ""
+    parts = [f"{plan.mesh}, {pipeline_words(plan)}{raced}\n"]
     for number, stage in enumerate(plan.stages):
         head = f"\nstage {number} at {plan.axis}={number % plan.ranks}{_ends(plan, number)}\n"
         body = format_graph(stage.records, stage.mesh, seconds=seconds, joined=stage.joined_axes)
@@ -34,8 +36,9 @@ def explain_pipeline(plan: Pipeline) -> str:
     nominal = " (nominal: not measured on any machine)" if origin.nominal else ""
     limit = "" if plan.memory_limit is None else f"; limit {format_bytes(plan.memory_limit)}"
     lines = [
-        f"{plan.mesh}, {_words(plan)}, prices of profile {origin.profile}{nominal}",
+        f"{plan.mesh}, {pipeline_words(plan)}, prices of profile {origin.profile}{nominal}",
         refined_line(*plan.stages),
+        *race_lines(plan.race),
         f"predicted step {format_seconds(plan.step_time)}, of which ranks wait {plan.bubble:.1%}",
         f"no layouts and no schedule of this cut take less than {format_seconds(plan.lower_bound)} "
         f"(gap {plan.gap:.2%})",
@@ -64,8 +67,8 @@ def pipeline_difference(mine: Pipeline, other: Pipeline) -> str:
         f"step   {before} -> {after} ({other.step_time / max(mine.step_time, 1e-300) - 1.0:+.1%})",
         f"memory {format_bytes(mine.peak_memory)} -> {format_bytes(other.peak_memory)}",
     ]
-    if _words(mine) != _words(other):
-        lines.append(f"  {_words(mine)} -> {_words(other)}")
+    if pipeline_words(mine) != pipeline_words(other):
+        lines.append(f"  {pipeline_words(mine)} -> {pipeline_words(other)}")
     if mine.cut != other.cut:
         lines.append(f"  cut at {', '.join(mine.cut)} -> {', '.join(other.cut)}")
     for name in sorted({*mine.parameter_layouts, *other.parameter_layouts}):
@@ -75,7 +78,8 @@ def pipeline_difference(mine: Pipeline, other: Pipeline) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _words(plan: Pipeline) -> str:
+def pipeline_words(plan: Pipeline) -> str:
+    """ "4 stages along pp, 1f1b of 8 pieces"."""
     several = f", {plan.stages_per_rank} a rank" if plan.stages_per_rank > 1 else ""
     pieces = f"{plan.micro_batches} piece{'s' * (plan.micro_batches != 1)}"
     return f"{len(plan.stages)} stages along {plan.axis}{several}, {plan.schedule} of {pieces}"

@@ -67,9 +67,10 @@ def _read_candidates(path: Path, task: Task) -> list[Candidate]:
     found: list[Candidate] = []
     try:
         for data in json.loads(path.read_text(encoding="utf-8")):
-            one = Candidate.from_json(data)
-            one.plan.check_graph(task.joint)
-            found.append(Candidate(one.name, replace(one.plan, again=task.again())))
+            name, plan = data
+            known = Plan.from_json(plan)
+            known.check_graph(task.joint)
+            found.append(Candidate(str(name), replace(known, again=task.again())))
     except (AutoshardError, OSError, TypeError, ValueError) as error:
         _log.warning("searching again: the cached plans of a race cannot be used: %s", error)
         return []

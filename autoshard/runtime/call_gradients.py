@@ -14,6 +14,7 @@ from autoshard.runtime.leaves import Leaves
 from autoshard.runtime.step import check_first_order
 from cost_model.errors import ShardingError
 from passes.ir.joint import GraphInput, GraphOutput
+from passes.lower.missing_tangents import all_but_the_loss
 
 __all__ = ["AtOnce", "CallGradients", "in_pieces"]
 
@@ -44,6 +45,13 @@ class CallGradients:
     def has_loss(self) -> bool:
         """Whether one scalar alone gets a gradient."""
         return len(self._tangents) == 1 and self._tangents[0][1].ndim == 0
+
+    @property
+    def differentiated(self) -> list[int]:
+        """Positions, among a call's outputs, of those that a usual step differentiates."""
+        unread = all_but_the_loss({index: value.ndim for index, value in self._tangents})
+        wanted = {index for index, _ in self._tangents} - unread
+        return [place for place, index in enumerate(self._ends) if index in wanted]
 
     def loss_is_one(self, device: torch.device) -> dict[int, Tensor]:
         ((index, value),) = self._tangents

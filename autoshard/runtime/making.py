@@ -19,7 +19,7 @@ from autoshard.plan.task import CallLayouts
 from autoshard.runtime.agreement import collectively
 from autoshard.runtime.nccl import in_host_order
 from autoshard.runtime.observe import Observer
-from autoshard.runtime.parameters import distribute_parameters
+from autoshard.runtime.parameters import Place, distribute_parameters
 from autoshard.runtime.piecewise_step import PiecewiseProgram
 from autoshard.runtime.process_groups import groups_for
 from autoshard.runtime.programs import AnyProgram
@@ -68,6 +68,10 @@ class Making:
     def place(self) -> None:
         """Make the parameters DTensors as the plan has them."""
         distribute_parameters(self._home.model, self._home.mesh, self._plan.parameters)
+
+    def places(self) -> dict[str, Place]:
+        """Where `place` puts each parameter."""
+        return {name: Place(self._home.mesh, placed) for name, placed in self._plan.parameters.items()}
 
     def ends(self, captured: Captured, layouts: CallLayouts) -> CallEnds:
         return call_ends(captured.joint, self._plan, layouts.outputs)

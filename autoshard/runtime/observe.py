@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
@@ -41,14 +41,16 @@ def observed(observers: Sequence[Observer], run: Callable[[], PhaseRun]) -> Abst
 
 
 @contextmanager
-def unobserved(observers: list[Observer]) -> Generator[None]:
-    """Nobody is told of what runs in the block."""
-    kept = observers[:]
-    observers.clear()
+def unobserved(*watching: list[Any]) -> Generator[None]:
+    """Nobody in these lists is told of what runs in the block."""
+    kept = [observers[:] for observers in watching]
+    for observers in watching:
+        observers.clear()
     try:
         yield
     finally:
-        observers[:] = kept
+        for observers, before in zip(watching, kept, strict=True):
+            observers[:] = before
 
 
 @contextmanager

@@ -63,6 +63,11 @@ class PiecewiseProgram:
             self._whole if self.ends.has_loss else _Step(list(map(without_gradients, programs)), compile_)
         )
 
+    @property
+    def differentiated(self) -> list[int]:
+        """Positions, among a call's outputs, of those that a usual step differentiates."""
+        return self.ends.differentiated
+
     def __call__(self, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return in_pieces(self, leaves)
 

@@ -14,10 +14,11 @@ from autoshard.runtime.agreement import collectively
 from autoshard.runtime.devices import local_device
 from autoshard.runtime.input_side import InputSide, OutputSide
 from autoshard.runtime.making import Made, Making, Workshop, schedule_for, together
+from autoshard.runtime.parameters import Place
 from autoshard.runtime.pipeline_program import PipelineEnds, PipelineProgram
 from autoshard.runtime.process_groups import groups_for
 from autoshard.runtime.stage_mesh import holders_mesh
-from autoshard.runtime.stage_parameters import StagePlaced, distribute_stage_parameters
+from autoshard.runtime.stage_parameters import StagePlaced, distribute_stage_parameters, stage_places
 from autoshard.runtime.stage_run import StageOnRank
 from autoshard.watching.kinds import turns_of
 from cost_model.mesh import MeshSpec
@@ -46,11 +47,15 @@ class PipelineMaking:
 
     def place(self) -> None:
         """Make the parameters DTensors, each on the ranks of the stages that read it."""
+        distribute_stage_parameters(self._home.model, self._home.mesh, self._plan.axis, self._placed())
+
+    def places(self) -> dict[str, Place]:
+        """Where `place` puts each parameter. On all ranks together: meshes are made of the ranks of stages."""
+        return stage_places(self._home.mesh, self._plan.axis, self._placed())
+
+    def _placed(self) -> dict[str, StagePlaced]:
         plan = self._plan
-        placed = {
-            name: StagePlaced(plan.holders[name], placements) for name, placements in plan.parameters.items()
-        }
-        distribute_stage_parameters(self._home.model, self._home.mesh, plan.axis, placed)
+        return {name: StagePlaced(plan.holders[name], placed) for name, placed in plan.parameters.items()}
 
     def ends(self, captured: Captured, layouts: CallLayouts) -> CallEnds:
         """An output that is not asked for whole stays on the ranks of its stage."""

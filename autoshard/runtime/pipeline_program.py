@@ -85,6 +85,11 @@ class PipelineProgram:
             early = [stage.without_gradients() for stage in stages]
             self._early = _Pipeline(ends, early, count, schedule, pieces, compile_, clocks)
 
+    @property
+    def differentiated(self) -> list[int]:
+        """Positions, among a call's outputs, of those that a usual step differentiates."""
+        return self.ends.differentiated
+
     def __call__(self, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
         if self._trains:
             return in_pieces(self, leaves)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.plan.candidates import BEST, Candidate, with_first
+from autoshard.plan.candidates import BEST, Candidate
 from autoshard.plan.carried_plan import carried_plan
 from autoshard.plan.carried_stages import carried_stages
-from autoshard.plan.division import Division
+from autoshard.plan.division import WHOLE, Division
 from autoshard.plan.head_pieces import cut_call_head, fitting
 from autoshard.plan.micro_batches import fastest_in_pieces, most_pieces
 from autoshard.plan.pipeline_plan import PipelinePlan
@@ -20,6 +19,7 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.plan_cache import cached_candidates, cached_search
 from autoshard.plan.plan_fits import check_mesh, check_outputs
 from autoshard.plan.planned_graph import planned_graph
+from autoshard.plan.racers import racers
 from autoshard.plan.stages_option import AnyPlan
 from autoshard.plan.task import CallLayouts, Task, search_plan
 from autoshard.refine.refine import Refined, may_refine, refined_plan
@@ -31,30 +31,14 @@ from passes.capture import Captured
 from passes.layout.layout import Layout
 from passes.micro_batches.uncut import Uncut
 
-__all__ = ["Found", "Planner", "first_plan", "found_from_json", "found_to_json"]
+__all__ = ["Found", "Planner"]
 
-Found = list[Candidate] | PipelinePlan[Plan]
-"""Plans that are to race, one where there is no race; or the plan with stages."""
-
-
-def found_to_json(found: Found) -> Any:
-    return found.to_json() if isinstance(found, PipelinePlan) else [one.to_json() for one in found]
-
-
-def found_from_json(data: Any) -> Found:
-    """Raises as `Candidate.from_json`."""
-    if isinstance(data, dict):
-        return PipelinePlan.from_json(data, Plan.from_json)
-    return list(map(Candidate.from_json, data))
-
-
-def first_plan(found: Found) -> AnyPlan:
-    """The search's own."""
-    return found if isinstance(found, PipelinePlan) else found[0].plan
+Found = list[Candidate]
+"""The search's own plan, and those that are to race it: none where there is no race."""
 
 
 def _alone(plan: AnyPlan) -> Found:
-    return plan if isinstance(plan, PipelinePlan) else [Candidate(BEST, plan)]
+    return [Candidate(BEST, plan)]
 
 
 @dataclass(frozen=True)
@@ -79,14 +63,15 @@ class Planner:
         if s.race < 2 or self.spec.device_count == 1:
             return _alone(self._plan(captured, layouts) if refined is None else refined.plan)
         task = self._task(captured, layouts, s.pins)
-        racing = lambda task: cached_candidates(task, s.race)
         if refined is not None:
-            plan = refined.plan
-            assert isinstance(plan, Plan), "plans with stages do not race"
-            cut = cut_call_head(captured, plan.head_pieces)
-            return with_first(plan, racing(replace(task, captured=cut, timed=refined.timed)))
-        whole = lambda cut, _: racing(replace(task, captured=cut))
-        return fitting(captured, s.memory_limit, whole, Deadline.after(s.time_limit))
+            task = replace(task, timed=refined.timed)
+            return racers(refined.plan, task, self._division, s.race)
+        deadline = Deadline.after(s.time_limit)
+        if self._division != WHOLE:
+            best = self._division.fastest(task, deadline, cached_search)
+            return racers(best, task, self._division, s.race)
+        whole = lambda cut, _: cached_candidates(replace(task, captured=cut), s.race)
+        return fitting(captured, s.memory_limit, whole, deadline)
 
     def carried(
         self, captured: Captured, layouts: CallLayouts, first: AnyPlan, held: Mapping[str, Layout]
@@ -94,7 +79,7 @@ class Planner:
         """Of another kind of call: the layouts there are; if they do not fit, a search with the parameters' `held`."""
         task = self._task(captured, layouts, held)
         if isinstance(first, PipelinePlan):
-            return carried_stages(task, first)
+            return _alone(carried_stages(task, first))
 
         def planned(cut: Captured, until: Deadline) -> Plan:
             own = replace(task, captured=cut)

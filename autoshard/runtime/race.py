@@ -13,25 +13,27 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.plan.candidates import Candidate
-from autoshard.plan.plan import Plan
+from autoshard.plan.pipeline_plan import PipelinePlan
+from autoshard.plan.pipeline_words import pipeline_words
 from autoshard.plan.plan_content import Raced
 from autoshard.plan.plan_words import plan_words
 from autoshard.plan.race_result import by_speed, race_lines, step_seconds
+from autoshard.plan.stages_option import AnyPlan
 from autoshard.progress import tell
 from autoshard.runtime.agreement import collectively, everyones, from_first, in_company
 from autoshard.runtime.devices import local_device
-from autoshard.runtime.observe import Observer, unobserved
+from autoshard.runtime.observe import unobserved
 from autoshard.runtime.process_groups import whole_group
 from autoshard.runtime.programs import AnyProgram
 from autoshard.runtime.race_entry import RaceEntry
 from autoshard.runtime.settings import Settings
-from autoshard.runtime.step import Program
 from cost_model.errors import RankError
 from cost_model.units import format_bytes
 from passes.ir.kept_random_state import random_state_kept
@@ -57,36 +59,38 @@ class Starter:
     entry: RaceEntry
 
     @property
-    def program(self) -> Program:
+    def program(self) -> AnyProgram:
         return self.entry.program
 
 
 def race(
     mesh: DeviceMesh,
     candidates: Sequence[Candidate],
-    made: Callable[[Plan], Callable[[str], AnyProgram]],
-    entered: Callable[[Plan, AnyProgram], RaceEntry],
+    made: Callable[[AnyPlan], Callable[[str], AnyProgram]],
+    entered: Callable[[AnyPlan, AnyProgram], RaceEntry],
     settings: Settings,
-    observers: list[Observer],
-) -> tuple[Plan, Callable[[str], AnyProgram]]:
+    watching: Sequence[list[Any]],
+) -> tuple[AnyPlan, Callable[[str], AnyProgram]]:
     """The plan of the fastest, which says of the others how fast they were; and what gives its program for a backend.
 
     made: what compiles a plan's program, on all ranks together. entered: the plan on copies. The first candidate is the
     search's own, and what it raises is raised; another that cannot be compiled or has no memory for its copies is left
-    out, on all ranks. Of one candidate there is no race. The observers see nothing of it.
+    out, on all ranks. Of one candidate there is no race. watching: lists of observers, who see nothing of it.
     """
     if len(candidates) == 1:
         return candidates[0].plan, made(candidates[0].plan)
 
-    def compiled(plan: Plan) -> RaceEntry:
+    def compiled(plan: AnyPlan) -> RaceEntry:
         return entered(plan, made(plan)(settings.backend))
 
-    with unobserved(observers), random_state_kept():
+    with unobserved(*watching), random_state_kept():
         plan, program = _won(mesh, list(_starters(candidates, compiled)), settings.memory_limit)
     return plan, lambda backend: program
 
 
-def _won(mesh: DeviceMesh, starters: Sequence[Starter], memory_limit: int | None) -> tuple[Plan, Program]:
+def _won(
+    mesh: DeviceMesh, starters: Sequence[Starter], memory_limit: int | None
+) -> tuple[AnyPlan, AnyProgram]:
     if len(starters) < 2:
         return starters[0].candidate.plan, starters[0].program
     track = _Track(mesh)
@@ -128,10 +132,12 @@ def _ranking(times: Sequence[Times]) -> tuple[list[int], list[float]]:
 
 
 def _raced(candidate: Candidate, seconds: float) -> Raced:
-    return Raced(candidate.name, plan_words(candidate.plan), candidate.plan.step_time, seconds)
+    plan = candidate.plan
+    words = pipeline_words(plan) if isinstance(plan, PipelinePlan) else plan_words(plan)
+    return Raced(candidate.name, words, plan.step_time, seconds)
 
 
-def _starters(candidates: Sequence[Candidate], entered: Callable[[Plan], RaceEntry]) -> Iterator[Starter]:
+def _starters(candidates: Sequence[Candidate], entered: Callable[[AnyPlan], RaceEntry]) -> Iterator[Starter]:
     for number, candidate in enumerate(candidates):
         try:
             entry = entered(candidate.plan)

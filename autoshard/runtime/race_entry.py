@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
-from autoshard.plan.plan import Plan
 from autoshard.runtime.devices import arrived, local_device
 from autoshard.runtime.dtensor_ops import complete_dtensor_ops
 from autoshard.runtime.input_side import InputSide, plain_input
 from autoshard.runtime.optimizers import optimizers_of
+from autoshard.runtime.parameters import Place
 from autoshard.runtime.programs import AnyProgram
-from autoshard.runtime.sharding import shard_of
-from autoshard.runtime.step import Program
+from autoshard.runtime.sharding import distributed
+from autoshard.runtime.stage_mesh import spec_of
 from cost_model.mesh import MeshSpec
-from passes.ir.joint import JointGraph
-from passes.layout.layout import Layout
-from passes.layout.placements import layout_to_placements
-from passes.lower.missing_tangents import usually_missing
+from passes.ir.joint import GraphInput, JointGraph
+from passes.ir.torch_dtensor import local_of
+from passes.layout.placements import placements_to_layout
 
 __all__ = ["RaceEntry", "update_like"]
 
@@ -34,8 +33,10 @@ _SPREAD = 0.02
 class RaceEntry:
     """Runs training steps of a program; nothing of the model, its gradients or its buffers is written.
 
-    copies() before the first step: this rank's part of the parameters, laid out as `plan` has it, and the buffers. The
-    call's tensors are read as they are. tensors: of the call, flat. free() when it has run.
+    copies() before the first step: this rank's part of the parameters, laid out as `places` has them, and the buffers.
+    The call's tensors are read as they are. joint: as the program runs it. tensors: of the call, flat. sides: of the
+    program's inputs, tangents excepted. places: by parameter; whole on all ranks where there is none. free() when it
+    has run.
     """
 
     def __init__(
@@ -44,17 +45,18 @@ class RaceEntry:
         joint: JointGraph,
         mesh: DeviceMesh,
         tensors: Sequence[Tensor],
-        plan: Plan,
         program: AnyProgram,
+        sides: Sequence[InputSide],
+        places: Mapping[str, Place],
     ) -> None:
-        assert isinstance(program, Program), "plans in pieces do not race"
-        self.plan, self.program = plan, program
-        self._model, self._joint, self._mesh, self._tensors = model, joint, mesh, tensors
-        self._spec = MeshSpec.of(mesh)
+        self.program, self._differentiated = program, program.differentiated
+        self._model, self._constants, self._mesh, self._tensors = model, joint.constants, mesh, tensors
+        given = [spec for spec in joint.inputs if spec.kind != "tangent"]
+        self._given = list(zip(given, sides, strict=True))
+        self._places, self._everywhere = places, Place(mesh, (Replicate(),) * mesh.ndim)
         self._held: dict[int, Tensor] = {}
         self._leaves: list[Tensor] = []
         self._update: torch.optim.Optimizer | None = None
-        self._wanted = _differentiated(program)
 
     def copies(self) -> None:
         """Make the copies, without other ranks."""
@@ -63,26 +65,22 @@ class RaceEntry:
         with torch.no_grad():
             self._held = dict(self._made(device))
         trained = [t for t in self._held.values() if t.requires_grad]
-        if self.program.phases.backward is not None and trained:
+        if self._differentiated and trained:
             self._update = update_like(self._model, trained)
 
     def begin(self) -> None:
         """The call's tensors as the plan reads them; all ranks together, since it may move shards of them."""
         device = local_device(self._mesh)
         self._leaves = [
-            self._held[i] if i in self._held else self._input(i, device)
-            for i, spec in enumerate(self._joint.inputs)
-            if spec.kind != "tangent"
+            self._held[i] if i in self._held else self._input(spec, side, device)
+            for i, (spec, side) in enumerate(self._given)
         ]
 
     def step(self) -> None:
         """Forward, backward, update."""
-        if self.program.phases.backward is None:
-            self.program(self._leaves)
-            return
         with torch.enable_grad():
             outputs = self.program(self._leaves)
-            wanted = [outputs[i] for i in self._wanted if outputs[i].requires_grad]
+            wanted = [outputs[i] for i in self._differentiated if outputs[i].requires_grad]
             if wanted:
                 torch.autograd.backward(wanted, [torch.ones_like(output) for output in wanted])
         if self._update is not None:
@@ -94,55 +92,39 @@ class RaceEntry:
         """Drop the copies."""
         self._held, self._leaves, self._update = {}, [], None
 
-    def _made(self, device: torch.device) -> Any:
-        joint = self._joint
+    def _made(self, device: torch.device) -> Iterator[tuple[int, Tensor]]:
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
         buffers = dict(self._model.named_buffers(remove_duplicate=False))
-        for i, (spec, node) in enumerate(zip(joint.inputs, joint.placeholders, strict=True)):
+        for i, (spec, _) in enumerate(self._given):
             if spec.kind == "param":
-                layout = self.plan.assignment[node.name].results[0]
-                yield i, _parameter(parameters[spec.name], layout, self._mesh, self._spec, device)
+                place = self._places.get(spec.name, self._everywhere)
+                yield i, _parameter(parameters[spec.name], place, spec.name, device)
             elif spec.kind == "buffer":
                 yield i, _whole(buffers[spec.name], spec.name, device)
             elif spec.kind == "constant":
-                yield i, joint.constants[spec.name].to(device)
+                yield i, self._constants[spec.name].to(device)
             elif spec.kind == "seed":
                 yield i, torch.zeros((), dtype=torch.int64, device=device)
 
-    def _input(self, position: int, device: torch.device) -> Tensor:
-        spec, node = self._joint.inputs[position], self._joint.placeholders[position]
-        layout = self.plan.assignment[node.name].results[0]
+    def _input(self, spec: GraphInput, side: InputSide, device: torch.device) -> Tensor:
         given = self._tensors[spec.index]
         value = given.detach()
         if value.is_meta:
             value = torch.zeros(value.shape, dtype=value.dtype, device=device)
-        side = InputSide(tuple(node.meta["val"].shape), layout)
         with torch.no_grad():
-            local = plain_input(arrived(value, spec.name, device), side, self._mesh, self._spec)
+            local = plain_input(arrived(value, spec.name, device), side, self._mesh, MeshSpec.of(self._mesh))
         return local.detach().requires_grad_(given.requires_grad)
 
 
-def _differentiated(program: Program) -> list[int]:
-    """Positions, among the call's outputs, of those that a usual step differentiates."""
-    backward = program.phases.backward
-    if backward is None:
-        return []
-    indices = [o.index for o in program.phases.outputs if o.kind == "output"]
-    wanted = {t.index for t in backward.tangents} - usually_missing(backward)
-    return [position for position, index in enumerate(indices) if index in wanted]
-
-
-def _parameter(old: Tensor, layout: Layout, mesh: DeviceMesh, spec: MeshSpec, device: torch.device) -> Tensor:
+def _parameter(old: Tensor, place: Place, name: str, device: torch.device) -> Tensor:
     """This rank's part, a DTensor as the real one will be. Values that the rank lacks are random."""
-    shape = tuple(old.shape)
-    local = torch.empty(layout.local_shape(shape, spec, mesh.get_rank()), dtype=old.dtype, device=device)
-    if old.is_meta or isinstance(old, DTensor):
-        local = _filled(local)
-    else:
-        local.copy_(shard_of(old.detach(), layout, spec, mesh.get_rank()))
-    placed = layout_to_placements(layout, spec)
-    stride = torch.empty(shape, device="meta").stride()
-    value = DTensor.from_local(local, mesh, placed, run_check=False, shape=old.shape, stride=stride)
+    spec = spec_of(place.mesh)
+    layout = placements_to_layout(place.placements, tuple(old.shape), spec, what=name)
+    lacks = old.is_meta or isinstance(old, DTensor)
+    whole = torch.zeros((), dtype=old.dtype, device=device).expand(old.shape) if lacks else old.detach()
+    value = distributed(whole, place.mesh, place.placements, layout, spec, from_first=False)
+    if lacks:
+        _filled(local_of(value))
     return nn.Parameter(value, requires_grad=old.requires_grad)
 
 

@@ -6,7 +6,6 @@ import copy
 import logging
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from autoshard.calls.executable import Executable
 from autoshard.calls.global_call import GlobalCall, global_call
 from autoshard.calls.outputs import output_layouts
+from autoshard.plan.candidates import Candidate
 from autoshard.plan.find_plan import canonical_capture, named_parameters
 from autoshard.plan.optimizer_names import optimizer_name
 from autoshard.plan.pipeline_plan import PipelinePlan
@@ -25,6 +25,7 @@ from autoshard.plan.task import CallLayouts
 from autoshard.plan.task_prices import prices_of
 from autoshard.progress import stages_of
 from autoshard.runtime.agreement import agree, collectively, everyones, from_first
+from autoshard.runtime.call_making import CallMaking
 from autoshard.runtime.copies import Copies, same_parameters
 from autoshard.runtime.devices import check_placed, local_device, move_buffers
 from autoshard.runtime.guards import Guards
@@ -32,17 +33,16 @@ from autoshard.runtime.module import Built, dispatcher_of
 from autoshard.runtime.observe import Observer
 from autoshard.runtime.optimizers import optimizers_of
 from autoshard.runtime.pipeline_making import making_of
-from autoshard.runtime.planner import Found, Planner, first_plan, found_from_json, found_to_json
+from autoshard.runtime.planner import Found, Planner
 from autoshard.runtime.programs import Programs
 from autoshard.runtime.race import race
-from autoshard.runtime.race_entry import RaceEntry
 from autoshard.runtime.seeds import SeedStream
 from autoshard.runtime.settings import Settings
 from autoshard.runtime.stage_clock import StageClock
 from autoshard.runtime.wrapping import check_unwrapped
 from autoshard.version import __version__
 from autoshard.watching.check_inputs import CheckInputs, checked_inputs
-from autoshard.watching.kinds import kind_of, local_call, tensor_shapes
+from autoshard.watching.kinds import local_call, tensor_shapes
 from autoshard.watching.watches import watch_of
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
@@ -108,25 +108,20 @@ class Session:
         agree(self.mesh, self._fingerprint(captured.joint, whole))
         with self.stages("finding a plan"):
             found = self._planned(captured, layouts)
-        kind = kind_of(self.model, captured.joint)
-        captured = collectively(
-            self.mesh, lambda: making_of(self, first_plan(found)).cut(captured), what="cutting a batch"
-        )
         tensors, key = flatten_call(args, kwargs)
-        if isinstance(found, PipelinePlan):
-            plan, made = found, making_of(self, found).made(captured, kind)
-        else:
-            making = lambda plan: making_of(self, plan).made(captured, kind)
-            entered = partial(RaceEntry, self.model, captured.joint, self.mesh, tensors)
-            plan, made = race(self.mesh, found, making, entered, self.settings, self.observers)
+        making = CallMaking(self, captured, layouts)
+        entered = lambda plan, program: making.entry(plan, program, tensors)
+        watching = self.observers, self.stage_clocks
+        plan, made = race(self.mesh, found, making.made, entered, self.settings, watching)
         programs = Programs(made, self.settings.backend, at_once=self.plan is None)
         self._settle(plan)
+        captured = making.cut(plan)
         call = replace(captured.call, key=key)
         inputs = checked_inputs(captured.joint, whole.layouts, self.spec, self.mesh.get_rank())
         return Executable(
             self,
             replace(captured, call=call),
-            making_of(self, plan).ends(captured, layouts),
+            making.ends(plan),
             programs,
             Guards(self.model, captured.reads),
             CheckInputs(self.mesh, self.watch, inputs),
@@ -166,14 +161,14 @@ class Session:
                 mine.append(planner.first(captured, layouts, refined))
             else:
                 mine.append(planner.carried(captured, layouts, first, held))
-            return found_to_json(mine[0]), torch.initial_seed()
+            return [one.to_json() for one in mine[0]], torch.initial_seed()
 
         data, seed = from_first(self.mesh, find, what="the plan")
         if self.plan is None:
             self.seeds.start(seed)
-        read = lambda: mine[0] if mine else found_from_json(data)
+        read = lambda: mine[0] if mine else list(map(Candidate.from_json, data))
         found = collectively(self.mesh, read, what="the plan read")
-        fallbacks = first_plan(found).fallbacks
+        fallbacks = found[0].plan.fallbacks
         if fallbacks:
             _log.warning(
                 "ops without a rule run replicated, with their inputs gathered: %s", ", ".join(fallbacks)

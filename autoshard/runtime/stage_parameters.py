@@ -15,7 +15,7 @@ from autoshard.runtime.stage_ops import complete_stage_ops
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
 
-__all__ = ["StagePlaced", "distribute_stage_parameters"]
+__all__ = ["StagePlaced", "distribute_stage_parameters", "stage_places"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,12 @@ def distribute_stage_parameters(
 
     Call it on every rank of the mesh. Raises ShardingError as `distribute_parameters` does, before anything is changed.
     """
+    place_parameters(model, mesh, stage_places(mesh, axis, placed))
+
+
+def stage_places(mesh: DeviceMesh, axis: str, placed: Mapping[str, StagePlaced]) -> dict[str, Place]:
+    """Per parameter the mesh of its holders and its placements there. Every rank of the mesh calls it, with the same.
+    Raises ShardingError for one that is split over `axis`."""
     complete_stage_ops()
     dim = MeshSpec.of(mesh).index(axis)
     for name, one in placed.items():
@@ -55,5 +61,4 @@ def distribute_stage_parameters(
     # The meshes first and in one order: their process groups are made by all ranks together.
     sets = sorted({one.holders for one in placed.values()})
     meshes = {holders: holders_mesh(mesh, axis, holders) for holders in sets}
-    places = {name: Place(meshes[one.holders], one.placements) for name, one in placed.items()}
-    place_parameters(model, mesh, places)
+    return {name: Place(meshes[one.holders], one.placements) for name, one in placed.items()}

@@ -18,6 +18,7 @@ from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
 from passes.compile.compile_graph import Compiled, compile_graph
 from passes.ir.torch_dtensor import local_of
+from passes.lower.missing_tangents import usually_missing
 from passes.lower.phases import Backward
 from passes.lower.rank_program import RankProgram
 
@@ -74,6 +75,15 @@ class Program:
         indices = {t.index for t in tangents}
         self._constant = [i for i, p in enumerate(self._returned) if phases.outputs[p].index not in indices]
         self._backwards: dict[frozenset[int], _CompiledBackward] = {}
+
+    @property
+    def differentiated(self) -> list[int]:
+        """Positions, among a call's outputs, of those that a usual step differentiates."""
+        backward = self.phases.backward
+        if backward is None:
+            return []
+        wanted = {t.index for t in backward.tangents} - usually_missing(backward)
+        return sorted(place for index, place in self._places.items() if index in wanted)
 
     def __call__(self, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
         if self.phases.backward is None:

@@ -15,7 +15,13 @@ from passes.ir.rewrite import erase_dead
 from passes.ir.torch_compat import lazy_module
 from passes.lower.phases import Backward, exchanges, extract, unaliased
 
-__all__ = ["missing_tangents", "usually_missing", "without_tangents", "without_usually_missing"]
+__all__ = [
+    "all_but_the_loss",
+    "missing_tangents",
+    "usually_missing",
+    "without_tangents",
+    "without_usually_missing",
+]
 
 _aten = torch.ops.aten
 _SUMS = (_aten.add.Tensor, _aten.sub.Tensor)
@@ -54,7 +60,7 @@ def without_usually_missing(joint: JointGraph) -> JointGraph:
 def missing_tangents(joint: JointGraph) -> set[fx.Node]:
     """The tangents of outputs that get no gradient in a usual step."""
     tangents = _tangents(joint)
-    missing = _all_but_the_loss({spec.index: node_value(node).ndim for node, spec in tangents.items()})
+    missing = all_but_the_loss({spec.index: node_value(node).ndim for node, spec in tangents.items()})
     return {node for node, spec in tangents.items() if spec.index in missing}
 
 
@@ -67,13 +73,13 @@ def usually_missing(backward: Backward) -> frozenset[int]:
     """The outputs that get no gradient in a usual step: all but the loss, where there is one scalar."""
     placeholders = [n for n in backward.module.graph.nodes if n.op == "placeholder"]
     nodes = placeholders[len(placeholders) - len(backward.tangents) :]
-    return _all_but_the_loss(
+    return all_but_the_loss(
         {spec.index: node_value(n).ndim for n, spec in zip(nodes, backward.tangents, strict=True)}
     )
 
 
-def _all_but_the_loss(ndims: Mapping[int, int]) -> frozenset[int]:
-    """ndims: of every output that may get a gradient."""
+def all_but_the_loss(ndims: Mapping[int, int]) -> frozenset[int]:
+    """Outputs, by index, that get no gradient in a usual step. ndims: of every one that may get a gradient."""
     scalars = [index for index, ndim in ndims.items() if ndim == 0]
     return frozenset(ndims.keys() - set(scalars)) if len(scalars) == 1 else frozenset()
 

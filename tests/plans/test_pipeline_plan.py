@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -14,6 +15,7 @@ import pytest
 from autoshard import PipelinePlan, Plan, PlanError
 from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.plain_plan import plain_plan
+from autoshard.plan.plan_content import Raced
 from tests.golden import Golden
 from tests.plans.pipelines import PP, SQUARE, planned, stage_task
 from tests.stages.stage_models import MODELS
@@ -32,6 +34,17 @@ def test_the_same_from_a_file(name: str, mesh: Any, pieces: int, tmp_path: Path)
     )
     read.check_graph(stage_task(name, mesh).joint)
     assert read.explain() == plan.explain() and read.to_text() == plan.to_text()
+
+
+def test_who_raced_is_in_the_file(tmp_path: Path) -> None:
+    race = tuple(Raced(name, f"{name} of 4 pieces", 0.5, 0.25) for name in ("1f1b", "gpipe"))
+    plan = replace(planned("mlp", SQUARE, 4), race=race)
+    plan.save(tmp_path / "plan.json")
+    read = Plan.load(tmp_path / "plan.json")
+    assert read.race == race and read.fingerprint == plan.fingerprint
+    assert "raced, 2 plans: 1f1b is kept, 250 ms a step, 0.0% faster than gpipe" in read.explain()
+    assert "raced: the fastest of 2 by the clock" in read.to_text()
+    assert "raced" not in read.to_text(seconds=False)
 
 
 def test_another_model_is_noticed() -> None:
