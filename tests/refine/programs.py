@@ -92,7 +92,7 @@ def raced(rank: int, folder: str) -> list[bool]:
         return candidates(task, count)
 
     with steadily_timed(folder) as (patch, _):
-        patch.setattr("autoshard.runtime.planner.cached_candidates", noted)
+        patch.setattr("autoshard.plan.racers.cached_candidates", noted)
         autoshard(model(), mesh(), (given(),), profile=measured(), backend="eager", race=2)
     return known
 
