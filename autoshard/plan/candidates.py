@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,17 +64,12 @@ def chosen_candidates(
     chosen = [best]
     for group in (families, judged):
         chosen += [one for one in group if _is_new(one, chosen)][:1]
-    for one in by_prediction((*families, *judged)):
-        if _is_new(one, chosen):
-            chosen.append(one)
-    return chosen[:count]
+    return _each_once([*chosen, *by_prediction((*families, *judged))])[:count]
 
 
 def with_first(plan: AnyPlan, others: Sequence[Candidate], most: int) -> list[Candidate]:
     """`plan`, and those of `others` that differ from it and from each other, in this order: at most `most` in all."""
-    chosen = [Candidate(BEST, plan)]
-    chosen += [one for place, one in enumerate(others) if _is_new(one, [*chosen, *others[:place]])]
-    return chosen[:most]
+    return _each_once([Candidate(BEST, plan), *others])[:most]
 
 
 def _of_families(task: Task, deadline: Deadline) -> Iterator[Candidate]:
@@ -94,6 +89,14 @@ def _of_families(task: Task, deadline: Deadline) -> Iterator[Candidate]:
 def by_prediction(group: Sequence[Candidate]) -> list[Candidate]:
     """The fastest first."""
     return sorted(group, key=lambda one: one.plan.step_time)
+
+
+def _each_once(group: Iterable[Candidate]) -> list[Candidate]:
+    chosen: list[Candidate] = []
+    for one in group:
+        if _is_new(one, chosen):
+            chosen.append(one)
+    return chosen
 
 
 def _is_new(one: Candidate, chosen: Sequence[Candidate]) -> bool:

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from autoshard.plan.pipeline_content import PipelineContent
-from autoshard.plan.plan_content import PlanContent, PlanOrigin, Raced
+from autoshard.plan.plan_content import PlanContent, PlanOrigin
 from autoshard.plan.plan_json import (
     SCHEMA_VERSION,
     MeshData,
@@ -19,6 +19,7 @@ from autoshard.plan.plan_json import (
     damaged,
     plan_head,
     plan_to_json,
+    race_to_json,
 )
 from autoshard.plan.stage_schedule import SchedulePrices
 from cost_model.errors import InfeasibleError, PlanError
@@ -100,7 +101,7 @@ def pipeline_to_json(plan: PipelineContent[Any]) -> dict[str, Any]:
         "memory_limit_bytes": plan.memory_limit,
         "reserve_bytes": plan.reserve,
         "bound_of_cut": plan.bound_of_cut,
-        **({"race": [dict(vars(one)) for one in plan.race]} if plan.race else {}),
+        **race_to_json(plan.race),
         "stages": [
             {
                 "reads": list(plan.reads[i]),
@@ -206,5 +207,5 @@ def _plan_of(content: PipelineData, stages: list[P]) -> PipelineContent[P]:
         bound_of_cut=content.bound_of_cut,
         inputs=inputs,
         origin=PlanOrigin(**msgspec.structs.asdict(content.origin)),
-        race=tuple(Raced(**msgspec.structs.asdict(one)) for one in content.race),
+        race=tuple(one.raced() for one in content.race),
     )

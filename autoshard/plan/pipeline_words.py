@@ -12,7 +12,7 @@ from autoshard.plan.plan_content import PlanContent
 from autoshard.plan.plan_prices import refined_line
 from autoshard.plan.race_result import race_lines
 from cost_model.units import format_bytes
-from passes.plan.graph_text import format_graph, format_seconds
+from passes.plan.graph_text import format_graph, format_seconds, raced_mark
 
 __all__ = ["explain_pipeline", "pipeline_difference", "pipeline_text", "pipeline_words"]
 
@@ -21,8 +21,7 @@ Pipeline = PipelineContent[Any]
 
 def pipeline_text(plan: Pipeline, *, seconds: bool) -> str:
     """Every stage's graph under a line that says where it runs."""
-    raced = f"  // raced: the fastest of {len(plan.race)} by the clock" if plan.race and seconds else ""
-    parts = [f"{plan.mesh}, {pipeline_words(plan)}{raced}\n"]
+    parts = [f"{plan.mesh}, {pipeline_words(plan)}{raced_mark(len(plan.race) if seconds else 0)}\n"]
     for number, stage in enumerate(plan.stages):
         head = f"\nstage {number} at {plan.axis}={number % plan.ranks}{_ends(plan, number)}\n"
         body = format_graph(stage.records, stage.mesh, seconds=seconds, joined=stage.joined_axes)

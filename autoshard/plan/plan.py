@@ -25,7 +25,7 @@ from autoshard.plan.pipeline_json import is_pipeline
 from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.plan.plan_check import plan_problems
 from autoshard.plan.plan_collectives import Collective, collectives_of
-from autoshard.plan.plan_content import PlanContent, PlanOrigin, Raced
+from autoshard.plan.plan_content import PlanContent, PlanOrigin
 from autoshard.plan.plan_graph import plan_graph
 from autoshard.plan.plan_json import SCHEMA_VERSION, PlanData, damaged, plan_data, plan_to_json, write_plan
 from autoshard.plan.variants import Again
@@ -283,7 +283,7 @@ def _plan_from(data: PlanData) -> Plan:
         origin=PlanOrigin(**msgspec.structs.asdict(data.origin)),
         joined_axes=data.joined_axes,
         moved_nbytes=data.moved_bytes,
-        race=tuple(Raced(**msgspec.structs.asdict(one)) for one in data.race),
+        race=tuple(one.raced() for one in data.race),
         memory=None if data.memory is None else data.memory.timeline(),
         micro_batches=data.micro_batches,
         head_pieces=data.head_pieces,

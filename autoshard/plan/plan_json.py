@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import astuple
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
-from autoshard.plan.plan_content import PlanContent, PlanOrigin
+from autoshard.plan.plan_content import PlanContent, PlanOrigin, Raced
 from autoshard.plan.plan_memory import OUTLINE, AtPeak, MemoryTimeline
 from cost_model.checked_arguments import checked_path
 from cost_model.errors import PlanError
@@ -20,7 +21,15 @@ from passes.plan.record_json import Count, LayoutData, NodeData, Text, layout_to
 from passes.predict.memory_kinds import KINDS, Kind
 from passes.predict.memory_walk import MemoryStep
 
-__all__ = ["SCHEMA_VERSION", "PlanData", "plan_data", "plan_head", "plan_to_json", "write_plan"]
+__all__ = [
+    "SCHEMA_VERSION",
+    "PlanData",
+    "plan_data",
+    "plan_head",
+    "plan_to_json",
+    "race_to_json",
+    "write_plan",
+]
 
 SCHEMA_VERSION = 5
 
@@ -54,6 +63,9 @@ class RacedData(Struct, frozen=True, forbid_unknown_fields=True):
     words: Text
     predicted: Annotated[float, Meta(ge=0.0, le=1e30)]
     measured: Annotated[float, Meta(ge=0.0, le=1e30)]
+
+    def raced(self) -> Raced:
+        return Raced(**msgspec.structs.asdict(self))
 
 
 class MemoryStepData(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -158,6 +170,11 @@ def plan_head(mesh: MeshSpec, origin: PlanOrigin) -> dict[str, Any]:
     }
 
 
+def race_to_json(race: Sequence[Raced]) -> dict[str, Any]:
+    """Nothing of a plan that was not raced."""
+    return {"race": [dict(vars(one)) for one in race]} if race else {}
+
+
 def plan_to_json(plan: PlanContent) -> dict[str, Any]:
     return {
         **plan_head(plan.mesh, plan.origin),
@@ -178,7 +195,7 @@ def plan_to_json(plan: PlanContent) -> dict[str, Any]:
         # Only where there are any: plans of other meshes stay as they were.
         **({"joined_axes": [list(run) for run in plan.joined_axes]} if plan.joined_axes else {}),
         **({} if plan.moved_nbytes is None else {"moved_bytes": plan.moved_nbytes}),
-        **({"race": [dict(vars(one)) for one in plan.race]} if plan.race else {}),
+        **race_to_json(plan.race),
         **({} if plan.memory is None else {"memory": _memory_to_json(plan.memory.outline())}),
         **({"micro_batches": plan.micro_batches} if plan.micro_batches > 1 else {}),
         **({"head_pieces": plan.head_pieces} if plan.head_pieces > 1 else {}),

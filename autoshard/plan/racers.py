@@ -31,8 +31,9 @@ def racers(best: AnyPlan, task: Task, division: Division, count: int) -> list[Ca
     `task.time_limit` ends first.
     """
     until = Deadline.after(task.time_limit)
-    alike = _in_stages(best, task, division, until) if isinstance(best, PipelinePlan) else []
-    if isinstance(best, Plan):
+    if isinstance(best, PipelinePlan):
+        alike = _in_stages(best, task, division, until)
+    else:
         cut = cut_call(task.captured, best.micro_batches, best.head_pieces)
         alike = cached_candidates(replace(task, captured=cut), count)
     others = by_prediction(_of_other_kind(best, task, division, until))

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.racing.models import FeedForward
+
 __all__ = ["KINDS", "Drawn", "drawn"]
 
 MESHES: tuple[dict[str, int], ...] = (
@@ -73,25 +75,26 @@ class _Distance(nn.Module):
 class _Attention(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.norm, self.heads = nn.LayerNorm(width), heads
+        self.heads = heads
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        parts = self.qkv(self.norm(x)).view(batch, length, 3, self.heads, width // self.heads)
+        parts = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
         q, k, v = parts.permute(2, 0, 3, 1, 4)
         read = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return x + self.out(read.transpose(1, 2).reshape(batch, length, width))
+        return self.out(read.transpose(1, 2).reshape(batch, length, width))
 
 
-class _FeedForward(nn.Module):
-    def __init__(self, width: int) -> None:
+class _PreNorm(nn.Module):
+    """x and what `inner` makes of its norm."""
+
+    def __init__(self, width: int, inner: nn.Module) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm, self.inner = nn.LayerNorm(width), inner
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+        return x + self.inner(self.norm(x))
 
 
 class _Recurrent(nn.Module):
@@ -108,7 +111,8 @@ class _Words(nn.Module):
 
     def __init__(self, vocabulary: int, width: int) -> None:
         super().__init__()
-        self.embed, self.layer = nn.Embedding(vocabulary, width), _FeedForward(width)
+        self.embed = nn.Embedding(vocabulary, width)
+        self.layer = _PreNorm(width, FeedForward(width, 4 * width))
         self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -133,7 +137,9 @@ def _mlp(generator: random.Random) -> Case:
 def _transformer(generator: random.Random) -> Case:
     width, heads, length = generator.choice(((64, 4, 32), (256, 8, 128), (512, 8, 2048), (1024, 16, 512)))
     layers, batch = generator.randint(1, 2), generator.choice(BATCHES[:5])
-    parts = [part for _ in range(layers) for part in (_Attention(width, heads), _FeedForward(width))]
+    parts: list[nn.Module] = []
+    for _ in range(layers):
+        parts += [_PreNorm(width, _Attention(width, heads)), _PreNorm(width, FeedForward(width, 4 * width))]
     inputs = torch.zeros(batch, length, width), torch.zeros(batch, length, width)
     return f"{layers} x {width}, {length} tokens", _Distance(nn.Sequential(*parts)), inputs
 

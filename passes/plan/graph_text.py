@@ -19,7 +19,7 @@ from cost_model.mesh import MeshSpec
 from passes.layout.joined_axes import JoinedAxes, joined_text
 from passes.plan.records import NodeRecord, OperandRecord, ResultRecord
 
-__all__ = ["format_graph", "format_seconds"]
+__all__ = ["format_graph", "format_seconds", "raced_mark"]
 
 
 def format_seconds(seconds: float) -> str:
@@ -46,8 +46,12 @@ def format_graph(
     writer = _Writer(records, seconds)
     body = "\n".join(f"  {line}" for line in writer.lines())
     together = f"  // axes searched together: {joined_text(joined)}" if joined else ""
-    clocked = f"  // raced: the fastest of {raced} by the clock" if raced and seconds else ""
-    return f"{mesh}{together}{clocked}\ngraph joint {{\n{body}\n}}\n"
+    return f"{mesh}{together}{raced_mark(raced if seconds else 0)}\ngraph joint {{\n{body}\n}}\n"
+
+
+def raced_mark(count: int) -> str:
+    """Behind the mesh, of a plan that is the fastest of so many that ran; 0: none did."""
+    return f"  // raced: the fastest of {count} by the clock" if count else ""
 
 
 class _Writer:
