@@ -45,6 +45,7 @@ GRACE_SECONDS = 5.0
 STUCK_CODE = 70
 EXPLAINED_SECONDS = 5.0
 LINGER_SECONDS = 4.0
+LEAVING_SECONDS = 12.0  # an operation of the store gives up after ten
 LOST_ROUNDS = 3
 
 _OF_COMMUNICATION = ("gloo", "NCCL", "onnection", "Socket")
@@ -260,11 +261,14 @@ class Watch:
 
     def _leave(self) -> None:
         """Say that this rank is gone: with the process group, or at the end of the process."""
-        if self._over.is_set() or os.getpid() != self._pid:
+        if os.getpid() != self._pid:
             return
+        leaving = self._over.is_set()
         self._over.set()
         if threading.current_thread() is not self._thread:
-            self._thread.join(5.0)
+            self._thread.join(LEAVING_SECONDS)  # it may be on its way out itself, and in the store
+        if leaving:
+            return
         error = getattr(sys, "last_value", None)
         with suppress(RuntimeError):
             said = "has ended" if error is None else f"has ended with {_first_line(error)}"
