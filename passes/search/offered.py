@@ -31,7 +31,7 @@ from passes.search.strategy_space import Option
 from passes.search.workspace_rows import with_workspaces
 from passes.states.offers import Offers
 from passes.strategies.prices import Prices
-from passes.strategies.pricing import Traffic, strategy_seconds
+from passes.strategies.pricing import OpTraffic, strategy_seconds
 
 __all__ = ["ABSENT", "build_offered"]
 
@@ -77,7 +77,7 @@ class _OfferBuilder(LimitedBuilder):
         flow, mesh = self.prices.traffic(node), self.prices.mesh
         if flow.writes:
             return None
-        strategies, stored = self.options[self.index[node]].strategies, Traffic(flow.reads, writes=True)
+        strategies, stored = self.options[self.index[node]].strategies, OpTraffic(flow.reads, writes=True)
         priced = lambda traffic: strategy_seconds(
             node, rule_for(node), strategies, traffic, mesh, self.prices.compute
         )

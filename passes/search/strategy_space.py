@@ -30,7 +30,7 @@ from passes.solver.problem import Problem
 from passes.strategies.chains import find_chains
 from passes.strategies.cuts import Cuts, Wider, find_cuts, ops_of
 from passes.strategies.prices import Prices
-from passes.strategies.pricing import Traffic, local_nbytes, strategy_seconds
+from passes.strategies.pricing import OpTraffic, local_nbytes, strategy_seconds
 from passes.strategies.strategies import enumerate_strategies
 
 __all__ = ["Option", "SpaceBuilder", "build_space"]
@@ -207,11 +207,12 @@ class SpaceBuilder:
     def _op(self, node: fx.Node, cuts: Cuts, wider: Wider, kept: frozenset[str], any_order: bool) -> Option:
         """kept: factors not to be split, though the op's rule would allow it."""
         flow = self.prices.traffic(node)
-        key = (class_key(node), flow, any_order, kept, tuple(wider.items()), repeats(node))
+        look = class_key(node), self.prices.orders(node)
+        key = (look, flow, any_order, kept, tuple(wider.items()), repeats(node))
         return self._classed(key, lambda: self._enumerated(node, cuts, wider, kept, any_order, flow))
 
     def _enumerated(
-        self, node: fx.Node, cuts: Cuts, wider: Wider, kept: frozenset[str], any_order: bool, flow: Traffic
+        self, node: fx.Node, cuts: Cuts, wider: Wider, kept: frozenset[str], any_order: bool, flow: OpTraffic
     ) -> Option:
         rule = rule_for(node)
         rule = replace(rule, whole=rule.whole | kept)

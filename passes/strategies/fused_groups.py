@@ -15,7 +15,7 @@ from torch import fx
 from passes.ir.joint import tensor_operands
 from passes.ir.op_traits import alias_chain, draws, fuses, is_reduction, is_view, op_kind, storage_root
 from passes.strategies.kernel_keys import dtype_of, kernel_form, may_be_timed
-from passes.strategies.pricing import Traffic, TrafficModel, fused_traffic, traffic_model
+from passes.strategies.pricing import OpTraffic, TrafficModel, fused_traffic, traffic_model
 
 __all__ = ["FusedGroup", "fused_group", "grouped_traffic", "timed_traffic_model"]
 
@@ -66,7 +66,7 @@ def fused_group(node: fx.Node) -> FusedGroup | None:
     return FusedGroup(tuple(ops), tuple(operands))
 
 
-def grouped_traffic(node: fx.Node) -> Traffic:
+def grouped_traffic(node: fx.Node) -> OpTraffic:
     """As `fused_traffic`, with the form of the group of an op that is stored."""
     flow = fused_traffic(node)
     group = fused_group(node) if flow.writes else None

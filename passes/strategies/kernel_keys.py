@@ -13,7 +13,7 @@ from passes.ir.joint import map_operands, node_value, tensor_operands
 from passes.ir.op_schema import schema_arguments
 from passes.ir.op_traits import op_kind
 
-__all__ = ["dtype_of", "kernel_form", "kernel_key", "local_key", "may_be_timed"]
+__all__ = ["dtype_of", "kernel_form", "kernel_key", "local_key", "may_be_timed", "operand_orders"]
 
 _TIMED_KINDS = ("pointwise", "indexing", "reduction", "product", "opaque")
 _LIBRARIES = ("aten.", "prims.", "autoshard.")
@@ -63,6 +63,12 @@ def kernel_key(node: fx.Node, form: str, local_shape: Callable[[int], Sequence[i
     shapes = tuple(tuple(local_shape(i)) for i in range(len(operands)))
     strides = (node_value(operand).stride() for operand in operands)
     return KernelKey(form, shapes, tuple(map(_order, shapes, strides)))
+
+
+def operand_orders(node: fx.Node) -> tuple[tuple[int, ...], ...]:
+    """What of a node's strides decides its keys, whatever its layouts."""
+    values = [node_value(operand) for operand in tensor_operands(node)]
+    return tuple(_order(value.shape, value.stride()) for value in values)
 
 
 def local_key(node: fx.Node, form: str | None = None) -> KernelKey:

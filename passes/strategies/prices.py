@@ -19,6 +19,7 @@ from passes.layout.assignment import NodeLayouts
 from passes.layout.joined_axes import JoinedAxes
 from passes.redistribution.redistribute import Redistributor
 from passes.rules.core.rule_registry import rule_for
+from passes.strategies.kernel_keys import operand_orders
 from passes.strategies.pricing import TrafficModel, fused_traffic, strategy_priced, strategy_seconds
 
 __all__ = ["Prices"]
@@ -70,11 +71,15 @@ class Prices:
         Layers share their layouts, so these count as alike only if they are the same object.
         """
         rule, flow = rule_for(node), self.traffic(node)
-        key = (id(layouts), id(rule), flow, op_signature(node))
+        key = (id(layouts), id(rule), flow, op_signature(node), self.orders(node))
         if key not in self.known:
             (found,) = strategy_seconds(node, rule, [layouts], flow, self.mesh, self.compute)
             self.known[key] = layouts, rule, float(found)  # with both, so that their ids stay their own
         return self.known[key][-1]
+
+    def orders(self, node: fx.Node) -> tuple[tuple[int, ...], ...]:
+        """Where kernels are timed, what an op takes besides by: the order of its operands' strides. Else nothing."""
+        return () if self.compute.timed is None else operand_orders(node)
 
     def op_priced(self, node: fx.Node, layouts: NodeLayouts) -> Priced:
         """Where `op_seconds` comes from."""

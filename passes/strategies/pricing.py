@@ -22,7 +22,7 @@ from passes.rules.core.rule import OpRule
 from passes.strategies.kernel_keys import kernel_form, kernel_key, local_key
 
 __all__ = [
-    "Traffic",
+    "OpTraffic",
     "TrafficModel",
     "eager_traffic",
     "fused_traffic",
@@ -37,7 +37,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Traffic:
+class OpTraffic:
     """Which of an op's tensors go through memory; the rest stay in the registers of a fused loop.
 
     reads: per operand; writes: whether the results are stored. group: what is computed in the same loop, by which it
@@ -49,7 +49,7 @@ class Traffic:
     group: str = ""
 
 
-TrafficModel = Callable[[fx.Node], Traffic]
+TrafficModel = Callable[[fx.Node], OpTraffic]
 """How the compiled graph moves an op's tensors."""
 
 
@@ -58,27 +58,27 @@ def traffic_model(backend: str) -> TrafficModel:
     return eager_traffic if backend == "eager" else fused_traffic
 
 
-def eager_traffic(node: fx.Node) -> Traffic:
+def eager_traffic(node: fx.Node) -> OpTraffic:
     """Every op that is no view reads its operands and stores its results."""
     moves = not is_view(node)
-    return Traffic(tuple(moves and read for read in reads_values(node)), writes=moves)
+    return OpTraffic(tuple(moves and read for read in reads_values(node)), writes=moves)
 
 
-def fused_traffic(node: fx.Node) -> Traffic:
+def fused_traffic(node: fx.Node) -> OpTraffic:
     """Fusion as Inductor does it: a pointwise op reads what a non-fusing op stored, and is itself
     stored only where something that cannot fuse with it, or the other phase, reads it."""
     if is_view(node):
-        return Traffic((False,) * len(tensor_operands(node)), writes=False)
+        return OpTraffic((False,) * len(tensor_operands(node)), writes=False)
     reads = tuple(
         read and not fuses(storage_root(operand))
         for operand, read in zip(tensor_operands(node), reads_values(node), strict=True)
     )
     # A draw fuses, but hashing an index takes about as long as storing the result.
     draws = node.target is torch.ops.autoshard.uniform.default
-    return Traffic(reads, writes=not fuses(node) or draws or _is_stored(node))
+    return OpTraffic(reads, writes=not fuses(node) or draws or _is_stored(node))
 
 
-def uncompiled_traffic(node: fx.Node) -> Traffic:
+def uncompiled_traffic(node: fx.Node) -> OpTraffic:
     """The model as torch runs it, neither compiled nor taken apart: what capture makes of one line of one module, in
     one phase, is one of torch's own kernels (a norm, a softmax, a loss). It reads what comes from elsewhere once
     and stores what is read elsewhere; products and all else that does not fuse read and store everything.
@@ -86,13 +86,13 @@ def uncompiled_traffic(node: fx.Node) -> Traffic:
     For predictions of runs of others: a model written so that each line is one call.
     """
     if is_view(node):
-        return Traffic((False,) * len(tensor_operands(node)), writes=False)
+        return OpTraffic((False,) * len(tensor_operands(node)), writes=False)
     line = _line(node)
     reads = tuple(
         read and (line is None or (_line(storage_root(operand)) != line and _reads_first(node, operand)))
         for operand, read in zip(tensor_operands(node), reads_values(node), strict=True)
     )
-    return Traffic(reads, writes=line is None or any(_line(user) != line for user in _readers(node)))
+    return OpTraffic(reads, writes=line is None or any(_line(user) != line for user in _readers(node)))
 
 
 def _line(node: fx.Node) -> tuple[object, ...] | None:
@@ -139,7 +139,7 @@ def strategy_seconds(
     node: fx.Node,
     rule: OpRule,
     strategies: Sequence[NodeLayouts],
-    flow: Traffic,
+    flow: OpTraffic,
     mesh: MeshSpec,
     prices: ComputePrices,
 ) -> np.ndarray:
@@ -173,7 +173,7 @@ def strategy_seconds(
 
 
 def strategy_priced(
-    node: fx.Node, strategy: NodeLayouts, flow: Traffic, mesh: MeshSpec, prices: ComputePrices
+    node: fx.Node, strategy: NodeLayouts, flow: OpTraffic, mesh: MeshSpec, prices: ComputePrices
 ) -> Priced:
     """Where the seconds of `node` under the strategy come from."""
     form = None if prices.timed is None or is_view(node) else _timed_form(node, flow)
@@ -184,7 +184,7 @@ def strategy_priced(
     return prices.priced(kernel_key(node, form, local_shape))
 
 
-def local_seconds(node: fx.Node, flow: Traffic, prices: ComputePrices) -> float:
+def local_seconds(node: fx.Node, flow: OpTraffic, prices: ComputePrices) -> float:
     """Seconds of `node` of one rank's graph, where values are local: as `strategy_seconds` prices it."""
     if is_view(node):
         return 0.0
@@ -192,14 +192,14 @@ def local_seconds(node: fx.Node, flow: Traffic, prices: ComputePrices) -> float:
     return prices.work_seconds(local_work(node, flow), None if form is None else local_key(node, form))
 
 
-def _timed_form(node: fx.Node, flow: Traffic) -> str | None:
+def _timed_form(node: fx.Node, flow: OpTraffic) -> str | None:
     """By which it was timed; None: it is no kernel, but part of one, and that takes the rest of what was timed."""
     if flow.group:
         return flow.group
     return kernel_form(node) if flow.writes else None
 
 
-def local_work(node: fx.Node, flow: Traffic) -> KernelWork:
+def local_work(node: fx.Node, flow: OpTraffic) -> KernelWork:
     """What the model prices an op of one rank's graph by."""
     kept = [value for value in node_values(node) if value is not None]
     flops = float(kept[0].numel()) if fuses(node) else global_flops(node)
