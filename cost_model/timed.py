@@ -12,7 +12,7 @@ import hashlib
 import math
 import statistics
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, TypeVar
 
@@ -34,7 +34,11 @@ NEAREST = 1.0
 
 
 ENOUGH = 3
-"""Kernels of a kind that say how far the model is off for all of the kind."""
+"""Kernels of a kind that say how far the model is off for all of the kind; or that were timed again, how the machine
+changed."""
+
+CHANGED = 0.1
+"""Share by which kernels that are timed again take another time, at the median, before it is the machine's doing."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,21 @@ class TimedPrices:
         kernels = {kernel.key: kernel for kernel in (*self.kernels, *newer.kernels)}
         collectives = {(c.kind, c.group, c.nbytes): c for c in (*self.collectives, *newer.collectives)}
         return TimedPrices(tuple(kernels.values()), tuple(collectives.values()))
+
+    def change_to(self, newer: TimedPrices) -> float:
+        """How many times as long kernels took in `newer` as here, the median of those that both have; 1 where that is
+        next to nothing, or they are too few."""
+        before = {kernel.key: kernel.seconds for kernel in self.kernels}
+        again = [(kernel.seconds, before.get(kernel.key, 0.0)) for kernel in newer.kernels]
+        ratios = [now / then for now, then in again if now > 0.0 and then > 0.0]
+        ratio = statistics.median(ratios) if len(ratios) >= ENOUGH else 1.0
+        return ratio if abs(math.log(ratio)) > math.log1p(CHANGED) else 1.0
+
+    def kernels_times(self, factor: float) -> TimedPrices:
+        """As on a machine on which kernels take `factor` times as long, and collectives what they take."""
+        return replace(
+            self, kernels=tuple(replace(kernel, seconds=factor * kernel.seconds) for kernel in self.kernels)
+        )
 
     def if_any(self) -> TimedPrices | None:
         """None: nothing was timed, so every price is the model's."""

@@ -1,4 +1,5 @@
-"""What of a plan in pieces or in stages is timed: its distinct kernels and collectives, whichever stage has them."""
+"""What of a plan in pieces or in stages is timed: its distinct kernels and collectives, whichever stage has them, and
+a few known kernels of the first."""
 
 from __future__ import annotations
 
@@ -10,20 +11,29 @@ from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.plan.plan import Plan
 from autoshard.plan.stages_option import AnyPlan
 from autoshard.plan.task import Task
-from autoshard.refine.timed_cases import Case, TimedCandidate, distinct, untimed_cases
+from autoshard.refine.timed_cases import Case, TimedCandidate, distinct, timed_again, untimed_cases
 
-__all__ = ["untimed_of_parts"]
+__all__ = ["again_of_parts", "untimed_of_parts"]
 
 
 def untimed_of_parts(plan: AnyPlan, task: Task) -> list[Case]:
     """What `task.timed` does not know, each once; what takes most of a piece first. task: of the whole call."""
     found: dict[object, Case] = {}
     for part, own in _parts(plan, task):
-        # Most of what a part runs, it runs once for each piece.
-        piece = TimedCandidate(plan.step_time / plan.micro_batches, part.assignment, part.lowering)
-        for case in untimed_cases(piece, own):
+        for case in untimed_cases(_piece(plan, part), own):
             found.setdefault(distinct(case), case)
     return sorted(found.values(), key=lambda case: -case.seconds)
+
+
+def again_of_parts(plan: AnyPlan, task: Task) -> tuple[Case, ...]:
+    """A few kernels of the first part that `task.timed` knows."""
+    part, own = next(_parts(plan, task))
+    return timed_again(_piece(plan, part), own)
+
+
+def _piece(plan: AnyPlan, part: Plan) -> TimedCandidate:
+    """Most of what a part runs, it runs once for each piece."""
+    return TimedCandidate(plan.step_time / plan.micro_batches, part.assignment, part.lowering)
 
 
 def _parts(plan: AnyPlan, task: Task) -> Iterator[tuple[Plan, Task]]:

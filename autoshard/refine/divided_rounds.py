@@ -12,9 +12,9 @@ from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.plan.plan_cache import cached_search
 from autoshard.plan.stages_option import AnyPlan
 from autoshard.plan.task import Task
-from autoshard.refine.divided_cases import untimed_of_parts
+from autoshard.refine.divided_cases import again_of_parts, untimed_of_parts
 from autoshard.refine.refining_time import refining_seconds
-from autoshard.refine.timed_cases import Case, untried
+from autoshard.refine.timed_cases import Case, untried, with_times
 from autoshard.refine.timed_store import TimedStore
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
@@ -61,15 +61,16 @@ class DividedRounds:
         return max(0.0, self._deadline.left - self._planning_seconds)
 
     def wanted(self) -> tuple[Case, ...]:
-        """What is to be timed next, in this order; (): nothing."""
+        """What is to be timed next, in this order, a few known kernels first; (): nothing."""
         if self._done or self._rounds >= MOST_ROUNDS or self.seconds_left <= 0.0:
             return ()
-        cases = untimed_of_parts(self.plan, replace(self._task, timed=self.timed))
-        return untried(cases, self._tried)
+        task = replace(self._task, timed=self.timed)
+        new = untried(untimed_of_parts(self.plan, task), self._tried)
+        return (*again_of_parts(self.plan, task), *new) if new else ()
 
     def add(self, times: TimedPrices) -> None:
         """Plan again, under these as well."""
-        self.timed = self.timed.joined(times)
+        self.timed = with_times(self.timed, times)
         self._store.write(self.timed)
         self._rounds += 1
         before = self.plan

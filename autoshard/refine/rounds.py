@@ -14,7 +14,15 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.plan_cache import cached_plan, keep_plan, kept_plan, plan_path
 from autoshard.plan.task import Task, search_plan
 from autoshard.refine.refining_time import refining_seconds
-from autoshard.refine.timed_cases import Case, TimedCandidate, distinct, untimed_cases, untried
+from autoshard.refine.timed_cases import (
+    Case,
+    TimedCandidate,
+    distinct,
+    timed_again,
+    untimed_cases,
+    untried,
+    with_times,
+)
 from autoshard.refine.timed_store import TimedStore
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
@@ -90,14 +98,15 @@ class Rounds:
             self._search()
 
     def wanted(self) -> tuple[Case, ...]:
-        """What is to be timed next, in this order; (): nothing."""
+        """What is to be timed next, in this order, a few known kernels first; (): nothing."""
         if self._done:
             return ()
         ended = self._confirming or self._stayed or self._rounds >= MOST_ROUNDS or self.seconds_left <= 0.0
         new = (() if ended else untried(self._missing(), self._tried)) or self._to_confirm()
         if not new:
             self._finish()
-        return new
+            return ()
+        return *timed_again(TimedCandidate.of(self.plan), self._under(self.timed)), *new
 
     def _to_confirm(self) -> tuple[Case, ...]:
         """What is unknown of the plan that is chosen so far, where it is much of it; once."""
@@ -121,7 +130,7 @@ class Rounds:
     def add(self, times: TimedPrices) -> None:
         """Search again, under these as well."""
         before = self.plan
-        self.timed = self.timed.joined(times)
+        self.timed = with_times(self.timed, times)
         self._store.write(self.timed)
         self._rounds += 1
         if not self._confirming:

@@ -106,6 +106,24 @@ def test_strides_of_their_own_come_first() -> None:
     assert [timed.work_seconds(WORK, key) for key in (KEY, turned, unknown)] == [7.0, 9.0, 7.0]
 
 
+@pytest.mark.parametrize(
+    ("ratios", "change"),
+    [((1.3, 1.4, 9.0), 1.4), ((0.5, 0.6, 0.7), 0.6), ((1.3, 1.4), 1.0), ((1.05, 1.08, 9.0), 1.0), ((), 1.0)],
+)
+def test_kernels_timed_again_say_how_the_machine_changed(ratios: tuple[float, ...], change: float) -> None:
+    """By their median; too few, or next to nothing, say nothing."""
+    before = TimedPrices(tuple(TimedKernel(shaped(2 + i, 4), WORK, 2.0 + i) for i in range(4)))
+    now = tuple(TimedKernel(k.key, WORK, r * k.seconds) for k, r in zip(before.kernels, ratios, strict=False))
+    new = TimedKernel(shaped(99, 4), WORK, 1e3)
+    assert before.change_to(TimedPrices((*now, new))) == pytest.approx(change)
+
+
+def test_on_another_machine_kernels_take_as_much_longer_and_collectives_what_they_took() -> None:
+    collective = TimedCollective("all_reduce", ((2, 1),), 4096, 5e-3)
+    timed = TimedPrices((TimedKernel(KEY, WORK, 7.0),), (collective,)).kernels_times(2.0)
+    assert timed == TimedPrices((TimedKernel(KEY, WORK, 14.0),), (collective,))
+
+
 def test_the_newer_time_counts() -> None:
     collective = TimedCollective("all_reduce", ((2, 1),), 4096, 5e-3)
     old = TimedPrices((TimedKernel(KEY, WORK, 7.0),), (collective,))

@@ -13,9 +13,9 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.task import Task, search_plan
 from autoshard.refine.refining_time import refining_seconds
 from autoshard.refine.rounds import MOST_ROUNDS, ROUGH_GAP, Rounds
-from autoshard.refine.timed_cases import Case
+from autoshard.refine.timed_cases import AGAIN, Case
 from autoshard.refine.timed_store import TimedStore
-from cost_model.timed import TimedPrices
+from cost_model.timed import TimedKernel, TimedPrices
 from passes.layout.layout import Layout
 from passes.predict.step_work import CollectiveCase, KernelCase
 from passes.search.narrowing import Narrowing
@@ -189,13 +189,13 @@ def test_another_model_reads_the_times_of_the_first() -> None:
 def test_a_plan_of_which_all_was_timed_before_has_those_prices(monkeypatch: pytest.MonkeyPatch) -> None:
     """With nothing left to time, too: the plan is not the one that was searched under modelled prices."""
     one = task()
-    dear = lambda one, cases: timed(one, cases, lambda case: 3.0)
-    first, _ = refined(one, dear)
+    expensive = lambda one, cases: timed(one, cases, lambda case: 3.0)
+    first, _ = refined(one, expensive)
     pinned = replace(one, pins=first.parameter_layouts)
     modelled = search_plan(pinned).step_time
-    refined(pinned, dear)
+    refined(pinned, expensive)
     monkeypatch.setattr("autoshard.refine.rounds.kept_plan", lambda *_: None)
-    second, rounds = refined(pinned, dear)
+    second, rounds = refined(pinned, expensive)
     assert rounds == 0 and second.assignment == first.assignment
     assert second.step_time == pytest.approx(first.step_time) and second.step_time > 1.5 * modelled
 
@@ -211,6 +211,24 @@ def test_times_of_other_software_are_not_used() -> None:
     refined(task(), halved_features_are_slow)
     newer = begun(task(), TimedStore({"machines": "invented", "torch": "99"}))
     assert newer.plan.origin.timed == "" and newer.wanted()
+
+
+def test_what_was_timed_before_takes_as_much_longer_as_what_is_timed_again() -> None:
+    """Between two rounds the machine became half as fast."""
+    one = task()
+    rounds = begun(one)
+    rounds.add(halved_features_are_slow(one, rounds.wanted()))
+    before = {kernel.key: kernel.seconds for kernel in rounds.timed.kernels}
+    cases = rounds.wanted()
+    again, new = cases[:AGAIN], cases[AGAIN:]
+    assert {case.key for case in again if isinstance(case, KernelCase)} <= before.keys() and new
+    assert not any(case.key in before for case in new if isinstance(case, KernelCase))
+    twice = tuple(TimedKernel(c.key, c.work, 2.0 * before[c.key]) for c in again if isinstance(c, KernelCase))
+    assert len(twice) == AGAIN
+    rounds.add(TimedPrices(twice))
+    assert {kernel.key: kernel.seconds for kernel in rounds.timed.kernels} == {
+        key: pytest.approx(2.0 * seconds) for key, seconds in before.items()
+    }
 
 
 def test_what_cannot_be_timed_is_not_asked_for_again() -> None:
