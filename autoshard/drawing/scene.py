@@ -14,7 +14,7 @@ from autoshard.drawing.module_groups import Grouping, group_by_module
 from autoshard.drawing.node_rows import assign_rows
 from autoshard.drawing.transfer_marks import Total, collectives, totals
 
-__all__ = ["Edge", "PlacedBox", "Scene", "make_scene"]
+__all__ = ["DrawnEdge", "PlacedBox", "Scene", "make_scene"]
 
 MARGIN = 28.0
 HEADER = 124.0
@@ -38,7 +38,7 @@ class PlacedBox:
 
 
 @dataclass(frozen=True)
-class Edge:
+class DrawnEdge:
     """points: from one box through lanes to the other. collective: of the values passed, the kind of
     the first collective, or "". saved: from forward to backward."""
 
@@ -60,7 +60,7 @@ class Scene:
     op_seconds: float
     totals: tuple[Total, ...]
     boxes: dict[int, PlacedBox]
-    edges: tuple[Edge, ...]
+    edges: tuple[DrawnEdge, ...]
     phases: tuple[tuple[str, float, float], ...]
     width: float
     height: float
@@ -149,7 +149,7 @@ def _edge(
     placed: dict[int, PlacedBox],
     lanes: dict[tuple[int, int], list[Point]],
     edge: tuple[int, int],
-) -> Edge:
+) -> DrawnEdge:
     source, target = (placed[index] for index in edge)
     collective = _first_collective(graph, grouping, edge)
     if source.box.group.phase != target.box.group.phase:
@@ -157,14 +157,14 @@ def _edge(
             (source.left + source.box.width, source.top + 14),
             (target.left, target.top + 14),
         )
-        return Edge(*edge, points, collective, saved=True)
+        return DrawnEdge(*edge, points, collective, saved=True)
     if source.box.group.phase == "forward":
         middle = [point for x, y in lanes.get(edge, []) for point in ((x, y), (x, y + 24))]
         ends = (source.centre, source.top + source.box.height), (target.centre, target.top)
     else:
         middle = [p for x, y in reversed(lanes.get((edge[1], edge[0]), [])) for p in ((x, y + 24), (x, y))]
         ends = (source.centre, source.top), (target.centre, target.top + target.box.height)
-    return Edge(*edge, (ends[0], *middle, ends[1]), collective, saved=False)
+    return DrawnEdge(*edge, (ends[0], *middle, ends[1]), collective, saved=False)
 
 
 def _first_collective(graph: nx.DiGraph, grouping: Grouping, edge: tuple[int, int]) -> str:

@@ -9,7 +9,7 @@ import networkx as nx
 
 from autoshard.drawing.boxes import CHAR_WIDTH, LINE_HEIGHT, PADDING, Line
 from autoshard.drawing.memory_curve import curve_svg
-from autoshard.drawing.scene import MARGIN, Edge, PlacedBox, Scene, make_scene
+from autoshard.drawing.scene import MARGIN, DrawnEdge, PlacedBox, Scene, make_scene
 from autoshard.drawing.transfer_marks import colour
 from cost_model.units import format_bytes
 from passes.plan.graph_text import format_seconds
@@ -145,7 +145,7 @@ def _text(x: float, y: float, text: str, kind: str, anchor: str = "start") -> st
     return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}"{end}>{escape(text)}</text>'
 
 
-def _edge(edge: Edge) -> str:
+def _edge(edge: DrawnEdge) -> str:
     ends = f'data-from="{edge.source}" data-to="{edge.target}"'
     tint = colour(edge.collective) if edge.collective else "#9aa3b2"
     paint = f'style="stroke:{tint};stroke-width:2.2;opacity:1"' if edge.collective else ""

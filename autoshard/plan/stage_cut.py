@@ -106,7 +106,7 @@ class StageCutter:
 
     def learned(self, cut: Sequence[str], seconds: Sequence[float]) -> CutCosts:
         """The costs with which the stages of a cut take so many seconds for a piece, as their plans say: ops of one
-        stage are all as much dearer than estimated."""
+        stage are all as much more expensive than estimated."""
         known = self.costs.seconds
         at = {place.op: place.position for place in self.costs.places}
         ends = [0, *(at[op] for op in cut), len(known) - 1]

@@ -20,7 +20,7 @@ from cost_model.measure.measure import mesh_device
 from cost_model.measure.peers import Peers, world_peers
 from cost_model.measure.processor_clock import clocks
 from cost_model.measure.sampling import Series, sample
-from cost_model.measure.statistics import Curve, median
+from cost_model.measure.statistics import SampledCurve, median
 from cost_model.measure.teams import teams_of
 from cost_model.mesh import MeshSpec
 from cost_model.timed import TimedCollective, TimedKernel, TimedPrices
@@ -152,7 +152,7 @@ class _Timing:
         alone, behind = self._sampled(pause_series(pause, self.of_kernels), both)
         return beyond_pause(behind, alone).seconds[0]
 
-    def _sampled(self, *series: Series) -> list[Curve]:
+    def _sampled(self, *series: Series) -> list[SampledCurve]:
         seconds = len(series) * _CASE_SECONDS[_kind_of(self.device)]
         curves = sample(series, self.peers, self.clock, seconds, lambda name, share: None)
         for one, curve in zip(series, curves, strict=True):

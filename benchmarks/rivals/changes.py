@@ -19,7 +19,7 @@ from passes.layout.assignment import Assignment
 from passes.search.agree import AWAITED
 from passes.search.overlapped import solve_overlapped
 from passes.search.search_space import SearchSpace
-from passes.search.step_kinds import Overlap
+from passes.search.step_kinds import PhaseOverlap
 from passes.search.stored import restricted
 from passes.solver.problem import Infeasible
 
@@ -123,7 +123,7 @@ def _followed(
 ) -> tuple[int, ...] | None:
     """The cheapest choice with that strategy of `node` and all but the layer as in `base`; None if there is none."""
     efficiency = generator.choice(EFFICIENCIES)
-    overlaps = Overlap(efficiency), Overlap(efficiency, generator.choice((0.0, AWAITED)))
+    overlaps = PhaseOverlap(efficiency), PhaseOverlap(efficiency, generator.choice((0.0, AWAITED)))
     free = frozenset(layer) - {node}
     allowed = {i: (base[i],) for i in range(len(base)) if i not in free}
     allowed[node] = (place,)

@@ -16,7 +16,7 @@ import torch
 from cost_model.measure.clock import Clock
 from cost_model.measure.collective_work import IN_A_ROW_SECONDS, Buffers, Team, collective_work
 from cost_model.measure.sampling import Series
-from cost_model.measure.statistics import Curve
+from cost_model.measure.statistics import SampledCurve
 
 __all__ = ["PRODUCTS", "Pause", "beyond_pause", "collective_series", "pause_series"]
 
@@ -77,7 +77,7 @@ def collective_series(
     return Series(name, sizes, prepare, least=IN_A_ROW_SECONDS, always=always, calls=calls, ahead=True)
 
 
-def beyond_pause(curve: Curve, pause: Curve) -> Curve:
+def beyond_pause(curve: SampledCurve, pause: SampledCurve) -> SampledCurve:
     """What the collective of a series takes beyond the pause before it."""
     (alone,) = pause.seconds
     left = lambda seconds: max(seconds - alone, _LEAST_SHARE * seconds)

@@ -16,7 +16,7 @@ from cost_model.measure.compute_work import (
     memory_work,
 )
 from cost_model.measure.sampling import Series
-from cost_model.measure.statistics import Curve, median
+from cost_model.measure.statistics import SampledCurve, median
 from cost_model.measurements import DeviceRates, MatmulRates
 
 __all__ = ["DTYPES", "LEAST_SECONDS", "device_rates", "device_series"]
@@ -49,7 +49,7 @@ def device_series(device: torch.device) -> list[Series]:
     ]
 
 
-def device_rates(curves: Sequence[Curve]) -> DeviceRates:
+def device_rates(curves: Sequence[SampledCurve]) -> DeviceRates:
     """The rates from the curves of `device_series`. Memory bandwidth is that of the largest array."""
     launch, memory, *products = curves
     return DeviceRates(
@@ -67,7 +67,7 @@ def _matmul(dtype: torch.dtype, device: torch.device, flops: int) -> Callable[[]
     return matmul_work(matmul_edge(flops), dtype, device)
 
 
-def _matmul_rates(dtype: str, curve: Curve) -> MatmulRates:
+def _matmul_rates(dtype: str, curve: SampledCurve) -> MatmulRates:
     flops = tuple(map(float, curve.sizes))
     # Two products at a time. Sizes are powers of two, so that no rounding makes a longer time shorter.
     rates = tuple(2 * size / seconds for size, seconds in zip(flops, curve.seconds, strict=True))

@@ -23,7 +23,7 @@ from cost_model.measure.kernel_work import (
     update_work,
 )
 from cost_model.measure.sampling import Series
-from cost_model.measure.statistics import Curve, median, monotone
+from cost_model.measure.statistics import SampledCurve, median, monotone
 from cost_model.measurements import DeviceRates, MatmulRates, UpdateRates
 
 __all__ = ["kernel_series", "with_kernel_rates"]
@@ -71,7 +71,9 @@ def kernel_series(
     return [Series(name, sizes, prepare, median, LEAST_SECONDS) for name, sizes, prepare in works]
 
 
-def with_kernel_rates(rates: DeviceRates, curves: Sequence[Curve], device: torch.device) -> DeviceRates:
+def with_kernel_rates(
+    rates: DeviceRates, curves: Sequence[SampledCurve], device: torch.device
+) -> DeviceRates:
     """`rates` with those of the curves of `kernel_series`."""
     convolution, attention, pooling, narrow, update = curves
     slope = (update.seconds[-1] - update.seconds[0]) / (update.sizes[-1] - update.sizes[0])
@@ -98,7 +100,7 @@ def _by_size(shapes: Sequence[_Shape], flops: Callable[[_Shape], int]) -> dict[i
     return {flops(shape): shape for shape in shapes}
 
 
-def _rates(dtype: str, curve: Curve, passes: float) -> MatmulRates:
+def _rates(dtype: str, curve: SampledCurve, passes: float) -> MatmulRates:
     """Rates by the forward's operations. A curve's seconds are of `passes` times as many operations."""
     flops = tuple(map(float, curve.sizes))
     seconds = monotone([s / passes for s in curve.seconds])

@@ -34,7 +34,7 @@ from cost_model.measure.overlap_efficiency import overlap_efficiency
 from cost_model.measure.peers import Peers, world_peers
 from cost_model.measure.processor_clock import clocks
 from cost_model.measure.sampling import Progress, Series, sample
-from cost_model.measure.statistics import Curve
+from cost_model.measure.statistics import SampledCurve
 from cost_model.measure.teams import teams_of
 from cost_model.measurements import PLAN_KINDS, CollectiveSamples, LinkLevel
 from cost_model.mesh import MeshSpec
@@ -186,7 +186,7 @@ def _check_arguments(time_budget: float, largest_nbytes: int | None) -> None:
 
 
 def _collective_samples(
-    teams: Mapping[GroupShape, Team], curves: Sequence[Curve]
+    teams: Mapping[GroupShape, Team], curves: Sequence[SampledCurve]
 ) -> tuple[CollectiveSamples, ...]:
     """The samples from the curves of `_communication`."""
     if not teams:

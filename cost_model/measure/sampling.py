@@ -20,7 +20,7 @@ from functools import partial
 
 from cost_model.measure.clock import Clock
 from cost_model.measure.peers import Peers
-from cost_model.measure.statistics import Curve, curve, median
+from cost_model.measure.statistics import SampledCurve, curve, median
 
 __all__ = ["Budget", "Progress", "Series", "sample"]
 
@@ -156,7 +156,7 @@ def _expected(points: Sequence[_Point], size: int) -> float:
 
 def sample(
     series: Sequence[Series], peers: Peers, clock: Clock, seconds: float, progress: Progress
-) -> list[Curve]:
+) -> list[SampledCurve]:
     """The curve of each series, within about `seconds` (more if the sizes that are always measured take more).
 
     The same on all ranks. Raises ProfileError, on all ranks, if work cannot be prepared on one.

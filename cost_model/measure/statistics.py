@@ -6,11 +6,11 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Curve", "curve", "median", "monotone", "pooled_medians", "spread"]
+__all__ = ["SampledCurve", "curve", "median", "monotone", "pooled_medians", "spread"]
 
 
 @dataclass(frozen=True)
-class Curve:
+class SampledCurve:
     """Times by size.
 
     medians:  of the repetitions, as they came.
@@ -59,10 +59,10 @@ def pooled_medians(repeated: Sequence[Sequence[float]]) -> list[float]:
     return [middle for block, groups in blocks for middle in [median(block)] * groups]
 
 
-def curve(samples: dict[int, list[float]]) -> Curve:
+def curve(samples: dict[int, list[float]]) -> SampledCurve:
     """size -> repeated seconds."""
     sizes = tuple(sorted(samples))
-    return Curve(
+    return SampledCurve(
         sizes,
         tuple(median(samples[size]) for size in sizes),
         tuple(round(spread(samples[size]), 4) for size in sizes),

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from cost_model.errors import CaptureError
 from passes.capture.capture_errors import mutation_error
 from passes.capture.provenance import node_checkpoint, node_module, node_source
-from passes.capture.trace import Program, Traced
+from passes.capture.trace import Traced, TracedCall
 from passes.ir.joint import GraphInput, GraphOutput, JointGraph, ancestors
 from passes.ir.torch_compat import fake_like, lazy_module
 from passes.ir.torch_tracing import AotEnd
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 _LIFTS = (aten.lift_fresh_copy.default, aten.lift_fresh.default)
 
 
-def build_joint(program: Program, traced: Traced, input_names: Sequence[str]) -> JointGraph:
+def build_joint(program: TracedCall, traced: Traced, input_names: Sequence[str]) -> JointGraph:
     """Placeholders: parameters, buffers, constants, inputs, tangents. Unused ones are kept."""
     builder = _Builder(program, traced, input_names)
     builder.add_placeholders()
@@ -31,7 +31,7 @@ def build_joint(program: Program, traced: Traced, input_names: Sequence[str]) ->
     return builder.finish()
 
 
-def overwritten_inputs(program: Program, traced: Traced) -> tuple[int, ...]:
+def overwritten_inputs(program: TracedCall, traced: Traced) -> tuple[int, ...]:
     """Tensors of the call that the forward changes in place, by position, in the order of their new values."""
     slots = len(program.slots)
     changed = [
@@ -41,7 +41,7 @@ def overwritten_inputs(program: Program, traced: Traced) -> tuple[int, ...]:
 
 
 class _Builder:
-    def __init__(self, program: Program, traced: Traced, input_names: Sequence[str]) -> None:
+    def __init__(self, program: TracedCall, traced: Traced, input_names: Sequence[str]) -> None:
         self.program = program
         self.traced = traced
         self.input_names = input_names

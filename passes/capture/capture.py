@@ -15,7 +15,7 @@ from passes.capture.call import CallSpec, flatten_call, tensor_names
 from passes.capture.capture_errors import capture_error
 from passes.capture.dtypes import check_dtypes
 from passes.capture.model_state import find_slots
-from passes.capture.trace import Program, trace
+from passes.capture.trace import TracedCall, trace
 from passes.ir.collector import collector_paused
 from passes.ir.joint import CPU, JointGraph
 from passes.ir.kept_random_state import random_state_kept
@@ -62,7 +62,7 @@ def capture(
     inputs, key = flatten_call(args, kwargs)
     slots = find_slots(model)
     runs_on = CPU if device is None else torch.device(device)
-    program = Program(model, called, slots, inputs, key.tree, runs_on.type)
+    program = TracedCall(model, called, slots, inputs, key.tree, runs_on.type)
     try:
         traced = trace(program)
     except AutoshardError:

@@ -41,11 +41,11 @@ from passes.ir.torch_tracing import (
     trace_joint,
 )
 
-__all__ = ["Program", "Traced", "trace"]
+__all__ = ["Traced", "TracedCall", "trace"]
 
 
 @dataclass(frozen=True)
-class Program:
+class TracedCall:
     """What is traced: `forward` of `model` on one call. inputs: tensors, `call` their structure.
 
     device_type: what the model sees that its tensors are on ("cpu", "cuda")."""
@@ -91,7 +91,7 @@ class Traced:
 class _Traceable(nn.Module):
     """The program as a function of all its tensors. The model is no submodule: it has no parameters."""
 
-    def __init__(self, program: Program, returned: Returned, spots: Sequence[Spot], uses: Uses) -> None:
+    def __init__(self, program: TracedCall, returned: Returned, spots: Sequence[Spot], uses: Uses) -> None:
         super().__init__()
         self.program = program
         self.returned = returned
@@ -125,7 +125,7 @@ class _Traceable(nn.Module):
 _TRACER_FRAMES = frozenset({_Traceable.forward.__code__, trace_joint.__code__})
 
 
-def trace(program: Program) -> Traced:
+def trace(program: TracedCall) -> Traced:
     """Trace `program` on CPU fakes. Everything it changes, in the model and in torch, is put back."""
     aot, run = _traced(program, (), Uses())
     exempt: Sequence[Spot] = ()
@@ -144,7 +144,7 @@ def trace(program: Program) -> Traced:
 
 
 def _traced_if_possible(
-    program: Program, spots: Sequence[Spot], uses: Uses
+    program: TracedCall, spots: Sequence[Spot], uses: Uses
 ) -> tuple[AotGraph, Returned] | None:
     try:
         return _traced(program, spots, uses)
@@ -152,7 +152,7 @@ def _traced_if_possible(
         return None
 
 
-def _traced(program: Program, spots: Sequence[Spot], uses: Uses) -> tuple[AotGraph, Returned]:
+def _traced(program: TracedCall, spots: Sequence[Spot], uses: Uses) -> tuple[AotGraph, Returned]:
     """One trace, with stand-ins in `spots`."""
     returned = Returned()
     with ExitStack() as stack:
@@ -176,7 +176,7 @@ def _traced(program: Program, spots: Sequence[Spot], uses: Uses) -> tuple[AotGra
     return aot, returned
 
 
-def _joint(program: Program, traceable: _Traceable, answers: dict[Any, Callable[..., Any]]) -> AotGraph:
+def _joint(program: TracedCall, traceable: _Traceable, answers: dict[Any, Callable[..., Any]]) -> AotGraph:
     """First as if nothing were written in place, unless a module says that it does so."""
 
     def run(table: dict[Any, Callable[..., Any]], rewrite_writes: bool) -> AotGraph:
@@ -211,7 +211,7 @@ def _writes_in_place(module: nn.Module) -> bool:
     return getattr(module, "inplace", False) or getattr(module, "track_running_stats", False)
 
 
-def _fakes(program: Program) -> list[Tensor]:
+def _fakes(program: TracedCall) -> list[Tensor]:
     """Contiguous fakes that no longer know the real tensors, so that those can be swapped later."""
     real = [*(slot.tensor for slot in program.slots), *program.inputs]
     return fake_tensors([(tuple(t.shape), t.dtype, CPU, t.requires_grad) for t in real])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from passes.compile.matching import Emitter, drop_unread
+from passes.compile.matching import OpWriter, drop_unread
 from passes.ir.graph_pass import RankPass
 from passes.ir.rank_properties import COLLECTIVES
 
@@ -32,7 +32,7 @@ class JoinConvolutions(RankPass):
 
     def __call__(self, module: fx.GraphModule) -> fx.GraphModule:
         graph = module.graph
-        emit = Emitter(graph)
+        emit = OpWriter(graph)
         firsts: list[fx.Node] = []
         for node in list(graph.nodes):
             if node.target is not _BACKWARD or node.kwargs:
@@ -52,7 +52,7 @@ def _wanted(node: fx.Node) -> list[bool]:
     return [bool(wanted) for wanted in node.args[-1]]  # type: ignore[union-attr]
 
 
-def _joined(first: fx.Node, second: fx.Node, graph: fx.Graph, emit: Emitter) -> fx.Node:
+def _joined(first: fx.Node, second: fx.Node, graph: fx.Graph, emit: OpWriter) -> fx.Node:
     wanted = [a or b for a, b in zip(_wanted(first), _wanted(second), strict=True)]
     with graph.inserting_before(first):
         made = emit(first, _BACKWARD, *first.args[:-1], wanted)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.compile.matching import Emitter, called, drop_unread, others, shape_of, sole_user, summed
+from passes.compile.matching import OpWriter, called, drop_unread, others, shape_of, sole_user, summed
 from passes.ir.graph_pass import RankPass
 from passes.ir.rank_properties import COLLECTIVES
 
@@ -37,7 +37,7 @@ class JoinLosses(RankPass):
 
     def __call__(self, module: fx.GraphModule) -> fx.GraphModule:
         graph = module.graph
-        emit = Emitter(graph)
+        emit = OpWriter(graph)
         for node in list(graph.nodes):
             found = _log_softmax(node)
             if found is None:
@@ -114,7 +114,7 @@ def _picking(result: fx.Node, dim: int) -> list[_Picking]:
     return found
 
 
-def _join_picking(graph: fx.Graph, emit: Emitter, result: fx.Node, picking: _Picking) -> None:
+def _join_picking(graph: fx.Graph, emit: OpWriter, result: fx.Node, picking: _Picking) -> None:
     mean, count = _mean_of(picking.loss, result)
     last = picking.loss if mean is None else mean
     with graph.inserting_before(last):
@@ -158,7 +158,7 @@ def _gradients(result: fx.Node, dim: int) -> list[tuple[fx.Node, fx.Node]]:
 
 
 def _join_gradient(
-    graph: fx.Graph, emit: Emitter, result: fx.Node, dim: int, gradient: fx.Node, tangent: fx.Node
+    graph: fx.Graph, emit: OpWriter, result: fx.Node, dim: int, gradient: fx.Node, tangent: fx.Node
 ) -> None:
     dtype = result.meta["val"].dtype
     if tangent.meta["val"].dtype != dtype or shape_of(tangent) != shape_of(result):
@@ -210,7 +210,7 @@ def _is_safe(indices: Any) -> bool:
     return given is not None and given is kept and _is_constant(zero, 0)
 
 
-def _write_picked(emit: Emitter, result: fx.Node, weights: fx.Node, indices: fx.Node) -> fx.Node:
+def _write_picked(emit: OpWriter, result: fx.Node, weights: fx.Node, indices: fx.Node) -> fx.Node:
     shape = shape_of(result) or []
     rows, length = result.meta["val"].numel() // shape[-1], shape[-1]
     flat = emit(weights, aten.reshape.default, weights, [rows])

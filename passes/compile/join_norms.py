@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.compile.matching import Emitter, called, drop_unread, others, shape_of, sole_user, summed
+from passes.compile.matching import OpWriter, called, drop_unread, others, shape_of, sole_user, summed
 from passes.ir.graph_pass import RankPass
 from passes.ir.rank_properties import COLLECTIVES
 
@@ -41,7 +41,7 @@ class JoinNorms(RankPass):
     def __call__(self, module: fx.GraphModule) -> fx.GraphModule:
         graph = module.graph
         places = {node: i for i, node in enumerate(graph.nodes)}
-        emit = Emitter(graph)
+        emit = OpWriter(graph)
         for node in list(graph.nodes):
             norm = _norm_of(node, places)
             if norm is not None:
@@ -202,7 +202,7 @@ def _sum_of(node: fx.Node, dims: list[int]) -> fx.Node | None:
     return next((user for user in node.users if summed(user, kept=False) == (node, dims)), None)
 
 
-def _join(norm: _Norm, graph: fx.Graph, emit: Emitter) -> None:
+def _join(norm: _Norm, graph: fx.Graph, emit: OpWriter) -> None:
     later = set(norm.deviation.users) - {norm.hat}
     with graph.inserting_before(norm.result):
         kernel = aten.native_layer_norm.default

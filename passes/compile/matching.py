@@ -12,7 +12,7 @@ from passes.ir.fake_calls import FakeCalls
 from passes.ir.op_traits import is_collective
 from passes.ir.torch_compat import fake_mode_of
 
-__all__ = ["Emitter", "called", "drop_unread", "others", "shape_of", "sole_user", "stand_in", "summed"]
+__all__ = ["OpWriter", "called", "drop_unread", "others", "shape_of", "sole_user", "stand_in", "summed"]
 
 aten = torch.ops.aten
 
@@ -67,7 +67,7 @@ def drop_unread(graph: fx.Graph) -> None:
     )
 
 
-class Emitter:
+class OpWriter:
     """Writes ops into a graph, each with its value."""
 
     def __init__(self, graph: fx.Graph) -> None:

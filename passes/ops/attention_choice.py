@@ -13,11 +13,11 @@ from torch import Tensor
 from cost_model.errors import UnsupportedOpError
 from passes.ops.attention_table import TABLE, Chip, Contract, Kernel, MaskKind
 
-__all__ = ["Case", "Problem", "check_problem", "chip_of", "choose", "refusal"]
+__all__ = ["AttentionCall", "Case", "check_problem", "chip_of", "choose", "refusal"]
 
 
 @dataclass(frozen=True)
-class Problem:
+class AttentionCall:
     """Operands of one attention. q [b,h,s,d], k [b,h,t,d], v [b,h,t,e], mask 4-d or None.
 
     chip: of the device that it will run on; None: the chip of q's device is asked for where it matters.
@@ -129,7 +129,7 @@ def padded_head(row: Contract, size: int) -> int:
     return -(-size // row.head_multiple) * row.head_multiple
 
 
-def check_problem(p: Problem, **rest: Tensor) -> None:
+def check_problem(p: AttentionCall, **rest: Tensor) -> None:
     """Raise UnsupportedOpError, naming kernel, operand and a remedy, for operands that no kernel could take together.
 
     rest: out, grad_out, lse of a backward.
@@ -155,7 +155,7 @@ def check_problem(p: Problem, **rest: Tensor) -> None:
         _check_mask(p, p.mask, (b, h, s, t))
 
 
-def _check_mask(p: Problem, mask: Tensor, scores: tuple[int, ...]) -> None:
+def _check_mask(p: AttentionCall, mask: Tensor, scores: tuple[int, ...]) -> None:
     if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
         _refuse(p, "mask", f"is {mask.dtype}", "a bool mask (True attends), or a float one that is added")
     if mask.device != p.q.device:
@@ -165,5 +165,5 @@ def _check_mask(p: Problem, mask: Tensor, scores: tuple[int, ...]) -> None:
         _refuse(p, "mask", f"is {list(mask.shape)}", f"a shape that broadcasts to {list(scores)}")
 
 
-def _refuse(p: Problem, name: str, what: str, remedy: str) -> None:
+def _refuse(p: AttentionCall, name: str, what: str, remedy: str) -> None:
     raise UnsupportedOpError(f"attention by {p.kernel}: {name} {what}\n  try: {remedy}")

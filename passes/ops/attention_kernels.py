@@ -10,31 +10,31 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from passes.ops.attention_choice import Problem, check_problem
+from passes.ops.attention_choice import AttentionCall, check_problem
 from passes.ops.attention_layout import head_padded, padded_bias, padded_lse, prepared
 from passes.ops.attention_math import additive_mask, empty, math_backward, math_forward
 from passes.ops.attention_table import Contract, Kernel, contract_of
 
-__all__ = ["Problem", "backward", "forward"]
+__all__ = ["AttentionCall", "backward", "forward"]
 
 aten = torch.ops.aten
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
-def forward(p: Problem) -> tuple[Tensor, Tensor]:
+def forward(p: AttentionCall) -> tuple[Tensor, Tensor]:
     """(out [b,h,s,e], lse [b,h,s]). Raises UnsupportedOpError for operands that no kernel takes."""
     check_problem(p)
     return _KERNELS[p.kernel][0](p)
 
 
-def backward(p: Problem, grad_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+def backward(p: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
     """Gradients of (q, k, v). Raises UnsupportedOpError for operands that no kernel takes."""
     check_problem(p, grad_out=grad_out, out=out, lse=lse)
     return _KERNELS[p.kernel][1](p, grad_out, out, lse)
 
 
-def _nothing_backward(p: Problem, *_: Tensor) -> Gradients:
+def _nothing_backward(p: AttentionCall, *_: Tensor) -> Gradients:
     return torch.zeros_like(p.q), torch.zeros_like(p.k), torch.zeros_like(p.v)
 
 
@@ -43,7 +43,7 @@ def _taken(row: Contract, **operands: Tensor) -> tuple[Tensor, ...]:
     return tuple(prepared(row, name, head_padded(row, x)) for name, x in operands.items())
 
 
-def _kept(p: Problem, gq: Tensor, gk: Tensor, gv: Tensor) -> Gradients:
+def _kept(p: AttentionCall, gq: Tensor, gk: Tensor, gv: Tensor) -> Gradients:
     """The columns that are no padding."""
     d, e = p.q.shape[-1], p.v.shape[-1]
     return _columns(gq, d), _columns(gk, d), _columns(gv, e)
@@ -54,11 +54,11 @@ def _columns(x: Tensor, count: int) -> Tensor:
     return x if x.shape[-1] == count else x.narrow(-1, 0, count)
 
 
-def _cpu_bias(p: Problem, row: Contract) -> Tensor | None:
+def _cpu_bias(p: AttentionCall, row: Contract) -> Tensor | None:
     return None if p.mask is None else prepared(row, "bias", additive_mask(p.mask, p.q.dtype))
 
 
-def _cpu_flash(p: Problem) -> tuple[Tensor, Tensor]:
+def _cpu_flash(p: AttentionCall) -> tuple[Tensor, Tensor]:
     row = contract_of("cpu_flash")
     q, k, v = _taken(row, q=p.q, k=p.k, v=p.v)
     return aten._scaled_dot_product_flash_attention_for_cpu(
@@ -66,7 +66,7 @@ def _cpu_flash(p: Problem) -> tuple[Tensor, Tensor]:
     )
 
 
-def _cpu_flash_backward(p: Problem, grad_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+def _cpu_flash_backward(p: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
     row = contract_of("cpu_flash")
     grad, q, k, v, result = _taken(row, grad_out=grad_out, q=p.q, k=p.k, v=p.v, out=out)
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -74,13 +74,13 @@ def _cpu_flash_backward(p: Problem, grad_out: Tensor, out: Tensor, lse: Tensor) 
     )
 
 
-def _flash(p: Problem) -> tuple[Tensor, Tensor]:
+def _flash(p: AttentionCall) -> tuple[Tensor, Tensor]:
     q, k, v = _taken(contract_of("flash"), q=p.q, k=p.k, v=p.v)
     out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, p.is_causal, False, scale=p.scale)
     return _columns(out, p.v.shape[-1]), lse
 
 
-def _flash_backward(p: Problem, grad_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+def _flash_backward(p: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
     row = contract_of("flash")
     grad, q, k, v, result = _taken(row, grad_out=grad_out, q=p.q, k=p.k, v=p.v, out=out)
     seed, offset = (q.new_empty(shape, dtype=torch.uint64) for shape in ((2,), ()))  # read only with dropout
@@ -91,7 +91,7 @@ def _flash_backward(p: Problem, grad_out: Tensor, out: Tensor, lse: Tensor) -> G
     return _kept(p, *gradients)
 
 
-def _bias(p: Problem, row: Contract) -> Tensor | None:
+def _bias(p: AttentionCall, row: Contract) -> Tensor | None:
     """At full shape [b,h,s,t], as the backward demands; what is broadcast has stride 0."""
     if p.mask is None:
         return None
@@ -99,7 +99,7 @@ def _bias(p: Problem, row: Contract) -> Tensor | None:
     return padded_bias(row, additive_mask(p.mask, p.q.dtype), t).expand(b, h, s, t)
 
 
-def _efficient(p: Problem) -> tuple[Tensor, Tensor]:
+def _efficient(p: AttentionCall) -> tuple[Tensor, Tensor]:
     row = contract_of("efficient")
     q, k, v = _taken(row, q=p.q, k=p.k, v=p.v)
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(
@@ -108,7 +108,7 @@ def _efficient(p: Problem) -> tuple[Tensor, Tensor]:
     return _columns(out, p.v.shape[-1]), _columns(lse, q.shape[2])
 
 
-def _efficient_backward(p: Problem, grad_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+def _efficient_backward(p: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
     row = contract_of("efficient")
     grad, q, k, v, result = _taken(row, grad_out=grad_out, q=p.q, k=p.k, v=p.v, out=out)
     seed, offset = (q.new_empty((), dtype=torch.int64) for _ in range(2))  # read only with dropout
@@ -119,7 +119,9 @@ def _efficient_backward(p: Problem, grad_out: Tensor, out: Tensor, lse: Tensor) 
     return _kept(p, gq, gk, gv)
 
 
-_KERNELS: Mapping[Kernel, tuple[Callable[[Problem], tuple[Tensor, Tensor]], Callable[..., Gradients]]] = {
+_KERNELS: Mapping[
+    Kernel, tuple[Callable[[AttentionCall], tuple[Tensor, Tensor]], Callable[..., Gradients]]
+] = {
     "empty": (empty, _nothing_backward),
     "cpu_flash": (_cpu_flash, _cpu_flash_backward),
     "flash": (_flash, _flash_backward),

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from passes.ops.attention_choice import Problem
+from passes.ops.attention_choice import AttentionCall
 
 __all__ = ["additive_mask", "empty", "lse_dtype", "math_backward", "math_forward"]
 
@@ -24,14 +24,14 @@ def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(mask, seen, hidden)
 
 
-def empty(p: Problem) -> tuple[Tensor, Tensor]:
+def empty(p: AttentionCall) -> tuple[Tensor, Tensor]:
     """A shard without queries or keys: nothing to attend to gives zeros, and log(0) as lse."""
     b, h, s, _ = p.q.shape
     lse = p.q.new_full((b, h, s), -math.inf, dtype=lse_dtype(p.q.dtype))
     return p.q.new_zeros((b, h, s, p.v.shape[-1])), lse
 
 
-def _scores(p: Problem) -> Tensor:
+def _scores(p: AttentionCall) -> Tensor:
     """[b,h,s,t] scale * q k^T + mask, accumulated in at least float32."""
     work = lse_dtype(p.q.dtype)
     scores = (p.q.to(work) * p.scale) @ p.k.to(work).transpose(-1, -2)
@@ -50,7 +50,7 @@ def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
     return torch.exp(scores - lse.unsqueeze(-1)).masked_fill(blind, 0.0)
 
 
-def math_forward(p: Problem) -> tuple[Tensor, Tensor]:
+def math_forward(p: AttentionCall) -> tuple[Tensor, Tensor]:
     """(out [b,h,s,e], lse [b,h,s])."""
     scores = _scores(p)
     lse = torch.logsumexp(scores, -1)
@@ -58,7 +58,9 @@ def math_forward(p: Problem) -> tuple[Tensor, Tensor]:
     return out.to(p.q.dtype), lse
 
 
-def math_backward(p: Problem, grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def math_backward(
+    p: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """dP = dO V^T, dS = P * (dP - rowsum(dO * O)); the softmax's Jacobian. [FlashAttention, app. B]"""
     weights = _probabilities(_scores(p), lse)
     work = weights.dtype

@@ -47,7 +47,7 @@ def attention_reference(
     chip: of the CUDA device that it will run on; None: q's device is asked.
     Raises UnsupportedOpError for operands that break the kernel's contract.
     """
-    out, lse = kernels.forward(kernels.Problem(q, k, v, mask, is_causal, scale, chip))
+    out, lse = kernels.forward(kernels.AttentionCall(q, k, v, mask, is_causal, scale, chip))
     return heads_inside(out), contiguous(lse)
 
 
@@ -65,7 +65,7 @@ def attention_backward_reference(
     chip: Chip | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What `autoshard::attention_backward` computes, in ATen ops; as `attention_reference`."""
-    problem = kernels.Problem(q, k, v, mask, is_causal, scale, chip)
+    problem = kernels.AttentionCall(q, k, v, mask, is_causal, scale, chip)
     gq, gk, gv = kernels.backward(problem, grad_out, out, lse)
     return heads_inside(gq), heads_inside(gk), heads_inside(gv)
 

@@ -5,7 +5,7 @@
 
 Rank r of the group holds the r-th of the parts of `dim` that `sizes` cut it into; after the exchange it holds [lo, hi)
 of the whole dim, `spans[2 r : 2 r + 2]`. The reduction goes back: summands of the spans are added up to the parts. Each
-is the gradient of the other. Only foreign rows travel, in one all-to-all.
+is the gradient of the other. Only rows of other ranks travel, in one all-to-all.
 
 sizes:    of all ranks; empty parts too. x has `sizes[rank]` of `dim` (to reduce: hi - lo); its other dims are
           the same on all ranks of the group.

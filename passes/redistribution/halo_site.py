@@ -12,11 +12,11 @@ from passes.layout.layout import Layout, Span
 from passes.redistribution.emit_steps import Emitter
 from passes.redistribution.message_table import pieces
 
-__all__ = ["Site", "without"]
+__all__ = ["HaloSite", "without"]
 
 
 @dataclass(frozen=True)
-class Site:
+class HaloSite:
     """A step as one rank sees it."""
 
     emit: Emitter

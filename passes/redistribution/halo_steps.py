@@ -16,7 +16,7 @@ from torch import fx
 
 from passes.layout.layout import Span
 from passes.redistribution.emit_steps import value
-from passes.redistribution.halo_site import Site, without
+from passes.redistribution.halo_site import HaloSite, without
 from passes.redistribution.span_pieces import flatten_pieces
 
 __all__ = ["halo_exchange", "halo_reduce"]
@@ -28,7 +28,7 @@ Piece = tuple[Span, fx.Node]
 """(places in the result, what belongs there)."""
 
 
-def halo_exchange(site: Site, x: fx.Node) -> fx.Node:
+def halo_exchange(site: HaloSite, x: fx.Node) -> fx.Node:
     """What others hold of my span, put around what I hold of it: also from one cut of a dim to another."""
     pieces = _pieces(site, x)
     if not math.prod(site.result_shape):
@@ -39,7 +39,7 @@ def halo_exchange(site: Site, x: fx.Node) -> fx.Node:
     return whole
 
 
-def halo_reduce(site: Site, x: fx.Node) -> fx.Node:
+def halo_reduce(site: HaloSite, x: fx.Node) -> fx.Node:
     """My part of the sum: my own summand, and those of others that reach into it."""
     pieces, shape, dim = _pieces(site, x), list(site.result_shape), site.step.dim
     ends = sorted({0, shape[dim], *itertools.chain.from_iterable(span for span, _ in pieces)})
@@ -47,7 +47,7 @@ def halo_reduce(site: Site, x: fx.Node) -> fx.Node:
     return site.emit.cat(runs, dim) if runs else site.emit.empty(x, shape)
 
 
-def _sum_of(site: Site, pieces: Sequence[Piece], run: Span, like: fx.Node) -> fx.Node:
+def _sum_of(site: HaloSite, pieces: Sequence[Piece], run: Span, like: fx.Node) -> fx.Node:
     """What the pieces that cover `run`, all of it, add up to there."""
     dim = site.step.dim
     shape = list(site.result_shape)
@@ -60,7 +60,7 @@ def _sum_of(site: Site, pieces: Sequence[Piece], run: Span, like: fx.Node) -> fx
     return site.emit.call(aten.new_zeros.default, like, shape) if total is None else total
 
 
-def _pieces(site: Site, x: fx.Node) -> list[Piece]:
+def _pieces(site: HaloSite, x: fx.Node) -> list[Piece]:
     """All that others send, and what is here already, by place."""
     dim = site.step.dim
     pieces = _foreign(site, x)
@@ -69,7 +69,7 @@ def _pieces(site: Site, x: fx.Node) -> list[Piece]:
     return sorted(pieces, key=lambda piece: piece[0])
 
 
-def _foreign(site: Site, x: fx.Node) -> list[Piece]:
+def _foreign(site: HaloSite, x: fx.Node) -> list[Piece]:
     """Send each other rank of the group what it wants of `x`; what arrives."""
     if not _anything_foreign(site):
         return []
@@ -94,7 +94,7 @@ def _foreign(site: Site, x: fx.Node) -> list[Piece]:
     return pieces
 
 
-def _anything_foreign(site: Site) -> bool:
+def _anything_foreign(site: HaloSite) -> bool:
     """Whether any rank of the group sends anything: all of its ranks know."""
     dim = site.step.dim
     if not math.prod(without(site.step.before.local_shape(site.shape, site.mesh, site.rank), dim)):

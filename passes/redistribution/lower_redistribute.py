@@ -30,7 +30,7 @@ from cost_model.mesh import MeshSpec
 from passes.ir.fake_calls import FakeCalls
 from passes.layout.layout import Span
 from passes.redistribution.emit_steps import COLLECTIVES, Emitter, value
-from passes.redistribution.halo_site import Site, without
+from passes.redistribution.halo_site import HaloSite, without
 from passes.redistribution.halo_steps import halo_exchange, halo_reduce
 from passes.redistribution.span_pieces import (
     flatten_pieces,
@@ -86,7 +86,7 @@ def emit(
         if step.kind is not None:
             emitter = replace(emitter, meta={**meta, "step": exchanges})
             exchanges += 1
-        site = Site(emitter, step, tuple(shape), mesh, rank, groups)
+        site = HaloSite(emitter, step, tuple(shape), mesh, rank, groups)
         expected = step.before.local_shape(shape, mesh, rank)
         assert tuple(value(node).shape) == expected, f"{node}: {value(node).shape}, layout says {expected}"
         node = _EMIT[type(step)](site, node)
@@ -100,7 +100,7 @@ def collective_nodes(graph: fx.Graph) -> list[fx.Node]:
     return [n for n in graph.nodes if n.op == "call_function" and n.target in COLLECTIVES]
 
 
-def _slice(site: Site, x: fx.Node) -> fx.Node:
+def _slice(site: HaloSite, x: fx.Node) -> fx.Node:
     step: Slice = site.step
     pieces: list[fx.Node] = []
     end = 0
@@ -111,12 +111,12 @@ def _slice(site: Site, x: fx.Node) -> fx.Node:
     return site.emit.cat(pieces, step.dim) if pieces else site.emit.slice(x, step.dim, 0, 0)
 
 
-def _to_partial(site: Site, x: fx.Node) -> fx.Node:
+def _to_partial(site: HaloSite, x: fx.Node) -> fx.Node:
     first = site.mesh.linear_index(site.rank, site.step.axes) == 0
     return x if first else site.emit.call(aten.zeros_like.default, x)
 
 
-def _all_gather(site: Site, x: fx.Node) -> fx.Node:
+def _all_gather(site: HaloSite, x: fx.Node) -> fx.Node:
     step: AllGather = site.step
     if not math.prod(site.result_shape):
         return site.emit.empty(x, site.result_shape)
@@ -130,13 +130,13 @@ def _all_gather(site: Site, x: fx.Node) -> fx.Node:
     return trim_parts(site.emit, whole, step.dim, sizes)
 
 
-def _all_reduce(site: Site, x: fx.Node) -> fx.Node:
+def _all_reduce(site: HaloSite, x: fx.Node) -> fx.Node:
     if not math.prod(site.result_shape):
         return x
     return site.emit.collective(c10d.all_reduce.default, x, site.result_shape, site.step.op, site.group_name)
 
 
-def _reduce_scatter(site: Site, x: fx.Node) -> fx.Node:
+def _reduce_scatter(site: HaloSite, x: fx.Node) -> fx.Node:
     step: ReduceScatter = site.step
     if not math.prod(value(x).shape):
         return site.emit.empty(x, site.result_shape)
@@ -150,7 +150,7 @@ def _reduce_scatter(site: Site, x: fx.Node) -> fx.Node:
     return site.emit.slice(reduced, step.dim, 0, site.result_shape[step.dim])
 
 
-def _all_to_all(site: Site, x: fx.Node) -> fx.Node:
+def _all_to_all(site: HaloSite, x: fx.Node) -> fx.Node:
     step: AllToAll = site.step
     sent = [site.span(step.after, step.to_dim, rank) for rank in site.ranks]
     received = [site.span(step.before, step.from_dim, rank) for rank in site.ranks]
@@ -160,7 +160,7 @@ def _all_to_all(site: Site, x: fx.Node) -> fx.Node:
     return _exchange(site, x, (step.to_dim, sent), (step.from_dim, received))
 
 
-def _even_all_to_all(site: Site, x: fx.Node) -> fx.Node:
+def _even_all_to_all(site: HaloSite, x: fx.Node) -> fx.Node:
     """Every rank sends every rank a piece of the same shape."""
     step: AllToAll = site.step
     n = len(site.ranks)
@@ -175,7 +175,7 @@ def _even_all_to_all(site: Site, x: fx.Node) -> fx.Node:
 
 
 def _exchange(
-    site: Site, x: fx.Node, sent: tuple[int, Sequence[Span]], received: tuple[int, Sequence[Span]]
+    site: HaloSite, x: fx.Node, sent: tuple[int, Sequence[Span]], received: tuple[int, Sequence[Span]]
 ) -> fx.Node:
     """Send each rank of the group its span of one dim, put what arrives in a row along another.
 
@@ -197,7 +197,7 @@ def _exchange(
     return unflatten_pieces(site.emit, arrived, joined, into, result)
 
 
-def _group_elements(site: Site) -> int:
+def _group_elements(site: HaloSite) -> int:
     """Elements that the group's ranks hold together: the same number on each of them."""
     shapes = (site.step.before.local_shape(site.shape, site.mesh, rank) for rank in site.ranks)
     return sum(math.prod(shape) for shape in shapes)
@@ -207,7 +207,7 @@ def _shift(spans: Sequence[Span], origin: int) -> list[Span]:
     return [(lo - origin, hi - origin) for lo, hi in spans]
 
 
-_EMIT: Mapping[type[Step], Callable[[Site, fx.Node], fx.Node]] = {
+_EMIT: Mapping[type[Step], Callable[[HaloSite, fx.Node], fx.Node]] = {
     Slice: _slice,
     ToPartial: _to_partial,
     AllGather: _all_gather,

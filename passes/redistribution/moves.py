@@ -24,7 +24,7 @@ from passes.redistribution.steps import (
     ToPartial,
 )
 
-__all__ = ["Move", "Moves", "Partial", "State", "as_layout", "as_state", "as_step"]
+__all__ = ["Moves", "NextStep", "Partial", "State", "as_layout", "as_state", "as_step"]
 
 Partial = tuple[tuple[str, str], ...]
 
@@ -36,7 +36,7 @@ class State(NamedTuple):
     partial: Partial
 
 
-class Move(NamedTuple):
+class NextStep(NamedTuple):
     """An edge before it is a `Step`. dims are positions among the dims in play."""
 
     make: type[Step]
@@ -58,62 +58,62 @@ class Moves:
     dims: tuple[DimSplits, ...]
     joined: JoinedAxes = ()
 
-    def __call__(self, state: State) -> Iterator[Move]:
+    def __call__(self, state: State) -> Iterator[NextStep]:
         yield from self.local(state)
         yield from self.gathers_and_exchanges(state)
         yield from self.reductions(state)
         yield from self.halos(state)
 
-    def local(self, state: State) -> Iterator[Move]:
+    def local(self, state: State) -> Iterator[NextStep]:
         used = {axis for split in state.splits for axis in split.axes} | {a for a, _ in state.partial}
         free = in_units([axis for axis in self.mesh.real_axes() if axis not in used], self.joined)
         for run in _runs(free):
             for dim, target in self.split_by(state, run):
-                yield Move(Slice, run, (dim,), "", target)
+                yield NextStep(Slice, run, (dim,), "", target)
         for run in _runs(free):
             for dim, splits in enumerate(self.dims):
                 if state.splits[dim] == UNSPLIT:
                     for held in splits.halos(run, summed=False):
-                        yield Move(Slice, run, (dim,), "", _with_split(state, dim, held))
+                        yield NextStep(Slice, run, (dim,), "", _with_split(state, dim, held))
         for dim, splits in enumerate(self.dims):
             for trimmed in splits.trims(state.splits[dim]):
-                yield Move(Slice, state.splits[dim].axes, (dim,), "", _with_split(state, dim, trimmed))
+                yield NextStep(Slice, state.splits[dim].axes, (dim,), "", _with_split(state, dim, trimmed))
         for unit in free:
             partial = tuple(sorted((*state.partial, *((axis, "sum") for axis in unit))))
-            yield Move(ToPartial, unit, (), "sum", State(state.splits, partial))
+            yield NextStep(ToPartial, unit, (), "sum", State(state.splits, partial))
 
-    def gathers_and_exchanges(self, state: State) -> Iterator[Move]:
+    def gathers_and_exchanges(self, state: State) -> Iterator[NextStep]:
         for dim, splits in enumerate(self.dims):
             for run, coarser in splits.gathers(state.splits[dim]):
                 gathered = _with_split(state, dim, coarser)
-                yield Move(AllGather, run, (dim,), "", gathered)
+                yield NextStep(AllGather, run, (dim,), "", gathered)
                 for order in orders(run, self.joined):
                     for to_dim, target in self.split_by(gathered, order):
                         if to_dim != dim:
-                            yield Move(AllToAll, order, (dim, to_dim), "", target)
+                            yield NextStep(AllToAll, order, (dim, to_dim), "", target)
             for axes, other in splits.reshards(state.splits[dim]):
                 share = splits.foreign(state.splits[dim], other)
-                yield Move(Reshard, axes, (dim,), "", _with_split(state, dim, other), share)
+                yield NextStep(Reshard, axes, (dim,), "", _with_split(state, dim, other), share)
 
-    def halos(self, state: State) -> Iterator[Move]:
+    def halos(self, state: State) -> Iterator[NextStep]:
         for dim, splits in enumerate(self.dims):
             split = state.splits[dim]
             moves = [(HaloExchange, other) for other in splits.exchanges(split)]
             moves += [(HaloReduce, other) for other in splits.sums(split)]
             for make, other in moves:
                 share = splits.foreign(split, other)
-                yield Move(make, split.axes, (dim,), "", _with_split(state, dim, other), share)
+                yield NextStep(make, split.axes, (dim,), "", _with_split(state, dim, other), share)
 
-    def reductions(self, state: State) -> Iterator[Move]:
+    def reductions(self, state: State) -> Iterator[NextStep]:
         for op in sorted({op for _, op in state.partial}):
             axes = [axis for axis in self.mesh.names if (axis, op) in state.partial]
             for chosen in map(chained, subsets(in_units(axes, self.joined))):
                 left = tuple((a, o) for a, o in state.partial if a not in chosen)
                 reduced = State(state.splits, left)
-                yield Move(AllReduce, chosen, (), op, reduced)
+                yield NextStep(AllReduce, chosen, (), op, reduced)
                 for order in orders(chosen, self.joined):
                     for dim, target in self.split_by(reduced, order):
-                        yield Move(ReduceScatter, order, (dim,), op, target)
+                        yield NextStep(ReduceScatter, order, (dim,), op, target)
 
     def split_by(self, state: State, run: tuple[str, ...]) -> Iterator[tuple[int, State]]:
         for dim, splits in enumerate(self.dims):
@@ -143,7 +143,7 @@ def as_state(layout: Layout, dims: tuple[int, ...]) -> State:
     return State(tuple(Split(layout.dims[d], layout.sizes[d], layout.halos[d]) for d in dims), layout.partial)
 
 
-def as_step(state: State, move: Move, dims: tuple[int, ...], ndim: int) -> Step:
+def as_step(state: State, move: NextStep, dims: tuple[int, ...], ndim: int) -> Step:
     """`move` out of `state`, of an `ndim`-dimensional tensor whose dims in play are `dims`."""
     fields: dict[str, object] = {
         "before": as_layout(state, dims, ndim),

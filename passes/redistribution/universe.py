@@ -15,7 +15,7 @@ from cost_model.mesh import MeshSpec
 from passes.layout.joined_axes import JoinedAxes
 from passes.layout.layout import nested_sizes
 from passes.redistribution.dim_splits import UNSPLIT, DimSpec, DimSplits, Split
-from passes.redistribution.moves import Move, Moves, Partial, State
+from passes.redistribution.moves import Moves, NextStep, Partial, State
 from passes.redistribution.steps import PAYLOAD_BYTES
 
 __all__ = ["Universe", "UniverseKey", "build_universe"]
@@ -50,7 +50,7 @@ class Universe:
     index: dict[State, int]
     splits: list[Split]
     split_ids: Ints
-    moves: list[Move]
+    moves: list[NextStep]
     tail: Ints
     head: Ints
     price: Ints
@@ -117,7 +117,7 @@ def build_universe(
     held = itertools.product(partials, _summands(expand.dims))
     states = [State(splits or plain, partial) for partial, splits in held if _disjoint(splits, partial)]
     index = {state: i for i, state in enumerate(states)}
-    moves: list[tuple[int, int, Move]] = []
+    moves: list[tuple[int, int, NextStep]] = []
     for tail, state in enumerate(states):  # `states` grows meanwhile
         if tail % _LOOKS == 0:
             deadline.check()
@@ -158,7 +158,7 @@ def _disjoint(splits: tuple[Split, ...], partial: Partial) -> bool:
 
 
 def _universe(
-    mesh: MeshSpec, states: list[State], index: dict[State, int], moves: list[tuple[int, int, Move]]
+    mesh: MeshSpec, states: list[State], index: dict[State, int], moves: list[tuple[int, int, NextStep]]
 ) -> Universe:
     splits: dict[Split, int] = {}
     ids = [[splits.setdefault(split, len(splits)) for split in state.splits] for state in states]

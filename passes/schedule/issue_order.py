@@ -46,7 +46,7 @@ __all__ = [
     "REACH",
     "Ahead",
     "IssueOrder",
-    "Merge",
+    "MergeRule",
     "Place",
     "Side",
     "issue_order",
@@ -64,7 +64,7 @@ Side = Literal["early", "between", "last"]
 """Merged transfers are issued with the first that is read ("early"), or the last that is ready ("between", "last")."""
 
 
-class Merge(Protocol):
+class MergeRule(Protocol):
     """Which transfers to merge: groups of `moves`, which are in the order in which they are read ("early")
     or ready ("last"). Every one is in one group; groups keep that order inside."""
 
@@ -137,7 +137,7 @@ def issue_order(
     joint: JointGraph,
     assignment: Assignment,
     *,
-    merge: Merge = _alone,
+    merge: MergeRule = _alone,
     ahead: Ahead = prefetched,
     pending: Pending = _unlimited,
     reach: int = REACH,
@@ -173,7 +173,7 @@ class _Phase:
         # A part is read behind all that runs before the pieces.
         return replace(move, start=start, end=self.position.get(move.reader, len(self.ops)))
 
-    def ordered(self, ahead: Ahead, pending: Pending, reach: int, merge: Merge) -> list[Sequence[Move]]:
+    def ordered(self, ahead: Ahead, pending: Pending, reach: int, merge: MergeRule) -> list[Sequence[Move]]:
         """Groups of merged transfers, mostly of one."""
         # Turns in half steps: 2 * position is just before the op there, 2 * position + 1 just after it.
         moving = [m for m in self.all if m.moves]
@@ -206,7 +206,7 @@ class _Phase:
         made of it that is issued at once."""
         return (-1, 0) if self.roles.given(move.operand) else (2 * move.start + 1, 0)
 
-    def _last_groups(self, last: Sequence[Move], merge: Merge) -> list[Sequence[Move]]:
+    def _last_groups(self, last: Sequence[Move], merge: MergeRule) -> list[Sequence[Move]]:
         """Merged are gradients that no other transfer follows."""
         free = [m for m in last if m.reader.op == "output" or m.reader in self.settled]
         held = [[m] for m in last if m not in set(free)]

@@ -27,7 +27,7 @@ from passes.search.place_turns import turns
 from passes.search.rival_choices import RivalChoices
 from passes.search.search_space import SearchSpace
 from passes.search.search_start import COLD, SearchStart
-from passes.search.step_kinds import Overlap
+from passes.search.step_kinds import PhaseOverlap
 from passes.solver.problem import Solution
 from passes.solver.solve import ROUNDING
 
@@ -49,7 +49,7 @@ AGAIN_GAP = 2e-3
 """Relative gap of searches under a corrected overlap, which are about what a correction is worth."""
 SEEN = 5e-3
 """Share of a step that a transfer takes for plans to be judged that have it elsewhere."""
-TURNS, TURNED_EDGES, PATIENCE, DEAREST = 8, 4000, 3, 0.02
+TURNS, TURNED_EDGES, PATIENCE, MOST_EXPENSIVE = 8, 4000, 3, 0.02
 """Plans that differ from the best in one kind of place: how many are judged, of how many edges together, how many that
 are no better end it, and by what share of its step they may take longer by the objective."""
 
@@ -65,19 +65,19 @@ class Agreed:
     seconds: float
     lower_bound: float
     status: str
-    overlaps: tuple[Overlap, ...]
+    overlaps: tuple[PhaseOverlap, ...]
     rivals: tuple[Agreed, ...] = ()
 
 
-def _rival(judged: JudgedChoice, overlaps: tuple[Overlap, ...], bound: float) -> Agreed:
+def _rival(judged: JudgedChoice, overlaps: tuple[PhaseOverlap, ...], bound: float) -> Agreed:
     """With a bound that another plan was found under."""
     seconds = judged.counted(overlaps)
     return Agreed(judged.assignment, judged.choice, seconds, min(bound, seconds), "feasible", overlaps)
 
 
-def first_overlaps(efficiency: float) -> tuple[Overlap, Overlap]:
+def first_overlaps(efficiency: float) -> tuple[PhaseOverlap, PhaseOverlap]:
     """Of forward and backward, before a timeline says more."""
-    return Overlap(efficiency), Overlap(efficiency, AWAITED)
+    return PhaseOverlap(efficiency), PhaseOverlap(efficiency, AWAITED)
 
 
 def agreed(
@@ -115,7 +115,7 @@ class _Search:
         self.judging = Judging(space, judge, deadline)
         self.rivals = RivalChoices(space, self.judging.left)
 
-    def run(self, overlaps: tuple[Overlap, ...]) -> Agreed:
+    def run(self, overlaps: tuple[PhaseOverlap, ...]) -> Agreed:
         rivals, best_of = self.rivals, self.judging.best_of
         solution = rivals.solve(overlaps, self.start.choice(self.space), self.start.gap)
         best = first = self.judging.of(solution.choice)
@@ -139,15 +139,17 @@ class _Search:
         others = self._others(best, overlaps, bound)
         return Agreed(best.assignment, best.choice, seconds, bound, status, overlaps, others)
 
-    def _others(self, best: JudgedChoice, overlaps: tuple[Overlap, ...], bound: float) -> tuple[Agreed, ...]:
+    def _others(
+        self, best: JudgedChoice, overlaps: tuple[PhaseOverlap, ...], bound: float
+    ) -> tuple[Agreed, ...]:
         others = [one for one in self.judging.known.values() if one is not best]
         others.sort(key=lambda one: (one.seconds, one.peak_nbytes))
         return tuple(_rival(one, one.corrected(overlaps), bound) for one in others)
 
-    def _stored(self, overlaps: Sequence[Overlap], best: JudgedChoice) -> Iterator[Choice]:
+    def _stored(self, overlaps: Sequence[PhaseOverlap], best: JudgedChoice) -> Iterator[Choice]:
         return self.rivals.stored(overlaps, best.seconds, self.judging.late)
 
-    def _turned(self, overlaps: Sequence[Overlap], best: JudgedChoice) -> JudgedChoice:
+    def _turned(self, overlaps: Sequence[PhaseOverlap], best: JudgedChoice) -> JudgedChoice:
         """The best after one kind of place after the other was turned over to what another plan has there, and back
         where that did not help; then to where a transfer may be instead."""
         best = self._turned_to(self.rivals.found, overlaps, best)
@@ -156,14 +158,14 @@ class _Search:
         )
 
     def _turned_to(
-        self, others: Iterable[Choice], overlaps: Sequence[Overlap], best: JudgedChoice
+        self, others: Iterable[Choice], overlaps: Sequence[PhaseOverlap], best: JudgedChoice
     ) -> JudgedChoice:
         problem, kinds, judging = self.space.problem, self.space.kinds(overlaps), self.judging
         left = min(TURNS, TURNED_EDGES // max(len(self.space.edges), 1))
         patience = PATIENCE
         for turn in turns(problem, kinds, best.choice, others):
             choice = lighter(problem, turn.of(best.choice))
-            if min(left, patience) <= 0 or turn.seconds > DEAREST * best.seconds or judging.late():
+            if min(left, patience) <= 0 or turn.seconds > MOST_EXPENSIVE * best.seconds or judging.late():
                 break
             if choice not in judging.known and isfinite(problem.cost(choice)) and problem.fits(choice):
                 known, best = best, judging.better(choice, best)
@@ -172,8 +174,8 @@ class _Search:
         return best
 
     def _corrected(
-        self, overlaps: tuple[Overlap, ...], best: JudgedChoice
-    ) -> tuple[tuple[Overlap, ...], Solution, JudgedChoice]:
+        self, overlaps: tuple[PhaseOverlap, ...], best: JudgedChoice
+    ) -> tuple[tuple[PhaseOverlap, ...], Solution, JudgedChoice]:
         """Searches under the overlap of the best plan, until they find no better one."""
         while True:
             own = best.corrected(overlaps)

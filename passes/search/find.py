@@ -20,7 +20,7 @@ from passes.search.limited_space import build_limited
 from passes.search.narrowing import Narrowing
 from passes.search.search_space import SearchSpace
 from passes.search.search_start import COLD, SearchStart
-from passes.search.step_kinds import Overlap, StepKinds
+from passes.search.step_kinds import PhaseOverlap, StepKinds
 from passes.search.strategy_space import build_space
 from passes.solver.problem import Infeasible
 from passes.strategies.prices import Prices
@@ -53,7 +53,7 @@ class Found:
     peak_nbytes: int
     peak_node: str
     step: StepKinds
-    overlaps: tuple[Overlap, ...]
+    overlaps: tuple[PhaseOverlap, ...]
     joined: JoinedAxes = ()
     rivals: tuple[Found, ...] = ()
     counted_nbytes: int = 0

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from passes.layout.assignment import Assignment
-from passes.search.step_kinds import Overlap, corrected, phase_seconds
+from passes.search.step_kinds import PhaseOverlap, corrected, phase_seconds
 from passes.solver.problem import Array
 from passes.solver.solve import ROUNDING
 
@@ -47,26 +47,26 @@ class JudgedChoice:
             return self.peak_nbytes < other.peak_nbytes
         return self.seconds < other.seconds
 
-    def counted(self, overlaps: Sequence[Overlap]) -> float:
+    def counted(self, overlaps: Sequence[PhaseOverlap]) -> float:
         """The objective."""
         return counted_seconds(self.totals, overlaps)
 
-    def corrected(self, overlaps: Sequence[Overlap]) -> tuple[Overlap, ...]:
+    def corrected(self, overlaps: Sequence[PhaseOverlap]) -> tuple[PhaseOverlap, ...]:
         """Under which the objective is the timeline. What has no kind but is not the update is counted besides: of the
         forward, whose outputs the caller waits for."""
         return corrected(self.totals, overlaps, self._wanted(len(overlaps)))
 
-    def difference(self, overlaps: Sequence[Overlap]) -> float:
+    def difference(self, overlaps: Sequence[PhaseOverlap]) -> float:
         """Of objective and timeline, as a share of the step."""
         return abs(self.counted(overlaps) - self.seconds) / max(self.seconds, 1e-300)
 
-    def missing(self, overlaps: Sequence[Overlap]) -> list[float]:
+    def missing(self, overlaps: Sequence[PhaseOverlap]) -> list[float]:
         """Of every phase, the seconds of the timeline that the objective does not count; negative: those that it counts
         too many."""
         counted = phase_seconds(self.totals, overlaps)
         return [w - c for w, c in zip(self._wanted(len(overlaps)), counted, strict=True)]
 
-    def shifted(self, overlaps: Sequence[Overlap]) -> tuple[Overlap, ...]:
+    def shifted(self, overlaps: Sequence[PhaseOverlap]) -> tuple[PhaseOverlap, ...]:
         """The same by constants alone: the plan that is found under them is the one found before."""
         pairs = zip(overlaps, self.missing(overlaps), strict=True)
         return tuple(replace(o, extra=o.extra + missing) for o, missing in pairs)
@@ -76,6 +76,6 @@ class JudgedChoice:
         return [first - (float(self.totals[-1]) - sum(self.phases[phases:])), *others]
 
 
-def counted_seconds(totals: Array, overlaps: Sequence[Overlap]) -> float:
+def counted_seconds(totals: Array, overlaps: Sequence[PhaseOverlap]) -> float:
     """The objective, of these seconds by kind."""
     return sum(phase_seconds(totals, overlaps)) + float(totals[-1])

@@ -15,7 +15,7 @@ from passes.search.judged_choice import Choice, JudgedChoice, counted_seconds
 from passes.search.overlapped import solve_overlapped
 from passes.search.search_space import SearchSpace
 from passes.search.started_alone import started_alone, unpaid_starts
-from passes.search.step_kinds import Overlap
+from passes.search.step_kinds import PhaseOverlap
 from passes.search.stored import Allowed, places_in, places_of, restricted, stored_alike
 from passes.solver.problem import Infeasible, Problem, Solution
 from passes.solver.solve import solve
@@ -43,7 +43,7 @@ class RivalChoices:
         self._space, self._left = space, left
         self.found: dict[Choice, None] = {}
 
-    def solve(self, overlaps: Sequence[Overlap], warm: Choice | None, gap: float) -> Solution:
+    def solve(self, overlaps: Sequence[PhaseOverlap], warm: Choice | None, gap: float) -> Solution:
         """The fastest by the objective."""
         found = solve_overlapped(
             self._space.problem,
@@ -55,7 +55,7 @@ class RivalChoices:
         self.found.update(dict.fromkeys((found.choice, *found.others)))
         return found
 
-    def near(self, solution: Solution, overlaps: Sequence[Overlap]) -> Iterator[Choice]:
+    def near(self, solution: Solution, overlaps: Sequence[PhaseOverlap]) -> Iterator[Choice]:
         """What was found on the way to `solution` and takes little longer by the objective."""
         for choice in solution.others[:NEAREST]:
             if counted_seconds(self._space.totals(choice), overlaps) <= (1.0 + NEAR) * solution.cost:
@@ -66,14 +66,14 @@ class RivalChoices:
         whose gathers share buckets."""
         yield self._if_nothing_hides(self._space.problem, best)
 
-    def hiding_otherwise(self, overlaps: Sequence[Overlap], best: JudgedChoice) -> Iterator[Choice]:
+    def hiding_otherwise(self, overlaps: Sequence[PhaseOverlap], best: JudgedChoice) -> Iterator[Choice]:
         """As if half of it could hide; as if more hid behind fillers."""
         half = tuple(replace(o, efficiency=0.5 * o.efficiency, awaited=0.0) for o in overlaps)
         forward, *others = overlaps
         for other in (half, (forward, *(replace(o, awaited=MORE_AWAITED) for o in others))):
             yield self.solve(other, best.choice, RIVAL_GAP).choice
 
-    def alone(self, overlaps: Sequence[Overlap], best: JudgedChoice) -> Iterator[Choice]:
+    def alone(self, overlaps: Sequence[PhaseOverlap], best: JudgedChoice) -> Iterator[Choice]:
         """As if nothing hid, and every reduction that only the end needs took by itself what `best` takes besides;
         where that is more than all of them are counted for: they share the start of a bucket that they do not fill."""
         starts = unpaid_starts(best.totals, best.missing(overlaps))
@@ -82,7 +82,7 @@ class RivalChoices:
             yield self._if_nothing_hides(problem, best)
 
     def stored(
-        self, overlaps: Sequence[Overlap], seconds: float, late: Callable[[], bool]
+        self, overlaps: Sequence[PhaseOverlap], seconds: float, late: Callable[[], bool]
     ) -> Iterator[Choice]:
         """Of every way to store all weights alike about the plan that is fastest if nothing hides; of these the fastest
         by the objective, if they are not far slower than `seconds`, searched again. late: whether time is over."""

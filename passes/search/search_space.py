@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from passes.layout.assignment import NodeLayouts
 from passes.layout.layout import Layout
 from passes.search.cost_kinds import CostKinds
-from passes.search.step_kinds import EXPOSED, KINDS, Overlap, StepKinds, phase_paths
+from passes.search.step_kinds import EXPOSED, KINDS, PhaseOverlap, StepKinds, phase_paths
 from passes.solver.problem import Array, Problem
 
 __all__ = ["Edge", "SearchSpace", "distinct"]
@@ -43,7 +43,7 @@ class SearchSpace:
     step: StepKinds
     trained: tuple[int, ...] = ()  # search nodes of parameters that are
 
-    def kinds(self, overlaps: Sequence[Overlap]) -> CostKinds:
+    def kinds(self, overlaps: Sequence[PhaseOverlap]) -> CostKinds:
         """Of the costs of `problem`, where phases overlap so well."""
         nodes = tuple(self.step.nodes.get(name, EXPOSED) for name in self.names)
         edges = tuple(self.step.reads.get(read, EXPOSED) for read in self.reads)

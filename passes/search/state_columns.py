@@ -34,7 +34,7 @@ WORTH = 1e-3
 """Share of the cost by which that must be better for another time."""
 SMALL = 50_000
 """Edge entries of the largest problem that is solved as a whole, with all its rows."""
-DEAR = (1.0, 30.0)
+EXPENSIVE = (1.0, 30.0)
 """Prices of a row where nothing fits that bring choices of little memory, as shares of the cost for all of the room."""
 
 
@@ -134,8 +134,8 @@ class Columns:
         new = self._add(choice)
         self._offer(choice, room)
         scale = self.kinds.seconds(self.problem, choice)
-        for dear in DEAR:
-            new |= self._priced(replace(first, prices={row: dear * scale}), room, deadline, 0.01)
+        for price in EXPENSIVE:
+            new |= self._priced(replace(first, prices={row: price * scale}), room, deadline, 0.01)
         return new
 
     def _priced(self, point: Point, room: float, deadline: float, gap: float) -> bool:

@@ -35,7 +35,7 @@ from passes.solver.problem import Array
 __all__ = [
     "EXPOSED",
     "KINDS",
-    "Overlap",
+    "PhaseOverlap",
     "StepKinds",
     "corrected",
     "ended_phase",
@@ -60,7 +60,7 @@ Read = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class Overlap:
+class PhaseOverlap:
     """How well a phase overlaps. efficiency: of two streams busy at once, the share of the shorter that costs no
     time, in [0, 1]. awaited: the share of what is awaited that may hide behind fillers. extra: seconds that the phase
     takes besides."""
@@ -88,7 +88,7 @@ class StepKinds:
         return totals
 
 
-def phase_paths(overlaps: Sequence[Overlap]) -> tuple[Array, ...]:
+def phase_paths(overlaps: Sequence[PhaseOverlap]) -> tuple[Array, ...]:
     """Per phase float64[paths, kinds]: what each path holds of the phase's seconds less all of them, times the
     efficiency.
 
@@ -98,12 +98,14 @@ def phase_paths(overlaps: Sequence[Overlap]) -> tuple[Array, ...]:
     return tuple(_paths(phase, overlap) for phase, overlap in enumerate(overlaps))
 
 
-def phase_seconds(totals: Array, overlaps: Sequence[Overlap]) -> list[float]:
+def phase_seconds(totals: Array, overlaps: Sequence[PhaseOverlap]) -> list[float]:
     """Of each phase, by its longest path."""
     return [_seconds(totals, phase, overlap) for phase, overlap in enumerate(overlaps)]
 
 
-def corrected(totals: Array, overlaps: Sequence[Overlap], seconds: Sequence[float]) -> tuple[Overlap, ...]:
+def corrected(
+    totals: Array, overlaps: Sequence[PhaseOverlap], seconds: Sequence[float]
+) -> tuple[PhaseOverlap, ...]:
     """`overlaps` under which a step of these totals takes `seconds` per phase: by the share of what is awaited that
     hides, then by the efficiency, both in [0, 1], and what is left is `extra`."""
     pairs = zip(overlaps, seconds, strict=True)
@@ -180,11 +182,11 @@ def _fillers(ops: list[fx.Node]) -> frozenset[fx.Node]:
     return frozenset(ops) - followed
 
 
-def _seconds(totals: Array, phase: int, overlap: Overlap) -> float:
+def _seconds(totals: Array, phase: int, overlap: PhaseOverlap) -> float:
     return float(totals[_phase(phase)].sum()) + float((_paths(phase, overlap) @ totals).max()) + overlap.extra
 
 
-def _corrected(totals: Array, phase: int, overlap: Overlap, wanted: float) -> Overlap:
+def _corrected(totals: Array, phase: int, overlap: PhaseOverlap, wanted: float) -> PhaseOverlap:
     taken = partial(_seconds, totals, phase)
     found = replace(overlap, extra=0.0)
     if phase:
@@ -207,7 +209,7 @@ def _phase(phase: int) -> slice:
     return slice(phase * _PHASE, (phase + 1) * _PHASE)
 
 
-def _paths(phase: int, overlap: Overlap) -> Array:
+def _paths(phase: int, overlap: PhaseOverlap) -> Array:
     every = np.zeros(KINDS)
     every[_phase(phase)] = 1.0
     rows: dict[bytes, Array] = {}

@@ -20,7 +20,7 @@ from .marginal import Relaxation, Relaxed, build_program, solve_integers
 from .presolve import presolve
 from .problem import Infeasible
 
-__all__ = ["Budget", "Found", "cost_scale", "solve_graph", "solve_presolved"]
+__all__ = ["Budget", "Solved", "cost_scale", "solve_graph", "solve_presolved"]
 
 PROGRAM_LIMIT = 6_000_000
 """Edge entries of the largest program that is handed to HiGHS."""
@@ -52,7 +52,7 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Found:
+class Solved:
     """The best choice (of the nodes of the graph as it was given), its cost, and a proven lower bound."""
 
     choice: dict[int, int]
@@ -60,14 +60,14 @@ class Found:
     bound: float
 
 
-def solve_graph(graph: Graph, budget: Budget) -> Found:
+def solve_graph(graph: Graph, budget: Budget) -> Solved:
     """Solve `graph`, which is consumed and must have no trail. Raises DeadEnd if nothing is possible."""
     assert not graph.trail
     presolve(graph, budget.deadline)
     return solve_presolved(graph, budget)
 
 
-def solve_presolved(graph: Graph, budget: Budget, warm: dict[int, int] | None = None) -> Found:
+def solve_presolved(graph: Graph, budget: Budget, warm: dict[int, int] | None = None) -> Solved:
     """The same for a graph that is presolved already; its trail is undone in the answer.
 
     warm: a choice of what is left, from which better ones are looked for.
@@ -82,7 +82,7 @@ def solve_presolved(graph: Graph, budget: Budget, warm: dict[int, int] | None = 
         choice |= found.choice
         cost += found.cost
         bound += found.bound
-    return Found(graph.expand(choice), cost, bound)
+    return Solved(graph.expand(choice), cost, bound)
 
 
 def cost_scale(graph: Graph, deadline: float = float("inf")) -> float:
@@ -112,7 +112,7 @@ class _Connected:
         if warm is not None:
             self._offer(descend(graph, warm))
 
-    def solve(self) -> Found:
+    def solve(self) -> Solved:
         for step in (self._by_messages, self._by_relaxation, self._by_integers):
             again = True
             while again:
@@ -124,10 +124,10 @@ class _Connected:
                     return self._found()
         return self._found()
 
-    def _found(self) -> Found:
+    def _found(self) -> Solved:
         if self.best is None:
             raise Infeasible("time", sorted(self.graph.cost))
-        return Found(self.best, self.cost, min(self.bound, self.cost))
+        return Solved(self.best, self.cost, min(self.bound, self.cost))
 
     def _done(self) -> bool:
         return self.cost - self.bound <= self.budget.tolerance or (

@@ -22,7 +22,7 @@ from .interruptible import run_solver
 from .problem import Array
 from .usage_rows import Row
 
-__all__ = ["Program", "Relaxation", "Relaxed", "build_program", "solve_integers"]
+__all__ = ["MarginalProgram", "Relaxation", "Relaxed", "build_program", "solve_integers"]
 
 SCALE = 1e5
 """What the typical difference of costs becomes, so that HiGHS's absolute tolerances are small beside it."""
@@ -32,7 +32,7 @@ INTEGRAL = 1e-6
 
 
 @dataclass(frozen=True)
-class Program:
+class MarginalProgram:
     """The arrays of the program, in HiGHS's units (costs times `factor`, less `offset`).
 
     nodes:   order of the node variables; `start[p]` is the first column of node `nodes[p]`.
@@ -78,7 +78,7 @@ class Relaxed:
         return dict(zip(nodes, np.split(self.shares, ends[:-1]), strict=True))
 
 
-def build_program(graph: Graph, memory: Mapping[int, Row] | None = None) -> Program:
+def build_program(graph: Graph, memory: Mapping[int, Row] | None = None) -> MarginalProgram:
     """The program of `graph`, all of whose node costs are finite, with the memory rows `memory`."""
     memory = memory or {}
     nodes = tuple(sorted(graph.cost))
@@ -114,7 +114,7 @@ def build_program(graph: Graph, memory: Mapping[int, Row] | None = None) -> Prog
     limits = _memory_rows(memory, at, start, int(edge_row[-1]))
     cost = np.concatenate(costs)
     factor = _factor(cost)
-    return Program(
+    return MarginalProgram(
         nodes,
         start,
         edges,
@@ -162,7 +162,7 @@ def _factor(cost: Array) -> float:
     return float(2.0 ** np.round(np.log2(SCALE / np.mean(positive))))
 
 
-def _highs(program: Program, integers: bool, deadline: float) -> highspy.Highs:
+def _highs(program: MarginalProgram, integers: bool, deadline: float) -> highspy.Highs:
     solver = highspy.Highs()
     solver.setOptionValue("output_flag", False)
     solver.setOptionValue("threads", 1)
@@ -172,7 +172,7 @@ def _highs(program: Program, integers: bool, deadline: float) -> highspy.Highs:
     return solver
 
 
-def _model(program: Program, integers: bool) -> highspy.HighsLp:
+def _model(program: MarginalProgram, integers: bool) -> highspy.HighsLp:
     count, rows = len(program.cost), len(program.row_lower)
     order = np.lexsort((program.row, program.column))
     model = highspy.HighsLp()
@@ -192,7 +192,7 @@ def _model(program: Program, integers: bool) -> highspy.HighsLp:
     return model
 
 
-def _chosen(program: Program, values: Array) -> tuple[dict[int, int], bool]:
+def _chosen(program: MarginalProgram, values: Array) -> tuple[dict[int, int], bool]:
     x = values[: program.start[-1]]
     integral = bool((np.minimum(np.abs(x), np.abs(1 - x)) < INTEGRAL).all())
     bounds = program.start
@@ -247,7 +247,7 @@ class Relaxation:
 
 
 def solve_integers(
-    graph: Graph, program: Program, start: Mapping[int, int] | None, gap: float, deadline: float
+    graph: Graph, program: MarginalProgram, start: Mapping[int, int] | None, gap: float, deadline: float
 ) -> tuple[dict[int, int] | None, float]:
     """The mixed-integer program from a warm start: the best choice found, and a lower bound on `graph.value`.
 
@@ -277,7 +277,7 @@ def _minima(graph: Graph) -> float:
     return total + sum(float(m.min()) for i, row in graph.adjacent.items() for j, m in row.items() if i < j)
 
 
-def _start_values(program: Program, choice: Mapping[int, int]) -> highspy.HighsSolution:
+def _start_values(program: MarginalProgram, choice: Mapping[int, int]) -> highspy.HighsSolution:
     values = np.zeros(len(program.cost))
     for p, node in enumerate(program.nodes):
         values[program.start[p] + choice[node]] = 1.0

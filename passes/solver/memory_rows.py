@@ -16,9 +16,9 @@ from .binding import solve_rows
 from .core import Budget
 from .dual import prune
 from .graph import DeadEnd, Graph
+from .improve_part import grow, improve_part
 from .lagrange import Bound, forbid_same, improve_prices
 from .local_search import Search
-from .neighbourhood import grow, improve_part
 from .presolve import presolve
 from .problem import Array
 from .usage_rows import Rows

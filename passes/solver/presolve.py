@@ -1,7 +1,7 @@
 """Exact reductions, repeated until none applies: what is left is the core.
 
 Cheap ones first: strategies that some edge makes impossible (arc consistency), nodes with one strategy, edges that
-are a sum of row and column costs, nodes with at most two neighbours (min-plus product). Then per node the dear
+are a sum of row and column costs, nodes with at most two neighbours (min-plus product). Then per node the expensive
 ones: merging neighbours that follow from it, and dominated strategies. A node whose usage in an active memory row
 depends on its strategy is never eliminated; merging and dropping strategies stay exact for it.
 """
@@ -40,20 +40,20 @@ def presolve(graph: Graph, until: float = float("inf"), latest: float = float("i
 
 def _reduce(graph: Graph, nodes: list[int], until: float, latest: float) -> None:
     """In rounds, so that a node with thousands of neighbours is looked at once for many changes around it."""
-    cheap, dear = set(nodes), set(nodes)
-    while cheap or dear:
-        step, batch = (_reduce_cheaply, sorted(cheap)) if cheap else (_reduce_dearly, sorted(dear))
-        (cheap or dear).clear()
+    cheap, expensive = set(nodes), set(nodes)
+    while cheap or expensive:
+        step, batch = (_reduce_cheaply, sorted(cheap)) if cheap else (_reduce_expensively, sorted(expensive))
+        (cheap or expensive).clear()
         for node in batch:
             if time.monotonic() > latest:
                 return
-            if node not in graph.cost or (step is _reduce_dearly and time.monotonic() > until):
+            if node not in graph.cost or (step is _reduce_expensively and time.monotonic() > until):
                 continue
             around = list(graph.adjacent[node])
             if step(graph, node):
                 changed = [other for other in (node, *around) if other in graph.cost]
                 cheap.update(changed)
-                dear.update(changed)
+                expensive.update(changed)
 
 
 def _drop_oversized(graph: Graph) -> list[int]:
@@ -120,7 +120,7 @@ def _reduce_cheaply(graph: Graph, node: int) -> bool:
     return True
 
 
-def _reduce_dearly(graph: Graph, node: int) -> bool:
+def _reduce_expensively(graph: Graph, node: int) -> bool:
     if _merge_followers(graph, node):
         return True
     keep = needed_strategies(graph, node)

@@ -21,7 +21,7 @@ __all__ = ["ROUNDING", "solve"]
 ROUNDING = 1e-9
 """Relative gap that counts as none: what sums of float64 costs and HiGHS's tolerances leave open."""
 PRESOLVE_SHARE, CHEAP_SHARE = 0.4, 0.7
-"""Shares of the time limit after which the dear reductions end, and the cheap ones."""
+"""Shares of the time limit after which the expensive reductions end, and the cheap ones."""
 RESERVE_SHARE, RESERVE = 0.05, 10.0
 """Share of the time limit, and seconds at most, kept for what cannot be interrupted."""
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.compile.expand_ops import expand_ops
-from passes.ops.attention_choice import Problem, chip_of
+from passes.ops.attention_choice import AttentionCall, chip_of
 from passes.ops.attention_math import math_backward, math_forward
 from tests.attention.graphs import MASKS, Call, graph_of, kernels_of
 
@@ -90,7 +90,7 @@ def _compare(call: Call, operands: Sequence[Tensor], results: Sequence[Tensor]) 
     mask = masks[0].expand(-1, -1, -1, call.t) if masks else None
     wide = [x.double() for x in (q, k, v)]
     mask = mask.double() if mask is not None and mask.dtype != torch.bool else mask
-    problem = Problem(*wide, mask, call.causal, 0.125)
+    problem = AttentionCall(*wide, mask, call.causal, 0.125)
     out, lse = math_forward(problem)
     wanted = (out, *math_backward(problem, grad.double(), out, lse))
     for name, a, b in zip(("out", "gq", "gk", "gv"), results, wanted, strict=True):

@@ -20,7 +20,7 @@ from cost_model.measure.measure import nbytes_ladder
 from cost_model.measure.overlap_efficiency import hidden_share, overlap_efficiency, waiting_share
 from cost_model.measure.peers import Peers
 from cost_model.measure.sampling import Series, sample
-from cost_model.measure.statistics import Curve, curve, median, pooled_medians, spread
+from cost_model.measure.statistics import SampledCurve, curve, median, pooled_medians, spread
 from cost_model.measurements import KINDS, CollectiveSamples, LinkLevel
 from cost_model.mesh import MeshSpec
 from cost_model.profile_check import check_profile
@@ -73,7 +73,7 @@ def test_falling_times_are_pooled(repeated: list[list[float]], expected: list[fl
 def test_spread_is_interquartile_range_over_median() -> None:
     assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx((4.0 - 2.0) / 3.0)
     assert spread([7.0]) == 0.0
-    assert curve({8: [3.0, 1.0, 2.0], 4: [9.0]}) == Curve((4, 8), (9.0, 2.0), (0.0, 0.5), (2.5, 2.5))
+    assert curve({8: [3.0, 1.0, 2.0], 4: [9.0]}) == SampledCurve((4, 8), (9.0, 2.0), (0.0, 0.5), (2.5, 2.5))
 
 
 # ---- sampling
@@ -84,7 +84,7 @@ def test_the_sweep_stops_at_the_share_and_the_rest_is_repeated() -> None:
     # and size 8 would take 32 more.
     clock = Scripted(float)
     (found,) = sample([sized("a", 1, 2, 3, 4, 8, 16)], Peers(None), clock, 100.0, quiet)
-    assert found == Curve((1, 2, 3, 4), (1.0, 2.0, 3.0, 4.0), (0.0,) * 4, (1.0, 2.0, 3.0, 4.0))
+    assert found == SampledCurve((1, 2, 3, 4), (1.0, 2.0, 3.0, 4.0), (0.0,) * 4, (1.0, 2.0, 3.0, 4.0))
     sizes = [size for size, _ in clock.calls]
     assert sizes[:16] == [1] * 4 + [2] * 4 + [3] * 4 + [4] * 4
     assert sizes[16:24] == [1, 2, 3, 4] * 2
@@ -158,8 +158,8 @@ def test_sizes() -> None:
 
 
 def test_device_rates_by_hand() -> None:
-    def made(sizes: tuple[int, ...], seconds: tuple[float, ...], spread: tuple[float, ...]) -> Curve:
-        return Curve(sizes, seconds, spread, seconds)
+    def made(sizes: tuple[int, ...], seconds: tuple[float, ...], spread: tuple[float, ...]) -> SampledCurve:
+        return SampledCurve(sizes, seconds, spread, seconds)
 
     launch, memory = made((100,), (300e-6,), (0.1,)), made((10, 1000), (1e-9, 1e-7), (0.0, 0.0))
     product = made((1000, 8000), (2e-6, 4e-6), (0.1, 0.2))  # two products each

@@ -42,17 +42,17 @@ def starts_cost_all() -> Profile:
     ones."""
     cpu = slow_compute()
     links = tuple(replace(link, latency_seconds=1e-3) for link in cpu.links)
-    return replace(cpu, name="dear starts", links=links)
+    return replace(cpu, name="expensive starts", links=links)
 
 
 def bytes_cost_all() -> Profile:
-    """Starting is free, and a byte is dear: nothing shares a bucket."""
+    """Starting is free, and a byte is expensive: nothing shares a bucket."""
     cpu = slow_compute()
     links = tuple(
         replace(link, latency_seconds=1e-12, bytes_per_second=link.bytes_per_second / 1e6)
         for link in cpu.links
     )
-    return replace(cpu, name="dear bytes", links=links, collective_launch_seconds=1e-12)
+    return replace(cpu, name="expensive bytes", links=links, collective_launch_seconds=1e-12)
 
 
 PROFILES: dict[str, Callable[[], Profile | None]] = {

@@ -111,7 +111,7 @@ def test_reductions() -> None:
 
 def test_all_reduce_or_reduce_scatter_and_all_gather_by_price() -> None:
     """All-reduce costs 1 + 3 * 64 = 193, the two others (1 + 64) + (1 + 64) = 130."""
-    dear = Rates(
+    expensive = Rates(
         {
             "all_gather": 1.0,
             "reduce_scatter": 1.0,
@@ -120,7 +120,7 @@ def test_all_reduce_or_reduce_scatter_and_all_gather_by_price() -> None:
             "point_to_point": 1.0,
         }
     )
-    found = plan(SUM, R2, (8, 8), rates=dear)
+    found = plan(SUM, R2, (8, 8), rates=expensive)
     assert steps(found) == [(ReduceScatter, ("a",), 64, 65.0), (AllGather, ("a",), 64, 65.0)]
     assert found.seconds == 130.0
 

@@ -26,7 +26,7 @@ from passes.redistribution.lower_redistribute import collective_nodes
 from passes.redistribution.redistribute import Redistributor
 from passes.schedule.bucket import Bucket
 from passes.schedule.bucket_plan import Item, Wire, bucketed_order, least_end
-from passes.schedule.issue_order import Merge, Side, issue_order
+from passes.schedule.issue_order import MergeRule, Side, issue_order
 from passes.schedule.overlap import Overlap
 from passes.schedule.schedule import scheduled
 from passes.search.find import find_assignment
@@ -90,7 +90,7 @@ def sliced_joint(mesh: MeshSpec, joint: JointGraph) -> Assignment:
     return followed_assignment(joint, mesh, held, "a")
 
 
-def at_random(seed: int) -> Merge:
+def at_random(seed: int) -> MergeRule:
     """Any cut of gathers, and of reductions, of one axis and dtype."""
     rng = random.Random(seed)
 
@@ -210,8 +210,8 @@ class Branches(nn.Module):
     ("rows", "expected"), [((4, 4, 4), [2, 1]), ((5, 0, 7), [4, 3]), ((1, 10, 1), [4, 3])], ids=str
 )
 def test_halos_that_may_travel_together(rows: tuple[int, ...], expected: list[int]) -> None:
-    """What the convolutions read in one message set, where starting costs all. Uneven rows are evened out before and
-    after, by a message set each."""
+    """What the convolutions read in one all-to-all, where starting costs all. Uneven rows are evened out before and
+    after, by an all-to-all each."""
     mesh, joint = MeshSpec({"a": 3}), joint_of(Branches(), torch.randn(1, 1, 12))
     assignment = in_space(joint, mesh, rows)
     counts: list[int] = []
@@ -229,7 +229,7 @@ ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
 
 
 def in_space(joint: JointGraph, mesh: MeshSpec, rows: tuple[int, ...]) -> Assignment:
-    """Input and output in those rows: what the search makes of them where computing is dear."""
+    """Input and output in those rows: what the search makes of them where computing is expensive."""
     layout = Layout.of((1, 1, 12), mesh, ((), (), ("a",)), sizes=(None, None, rows))
     ends = boundary_of(joint, parameters={}, inputs={0: layout}, outputs={0: layout})
     return find_assignment(joint, prices_of(slow_compute(), mesh), ends).assignment

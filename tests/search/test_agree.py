@@ -18,7 +18,7 @@ from passes.search.cost_kinds import CostKinds
 from passes.search.judged_choice import Judgement
 from passes.search.overlapped import solve_overlapped
 from passes.search.search_space import SearchSpace
-from passes.search.step_kinds import KINDS, Overlap, phase_paths
+from passes.search.step_kinds import KINDS, PhaseOverlap, phase_paths
 from passes.solver.problem import Array, Problem, Solution
 from tests.models import Example, TwoLinear, llama, vit
 from tests.profiles import slow_compute
@@ -38,9 +38,9 @@ class Space:
     problem: Problem = field(default_factory=lambda: PROBLEM)
     edges: tuple[int, ...] = ()
     trained: tuple[int, ...] = ()
-    solved: list[tuple[Overlap, ...]] = field(default_factory=list)
+    solved: list[tuple[PhaseOverlap, ...]] = field(default_factory=list)
 
-    def kinds(self, overlaps: Sequence[Overlap]) -> CostKinds:
+    def kinds(self, overlaps: Sequence[PhaseOverlap]) -> CostKinds:
         self.solved.append(tuple(overlaps))
         return CostKinds((CHAIN, CHAIN), (AT_HAND,), KINDS, phase_paths(overlaps))
 
@@ -104,7 +104,7 @@ def pairs(seconds: Callable[[tuple[int, ...]], float], problem: Problem = PAIRS)
     """What is found of six ops that compute, where the timeline says so."""
 
     class Apart(Space):
-        def kinds(self, overlaps: Sequence[Overlap]) -> CostKinds:
+        def kinds(self, overlaps: Sequence[PhaseOverlap]) -> CostKinds:
             self.solved.append(tuple(overlaps))
             return CostKinds((CHAIN,) * 6, (), KINDS, phase_paths(overlaps))
 

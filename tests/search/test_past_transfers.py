@@ -12,8 +12,8 @@ from tests.solver.oracle import random_problem
 
 def test_a_sum_is_divided_before_it_is_reduced() -> None:
     """A sum is whole, or a part on every rank, which takes 5 to add up; who divides it may take it either way, and the
-    end wants it whole. One way to take the part is dearer. Two such layers, and one whose transfer is too short to be
-    looked at."""
+    end wants it whole. One way to take the part is more expensive. Two such layers, and one whose transfer is too short
+    to be looked at."""
     made, same = np.array([0.0]), np.array([0.0, 3.0, 0.0])
     read, end = np.array([[5.0, 0.0, 0.0]]), np.array([[0.0], [5.0], [5.0]])
     short = np.array([[0.1, 0.0, 0.0]])

@@ -15,10 +15,10 @@ from tests.solver.oracle import random_problem
 
 
 def layers(count: int) -> tuple[Problem, CostKinds]:
-    """Pairs of an op that is dear or cheap and a second one, with a way between them."""
-    dear, same, way = np.array([1.0, 3.0]), np.array([1.0, 1.0]), np.array([[0.0, 2.0], [2.0, 0.5]])
+    """Pairs of an op that is expensive or cheap and a second one, with a way between them."""
+    expensive, same, way = np.array([1.0, 3.0]), np.array([1.0, 1.0]), np.array([[0.0, 2.0], [2.0, 0.5]])
     edges = tuple((2 * k, 2 * k + 1) for k in range(count))
-    problem = Problem((dear, same) * count, edges, (way,) * count)
+    problem = Problem((expensive, same) * count, edges, (way,) * count)
     return problem, CostKinds((0,) * 2 * count, (0,) * count, 1, ())
 
 

@@ -18,7 +18,7 @@ from passes.schedule.hiding import HiddenReads, hidden_reads
 from passes.search.step_kinds import (
     EXPOSED,
     KINDS,
-    Overlap,
+    PhaseOverlap,
     StepKinds,
     corrected,
     phase_seconds,
@@ -27,7 +27,7 @@ from passes.search.step_kinds import (
 
 Seconds = dict[str, float]
 Read = tuple[str, int]
-ALL = (Overlap(1.0), Overlap(1.0, 0.0))
+ALL = (PhaseOverlap(1.0), PhaseOverlap(1.0, 0.0))
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,9 @@ def weight_reads(joint: JointGraph) -> list[Read]:
     ]
 
 
-def counted(kinds: StepKinds, ops: Seconds, reads: dict[Read, float], overlaps: tuple[Overlap, ...]) -> float:
+def counted(
+    kinds: StepKinds, ops: Seconds, reads: dict[Read, float], overlaps: tuple[PhaseOverlap, ...]
+) -> float:
     """The objective of a forward whose ops and transfers take these seconds."""
     totals = np.zeros(KINDS)
     for name, seconds in ops.items():
@@ -87,7 +89,9 @@ def test_what_is_awaited_counts_in_full_in_the_forward(joint: JointGraph) -> Non
     seconds = {reads[-1]: 3.0, reads[-2]: 2.0}
     assert counted(awaited, ops, seconds, ALL) == pytest.approx(sum(ops.values()) + 5.0)
     assert counted(at_hand, ops, seconds, ALL) == pytest.approx(sum(ops.values()))
-    assert counted(at_hand, ops, seconds, (Overlap(0.0), ALL[1])) == pytest.approx(sum(ops.values()) + 5.0)
+    assert counted(at_hand, ops, seconds, (PhaseOverlap(0.0), ALL[1])) == pytest.approx(
+        sum(ops.values()) + 5.0
+    )
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -105,7 +109,7 @@ def test_no_schedule_of_gathers_is_faster(joint: JointGraph, seed: int) -> None:
         events.append(Event(name, "compute", seconds, after))
     timeline = Timeline.of(events, efficiency).seconds
     kinds = step_kinds(joint, hidden_reads(joint), ops)
-    assert counted(kinds, ops, reads, (Overlap(efficiency), ALL[1])) <= timeline * (1 + 1e-9)
+    assert counted(kinds, ops, reads, (PhaseOverlap(efficiency), ALL[1])) <= timeline * (1 + 1e-9)
 
 
 def test_products_of_weights_gradients_are_what_awaited_collectives_hide_behind(joint: JointGraph) -> None:
@@ -127,7 +131,9 @@ def test_products_of_weights_gradients_are_what_awaited_collectives_hide_behind(
         totals = np.zeros(KINDS)
         totals[kinds.nodes[name]] = 6.0
         totals[kinds.reads[awaited]] = 4.0
-        assert phase_seconds(totals, (Overlap(1.0), Overlap(1.0, share)))[1] == pytest.approx(expected), name
+        assert phase_seconds(totals, (PhaseOverlap(1.0), PhaseOverlap(1.0, share)))[1] == pytest.approx(
+            expected
+        ), name
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -136,6 +142,6 @@ def test_corrected_overlap_takes_what_the_timeline_took(seed: int) -> None:
     totals = rng.random(KINDS)
     totals[EXPOSED] = 0.0
     wanted = [float(rng.uniform(1.0, 40.0)) for _ in range(2)]
-    overlaps = corrected(totals, (Overlap(0.8), Overlap(0.8, 0.25)), wanted)
+    overlaps = corrected(totals, (PhaseOverlap(0.8), PhaseOverlap(0.8, 0.25)), wanted)
     assert phase_seconds(totals, overlaps) == pytest.approx(wanted)
     assert all(0.0 <= o.efficiency <= 1.0 and 0.0 <= o.awaited <= 1.0 for o in overlaps)

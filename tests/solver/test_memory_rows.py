@@ -13,9 +13,9 @@ from passes.solver import binding
 from passes.solver import memory_rows as memory
 from passes.solver.core import Budget
 from passes.solver.graph import Graph
+from passes.solver.improve_part import improve_part, part_of
 from passes.solver.lagrange import improve_prices
 from passes.solver.local_search import Search
-from passes.solver.neighbourhood import improve_part, part_of
 from passes.solver.problem import Problem
 from passes.solver.solve import solve
 from passes.solver.tables import Tables

@@ -64,7 +64,7 @@ def test_two_pins_apart_name_the_way_between_them() -> None:
 
 
 def test_memory_by_hand() -> None:
-    """Cheap strategies use 10, dear ones 4. Nodes 0 and 1 overlap at step 1, node 2 is alone."""
+    """Cheap strategies use 10, expensive ones 4. Nodes 0 and 1 overlap at step 1, node 2 is alone."""
     cost, usage = np.array([1.0, 5.0]), np.array([10, 4])
     problem = Problem((cost, cost + 1, cost), (), (), ((0, 2), (1, 3), (3, 4)), (usage,) * 3, limit=14.0)
     solution = solve(problem)

@@ -74,7 +74,7 @@ def test_options_are_chunks_units_and_known_sizes() -> None:
 
 
 def test_uneven_inputs_are_used_as_they_are() -> None:
-    """Where moving is dear."""
+    """Where moving is expensive."""
     joint = joint_of(lambda x: F.conv1d(x, torch.ones(1, 1, 3), padding=1).tanh(), 1, 1, 16)
     ends = boundary_of(joint, parameters={}, inputs={0: split(1, 1, 16)}, outputs={0: split(1, 1, 16)})
     assignment = find_assignment(joint, prices_of(dear_start(0.1), MESH), ends).assignment
