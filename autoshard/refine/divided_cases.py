@@ -5,30 +5,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 
 from autoshard.plan.micro_batches import cut_call
 from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.plan.plan import Plan
 from autoshard.plan.stages_option import AnyPlan
 from autoshard.plan.task import Task
-from autoshard.refine.timed_cases import Case, TimedCandidate, distinct, timed_again, untimed_cases
+from autoshard.refine.timed_cases import Case, Cases, TimedCandidate, cases_of, distinct
 
-__all__ = ["again_of_parts", "untimed_of_parts"]
+__all__ = ["cases_of_parts"]
 
 
-def untimed_of_parts(plan: AnyPlan, task: Task) -> list[Case]:
-    """What `task.timed` does not know, each once; what takes most of a piece first. task: of the whole call."""
+def cases_of_parts(plan: AnyPlan, task: Task) -> Cases:
+    """What `task.timed` does not know, each once, what takes most of a piece first; again: of the first part. task: of
+    the whole call."""
+    parts = [cases_of(_piece(plan, part), own) for part, own in _parts(plan, task)]
     found: dict[object, Case] = {}
-    for part, own in _parts(plan, task):
-        for case in untimed_cases(_piece(plan, part), own):
-            found.setdefault(distinct(case), case)
-    return sorted(found.values(), key=lambda case: -case.seconds)
-
-
-def again_of_parts(plan: AnyPlan, task: Task) -> tuple[Case, ...]:
-    """A few kernels of the first part that `task.timed` knows."""
-    part, own = next(_parts(plan, task))
-    return timed_again(_piece(plan, part), own)
+    for case in chain.from_iterable(cases.unknown for cases in parts):
+        found.setdefault(distinct(case), case)
+    return Cases(sorted(found.values(), key=lambda case: -case.seconds), parts[0].again)
 
 
 def _piece(plan: AnyPlan, part: Plan) -> TimedCandidate:

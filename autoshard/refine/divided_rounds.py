@@ -12,9 +12,9 @@ from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.plan.plan_cache import cached_search
 from autoshard.plan.stages_option import AnyPlan
 from autoshard.plan.task import Task
-from autoshard.refine.divided_cases import again_of_parts, untimed_of_parts
+from autoshard.refine.divided_cases import cases_of_parts
 from autoshard.refine.refining_time import refining_seconds
-from autoshard.refine.timed_cases import Case, untried, with_times
+from autoshard.refine.timed_cases import Case, with_times
 from autoshard.refine.timed_store import TimedStore
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
@@ -64,9 +64,7 @@ class DividedRounds:
         """What is to be timed next, in this order, a few known kernels first; (): nothing."""
         if self._done or self._rounds >= MOST_ROUNDS or self.seconds_left <= 0.0:
             return ()
-        task = replace(self._task, timed=self.timed)
-        new = untried(untimed_of_parts(self.plan, task), self._tried)
-        return (*again_of_parts(self.plan, task), *new) if new else ()
+        return cases_of_parts(self.plan, replace(self._task, timed=self.timed)).untried(self._tried)
 
     def add(self, times: TimedPrices) -> None:
         """Plan again, under these as well."""

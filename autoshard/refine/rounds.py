@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import chain
 
 from autoshard.plan.families import FAMILIES, Family
 from autoshard.plan.family_choices import family_narrowing
@@ -14,15 +15,7 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.plan_cache import cached_plan, keep_plan, kept_plan, plan_path
 from autoshard.plan.task import Task, search_plan
 from autoshard.refine.refining_time import refining_seconds
-from autoshard.refine.timed_cases import (
-    Case,
-    TimedCandidate,
-    distinct,
-    timed_again,
-    untimed_cases,
-    untried,
-    with_times,
-)
+from autoshard.refine.timed_cases import Case, Cases, TimedCandidate, cases_of, with_times
 from autoshard.refine.timed_store import TimedStore
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
@@ -102,23 +95,23 @@ class Rounds:
         if self._done:
             return ()
         ended = self._confirming or self._stayed or self._rounds >= MOST_ROUNDS or self.seconds_left <= 0.0
-        new = (() if ended else untried(self._missing(), self._tried)) or self._to_confirm()
-        if not new:
+        cases = () if ended else self._missing().untried(self._tried)
+        cases = cases or self._to_confirm().untried(self._tried)
+        if not cases:
             self._finish()
-            return ()
-        return *timed_again(TimedCandidate.of(self.plan), self._under(self.timed)), *new
+        return cases
 
-    def _to_confirm(self) -> tuple[Case, ...]:
+    def _to_confirm(self) -> Cases:
         """What is unknown of the plan that is chosen so far, where it is much of it; once."""
         if self._confirming:
-            return ()
+            return Cases(())
         self._confirming = True
-        task = self._under(self.timed)
-        seconds, plan = self._chosen(task)
-        if self._unknown_seconds(plan) <= UNCONFIRMED * seconds:
-            return ()
+        seconds, plan = self._chosen(self._under(self.timed))
+        cases = self._cases(TimedCandidate.of(plan))
+        if _seconds_of(cases) <= UNCONFIRMED * seconds:
+            return Cases(())
         self._deadline = self._deadline.at_least(self._confirming_seconds)
-        return untried(self._untimed(TimedCandidate.of(plan)), self._tried)
+        return cases
 
     @property
     def seconds_left(self) -> float:
@@ -168,20 +161,18 @@ class Rounds:
         self._next = [TimedCandidate(j.seconds, j.assignment, j.lowering) for j in others[:NEXT_BEST]]
         return plan
 
-    def _missing(self) -> Iterator[Case]:
+    def _missing(self) -> Cases:
         """What was not timed yet of the plan and its rivals, the fastest first; of each what takes most of it."""
-        found: dict[object, Case] = {}
-        for candidate in (TimedCandidate.of(self.plan), *self._rivals()):
-            for case in self._untimed(candidate):
-                found.setdefault(distinct(case), case)
-        yield from found.values()
+        own = self._cases(TimedCandidate.of(self.plan))
+        others = chain.from_iterable(self._cases(rival).unknown for rival in self._rivals())
+        return Cases((*own.unknown, *others), own.again)
 
     def _unknown_seconds(self, plan: Plan) -> float:
         """Of a step, in what was not timed."""
-        return sum(case.seconds for case in self._untimed(TimedCandidate.of(plan)))
+        return _seconds_of(self._cases(TimedCandidate.of(plan)))
 
-    def _untimed(self, candidate: TimedCandidate) -> list[Case]:
-        return untimed_cases(candidate, self._under(self.timed))
+    def _cases(self, candidate: TimedCandidate) -> Cases:
+        return cases_of(candidate, self._under(self.timed))
 
     def _rivals(self) -> Iterable[TimedCandidate]:
         if self._families is None:
@@ -259,3 +250,7 @@ class Rounds:
         took = f"{time.monotonic() - self._begun:.0f} s"
         layouts = f"{'the same' if same else 'other'} parameters' layouts"
         return f"{counts}, {took}; predicted step {steps}, {layouts}"
+
+
+def _seconds_of(cases: Cases) -> float:
+    return sum(case.seconds for case in cases.unknown)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.plan.families import Family
@@ -14,10 +14,10 @@ from passes.ir.joint import CPU
 from passes.layout.assignment import Assignment
 from passes.lower.rank_program import rank_program
 from passes.plan.lowering_plan import LoweringPlan
-from passes.predict.step_work import CollectiveCase, KernelCase, StepWork, step_work
+from passes.predict.step_work import CollectiveCase, KernelCase, step_work
 from passes.simulate.lockstep import simulated_group_axes, simulated_groups
 
-__all__ = ["Case", "TimedCandidate", "distinct", "timed_again", "untimed_cases", "untried", "with_times"]
+__all__ = ["Case", "Cases", "TimedCandidate", "cases_of", "distinct", "with_times"]
 
 Case = KernelCase | CollectiveCase
 
@@ -43,25 +43,40 @@ class TimedCandidate:
         return TimedCandidate(plan.step_time, plan.assignment, plan.lowering, family)
 
 
-def untimed_cases(candidate: TimedCandidate, task: Task) -> list[Case]:
-    """Of rank 0, whose shards are the largest, what `task.timed` does not know; what takes most of the step first."""
-    prices, work, known = task.prices, _work(candidate, task), _known(task)
+@dataclass(frozen=True)
+class Cases:
+    """unknown: what is not timed, what takes most of the step first. again: a few kernels that are."""
+
+    unknown: Sequence[Case]
+    again: tuple[Case, ...] = ()
+
+    def untried(self, tried: set[object]) -> tuple[Case, ...]:
+        """Those of `unknown`, each once, that are not among `tried`, which they join, behind `again`; (): there are
+        none."""
+        known: dict[object, Case] = {}
+        for case in self.unknown:
+            known.setdefault(distinct(case), case)
+        new = tuple(case for mark, case in known.items() if mark not in tried)
+        tried.update(known)
+        return (*self.again, *new) if new else ()
+
+
+def cases_of(candidate: TimedCandidate, task: Task) -> Cases:
+    """Of rank 0, whose shards are the largest, by what `task.timed` knows. No fused kernels again: to compile them
+    takes longer than to time them."""
+    joint, mesh, prices = replace(task.joint, device=CPU), task.mesh, task.prices
+    program = rank_program(joint, candidate.assignment, candidate.lowering, mesh, 0, simulated_groups(mesh))
+    work = step_work(program.usual(), prices, simulated_group_axes)
+    known = {kernel.key for kernel in task.timed.kernels} if task.timed else set[KernelKey]()
     worth = LEAST_SHARE * candidate.seconds
     kernels = (case for case in work.kernels if case.seconds >= worth and case.key not in known)
     priced = lambda case: prices.collective_priced(case.kind, case.axes, case.nbytes)
     collectives = (case for case in work.collectives if priced(case) != "timed")
-    return sorted([*kernels, *collectives], key=lambda case: -case.seconds)
-
-
-def timed_again(candidate: TimedCandidate, task: Task) -> tuple[Case, ...]:
-    """A few kernels of the plan that `task.timed` knows, those that take most of the step. No fused ones: to compile
-    them takes longer than to time them."""
-    known = _known(task)
-    if not known:
-        return ()
-    kernels = [case for case in _work(candidate, task).kernels if case.key in known and not case.group]
-    each = {case.key: case for case in sorted(kernels, key=lambda case: case.seconds)}
-    return tuple(reversed(each.values()))[:AGAIN]
+    longest = sorted(work.kernels, key=lambda case: -case.seconds)
+    again = {case.key: case for case in longest if case.key in known and not case.group}
+    return Cases(
+        sorted([*kernels, *collectives], key=lambda case: -case.seconds), tuple(again.values())[:AGAIN]
+    )
 
 
 def with_times(before: TimedPrices, times: TimedPrices) -> TimedPrices:
@@ -74,23 +89,5 @@ def with_times(before: TimedPrices, times: TimedPrices) -> TimedPrices:
     return before.joined(times)
 
 
-def _work(candidate: TimedCandidate, task: Task) -> StepWork:
-    joint, mesh = replace(task.joint, device=CPU), task.mesh
-    program = rank_program(joint, candidate.assignment, candidate.lowering, mesh, 0, simulated_groups(mesh))
-    return step_work(program.usual(), task.prices, simulated_group_axes)
-
-
-def _known(task: Task) -> frozenset[KernelKey]:
-    return frozenset(kernel.key for kernel in task.timed.kernels) if task.timed else frozenset()
-
-
 def distinct(case: Case) -> object:
     return case.key if isinstance(case, KernelCase) else (case.kind, case.axes, case.nbytes)
-
-
-def untried(cases: Iterable[Case], tried: set[object]) -> tuple[Case, ...]:
-    """Those that are not among `tried`, which they join."""
-    known = {distinct(case): case for case in cases}
-    new = tuple(case for mark, case in known.items() if mark not in tried)
-    tried.update(known)
-    return new

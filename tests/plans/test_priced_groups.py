@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.task import CallLayouts, Task, search_plan
-from autoshard.refine.timed_cases import TimedCandidate, untimed_cases
+from autoshard.refine.timed_cases import TimedCandidate, cases_of
 from cost_model.mesh import MeshSpec
 from cost_model.timed import TimedPrices
 from tests.profiles import slow_compute
@@ -36,7 +36,7 @@ def test_what_is_computed_in_a_timed_loop_is_timed() -> None:
     known = replace(one, timed=TimedPrices())
     plan = search_plan(known)
     assert {record.priced for record in plan.records if record.name in ("neg", "exp")} == {"modelled"}
-    cases = untimed_cases(TimedCandidate.of(plan), known)
+    cases = cases_of(TimedCandidate.of(plan), known).unknown
     of_loops = replace(known, timed=timed(one, tuple(cases)))
     again = {record.name: record.priced for record in search_plan(of_loops).records}
     assert again["exp"] == again["neg"] == "timed"
