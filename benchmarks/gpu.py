@@ -32,6 +32,7 @@ FIGURES = {
     "Step against torch.compile": "step",
     "Memory, predicted and allocated": "memory",
     "Kernels and phases, predicted and measured": "kernels",
+    "Step of three models, predicted from timed kernels": "prediction",
     "Rates of this GPU beside the nominal profile": "rates",
 }
 """Title -> figure of `benchmarks.gpu_figures`."""

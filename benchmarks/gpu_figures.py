@@ -3,6 +3,7 @@
     python -m benchmarks.gpu_figures step          # step time against torch.compile, in one run
     python -m benchmarks.gpu_figures memory        # peak of a step, predicted and allocated
     python -m benchmarks.gpu_figures kernels       # forward, backward, update: predicted and measured
+    python -m benchmarks.gpu_figures prediction    # three models: predicted by timed kernels, measured, torch.compile
     python -m benchmarks.gpu_figures rates         # measured rates of this GPU beside the nominal profile's
     torchrun --nproc-per-node 8 -m benchmarks.gpu_figures parts        # the same as kernels, on all GPUs
     torchrun --nproc-per-node 8 -m benchmarks.gpu_figures nccl-tests --file all_reduce.txt
@@ -31,7 +32,8 @@ from autoshard.demo.model import GPT, GPTConfig, batches
 from autoshard.profiling.startup import nominal_profile, startup_profile
 from autoshard.reporting.report_steps import report
 from autoshard.started_mesh import started_mesh
-from benchmarks.step_time import timed, trainer
+from benchmarks.gpu_prediction import MODELS, compared
+from benchmarks.step_time import Trainer, timed
 from cost_model.collectives import CollectivePrices
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
@@ -80,11 +82,11 @@ def step(mesh: DeviceMesh) -> None:
         ours = copy.deepcopy(plain)
         autoshard(ours, mesh, call, profile=nominal_profile("cuda"))
         steps = {
-            "torch.compile": trainer(torch.compile(plain), plain, *call),
-            "autoshard": trainer(ours, ours, *call),
+            "torch.compile": Trainer(torch.compile(plain), plain, call),
+            "autoshard": Trainer(ours, ours, call),
         }
         for _ in range(WARMUP):
-            losses = {name: run().item() for name, run in steps.items()}
+            losses = {name: trainer.step().item() for name, trainer in steps.items()}
         seconds: dict[str, list[float]] = {name: [] for name in steps}
         for turn in range(STEPS):
             for name in list(steps) if turn % 2 == 0 else list(steps)[::-1]:
@@ -143,6 +145,14 @@ def kernels(mesh: DeviceMesh) -> None:
             say(f"bfloat16, {backend}\n{figures.text()}")
 
 
+def prediction(mesh: DeviceMesh) -> None:
+    """The goals are a ratio of 0.9 to 1.1 of the prediction, and 1.02 of torch.compile."""
+    for workload in (build() for build in MODELS.values()):
+        say(f"bfloat16, {workload.text}")
+        say(f"  {compared(mesh, workload, torch.bfloat16)}")
+        torch.cuda.empty_cache()
+
+
 def rates(mesh: DeviceMesh) -> None:
     measured, nominal = startup_profile(mesh).device, nominal_profile("cuda").device
     say(
@@ -186,6 +196,7 @@ FIGURES: dict[str, Callable[[DeviceMesh], None]] = {
     "memory": memory,
     "kernels": kernels,
     "parts": kernels,
+    "prediction": prediction,
     "rates": rates,
 }
 

@@ -77,14 +77,20 @@ class RankPool:
 
     timeout_seconds: the longest a run may take before its ranks are killed.
     grace_seconds:   after a first failure, how long the other ranks may take to report their own.
+    start_method:    of `multiprocessing`. "forkserver" starts at once what takes seconds to import; a process that is
+                     to use a GPU is not forked from one that has looked for GPUs, as importing Inductor does.
     """
 
-    def __init__(self, timeout_seconds: float = 300.0, grace_seconds: float = 3.0) -> None:
+    def __init__(
+        self, timeout_seconds: float = 300.0, grace_seconds: float = 3.0, start_method: str = "forkserver"
+    ) -> None:
         self.timeout_seconds = timeout_seconds
         self.grace_seconds = grace_seconds
-        self._context = multiprocessing.get_context("forkserver")
-        # Importing takes seconds; a process forked from one that has done it starts at once.
-        self._context.set_forkserver_preload(["autoshard", "torch._inductor.compile_fx", "tests.rank_worker"])
+        self._context: Any = multiprocessing.get_context(start_method)
+        if start_method == "forkserver":
+            self._context.set_forkserver_preload(
+                ["autoshard", "torch._inductor.compile_fx", "tests.rank_worker"]
+            )
         self._workers: dict[int, _Worker] = {}
         self._runs = itertools.count()
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")

@@ -20,8 +20,9 @@ from autoshard.runtime.compiled_pieces import CompiledEnds, CompiledPiece
 from autoshard.runtime.input_side import InputSide
 from autoshard.runtime.leaves import Leaves
 from autoshard.runtime.piece_compiler import Compiler, Known
-from autoshard.runtime.step import autocast_off, no_turn
+from autoshard.runtime.step import no_turn
 from cost_model.mesh import MeshSpec
+from passes.ir.autocast_off import autocast_off
 from passes.ir.torch_dtensor import local_of
 from passes.lower.piece_values import step_results
 from passes.lower.piecewise import split_pieces, without_gradients
@@ -76,7 +77,7 @@ class PiecewiseProgram:
         known = self._known(leaves)
         if self.ends.has_loss:
             self._give(known, self.ends.loss_is_one(self._device(leaves)))
-        with autocast_off(self.device_type), self._turn("forward"), torch.no_grad():
+        with autocast_off(), self._turn("forward"), torch.no_grad():
             results = self._early.run(known, self._names)
             for place, leaf in self.ends.buffers:
                 local_of(leaves[leaf]).copy_(results[place])  # type: ignore[arg-type]
@@ -86,7 +87,7 @@ class PiecewiseProgram:
         """The gradients of a call with these leaves, its outputs having the gradients `tangents`."""
         known = self._known(leaves)
         self._give(known, self.ends.given(tangents, self._device(leaves)))
-        with autocast_off(self.device_type), self._turn("backward"), torch.no_grad():
+        with autocast_off(), self._turn("backward"), torch.no_grad():
             results = self._whole.run(known, self._names)
         return self.ends.gradients_in(results)
 

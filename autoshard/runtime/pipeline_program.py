@@ -23,8 +23,9 @@ from autoshard.runtime.piece_compiler import Compiler
 from autoshard.runtime.pipeline_stage import PipelineStage, run_pieces, run_pieces_forward, torch_schedule
 from autoshard.runtime.stage_clock import StageClock, StepPart
 from autoshard.runtime.stage_run import StageOnRank, StageRun
-from autoshard.runtime.step import autocast_off, no_turn
+from autoshard.runtime.step import no_turn
 from cost_model.mesh import MeshSpec
+from passes.ir.autocast_off import autocast_off
 from passes.ir.joint import JointGraph, node_value
 from passes.ir.torch_dtensor import local_of
 from passes.layout.layout import Layout
@@ -99,7 +100,7 @@ class PipelineProgram:
         """(outputs, gradients if the loss's is 1, else of nothing). New values of buffers are written."""
         known = dict(zip(self._names, self.leaves.local(leaves), strict=True))
         loss = self.ends.loss_is_one(self._at.device) if self.ends.has_loss else {}
-        with autocast_off(self._at.spec.device_type), self._turn("forward"), torch.no_grad():
+        with autocast_off(), self._turn("forward"), torch.no_grad():
             found = self._early.run(known, loss, backward=self.ends.has_loss)
             outputs = self._outputs(found)
             for place, leaf in self.ends.buffers:
@@ -113,7 +114,7 @@ class PipelineProgram:
         """The gradients of a call with these leaves, its outputs having the gradients `tangents`."""
         known = dict(zip(self._names, self.leaves.local(leaves), strict=True))
         given = self.ends.given(tangents, self._at.device)
-        with autocast_off(self._at.spec.device_type), self._turn("backward"), torch.no_grad():
+        with autocast_off(), self._turn("backward"), torch.no_grad():
             return self._gradients(self._whole.run(known, given, backward=True), leaves)
 
     def _outputs(self, found: Results) -> tuple[Tensor, ...]:

@@ -17,12 +17,13 @@ from autoshard.runtime.observe import Observer, PhaseRun, observed
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
 from passes.compile.compile_graph import Compiled, compile_graph
+from passes.ir.autocast_off import autocast_off
 from passes.ir.torch_dtensor import local_of
 from passes.lower.missing_tangents import usually_missing
 from passes.lower.phases import Backward
 from passes.lower.rank_program import RankProgram
 
-__all__ = ["Program", "autocast_off", "check_first_order", "no_turn"]
+__all__ = ["Program", "check_first_order", "no_turn"]
 
 
 def no_turn(phase: str) -> AbstractContextManager[Any]:
@@ -96,7 +97,7 @@ class Program:
         """(outputs, tensors to save). Outside autograd."""
         locals_ = self.leaves.local(leaves)
         run = lambda: PhaseRun("forward", self.phases, tuple(locals_))
-        with autocast_off(self.device_type), self._turn("forward"), observed(self._observers, run):
+        with autocast_off(), self._turn("forward"), observed(self._observers, run):
             results = self._forward(list(locals_))
             for position, leaf in self._buffers:
                 local_of(leaves[leaf]).copy_(results[position])  # type: ignore[arg-type]
@@ -120,7 +121,7 @@ class Program:
         saved.clear()
         given.clear()
         run = lambda: PhaseRun("backward", replace(self.phases, backward=backward.graph))
-        with autocast_off(self.device_type), self._turn("backward"), observed(self._observers, run):
+        with autocast_off(), self._turn("backward"), observed(self._observers, run):
             return list(backward.run(inputs))
 
     def compile_backward(self, missing: frozenset[int] = frozenset()) -> None:
@@ -193,10 +194,3 @@ def check_first_order() -> None:
 
 def _placeholder_values(module: fx.GraphModule) -> list[Tensor]:
     return [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
-
-
-def autocast_off(device_type: str) -> AbstractContextManager[Any]:
-    """The graph has its casts in it; autocast must not add any."""
-    if torch.is_autocast_enabled(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return nullcontext()

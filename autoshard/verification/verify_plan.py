@@ -21,6 +21,7 @@ from autoshard.plan.planned_graph import planned_graph
 from autoshard.plan.stages_option import AnyPlan
 from autoshard.runtime.module import original_forward
 from autoshard.verification.divergence import Divergence, Watcher, floors_by_kind
+from autoshard.verification.full_float32 import full_float32
 from autoshard.verification.part_errors import piece_error
 from autoshard.verification.shards import held_value
 from autoshard.verification.simulated_step import rank_programs, simulated_results, usual_tangents
@@ -70,6 +71,7 @@ class VerifyReport:
 
 
 @random_state_kept()
+@full_float32()
 def verify(
     model: nn.Module,
     plan: AnyPlan | str | os.PathLike[str],
@@ -85,8 +87,8 @@ def verify(
     autocast:       as `find_plan` was given it.
     Output gradients are random (`seed`), so every gradient path counts. Dropout draws the same
     global numbers on both sides. `model` must hold values (not be on `meta`); it is not changed. All runs on the
-    device where the model is. A model that computes something else there than on the mesh's devices (autocast, a
-    device test) is compared with its own unsharded graph, as one with dropout is.
+    device where the model is, without TensorFloat-32. A model that computes something else there than on the mesh's
+    devices (autocast, a device test) is compared with its own unsharded graph, as one with dropout is.
 
     Of a plan with stages every result is compared, and of a difference it is not said which node is the first.
 

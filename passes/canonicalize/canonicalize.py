@@ -20,6 +20,7 @@ from passes.canonicalize.scatter_to_where import ScatterToWhere
 from passes.canonicalize.sink_expands import SinkExpands
 from passes.canonicalize.split_convolution_backward import SplitConvolutionBackward
 from passes.canonicalize.write_conjugates import WriteConjugates
+from passes.ir.autocast_off import autocast_off
 from passes.ir.collector import collector_paused
 from passes.ir.graph_pass import GraphPass, run_passes
 from passes.ir.joint import JointGraph
@@ -59,6 +60,7 @@ PIPELINE: tuple[GraphPass, ...] = (
 
 
 @collector_paused()
+@autocast_off()
 def canonicalize(joint: JointGraph) -> JointGraph:
     """A new joint graph of primitive ops that computes the same; `joint` is left as it was."""
     return copy_joint(run_passes(copy_joint(joint), PIPELINE))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, fx
@@ -15,6 +16,8 @@ from passes.compile.call_directly import call_directly
 from passes.compile.expand_ops import CALLED, expand_ops
 from passes.compile.fuse_eager import FuseEager
 from passes.compile.join_linears import JoinLinears
+from passes.compile.keep_strides import keep_strides, result_values
+from passes.ir.autocast_off import autocast_off
 from passes.ir.graph_pass import run_rank_passes
 from passes.ir.op_traits import is_collective
 from passes.ir.torch_compat import (
@@ -51,6 +54,7 @@ def check_backend(backend: str) -> None:
         raise ShardingError(f"backend is {backend!r}, which is no compiler\n  try: one of {choices}")
 
 
+@autocast_off()
 def compile_graph(module: fx.GraphModule, backend: str = "inductor", adding: Sequence[int] = ()) -> Compiled:
     """A callable that computes what `module` does, for inputs like its placeholders' "val".
 
@@ -75,9 +79,9 @@ def compile_graph(module: fx.GraphModule, backend: str = "inductor", adding: Seq
     with torch.no_grad(), torch_deprecations_ignored():
         if backend == "inductor":
             lower_as_collectives(NAMED_BY_NAME, ALL_REDUCE_IN_PLACE)
-            launches = _launches(expanded)
+            launches, wanted = _launches(expanded), result_values(module)
             with inductor_graph_order() if launches else nullcontext():
-                call, source = compile_with_inductor(expanded, examples)
+                call, source = compile_with_inductor(expanded, examples, partial(keep_strides, wanted=wanted))
             _check_order(launches, source)
             return call
         compiler = lookup_compiler(backend)

@@ -12,6 +12,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
+from passes.ir.autocast_off import autocast_off
 from passes.ir.fake_calls import looks
 from passes.ir.joint import map_operands, tensor_operands
 from passes.ir.op_traits import is_use
@@ -55,6 +56,7 @@ def _references(chip: Chip | None) -> dict[str, Callable[..., Any]]:
     }
 
 
+@autocast_off()
 def expand_ops(
     module: fx.GraphModule,
     chip: Chip | None = None,

@@ -10,6 +10,8 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from passes.ir.autocast_off import autocast_off
+
 __all__ = ["FakeCalls", "looks"]
 
 
@@ -34,7 +36,7 @@ class FakeCalls:
         found = self._results.get(key, _MISSING)
         if found is _MISSING:
             values = map_arg((tuple(args), kwargs), _value)
-            with torch.no_grad(), nullcontext() if mode is None else mode:
+            with torch.no_grad(), autocast_off(), nullcontext() if mode is None else mode:
                 found = self._results[key] = target(*values[0], **values[1])
         return found
 

@@ -40,6 +40,13 @@ def fake_mode_of(value: Any) -> Any:
     raise AssertionError(f"no FakeTensor in {value!r}")
 
 
+def no_fake_mode() -> AbstractContextManager[Any]:
+    """Whatever fake mode is at work is not, inside: fakes of another one would not be taken. Since 2.0."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
 def inside_function_transform() -> bool:
     """Whether a transform of torch.func (grad, vmap, jvp) is at work; 50 ns. Since 2.0."""
     return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
@@ -129,7 +136,7 @@ def boxed_forward(module: Any) -> Callable[[list[Any]], Any]:
 
 
 def compile_with_inductor(
-    module: Any, examples: Sequence[torch.Tensor]
+    module: Any, examples: Sequence[torch.Tensor], last: Callable[[Any], None]
 ) -> tuple[Callable[[list[Any]], Any], str]:
     """Inductor's code for an inference graph, taking its inputs in a list that it empties as it goes,
     and the text of that code ("" if it has none).
@@ -139,20 +146,24 @@ def compile_with_inductor(
     nothing but pass results through, which its number of results tells. `compile_fx` with
     `inner_compile` since torch 2.0; AOT autograd's own cache would skip `inner_compile`, hence off
     (Inductor's stays on).
+
+    last: changes in place the graph that Inductor lowers, which has as many results as `module`.
     """
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     made: list[Any] = []
     results: list[int] = []
+    expected = len(module.graph.output_node().args[0])
 
     def inner(graph: Any, inputs: Any, **kwargs: Any) -> Any:
         output = graph.graph.output_node()
         results.append(len(output.args[0]))
+        if results[-1] == expected:
+            last(graph)
         made.append(compile_fx_inner(graph, inputs, **kwargs))
         return made[-1]
 
-    expected = len(module.graph.output_node().args[0])
     with config.patch(enable_autograd_cache=False):
         wrapped: Any = compile_fx(module, list(examples), inner_compile=inner)
     if results == [expected]:

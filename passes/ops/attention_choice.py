@@ -69,7 +69,10 @@ def chip_of(device: torch.device) -> Chip:
             f"attention on {device}: its compute capability, which decides the kernel, is not known on a machine "
             "without CUDA\n  try: chip=Chip((9, 0)), the device that the graph is for"
         )
-    return Chip(torch.cuda.get_device_capability(device), hip=torch.version.hip is not None)
+    # cuDNN has no deterministic backward, and torch's own choice passes it over just so.
+    exact = torch.are_deterministic_algorithms_enabled()
+    cudnn = 0 if exact or torch.version.hip is not None else torch.backends.cudnn.version() or 0
+    return Chip(torch.cuda.get_device_capability(device), hip=torch.version.hip is not None, cudnn=cudnn)
 
 
 def choose(case: Case, chip: Chip | None) -> Kernel:
@@ -77,13 +80,13 @@ def choose(case: Case, chip: Chip | None) -> Kernel:
     if 0 in (case.b, case.h, case.s, case.t, case.d, case.e):
         return "empty"
     for row in TABLE:
-        if row.chosen and refusal(row, case, chip) is None:
+        if refusal(row, case, chip) is None:
             return row.kernel
     return "math"
 
 
 def refusal(row: Contract, case: Case, chip: Chip | None) -> str | None:
-    """Why the kernel of `row` may not compute `case`; None if it may. It does not ask whether `row` is chosen."""
+    """Why the kernel of `row` may not compute `case`; None if it may."""
     if row.device not in ("any", case.device):
         return f"runs on {row.device}, not on {case.device}"
     if case.dtype not in row.dtypes:
@@ -96,6 +99,8 @@ def refusal(row: Contract, case: Case, chip: Chip | None) -> str | None:
         return "takes no mask beside is_causal"
     if case.is_causal and case.s != case.t and not row.causal_unequal:
         return "aligns a causal mask of unequal lengths at the bottom right"
+    if min(case.s, case.t) < row.least_length:
+        return f"needs {row.least_length} queries and keys"
     if row.equal_heads and case.d != case.e:
         return "needs v to have the head size of q"
     head = padded_head(row, max(case.d, case.e))
@@ -115,6 +120,10 @@ def _chip_refusal(row: Contract, case: Case, chip: Chip | None) -> str | None:
     lowest, highest = row.capabilities
     if not lowest <= chip.capability <= highest:
         return f"runs on compute capability {lowest} to {highest}"
+    if row.cudnn is not None and not row.cudnn[0] <= chip.cudnn <= row.cudnn[1]:
+        return (
+            f"is known to be right in cuDNN {row.cudnn[0]} to {row.cudnn[1]}, not in {chip.cudnn or 'none'}"
+        )
     least = row.dtypes[case.dtype]
     if least is not None and chip.capability < least:
         return f"has {case.dtype} from compute capability {least}"

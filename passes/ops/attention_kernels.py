@@ -1,4 +1,4 @@
-"""Calls of torch's attention kernels, operands laid out as the table says. The kernel is `Problem.kernel`.
+"""Calls of torch's attention kernels, operands laid out as the table says. The kernel is `AttentionCall.kernel`.
 
 All kernels share one convention: `lse` is the natural log of the sum of exp(scale * q k^T + mask).
 """
@@ -74,6 +74,31 @@ def _cpu_flash_backward(p: AttentionCall, grad_out: Tensor, out: Tensor, lse: Te
     )
 
 
+def _cudnn(p: AttentionCall) -> tuple[Tensor, Tensor]:
+    q, k, v = _taken(contract_of("cudnn"), q=p.q, k=p.k, v=p.v)
+    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, p.is_causal, scale=p.scale
+    )
+    return _columns(out, p.v.shape[-1]), lse.squeeze(-1)
+
+
+def _cudnn_backward(p: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+    row = contract_of("cudnn")
+    grad, q, k, v, result = _taken(row, grad_out=grad_out, q=p.q, k=p.k, v=p.v, out=out)
+    stats = prepared(row, "lse", lse).unsqueeze(-1)
+    seed, offset = _unread_seeds(q, torch.int64)
+    gradients = aten._scaled_dot_product_cudnn_attention_backward(
+        grad, q, k, v, result, stats, seed, offset, None, None, None, q.shape[2], k.shape[2], 0.0, p.is_causal,
+        scale=p.scale,
+    )  # fmt: skip
+    return _kept(p, *gradients)
+
+
+def _unread_seeds(like: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What kernels read with dropout only. Of one dim: for a scalar Inductor launches a kernel that writes it."""
+    return like.new_empty((2,), dtype=dtype), like.new_empty((1,), dtype=dtype)
+
+
 def _flash(p: AttentionCall) -> tuple[Tensor, Tensor]:
     q, k, v = _taken(contract_of("flash"), q=p.q, k=p.k, v=p.v)
     out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, p.is_causal, False, scale=p.scale)
@@ -83,7 +108,7 @@ def _flash(p: AttentionCall) -> tuple[Tensor, Tensor]:
 def _flash_backward(p: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
     row = contract_of("flash")
     grad, q, k, v, result = _taken(row, grad_out=grad_out, q=p.q, k=p.k, v=p.v, out=out)
-    seed, offset = (q.new_empty(shape, dtype=torch.uint64) for shape in ((2,), ()))  # read only with dropout
+    seed, offset = _unread_seeds(q, torch.uint64)
     gradients = aten._scaled_dot_product_flash_attention_backward(
         grad, q, k, v, result, padded_lse(row, lse), None, None, q.shape[2], k.shape[2], 0.0, p.is_causal,
         seed, offset, scale=p.scale,
@@ -111,7 +136,7 @@ def _efficient(p: AttentionCall) -> tuple[Tensor, Tensor]:
 def _efficient_backward(p: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
     row = contract_of("efficient")
     grad, q, k, v, result = _taken(row, grad_out=grad_out, q=p.q, k=p.k, v=p.v, out=out)
-    seed, offset = (q.new_empty((), dtype=torch.int64) for _ in range(2))  # read only with dropout
+    seed, offset = _unread_seeds(q, torch.int64)
     gq, gk, gv, _ = aten._scaled_dot_product_efficient_attention_backward(
         grad, q, k, v, _bias(p, row), result, padded_lse(row, lse), seed, offset, 0.0,
         [True, True, True, False], p.is_causal, scale=p.scale,
@@ -124,8 +149,9 @@ _KERNELS: Mapping[
 ] = {
     "empty": (empty, _nothing_backward),
     "cpu_flash": (_cpu_flash, _cpu_flash_backward),
+    "cudnn": (_cudnn, _cudnn_backward),
     "flash": (_flash, _flash_backward),
     "efficient": (_efficient, _efficient_backward),
     "math": (math_forward, math_backward),
 }
-"""Of all that is chosen, forward and backward."""
+"""Forward and backward."""

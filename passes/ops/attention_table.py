@@ -34,10 +34,12 @@ packed: contiguous as it is."""
 
 @dataclass(frozen=True)
 class Chip:
-    """What the choice needs to know of a CUDA device. hip: an AMD device, whose kernels are others."""
+    """What the choice needs to know of a CUDA device. hip: an AMD device, whose kernels are others. cudnn: the version
+    of cuDNN that may be asked for attention, as it counts them (91900 is 9.19); 0: none."""
 
     capability: Capability
     hip: bool = False
+    cudnn: int = 0
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,10 @@ class Contract:
     """device:          type of device; "any" for plain math.
     dtypes:          of q, k, v alike, each with the least compute capability that has it (None on CPUs).
     capabilities:    lowest and highest compute capability, inclusive.
+    cudnn:           lowest and highest version of cuDNN, inclusive; None: it is no kernel of cuDNN.
     largest_head:    of the padded head sizes; None: no limit.
     head_multiple:   q, k and v are padded with zero columns to head sizes of this multiple.
+    least_length:    of queries and of keys.
     equal_heads:     whether v must have the head size of q.
     refused_heads:   (capability from, to, padded head size from, to), inclusive, where the backward cannot run.
     masks:           kinds that it takes.
@@ -58,7 +62,6 @@ class Contract:
     lse_multiple:    the backward reads lse in rows padded to this, with +inf.
     blind_rows:      lse of a query that sees no key; `out` is 0 there with every kernel.
     deterministic:   "yes", or what makes it so.
-    chosen, reason:  False where the table knows a kernel that is not used, and why.
     """
 
     kernel: Kernel
@@ -66,8 +69,10 @@ class Contract:
     dtypes: Mapping[torch.dtype, Capability | None]
     masks: frozenset[MaskKind]
     capabilities: tuple[Capability, Capability] | None = None
+    cudnn: tuple[int, int] | None = None
     largest_head: int | None = None
     head_multiple: int = 1
+    least_length: int = 1
     equal_heads: bool = False
     refused_heads: tuple[tuple[Capability, Capability, int, int], ...] = ()
     causal_unequal: bool = True
@@ -78,8 +83,6 @@ class Contract:
     lse_multiple: int = 1
     blind_rows: str = "-inf"
     deterministic: str = "yes"
-    chosen: bool = True
-    reason: str = ""
 
 
 _HALVES: dict[torch.dtype, Capability | None] = {torch.float16: (8, 0), torch.bfloat16: (8, 0)}
@@ -98,24 +101,26 @@ _TILES_TOO_LARGE = (((8, 6), (8, 9), 193, 224), ((12, 0), (12, 1), 193, 224))
 (`check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120`; with dropout up to 256). Forward and backward
 run one kernel, and a forward does not know whether a gradient follows, so the forward does without it too."""
 
+_KNOWN_CUDNN = (91900, 92099)
+"""9.19 of torch 2.11, compared with float64 on an H200, and 9.20 of torch 2.13. Only without a mask: with one their
+backward gives NaN for some lengths (pytorch#196678), and for one query (cudnn-frontend#1072)."""
+
 TABLE: tuple[Contract, ...] = (
     Contract(
         "cudnn",
         "cuda",
-        _HALVES,
+        dict.fromkeys(_HALVES, (9, 0)),
         frozenset({"none"}),
-        capabilities=((8, 0), (12, 1)),
+        capabilities=((9, 0), (9, 0)),
+        cudnn=_KNOWN_CUDNN,
         largest_head=128,
         head_multiple=8,
+        least_length=2,
         largest_grid=65535,
         align=8,
         layouts=_FUSED,
         blind_rows="not defined",
-        deterministic="no",
-        chosen=False,
-        reason="cuDNN says only on the GPU whether it has an engine for a shape, and its answer changes with its "
-        "version, so no graph could be checked; its backward gave NaN for ordinary shapes in versions that torch "
-        "2.11 to 2.13 ship (pytorch#196678, cudnn-frontend#1072), and has no deterministic form",
+        deterministic="no; not chosen under torch.use_deterministic_algorithms(True)",
     ),
     Contract(
         "flash",

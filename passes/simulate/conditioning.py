@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from passes.ir.autocast_off import autocast_off
 from passes.ir.joint import JointGraph
 from passes.ir.op_traits import draws, rounds
 
@@ -24,6 +25,7 @@ class Rounding:
     nodes: Mapping[str, float]
 
 
+@autocast_off()
 def measured_rounding(
     joint: JointGraph,
     values: Sequence[Tensor],

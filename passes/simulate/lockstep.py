@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from cost_model.mesh import MeshSpec
+from passes.ir.autocast_off import autocast_off
 from passes.simulate.conditioning import seeded_call
 
 __all__ = [
@@ -86,6 +87,7 @@ class _Call:
 _Rank = Generator[_Call, Tensor, tuple[Any, ...]]
 
 
+@autocast_off()
 def simulate(
     graphs: Sequence[fx.GraphModule],
     inputs: Sequence[Sequence[Any]],

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from cost_model.mesh import MeshSpec
+from passes.ir.autocast_off import autocast_off
 from passes.lower.piece_values import step_results
 from passes.lower.piecewise import RankPieces
 from passes.simulate.lockstep_pieces import Known, piece_backward, piece_forward, run_after, run_before
@@ -30,6 +31,7 @@ class StageInLockstep:
     known: Known
 
 
+@autocast_off()
 def simulate_stages(stages: Sequence[StageInLockstep], mesh: MeshSpec) -> list[list[Mapping[Leaf, Tensor]]]:
     """Per stage and rank its results, by kind and name in the whole graph. mesh: of one stage."""
     runs = [_Run(stage, mesh) for stage in stages]

@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 
 from passes.capture.model_state import named_state, state_kept
+from passes.ir.autocast_off import autocast_off
 from passes.ir.joint import GraphInput, GraphOutput, JointGraph, node_value
 from passes.simulate.conditioning import seeded_call
 
@@ -58,6 +59,7 @@ class _Recorder(fx.Interpreter):
         return value
 
 
+@autocast_off()
 def graph_values(
     joint: JointGraph, values: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor | None], dict[str, Any]]:

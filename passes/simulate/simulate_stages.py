@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from passes.ir.autocast_off import autocast_off
 from passes.ir.joint import JointGraph
 from passes.lower.phases import Backward, Phases, split_phases
 from passes.stages.stage_graph import StageGraph
@@ -18,6 +19,7 @@ Known = Mapping[tuple[str, str], Tensor]
 """Of the whole graph, by kind and name of its inputs."""
 
 
+@autocast_off()
 def staged_results(
     joint: JointGraph, graphs: Sequence[StageGraph], values: Sequence[Tensor]
 ) -> list[Tensor | None]:

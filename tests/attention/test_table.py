@@ -14,7 +14,7 @@ from torch import fx
 
 from cost_model.errors import UnsupportedOpError
 from passes.compile.expand_ops import expand_ops
-from passes.ops.attention_choice import Case, choose, refusal
+from passes.ops.attention_choice import Case, choose
 from passes.ops.attention_layout import check_layout
 from passes.ops.attention_table import TABLE, Chip, contract_of
 from tests.attention.graphs import MASKS, Call, copies_of, expanded, graph_of, kernels_of
@@ -259,14 +259,54 @@ def test_a_layout_that_a_kernel_would_misread_is_refused() -> None:
             check_layout(row, name, x)
 
 
-def test_every_row_is_a_kernel_that_is_used_or_says_why_not() -> None:
+def test_every_row_is_a_kernel_that_is_used() -> None:
     assert [row.kernel for row in TABLE] == ["cudnn", "flash", "efficient", "cpu_flash", "math"]
-    assert all(row.chosen != bool(row.reason) for row in TABLE)
     case = Case("cuda", WIDE, 2, 4, 64, 64, 64, 64)
-    assert refusal(contract_of("cudnn"), case, Chip(HOPPER)) is None  # it could
+    assert choose(case, Chip(HOPPER, cudnn=91900)) == "cudnn"
     assert choose(case, Chip(HOPPER)) == "flash"
+    assert choose(replace(case, mask="bool"), Chip(HOPPER)) == "efficient"
     assert choose(case, Chip(HOPPER, hip=True)) == "math"
     assert choose(replace(case, device="cpu"), None) == "cpu_flash"
     assert choose(replace(case, device="cpu", e=32), None) == "math"
     assert choose(replace(case, device="mps"), None) == "math"
     assert choose(replace(case, s=0), Chip(HOPPER)) == "empty"
+
+
+@pytest.mark.parametrize(
+    ("chip", "change", "wanted"),
+    [
+        (Chip(HOPPER, cudnn=92000), {"is_causal": True}, "cudnn"),
+        (Chip(HOPPER, cudnn=92000), {"is_causal": True, "s": 48}, "cudnn"),  # it aligns at the top left
+        (Chip(HOPPER, cudnn=92000), {"d": 64, "e": 32}, "cudnn"),
+        (Chip(HOPPER, cudnn=92000), {"dtype": SINGLE}, "efficient"),
+        (Chip(HOPPER, cudnn=92000), {"mask": "bool"}, "efficient"),  # pytorch#196678
+        (Chip(HOPPER, cudnn=92000), {"s": 1}, "flash"),  # cudnn-frontend#1072
+        (Chip(HOPPER, cudnn=92000), {"d": 136, "e": 136}, "flash"),
+        (Chip(HOPPER, cudnn=91800), {}, "flash"),
+        (Chip(HOPPER, cudnn=92100), {}, "flash"),
+        (Chip(AMPERE, cudnn=92000), {}, "flash"),
+        (Chip((10, 0), cudnn=92000), {}, "flash"),
+    ],
+    ids=str,
+)
+def test_cudnn_is_chosen_where_it_was_compared(chip: Chip, change: dict[str, object], wanted: str) -> None:
+    case = replace(Case("cuda", WIDE, 2, 4, 64, 64, 64, 64), **change)  # type: ignore[arg-type]
+    assert choose(case, chip) == wanted
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_call_of_cudnn_copies_nothing_that_is_aligned(causal: bool) -> None:
+    call = Call(WIDE, causal=causal, d=64)
+    module = expand_ops(graph_of(call), Chip(HOPPER, cudnn=92000))
+    assert kernels_of(module) == ("cudnn", "cudnn_backward")
+    assert copies_of(module) == []
+    _check(module, call)
+
+
+def test_no_seed_is_a_scalar_that_a_compiler_would_write() -> None:
+    """What is read only with dropout has a dim: of such tensors Inductor makes no kernel."""
+    for dtype in (WIDE, SINGLE):
+        for chip in (Chip(HOPPER), Chip(HOPPER, cudnn=92000)):
+            module = expand_ops(graph_of(Call(dtype, d=64)), chip)
+            made = [n.meta["val"] for n in module.graph.nodes if "new_empty" in str(n.target)]
+            assert made and all(value.ndim == 1 for value in made)

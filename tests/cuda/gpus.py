@@ -26,7 +26,7 @@ class GpuPool:
     """Rank i of a run has GPU i. The pool's processes and their logs are `RankPool`'s."""
 
     def __init__(self, grace_seconds: float = 10.0) -> None:
-        self._pool = RankPool(timeout_seconds=600.0, grace_seconds=grace_seconds)
+        self._pool = RankPool(timeout_seconds=600.0, grace_seconds=grace_seconds, start_method="spawn")
 
     def run(
         self, fn: Callable[..., Any], *args: Any, world: int, nccl_seconds: float = 300.0, **kwargs: Any
