@@ -51,6 +51,7 @@ def _head(machine: Machine) -> Iterator[str]:
     yield ""
     if not machine.gpus:
         yield "**Not run: this machine has no GPU.** The tests below were collected and skipped; no figure is of a GPU."
+        yield "What ran on one is in [On GPUs](cuda.md#on-one-h200)."
         yield ""
 
 

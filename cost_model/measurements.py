@@ -93,7 +93,7 @@ class MatmulRates:
 @dataclass(frozen=True)
 class UpdateRates:
     """The optimizer's update of one parameter, measured with a fused AdamW: constant part, and bytes of parameter
-    (not of gradient or state) per second."""
+    (not of gradient or state) per second. On GPUs, of one among others."""
 
     launch_seconds: float
     bytes_per_second: float

@@ -21,6 +21,7 @@ from cost_model.measure.kernel_work import (
     pooling_flops,
     pooling_work,
     update_work,
+    updated_together,
 )
 from cost_model.measure.sampling import Series
 from cost_model.measure.statistics import SampledCurve, median, monotone
@@ -68,7 +69,7 @@ def kernel_series(
         ("narrow convolutions", tuple(narrow), lambda n: convolution_work(narrow[n], dtype, device)),
         ("AdamW update", _of(_UPDATES, device), lambda nbytes: update_work(nbytes, device, mesh)),
     ]
-    return [Series(name, sizes, prepare, median, LEAST_SECONDS) for name, sizes, prepare in works]
+    return [Series(name, sizes, prepare, median, LEAST_SECONDS, ahead=True) for name, sizes, prepare in works]
 
 
 def with_kernel_rates(
@@ -84,7 +85,10 @@ def with_kernel_rates(
         pooling=(_rates(_dtype(device), pooling, 1.0),),
         narrow_convolution=(_rates(_dtype(device), narrow, CONVOLUTION_PASSES),),
         # Curves are monotone, but a noisy machine may leave no difference to divide by.
-        update=UpdateRates(update.seconds[0], 1.0 / slope if slope > 0 else rates.memory_bytes_per_second),
+        update=UpdateRates(
+            update.seconds[0] / updated_together(device),
+            1.0 / slope if slope > 0 else rates.memory_bytes_per_second,
+        ),
     )
 
 

@@ -20,6 +20,7 @@ __all__ = [
     "pooling_flops",
     "pooling_work",
     "update_work",
+    "updated_together",
 ]
 
 Work = Callable[[], object]
@@ -97,16 +98,23 @@ def pooling_work(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.
 
 
 def update_work(nbytes: int, device: torch.device, mesh: DeviceMesh | None) -> Work:
-    """A step of torch.optim.AdamW(fused=True) on one float32 parameter of `nbytes` on each rank. Trainers use it
-    (torchtitan, Hugging Face); op by op a step takes several times as long on CPUs.
+    """A step of torch.optim.AdamW(fused=True) on float32 parameters of `nbytes` together, on each rank. Trainers use
+    it (torchtitan, Hugging Face); op by op a step takes several times as long on CPUs.
 
-    mesh: the parameter is a DTensor on it, as in a sharded model; None: a plain tensor.
+    mesh: the parameters are DTensors on it, as in a sharded model; None: plain tensors.
     """
-    local = torch.ones(nbytes // 4, device=device)
-    parameter = torch.nn.Parameter(_distributed(local, mesh))
-    parameter.grad = _distributed(local.clone(), mesh)
-    optimizer = torch.optim.AdamW([parameter], lr=1e-3, fused=True)
-    return optimizer.step
+    count = updated_together(device)
+    parameters: list[torch.nn.Parameter] = []
+    for _ in range(count):
+        local = torch.ones(nbytes // 4 // count, device=device)
+        parameters.append(torch.nn.Parameter(_distributed(local, mesh)))
+        parameters[-1].grad = _distributed(local.clone(), mesh)
+    return torch.optim.AdamW(parameters, lr=1e-3, fused=True).step
+
+
+def updated_together(device: torch.device) -> int:
+    """Parameters of `update_work`. A CPU updates them one by one, a GPU many with one kernel."""
+    return 16 if device.type == "cuda" else 1
 
 
 def _distributed(local: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:

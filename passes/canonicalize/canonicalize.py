@@ -7,6 +7,7 @@ from passes.canonicalize.drop_kept_dims import DropKeptDims
 from passes.canonicalize.drop_unit_dims import DropUnitDims
 from passes.canonicalize.fuse_permutes import FusePermutes
 from passes.canonicalize.insert_uses import InsertUses
+from passes.canonicalize.mark_causal_masks import MarkCausalMasks
 from passes.canonicalize.matmul_to_contract import MatmulToContract
 from passes.canonicalize.merge_duplicates import MergeDuplicates
 from passes.canonicalize.normalize_arguments import NormalizeArguments
@@ -54,6 +55,7 @@ PIPELINE: tuple[GraphPass, ...] = (
     DropKeptDims(),
     MergeDuplicates(),
     RemoveDeadCode(),
+    MarkCausalMasks(),
     # Last: nothing looks through a use.
     InsertUses(),
 )

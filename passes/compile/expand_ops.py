@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -78,6 +78,7 @@ def expand_ops(
     new: dict[fx.Node, Any] = {}
     traced: dict[Any, fx.Graph] = {}
     references = _references(chip)
+    unread: list[fx.Node] = []
     for node in module.graph.nodes:
         if node.op == "output":
             graph.output(map_arg(node.args[0], new.__getitem__))
@@ -88,12 +89,25 @@ def expand_ops(
             new[node].target = called[str(node.target)]
         elif str(node.target) in references:
             new[node] = _inline(graph, node, new, traced, references[str(node.target)])
+            unread += [new[operand] for operand in tensor_operands(node)]
         elif isinstance(new.get(node.args[0] if node.args else None), tuple):  # type: ignore[arg-type]
             new[node] = new[node.args[0]][node.args[1]]  # type: ignore[index]  # getitem of an inlined op
         else:
             new[node] = graph.node_copy(node, new.__getitem__)
+    _erase_unread(graph, unread)
     graph.lint()
     return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _erase_unread(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
+    """And what only they read: of an attention whose mask is the causal one, the mask."""
+    left = list(dict.fromkeys(nodes))
+    while left:
+        node = left.pop()
+        if node.op == "call_function" and not node.users:
+            operands = node.all_input_nodes
+            graph.erase_node(node)
+            left += operands
 
 
 def _inline(

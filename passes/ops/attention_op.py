@@ -3,11 +3,12 @@
 A plan names ops; torch's own attention kernels have other names on CPU and CUDA, so a plan made
 on a laptop would not be valid on a GPU. This op picks the kernel when it runs.
 
-    attention(q [b,h,s,d], k [b,h,t,d], v [b,h,t,e], mask?, is_causal, scale)
+    attention(q [b,h,s,d], k [b,h,t,d], v [b,h,t,e], mask?, is_causal, scale, mask_is_causal=False)
         -> (out [b,h,s,e], lse [b,h,s])
 
 mask: 4-d, broadcastable to [b,h,s,t]; bool (True attends) or additive float; it gets no gradient.
 is_causal: query i sees keys 0..i (aligned at the top left, also when s != t).
+mask_is_causal: the mask says just that, so that it need not be read.
 lse: float32 (float64 for float64 operands). `out` and the gradients lie in memory as [b,s,h,d]:
 that is how the fused kernels write them, and what the projection after them reads.
 """
@@ -39,6 +40,7 @@ def attention_reference(
     mask: Tensor | None,
     is_causal: bool,
     scale: float,
+    mask_is_causal: bool = False,
     *,
     chip: Chip | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -47,7 +49,8 @@ def attention_reference(
     chip: of the CUDA device that it will run on; None: q's device is asked.
     Raises UnsupportedOpError for operands that break the kernel's contract.
     """
-    out, lse = kernels.forward(kernels.AttentionCall(q, k, v, mask, is_causal, scale, chip))
+    call = _call(q, k, v, mask, is_causal, scale, mask_is_causal, chip)
+    out, lse = kernels.forward(call)
     return heads_inside(out), contiguous(lse)
 
 
@@ -61,19 +64,36 @@ def attention_backward_reference(
     lse: Tensor,
     is_causal: bool,
     scale: float,
+    mask_is_causal: bool = False,
     *,
     chip: Chip | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What `autoshard::attention_backward` computes, in ATen ops; as `attention_reference`."""
-    problem = kernels.AttentionCall(q, k, v, mask, is_causal, scale, chip)
-    gq, gk, gv = kernels.backward(problem, grad_out, out, lse)
+    call = _call(q, k, v, mask, is_causal, scale, mask_is_causal, chip)
+    gq, gk, gv = kernels.backward(call, grad_out, out, lse)
     return heads_inside(gq), heads_inside(gk), heads_inside(gv)
+
+
+def _call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    mask_is_causal: bool,
+    chip: Chip | None,
+) -> kernels.AttentionCall:
+    if mask_is_causal:
+        mask, is_causal = None, True
+    return kernels.AttentionCall(q, k, v, mask, is_causal, scale, chip)
 
 
 @torch.library.custom_op(
     "autoshard::attention",
     mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float scale) -> (Tensor, Tensor)",
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float scale, bool mask_is_causal=False) "
+    "-> (Tensor, Tensor)",
 )
 def attention(*operands: Any) -> tuple[Tensor, Tensor]:
     """softmax(scale * q k^T + mask) v and the softmax's log-sum-exp; see the module."""
@@ -89,7 +109,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     "autoshard::attention_backward",
     mutates_args=(),
     schema="(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, "
-    "bool is_causal, float scale) -> (Tensor, Tensor, Tensor)",
+    "bool is_causal, float scale, bool mask_is_causal=False) -> (Tensor, Tensor, Tensor)",
 )
 def attention_backward(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `attention`'s `out` with respect to (q, k, v)."""
@@ -103,20 +123,20 @@ def _(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Te
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, mask, is_causal, scale = inputs
+    q, k, v, mask, is_causal, scale, mask_is_causal = inputs
     out, lse = output
     ctx.mark_non_differentiable(lse)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, mask, out, lse)
-    ctx.is_causal, ctx.scale = is_causal, scale
+    ctx.flags = is_causal, scale, mask_is_causal
 
 
 def _gradient(ctx: Any, grad_out: Tensor | None, _grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad_out is None:
-        return (None,) * 6
+        return (None,) * 7
     q, k, v, mask, out, lse = ctx.saved_tensors
-    gq, gk, gv = attention_backward(grad_out, q, k, v, mask, out, lse, ctx.is_causal, ctx.scale)
-    return gq, gk, gv, None, None, None
+    gq, gk, gv = attention_backward(grad_out, q, k, v, mask, out, lse, *ctx.flags)
+    return gq, gk, gv, None, None, None, None
 
 
 attention.register_autograd(_gradient, setup_context=_setup_context)

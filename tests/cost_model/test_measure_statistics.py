@@ -161,7 +161,7 @@ def test_device_rates_by_hand() -> None:
     def made(sizes: tuple[int, ...], seconds: tuple[float, ...], spread: tuple[float, ...]) -> SampledCurve:
         return SampledCurve(sizes, seconds, spread, seconds)
 
-    launch, memory = made((100,), (300e-6,), (0.1,)), made((10, 1000), (1e-9, 1e-7), (0.0, 0.0))
+    launch, memory = made((50,), (150e-6,), (0.1,)), made((10, 1000), (1e-9, 1e-7), (0.0, 0.0))
     product = made((1000, 8000), (2e-6, 4e-6), (0.1, 0.2))  # two products each
     rates = device_rates([launch, memory, *[product] * len(DTYPES)])
     assert rates.launch_seconds == pytest.approx(3e-6)

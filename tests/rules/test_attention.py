@@ -35,6 +35,18 @@ def test_attention(shape: tuple[int, int, int, int], causal: bool) -> None:
         assert rule.linear == (frozenset({0}),)
 
 
+def test_a_causal_mask_splits_the_queries() -> None:
+    """A part of them reads the mask, which need not be read where all are."""
+    draw = Draw(3)
+    q, k, v = draw.floats(2, 3, 5, 4), draw.floats(2, 3, 5, 4), draw.floats(2, 3, 5, 4)
+    for mask in (torch.ones(5, 5).tril().bool()[None, None], torch.ones(2, 1, 5, 5).tril().bool()):
+        rule = check(ops.attention.default, q, k, v, mask, False, 0.5, True)
+        assert set(rule.splittable) == {"b", "h", "s"}
+        out, lse = ops.attention.default(q, k, v, mask, False, 0.5, True)
+        grad = draw.floats(*out.shape)
+        check(ops.attention_backward.default, grad, q, k, v, mask, out, lse, False, 0.5, True)
+
+
 def test_uniform_is_the_same_however_it_is_split() -> None:
     seed = torch.tensor(7)
     whole = ops.uniform.default([4, 5], [0, 0], [4, 5], seed, 3)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import fx
+
 from passes.rules.core.assemble import assemble, dims
 from passes.rules.core.opcall import OpCall
-from passes.rules.core.rule import Dim, OpRule
+from passes.rules.core.rule import Dim, LocalContext, OpRule
 from passes.rules.plain.pointwise import linear_sets
 
 __all__ = ["attention", "attention_backward"]
@@ -42,9 +44,18 @@ def _rule(
 ) -> OpRule:
     present = [name for name in call.arguments if name in _DIMS and call[name] is not None]
     operands = [_right_aligned(_DIMS[name], call.tensor(name).ndim) for name in present]
-    # a causal query needs its global position, which the op does not take
+    # a causal query needs its global position, which the op does not take; a mask has it
     whole = ["t", "d", "e", *(["s"] if call["is_causal"] else [])]
-    return assemble(call.shapes, operands, results, reductions=reductions, whole=whole, linear=linear)
+    localize = _localize if call["mask_is_causal"] else None
+    return assemble(
+        call.shapes, operands, results, reductions=reductions, whole=whole, linear=linear, localize=localize
+    )
+
+
+def _localize(ctx: LocalContext) -> fx.Node:
+    """With a part of the queries only the mask says which keys each sees."""
+    *args, mask_is_causal = ctx.args
+    return ctx.call(ctx.node.target, *args, mask_is_causal and not ctx.is_split("s"), **ctx.kwargs)  # type: ignore[arg-type]
 
 
 def _right_aligned(names: str, ndim: int) -> tuple[Dim, ...]:
