@@ -217,6 +217,8 @@ def _dtype_name(node: fx.Node) -> str:
 
 
 def _share(split: FactorSplit, rule: OpRule, mesh: MeshSpec) -> float:
-    """Largest shard of the factor, as a fraction of it."""
-    length = rule.splitting([split.factor]).sizes[split.factor]
-    return max(hi - lo for lo, hi in split.parts(length, mesh)) / length
+    """Of the op's operations, those of the largest shard of the factor."""
+    way = rule.splitting([split.factor])
+    length = way.sizes[split.factor]
+    largest = max(hi - lo for lo, hi in split.parts(length, mesh))
+    return largest / length * way.repeated.get(split.factor, 1.0)

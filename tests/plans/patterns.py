@@ -69,3 +69,19 @@ class LanguageModel(nn.Module):
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         logits = self.head(self.body(self.embedding(tokens)))
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class OneHead(nn.Module):
+    """Causal attention of one head. x: [batch, tokens, width] -> the same. masked: by a mask that says so."""
+
+    def __init__(self, masked: bool = False, width: int = 32) -> None:
+        super().__init__()
+        self.masked = masked
+        self.query, self.key, self.value = (nn.Linear(width, width, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (layer(x)[:, None] for layer in (self.query, self.key, self.value))
+        if not self.masked:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0]
+        at = torch.arange(x.shape[1], device=x.device)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=at[None, :] <= at[:, None])[:, 0]

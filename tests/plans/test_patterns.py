@@ -14,7 +14,7 @@ from autoshard import MeshSpec, Plan, find_plan
 from cost_model.reserve import reserve_bytes
 from tests.golden import Golden
 from tests.models import SwiGLU, TwoLinear
-from tests.plans.patterns import Block, LanguageModel, Regression
+from tests.plans.patterns import Block, LanguageModel, OneHead, Regression
 from tests.profiles import waited_for
 
 TP4 = MeshSpec({"tp": 4}, device_type="cuda")
@@ -130,6 +130,20 @@ def test_megatron_sequence_parallel(golden: Golden) -> None:
     whole = [c for c in plan.collectives if c.phase == "forward" and c.nbytes >= 4096 * 4096 * 4]
     assert [c.kind for c in whole] == ["reduce_scatter", "all_gather", "reduce_scatter"]
     golden.check(plan.to_text(seconds=False), "megatron_sequence_parallel.txt")
+
+
+def test_context_parallel(golden: Golden) -> None:
+    """One long sequence of one head, of whose tokens each rank has a part: of attention the queries are split; what
+    keys and values are made of is gathered, and their gradients are sums that the weights' go on with."""
+    with torch.device("meta"):
+        model = Regression(OneHead(width=128))
+    parts = tuple(torch.empty(1, 2**14, 128, device="meta") for _ in range(2))
+    here = ((Shard(1),), (Shard(1),))
+    plan = find_plan(model, MeshSpec({"cp": 4}, device_type="cuda"), parts, profile=H100, in_placements=here)
+    attentions = [record for record in plan.records if record.name.startswith("attention")]
+    assert [[split.factor for split in record.splits] for record in attentions] == [["s"], ["s"]]
+    assert {kind for value, kind in moved(plan, "forward") if not value} == {"all_gather[cp]"}
+    golden.check(plan.to_text(seconds=False), "context_parallel.txt")
 
 
 def test_vocabulary_parallel(golden: Golden) -> None:

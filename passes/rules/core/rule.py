@@ -70,6 +70,7 @@ class OpRule:
                 `window.reads(lo, hi)` of an operand, and leaves a summand of just that of a result.
     moved:      factors along which the op computes nothing, but reads elsewhere (a slice, a cat). They may be split;
                 the search offers that where it is worth its time (`passes.search.space_dims`).
+    repeated:   factor -> how many times its operations all ranks do together where it is split; others: once.
     localize:   emits this rank's op; None repeats the op on the local operands.
     others:     the same op split by other factors: its strategies are those of all. Factors of one name are the same.
 
@@ -84,6 +85,7 @@ class OpRule:
     linear: tuple[frozenset[int], ...] = ()
     windows: Mapping[tuple[int, int], Window] = field(default_factory=dict)
     moved: frozenset[str] = frozenset()
+    repeated: Mapping[str, float] = field(default_factory=dict)
     localize: Localize | None = None
     others: tuple[OpRule, ...] = ()
 

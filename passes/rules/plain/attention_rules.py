@@ -1,4 +1,4 @@
-"""autoshard::attention and its backward: batch, heads, and without causality the queries, split."""
+"""autoshard::attention and its backward: batch, heads and queries split."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from passes.rules.core.assemble import assemble, dims
+from passes.rules.core.emit_op import again, argument, aten, global_tensor, positions
 from passes.rules.core.opcall import OpCall
 from passes.rules.core.rule import Dim, LocalContext, OpRule
 from passes.rules.plain.pointwise import linear_sets
@@ -44,18 +45,32 @@ def _rule(
 ) -> OpRule:
     present = [name for name in call.arguments if name in _DIMS and call[name] is not None]
     operands = [_right_aligned(_DIMS[name], call.tensor(name).ndim) for name in present]
-    # a causal query needs its global position, which the op does not take; a mask has it
-    whole = ["t", "d", "e", *(["s"] if call["is_causal"] else [])]
-    localize = _localize if call["mask_is_causal"] else None
+    # Beside another mask, causality has no place in one.
+    both = call["is_causal"] and call["mask"] is not None
+    whole = ["t", "d", "e", *(["s"] if both else [])]
+    by_position = call["is_causal"] or call["mask_is_causal"]
     return assemble(
-        call.shapes, operands, results, reductions=reductions, whole=whole, linear=linear, localize=localize
+        call.shapes,
+        operands,
+        results,
+        reductions=reductions,
+        whole=whole,
+        linear=linear,
+        repeated={"s": 2.0} if by_position else {},
+        localize=_localize if by_position else None,
     )
 
 
 def _localize(ctx: LocalContext) -> fx.Node:
-    """With a part of the queries only the mask says which keys each sees."""
-    *args, mask_is_causal = ctx.args
-    return ctx.call(ctx.node.target, *args, mask_is_causal and not ctx.is_split("s"), **ctx.kwargs)  # type: ignore[arg-type]
+    """A part of the queries reads a mask: kernels know causality of queries from 0 on. They compute what it hides."""
+    if not ctx.is_split("s"):
+        return again(ctx)
+    if argument(ctx, "mask_is_causal"):
+        return again(ctx, mask_is_causal=False)
+    low, high = ctx.interval("s")
+    queries = ctx.call(aten.reshape.default, positions(ctx, low, high), [1, 1, high - low, 1])
+    keys = positions(ctx, 0, global_tensor(ctx, "k").shape[2])
+    return again(ctx, mask=ctx.call(aten.le.Tensor, keys, queries), is_causal=False)
 
 
 def _right_aligned(names: str, ndim: int) -> tuple[Dim, ...]:
