@@ -33,7 +33,7 @@ from autoshard.profiling.startup import nominal_profile, startup_profile
 from autoshard.reporting.report_steps import report
 from autoshard.started_mesh import started_mesh
 from benchmarks.gpu_prediction import MODELS, compared
-from benchmarks.step_time import Trainer, timed
+from benchmarks.step_time import Trainer, in_turns
 from cost_model.collectives import CollectivePrices
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
@@ -87,10 +87,7 @@ def step(mesh: DeviceMesh) -> None:
         }
         for _ in range(WARMUP):
             losses = {name: trainer.step().item() for name, trainer in steps.items()}
-        seconds: dict[str, list[float]] = {name: [] for name in steps}
-        for turn in range(STEPS):
-            for name in list(steps) if turn % 2 == 0 else list(steps)[::-1]:
-                seconds[name].append(timed(steps[name], "cuda"))
+        seconds = in_turns(steps, STEPS, "cuda")
         say(f"{short(dtype)}, {CONFIG}, batch {BATCH}, {STEPS} steps each; losses after warm-up {losses}")
         for name, values in seconds.items():
             low, middle, high = (1e3 * quartile for quartile in statistics.quantiles(values, n=4))

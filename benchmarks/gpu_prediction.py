@@ -27,7 +27,7 @@ from autoshard.plan.task import CallLayouts, Task, search_plan
 from autoshard.profiling.startup import startup_profile
 from autoshard.refine.time_work import time_work
 from autoshard.refine.timed_cases import TimedCandidate, cases_of
-from benchmarks.step_time import Trainer, timed
+from benchmarks.step_time import Trainer, in_turns
 from cost_model.mesh import MeshSpec
 
 __all__ = ["MODELS", "Compared", "Workload", "compared"]
@@ -79,11 +79,8 @@ def compared(mesh: DeviceMesh, workload: Workload, dtype: torch.dtype) -> Compar
         "plain": Trainer(torch.compile(plain), plain, call),
         "ours": Trainer(ours, ours, call),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in trainers}
-    for turn in range(WARMUP + STEPS):
-        for name in list(trainers)[:: 1 if turn % 2 == 0 else -1]:
-            took = timed(trainers[name], device)
-            seconds[name] += [took] if turn >= WARMUP else []
+    in_turns(trainers, WARMUP, device)
+    seconds = in_turns(trainers, STEPS, device)
     middle = {name: statistics.median(values) for name, values in seconds.items()}
     return Compared(modelled.step_time, predicted.step_time, middle["ours"], middle["plain"], kernels)
 

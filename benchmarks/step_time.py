@@ -104,13 +104,9 @@ def compare(case: Case, samples: int, mesh: DeviceMesh, arguments: argparse.Name
     losses: dict[str, float] = {}
     for _ in range(arguments.warmup):
         losses = {name: trainer.step().item() for name, trainer in trainers.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in trainers}
     for trainer in trainers.values():
         trainer.forget()
-    for turn in range(arguments.steps):
-        # Who goes first alternates: the second finds the caches the first left.
-        for name in list(trainers)[:: 1 if turn % 2 == 0 else -1]:
-            seconds[name].append(timed(trainers[name], device))
+    seconds = in_turns(trainers, arguments.steps, device)
     print(f"batch of {samples}; losses after warm-up: {losses}")
     for name, values in seconds.items():
         low, middle, high = (1e3 * quartile for quartile in statistics.quantiles(values, n=4))
@@ -151,6 +147,15 @@ class Trainer:
     def phases(self) -> str:
         medians = {phase: 1e3 * statistics.median(values) for phase, values in self._seconds.items()}
         return ", ".join(f"{phase} {median:.2f}" for phase, median in medians.items())
+
+
+def in_turns(trainers: Mapping[str, Trainer], steps: int, device: str) -> dict[str, list[float]]:
+    """Seconds of so many steps of each. Who goes first alternates: the second finds the caches the first left."""
+    seconds: dict[str, list[float]] = {name: [] for name in trainers}
+    for turn in range(steps):
+        for name in list(trainers)[:: 1 if turn % 2 == 0 else -1]:
+            seconds[name].append(timed(trainers[name], device))
+    return seconds
 
 
 def timed(trainer: Trainer, device: str) -> float:

@@ -15,6 +15,7 @@ from torch import nn
 
 from autoshard.runtime.guards import Guards
 from cost_model.errors import ShardingError
+from passes.ir.autocast_off import autocast_devices
 from passes.ir.torch_compat import inside_function_transform
 
 __all__ = ["Built", "Dispatcher", "dispatcher_of", "install", "mode_key", "original_forward"]
@@ -185,5 +186,4 @@ _TRAINING = attrgetter("training")
 
 
 def _autocast() -> Hashable:
-    enabled = [d for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
-    return tuple((device, torch.get_autocast_dtype(device)) for device in enabled)
+    return tuple((device, torch.get_autocast_dtype(device)) for device in autocast_devices())

@@ -62,7 +62,6 @@ class Program:
         self._program = program
         self.phases = phases
         self.backend = backend
-        self.device_type = spec.device_type
         self._observers = observers
         self._forward = compile_graph(phases.forward, backend)
         kinds = [i.kind for i in phases.inputs]

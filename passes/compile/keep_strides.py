@@ -8,23 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.ir.fake_calls import FakeCalls
+from passes.ir.op_traits import is_view
 from passes.ir.torch_compat import fake_mode_of, no_fake_mode
 
 __all__ = ["keep_strides", "result_values"]
 
 aten = torch.ops.aten
-
-_VIEWS = (
-    aten.view.default,
-    aten.reshape.default,
-    aten.permute.default,
-    aten.expand.default,
-    aten.slice.Tensor,
-    aten.select.int,
-    aten.squeeze.dim,
-    aten.unsqueeze.default,
-)
 
 
 def result_values(module: fx.GraphModule) -> list[Tensor | None]:
@@ -74,12 +63,11 @@ def _value_now(node: fx.Node) -> Any:
     """What `node` looks like. Of a view it is computed again: where the product under it was padded, meta "val" still
     says how the view lay before."""
     before = node.meta.get("val")
-    if node.target not in _VIEWS or not isinstance(node.args[0], fx.Node):
+    viewed = _value_now(node.args[0]) if is_view(node) and isinstance(node.args[0], fx.Node) else None
+    if not isinstance(viewed, Tensor):
         return before
-    viewed = _value_now(node.args[0])
     try:
-        with no_fake_mode(), fake_mode_of(viewed):
-            return node.target(viewed, *node.args[1:], **node.kwargs)  # type: ignore[operator]
+        return _run(node.target, viewed, *node.args[1:], **node.kwargs)
     except RuntimeError:  # no view of what lies so: Inductor copies it
         return before
 
@@ -99,9 +87,13 @@ def _strides(x: Tensor) -> list[int]:
     return [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
 
 
-def _called(graph: fx.Graph, op: Any, node: fx.Node, *args: object, **kwargs: object) -> fx.Node:
-    """Under the mode of the operand's value: while Inductor compiles, another one is at work."""
-    made = graph.call_function(op, (node, *args), kwargs)  # type: ignore[arg-type]
-    with no_fake_mode():
-        made.meta["val"] = FakeCalls()(op, (node, *args), kwargs, fake_mode_of(node.meta["val"]))
+def _called(graph: fx.Graph, op: Any, node: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
+    made = graph.call_function(op, (node, *args), kwargs)
+    made.meta["val"] = _run(op, node.meta["val"], *args, **kwargs)
     return made
+
+
+def _run(op: Any, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Under the mode of `value`: while Inductor compiles, another one is at work."""
+    with no_fake_mode(), fake_mode_of(value):
+        return op(value, *args, **kwargs)

@@ -7,9 +7,14 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["autocast_off"]
+__all__ = ["autocast_devices", "autocast_off"]
 
 _DEVICE_TYPES = ("cpu", "cuda", "xpu")
+
+
+def autocast_devices() -> list[str]:
+    """Types of devices for which autocast is on."""
+    return [device_type for device_type in _DEVICE_TYPES if torch.is_autocast_enabled(device_type)]
 
 
 @contextmanager
@@ -19,7 +24,7 @@ def autocast_off() -> Generator[None]:
     A product that the model keeps out of autocast, such as the angles of a rotary embedding, would be traced again, or
     run, in lower precision.
     """
-    on = [device_type for device_type in _DEVICE_TYPES if torch.is_autocast_enabled(device_type)]
+    on = autocast_devices()
     for device_type in on:
         torch.set_autocast_enabled(device_type, False)
     try:

@@ -69,10 +69,11 @@ def chip_of(device: torch.device) -> Chip:
             f"attention on {device}: its compute capability, which decides the kernel, is not known on a machine "
             "without CUDA\n  try: chip=Chip((9, 0)), the device that the graph is for"
         )
+    hip = torch.version.hip is not None
     # cuDNN has no deterministic backward, and torch's own choice passes it over just so.
-    exact = torch.are_deterministic_algorithms_enabled()
-    cudnn = 0 if exact or torch.version.hip is not None else torch.backends.cudnn.version() or 0
-    return Chip(torch.cuda.get_device_capability(device), hip=torch.version.hip is not None, cudnn=cudnn)
+    refused = hip or torch.are_deterministic_algorithms_enabled()
+    cudnn = 0 if refused else torch.backends.cudnn.version() or 0
+    return Chip(torch.cuda.get_device_capability(device), hip, cudnn)
 
 
 def choose(case: Case, chip: Chip | None) -> Kernel:
