@@ -14,7 +14,7 @@ from passes.ir.joint import JointGraph, node_value
 from passes.ir.op_traits import is_collect, is_use
 from passes.layout.assignment import Assignment, FactorSplit, NodeLayouts
 from passes.layout.layout import Layout
-from passes.predict.memory_walk import MemoryWalk
+from passes.predict.memory_record import MemoryWalk
 from passes.predict.predict_step import Prediction
 from passes.strategies.prices import Prices
 

@@ -17,7 +17,7 @@ from passes.ir.joint import JointGraph, node_values
 from passes.layout.assignment import Assignment
 from passes.layout.layout import Layout
 from passes.micro_batches.time_axis import batch_length, trains
-from passes.predict.memory_walk import LiveValue, MemoryWalk
+from passes.predict.memory_record import LiveValue, MemoryWalk
 
 __all__ = ["Asked", "told"]
 

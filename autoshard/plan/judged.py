@@ -10,7 +10,7 @@ from passes.layout.assignment import Assignment
 from passes.plan.decide import Moved, decide_lowering
 from passes.plan.lowering_plan import LoweringPlan
 from passes.predict.memory_kinds import KINDS
-from passes.predict.memory_walk import MemoryStep, MemoryWalk
+from passes.predict.memory_record import MemoryStep, MemoryWalk
 from passes.predict.predict_step import Prediction, predicted_step
 from passes.redistribution.steps import Step
 from passes.strategies.prices import Prices

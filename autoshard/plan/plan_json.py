@@ -19,7 +19,7 @@ from cost_model.mesh import MeshSpec
 from cost_model.text_files import write_text
 from passes.plan.record_json import Count, LayoutData, NodeData, Text, layout_to_json, record_to_json
 from passes.predict.memory_kinds import KINDS, Kind
-from passes.predict.memory_walk import MemoryStep
+from passes.predict.memory_record import MemoryStep
 
 __all__ = [
     "SCHEMA_VERSION",

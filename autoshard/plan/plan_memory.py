@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from autoshard.plan.equal_layers import fold_numbers
 from cost_model.units import format_bytes
 from passes.predict.memory_kinds import KINDS, Kind
-from passes.predict.memory_walk import LiveValue, MemoryStep, MemoryWalk
+from passes.predict.memory_record import LiveValue, MemoryStep, MemoryWalk
 
 __all__ = ["OUTLINE", "AtPeak", "MemoryTimeline", "at_peak_of", "kind_lines"]
 

@@ -10,7 +10,7 @@ from autoshard.plan.task import CallLayouts, Task
 from autoshard.plan.task_prices import prices_as_in
 from passes.ir.joint import JointGraph
 from passes.layout.layout import Layout
-from passes.predict.memory_walk import MemoryWalk
+from passes.predict.memory_record import MemoryWalk
 from passes.predict.predict_stage import StageFigures, kept_by_a_piece, predict_stage
 from passes.stages.stage_graph import StageGraph
 from passes.states.compute_again import compute_again

@@ -44,7 +44,7 @@ from passes.layout.joined_axes import joined_text
 from passes.layout.layout import Layout
 from passes.plan.describe import describe, fallback_ops
 from passes.plan.records import layouts_of, lowering_of
-from passes.predict.memory_walk import MemoryWalk
+from passes.predict.memory_record import MemoryWalk
 from passes.redistribution.steps import Step
 from passes.search.coarse_to_fine import find_fastest
 from passes.search.find import Found

@@ -17,6 +17,7 @@ from passes.compile.expand_ops import CALLED, expand_ops
 from passes.compile.fuse_eager import FuseEager
 from passes.compile.join_linears import JoinLinears
 from passes.compile.keep_strides import keep_strides, result_values
+from passes.compile.write_into_buckets import WriteIntoBuckets
 from passes.ir.autocast_off import autocast_off
 from passes.ir.graph_pass import run_rank_passes
 from passes.ir.op_traits import is_collective
@@ -70,7 +71,7 @@ def compile_graph(module: fx.GraphModule, backend: str = "inductor", adding: Seq
     check_backend(backend)
     if backend == "eager":
         expanded = name_collectives(expand_ops(module, called=CALLED))
-        joined = run_rank_passes(expanded, [FuseEager(), JoinLinears()])
+        joined = run_rank_passes(expanded, [FuseEager(), JoinLinears(), WriteIntoBuckets()])
         # Last: passes take functional graphs.
         return boxed_forward(call_directly(add_early(joined, adding) if adding else joined))
     assert not adding, "what compilers are given is functional"

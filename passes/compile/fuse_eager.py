@@ -9,13 +9,15 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+import passes.ops.contract  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::contract)
 from passes.compile.matching import stand_in
 from passes.ir.graph_pass import RankPass
 from passes.ir.graph_properties import FUNCTIONAL
+from passes.ir.joint import node_value, result_index
 from passes.ir.rank_properties import COLLECTIVES
 from passes.ops.named_collective import ALL_REDUCE_IN_PLACE, NAMED_BY_NAME
 
-__all__ = ["FuseEager"]
+__all__ = ["VIEWS", "FuseEager", "reduced_in_place"]
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -24,6 +26,27 @@ _IN_PLACE: dict[Any, Any] = {
     c10d.all_reduce.default: c10d.all_reduce_.default,
     NAMED_BY_NAME["all_reduce"]: ALL_REDUCE_IN_PLACE,
 }
+
+VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+"""Of a contiguous value: the same memory in another shape."""
+
+_OWNING = frozenset(
+    {
+        aten.add.Tensor,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten.cat.default,
+        aten.convolution_backward.default,
+        aten.embedding_dense_backward.default,
+        aten.mm.default,
+        aten.mul.Tensor,
+        aten.native_layer_norm_backward.default,
+        aten.sum.dim_IntList,
+        torch.ops.autoshard.contract.default,
+        c10d.wait_tensor.default,
+    }
+)
+"""Ops whose results share no memory with their operands; a collective's is known by its wait."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +62,7 @@ class FuseEager(RankPass):
         %d: f32[14, 8]    = constant_pad_nd(%e)           %d: f32[14, 8]    = cat(%z, %own, %halo)
 
     In place. Run last, on ATen ops: afterwards the graph is functional no more. In place is legal where the
-    operand is a `cat`, which owns its storage, and has no other reader.
+    operand is a result that owns its memory, and nothing else reads it.
 
     The same results; sums of a product and its bias are rounded once instead of twice.
     """
@@ -59,7 +82,7 @@ class FuseEager(RankPass):
                 _add_in_product(graph, node)
             elif node.target is aten.constant_pad_nd.default and _is_fresh(node.args[0]):
                 _pad_in_cat(graph, node)
-            elif node.target in _IN_PLACE and _is_fresh(node.args[0]):
+            elif reduced_in_place(node):
                 node.target = _IN_PLACE[node.target]
         graph.lint()
         module.recompile()
@@ -75,6 +98,21 @@ def _changes_nothing(node: fx.Node) -> bool:
     if node.target in (aten.view.default, aten.reshape.default, aten._unsafe_view.default):
         return before.shape == after.shape
     return node.target is aten.permute.default and list(node.args[1]) == list(range(before.ndim))  # type: ignore[arg-type]
+
+
+def reduced_in_place(node: fx.Node) -> bool:
+    """Whether the collective `node` will leave its result where its operand is."""
+    return node.target in _IN_PLACE and _owns_its_memory(node.args[0])
+
+
+def _owns_its_memory(node: object) -> bool:
+    """A result of its own, looked at through views, which nothing else reads."""
+    while isinstance(node, fx.Node) and len(node.users) == 1 and node.target in VIEWS:
+        (node,) = node.all_input_nodes
+    if not isinstance(node, fx.Node) or len(node.users) != 1:
+        return False
+    producer, _ = result_index(node)
+    return producer.target in _OWNING and node_value(node).is_contiguous()
 
 
 def _is_fresh(node: object) -> bool:

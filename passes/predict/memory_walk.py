@@ -1,6 +1,7 @@
 """The bytes alive at every step of a rank's program: what it holds, of which kind, and when that is freed.
 
-A program frees a value after its last reader; views share what they view. What the forward saves lives until the
+A program frees a value after its last reader; views share what they view, and some ops the memory of another
+(`passes.predict.in_place`). What the forward saves lives until the
 backward has read it, gradients until the update, parameters and the optimizer's states always. What a collective reads
 lives until its wait, as it is in flight. Not counted: workspaces of kernels, but those in `passes.predict.workspaces`,
 and what an allocator keeps.
@@ -9,11 +10,7 @@ and what an allocator keeps.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass
-from functools import cached_property
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import fx
 
 from cost_model.memory import ADAMW, Optimizer
@@ -21,94 +18,13 @@ from passes.ir.joint import GraphInput, node_value, node_values, result_index
 from passes.ir.op_traits import is_collective, is_view
 from passes.lower.phases import Backward, Phases
 from passes.plan.describe import short_dtype
-from passes.predict.memory_kinds import KINDS, Kind, kind_of_op, made_by
+from passes.predict.in_place import in_place
+from passes.predict.memory_kinds import Kind, kind_of_op, made_by
+from passes.predict.memory_record import START, LiveValue, MemoryWalk
 from passes.predict.workspaces import NONE, Workspaces
 from passes.strategies.pricing import TrafficModel
 
-__all__ = [
-    "START",
-    "LiveValue",
-    "MemoryStep",
-    "MemoryWalk",
-    "held_values",
-    "live_value",
-    "memory_walk",
-    "program_values",
-]
-
-START = ("forward", "start")
-"""The step before the first op."""
-
-
-@dataclass(frozen=True, slots=True)
-class LiveValue:
-    """A tensor of a rank's program, alive from step `first` to step `last`, both included.
-
-    name: of the parameter or input, or of the module whose op makes it; op: that op, "" of what is given. node: in the
-    graph. dtype, shape: of this rank's part.
-    """
-
-    kind: Kind
-    name: str
-    op: str
-    node: str
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-    first: int
-    last: int
-
-
-@dataclass(frozen=True)
-class MemoryStep:
-    """Bytes alive while `node` runs, step number `place` of the program. by_kind: parallel to `KINDS`."""
-
-    place: int
-    phase: str
-    node: str
-    by_kind: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(self.by_kind)
-
-    def of(self, kind: Kind) -> int:
-        return self.by_kind[KINDS.index(kind)]
-
-
-@dataclass(frozen=True, eq=False)
-class MemoryWalk:
-    """steps: (phase, node) in the order in which they run, the first before any op. values: all that is ever alive."""
-
-    steps: tuple[tuple[str, str], ...]
-    values: tuple[LiveValue, ...]
-
-    @cached_property
-    def by_kind(self) -> NDArray[np.int64]:
-        """Bytes [steps, kinds]."""
-        changes = np.zeros((len(self.steps) + 1, len(KINDS)), dtype=np.int64)
-        for value in self.values:
-            column = KINDS.index(value.kind)
-            changes[value.first, column] += value.nbytes
-            changes[value.last + 1, column] -= value.nbytes
-        return np.cumsum(changes, axis=0)[:-1]
-
-    @cached_property
-    def peak(self) -> MemoryStep:
-        """The first step with the most bytes."""
-        return self.step(int(np.argmax(self.by_kind.sum(axis=1))))
-
-    def step(self, place: int) -> MemoryStep:
-        return MemoryStep(place, *self.steps[place], tuple(int(nbytes) for nbytes in self.by_kind[place]))
-
-    def alive(self, place: int) -> list[LiveValue]:
-        """What has bytes at that step."""
-        return [value for value in self.values if value.first <= place <= value.last and value.nbytes]
-
-    def peak_of(self, phase: str) -> int:
-        """The most bytes of a phase."""
-        inside = [place for place, (name, _) in enumerate(self.steps) if name == phase]
-        return int(self.by_kind[inside].sum(axis=1).max(initial=0))
+__all__ = ["held_values", "live_value", "memory_walk", "program_values"]
 
 
 def memory_walk(
@@ -193,11 +109,15 @@ class _Phase:
         self._workspaces = workspaces
         self._traffic, self._first, self._outside, self._forward = traffic, first, outside or {}, forward
         self._end = first + len(self.ops) - 1
+        self._shared = in_place(self.ops, traffic)
+        reduced = self._shared.reduced
         self._last: dict[Owner, int] = {}
         for step, node in enumerate(self.ops, first):
             for operand in node.all_input_nodes:
-                self._read(operand, step)
-                if is_collective(operand):  # a wait: what was sent may be freed now
+                self._read(operand, step - 1 if node in reduced else step)
+                if (
+                    is_collective(operand) and operand not in reduced
+                ):  # a wait: what was sent may be freed now
                     for sent in operand.all_input_nodes:
                         self._read(sent, step)
         for node in module.graph.output_node().all_input_nodes:
@@ -209,9 +129,10 @@ class _Phase:
             yield live_value(owner, kind, name, self._first, self._last.get(owner, self._end))
         for step, node in enumerate(self.ops, self._first):
             if self._stored(node):
+                begin = self._place[self._shared.begins.get(node, node)]
                 for owner in _storages(node):
                     kind, name = told.get(owner) or (kind_of_op(node, self._forward), "")
-                    yield live_value(owner, kind, name, step, self._last.get(owner, step))
+                    yield live_value(owner, kind, name, begin, self._last.get(owner, step))
             yield from self._beside(node, step)
 
     def _beside(self, node: fx.Node, step: int) -> Iterator[LiveValue]:
@@ -225,7 +146,7 @@ class _Phase:
                 yield LiveValue(kind, *made_by(node), node.name, "u8", (nbytes,), nbytes, step, last)
 
     def _stored(self, node: fx.Node) -> bool:
-        own = _owner(node)[0] is node
+        own = _owner(node)[0] is node and node not in self._shared.written
         return own and (is_collective(node) or self._traffic(node).writes)
 
     def _read(self, node: fx.Node, step: int) -> None:

@@ -11,7 +11,8 @@ from passes.ir.joint import results_nbytes
 from passes.lower.phases import Phases
 from passes.lower.piecewise import RankPieces
 from passes.lower.rank_program import RankProgram
-from passes.predict.memory_walk import START, LiveValue, MemoryWalk, held_values, live_value, program_values
+from passes.predict.memory_record import START, LiveValue, MemoryWalk
+from passes.predict.memory_walk import held_values, live_value, program_values
 from passes.predict.prediction import PredictedCollective, PredictedPhase, Prediction
 from passes.predict.workspaces import workspaces_on
 from passes.strategies.prices import Prices

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from passes.predict.memory_walk import MemoryStep, MemoryWalk
+from passes.predict.memory_record import MemoryStep, MemoryWalk
 from passes.predict.step_events import Axes
 
 __all__ = ["PredictedCollective", "PredictedPhase", "Prediction"]

@@ -11,6 +11,7 @@ from torch import fx
 
 from cost_model.timeline import Event
 from passes.ir.op_traits import is_view, storage_root
+from passes.predict.in_place import copied_share
 from passes.strategies.prices import Prices
 from passes.strategies.pricing import local_seconds
 
@@ -100,6 +101,7 @@ class StepEvents:
             elif node not in paid:
                 flow = self.prices.traffic(node)
                 seconds = local_seconds(node, flow, self.prices.compute)
+                seconds *= copied_share(node, self.prices.traffic)
                 if seconds > 0.0:
                     self._computed += seconds
                     self._kernel(node.name, seconds, ())

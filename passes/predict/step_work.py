@@ -13,6 +13,7 @@ from cost_model.timed import KernelKey, KernelWork
 from passes.ir.joint import first_value, map_operands, node_value, tensor_operands
 from passes.ir.op_traits import is_view, storage_root
 from passes.lower.phases import Phases
+from passes.predict.in_place import copied_share
 from passes.predict.memory_walk import memory_walk
 from passes.predict.step_events import (
     COLLECTIVE_KINDS,
@@ -137,7 +138,7 @@ class _Collected:
         paid = copies_of_collectives(module.graph)
         kept = {storage_root(node) for node in module.graph.output_node().all_input_nodes}
         for node in run_in_phase(module, phase):
-            if node in paid or is_view(node):
+            if node in paid or is_view(node) or copied_share(node, self._prices.traffic) < 1.0:
                 continue
             if node.target in COLLECTIVE_KINDS:
                 self._add_collective(node)

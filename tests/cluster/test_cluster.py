@@ -128,7 +128,9 @@ def _command_line(script: str, folder: Path) -> tuple[subprocess.Popen[bytes], b
     """The command line, with its program started."""
     flag = folder / "started"
     words = ["--hosts", "1", "--ranks", "1", "--", "--no-python", sys.executable, script, str(flag)]
-    process = subprocess.Popen([sys.executable, "-m", "benchmarks.cluster", *words])
+    # Tests that run in a shell's background ignore Ctrl-C, and so would what they start.
+    heed = ["env", "--default-signal=INT"]
+    process = subprocess.Popen([*heed, sys.executable, "-m", "benchmarks.cluster", *words])
     deadline = time.monotonic() + 60
     while not flag.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)

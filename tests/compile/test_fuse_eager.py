@@ -63,6 +63,8 @@ def test_only_a_buffer_with_one_reader_is_reduced_in_place() -> None:
     graph = fx.Graph()
     g = graph.placeholder("g")
     alone, shared = (graph.call_function(aten.cat.default, ([g, g],)) for _ in range(2))
+    for node in (g, alone, shared):
+        node.meta["val"] = torch.empty(4 if node is g else 8)
     first = graph.call_function(c10d.all_reduce.default, (alone, "sum", "axes:a"))
     second = graph.call_function(c10d.all_reduce.default, (shared, "sum", "axes:a"))
     third = graph.call_function(c10d.all_reduce.default, (g, "sum", "axes:a"))
@@ -71,6 +73,31 @@ def test_only_a_buffer_with_one_reader_is_reduced_in_place() -> None:
     assert first.target is c10d.all_reduce_.default
     assert second.target is c10d.all_reduce.default
     assert third.target is c10d.all_reduce.default
+
+
+def reduced(*ops: tuple[object, ...]) -> fx.Node:
+    """The all-reduce of what a chain of ops makes of two inputs of [4, 4], after the pass. ops: (target, more args)."""
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    x.meta["val"] = y.meta["val"] = torch.empty(4, 4)
+    node = x
+    for target, *more in ops:
+        arguments = [y if word == "y" else word for word in more]
+        node = graph.call_function(target, (node, *arguments))  # type: ignore[arg-type]
+        node.meta["val"] = target(*torch.fx.node.map_arg(node.args, lambda n: n.meta["val"]))  # type: ignore[operator]
+    start = graph.call_function(c10d.all_reduce.default, (node, "sum", "axes:a"))
+    graph.output((start,))
+    FuseEager()(fx.GraphModule({}, graph))
+    return start
+
+
+def test_what_owns_its_memory_is_reduced_in_place() -> None:
+    product = (aten.mm.default, "y")
+    for chain in ([product], [product, (aten.view.default, [16])], [(aten.sum.dim_IntList, [0])]):
+        assert reduced(*chain).target is c10d.all_reduce_.default
+    turned = (aten.permute.default, [1, 0])
+    for chain in ([], [turned], [product, turned], [(aten.view.default, [16])]):
+        assert reduced(*chain).target is c10d.all_reduce.default
 
 
 def padding(sides: list[int], *fill: float) -> Callable[[Tensor, Tensor], Tensor]:

@@ -15,7 +15,7 @@ from autoshard import MeshSpec, Plan, PlanError, find_plan
 from autoshard.demo.model import GPT, GPTConfig
 from autoshard.plan.plan_memory import OUTLINE, MemoryTimeline
 from passes.predict.memory_kinds import KINDS
-from passes.predict.memory_walk import MemoryStep
+from passes.predict.memory_record import MemoryStep
 from tests.profiles import slow_compute
 
 GRID = MeshSpec({"dp": 2, "tp": 2})

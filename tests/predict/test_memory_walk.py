@@ -15,7 +15,8 @@ from autoshard.reporting.step_again import StepAgain
 from passes.lower.phases import Phases
 from passes.lower.rank_program import rank_program
 from passes.predict.memory_kinds import KINDS
-from passes.predict.memory_walk import LiveValue, MemoryStep, MemoryWalk, memory_walk
+from passes.predict.memory_record import LiveValue, MemoryStep, MemoryWalk
+from passes.predict.memory_walk import memory_walk
 from passes.predict.workspaces import workspaces_on
 from passes.simulate.lockstep import simulated_groups
 from passes.strategies.pricing import eager_traffic

@@ -27,7 +27,7 @@ from passes.ir.op_traits import is_collect, is_product, is_use
 from passes.layout.assignment import NodeLayouts
 from passes.layout.layout import Layout
 from passes.layout.placements import placements_to_layout
-from passes.predict.memory_walk import LiveValue, MemoryWalk
+from passes.predict.memory_record import LiveValue, MemoryWalk
 from passes.predict.predict_step import PredictedCollective, Prediction
 from passes.states.backward_copies import copies_in
 from passes.states.cut_points import users_choice
