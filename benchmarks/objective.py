@@ -14,10 +14,14 @@ random changes of one layer; all are judged by the timeline of the program that 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
+import multiprocessing
 import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
@@ -84,8 +88,11 @@ def main() -> None:
     arguments = _parser().parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    cases = CHECKED if arguments.check else CASES if arguments.model is None else [sys.argv[1:]]
     print(HEADER, flush=True)
+    if arguments.check:
+        _check()
+        return
+    cases = CASES if arguments.model is None else [sys.argv[1:]]
     wrong: list[str] = []
     if arguments.random is not None:
         first, count = arguments.random
@@ -96,9 +103,28 @@ def main() -> None:
     for case in cases:
         for title, found in _contests(_parser().parse_args(case)):
             wrong += failures(title, found)
-    if wrong and arguments.check:
-        sys.exit("\n".join(wrong))
     print("", *wrong, sep="\n")
+
+
+def _check() -> None:
+    """Rows of `CHECKED`, two at a time; the program ends with what is wrong."""
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        wrong: list[str] = []
+        for rows, problems in pool.map(_checked, CHECKED):
+            print(rows, end="", flush=True)
+            wrong += problems
+    if wrong:
+        sys.exit("\n".join(wrong))
+
+
+def _checked(case: Sequence[str]) -> tuple[str, list[str]]:
+    """What the case prints, and what is wrong with it."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    rows = io.StringIO()
+    with contextlib.redirect_stdout(rows):
+        found = [failures(*each) for each in _contests(_parser().parse_args(case))]
+    return rows.getvalue(), [line for lines in found for line in lines]
 
 
 def failures(title: str, found: Contest) -> list[str]:

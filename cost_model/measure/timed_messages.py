@@ -35,6 +35,9 @@ _MOST_SENT = {"all_gather": 2**20, "reduce_scatter": 2**20, "all_reduce": 2**16}
 """Bytes that a rank may send in one round. An all-reduce sends n / 2 times as many as a ring does, the others as
 many as a ring."""
 
+_CHAINED = 2
+"""Elements up to which an all-reduce goes gloo's way: of its ring's parts only those that hold something are sent."""
+
 _ADD: Mapping[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 Started = tuple[Tensor, list[Any]]
@@ -55,6 +58,8 @@ def in_one_round(kind: str, part: Tensor, ranks: int, op: str = "sum") -> bool:
     part: what a rank sends to each other one (for all-gather and all-reduce, its operand). op: of a reduction.
     """
     small = (ranks - 1) * part.nbytes <= _MOST_SENT[kind]
+    if kind == "all_reduce" and part.numel() <= _CHAINED:
+        return False
     return small and ranks > 2 and part.device.type == "cpu" and op in _ADD
 
 

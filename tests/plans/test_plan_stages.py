@@ -108,8 +108,8 @@ def test_costs_learned_of_a_cut_are_its_stages_seconds() -> None:
 
 
 def test_a_transformer_is_cut_where_its_residual_stream_passes() -> None:
-    plan = planned("gpt2", SQUARE, 2, "1f1b")
-    graphs = plan.stage_graphs(stage_task("gpt2", SQUARE).joint)
+    plan = planned("gpt2", PP, 2)
+    graphs = plan.stage_graphs(stage_task("gpt2").joint)
     assert [crossing.shape for graph in graphs for crossing in graph.sent] == [(1, 16, 32)] * (
         len(graphs) - 1
     )
@@ -129,7 +129,7 @@ def test_the_fastest_schedule_is_kept() -> None:
 
 
 def test_the_prediction_is_of_the_busiest_rank_at_least() -> None:
-    plan = planned("gpt2", SQUARE, 2)
+    plan = planned("mlp", SQUARE, 2)
     assert 0.0 < plan.lower_bound <= plan.step_time and 0.0 <= plan.gap < 1.0
     assert max(plan.timeline.busy) <= plan.step_time
     waiting = sum(plan.step_time - busy for busy in plan.timeline.busy)
@@ -162,9 +162,9 @@ def test_a_limit_leaves_room_for_what_is_in_flight() -> None:
 
 
 def test_a_stage_that_cannot_fit_is_named() -> None:
-    free = planned("gpt2", SQUARE, 2)
+    free = planned("mlp", SQUARE, 2)
     with pytest.raises(InfeasibleError, match=r"stage|no cut") as error:
-        plan_stages(stage_task("gpt2", SQUARE, memory_limit=free.peak_memory // 3), "pp", 2)
+        plan_stages(stage_task("mlp", SQUARE, memory_limit=free.peak_memory // 3), "pp", 2)
     assert "try:" in str(error.value)
 
 

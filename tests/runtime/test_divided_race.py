@@ -72,7 +72,7 @@ def test_training_is_as_without_a_race(ranks: RankPool, case: str) -> None:
     assert len({(*reply[2], *reply[3], reply[4]) for reply in replies}) == 1
 
 
-@pytest.mark.parametrize("staged_wins", [False, True])
+@pytest.mark.parametrize("staged_wins", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_clock_says_whether_there_are_stages(ranks: RankPool, staged_wins: bool) -> None:
     """The call is cut as the winner has it, whatever the search's plan was."""
     wanted = one_process("mlp", 2)

@@ -203,6 +203,7 @@ def from_a_file(rank: int, data: dict[str, Any]) -> tuple[tuple[list[float], dic
     return found, other, "accepted"
 
 
+@pytest.mark.slow
 def test_a_plan_of_pieces_from_a_file(ranks: RankPool) -> None:
     model, x = tokens()
     mesh = MeshSpec(dict(LINE))

@@ -100,6 +100,8 @@ def test_how_much_goes_in_one_round() -> None:
     """Of an all-reduce 64 KiB from a rank to all others: 21,845 bytes to each of three."""
     assert in_one_round("all_reduce", torch.empty(5461), 4)
     assert not in_one_round("all_reduce", torch.empty(5462), 4)
+    assert in_one_round("all_reduce", torch.empty(3), 4) and in_one_round("all_gather", torch.empty(1), 4)
+    assert not in_one_round("all_reduce", torch.empty(2), 4)
     assert in_one_round("all_gather", torch.empty(2**18 // 3), 4)
     assert not in_one_round("all_gather", torch.empty(2**18), 4)
     assert not in_one_round("all_gather", torch.empty(4, device="meta"), 4)

@@ -69,7 +69,10 @@ def left_alone(rank: int, at_once: bool) -> tuple[bool, int, str]:
     return seen == [True] and gradients, len(plan.race), plan.explain()
 
 
-@pytest.mark.parametrize("at_once", [True, False], ids=["example", "first call"])
+@pytest.mark.parametrize(
+    "at_once",
+    [pytest.param(True, marks=pytest.mark.slow, id="example"), pytest.param(False, id="first call")],
+)
 def test_a_race_leaves_the_model_alone(ranks: RankPool, at_once: bool) -> None:
     replies = ranks.run(left_alone, at_once, world=2)
     assert [reply[:2] for reply in replies] == [(True, 3)] * 2

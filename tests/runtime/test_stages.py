@@ -145,7 +145,7 @@ def slow(*case: Any) -> Any:
     [
         ("gpt2-small", TWO, 4, "zero_bubble", 3),
         ("mlp", FOUR, 5, "1f1b", 3),
-        ("mlp", WITH_TENSOR, 5, None, 2),
+        slow("mlp", WITH_TENSOR, 5, None, 2),
         ("unet", WITH_DATA, 4, "gpipe", 2),
         slow("mlp", FOUR, 5, "1f1b", 10),
         slow("llama", WITH_TENSOR, 5, None, 2),

@@ -138,6 +138,7 @@ def test_meshes_of_three_axes_are_searched_whole(joint_and_ends: tuple[Any, Boun
     assert found.seconds == searched(joint_and_ends, mesh).seconds
 
 
+@pytest.mark.slow
 def test_pins_part_the_axes_that_they_use_apart() -> None:
     pin = {"up.weight": [Shard(0), Replicate(), Replicate(), Shard(1), Shard(1)]}
     _, _, plan = linear(FIVE, constraints=pin)

@@ -32,12 +32,12 @@ SIMULATED = [
     ("unet", {"a": 7}),
     ("unet", {"a": 2, "b": 2}),
     ("vit", {"a": 3}),
-    ("even_vit", {"a": 2, "b": 2}),
+    pytest.param("even_vit", {"a": 2, "b": 2}, marks=pytest.mark.slow),
     ("weather", {"a": 3}),
     ("weather", {"a": 5}),
 ]
 """On these the search splits space, on others channels: with a network this fast it is a close race."""
-TRAINED = [("resnet", 1, (4,)), ("unet", 2, (2, 2)), ("weather", 1, (3,))]
+TRAINED = [pytest.param("resnet", 1, (4,), marks=pytest.mark.slow), ("unet", 2, (2, 2)), ("weather", 1, (3,))]
 """ConvNeXt and U-Net on 4 ranks train alike; left out for CI's time."""
 
 

@@ -26,8 +26,9 @@ def planned(name: str, axes: dict[str, int], count: int) -> PipelinePlan[Plan]:
     ("name", "axes", "count"),
     [
         ("mlp", {"pp": 3, "tp": 2}, 4),
-        ("gpt2-small", {"pp": 2, "dp": 2, "tp": 2}, 5),
+        ("gpt2-small", {"pp": 2, "tp": 2}, 5),
         ("unet", {"pp": 2, "dp": 3}, 1),
+        pytest.param("gpt2-small", {"pp": 2, "dp": 2, "tp": 2}, 5, marks=pytest.mark.slow),
         pytest.param("t5", {"pp": 4, "tp": 2}, 4, marks=pytest.mark.slow),
         pytest.param("llama", {"pp": 4, "dp": 2, "tp": 2}, 5, marks=pytest.mark.slow),
     ],
