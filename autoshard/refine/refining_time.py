@@ -11,7 +11,7 @@ START_SECONDS, NODE_SECONDS = 8.0, 0.04
 """What it may take at most for a graph without nodes, and for each of its nodes: searching and timing take as long as
 there is to search and to time, whatever a busy machine predicts of a step."""
 
-COMPILING_SECONDS = 5.0
+COMPILING_SECONDS = 2.0
 """More for programs that are compiled: the fused groups that are timed are, each in half a second on two cores."""
 
 

@@ -24,6 +24,7 @@ from cost_model.measure.statistics import SampledCurve, median
 from cost_model.measure.teams import teams_of
 from cost_model.mesh import MeshSpec
 from cost_model.timed import TimedCollective, TimedKernel, TimedPrices
+from passes.compile.freed_memory import keep_freed_memory
 from passes.compile.fused_kernel import compile_group, repeated_group, start_compiler
 from passes.compile.single_kernel import COLD_NBYTES, repeated_kernel
 from passes.predict.step_work import CollectiveCase, KernelCase
@@ -36,8 +37,6 @@ _LEAST_SECONDS = {"cpu": 20e-3, "cuda": 2e-3}
 """Of a repetition. On CPUs ranks that share a core take turns of a few milliseconds."""
 _CASE_SECONDS = {"cpu": 0.06, "cuda": 0.02}
 """Of all repetitions of a case; two are made at least."""
-_LARGEST_KEPT = 2**25 - 2**16
-"""Bytes of the largest block that glibc may keep when it is freed."""
 _MOST_CALLS, _RUN_SECONDS = 8, 1e-3
 """A kernel is called in a row until it takes as long, but no more often: the call of the program around it counts."""
 _NOISIEST = 0.5
@@ -88,7 +87,7 @@ class _Timing:
     collectives: list[TimedCollective] = field(default_factory=list[TimedCollective])
 
     def all(self, cases: Sequence[KernelCase | CollectiveCase], seconds: float) -> TimedPrices:
-        _keep_freed_memory(self.device)
+        keep_freed_memory(self.device)
         groups = [case for case in cases if isinstance(case, KernelCase) and case.group]
         hosts: list[str] = []
         if groups:
@@ -159,14 +158,6 @@ class _Timing:
             if max(curve.spread) > _NOISIEST:
                 raise _Noisy(f"{one.name}: its repetitions differ by {max(curve.spread):.0%}")
         return curves
-
-
-def _keep_freed_memory(device: torch.device) -> None:
-    """glibc gives a freed block back to the system if none as large was freed before, and the next of that size is
-    mapped page by page. No step does so again and again, so no price is to have it.
-    [glibc: mallopt(3), M_MMAP_THRESHOLD, dynamic up to 32 MiB]"""
-    if device.type == "cpu":
-        torch.empty(_LARGEST_KEPT, dtype=torch.uint8)  # and freed
 
 
 def _calls(case: KernelCase) -> int:

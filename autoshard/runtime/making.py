@@ -27,8 +27,10 @@ from autoshard.runtime.settings import Settings
 from autoshard.runtime.stage_clock import StageClock
 from autoshard.runtime.step import Program
 from autoshard.watching.kinds import turns_of
+from cost_model.measure.measure import mesh_device
 from cost_model.mesh import MeshSpec
 from passes.capture import Captured
+from passes.compile.freed_memory import keep_freed_memory
 from passes.lower.missing_tangents import usually_missing
 from passes.lower.rank_program import RankProgram, Schedule, rank_program
 from passes.schedule.schedule import one_communicator_at_a_time, scheduled
@@ -117,6 +119,7 @@ def together(home: Workshop, compiled: Made) -> Made:
     """`compiled` on all ranks, or on none."""
 
     def made(backend: str) -> AnyProgram:
+        keep_freed_memory(mesh_device(home.spec.device_type))
         with home.stages("compiling the plan"):
             return collectively(home.mesh, lambda: compiled(backend), what="compiling a plan")
 

@@ -317,7 +317,7 @@ def test_a_step_must_be_worth_the_wait() -> None:
     assert refining_seconds(0.1, 600.0, 1000) == pytest.approx(20.0)
     assert refining_seconds(3.0, 600.0, 10_000) == 150.0
     assert refining_seconds(3.0, 600.0, 300) == pytest.approx(20.0)
-    assert refining_seconds(3.0, 600.0, 300, "inductor") == pytest.approx(25.0)
+    assert refining_seconds(3.0, 600.0, 300, "inductor") == pytest.approx(22.0)
     assert refining_seconds(0.02, 600.0, 1000, "inductor") == 0.0
     assert refining_seconds(3.0, 10.0, 1000) == 0.0
     short = Rounds(task(), STORE, lambda *_: 0.0)
