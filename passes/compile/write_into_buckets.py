@@ -79,7 +79,7 @@ def written_into(bucket: fx.Node) -> Mapping[int, fx.Node]:
         return {}
     parts: Sequence[fx.Node] = bucket.args[0]  # type: ignore[assignment]
     whole = node_value(bucket)
-    if whole.ndim != 1:
+    if whole.ndim != 1 or len(set(parts)) < len(parts):
         return {}
     found: dict[int, fx.Node] = {}
     start = 0

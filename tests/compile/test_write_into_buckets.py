@@ -104,6 +104,15 @@ def test_a_bucket_of_little_stays_one_copy() -> None:
     assert written(step, *operands())["aten.cat.default"] == 1
 
 
+def test_scaled_by_numbers() -> None:
+    def step(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        scaled = aten.mul.Tensor(a, 0.5), aten.add.Tensor(b, a[:64, :1], alpha=2)
+        return sent(aten.cat.default([flat(aten.mul.Tensor(a @ b, a[:, :1])), *map(flat, scaled)]))
+
+    ops = written(step, torch.randn(512, 64), *operands()[1:])
+    assert ops["aten.mul.out"] == 2 and ops["aten.add.out"] == 1
+
+
 def test_what_is_turned_or_not_flat_or_not_sent_stays() -> None:
     def turned(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
         return sent(aten.cat.default([aten.reshape.default((a @ b).t(), [ROWS * 256]), c]))
@@ -114,7 +123,11 @@ def test_what_is_turned_or_not_flat_or_not_sent_stays() -> None:
     def kept(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
         return aten.cat.default([flat(a @ b), flat(a @ b)]) + 1
 
-    for step in (turned, rows, kept):
+    def twice(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        part = flat(a @ b)
+        return sent(aten.cat.default([part, part]))
+
+    for step in (turned, rows, kept, twice):
         assert written(step, *operands())["aten.cat.default"] == 1
 
 
