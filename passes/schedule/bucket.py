@@ -22,6 +22,7 @@ from passes.redistribution.lower_redistribute import collective_nodes
 
 __all__ = ["MERGED", "Bucket"]
 
+aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
 
@@ -48,8 +49,9 @@ class Bucket(RankPass):
 
     In place. A gather's buffer is one row a rank, of all its shards; what is gathered is copied out of it.
     A reduce-scatter's is one row a rank too, of the parts that it will hold; what is reduced, as with
-    all-reduce, stays where it is: results share the buffer's storage. An all-to-all's (of halos) is one message a
-    rank, in which the members' messages to it follow each other.
+    all-reduce, stays where it is: results share the buffer's storage, and a further step of the bucket sends it
+    from there. An all-to-all's (of halos) is one message a rank, in which the members' messages to it follow each
+    other.
 
     Ranks of a group merge alike: a turn and the order of its transfers are the same on all ranks, whether
     a group exchanges anything for a transfer is known to all of it, and its ranks' padded operands have the
@@ -110,7 +112,9 @@ def _merge(graph: fx.Graph, nodes: Sequence[fx.Node], before: fx.Node) -> fx.Nod
         result.meta["serves"] = node.meta.get("serves")
         wait.replace_all_uses_with(result)
         graph.erase_node(wait)
+        operand = _operand(node)
         graph.erase_node(node)
+        _erase_unread(operand)
     return merged.all_input_nodes[0]
 
 
@@ -119,7 +123,7 @@ _Merged = tuple[fx.Node, list[fx.Node]]
 
 
 def _all_reduce(emit: Emitter, nodes: Sequence[fx.Node]) -> _Merged:
-    flat = emit.cat([_flat(emit, _operand(n)) for n in nodes], 0)
+    flat = _joined(emit, nodes)
     reduced = _collective(emit, nodes[0], flat, value(flat).numel())
     return reduced, _cut(emit, reduced, nodes)
 
@@ -134,7 +138,7 @@ def _reduce_scatter(emit: Emitter, nodes: Sequence[fx.Node]) -> _Merged:
 
 def _all_gather(emit: Emitter, nodes: Sequence[fx.Node]) -> _Merged:
     ranks = int(nodes[0].args[1])  # type: ignore[arg-type]
-    row = emit.cat([_flat(emit, _operand(n)) for n in nodes], 0)
+    row = _joined(emit, nodes)
     length = value(row).numel()
     gathered = _collective(emit, nodes[0], row, ranks * length)
     rows = emit.view(gathered, [ranks, length])
@@ -196,6 +200,43 @@ def _operand(node: fx.Node) -> fx.Node:
 
 def _flat(emit: Emitter, x: fx.Node) -> fx.Node:
     return emit.view(x, [value(x).numel()])
+
+
+def _joined(emit: Emitter, nodes: Sequence[fx.Node]) -> fx.Node:
+    """What the collectives move, flat, one after the other: a copy, or what it was cut from in an earlier step."""
+    operands = [_operand(node) for node in nodes]
+    return _uncut(operands) or emit.cat([_flat(emit, operand) for operand in operands], 0)
+
+
+def _uncut(parts: Sequence[fx.Node]) -> fx.Node | None:
+    """The flat value whose pieces, all of them and in their order, `parts` are."""
+    cuts = [_cut_of(part) for part in parts]
+    wholes = {cut[0] for cut in cuts if cut is not None}
+    if None in cuts or len(wholes) != 1:
+        return None
+    (whole,) = wholes
+    ends = [0, *(cut[2] for cut in cuts if cut is not None)]
+    starts = [cut[1] for cut in cuts if cut is not None]
+    return whole if starts == ends[:-1] and ends[-1] == value(whole).numel() else None
+
+
+def _cut_of(part: fx.Node) -> tuple[fx.Node, int, int] | None:
+    """(flat value, begin, end) of what a collective of this step has and `_cut` made."""
+    node = part
+    while node.target is aten.view.default:
+        node = _operand(node)
+    if node.target is not aten.slice.Tensor or value(_operand(node)).ndim != 1:
+        return None
+    flat, _, begin, end = node.args
+    return cast(tuple[fx.Node, int, int], (flat, begin, end))
+
+
+def _erase_unread(node: fx.Node) -> None:
+    """A piece, looked at through views, that nothing reads any more."""
+    while not node.users and node.target in (aten.view.default, aten.slice.Tensor):
+        (viewed,) = node.all_input_nodes
+        node.graph.erase_node(node)
+        node = viewed
 
 
 def _collective(emit: Emitter, like: fx.Node, x: fx.Node, length: int) -> fx.Node:

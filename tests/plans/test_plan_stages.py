@@ -108,7 +108,7 @@ def test_costs_learned_of_a_cut_are_its_stages_seconds() -> None:
 
 
 def test_a_transformer_is_cut_where_its_residual_stream_passes() -> None:
-    plan = planned("gpt2", PP, 2)
+    plan = planned("gpt2", PP, 2, "1f1b")
     graphs = plan.stage_graphs(stage_task("gpt2").joint)
     assert [crossing.shape for graph in graphs for crossing in graph.sent] == [(1, 16, 32)] * (
         len(graphs) - 1

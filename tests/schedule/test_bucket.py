@@ -319,3 +319,26 @@ def test_alone_in_its_bucket_a_collective_stays(layers: JointGraph) -> None:
     nodes = list(graph.graph.nodes)
     assert list(Bucket()(graph).graph.nodes) == nodes
     assert Overlap()(graph) is graph
+
+
+def test_what_one_step_left_in_a_buffer_the_next_sends_from_there() -> None:
+    """Gradients of [2, 3] and [4], reduced over two axes one after the other: joined once, and cut once."""
+    graph = fx.Graph()
+    results: list[fx.Node] = []
+    c10d, gradients = torch.ops._c10d_functional, [graph.placeholder(name) for name in "gh"]
+    for transfer, (node, shape) in enumerate(zip(gradients, ([2, 3], [4]), strict=True)):
+        node.meta["val"] = torch.empty(shape)
+        for step, group in enumerate(("axes:a", "axes:b")):
+            node = graph.call_function(c10d.all_reduce.default, (node, "sum", group))
+            node.meta = {"val": torch.empty(shape), "turn": 0, "step": step, "transfer": transfer}
+            node = graph.call_function(c10d.wait_tensor.default, (node,))
+            node.meta = {"val": torch.empty(shape), "turn": 0}
+        results.append(node)
+    graph.output(tuple(results))
+    Bucket()(module := fx.GraphModule({}, graph))
+    (joined,) = (node for node in module.graph.nodes if node.target is torch.ops.aten.cat.default)
+    first, second = collective_nodes(module.graph)
+    assert first.args[0] is joined
+    assert second.all_input_nodes[0].all_input_nodes == [first]
+    cuts = [node for node in module.graph.nodes if node.target is torch.ops.aten.slice.Tensor]
+    assert [cut.all_input_nodes[0].all_input_nodes[0] for cut in cuts] == [second, second]
