@@ -115,9 +115,8 @@ class _Phase:
         for step, node in enumerate(self.ops, first):
             for operand in node.all_input_nodes:
                 self._read(operand, step - 1 if node in reduced else step)
-                if (
-                    is_collective(operand) and operand not in reduced
-                ):  # a wait: what was sent may be freed now
+                # A wait: what was sent may be freed now.
+                if is_collective(operand) and operand not in reduced:
                     for sent in operand.all_input_nodes:
                         self._read(sent, step)
         for node in module.graph.output_node().all_input_nodes:

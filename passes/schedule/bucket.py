@@ -210,14 +210,12 @@ def _joined(emit: Emitter, nodes: Sequence[fx.Node]) -> fx.Node:
 
 def _uncut(parts: Sequence[fx.Node]) -> fx.Node | None:
     """The flat value whose pieces, all of them and in their order, `parts` are."""
-    cuts = [_cut_of(part) for part in parts]
-    wholes = {cut[0] for cut in cuts if cut is not None}
-    if None in cuts or len(wholes) != 1:
+    cuts = [cut for part in parts if (cut := _cut_of(part)) is not None]
+    if len(cuts) < len(parts) or len({whole for whole, _, _ in cuts}) != 1:
         return None
-    (whole,) = wholes
-    ends = [0, *(cut[2] for cut in cuts if cut is not None)]
-    starts = [cut[1] for cut in cuts if cut is not None]
-    return whole if starts == ends[:-1] and ends[-1] == value(whole).numel() else None
+    wholes, begins, ends = zip(*cuts, strict=True)
+    whole: fx.Node = wholes[0]
+    return whole if [*begins, value(whole).numel()] == [0, *ends] else None
 
 
 def _cut_of(part: fx.Node) -> tuple[fx.Node, int, int] | None:
