@@ -165,7 +165,7 @@ class Rounds:
         """What was not timed yet of the plan and its rivals, the fastest first; of each what takes most of it."""
         own = self._cases(TimedCandidate.of(self.plan))
         others = chain.from_iterable(self._cases(rival).unknown for rival in self._rivals())
-        return Cases((*own.unknown, *others), own.again)
+        return Cases((*own.unknown, *own.instead, *others), own.again)
 
     def _unknown_seconds(self, plan: Plan) -> float:
         """Of a step, in what was not timed."""

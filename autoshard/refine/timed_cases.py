@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from autoshard.plan.families import Family
 from autoshard.plan.plan import Plan
 from autoshard.plan.task import Task
+from autoshard.refine.other_ways import other_ways
 from cost_model.timed import KernelKey, TimedPrices
 from passes.ir.joint import CPU
 from passes.layout.assignment import Assignment
@@ -45,10 +46,12 @@ class TimedCandidate:
 
 @dataclass(frozen=True)
 class Cases:
-    """unknown: what is not timed, what takes most of the step first. again: a few kernels that are."""
+    """unknown: what is not timed, what takes most of the step first. again: a few kernels that are. instead:
+    collectives of other ways to the same layouts, that are not timed (`autoshard.refine.other_ways`)."""
 
     unknown: Sequence[Case]
     again: tuple[Case, ...] = ()
+    instead: tuple[CollectiveCase, ...] = ()
 
     def untried(self, tried: set[object]) -> tuple[Case, ...]:
         """Those of `unknown`, each once, that are not among `tried`, which they join, behind `again`; (): there are
@@ -70,13 +73,13 @@ def cases_of(candidate: TimedCandidate, task: Task) -> Cases:
     known = {kernel.key for kernel in task.timed.kernels} if task.timed else set[KernelKey]()
     worth = LEAST_SHARE * candidate.seconds
     kernels = (case for case in work.kernels if case.seconds >= worth and case.key not in known)
-    priced = lambda case: prices.collective_priced(case.kind, case.axes, case.nbytes)
-    collectives = (case for case in work.collectives if priced(case) != "timed")
+    untimed = lambda case: prices.collective_priced(case.kind, case.axes, case.nbytes) != "timed"
+    collectives = filter(untimed, work.collectives)
     longest = sorted(work.kernels, key=lambda case: -case.seconds)
     again = {case.key: case for case in longest if case.key in known and not case.group}
-    return Cases(
-        sorted([*kernels, *collectives], key=lambda case: -case.seconds), tuple(again.values())[:AGAIN]
-    )
+    unknown = sorted([*kernels, *collectives], key=lambda case: -case.seconds)
+    instead = filter(untimed, other_ways(work.collectives, mesh))
+    return Cases(unknown, tuple(again.values())[:AGAIN], tuple(instead))
 
 
 def with_times(before: TimedPrices, times: TimedPrices) -> TimedPrices:

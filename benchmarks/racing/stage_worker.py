@@ -25,7 +25,7 @@ from autoshard.profiling.attend import attend
 from benchmarks.racing.by_hand import HAND_WRITTEN
 from benchmarks.racing.contestants import Meshes, Race, Runner, alone, planned, process_group
 from benchmarks.racing.in_stages import BusyClock, StagesByHand, Watched, bubbles, staged_by_hand
-from benchmarks.racing.measure import timed_rounds, warm_up
+from benchmarks.racing.measure import TURN, timed_rounds, warm_up
 from benchmarks.racing.plan_text import plan_text
 from benchmarks.racing.workloads import gpt, mlp
 
@@ -144,7 +144,7 @@ def measured(race: Race, given: argparse.Namespace) -> dict[str, Any]:
             _say(f"{name}: ready in {time.perf_counter() - start:.0f} s, loss {losses[-1]:.6f}")
         taken = timed_rounds(watched, given.rounds)  # type: ignore[arg-type]  # what it asks for is `step`
     for name, times in taken.items():
-        shares = bubbles(watched[name].busy, times.seconds)
+        shares = bubbles(watched[name].busy[TURN - 1 :: TURN], times.seconds)
         rows[name].update(seconds=times.seconds, cpu=statistics.median(times.cpu_seconds))
         if "stages" in rows[name]["kind"] or name.startswith(BY_HAND):
             rows[name]["bubble"] = statistics.median(shares)
