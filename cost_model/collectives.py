@@ -74,6 +74,12 @@ class CollectivePrices:
             price = self._prices[kind, axes] = _resolve(self.profile, self.mesh, kind, tuple(sorted(axes)))
         return price
 
+    def shares_memory(self, axes: tuple[str, ...]) -> bool:
+        """Whether every group along `axes` exchanges its data through memory of its host."""
+        links = self.profile.links
+        groups = mesh_occupancies(self.mesh, axes, self.profile.link_domains)
+        return all(links[use.level].shares_memory for group in groups for use in group.uses)
+
     def confidence(self, kind: str, axes: tuple[str, ...], nbytes: float | None = None) -> Confidence | None:
         """How far to trust `seconds`; None for a group of one rank, whose price 0 is exact."""
         check_kind(kind)

@@ -50,6 +50,8 @@ class LinkLevel:
                            is refused.
     reduced_bytes_per_second: bytes of an array over the seconds of its all-reduce, if the level's switches sum it on
                            its way (NVLink SHARP). None: the ranks sum it.
+    shares_memory:         whether CPU ranks that it joins exchange data through memory (`measure.host_memory`), and no
+                           library keeps copies of it.
     """
 
     name: str
@@ -58,6 +60,7 @@ class LinkLevel:
     bytes_per_second: float
     peak_bytes_per_second: float
     reduced_bytes_per_second: float | None = None
+    shares_memory: bool = False
 
 
 @dataclass(frozen=True)

@@ -145,8 +145,11 @@ class ProfileRecord:
 
 
 def _said(profile: ProfileRecord) -> dict[str, Any]:
-    """Its fields; without lateness a profile is what it was before there was any."""
+    """Its fields; without lateness, or memory that ranks share, a profile is what it was before there was any."""
     fields = asdict(profile)
+    for link in fields["links"]:
+        if not link["shares_memory"]:
+            del link["shares_memory"]
     if profile.lateness is None:
         del fields["lateness"]
     return fields

@@ -38,7 +38,7 @@ _Stride = Annotated[int, Meta(ge=1, le=MOST_RANKS)]
 
 
 class LinkData(Struct, frozen=True, forbid_unknown_fields=True):
-    """`LinkLevel`. Older files say nothing of switches that sum."""
+    """`LinkLevel`. Older files say nothing of switches that sum, and of memory that is shared."""
 
     name: str
     ranks: int | None
@@ -46,6 +46,7 @@ class LinkData(Struct, frozen=True, forbid_unknown_fields=True):
     bytes_per_second: _Positive
     peak_bytes_per_second: _Positive
     reduced_bytes_per_second: _Positive | None = None
+    shares_memory: bool = False
 
 
 class SamplesData(Struct, frozen=True, forbid_unknown_fields=True):

@@ -49,6 +49,7 @@ def prices_of(
         optimizer=optimizer,
         lateness=profile.lateness,
         links=links,
+        shares_memory=collectives.shares_memory,
     )
 
 

@@ -1,7 +1,8 @@
 """When each collective of a step began and ended: the compiled programs run again under a profiler.
 
 On CPUs with gloo. A collective begins where the program issues it; it ends when its messages are through, which gloo
-tells the profiler. The thread that computes stands still while it issues and while it waits: that is exposed.
+tells the profiler, or with what it does in shared memory. The thread that computes stands still while it issues and
+while it waits: that is exposed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import fx
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from autoshard.reporting.step_again import PHASES, StepAgain
+from cost_model.measure.own_collectives import SHARED
 
 __all__ = ["Range", "Tracks", "read_step", "run_tracks"]
 
@@ -25,7 +27,7 @@ _KINDS = "all_reduce|all_gather_into_tensor|reduce_scatter_tensor|all_to_all_sin
 _NAMED = re.compile(rf"^({_KINDS}): ")
 _UNNAMED = re.compile(rf"^_c10d_functional::({_KINDS})(_|_out)?$")
 _WAIT = "_c10d_functional::wait_tensor"
-_MESSAGES = ("gloo:send", "gloo:recv")
+_MESSAGES = ("gloo:send", "gloo:recv", SHARED)
 _WORK = {
     "all_reduce": ("gloo:all_reduce",),
     "all_gather_into_tensor": ("gloo:all_gather",),
@@ -90,8 +92,8 @@ def _steps(events: Sequence[Range]) -> Iterator[list[Range]]:
 def read_step(events: Sequence[Range], kinds: Sequence[str]) -> Tracks | None:
     """What the profiler saw of one step of collectives of `kinds`, in this order, from the begin of its forward on.
 
-    Messages that begin inside a collective are its own. Other work of gloo runs on threads of its own, later than it
-    was issued and, of a kind, in that order. None if anything is missing, left over or of another kind.
+    Messages that begin inside a collective are its own, and so is what it does in memory that ranks share. Other work
+    of gloo runs on threads of its own, later than it was issued and, of a kind, in that order. None if anything is missing, left over or of another kind.
     """
     ordered = sorted(events, key=lambda event: event.begin)
     issued = _outermost([e for e in ordered if _NAMED.match(e.name) or _UNNAMED.match(e.name)])

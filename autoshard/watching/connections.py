@@ -1,7 +1,8 @@
-"""The TCP connections between the processes of the ranks, cut so that nobody waits in a collective any more.
+"""The connections between the processes of the ranks, cut so that nobody waits in a collective any more.
 
 A wait in gloo ends in one way only, when a connection breaks (its `abort` interrupts nothing, torch 2.13). So a
-rank that has to stop shuts its connections to the others, and every wait on them raises, here and there.
+rank that has to stop shuts its connections to the others, and every wait on them raises, here and there. So does one
+for ranks of the same host, that share memory (`cost_model.measure.host_memory`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import socket
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 
-__all__ = ["Address", "connections", "cut", "listening"]
+from cost_model.measure.host_groups import cut_host_memory
+
+__all__ = ["Address", "connections", "cut", "cut_waits", "listening"]
 
 Address = tuple[str, int]
 
@@ -47,6 +50,12 @@ def cut(ours: Collection[Address], theirs: Collection[Address]) -> int:
                 sock.shutdown(socket.SHUT_RDWR)
                 count += 1
     return count
+
+
+def cut_waits(ours: Collection[Address], theirs: Collection[Address]) -> None:
+    """`cut`, and what ranks of this host share."""
+    cut(ours, theirs)
+    cut_host_memory()
 
 
 def _sockets() -> Iterator[socket.socket]:

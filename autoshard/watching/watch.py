@@ -24,7 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from autoshard.watching.board import Board
-from autoshard.watching.connections import cut
+from autoshard.watching.connections import cut_waits
 from autoshard.watching.crew import Crew
 from autoshard.watching.idling import Idling
 from autoshard.watching.input_sums import InputSums
@@ -224,7 +224,7 @@ class Watch:
     def _cut(self) -> None:
         with suppress(RuntimeError):
             self._crew.look(now=True)
-        cut(self._crew.ours, self._crew.theirs)
+        cut_waits(self._crew.ours, self._crew.theirs)
 
     def _store_is_lost(self, error: RuntimeError) -> bool:
         """The store is in rank 0's process, or in the launcher's. True when this rank has been stopped."""

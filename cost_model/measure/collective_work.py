@@ -7,7 +7,8 @@
 | all_reduce     | the collective, out of place                                                        |
 | point_to_point | every rank sends one half to the next of its group and one to the one before       |
 
-Small messages on gloo go in one round (`cost_model.measure.timed_messages`), as in a lowered graph.
+On CPUs ranks of one host go through shared memory, and small messages in one round
+(`cost_model.measure.own_collectives`), as in a lowered graph.
 Along dim 0 there are no copies: the price is that of the more expensive case. Data is float32, reductions are sums.
 """
 
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cost_model.measure import own_collectives as own
 from cost_model.measure import timed_messages as messages
 from cost_model.measurements import PLAN_KINDS
 
@@ -108,19 +110,26 @@ def _unstack(x: Tensor, parts: int) -> Tensor:
 def _all_gather(team: Team, whole: Tensor, _: Buffers) -> Work:
     n, name = team.size, team.name
     part = whole[: whole.numel() // n].view(n, -1)
-    if messages.in_one_round("all_gather", part, n):
-        return lambda: _unstack(messages.finished(messages.start_all_gather(part, team.group)), n)
     gather = c10d.all_gather_into_tensor.default
-    return lambda: _unstack(_wait(gather(part, n, name)), n)
+
+    def gathered() -> Tensor:
+        started = own.all_gather(part, team.group)
+        return _wait(gather(part, n, name)) if started is None else messages.finished(started)
+
+    return lambda: _unstack(gathered(), n)
 
 
 def _reduce_scatter(team: Team, whole: Tensor, _: Buffers) -> Work:
     n, name = team.size, team.name
     rows = whole.view(n, -1)
-    if messages.in_one_round("reduce_scatter", rows[0], n):
-        return lambda: messages.reduce_scatter(_stack(rows, n), "sum", team.group)
     reduce = c10d.reduce_scatter_tensor.default
-    return lambda: _wait(reduce(_stack(rows, n), "sum", n, name))
+
+    def reduced() -> Tensor:
+        stacked = _stack(rows, n)
+        result = own.reduce_scatter(stacked, "sum", team.group)
+        return _wait(reduce(stacked, "sum", n, name)) if result is None else result
+
+    return reduced
 
 
 def _all_to_all(team: Team, whole: Tensor, _: Buffers) -> Work:
@@ -136,11 +145,13 @@ def _all_to_all(team: Team, whole: Tensor, _: Buffers) -> Work:
 
 
 def _all_reduce(team: Team, whole: Tensor, _: Buffers) -> Work:
-    name = team.name
-    if messages.in_one_round("all_reduce", whole, team.size):
-        return lambda: messages.all_reduce(whole, "sum", team.group)
     reduce = c10d.all_reduce.default
-    return lambda: _wait(reduce(whole, "sum", name))
+
+    def reduced() -> Tensor:
+        result = own.all_reduce(whole, "sum", team.group)
+        return _wait(reduce(whole, "sum", team.name)) if result is None else result
+
+    return reduced
 
 
 def _point_to_point(team: Team, whole: Tensor, buffers: Buffers) -> Work:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cost_model.checked_arguments import shown
 from cost_model.errors import ProfileError, ShardingError
-from cost_model.groups import GroupShape, shape_text
+from cost_model.groups import GroupShape, group_ranks, occupancy, shape_text
 from cost_model.measure.behind import Pause, beyond_pause, collective_series, pause_series
 from cost_model.measure.clock import Clock
 from cost_model.measure.collective_work import Buffers, Team, whole_size
@@ -26,6 +26,7 @@ from cost_model.measure.facts import (
     software_versions,
     today,
 )
+from cost_model.measure.host_groups import host_memory_of
 from cost_model.measure.kernel_series import kernel_series, with_kernel_rates
 from cost_model.measure.kernel_work import Attend
 from cost_model.measure.late_ranks import measure_lateness
@@ -94,6 +95,8 @@ def measure_profile(
         )
         late = measure_lateness(teams, peers, clock, of_kernels, _LATE_SHARE * time_budget, device, progress)
         launch, links = _links(hosts, collectives, device)
+        if teams and device.type == "cpu":
+            links = _sharing(links, teams, peers)
         profile = ProfileRecord(
             name=name,
             nominal=False,
@@ -207,6 +210,17 @@ def _links(
         return fit_links(levels_of(hosts), collectives)
     nominal = ProfileRecord.named("h100" if device.type == "cuda" else "cpu")
     return nominal.collective_launch_seconds, nominal.links
+
+
+def _sharing(
+    links: tuple[LinkLevel, ...], teams: Mapping[GroupShape, Team], peers: Peers
+) -> tuple[LinkLevel, ...]:
+    """`links`, of which the innermost is memory where all groups inside it share some."""
+    domains = [link.ranks for link in links]
+    within = lambda shape: occupancy(group_ranks(shape), domains).uses[-1].level == 0
+    inner = [team.group for shape, team in teams.items() if within(shape)]
+    mine = bool(inner) and all(host_memory_of(group) is not None for group in inner)
+    return (replace(links[0], shares_memory=all(peers.everyones(mine))), *links[1:])
 
 
 def _attention_source(attend: Attend | None) -> str:

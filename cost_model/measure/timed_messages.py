@@ -3,20 +3,22 @@
 gloo's own collectives pass parts around a ring, one round after the other. This is right for much data and slow for
 little: a round on 4 ranks that share 2 cores takes about a millisecond, whatever it carries. 64 KiB take there with
 gloo's own and in one round: all-reduce 7.2 and 2.9 ms, all-gather 5.0 and 2.5 ms. Plans run these collectives
-(`passes.ops.one_round`), and profiles time them (`cost_model.measure`).
+and profiles time them (`cost_model.measure.own_collectives`).
 
 Messages of one pair of ranks and tag arrive in order: ranks that start the same collectives in the same order
-agree on which is which. All tensors are on the CPU; NCCL has such algorithms of its own.
+agree on which is which. All tensors are on the CPU; NCCL has such algorithms of its own. Ranks of one host have a
+quicker way (`cost_model.measure.host_memory`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from cost_model.measure.host_memory import REDUCTIONS
 
 __all__ = [
     "Started",
@@ -38,8 +40,6 @@ many as a ring."""
 _CHAINED = 2
 """Elements up to which an all-reduce goes gloo's way: of its ring's parts only those that hold something are sent."""
 
-_ADD: Mapping[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
-
 Started = tuple[Tensor, list[Any]]
 """(result, works): the result is complete once every work has been waited for."""
 
@@ -60,7 +60,7 @@ def in_one_round(kind: str, part: Tensor, ranks: int, op: str = "sum") -> bool:
     small = (ranks - 1) * part.nbytes <= _MOST_SENT[kind]
     if kind == "all_reduce" and part.numel() <= _CHAINED:
         return False
-    return small and ranks > 2 and part.device.type == "cpu" and op in _ADD
+    return small and ranks > 2 and part.device.type == "cpu" and op in REDUCTIONS
 
 
 def start_all_to_all(
@@ -85,7 +85,7 @@ def start_all_gather(operand: Tensor, group: dist.ProcessGroup) -> Started:
 
 
 def all_reduce(operand: Tensor, op: str, group: dist.ProcessGroup) -> Tensor:
-    """Waits. op: a key of `_ADD`. All ranks compute the same, in the order of ranks: equal bit by bit."""
+    """Waits. op: a key of `REDUCTIONS`. All ranks compute the same, in the order of ranks: equal bit by bit."""
     parts = finished(start_all_gather(operand.reshape(1, -1), group))
     return _reduced(list(parts), op).view(operand.shape)
 
@@ -100,7 +100,7 @@ def reduce_scatter(operand: Tensor, op: str, group: dist.ProcessGroup) -> Tensor
 
 def _reduced(parts: Sequence[Tensor], op: str) -> Tensor:
     """Sums one after the other, so that all machines add in one order."""
-    add = _ADD[op]
+    add = REDUCTIONS[op]
     total = add(parts[0], parts[1])
     for part in parts[2:]:
         add(total, part, out=total)

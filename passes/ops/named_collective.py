@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from passes.ir.torch_compat import is_profiling
-from passes.ops import one_round
+from passes.ops import quick_collectives
 
 __all__ = ["ALL_REDUCE_IN_PLACE", "NAMED", "NAMED_BY_NAME", "NAMESPACE"]
 
@@ -45,11 +45,11 @@ def _plain(name: str) -> Any:
 
 
 _RUN: Mapping[str, Callable[..., Tensor]] = {
-    "all_gather_into_tensor": one_round.all_gather,
-    "all_reduce": one_round.all_reduce,
-    "all_reduce_": one_round.all_reduce_,
-    "all_to_all_single": one_round.all_to_all,
-    "reduce_scatter_tensor": one_round.reduce_scatter,
+    "all_gather_into_tensor": quick_collectives.all_gather,
+    "all_reduce": quick_collectives.all_reduce,
+    "all_reduce_": quick_collectives.all_reduce_,
+    "all_to_all_single": quick_collectives.all_to_all,
+    "reduce_scatter_tensor": quick_collectives.reduce_scatter,
 }
 """What runs instead of the plain functional collective."""
 

@@ -14,7 +14,8 @@ from passes.lower.rank_program import RankProgram
 from passes.predict.memory_record import START, LiveValue, MemoryWalk
 from passes.predict.memory_walk import held_values, live_value, program_values
 from passes.predict.prediction import PredictedCollective, PredictedPhase, Prediction
-from passes.predict.workspaces import workspaces_on
+from passes.predict.workspaces import workspaces_of
+from passes.simulate.lockstep import simulated_group_axes
 from passes.strategies.prices import Prices
 
 __all__ = ["alone", "predict_pieces", "update_seconds"]
@@ -106,7 +107,7 @@ def _walk(program: RankProgram, parts: RankPieces, piece: Phases, prices: Prices
     """What the pieces leave is there from the first on, beside what one piece makes; so is what was made before."""
     steps, values = [START], list[LiveValue]()
     begins: list[int] = []
-    workspaces = workspaces_on(prices.mesh.device_type, prices.traffic)
+    workspaces = workspaces_of(prices, simulated_group_axes)
     for phases, name in (
         (alone(parts.before), "forward"),
         (piece, "forward"),

@@ -18,7 +18,7 @@ from passes.predict.memory_walk import memory_walk
 from passes.predict.predict_pieces import predict_pieces
 from passes.predict.prediction import PredictedCollective, PredictedPhase, Prediction
 from passes.predict.step_events import Axes, AxesOf, StepEvents
-from passes.predict.workspaces import workspaces_on
+from passes.predict.workspaces import workspaces_of
 from passes.schedule.schedule import scheduled
 from passes.simulate.lockstep import simulated_group_axes, simulated_groups
 from passes.strategies.prices import Prices
@@ -94,9 +94,7 @@ def predict_phases(phases: Phases, prices: Prices, axes_of: AxesOf) -> Predictio
         )
         for issued in step.collectives
     )
-    memory = memory_walk(
-        phases, prices.traffic, prices.optimizer, workspaces_on(prices.mesh.device_type, prices.traffic)
-    )
+    memory = memory_walk(phases, prices.traffic, prices.optimizer, workspaces_of(prices, axes_of))
     return Prediction(timeline.seconds, tuple(_phases(step, timeline)), collectives, memory)
 
 

@@ -24,7 +24,7 @@ from passes.predict.step_events import (
     copies_of_collectives,
     run_in_phase,
 )
-from passes.predict.workspaces import workspaces_on
+from passes.predict.workspaces import workspaces_of
 from passes.strategies.fused_groups import FusedGroup, fused_group
 from passes.strategies.kernel_keys import local_key, may_be_timed
 from passes.strategies.prices import Prices
@@ -113,8 +113,7 @@ class StepWork:
 
 def step_work(phases: Phases, prices: Prices, axes_of: AxesOf) -> StepWork:
     """Of the rank whose programs `phases` are, in the order in which they run."""
-    workspaces = workspaces_on(prices.mesh.device_type, prices.traffic)
-    memory = memory_walk(phases, prices.traffic, prices.optimizer, workspaces)
+    memory = memory_walk(phases, prices.traffic, prices.optimizer, workspaces_of(prices, axes_of))
     found = _Collected(prices, axes_of, memory.peak.nbytes)
     found.add_graph(phases.forward, "forward")
     if phases.backward is not None:

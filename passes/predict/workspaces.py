@@ -12,10 +12,11 @@ from cost_model.measure import timed_messages as messages
 from passes.ir.joint import node_value, results_nbytes
 from passes.ops.uniform import UNIFORM_WORDS
 from passes.predict.convolution_copies import convolution_copies
-from passes.predict.step_events import COLLECTIVE_KINDS
+from passes.predict.step_events import COLLECTIVE_KINDS, AxesOf
+from passes.strategies.prices import Prices
 from passes.strategies.pricing import TrafficModel, eager_traffic
 
-__all__ = ["NONE", "Workspaces", "random_words", "workspaces_on"]
+__all__ = ["NONE", "Workspaces", "random_words", "workspaces_of", "workspaces_on"]
 
 
 Value = Callable[[fx.Node], torch.Tensor]
@@ -37,8 +38,17 @@ class Workspaces:
 NONE = Workspaces()
 
 
-def workspaces_on(device_type: str, traffic: TrafficModel) -> Workspaces:
-    """Of devices of that type. traffic: where all ops run op by op, random numbers have words of their own.
+def workspaces_of(prices: Prices, axes_of: AxesOf) -> Workspaces:
+    """Of the devices that `prices` are of. axes_of: the mesh axes of a process group."""
+    shared = lambda node: prices.shares_memory(axes_of(str(node.args[-1])))
+    return workspaces_on(prices.mesh.device_type, prices.traffic, shared)
+
+
+def workspaces_on(
+    device_type: str, traffic: TrafficModel, shared: Callable[[fx.Node], bool] = lambda node: False
+) -> Workspaces:
+    """Of devices of that type. traffic: where all ops run op by op, random numbers have words of their own. shared:
+    whether the ranks of a collective exchange its data through memory.
 
     NCCL moves data from and to the tensors themselves; its buffers, and those of CUDA's libraries, are in a plan's
     reserve.
@@ -47,7 +57,8 @@ def workspaces_on(device_type: str, traffic: TrafficModel) -> Workspaces:
     numbers = random_words if traffic is eager_traffic else _no_bytes
     kernels = convolution_copies if on_cpu else _no_bytes
     of_op = lambda node, value=node_value: numbers(node, value) + kernels(node, value)
-    return Workspaces(of_op, _gloo_copies if on_cpu else _no_bytes)
+    copies = lambda node: 0 if node.target not in COLLECTIVE_KINDS or shared(node) else _gloo_copies(node)
+    return Workspaces(of_op, copies if on_cpu else _no_bytes)
 
 
 def random_words(node: fx.Node, value: Value = node_value) -> int:
@@ -60,8 +71,8 @@ def random_words(node: fx.Node, value: Value = node_value) -> int:
 
 def _gloo_copies(node: fx.Node) -> int:
     """gloo gathers into a flat tensor of its own, and reduces a copy of what it scatters; it reduces for all in place.
-    [torch/csrc/distributed/c10d/ProcessGroupGloo.cpp]"""
-    kind = COLLECTIVE_KINDS.get(node.target)
+    [torch/csrc/distributed/c10d/ProcessGroupGloo.cpp] Ranks that share memory read it where it is."""
+    kind = COLLECTIVE_KINDS[node.target]
     (operand,) = node.all_input_nodes[:1]
     if kind == "all_gather":
         part, ranks = node_value(operand), int(node.args[1])  # type: ignore[arg-type]

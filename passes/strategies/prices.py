@@ -39,6 +39,7 @@ class Prices:
     optimizer: Optimizer = ADAMW
     lateness: Lateness | None = None  # of ranks, where they meet
     links: MeshSpec | None = None  # where the ranks sit, if `mesh` is one stage of a larger mesh
+    shares_memory: Callable[[tuple[str, ...]], bool] = lambda axes: False  # whether groups along axes do
     moved_nbytes: float = math.inf  # that transfers may hold at once, where memory is short
     known: dict[Hashable, tuple[object, object, float]] = field(
         default_factory=dict, init=False, repr=False, compare=False

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import fx
 from torch.profiler import ProfilerActivity, profile
 
+from cost_model.measure.host_groups import host_memory_of
 from passes.ir.torch_compat import allocations
-from passes.ops import one_round
+from passes.ops import quick_collectives
 from passes.ops.uniform import uniform_reference
 from passes.predict.workspaces import random_words, workspaces_on
 from passes.strategies.pricing import eager_traffic, fused_traffic
@@ -35,12 +36,16 @@ def most(run: object) -> int:
 
 
 def measured(rank: int) -> dict[str, int]:
-    group, x = dist.group.WORLD.group_name, torch.ones(LENGTH)  # type: ignore[union-attr]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GROUP_RANK", str(rank))  # a host for each rank
+        made = dist.new_group([0, 1])
+        assert host_memory_of(made) is None  # type: ignore[arg-type]
+    group, x = made.group_name, torch.ones(LENGTH)  # type: ignore[union-attr]
     wait = c10d.wait_tensor.default
     return {
-        "all_gather": most(lambda: wait(one_round.all_gather(x, 2, group))),
-        "reduce_scatter": most(lambda: wait(one_round.reduce_scatter(x, "sum", 2, group))),
-        "all_reduce": most(lambda: wait(one_round.all_reduce(x, "sum", group))),
+        "all_gather": most(lambda: wait(quick_collectives.all_gather(x, 2, group))),
+        "reduce_scatter": most(lambda: wait(quick_collectives.reduce_scatter(x, "sum", 2, group))),
+        "all_reduce": most(lambda: wait(quick_collectives.all_reduce(x, "sum", group))),
     }
 
 

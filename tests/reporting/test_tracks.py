@@ -11,6 +11,7 @@ from autoshard.reporting.measured import Exposed, StepFigures, Track
 from autoshard.reporting.text import report_text
 from autoshard.reporting.track_picture import track_svg
 from autoshard.reporting.tracks import Range, Tracks, read_step
+from cost_model.measure.own_collectives import SHARED
 from passes.predict.predict_step import PredictedCollective
 
 SEEN = [
@@ -35,6 +36,16 @@ def test_a_collective_ends_with_its_messages() -> None:
     found = read_step(SEEN, KINDS)
     assert found is not None
     assert found.spans == ((0.5, 7.0), (1.0, 1.75), (4.0, 6.0))
+
+
+def test_a_collective_through_shared_memory_ends_with_it() -> None:
+    seen = [
+        Range("forward", 1.0, 5.0),
+        Range("all_reduce: x", 2.0, 3.0),
+        Range(SHARED, 2.25, 2.75),
+        Range("_c10d_functional::wait_tensor", 4.0, 4.125),
+    ]
+    assert read_step(seen, ["all_reduce"]) == Tracks(((1.0, 2.0),), {"forward": 1.125})
 
 
 def test_what_issues_and_what_waits_is_exposed() -> None:

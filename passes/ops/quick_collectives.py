@@ -1,6 +1,6 @@
-"""Functional collectives on gloo as messages of one round (`cost_model.measure.timed_messages`).
+"""Functional collectives in the quickest way that CPU tensors have (`cost_model.measure.own_collectives`).
 
-As others they are waited for by `wait_tensor`. On other devices, and for much data, torch's own.
+As others they are waited for by `wait_tensor`. On other devices, and where there is no quicker way, torch's own.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from cost_model.measure import own_collectives as own
 from cost_model.measure import timed_messages as messages
 from passes.ir.torch_compat import process_group_named, waited_for_with
 
@@ -35,31 +36,26 @@ def all_gather(operand: Tensor, group_size: int, group_name: str) -> Tensor:
     name alone is too long to be stored without a heap buffer, which both threads then free. The variant
     with an output runs the plain all-gather, on NCCL too.
     """
-    if messages.in_one_round("all_gather", operand, group_size):
-        return waited_for_with(*messages.start_all_gather(operand, process_group_named(group_name)))
+    started = own.all_gather(operand, process_group_named(group_name))
+    if started is not None:
+        return waited_for_with(*started)
     gathered = operand.new_empty((group_size * operand.shape[0], *operand.shape[1:]))
     return c10d.all_gather_into_tensor_out(operand, group_size, group_name, out=gathered)
 
 
 def all_reduce(operand: Tensor, op: str, group_name: str) -> Tensor:
-    """What `all_reduce` does; in one round it has been waited for."""
-    group = process_group_named(group_name)
-    if messages.in_one_round("all_reduce", operand, group.size(), op):
-        return messages.all_reduce(operand, op, group)
-    return c10d.all_reduce(operand, op, group_name)
+    """What `all_reduce` does; may have been waited for."""
+    result = own.all_reduce(operand, op, process_group_named(group_name))
+    return c10d.all_reduce(operand, op, group_name) if result is None else result
 
 
 def all_reduce_(operand: Tensor, op: str, group_name: str) -> Tensor:
     """The same in place."""
-    group = process_group_named(group_name)
-    if messages.in_one_round("all_reduce", operand, group.size(), op):
-        return operand.copy_(messages.all_reduce(operand, op, group))
-    return c10d.all_reduce_(operand, op, group_name)
+    result = own.all_reduce(operand, op, process_group_named(group_name), into=operand)
+    return c10d.all_reduce_(operand, op, group_name) if result is None else result
 
 
 def reduce_scatter(operand: Tensor, op: str, group_size: int, group_name: str) -> Tensor:
-    """What `reduce_scatter_tensor` does; in one round it has been waited for."""
-    part = operand[: operand.shape[0] // group_size]
-    if messages.in_one_round("reduce_scatter", part, group_size, op):
-        return messages.reduce_scatter(operand, op, process_group_named(group_name))
-    return c10d.reduce_scatter_tensor(operand, op, group_size, group_name)
+    """What `reduce_scatter_tensor` does; may have been waited for."""
+    result = own.reduce_scatter(operand, op, process_group_named(group_name))
+    return c10d.reduce_scatter_tensor(operand, op, group_size, group_name) if result is None else result

@@ -1,0 +1,159 @@
+"""The memory that the ranks of a group share, where all of them are on one host: set up once for each group.
+
+All ranks of the group come here at their first collective. They tell each other their hosts; where that is one, the
+first makes a folder in memory with a file and a socket of every rank, all open them, and it is removed again: nothing
+is left behind, whatever ends a rank. Every step is agreed on: where one rank cannot (no such folder, no room in it),
+all go without.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from cost_model.measure.facts import host_name, machine_id
+from cost_model.measure.host_memory import HostMemory, memory_nbytes
+
+__all__ = ["cut_host_memory", "host_memory_of"]
+
+T = TypeVar("T")
+
+_log = logging.getLogger("autoshard")
+
+_IN_MEMORY = Path("/dev/shm")
+"""Linux's. Elsewhere files are on disks."""
+_TEXT_NBYTES = 256
+"""Of what ranks say: a host's name, a folder's."""
+
+_known: WeakKeyDictionary[dist.ProcessGroup, HostMemory | None] = WeakKeyDictionary()
+"""As torch keeps its groups: by process, until they are destroyed."""
+
+
+def host_memory_of(group: dist.ProcessGroup) -> HostMemory | None:
+    """What the ranks of `group`, this one among them, share; None where they are on several hosts, or cannot.
+
+    All ranks of the group ask at the same collective. At the first one they wait for each other, over gloo.
+    """
+    if group not in _known:
+        _known[group] = _set_up(group) if group.size() > 1 else None
+    return _known[group]
+
+
+def cut_host_memory() -> None:
+    """Every wait of this process for ranks of its host raises RuntimeError, and theirs for it. From any thread."""
+    for shared in list(_known.values()):
+        if shared is not None:
+            shared.cut()
+
+
+def _set_up(group: dist.ProcessGroup) -> HostMemory | None:
+    if len(set(_everyones(group, f"{host_name()} {machine_id()}"))) > 1:
+        return None
+    folder = _everyones(group, _new_folder(group.size()) if group.rank() == 0 else "")[0]
+    if not folder:
+        return None
+    try:
+        return _joined(group, Path(folder))
+    finally:
+        if group.rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _new_folder(ranks: int) -> str:
+    """Holding a file that has room for sure; "": there is none."""
+    folder = ""
+    try:
+        if _IN_MEMORY.is_dir():
+            folder = tempfile.mkdtemp(prefix="autoshard-", dir=_IN_MEMORY)
+            with open(_memory_file(folder), "wb") as file:
+                os.posix_fallocate(file.fileno(), 0, memory_nbytes(ranks))
+    except OSError as error:
+        _log.info("ranks of this host share no memory, and send all over gloo: %s", error)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder = ""
+    return folder
+
+
+def _joined(group: dist.ProcessGroup, folder: Path) -> HostMemory | None:
+    """With the memory in `folder`, connected with every other rank."""
+    rank, ranks = group.rank(), group.size()
+    server = _agreed(group, lambda: _listening(_socket_file(folder, rank), ranks))
+    if server is None:
+        return None
+    with server, ExitStack() as held:
+        opened = _agreed(group, lambda: (_mapped(folder, ranks), _connected(folder, rank, held)))
+        if opened is None:
+            return None
+        memory, lower = opened
+        higher = dict(_accepted(server) for _ in range(rank + 1, ranks))
+        shared = HostMemory(rank, ranks, memory, [*lower, *(higher[peer] for peer in sorted(higher))])
+        held.pop_all()
+    # The folder stays until all have what is in it.
+    _everyones(group, "")
+    return shared
+
+
+def _mapped(folder: Path, ranks: int) -> torch.Tensor:
+    with open(_memory_file(folder), "r+b") as file:
+        return torch.frombuffer(mmap.mmap(file.fileno(), memory_nbytes(ranks)), dtype=torch.uint8)
+
+
+def _listening(path: Path, ranks: int) -> socket.socket:
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(str(path))
+    server.listen(ranks)
+    return server
+
+
+def _connected(folder: Path, rank: int, held: ExitStack) -> list[socket.socket]:
+    """To each rank before this one, which listens by now. held: closes them."""
+    peers: list[socket.socket] = []
+    for peer in range(rank):
+        peers.append(held.enter_context(socket.socket(socket.AF_UNIX)))
+        peers[-1].connect(str(_socket_file(folder, peer)))
+        peers[-1].sendall(rank.to_bytes(4, "little"))
+    return peers
+
+
+def _accepted(server: socket.socket) -> tuple[int, socket.socket]:
+    """A rank that has connected, and the socket to it."""
+    peer, _ = server.accept()
+    return int.from_bytes(peer.recv(4, socket.MSG_WAITALL), "little"), peer
+
+
+def _memory_file(folder: str | Path) -> Path:
+    return Path(folder) / "memory"
+
+
+def _socket_file(folder: Path, rank: int) -> Path:
+    return folder / str(rank)
+
+
+def _agreed(group: dist.ProcessGroup, step: Callable[[], T]) -> T | None:
+    """step() on every rank; None on all of them where one fails."""
+    try:
+        result: T | None = step()
+    except OSError as error:
+        _log.info("ranks of this host share no memory, and send all over gloo: %s", error)
+        result = None
+    return result if all(_everyones(group, "" if result is None else "done")) else None
+
+
+def _everyones(group: dist.ProcessGroup, text: str) -> Sequence[str]:
+    """By rank."""
+    mine = text.encode()[:_TEXT_NBYTES].ljust(_TEXT_NBYTES, b"\0")
+    found = [torch.empty(_TEXT_NBYTES, dtype=torch.uint8) for _ in range(group.size())]
+    dist.all_gather(found, torch.frombuffer(bytearray(mine), dtype=torch.uint8), group=group)
+    return [bytes(each.tolist()).rstrip(b"\0").decode(errors="replace") for each in found]

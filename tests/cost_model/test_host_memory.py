@@ -1,0 +1,137 @@
+"""Collectives through memory that ranks share, each rank a thread here; and how real ranks come to share some."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cost_model.measure import host_groups
+from cost_model.measure.host_groups import host_memory_of
+from cost_model.measure.host_memory import HostMemory, chunk_nbytes, memory_nbytes
+from tests.ranks import RankFailure, RankPool
+
+
+def joined(ranks: int) -> list[HostMemory]:
+    """The ends of ranks that share memory."""
+    memory = torch.empty(memory_nbytes(ranks), dtype=torch.uint8)
+    peers: list[list[socket.socket]] = [[] for _ in range(ranks)]
+    for one, other in combinations(range(ranks), 2):
+        ends = socket.socketpair()
+        peers[one].append(ends[0])
+        peers[other].append(ends[1])
+    return [HostMemory(rank, ranks, memory, peers[rank]) for rank in range(ranks)]
+
+
+CHUNK = chunk_nbytes(3) // 8
+"""Of three ranks: float64."""
+
+
+@pytest.mark.parametrize("numel", [1, 2, 4095, 4097, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5])
+def test_all_kinds_of_all_sizes(numel: int) -> None:
+    """Small ones are summed whole, and much goes in chunks. Twice each: what one call leaves the next one must not
+    read."""
+    ends = joined(3)
+    held = [torch.randn(3 * numel, dtype=torch.float64) for _ in ends]
+    total = held[0] + held[1] + held[2]
+
+    def run(end: HostMemory) -> list[Tensor]:
+        mine = held[end.rank]
+        return [
+            *(end.all_reduce(mine[:numel], "sum", torch.empty_like(mine[:numel])) for _ in range(2)),
+            *(end.all_gather(mine[:numel]) for _ in range(2)),
+            *(end.reduce_scatter(mine, "sum") for _ in range(2)),
+            end.all_reduce(mine[:numel], "max", torch.empty_like(mine[:numel])),
+        ]
+
+    with ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(run, ends))
+    gathered = torch.cat([mine[:numel] for mine in held])
+    largest = torch.stack(held)[:, :numel].amax(0)
+    for rank, results in enumerate(found):
+        mine = total[numel * rank : numel * (rank + 1)]
+        for result, right in zip(
+            results, [total[:numel]] * 2 + [gathered] * 2 + [mine] * 2 + [largest], strict=True
+        ):
+            assert torch.equal(result, right)
+
+
+def test_memory_is_little_for_many_ranks() -> None:
+    """16 MiB, and a page each where that is more: containers have 64 MiB."""
+    assert chunk_nbytes(2) == chunk_nbytes(7) == 2**20 and memory_nbytes(7) == 2**24
+    assert chunk_nbytes(64) == 2**24 // 130 // 4096 * 4096
+    assert all(memory_nbytes(ranks) <= 2**24 for ranks in range(2, 2000))
+    assert chunk_nbytes(10_000) == 4096 and math.gcd(chunk_nbytes(9), 4096) == 4096
+
+
+def test_a_wait_for_a_rank_that_ends_is_an_error() -> None:
+    one, other = joined(2)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(one.all_gather, torch.ones(3))
+        time.sleep(0.05)
+        other.cut()
+        with pytest.raises(RuntimeError, match="Connection closed: a rank of this host has ended"):
+            waiting.result(timeout=10.0)
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        one.all_gather(torch.ones(3))
+
+
+def shares(rank: int, hosts: int, broken: str) -> tuple[bool, float]:
+    """Whether it does, and a sum. broken: what fails on the last rank."""
+    last = rank == dist.get_world_size() - 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GROUP_RANK", str(rank % hosts))
+        if broken == "folder":
+            patch.setattr(host_groups, "_IN_MEMORY", Path("/no/such/folder"))
+        elif broken and last:
+            patch.setattr(host_groups, broken, refused)
+        group = dist.new_group(list(range(dist.get_world_size())))
+        shared = host_memory_of(group)  # type: ignore[arg-type]
+    total = torch.full((2,), float(rank))
+    dist.all_reduce(total, group=group)
+    return shared is not None, total[1].item()
+
+
+def refused(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "broken", "shared"),
+    [
+        (1, "", True),
+        (2, "", False),
+        (1, "folder", False),
+        (1, "_listening", False),
+        (1, "_mapped", False),
+        (1, "_connected", False),
+    ],
+)
+def test_who_shares_memory(ranks: RankPool, hosts: int, broken: str, shared: bool) -> None:
+    """Where one cannot, none does, and gloo goes on. No folder is left."""
+    before = set(Path("/dev/shm").glob("autoshard-*"))
+    assert ranks.run(shares, hosts, broken, world=3) == [(shared, 3.0)] * 3
+    assert set(Path("/dev/shm").glob("autoshard-*")) <= before
+
+
+def test_a_process_that_ends_wakes_the_others(ranks: RankPool) -> None:
+    with pytest.raises(RankFailure) as failure:
+        ranks.run(ends_early, world=3)
+    assert "Connection closed" in failure.value.errors[0]
+
+
+def ends_early(rank: int) -> None:
+    shared = host_memory_of(dist.group.WORLD)  # type: ignore[arg-type]
+    assert shared is not None
+    if rank == 1:
+        os._exit(3)
+    shared.all_gather(torch.ones(3))
