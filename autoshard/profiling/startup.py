@@ -76,6 +76,7 @@ def machine_key(machines: list[tuple[str, str]], spec: MeshSpec, backend: str) -
         "schema": SCHEMA_VERSION,
         "attention": "of plans",  # before, torch's own was timed
         "overlap": "by processor time where cores are shared",  # before, by the clock
+        "collectives": "of a host through memory",  # before, through gloo
         "torch": torch.__version__,
         "backend": backend,
         "device_type": spec.device_type,

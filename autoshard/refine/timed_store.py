@@ -23,7 +23,7 @@ from cost_model.timed import TimedPrices
 
 __all__ = ["TimedStore", "store_of"]
 
-_SCHEMA_VERSION = 5
+_SCHEMA_VERSION = 6
 """Another where kernels or collectives are timed in another way, too."""
 _log = logging.getLogger("autoshard")
 

@@ -93,7 +93,8 @@ def read_step(events: Sequence[Range], kinds: Sequence[str]) -> Tracks | None:
     """What the profiler saw of one step of collectives of `kinds`, in this order, from the begin of its forward on.
 
     Messages that begin inside a collective are its own, and so is what it does in memory that ranks share. Other work
-    of gloo runs on threads of its own, later than it was issued and, of a kind, in that order. None if anything is missing, left over or of another kind.
+    of gloo runs on threads of its own, later than it was issued and, of a kind, in that order. None if anything is
+    missing, left over or of another kind.
     """
     ordered = sorted(events, key=lambda event: event.begin)
     issued = _outermost([e for e in ordered if _NAMED.match(e.name) or _UNNAMED.match(e.name)])
