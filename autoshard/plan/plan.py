@@ -172,7 +172,7 @@ class Plan(PlanContent):
     def _again(self, question: str) -> Again:
         if self.again is None:
             raise PlanError(
-                f"{question} must search again, and this plan was loaded from a file\n"
+                f"{question} must search again, and this plan was loaded from a file or unpickled\n"
                 "  try: plan = find_plan(model, mesh, example_inputs), then ask that plan"
             )
         return self.again

@@ -42,11 +42,20 @@ class Again:
 
     profile: its prices. search: the plan of a variant. step_seconds: predicted, of a plan's layouts under a variant's
     prices, lowered as those have it.
+
+    It holds the model's graph, so it stays in its process: pickled it is None, as in a plan's file.
     """
 
     profile: Profile
     search: Callable[[Variant], PlanContent]
     step_seconds: Callable[[PlanContent, Variant], float]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Again:
+        """Itself: nothing of it changes."""
+        return self
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
 
 
 def variant_narrowing(variant: Variant, joint: JointGraph, mesh: MeshSpec) -> Narrowing:

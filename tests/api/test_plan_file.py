@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +176,28 @@ def test_why_not_needs_the_search(plan: Plan, tmp_path: Path) -> None:
     plan.save(tmp_path / "plan.json")
     with pytest.raises(PlanError, match="loaded from a file"):
         Plan.load(tmp_path / "plan.json").why_not("up.weight", [Replicate()])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"micro_batches": 3}, {"stages": "x", "micro_batches": 6}],
+    ids=["whole", "pieces", "stages"],
+)
+def test_a_pickled_plan_is_all_that_its_file_holds(options: dict[str, Any]) -> None:
+    """As `broadcast_object_list` and worker processes pickle it."""
+    plan: Plan = planned(**options)
+    plan.explain()
+    found = pickle.loads(pickle.dumps(plan))
+    assert found == plan
+    assert found.to_json() == plan.to_json()
+    assert found.explain() == plan.explain()
+
+
+def test_a_pickled_plan_cannot_search(plan: Plan) -> None:
+    found: Plan = pickle.loads(pickle.dumps(plan))
+    with pytest.raises(PlanError, match="loaded from a file or unpickled"):
+        found.why_not("FSDP")
+    assert copy.deepcopy(plan).why_not("FSDP") == plan.why_not("FSDP")
 
 
 def test_explain(plan: Plan) -> None:
