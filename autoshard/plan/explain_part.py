@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from autoshard.plan.equal_layers import fold_numbers
 from autoshard.plan.explain import collective_lines, parameter_lines
@@ -17,17 +17,40 @@ from passes.plan.records import NodeRecord
 
 __all__ = ["explain_part"]
 
+_Tied = Mapping[str, str]
+"""Further name of a parameter -> the name that its record has."""
 
-def explain_part(records: Sequence[NodeRecord], name: str) -> str:
+
+def explain_part(records: Sequence[NodeRecord], name: str, parameters: Iterable[str] = ()) -> str:
     """Of a node or parameter its layouts, seconds and the transfers in front of it; of a module all its parameters,
-    collectives and nodes, those of its modules included. PlanError, with near names, where nothing has that name."""
-    exact = [r for r in records if r.name == name or _parameter(r) == name]
+    collectives and nodes, those of its modules included. PlanError, with near names, where nothing has that name.
+
+    parameters: all names, the further ones of a tied parameter behind the one that its record has.
+    """
+    tied = _tied(records, parameters)
+    if not name:  # what all ops outside of modules have
+        raise PlanError(_unknown(records, name, tied))
+    exact = [r for r in records if name in (r.name, _parameter(r)) or _parameter(r) == tied.get(name, name)]
     if exact:
-        return "\n".join(_node_lines(exact)) + "\n"
+        head = [f"{name} is tied to {tied[name]}"] if name in tied else []
+        return "\n".join([*head, *_node_lines(exact)]) + "\n"
     members = [r for r in records if _is_in(r, name)]
-    if not members:
-        raise PlanError(_unknown(records, name))
-    return "\n".join(_module_lines(records, members, name)) + "\n"
+    shared = {other: first for other, first in tied.items() if other.startswith(name + ".")}
+    if not members and not shared:
+        raise PlanError(_unknown(records, name, tied))
+    return "\n".join(_module_lines(records, members, name, shared)) + "\n"
+
+
+def _tied(records: Sequence[NodeRecord], parameters: Iterable[str]) -> _Tied:
+    own = {_parameter(record) for record in records}
+    tied: dict[str, str] = {}
+    first = ""
+    for name in parameters:
+        if name in own:
+            first = name
+        else:
+            tied[name] = first
+    return tied
 
 
 def _parameter(record: NodeRecord) -> str:
@@ -40,8 +63,8 @@ def _is_in(record: NodeRecord, module: str) -> bool:
     )
 
 
-def _unknown(records: Sequence[NodeRecord], name: str) -> str:
-    known: dict[str, None] = {}
+def _unknown(records: Sequence[NodeRecord], name: str, tied: _Tied) -> str:
+    known: dict[str, None] = dict.fromkeys(tied)
     for record in records:
         known |= dict.fromkeys((record.name, _parameter(record)))
         path = record.module.split(".")
@@ -54,9 +77,13 @@ def _unknown(records: Sequence[NodeRecord], name: str) -> str:
     return f"explain({name!r}): the plan has no node, parameter or module of that name\n  try: {hint}"
 
 
-def _module_lines(records: Sequence[NodeRecord], members: Sequence[NodeRecord], name: str) -> list[str]:
+def _module_lines(
+    records: Sequence[NodeRecord], members: Sequence[NodeRecord], name: str, tied: _Tied
+) -> list[str]:
     inside = {record.name for record in members}
-    parameters = {_parameter(r): r.results[0].layout for r in members if r.op == "param"}
+    layouts = {_parameter(r): r.results[0].layout for r in records if r.op == "param"}
+    parameters = {_parameter(r): layouts[_parameter(r)] for r in members if r.op == "param"}
+    parameters |= {other: layouts[first] for other, first in tied.items()}
     nodes = [r for r in members if r.op != "param"]
     forward, backward = (
         format_seconds(sum(r.seconds for r in nodes if r.phase == phase)) for phase in ("forward", "backward")

@@ -78,7 +78,7 @@ class PipelinePlan(PipelineContent[P]):
         found: list[str] = []
         for number, stage in enumerate(self.stages):
             try:
-                found.append(f"stage {number}\n{explain_part(stage.records, node)}")
+                found.append(f"stage {number}\n{explain_part(stage.records, node, stage.parameter_layouts)}")
             except PlanError as reason:
                 error = error or reason
         if not found:

@@ -141,7 +141,9 @@ class Plan(PlanContent):
             raise PlanError(str(reject("node", node, "a name from explain() or to_text(), or None")))
         if not isinstance(crossovers, bool):
             raise PlanError(str(reject("crossovers", crossovers, "True or False")))
-        text = explain_plan(self) if node is None else explain_part(self.records, node)
+        text = (
+            explain_plan(self) if node is None else explain_part(self.records, node, self.parameter_layouts)
+        )
         return "\n".join([text, *crossover_lines(self.crossovers()), ""]) if crossovers else text
 
     def crossovers(self) -> tuple[Crossover, ...]:

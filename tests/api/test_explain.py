@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autoshard import MeshSpec, Plan, find_plan
 from autoshard.plan.equal_layers import fold_numbers
@@ -102,6 +104,42 @@ def test_parameters_of_equal_layers_share_a_line() -> None:
         "  layers.0-11.w [@tp, -]  x 12",
         "  layers.12.w   [-, -]",
     ]
+
+
+class Tied(nn.Module):
+    """Embedding and head share a weight, whose first name is the embedding's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(12, 8)
+        self.body = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 12, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.words(x)))
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_tied_parameter_by_each_of_its_names(loaded: bool, tmp_path: Path) -> None:
+    tokens = torch.zeros(4, 3, dtype=torch.int64)
+    plan = find_plan(Tied(), MeshSpec({"x": 2}), (tokens,), profile="cpu")
+    if loaded:
+        plan.save(tmp_path / "plan.json")
+        plan = Plan.load(tmp_path / "plan.json")
+    assert list(plan.parameters) == ["words.weight", "head.weight", "body.weight", "body.bias"]
+    first = plan.explain("words.weight")
+    assert first.startswith("%words_weight: f32[12")
+    assert plan.explain("head.weight") == "head.weight is tied to words.weight\n" + first
+    layout = plan.parameter_layouts["words.weight"]
+    assert f"parameters\n  head.weight {layout}\nnodes\n" in plan.explain("head")
+    with pytest.raises(PlanError, match=r"try: head\.weight"):
+        plan.explain("head.weigth")
+
+
+def test_no_name_is_no_name(plan: Plan) -> None:
+    with pytest.raises(PlanError, match="no node, parameter or module"):
+        plan.explain("")
 
 
 @pytest.fixture(scope="module")
