@@ -15,7 +15,7 @@ from autoshard.plan.plan_content import PlanContent
 from cost_model.errors import InfeasibleError
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
-from passes.ir.joint import JointGraph, node_value
+from passes.ir.joint import JointGraph, node_value, node_values
 from passes.layout.assignment import NodeLayouts
 from passes.search.narrowing import Choose, Narrowing
 
@@ -26,8 +26,9 @@ __all__ = ["Again", "Variant", "variant_narrowing"]
 class Variant:
     """What is otherwise when a plan is found again.
 
-    pins: parameter or pattern -> placements, besides the task's own pins. nodes: node name -> placements of its first
-    result. family: instead of pins, the task's own included. link: (level, factor) of a bandwidth of the profile.
+    pins: parameter or pattern -> placements, besides the task's own pins. nodes: node name -> placements of the first
+    result that it has. family: instead of pins, the task's own included. link: (level, factor) of a bandwidth of the
+    profile.
     """
 
     pins: Mapping[str, Any] = field(default_factory=dict)
@@ -69,12 +70,14 @@ def variant_narrowing(variant: Variant, joint: JointGraph, mesh: MeshSpec) -> Na
 
 
 def _pinned(node: fx.Node, placements: Any, mesh: MeshSpec) -> Choose:
-    layout = pinned_layout(placements, tuple(node_value(node).shape), mesh, f"node {node.name}")
+    # A convolution's backward that makes no gradient of its input has none as its first.
+    first = next(i for i, value in enumerate(node_values(node)) if value is not None)
+    layout = pinned_layout(placements, tuple(node_value(node, first).shape), mesh, f"node {node.name}")
 
     def choose(strategies: Sequence[NodeLayouts]) -> Sequence[int]:
-        found = [i for i, strategy in enumerate(strategies) if strategy.results[0] == layout]
+        found = [i for i, strategy in enumerate(strategies) if strategy.results[first] == layout]
         if not found:
-            known = list(dict.fromkeys(str(strategy.results[0]) for strategy in strategies))
+            known = list(dict.fromkeys(str(strategy.results[first]) for strategy in strategies))
             raise InfeasibleError(
                 f"no way to compute node {node.name} leaves {layout}; those there are leave one of\n"
                 f"    {', '.join(known[:12])}{', ...' if len(known) > 12 else ''}\n"

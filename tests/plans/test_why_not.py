@@ -172,6 +172,20 @@ def test_a_pending_sum_is_a_layout_too(plan: Plan) -> None:
     assert step_change(plan.why_not("contract_2", [Partial()])) > 0
 
 
+def test_a_node_without_its_first_result_is_pinned_by_the_next() -> None:
+    """The first layer's images need no gradient: its backward makes those of weight and bias alone."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 6 * 6, 4))
+    plan = find_plan(model, MeshSpec({"dp": 2}), (torch.zeros(8, 3, 8, 8),), profile="cpu")
+    assert plan.again is not None
+    (name,) = (record.name for record in plan.records if record.op == "aten.convolution_backward")
+    found = plan.again.search(Variant(nodes={name: [Shard(1)]}))
+    assert isinstance(found, Plan)
+    assert [str(layout) for layout in found.assignment[name].results[1:]] == ["[-, @dp, -, -]", "[-]"]
+    assert plan.why_not(name, [Shard(1)]) == plan.diff(found)
+    with pytest.raises(ShardingError, match="it has 4 dims"):
+        plan.why_not(name, [Shard(4)])
+
+
 def test_the_node_of_a_parameter_is_the_parameter(plan: Plan) -> None:
     by_name = plan.why_not("body.w1.weight", [Replicate()])
     assert plan.why_not("body_w1_weight", [Replicate()]) == by_name
