@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.runtime.input_side import conform, expected
 from autoshard.runtime.leaves import Leaves
+from autoshard.runtime.own_outputs import own_outputs
 from autoshard.runtime.step import check_first_order
 from cost_model.errors import ShardingError
 from passes.ir.joint import GraphInput, GraphOutput
@@ -125,6 +126,7 @@ class _AtOnce(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         overwritten = {} if program.ends.has_loss else program.ends.overwritten(leaves)
         outputs, gradients = program.run(leaves)
+        outputs = own_outputs(outputs, leaves)
         ctx.mark_non_differentiable(*program.ends.constant(outputs))
         if program.ends.has_loss:
             ctx.absent = [gradient is None for gradient in gradients]

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from autoshard.runtime.input_side import InputSide, conform, expected
 from autoshard.runtime.leaves import Leaves
 from autoshard.runtime.observe import Observer, PhaseRun, observed
+from autoshard.runtime.own_outputs import own_outputs
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
 from passes.compile.compile_graph import Compiled, compile_graph
@@ -104,7 +105,8 @@ class Program:
         if self.phases.backward is not None:
             saved = [locals_[i] for i in self.phases.backward.passed]
             saved += [results[i] for i in self.phases.backward.saved]  # type: ignore[misc]
-        return tuple(results[p] for p in self._returned), saved  # type: ignore[misc]
+        outputs: list[Tensor] = [results[p] for p in self._returned]  # type: ignore[misc]
+        return own_outputs(outputs, locals_), saved
 
     def run_backward(self, saved: list[Tensor], tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Local gradients, parallel to `phases.backward.gradients`. `saved` is emptied."""

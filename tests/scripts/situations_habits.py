@@ -328,6 +328,22 @@ def views_and_the_same_output_twice(make: Make) -> Any:
     return [first, turned, again, rest, gradients(model)]
 
 
+def output_changed_in_place(make: Make) -> Any:
+    """A temperature, a mask and a learned offset, in place."""
+    model = make(net())
+    logits = model(batch()[0])
+    logits /= 0.7
+    logits[:, 0] = -5.0
+    logits.masked_fill_(logits > 1.0, 1.0)
+    F.cross_entropy(logits, torch.arange(8) % 4).backward()
+    frozen = make(net().requires_grad_(False))
+    offset = nn.Parameter(torch.ones(4))
+    features = frozen(batch()[0])
+    features += offset
+    features.square().sum().backward()
+    return [logits, gradients(model), features, offset.grad]
+
+
 def one_layer_trained_at_a_time(make: Make) -> Any:
     model = make(net())
     losses: list[Any] = []
