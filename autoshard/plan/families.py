@@ -11,7 +11,15 @@ from torch.distributed.tensor import Replicate, Shard
 
 from cost_model.mesh import MeshSpec
 
-__all__ = ["FAMILIES", "Family", "Role", "family_constraints", "family_named", "near_families"]
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "Role",
+    "asked_otherwise",
+    "family_constraints",
+    "family_named",
+    "near_families",
+]
 
 Role = Literal["whole", "stored", "used"]
 """Of weights over an axis. whole: stored and used whole. stored: stored split, gathered to use. used: stored split, and
@@ -101,6 +109,29 @@ FAMILIES = (
 def family_named(name: str) -> Family | None:
     """By its name or another name of it; case, and signs between words, do not matter."""
     return _by_name().get(_plain(name))
+
+
+_PIPELINE = "find_plan(..., stages='auto', micro_batches='auto'), and the step_time of both plans"
+_QUERIES = "why_not(name, placements) of the attention in to_text(), its tokens split"
+_EXPERTS = "why_not(name, placements) of the experts' weights, split in the dim of the experts"
+_OTHERWISE = {
+    "pp": _PIPELINE,
+    "pipeline": _PIPELINE,
+    "pipelineparallel": _PIPELINE,
+    "pipelineparallelism": _PIPELINE,
+    "cp": _QUERIES,
+    "contextparallel": _QUERIES,
+    "contextparallelism": _QUERIES,
+    "ep": _EXPERTS,
+    "expertparallel": _EXPERTS,
+    "expertparallelism": _EXPERTS,
+}
+"""Names of plans that pinned weights do not make, and how to ask for them."""
+
+
+def asked_otherwise(name: str) -> str | None:
+    """How to ask for plans of that name, which are no family."""
+    return _OTHERWISE.get(_plain(name))
 
 
 def near_families(name: str, count: int = 3) -> list[str]:

@@ -7,7 +7,7 @@ import fnmatch
 from typing import Any
 
 from autoshard.plan.explain import plan_difference
-from autoshard.plan.families import FAMILIES, Family, family_named, near_families
+from autoshard.plan.families import FAMILIES, Family, asked_otherwise, family_named, near_families
 from autoshard.plan.plan_content import PlanContent
 from autoshard.plan.plan_words import plan_words
 from autoshard.plan.variants import Again, Variant
@@ -80,7 +80,8 @@ def _unknown(plan: PlanContent, name: str, placements: Any) -> str:
         return f"why_not({name!r}) lacks placements\n  try: why_not({name!r}, [Replicate(), ...]), one per mesh axis"
     if family_named(name) is not None:
         return f"why_not({name!r}, ...): a family of plans takes no placements\n  try: why_not({name!r})"
-    near = [*difflib.get_close_matches(name, known, n=3), *near_families(name)]
+    asked = asked_otherwise(name)
+    near = [asked] if asked else [*difflib.get_close_matches(name, known, n=3), *near_families(name)]
     return (
         f"why_not({name[:100]!r}): the plan has no parameter or node of that name, and no family has it\n"
         f"  the families: {', '.join(family.name for family in FAMILIES)}\n"

@@ -207,6 +207,8 @@ def test_a_node_that_cannot_be_so(plan: Plan) -> None:
     ("arguments", "message"),
     [
         (("FDSP",), r"no family has it(.|\n)*families: DDP, FSDP, HSDP(.|\n)*try: FSDP"),
+        (("PP",), r"try: find_plan\(\.\.\., stages='auto'"),
+        (("Context-Parallel",), r"try: why_not\(name, placements\) of the attention"),
         (("silo", [Replicate()]), r"no parameter or node of that name(.|\n)*families: DDP(.|\n)*try: silu"),
         (("body.w1.weigth", [Replicate()]), r"try: body\.w1\.weight"),
         (("silu",), r"why_not\('silu'\) lacks placements"),
