@@ -12,12 +12,13 @@ from autoshard.plan.families import Family
 from autoshard.plan.family_choices import family_narrowing
 from autoshard.plan.pins import pinned_layout
 from autoshard.plan.plan_content import PlanContent
-from cost_model.errors import InfeasibleError
+from cost_model.errors import InfeasibleError, PlanError
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.ir.joint import JointGraph, node_value, node_values
 from passes.layout.assignment import NodeLayouts
 from passes.search.narrowing import Choose, Narrowing
+from passes.states.backward_copies import AGAIN
 
 __all__ = ["Again", "Variant", "variant_narrowing"]
 
@@ -60,12 +61,24 @@ class Again:
 
 
 def variant_narrowing(variant: Variant, joint: JointGraph, mesh: MeshSpec) -> Narrowing:
-    """What the variant allows. Raises InfeasibleError for a family that cannot be."""
+    """What the variant allows. InfeasibleError for a family that cannot be, PlanError for a node that `joint` lacks."""
     if variant.family is not None:
         return family_narrowing(variant.family, joint, mesh)
     named = {node.name: node for node in joint.graph.nodes}
+    for name in variant.nodes.keys() - named.keys():
+        raise PlanError(_only_in_the_plan(name, named))
     return Narrowing(
         allowed={name: _pinned(named[name], given, mesh) for name, given in variant.nodes.items()}
+    )
+
+
+def _only_in_the_plan(name: str, named: Mapping[str, fx.Node]) -> str:
+    """Of a node that a limit made, such as an op's copy in the backward: other plans have other ones."""
+    origin = name.partition(AGAIN)[0]
+    known = repr(origin) if origin in named else "a node without a limit"
+    return (
+        f"why_not({name!r}, ...): it is there for the memory limit of this plan, and another plan may not have it\n"
+        f"  try: why_not({known}, ...)"
     )
 
 

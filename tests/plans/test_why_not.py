@@ -186,6 +186,21 @@ def test_a_node_without_its_first_result_is_pinned_by_the_next() -> None:
         plan.why_not(name, [Shard(4)])
 
 
+def test_a_node_that_a_limit_made_is_no_question() -> None:
+    """Which ops the backward computes again is another choice in another plan."""
+    model, mesh = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)), MeshSpec({"dp": 2})
+    data = (torch.zeros(512, 8),)
+    free = find_plan(model, mesh, data, profile="cpu")
+    plan = find_plan(model, mesh, data, profile="cpu", memory_limit=int(0.8 * free.peak_memory))
+    copies = [record.name for record in plan.records if record.name.endswith("_again")]
+    assert "gelu_again" in copies
+    for name in copies:
+        origin = name.partition("_again")[0]
+        with pytest.raises(PlanError, match=rf"memory limit of this plan(.|\n)*try: why_not\('{origin}', "):
+            plan.why_not(name, [Shard(0)])
+    assert plan.why_not("gelu", [Shard(0)]).startswith("step ")
+
+
 def test_the_node_of_a_parameter_is_the_parameter(plan: Plan) -> None:
     by_name = plan.why_not("body.w1.weight", [Replicate()])
     assert plan.why_not("body_w1_weight", [Replicate()]) == by_name
