@@ -40,7 +40,8 @@ _ROOMIER = 3
 _CLOSE = 0.02
 """Share of the limit that rooms must differ by to be tried, once one is known to be too small and one too large."""
 LITTLE = 0.01
-"""Share of the time that less in transfers may cost for no other states to be searched."""
+"""Share of the time that less in transfers may cost for no other states to be searched, and by which programs may be
+slower than they were counted for the bound to be of programs."""
 
 Fastest = Callable[[JointGraph, States | None, int | None, int, Deadline], Found]
 """The fastest plan of a graph, of those with the layouts of states, within a limit less a reserve."""
@@ -206,9 +207,12 @@ class RoomSearch:
         return self.way.fastest(graph, chosen, None, 0, self.deadline)
 
     def _proven(self, found: Found, states: States) -> Found:
-        """With what no states that were offered take less than."""
+        """With what no states that were offered take less than. A little that the program takes beyond what was counted
+        of its states, all programs are taken to take; more may be theirs alone."""
         least = 0.0 if math.isinf(self.bound) else self.bound
-        missing = states.seconds - least + self.spared(found).seconds
+        uncounted = found.seconds - states.seconds
+        alone = uncounted if uncounted > LITTLE * found.seconds else 0.0
+        missing = states.seconds - least + max(self.spared(found).seconds, alone)
         return bounded(found, max(0.0, found.seconds - max(0.0, missing)))
 
     def _too_much(self, found: Found) -> InfeasibleError:

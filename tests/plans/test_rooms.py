@@ -171,3 +171,27 @@ def test_what_transfers_are_spared_is_not_proven(joint: JointGraph) -> None:
     found = StatesWithin(joint, (_way(machine), _never()), none, none, spared).found(LIMIT, NEVER)
     assert found.seconds == pytest.approx(10.0 + 100.0 / 1000)
     assert found.lower_bound == pytest.approx(100.0 / 1000)
+
+
+@dataclass
+class Slower(Machine):
+    """Every program takes so much longer than it was counted."""
+
+    by: float = 0.0
+
+    def fastest(
+        self, joint: JointGraph, states: States | None, limit: int | None, reserve: int, deadline: Deadline
+    ) -> Found:
+        found = super().fastest(joint, states, limit, reserve, deadline)
+        return found if states is None else replace(found, seconds=found.seconds * (1.0 + self.by))
+
+
+@pytest.mark.parametrize(("by", "bound", "status"), [(0.2, 0.1, "feasible"), (0.005, 0.1005, "optimal")])
+def test_what_a_program_takes_beyond_what_was_counted_is_not_proven(
+    joint: JointGraph, by: float, bound: float, status: str
+) -> None:
+    """States of 1000 bytes are counted as 0.1 s. That another program takes 20 % longer than counted, too, nobody
+    knows; half a percent is how well counts and programs agree."""
+    found = _planned(Slower(lambda counted: counted, least=300, enough=950, by=by), joint)
+    assert found.seconds == pytest.approx(0.1 * (1.0 + by))
+    assert (found.lower_bound, found.status) == (pytest.approx(bound), status)
