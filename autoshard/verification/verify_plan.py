@@ -29,6 +29,7 @@ from autoshard.verification.verify_stages import stage_errors
 from cost_model.checked_arguments import checked_count
 from cost_model.errors import PlanError
 from passes.capture import Captured, flatten_call
+from passes.capture.checkpoint_calls import reentrant_checkpoints_called
 from passes.compile.bind_device import bind_device
 from passes.ir.joint import CPU, JointGraph, node_values
 from passes.ir.kept_random_state import random_state_kept
@@ -174,7 +175,8 @@ def _tensors(
 ) -> list[torch.Tensor]:
     """The tensor outputs of the model itself, parallel or not, in the order of the graph's outputs."""
     args, kwargs = captured.call.copied(args, kwargs)  # the model may change its arguments
-    with original_forward(model):
+    # Of a reentrant checkpoint torch gives no gradients by `torch.autograd.grad`, which leaves the model as it is.
+    with original_forward(model), reentrant_checkpoints_called():
         return captured.call.flatten_outputs(model(*args, **kwargs), args, kwargs)
 
 

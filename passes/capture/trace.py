@@ -14,6 +14,7 @@ from cost_model.errors import CaptureError
 from passes.capture.attention_calls import attention_captured
 from passes.capture.attribute_reads import attributes_read
 from passes.capture.backward_writes import check_backward_writes
+from passes.capture.checkpoint_calls import reentrant_checkpoints_called
 from passes.capture.counting import COUNTS
 from passes.capture.cumulative import trace_cumulative_averages
 from passes.capture.decompositions import decomposition_table
@@ -168,6 +169,7 @@ def _traced(program: TracedCall, spots: Sequence[Spot], uses: Uses) -> tuple[Aot
             encoder_masks_trusted(),
             full_precision_backward(),
             resizing_kept(),
+            reentrant_checkpoints_called(),
         ):
             stack.enter_context(context)
         answers = {**replaced, **PADS, **COUNTS, **DENSE_GRADIENTS, **grouped_captured()}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
 from passes.capture import capture
 from passes.capture.call import tensor_names
@@ -149,6 +151,40 @@ def test_checkpointed_block() -> None:
             return checkpoint(self.part, x, use_reentrant=False, preserve_rng_state=False)  # type: ignore[return-value]
 
     check(Block(), torch.randn(2, 4, 6))
+
+
+def test_reentrant_checkpoints() -> None:
+    """Gradients as torch gives them: none to what was given no tensor that needs one, none through a dict."""
+    from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(6))
+
+        def both(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            return self.layers[2](x).sin(), {"other": self.layers[3](x)}
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            plain: Any = checkpoint(self.layers[0], x, use_reentrant=True)
+            first, others = checkpoint(self.both, self.layers[1](x) + plain, use_reentrant=True)  # type: ignore[misc]
+            rest = checkpoint_sequential(self.layers[4:], 2, first + others["other"], use_reentrant=True)
+            return rest.square().mean()  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model, x = Parts().double(), torch.randn(4, 6, dtype=torch.float64)
+    with pytest.warns(UserWarning, match="None of the inputs have requires_grad=True"):
+        captured = capture(model, (x,), {})
+        model(x).backward()
+    wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert {name.split(".")[1] for name in wanted} == {"1", "2", "4", "5"}
+    values = [*(p.detach() for p in model.parameters()), x, torch.ones((), dtype=torch.float64)]
+    _, *gradients = fx.Interpreter(captured.joint.module).run(*values)
+    names = [end.name for end in captured.joint.outputs[1:]]
+    found = {name: g for name, g in zip(names, gradients, strict=True) if g is not None}
+    assert found.keys() == wanted.keys()
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-12, atol=1e-15)
 
 
 def test_autocast_is_respected_and_the_backward_runs_outside_it() -> None:

@@ -36,6 +36,13 @@ def gradient_checkpointing(make: Make) -> Any:
     return train(model, torch.optim.SGD(model.parameters(), 0.1))
 
 
+def reentrant_checkpointing(make: Make) -> Any:
+    """What is given to it needs a gradient, else torch gives none to what is under it."""
+    torch.manual_seed(1)
+    model = make(nn.Sequential(nn.Linear(6, 6), Checkpointed(True)))
+    return train(model, torch.optim.SGD(model.parameters(), 0.1))
+
+
 def transformers_gradient_checkpointing(make: Make) -> Any:
     torch.manual_seed(1)
     model, inputs = llama(layers=1)

@@ -51,14 +51,14 @@ def test_a_place_holds_the_skips_over_it() -> None:
 
 
 class Wrapped(nn.Module):
-    def __init__(self, wrapped: bool) -> None:
+    def __init__(self, wrapped: bool, reentrant: bool = False) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(4) for _ in range(2))
-        self.wrapped = wrapped
+        self.wrapped, self.reentrant = wrapped, reentrant
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.wrapped else block(x)
+            x = checkpoint(block, x, use_reentrant=self.reentrant) if self.wrapped else block(x)
         return x
 
 

@@ -91,9 +91,12 @@ def test_without_a_limit_that_binds_nothing_changes(free: Plan) -> None:
     assert plan.records == free.records
 
 
-def test_what_the_user_checkpoints_is_computed_again() -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_the_user_checkpoints_is_computed_again(reentrant: bool) -> None:
     torch.manual_seed(0)
-    model, x = Wrapped(True).double(), torch.randn(4, 5, 4, dtype=torch.float64)
+    # Of a reentrant one torch gives gradients only where what it is given needs one.
+    model = nn.Sequential(nn.Linear(4, 4), Wrapped(True, reentrant)).double()
+    x = torch.randn(4, 5, 4, dtype=torch.float64)
     plan = find_plan(model, MESH, (x,), recompute="user")
     assert any(name.startswith("contract") for name in plan.lowering.again)
     assert verify(model, plan, (x,)).ok
