@@ -214,8 +214,10 @@ def _op_labels(
 
 
 def _in_pieces(strategy: NodeLayouts, rule: OpRule, mesh: MeshSpec) -> bool:
-    """No piece is empty, and none reads what is another's."""
+    """No piece is empty, all run the same ops, and none reads what is another's."""
     if any(layout.has_halo for layout in (*strategy.operands, *strategy.results)):
+        return False
+    if any(split.factor in rule.unlike for split in strategy.splits):
         return False
     return all(
         hi > lo

@@ -44,7 +44,8 @@ def check_cut(joint: JointGraph, times: RunTimes) -> None:
     place = ", ".join(str(node.meta[key]) for key in ("module", "source") if node.meta.get(key))
     raise Uncut(
         f"micro_batches={times.count}: {_name(node)}{f' ({place})' if place else ''} needs the whole batch at once\n"
-        "  try: micro_batches=1, or statistics of each sample (GroupNorm, LayerNorm) instead of the batch's"
+        "  try: micro_batches=1, or what is of each sample alone: GroupNorm or LayerNorm instead of the "
+        "batch's statistics, a sum or mean over samples as the loss"
     )
 
 
@@ -53,8 +54,12 @@ def _name(node: fx.Node) -> str:
 
 
 def _in_the_way(joint: JointGraph, count: int) -> fx.Node | None:
-    """The first op that cannot take its operands as earlier ops, all run in pieces of the first dim, leave them."""
+    """The first op that cannot take its operands as earlier ops, all run in pieces of the first dim, leave them; or
+    that reads beside a part what only all pieces together give."""
     held: dict[fx.Node, Layout] = {}
+    late = set[fx.Node]()
+    # What needs no product is run before the pieces.
+    worked = dependents(joint.graph.nodes, [node for node in joint.graph.nodes if is_product(node)])
     mesh = time_mesh(count)
     for node, spec in zip(joint.placeholders, joint.inputs, strict=True):
         shape = tuple(node_value(node).shape)
@@ -67,9 +72,10 @@ def _in_the_way(joint: JointGraph, count: int) -> fx.Node | None:
         if node.op != "call_function" or result_index(node)[0] is not node:
             continue
         given = [held.get(operand) for operand in tensor_operands(node)]
-        if not any(given):
+        waits = any(result_index(operand)[0] in late for operand in tensor_operands(node))
+        if not any(given) and not waits:
             continue
-        chosen = next((s for s in strategies(node) if _reads(s, given)), None)
+        chosen = None if waits else next((s for s in strategies(node) if _reads(s, given)), None)
         if chosen is not None:
             for value in (node, *node.users):
                 producer, index = result_index(value)
@@ -77,6 +83,8 @@ def _in_the_way(joint: JointGraph, count: int) -> fx.Node | None:
                     held[value] = chosen.results[index]
         elif any(layout is not None and not layout.partial for layout in given):
             return node
+        elif node in worked:
+            late.add(node)
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -44,6 +45,18 @@ class LossAndLogits(Tokens):
         return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten()), logits
 
 
+class Row(nn.Module):
+    """Its loss reads one row of the batch, which one piece has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        z = self.last(torch.tanh(self.first(x)))
+        return z[0].sum() + z.square().mean(), z[-1]
+
+
 def _ids(batch: int) -> torch.Tensor:
     return torch.randint(0, 20, (batch, 6))
 
@@ -63,6 +76,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], torch.Tensor]]]
         ),
         _image,
     ),
+    "a row": (Row, lambda batch: torch.randn(batch, 4, dtype=torch.float64)),
     "frozen statistics": (lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4).eval()), _image),
 }
 
@@ -91,6 +105,13 @@ def test_the_numbers_of_the_whole_batch(name: str, batch: int, count: int) -> No
         assert (one is None) == (other is None)
         if one is not None and other is not None:
             assert torch.allclose(one, other, rtol=1e-11, atol=1e-12), end
+
+
+def test_all_pieces_run_the_same_ops() -> None:
+    joint, _ = model_and_values("a row", 6)
+    first = cut_batch(joint, 3)
+    targets = [[node.target for node in graph.graph.nodes] for graph in (first, *first.others)]
+    assert targets[0] == targets[1] == targets[2]
 
 
 def test_products_run_in_pieces() -> None:
@@ -129,6 +150,34 @@ def test_what_needs_the_whole_batch_is_named() -> None:
         InfeasibleError, match=r"micro_batches=2: aten.* \(statistics, .*\) needs the whole batch"
     ):
         cut_batch(joint, 2)
+
+
+class OverTheBatch(nn.Module):
+    def __init__(self, loss: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.loss = nn.Linear(4, 6), nn.Linear(6, 2), loss
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.loss(self.last(self.first(x)))
+
+
+def dice(z: torch.Tensor) -> torch.Tensor:
+    return (2 * z.sum() + 1) / (z.square().sum() + 1)
+
+
+@pytest.mark.parametrize(
+    "loss", [lambda z: z.logsumexp(0).sum(), torch.linalg.vector_norm, dice, lambda z: z.median()]
+)
+def test_a_loss_over_the_whole_batch_is_named_and_not_a_layer(
+    loss: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    joint = canonical_capture(OverTheBatch(loss), (torch.randn(8, 4),), {}).joint
+    with pytest.raises(InfeasibleError) as error:
+        cut_batch(joint, 2)
+    # The module is the model itself, so only the line is given.
+    assert re.search(
+        r"micro_batches=2: aten\.\S+ \(test_in_pieces\.py:\d+\) needs the whole batch", str(error.value)
+    )
 
 
 def test_more_pieces_than_samples_are_refused() -> None:

@@ -31,7 +31,7 @@ def planned(name: str, batch: int, mesh: MeshSpec = SQUARE, **options: Any) -> t
 
 
 @pytest.mark.parametrize(
-    ("name", "batch", "count"), [("tokens", 8, 5), ("attention", 7, 3), ("images", 8, 4)]
+    ("name", "batch", "count"), [("tokens", 8, 5), ("attention", 7, 3), ("images", 8, 4), ("a row", 6, 3)]
 )
 def test_verified_and_the_same_from_a_file(name: str, batch: int, count: int, tmp_path: Path) -> None:
     model, x, plan = planned(name, batch, micro_batches=count)

@@ -71,6 +71,8 @@ class OpRule:
     moved:      factors along which the op computes nothing, but reads elsewhere (a slice, a cat). They may be split;
                 the search offers that where it is worth its time (`passes.search.space_dims`).
     repeated:   factor -> how many times its operations all ranks do together where it is split; others: once.
+    unlike:     factors where a rank runs another op than the others (the one that has the row reads it, the others make
+                zeros). Pieces of a batch do not split them: their graphs differ in numbers alone.
     localize:   emits this rank's op; None repeats the op on the local operands.
     others:     the same op split by other factors: its strategies are those of all. Factors of one name are the same.
 
@@ -86,6 +88,7 @@ class OpRule:
     windows: Mapping[tuple[int, int], Window] = field(default_factory=dict)
     moved: frozenset[str] = frozenset()
     repeated: Mapping[str, float] = field(default_factory=dict)
+    unlike: frozenset[str] = frozenset()
     localize: Localize | None = None
     others: tuple[OpRule, ...] = ()
 
