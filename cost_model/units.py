@@ -1,6 +1,6 @@
 """Bytes as people read them."""
 
-__all__ = ["format_bytes"]
+__all__ = ["enough_bytes", "format_bytes"]
 
 
 def format_bytes(nbytes: int) -> str:
@@ -11,3 +11,12 @@ def format_bytes(nbytes: int) -> str:
             break
         value /= 1000
     return f"{value:.4g}{unit}"
+
+
+def enough_bytes(nbytes: int) -> str:
+    """As `format_bytes`, rounded up: a `memory_limit` as it is written here is no less than `nbytes`."""
+    scale = 1
+    while nbytes >= 1000 * scale and scale < 1000**4:
+        scale *= 1000
+    last = max(1, scale // 10 ** (4 - len(str(nbytes // scale))))  # of the four digits that are written
+    return format_bytes(-(-nbytes // last) * last)

@@ -16,7 +16,9 @@ from cost_model.units import format_bytes
 from passes.ir.joint import JointGraph, node_values
 from passes.layout.assignment import Assignment
 from passes.layout.layout import Layout
+from passes.micro_batches.cut_batch import cut_batch
 from passes.micro_batches.time_axis import batch_length, trains
+from passes.micro_batches.uncut import Uncut
 from passes.predict.memory_record import LiveValue, MemoryWalk
 
 __all__ = ["Asked", "told"]
@@ -104,12 +106,29 @@ def _remedies(case: _Case) -> Iterator[str]:
     """What is not in every such error: a larger limit, more devices and a smaller batch are."""
     if case.asked.recompute == "user":
         yield 'recompute="auto", which also computes again what the model does not run under `checkpoint`'
-    if case.asked.joint.pieces == 1 and trains(case.asked.joint) and batch_length(case.asked.joint) > 1:
-        yield 'micro_batches="auto", which runs the batch in as few pieces as fit, one after the other'
-    elif case.asked.joint.pieces > 1:
-        yield f'micro_batches={2 * case.asked.joint.pieces}, or "auto"'
+    yield from _more_pieces(case.asked)
     yield from _without_pins(case)
     yield from _longer_axis(case)
+
+
+def _more_pieces(asked: Asked) -> Iterator[str]:
+    """Of a batch that has so many samples and can be cut; that of stages is."""
+    joint = asked.joint
+    more = min(2 * joint.pieces, batch_length(joint)) if trains(joint) else 1
+    if more <= joint.pieces:
+        return
+    if joint.pieces > 1:
+        yield f'micro_batches={more}, or "auto"'
+    elif asked.links is not None or _can_be_cut(joint):
+        yield 'micro_batches="auto", which runs the batch in as few pieces as fit, one after the other'
+
+
+def _can_be_cut(joint: JointGraph) -> bool:
+    try:
+        cut_batch(joint, 2)
+    except Uncut:
+        return False
+    return True
 
 
 def _without_pins(case: _Case) -> Iterator[str]:

@@ -10,7 +10,7 @@ from functools import cached_property
 from autoshard.plan.judged import Spared
 from cost_model.deadline import Deadline, OutOfTime
 from cost_model.errors import InfeasibleError
-from cost_model.units import format_bytes
+from cost_model.units import enough_bytes, format_bytes
 from passes.ir.joint import JointGraph
 from passes.search.find import Found
 from passes.search.find_states import ENOUGH, NoStates, OfferedStates, States
@@ -216,7 +216,7 @@ class RoomSearch:
         return bounded(found, max(0.0, found.seconds - max(0.0, missing)))
 
     def _too_much(self, found: Found) -> InfeasibleError:
-        needs = format_bytes(self.needs(found))
+        needs = enough_bytes(self.needs(found))
         return InfeasibleError(
             f"no plan fits memory_limit={format_bytes(self.limit)} per device: the smallest that was "
             f"found holds {format_bytes(found.peak_nbytes)} at {found.peak_node}\n"

@@ -16,7 +16,7 @@ from autoshard.plan.stage_tasks import PlannedStage, sent_nbytes, stage_task
 from autoshard.plan.task import Task, search_plan
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
-from cost_model.units import format_bytes
+from cost_model.units import enough_bytes, format_bytes
 from passes.ir.joint import JointGraph
 from passes.stages.pipeline_orders import PipelineOrder, in_flight
 from passes.stages.stage_graph import StageGraph
@@ -167,7 +167,7 @@ class StageSearch:
         return InfeasibleError(
             f"no plan fits memory_limit={format_bytes(limit)} per device: with the schedule {one.order.name!r} "
             f"the ranks of stage {stages} hold {format_bytes(needed)}\n"
-            f"  try: memory_limit={format_bytes(needed)}, more and smaller micro_batches, or more devices"
+            f"  try: memory_limit={enough_bytes(needed)}, more and smaller micro_batches, or more devices"
         )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from cost_model.deadline import NEVER, Deadline
 from cost_model.errors import InfeasibleError
 from cost_model.mesh import MeshSpec
-from cost_model.units import format_bytes
+from cost_model.units import enough_bytes, format_bytes
 from passes.ir.joint import GraphInput, JointGraph, node_value
 from passes.layout.assignment import Assignment
 from passes.layout.joined_axes import JoinedAxes
@@ -159,7 +159,8 @@ def _memory_error(
     largest = sorted(least, key=lambda i: (-least[i], i))[:8]
     kinds = {node.name: spec for node, spec in zip(joint.placeholders, joint.inputs, strict=True)}
     lines = [f"    {_readable(space.names[i], kinds)}: at least {format_bytes(least[i])}" for i in largest]
-    least_peak, enough = format_bytes(int(reason.bound)), format_bytes(int(reason.bound) + reserve)
+    needed = math.ceil(reason.bound)
+    least_peak, enough = format_bytes(needed), enough_bytes(needed + reserve)
     kept = f", and {format_bytes(reserve)} for CUDA's context and communicators" if reserve else ""
     return InfeasibleError(
         f"no plan fits memory_limit={format_bytes(whole)} per device on {mesh}\n"

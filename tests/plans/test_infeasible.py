@@ -12,6 +12,8 @@ from torch.distributed.tensor import Replicate
 from torch.utils.checkpoint import checkpoint
 
 from autoshard import InfeasibleError, MeshSpec, Plan, find_plan
+from cost_model.memory import parse_bytes
+from cost_model.units import enough_bytes, format_bytes
 from tests.profiles import slow_compute
 
 WIDTH = 256
@@ -64,6 +66,52 @@ def test_what_lives_at_the_peak_by_kind_and_module() -> None:
     assert sum(map(nbytes_of, kinds.values())) == pytest.approx(nbytes_of(found[1]), rel=1e-3)
     assert re.search(r"^    (kept|again) .*blocks\.0-1\.", text, re.MULTILINE)
     assert "try: memory_limit=" in text and 'try as well: micro_batches="auto"' in text
+
+
+class Normed(nn.Module):
+    def __init__(self, statistics: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH) if statistics else nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.norm(self.first(x)))).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("statistics", "given", "said"),
+    [
+        (True, 1, None),  # statistics of the batch need it whole
+        (True, "auto", None),
+        (False, 1, 'micro_batches="auto"'),
+        (False, 4, "micro_batches=6, or"),  # of six samples there are no more pieces
+        (False, 6, None),
+    ],
+)
+def test_more_pieces_are_said_where_the_batch_can_be_cut_into_them(
+    statistics: bool, given: int | str, said: str | None
+) -> None:
+    with pytest.raises(InfeasibleError) as error:
+        find_plan(
+            Normed(statistics),
+            MeshSpec({"dp": 2}),
+            (torch.randn(6, WIDTH),),
+            profile=slow_compute(),
+            backend="eager",
+            memory_limit=1000,
+            micro_batches=given,
+        )
+    text = str(error.value)
+    assert "the smallest plan that was judged holds" in text
+    assert "micro_batches" not in text if said is None else f"try as well: {said}" in text
+
+
+def test_the_limit_that_is_said_to_do_is_what_the_smallest_plan_holds() -> None:
+    """Written in four digits, and not below."""
+    for nbytes in (1, 999, 1000, 1001, 12_341, 123_409, 999_999, 55_944_001, 80_000_000_001, 10**12 + 1):
+        assert nbytes <= parse_bytes(enough_bytes(nbytes)) <= nbytes + max(1, nbytes // 1000)
+    for nbytes in (1, 999, 1000, 12_340, 123_400, 80_000_000_000):
+        assert enough_bytes(nbytes) == format_bytes(nbytes)
 
 
 def test_the_axis_that_must_grow_least_and_by_how_much() -> None:
