@@ -40,6 +40,8 @@ sqrt 2 (into a temporary), div_ 2, add_ 2, addcdiv_ 4. [torch/optim/adam.py, _mu
 OPTIMIZERS: Mapping[str, Optimizer] = {
     "adamw": ADAMW,
     "adam": Optimizer(states=2, passes=18),
+    "adamw, amsgrad": Optimizer(states=3, passes=23),
+    "adam, amsgrad": Optimizer(states=3, passes=21),
     "sgd": Optimizer(states=0, passes=3),
     "momentum": Optimizer(states=1, passes=8),
     "adamw, fp32 master": Optimizer(states=0, passes=20, element_nbytes=12),
@@ -48,8 +50,9 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     "momentum, fp32 master": Optimizer(states=0, passes=8, element_nbytes=8),
 }
 """By the names that users give them. Adam is AdamW without the decay's mul_ 2; SGD add_ 3; with momentum mul_ 2, add_ 3
-and add_ 3. [torch/optim/{adam,sgd}.py, foreach] fp32 master: a float32 copy of each parameter, and states in float32,
-as mixed precision keeps them for parameters in bfloat16 [Micikevicius et al. 2018]: 4 bytes a number each."""
+and add_ 3. amsgrad keeps max_exp_avg_sq as well: maximum_ 3. [torch/optim/{adam,sgd}.py, foreach]
+fp32 master: a float32 copy of each parameter, and states in float32, as mixed precision keeps them for parameters in
+bfloat16 [Micikevicius et al. 2018]: 4 bytes a number each."""
 
 _UNITS = {"": 1, "B": 1} | {
     prefix + suffix: base ** (power + 1)

@@ -112,8 +112,8 @@ def find_plan(
                     once. "auto": the fastest of 1, 2, 4 ... that fits `memory_limit`. Losses, gradients and dropout are
                     those of the whole batch.
     optimizer:      whose states count as memory, and whose update as time: "adamw", "adam", "momentum", "sgd", each
-                    also with ", fp32 master", a float32 copy of parameters with states in float32; or an optimizer of
-                    torch's, which is not used otherwise.
+                    also with ", fp32 master", a float32 copy of parameters with states in float32, the first two with
+                    ", amsgrad"; or an optimizer of torch's, which is not used otherwise.
     time_limit:     seconds for all of it; when it ends first, the best plan so far with its gap, or InfeasibleError if
                     there is none. On meshes of many axes, or where time is short, some axes are used together
                     (`Plan.joined_axes`).

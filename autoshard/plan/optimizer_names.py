@@ -14,7 +14,7 @@ OptimizerLike = str | torch.optim.Optimizer
 
 def optimizer_name(optimizer: object) -> str:
     """Its name among `OPTIMIZERS`. An optimizer of torch's that is none of them counts as AdamW, which keeps and moves
-    more than most. ShardingError for anything else."""
+    more than most; with groups that differ, as the one that keeps most. ShardingError for anything else."""
     if isinstance(optimizer, str) and optimizer in OPTIMIZERS:
         return optimizer
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -24,4 +24,5 @@ def optimizer_name(optimizer: object) -> str:
     if isinstance(optimizer, torch.optim.SGD):
         moved = any(group["momentum"] for group in optimizer.param_groups)
         return "momentum" if moved else "sgd"
-    return "adam" if type(optimizer) is torch.optim.Adam else "adamw"
+    name = "adam" if type(optimizer) is torch.optim.Adam else "adamw"
+    return f"{name}, amsgrad" if any(group.get("amsgrad") for group in optimizer.param_groups) else name

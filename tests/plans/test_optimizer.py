@@ -10,6 +10,7 @@ from torch import nn
 
 from autoshard import MeshSpec, ShardingError, find_plan
 from autoshard.plan.optimizer_names import optimizer_name
+from cost_model.memory import OPTIMIZERS
 from tests.profiles import slow_compute
 
 WIDTH = 64
@@ -30,6 +31,7 @@ def peak(optimizer: object, dtype: torch.dtype = torch.float32) -> int:
         ("momentum", 4),
         ("adam", 8),
         ("adamw", 8),
+        ("adamw, amsgrad", 12),
         ("adamw, fp32 master", 12),
         ("sgd, fp32 master", 4),
     ],
@@ -51,12 +53,25 @@ def test_master_copies_are_float32_beside_bfloat16() -> None:
         (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "momentum"),
         (lambda p: torch.optim.Adam(p), "adam"),
         (lambda p: torch.optim.AdamW(p), "adamw"),
+        (lambda p: torch.optim.Adam(p, amsgrad=True), "adam, amsgrad"),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), "adamw, amsgrad"),
     ],
 )
 def test_one_of_torchs(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], name: str) -> None:
     optimizer = make([nn.Parameter(torch.zeros(2))])
     assert optimizer_name(optimizer) == name
     assert peak(optimizer) == peak(name)
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_as_many_states_as_torch_makes(kind: type[torch.optim.Adam], amsgrad: bool) -> None:
+    weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+    optimizer = kind([weight], amsgrad=amsgrad)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    made = sum(value.numel() for value in optimizer.state[weight].values() if value.numel() > 1)
+    assert OPTIMIZERS[optimizer_name(optimizer)].states * weight.numel() == made
 
 
 def test_anything_else_is_an_error() -> None:
