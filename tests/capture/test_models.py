@@ -136,6 +136,15 @@ def test_lstm_reads_the_traced_weights() -> None:
     check(nn.LSTM(5, 7, batch_first=True), torch.randn(2, 3, 5))
 
 
+@pytest.mark.parametrize("kind", [nn.GRUCell, nn.LSTMCell])
+def test_cells_split_their_gates_as_other_splits(kind: type[nn.GRUCell] | type[nn.LSTMCell]) -> None:
+    captured = check(kind(5, 7), torch.randn(3, 5))
+    targets = {str(node.target) for node in captured.joint.graph.nodes}
+    assert not any(
+        "unsafe" in target for target in targets
+    )  # of which there is no rule: the batch would stay whole
+
+
 def test_checkpointed_block() -> None:
     from torch.utils.checkpoint import checkpoint
 
