@@ -19,7 +19,7 @@ from passes.ir.op_signature import op_signature
 from passes.ir.op_traits import is_product
 from passes.stages.backward_places import backward_places
 from passes.stages.forward_places import ForwardPlaces, forward_places, output_places
-from passes.stages.gradient_sums import gradient_sums
+from passes.stages.gradient_sums import GradientSum, gradient_sums
 from passes.stages.graph_parts import (
     GraphParts,
     Line,
@@ -108,7 +108,8 @@ def cut_costs(joint: JointGraph, op_seconds: Callable[[fx.Node], float]) -> CutC
     """op_seconds: of one op, for one piece; asked once for ops alike. Ops that every stage has cost nothing here."""
     parts = graph_parts(joint)
     forward = forward_places(parts, {n: i for i, n in enumerate(parts.forward)}, len(parts.forward) - 1)
-    homes = _homes(parts, forward)
+    sums = gradient_sums(parts)
+    homes = _homes(parts, forward, sums)
     own = [0.0] * len(parts.forward)
     known: dict[Hashable, float] = {}
     for node in (*parts.forward, *parts.backward):
@@ -117,7 +118,8 @@ def cut_costs(joint: JointGraph, op_seconds: Callable[[fx.Node], float]) -> CutC
             known[key] = op_seconds(node)
         own[forward.of[node] if node in forward.of else homes[node]] += known[key]
     seconds = tuple(itertools.accumulate(own, initial=0.0))
-    return CutCosts(parts, forward, _places(parts, forward, homes), seconds, homes)
+    closed = _closed(parts, forward) | _closed_to_gradients(parts, forward, homes, sums)
+    return CutCosts(parts, forward, _places(parts, forward, closed), seconds, homes)
 
 
 def narrow_places(costs: CutCosts) -> tuple[CutPlace, ...]:
@@ -151,13 +153,13 @@ def _narrowness(place: CutPlace) -> tuple[int, int, int]:
     return place.sent_nbytes + place.returned_nbytes, place.sent, -place.position
 
 
-def _homes(parts: GraphParts, forward: ForwardPlaces) -> dict[fx.Node, int]:
+def _homes(parts: GraphParts, forward: ForwardPlaces, sums: Mapping[int, GradientSum]) -> dict[fx.Node, int]:
     """The last place at which an op of the backward can run; rather one that comes from its line of the model."""
     lines: dict[Line, list[int]] = {}
     for position, node in enumerate(parts.forward):
         lines.setdefault(model_line(node), []).append(position)
     homes: dict[fx.Node, int] = {}
-    bounds = backward_places(parts, forward, gradient_sums(parts))
+    bounds = backward_places(parts, forward, sums)
     for node in parts.backward:
         ceiling = min((homes[n] for n in operands(node) if n in homes), default=forward.last)
         last = min(bounds.latest.get(node, ceiling), ceiling)
@@ -168,7 +170,7 @@ def _homes(parts: GraphParts, forward: ForwardPlaces) -> dict[fx.Node, int]:
     return homes
 
 
-def _places(parts: GraphParts, forward: ForwardPlaces, homes: Mapping[fx.Node, int]) -> tuple[CutPlace, ...]:
+def _places(parts: GraphParts, forward: ForwardPlaces, closed: set[int]) -> tuple[CutPlace, ...]:
     count = len(parts.forward)
     passing: list[list[int]] = [[0, 0, 0] for _ in range(count + 1)]
     for node, last in forward.reach.items():
@@ -176,7 +178,6 @@ def _places(parts: GraphParts, forward: ForwardPlaces, homes: Mapping[fx.Node, i
         change = (1, nbytes, nbytes if node in parts.differentiable else 0)
         _add(passing[forward.of[node] + 1], change, 1)
         _add(passing[last + 1], change, -1)
-    closed = _closed(parts, forward) | _closed_to_gradients(parts, forward, homes)
     found: list[CutPlace] = []
     now = [0, 0, 0]
     for position, node in enumerate(parts.forward):
@@ -204,14 +205,18 @@ def _closed(parts: GraphParts, forward: ForwardPlaces) -> set[int]:
     return found
 
 
-def _closed_to_gradients(parts: GraphParts, forward: ForwardPlaces, homes: Mapping[fx.Node, int]) -> set[int]:
-    """Positions between what the backward makes once for all pieces of a batch and its readers."""
+def _closed_to_gradients(
+    parts: GraphParts, forward: ForwardPlaces, homes: Mapping[fx.Node, int], sums: Mapping[int, GradientSum]
+) -> set[int]:
+    """Positions between what the backward makes once for all pieces of a batch and its readers, but for sums of a
+    parameter's gradient, whose parts stay where they are made."""
     found: set[int] = set()
     ends = output_places(parts, forward)
     tangents = {node: ends[spec.index] for node, spec in parts.specs.items() if spec.kind == "tangent"}
     made = {**tangents, **homes}
+    summed = {node for found in sums.values() for node in found.ops}
     for reader in parts.backward:
-        for node in operands(reader):
+        for node in () if reader in summed else operands(reader):
             if node in made and not passes_with_piece(parts.joint, node):
                 found.update(range(homes[reader] + 1, made[node] + 1))
     return found

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+from autoshard.plan.find_plan import canonical_capture
 from passes.ir.joint import JointGraph
 from passes.micro_batches.cut_batch import cut_batch
-from passes.simulate.reference import graph_values
+from passes.simulate.reference import graph_values, reference_inputs
 from passes.simulate.simulate_stages import staged_results
+from passes.stages.choose_cut import choose_cut
+from passes.stages.cut_costs import cut_costs
 from passes.stages.graph_parts import graph_parts
 from passes.stages.stage_graphs import stage_graphs
 from tests.stages.stage_models import canonical
@@ -61,3 +65,36 @@ def test_pieces_pass_the_residual_stream_alone() -> None:
     ]
     tied = {"transformer.wte.weight": (0, 2)}
     assert [graph.summed for graph in graphs] == [tied, {}, tied]
+
+
+class Penalised(nn.Module):
+    """The loss punishes large weights, so that a weight's gradient has a part that is no piece's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x.square().mean() + 0.01 * sum(p.square().sum() for p in self.parameters())
+
+
+def test_penalties_of_weights_do_not_close_places() -> None:
+    """Every stage has its own part of a gradient, so that between any two layers the call may be cut."""
+    model, given = Penalised().double(), [torch.randn(5, 8, dtype=torch.float64)]
+    joint = canonical_capture(model, tuple(given), {}).joint
+    values = reference_inputs(joint, model, given, seed=2)
+    known = {(spec.kind, spec.name): value for spec, value in zip(joint.inputs, values, strict=True)}
+    batch = cut_batch(joint, 4)
+    costs = cut_costs(batch, lambda n: 1.0)
+    begins = {costs.parts.forward[place.position].meta["module"] for place in costs.places}
+    assert {"layers.1", "layers.2"} <= begins
+    cut = choose_cut(costs, 3, lambda n: 0.0).cut
+    for piece in (batch, *batch.others):
+        given = [known[spec.kind, spec.name] for spec in piece.inputs]
+        wanted, _ = graph_values(piece, given)
+        for got, expected in zip(staged_results(piece, stage_graphs(piece, cut), given), wanted, strict=True):
+            assert (got is None) == (expected is None)
+            if got is not None:
+                torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)
