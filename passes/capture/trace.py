@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -188,7 +189,9 @@ def _joint(program: TracedCall, traceable: _Traceable, answers: dict[Any, Callab
 
     table = decomposition_table()
     if not any(_writes_in_place(module) for module in program.model.modules()):
-        with suppress(Exception):  # what is wrong with a program, the other trace says
+        # What is wrong with a program, the other trace says, and torch's anomaly detection warns there.
+        with suppress(Exception), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Error detected in ")
             aot = run({**table, **_refused_writes()}, False)
             if not has_writes(aot):
                 return aot

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -76,3 +77,22 @@ def test_a_write_is_rewritten(
 def test_a_module_that_says_so_is_traced_once(traces: list[tuple[bool, AotGraph]]) -> None:
     capture(nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)), (torch.randn(3, 4),), {})
     assert [rewritten for rewritten, _ in traces] == [True]
+
+
+class Norm(nn.Module):
+    """Its backward writes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(x).norm()
+
+
+def test_nothing_is_said_of_a_trace_that_is_done_again(traces: list[tuple[bool, AotGraph]]) -> None:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        capture(Norm(), (torch.randn(3, 4),), {})
+    assert [rewrite for rewrite, _ in traces] == [True]
+    assert not [str(warning.message) for warning in said]
