@@ -1,5 +1,5 @@
-"""Slices written into and gathered from tensors, as cat, pad, select, expand and reshape; shuffled channels, as
-reshape and permute."""
+"""Slices written into and gathered from tensors, and stacks of them, as cat, pad, select, expand and reshape; shuffled
+channels, as reshape and permute."""
 
 from __future__ import annotations
 
@@ -68,6 +68,22 @@ def unbind(x: Tensor, dim: int = 0) -> list[Tensor]:
     return [aten.select.int(x, dim, i) for i in range(x.shape[dim])]
 
 
+def stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Every tensor with a new dim. torch's own lays them end to end along a dim that they have, where a rank or a piece
+    of a batch that has a part of each has no part of the whole."""
+    dim %= tensors[0].ndim + 1
+    return torch.cat([x.unsqueeze(dim) for x in tensors], dim)
+
+
+def unsafe_split(x: Tensor, size: int, dim: int = 0) -> list[Tensor]:
+    """Unsafe only in that nobody may write to its parts: `nn.GRUCell` and `nn.LSTMCell` call it."""
+    return list(x.split(size, dim))
+
+
+def unsafe_split_with_sizes(x: Tensor, sizes: Sequence[int], dim: int = 0) -> list[Tensor]:
+    return list(x.split(list(sizes), dim))
+
+
 def repeat(x: Tensor, repeats: Sequence[int]) -> Tensor:
     """Every dim of n repeated r times is [r, n] with r broadcast, flattened."""
     x = x.reshape([*([1] * (len(repeats) - x.ndim)), *x.shape])
@@ -133,6 +149,9 @@ SHAPES: dict[Any, Callable[..., Any]] = {
     aten.slice_scatter.default: slice_scatter,
     aten.select_scatter.default: select_scatter,
     aten.unbind.int: unbind,
+    aten.stack.default: stack,
+    aten.unsafe_split.Tensor: unsafe_split,
+    aten.unsafe_split_with_sizes.default: unsafe_split_with_sizes,
     aten.repeat.default: repeat,
     aten.transpose.int: transpose,
     aten.t.default: t,

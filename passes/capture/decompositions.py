@@ -35,7 +35,7 @@ miopen_batch_norm_backward _weight_norm_interface
 hardswish_backward hardtanh_backward hardsigmoid_backward elu_backward leaky_relu_backward
 glu glu_backward mish_backward softplus_backward masked_fill
 rsub tril triu linalg_vector_norm norm aminmax count_nonzero
-addmv addr split unsafe_split unsafe_split_with_sizes stack diag_embed eye linspace
+addmv addr split diag_embed eye linspace
 """
 
 

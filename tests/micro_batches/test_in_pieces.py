@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -122,6 +123,54 @@ def test_products_run_in_pieces() -> None:
     assert len(products) == 6
     assert all(n.meta["runs"] == "piece" and repeats(n) == 4 for n in products)
     assert {len(g.graph.nodes) for g in graphs} == {len(graphs[0].graph.nodes)}
+
+
+class Recurrent(nn.Module):
+    """A layer over steps, or a cell step by step; batch first or not, states stacked."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if isinstance(self.layer, nn.RNNBase):
+            out, _ = self.layer(x if self.layer.batch_first else x.transpose(0, 1))
+        else:
+            state: Any = None
+            states = []
+            for step in x.unbind(1):
+                state = self.layer(step, state)
+                states.append(state[0] if isinstance(state, tuple) else state)
+            out = torch.stack(states)
+        return out.square().mean(), out
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: nn.LSTM(4, 6, num_layers=2, batch_first=True),
+        lambda: nn.GRU(4, 6, bidirectional=True),
+        lambda: nn.GRUCell(4, 6),
+        lambda: nn.LSTMCell(4, 6),
+    ],
+    ids=["lstm", "gru", "gru cell", "lstm cell"],
+)
+def test_products_of_recurrent_layers_run_in_pieces(build: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, x = Recurrent(build()).double(), torch.randn(6, 3, 4, dtype=torch.float64)
+    joint = canonical_capture(model, (x,), {}).joint
+    values = reference_inputs(joint, model, [x], seed=1)
+    tangents = [i for i, spec in enumerate(joint.inputs) if spec.kind == "tangent"]
+    values[tangents[1]].zero_()  # in pieces the loss alone gets a gradient
+    batch = cut_batch(joint, 4)
+    assert all(repeats(n) == 4 for n in batch.graph.nodes if is_product(n))
+    known = {(spec.kind, spec.name): value for spec, value in zip(joint.inputs, values, strict=True)}
+    given = [known[spec.kind, spec.name] for spec in batch.inputs]
+    wanted, _ = graph_values(joint, values)
+    for one, other in zip(step_in_pieces([batch, *batch.others], given), wanted, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
 
 
 def test_the_loss_alone_gets_a_gradient() -> None:
