@@ -66,10 +66,12 @@ class PipelinePlan(PipelineContent[P]):
         graphs = [plan_graph(stage.records, stage.mesh, stage.memory) for stage in self.stages]
         return draw_pipeline(f"{self.mesh}, stages along {self.axis}", self.timeline, graphs, path)
 
-    def explain(self, node: str | None = None) -> str:
+    def explain(self, node: str | None = None, *, crossovers: bool = False) -> str:
         """When stages run, what they hold and send; with `node`, of one op, parameter or module.
 
-        PlanError, with the nearest names, for a name that the plan lacks."""
+        PlanError, with the nearest names, for a name that the plan lacks, and for crossovers, as `crossovers()`."""
+        if crossovers:
+            self.crossovers()
         if node is None:
             return explain_pipeline(self)
         if not isinstance(node, str):

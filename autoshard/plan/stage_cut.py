@@ -13,6 +13,7 @@ from torch import fx
 
 from autoshard.plan.task import Task
 from cost_model.errors import InfeasibleError
+from cost_model.units import format_bytes
 from passes.ir.joint import JointGraph, repeats, results_nbytes
 from passes.ir.op_traits import is_view
 from passes.stages.choose_cut import ChosenCut, Fits, choose_cut
@@ -72,16 +73,28 @@ class StageCutter:
         """At narrow places, and of those between equal layers, unless that makes the longest stage longer by more than
         `_EVEN`: stages that are alike are planned once. Between any two products, or anywhere, where that makes it
         shorter by `_SHORTER`, or there are too few. costs: in place of the estimated ones. Raises InfeasibleError."""
+        try:
+            return self._best(stages, costs or self.costs)
+        except InfeasibleError as error:
+            raise InfeasibleError(f"{self._asked()}: {error}") from None
+
+    def _asked(self) -> str:
+        """The arguments that a cut has to do with."""
+        limit = self.task.memory_limit
+        within = "" if limit is None else f", memory_limit={format_bytes(limit)}"
+        return f"stages={self.axis!r}{within}"
+
+    def _best(self, stages: int, costs: CutCosts) -> ChosenCut:
         best: ChosenCut | None = None
         for places in (self.places, places_between_products(self.costs), self.costs.places):
             enough = best is not None and best.gap <= _SHORTER
             if enough or (len(places) < stages - 1 and places is not self.costs.places):
                 continue
-            found = self._cut(stages, costs or self.costs, places)
+            found = self._cut(stages, costs, places)
             if best is None or max(found.seconds) < (1.0 - _SHORTER) * max(best.seconds):
                 best = found
         assert best is not None
-        alike = self._cut_alike(stages, costs or self.costs)
+        alike = self._cut_alike(stages, costs)
         even = alike is not None and max(alike.seconds) <= (1.0 + _EVEN) * max(best.seconds)
         return alike if alike is not None and even else best
 

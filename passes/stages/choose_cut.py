@@ -170,9 +170,12 @@ class _Line:
 
 
 def _too_few(costs: CutCosts, stages: int, places: Sequence[CutPlace]) -> InfeasibleError:
+    fewer = (
+        f"at most {len(places) + 1} stages, or none" if places else "stages=None: there is no place to cut"
+    )
     return InfeasibleError(
         f"cannot cut the graph into {stages} stages: too few layers; it has {len(places)} places to cut in the "
-        f"{len(costs.parts.forward)} ops of its forward\n  try: at most {len(places) + 1} stages"
+        f"{len(costs.parts.forward)} ops of its forward\n  try: {fewer}"
     )
 
 
@@ -182,11 +185,11 @@ def _too_large(costs: CutCosts, line: _Line, stages: int, places: Sequence[CutPl
     if not alone:
         return InfeasibleError(
             f"no cut into {stages} stages fits their memory, though each of {len(places) + 1} parts alone fits\n"
-            "  try: more stages, or more and smaller pieces"
+            "  try: more stages, or a larger memory_limit"
         )
     ops = costs.parts.forward[line.positions[alone[0]] : line.positions[alone[0] + 1]]
     largest = max(ops, key=lambda n: sum(map(results_nbytes, n.all_input_nodes)))
     return InfeasibleError(
         "no cut fits: one op is too large for the memory of any stage, and an op is never cut\n"
-        f"  {described(largest)}\n  try: split it over a mesh axis inside its stage, or smaller pieces"
+        f"  {described(largest)}\n  try: split it over a mesh axis inside its stage, or a larger memory_limit"
     )

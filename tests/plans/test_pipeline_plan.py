@@ -112,7 +112,8 @@ def test_differences() -> None:
 
 def test_what_is_not_there_for_stages() -> None:
     plan = planned("mlp", SQUARE, 4)
-    for ask in (lambda: plan.why_not("layers.0.weight"), plan.crossovers):
+    explained = lambda: plan.explain(crossovers=True)
+    for ask in (lambda: plan.why_not("layers.0.weight"), plan.crossovers, explained):
         with pytest.raises(PlanError, match="not there for plans with stages"):
             ask()
     with pytest.raises(PlanError, match="report takes no plan with stages, and this one has 2"):

@@ -7,6 +7,8 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 from torch.distributed.tensor import Shard
 
 from autoshard import InfeasibleError, MeshSpec, PipelinePlan, Plan, ShardingError, find_plan
@@ -197,8 +199,15 @@ def test_an_axis_that_cannot_hold_stages(axis: object, said: str) -> None:
 
 def test_too_few_layers() -> None:
     model, args, _ = MODELS["mlp"]()
-    with pytest.raises(InfeasibleError, match="too few layers"):
+    with pytest.raises(InfeasibleError, match=r"^stages='pp': cannot cut .* too few layers"):
         find_plan(model, MeshSpec({"pp": 64}), args, stages="pp")
+    with pytest.raises(InfeasibleError, match=r"stages='pp'.* 0 places .*\n  try: stages=None"):
+        find_plan(nn.ReLU(), PP, (torch.ones(4, 4),), stages="pp")
+
+
+def test_a_cut_that_does_not_fit_names_the_limit() -> None:
+    with pytest.raises(InfeasibleError, match=r"(?s)^stages='pp', memory_limit=300B: .*larger memory_limit"):
+        plan_stages(stage_task("mlp", memory_limit=300), "pp", 2)
 
 
 def test_statistics_of_the_batch_are_not_cut() -> None:
