@@ -1,4 +1,4 @@
-"""Means, variances and the products with a bias, as sums, pointwise ops and plain products."""
+"""Means, variances, products with a bias and of three, and PReLU, as sums, pointwise ops and plain products."""
 
 from __future__ import annotations
 
@@ -88,6 +88,31 @@ def addbmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1)
     return _scaled(product, alpha) + _scaled(bias, beta)
 
 
+def trilinear(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    expand1: Sequence[int],
+    expand2: Sequence[int],
+    expand3: Sequence[int],
+    sumdim: Sequence[int],
+    unroll_dim: int = 1,
+) -> Tensor:
+    """Of `nn.Bilinear`: each operand gets the dims of its `expand`, and dims of their product are summed."""
+    letters = "abcdefghijklmnopqrstuvwxyz"[: a.ndim + len(expand1)]
+    read = ["".join(x for d, x in enumerate(letters) if d not in new) for new in (expand1, expand2, expand3)]
+    left = "".join(x for d, x in enumerate(letters) if d not in sumdim)
+    return torch.einsum(f"{','.join(read)}->{left}", a, b, c)
+
+
+def prelu(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.where(x > 0, x, weight * x)
+
+
+def prelu_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.where(x > 0, grad, weight * grad), torch.where(x > 0, torch.zeros_like(x), x * grad)
+
+
 SUMS: dict[Any, Callable[..., Any]] = {
     aten.mean.dim: mean,
     aten.mean.default: mean_all,
@@ -97,4 +122,7 @@ SUMS: dict[Any, Callable[..., Any]] = {
     aten.addmm.default: addmm,
     aten.baddbmm.default: baddbmm,
     aten.addbmm.default: addbmm,
+    aten._trilinear.default: trilinear,
+    aten._prelu_kernel.default: prelu,
+    aten._prelu_kernel_backward.default: prelu_backward,
 }

@@ -125,15 +125,17 @@ def test_products_run_in_pieces() -> None:
     assert {len(g.graph.nodes) for g in graphs} == {len(graphs[0].graph.nodes)}
 
 
-class Recurrent(nn.Module):
-    """A layer over steps, or a cell step by step; batch first or not, states stacked."""
+class Returned(nn.Module):
+    """The loss and what a layer returns: one over steps, batch first or not, or a cell step by step, states stacked."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if isinstance(self.layer, nn.RNNBase):
+        if isinstance(self.layer, Paired):
+            out = self.layer(x)
+        elif isinstance(self.layer, nn.RNNBase):
             out, _ = self.layer(x if self.layer.batch_first else x.transpose(0, 1))
         else:
             state: Any = None
@@ -145,6 +147,17 @@ class Recurrent(nn.Module):
         return out.square().mean(), out
 
 
+class Paired(nn.Module):
+    """A product of three, and slopes of channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair, self.slopes = nn.Bilinear(4, 4, 6), nn.PReLU(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.slopes(self.pair(x, x.cos()).movedim(-1, 1))
+
+
 @pytest.mark.parametrize(
     "build",
     [
@@ -152,12 +165,13 @@ class Recurrent(nn.Module):
         lambda: nn.GRU(4, 6, bidirectional=True),
         lambda: nn.GRUCell(4, 6),
         lambda: nn.LSTMCell(4, 6),
+        Paired,
     ],
-    ids=["lstm", "gru", "gru cell", "lstm cell"],
+    ids=["lstm", "gru", "gru cell", "lstm cell", "bilinear, prelu"],
 )
-def test_products_of_recurrent_layers_run_in_pieces(build: Callable[[], nn.Module]) -> None:
+def test_products_of_unusual_layers_run_in_pieces(build: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
-    model, x = Recurrent(build()).double(), torch.randn(6, 3, 4, dtype=torch.float64)
+    model, x = Returned(build()).double(), torch.randn(6, 3, 4, dtype=torch.float64)
     joint = canonical_capture(model, (x,), {}).joint
     values = reference_inputs(joint, model, [x], seed=1)
     tangents = [i for i, spec in enumerate(joint.inputs) if spec.kind == "tangent"]
