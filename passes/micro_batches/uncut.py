@@ -36,6 +36,7 @@ def check_cut(joint: JointGraph, times: RunTimes) -> None:
         for n, spec in zip(joint.placeholders, joint.inputs, strict=True)
         if spec.kind in ("input", "tangent")
     ]
+    # What needs no product is run before the pieces.
     worked = dependents(joint.graph.nodes, inputs)
     whole = next((n for n in worked if is_product(n) and times.of.get(n.name, "piece") != "piece"), None)
     if whole is None:
@@ -55,11 +56,10 @@ def _name(node: fx.Node) -> str:
 
 def _in_the_way(joint: JointGraph, count: int) -> fx.Node | None:
     """The first op that cannot take its operands as earlier ops, all run in pieces of the first dim, leave them; or
-    that reads beside a part what only all pieces together give."""
+    that needs a sum over all pieces, where pieces go on with what it makes of it, as gradients of a loss's root do."""
+    worked = dependents(joint.graph.nodes, [n for n in joint.graph.nodes if is_product(n)])
+    late: dict[fx.Node, fx.Node] = {}
     held: dict[fx.Node, Layout] = {}
-    late = set[fx.Node]()
-    # What needs no product is run before the pieces.
-    worked = dependents(joint.graph.nodes, [node for node in joint.graph.nodes if is_product(node)])
     mesh = time_mesh(count)
     for node, spec in zip(joint.placeholders, joint.inputs, strict=True):
         shape = tuple(node_value(node).shape)
@@ -71,11 +71,17 @@ def _in_the_way(joint: JointGraph, count: int) -> fx.Node | None:
     for node in joint.graph.nodes:
         if node.op != "call_function" or result_index(node)[0] is not node:
             continue
-        given = [held.get(operand) for operand in tensor_operands(node)]
-        waits = any(result_index(operand)[0] in late for operand in tensor_operands(node))
-        if not any(given) and not waits:
+        operands = tensor_operands(node)
+        given = [held.get(operand) for operand in operands]
+        waited = next((late[n] for n in map(_producer, operands) if n in late), None)
+        if waited is not None:
+            if any(layout is not None and not layout.partial for layout in given):
+                return waited
+            late[node] = waited
             continue
-        chosen = None if waits else next((s for s in strategies(node) if _reads(s, given)), None)
+        if not any(given):
+            continue
+        chosen = next((s for s in strategies(node) if _reads(s, given)), None)
         if chosen is not None:
             for value in (node, *node.users):
                 producer, index = result_index(value)
@@ -84,8 +90,12 @@ def _in_the_way(joint: JointGraph, count: int) -> fx.Node | None:
         elif any(layout is not None and not layout.partial for layout in given):
             return node
         elif node in worked:
-            late.add(node)
+            late[node] = node
     return None
+
+
+def _producer(node: fx.Node) -> fx.Node:
+    return result_index(node)[0]
 
 
 def _reads(strategy: NodeLayouts, given: list[Layout | None]) -> bool:

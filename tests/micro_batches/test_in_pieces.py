@@ -247,3 +247,19 @@ def test_more_pieces_than_samples_are_refused() -> None:
     joint, _ = model_and_values("tokens", 3)
     with pytest.raises(InfeasibleError, match=r"micro_batches=4: .* is 3\n  try: micro_batches=3"):
         cut_batch(joint, 4)
+
+
+class RootOfMean(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).square().mean().sqrt()
+
+
+def test_a_loss_that_is_no_sum_over_samples_is_named() -> None:
+    """Every piece's gradients need the root of the whole sum: not the products, the root is in the way."""
+    joint = canonical_capture(RootOfMean().double(), (torch.randn(6, 4, dtype=torch.float64),), {}).joint
+    with pytest.raises(InfeasibleError, match=r"(?s)micro_batches=2: aten.sqrt .*try: .* mean over samples"):
+        cut_batch(joint, 2)
