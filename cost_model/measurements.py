@@ -10,6 +10,7 @@ from cost_model.groups import GroupShape
 __all__ = [
     "KERNEL_KINDS",
     "KINDS",
+    "MEMORY_KINDS",
     "PLAN_KINDS",
     "CollectiveKind",
     "CollectiveSamples",
@@ -29,6 +30,9 @@ KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 
 PLAN_KINDS = tuple(kind for kind in KINDS if kind != "broadcast")
 """The kinds that plans emit: only these are measured. Other benchmarks, and older profiles, hold broadcasts too."""
+
+MEMORY_KINDS: tuple[CollectiveKind, ...] = ("all_gather", "all_reduce", "reduce_scatter")
+"""Those that CPU ranks of one host run through memory that they share. Each is waited for where it starts."""
 
 KernelKind = Literal["matmul", "convolution", "attention", "pooling", "narrow_convolution"]
 """Kinds of ops whose work is counted in operations, each with its own rate: fields of `DeviceRates`."""

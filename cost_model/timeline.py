@@ -9,7 +9,8 @@ seconds and a communication of b seconds that start together take
 
     a + b - e * min(a, b)
 
-so e = 1 is free overlap and e = 0 gains nothing over one after the other. As a fluid: while both are
+so e = 1 is free overlap and e = 0 gains nothing over one after the other. A communication may have an e of its own,
+such as 0 where it is waited for as it starts. As a fluid: while both are
 busy, each proceeds at the rate 1 / (2 - e); alone, at 1.
 
     e = 0.5, compute 2 s, communication 1 s:  both at 2/3 until 1.5 s, then compute alone for the
@@ -36,12 +37,14 @@ Stream = Literal["compute", "comm"]
 
 @dataclass(frozen=True)
 class Event:
-    """seconds: its length when nothing else runs. after: positions of earlier events it waits for."""
+    """seconds: its length when nothing else runs. after: positions of earlier events it waits for. efficiency: of a
+    communication, the overlap efficiency beside it; None: the timeline's."""
 
     name: str
     stream: Stream
     seconds: float
     after: tuple[int, ...] = ()
+    efficiency: float | None = None
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class Timeline:
         """Run `events`. overlap_efficiency: in [0, 1], as a profile states it."""
         assert 0.0 <= overlap_efficiency <= 1.0, overlap_efficiency
         for position, event in enumerate(events):
-            assert event.seconds >= 0.0, event
+            assert event.seconds >= 0.0 and 0.0 <= (event.efficiency or 0.0) <= 1.0, event
             assert all(0 <= other < position for other in event.after), (position, event)
         return _Run(tuple(events), overlap_efficiency).finish()
 
@@ -79,7 +82,7 @@ class _Run:
 
     def __init__(self, events: tuple[Event, ...], efficiency: float) -> None:
         self.events = events
-        self.stretch = 2.0 - efficiency  # seconds for one second's worth of each, side by side
+        self.efficiency = efficiency
         self.now = 0.0
         self.left = [event.seconds for event in events]
         self.start = [0.0] * len(events)
@@ -113,13 +116,18 @@ class _Run:
         self.start[head] = self.now
         return head
 
+    def _stretch(self, comm: int) -> float:
+        """Seconds for one second's worth of it and of computing, side by side."""
+        own = self.events[comm].efficiency
+        return 2.0 - (self.efficiency if own is None else own)
+
     def _advance(self, compute: int | None, comm: int | None) -> None:
         """Advance until the first of the running events ends."""
         # The first event not finished has all it waits for, so one of the streams always runs.
         assert compute is not None or comm is not None
         running = [i for i in (compute, comm) if i is not None]
         work = min(self.left[i] for i in running)
-        elapsed = work * self.stretch if len(running) == 2 else work
+        elapsed = work * self._stretch(comm) if comm is not None and compute is not None else work
         self.now += elapsed
         for i in running:
             self.left[i] -= work

@@ -12,7 +12,7 @@ from autoshard.plan.plan_memory import MemoryTimeline, kind_lines
 from autoshard.plan.plan_reserve import plan_reserve
 from cost_model.errors import InfeasibleError
 from cost_model.mesh import MeshSpec
-from cost_model.units import format_bytes
+from cost_model.units import enough_bytes, format_bytes
 from passes.ir.joint import JointGraph, node_values
 from passes.layout.assignment import Assignment
 from passes.layout.layout import Layout
@@ -54,10 +54,15 @@ def told(reason: InfeasibleError, asked: Asked, judged: Collection[Judged]) -> I
     if case.missing <= 0:
         return reason
     peak = case.walk.peak
+    fits = f"memory_limit={enough_bytes(asked.memory_limit + case.missing)}"
+    remedies = [
+        *([] if f"{fits}," in str(reason) else [f"{fits}, within which that plan is"]),
+        *_remedies(case),
+    ]
     lines = [
         f"  the smallest plan that was judged holds {format_bytes(peak.nbytes)} at {peak.node}, in the {peak.phase}:",
         *(f"    {line}" for line in kind_lines(MemoryTimeline.of(case.walk))),
-        *(f"  try as well: {remedy}" for remedy in _remedies(case)),
+        *(f"  try as well: {remedy}" for remedy in remedies),
     ]
     return InfeasibleError("\n".join([str(reason), *lines]))
 

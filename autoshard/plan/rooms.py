@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Protocol
 
 from autoshard.plan.judged import Spared
 from cost_model.deadline import Deadline, OutOfTime
@@ -14,10 +15,11 @@ from cost_model.units import enough_bytes, format_bytes
 from passes.ir.joint import JointGraph
 from passes.search.find import Found
 from passes.search.find_states import ENOUGH, NoStates, OfferedStates, States
+from passes.search.narrowing import Narrowing
 from passes.solver.solve import ROUNDING
 from passes.states.compute_again import compute_again
 
-__all__ = ["LITTLE", "RoomSearch", "Way", "bounded"]
+__all__ = ["LITTLE", "Chosen", "RoomSearch", "Way", "bounded"]
 
 _STATES_SHARE = 0.5
 """Share of the time left in which states must be chosen, each time."""
@@ -43,8 +45,17 @@ LITTLE = 0.01
 """Share of the time that less in transfers may cost for no other states to be searched, and by which programs may be
 slower than they were counted for the bound to be of programs."""
 
-Fastest = Callable[[JointGraph, States | None, int | None, int, Deadline], Found]
-"""The fastest plan of a graph, of those with the layouts of states, within a limit less a reserve."""
+
+class Chosen(Protocol):
+    """What programs within a limit have in common: states' layouts, or a family's."""
+
+    def narrowing(self, task: Narrowing, /) -> Narrowing:
+        """What is left of all that the task allows."""
+        ...
+
+
+Fastest = Callable[[JointGraph, Chosen | None, int | None, int, Deadline], Found]
+"""The fastest plan of a graph, of those that are chosen, within a limit less a reserve."""
 
 
 @dataclass(frozen=True)

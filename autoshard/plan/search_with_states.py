@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from autoshard.plan.judged import Spared
-from autoshard.plan.rooms import LITTLE, RoomSearch, Way, bounded
+from autoshard.plan.rooms import LITTLE, Chosen, RoomSearch, Way, bounded
 from cost_model.deadline import Deadline, OutOfTime
 from cost_model.errors import InfeasibleError
 from passes.ir.joint import JointGraph
@@ -21,6 +21,8 @@ _WORTH = 0.02
 """Share of the limit that exchanges between all ranks must take for plans without them to be looked for."""
 _SAVED = 1e-2
 """Share of the time that the second way must be able to save to be searched."""
+_FAMILIES_SHARE = 0.25
+"""Of the time left, for plans of families."""
 _MOVED = 0.25
 """Share of the limit by which a plan may be over it for less in transfers at once to be tried alone."""
 
@@ -35,6 +37,7 @@ class StatesWithin:
     ways: with all collectives, and without those that exchange messages between all ranks. NCCL keeps gigabytes for
     these, which may be worth more than what they save; both are searched where the bound does not rule one out.
     reserve: bytes that a plan needs besides its tensors; None: that every plan needs. messages: those of the exchanges.
+    families: of plans that may be faster than what states make of the fastest of all.
     """
 
     joint: JointGraph
@@ -42,6 +45,7 @@ class StatesWithin:
     reserve: Callable[[Found | None], int]
     messages: Callable[[Found], int]
     spared: Callable[[Found], Spared] = lambda found: Spared()
+    families: Iterable[Chosen] = ()
 
     def found(self, memory_limit: int | None, deadline: Deadline) -> Found:
         """Raises InfeasibleError, and OutOfTime."""
@@ -51,7 +55,18 @@ class StatesWithin:
         whole = first.fastest(self.joint, None, None, least, deadline)
         if memory_limit is None or self.over(whole, memory_limit) <= 0:
             return whole
-        return self._best(self._starts(whole, memory_limit, deadline), memory_limit, deadline)
+        known = self._known(whole, memory_limit, deadline)
+        return self._best(self._starts(whole, memory_limit, deadline), known, memory_limit, deadline)
+
+    def _known(self, whole: Found, limit: int, deadline: Deadline) -> Found | None:
+        """The fastest that fits of what was judged on the way to the fastest of all, and of families."""
+        others, until = list(whole.rivals), deadline.share(_FAMILIES_SHARE)
+        for family in self.families:
+            with suppress(InfeasibleError, OutOfTime):
+                until.check()
+                others.append(self.ways[0].fastest(self.joint, family, None, 0, until))
+        fits = [found for found in others if self.over(found, limit) <= 0]
+        return min(fits, key=lambda found: found.seconds, default=None)
 
     def over(self, found: Found, limit: int) -> int:
         """Bytes by which a plan, with what it needs besides, is over the limit; negative: what it leaves."""
@@ -69,9 +84,11 @@ class StatesWithin:
                 starts.append((self.ways[1], other))
         return sorted(starts, key=lambda start: self.over(start[1], limit))
 
-    def _best(self, starts: Sequence[tuple[Way, Found]], limit: int, deadline: Deadline) -> Found:
-        """The fastest of what the ways have; the second is not searched if it can save too little."""
-        best: Found | None = None
+    def _best(
+        self, starts: Sequence[tuple[Way, Found]], known: Found | None, limit: int, deadline: Deadline
+    ) -> Found:
+        """The fastest of what is known and of what the ways have; those are not searched that can save too little."""
+        best = known
         bounds = [whole.lower_bound for _, whole in starts]  # of what was not found, too
         reasons: list[InfeasibleError] = []
         for place, (way, whole) in enumerate(starts):
@@ -90,7 +107,7 @@ class StatesWithin:
                 best = found
         if best is None:
             raise none_together(reasons[0], starts[0][1].joined) if reasons else OutOfTime
-        return bounded(best, min(bounds))
+        return bounded(best, min(*bounds, best.seconds))
 
     def _within(self, way: Way, whole: Found, limit: int, deadline: Deadline) -> Found:
         """The fastest plan of all, if it fits as it is or with less in transfers at once, which costs little; else that

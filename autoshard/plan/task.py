@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from autoshard.plan.call_layouts import CallLayouts
+from autoshard.plan.families_within import families_within
 from autoshard.plan.infeasible import Asked, told
 from autoshard.plan.judged import Judged, judged, within
 from autoshard.plan.parameter_names import by_first_name, parameter_shapes
@@ -23,7 +24,7 @@ from autoshard.plan.plan_ends import output_layouts, parameter_layouts
 from autoshard.plan.plan_memory import MemoryTimeline
 from autoshard.plan.plan_origin import plan_origin
 from autoshard.plan.plan_reserve import MESSAGES, messages_nbytes, plan_reserve
-from autoshard.plan.rooms import Way
+from autoshard.plan.rooms import Chosen, Way
 from autoshard.plan.search_with_states import StatesWithin
 from autoshard.plan.task_prices import prices_as_in, prices_of
 from autoshard.plan.time_kept import out_of_time, search_until
@@ -48,7 +49,7 @@ from passes.predict.memory_record import MemoryWalk
 from passes.redistribution.steps import Step
 from passes.search.coarse_to_fine import find_fastest
 from passes.search.find import Found
-from passes.search.find_states import OfferedStates, States
+from passes.search.find_states import OfferedStates
 from passes.search.graph_ends import Boundary, boundary_of
 from passes.search.judged_choice import Judgement
 from passes.search.narrowing import Narrowing
@@ -173,7 +174,7 @@ def search_plans(
 
     def way(prices: Prices) -> Way:
         def fastest(
-            joint: JointGraph, chosen: States | None, memory_limit: int | None, reserve: int, latest: Deadline
+            joint: JointGraph, chosen: Chosen | None, memory_limit: int | None, reserve: int, latest: Deadline
         ) -> Found:
             def judge(assignment: Assignment, joining: Prices) -> Judgement:
                 found = judged(joint, assignment, joining)
@@ -221,8 +222,10 @@ def search_plans(
     spared = lambda found: known[id(found.assignment)].spared(over)
     whole = compute_again(task.joint, _pinned(task) or ())
     ways = way(task.prices), way(task.prices.avoiding(MESSAGES))
+    families = () if task.narrowing != Narrowing() else families_within(whole, task.mesh)
     try:
-        found = StatesWithin(whole, ways, reserve, messages, spared).found(task.memory_limit, until)
+        within_limit = StatesWithin(whole, ways, reserve, messages, spared, families)
+        found = within_limit.found(task.memory_limit, until)
     except OutOfTime:
         limit, overs = task.memory_limit, map(over, known.values())
         needed = (limit, limit + min(overs)) if known and limit is not None else None

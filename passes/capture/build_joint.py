@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from cost_model.errors import CaptureError
 from passes.capture.capture_errors import mutation_error
-from passes.capture.provenance import node_checkpoint, node_module, node_source
+from passes.capture.provenance import node_checkpoint, node_is_saved, node_module, node_source
 from passes.capture.trace import Traced, TracedCall
 from passes.ir.joint import GraphInput, GraphOutput, JointGraph, ancestors
 from passes.ir.torch_compat import fake_like, lazy_module
@@ -89,6 +89,8 @@ class _Builder:
             copy.meta = {"val": node.meta["val"], "phase": phase, "module": module, "source": source}
             if phase == "forward" and (region := node_checkpoint(node)) is not None:
                 copy.meta["checkpoint"] = region
+                if node_is_saved(node):
+                    copy.meta["saved"] = True
             self.new[node] = copy
 
     def finish(self) -> JointGraph:

@@ -22,8 +22,9 @@ from torch import fx, nn
 from torch.fx import traceback as fx_traceback
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointPolicy
 
-__all__ = ["is_user_file", "node_checkpoint", "node_module", "node_source", "provenance"]
+__all__ = ["is_user_file", "node_checkpoint", "node_is_saved", "node_module", "node_source", "provenance"]
 
 _MODULE, _SOURCE, _AGAIN = "autoshard.module", "autoshard.source", "autoshard.again"
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -134,6 +135,11 @@ def node_module(node: fx.Node) -> str:
 def node_source(node: fx.Node) -> str:
     """ "model.py:31", or "" if unknown."""
     return node.meta.get("custom", {}).get(_SOURCE, "")
+
+
+def node_is_saved(node: fx.Node) -> bool:
+    """Whether the policy of the user's selective checkpoint saves what `node` makes; torch notes it as "recompute"."""
+    return node.meta.get("recompute") in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 
 def node_checkpoint(node: fx.Node) -> int | None:

@@ -72,8 +72,8 @@ class JointGraph:
     Every call_function node has meta: "val" (FakeTensor or tuple of them, global shapes),
     "phase" ("forward" | "backward"), "module" (dotted path in the user's model, "" for the root),
     "source" ("file.py:12", "" if unknown), and "checkpoint" (which call of `torch.utils.checkpoint` runs it) where
-    one does. Placeholders have "val". The graph is functional: no
-    in-place ops, no get_attr (constants are inputs of kind "constant", values in `constants`).
+    one does, with "saved" where that call's policy saves its result. Placeholders have "val". The graph is
+    functional: no in-place ops, no get_attr (constants are inputs of kind "constant", values in `constants`).
 
     pieces: how often the ops whose meta "runs" is "piece" run in a step, once for each piece of the batch; others, that
     say "before" or "after", run once (`passes.micro_batches`). 1: nothing is in pieces, and no op says when it runs.

@@ -31,7 +31,7 @@ __all__ = [
     "tensor_at",
 ]
 
-INHERITED = ("phase", "module", "source", "checkpoint", "runs", "repeats")
+INHERITED = ("phase", "module", "source", "checkpoint", "saved", "runs", "repeats")
 
 
 def tensor_at(node: fx.Node, position: int = 0) -> fx.Node:

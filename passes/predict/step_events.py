@@ -140,7 +140,8 @@ class StepEvents:
         serves = str(node.meta.get("serves", ""))
         self._issued_at[len(self.events)] = self._computed, self.prices.mesh.size(*axes)
         self.collectives.append(Issued(len(self.events), phase, node.name, serves, kind, axes, nbytes))
-        self.events.append(Event(node.name, "comm", seconds, self._last_kernel))
+        hidden = self.prices.hidden_share(kind, axes)
+        self.events.append(Event(node.name, "comm", seconds, self._last_kernel, hidden))
         return len(self.events) - 1
 
 

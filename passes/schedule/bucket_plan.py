@@ -9,7 +9,7 @@ So for every list of transfers alike (same steps over the same axes, same dtype)
         end[j] = min over i < j of  max(end[i], ready[j]) + seconds(i + 1 .. j)
 
     end[n], when the last has arrived, is least. [as in MG-WFBP, Shi et al., INFOCOM 2019, by an exact program]
-    That counts on computing while they travel. Where only a share e of it hides (`Profile.overlap_efficiency`),
+    That counts on computing while they travel. Where only a share e of it hides (`Prices.hidden_share`),
     what is least is e end[n] + (1 - e) (seconds on the wire): exact for e = 1 and e = 0.
 
 Gathers are the same backwards in time: from the end of the phase, a gather "is ready" at its reader, and
@@ -95,7 +95,7 @@ class BucketPlan:
         limit = lambda kind, axes: min(bucketed.limit(kind, axes), prices.moved_nbytes)
         for (kind, _), items in alike.items():
             order = items[::-1] if side == "early" else items
-            cut = _cut(order, Wire(kind, prices, limit), prices.overlap_efficiency)
+            cut = _cut(order, Wire(kind, prices, limit))
             groups += [[i.move for i in (g[::-1] if side == "early" else g)] for g in cut]
         return groups
 
@@ -186,6 +186,18 @@ class Wire:
         pairs = zip(self.kind, nbytes, strict=True)
         return all(n <= self.limit(kind, axes) for (kind, axes, _), n in pairs)
 
+    @property
+    def hidden(self) -> float:
+        """The share e of a group that hides: of all its steps, where each is as large as it may be."""
+        prices = self.prices
+        shares = [prices.hidden_share(kind, axes) for kind, axes, _ in self.kind]
+        if len(set(shares)) == 1:
+            return shares[0]
+        price, limit = prices.redistributor.collective_seconds, self.limit
+        seconds = [price(kind, axes, int(limit(kind, axes))) for kind, axes, _ in self.kind]
+        hidden = sum(share * taken for share, taken in zip(shares, seconds, strict=True))
+        return hidden / sum(seconds) if any(seconds) else min(shares)
+
     def seconds(self, nbytes: Sequence[int], count: int) -> float:
         """What a group of `count` takes: its collectives, and the copies that it takes to merge several."""
         price = self.prices.redistributor.collective_seconds
@@ -204,11 +216,11 @@ def _most(nbytes: Sequence[int], room: float) -> int:
     return max(1, sum(held <= room for held in sums))
 
 
-def _cut(items: Sequence[Item], wire: Wire, efficiency: float) -> list[list[Item]]:
+def _cut(items: Sequence[Item], wire: Wire) -> list[list[Item]]:
     """Those that fill a bucket alone, alone; the others by `least_end`, past them."""
     small = [item for item in items if wire.fits(item.nbytes)]
     alone = [[item] for item in items if not wire.fits(item.nbytes)]
-    return alone + least_end(small, wire, efficiency)
+    return alone + least_end(small, wire, wire.hidden)
 
 
 def least_end(items: Sequence[Item], wire: Wire, efficiency: float = 1.0) -> list[list[Item]]:

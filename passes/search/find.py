@@ -161,10 +161,12 @@ def _memory_error(
     lines = [f"    {_readable(space.names[i], kinds)}: at least {format_bytes(least[i])}" for i in largest]
     needed = math.ceil(reason.bound)
     least_peak, enough = format_bytes(needed), enough_bytes(needed + reserve)
+    # What pieces add up is counted beside what they add up to: a program may hold less.
+    counted = "as the search counts, " if joint.pieces > 1 else ""
     kept = f", and {format_bytes(reserve)} for CUDA's context and communicators" if reserve else ""
     return InfeasibleError(
         f"no plan fits memory_limit={format_bytes(whole)} per device on {mesh}\n"
-        f"  any plan needs at least {least_peak}{kept} at {_step_name(joint, reason.step)}; what binds:\n"
+        f"  {counted}any plan needs at least {least_peak}{kept} at {_step_name(joint, reason.step)}; what binds:\n"
         + "\n".join(lines)
         + f"\n  try: memory_limit={enough} or more, more devices, or a smaller batch{_or_keep(joint, reason.bound)}"
     )

@@ -64,7 +64,8 @@ def known_ops(joint: JointGraph, names: Collection[str]) -> list[str]:
 
 
 def users_choice(joint: JointGraph) -> list[str]:
-    """The ops that run under `torch.utils.checkpoint`, but for those whose results are read outside of that call."""
+    """The ops that run under `torch.utils.checkpoint`, but for those whose results are read outside of that call, or
+    saved by its policy (`create_selective_checkpoint_contexts`)."""
     forward, _ = ops_by_phase(joint)
     inside = set(forward)
 
@@ -77,7 +78,9 @@ def users_choice(joint: JointGraph) -> list[str]:
 
     allowed = candidates(joint, ())
     return [
-        node.name for node in allowed if _region(node) is not None and not read_outside(node, _region(node))
+        node.name
+        for node in allowed
+        if _region(node) is not None and "saved" not in node.meta and not read_outside(node, _region(node))
     ]
 
 

@@ -11,6 +11,7 @@ from torch import fx
 from cost_model.compute import ComputePrices
 from cost_model.groups import group_shape
 from cost_model.lateness import Lateness
+from cost_model.measurements import MEMORY_KINDS
 from cost_model.memory import ADAMW, Optimizer
 from cost_model.mesh import MeshSpec
 from cost_model.timed import Priced
@@ -65,6 +66,10 @@ class Prices:
     def holding(self, nbytes: float) -> Prices:
         """The same prices, where transfers merged or in flight together hold no more bytes; one alone may."""
         return replace(self, moved_nbytes=nbytes)
+
+    def hidden_share(self, kind: str, axes: tuple[str, ...]) -> float:
+        """`overlap_efficiency` beside a collective: nothing hides behind one that is waited for where it starts."""
+        return 0.0 if kind in MEMORY_KINDS and self.shares_memory(axes) else self.overlap_efficiency
 
     def op_seconds(self, node: fx.Node, layouts: NodeLayouts) -> float:
         """Seconds of `node` of a global graph under `layouts`, as `strategy_seconds` has them; once for ops alike.

@@ -146,6 +146,17 @@ def test_more_efficiency_never_lengthens_the_step(events: Events, one: float, ot
     assert Timeline.of(events, high).seconds <= Timeline.of(events, low).seconds + SLACK
 
 
+def test_a_communication_may_have_an_efficiency_of_its_own() -> None:
+    """Two that would hide behind as much computing each: the first is waited for where it starts."""
+    events = [
+        Event("a", "comm", 1.0, (), 0.0),
+        Event("b", "comm", 1.0),
+        Event("x", "compute", 2.0),
+    ]
+    timeline = Timeline.of(events, 1.0)
+    assert timeline.end == (2.0, 3.0, 3.0) and timeline.exposed == (1.0, 0.0, 0.0)
+
+
 def test_nonsense_is_refused() -> None:
     with pytest.raises(AssertionError):
         Timeline.of((compute(1),), 1.5)

@@ -19,6 +19,7 @@ from cost_model.errors import InfeasibleError
 from passes.ir.joint import JointGraph
 from passes.search.find import Found
 from passes.search.find_states import NoStates, States
+from passes.search.narrowing import Narrowing
 
 LIMIT = 1000
 
@@ -195,3 +196,52 @@ def test_what_a_program_takes_beyond_what_was_counted_is_not_proven(
     found = _planned(Slower(lambda counted: counted, least=300, enough=950, by=by), joint)
     assert found.seconds == pytest.approx(0.1 * (1.0 + by))
     assert (found.lower_bound, found.status) == (pytest.approx(bound), status)
+
+
+@dataclass(frozen=True)
+class Held:
+    """A family whose plan takes so long and holds so much."""
+
+    seconds: float
+    nbytes: int
+
+    def narrowing(self, task: Narrowing) -> Narrowing:
+        return task
+
+
+@dataclass
+class Families(Machine):
+    """States whose program takes 0.1 s in 1000 bytes, and families."""
+
+    def fastest(
+        self, joint: JointGraph, states: Any, limit: int | None, reserve: int, deadline: Deadline
+    ) -> Found:
+        if not isinstance(states, Held):
+            return super().fastest(joint, states, limit, reserve, deadline)
+        step: Any = None
+        return Found({}, states.seconds, 0.0, 1.0, "optimal", states.nbytes, "x", step, ())
+
+
+@pytest.mark.parametrize(
+    ("held", "seconds"),
+    [((Held(0.05, 900),), 0.05), ((Held(0.05, 1001), Held(0.2, 10)), 0.1)],
+    ids=["faster", "no"],
+)
+def test_a_family_that_fits_and_is_faster_is_taken(
+    held: tuple[Held, ...], seconds: float, joint: JointGraph
+) -> None:
+    """The bound is that of the states: it says nothing of 0.05 s but that they may not be the least."""
+    machine = Families(lambda counted: counted, least=300, enough=600)
+    none = lambda found: 0
+    within = StatesWithin(joint, (_way(machine), _never()), none, none, families=held)
+    found = within.found(LIMIT, NEVER)
+    assert found.seconds == pytest.approx(seconds)
+    assert found.lower_bound <= found.seconds
+
+
+def test_a_family_is_taken_where_no_states_are_found(joint: JointGraph) -> None:
+    machine = Families(lambda counted: counted, least=LIMIT, enough=2 * LIMIT)
+    none = lambda found: 0
+    within = StatesWithin(joint, (_way(machine), _never()), none, none, families=(Held(7.0, 900),))
+    found = within.found(LIMIT, NEVER)
+    assert (found.seconds, found.lower_bound) == (7.0, 0.01), "the bound is of all plans, without a limit"

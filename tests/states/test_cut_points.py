@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from autoshard.plan.find_plan import canonical_capture
 from passes.ir.joint import JointGraph, node_value
@@ -64,6 +66,27 @@ class Wrapped(nn.Module):
 
 def _wrapped(wrapped: bool) -> JointGraph:
     return canonical_capture(Wrapped(wrapped), (torch.randn(3, 5, 4),), {}).joint
+
+
+class Selective(Wrapped):
+    """A policy that saves what products make."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        products = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+        contexts = partial(create_selective_checkpoint_contexts, products)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+        return x
+
+
+def test_what_a_policy_saves_is_not_computed_again() -> None:
+    chosen = {
+        str(node.target)
+        for joint in [canonical_capture(Selective(True), (torch.randn(3, 5, 4),), {}).joint]
+        for node in joint.graph.nodes
+        if node.name in users_choice(joint)
+    }
+    assert "aten.gelu.default" in chosen and "autoshard.contract.default" not in chosen
 
 
 def test_what_the_user_checkpoints_is_the_inside_of_each_call() -> None:
