@@ -26,6 +26,7 @@ from passes.plan.transfers import Transfer
 from passes.redistribution.lower_redistribute import emit
 from passes.rules.core.rule import OpRule
 from passes.rules.core.rule_registry import rule_for
+from passes.schedule.later_steps import later_places
 
 __all__ = ["RankGraph", "partition"]
 
@@ -56,7 +57,8 @@ def partition(
     """The graph that `rank` runs.
 
     Every op is emitted by its rule on this rank's shards; where an operand's layout differs from
-    the one the op reads, the steps of `lowering` are emitted before it, and their nodes get its turn.
+    the one the op reads, the steps of `lowering` are emitted before it, and their nodes get its turn, and
+    those of further steps that of a later one (`passes.schedule.later_steps`).
     `groups` names the process group of every tuple of axes. Ops of `lowering.interiors` are computed in parts, so that
     a halo travels meanwhile (`passes.lower.interior`).
 
@@ -67,7 +69,8 @@ def partition(
         %y_partial: f32[4, 16] = contract(%h, %down)
         %y: f32[4, 16] = wait_tensor(all_reduce(%y_partial, "sum", "tp"))
     """
-    writer = _Writer(assignment, mesh, rank, groups, lowering, Served.of(joint))
+    later = later_places(joint, assignment, lowering.steps, lowering.turns)
+    writer = _Writer(assignment, mesh, rank, groups, lowering, Served.of(joint), later)
     for node in joint.graph.nodes:
         writer.write(node)
     return writer.finish()
@@ -81,6 +84,7 @@ class _Writer:
     groups: Mapping[tuple[str, ...], str]
     lowering: LoweringPlan
     served: Served
+    later: Mapping[Transfer, tuple[int, ...]]
     graph: fx.Graph = field(default_factory=fx.Graph)
     calls: FakeCalls = field(default_factory=lambda: FakeCalls())
     # An op of several results has one node of a tuple, or, if its rule made them one by one, a tuple of nodes.
@@ -190,6 +194,8 @@ class _Writer:
         elif is_piece(reader):
             meta["runs"] = "before"
         meta["turn"] = self.lowering.turns[reader.name, position]
+        if (reader.name, position) in self.later:
+            meta["later"] = self.later[reader.name, position]
         if (reader.name, position) in self.lowering.ahead:
             meta["ahead"] = self.lowering.ahead[reader.name, position]
         # The order of a bucket's members: a rank's own graph may not show it, as ranks read different members.

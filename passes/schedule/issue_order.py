@@ -49,6 +49,7 @@ __all__ = [
     "MergeRule",
     "Place",
     "Side",
+    "closing",
     "issue_order",
     "place_behind",
     "prefetched",
@@ -153,6 +154,12 @@ def issue_order(
     return IssueOrder(turns, depths)
 
 
+def closing(ops: Sequence[fx.Node], joint: JointGraph, moves: Sequence[Move]) -> list[Move]:
+    """Those `moves` of a phase that only its end needs, and that no other transfer follows: they may be merged.
+    ops: the phase's."""
+    return _Phase(ops, joint, moves).closing()
+
+
 class _Phase:
     """Where things stand in one phase."""
 
@@ -206,9 +213,15 @@ class _Phase:
         made of it that is issued at once."""
         return (-1, 0) if self.roles.given(move.operand) else (2 * move.start + 1, 0)
 
+    def closing(self) -> list[Move]:
+        return self._unfollowed([m for m in self.all if m.moves and self._role(m) == "ending"])
+
+    def _unfollowed(self, last: Sequence[Move]) -> list[Move]:
+        return [m for m in last if m.reader.op == "output" or m.reader in self.settled]
+
     def _last_groups(self, last: Sequence[Move], merge: MergeRule) -> list[Sequence[Move]]:
         """Merged are gradients that no other transfer follows."""
-        free = [m for m in last if m.reader.op == "output" or m.reader in self.settled]
+        free = self._unfollowed(last)
         held = [[m] for m in last if m not in set(free)]
         return [*held, *merge("last", free, self.ops)]
 

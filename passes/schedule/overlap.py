@@ -34,9 +34,14 @@ def _out_of_turn(graph: HasGraph) -> str | None:
 
 def _issue_key(collective: fx.Node) -> tuple[Turn, int, int]:
     """Turn, then the step of a transfer of several: a rank that receives nothing in the first of them has no
-    dependency that orders the two. Then the transfer, where several share a turn and were not merged."""
+    dependency that orders the two. Then the transfer, where several share a turn and were not merged. A further step
+    that starts later (meta "later", `passes.schedule.later_steps`) goes before what has its turn there, the furthest
+    first."""
     meta = collective.meta
-    return meta.get("turn", _NO_TURN), meta.get("step", 0), meta.get("transfer", 0)
+    turn, step, transfer = meta.get("turn", _NO_TURN), meta.get("step", 0), meta.get("transfer", 0)
+    if step and "later" in meta:
+        return (turn[0], meta["later"][step - 1]), -step, transfer
+    return turn, step, transfer
 
 
 IN_TURN = Property("collectives of all groups start in the order of their turns", _out_of_turn)
