@@ -9,6 +9,7 @@ from torch import Tensor, fx
 from torch.profiler import profile
 
 from cost_model.errors import ShardingError, UnsupportedOpError
+from cost_model.measure.own_collectives import SHARED
 from passes.compile.compile_graph import _check_order, check_backend, compile_graph
 from passes.compile.expand_ops import expand_ops
 from passes.ops import attention
@@ -49,7 +50,7 @@ def run_collectives(rank: int, backend: str) -> tuple[list[Tensor], list[str]]:
     with profile() as recorded:
         call(list(values))
     # The names of ranges, as the profiler shows them.
-    names = [event.name for event in recorded.events() or () if ": " in event.name]
+    names = [e.name for e in recorded.events() or () if ": " in e.name and e.name != SHARED]
     return [*values, *results], names  # type: ignore[list-item]
 
 

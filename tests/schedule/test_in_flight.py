@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from cost_model.measure.host_groups import host_memory_of
 from passes.ops.named_collective import NAMED_BY_NAME
 from tests.ranks import RankPool
 
@@ -16,8 +18,10 @@ COLUMNS = 2**17
 
 def gathered(rank: int) -> tuple[bool, set[str]]:
     """Whether FLYING gathers of rank + number arrived whole, and the c10d ops that ran."""
-    group = dist.group.WORLD
-    assert group is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GROUP_RANK", str(rank))  # a host for each rank: those of one host share memory
+        group = dist.new_group(list(range(dist.get_world_size())))
+        assert host_memory_of(group) is None  # type: ignore[arg-type]
     gather = NAMED_BY_NAME["all_gather_into_tensor"]
     world, name = dist.get_world_size(), group.group_name
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
