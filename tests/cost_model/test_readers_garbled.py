@@ -1,7 +1,7 @@
 """Whatever is done to a line of a file: it is refused, or the prices stay what they were.
 
-"What they were" is to the precision with which the file proves its times (`rows.PROOF`): nobody can tell a
-last digit from another. Where a table has no footer that counts its rows (torch.distributed benchmarks), rows
+"What they were" is to twice the precision with which the file proves its times (`rows.PROOF`), by which two readings
+that it proves may differ: nobody can tell a last digit from another. Where a table has no footer that counts its rows (torch.distributed benchmarks), rows
 may be missing at its ends; those that are there are the same.
 """
 
@@ -22,6 +22,9 @@ from cost_model.groups import GroupShape
 from cost_model.readers import read_profile
 from cost_model.readers.result_rows import PROOF
 from tests.cost_model.reader_files import points, sample
+
+APART = 2 * PROOF
+"""0.06 GB/s and 0.07 both agree with 0.11 on the bus of 8 ranks, and are 15 % apart."""
 
 Points = dict[tuple[str, GroupShape, int], float]
 
@@ -144,7 +147,7 @@ def test_damaged_file_is_refused_or_gives_the_same_prices(
 ) -> None:
     found = read(tmp_path, name, damage(text_of(name), random.Random(seed)))
     if found is not None:
-        assert found == pytest.approx(points_of(name), rel=PROOF)
+        assert found == pytest.approx(points_of(name), rel=APART)
 
 
 @pytest.mark.parametrize("name", UNCOUNTED)
@@ -157,7 +160,7 @@ def test_damaged_table_is_refused_or_gives_some_of_the_same_prices(
     if found is not None:
         wanted = points_of(name)
         assert found.keys() <= wanted.keys()
-        assert found == pytest.approx({key: wanted[key] for key in found}, rel=PROOF)
+        assert found == pytest.approx({key: wanted[key] for key in found}, rel=APART)
 
 
 @pytest.mark.parametrize(
