@@ -1,8 +1,8 @@
 """Whatever is done to a line of a file: it is refused, or the prices stay what they were.
 
 "What they were" is to twice the precision with which the file proves its times (`rows.PROOF`), by which two readings
-that it proves may differ: nobody can tell a last digit from another. Where a table has no footer that counts its rows (torch.distributed benchmarks), rows
-may be missing at its ends; those that are there are the same.
+that it proves may differ: nobody can tell a last digit from another. Where a table has no footer that counts its rows
+(torch.distributed benchmarks), rows may be missing at its ends; those that are there are the same.
 """
 
 from __future__ import annotations
