@@ -59,7 +59,7 @@ def cut_host_memory() -> None:
 
 
 def _set_up(group: dist.ProcessGroup) -> HostMemory | None:
-    if len(set(_everyones(group, f"{host_name()} {machine_id()}"))) > 1:
+    if len(set(_everyones(group, f"{host_name()} {machine_id()} {_network()}"))) > 1:
         return None
     folder = _everyones(group, _new_folder(group.size()) if group.rank() == 0 else "")[0]
     if not folder:
@@ -69,6 +69,15 @@ def _set_up(group: dist.ProcessGroup) -> HostMemory | None:
     finally:
         if group.rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _network() -> str:
+    """Of Linux's network namespaces the one that this process is in: ranks in several were put apart, as containers
+    are, and each rank of an emulated host that has a link of its own."""
+    try:
+        return os.readlink("/proc/self/ns/net")
+    except OSError:
+        return ""
 
 
 def _new_folder(ranks: int) -> str:

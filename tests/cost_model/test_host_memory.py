@@ -92,6 +92,8 @@ def shares(rank: int, hosts: int, broken: str) -> tuple[bool, float]:
         patch.setenv("GROUP_RANK", str(rank % hosts))
         if broken == "folder":
             patch.setattr(host_groups, "_IN_MEMORY", Path("/no/such/folder"))
+        elif broken == "_network":
+            patch.setattr(host_groups, broken, lambda: f"net:[{rank}]")
         elif broken and last:
             patch.setattr(host_groups, broken, refused)
         group = dist.new_group(list(range(dist.get_world_size())))
@@ -114,6 +116,7 @@ def refused(*_: object) -> None:
         (1, "_listening", False),
         (1, "_mapped", False),
         (1, "_connected", False),
+        (1, "_network", False),
     ],
 )
 def test_who_shares_memory(ranks: RankPool, hosts: int, broken: str, shared: bool) -> None:
