@@ -1,0 +1,47 @@
+"""Which families compete within a memory limit, and a plan that only they have."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from autoshard import MeshSpec, find_plan
+from autoshard.plan import families_within as module
+from autoshard.plan.families_within import families_within
+from autoshard.plan.find_plan import canonical_capture
+from passes.search.narrowing import Narrowing
+
+MESH = MeshSpec({"a": 4})
+
+
+class Tied(nn.Module):
+    """Nearly all that it holds is one weight, read first and last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.step = nn.Embedding(1000, 64), nn.Linear(64, 64)
+
+    def forward(self, words: torch.Tensor, next_words: torch.Tensor) -> torch.Tensor:
+        state = torch.tanh(self.step(self.embedding(words)))
+        return F.cross_entropy(state @ self.embedding.weight.t(), next_words)
+
+
+WORDS = (torch.zeros(192, dtype=torch.int64), torch.zeros(192, dtype=torch.int64))
+
+
+def test_families_of_small_graphs_and_none_of_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    joint = canonical_capture(Tied(), WORDS, {}).joint
+    found = list(families_within(joint, MESH))
+    assert len(found) >= 4 and all(family.narrowing(Narrowing()).allowed for family in found)
+    monkeypatch.setattr(module, "FEW_NODES", len(joint.graph.nodes) - 1)
+    assert list(families_within(joint, MESH)) == []
+
+
+@pytest.mark.parametrize("share", [0.75, pytest.param(0.6, marks=pytest.mark.slow)])
+def test_no_family_is_faster_within_a_limit(share: float) -> None:
+    free = find_plan(Tied(), MESH, WORDS, profile="cpu")
+    plan = find_plan(Tied(), MESH, WORDS, profile="cpu", memory_limit=int(share * free.peak_memory))
+    assert plan.peak_memory <= share * free.peak_memory
+    assert "% faster" not in plan.why_not("FSDP")
