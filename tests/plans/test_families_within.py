@@ -40,8 +40,8 @@ def test_families_of_small_graphs_and_none_of_large_ones(monkeypatch: pytest.Mon
     assert list(families_within(joint, MESH)) == []
 
 
-def test_no_family_is_faster_within_a_limit() -> None:
-    """Weights whole, what states make of the fastest plan takes 6.8 ms in 70 % of its peak; split, 5.1."""
+def test_within_a_limit_a_family_may_be_the_plan() -> None:
+    """What states make of the fastest plan takes 1.7 times as long in 70 % of its peak, FSDP's plan 1.26 times."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(5)))
     planned = lambda limit: find_plan(
@@ -56,4 +56,4 @@ def test_no_family_is_faster_within_a_limit() -> None:
     free = planned(None)
     plan = planned(int(0.7 * free.peak_memory))
     assert plan.memory_limit is not None and plan.peak_memory <= plan.memory_limit
-    assert "% faster" not in plan.why_not("FSDP")
+    assert plan.step_time < 1.3 * free.step_time
