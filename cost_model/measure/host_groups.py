@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from cost_model.measure.facts import host_name, machine_id
 from cost_model.measure.host_memory import HostMemory, memory_nbytes
@@ -34,6 +35,8 @@ _log = logging.getLogger("autoshard")
 
 _IN_MEMORY = Path("/dev/shm")
 """Linux's. Elsewhere files are on disks."""
+_MOST_RANKS = 256
+"""Of a group: of more, a chunk of memory is next to nothing."""
 _TEXT_NBYTES = 256
 """Of what ranks say: a host's name, a folder's."""
 
@@ -47,7 +50,7 @@ def host_memory_of(group: dist.ProcessGroup) -> HostMemory | None:
     All ranks of the group ask at the same collective. At the first one they wait for each other, over gloo.
     """
     if group not in _known:
-        _known[group] = _set_up(group) if group.size() > 1 else None
+        _known[group] = _set_up(group) if 1 < group.size() <= _MOST_RANKS else None
     return _known[group]
 
 
@@ -107,11 +110,20 @@ def _joined(group: dist.ProcessGroup, folder: Path) -> HostMemory | None:
             return None
         memory, lower = opened
         higher = dict(_accepted(server) for _ in range(rank + 1, ranks))
-        shared = HostMemory(rank, ranks, memory, [*lower, *(higher[peer] for peer in sorted(higher))])
+        peers = [*lower, *(higher[peer] for peer in sorted(higher))]
+        for peer in peers:
+            peer.settimeout(_patience(group))
+        shared = HostMemory(rank, ranks, memory, peers)
         held.pop_all()
     # The folder stays until all have what is in it.
     _everyones(group, "")
     return shared
+
+
+def _patience(group: dist.ProcessGroup) -> float:
+    """Seconds that a rank waits for another in a collective: as long as gloo."""
+    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
+    return getattr(options, "_timeout", default_pg_timeout).total_seconds()
 
 
 def _mapped(folder: Path, ranks: int) -> torch.Tensor:

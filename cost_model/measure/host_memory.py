@@ -43,6 +43,7 @@ _WHOLE = 2**15
 """Bytes up to which every rank sums all of it: to meet once more takes longer."""
 
 _ENDED = "Connection closed: a rank of this host has ended, or was stopped, in a collective"
+_LATE = "Connection timed out: a rank of this host did not come to a collective within its group's timeout"
 
 
 def chunk_nbytes(ranks: int) -> int:
@@ -61,7 +62,7 @@ class HostMemory:
     """One rank's end. memory: uint8 [memory_nbytes(ranks)], the same on all ranks. peers: a socket to each other rank.
 
     All ranks of the group call the same methods in the same order, with operands of equal shapes, contiguous or not,
-    on the CPU. RuntimeError where a rank has ended.
+    on the CPU. RuntimeError where a rank has ended, or does not come within the sockets' timeout.
     """
 
     rank: int
@@ -133,6 +134,8 @@ class HostMemory:
             for peer in self.peers:
                 peer.send(b"\0")
             ended = [peer for peer in self.peers if not peer.recv(1)]
+        except TimeoutError as error:
+            raise RuntimeError(_LATE) from error
         except OSError as error:
             raise RuntimeError(_ENDED) from error
         if ended:

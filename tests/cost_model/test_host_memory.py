@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from itertools import combinations
 from pathlib import Path
 
@@ -83,6 +84,29 @@ def test_a_wait_for_a_rank_that_ends_is_an_error() -> None:
             waiting.result(timeout=10.0)
     with pytest.raises(RuntimeError, match="Connection closed"):
         one.all_gather(torch.ones(3))
+
+
+def test_who_does_not_come_in_time_is_an_error() -> None:
+    one, _ = joined(2)
+    for peer in one.peers:
+        peer.settimeout(0.05)
+    with pytest.raises(RuntimeError, match="Connection timed out: a rank of this host did not come"):
+        one.all_gather(torch.ones(3))
+
+
+def in_two_modes(rank: int) -> tuple[list[float], list[float], list[float]]:
+    """Sums in inference mode and then outside; and the timeouts of its sockets."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=77))
+    with torch.inference_mode():
+        shared = host_memory_of(group)  # type: ignore[arg-type]
+        assert shared is not None
+        inside = shared.all_reduce(torch.ones(2), "sum", torch.empty(2)).tolist()
+    outside = shared.all_reduce(torch.ones(2), "sum", torch.empty(2)).tolist()
+    return inside, outside, [peer.gettimeout() for peer in shared.peers]  # type: ignore[misc]
+
+
+def test_set_up_in_inference_mode_and_with_the_groups_timeout(ranks: RankPool) -> None:
+    assert ranks.run(in_two_modes, world=2) == [([2.0, 2.0], [2.0, 2.0], [77.0])] * 2
 
 
 def shares(rank: int, hosts: int, broken: str) -> tuple[bool, float]:
