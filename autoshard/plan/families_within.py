@@ -17,11 +17,11 @@ from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph
 from passes.search.narrowing import Narrowing
 
-__all__ = ["FEW_NODES", "FamilyWithin", "families_within"]
+__all__ = ["FEW_NODES", "SMALL_NODES", "FamilyWithin", "families_within"]
 
-FEW_NODES = 500
-"""Of the largest graph of which families are searched. In larger ones a search takes seconds: of 4 layers of Llama-3-8B
-FSDP took 6 of 36, and what states made of the fastest plan was faster."""
+SMALL_NODES, FEW_NODES = 150, 500
+"""Of the largest graphs of which all families are searched, and of which FSDP is. All of them took blocks of 300 nodes
+three times as long to plan; of 4 layers of Llama-3-8B FSDP took 6 s of 36, and states did better."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,12 @@ class FamilyWithin:
 
 
 def families_within(joint: JointGraph, mesh: MeshSpec) -> Iterator[FamilyWithin]:
-    """Those that the mesh and the model have, FSDP first, which holds least; of a large graph none."""
-    first = family_named("FSDP")
-    assert first is not None
-    if len(joint.graph.nodes) > FEW_NODES:
-        return
-    for family in (first, *(family for family in FAMILIES if family is not first)):
+    """FSDP first, which holds least, and in a small graph all others: those that the mesh and the model have."""
+    fsdp = family_named("FSDP")
+    assert fsdp is not None
+    count = len(joint.graph.nodes)
+    first = [fsdp] if count <= FEW_NODES else []
+    others = [family for family in FAMILIES if family is not fsdp and count <= SMALL_NODES]
+    for family in (*first, *others):
         with suppress(InfeasibleError):
             yield FamilyWithin(family_narrowing(family, joint, mesh))

@@ -32,10 +32,14 @@ class Tied(nn.Module):
 WORDS = (torch.zeros(192, dtype=torch.int64), torch.zeros(192, dtype=torch.int64))
 
 
-def test_families_of_small_graphs_and_none_of_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_of_small_graphs_one_of_larger_ones_and_none_of_large_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     joint = canonical_capture(Tied(), WORDS, {}).joint
     found = list(families_within(joint, MESH))
     assert len(found) >= 4 and all(family.narrowing(Narrowing()).allowed for family in found)
+    monkeypatch.setattr(module, "SMALL_NODES", len(joint.graph.nodes) - 1)
+    assert len(list(families_within(joint, MESH))) == 1
     monkeypatch.setattr(module, "FEW_NODES", len(joint.graph.nodes) - 1)
     assert list(families_within(joint, MESH)) == []
 
