@@ -55,6 +55,7 @@ class CollectivePrices:
         self.profile = profile
         self.mesh = mesh
         self._prices: dict[tuple[str, tuple[str, ...]], Price] = {}
+        self._shared: dict[tuple[str, ...], bool] = {}
 
     def seconds(self, kind: str, axes: tuple[str, ...], nbytes: float) -> float:
         """Price of `kind` over the groups along `axes`; 0 for a group of one rank.
@@ -76,9 +77,11 @@ class CollectivePrices:
 
     def shares_memory(self, axes: tuple[str, ...]) -> bool:
         """Whether every group along `axes` exchanges its data through memory of its host."""
-        links = self.profile.links
-        groups = mesh_occupancies(self.mesh, axes, self.profile.link_domains)
-        return all(links[use.level].shares_memory for group in groups for use in group.uses)
+        if axes not in self._shared:
+            links = self.profile.links
+            groups = mesh_occupancies(self.mesh, axes, self.profile.link_domains)
+            self._shared[axes] = all(links[use.level].shares_memory for group in groups for use in group.uses)
+        return self._shared[axes]
 
     def confidence(self, kind: str, axes: tuple[str, ...], nbytes: float | None = None) -> Confidence | None:
         """How far to trust `seconds`; None for a group of one rank, whose price 0 is exact."""

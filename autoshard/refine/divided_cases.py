@@ -3,7 +3,7 @@ a few known kernels of the first."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
 
@@ -21,16 +21,11 @@ def cases_of_parts(plan: AnyPlan, task: Task) -> Cases:
     """What `task.timed` does not know, each once, what takes most of a piece first; again: of the first part. task: of
     the whole call."""
     parts = [cases_of(_piece(plan, part), own) for part, own in _parts(plan, task)]
-    unknown = _each_once(chain.from_iterable(cases.unknown for cases in parts))
-    instead = _each_once(chain.from_iterable(cases.instead for cases in parts))
-    return Cases((*sorted(unknown, key=lambda case: -case.seconds), *instead), parts[0].again)
-
-
-def _each_once(cases: Iterable[Case]) -> list[Case]:
     found: dict[object, Case] = {}
-    for case in cases:
+    for case in chain.from_iterable(cases.unknown for cases in parts):
         found.setdefault(distinct(case), case)
-    return list(found.values())
+    instead = chain.from_iterable(cases.instead for cases in parts)
+    return Cases((*sorted(found.values(), key=lambda case: -case.seconds), *instead), parts[0].again)
 
 
 def _piece(plan: AnyPlan, part: Plan) -> TimedCandidate:

@@ -28,7 +28,7 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-__all__ = ["REDUCTIONS", "HostMemory", "chunk_nbytes", "memory_nbytes"]
+__all__ = ["REDUCTIONS", "HostMemory", "chunk_nbytes", "memory_nbytes", "reduced_in_order"]
 
 REDUCTIONS: Mapping[str, Callable[..., Tensor]] = {
     "sum": torch.add,
@@ -77,15 +77,15 @@ class HostMemory:
     def all_reduce(self, operand: Tensor, op: str, into: Tensor) -> Tensor:
         """`into`, contiguous and of the operand's shape: the sum (a key of `REDUCTIONS`) of all ranks'. It may be the
         operand."""
-        add, result = REDUCTIONS[op], into.view(-1)
+        result = into.view(-1)
         for begin, piece in _pieces(operand.reshape(-1), self._chunk(operand)):
             slots = self._written(piece)
             out = result[begin : begin + len(piece)]
             if piece.nbytes <= _WHOLE:
-                _reduce(slots[: self.ranks], add, out)
+                reduced_in_order(slots[: self.ranks], op, out)
                 continue
             mine = slice(len(piece) * self.rank // self.ranks, len(piece) * (self.rank + 1) // self.ranks)
-            _reduce(slots[: self.ranks, mine], add, slots[self.ranks, mine])
+            reduced_in_order(slots[: self.ranks, mine], op, slots[self.ranks, mine])
             self._meet()
             out.copy_(slots[self.ranks])
         return into
@@ -106,7 +106,7 @@ class HostMemory:
         for begin, piece in _pieces(mine, max(1, self._chunk(operand) // self.ranks)):
             end = begin + len(piece)
             slots = self._written(parts[:, begin:end]).view(self.ranks + 1, self.ranks, -1)
-            _reduce(slots[: self.ranks, self.rank], REDUCTIONS[op], mine[begin:end])
+            reduced_in_order(slots[: self.ranks, self.rank], op, mine[begin:end])
         return result
 
     def cut(self) -> None:
@@ -152,8 +152,11 @@ def _pieces(flat: Tensor, length: int) -> Iterator[tuple[int, Tensor]]:
         yield begin, flat[begin : begin + length]
 
 
-def _reduce(parts: Tensor, add: Callable[..., Tensor], out: Tensor) -> None:
-    """Into `out`, one after the other."""
-    add(parts[0], parts[1], out=out)
+def reduced_in_order(parts: Sequence[Tensor] | Tensor, op: str, out: Tensor | None = None) -> Tensor:
+    """One after the other, so that all machines add in one order. op: a key of `REDUCTIONS`. Without `out` the result is
+    a new tensor."""
+    add = REDUCTIONS[op]
+    total = add(parts[0], parts[1], out=out)
     for part in parts[2:]:
-        add(out, part, out=out)
+        add(total, part, out=total)
+    return total

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from cost_model.measure.host_memory import REDUCTIONS
+from cost_model.measure.host_memory import REDUCTIONS, reduced_in_order
 
 __all__ = [
     "Started",
@@ -87,7 +87,7 @@ def start_all_gather(operand: Tensor, group: dist.ProcessGroup) -> Started:
 def all_reduce(operand: Tensor, op: str, group: dist.ProcessGroup) -> Tensor:
     """Waits. op: a key of `REDUCTIONS`. All ranks compute the same, in the order of ranks: equal bit by bit."""
     parts = finished(start_all_gather(operand.reshape(1, -1), group))
-    return _reduced(list(parts), op).view(operand.shape)
+    return reduced_in_order(list(parts), op).view(operand.shape)
 
 
 def reduce_scatter(operand: Tensor, op: str, group: dist.ProcessGroup) -> Tensor:
@@ -95,16 +95,7 @@ def reduce_scatter(operand: Tensor, op: str, group: dist.ProcessGroup) -> Tensor
     ranks = group.size()
     rows = [operand.shape[0] // ranks] * ranks
     parts = finished(start_all_to_all(operand, rows, rows, group))
-    return _reduced(parts.split(rows), op)
-
-
-def _reduced(parts: Sequence[Tensor], op: str) -> Tensor:
-    """Sums one after the other, so that all machines add in one order."""
-    add = REDUCTIONS[op]
-    total = add(parts[0], parts[1])
-    for part in parts[2:]:
-        add(total, part, out=total)
-    return total
+    return reduced_in_order(parts.split(rows), op)
 
 
 def _swap(out: Sequence[Tensor], into: Sequence[Tensor], group: dist.ProcessGroup) -> list[Any]:

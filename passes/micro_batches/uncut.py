@@ -36,7 +36,6 @@ def check_cut(joint: JointGraph, times: RunTimes) -> None:
         for n, spec in zip(joint.placeholders, joint.inputs, strict=True)
         if spec.kind in ("input", "tangent")
     ]
-    # What needs no product is run before the pieces.
     worked = dependents(joint.graph.nodes, inputs)
     whole = next((n for n in worked if is_product(n) and times.of.get(n.name, "piece") != "piece"), None)
     if whole is None:
@@ -57,6 +56,7 @@ def _name(node: fx.Node) -> str:
 def _in_the_way(joint: JointGraph, count: int) -> fx.Node | None:
     """The first op that cannot take its operands as earlier ops, all run in pieces of the first dim, leave them; or
     that needs a sum over all pieces, where pieces go on with what it makes of it, as gradients of a loss's root do."""
+    # What needs no product is run before the pieces.
     worked = dependents(joint.graph.nodes, [n for n in joint.graph.nodes if is_product(n)])
     late: dict[fx.Node, fx.Node] = {}
     held: dict[fx.Node, Layout] = {}
