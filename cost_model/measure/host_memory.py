@@ -153,8 +153,8 @@ def _pieces(flat: Tensor, length: int) -> Iterator[tuple[int, Tensor]]:
 
 
 def reduced_in_order(parts: Sequence[Tensor] | Tensor, op: str, out: Tensor | None = None) -> Tensor:
-    """One after the other, so that all machines add in one order. op: a key of `REDUCTIONS`. Without `out` the result is
-    a new tensor."""
+    """One after the other, so that all machines add in one order. op: a key of `REDUCTIONS`. Without `out` the result
+    is a new tensor."""
     add = REDUCTIONS[op]
     total = add(parts[0], parts[1], out=out)
     for part in parts[2:]:
