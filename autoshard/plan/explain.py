@@ -27,7 +27,7 @@ def explain_plan(plan: PlanContent) -> str:
     lines = [
         f"{plan.mesh}, prices of profile {origin.profile}{nominal}",
         refined_line(plan),
-        f"predicted step {format_seconds(plan.step_time)}",
+        f"predicted step {format_seconds(plan.step_time)}" + _rehearsed(plan),
         f"the search counts {format_seconds(plan.cost)}, {plan.status}: for no plan less than "
         f"{format_seconds(plan.lower_bound)} (gap {plan.gap:.2%})",
         *_joined(plan),
@@ -75,6 +75,13 @@ def _change(before: float, after: float) -> str:
 
 def _kind_counts(plan: PlanContent) -> Counter[str]:
     return Counter(f"{c.phase} {c.name}[{','.join(c.axes)}]" for c in collectives_of(plan.records))
+
+
+def _rehearsed(plan: PlanContent) -> str:
+    if plan.rehearsed is None:
+        return ""
+    modelled = format_seconds(plan.rehearsed.modelled)
+    return f", as it took when it was rehearsed; {modelled} were modelled, and all seconds are times {plan.pace:.2f}"
 
 
 def _joined(plan: PlanContent) -> list[str]:

@@ -11,7 +11,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import networkx as nx
 from torch.distributed.tensor import Placement
 
@@ -27,7 +26,7 @@ from autoshard.plan.plan_check import plan_problems
 from autoshard.plan.plan_collectives import Collective, collectives_of
 from autoshard.plan.plan_content import PlanContent, PlanOrigin
 from autoshard.plan.plan_graph import plan_graph
-from autoshard.plan.plan_json import SCHEMA_VERSION, PlanData, damaged, plan_data, plan_to_json, write_plan
+from autoshard.plan.plan_json import SCHEMA_VERSION, damaged, plan_data, plan_fields, plan_to_json, write_plan
 from autoshard.plan.variants import Again
 from autoshard.plan.why_not import why_not_family, why_not_pinned
 from cost_model.checked_arguments import checked_path, reject
@@ -42,7 +41,6 @@ from passes.plan.check_lowering import lowering_problems
 from passes.plan.describe import graph_hash, op_counts, records_that_differ
 from passes.plan.graph_text import format_graph
 from passes.plan.lowering_plan import LoweringPlan
-from passes.plan.record_json import records_of
 from passes.plan.records import layouts_of, lowering_of
 from passes.states.compute_again import compute_again
 
@@ -70,6 +68,8 @@ class Plan(PlanContent):
                  other_sizes: those of the first piece of every other size.
     head_pieces: parts over tokens into which head and loss are written, where what is large there did not fit.
     race:        of a plan that `autoshard(..., race=3)` kept: the plans that ran, the fastest first, which is this one.
+    rehearsed:   of a plan whose step was rehearsed where it runs (docs/prices.md): what was modelled, and measured; all
+                 seconds above are times the ratio. None: it was not.
     """
 
     again: Again | None = field(default=None, compare=False, repr=False)
@@ -255,7 +255,7 @@ class Plan(PlanContent):
         """Inverse of `to_json`. PlanError for anything else: what is accepted can be shown, drawn and compared."""
         content = plan_data(data, where)
         try:
-            plan = _plan_from(content)
+            plan = Plan(**plan_fields(content))
         except ValueError as error:  # a ShardingError of the mesh is one
             raise damaged(where, str(error).partition("\n")[0]) from None
         for problem in plan_problems(plan):
@@ -264,33 +264,6 @@ class Plan(PlanContent):
             for problem in plan_problems(replace(plan, records=records)):
                 raise damaged(where, f"micro-batches of another size: {problem}")
         return plan
-
-
-def _plan_from(data: PlanData) -> Plan:
-    return Plan(
-        mesh=data.mesh_spec(),
-        cost=data.cost_seconds,
-        lower_bound=data.lower_bound_seconds,
-        status=data.status,
-        step_time=data.step_seconds,
-        peak_memory=data.peak_memory_bytes,
-        peak_node=data.peak_node,
-        memory_limit=data.memory_limit_bytes,
-        reserve=data.reserve_bytes,
-        records=records_of(data.nodes),
-        parameter_layouts={name: layout.layout() for name, layout in data.parameters.items()},
-        inputs={int(i): layout.layout() for i, layout in data.inputs.items()},
-        outputs={int(i): None if layout is None else layout.layout() for i, layout in data.outputs.items()},
-        fallbacks=data.fallbacks,
-        origin=PlanOrigin(**msgspec.structs.asdict(data.origin)),
-        joined_axes=data.joined_axes,
-        moved_nbytes=data.moved_bytes,
-        race=tuple(one.raced() for one in data.race),
-        memory=None if data.memory is None else data.memory.timeline(),
-        micro_batches=data.micro_batches,
-        head_pieces=data.head_pieces,
-        other_sizes=tuple(map(records_of, data.other_sizes)),
-    )
 
 
 def any_plan_from_json(data: Any, *, where: str = "plan") -> Plan | PipelinePlan[Plan]:

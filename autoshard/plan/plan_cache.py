@@ -109,6 +109,8 @@ def plan_path(task: Task, *more: object) -> Path:
     ]
     if task.timed is not None:
         decides.append(task.timed.hash)
+    if task.pace != 1.0:
+        decides.append(f"pace {task.pace!r}")
     text = "\n".join(map(str, decides))
     return cache_folder() / "plans" / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
 
@@ -124,4 +126,4 @@ def kept_plan(path: Path, task: Task) -> Plan | None:
         _log.warning("searching again: the cached plan cannot be used: %s", error)
         return None
     _log.info("plan: found before, read from %s", path)
-    return replace(plan, again=task.again())
+    return replace(plan, again=replace(task, pace=task.pace * plan.pace).again())

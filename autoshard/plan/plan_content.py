@@ -11,7 +11,7 @@ from passes.layout.joined_axes import JoinedAxes
 from passes.layout.layout import Layout
 from passes.plan.records import NodeRecord
 
-__all__ = ["PlanContent", "PlanOrigin", "Raced"]
+__all__ = ["PlanContent", "PlanOrigin", "Raced", "Rehearsed"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,20 @@ class Raced:
 
 
 @dataclass(frozen=True)
+class Rehearsed:
+    """Real steps of a plan. modelled: seconds of a step under modelled and timed prices. measured: of the slowest rank,
+    its median."""
+
+    modelled: float
+    measured: float
+
+    @property
+    def pace(self) -> float:
+        """How many times as long as modelled it took."""
+        return self.measured / self.modelled
+
+
+@dataclass(frozen=True)
 class PlanContent:
     """A plan as data. `autoshard.Plan` says what each field is, and what can be done with it."""
 
@@ -65,11 +79,17 @@ class PlanContent:
     joined_axes: JoinedAxes = ()
     moved_nbytes: int | None = None
     race: tuple[Raced, ...] = ()
+    rehearsed: Rehearsed | None = None
     # A file holds its outline: no plan is another for that.
     memory: MemoryTimeline | None = field(default=None, compare=False)
     micro_batches: int = 1
     head_pieces: int = 1
     other_sizes: tuple[tuple[NodeRecord, ...], ...] = ()
+
+    @property
+    def pace(self) -> float:
+        """Times which all its seconds are as modelled."""
+        return 1.0 if self.rehearsed is None else self.rehearsed.pace
 
     @property
     def gap(self) -> float:

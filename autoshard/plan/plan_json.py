@@ -11,13 +11,21 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from autoshard.plan.plan_content import PlanContent, PlanOrigin, Raced
+from autoshard.plan.plan_content import PlanContent, PlanOrigin, Raced, Rehearsed
 from autoshard.plan.plan_memory import OUTLINE, AtPeak, MemoryTimeline
 from cost_model.checked_arguments import checked_path
 from cost_model.errors import PlanError
 from cost_model.mesh import MeshSpec
 from cost_model.text_files import write_text
-from passes.plan.record_json import Count, LayoutData, NodeData, Text, layout_to_json, record_to_json
+from passes.plan.record_json import (
+    Count,
+    LayoutData,
+    NodeData,
+    Text,
+    layout_to_json,
+    record_to_json,
+    records_of,
+)
 from passes.predict.memory_kinds import KINDS, Kind
 from passes.predict.memory_record import MemoryStep
 
@@ -25,6 +33,7 @@ __all__ = [
     "SCHEMA_VERSION",
     "PlanData",
     "plan_data",
+    "plan_fields",
     "plan_head",
     "plan_to_json",
     "race_to_json",
@@ -66,6 +75,13 @@ class RacedData(Struct, frozen=True, forbid_unknown_fields=True):
 
     def raced(self) -> Raced:
         return Raced(**msgspec.structs.asdict(self))
+
+
+class RehearsedData(Struct, frozen=True, forbid_unknown_fields=True):
+    """`Rehearsed`."""
+
+    modelled: Annotated[float, Meta(gt=0.0, le=1e30)]
+    measured: Annotated[float, Meta(gt=0.0, le=1e30)]
 
 
 class MemoryStepData(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -123,6 +139,7 @@ class PlanData(Struct, frozen=True, forbid_unknown_fields=True):
     joined_axes: tuple[tuple[Text, ...], ...] = ()
     moved_bytes: Count | None = None
     race: tuple[RacedData, ...] = ()
+    rehearsed: RehearsedData | None = None
     memory: MemoryData | None = None
     micro_batches: Annotated[int, Meta(ge=1, le=1_000_000)] = 1
     head_pieces: Annotated[int, Meta(ge=1, le=1_000)] = 1
@@ -149,6 +166,37 @@ def plan_data(data: Any, where: str) -> PlanData:
         raise damaged(where, "nested too deep") from None
     except UnicodeEncodeError:
         raise damaged(where, "a text in it is no UTF-8") from None
+
+
+def plan_fields(data: PlanData) -> dict[str, Any]:
+    """Of the `PlanContent` that a file holds. ValueError for layouts or a mesh that cannot be."""
+    return {
+        "mesh": data.mesh_spec(),
+        "cost": data.cost_seconds,
+        "lower_bound": data.lower_bound_seconds,
+        "status": data.status,
+        "step_time": data.step_seconds,
+        "peak_memory": data.peak_memory_bytes,
+        "peak_node": data.peak_node,
+        "memory_limit": data.memory_limit_bytes,
+        "reserve": data.reserve_bytes,
+        "records": records_of(data.nodes),
+        "parameter_layouts": {name: layout.layout() for name, layout in data.parameters.items()},
+        "inputs": {int(i): layout.layout() for i, layout in data.inputs.items()},
+        "outputs": {
+            int(i): None if layout is None else layout.layout() for i, layout in data.outputs.items()
+        },
+        "fallbacks": data.fallbacks,
+        "origin": PlanOrigin(**msgspec.structs.asdict(data.origin)),
+        "joined_axes": data.joined_axes,
+        "moved_nbytes": data.moved_bytes,
+        "race": tuple(one.raced() for one in data.race),
+        "rehearsed": None if data.rehearsed is None else Rehearsed(**msgspec.structs.asdict(data.rehearsed)),
+        "memory": None if data.memory is None else data.memory.timeline(),
+        "micro_batches": data.micro_batches,
+        "head_pieces": data.head_pieces,
+        "other_sizes": tuple(map(records_of, data.other_sizes)),
+    }
 
 
 def damaged(where: str, problem: str) -> PlanError:
@@ -196,6 +244,7 @@ def plan_to_json(plan: PlanContent) -> dict[str, Any]:
         **({"joined_axes": [list(run) for run in plan.joined_axes]} if plan.joined_axes else {}),
         **({} if plan.moved_nbytes is None else {"moved_bytes": plan.moved_nbytes}),
         **race_to_json(plan.race),
+        **({} if plan.rehearsed is None else {"rehearsed": dict(vars(plan.rehearsed))}),
         **({} if plan.memory is None else {"memory": _memory_to_json(plan.memory.outline())}),
         **({"micro_batches": plan.micro_batches} if plan.micro_batches > 1 else {}),
         **({"head_pieces": plan.head_pieces} if plan.head_pieces > 1 else {}),

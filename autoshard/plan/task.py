@@ -69,7 +69,8 @@ class Task:
     """What is to be planned, and under which prices. timed: where its program will run; None: no price is.
 
     links: the whole mesh, where `mesh` is that of one stage of a pipeline. beside: bytes that such a stage holds
-    besides what its own step holds, given what that is; None: nothing."""
+    besides what its own step holds, given what that is; None: nothing. pace: how many times as
+    long as modelled a step took that was rehearsed."""
 
     captured: Captured
     profile: Profile
@@ -85,6 +86,7 @@ class Task:
     optimizer: str = "adamw"
     links: MeshSpec | None = None
     beside: Callable[[MemoryWalk | None], int] | None = None
+    pace: float = 1.0
 
     @property
     def joint(self) -> JointGraph:
@@ -94,7 +96,7 @@ class Task:
     def prices(self) -> Prices:
         """One object: what was computed of it for the search, the predicted step and the records need not be again."""
         optimizer = OPTIMIZERS[self.optimizer]
-        return prices_of(self.profile, self.mesh, self.backend, self.timed, optimizer, self.links)
+        return prices_of(self.profile, self.mesh, self.backend, self.timed, optimizer, self.links, self.pace)
 
     def reserve(self, steps: Iterable[Collective | Step], memory: MemoryWalk | None) -> int:
         """Bytes per device that a plan with these collectives needs besides its step. memory: of that step."""
@@ -114,7 +116,8 @@ class Task:
     def again(self) -> Again:
         """What plans the same but for one thing, for a plan's own questions. Copying it copies no graph."""
         step_seconds = lambda plan, variant: self.varied(variant).step_seconds(plan)
-        return Again(self.profile, lambda variant: search_plan(self.varied(variant)), step_seconds)
+        paced = lambda pace: replace(self, pace=pace).again()
+        return Again(self.profile, lambda variant: search_plan(self.varied(variant)), step_seconds, paced)
 
     def varied(self, variant: Variant) -> Task:
         """Raises as `resolve_pins` and `variant_narrowing`."""

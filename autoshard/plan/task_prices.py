@@ -11,6 +11,7 @@ from cost_model.compute import ComputePrices
 from cost_model.correction import with_timed_collectives
 from cost_model.memory import ADAMW, Optimizer
 from cost_model.mesh import MeshSpec
+from cost_model.pace import paced_profile, paced_times
 from cost_model.profile import Profile
 from cost_model.timed import TimedPrices
 from passes.redistribution.redistribute import Redistributor
@@ -28,13 +29,17 @@ def prices_of(
     timed: TimedPrices | None = None,
     optimizer: Optimizer = ADAMW,
     links: MeshSpec | None = None,
+    pace: float = 1.0,
 ) -> Prices:
     """Collectives, kernels as `backend` makes them and the update on one device, from `profile`; in place of them what
     was timed.
 
-    links: where the ranks of `mesh` sit, if that is one stage of a larger mesh: groups are as far apart as there."""
+    links: where the ranks of `mesh` sit, if that is one stage of a larger mesh: groups are as far apart as there.
+    pace: how many times as long all of it takes in the midst of a step (`autoshard.plan.rehearsed_plan`)."""
     placed = links or mesh
+    profile = paced_profile(profile, pace)
     if timed is not None:
+        timed = paced_times(timed, pace)
         profile = with_timed_collectives(profile, placed, timed.collectives)
     compute = ComputePrices(profile, mesh.device_type, timed)
     collectives = CollectivePrices(profile, placed)

@@ -43,7 +43,7 @@ class Again:
     """What a plan's own questions need of the task that it was found for.
 
     profile: its prices. search: the plan of a variant. step_seconds: predicted, of a plan's layouts under a variant's
-    prices, lowered as those have it.
+    prices, lowered as those have it. paced: the same, of a step that takes so many times as long as modelled.
 
     It holds the model's graph, so it stays in its process: pickled it is None, as in a plan's file.
     """
@@ -51,6 +51,7 @@ class Again:
     profile: Profile
     search: Callable[[Variant], PlanContent]
     step_seconds: Callable[[PlanContent, Variant], float]
+    paced: Callable[[float], Again]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Again:
         """Itself: nothing of it changes."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from autoshard.plan.division import Division
 from autoshard.plan.pipeline_plan import PipelinePlan
+from autoshard.plan.plan import Plan
 from autoshard.plan.plan_cache import cached_search
 from autoshard.plan.stages_option import AnyPlan
 from autoshard.plan.task import Task
@@ -79,6 +80,9 @@ class DividedRounds:
         self._done = _decided(self.plan) == _decided(before)
         steps = f"{format_seconds(before.step_time)} -> {format_seconds(self.plan.step_time)}"
         _log.info("refine: predicted step %s, %s plan", steps, "the same" if self._done else "another")
+
+    def keep(self, plan: Plan) -> None:
+        """Nothing: the next start plans again, under what was timed."""
 
     def _planned(self, deadline: Deadline) -> AnyPlan:
         task = replace(self._task, timed=self.timed.if_any())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.plan.division import WHOLE, Division
 from autoshard.plan.head_pieces import fitting
-from autoshard.plan.plan import any_plan_from_json
+from autoshard.plan.plan import Plan, any_plan_from_json
 from autoshard.plan.stages_option import AnyPlan
 from autoshard.plan.task import Task
 from autoshard.refine.divided_rounds import DividedRounds
@@ -53,10 +54,12 @@ def may_refine(mesh: DeviceMesh, nominal: bool) -> bool:
 
 @dataclass(frozen=True)
 class Refined:
-    """A plan, and all that was timed for it; None: nothing was."""
+    """A plan, and all that was timed for it; None: nothing was. keep: writes the plan, rehearsed,
+    for the next start."""
 
     plan: AnyPlan
     timed: TimedPrices | None
+    keep: Callable[[Plan], None]
 
 
 def refined_plan(mesh: DeviceMesh, task: Task, division: Division = WHOLE) -> Refined | None:
@@ -99,7 +102,7 @@ def refined_plan(mesh: DeviceMesh, task: Task, division: Division = WHOLE) -> Re
             return _next(state[0])
 
         wanted = from_first(mesh, again, what="what to time")
-    return Refined(state[0].plan, state[0].timed.if_any()) if state else None
+    return Refined(state[0].plan, state[0].timed.if_any(), state[0].keep) if state else None
 
 
 def shared_refined_plan(mesh: DeviceMesh, task: Task, division: Division = WHOLE) -> AnyPlan:

@@ -73,7 +73,7 @@ class Rounds:
         self._next: list[TimedCandidate] = []
         self._path = plan_path(task, "refined", store.path.name)
         kept = kept_plan(self._path, self._under(self.timed))
-        self._done = kept is not None
+        self._done = self._confirmed = kept is not None
         self._search_seconds = 0.0
         start = COLD if task.memory_limit else SearchStart(gap=ROUGH_GAP)
         self.plan = kept or kept_plan(plan_path(task), task) or self._searched(task, None, start)
@@ -130,6 +130,11 @@ class Rounds:
             self._search()
             # The first search knows no next best: those of the second are still to be timed.
             self._stayed = self.plan.assignment == before.assignment and self._rounds > 1
+
+    def keep(self, plan: Plan) -> None:
+        """For the next start, which takes it as it is; not where that is to go on timing."""
+        if self._confirmed:
+            keep_plan(self._path, plan)
 
     def _under(self, timed: TimedPrices) -> Task:
         return replace(self._task, timed=timed)
@@ -206,8 +211,8 @@ class Rounds:
                 if found is not None and self._cautious(task, found) < (1.0 - FASTER) * seconds:
                     best, seconds = found, self._cautious(task, found)
         self.plan = self._priced_now(best, task)
-        if self._unknown_seconds(self.plan) <= UNCONFIRMED * seconds:
-            keep_plan(self._path, self.plan)
+        self._confirmed = self._unknown_seconds(self.plan) <= UNCONFIRMED * seconds
+        self.keep(self.plan)
         _log.info("refine: %s", self._said())
 
     def _chosen(self, task: Task) -> tuple[float, Plan]:

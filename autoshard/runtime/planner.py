@@ -23,6 +23,7 @@ from autoshard.plan.racers import racers
 from autoshard.plan.stages_option import AnyPlan
 from autoshard.plan.task import CallLayouts, Task, search_plan
 from autoshard.refine.refine import Refined, may_refine, refined_plan
+from autoshard.runtime.rehearsal import is_to_rehearse
 from autoshard.runtime.settings import Settings
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
@@ -64,7 +65,8 @@ class Planner:
             return _alone(self._plan(captured, layouts) if refined is None else refined.plan)
         task = self._task(captured, layouts, s.pins)
         if refined is not None:
-            task = replace(task, timed=refined.timed)
+            pace = refined.plan.pace if isinstance(refined.plan, Plan) else 1.0
+            task = replace(task, timed=refined.timed, pace=pace)
             return racers(refined.plan, task, self._division, s.race)
         deadline = Deadline.after(s.time_limit)
         if self._division != WHOLE:
@@ -72,6 +74,11 @@ class Planner:
             return racers(best, task, self._division, s.race)
         whole = lambda cut, _: cached_candidates(replace(task, captured=cut), s.race)
         return fitting(captured, s.memory_limit, whole, deadline)
+
+    def rehearses(self, plan: AnyPlan) -> bool:
+        """Whether the first plan is one to rehearse, the same on all ranks: where it was refined, and does not race."""
+        s = self.settings
+        return s.plan is None and s.refine == "auto" and s.race < 2 and is_to_rehearse(plan)
 
     def carried(
         self, captured: Captured, layouts: CallLayouts, first: AnyPlan, held: Mapping[str, Layout]

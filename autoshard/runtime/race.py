@@ -8,15 +8,10 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.plan.candidates import Candidate
@@ -27,20 +22,18 @@ from autoshard.plan.plan_words import plan_words
 from autoshard.plan.race_result import by_speed, race_lines, step_seconds
 from autoshard.plan.stages_option import AnyPlan
 from autoshard.progress import tell
-from autoshard.runtime.agreement import collectively, everyones, from_first, in_company
-from autoshard.runtime.devices import local_device
+from autoshard.runtime.agreement import everyones, from_first
 from autoshard.runtime.observe import unobserved
-from autoshard.runtime.process_groups import whole_group
 from autoshard.runtime.programs import AnyProgram
 from autoshard.runtime.race_entry import RaceEntry
 from autoshard.runtime.settings import Settings
+from autoshard.runtime.track import Track
 from cost_model.errors import RankError
 from cost_model.units import format_bytes
 from passes.ir.kept_random_state import random_state_kept
 
 __all__ = ["Starter", "beside_each_other", "race", "rounds_within"]
 
-_WARM_STEPS = 2
 _LEAST_ROUNDS, _MOST_ROUNDS = 5, 25
 _SECONDS = 1.5
 """For the timed steps of each plan: short steps run more often."""
@@ -93,18 +86,18 @@ def _won(
 ) -> tuple[AnyPlan, AnyProgram]:
     if len(starters) < 2:
         return starters[0].candidate.plan, starters[0].program
-    track = _Track(mesh)
+    track = Track(mesh, "a race")
     needs = [starter.candidate.plan.peak_memory for starter in starters]
-    room = min(everyones(mesh, _room(mesh, memory_limit), what="memory for a race"))
+    room = track.room(memory_limit)
     if beside_each_other(needs, room):
-        kept, mine = track.in_turn(starters)
+        kept, mine = _in_turn(track, starters)
     else:
         tell(
             mesh.get_rank(),
             f"race: one plan after the other: beside each other they need {format_bytes(sum(needs))}, "
             f"and there are {format_bytes(room)}",
         )
-        kept, mine = track.one_by_one(starters)
+        kept, mine = _one_by_one(track, starters)
     if len(kept) < 2:
         return starters[0].candidate.plan, starters[0].program
     times = everyones(mesh, mine, what="times of a race")
@@ -151,99 +144,34 @@ def _starters(candidates: Sequence[Candidate], entered: Callable[[AnyPlan], Race
         yield Starter(candidate, entry)
 
 
-class _Track:
-    """Where plans run, and the clock of this rank."""
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self._mesh = mesh
-        self._token = torch.zeros(1, device=local_device(mesh))
-        self._group = whole_group(mesh) if mesh.size() > 1 else None
-
-    def in_turn(self, starters: Sequence[Starter]) -> tuple[list[Starter], Times]:
-        """A B C C B A ..., so that what else the machine does meets all alike. Nothing where the first cannot run."""
-        ready = [starter for starter in starters if self._copied(starter)]
-        if ready[:1] != list(starters[:1]):
-            return [], []
-        rounds = self._rounds(max(self._warm(starter) for starter in ready))
-        times: Times = [[] for _ in ready]
-        for number in range(rounds):
-            places = range(len(ready))
-            for place in places if number % 2 == 0 else reversed(places):
-                times[place].append(self._step(ready[place]))
-        for starter in ready:
-            starter.entry.free()
-        return ready, times
-
-    def one_by_one(self, starters: Sequence[Starter]) -> tuple[list[Starter], Times]:
-        """A A A B B B ..., with the copies of one at a time. Nothing where the first cannot run."""
-        ready: list[Starter] = []
-        times: Times = []
-        for starter in starters:
-            if self._copied(starter):
-                rounds = self._rounds(self._warm(starter))
-                times.append([self._step(starter) for _ in range(rounds)])
-                ready.append(starter)
-            starter.entry.free()
-            gc.collect()
-            if not ready:
-                break
-        return ready, times
-
-    def _copied(self, starter: Starter) -> bool:
-        """Whether there is memory for its copies, on all ranks."""
-        try:
-            collectively(
-                self._mesh, starter.entry.copies, what=f"copies for a race of {starter.candidate.name}"
-            )
-        except RankError:
-            raise
-        except Exception as error:  # on all ranks
-            _log.warning("race: without %s, for lack of its copies: %s", starter.candidate.name, error)
-            starter.entry.free()
-            return False
-        return True
-
-    def _warm(self, starter: Starter) -> float:
-        """Seconds of the last of the first steps."""
-        with in_company(self._mesh, f"a race of {starter.candidate.name}"):
-            starter.entry.begin()
-        return [self._step(starter) for _ in range(_WARM_STEPS)][-1]
-
-    def _rounds(self, seconds: float) -> int:
-        return rounds_within(max(everyones(self._mesh, seconds, what="a step of a race")))
-
-    def _step(self, starter: Starter) -> float:
-        """Seconds from when all ranks are there."""
-        with in_company(self._mesh, f"a race of {starter.candidate.name}"):
-            self._meet()
-            begin = time.perf_counter()
-            starter.entry.step()
-            self._synchronize()
-            return time.perf_counter() - begin
-
-    def _meet(self) -> None:
-        if self._group is not None:
-            dist.all_reduce(self._token, group=self._group)
-        self._synchronize()
-
-    def _synchronize(self) -> None:
-        if self._mesh.device_type != "cpu":
-            torch.get_device_module(self._mesh.device_type).synchronize()
+def _in_turn(track: Track, starters: Sequence[Starter]) -> tuple[list[Starter], Times]:
+    """A B C C B A ..., so that what else the machine does meets all alike. Nothing where the first cannot run."""
+    ready = [starter for starter in starters if track.copied(starter.candidate.name, starter.entry)]
+    if ready[:1] != list(starters[:1]):
+        return [], []
+    rounds = rounds_within(max(track.warm(one.candidate.name, one.entry) for one in ready))
+    times: Times = [[] for _ in ready]
+    for number in range(rounds):
+        places = range(len(ready))
+        for place in places if number % 2 == 0 else reversed(places):
+            times[place].append(track.step(ready[place].candidate.name, ready[place].entry))
+    for starter in ready:
+        starter.entry.free()
+    return ready, times
 
 
-def _room(mesh: DeviceMesh, memory_limit: int | None) -> int:
-    """Bytes for this rank's plans."""
-    free = _free_bytes(mesh)
-    return free if memory_limit is None else min(free, memory_limit)
-
-
-def _free_bytes(mesh: DeviceMesh) -> int:
-    """Of this rank's device; of the host's memory its share, as far as that is known."""
-    if mesh.device_type == "cuda":
-        return torch.cuda.mem_get_info(local_device(mesh))[0]
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.size()))
-    try:
-        known = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        return int(known["MemAvailable"].split()[0]) * 1024 // max(1, ranks)
-    except (OSError, ValueError, KeyError):
-        return 0
+def _one_by_one(track: Track, starters: Sequence[Starter]) -> tuple[list[Starter], Times]:
+    """A A A B B B ..., with the copies of one at a time. Nothing where the first cannot run."""
+    ready: list[Starter] = []
+    times: Times = []
+    for starter in starters:
+        name, entry = starter.candidate.name, starter.entry
+        if track.copied(name, entry):
+            rounds = rounds_within(track.warm(name, entry))
+            times.append([track.step(name, entry) for _ in range(rounds)])
+            ready.append(starter)
+        entry.free()
+        gc.collect()
+        if not ready:
+            break
+    return ready, times

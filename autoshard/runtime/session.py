@@ -20,15 +20,18 @@ from autoshard.plan.candidates import Candidate
 from autoshard.plan.find_plan import canonical_capture, named_parameters
 from autoshard.plan.optimizer_names import optimizer_name
 from autoshard.plan.pipeline_plan import PipelinePlan
+from autoshard.plan.plan import Plan
 from autoshard.plan.stages_option import AnyPlan
 from autoshard.plan.task import CallLayouts
 from autoshard.plan.task_prices import prices_of
 from autoshard.progress import stages_of
+from autoshard.refine.refine import Refined
 from autoshard.runtime.agreement import agree, collectively, everyones, from_first
 from autoshard.runtime.call_making import CallMaking
 from autoshard.runtime.copies import Copies, same_parameters
 from autoshard.runtime.devices import check_placed, local_device, move_buffers
 from autoshard.runtime.guards import Guards
+from autoshard.runtime.making import Made
 from autoshard.runtime.module import Built, dispatcher_of
 from autoshard.runtime.observe import Observer
 from autoshard.runtime.optimizers import optimizers_of
@@ -36,6 +39,7 @@ from autoshard.runtime.pipeline_making import making_of
 from autoshard.runtime.planner import Found, Planner
 from autoshard.runtime.programs import Programs
 from autoshard.runtime.race import race
+from autoshard.runtime.rehearsal import Entered, rehearsed
 from autoshard.runtime.seeds import SeedStream
 from autoshard.runtime.settings import Settings
 from autoshard.runtime.stage_clock import StageClock
@@ -106,13 +110,17 @@ class Session:
             whole.layouts, output_layouts(captured, self.spec, self.settings.out_placements)
         )
         agree(self.mesh, self._fingerprint(captured.joint, whole))
+        planner = Planner(self.mesh, self.spec, self._with_optimizer())
         with self.stages("finding a plan"):
-            found = self._planned(captured, layouts)
+            refined = planner.refined(captured, layouts) if self.plan is None else None
+            found = self._planned(planner, captured, layouts, refined)
         tensors, key = flatten_call(args, kwargs)
         making = CallMaking(self, captured, layouts)
         entered = lambda plan, program: making.entry(plan, program, tensors)
         watching = self.observers, self.stage_clocks
         plan, made = race(self.mesh, found, making.made, entered, self.settings, watching)
+        if self.plan is None and planner.rehearses(plan):
+            plan, made = self._rehearsed(plan, made, entered, refined)
         programs = Programs(made, self.settings.backend, at_once=self.plan is None)
         self._settle(plan)
         captured = making.cut(plan)
@@ -149,11 +157,12 @@ class Session:
             **self.settings.described(),
         }
 
-    def _planned(self, captured: Captured, layouts: CallLayouts) -> Found:
+    def _planned(
+        self, planner: Planner, captured: Captured, layouts: CallLayouts, refined: Refined | None
+    ) -> Found:
         """Rank 0's plan, on all ranks; several of them where they are to race."""
         mine: list[Found] = []
-        planner, first = Planner(self.mesh, self.spec, self._with_optimizer()), self.plan
-        refined = planner.refined(captured, layouts) if first is None else None
+        first = self.plan
         held = {} if isinstance(first, PipelinePlan) else self._held()
 
         def find() -> tuple[Any, int]:
@@ -174,6 +183,17 @@ class Session:
                 "ops without a rule run replicated, with their inputs gathered: %s", ", ".join(fallbacks)
             )
         return found
+
+    def _rehearsed(
+        self, plan: AnyPlan, made: Made, entered: Entered, refined: Refined | None
+    ) -> tuple[AnyPlan, Made]:
+        """The plan with its step as measured, kept for the next start, and what gives its program."""
+        s, watching = self.settings, (self.observers, self.stage_clocks)
+        with self.stages("rehearsing the plan"):
+            plan, made = rehearsed(self.mesh, plan, made, entered, s.backend, s.memory_limit, watching)
+        if refined is not None and isinstance(plan, Plan):
+            refined.keep(plan)
+        return plan, made
 
     def _with_optimizer(self) -> Settings:
         """The optimizer counts that is there, if the user named none."""

@@ -9,6 +9,8 @@ import torch
 
 from autoshard import PipelinePlan
 from autoshard.runtime import race
+from autoshard.runtime.race_entry import RaceEntry
+from autoshard.runtime.track import Track
 from passes.stages.pipeline_orders import ORDERS
 from tests.api.programs import Axes, assert_close, full, parallel, two_linear
 from tests.api.programs import trained as trained_outputs
@@ -33,25 +35,28 @@ def raced(rank: int, case: str, staged_wins: bool | None) -> tuple[Any, bool, li
     args, kwargs = CASES[name].call(BATCH)
     x = (*args, *kwargs.values())[0]
     before, alone = written(model, x), []
-    won, step = race._won, race._Track._step
+    won, step = race._won, Track.step
+    staged: dict[str, bool] = {}
 
-    def watched(*rest: Any) -> Any:
-        found = won(*rest)
+    def watched(mesh: Any, starters: Any, limit: Any) -> Any:
+        for one in starters:
+            staged[one.candidate.name] = isinstance(one.candidate.plan, PipelinePlan)
+        found = won(mesh, starters, limit)
         alone.append(all(map(torch.equal, before, written(model, x))))
         return found
 
-    def told(track: Any, starter: Any) -> float:
-        step(track, starter)
-        return 1.0 if isinstance(starter.candidate.plan, PipelinePlan) is staged_wins else 9.0
+    def told(track: Track, name: str, entry: RaceEntry) -> float:
+        step(track, name, entry)
+        return 1.0 if staged[name] is staged_wins else 9.0
 
     race._won = watched
     if staged_wins is not None:
-        race._Track._step = told  # type: ignore[method-assign, assignment]
+        Track.step = told  # type: ignore[method-assign]
     try:
         parallel(model, axes, race=3, **options)
         model(*args, **kwargs)
     finally:
-        race._won, race._Track._step = won, step  # type: ignore[method-assign]
+        race._won, Track.step = won, step  # type: ignore[method-assign]
     plan = model.autoshard_plan
     assert [one.measured for one in plan.race] == sorted(one.measured for one in plan.race)
     kind = plan.schedule if isinstance(plan, PipelinePlan) else "none"

@@ -15,6 +15,7 @@ from autoshard.plan.plan import Plan
 from autoshard.runtime import race
 from autoshard.runtime.agreement import in_company
 from autoshard.runtime.race_entry import RaceEntry, update_like
+from autoshard.runtime.track import Track
 from cost_model.errors import ShardingError
 from tests.api.programs import Axes, Normed, assert_close, data, device_mesh, full, normed, parallel, trained
 from tests.ranks import RankFailure, RankPool
@@ -103,19 +104,21 @@ def invented(rank: int, seconds: dict[str, float], beside: bool) -> tuple[list[s
     ran: list[str] = []
     kept: dict[str, Plan] = {}
 
-    def step(track: Any, starter: Any) -> float:
-        name = starter.candidate.name
+    def step(track: Track, name: str, entry: RaceEntry) -> float:
         ran.append(name)
-        kept[name] = starter.candidate.plan
         return seconds[name] * (1.0 + rank)
 
-    old = race._Track._step, race.beside_each_other
-    race._Track._step, race.beside_each_other = step, lambda needs, room: beside
+    def won(mesh: Any, starters: Any, limit: Any) -> Any:
+        kept.update({starter.candidate.name: starter.candidate.plan for starter in starters})
+        return old[2](mesh, starters, limit)
+
+    old = Track.step, race.beside_each_other, race._won
+    Track.step, race.beside_each_other, race._won = step, lambda needs, room: beside, won
     try:
         model = normed()
         parallel(model, LINE, (data()[0],), race=3)
     finally:
-        race._Track._step, race.beside_each_other = old
+        Track.step, race.beside_each_other, race._won = old
     plan = model.autoshard_plan
     placed = str({name: p.placements for name, p in model.named_parameters()})
     assert placed == str(dict(kept[plan.race[0].name].parameters))

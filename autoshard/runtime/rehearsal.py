@@ -1,0 +1,71 @@
+"""A refined plan's program runs for a few real steps before the first: what its prices leave out is in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoshard.plan.plan import Plan
+from autoshard.plan.race_result import step_seconds
+from autoshard.plan.rehearsed_plan import rehearsed_plan
+from autoshard.plan.stages_option import AnyPlan
+from autoshard.runtime.agreement import everyones
+from autoshard.runtime.making import Made
+from autoshard.runtime.observe import unobserved
+from autoshard.runtime.programs import AnyProgram
+from autoshard.runtime.race_entry import RaceEntry
+from autoshard.runtime.track import Track
+from passes.ir.kept_random_state import random_state_kept
+
+__all__ = ["Entered", "is_to_rehearse", "rehearsed"]
+
+Entered = Callable[[AnyPlan, AnyProgram], RaceEntry]
+"""A plan and its program -> both on copies of what a training step reads and writes."""
+
+_NAME = "the plan"
+_LEAST_STEPS, _MOST_STEPS = 3, 25
+_SECONDS = 1.5
+"""For the timed steps."""
+_MARGIN = 1.25
+"""Room that there must be, over the plan's peak: a rehearsal is no reason to fail."""
+
+
+def is_to_rehearse(plan: AnyPlan) -> bool:
+    """A whole step under prices that were timed. Pieces and stages are planned again at every start, and would be
+    rehearsed at every start."""
+    return (
+        isinstance(plan, Plan) and bool(plan.origin.timed) and not plan.rehearsed and plan.micro_batches == 1
+    )
+
+
+def rehearsed(
+    mesh: DeviceMesh,
+    plan: AnyPlan,
+    made: Made,
+    entered: Entered,
+    backend: str,
+    memory_limit: int | None,
+    watching: Sequence[list[Any]],
+) -> tuple[AnyPlan, Made]:
+    """`plan` with its step as measured on copies, and what gives its program; as they were where there is no room.
+
+    All ranks together. made, entered, watching: as of `autoshard.runtime.race.race`.
+    """
+    track = Track(mesh, "a rehearsal")
+    if not isinstance(plan, Plan) or track.room(memory_limit) < _MARGIN * plan.peak_memory:
+        return plan, made
+    program = made(backend)
+    entry = entered(plan, program)
+    with unobserved(*watching), random_state_kept():
+        mine = _steps(track, entry) if track.copied(_NAME, entry) else []
+        entry.free()
+    times = everyones(mesh, mine, what="times of a rehearsal")
+    found = rehearsed_plan(plan, step_seconds([[steps] for steps in times])[0]) if all(times) else plan
+    return found, lambda backend: program
+
+
+def _steps(track: Track, entry: RaceEntry) -> list[float]:
+    count = int(_SECONDS / max(track.warm(_NAME, entry), 1e-9))
+    return [track.step(_NAME, entry) for _ in range(max(_LEAST_STEPS, min(_MOST_STEPS, count)))]

@@ -1,0 +1,134 @@
+"""A refined plan runs for a few real steps before the first: what it learns, leaves alone and keeps."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from autoshard import autoshard
+from autoshard.runtime import rehearsal
+from autoshard.runtime.race_entry import RaceEntry
+from autoshard.runtime.track import Track
+from tests.ranks import RankFailure, RankPool
+from tests.refine.programs import WithLoss, given, measured, mesh, steadily_timed, trained_alone
+
+Said = tuple[float, float | None, float | None, str, int, bool]
+
+
+def rehearsed(rank: int, folder: str, seconds: float | None, room: bool, **options: Any) -> Said:
+    """The plan's step, what was modelled and measured, its fingerprint, how many steps ran, and whether the model was
+    left alone. seconds: what rank 0's clock says of each, and rank 1's half of it; None: what it measures."""
+    model, x = WithLoss(), given()
+    model(x).backward()
+    watched = [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None), x]
+    before = [t.detach().clone() for t in (*watched, torch.get_rng_state())]
+    ran, alone = [0], [True]
+    step, copied = Track.step, RaceEntry.free
+
+    def counted(track: Track, name: str, entry: RaceEntry) -> float:
+        ran[0] += 1
+        took = step(track, name, entry)
+        return took if seconds is None else seconds / (1 + rank)
+
+    def freed(entry: RaceEntry) -> None:
+        now = (*watched, torch.get_rng_state())
+        alone.append(all(map(torch.equal, before, now)))
+        copied(entry)
+
+    with steadily_timed(folder) as (_, _), pytest.MonkeyPatch.context() as own:
+        own.setattr(Track, "step", counted)
+        own.setattr(RaceEntry, "free", freed)
+        if not room:
+            own.setattr(Track, "room", lambda track, limit: 1)
+        whole = autoshard(model, mesh(), (x,), profile=measured(), backend="eager", **options)
+    plan = whole.autoshard_plan
+    torch.testing.assert_close(whole(x).detach(), trained_alone())
+    known = plan.rehearsed
+    said = (None, None) if known is None else (known.modelled, known.measured)
+    return plan.step_time, *said, plan.fingerprint, ran[0], all(alone)
+
+
+@pytest.fixture(scope="module")
+def refined_once(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a start without a rehearsal leaves on disk."""
+    folder = tmp_path_factory.mktemp("refined")
+    for _, modelled, _, _, ran, _ in ranks.run(rehearsed, str(folder), 3.0, False, world=2):
+        assert modelled is None and ran == 0  # there was no room
+    return folder
+
+
+@pytest.fixture
+def refined(refined_once: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(refined_once, tmp_path / "cache")
+
+
+def test_the_slowest_rank_decides_and_the_next_start_knows(ranks: RankPool, refined: Path) -> None:
+    first = ranks.run(rehearsed, str(refined), 3.0, True, world=2)
+    again = ranks.run(rehearsed, str(refined), 9.0, True, world=2)
+    for step, modelled, took, _, _, alone in (*first, *again):
+        assert step == took == 3.0 and modelled is not None and 0.0 < modelled < 3.0 and alone
+    assert len({said[3] for said in (*first, *again)}) == 1
+    assert [said[4] for said in first] == [2 + rehearsal._LEAST_STEPS] * 2
+    assert [said[4] for said in again] == [0, 0]
+
+
+def test_by_the_clock_itself(ranks: RankPool, refined: Path) -> None:
+    one, other = ranks.run(rehearsed, str(refined), None, True, world=2)
+    assert one[:4] == other[:4] and one[0] == one[2] and 0.0 < one[0] < 60.0
+    assert one[5] and other[5]
+
+
+@pytest.mark.parametrize(
+    "options", [{"refine": "off"}, {"race": 2}, {"micro_batches": 2}], ids=lambda one: next(iter(one))
+)
+def test_what_was_not_refined_or_is_divided_is_not_rehearsed(
+    ranks: RankPool, refined: Path, options: dict[str, Any]
+) -> None:
+    for said in ranks.run(rehearsed, str(refined), 3.0, True, world=2, **options):
+        assert said[1:3] == (None, None)
+
+
+def failed(rank: int, folder: str) -> None:
+    stepped, count = RaceEntry.step, [0]
+
+    def step(entry: RaceEntry) -> None:
+        count[0] += 1
+        if rank == 1 and count[0] == 3:
+            raise ValueError("the third step")
+        stepped(entry)
+
+    with steadily_timed(folder), pytest.MonkeyPatch.context() as own:
+        own.setattr(RaceEntry, "step", step)
+        autoshard(WithLoss(), mesh(), (given(),), profile=measured(), backend="eager")
+
+
+def test_a_rank_that_fails_ends_the_others(ranks: RankPool, refined: Path) -> None:
+    with pytest.raises(RankFailure) as failure:
+        ranks.run(failed, str(refined), world=2)
+    first, second = (failure.value.errors[rank] for rank in range(2))
+    assert "ValueError: the third step" in second
+    assert "RankError: rank 1 failed in a rehearsal of the plan" in first
+
+
+def without_memory(rank: int, folder: str) -> tuple[bool, Tensor]:
+    """Rank 1 has none for the copies."""
+
+    def copies(entry: RaceEntry) -> None:
+        if rank == 1:
+            raise MemoryError("no room")
+
+    with steadily_timed(folder), pytest.MonkeyPatch.context() as own:
+        own.setattr(RaceEntry, "copies", copies)
+        whole = autoshard(WithLoss(), mesh(), (given(),), profile=measured(), backend="eager")
+    return whole.autoshard_plan.rehearsed is None, whole(given()).detach()  # type: ignore[union-attr]
+
+
+def test_without_memory_for_copies_training_goes_on(ranks: RankPool, refined: Path) -> None:
+    for none, loss in ranks.run(without_memory, str(refined), world=2):
+        assert none
+        torch.testing.assert_close(loss, trained_alone())
