@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from autoshard.plan.equal_layers import fold_numbers
 from autoshard.plan.plan_collectives import Collective, collectives_of
-from autoshard.plan.plan_content import PlanContent
+from autoshard.plan.plan_content import PlanContent, Rehearsed, pace_of
 from autoshard.plan.plan_memory import kind_lines
 from autoshard.plan.plan_prices import priced_words, refined_line
 from autoshard.plan.race_result import race_lines
@@ -17,7 +17,7 @@ from passes.layout.joined_axes import joined_text
 from passes.layout.layout import Layout
 from passes.plan.graph_text import format_seconds
 
-__all__ = ["collective_lines", "explain_plan", "parameter_lines", "plan_difference"]
+__all__ = ["collective_lines", "explain_plan", "parameter_lines", "plan_difference", "rehearsed_words"]
 
 
 def explain_plan(plan: PlanContent) -> str:
@@ -27,7 +27,7 @@ def explain_plan(plan: PlanContent) -> str:
     lines = [
         f"{plan.mesh}, prices of profile {origin.profile}{nominal}",
         refined_line(plan),
-        f"predicted step {format_seconds(plan.step_time)}" + _rehearsed(plan),
+        f"predicted step {format_seconds(plan.step_time)}" + rehearsed_words(plan.rehearsed),
         f"the search counts {format_seconds(plan.cost)}, {plan.status}: for no plan less than "
         f"{format_seconds(plan.lower_bound)} (gap {plan.gap:.2%})",
         *_joined(plan),
@@ -77,11 +77,14 @@ def _kind_counts(plan: PlanContent) -> Counter[str]:
     return Counter(f"{c.phase} {c.name}[{','.join(c.axes)}]" for c in collectives_of(plan.records))
 
 
-def _rehearsed(plan: PlanContent) -> str:
-    if plan.rehearsed is None:
+def rehearsed_words(rehearsed: Rehearsed | None) -> str:
+    """Behind the predicted step: nothing of a plan that was not rehearsed."""
+    if rehearsed is None:
         return ""
-    modelled = format_seconds(plan.rehearsed.modelled)
-    return f", as it took when it was rehearsed; {modelled} were modelled, and all seconds are times {plan.pace:.2f}"
+    modelled, pace = format_seconds(rehearsed.modelled), pace_of(rehearsed)
+    return (
+        f", as it took when it was rehearsed; {modelled} were modelled, and all seconds are times {pace:.2f}"
+    )
 
 
 def _joined(plan: PlanContent) -> list[str]:

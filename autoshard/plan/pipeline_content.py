@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from torch.distributed.tensor import Placement
 
-from autoshard.plan.plan_content import PlanContent, PlanOrigin, Raced
+from autoshard.plan.plan_content import PlanContent, PlanOrigin, Raced, Rehearsed
 from autoshard.plan.stage_schedule import Scheduled, SchedulePrices
 from cost_model.mesh import MeshSpec
 from passes.layout.layout import Layout
@@ -34,7 +34,7 @@ class PipelineContent(Generic[P]):
     reads, returns: per stage, the call's tensor inputs and outputs that it reads and returns, by position.
     prices:        seconds and bytes of each stage and each boundary, from which everything below is derived.
     reserve:       bytes of a GPU that no tensor can have.
-    race:          as of `Plan`.
+    race, rehearsed: as of `Plan`.
     bound_of_cut:  the cut's longest stage, as it was estimated, is at most so much longer, as a share, than that of any
                    cut into as many stages; None of a later kind of call, whose cut follows from the parameters.
 
@@ -61,6 +61,7 @@ class PipelineContent(Generic[P]):
     inputs: Mapping[int, Layout]
     origin: PlanOrigin
     race: tuple[Raced, ...] = ()
+    rehearsed: Rehearsed | None = None
 
     @property
     def ranks(self) -> int:

@@ -16,10 +16,12 @@ from autoshard.plan.plan_json import (
     MeshData,
     OriginData,
     RacedData,
+    RehearsedData,
     damaged,
     plan_head,
     plan_to_json,
     race_to_json,
+    rehearsed_to_json,
 )
 from autoshard.plan.stage_schedule import SchedulePrices
 from cost_model.errors import InfeasibleError, PlanError
@@ -81,6 +83,7 @@ class PipelineData(Struct, frozen=True, forbid_unknown_fields=True):
     reserve_bytes: Count
     bound_of_cut: _Seconds | None
     race: tuple[RacedData, ...] = ()
+    rehearsed: RehearsedData | None = None
 
 
 def is_pipeline(data: Any) -> bool:
@@ -102,6 +105,7 @@ def pipeline_to_json(plan: PipelineContent[Any]) -> dict[str, Any]:
         "reserve_bytes": plan.reserve,
         "bound_of_cut": plan.bound_of_cut,
         **race_to_json(plan.race),
+        **rehearsed_to_json(plan.rehearsed),
         "stages": [
             {
                 "reads": list(plan.reads[i]),
@@ -208,4 +212,5 @@ def _plan_of(content: PipelineData, stages: list[P]) -> PipelineContent[P]:
         inputs=inputs,
         origin=PlanOrigin(**msgspec.structs.asdict(content.origin)),
         race=tuple(one.raced() for one in content.race),
+        rehearsed=None if content.rehearsed is None else content.rehearsed.rehearsed(),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from autoshard.plan.explain import collective_lines, parameter_lines
+from autoshard.plan.explain import collective_lines, parameter_lines, rehearsed_words
 from autoshard.plan.pipeline_content import PipelineContent
 from autoshard.plan.plan_collectives import collectives_of
 from autoshard.plan.plan_content import PlanContent
@@ -38,7 +38,8 @@ def explain_pipeline(plan: Pipeline) -> str:
         f"{plan.mesh}, {pipeline_words(plan)}, prices of profile {origin.profile}{nominal}",
         refined_line(*plan.stages),
         *race_lines(plan.race),
-        f"predicted step {format_seconds(plan.step_time)}, of which ranks wait {plan.bubble:.1%}",
+        f"predicted step {format_seconds(plan.step_time)}, of which ranks wait {plan.bubble:.1%}"
+        + rehearsed_words(plan.rehearsed),
         f"no layouts and no schedule of this cut take less than {format_seconds(plan.lower_bound)} "
         f"(gap {plan.gap:.2%})",
         *_cut_lines(plan),

@@ -16,6 +16,7 @@ from autoshard.cache_files import cache_folder, code_fingerprint, write_whole
 from autoshard.plan.candidates import Candidate, candidates
 from autoshard.plan.plain_plan import plain_plan
 from autoshard.plan.plan import Plan
+from autoshard.plan.plan_content import pace_of
 from autoshard.plan.task import Task, search_plan
 from cost_model.deadline import Deadline
 from cost_model.errors import AutoshardError
@@ -126,4 +127,4 @@ def kept_plan(path: Path, task: Task) -> Plan | None:
         _log.warning("searching again: the cached plan cannot be used: %s", error)
         return None
     _log.info("plan: found before, read from %s", path)
-    return replace(plan, again=replace(task, pace=task.pace * plan.pace).again())
+    return replace(plan, again=replace(task, pace=task.pace * pace_of(plan.rehearsed)).again())

@@ -11,7 +11,7 @@ from passes.layout.joined_axes import JoinedAxes
 from passes.layout.layout import Layout
 from passes.plan.records import NodeRecord
 
-__all__ = ["PlanContent", "PlanOrigin", "Raced", "Rehearsed"]
+__all__ = ["PlanContent", "PlanOrigin", "Raced", "Rehearsed", "pace_of"]
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ class Rehearsed:
     modelled: float
     measured: float
 
-    @property
-    def pace(self) -> float:
-        """How many times as long as modelled it took."""
-        return self.measured / self.modelled
+
+def pace_of(rehearsed: Rehearsed | None) -> float:
+    """How many times as long as modelled a step took: all seconds of the plan are times that."""
+    return 1.0 if rehearsed is None else rehearsed.measured / rehearsed.modelled
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,6 @@ class PlanContent:
     micro_batches: int = 1
     head_pieces: int = 1
     other_sizes: tuple[tuple[NodeRecord, ...], ...] = ()
-
-    @property
-    def pace(self) -> float:
-        """Times which all its seconds are as modelled."""
-        return 1.0 if self.rehearsed is None else self.rehearsed.pace
 
     @property
     def gap(self) -> float:

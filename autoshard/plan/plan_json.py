@@ -37,6 +37,7 @@ __all__ = [
     "plan_head",
     "plan_to_json",
     "race_to_json",
+    "rehearsed_to_json",
     "write_plan",
 ]
 
@@ -82,6 +83,9 @@ class RehearsedData(Struct, frozen=True, forbid_unknown_fields=True):
 
     modelled: Annotated[float, Meta(gt=0.0, le=1e30)]
     measured: Annotated[float, Meta(gt=0.0, le=1e30)]
+
+    def rehearsed(self) -> Rehearsed:
+        return Rehearsed(**msgspec.structs.asdict(self))
 
 
 class MemoryStepData(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -191,7 +195,7 @@ def plan_fields(data: PlanData) -> dict[str, Any]:
         "joined_axes": data.joined_axes,
         "moved_nbytes": data.moved_bytes,
         "race": tuple(one.raced() for one in data.race),
-        "rehearsed": None if data.rehearsed is None else Rehearsed(**msgspec.structs.asdict(data.rehearsed)),
+        "rehearsed": None if data.rehearsed is None else data.rehearsed.rehearsed(),
         "memory": None if data.memory is None else data.memory.timeline(),
         "micro_batches": data.micro_batches,
         "head_pieces": data.head_pieces,
@@ -223,6 +227,11 @@ def race_to_json(race: Sequence[Raced]) -> dict[str, Any]:
     return {"race": [dict(vars(one)) for one in race]} if race else {}
 
 
+def rehearsed_to_json(rehearsed: Rehearsed | None) -> dict[str, Any]:
+    """Nothing of a plan that was not rehearsed."""
+    return {} if rehearsed is None else {"rehearsed": dict(vars(rehearsed))}
+
+
 def plan_to_json(plan: PlanContent) -> dict[str, Any]:
     return {
         **plan_head(plan.mesh, plan.origin),
@@ -244,7 +253,7 @@ def plan_to_json(plan: PlanContent) -> dict[str, Any]:
         **({"joined_axes": [list(run) for run in plan.joined_axes]} if plan.joined_axes else {}),
         **({} if plan.moved_nbytes is None else {"moved_bytes": plan.moved_nbytes}),
         **race_to_json(plan.race),
-        **({} if plan.rehearsed is None else {"rehearsed": dict(vars(plan.rehearsed))}),
+        **rehearsed_to_json(plan.rehearsed),
         **({} if plan.memory is None else {"memory": _memory_to_json(plan.memory.outline())}),
         **({"micro_batches": plan.micro_batches} if plan.micro_batches > 1 else {}),
         **({"head_pieces": plan.head_pieces} if plan.head_pieces > 1 else {}),

@@ -2,48 +2,87 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
+from autoshard.cache_files import write_whole
 from autoshard.plan.plan import Plan
-from autoshard.plan.plan_content import Rehearsed
-from passes.plan.records import NodeRecord
+from autoshard.plan.plan_content import Rehearsed, pace_of
+from autoshard.plan.stage_schedule import SchedulePrices
+from autoshard.plan.stages_option import AnyPlan
+from passes.plan.records import NodeRecord, OperandRecord
 
-__all__ = ["rehearsed_plan"]
+__all__ = ["keep_rehearsal", "kept_rehearsal", "rehearsed_plan"]
+
+_log = logging.getLogger("autoshard")
 
 
-def rehearsed_plan(plan: Plan, measured: float) -> Plan:
-    """`plan` with `step_time` as measured, and all its other seconds as many times as long as modelled.
+def rehearsed_plan(plan: AnyPlan, measured: float) -> AnyPlan:
+    """`plan` with its step as measured, and all its other seconds as many times as long as modelled.
 
     One step says that the model is off, and not of what: every price counts alike (`cost_model.pace`), so the plan
     stays the best, its bound a bound, and what its own questions find is as much slower. measured: seconds of a step.
     """
     step = Rehearsed(plan.step_time if plan.rehearsed is None else plan.rehearsed.modelled, measured)
     factor = measured / plan.step_time
+    if isinstance(plan, Plan):
+        return replace(_longer(plan, factor, pace_of(step)), rehearsed=step)
+    stages = tuple(_longer(stage, factor, pace_of(step)) for stage in plan.stages)
+    return replace(plan, stages=stages, prices=_schedule_prices(plan.prices, factor), rehearsed=step)
+
+
+def keep_rehearsal(path: Path, seconds: float) -> None:
+    """A warning where it cannot be written."""
+    try:
+        write_whole(path, json.dumps(seconds))
+    except OSError as error:
+        _log.warning("rehearsal: measured, but not kept: %s", error)
+
+
+def kept_rehearsal(path: Path) -> float | None:
+    """Seconds of a step; None: it was not rehearsed, or the file is damaged."""
+    try:
+        seconds = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return float(seconds) if isinstance(seconds, float) and 0.0 < seconds < 1e6 else None
+
+
+def _longer(plan: Plan, factor: float, pace: float) -> Plan:
     return replace(
         plan,
         cost=factor * plan.cost,
         lower_bound=factor * plan.lower_bound,
-        step_time=measured,
-        records=_longer(plan.records, factor),
-        other_sizes=tuple(_longer(records, factor) for records in plan.other_sizes),
-        rehearsed=step,
-        again=None if plan.again is None else plan.again.paced(step.pace),
+        step_time=factor * plan.step_time,
+        records=_records(plan.records, factor),
+        other_sizes=tuple(_records(records, factor) for records in plan.other_sizes),
+        again=None if plan.again is None else plan.again.paced(pace),
     )
 
 
-def _longer(records: Sequence[NodeRecord], factor: float) -> tuple[NodeRecord, ...]:
+def _records(records: Sequence[NodeRecord], factor: float) -> tuple[NodeRecord, ...]:
     return tuple(
         replace(
             record,
             seconds=factor * record.seconds,
-            operands=tuple(
-                replace(
-                    operand,
-                    transfers=tuple(replace(one, seconds=factor * one.seconds) for one in operand.transfers),
-                )
-                for operand in record.operands
-            ),
+            operands=tuple(_operand(operand, factor) for operand in record.operands),
         )
         for record in records
     )
+
+
+def _operand(operand: OperandRecord, factor: float) -> OperandRecord:
+    transfers = tuple(replace(one, seconds=factor * one.seconds) for one in operand.transfers)
+    return replace(operand, transfers=transfers)
+
+
+def _schedule_prices(prices: SchedulePrices, factor: float) -> SchedulePrices:
+    times = ("forward", "backward", "input", "weight", "before", "after", "update")
+    stages = tuple(
+        replace(stage, **{name: factor * getattr(stage, name) for name in times}) for stage in prices.stages
+    )
+    sent, returned = (tuple(factor * seconds for seconds in one) for one in (prices.sent, prices.returned))
+    return SchedulePrices(stages, sent, returned)

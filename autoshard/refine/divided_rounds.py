@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from autoshard.plan.division import Division
 from autoshard.plan.pipeline_plan import PipelinePlan
-from autoshard.plan.plan import Plan
-from autoshard.plan.plan_cache import cached_search
+from autoshard.plan.plan_cache import cached_search, plan_path
+from autoshard.plan.rehearsed_plan import keep_rehearsal, kept_rehearsal, rehearsed_plan
 from autoshard.plan.stages_option import AnyPlan
 from autoshard.plan.task import Task
 from autoshard.refine.divided_cases import cases_of_parts
@@ -63,9 +63,20 @@ class DividedRounds:
 
     def wanted(self) -> tuple[Case, ...]:
         """What is to be timed next, in this order, a few known kernels first; (): nothing."""
-        if self._done or self._rounds >= MOST_ROUNDS or self.seconds_left <= 0.0:
-            return ()
-        return cases_of_parts(self.plan, replace(self._task, timed=self.timed)).untried(self._tried)
+        ended = self._done or self._rounds >= MOST_ROUNDS or self.seconds_left <= 0.0
+        known = replace(self._task, timed=self.timed)
+        cases = () if ended else cases_of_parts(self.plan, known).untried(self._tried)
+        if not cases:
+            self._finish()
+        return cases
+
+    def _finish(self) -> None:
+        """What was rehearsed before is known."""
+        self._done = True
+        self._rehearsal = plan_path(self._task, "rehearsed", self.plan.fingerprint)
+        seconds = kept_rehearsal(self._rehearsal)
+        if seconds is not None and self.plan.origin.timed:
+            self.plan = rehearsed_plan(self.plan, seconds)
 
     def add(self, times: TimedPrices) -> None:
         """Plan again, under these as well."""
@@ -81,8 +92,10 @@ class DividedRounds:
         steps = f"{format_seconds(before.step_time)} -> {format_seconds(self.plan.step_time)}"
         _log.info("refine: predicted step %s, %s plan", steps, "the same" if self._done else "another")
 
-    def keep(self, plan: Plan) -> None:
-        """Nothing: the next start plans again, under what was timed."""
+    def keep(self, plan: AnyPlan) -> None:
+        """How long a step took: the next start plans again, under what was timed, and finds the plan of this one."""
+        if plan.rehearsed is not None:
+            keep_rehearsal(self._rehearsal, plan.rehearsed.measured)
 
     def _planned(self, deadline: Deadline) -> AnyPlan:
         task = replace(self._task, timed=self.timed.if_any())

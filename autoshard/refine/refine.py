@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.plan.division import WHOLE, Division
 from autoshard.plan.head_pieces import fitting
-from autoshard.plan.plan import Plan, any_plan_from_json
+from autoshard.plan.plan import any_plan_from_json
 from autoshard.plan.stages_option import AnyPlan
 from autoshard.plan.task import Task
 from autoshard.refine.divided_rounds import DividedRounds
@@ -59,7 +59,7 @@ class Refined:
 
     plan: AnyPlan
     timed: TimedPrices | None
-    keep: Callable[[Plan], None]
+    keep: Callable[[AnyPlan], None]
 
 
 def refined_plan(mesh: DeviceMesh, task: Task, division: Division = WHOLE) -> Refined | None:

@@ -17,6 +17,7 @@ from autoshard.plan.micro_batches import fastest_in_pieces, most_pieces
 from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_cache import cached_candidates, cached_search
+from autoshard.plan.plan_content import pace_of
 from autoshard.plan.plan_fits import check_mesh, check_outputs
 from autoshard.plan.planned_graph import planned_graph
 from autoshard.plan.racers import racers
@@ -65,8 +66,7 @@ class Planner:
             return _alone(self._plan(captured, layouts) if refined is None else refined.plan)
         task = self._task(captured, layouts, s.pins)
         if refined is not None:
-            pace = refined.plan.pace if isinstance(refined.plan, Plan) else 1.0
-            task = replace(task, timed=refined.timed, pace=pace)
+            task = replace(task, timed=refined.timed, pace=pace_of(refined.plan.rehearsed))
             return racers(refined.plan, task, self._division, s.race)
         deadline = Deadline.after(s.time_limit)
         if self._division != WHOLE:

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.plan.plan import Plan
 from autoshard.plan.race_result import step_seconds
 from autoshard.plan.rehearsed_plan import rehearsed_plan
 from autoshard.plan.stages_option import AnyPlan
@@ -33,11 +32,8 @@ _MARGIN = 1.25
 
 
 def is_to_rehearse(plan: AnyPlan) -> bool:
-    """A whole step under prices that were timed. Pieces and stages are planned again at every start, and would be
-    rehearsed at every start."""
-    return (
-        isinstance(plan, Plan) and bool(plan.origin.timed) and not plan.rehearsed and plan.micro_batches == 1
-    )
+    """Under prices that were timed, and not rehearsed before."""
+    return bool(plan.origin.timed) and plan.rehearsed is None
 
 
 def rehearsed(
@@ -54,7 +50,7 @@ def rehearsed(
     All ranks together. made, entered, watching: as of `autoshard.runtime.race.race`.
     """
     track = Track(mesh, "a rehearsal")
-    if not isinstance(plan, Plan) or track.room(memory_limit) < _MARGIN * plan.peak_memory:
+    if track.room(memory_limit) < _MARGIN * plan.peak_memory:
         return plan, made
     program = made(backend)
     entry = entered(plan, program)

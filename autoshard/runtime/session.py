@@ -20,7 +20,6 @@ from autoshard.plan.candidates import Candidate
 from autoshard.plan.find_plan import canonical_capture, named_parameters
 from autoshard.plan.optimizer_names import optimizer_name
 from autoshard.plan.pipeline_plan import PipelinePlan
-from autoshard.plan.plan import Plan
 from autoshard.plan.stages_option import AnyPlan
 from autoshard.plan.task import CallLayouts
 from autoshard.plan.task_prices import prices_of
@@ -191,7 +190,7 @@ class Session:
         s, watching = self.settings, (self.observers, self.stage_clocks)
         with self.stages("rehearsing the plan"):
             plan, made = rehearsed(self.mesh, plan, made, entered, s.backend, s.memory_limit, watching)
-        if refined is not None and isinstance(plan, Plan):
+        if refined is not None and plan.rehearsed is not None:
             refined.keep(plan)
         return plan, made
 

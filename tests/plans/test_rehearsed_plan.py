@@ -6,20 +6,29 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+from autoshard import PipelinePlan, find_plan
 from autoshard.plan.families import FAMILIES
-from autoshard.plan.plan import Plan
+from autoshard.plan.plan import Plan, any_plan_from_json
 from autoshard.plan.plan_cache import keep_plan, kept_plan
 from autoshard.plan.plan_collectives import collectives_of
-from autoshard.plan.rehearsed_plan import rehearsed_plan
+from autoshard.plan.plan_content import Rehearsed, pace_of
+from autoshard.plan.rehearsed_plan import keep_rehearsal, kept_rehearsal, rehearsed_plan
 from autoshard.plan.task import search_plan
 from autoshard.plan.variants import Variant
+from cost_model.mesh import MeshSpec
+from cost_model.pace import paced_profile
+from tests.profiles import slow_compute
 from tests.refine.tasks import task
 
 
 def measured(factor: float = 1.5) -> tuple[Plan, Plan]:
     plan = search_plan(task())
-    return plan, rehearsed_plan(plan, factor * plan.step_time)
+    rehearsed = rehearsed_plan(plan, factor * plan.step_time)
+    assert isinstance(rehearsed, Plan)
+    return plan, rehearsed
 
 
 def test_it_is_the_plan_of_a_search_under_prices_of_that_pace() -> None:
@@ -38,12 +47,13 @@ def test_it_is_the_plan_of_a_search_under_prices_of_that_pace() -> None:
 def test_what_was_modelled_and_what_was_measured_is_said_and_kept() -> None:
     plan, rehearsed = measured()
     assert rehearsed.rehearsed is not None
-    assert (rehearsed.rehearsed.modelled, rehearsed.pace) == (plan.step_time, pytest.approx(1.5))
+    assert rehearsed.rehearsed == Rehearsed(plan.step_time, 1.5 * plan.step_time)
+    assert pace_of(rehearsed.rehearsed) == pytest.approx(1.5)
     assert "as it took when it was rehearsed" in rehearsed.explain() and "times 1.50" in rehearsed.explain()
     assert "rehearsed" not in plan.explain() and "rehearsed" not in plan.to_json()
     assert Plan.from_json(rehearsed.to_json()) == rehearsed != plan
     twice = rehearsed_plan(rehearsed, plan.step_time)
-    assert twice.pace == pytest.approx(1.0) and twice.cost == pytest.approx(plan.cost)
+    assert pace_of(twice.rehearsed) == pytest.approx(1.0) and twice.cost == pytest.approx(plan.cost)
 
 
 def test_its_own_questions_are_asked_under_its_prices() -> None:
@@ -69,3 +79,40 @@ def test_a_kept_plan_asks_under_its_prices_as_well(tmp_path: Path) -> None:
 def test_a_plan_without_a_model_stays_without() -> None:
     plan, _ = measured()
     assert rehearsed_plan(replace(plan, again=None), 1.0).again is None
+
+
+def in_stages(pace: float) -> PipelinePlan:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)))
+    profile = paced_profile(slow_compute(), pace)
+    mesh = MeshSpec({"pp": 2, "dp": 2})
+    plan = find_plan(model, mesh, (torch.ones(8, 16),), profile=profile, stages="pp", micro_batches=4)
+    assert isinstance(plan, PipelinePlan)
+    return plan
+
+
+def test_stages_and_what_passes_between_them_take_as_much_longer() -> None:
+    plan, found = in_stages(1.0), in_stages(1.5)
+    rehearsed = rehearsed_plan(plan, 1.5 * plan.step_time)
+    assert isinstance(rehearsed, PipelinePlan)
+    for name in ("step_time", "cost", "lower_bound"):
+        assert getattr(rehearsed, name) == pytest.approx(1.5 * getattr(plan, name))
+        assert getattr(rehearsed, name) == pytest.approx(getattr(found, name), rel=0.01)  # as searches agree
+    assert rehearsed.bubble == pytest.approx(plan.bubble)
+    one, other = rehearsed.stages[1], found.stages[1]
+    assert one.assignment == other.assignment
+    assert [r.seconds for r in one.records] == pytest.approx([r.seconds for r in other.records])
+    assert rehearsed.prices.sent == pytest.approx(found.prices.sent)
+    assert rehearsed.peak_memory == plan.peak_memory
+    assert "as it took when it was rehearsed" in rehearsed.explain()
+    assert "rehearsed" not in plan.explain() and "rehearsed" not in plan.to_json()
+    assert any_plan_from_json(rehearsed.to_json()).rehearsed == rehearsed.rehearsed
+
+
+@pytest.mark.parametrize("text", ["", "[]", '"1"', "-1.0", "NaN", "1e9"])
+def test_a_damaged_file_is_no_rehearsal(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "step.json"
+    assert kept_rehearsal(path) is None
+    path.write_text(text)
+    assert kept_rehearsal(path) is None
+    keep_rehearsal(path, 0.25)
+    assert kept_rehearsal(path) == 0.25

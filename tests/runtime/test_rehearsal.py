@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from autoshard import autoshard
+from autoshard.refine.divided_rounds import DividedRounds
 from autoshard.runtime import rehearsal
 from autoshard.runtime.race_entry import RaceEntry
 from autoshard.runtime.track import Track
@@ -41,6 +43,7 @@ def rehearsed(rank: int, folder: str, seconds: float | None, room: bool, **optio
         copied(entry)
 
     with steadily_timed(folder) as (_, _), pytest.MonkeyPatch.context() as own:
+        own.setattr("autoshard.refine.refine.DividedRounds", partial(DividedRounds, budget=lambda *_: 1000.0))
         own.setattr(Track, "step", counted)
         own.setattr(RaceEntry, "free", freed)
         if not room:
@@ -83,14 +86,26 @@ def test_by_the_clock_itself(ranks: RankPool, refined: Path) -> None:
     assert one[5] and other[5]
 
 
-@pytest.mark.parametrize(
-    "options", [{"refine": "off"}, {"race": 2}, {"micro_batches": 2}], ids=lambda one: next(iter(one))
-)
-def test_what_was_not_refined_or_is_divided_is_not_rehearsed(
+@pytest.mark.parametrize("options", [{"refine": "off"}, {"race": 2}], ids=lambda one: next(iter(one)))
+def test_what_was_not_refined_or_raced_is_not_rehearsed(
     ranks: RankPool, refined: Path, options: dict[str, Any]
 ) -> None:
     for said in ranks.run(rehearsed, str(refined), 3.0, True, world=2, **options):
         assert said[1:3] == (None, None)
+
+
+@pytest.mark.parametrize("options", [{"micro_batches": 2}, {"stages": "x", "micro_batches": 2}], ids=len)
+def test_pieces_and_stages_are_rehearsed_once(
+    ranks: RankPool, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    first = ranks.run(rehearsed, str(tmp_path), 3.0, True, world=2, **options)
+    again = ranks.run(rehearsed, str(tmp_path), 9.0, True, world=2, **options)
+    for step, modelled, took, _, _, alone in (*first, *again):
+        assert step == pytest.approx(3.0) and took == 3.0
+        assert modelled is not None and 0.0 < modelled < 3.0 and alone
+    assert len({said[3] for said in (*first, *again)}) == 1
+    assert [said[4] for said in first] == [2 + rehearsal._LEAST_STEPS] * 2
+    assert [said[4] for said in again] == [0, 0]
 
 
 def failed(rank: int, folder: str) -> None:
