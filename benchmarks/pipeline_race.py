@@ -80,8 +80,9 @@ def table(result: dict[str, Any], fabric: str) -> Iterator[str]:
     rows = sorted(result["rows"], key=lambda row: statistics.median(row["seconds"]))
     by_hand = [statistics.median(row["seconds"]) for row in rows if row["name"].startswith("torch")]
     yield f"\n{result['workload']}; {fabric}; load before {result['load']:.1f}:\n"
-    yield "| | median step | quartiles | to torch's | processor | predicted | error | bubble | predicted | state |"
-    yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+    heads = "median step | quartiles | to torch's | processor | modelled | predicted | error | bubble | predicted | state"
+    yield f"| | {heads} |"
+    yield f"|{' --- |' * 11}"
     for row in rows:
         median = statistics.median(row["seconds"])
         low, _, high = statistics.quantiles(row["seconds"], n=4)
@@ -92,6 +93,7 @@ def table(result: dict[str, Any], fabric: str) -> Iterator[str]:
             f"{1e3 * low:.0f}, {1e3 * high:.0f}",
             f"{median / min(by_hand):.2f}" if by_hand else "",
             f"{1e3 * row['cpu']:.0f} ms",
+            f"{1e3 * row['modelled']:.0f} ms" if "modelled" in row else "",
             "" if predicted is None else f"{1e3 * predicted:.0f} ms",
             "" if predicted is None else f"{100 * (predicted / median - 1):+.0f}%",
             f"{row['bubble']:.2f}" if "bubble" in row else "",

@@ -22,7 +22,8 @@ class Entry:
 
     seconds: of each timed step, of the slowest rank; cpu_seconds: of each, processor time of all ranks.
     losses: of the first steps; state_bytes: parameters, gradients and AdamW's state, per rank.
-    predicted: seconds of a step, of planned ones; plan: their parameters' layouts. error: why it did not run.
+    predicted: seconds of a step, of planned ones; modelled: before the plan was rehearsed; plan: their parameters'
+    layouts. error: why it did not run.
     setting: in which it ran, the fastest of `tried`: setting -> median step, seconds.
     """
 
@@ -33,6 +34,7 @@ class Entry:
     losses: tuple[float, ...] = ()
     state_bytes: int = 0
     predicted: float | None = None
+    modelled: float | None = None
     plan: str = ""
     error: str = ""
     setting: str = ""

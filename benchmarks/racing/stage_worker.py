@@ -161,17 +161,23 @@ def _predicted(runner: Runner) -> dict[str, Any]:
     if plan is None:
         return {"kind": ""}
     if not isinstance(plan, PipelinePlan):
-        return {"kind": "plan", "predicted": plan.step_time, "plan": plan_text(plan)}
+        return {"kind": "plan", **_steps(plan), "plan": plan_text(plan)}
     local = len(plan.stages) // plan.ranks
     layouts = "; ".join(dict.fromkeys(plan_text(stage) for stage in plan.stages))
     text = f"{len(plan.stages)} stages along {plan.axis} ({local} a rank), {plan.schedule}, {plan.micro_batches} pieces"
     return {
         "kind": "stages",
-        "predicted": plan.step_time,
+        **_steps(plan),
         "predicted_bubble": plan.bubble,
         "plan": f"{text}; each stage: {layouts}",
         "cut": list(plan.cut),
     }
+
+
+def _steps(plan: Any) -> dict[str, float]:
+    """Seconds of a step as predicted, and as modelled before the plan was rehearsed."""
+    modelled = plan.step_time if plan.rehearsed is None else plan.rehearsed.modelled
+    return {"predicted": plan.step_time, "modelled": modelled}
 
 
 def _say(text: str) -> None:

@@ -8,14 +8,15 @@ from benchmarks.racing.results import EQUAL, Entry, Result
 
 __all__ = ["details", "goals", "summary"]
 
+_PREDICTED = "modelled | predicted | error"
 RATIO_GOAL, GOOD_RATIO, PREDICTION_GOALS = 1.0, 0.8, (0.10, 0.20)
 
 
 def summary(results: Sequence[Result]) -> str:
     """One line a scenario: autoshard against the best hand-written way."""
     lines = [
-        "| scenario | best by hand | step | autoshard | ratio | race=3 | predicted | error | picked the best |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        f"| scenario | best by hand | step | autoshard | ratio | race=3 | {_PREDICTED} | picked the best |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
         *(_summary_line(result) for result in results),
     ]
     return "\n".join(lines)
@@ -24,7 +25,7 @@ def summary(results: Sequence[Result]) -> str:
 def _summary_line(result: Result) -> str:
     ours, best = result.ours, result.best_hand_written
     if ours is None or best is None:
-        return f"| {result.scenario} | {result.error or 'did not run'} | | | | | | | |"
+        return f"| {result.scenario} | {result.error or 'did not run'} | | | | | | | | |"
     picked = "yes" if result.picked_the_best else "no: " + result.ran("pinned")[0].name
     cells = [
         result.scenario,
@@ -33,6 +34,7 @@ def _summary_line(result: Result) -> str:
         _ms(ours.median),
         f"{result.ratio:.2f}{' (tie)' if result.tie else ''}",
         "" if result.raced_ratio is None else f"{result.raced_ratio:.2f}",
+        _ms(ours.modelled),
         _ms(ours.predicted),
         _percent(ours.prediction_error),
         picked,
@@ -74,15 +76,15 @@ def details(result: Result) -> str:
 
 
 def _table(result: Result) -> Iterator[str]:
-    yield "| contestant | median step | quartiles | processor | predicted | error | state a rank |"
-    yield "| --- | --- | --- | --- | --- | --- | --- |"
+    yield f"| contestant | median step | quartiles | processor | {_PREDICTED} | state a rank |"
+    yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
     for entry in sorted(result.entries, key=lambda e: e.median if e.seconds else float("inf")):
         yield _line(entry, result)
 
 
 def _line(entry: Entry, result: Result) -> str:
     if not entry.seconds:
-        return f"| {entry.name} | {entry.error or 'did not run'} | | | | | |"
+        return f"| {entry.name} | {entry.error or 'did not run'} | | | | | | |"
     low, high = entry.quartiles
     over = "" if result.fits(entry) else " (over the limit)"
     wrong = "" if result.trains_alike(entry) else f" (another loss, off by {result.loss_error_of(entry):.1e})"
@@ -91,6 +93,7 @@ def _line(entry: Entry, result: Result) -> str:
         _ms(entry.median),
         f"{1e3 * low:.0f}, {1e3 * high:.0f}",
         _ms(entry.cpu),
+        _ms(entry.modelled),
         _ms(entry.predicted),
         _percent(entry.prediction_error),
         _mb(entry.state_bytes) + over,

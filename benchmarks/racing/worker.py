@@ -138,6 +138,7 @@ def _prepared(name: str, kind: str, build: Build | ByHand, race: Race) -> tuple[
     runner = ready.runner
     plan = runner.plan
     predicted = None if plan is None else plan.step_time
+    modelled = predicted if plan is None or plan.rehearsed is None else plan.rehearsed.modelled
     text = "" if plan is None else plan_text(plan)
     _say(f"  {name}: ready in {time.perf_counter() - start:.1f} s")
     return runner, Entry(
@@ -146,6 +147,7 @@ def _prepared(name: str, kind: str, build: Build | ByHand, race: Race) -> tuple[
         losses=ready.losses,
         state_bytes=runner.state_bytes(),
         predicted=predicted,
+        modelled=modelled,
         plan=text,
         setting=ready.setting,
         tried=dict(ready.tried),

@@ -72,15 +72,15 @@ def test_table() -> None:
             "losses": [2.0],
             "plan": "2 stages",
         }
-        | {"predicted": 0.15, "bubble": 0.25, "predicted_bubble": 0.3},
+        | {"predicted": 0.15, "modelled": 0.12, "bubble": 0.25, "predicted_bubble": 0.3},
         {"name": DP, "seconds": [0.25, 0.25, 0.25], "cpu": 0.5, "state": 4e6, "losses": [2.0]},
         {"name": TP, "seconds": [0.4, 0.4, 0.4], "cpu": 0.5, "state": 4e6, "losses": [2.02]},
     ]
     result = {"workload": "MLP", "load": 1.5, "reference": [2.0], "rows": rows}
     text = "\n".join(table(result, "4 hosts"))
     assert (
-        f"| {AUTO} | 200 ms | 100, 300 | 0.80 | 400 ms | 150 ms | -25% | 0.25 | 0.30 | 2 MB |\n"
-        f"| {DP} | 250 ms | 250, 250 | 1.00 | 500 ms |  |  |  |  | 4 MB |\n"
-        f"| {TP} | 400 ms | 400, 400 | 1.60 | 500 ms |  |  |  |  | 4 MB |\n"
+        f"| {AUTO} | 200 ms | 100, 300 | 0.80 | 400 ms | 120 ms | 150 ms | -25% | 0.25 | 0.30 | 2 MB |\n"
+        f"| {DP} | 250 ms | 250, 250 | 1.00 | 500 ms |  |  |  |  |  | 4 MB |\n"
+        f"| {TP} | 400 ms | 400, 400 | 1.60 | 500 ms |  |  |  |  |  | 4 MB |\n"
     ) in text
     assert "load before 1.5" in text and "from one process: 1e-02" in text
