@@ -80,8 +80,10 @@ def table(result: dict[str, Any], fabric: str) -> Iterator[str]:
     rows = sorted(result["rows"], key=lambda row: statistics.median(row["seconds"]))
     by_hand = [statistics.median(row["seconds"]) for row in rows if row["name"].startswith("torch")]
     yield f"\n{result['workload']}; {fabric}; load before {result['load']:.1f}:\n"
-    heads = "median step | quartiles | to torch's | processor | modelled | predicted | error | bubble | predicted | state"
-    yield f"| | {heads} |"
+    heads = (
+        "median step | quartiles | to torch's | processor | modelled | predicted | error | bubble | predicted"
+    )
+    yield f"| | {heads} | state |"
     yield f"|{' --- |' * 11}"
     for row in rows:
         median = statistics.median(row["seconds"])

@@ -78,7 +78,7 @@ class Planner:
     def rehearses(self, plan: AnyPlan) -> bool:
         """Whether the first plan is one to rehearse, the same on all ranks: where it was refined, and does not race."""
         s = self.settings
-        return s.plan is None and s.refine == "auto" and s.race < 2 and is_to_rehearse(plan)
+        return s.plan is None and s.refine == "auto" and s.race < 2 and is_to_rehearse(plan, s.time_limit)
 
     def carried(
         self, captured: Captured, layouts: CallLayouts, first: AnyPlan, held: Mapping[str, Layout]

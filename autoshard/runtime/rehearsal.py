@@ -15,7 +15,7 @@ from autoshard.runtime.making import Made
 from autoshard.runtime.observe import unobserved
 from autoshard.runtime.programs import AnyProgram
 from autoshard.runtime.race_entry import RaceEntry
-from autoshard.runtime.track import Track
+from autoshard.runtime.track import WARM_STEPS, Track
 from passes.ir.kept_random_state import random_state_kept
 
 __all__ = ["Entered", "is_to_rehearse", "rehearsed"]
@@ -27,13 +27,16 @@ _NAME = "the plan"
 _LEAST_STEPS, _MOST_STEPS = 3, 25
 _SECONDS = 1.5
 """For the timed steps."""
+_MOST_SHARE = 0.1
+"""Of the time limit, that a rehearsal may take as it is predicted."""
 _MARGIN = 1.25
 """Room that there must be, over the plan's peak: a rehearsal is no reason to fail."""
 
 
-def is_to_rehearse(plan: AnyPlan) -> bool:
-    """Under prices that were timed, and not rehearsed before."""
-    return bool(plan.origin.timed) and plan.rehearsed is None
+def is_to_rehearse(plan: AnyPlan, time_limit: float) -> bool:
+    """Under prices that were timed, not rehearsed before, and of steps that are short beside what planning may take."""
+    seconds = (WARM_STEPS + _LEAST_STEPS) * plan.step_time
+    return bool(plan.origin.timed) and plan.rehearsed is None and seconds <= _MOST_SHARE * time_limit
 
 
 def rehearsed(
@@ -52,9 +55,9 @@ def rehearsed(
     track = Track(mesh, "a rehearsal")
     if track.room(memory_limit) < _MARGIN * plan.peak_memory:
         return plan, made
-    program = made(backend)
-    entry = entered(plan, program)
     with unobserved(*watching), random_state_kept():
+        program = made(backend)
+        entry = entered(plan, program)
         mine = _steps(track, entry) if track.copied(_NAME, entry) else []
         entry.free()
     times = everyones(mesh, mine, what="times of a rehearsal")

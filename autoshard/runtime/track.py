@@ -19,9 +19,9 @@ from autoshard.runtime.process_groups import whole_group
 from autoshard.runtime.race_entry import RaceEntry
 from cost_model.errors import RankError
 
-__all__ = ["Track"]
+__all__ = ["WARM_STEPS", "Track"]
 
-_WARM_STEPS = 2
+WARM_STEPS = 2
 
 _log = logging.getLogger("autoshard")
 
@@ -56,7 +56,7 @@ class Track:
         """Seconds of the last of the first steps, on the slowest rank."""
         with self._in_company(name):
             entry.begin()
-        mine = [self.step(name, entry) for _ in range(_WARM_STEPS)][-1]
+        mine = [self.step(name, entry) for _ in range(WARM_STEPS)][-1]
         return max(everyones(self._mesh, mine, what=f"a step of {self._occasion}"))
 
     def step(self, name: str, entry: RaceEntry) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,15 @@ import torch
 from torch import Tensor
 
 from autoshard import autoshard
+from autoshard.plan.rehearsed_plan import rehearsed_plan
+from autoshard.plan.task import search_plan
 from autoshard.refine.divided_rounds import DividedRounds
 from autoshard.runtime import rehearsal
 from autoshard.runtime.race_entry import RaceEntry
 from autoshard.runtime.track import Track
 from tests.ranks import RankFailure, RankPool
 from tests.refine.programs import WithLoss, given, measured, mesh, steadily_timed, trained_alone
+from tests.refine.tasks import task
 
 Said = tuple[float, float | None, float | None, str, int, bool]
 
@@ -68,6 +72,15 @@ def refined_once(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> P
 @pytest.fixture
 def refined(refined_once: Path, tmp_path: Path) -> Path:
     return shutil.copytree(refined_once, tmp_path / "cache")
+
+
+def test_not_where_its_steps_take_long() -> None:
+    """Five at least, in a tenth of the time limit; nor where nothing was timed."""
+    plan = search_plan(task())
+    timed = replace(plan, step_time=1.0, origin=replace(plan.origin, timed="some"))
+    assert [rehearsal.is_to_rehearse(timed, limit) for limit in (49.0, 51.0)] == [False, True]
+    assert not rehearsal.is_to_rehearse(replace(timed, origin=plan.origin), 51.0)
+    assert not rehearsal.is_to_rehearse(rehearsed_plan(timed, 0.5), 51.0)
 
 
 def test_the_slowest_rank_decides_and_the_next_start_knows(ranks: RankPool, refined: Path) -> None:
