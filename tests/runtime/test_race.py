@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -173,8 +174,9 @@ def test_a_plan_without_memory_for_its_copies_is_left_out(ranks: RankPool, faili
     assert ranks.run(out_of_memory, failing, world=2) == [raced, raced]
 
 
-def failed_step(rank: int) -> None:
-    """Rank 1 fails in the third step, while the other waits for it in a collective."""
+@contextmanager
+def third_step_fails(rank: int) -> Iterator[None]:
+    """On rank 1, while the other waits for it in a collective."""
     stepped, count = RaceEntry.step, [0]
 
     def step(entry: RaceEntry) -> None:
@@ -185,9 +187,14 @@ def failed_step(rank: int) -> None:
 
     RaceEntry.step = step
     try:
-        parallel(normed(), LINE, (data()[0],), race=3)
+        yield
     finally:
         RaceEntry.step = stepped
+
+
+def failed_step(rank: int) -> None:
+    with third_step_fails(rank):
+        parallel(normed(), LINE, (data()[0],), race=3)
 
 
 def company(rank: int) -> None:

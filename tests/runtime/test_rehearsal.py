@@ -22,6 +22,7 @@ from autoshard.runtime.track import Track
 from tests.ranks import RankFailure, RankPool
 from tests.refine.programs import WithLoss, given, measured, mesh, steadily_timed, trained_alone
 from tests.refine.tasks import task
+from tests.runtime.test_race import third_step_fails
 
 Said = tuple[float, float | None, float | None, str, int, bool]
 
@@ -122,16 +123,7 @@ def test_pieces_and_stages_are_rehearsed_once(
 
 
 def failed(rank: int, folder: str) -> None:
-    stepped, count = RaceEntry.step, [0]
-
-    def step(entry: RaceEntry) -> None:
-        count[0] += 1
-        if rank == 1 and count[0] == 3:
-            raise ValueError("the third step")
-        stepped(entry)
-
-    with steadily_timed(folder), pytest.MonkeyPatch.context() as own:
-        own.setattr(RaceEntry, "step", step)
+    with steadily_timed(folder), third_step_fails(rank):
         autoshard(WithLoss(), mesh(), (given(),), profile=measured(), backend="eager")
 
 
