@@ -49,6 +49,8 @@ _FLOPS_A_BYTE = 50.0
 """Operations that weigh as much as a byte: what is run whole is weighed, not timed."""
 _READ_PART = 1e-3
 """Bytes that reading a part of one dim costs, times the dim."""
+_CHUNKED = 0.01
+"""By how much more than even sizes those of torch.chunk weigh, which leave less to the last piece."""
 _SEARCH_SECONDS = 60.0
 
 
@@ -237,7 +239,8 @@ def _move(source: _Side, target: _Side, nbytes: int, together: float, given: boo
         cut = next((d for d, axes in enumerate(wanted.dims) if axes), None)
         if cut is None:
             return 0.0
-        return weights.read(cut, len(wanted.dims)) * (1.0 if given else 2.0)
+        chunked = 1.0 if wanted.sizes[cut] is not None else 1.0 + _CHUNKED
+        return weights.read(cut, len(wanted.dims)) * chunked * (1.0 if given else 2.0)
     if made == "piece":
         if read == "before" or not held.axes:
             return np.inf

@@ -8,7 +8,7 @@ from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph, node_value
 from passes.layout.layout import Layout
 
-__all__ = ["TIME", "batch_length", "even_sizes", "first_pieces", "given_layouts", "time_mesh", "trains"]
+__all__ = ["TIME", "batch_length", "even_sizes", "given_layouts", "time_mesh", "trains"]
 
 TIME = "time"
 
@@ -32,22 +32,6 @@ def batch_length(joint: JointGraph) -> int:
         if spec.kind == "input"
     )
     return max((shape[0] for shape in shapes if shape), default=0)
-
-
-def first_pieces(joint: JointGraph, count: int) -> tuple[int, ...]:
-    """The pieces of which all before have other sizes, whichever dims of the call's tensors are cut."""
-    lengths = {
-        length
-        for node, spec in zip(joint.placeholders, joint.inputs, strict=True)
-        if spec.kind in ("input", "tangent")
-        for length in node_value(node).shape
-        if length >= count
-    }
-    sizes = [even_sizes(length, count) for length in sorted(lengths)]
-    firsts: dict[tuple[int, ...], int] = {}
-    for place in range(count):
-        firsts.setdefault(tuple(of_length[place] for of_length in sizes), place)
-    return tuple(firsts.values())
 
 
 def trains(joint: JointGraph) -> bool:
