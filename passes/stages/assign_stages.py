@@ -17,7 +17,7 @@ from passes.stages.gradient_sums import GradientSum, gradient_sums
 from passes.stages.graph_parts import GraphParts, operands, passes_with_piece
 from passes.stages.pair_gradients import pair_gradients
 
-__all__ = ["Assigned", "assign_stages"]
+__all__ = ["Assigned", "assign_stages", "assigned_like"]
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,21 @@ def assign_stages(parts: GraphParts, starts: Sequence[int], stages: int) -> Assi
     _check_pieces(parts, [*sent, *returning])
     gradients = pair_gradients(parts, sent, returning)
     return Assigned(stages, of, outputs, sums, returned, sent, gradients)
+
+
+def assigned_like(first: Assigned, parts: GraphParts) -> Assigned:
+    """`first` for the graph of another piece of the batch, which has the same ops: what sizes decide is as there."""
+    here = {node.name: node for node in parts.joint.graph.nodes}
+    moved = lambda stages: {here[node.name]: stage for node, stage in stages.items()}
+    return Assigned(
+        first.stages,
+        moved(first.of),
+        first.outputs,
+        gradient_sums(parts),
+        {position: moved(stages) for position, stages in first.returned.items()},
+        tuple(tuple(here[node.name] for node in nodes) for nodes in first.sent),
+        tuple({here[v.name]: here[g.name] for v, g in back.items()} for back in first.gradients),
+    )
 
 
 def _returned(found: GradientSum, places: ForwardPlaces, of: Mapping[fx.Node, int]) -> dict[fx.Node, int]:

@@ -17,20 +17,14 @@ from torch import fx
 from passes.ir.joint import results_nbytes
 from passes.stages.backward_places import BackwardPlaces
 from passes.stages.forward_places import ForwardPlaces
-from passes.stages.graph_parts import GraphParts, Line, is_glued, model_line, operands
+from passes.stages.graph_parts import GraphParts, Line, TensorKind, is_glued, model_line, operands
 
-__all__ = ["TensorKind", "backward_stages", "sent_kinds", "tensor_kind"]
+__all__ = ["backward_stages", "sent_kinds"]
 
-TensorKind = tuple[tuple[int, ...], torch.dtype]
 _BYTE = 1 << 16
 """A byte weighs more than all ties together: one each."""
 _UNLIKE = 1 << 24
 """How often the bytes of a gradient count that is like nothing sent."""
-
-
-def tensor_kind(node: fx.Node) -> TensorKind:
-    value = node.meta["val"]
-    return tuple(value.shape), value.dtype
 
 
 def sent_kinds(parts: GraphParts, places: ForwardPlaces, boundary: int) -> list[fx.Node]:
@@ -102,14 +96,16 @@ class _Boundary:
             return fixed
         network = nx.DiGraph()
         network.add_nodes_from(("late", "early"))
-        kinds = set(map(tensor_kind, sent))
+        kinds = set(map(self.parts.kinds, sent))
         for node in self.parts.backward:
             if node in low:
                 self._add(network, node, free, kinds)
         _, (late, _) = nx.minimum_cut(network, "late", "early")
         return [*fixed, *(n for n in self.parts.backward if n in free and n.name in late)]
 
-    def _add(self, network: nx.DiGraph, node: fx.Node, free: set[fx.Node], kinds: set[TensorKind]) -> None:
+    def _add(
+        self, network: nx.DiGraph, node: fx.Node, free: set[fx.Node], kinds: set[tuple[TensorKind, ...]]
+    ) -> None:
         if node in free:
             self._add_line(network, node)
         end = self._end(node, free)
@@ -131,7 +127,7 @@ class _Boundary:
         value: fx.Node,
         maker: str,
         reader: str,
-        kinds: set[TensorKind],
+        kinds: set[tuple[TensorKind, ...]],
         glued: bool,
     ) -> None:
         if maker != "late" and reader != "early":
@@ -143,9 +139,8 @@ class _Boundary:
             return
         sent = f"{value.name} sent"
         if not network.has_edge(maker, sent):
-            weight = (
-                1 if isinstance(value.meta["val"], torch.Tensor) and tensor_kind(value) in kinds else _UNLIKE
-            )
+            alike = isinstance(value.meta["val"], torch.Tensor) and self.parts.kinds(value) in kinds
+            weight = 1 if alike else _UNLIKE
             network.add_edge(maker, sent, capacity=results_nbytes(value) * weight * _BYTE)
         network.add_edge(sent, reader)
 

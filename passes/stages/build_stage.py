@@ -15,8 +15,7 @@ from passes.ir.op_traits import when_run
 from passes.ir.rewrite import erase_dead
 from passes.ir.torch_compat import lazy_module
 from passes.stages.assign_stages import Assigned
-from passes.stages.backward_stages import tensor_kind
-from passes.stages.graph_parts import GraphParts, base, operands
+from passes.stages.graph_parts import GraphParts, base, operands, tensor_kind
 from passes.stages.stage_graph import Crossing, StageGraph
 
 __all__ = ["build_stage"]

@@ -20,13 +20,17 @@ from passes.ir.phase_ops import after_tangents, ops_by_phase
 __all__ = [
     "GraphParts",
     "Line",
+    "TensorKind",
     "base",
     "graph_parts",
     "is_glued",
     "model_line",
     "operands",
     "passes_with_piece",
+    "tensor_kind",
 ]
+
+TensorKind = tuple[tuple[int, ...], torch.dtype]
 
 
 def base(node: fx.Node) -> fx.Node:
@@ -47,6 +51,11 @@ Line = tuple[str, str]
 def model_line(node: fx.Node) -> Line:
     """(module, source line) that an op comes from, or that it differentiates."""
     return node.meta.get("module", ""), node.meta.get("source", "")
+
+
+def tensor_kind(node: fx.Node) -> TensorKind:
+    value = node.meta["val"]
+    return tuple(value.shape), value.dtype
 
 
 def is_glued(node: fx.Node) -> bool:
@@ -109,6 +118,14 @@ class GraphParts:
         return frozenset(
             n for n in found if isinstance(v := n.meta.get("val"), torch.Tensor) and _has_gradient(v)
         )
+
+    @cached_property
+    def _others(self) -> tuple[Mapping[str, fx.Node], ...]:
+        return tuple({node.name: node for node in other.graph.nodes} for other in self.joint.others)
+
+    def kinds(self, node: fx.Node) -> tuple[TensorKind, ...]:
+        """In all pieces of a batch: two rows of two look like two columns of two, and one row does not."""
+        return tensor_kind(node), *(tensor_kind(other[node.name]) for other in self._others)
 
     def roots(self, node: fx.Node) -> frozenset[fx.Node]:
         """The placeholders that an op of `everywhere`, or a placeholder, is computed from."""

@@ -1,4 +1,5 @@
-"""Every gradient that passes a boundary is said to be that of a value that passed it: of the same shape and dtype."""
+"""Every gradient that passes a boundary is said to be that of a value that passed it: of the same shape and dtype,
+in all pieces of a batch."""
 
 from __future__ import annotations
 
@@ -8,7 +9,6 @@ import torch
 from torch import fx
 
 from passes.ir.op_traits import is_use
-from passes.stages.backward_stages import tensor_kind
 from passes.stages.graph_parts import GraphParts, model_line
 
 __all__ = ["pair_gradients"]
@@ -32,7 +32,7 @@ def pair_gradients(
         free = [value for value in values if value in parts.differentiable]
         pairs: dict[fx.Node, fx.Node] = {}
         for gradient in sorted(gradients, key=lambda n: known.get(n) not in free):
-            value = known[gradient] if known.get(gradient) in free else _match(gradient, free)
+            value = known[gradient] if known.get(gradient) in free else _match(parts, gradient, free)
             known[gradient] = value
             pairs[value] = gradient
             if value is not gradient:
@@ -42,8 +42,8 @@ def pair_gradients(
     return tuple(found)
 
 
-def _match(gradient: fx.Node, values: Sequence[fx.Node]) -> fx.Node:
-    alike = [value for value in values if tensor_kind(value) == tensor_kind(gradient)]
+def _match(parts: GraphParts, gradient: fx.Node, values: Sequence[fx.Node]) -> fx.Node:
+    alike = [value for value in values if parts.kinds(value) == parts.kinds(gradient)]
     if not alike:
         return gradient
     lines = _read_by(gradient)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from cost_model.errors import ShardingError
 from passes.ir.collector import collector_paused
 from passes.ir.joint import JointGraph
-from passes.stages.assign_stages import assign_stages
+from passes.stages.assign_stages import assign_stages, assigned_like
 from passes.stages.build_stage import build_stage
 from passes.stages.graph_parts import GraphParts, graph_parts
 from passes.stages.stage_graph import StageGraph
@@ -34,17 +34,18 @@ def stage_graphs(joint: JointGraph, cut: Cut) -> tuple[StageGraph, ...]:
     Raises ShardingError if `cut` names no ops of the forward in order, or parts what must stay together: a buffer's
     readers and the op that makes its new value.
     """
-    others = [_cut(other, cut) for other in joint.others]
+    parts = graph_parts(joint)
+    count = len(cut) + 1
+    assigned = assign_stages(parts, _starts(parts, cut), count)
+    others = [(other, assigned_like(assigned, other)) for other in map(graph_parts, joint.others)]
     return tuple(
-        replace(graph, joint=replace(graph.joint, others=tuple(other[i].joint for other in others)))
-        for i, graph in enumerate(_cut(joint, cut))
+        _with_others(build_stage(parts, assigned, stage), [build_stage(*other, stage) for other in others])
+        for stage in range(count)
     )
 
 
-def _cut(joint: JointGraph, cut: Cut) -> tuple[StageGraph, ...]:
-    parts = graph_parts(joint)
-    assigned = assign_stages(parts, _starts(parts, cut), len(cut) + 1)
-    return tuple(build_stage(parts, assigned, stage) for stage in range(len(cut) + 1))
+def _with_others(first: StageGraph, others: Sequence[StageGraph]) -> StageGraph:
+    return replace(first, joint=replace(first.joint, others=tuple(other.joint for other in others)))
 
 
 def _starts(parts: GraphParts, cut: Cut) -> tuple[int, ...]:

@@ -54,6 +54,28 @@ def test_graphs_of_the_other_pieces_are_cut_alike() -> None:
         assert all("runs" in n.meta for n in stage.graph.nodes if n.op == "call_function")
 
 
+class Narrow(nn.Module):
+    """Two layers with as many values between them as a piece has rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(self.down(x)).square().sum()
+
+
+def test_what_passes_is_alike_for_pieces_of_all_sizes() -> None:
+    """The gradient that goes back is transposed: alike to what was sent in a piece of 2 rows, and not in one of 1."""
+    joint = canonical_capture(Narrow(), (torch.randn(3, 8),), {}).joint
+    batch = cut_batch(joint, 2)
+    up = next(n.name for n in graph_parts(batch).forward if n.meta["module"] == "up")
+    for graph in stage_graphs(batch, (up,)):
+        stage, (other,) = graph.joint, graph.joint.others
+        assert [n.name for n in stage.placeholders] == [n.name for n in other.placeholders]
+        assert (stage.inputs, stage.outputs) == (other.inputs, other.outputs)
+
+
 def test_pieces_pass_the_residual_stream_alone() -> None:
     """Not what pieces leave behind: outputs put side by side, parts of a tied weight's gradient."""
     batch = cut_batch(canonical("gpt2")[0], 2)
