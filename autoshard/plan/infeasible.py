@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from autoshard.plan.judged import Judged
 from autoshard.plan.plan_memory import MemoryTimeline, kind_lines
-from autoshard.plan.plan_reserve import plan_reserve
 from cost_model.errors import InfeasibleError
 from cost_model.mesh import MeshSpec
 from cost_model.units import enough_bytes, format_bytes
@@ -32,13 +31,15 @@ _OF_A_PARAMETER = ("parameters", "optimizer", "gradients")
 
 @dataclass(frozen=True)
 class Asked:
-    """What was to be planned. pins: the parameters' by name. links: the whole mesh, of which `mesh` is one stage."""
+    """What was to be planned. pins: the parameters' by name. reserve: bytes of the limit that a plan needs besides its
+    step. links: the whole mesh, of which `mesh` is one stage."""
 
     joint: JointGraph
     mesh: MeshSpec
     memory_limit: int | None
     pins: Mapping[str, Layout]
     recompute: str
+    reserve: Callable[[Judged], int]
     links: MeshSpec | None = None
 
 
@@ -48,15 +49,17 @@ def told(reason: InfeasibleError, asked: Asked, judged: Collection[Judged]) -> I
     smallest = min(judged, key=lambda one: one.peak.nbytes, default=None)
     if asked.memory_limit is None or smallest is None or smallest.memory is None:
         return reason
-    steps = [step for way in smallest.moved.values() for step in way.steps if step.kind is not None]
-    room = asked.memory_limit - plan_reserve(asked.mesh, steps)
+    room = asked.memory_limit - asked.reserve(smallest)
     case = _Case(asked, smallest.assignment, smallest.memory, room)
     if case.missing <= 0:
         return reason
     peak = case.walk.peak
     fits = f"memory_limit={enough_bytes(asked.memory_limit + case.missing)}"
+    within = "within which that plan is"
+    if asked.links is not None:
+        within = "within which that plan of this stage is; other stages may need more"
     remedies = [
-        *([] if f"{fits}," in str(reason) else [f"{fits}, within which that plan is"]),
+        *([] if f"{fits}," in str(reason) else [f"{fits}, {within}"]),
         *_remedies(case),
     ]
     lines = [

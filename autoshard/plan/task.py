@@ -237,7 +237,8 @@ def search_plans(
         with suppress(InfeasibleError, OutOfTime):
             if not known and task.memory_limit is not None:
                 ways[0].fastest(whole, None, None, 0, until)  # for what lives at its peak
-        asked = Asked(task.joint, task.mesh, task.memory_limit, task.pins, task.recompute, task.links)
+        beside = lambda one: task.reserve(one.collectives, one.memory)
+        asked = Asked(task.joint, task.mesh, task.memory_limit, task.pins, task.recompute, beside, task.links)
         raise told(reason, asked, known.values()) from None
     if found.joined:
         _log.info("plan: axes searched together: %s", joined_text(found.joined))

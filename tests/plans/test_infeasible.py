@@ -20,6 +20,11 @@ WIDTH = 256
 PINS = {"blocks.*.weight": [Replicate()]}
 
 
+class Mean(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.square().mean()
+
+
 class Body(nn.Module):
     """Behind a small input blocks of a product up, GELU and a product down."""
 
@@ -157,3 +162,17 @@ def test_other_reasons_are_told_as_before() -> None:
     with pytest.raises(InfeasibleError) as caught:
         planned(MeshSpec({"dp": 2}), 8, time_limit=1e-3)
     assert "judged" not in str(caught.value)
+
+
+def test_what_a_stage_needs_counts_the_pieces_in_flight() -> None:
+    """And what is enough for the first stage may not be for the others."""
+    mesh, given = MeshSpec({"pp": 2}), {"stages": "pp", "micro_batches": 4, "schedule": "gpipe"}
+    model, x = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)), Mean()), torch.randn(64, 16)
+    peak = find_plan(model, mesh, (x,), profile=slow_compute(), **given).peak_memory
+    with pytest.raises(InfeasibleError) as caught:
+        find_plan(model, mesh, (x,), profile=slow_compute(), memory_limit=peak // 2, **given)
+    said = str(caught.value)
+    assert "for the 3 other pieces in flight" in said
+    fits = re.search(r"memory_limit=(\S+), within which that plan of this stage is; other stages may", said)
+    holds = re.search(r"the smallest plan that was judged holds (\S+) at", said)
+    assert fits and holds and nbytes_of(fits[1]) > nbytes_of(holds[1])
