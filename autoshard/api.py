@@ -140,7 +140,7 @@ def autoshard(
             optimizer=None if optimizer is None else optimizer_name(optimizer),
             micro_batches=_micro_batches(micro_batches, ready),
             stages=_stages(stages, ready, spec),
-            schedule=checked_schedule(schedule, stages),
+            schedule=_schedule(schedule, stages, ready),
             race=checked_race(race, ready is not None),
         )
 
@@ -174,6 +174,18 @@ def _stages(given: str | None, plan: AnyPlan | None, mesh: MeshSpec) -> str | No
     raise ShardingError(
         f"stages is {wanted!r}, and plan has {'none' if has is None else f'them along {has!r}'}\n"
         f"  try: stages={has!r}, or find_plan(..., stages={wanted!r})"
+    )
+
+
+def _schedule(given: str | None, stages: str | None, plan: AnyPlan | None) -> str | None:
+    """A plan's own, if there is one. ShardingError if another is asked for."""
+    has = plan if isinstance(plan, PipelinePlan) else None
+    wanted = checked_schedule(given, stages if has is None else has.axis)
+    if has is None or wanted in (has.schedule, None):
+        return wanted
+    raise ShardingError(
+        f"schedule is {wanted!r}, and plan runs {has.schedule!r}\n"
+        f"  try: schedule={has.schedule!r}, or find_plan(..., schedule={wanted!r})"
     )
 
 

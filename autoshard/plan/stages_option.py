@@ -38,13 +38,13 @@ def checked_schedule(schedule: object, stages: str | None) -> str | None:
     """The only schedule that may run the stages; None: any. ShardingError for anything else, or without stages."""
     if schedule is None:
         return None
-    if schedule not in ORDERS:
+    if not isinstance(schedule, str) or schedule not in ORDERS:
         raise reject("schedule", schedule, ", ".join(map(repr, ORDERS)) + " or None")
     if stages is None:
         raise ShardingError(
             f"schedule is {schedule!r}, and there are no stages\n  try: stages='pp', or schedule=None"
         )
-    return str(schedule)
+    return schedule
 
 
 def fastest_of_stages(

@@ -81,6 +81,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "memory text": ({"memory_limit": "70 gigs"}, "70 gigs"),
     "memory": ({"memory_limit": 100}, "memory"),
     "refine": ({"refine": "always"}, "refine is 'always'"),
+    "schedules": ({"stages": "x", "schedule": ["gpipe"]}, "schedule is ['gpipe']"),
 }
 
 
@@ -218,6 +219,23 @@ def test_one_rank_that_cannot_capture(ranks: RankPool, first_call: bool) -> None
 def wrong_plan(rank: int, path: str, axes: Axes) -> str:
     model = Other()
     return refusal(model, lambda: parallel(model, axes, (data()[0],), plan=path))
+
+
+def another_schedule(rank: int, path: str) -> list[str]:
+    given: list[dict[str, Any]] = [{"schedule": "1f1b"}, {"schedule": "1f1b", "stages": "x"}]
+    options = [{**one, "plan": path} for one in given]
+    return [
+        refusal(m := two_linear(), lambda m=m, o=o: parallel(m, PAIR, (data()[0],), **o)) for o in options
+    ]
+
+
+def test_another_schedule_than_the_plan_s(ranks: RankPool, tmp_path: Path) -> None:
+    path, options = tmp_path / "plan.json", {"stages": "x", "micro_batches": 2, "schedule": "gpipe"}
+    mesh, given = MeshSpec({"x": 2}), (data()[0],)
+    find_plan(two_linear(), mesh, given, profile=slow_compute(), backend="eager", **options).save(path)
+    for texts in ranks.run(another_schedule, str(path), world=2):
+        for text in texts:
+            assert text.startswith("ShardingError: schedule is '1f1b', and plan runs 'gpipe'"), text
 
 
 def test_a_plan_for_another_model_or_mesh(ranks: RankPool, tmp_path: Path) -> None:
