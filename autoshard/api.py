@@ -123,11 +123,12 @@ def autoshard(
         check_refine(refine)
         check_recompute(recompute)
         check_call_placements(in_placements, out_placements, spec)
-        ready = None if plan is None else given_plan(plan)
+        limit = None if memory_limit is None else parse_bytes(memory_limit)
+        ready = None if plan is None else given_plan(plan, limit)
         # A plan needs no profile.
         known = profile is not None or plan is not None
         return Settings(
-            memory_limit=None if memory_limit is None else parse_bytes(memory_limit),
+            memory_limit=limit,
             in_placements=in_placements,
             out_placements=out_placements,
             pins=resolve_pins(constraints, named_parameters(model), spec),

@@ -7,11 +7,12 @@ from contextlib import contextmanager
 
 from autoshard.plan.plan import Plan
 from autoshard.plan.stages_option import AnyPlan
-from cost_model.errors import AutoshardError, PlanError
+from cost_model.errors import AutoshardError, InfeasibleError, PlanError
 from cost_model.mesh import MeshSpec
+from cost_model.units import enough_bytes, format_bytes
 from passes.layout.layout import Layout
 
-__all__ = ["axes_in", "check_mesh", "check_outputs", "runnable"]
+__all__ = ["axes_in", "check_limit", "check_mesh", "check_outputs", "runnable"]
 
 
 def axes_in(plan: Plan) -> list[tuple[str, ...]]:
@@ -35,6 +36,16 @@ def check_mesh(plan: AnyPlan, spec: MeshSpec) -> None:
     if (plan.mesh.names, plan.mesh.sizes) != (spec.names, spec.sizes):
         raise PlanError(
             f"the plan was made for {plan.mesh}, and this is {spec}\n  try: find_plan(...) for this mesh"
+        )
+
+
+def check_limit(plan: AnyPlan, memory_limit: int | None) -> None:
+    """InfeasibleError unless the plan holds so many bytes per device at most."""
+    needed = plan.peak_memory + plan.reserve
+    if memory_limit is not None and needed > memory_limit:
+        raise InfeasibleError(
+            f"plan needs {enough_bytes(needed)} per device, and memory_limit is {format_bytes(memory_limit)}\n"
+            f"  try: memory_limit={enough_bytes(needed)}, or a plan of find_plan(..., memory_limit=...)"
         )
 
 

@@ -160,7 +160,10 @@ def _memory_error(
     kinds = {node.name: spec for node, spec in zip(joint.placeholders, joint.inputs, strict=True)}
     lines = [f"    {_readable(space.names[i], kinds)}: at least {format_bytes(least[i])}" for i in largest]
     needed = math.ceil(reason.bound)
-    least_peak, enough = format_bytes(needed), enough_bytes(needed + reserve)
+    least_peak = format_bytes(needed)
+    # A bound may be met by no plan: then another limit must be tried, and the bound says nothing of it.
+    over = needed + reserve > whole
+    more = f"memory_limit={enough_bytes(needed + reserve)} or more" if over else "a larger memory_limit"
     # What pieces add up is counted beside what they add up to: a program may hold less.
     counted = "as the search counts, " if joint.pieces > 1 else ""
     kept = f", and {format_bytes(reserve)} for CUDA's context and communicators" if reserve else ""
@@ -168,7 +171,7 @@ def _memory_error(
         f"no plan fits memory_limit={format_bytes(whole)} per device on {mesh}\n"
         f"  {counted}any plan needs at least {least_peak}{kept} at {_step_name(joint, reason.step)}; what binds:\n"
         + "\n".join(lines)
-        + f"\n  try: memory_limit={enough} or more, more devices, or a smaller batch{_or_keep(joint, reason.bound)}"
+        + f"\n  try: {more}, more devices, or a smaller batch{_or_keep(joint, reason.bound)}"
     )
 
 

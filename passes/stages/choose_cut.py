@@ -185,7 +185,7 @@ def _too_large(costs: CutCosts, line: _Line, stages: int, places: Sequence[CutPl
     if not alone:
         return InfeasibleError(
             f"no cut into {stages} stages fits their memory, though each of {len(places) + 1} parts alone fits\n"
-            "  try: more stages, or a larger memory_limit"
+            "  try: a larger memory_limit, or stages along a longer mesh axis"
         )
     ops = costs.parts.forward[line.positions[alone[0]] : line.positions[alone[0] + 1]]
     largest = max(ops, key=lambda n: sum(map(results_nbytes, n.all_input_nodes)))

@@ -339,3 +339,17 @@ def test_pins_that_exclude_each_other() -> None:
             profile=slow_compute(),
             constraints={"0.weight": [Shard(0)], "1.weight": [Shard(1)]},
         )
+
+
+def limited(rank: int, axes: Axes, limit: int) -> str:
+    """Of a plan that needs `limit` bytes more than it may have, given as an object."""
+    plan = find_plan(two_linear(), MeshSpec(dict(axes)), (data()[0],), profile=slow_compute())
+    model, allowed = two_linear(), plan.peak_memory - limit
+    return refusal(model, lambda: parallel(model, axes, (data()[0],), plan=plan, memory_limit=allowed))
+
+
+def test_a_plan_over_the_limit_is_refused(ranks: RankPool) -> None:
+    for said in ranks.run(limited, PAIR, 1, world=2):
+        assert said.startswith("InfeasibleError: plan needs ") and "memory_limit is" in said
+        assert "\n  try: memory_limit=" in said
+    assert ranks.run(limited, PAIR, 0, world=2) == ["no error"] * 2
