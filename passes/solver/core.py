@@ -28,6 +28,9 @@ LARGE = 200_000
 """Edge entries above which the scale of costs is only estimated."""
 STALLED, PATIENCE = 0.02, 3
 """Messages have converged when this many times in a row the bound rose by less than this share of the gap."""
+QUICK, FEW = 100_000, 4
+"""Edge entries up to which a relaxation takes no longer than so many times five passes of messages, and bounds better:
+where messages have not converged by then it is its turn."""
 WORTHWHILE = 0.2
 """Share of the entries that a pruning must remove for another round of the same kind: the next kind is stronger."""
 WORTHWHILE_IF_LARGE = 0.02
@@ -172,11 +175,12 @@ class _Connected:
     def _by_messages(self) -> bool:
         messages = settled = zero_messages(self.graph)
         bound = new = -float("inf")
-        stalled = 0
-        while stalled < PATIENCE and not (self.best is not None and self.budget.spent):
+        stalled, left = 0, FEW if self.graph.entries() <= QUICK else None
+        while stalled < PATIENCE and left != 0 and not (self.best is not None and self.budget.spent):
             settled = ascend(self.graph, messages, 5, self.budget.deadline)
             new = lower_bound(self.graph, settled)
             self._offer(descend(self.graph, decode(self.graph, messages)))
+            left = None if left is None else left - 1
             gain = new - bound
             bound = max(bound, new)
             stalled = stalled + 1 if gain <= STALLED * (self.cost - bound) else 0
