@@ -42,6 +42,8 @@ ROWS_INSIDE = 2_000_000
 """Edge entries of the largest problem that is solved with its memory rows; in larger ones memory has prices."""
 FIRST_STEP, STEP = 0.25, 0.5
 """How far to go from the best point so far to the highest under all planes [Ben-Ameur and Neto 2007, in-out]."""
+UNMOVED = 0.1
+"""Share of what the bound may still rise by that the highest point must have fallen by, to go half way again."""
 FIRST_CAP, RAISE = 0.1, 8.0
 """The largest price of memory at first, as a share of the cost; and by what it grows where that is too small."""
 NEWEST = 4
@@ -98,6 +100,7 @@ class CuttingPlanes:
         self.planes: list[Plane] = []
         self.rows: list[int] = []
         self.cap = 0.0
+        self.highest = np.inf
         self.worth: dict[int, float] = {}
 
     def run(self) -> None:
@@ -198,8 +201,16 @@ class CuttingPlanes:
         highest, point = found
         if self.choice and highest <= self.bound + max(ENOUGH, self.relative_gap) * self.cost:
             return None
-        # With one plane the highest point is a corner; with few it swings from side to side.
-        return self.bound_at.towards(point, STEP if len(self.planes) > 1 else FIRST_STEP)
+        unmoved = bool(self.choice) and self.highest - highest <= UNMOVED * (highest - self.bound)
+        self.highest = highest
+        return self.bound_at.towards(point, self._step(unmoved))
+
+    def _step(self, unmoved: bool) -> float:
+        """With one plane the highest point is a corner; with few it swings from side to side, until planes stop cutting
+        it off: halfway, again and again, would only halve what is left to be proven."""
+        if unmoved:
+            return 1.0
+        return STEP if len(self.planes) > 1 else FIRST_STEP
 
     def _highest_point(self) -> tuple[float, Point] | None:
         return highest_point(self.planes, [len(rows) for rows in self.kinds.paths], self.rows, self.cap)

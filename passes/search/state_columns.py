@@ -56,6 +56,7 @@ class Columns:
     keep: list[set[int]]
     _bounds: list[_Bound] = field(default_factory=list)
     _known: tuple[int, ...] | None = None
+    _shares: Point | None = None
     _last: Infeasible = field(default_factory=lambda: Infeasible("time"))
 
     def fitting(self, room: float, time_limit: float, gap: float) -> Solution:
@@ -87,6 +88,7 @@ class Columns:
             keep = [sorted(kept) for kept in self.keep]
             small = restricted(replace(self.problem, limit=room), keep)
             search = CuttingPlanes(small, self.kinds, deadline, True, gap / 4)
+            search.bound_at = self._shares or search.bound_at
             if self._known is not None:
                 search.offer([kept.index(a) for kept, a in zip(keep, self._known, strict=True)])
             try:
@@ -96,6 +98,7 @@ class Columns:
                     continue
                 break
             self._known = tuple(kept[a] for kept, a in zip(keep, search.choice, strict=True))
+            self._shares = search.bound_at
             return self._known, replace(search.bound_at, prices=search.worth)
         # In large problems, what no mix of the leanest choices fits is taken to have no plan: a search with all rows
         # would not end.
