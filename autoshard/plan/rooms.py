@@ -41,6 +41,9 @@ _ROOMIER = 3
 """How often less is kept, at most, for transfers to hold more."""
 _CLOSE = 0.02
 """Share of the limit that rooms must differ by to be tried, once one is known to be too small and one too large."""
+_FOLLOWS, _STUCK = 0.25, 2
+"""Share of what rooms shrink by that peaks of programs must shrink by, and how often in a row they may not: then it is
+the layouts that hold so much, or what the search does not count."""
 LITTLE = 0.01
 """Share of the time that less in transfers may cost for no other states to be searched, and by which programs may be
 slower than they were counted for the bound to be of programs."""
@@ -93,8 +96,11 @@ class RoomSearch:
     room: int = 0
     low: int = 0
     high: int | None = None
+    peak: int = 0
+    stuck: int = 0
     raised: bool = False
     wide: bool = False
+    patient: bool = False
     roomier: int = 0
     proven: set[int] = field(default_factory=set[int])
     bound: float = math.inf
@@ -105,10 +111,14 @@ class RoomSearch:
 
     def run(self) -> Found:
         """States for layouts as they are known first; where their program fits, with what other layouts can do. If none
-        of theirs fits, those of any layouts."""
+        of theirs fits, or smaller rooms do not tell on their programs, those of any layouts."""
         self._rooms()
+        gave_up = self.stuck >= _STUCK
         if self.best is None:
             self.wide, self.high = True, None
+            self._rooms()
+        if self.best is None and gave_up:
+            self.wide, self.high, self.patient = False, None, True
             self._rooms()
         if self.best is not None:
             return self._proven(*self.best)
@@ -173,9 +183,12 @@ class RoomSearch:
             if self.least is None or found.peak_nbytes < self.least.peak_nbytes:
                 self.least = found
             least = 0.0 if self.high is None else _STEP * self.limit
-            self.high = min(chosen.nbytes, counted)
-            smaller = self.high - int(max(_LESS * over, least))
-            return smaller if smaller > self.low else self._between(self.high)
+            room = min(chosen.nbytes, counted)
+            self._follow(found, room)
+            if self.stuck >= _STUCK and self.best is None and not (self.wide or self.patient):
+                return None
+            smaller = room - int(max(_LESS * over, least))
+            return smaller if smaller > self.low else self._between(room)
         first = self.best is None
         if self.best is None or found.seconds < self.best[0].seconds:
             self.best = found, chosen
@@ -186,6 +199,13 @@ class RoomSearch:
             return self._roomier(found, min(chosen.nbytes, counted)) or self._room_of_best()
         larger = max(chosen.nbytes, counted) - over
         return larger if self.high is None else min(larger, (counted + self.high) // 2)
+
+    def _follow(self, found: Found, room: int) -> None:
+        """What states for a smaller room make of the peak."""
+        if self.high is not None:
+            follows = self.peak - found.peak_nbytes >= _FOLLOWS * (self.high - room)
+            self.stuck = 0 if follows else self.stuck + 1
+        self.high, self.peak = room, found.peak_nbytes
 
     def _room_of_best(self) -> int | None:
         """In which it is proven. Where the states that came of that make a slower program than they were counted, those

@@ -245,3 +245,41 @@ def test_a_family_is_taken_where_no_states_are_found(joint: JointGraph) -> None:
     within = StatesWithin(joint, (_way(machine), _never()), none, none, families=(Held(7.0, 900),))
     found = within.found(LIMIT, NEVER)
     assert (found.seconds, found.lower_bound) == (7.0, 0.01), "the bound is of all plans, without a limit"
+
+
+@dataclass
+class _Wide(Machine):
+    """Other layouts hold a third; those as they are known what they hold in any room but the smallest."""
+
+    def find(self, *, room: int, limit: tuple[int, int], deadline: Deadline, prove: bool) -> States:
+        found = super().find(room=room, limit=limit, deadline=deadline, prove=prove)
+        return replace(found, nbytes=room // 4) if prove else found
+
+
+def test_where_smaller_rooms_leave_the_program_as_it_is_other_layouts_are_tried(joint: JointGraph) -> None:
+    """By hand: 1200 in each room, 1.25 times 200 less each time; twice it held as much as before."""
+    machine = _Wide(lambda counted: 1200 if counted > 260 else 900, least=0, enough=0)
+    assert _planned(machine, joint).peak_nbytes == 900
+    assert machine.rooms[:4] == [1000, 750, 500, 1000]
+
+
+def test_rooms_are_tried_to_the_end_where_other_layouts_do_not_help(joint: JointGraph) -> None:
+    """Of known layouts the first rooms, of others all of them, and at last the smaller ones of known layouts."""
+    machine = _Refusing(lambda counted: 1200 if counted > 260 else 900, least=0, enough=0)
+    assert _planned(machine, joint).peak_nbytes == 900
+    assert machine.rooms[:7] == [1000, 750, 500, 1000, 750, 500, 250]
+    assert machine.rooms.count(250) > 1
+
+
+@dataclass
+class _Refusing(Machine):
+    """Programs of other layouts hold too much in every room."""
+
+    def find(self, *, room: int, limit: tuple[int, int], deadline: Deadline, prove: bool) -> States:
+        found = super().find(room=room, limit=limit, deadline=deadline, prove=prove)
+        return replace(found, nbytes=5 * LIMIT) if prove and self.refuses else found
+
+    @property
+    def refuses(self) -> bool:
+        """As long as layouts that are known have not been tried again."""
+        return self.rooms.count(250) < 3
