@@ -45,7 +45,6 @@ def rehearsed(
     made: Made,
     entered: Entered,
     backend: str,
-    memory_limit: int | None,
     watching: Sequence[list[Any]],
 ) -> tuple[AnyPlan, Made]:
     """`plan` with its step as measured on copies, and what gives its program; as they were where there is no room.
@@ -53,7 +52,8 @@ def rehearsed(
     All ranks together. made, entered, watching: as of `autoshard.runtime.race.race`.
     """
     track = Track(mesh, "a rehearsal")
-    if track.room(memory_limit) < _MARGIN * plan.peak_memory:
+    # A limit is the plan's, which keeps it here as later; beside it is the model as it was given.
+    if track.room(None) < _MARGIN * plan.peak_memory:
         return plan, made
     with unobserved(*watching), random_state_kept():
         program = made(backend)
