@@ -139,13 +139,18 @@ def _filled(tensor: Tensor) -> Tensor:
 
 
 def update_like(model: nn.Module, copies: Sequence[Tensor]) -> torch.optim.Optimizer:
-    """The optimizer that has the model's parameters, if there is one of torch's, for `copies`; else AdamW. It moves
-    nothing: its learning rate is 0."""
+    """The optimizer that has the model's parameters, if there is one of torch's, for `copies`; else the fused AdamW,
+    by which profiles measure updates. It moves nothing: its learning rate is 0."""
     for optimizer in optimizers_of(model):
         kind = type(optimizer)
         if kind is not torch.optim.LBFGS:
             return kind(list(copies), **_options(kind, optimizer.defaults))
-    return torch.optim.AdamW(list(copies), lr=0.0)
+    return torch.optim.AdamW(list(copies), lr=0.0, fused=_may_fuse(copies))
+
+
+def _may_fuse(copies: Sequence[Tensor]) -> bool:
+    """Of floating point numbers there is a kernel, on CPUs and on GPUs."""
+    return all(copy.is_floating_point() for copy in copies)
 
 
 def _options(kind: type, defaults: Mapping[str, Any]) -> dict[str, Any]:
