@@ -239,7 +239,9 @@ def test_what_is_no_number_of_plans_is_refused(ranks: RankPool, bad: Any) -> Non
 
 def test_the_update_is_that_of_the_users_optimizer() -> None:
     model, copies = nn.Linear(3, 3), [nn.Parameter(torch.ones(2))]
-    assert type(update_like(model, copies)) is torch.optim.AdamW
+    assert type(first := update_like(model, copies)) is torch.optim.AdamW and first.defaults["fused"]
+    whole = [nn.Parameter(torch.ones(2, dtype=torch.complex64))]
+    assert not update_like(model, whole).defaults["fused"]
     own = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     found = update_like(model, copies)
     assert type(found) is torch.optim.SGD
