@@ -75,7 +75,7 @@ class DividedRounds:
         self._done = True
         self._rehearsal = plan_path(self._task, "rehearsed", self.plan.fingerprint)
         seconds = kept_rehearsal(self._rehearsal)
-        if seconds is not None and self.plan.origin.timed:
+        if seconds is not None:
             self.plan = rehearsed_plan(self.plan, seconds)
 
     def add(self, times: TimedPrices) -> None:

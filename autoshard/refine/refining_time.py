@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["refining_seconds"]
+__all__ = ["is_worth_it", "refining_seconds"]
 
 STEPS_WORTH, MOST_SHARE, LEAST_SECONDS = 200, 0.25, 5.0
 """What refining may take: so many predicted steps, and this share of the time limit; less than the seconds is not
@@ -13,6 +13,11 @@ there is to search and to time, whatever a busy machine predicts of a step."""
 
 COMPILING_SECONDS = 2.0
 """More for programs that are compiled: the fused groups that are timed are, each in half a second on two cores."""
+
+
+def is_worth_it(step_seconds: float) -> bool:
+    """Whether steps take so long that what is learned of them matters."""
+    return STEPS_WORTH * step_seconds >= LEAST_SECONDS
 
 
 def refining_seconds(step_seconds: float, time_limit: float, nodes: int, backend: str = "eager") -> float:

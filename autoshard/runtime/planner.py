@@ -54,8 +54,7 @@ class Planner:
     def refined(self, captured: Captured, layouts: CallLayouts) -> Refined | None:
         """On rank 0, the first plan where prices are refined. Every rank must get here."""
         s = self.settings
-        assert s.profile is not None
-        if s.refine == "off" or s.plan is not None or not may_refine(self.mesh, s.profile.nominal):
+        if s.refine == "off" or s.plan is not None or not self._may_refine:
             return None
         return refined_plan(self.mesh, self._task(captured, layouts, s.pins), self._division)
 
@@ -78,7 +77,14 @@ class Planner:
     def rehearses(self, plan: AnyPlan) -> bool:
         """Whether the first plan is one to rehearse, the same on all ranks: where it was refined, and does not race."""
         s = self.settings
-        return s.plan is None and s.refine == "auto" and s.race < 2 and is_to_rehearse(plan, s.time_limit)
+        if s.plan is not None or s.refine == "off" or s.race > 1 or not self._may_refine:
+            return False
+        return is_to_rehearse(plan, s.time_limit)
+
+    @property
+    def _may_refine(self) -> bool:
+        profile = self.settings.profile
+        return profile is not None and may_refine(self.mesh, profile.nominal)
 
     def carried(
         self, captured: Captured, layouts: CallLayouts, first: AnyPlan, held: Mapping[str, Layout]

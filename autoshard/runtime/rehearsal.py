@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.plan.race_result import step_seconds
 from autoshard.plan.rehearsed_plan import rehearsed_plan
 from autoshard.plan.stages_option import AnyPlan
+from autoshard.refine.refining_time import is_worth_it
 from autoshard.runtime.agreement import everyones
 from autoshard.runtime.making import Made
 from autoshard.runtime.observe import unobserved
@@ -34,9 +35,11 @@ _MARGIN = 1.25
 
 
 def is_to_rehearse(plan: AnyPlan, time_limit: float) -> bool:
-    """Under prices that were timed, not rehearsed before, and of steps that are short beside what planning may take."""
+    """Not rehearsed before, of steps that are short beside what planning may take, and worth it: under prices that were
+    timed, or would have been if there had been time for it."""
     seconds = (WARM_STEPS + _LEAST_STEPS) * plan.step_time
-    return bool(plan.origin.timed) and plan.rehearsed is None and seconds <= _MOST_SHARE * time_limit
+    worth = bool(plan.origin.timed) or is_worth_it(plan.step_time)
+    return worth and plan.rehearsed is None and seconds <= _MOST_SHARE * time_limit
 
 
 def rehearsed(

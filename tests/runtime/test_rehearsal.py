@@ -76,11 +76,14 @@ def refined(refined_once: Path, tmp_path: Path) -> Path:
 
 
 def test_not_where_its_steps_take_long() -> None:
-    """Five at least, in a tenth of the time limit; nor where nothing was timed."""
+    """Five at least, in a tenth of the time limit; nor where they are not worth it."""
     plan = search_plan(task())
     timed = replace(plan, step_time=1.0, origin=replace(plan.origin, timed="some"))
     assert [rehearsal.is_to_rehearse(timed, limit) for limit in (49.0, 51.0)] == [False, True]
-    assert not rehearsal.is_to_rehearse(replace(timed, origin=plan.origin), 51.0)
+    # There was no time for it; 200 steps of 20 ms are not worth it.
+    untimed = replace(timed, origin=plan.origin)
+    assert rehearsal.is_to_rehearse(untimed, 51.0)
+    assert not rehearsal.is_to_rehearse(replace(untimed, step_time=0.02), 51.0)
     assert not rehearsal.is_to_rehearse(rehearsed_plan(timed, 0.5), 51.0)
 
 
