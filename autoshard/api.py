@@ -23,6 +23,7 @@ from autoshard.plan.optimizer_names import OptimizerLike, optimizer_name
 from autoshard.plan.pins import Constraints, resolve_pins
 from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.plan.plain_plan import given_plan
+from autoshard.plan.plan_fits import check_limit
 from autoshard.plan.stages_option import AnyPlan, checked_schedule, checked_stages
 from autoshard.refine.refine import check_refine
 from autoshard.runtime.agreement import agree, collectively
@@ -124,7 +125,9 @@ def autoshard(
         check_recompute(recompute)
         check_call_placements(in_placements, out_placements, spec)
         limit = None if memory_limit is None else parse_bytes(memory_limit)
-        ready = None if plan is None else given_plan(plan, limit)
+        ready = None if plan is None else given_plan(plan)
+        if ready is not None:
+            check_limit(ready, limit)
         # A plan needs no profile.
         known = profile is not None or plan is not None
         return Settings(

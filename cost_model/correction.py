@@ -10,8 +10,9 @@ from cost_model.collectives import CollectivePrices
 from cost_model.groups import GroupShape, group_shape, mesh_occupancies, shapes_of
 from cost_model.link_model import floor_slope
 from cost_model.measure.statistics import monotone
-from cost_model.measurements import KERNEL_KINDS, CollectiveSamples, DeviceRates, LinkLevel, MatmulRates
+from cost_model.measurements import CollectiveSamples, LinkLevel
 from cost_model.mesh import MeshSpec
+from cost_model.pace import paced_device
 from cost_model.profile import Profile
 from cost_model.timed import TimedCollective
 
@@ -75,7 +76,7 @@ def corrected_profile(
         collective_launch_seconds=profile.collective_launch_seconds * by_level.get(0, 1.0),
         links=tuple(_slowed(link, by_level.get(i, 1.0)) for i, link in enumerate(profile.links)),
         collectives=tuple(samples.values()),
-        device=_scaled(profile.device, compute_factor),
+        device=replace(paced_device(profile.device, compute_factor), update=profile.device.update),
     )
 
 
@@ -158,18 +159,3 @@ def _merged(
             points[nbytes] = min(max(seconds, low), high)
     sizes = tuple(sorted(points))
     return CollectiveSamples(kind, group, sizes, tuple(points[n] for n in sizes))
-
-
-def _scaled(device: DeviceRates, factor: float) -> DeviceRates:
-    def slower(kernels: Sequence[MatmulRates]) -> tuple[MatmulRates, ...]:
-        return tuple(
-            replace(rates, flops_per_second=tuple(rate / factor for rate in rates.flops_per_second))
-            for rates in kernels
-        )
-
-    return replace(
-        device,
-        launch_seconds=device.launch_seconds * factor,
-        memory_bytes_per_second=device.memory_bytes_per_second / factor,
-        **{kind: slower(device.rates(kind)) for kind in KERNEL_KINDS},
-    )

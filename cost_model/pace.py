@@ -17,7 +17,7 @@ from cost_model.measurements import (
 from cost_model.profile import Profile
 from cost_model.timed import TimedPrices
 
-__all__ = ["paced_profile", "paced_times"]
+__all__ = ["paced_device", "paced_profile", "paced_times"]
 
 
 def paced_profile(profile: Profile, pace: float) -> Profile:
@@ -31,7 +31,7 @@ def paced_profile(profile: Profile, pace: float) -> Profile:
         collective_launch_seconds=pace * profile.collective_launch_seconds,
         links=tuple(_link(link, pace) for link in profile.links),
         collectives=tuple(_samples(samples, pace) for samples in profile.collectives),
-        device=_device(profile.device, pace),
+        device=paced_device(profile.device, pace),
         lateness=_lateness(profile.lateness, pace),
     )
 
@@ -58,7 +58,8 @@ def _samples(samples: CollectiveSamples, pace: float) -> CollectiveSamples:
     return replace(samples, seconds=_times(samples.seconds, pace))
 
 
-def _device(device: DeviceRates, pace: float) -> DeviceRates:
+def paced_device(device: DeviceRates, pace: float) -> DeviceRates:
+    """`device` with all seconds times `pace`: kernels and the update."""
     return replace(
         device,
         launch_seconds=pace * device.launch_seconds,
@@ -69,7 +70,7 @@ def _device(device: DeviceRates, pace: float) -> DeviceRates:
 
 
 def _rates(rates: MatmulRates, pace: float) -> MatmulRates:
-    return replace(rates, flops_per_second=_times(rates.flops_per_second, 1.0 / pace))
+    return replace(rates, flops_per_second=tuple(rate / pace for rate in rates.flops_per_second))
 
 
 def _update(update: UpdateRates, pace: float) -> UpdateRates:

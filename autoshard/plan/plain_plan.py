@@ -6,18 +6,15 @@ import os
 
 from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.plan.plan import Plan
-from autoshard.plan.plan_fits import check_limit
 from autoshard.plan.stages_option import AnyPlan
 from cost_model.errors import PlanError
 
 __all__ = ["given_plan", "plain_plan"]
 
 
-def given_plan(plan: AnyPlan | str | os.PathLike[str], memory_limit: int | None = None) -> AnyPlan:
-    """`plan`, or read. Raises as `Plan.load`, and InfeasibleError for one that needs more bytes per device."""
-    found = plan if isinstance(plan, (Plan, PipelinePlan)) else Plan.load(plan)
-    check_limit(found, memory_limit)
-    return found
+def given_plan(plan: AnyPlan | str | os.PathLike[str]) -> AnyPlan:
+    """`plan`, or read. Raises as `Plan.load`."""
+    return plan if isinstance(plan, (Plan, PipelinePlan)) else Plan.load(plan)
 
 
 def plain_plan(plan: AnyPlan | str | os.PathLike[str], what: str) -> Plan:

@@ -23,7 +23,16 @@ from cost_model.errors import AutoshardError
 from passes.plan.describe import graph_hash
 from passes.states.cut_points import users_choice
 
-__all__ = ["cached_candidates", "cached_plan", "cached_search", "keep_plan", "kept_plan", "plan_path"]
+__all__ = [
+    "cached_candidates",
+    "cached_plan",
+    "cached_search",
+    "keep_plan",
+    "keep_rehearsal",
+    "kept_plan",
+    "kept_rehearsal",
+    "plan_path",
+]
 
 _log = logging.getLogger("autoshard")
 
@@ -82,6 +91,20 @@ def _read_candidates(path: Path, task: Task) -> list[Candidate]:
 def keep_plan(path: Path, plan: Plan) -> None:
     """Write it for `kept_plan`; a warning where that cannot be."""
     _keep(path, plan.to_json())
+
+
+def keep_rehearsal(path: Path, seconds: float) -> None:
+    """Of a step; for `kept_rehearsal`. A warning where that cannot be."""
+    _keep(path, seconds)
+
+
+def kept_rehearsal(path: Path) -> float | None:
+    """Seconds of a step; None: it was not rehearsed, or the file is damaged."""
+    try:
+        seconds = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return seconds if isinstance(seconds, float) and 0.0 < seconds < 1e6 else None
 
 
 def _keep(path: Path, data: Any) -> None:

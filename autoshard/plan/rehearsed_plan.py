@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from autoshard.cache_files import write_whole
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_content import Rehearsed, pace_of
 from autoshard.plan.stage_schedule import SchedulePrices
 from autoshard.plan.stages_option import AnyPlan
 from passes.plan.records import NodeRecord, OperandRecord
 
-__all__ = ["keep_rehearsal", "kept_rehearsal", "rehearsed_plan"]
-
-_log = logging.getLogger("autoshard")
+__all__ = ["rehearsed_plan"]
 
 
 def rehearsed_plan(plan: AnyPlan, measured: float) -> AnyPlan:
@@ -32,23 +26,6 @@ def rehearsed_plan(plan: AnyPlan, measured: float) -> AnyPlan:
         return replace(_longer(plan, factor, pace_of(step)), rehearsed=step)
     stages = tuple(_longer(stage, factor, pace_of(step)) for stage in plan.stages)
     return replace(plan, stages=stages, prices=_schedule_prices(plan.prices, factor), rehearsed=step)
-
-
-def keep_rehearsal(path: Path, seconds: float) -> None:
-    """A warning where it cannot be written."""
-    try:
-        write_whole(path, json.dumps(seconds))
-    except OSError as error:
-        _log.warning("rehearsal: measured, but not kept: %s", error)
-
-
-def kept_rehearsal(path: Path) -> float | None:
-    """Seconds of a step; None: it was not rehearsed, or the file is damaged."""
-    try:
-        seconds = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return float(seconds) if isinstance(seconds, float) and 0.0 < seconds < 1e6 else None
 
 
 def _longer(plan: Plan, factor: float, pace: float) -> Plan:

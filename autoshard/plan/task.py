@@ -69,8 +69,8 @@ class Task:
     """What is to be planned, and under which prices. timed: where its program will run; None: no price is.
 
     links: the whole mesh, where `mesh` is that of one stage of a pipeline. beside: bytes that such a stage holds
-    besides what its own step holds, given what that is; None: nothing. pace: how many times as
-    long as modelled a step took that was rehearsed."""
+    besides what its own step holds, given what that is; None: nothing. pace: how many times as long as
+    modelled a step took that was rehearsed."""
 
     captured: Captured
     profile: Profile

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from autoshard.plan.division import Division
 from autoshard.plan.pipeline_plan import PipelinePlan
-from autoshard.plan.plan_cache import cached_search, plan_path
-from autoshard.plan.rehearsed_plan import keep_rehearsal, kept_rehearsal, rehearsed_plan
+from autoshard.plan.plan_cache import cached_search, keep_rehearsal, kept_rehearsal, plan_path
+from autoshard.plan.rehearsed_plan import rehearsed_plan
 from autoshard.plan.stages_option import AnyPlan
 from autoshard.plan.task import Task
 from autoshard.refine.divided_cases import cases_of_parts
@@ -94,8 +94,8 @@ class DividedRounds:
 
     def keep(self, plan: AnyPlan) -> None:
         """How long a step took: the next start plans again, under what was timed, and finds the plan of this one."""
-        if plan.rehearsed is not None:
-            keep_rehearsal(self._rehearsal, plan.rehearsed.measured)
+        assert plan.rehearsed is not None
+        keep_rehearsal(self._rehearsal, plan.rehearsed.measured)
 
     def _planned(self, deadline: Deadline) -> AnyPlan:
         task = replace(self._task, timed=self.timed.if_any())

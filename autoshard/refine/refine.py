@@ -54,8 +54,8 @@ def may_refine(mesh: DeviceMesh, nominal: bool) -> bool:
 
 @dataclass(frozen=True)
 class Refined:
-    """A plan, and all that was timed for it; None: nothing was. keep: writes the plan, rehearsed,
-    for the next start."""
+    """A plan, and all that was timed for it; None: nothing was. keep: writes the plan, rehearsed, for the
+    next start."""
 
     plan: AnyPlan
     timed: TimedPrices | None

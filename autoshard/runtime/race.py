@@ -27,16 +27,14 @@ from autoshard.runtime.observe import unobserved
 from autoshard.runtime.programs import AnyProgram
 from autoshard.runtime.race_entry import RaceEntry
 from autoshard.runtime.settings import Settings
-from autoshard.runtime.track import Track
+from autoshard.runtime.track import Track, steps_within
 from cost_model.errors import RankError
 from cost_model.units import format_bytes
 from passes.ir.kept_random_state import random_state_kept
 
 __all__ = ["Starter", "beside_each_other", "race", "rounds_within"]
 
-_LEAST_ROUNDS, _MOST_ROUNDS = 5, 25
-_SECONDS = 1.5
-"""For the timed steps of each plan: short steps run more often."""
+_LEAST_ROUNDS = 5
 
 _log = logging.getLogger("autoshard")
 
@@ -116,7 +114,7 @@ def beside_each_other(needs: Sequence[int], room: int) -> bool:
 
 def rounds_within(seconds: float) -> int:
     """How often plans run whose slowest takes `seconds` a step."""
-    return max(_LEAST_ROUNDS, min(_MOST_ROUNDS, int(_SECONDS / max(seconds, 1e-9))))
+    return steps_within(seconds, _LEAST_ROUNDS)
 
 
 def _ranking(times: Sequence[Times]) -> tuple[list[int], list[float]]:

@@ -16,7 +16,7 @@ from autoshard.runtime.making import Made
 from autoshard.runtime.observe import unobserved
 from autoshard.runtime.programs import AnyProgram
 from autoshard.runtime.race_entry import RaceEntry
-from autoshard.runtime.track import WARM_STEPS, Track
+from autoshard.runtime.track import WARM_STEPS, Track, steps_within
 from passes.ir.kept_random_state import random_state_kept
 
 __all__ = ["Entered", "is_to_rehearse", "rehearsed"]
@@ -25,9 +25,7 @@ Entered = Callable[[AnyPlan, AnyProgram], RaceEntry]
 """A plan and its program -> both on copies of what a training step reads and writes."""
 
 _NAME = "the plan"
-_LEAST_STEPS, _MOST_STEPS = 3, 25
-_SECONDS = 1.5
-"""For the timed steps."""
+_LEAST_STEPS = 3
 _MOST_SHARE = 0.1
 """Of the time limit, that a rehearsal may take as it is predicted."""
 _MARGIN = 1.25
@@ -69,5 +67,5 @@ def rehearsed(
 
 
 def _steps(track: Track, entry: RaceEntry) -> list[float]:
-    count = int(_SECONDS / max(track.warm(_NAME, entry), 1e-9))
-    return [track.step(_NAME, entry) for _ in range(max(_LEAST_STEPS, min(_MOST_STEPS, count)))]
+    count = steps_within(track.warm(_NAME, entry), _LEAST_STEPS)
+    return [track.step(_NAME, entry) for _ in range(count)]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -19,11 +18,18 @@ from autoshard.runtime.process_groups import whole_group
 from autoshard.runtime.race_entry import RaceEntry
 from cost_model.errors import RankError
 
-__all__ = ["WARM_STEPS", "Track"]
+__all__ = ["WARM_STEPS", "Track", "steps_within"]
 
 WARM_STEPS = 2
+_MOST_STEPS, _SECONDS = 25, 1.5
+"""Of a plan that are timed, and how long they may take: short steps run more often."""
 
 _log = logging.getLogger("autoshard")
+
+
+def steps_within(seconds: float, least: int) -> int:
+    """How many steps of so many seconds are timed, `least` at least."""
+    return max(least, min(_MOST_STEPS, int(_SECONDS / max(seconds, 1e-9))))
 
 
 class Track:
@@ -68,10 +74,8 @@ class Track:
             self._synchronize()
             return time.perf_counter() - begin
 
-    @contextmanager
-    def _in_company(self, name: str) -> Generator[None]:
-        with in_company(self._mesh, f"{self._occasion} of {name}"):
-            yield
+    def _in_company(self, name: str) -> AbstractContextManager[None]:
+        return in_company(self._mesh, f"{self._occasion} of {name}")
 
     def _meet(self) -> None:
         if self._group is not None:

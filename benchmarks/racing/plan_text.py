@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import re
 
-from autoshard import Plan
+from autoshard import PipelinePlan, Plan
 
-__all__ = ["plan_text"]
+__all__ = ["plan_steps", "plan_text"]
+
+
+def plan_steps(plan: Plan | PipelinePlan) -> dict[str, float]:
+    """Seconds of a step as predicted, and as modelled before the plan was rehearsed."""
+    modelled = plan.step_time if plan.rehearsed is None else plan.rehearsed.modelled
+    return {"predicted": plan.step_time, "modelled": modelled}
 
 
 def plan_text(plan: Plan) -> str:

@@ -26,7 +26,7 @@ from benchmarks.racing.by_hand import HAND_WRITTEN
 from benchmarks.racing.contestants import Meshes, Race, Runner, alone, planned, process_group
 from benchmarks.racing.in_stages import BusyClock, StagesByHand, Watched, bubbles, staged_by_hand
 from benchmarks.racing.measure import TURN, timed_rounds, warm_up
-from benchmarks.racing.plan_text import plan_text
+from benchmarks.racing.plan_text import plan_steps, plan_text
 from benchmarks.racing.workloads import gpt, mlp
 
 __all__ = ["AUTO", "MODELS", "add_options", "contestants", "main", "measured"]
@@ -161,23 +161,17 @@ def _predicted(runner: Runner) -> dict[str, Any]:
     if plan is None:
         return {"kind": ""}
     if not isinstance(plan, PipelinePlan):
-        return {"kind": "plan", **_steps(plan), "plan": plan_text(plan)}
+        return {"kind": "plan", **plan_steps(plan), "plan": plan_text(plan)}
     local = len(plan.stages) // plan.ranks
     layouts = "; ".join(dict.fromkeys(plan_text(stage) for stage in plan.stages))
     text = f"{len(plan.stages)} stages along {plan.axis} ({local} a rank), {plan.schedule}, {plan.micro_batches} pieces"
     return {
         "kind": "stages",
-        **_steps(plan),
+        **plan_steps(plan),
         "predicted_bubble": plan.bubble,
         "plan": f"{text}; each stage: {layouts}",
         "cut": list(plan.cut),
     }
-
-
-def _steps(plan: Any) -> dict[str, float]:
-    """Seconds of a step as predicted, and as modelled before the plan was rehearsed."""
-    modelled = plan.step_time if plan.rehearsed is None else plan.rehearsed.modelled
-    return {"predicted": plan.step_time, "modelled": modelled}
 
 
 def _say(text: str) -> None:

@@ -34,7 +34,7 @@ from benchmarks.racing.contestants import (
     process_group,
 )
 from benchmarks.racing.measure import timed_rounds, warm_up
-from benchmarks.racing.plan_text import plan_text
+from benchmarks.racing.plan_text import plan_steps, plan_text
 from benchmarks.racing.results import Entry, Result
 from benchmarks.racing.scenarios import FABRICS, SCENARIOS, Scenario
 from benchmarks.racing.tuning import Tuned, tuned
@@ -137,8 +137,6 @@ def _prepared(name: str, kind: str, build: Build | ByHand, race: Race) -> tuple[
         return None, Entry(name, kind, error=f"{type(error).__name__}: {str(error).splitlines()[0]}")
     runner = ready.runner
     plan = runner.plan
-    predicted = None if plan is None else plan.step_time
-    modelled = predicted if plan is None or plan.rehearsed is None else plan.rehearsed.modelled
     text = "" if plan is None else plan_text(plan)
     _say(f"  {name}: ready in {time.perf_counter() - start:.1f} s")
     return runner, Entry(
@@ -146,8 +144,7 @@ def _prepared(name: str, kind: str, build: Build | ByHand, race: Race) -> tuple[
         kind,
         losses=ready.losses,
         state_bytes=runner.state_bytes(),
-        predicted=predicted,
-        modelled=modelled,
+        **({} if plan is None else plan_steps(plan)),
         plan=text,
         setting=ready.setting,
         tried=dict(ready.tried),

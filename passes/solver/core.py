@@ -175,12 +175,12 @@ class _Connected:
     def _by_messages(self) -> bool:
         messages = settled = zero_messages(self.graph)
         bound = new = -float("inf")
-        stalled, left = 0, FEW if self.graph.entries() <= QUICK else None
-        while stalled < PATIENCE and left != 0 and not (self.best is not None and self.budget.spent):
+        stalled, left = 0, FEW if self.graph.entries() <= QUICK else float("inf")
+        while stalled < PATIENCE and left > 0 and not (self.best is not None and self.budget.spent):
             settled = ascend(self.graph, messages, 5, self.budget.deadline)
             new = lower_bound(self.graph, settled)
             self._offer(descend(self.graph, decode(self.graph, messages)))
-            left = None if left is None else left - 1
+            left -= 1
             gain = new - bound
             bound = max(bound, new)
             stalled = stalled + 1 if gain <= STALLED * (self.cost - bound) else 0

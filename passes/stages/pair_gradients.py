@@ -43,7 +43,8 @@ def pair_gradients(
 
 
 def _match(parts: GraphParts, gradient: fx.Node, values: Sequence[fx.Node]) -> fx.Node:
-    alike = [value for value in values if parts.kinds(value) == parts.kinds(gradient)]
+    kinds = parts.kinds(gradient)
+    alike = [value for value in values if parts.kinds(value) == kinds]
     if not alike:
         return gradient
     lines = _read_by(gradient)
