@@ -16,7 +16,8 @@ from .core import Budget, solve_presolved
 from .dual import lower_bound, prune
 from .graph import DeadEnd, Graph
 from .lagrange import Bound, forbid_same, priced
-from .marginal import Relaxation, Relaxed, build_program, solve_integers
+from .marginal import Relaxation, Relaxed, solve_integers
+from .marginal_program import build_program
 from .presolve import presolve
 from .problem import Infeasible
 from .usage_rows import Row, Rows

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .alike import Alike
 from .branches import Branches
 from .dual import Messages, ascend, decode, lower_bound, prune, zero_messages
 from .graph import DeadEnd, Graph
 from .local_search import descend
-from .marginal import Relaxation, Relaxed, build_program, solve_integers
+from .marginal import Relaxation, Relaxed, solve_integers
+from .marginal_program import build_program
 from .presolve import presolve
 from .problem import Infeasible
 
@@ -24,6 +26,8 @@ __all__ = ["Budget", "Solved", "cost_scale", "solve_graph", "solve_presolved"]
 
 PROGRAM_LIMIT = 6_000_000
 """Edge entries of the largest program that is handed to HiGHS."""
+DEEP_LIMIT = 1_500_000
+"""The same where equal layers were relaxed as one: what it adds is little, and it takes minutes."""
 LARGE = 200_000
 """Edge entries above which the scale of costs is only estimated."""
 STALLED, PATIENCE = 0.02, 3
@@ -31,6 +35,8 @@ STALLED, PATIENCE = 0.02, 3
 QUICK, FEW = 100_000, 4
 """Edge entries up to which a relaxation takes no longer than so many times five passes of messages, and bounds better:
 where messages have not converged by then it is its turn."""
+DEEP = 0.4
+"""Share of a graph's edge entries, at most, that its different edges have for equal layers to be relaxed as one."""
 WORTHWHILE = 0.2
 """Share of the entries that a pruning must remove for another round of the same kind: the next kind is stronger."""
 WORTHWHILE_IF_LARGE = 0.02
@@ -112,11 +118,12 @@ class _Connected:
         self.cost = float("inf")
         self.bound = -float("inf")
         self._weighted = False
+        self._most = PROGRAM_LIMIT
         if warm is not None:
             self._offer(descend(graph, warm))
 
     def solve(self) -> Solved:
-        for step in (self._by_messages, self._by_relaxation, self._by_integers):
+        for step in (self._by_messages, self._by_layers, self._by_relaxation, self._by_integers):
             again = True
             while again:
                 again = step()
@@ -156,14 +163,14 @@ class _Connected:
             self.best, self.cost = self.graph.expand(rest.choice), cost
         self.bound = max(self.bound, min(self._cutoff, self.graph.constant + rest.bound))
 
-    def _prune(self, messages: Messages, bound: float) -> bool:
-        """True if enough was pruned for another round; the graph is then presolved."""
+    def _prune(self, messages: Messages, bound: float, alike: Alike | None = None) -> bool:
+        """True if enough was pruned for another round; the graph is then presolved. What is alike stays so."""
         self.bound = max(self.bound, min(bound, self._cutoff))
         if self._done():
             return False
         before = self.graph.entries()
         try:
-            if prune(self.graph, messages, bound, self._cutoff) == float("inf"):
+            if prune(self.graph, messages, bound, self._cutoff, alike) == float("inf"):
                 return False
             presolve(self.graph, self.budget.deadline)
         except DeadEnd:
@@ -186,10 +193,32 @@ class _Connected:
             stalled = stalled + 1 if gain <= STALLED * (self.cost - bound) else 0
             if self.cost - bound <= self.budget.tolerance:
                 break
-        return self._prune(settled, new)
+        return self._prune(settled, new, self._alike())
+
+    def _by_layers(self) -> bool:
+        """The relaxation of what is alike, once for all of it."""
+        alike = self._alike()
+        relaxed = None if alike is None else Relaxation(self.graph, alike).solve(self.budget.deadline)
+        if relaxed is None:
+            return False
+        self._most = DEEP_LIMIT
+        messages = relaxed.messages
+        settled = ascend(self.graph, dict(messages), 5, self.budget.deadline)
+        bound, settled = max(
+            ((lower_bound(self.graph, each), each) for each in (messages, settled)), key=lambda pair: pair[0]
+        )
+        self._offer(descend(self.graph, relaxed.choice))
+        self._offer(descend(self.graph, decode(self.graph, settled)))
+        return self._prune(settled, bound, alike)
+
+    def _alike(self) -> Alike | None:
+        """What is alike, if the graph is large and most of it is; None otherwise."""
+        entries = self.graph.entries()
+        alike = Alike.of(self.graph) if entries > QUICK else None
+        return None if alike is None or alike.entries(self.graph) > DEEP * entries else alike
 
     def _by_relaxation(self) -> bool:
-        if self.graph.entries() > PROGRAM_LIMIT:
+        if self.graph.entries() > self._most:
             return False
         relaxed = Relaxation(self.graph).solve(self.budget.deadline)
         if relaxed is None:
@@ -216,7 +245,7 @@ class _Connected:
                 self._offer(rest.expand(found.best))
 
     def _by_integers(self) -> bool:
-        if self.graph.entries() > PROGRAM_LIMIT:
+        if self.graph.entries() > self._most:
             return False
         now = time.monotonic()
         until = now + BRANCHES_SHARE * (self.budget.deadline - now)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .alike import Alike, Side
 from .graph import Graph
 from .problem import Array
 
@@ -120,46 +121,56 @@ def decode(graph: Graph, messages: Messages) -> dict[int, int]:
     return choice
 
 
-def prune(graph: Graph, messages: Messages, bound: float, cutoff: float) -> float:
+def prune(graph: Graph, messages: Messages, bound: float, cutoff: float, alike: Alike | None = None) -> float:
     """Forbid, in place, what the messages prove to cost `cutoff` or more.
 
     `bound` is `lower_bound(graph, messages)`. Returns what is proven of all that went: no choice that uses any of it
     costs less. At least `cutoff`; inf if nothing went. Whole strategies get the cost inf; arc consistency removes them.
+
+    alike: of the graph; what is like something that has to stay, stays, so that it is alike ever after.
     """
-    room = cutoff - bound
+    room, alike = cutoff - bound, alike or Alike.none(graph)
     above: dict[int, Array] = {}
     for node in graph.cost:
         total = _node_cost(graph, messages, node)
         above[node] = total - total.min()
-    least = float("inf")
     joint = {node: vector.copy() for node, vector in above.items()}
-    for i in sorted(graph.adjacent):
-        for j in sorted(graph.adjacent[i]):
-            if i < j:
-                least = min(least, _prune_edge(graph, messages, (i, j), above, joint, room))
+    edges = [(i, j) for i in sorted(graph.adjacent) for j in sorted(graph.adjacent[i]) if i < j]
+    pairs: dict[tuple[Side, Side], Array] = {}
+    for i, j in edges:
+        total = _pairs_above(graph, messages, (i, j), above, joint)
+        kind = alike.kind(i, j)
+        pairs[kind] = np.minimum(pairs[kind], total) if kind in pairs else total
+    strategies: dict[int, Array] = {}
     for node, vector in joint.items():
-        dead = (vector >= room) & np.isfinite(graph.cost[node])
+        first = alike.like[node]
+        strategies[first] = np.minimum(strategies[first], vector) if first in strategies else vector
+    least = float("inf")
+    for i, j in edges:
+        matrix, total = graph.adjacent[i][j], pairs[alike.kind(i, j)]
+        dead = (total >= room) & np.isfinite(matrix)
+        if dead.any():
+            graph.set_edge(i, j, graph.tables.intern(np.where(dead, np.inf, matrix)))
+            least = min(least, float(total[dead].min()))
+    for node, cost in list(graph.cost.items()):
+        vector = strategies[alike.like[node]]
+        dead = (vector >= room) & np.isfinite(cost)
         least = min(least, float(vector[dead].min(initial=np.inf)))
         graph.forbid(node, dead)
     return bound + least
 
 
-def _prune_edge(
+def _pairs_above(
     graph: Graph,
     messages: Messages,
     edge: tuple[int, int],
     above: Mapping[int, Array],
     joint: dict[int, Array],
-    room: float,
-) -> float:
+) -> Array:
+    """[S_i, S_j] What every pair takes above the bound; to that of each strategy in `joint`, what the edge adds."""
     i, j = edge
     extra = _edge_cost(graph, messages, i, j)
     extra -= extra.min()
     joint[i] += extra.min(axis=1)
     joint[j] += extra.min(axis=0)
-    total = extra + above[i][:, None] + above[j]
-    dead = (total >= room) & np.isfinite(extra)
-    if not dead.any():
-        return float("inf")
-    graph.set_edge(i, j, graph.tables.intern(np.where(dead, np.inf, graph.adjacent[i][j])))
-    return float(total[dead].min())
+    return extra + above[i][:, None] + above[j]
