@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from passes.ir.collector import collector_paused
-from passes.ir.joint import GraphInput, GraphOutput, ancestors, result_index
+from passes.ir.joint import GraphInput, GraphOutput, ancestors, node_value, result_index
 from passes.ir.op_traits import is_cheap, is_collective, is_view
 from passes.ir.phase_ops import on_demand
 from passes.ir.torch_compat import lazy_module
@@ -103,7 +103,7 @@ class _Joint:
         self.gradient_specs = [o for o, _ in pairs if o.kind == "grad"]
         self.exchanges = (exchanges(self.graph.nodes, 0), exchanges(self.graph.nodes, 1))
         forward = ancestors(n for n in [*self.values, *self.exchanges[0]] if n is not None)
-        self.gradients = unaliased(nodes_of(True), forward)
+        self.gradients = [_apart(node) for node in unaliased(nodes_of(True), forward)]
         self.copies = self._protect_buffers()
         self.ops = [n for n in self.graph.nodes if n.op == "call_function"]
 
@@ -202,6 +202,15 @@ def unaliased(values: Sequence[fx.Node | None], owned: Set[fx.Node]) -> list[fx.
         owners.add(owner)
         result.append(_copied(node) if copied else node)
     return result
+
+
+def _apart(node: fx.Node | None) -> fx.Node | None:
+    """A copy of what shares its storage with as much again and more, such as a rank's part of what was reduced whole:
+    a gradient lives until the update, and all of its storage with it."""
+    if node is None:
+        return None
+    whole, part = node_value(_owner(node)).numel(), node_value(node).numel()
+    return _copied(node) if whole >= 2 * part and whole > 0 else node
 
 
 def _copied(node: fx.Node) -> fx.Node:

@@ -182,7 +182,15 @@ class _Schedule:
             if few and held <= self.options.pending * self.largest_last:
                 return
             held, count = held - _operand_nbytes(collective), count - 1
-            self.emit(self.flying[collective])
+            self._receive(self.flying[collective])
+
+    def _receive(self, node: fx.Node) -> None:
+        """Wait, and take out what is kept of it: the buffer is free then."""
+        self.emit(node)
+        for user in sorted(node.users, key=self.place.__getitem__):
+            ready = user not in self.done and all(n in self.done for n in user.all_input_nodes)
+            if ready and user in self.roles.on_demand and not is_collective(user):
+                self._receive(user)
 
     def _may_start(self, collective: fx.Node) -> bool:
         """Whether the next collective in turn goes now, rather than when its result is asked for."""

@@ -196,6 +196,26 @@ def test_nothing_returned_shares_storage() -> None:
     assert len({v.data_ptr() for v in tensors if v is not None}) == len(tensors)
 
 
+@pytest.mark.parametrize(("rows", "copied"), [(0, True), (1, True), (2, True), (3, False), (4, False)])
+def test_a_part_of_a_gradient_does_not_keep_the_whole(rows: int, copied: bool) -> None:
+    """Of a product of 4 rows. More than half of it is no less without a copy."""
+    local = Local()
+    x, tangent = local.input(4, 4), local.input(4, 4)
+    whole = local.call(aten.mm.default, x, tangent)
+    part = local.call(aten.slice.Tensor, whole, 0, 0, rows)
+    phases = split_phases(
+        local.module(local.call(aten.relu.default, x), part),
+        [GraphInput("input", "x"), GraphInput("tangent", "tangent 0")],
+        [GraphOutput("output", "output 0"), GraphOutput("grad", "x")],
+    )
+    assert phases.backward is not None
+    leaves, t = [torch.randn(4, 4)], torch.randn(4, 4)
+    (gradient,) = run_backward(phases.backward, leaves, phases.forward(*leaves), {0: t})
+    torch.testing.assert_close(gradient, (leaves[0] @ t)[:rows])
+    assert gradient is not None
+    assert gradient.untyped_storage().nbytes() == 16 * (rows if copied else 4)
+
+
 def without_grad() -> Phases:
     local = Local()
     x = local.input(4)

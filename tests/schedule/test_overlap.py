@@ -102,6 +102,23 @@ def test_pending_reductions_are_bounded_by_waiting_for_the_oldest() -> None:
     )
 
 
+def test_what_is_kept_of_a_reduction_is_taken_out_of_it_where_it_is_waited_for() -> None:
+    """So its buffer is free."""
+    s = Script()
+    g, x = s.matrix("g"), s.matrix("x")
+    results: list[fx.Node] = []
+    for i in range(3):
+        w = s.matrix(f"w{i}")
+        part = s.op(f"part{i}", aten.slice.Tensor, s.all_reduce(f"reduce{i}", s.mm(f"dw{i}", g, x)), 0, 0, 2)
+        results.append(s.op(f"own{i}", aten.clone.default, part))
+        g = s.mm(f"dx{i}", g, w)
+    module = s.module(g, *results)
+    assert order(Overlap(pending=1)(module)) == (
+        "dw0 reduce0 dx0 dw1 reduce1 wait_reduce0 part0 own0 dx1 "
+        "dw2 reduce2 wait_reduce1 part1 own1 dx2 wait_reduce2 part2 own2"
+    )
+
+
 def test_fewer_reductions_are_pending_where_their_meta_says_so() -> None:
     """At most two when the last starts; one when each of the others does."""
     module = reduced_gradients(3)
