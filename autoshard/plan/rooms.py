@@ -44,6 +44,8 @@ _CLOSE = 0.02
 _FOLLOWS, _STUCK = 0.25, 2
 """Share of what rooms shrink by that peaks of programs must shrink by, and how often in a row they may not: then it is
 the layouts that hold so much, or what the search does not count."""
+_RECOUNTS = 2
+"""How often states are counted as the best program of theirs overlaps."""
 LITTLE = 0.01
 """Share of the time that less in transfers may cost for no other states to be searched, and by which programs may be
 slower than they were counted for the bound to be of programs."""
@@ -76,11 +78,12 @@ class RoomSearch:
     would leave of the limit, until their program fits.
 
     needs: bytes of a plan, with what it needs besides. reserve, spared: of `StatesWithin`. whole: the fastest plan.
+    faster: than this a plan has to be, in seconds.
     best: that fits, and its states. least: of those that do not. refused: why there were no states for `room`, all that
     the limit leaves. low: no states are within less. high: a room of which the program was too large. raised: a larger
     room is tried than what fitted. wide: other layouts are tried from the first on. roomier: how often less was tried,
-    for transfers to hold more. proven: rooms in which other layouts were tried. bound: no states in any of these take
-    less."""
+    for transfers to hold more. recounts: how often seconds were counted anew. proven: rooms in which other layouts were
+    tried since. bound: no states in any of these take less."""
 
     joint: JointGraph
     needs: Callable[[Found], int]
@@ -89,6 +92,7 @@ class RoomSearch:
     way: Way
     whole: Found
     limit: int
+    faster: float
     deadline: Deadline
     best: tuple[Found, States] | None = None
     least: Found | None = None
@@ -102,6 +106,7 @@ class RoomSearch:
     wide: bool = False
     patient: bool = False
     roomier: int = 0
+    recounts: int = 0
     proven: set[int] = field(default_factory=set[int])
     bound: float = math.inf
 
@@ -109,10 +114,13 @@ class RoomSearch:
     def offered(self) -> OfferedStates:
         return self.way.offer(self.whole)
 
-    def run(self) -> Found:
+    def run(self) -> Found | None:
         """States for layouts as they are known first; where their program fits, with what other layouts can do. If none
-        of theirs fits, or smaller rooms do not tell on their programs, those of any layouts."""
+        of theirs fits, or smaller rooms do not tell on their programs, those of any layouts. None: the bound says that
+        none is as fast as is asked for."""
         self._rooms()
+        if self._is_hopeless:
+            return None
         gave_up = self.stuck >= _STUCK
         if self.best is None:
             self.wide, self.high = True, None
@@ -140,8 +148,12 @@ class RoomSearch:
     def _tried(self, counted: int) -> int | None:
         """Choose states for a room as it is counted, and judge them; the next room, None if there is none."""
         proving = self.wide or (self.best is not None and (bool(self.proven) or counted == self.best[1].room))
+        if proving and self._is_miscounted:
+            self._recount()
         try:
             chosen = self._states(counted, prove=proving)
+            if not proving and self.best is None and chosen.seconds >= self.faster:
+                chosen, proving = self._states(counted, prove=True), True
         except NoStates as refused:
             return self._larger(refused, counted)
         except (InfeasibleError, OutOfTime):
@@ -152,9 +164,33 @@ class RoomSearch:
         if proving:
             self.proven.add(counted)
             self.bound = min(self.bound, chosen.lower_bound)
+            if self._is_hopeless:
+                return None
             if self.best is not None and chosen.seconds >= self.best[1].seconds * (1.0 - ENOUGH):
                 return None
         return self._next(self._judged(chosen), chosen, counted)
+
+    @property
+    def _is_hopeless(self) -> bool:
+        """Whether it is proven that no states are as fast as is asked for."""
+        return self.best is None and bool(self.proven) and self.bound >= self.faster
+
+    @property
+    def _is_miscounted(self) -> bool:
+        """Whether the best program takes longer than its states were counted."""
+        if self.best is None or self.recounts >= _RECOUNTS:
+            return False
+        found, states = self.best
+        return bool(found.own) and found.seconds > states.seconds * (1.0 + LITTLE)
+
+    def _recount(self) -> None:
+        """Under the overlap of the best program; what was proven under another says nothing of it."""
+        assert self.best is not None
+        found, states = self.best
+        self.offered.under(found.own)
+        self.best = found, replace(states, seconds=found.seconds)
+        self.recounts, self.bound = self.recounts + 1, math.inf
+        self.proven.clear()
 
     def _larger(self, refused: NoStates, counted: int) -> int | None:
         """The next room where there are no states for one: what it counts may be more than what the program holds."""
@@ -213,10 +249,11 @@ class RoomSearch:
         if self.best is None:
             return None
         states = self.best[1]
-        if states.room not in self.proven:
+        if states.room not in self.proven or self._is_miscounted:
             return states.room
-        worth = states.seconds * (1.0 - _WORTH) > self.bound and states.nbytes not in self.proven
-        return states.nbytes if worth else None
+        worth = states.seconds * (1.0 - _WORTH) > self.bound
+        known = any(abs(room - states.nbytes) < _STEP * self.limit for room in self.proven)
+        return states.nbytes if worth and not known else None
 
     def _roomier(self, found: Found, counted: int) -> int | None:
         """Less, if that leaves more to transfers and may gain something: what is computed again may take less."""
@@ -231,7 +268,8 @@ class RoomSearch:
     def _states(self, counted: int, *, prove: bool) -> States:
         latest = self.deadline.share(_STATES_SHARE)
         limit = self.limit, self.reserve(self.least or self.whole)
-        return self.offered.find(room=counted, limit=limit, deadline=latest, prove=prove)
+        known = self.faster if self.best is None else math.inf
+        return self.offered.find(room=counted, limit=limit, deadline=latest, prove=prove, known=known)
 
     def _judged(self, chosen: States) -> Found:
         graph = compute_again(self.joint, chosen.again)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ _WORTH = 0.02
 """Share of the limit that exchanges between all ranks must take for plans without them to be looked for."""
 _SAVED = 1e-2
 """Share of the time that the second way must be able to save to be searched."""
+_SAVED_AGAIN = 2e-2
+"""The same, for programs of its states: they take what was counted or more."""
 _FAMILIES_SHARE = 0.25
 """Of the time left, for plans of families."""
 _MOVED = 0.25
@@ -95,15 +98,15 @@ class StatesWithin:
             if best is not None and whole.lower_bound >= best.seconds * (1.0 - _SAVED):
                 continue
             until = deadline.share(1.0 / (len(starts) - place))
+            faster = math.inf if best is None else best.seconds * (1.0 - _SAVED_AGAIN)
             try:
-                found = self._within(way, whole, limit, until)
+                found, bounds[place] = self._within(way, whole, limit, faster, until)
             except InfeasibleError as reason:
                 reasons.append(reason)
                 continue
             except OutOfTime:
                 continue
-            bounds[place] = found.lower_bound
-            if best is None or found.seconds < best.seconds:
+            if found is not None and (best is None or found.seconds < best.seconds):
                 best = found
         if best is None:
             raise none_together(reasons[0], starts[0][1].joined) if reasons else OutOfTime
@@ -111,21 +114,30 @@ class StatesWithin:
         least = min(bounds) if best.seconds >= min(bounds) else min(whole.lower_bound for _, whole in starts)
         return bounded(best, least)
 
-    def _within(self, way: Way, whole: Found, limit: int, deadline: Deadline) -> Found:
+    def _within(
+        self, way: Way, whole: Found, limit: int, faster: float, deadline: Deadline
+    ) -> tuple[Found | None, float]:
         """The fastest plan of all, if it fits as it is or with less in transfers at once, which costs little; else that
-        or one with other states, whichever is faster."""
+        or one with other states, whichever is faster; None if that cannot take less than `faster`. And the bound."""
         over = self.over(whole, limit)
         if over <= 0:
-            return whole
-        search = RoomSearch(self.joint, self._needs, self.reserve, self.spared, way, whole, limit, deadline)
+            return whole, whole.lower_bound
+        search = RoomSearch(
+            self.joint, self._needs, self.reserve, self.spared, way, whole, limit, faster, deadline
+        )
         if over > _MOVED * limit:
-            return search.run()
+            return _run(search)
         spared = way.fastest(self.joint, States((), whole.assignment), None, 0, deadline)
         if self.over(spared, limit) > 0:
-            return search.run()
+            return _run(search)
         bound = whole.lower_bound
         if spared.seconds > whole.seconds * (1.0 + LITTLE):
             with suppress(InfeasibleError, OutOfTime):
-                found = search.run()
-                spared, bound = min(spared, found, key=lambda one: one.seconds), found.lower_bound
-        return bounded(spared, bound)
+                found, bound = _run(search)
+                spared = min((one for one in (spared, found) if one is not None), key=lambda one: one.seconds)
+        return bounded(spared, bound), bound
+
+
+def _run(search: RoomSearch) -> tuple[Found | None, float]:
+    found = search.run()
+    return found, search.bound if found is None else found.lower_bound

@@ -203,8 +203,15 @@ def search_plans(
 
         def offer(whole: Found) -> OfferedStates:
             joining, pinned = prices.joining(whole.joined), _pinned(task)
-            ends, near = task.boundary, whole.assignment
-            return OfferedStates.of(task.joint, joining, ends, near, narrowing=task.narrowing, pinned=pinned)
+            return OfferedStates.of(
+                task.joint,
+                joining,
+                task.boundary,
+                whole.assignment,
+                narrowing=task.narrowing,
+                pinned=pinned,
+                overlaps=whole.overlaps,
+            )
 
         return Way(fastest, offer)
 

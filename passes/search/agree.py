@@ -58,7 +58,8 @@ are no better end it, and by what share of its step they may take longer by the 
 class Agreed:
     """assignment, choice: of the fastest plan judged. seconds: its objective under `overlaps`; lower_bound: no plan has
     less under them. rivals: what else was judged, the fastest first, each under an overlap that makes its objective its
-    timeline; the bound is the same."""
+    timeline; the bound is the same. own: the overlap by which the plan's objective is its timeline, however large the
+    problem is."""
 
     assignment: Assignment
     choice: tuple[int, ...]
@@ -66,13 +67,16 @@ class Agreed:
     lower_bound: float
     status: str
     overlaps: tuple[PhaseOverlap, ...]
+    own: tuple[PhaseOverlap, ...]
     rivals: tuple[Agreed, ...] = ()
 
 
 def _rival(judged: JudgedChoice, overlaps: tuple[PhaseOverlap, ...], bound: float) -> Agreed:
     """With a bound that another plan was found under."""
     seconds = judged.counted(overlaps)
-    return Agreed(judged.assignment, judged.choice, seconds, min(bound, seconds), "feasible", overlaps)
+    return Agreed(
+        judged.assignment, judged.choice, seconds, min(bound, seconds), "feasible", overlaps, overlaps
+    )
 
 
 def first_overlaps(efficiency: float) -> tuple[PhaseOverlap, PhaseOverlap]:
@@ -94,7 +98,7 @@ def agreed(
     found = RivalChoices(space, lambda: time_limit).solve(overlaps, start.choice(space), start.gap)
     choice = lighter(space.problem, found.choice)
     bound = _bound(found.lower_bound, found.cost)
-    return Agreed(space.assignment(choice), choice, found.cost, bound, found.status, overlaps)
+    return Agreed(space.assignment(choice), choice, found.cost, bound, found.status, overlaps, overlaps)
 
 
 def _bound(known: float, seconds: float) -> float:
@@ -136,8 +140,8 @@ class _Search:
         seconds = best.counted(overlaps)
         bound = _bound(solution.lower_bound + sum(overlap.extra for overlap in overlaps), seconds)
         status = "optimal" if seconds - bound <= ROUNDING * seconds else "feasible"
-        others = self._others(best, overlaps, bound)
-        return Agreed(best.assignment, best.choice, seconds, bound, status, overlaps, others)
+        others, own = self._others(best, overlaps, bound), best.corrected(overlaps)
+        return Agreed(best.assignment, best.choice, seconds, bound, status, overlaps, own, others)
 
     def _others(
         self, best: JudgedChoice, overlaps: tuple[PhaseOverlap, ...], bound: float

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,6 +22,7 @@ from passes.search.narrowing import Narrowing
 from passes.search.offered import ABSENT, build_offered
 from passes.search.search_space import SearchSpace
 from passes.search.state_columns import Columns
+from passes.search.step_kinds import PhaseOverlap
 from passes.solver.problem import Infeasible
 from passes.states.compute_again import compute_again
 from passes.states.cut_points import Place, places
@@ -63,13 +65,16 @@ class NoStates(InfeasibleError):
 
 @dataclass
 class OfferedStates:
-    """The states of one graph, offered level by level (`_coarser`). A level is built once, for all rooms."""
+    """The states of one graph, offered level by level (`_coarser`). A level is built once, for all rooms.
+
+    overlaps: of forward and backward, under which seconds are counted."""
 
     prices: Prices
     boundary: Boundary
     known: Assignment
     narrowing: Narrowing | None
     levels: Iterator[Offers]
+    overlaps: Sequence[PhaseOverlap]
     _built: list[_Level] = field(default_factory=list)
 
     @classmethod
@@ -82,9 +87,10 @@ class OfferedStates:
         *,
         narrowing: Narrowing | None = None,
         pinned: Collection[str] | None = None,
+        overlaps: Sequence[PhaseOverlap] | None = None,
     ) -> Self:
-        """known: layouts of a good plan of `joint`. pinned: the ops that are computed again, and no others; None: any
-        may be.
+        """known: layouts of a good plan of `joint`; overlaps: that it has, None where no timeline says. pinned: the
+        ops that are computed again, and no others; None: any may be.
 
         Copies live as long as the backward of the part of the forward that they are of (`passes.states.cut_points`):
         small parts first, then twice as large ones, as then less is kept.
@@ -94,20 +100,36 @@ class OfferedStates:
             levels = iter([Offers(compute_again(usual, pinned), {}, frozenset(), tuple(pinned))])
         else:
             levels = (offered(usual, kept, prices.traffic) for kept in _coarser(places(usual)))
-        return cls(prices, boundary, known, narrowing, levels)
+        overlaps = overlaps or first_overlaps(prices.overlap_efficiency)
+        return cls(prices, boundary, known, narrowing, levels, overlaps)
 
-    def find(self, *, room: int, limit: tuple[int, int], deadline: Deadline, prove: bool = True) -> States:
+    def under(self, overlaps: Sequence[PhaseOverlap]) -> None:
+        """Count seconds under another overlap from here on. What was proven before is of the one before."""
+        self.overlaps = overlaps
+        for level in self._built:
+            level.under(overlaps)
+
+    def find(
+        self,
+        *,
+        room: int,
+        limit: tuple[int, int],
+        deadline: Deadline,
+        prove: bool = True,
+        known: float = math.inf,
+    ) -> States:
         """The states of the fastest plan within `room` bytes, as the search counts them, at the first level with one.
 
         limit: what an error says instead: the memory limit of the program, and what of it is reserved. prove: whether
-        other layouts are looked for than are known so far. Raises NoStates.
+        other layouts are looked for than are known so far; known: seconds of a plan that has to be bettered, so that
+        it is enough to prove that there are none. Raises NoStates.
         """
         least: tuple[float, _Level, Infeasible] | None = None
         for level in self._offered(deadline):
             reason = level.refused(room)
             if reason is None:
                 try:
-                    return level.find(room, deadline, prove)
+                    return level.find(room, deadline, prove, known)
                 except Infeasible as found:
                     reason = level.reason = found
             if reason.kind != "memory":
@@ -124,38 +146,53 @@ class OfferedStates:
             space = build_offered(
                 offers, self.prices, self.boundary, narrowing=self.narrowing, deadline=deadline
             )
-            self._built.append(_Level.of(offers, space, self.prices, self.known))
+            self._built.append(_Level.of(offers, space, self.prices, self.known, self.overlaps))
             yield self._built[-1]
 
 
 @dataclass
 class _Level:
-    """reason: why there is no plan within the largest room for which there was none."""
+    """extra: seconds of a step that no choice changes. reason: why there is no plan within the largest room for which
+    there was none."""
 
     offers: Offers
     space: SearchSpace
     columns: Columns
     mesh: MeshSpec
+    extra: float
     reason: Infeasible | None = None
 
     @staticmethod
-    def of(offers: Offers, space: SearchSpace, prices: Prices, known: Assignment) -> _Level:
-        kinds = space.kinds(first_overlaps(prices.overlap_efficiency))
-        columns = Columns(space.problem, kinds, known_layouts(offers, space, known))
-        return _Level(offers, space, columns, prices.mesh)
+    def of(
+        offers: Offers,
+        space: SearchSpace,
+        prices: Prices,
+        known: Assignment,
+        overlaps: Sequence[PhaseOverlap],
+    ) -> _Level:
+        columns = Columns(space.problem, space.kinds(overlaps), known_layouts(offers, space, known))
+        return _Level(offers, space, columns, prices.mesh, sum(overlap.extra for overlap in overlaps))
+
+    def under(self, overlaps: Sequence[PhaseOverlap]) -> None:
+        self.columns = self.columns.under(self.space.kinds(overlaps))
+        self.extra = sum(overlap.extra for overlap in overlaps)
 
     def refused(self, room: int) -> Infeasible | None:
         """Why there is nothing within `room`, if that is known: more is needed in any case."""
         known = self.reason
         return known if known is not None and known.kind == "memory" and known.bound > room else None
 
-    def find(self, room: int, deadline: Deadline, prove: bool) -> States:
+    def find(self, room: int, deadline: Deadline, prove: bool, known: float) -> States:
         """Raises Infeasible."""
-        search = self.columns.proven if prove else self.columns.fitting
-        found = search(room, min(deadline.left, _LONGEST), ENOUGH)
+        seconds = min(deadline.left, _LONGEST)
+        if prove:
+            found = self.columns.proven(room, seconds, ENOUGH, known - self.extra)
+        else:
+            found = self.columns.fitting(room, seconds, ENOUGH)
         nbytes = int(self.space.problem.peak(found.choice)[0])
         states = _states(self.offers, self.space.assignment(found.choice))
-        return replace(states, seconds=found.cost, lower_bound=found.lower_bound, nbytes=nbytes, room=room)
+        seconds, bound = found.cost + self.extra, found.lower_bound + self.extra
+        return replace(states, seconds=seconds, lower_bound=bound, nbytes=nbytes, room=room)
 
     def explained(self, reason: Infeasible, room: int, limit: tuple[int, int]) -> InfeasibleError:
         """For users, who know their limit, not the room as the search counts it: as much less of it is missing."""

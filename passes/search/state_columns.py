@@ -10,6 +10,7 @@ join the small problem [Dantzig and Wolfe 1960].
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -59,14 +60,19 @@ class Columns:
     _shares: Point | None = None
     _last: Infeasible = field(default_factory=lambda: Infeasible("time"))
 
+    def under(self, kinds: CostKinds) -> Columns:
+        """With other paths through a step. What is known of strategies and choices stays, of bounds nothing."""
+        return Columns(self.problem, kinds, self.keep, _known=self._known, _last=self._last)
+
     def fitting(self, room: float, time_limit: float, gap: float) -> Solution:
         """The best choice of the small problem that fits, with what is known of the whole. Raises Infeasible."""
         deadline = time.monotonic() + time_limit
         return self._solution(self._small(room, deadline, gap)[0], room)
 
-    def proven(self, room: float, time_limit: float, gap: float) -> Solution:
-        """With strategies that prices bring, until it is within `gap` of the bound or they bring nothing more. A small
-        problem is solved as a whole, to the end. Raises Infeasible."""
+    def proven(self, room: float, time_limit: float, gap: float, known: float = math.inf) -> Solution:
+        """With strategies that prices bring, until it is within `gap` of the bound or they bring nothing more, or the
+        bound is `known`: what is faster is looked for. A small problem is solved as a whole, to the end. Raises
+        Infeasible."""
         deadline = time.monotonic() + time_limit
         if self._is_small:
             return self._whole(room, deadline, 0.0).solution()
@@ -75,7 +81,8 @@ class Columns:
         for _ in range(PROVING):
             if found.gap <= max(gap, ROUNDING) or time.monotonic() >= deadline:
                 break
-            if not self._priced(point, room, deadline, gap):
+            brought = self._priced(point, room, deadline, gap)
+            if not brought or self._bound(room) >= known:
                 return self._solution(choice, room)
             before, (choice, point) = found.cost, self._small(room, deadline, gap)
             found = self._solution(choice, room)
@@ -165,8 +172,11 @@ class Columns:
             kept.add(int(a))
         return any(new)
 
+    def _bound(self, room: float) -> float:
+        return max((b.base - b.slope * room for b in self._bounds), default=0.0)
+
     def _solution(self, choice: tuple[int, ...], room: float) -> Solution:
         cost = self.kinds.seconds(self.problem, choice)
-        bound = min(cost, max((b.base - b.slope * room for b in self._bounds), default=0.0))
+        bound = min(cost, self._bound(room))
         gap = (cost - bound) / max(abs(cost), 1e-300)
         return Solution(choice, cost, bound, gap, "optimal" if gap <= ROUNDING else "feasible")
