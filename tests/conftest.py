@@ -28,16 +28,25 @@ from tests.ranks import RankPool
 THINNED = (
     "api",
     "attention",
+    "canonicalize",
     "capture",
+    "compile",
     "micro_batches",
     "plans",
+    "predict",
+    "redistribution",
+    "refine",
+    "reporting",
+    "rules",
     "runtime",
     "schedule",
+    "scripts",
     "search",
     "spatial",
     "stages",
     "states",
     "training",
+    "verification",
 )
 KEPT_OF = 16
 """Of so many cases of one test in these areas CI runs one. With one of eight it took 24 minutes on a slow machine."""
