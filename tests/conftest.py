@@ -65,7 +65,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Under `pytest -n`, what makes network namespaces stays in one process: clean-up of one run is not another's.
     So do tests that share a fixture of their module, or what a helper of the tests caches: it is made once.
 
-    Of the many cases of one test in these areas seven of eight are slow, by their names; the first is not.
+    Of the many cases of one test in areas that are thinned one of `KEPT_OF` is kept, by their names, and the first.
     """
     here = Path(__file__).parent
     items.sort(key=lambda item: item.path.relative_to(here).parts[0] not in LONGEST)

@@ -152,14 +152,14 @@ class OfferedStates:
 
 @dataclass
 class _Level:
-    """extra: seconds of a step that no choice changes. reason: why there is no plan within the largest room for which
-    there was none."""
+    """overlaps: under which `columns` count. reason: why there is no plan within the largest room for which there was
+    none."""
 
     offers: Offers
     space: SearchSpace
     columns: Columns
     mesh: MeshSpec
-    extra: float
+    overlaps: Sequence[PhaseOverlap]
     reason: Infeasible | None = None
 
     @staticmethod
@@ -171,11 +171,15 @@ class _Level:
         overlaps: Sequence[PhaseOverlap],
     ) -> _Level:
         columns = Columns(space.problem, space.kinds(overlaps), known_layouts(offers, space, known))
-        return _Level(offers, space, columns, prices.mesh, sum(overlap.extra for overlap in overlaps))
+        return _Level(offers, space, columns, prices.mesh, overlaps)
+
+    @property
+    def extra(self) -> float:
+        """Seconds of a step that no choice changes."""
+        return sum(overlap.extra for overlap in self.overlaps)
 
     def under(self, overlaps: Sequence[PhaseOverlap]) -> None:
-        self.columns = self.columns.under(self.space.kinds(overlaps))
-        self.extra = sum(overlap.extra for overlap in overlaps)
+        self.columns, self.overlaps = self.columns.under(self.space.kinds(overlaps)), overlaps
 
     def refused(self, room: int) -> Infeasible | None:
         """Why there is nothing within `room`, if that is known: more is needed in any case."""

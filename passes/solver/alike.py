@@ -69,12 +69,9 @@ class Alike:
         """Of each node that is the first of its kind, how many are like it."""
         return Counter(self.like.values())
 
-    def times(self, side: Side) -> int:
-        """How many sides of its node are like the side that is the first of its kind."""
-        return self._times[side]
-
     @cached_property
-    def _times(self) -> Mapping[Side, int]:
+    def times(self) -> Mapping[Side, int]:
+        """Of each side that is the first of its kind, how many sides of its node are like it."""
         sides = Counter(self.side_like.values())
         return {side: number // self.count[self.like[side[0]]] for side, number in sides.items()}
 
@@ -85,9 +82,8 @@ class Alike:
     @cached_property
     def edges(self) -> tuple[Side, ...]:
         """The first edge of every kind, as (i, j) with i < j."""
-        sides = sorted(side for side in self.side_like if side[0] < side[1])
-        kinds = {self.kind(i, j): (i, j) for i, j in reversed(sides)}
-        return tuple(sorted(kinds.values()))
+        kinds = {(i, j): self.kind(i, j) for i, j in sorted(self.side_like) if i < j}
+        return tuple(dict.fromkeys(_firsts(kinds).values()))
 
     def entries(self, graph: Graph) -> int:
         """Number of edge entries, of every kind of edge once."""

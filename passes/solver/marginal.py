@@ -126,11 +126,8 @@ class Relaxation:
             key: max(0.0, -float(dual[first + p])) * row_scale(row)
             for p, (key, row) in enumerate(self.memory.items())
         }
-        starts = {node: program.start[p] for p, node in enumerate(program.nodes)}
-        shares = [
-            values[starts[like[node]] :][: len(self._graph.cost[node])] / self._alike.count[like[node]]
-            for node in sorted(like)
-        ]
+        of_kinds = np.split(values[: program.start[-1]], program.start[1:-1])
+        shares = [of_kinds[self._at[like[node]]] / self._alike.count[like[node]] for node in sorted(like)]
         choice = {node: choice[like[node]] for node in like}
         return Relaxed(choice, np.concatenate(shares), integral, messages, prices)
 

@@ -40,6 +40,7 @@ class MarginalProgram:
     sides:   first row of the marginals of each side of an edge.
     edges:   (i, j) with i < j; `edge_column[e]` is the first column of edge `edges[e]`.
     pairs:   per edge (rows a, columns b) of its finite entries.
+    most:    of each column; as many as it stands for.
     """
 
     nodes: tuple[int, ...]
@@ -94,7 +95,7 @@ def build_program(
                 place = at[alike.like[side[0]]]
                 row.append(np.arange(rows, rows + size))
                 column.append(np.arange(start[place], start[place + 1]))
-                value.append(np.full(size, -float(alike.times(first))))
+                value.append(np.full(size, -float(alike.times[first])))
                 rows += size
             row.append(sides[first] + used)
             column.append(columns)

@@ -180,7 +180,7 @@ def test_a_node_may_have_several_sides_that_are_alike() -> None:
     graph = Graph.of(problem, Tables())
     alike = Alike.of(graph)
     assert list(alike.count.values()) == [count]
-    assert alike.times(alike.side_like[0, 1]) == 2
+    assert alike.times[alike.side_like[0, 1]] == 2
     relaxed = Relaxation(graph, alike).solve(INF)
     assert relaxed is not None
     # Every second one: 12 edges of 0.5, and 0.3 six times.
