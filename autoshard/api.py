@@ -23,7 +23,7 @@ from autoshard.plan.optimizer_names import OptimizerLike, optimizer_name
 from autoshard.plan.pins import Constraints, resolve_pins
 from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.plan.plain_plan import given_plan
-from autoshard.plan.plan_fits import check_limit
+from autoshard.plan.plan_fits import check_limit, check_pins
 from autoshard.plan.stages_option import AnyPlan, checked_schedule, checked_stages
 from autoshard.refine.refine import check_refine
 from autoshard.runtime.agreement import agree, collectively
@@ -83,7 +83,7 @@ def autoshard(
                     "keep": DTensors as the plan leaves them; None: global values on every rank, but in
                     training, beside a scalar loss, outputs over 1 MiB stay DTensors.
     constraints:    {parameter name or pattern: placements} pins.
-    plan:           a Plan or a saved one's path: no search.
+    plan:           a Plan or a saved one's path: no search. Other arguments may ask for no other plan than this.
     backend:        "inductor", "eager", or any torch.compile backend.
     recompute:      "auto": what `memory_limit` leaves no room for is computed again in the backward, at the least cost;
                     "user": what runs under `torch.utils.checkpoint`, and nothing else.
@@ -126,15 +126,17 @@ def autoshard(
         check_call_placements(in_placements, out_placements, spec)
         limit = None if memory_limit is None else parse_bytes(memory_limit)
         ready = None if plan is None else given_plan(plan)
+        pins = resolve_pins(constraints, named_parameters(model), spec)
         if ready is not None:
             check_limit(ready, limit)
+            check_pins(ready, pins)
         # A plan needs no profile.
         known = profile is not None or plan is not None
         return Settings(
             memory_limit=limit,
             in_placements=in_placements,
             out_placements=out_placements,
-            pins=resolve_pins(constraints, named_parameters(model), spec),
+            pins=pins,
             plan=ready,
             backend=backend,
             recompute=recompute,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -72,7 +73,7 @@ def checked_race(race: object, planned: bool) -> int:
     """How many plans run before one is kept; 0 for none. planned: a plan is given, so there is no choice."""
     if race is None:
         return 0
-    if isinstance(race, bool) or not isinstance(race, int):
+    if isinstance(race, bool) or not isinstance(race, Integral):
         raise reject("race", race, "3, for the three best plans, or None for no race")
     count = checked_count(race, "race")
     if count > 1 and planned:
@@ -92,7 +93,7 @@ def checked_micro_batches(micro_batches: object) -> int | str:
     """In how many pieces a batch is run, or "auto". ShardingError for anything else."""
     if micro_batches == "auto":
         return "auto"
-    if isinstance(micro_batches, bool) or not isinstance(micro_batches, int):
+    if isinstance(micro_batches, bool) or not isinstance(micro_batches, Integral):
         raise reject("micro_batches", micro_batches, "a whole number from 1, or 'auto'")
     return checked_count(micro_batches, "micro_batches", least=1)
 

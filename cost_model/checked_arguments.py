@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import reprlib
+from numbers import Integral
 from pathlib import Path
 
 from cost_model.errors import AutoshardError, ShardingError
@@ -45,10 +46,10 @@ def checked_seconds(value: object, argument: str) -> float:
 
 
 def checked_count(value: object, argument: str, least: int = 0) -> int:
-    """An integer of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least or value >= 2**63:
-        raise reject(argument, value, f"an integer, at least {least}")
-    return value
+    """An integer of at least `least`; of numpy's, too."""
+    if not isinstance(value, bool) and isinstance(value, Integral) and least <= (count := int(value)) < 2**63:
+        return count
+    raise reject(argument, value, f"an integer, at least {least}")
 
 
 def checked_path(value: object, argument: str, error: type[AutoshardError] = ShardingError) -> Path:

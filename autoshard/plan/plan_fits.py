@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 
+from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.plan.plan import Plan
 from autoshard.plan.stages_option import AnyPlan
-from cost_model.errors import AutoshardError, InfeasibleError, PlanError
+from cost_model.errors import AutoshardError, InfeasibleError, PlanError, ShardingError
 from cost_model.mesh import MeshSpec
 from cost_model.units import enough_bytes, format_bytes
+from passes.ir.joint import JointGraph
+from passes.ir.op_traits import is_view
 from passes.layout.layout import Layout
+from passes.states.backward_copies import copied_ops
+from passes.states.cut_points import users_choice
 
-__all__ = ["axes_in", "check_limit", "check_mesh", "check_outputs", "runnable"]
+__all__ = ["axes_in", "check_again", "check_limit", "check_mesh", "check_outputs", "check_pins", "runnable"]
 
 
 def axes_in(plan: Plan) -> list[tuple[str, ...]]:
@@ -47,6 +52,42 @@ def check_limit(plan: AnyPlan, memory_limit: int | None) -> None:
             f"plan needs {enough_bytes(needed)} per device, and memory_limit is {format_bytes(memory_limit)}\n"
             f"  try: memory_limit={enough_bytes(needed)}, or a plan of find_plan(..., memory_limit=...)"
         )
+
+
+def check_pins(plan: AnyPlan, pins: Mapping[str, Layout]) -> None:
+    """ShardingError unless the plan has every pinned parameter as `constraints` say."""
+    for stage in _stages(plan):
+        for name, pin in pins.items():
+            layout = stage.parameter_layouts.get(name, pin)
+            if layout != pin:
+                raise ShardingError(
+                    f"constraints pin {name} to {pin}, and plan has it as {layout}\n"
+                    "  try: without constraints, or a plan of find_plan(..., constraints=...)"
+                )
+
+
+def check_again(plan: AnyPlan, recompute: str, joint: JointGraph) -> None:
+    """PlanError where `recompute` is "user" and the plan computes other ops again than the model's checkpoints say.
+
+    joint: the graph that the plan names.
+    """
+    if recompute != "user":
+        return
+    asked = set(users_choice(joint))
+    views = {node.name for node in joint.graph.nodes if node.op == "call_function" and is_view(node)}
+    again = {name for stage in _stages(plan) for name in copied_ops(record.name for record in stage.records)}
+    others = sorted(again - asked - views)
+    if others or bool(asked) != bool(again):
+        what = f"computes {others[0]} again" if others else "computes nothing again"
+        why = "does not run it" if others else "runs ops"
+        raise PlanError(
+            f'recompute is "user", and plan {what}, while the model {why} under torch.utils.checkpoint\n'
+            '  try: recompute="auto", which leaves it to the plan, or a plan of find_plan(..., recompute="user")'
+        )
+
+
+def _stages(plan: AnyPlan) -> Sequence[Plan]:
+    return plan.stages if isinstance(plan, PipelinePlan) else (plan,)
 
 
 @contextmanager

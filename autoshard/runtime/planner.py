@@ -18,7 +18,7 @@ from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_cache import cached_candidates, cached_search
 from autoshard.plan.plan_content import pace_of
-from autoshard.plan.plan_fits import check_mesh, check_outputs
+from autoshard.plan.plan_fits import check_again, check_mesh, check_outputs
 from autoshard.plan.planned_graph import planned_graph
 from autoshard.plan.racers import racers
 from autoshard.plan.stages_option import AnyPlan
@@ -114,7 +114,9 @@ class Planner:
         s = self.settings
         if s.plan is not None:
             check_mesh(s.plan, self.spec)
-            s.plan.check_graph(planned_graph(captured, s.plan))
+            graph = planned_graph(captured, s.plan)
+            s.plan.check_graph(graph)
+            check_again(s.plan, s.recompute, graph)
             check_outputs(s.plan, layouts.outputs)
             return s.plan
         task = self._task(captured, layouts, s.pins)

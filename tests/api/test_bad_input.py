@@ -238,6 +238,25 @@ def test_another_schedule_than_the_plan_s(ranks: RankPool, tmp_path: Path) -> No
             assert text.startswith("ShardingError: schedule is '1f1b', and plan runs 'gpipe'"), text
 
 
+def other_pins(rank: int, path: str) -> str:
+    pins = {"up.weight": [Shard(1)]}
+    text = refusal(
+        model := two_linear(), lambda: parallel(model, PAIR, (data()[0],), plan=path, constraints=pins)
+    )
+    same = {"up.weight": [Shard(0)]}
+    parallel(model, PAIR, (data()[0],), plan=path, constraints=same, recompute="user")
+    return text
+
+
+def test_pins_that_a_plan_does_not_meet(ranks: RankPool, tmp_path: Path) -> None:
+    path, pins = tmp_path / "plan.json", {"up.weight": [Shard(0)]}
+    given = (data()[0],)
+    find_plan(two_linear(), MeshSpec({"x": 2}), given, profile=slow_compute(), constraints=pins).save(path)
+    for text in ranks.run(other_pins, str(path), world=2):
+        assert text.startswith("ShardingError: constraints pin up.weight to "), text
+        assert "and plan has it as" in text
+
+
 def test_a_plan_for_another_model_or_mesh(ranks: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     plan = find_plan(two_linear(), MeshSpec({"x": 2}), (data()[0],), profile=slow_compute())

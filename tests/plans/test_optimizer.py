@@ -55,6 +55,8 @@ def test_master_copies_are_float32_beside_bfloat16() -> None:
         (lambda p: torch.optim.AdamW(p), "adamw"),
         (lambda p: torch.optim.Adam(p, amsgrad=True), "adam, amsgrad"),
         (lambda p: torch.optim.AdamW(p, amsgrad=True), "adamw, amsgrad"),
+        (lambda p: torch.optim.RMSprop(p, momentum=0.9), "adamw"),
+        (lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True), "adamw, amsgrad"),
     ],
 )
 def test_one_of_torchs(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], name: str) -> None:
