@@ -23,7 +23,7 @@ def rehearsed_plan(plan: AnyPlan, measured: float) -> AnyPlan:
     step = Rehearsed(plan.step_time if plan.rehearsed is None else plan.rehearsed.modelled, measured)
     factor = measured / plan.step_time
     if isinstance(plan, Plan):
-        return replace(_longer(plan, factor, pace_of(step)), rehearsed=step)
+        return replace(_longer(plan, factor, pace_of(step)), step_time=measured, rehearsed=step)
     stages = tuple(_longer(stage, factor, pace_of(step)) for stage in plan.stages)
     return replace(plan, stages=stages, prices=_schedule_prices(plan.prices, factor), rehearsed=step)
 
