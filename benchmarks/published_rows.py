@@ -10,6 +10,7 @@ from pathlib import Path
 from autoshard import Profile
 from benchmarks.llama3 import LLAMAS
 from benchmarks.mpt import SIZES
+from cost_model.pace import paced_rates
 
 __all__ = ["ROWS", "Row", "missing", "profile_of", "read_rows"]
 
@@ -27,12 +28,16 @@ SHARDED = ("FULL_SHARD", "SHARD_GRAD_OP")
 AGAIN = ("none", "full", "selective")
 HBM2E, HBM3 = 2.4e12, 3.35e12
 """Bytes a second that the makers state: of torchtitan's H100 and of the profile's."""
+TRITON_FORWARD, TRITON_BACKWARD = 1.4, 2.0
+"""Times as long as FlashAttention-2, which the profiles have, took FlashAttention in Triton. [Dao 2023,
+FlashAttention-2, section 4.1, on an A100: "around 1.3-1.5x faster than FlashAttention in Triton in the forward pass
+and around 2x faster in the backward pass"]"""
 
 
 @dataclass(frozen=True)
 class Row:
     """tokens_per_second: of one GPU. micro_batch: sequences of one GPU at once. checkpointing: one of `AGAIN`.
-    memory_gib: the peak that was published, if one was."""
+    memory_gib: the peak that was published, if one was. triton: whether attention was FlashAttention in Triton."""
 
     model: str
     sequence: int
@@ -45,6 +50,7 @@ class Row:
     tokens_per_second: float
     compiled: bool = False
     memory_gib: float | None = None
+    triton: bool = False
 
     @property
     def name(self) -> str:
@@ -90,12 +96,23 @@ def missing(rows: Sequence[Row]) -> dict[str, int]:
 
 
 def profile_of(row: Row) -> Profile:
-    """The shipped one of its GPU, whose memory is as fast as the row says."""
+    """The shipped one of its GPU, whose memory is as fast, and whose attention as slow, as the row says."""
     profile = Profile.named(PROFILES[row.gpu])
-    if row.gpu != "h100_96gb":
-        return profile
-    bandwidth = profile.device.memory_bytes_per_second * HBM2E / HBM3
-    return replace(profile, device=replace(profile.device, memory_bytes_per_second=bandwidth))
+    device, slower = profile.device, _attention_slower(row)
+    if row.gpu == "h100_96gb":
+        bandwidth = device.memory_bytes_per_second * HBM2E / HBM3
+        device = replace(device, memory_bytes_per_second=bandwidth)
+    if slower > 1.0:
+        device = replace(device, attention=tuple(paced_rates(one, slower) for one in device.attention))
+    return replace(profile, device=device)
+
+
+def _attention_slower(row: Row) -> float:
+    """Of forward and backward together, which the profiles price as one: two products forward, as many again in blocks
+    that are computed again, and five backward."""
+    forward = 4 if row.checkpointing == "full" else 2
+    triton = (forward * TRITON_FORWARD + 5 * TRITON_BACKWARD) / (forward + 5)
+    return triton if row.triton else 1.0
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -106,6 +123,9 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def _mpt(line: Mapping[str, str]) -> Row:
+    """Rows of 128 GPUs and more were added in 2024, when `submit_benchmarks.py` said `attn_impl: flash` and installed
+    FlashAttention-2. The others are of `sweep.sh` of 2023, which leaves it at what that script had then, `triton`.
+    [mosaicml/llm-foundry, scripts/train/benchmarking: README.md and sweep.sh before and after]"""
     offloaded = line.get("activation_cpu_offload", "False") == "True"
     return Row(
         model=line["model"],
@@ -117,6 +137,7 @@ def _mpt(line: Mapping[str, str]) -> Row:
         sharding=line["sharding"],
         checkpointing="offloaded" if offloaded else _full(line["activation_checkpointing"]),
         tokens_per_second=float(line["tokens_per_second_per_gpu"]),
+        triton="Large Scale" not in line["hardware"],
     )
 
 

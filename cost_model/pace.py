@@ -17,7 +17,7 @@ from cost_model.measurements import (
 from cost_model.profile import Profile
 from cost_model.timed import TimedPrices
 
-__all__ = ["paced_device", "paced_profile", "paced_times"]
+__all__ = ["paced_device", "paced_profile", "paced_rates", "paced_times"]
 
 
 def paced_profile(profile: Profile, pace: float) -> Profile:
@@ -65,11 +65,12 @@ def paced_device(device: DeviceRates, pace: float) -> DeviceRates:
         launch_seconds=pace * device.launch_seconds,
         memory_bytes_per_second=device.memory_bytes_per_second / pace,
         update=None if device.update is None else _update(device.update, pace),
-        **{kind: tuple(_rates(rates, pace) for rates in device.rates(kind)) for kind in KERNEL_KINDS},
+        **{kind: tuple(paced_rates(rates, pace) for rates in device.rates(kind)) for kind in KERNEL_KINDS},
     )
 
 
-def _rates(rates: MatmulRates, pace: float) -> MatmulRates:
+def paced_rates(rates: MatmulRates, pace: float) -> MatmulRates:
+    """`rates` of kernels that take `pace` times as long."""
     return replace(rates, flops_per_second=tuple(rate / pace for rate in rates.flops_per_second))
 
 
