@@ -7,11 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-PROGRAM = """
+import pytest
+
+WITHIN = """
 import torch
 from autoshard import MeshSpec, find_plan
-from tests.models import SwiGLU, TwoLinear
-from tests.profiles import slow_compute
+from tests.models import SwiGLU
 
 class Model(torch.nn.Module):
     def __init__(self):
@@ -26,18 +27,29 @@ class Model(torch.nn.Module):
 torch.set_num_threads(1)
 plan = find_plan(Model(), MeshSpec({"dp": 2, "tp": 2}), (torch.zeros(16, 64),), memory_limit="500KB")
 print(plan.fingerprint, plan.cost, plan.step_time)
+"""
+JOINED = """
+import torch
+from autoshard import MeshSpec, find_plan
+from tests.models import TwoLinear
+from tests.profiles import slow_compute
+
+torch.set_num_threads(1)
 many = MeshSpec(dict.fromkeys("abcde", 2))
 plan = find_plan(TwoLinear(), many, (torch.zeros(8, 10),), profile=slow_compute())
 print(plan.joined_axes, plan.fingerprint, plan.cost)
 """
 
 
-def test_the_same_plan_in_two_processes() -> None:
+@pytest.mark.parametrize(
+    "program", [pytest.param(WITHIN, id="within"), pytest.param(JOINED, id="joined", marks=pytest.mark.slow)]
+)
+def test_the_same_plan_in_two_processes(program: str) -> None:
     root = Path(__file__).parents[2]
 
     def start(seed: str) -> subprocess.Popen[str]:
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(root)}
-        command = [sys.executable, "-c", PROGRAM]
+        command = [sys.executable, "-c", program]
         return subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True)
 
     processes = [start(seed) for seed in ("1", "2")]

@@ -65,12 +65,12 @@ def test_pieces_keep_less_alive() -> None:
 
 
 def test_auto_takes_pieces_where_the_whole_does_not_fit() -> None:
-    _, _, whole = planned("images", 16, micro_batches="auto")
+    _, _, whole = planned("tokens", 64, micro_batches="auto")
     assert whole.micro_batches == 1
-    limit = int(0.5 * whole.peak_memory)
+    limit = int(0.6 * whole.peak_memory)
     with pytest.raises(InfeasibleError):
-        planned("images", 16, memory_limit=limit, recompute="user")
-    _, _, plan = planned("images", 16, memory_limit=limit, recompute="user", micro_batches="auto")
+        planned("tokens", 64, memory_limit=limit, recompute="user")
+    _, _, plan = planned("tokens", 64, memory_limit=limit, recompute="user", micro_batches="auto")
     assert plan.micro_batches > 1 and plan.peak_memory <= limit
 
 
