@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from passes.ir.joint import JointGraph
 from passes.layout.assignment import Assignment
@@ -12,10 +13,11 @@ from passes.plan.lowering_plan import LoweringPlan
 from passes.predict.memory_kinds import KINDS
 from passes.predict.memory_record import MemoryStep, MemoryWalk
 from passes.predict.predict_step import Prediction, predicted_step
+from passes.predict.step_in_orders import StepInOrders
 from passes.redistribution.steps import Step
 from passes.strategies.prices import Prices
 
-__all__ = ["Judged", "Spared", "judged", "lowered", "within"]
+__all__ = ["Judged", "Spared", "judged", "judged_within", "lowered"]
 
 _HALVINGS = 8
 """How often what transfers hold at the peak is halved, at most, where all of it is too much, and none of it is not."""
@@ -83,20 +85,23 @@ class Judged:
 
 def judged(joint: JointGraph, assignment: Assignment, prices: Prices) -> Judged:
     """Lowered by `prices`, and its step under them."""
-    lowering, moved = decide_lowering(joint, assignment, prices)
-    return Judged(assignment, prices, lowering, moved, predicted_step(joint, assignment, lowering, prices))
+    return _judged(joint, assignment, prices, partial(predicted_step, joint, assignment))
 
 
-def within(first: Judged, joint: JointGraph, over: Callable[[Judged], int]) -> Judged:
-    """`first`, or with its layouts what is within a limit: with fewer bytes in transfers at once, as many as fit.
+def judged_within(
+    joint: JointGraph, assignment: Assignment, prices: Prices, over: Callable[[Judged], int]
+) -> Judged:
+    """`judged`, or what is within a limit: with fewer bytes in transfers at once, as many as fit.
 
     over: bytes by which a plan is over the limit. Where even transfers that go one by one hold too much, the one that
     is least over is returned.
     """
+    steps = StepInOrders(joint, assignment)
+    first = _judged(joint, assignment, prices, steps.predicted)
     moved = first.peak.by_kind[KINDS.index("moved")]
     if over(first) <= 0 or moved < _WORTH * first.peak.nbytes:
         return first
-    again = lambda nbytes: judged(joint, first.assignment, first.prices.holding(nbytes))
+    again = lambda nbytes: _judged(joint, assignment, prices.holding(nbytes), steps.predicted)
     alone = again(0)
     if over(alone) > 0:
         return min(first, alone, key=over)
@@ -110,6 +115,16 @@ def within(first: Judged, joint: JointGraph, over: Callable[[Judged], int]) -> J
         else:
             fits, best = middle, min(best, one, key=lambda each: each.seconds)
     return replace(best, roomy=first, partly=partly)
+
+
+def _judged(
+    joint: JointGraph,
+    assignment: Assignment,
+    prices: Prices,
+    predict: Callable[[LoweringPlan, Prices], Prediction],
+) -> Judged:
+    lowering, moved = decide_lowering(joint, assignment, prices)
+    return Judged(assignment, prices, lowering, moved, predict(lowering, prices))
 
 
 def lowered(joint: JointGraph, assignment: Assignment, prices: Prices) -> Judged:

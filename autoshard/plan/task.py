@@ -13,7 +13,7 @@ from functools import cached_property
 from autoshard.plan.call_layouts import CallLayouts
 from autoshard.plan.families_within import families_within
 from autoshard.plan.infeasible import Asked, told
-from autoshard.plan.judged import Judged, judged, within
+from autoshard.plan.judged import Judged, judged, judged_within
 from autoshard.plan.parameter_names import by_first_name, parameter_shapes
 from autoshard.plan.piece_sizes import other_size_records
 from autoshard.plan.pins import resolve_pins
@@ -180,9 +180,8 @@ def search_plans(
             joint: JointGraph, chosen: Chosen | None, memory_limit: int | None, reserve: int, latest: Deadline
         ) -> Found:
             def judge(assignment: Assignment, joining: Prices) -> Judgement:
-                found = judged(joint, assignment, joining)
-                if chosen is not None:  # within a limit
-                    found = within(found, joint, over)
+                given = joint, assignment, joining
+                found = judged(*given) if chosen is None else judged_within(*given, over)
                 known[id(assignment)] = found
                 rivals(found)
                 return Judgement(found.phase_seconds, found.peak.nbytes)

@@ -28,7 +28,7 @@ from passes.rules.core.rule import OpRule
 from passes.rules.core.rule_registry import rule_for
 from passes.schedule.later_steps import later_places
 
-__all__ = ["RankGraph", "partition"]
+__all__ = ["RankGraph", "order_of", "partition"]
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,12 @@ class RankGraph:
             local shapes, functional collectives where layouts change.
     values: global node name -> the local node that holds this rank's part of it (of the result
             selected, for `getitem`). Nodes with several results are absent; their getitems are here.
+    transfers: meta "transfer" of a node counts these.
     """
 
     module: fx.GraphModule
     values: Mapping[str, str]
+    transfers: Sequence[Transfer] = ()
 
 
 @collector_paused()
@@ -89,7 +91,7 @@ class _Writer:
     calls: FakeCalls = field(default_factory=lambda: FakeCalls())
     # An op of several results has one node of a tuple, or, if its rule made them one by one, a tuple of nodes.
     local: dict[fx.Node, Any] = field(default_factory=dict)
-    transfers: int = 0
+    transfers: list[Transfer] = field(default_factory=list)
     arrivals: dict[Transfer, Arrival] = field(default_factory=dict)
 
     def write(self, node: fx.Node) -> None:
@@ -111,7 +113,7 @@ class _Writer:
             for node, local in self.local.items()
             if isinstance(local, fx.Node) and "val" in local.meta
         }
-        return RankGraph(lazy_module(self.graph), values)
+        return RankGraph(lazy_module(self.graph), values, self.transfers)
 
     def _placeholder(self, node: fx.Node) -> fx.Node:
         local = self.graph.placeholder(node.name)
@@ -186,26 +188,23 @@ class _Writer:
         if held == wanted:
             return local
         value = node_value(operand)
-        steps = self.lowering.steps[reader.name, position]
+        transfer = reader.name, position
+        steps = self.lowering.steps[transfer]
         meta = _meta(reader if reader.op != "output" else operand)
         meta["serves"] = self.served.name(operand, reader, position)
         if reader.op == "output" and "runs" in meta:
             meta["runs"] = "piece" if is_of_piece(operand) else "after"
         elif is_piece(reader):
             meta["runs"] = "before"
-        meta["turn"] = self.lowering.turns[reader.name, position]
-        if (reader.name, position) in self.later:
-            meta["later"] = self.later[reader.name, position]
-        if (reader.name, position) in self.lowering.ahead:
-            meta["ahead"] = self.lowering.ahead[reader.name, position]
+        meta |= order_of(transfer, self.lowering, self.later)
         # The order of a bucket's members: a rank's own graph may not show it, as ranks read different members.
-        meta["transfer"] = self.transfers
-        self.transfers += 1
+        meta["transfer"] = len(self.transfers)
+        self.transfers.append(transfer)
         shape, mesh, groups = value.shape, self.mesh, self.groups
         last = last_node(self.graph)
         moved = emit(self.graph, local, steps, shape, mesh, self.rank, groups, meta, self.calls)
         spans = [held.interval(shape, mesh, d, self.rank) for d in range(len(shape))]
-        self.arrivals[reader.name, position] = Arrival(local, spans, last.next, meta["transfer"])
+        self.arrivals[transfer] = Arrival(local, spans, last.next, meta["transfer"])
         return moved
 
     def _emit(
@@ -215,6 +214,18 @@ class _Writer:
         local.meta = _meta(node)
         local.meta["val"] = self.calls(target, args, kwargs, fake_mode_of(node.meta["val"]))
         return local
+
+
+def order_of(
+    transfer: Transfer, lowering: LoweringPlan, later: Mapping[Transfer, tuple[int, ...]]
+) -> dict[str, Any]:
+    """What the nodes of a transfer say of when it runs. later: of `passes.schedule.later_steps`."""
+    order: dict[str, Any] = {"turn": lowering.turns[transfer]}
+    if transfer in later:
+        order["later"] = later[transfer]
+    if transfer in lowering.ahead:
+        order["ahead"] = lowering.ahead[transfer]
+    return order
 
 
 def node_is_tuple(node: fx.Node) -> bool:

@@ -57,12 +57,14 @@ class RankProgram:
     """local: the rank's joint graph, every op of the global graph where it stands there.
     inputs, outputs: what the ends of the joint graph mean.
     schedule: what orders a phase; the backward, once it is known which tangents there are.
+    split: forward and backward before they are put in order, where they are known; they are changed in place.
     """
 
     local: RankGraph
     inputs: tuple[GraphInput, ...]
     outputs: tuple[GraphOutput, ...]
     schedule: Schedule
+    split: Phases | None = None
 
     @staticmethod
     def of(
@@ -77,7 +79,7 @@ class RankProgram:
     @cached_property
     def phases(self) -> Phases:
         """The forward, in the order in which it runs, and the backward as it was split off."""
-        phases = split_phases(self.local.module, self.inputs, self.outputs)
+        phases = self.split or split_phases(self.local.module, self.inputs, self.outputs)
         self.schedule(phases.forward)
         return phases
 

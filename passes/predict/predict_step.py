@@ -31,6 +31,7 @@ __all__ = [
     "predict_phases",
     "predicted_step",
     "slowest_ranks",
+    "slowest_step",
 ]
 
 
@@ -62,9 +63,14 @@ def predicted_step(
             )
         return of_phases((program.joined() if eager else program).usual())
 
-    ranks = [of_rank(rank) for rank in slowest_ranks(assignment, mesh)]
-    fullest = max(ranks, key=lambda p: p.peak.nbytes)
-    return replace(max(ranks, key=lambda p: p.seconds), memory=fullest.memory)
+    return slowest_step(of_rank(rank) for rank in slowest_ranks(assignment, mesh))
+
+
+def slowest_step(ranks: Iterable[Prediction]) -> Prediction:
+    """The step of the slowest of the ranks, with the memory of the fullest."""
+    found = list(ranks)
+    fullest = max(found, key=lambda p: p.peak.nbytes)
+    return replace(max(found, key=lambda p: p.seconds), memory=fullest.memory)
 
 
 def predict_phases(phases: Phases, prices: Prices, axes_of: AxesOf) -> Prediction:

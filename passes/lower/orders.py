@@ -1,0 +1,81 @@
+"""A rank's program with its transfers in one order or another: partitioned and split into phases once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+
+from torch import fx
+
+from cost_model.mesh import MeshSpec
+from passes.ir.joint import JointGraph
+from passes.ir.rewrite import duplicate_module
+from passes.layout.assignment import Assignment
+from passes.lower.partition import order_of
+from passes.lower.phases import Phases, split_phases
+from passes.lower.rank_program import RankProgram, rank_program
+from passes.plan.lowering_plan import LoweringPlan
+from passes.schedule.later_steps import later_places
+from passes.states.compute_again import compute_again
+
+__all__ = ["Orders"]
+
+
+class Orders:
+    """Programs of one rank that differ in turns, and in how many transfers are in flight, and in nothing else.
+
+    lowering: of the first. joined: with the kernels that a program has which runs op by op. Others as of
+    `rank_program`.
+    """
+
+    def __init__(
+        self,
+        joint: JointGraph,
+        assignment: Assignment,
+        lowering: LoweringPlan,
+        mesh: MeshSpec,
+        rank: int,
+        groups: Mapping[tuple[str, ...], str],
+        *,
+        joined: bool,
+    ) -> None:
+        self._lowering, self._assignment = lowering, assignment
+        self._joint = compute_again(joint, lowering.again)
+        program = rank_program(joint, assignment, lowering, mesh, rank, groups)
+        self._program = program.joined() if joined else program
+
+    def has(self, lowering: LoweringPlan) -> bool:
+        """Whether that is the same program in another order: what moves, and in which phase, is the same."""
+        mine = self._lowering
+        phases = lambda one: {transfer: turn[0] for transfer, turn in one.turns.items()}
+        return (
+            phases(lowering) == phases(mine) and replace(lowering, turns=mine.turns, ahead=mine.ahead) == mine
+        )
+
+    def program(self, lowering: LoweringPlan) -> RankProgram:
+        """In the order of `lowering`, which it `has`."""
+        later = later_places(self._joint, self._assignment, lowering.steps, lowering.turns)
+        ordered = lambda module: self._ordered(module, lowering, later)
+        backward = self._split.backward
+        split = replace(
+            self._split,
+            forward=ordered(self._split.forward),
+            backward=None if backward is None else replace(backward, module=ordered(backward.module)),
+        )
+        return replace(self._program, split=split)
+
+    @cached_property
+    def _split(self) -> Phases:
+        return split_phases(self._program.local.module, self._program.inputs, self._program.outputs)
+
+    def _ordered(
+        self, module: fx.GraphModule, lowering: LoweringPlan, later: Mapping[tuple[str, int], tuple[int, ...]]
+    ) -> fx.GraphModule:
+        module = duplicate_module(module)
+        for node in module.graph.nodes:
+            if "transfer" in node.meta:
+                transfer = self._program.local.transfers[node.meta["transfer"]]
+                kept = {name: value for name, value in node.meta.items() if name not in ("ahead", "later")}
+                node.meta = kept | order_of(transfer, lowering, later)
+        return module
