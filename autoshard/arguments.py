@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import nn
 
 from autoshard.calls.signature import placement_leaves
 from autoshard.runtime.wrapping import check_original
-from cost_model.checked_arguments import checked_count, checked_path, reject, shown
+from cost_model.checked_arguments import checked_count, checked_path, is_whole, reject, shown
 from cost_model.errors import ProfileError, ShardingError
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
@@ -73,7 +72,7 @@ def checked_race(race: object, planned: bool) -> int:
     """How many plans run before one is kept; 0 for none. planned: a plan is given, so there is no choice."""
     if race is None:
         return 0
-    if isinstance(race, bool) or not isinstance(race, Integral):
+    if not is_whole(race):
         raise reject("race", race, "3, for the three best plans, or None for no race")
     count = checked_count(race, "race")
     if count > 1 and planned:
@@ -93,7 +92,7 @@ def checked_micro_batches(micro_batches: object) -> int | str:
     """In how many pieces a batch is run, or "auto". ShardingError for anything else."""
     if micro_batches == "auto":
         return "auto"
-    if isinstance(micro_batches, bool) or not isinstance(micro_batches, Integral):
+    if not is_whole(micro_batches):
         raise reject("micro_batches", micro_batches, "a whole number from 1, or 'auto'")
     return checked_count(micro_batches, "micro_batches", least=1)
 

@@ -98,21 +98,21 @@ def missing(rows: Sequence[Row]) -> dict[str, int]:
 def profile_of(row: Row) -> Profile:
     """The shipped one of its GPU, whose memory is as fast, and whose attention as slow, as the row says."""
     profile = Profile.named(PROFILES[row.gpu])
-    device, slower = profile.device, _attention_slower(row)
+    device = profile.device
     if row.gpu == "h100_96gb":
         bandwidth = device.memory_bytes_per_second * HBM2E / HBM3
         device = replace(device, memory_bytes_per_second=bandwidth)
-    if slower > 1.0:
-        device = replace(device, attention=tuple(paced_rates(one, slower) for one in device.attention))
+    if row.triton:
+        pace = _triton_pace(row)
+        device = replace(device, attention=tuple(paced_rates(rates, pace) for rates in device.attention))
     return replace(profile, device=device)
 
 
-def _attention_slower(row: Row) -> float:
+def _triton_pace(row: Row) -> float:
     """Of forward and backward together, which the profiles price as one: two products forward, as many again in blocks
     that are computed again, and five backward."""
     forward = 4 if row.checkpointing == "full" else 2
-    triton = (forward * TRITON_FORWARD + 5 * TRITON_BACKWARD) / (forward + 5)
-    return triton if row.triton else 1.0
+    return (forward * TRITON_FORWARD + 5 * TRITON_BACKWARD) / (forward + 5)
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -123,9 +123,10 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def _mpt(line: Mapping[str, str]) -> Row:
-    """Rows of 128 GPUs and more were added in 2024, when `submit_benchmarks.py` said `attn_impl: flash` and installed
-    FlashAttention-2. The others are of `sweep.sh` of 2023, which leaves it at what that script had then, `triton`.
-    [mosaicml/llm-foundry, scripts/train/benchmarking: README.md and sweep.sh before and after]"""
+    """Rows of up to 64 GPUs are in earlier versions of the source, with a `sweep.sh` that leaves attention as
+    `submit_benchmarks.py` has it: `triton` at first, and `flash`, with FlashAttention-2 installed, in its last version.
+    No row says what it ran: that the earlier ones ran the earlier kernel is assumed. [mosaicml/llm-foundry,
+    scripts/train/benchmarking]"""
     offloaded = line.get("activation_cpu_offload", "False") == "True"
     return Row(
         model=line["model"],

@@ -7,10 +7,11 @@ import os
 import reprlib
 from numbers import Integral
 from pathlib import Path
+from typing import TypeGuard
 
 from cost_model.errors import AutoshardError, ShardingError
 
-__all__ = ["checked_count", "checked_flag", "checked_path", "checked_seconds", "reject", "shown"]
+__all__ = ["checked_count", "checked_flag", "checked_path", "checked_seconds", "is_whole", "reject", "shown"]
 
 
 _SHORT = reprlib.Repr()
@@ -45,9 +46,14 @@ def checked_seconds(value: object, argument: str) -> float:
     return float(value)
 
 
+def is_whole(value: object) -> TypeGuard[Integral]:
+    """Whether it is an integer, Python's or numpy's; True and False are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
 def checked_count(value: object, argument: str, least: int = 0) -> int:
-    """An integer of at least `least`; of numpy's, too."""
-    if not isinstance(value, bool) and isinstance(value, Integral) and least <= (count := int(value)) < 2**63:
+    """An integer of at least `least`."""
+    if is_whole(value) and least <= (count := int(value)) < 2**63:
         return count
     raise reject(argument, value, f"an integer, at least {least}")
 

@@ -77,7 +77,7 @@ def check_again(plan: AnyPlan, recompute: str, joint: JointGraph) -> None:
     views = {node.name for node in joint.graph.nodes if node.op == "call_function" and is_view(node)}
     again = {name for stage in _stages(plan) for name in copied_ops(record.name for record in stage.records)}
     others = sorted(again - asked - views)
-    if others or bool(asked) != bool(again):
+    if others or (asked and not again):
         what = f"computes {others[0]} again" if others else "computes nothing again"
         why = "does not run it" if others else "runs ops"
         raise PlanError(

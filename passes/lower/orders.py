@@ -16,6 +16,7 @@ from passes.lower.partition import order_of
 from passes.lower.phases import Phases, split_phases
 from passes.lower.rank_program import RankProgram, rank_program
 from passes.plan.lowering_plan import LoweringPlan
+from passes.plan.transfers import Transfer
 from passes.schedule.later_steps import later_places
 from passes.states.compute_again import compute_again
 
@@ -42,7 +43,7 @@ class Orders:
     ) -> None:
         self._lowering, self._assignment = lowering, assignment
         self._joint = compute_again(joint, lowering.again)
-        program = rank_program(joint, assignment, lowering, mesh, rank, groups)
+        program = rank_program(self._joint, assignment, lowering, mesh, rank, groups)
         self._program = program.joined() if joined else program
 
     def has(self, lowering: LoweringPlan) -> bool:
@@ -70,7 +71,7 @@ class Orders:
         return split_phases(self._program.local.module, self._program.inputs, self._program.outputs)
 
     def _ordered(
-        self, module: fx.GraphModule, lowering: LoweringPlan, later: Mapping[tuple[str, int], tuple[int, ...]]
+        self, module: fx.GraphModule, lowering: LoweringPlan, later: Mapping[Transfer, tuple[int, ...]]
     ) -> fx.GraphModule:
         module = duplicate_module(module)
         for node in module.graph.nodes:
