@@ -31,6 +31,7 @@ TEST_SECONDS, FIGURE_SECONDS = 5400, 900
 FIGURES = {
     "Step against torch.compile": "step",
     "Memory, predicted and allocated": "memory",
+    "Within less and less memory": "limits",
     "Kernels and phases, predicted and measured": "kernels",
     "Step of three models, predicted from timed kernels": "prediction",
     "Rates of this GPU beside the nominal profile": "rates",

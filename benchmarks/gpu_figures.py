@@ -2,6 +2,7 @@
 
     python -m benchmarks.gpu_figures step          # step time against torch.compile, in one run
     python -m benchmarks.gpu_figures memory        # peak of a step, predicted and allocated
+    python -m benchmarks.gpu_figures limits        # within less and less memory, beside checkpoints of blocks
     python -m benchmarks.gpu_figures kernels       # forward, backward, update: predicted and measured
     python -m benchmarks.gpu_figures prediction    # three models: predicted by timed kernels, measured, torch.compile
     python -m benchmarks.gpu_figures rates         # measured rates of this GPU beside the nominal profile's
@@ -32,6 +33,7 @@ from autoshard.demo.model import GPT, GPTConfig, batches
 from autoshard.profiling.startup import nominal_profile, startup_profile
 from autoshard.reporting.report_steps import report
 from autoshard.started_mesh import started_mesh
+from benchmarks.gpu_memory import within_limits
 from benchmarks.gpu_prediction import MODELS, compared
 from benchmarks.step_time import Trainer, in_turns
 from cost_model.collectives import CollectivePrices
@@ -128,6 +130,12 @@ def training_step(model: nn.Module, call: tuple[torch.Tensor, ...]) -> Callable[
     return run
 
 
+def limits(mesh: DeviceMesh) -> None:
+    """The goals: every peak within its limit and within 10 % of the prediction; 1.0 of the checkpoints' step."""
+    for line in within_limits(mesh, startup_profile(mesh), torch.bfloat16):
+        say(line)
+
+
 def kernels(mesh: DeviceMesh) -> None:
     """By the profile that is measured here at start-up, and by the shipped one that stands for GPUs."""
     measured = startup_profile(mesh)
@@ -191,6 +199,7 @@ def short(dtype: torch.dtype) -> str:
 FIGURES: dict[str, Callable[[DeviceMesh], None]] = {
     "step": step,
     "memory": memory,
+    "limits": limits,
     "kernels": kernels,
     "parts": kernels,
     "prediction": prediction,

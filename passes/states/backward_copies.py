@@ -40,11 +40,13 @@ class Copies:
         self.chosen: set[fx.Node] = set()
         tangents = after_tangents(joint)
         for node in self.order:
-            viewed = (
-                is_view(node) and node not in tangents and any(x in self.chosen for x in node.all_input_nodes)
-            )
+            viewed = is_view(node) and node not in tangents and self._is_of_chosen(node)
             if node.op == "call_function" and not is_use(node) and (node.name in names or viewed):
                 self.chosen.add(node)
+
+    def _is_of_chosen(self, view: fx.Node) -> bool:
+        """Whether it shows what is copied: views share a value through a `use` as other readers do."""
+        return any(self._base(operand) in self.chosen for operand in view.all_input_nodes)
 
     def write(self) -> None:
         for node in self.order:

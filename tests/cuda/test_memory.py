@@ -1,19 +1,25 @@
-"""What a step allocates on a GPU against what its plan says, and a memory limit that holds."""
+"""What a step allocates on a GPU against what its plan says, and a memory limit that holds: by shards, by results that
+are computed again, by pieces."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from autoshard import MeshSpec, autoshard
+from autoshard import MeshSpec, Plan, autoshard, report
+from autoshard.demo.model import GPT, GPTConfig, batches
+from autoshard.reporting.measured import StepFigures
 from cost_model.reserve import reserve_bytes
 from tests.cuda.gpus import Axes, GpuPool, axes_of, gpu_mesh
+from tests.cuda.programs import PRECISIONS, copied, gradients, relative_error
 
 WIDTH = 4096
 ROWS = 512
@@ -96,3 +102,103 @@ def test_one_gpu_holds_what_was_planned(
     note(record_property, runs)
     assert runs[0]["state"] == 3 * STATE // 4
     assert runs[0]["peak"] <= 4 / 3 * runs[0]["planned"]
+
+
+NARROW = GPTConfig(context=512, width=256, heads=4, layers=6)
+SHARES = (0.75, 0.6)
+SLACK = 64 << 20
+"""cuBLAS's workspaces, which the allocator counts and a plan's reserve holds."""
+Call = tuple[Tensor, ...]
+PIECES = (2, 3)
+"""Of 16 samples: alike, and 6, 5, 5."""
+
+
+def exact_gradients(model: nn.Module, call: Call) -> dict[str, Tensor]:
+    """Of plain torch in float64; nothing stays on the GPU."""
+    return gradients(copied(model).to("cuda", torch.float64), named(call), PRECISIONS["float32"])
+
+
+def named(call: Call) -> dict[str, Tensor]:
+    return dict(zip(("tokens", "targets"), call, strict=True))
+
+
+def trained(
+    mesh: DeviceMesh, model: nn.Module, call: Call, exact: dict[str, Tensor], precision: str, **options: Any
+) -> dict[str, int]:
+    """A copy of `model` on the GPU, planned with `options`; its gradients are those wanted. Bytes: the plan's peak,
+    the allocator's in a step of its own, and what `report` measured, the last two without what the GPU held before."""
+    kind = PRECISIONS[precision]
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    ours = copied(model).to("cuda", kind.dtype)
+    autoshard(ours, mesh, call, profile="h100", **options)
+    found = gradients(ours, named(call), kind)
+    floor = 1e-3 * max(float(v.abs().max()) for name, v in exact.items() if name != "loss")
+    worst = max(relative_error(found[name], value, floor) for name, value in exact.items())
+    assert worst <= 2 * kind.tolerance
+    ours.zero_grad()
+    optimizer = torch.optim.AdamW(ours.parameters(), lr=1e-4)
+
+    def step() -> None:
+        ours(*call).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    peak, plan = torch.cuda.max_memory_allocated(), ours.autoshard_plan
+    assert isinstance(plan, Plan)
+    sizes = {"planned": plan.peak_memory, "peak": peak - before, "again": len(plan.lowering.again)}
+    if plan.micro_batches == 1:
+        with report(ours, warmup=1, repeats=1) as made:
+            for _ in range(2):
+                step()
+        assert isinstance(made.figures, StepFigures) and made.figures.peak_memory is not None
+        sizes["reported"] = made.figures.peak_memory.measured - before
+    return sizes
+
+
+def narrow() -> tuple[nn.Module, Call]:
+    """On the CPU, in float32; a call on the GPU."""
+    torch.manual_seed(0)
+    return GPT(NARROW), tuple(t.cuda() for t in batches(NARROW, 16, 1)[0])
+
+
+@pytest.mark.cuda(gpus=1)
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_one_gpu_within_a_limit(
+    mesh: DeviceMesh, backend: str, precision: str, record_property: Callable[..., None]
+) -> None:
+    """Shares of the first plan's peak: the allocator stays under each, and gradients stay what they are."""
+    model, call = narrow()
+    exact = exact_gradients(model, call)
+    reserve = reserve_bytes(MeshSpec.of(mesh))
+    whole = trained(mesh, model, call, exact, precision, backend=backend)
+    record_property("without a limit", str(whole))
+    for share in SHARES:
+        room = int(share * whole["planned"])
+        found = trained(mesh, model, call, exact, precision, backend=backend, memory_limit=room + reserve)
+        record_property(f"{share:.0%}", str(found))
+        assert found["again"] > 0
+        assert found["planned"] <= room
+        assert found["peak"] <= room + SLACK
+        assert found["reported"] == pytest.approx(found["peak"], rel=0.02)
+
+
+@pytest.mark.cuda(gpus=1)
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("pieces", PIECES)
+def test_one_gpu_in_pieces(
+    mesh: DeviceMesh, pieces: int, backend: str, record_property: Callable[..., None]
+) -> None:
+    """Gradients as of the whole batch, in less memory."""
+    model, call = narrow()
+    exact = exact_gradients(model, call)
+    options: dict[str, Any] = {"backend": backend, "micro_batches": pieces}
+    whole = trained(mesh, model, call, exact, "float32", backend=backend)
+    cut = trained(mesh, model, call, exact, "float32", **options)
+    record_property("whole", str(whole))
+    record_property(f"{pieces} pieces", str(cut))
+    assert cut["peak"] < 0.8 * whole["peak"]
