@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -81,7 +80,7 @@ def compile_graph(module: fx.GraphModule, backend: str = "inductor", adding: Seq
         if backend == "inductor":
             lower_as_collectives(NAMED_BY_NAME, ALL_REDUCE_IN_PLACE)
             launches, wanted = _launches(expanded), result_values(module)
-            with inductor_graph_order() if launches else nullcontext():
+            with inductor_graph_order():
                 call, source = compile_with_inductor(expanded, examples, partial(keep_strides, wanted=wanted))
             _check_order(launches, source)
             return call

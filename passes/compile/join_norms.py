@@ -63,17 +63,27 @@ class _Gradients:
 
 @dataclass(frozen=True)
 class _Norm:
-    """rows: shape of what is normalised together. hat: x normalised, before weight and bias."""
+    """rows: shape of what is normalised together. center: x less its mean. hat: x normalised, before weight and bias."""
 
     x: fx.Node
     rows: list[int]
     eps: float
+    center: fx.Node
     deviation: fx.Node
     hat: fx.Node
     weight: fx.Node | None
     bias: fx.Node | None
     result: fx.Node
     gradients: _Gradients | None
+
+    @property
+    def moments(self) -> tuple[fx.Node, fx.Node]:
+        """The mean, and what it is divided by: the kernel makes them as well."""
+        return called(self.center, aten.sub.Tensor)[1], self.deviation
+
+    def others(self, moment: fx.Node) -> set[fx.Node]:
+        """Who reads it but for the norm: its gradient, and copies of what is computed again."""
+        return set(moment.users) - {self.center, self.hat}
 
 
 def _norm_of(deviation: fx.Node, places: dict[fx.Node, int]) -> _Norm | None:
@@ -92,10 +102,9 @@ def _norm_of(deviation: fx.Node, places: dict[fx.Node, int]) -> _Norm | None:
     gradients, read = _gradients_of(hat, deviation, rows, places)
     if set(hat.users) - inner - read:
         return None
-    late = [*read, *(user for user in deviation.users if user is not hat)]
-    if any(places.get(user, -1) < places.get(result, -1) for user in late):
-        return None
-    return _Norm(x, rows, eps, deviation, hat, weight, bias, result, gradients)
+    norm = _Norm(x, rows, eps, center, deviation, hat, weight, bias, result, gradients)
+    late = [*read, *(user for moment in norm.moments for user in norm.others(moment))]
+    return None if any(places.get(user, -1) < places.get(result, -1) for user in late) else norm
 
 
 def _moments_of(deviation: fx.Node) -> tuple[Any, Any, Any, list[int]]:
@@ -203,25 +212,30 @@ def _sum_of(node: fx.Node, dims: list[int]) -> fx.Node | None:
 
 
 def _join(norm: _Norm, graph: fx.Graph, emit: OpWriter) -> None:
-    later = set(norm.deviation.users) - {norm.hat}
+    later = [norm.others(moment) for moment in norm.moments]
     with graph.inserting_before(norm.result):
         kernel = aten.native_layer_norm.default
         made = emit(norm.x, kernel, norm.x, norm.rows, norm.weight, norm.bias, norm.eps)
         result, mean, deviation = (emit(norm.x, operator.getitem, made, i) for i in range(3))
     gradients = norm.gradients
     if gradients is not None:
-        old = [gradients.of_x, gradients.of_weight, gradients.of_bias]
+        ends = [gradients.of_x, gradients.of_weight, gradients.of_bias]
         weight, like = gradients.weight, gradients.of_x
-        wanted = [True, weight is not None and old[1] is not None, weight is not None and old[2] is not None]
+        wanted = [
+            True,
+            weight is not None and ends[1] is not None,
+            weight is not None and ends[2] is not None,
+        ]
         with graph.inserting_before(like):
             # Of the bias the kernel reads the shape alone, which is the weight's.
             kernel = aten.native_layer_norm_backward.default
             operands = gradients.tangent, norm.x, norm.rows, mean, deviation, weight, weight
             made = emit(like, kernel, *operands, wanted)
-            new = [emit(like, operator.getitem, made, i) for i in range(3) if wanted[i]]
+            found = [emit(like, operator.getitem, made, i) for i in range(3) if wanted[i]]
         for before, after in zip(
-            [node for node, want in zip(old, wanted, strict=True) if want], new, strict=True
+            [node for node, want in zip(ends, wanted, strict=True) if want], found, strict=True
         ):
             before.replace_all_uses_with(after)  # type: ignore[union-attr]
     norm.result.replace_all_uses_with(result)
-    norm.deviation.replace_all_uses_with(deviation, lambda user: user in later)
+    for old, new, readers in zip(norm.moments, (mean, deviation), later, strict=True):
+        old.replace_all_uses_with(new, readers.__contains__)

@@ -1,7 +1,7 @@
 """The bytes alive at every step of a rank's program: what it holds, of which kind, and when that is freed.
 
-A program frees a value after its last reader; views share what they view, and some ops the memory of another
-(`passes.predict.in_place`). What the forward saves lives until the
+A program frees a value after its last reader (what is fused reads it as long as `last_runs` says); views share what
+they view, and some ops the memory of another (`passes.predict.in_place`). What the forward saves lives until the
 backward has read it, gradients until the update, parameters and the optimizer's states always. What a collective reads
 lives until its wait, as it is in flight. Not counted: workspaces of kernels, but those in `passes.predict.workspaces`,
 and what an allocator keeps.
@@ -22,6 +22,7 @@ from passes.predict.in_place import in_place
 from passes.predict.memory_kinds import Kind, kind_of_op, made_by
 from passes.predict.memory_record import START, LiveValue, MemoryWalk
 from passes.predict.workspaces import NONE, Workspaces
+from passes.strategies.fused_reads import last_runs
 from passes.strategies.pricing import TrafficModel
 
 __all__ = ["held_values", "live_value", "memory_walk", "program_values"]
@@ -112,9 +113,10 @@ class _Phase:
         self._shared = in_place(self.ops, traffic)
         reduced = self._shared.reduced
         self._last: dict[Owner, int] = {}
+        runs = last_runs(self._place, traffic)
         for step, node in enumerate(self.ops, first):
             for operand in node.all_input_nodes:
-                self._read(operand, step - 1 if node in reduced else step)
+                self._read(operand, step - 1 if node in reduced else step, runs[node])
                 # A wait: what was sent may be freed now.
                 if is_collective(operand) and operand not in reduced:
                     for sent in operand.all_input_nodes:
@@ -148,9 +150,11 @@ class _Phase:
         own = _owner(node)[0] is node and node not in self._shared.written
         return own and (is_collective(node) or self._traffic(node).writes)
 
-    def _read(self, node: fx.Node, step: int) -> None:
+    def _read(self, node: fx.Node, step: int, runs: int = 0) -> None:
+        """runs: until when, of what the phase was given: compilers write results over what it made itself."""
         owner = _owner(node)
-        owner = self._outside.get(owner[0], owner)
+        if owner[0] in self._outside:
+            owner, step = self._outside[owner[0]], max(step, runs)
         self._last[owner] = max(self._last.get(owner, step), step)
 
 

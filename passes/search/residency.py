@@ -13,8 +13,9 @@ from passes.ir.joint import JointGraph, node_value, node_values, result_index, t
 from passes.ir.op_traits import alias_chain, is_collect, is_either, is_use, is_view, storage_root
 from passes.layout.assignment import NodeLayouts
 from passes.lower.missing_tangents import missing_tangents
+from passes.strategies.fused_reads import last_runs
 from passes.strategies.prices import Prices
-from passes.strategies.pricing import local_nbytes
+from passes.strategies.pricing import TrafficModel, local_nbytes
 
 __all__ = ["InPlace", "OneOf", "Residency", "may_be_another"]
 
@@ -72,7 +73,7 @@ class Residency:
         end = len(order)
         first = next((step for node, step in order.items() if _in_piece(node)), 0)
         trained, absent = joint.trained, missing_tangents(joint)
-        last = _last_reads(joint, order, trained)
+        last = _last_reads(joint, order, traffic)
         tangents = {
             n for n, spec in zip(joint.placeholders, joint.inputs, strict=True) if spec.kind == "tangent"
         }
@@ -120,8 +121,8 @@ class Residency:
         return Residency(tuple(intervals), tuple(nbytes))
 
 
-def _last_reads(joint: JointGraph, order: dict[fx.Node, int], trained: set[fx.Node]) -> dict[fx.Node, int]:
-    """Per node that owns storage, the last step at which it or a view of it is read.
+def _last_reads(joint: JointGraph, order: dict[fx.Node, int], traffic: TrafficModel) -> dict[fx.Node, int]:
+    """Per node that owns storage, the last step at which it or a view of it is read (`last_runs`).
 
     A trained parameter counts its gradient: what was made of it is gone once it is read. Outputs are the caller's when
     the forward ends.
@@ -129,15 +130,19 @@ def _last_reads(joint: JointGraph, order: dict[fx.Node, int], trained: set[fx.No
     last: dict[fx.Node, int] = {}
     pieces = max((step for node, step in order.items() if _in_piece(node)), default=0)
 
-    def read(value: fx.Node, step: int) -> None:
+    def read(value: fx.Node, step: int, late: int = 0) -> None:
+        """late: until when, if another phase made it. Compilers write results over what a phase made itself."""
         for owner in _owners(value):
-            last[owner] = max(last.get(owner, 0), step)
+            crosses = is_either(owner) or owner.meta.get("phase") == "forward"
+            last[owner] = max(last.get(owner, 0), step, late if crosses else 0)
 
+    runs, trained = last_runs(order, traffic), joint.trained
     for node, step in order.items():
         if node.op != "output" and not is_either(node):
+            late = runs[node] if node.meta.get("phase") == "backward" else 0
             for operand in tensor_operands(node):
                 outlives = _in_piece(node) and not _in_piece(operand)
-                read(operand, pieces if outlives else step)
+                read(operand, pieces if outlives else step, late)
     placeholders, ends = joint.placeholders, _forward_ends(order)
     for spec, result in zip(joint.outputs, joint.results, strict=True):
         if result is None:

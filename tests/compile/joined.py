@@ -19,11 +19,14 @@ from tests.profiles import slow_compute
 __all__ = ["check_joined", "ops_of", "program_of"]
 
 
-def program_of(model: nn.Module, inputs: Sequence[Tensor]) -> tuple[JointGraph, RankProgram]:
+def program_of(
+    model: nn.Module, inputs: Sequence[Tensor], memory_limit: int | None = None
+) -> tuple[JointGraph, RankProgram]:
     """On one device."""
     mesh = MeshSpec({"a": 1})
     joint = canonical_capture(model, tuple(inputs), {}).joint
-    plan = find_plan(model, mesh, tuple(inputs), profile=slow_compute(), backend="eager")
+    options = {"profile": slow_compute(), "backend": "eager", "memory_limit": memory_limit}
+    plan = find_plan(model, mesh, tuple(inputs), **options)
     return joint, rank_program(joint, plan.assignment, plan.lowering, mesh, 0, simulated_groups(mesh))
 
 

@@ -67,6 +67,31 @@ def test_without_gradients() -> None:
     assert check_joined(model, torch.randn(4, 6))["native_layer_norm"] == 1
 
 
+class Blocks(nn.Module):
+    """Three norms, each with a product behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(64) for _ in range(3))
+        self.products = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, product in zip(self.norms, self.products, strict=True):
+            x = x + product(norm(x))
+        return x.float().square().mean()
+
+
+def test_moments_are_kept_for_what_is_computed_again() -> None:
+    """And not made anew in the backward, of what the forward had cast to float32: that was kept for it."""
+    _, program = program_of(Blocks().bfloat16(), [torch.randn(512, 64).bfloat16()], memory_limit=1_000_000)
+    forward = program.joined().usual().forward
+    assert ops_of(forward)["native_layer_norm"] == 3
+    kept = [n.meta["val"] for n in forward.graph.output_node().all_input_nodes]
+    whole = [v for v in kept if v.dtype is torch.float32 and v.shape == (512, 64)]
+    moments = [v for v in kept if v.shape == (512, 1)]
+    assert not whole and len(moments) == 6
+
+
 class ReadsTheMiddle(nn.Module):
     """A norm by hand, whose normalised values another reads too."""
 

@@ -85,7 +85,7 @@ def test_memory_limit_shards_what_was_replicated() -> None:
     mesh, prices = MeshSpec({"dp": 4}), replace(H100, device_type="cpu")
     free = find_plan(model, mesh, data, profile=prices)
     assert set(free.parameters.values()) == {(Replicate(),)}
-    limit = int(free.peak_memory * 0.9)
+    limit = int(free.peak_memory * 0.96)
     plan = find_plan(model, mesh, data, profile=prices, memory_limit=limit)
     assert (Replicate(),) not in plan.parameters.values()
     assert plan.peak_memory <= limit

@@ -188,12 +188,13 @@ def test_a_node_without_its_first_result_is_pinned_by_the_next() -> None:
 
 def test_a_node_that_a_limit_made_is_no_question() -> None:
     """Which ops the backward computes again is another choice in another plan."""
-    model, mesh = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)), MeshSpec({"dp": 2})
+    layers = [nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8)]
+    model, mesh = nn.Sequential(*layers), MeshSpec({"dp": 2})
     data = (torch.zeros(512, 8),)
     free = find_plan(model, mesh, data, profile="cpu")
-    plan = find_plan(model, mesh, data, profile="cpu", memory_limit=int(0.8 * free.peak_memory))
+    plan = find_plan(model, mesh, data, profile="cpu", memory_limit=int(0.7 * free.peak_memory))
     copies = [record.name for record in plan.records if record.name.endswith("_again")]
-    assert "gelu_again" in copies
+    assert copies
     for name in copies:
         origin = name.partition("_again")[0]
         with pytest.raises(PlanError, match=rf"memory limit of this plan(.|\n)*try: why_not\('{origin}', "):
