@@ -63,7 +63,8 @@ class _Gradients:
 
 @dataclass(frozen=True)
 class _Norm:
-    """rows: shape of what is normalised together. center: x less its mean. hat: x normalised, before weight and bias."""
+    """rows: shape of what is normalised together. center: x less its mean. hat: x normalised, before weight and
+    bias."""
 
     x: fx.Node
     rows: list[int]
