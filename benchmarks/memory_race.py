@@ -38,7 +38,7 @@ from passes.ir.torch_compat import allocations
 __all__ = ["main"]
 
 MODELS = tuple(name for name, workload in WORKLOADS.items() if workload.slices and workload.sequence)
-CHECKED_STEPS, PROFILE_SECONDS = 3, 10.0
+CHECKED_STEPS, PROFILE_SECONDS, SEARCH_SECONDS = 3, 10.0, 240.0
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -88,7 +88,7 @@ def _row(
     by_hand = fsdp(_race(_under_checkpoint(workload), meshes, prices, None), setting)
     losses = warm_up(by_hand, CHECKED_STEPS)
     limit = _peak(by_hand)
-    ours = planned(_race(workload, meshes, prices, limit), mesh=meshes.flat)
+    ours = planned(_race(workload, meshes, prices, limit), mesh=meshes.flat, time_limit=SEARCH_SECONDS)
     assert torch.allclose(torch.tensor(warm_up(ours, CHECKED_STEPS)), torch.tensor(losses), rtol=1e-4)
     held = _peak(ours)
     taken = timed_rounds({"by hand": by_hand, "ours": ours}, rounds)

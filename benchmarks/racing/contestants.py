@@ -115,8 +115,9 @@ def planned(
     constraints: dict[str, Any] | None = None,
     mesh: DeviceMesh | None = None,
     raced: int | None = None,
+    time_limit: float = 60.0,
 ) -> Runner:
-    """autoshard on `mesh` (None: the grid), free or with pinned parameters. raced: plans to race."""
+    """autoshard on `mesh` (None: the grid), free or with pinned parameters. raced: plans to race. time_limit: seconds."""
     model, batch = race.model(), race.batch()
     autoshard(
         model,
@@ -126,7 +127,7 @@ def planned(
         memory_limit=race.memory_limit,
         constraints=constraints,
         backend=race.backend,
-        time_limit=60.0,
+        time_limit=time_limit,
         race=raced,
     )
     return Runner(model, model, batch, plan=model.autoshard_plan)  # type: ignore[arg-type]

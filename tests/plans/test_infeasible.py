@@ -119,6 +119,7 @@ def test_the_limit_that_is_said_to_do_is_what_the_smallest_plan_holds() -> None:
         assert enough_bytes(nbytes) == format_bytes(nbytes)
 
 
+@pytest.mark.slow
 def test_the_axis_that_must_grow_least_and_by_how_much() -> None:
     """Activations are all there is to speak of, and dp splits them: twice the ranks hold half."""
     mesh, rows = MeshSpec({"dp": 2}), 2**20

@@ -9,6 +9,7 @@ from autoshard import MeshSpec, find_plan
 from benchmarks.models import llama_3_8b
 
 
+@pytest.mark.slow
 def test_one_layer_on_256_devices() -> None:
     mesh = MeshSpec({"dp": 32, "tp": 8}, device_type="cuda")
     tokens = torch.zeros(64, 8192, dtype=torch.int64, device="meta")

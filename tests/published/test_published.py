@@ -113,6 +113,7 @@ def test_selective_keeps_attention_and_every_second_product() -> None:
     assert not any("attention" in str(nodes[name].target) for name in again)
 
 
+@pytest.mark.slow
 def test_memory_and_time_of_what_runs_again() -> None:
     """A block more is half of its parameters with two states, in float32, and its input, [4, 2048, 768] in bfloat16;
     without checkpointing its own values besides."""

@@ -41,6 +41,7 @@ def test_find_plan_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
     assert mine == theirs and mine.origin.timed and (asks, other_asks) == (True, False)
 
 
+@pytest.mark.slow
 def test_a_race_is_between_plans_that_were_found_under_what_was_timed(
     ranks: RankPool, tmp_path: Path
 ) -> None:
