@@ -117,7 +117,8 @@ def planned(
     raced: int | None = None,
     time_limit: float = 60.0,
 ) -> Runner:
-    """autoshard on `mesh` (None: the grid), free or with pinned parameters. raced: plans to race. time_limit: seconds."""
+    """autoshard on `mesh` (None: the grid), free or with pinned parameters. raced: plans to race. time_limit: in
+    seconds."""
     model, batch = race.model(), race.batch()
     autoshard(
         model,
