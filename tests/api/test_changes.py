@@ -105,6 +105,7 @@ def changes(rank: int) -> int:
     return programs
 
 
+@pytest.mark.slow
 def test_what_changes_after_the_first_call(ranks: RankPool) -> None:
     counts = ranks.run(changes, world=2)
     assert len(set(counts)) == 1

@@ -21,6 +21,7 @@ from tests.plans.pipelines import SQUARE
 from tests.plans.pipelines import stage_task as whole_task
 
 
+@pytest.mark.slow
 def test_the_layers_of_a_transformer_are_planned_once() -> None:
     model, inputs = seeded("llama", layers=4, batch=2)
     task = replace(whole_task("mlp", SQUARE), captured=canonical_capture(model, (), inputs))

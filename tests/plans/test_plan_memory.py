@@ -66,6 +66,7 @@ def timeline(plan: Plan) -> MemoryTimeline:
 
 
 @pytest.mark.parametrize("which", ["plan", "again"])
+@pytest.mark.slow
 def test_its_highest_point_is_the_peak(which: str, request: pytest.FixtureRequest) -> None:
     plan: Plan = request.getfixturevalue(which)
     memory = timeline(plan)

@@ -229,6 +229,7 @@ def test_a_schedule_that_cannot_run_says_why() -> None:
         plan_stages(stage_task("mlp"), "pp", 1, schedule="1f1b")
 
 
+@pytest.mark.slow
 def test_auto_takes_what_is_fastest() -> None:
     """Of no stages, and stages along either axis; pieces are as many as is fastest."""
     model, args, kwargs = MODELS["mlp"]()

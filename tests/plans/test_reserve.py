@@ -71,6 +71,7 @@ def test_all_to_all_takes_more() -> None:
     assert plan_reserve(MESH, [moved("point_to_point", ("a",), "halo_exchange")]) == EVERY_PLAN + PEER_BYTES
 
 
+@pytest.mark.slow
 def test_the_reserve_is_of_the_plan_that_is_returned() -> None:
     """A limit that the fastest plan does not meet for its messages is met by another, or by states."""
     torch.manual_seed(0)

@@ -105,7 +105,7 @@ class Classes(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(*(Block() for _ in range(6)))
+        self.blocks = nn.Sequential(*(Block() for _ in range(4)))
         self.head = nn.Linear(32, 256, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:

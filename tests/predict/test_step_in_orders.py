@@ -84,6 +84,7 @@ def test_programs_are_the_same_to_the_letter(seed: int) -> None:
     assert len(texts) > 1
 
 
+@pytest.mark.slow
 def test_a_program_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     joint, assignment, prices = case(0, eager=False)
     made: list[LoweringPlan] = []

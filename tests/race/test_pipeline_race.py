@@ -46,6 +46,7 @@ def raced(rank: int, name: str, hosts: int, *words: str) -> dict[str, Any]:
         pytest.param("mlp", 2, ("--schedule", "interleaved"), {DP, TP}, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_all_train_the_same(
     ranks: RankPool, name: str, hosts: int, words: tuple[str, ...], by_hand: set[str]
 ) -> None:

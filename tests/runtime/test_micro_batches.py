@@ -79,6 +79,7 @@ def speaking(rank: int, limit: int | None) -> tuple[list[float], dict[str, Tenso
     return losses, full(model.state_dict())
 
 
+@pytest.mark.slow
 def test_the_head_in_pieces(ranks: RankPool) -> None:
     model, ids = speaker()
     wanted, _ = steps(model, ids)

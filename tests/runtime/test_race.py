@@ -272,5 +272,6 @@ def unusual(rank: int) -> list[int]:
     return [len(model.autoshard_plan.race) for model in (empty, shards, placed, later)]
 
 
+@pytest.mark.slow
 def test_a_race_needs_no_ordinary_call(ranks: RankPool) -> None:
     assert ranks.run(unusual, world=2) == [[2] * 4] * 2
