@@ -54,7 +54,7 @@ def lowerings(joint: JointGraph, assignment: Assignment, prices: Prices) -> list
 
 
 @pytest.mark.parametrize("eager", [False, True])
-@pytest.mark.parametrize("seed", range(7))
+@pytest.mark.parametrize("seed", range(8))
 def test_steps_are_those_of_new_programs(seed: int, eager: bool) -> None:
     joint, assignment, prices = case(seed, eager)
     steps = StepInOrders(joint, assignment)

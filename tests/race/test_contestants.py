@@ -71,14 +71,13 @@ def expected(name: str) -> list[float]:
     return [runner.step().item() for _ in range(STEPS)]
 
 
-IN_CI = {"gpt", "convnet", "unet"}
+IN_CI = {"convnet", "unet"}
 """Every way, and models in space."""
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in IN_CI else [pytest.mark.slow]) for name in SMALL]
 )
-@pytest.mark.slow
 def test_what_users_write_trains_the_same(ranks: RankPool, name: str) -> None:
     for losses in ranks.run(hand_written_losses, name):
         for kind, mine in losses.items():

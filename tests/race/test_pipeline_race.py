@@ -41,9 +41,9 @@ def raced(rank: int, name: str, hosts: int, *words: str) -> dict[str, Any]:
     ("name", "hosts", "words", "by_hand"),
     [
         ("mlp", 4, ("--schedule", "1f1b"), {"torch pipelining"}),
-        pytest.param("mlp", 2, ("--schedule", "gpipe"), {DP, TP}, marks=pytest.mark.slow),
-        pytest.param("gpt", 2, ("--schedule", "zero_bubble", "--only", DP), {DP}, marks=pytest.mark.slow),
-        pytest.param("mlp", 2, ("--schedule", "interleaved"), {DP, TP}, marks=pytest.mark.slow),
+        ("mlp", 2, ("--schedule", "gpipe"), {DP, TP}),
+        ("gpt", 2, ("--schedule", "zero_bubble", "--only", DP), {DP}),
+        ("mlp", 2, ("--schedule", "interleaved"), {DP, TP}),
     ],
 )
 @pytest.mark.slow
