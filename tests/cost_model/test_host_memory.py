@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from itertools import combinations
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -109,11 +110,12 @@ def test_set_up_in_inference_mode_and_with_the_groups_timeout(ranks: RankPool) -
     assert ranks.run(in_two_modes, world=2) == [([2.0, 2.0], [2.0, 2.0], [77.0])] * 2
 
 
-def shares(rank: int, hosts: int, broken: str) -> tuple[bool, float]:
-    """Whether it does, and a sum. broken: what fails on the last rank."""
+def shares(rank: int, hosts: int, broken: str, in_memory: Path) -> tuple[bool, float]:
+    """Whether it does, and a sum. broken: what fails on the last rank. in_memory: where folders of groups go."""
     last = rank == dist.get_world_size() - 1
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GROUP_RANK", str(rank % hosts))
+        patch.setattr(host_groups, "_IN_MEMORY", in_memory)
         if broken == "folder":
             patch.setattr(host_groups, "_IN_MEMORY", Path("/no/such/folder"))
         elif broken == "_network":
@@ -145,9 +147,9 @@ def refused(*_: object) -> None:
 )
 def test_who_shares_memory(ranks: RankPool, hosts: int, broken: str, shared: bool) -> None:
     """Where one cannot, none does, and gloo goes on. No folder is left."""
-    before = set(Path("/dev/shm").glob("autoshard-*"))
-    assert ranks.run(shares, hosts, broken, world=3) == [(shared, 3.0)] * 3
-    assert set(Path("/dev/shm").glob("autoshard-*")) <= before
+    with TemporaryDirectory(prefix="test-", dir="/dev/shm") as in_memory:
+        assert ranks.run(shares, hosts, broken, Path(in_memory), world=3) == [(shared, 3.0)] * 3
+        assert os.listdir(in_memory) == []
 
 
 def test_a_process_that_ends_wakes_the_others(ranks: RankPool) -> None:
