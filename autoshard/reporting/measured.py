@@ -71,7 +71,7 @@ class Exposed:
 
 @dataclass(frozen=True)
 class MeasuredCollective:
-    """seconds: measured alone, of the slowest rank of its group."""
+    """seconds: measured alone, once, of the slowest rank of its group."""
 
     predicted: PredictedCollective
     seconds: float
@@ -234,7 +234,7 @@ def _keys(prediction: Prediction) -> list[_Key]:
 def _exposed(phase: str, collectives: Sequence[MeasuredCollective]) -> float:
     """Measured communication of a phase, less the share that the prediction hides."""
     return sum(
-        c.seconds * c.predicted.exposed / c.predicted.seconds
+        c.predicted.times * c.seconds * c.predicted.exposed / c.predicted.seconds
         for c in collectives
         if c.predicted.phase == phase and c.predicted.seconds > 0.0
     )

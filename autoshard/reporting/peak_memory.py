@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
 
-from autoshard.reporting.step_again import PHASES, StepAgain
+from autoshard.reporting.step_again import PHASES, Again
 from passes.ir.torch_compat import allocations
 from passes.ir.torch_dtensor import local_of
 
@@ -45,7 +45,7 @@ def peak_counter(device_type: str) -> PeakCounter | None:
     return CudaCounter() if device_type == "cuda" else None
 
 
-def run_peaks(step: StepAgain, held: int) -> Mapping[str, int]:
+def run_peaks(step: Again, held: int) -> Mapping[str, int]:
     """Phase -> the most bytes that were allocated at once, on CPUs: the step run once more under torch's profiler,
     which sees every request for memory, tensors and workspaces of kernels alike.
 
@@ -54,24 +54,26 @@ def run_peaks(step: StepAgain, held: int) -> Mapping[str, int]:
     step.run()  # what is made once, and kept, is none of a step's
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         step.run()
-    begins = [
-        next(event.time_range.start * 1e-6 for event in seen.events() or () if event.name == phase)
-        for phase in PHASES[: len(step.graphs)]
-    ]
-    return peaks_of(allocations(seen), begins, held)
+    ranges = [(e.time_range.start * 1e-6, e.name) for e in seen.events() or () if e.name in PHASES]
+    return peaks_of(allocations(seen), sorted(ranges), held)
 
 
-def peaks_of(changes: Iterable[tuple[float, int]], begins: Sequence[float], held: int) -> Mapping[str, int]:
-    """changes: (seconds, bytes more or less), in order. begins: of the phases, in seconds on the same clock."""
-    now = held
-    most: dict[str, int] = dict.fromkeys(PHASES[: len(begins)], held)
-    phase = 0
+def peaks_of(
+    changes: Iterable[tuple[float, int]], begins: Sequence[tuple[float, str]], held: int
+) -> Mapping[str, int]:
+    """changes: (seconds, bytes more or less), in order. begins: of the phases, which may come several times, in order:
+    (seconds on the same clock, phase)."""
+    now, phase = held, begins[0][1]
+    later = list(reversed(begins[1:]))
+    most = {phase: held}
     for at, nbytes in changes:
-        while phase + 1 < len(begins) and at >= begins[phase + 1]:
-            phase += 1
-            most[PHASES[phase]] = now
+        while later and at >= later[-1][0]:
+            phase = later.pop()[1]
+            most[phase] = max(most.get(phase, 0), now)
         now += nbytes
-        most[PHASES[phase]] = max(most[PHASES[phase]], now)
+        most[phase] = max(most[phase], now)
+    for _, phase in reversed(later):
+        most[phase] = max(most.get(phase, 0), now)
     return most
 
 

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from autoshard.reporting.marks import Marks
 from autoshard.reporting.peak_memory import PeakCounter
-from autoshard.runtime.observe import PhaseRun
+from autoshard.runtime.observe import InPieces, PhaseRun
 from passes.lower.phases import Phases
 
 __all__ = ["PHASES", "Mark", "Recorder", "StepTimes", "steps_of"]
@@ -23,11 +23,12 @@ PHASES = ("forward", "backward", "optimizer")
 
 @dataclass(frozen=True)
 class Mark:
-    """phase: of `PHASES`. at: from `Marks.mark`."""
+    """phase: of `PHASES`. at: from `Marks.mark`. last: no piece of the batch comes after."""
 
     phase: str
     edge: Literal["begin", "end"]
     at: Any
+    last: bool = True
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Recorder:
         self._updating: set[int] = set()  # optimizers in a step, by id
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._forward: PhaseRun | None = None
-        self._trained: tuple[Phases, PhaseRun] | None = None
+        self._trained: tuple[Phases | InPieces, PhaseRun] | None = None
         self._hooks: list[Any] = []
 
     def attach(self) -> None:
@@ -76,17 +77,17 @@ class Recorder:
     def begin(self, run: PhaseRun) -> None:
         if run.phase == "forward":
             self._forward = run
-        elif self._forward is not None and self._forward.phases.forward is run.phases.forward:
-            self._trained = (run.phases, self._forward)
-        self._note(run.phase, "begin")
+        elif self._forward is not None and self._forward.forward is run.forward:
+            self._trained = (run.program, self._forward)
+        self._note(run.phase, "begin", run.last)
 
     def end(self, run: PhaseRun) -> None:
-        self._note(run.phase, "end")
+        self._note(run.phase, "end", run.last)
 
-    def program(self) -> tuple[Phases, PhaseRun] | None:
+    def program(self) -> tuple[Phases | InPieces, PhaseRun] | None:
         """(graphs, the forward run whose inputs to use) of the step that was seen last."""
         if self._trained is None and self._forward is not None:
-            return self._forward.phases, self._forward
+            return self._forward.program, self._forward
         return self._trained
 
     def optimizers(self) -> list[Optimizer]:
@@ -97,8 +98,8 @@ class Recorder:
         """The steps so far; the last one ends now."""
         return steps_of(self.log, self._marks.mark(), self._marks)
 
-    def _note(self, phase: str, edge: Literal["begin", "end"]) -> None:
-        self.log.append(Mark(phase, edge, self._marks.mark()))
+    def _note(self, phase: str, edge: Literal["begin", "end"], last: bool = True) -> None:
+        self.log.append(Mark(phase, edge, self._marks.mark(), last))
         if self._counter is None:
             return
         if edge == "begin":
@@ -122,8 +123,8 @@ class Recorder:
 
 def steps_of(log: Sequence[Mark], end: Any, marks: Marks) -> list[StepTimes]:
     """Cut `log` into steps. A step begins with the first forward after an optimizer's update; without
-    updates after a backward; without these it is every forward. So several forwards and backwards before
-    an update (accumulated gradients) are one step."""
+    updates after a backward; without these it is every forward; of a batch in pieces that of the last. So several
+    forwards and backwards before an update (accumulated gradients) are one step."""
     closing = max((mark.phase for mark in log), key=PHASES.index, default="forward")
     starts: list[int] = []
     closed = True
@@ -131,7 +132,7 @@ def steps_of(log: Sequence[Mark], end: Any, marks: Marks) -> list[StepTimes]:
         if closed and (mark.phase, mark.edge) == ("forward", "begin"):
             starts.append(i)
             closed = False
-        closed = closed or (mark.phase, mark.edge) == (closing, "end")
+        closed = closed or ((mark.phase, mark.edge) == (closing, "end") and mark.last)
     ends = [*starts[1:], len(log)] if starts else []
     return [
         _step(log[first:last], log[last].at if last < len(log) else end, marks)

@@ -29,14 +29,13 @@ from autoshard.reporting.marks import Marks, marks_of
 from autoshard.reporting.measured import PeakMemory, RankFigures, StepFigures, put_together, there
 from autoshard.reporting.peak_memory import held_nbytes, peak_counter, run_peaks
 from autoshard.reporting.pipeline_report import PipelineReport
-from autoshard.reporting.probe import Probe
+from autoshard.reporting.probe import probe
 from autoshard.reporting.recorder import Recorder
-from autoshard.reporting.step_again import StepAgain
+from autoshard.reporting.seen_step import SeenStep, seen_step
 from autoshard.reporting.text import report_text
 from autoshard.reporting.track_picture import track_svg
-from autoshard.reporting.tracks import Tracks, run_tracks
+from autoshard.reporting.tracks import Tracks
 from autoshard.runtime.agreement import everyones
-from autoshard.runtime.observe import PhaseRun
 from autoshard.runtime.process_groups import axes_by_group, whole_group
 from autoshard.runtime.session import Session
 from cost_model.checked_arguments import checked_count, checked_path
@@ -44,8 +43,7 @@ from cost_model.correction import CollectiveTime, corrected_profile
 from cost_model.errors import PlanError
 from cost_model.profile import Profile
 from cost_model.text_files import write_text
-from passes.lower.phases import Phases
-from passes.predict.predict_step import Prediction, predict_phases
+from passes.predict.prediction import Prediction
 
 __all__ = ["StepReport", "report"]
 
@@ -60,7 +58,8 @@ def report(model: nn.Module, *, warmup: int = 2, repeats: int = 5) -> StepReport
 
     A step begins with a forward that follows an optimizer's update; its phases are forward, backward,
     optimizer and other. Compiled programs are measured as they are. Several programs in one block (other
-    shapes): the prediction is of the one that was trained last.
+    shapes): the prediction is of the one that was trained last. Of a batch in pieces the forward and the backward are
+    those of all pieces.
 
     Of a model in stages it is a `PipelineReport`: the timeline of all stages and pieces, measured beside predicted.
 
@@ -79,11 +78,6 @@ def report(model: nn.Module, *, warmup: int = 2, repeats: int = 5) -> StepReport
     if plan is None and session.settings.stages == "auto":
         raise PlanError(
             "report: whether the model has stages is not known yet\n  try: report after its first call"
-        )
-    if plan is not None and plan.micro_batches > 1:
-        raise PlanError(
-            f"report: the batch is run in {plan.micro_batches} pieces, of which nothing is measured\n"
-            "  try: autoshard(model, mesh, micro_batches=1)"
         )
     return StepReport(session, warmup, repeats)
 
@@ -130,7 +124,8 @@ class StepReport:
         target = checked_path(path, "path", PlanError)
         if not self.figures.tracks:
             raise PlanError(
-                "report: nothing to draw: no collectives ran, or not on CPUs with gloo, where they can be followed\n"
+                "report: nothing to draw: no collectives ran, or not on CPUs with gloo, where they can be followed, or "
+                "the batch is in pieces\n"
                 "  try: report.text()"
             )
         write_text(target, track_svg(self.figures), "picture", PlanError)
@@ -164,36 +159,32 @@ class StepReport:
             raise PlanError(
                 "report: the model was not called in the block\n  try: run training steps inside `with`"
             )
-        phases, forward = program
-        axes = axes_by_group(session.mesh)
-        prediction = predict_phases(phases, session.prices(), axes.__getitem__)
-        probe = Probe(phases, forward.inputs, self._marks)
-        for _ in range(1 + self._repeats):  # the first warms up
-            probe.run()
+        step = seen_step(*program, session.settings.backend)
+        prediction = step.predicted(session.prices(), axes_by_group(session.mesh).__getitem__)
+        probed = probe(step.probed(self._marks), self._repeats)
         mine = RankFigures(
             replace(prediction, memory=None),  # of every value: not for the other ranks
             tuple(steps),
-            tuple(probe.seconds(c.phase, c.node) for c in prediction.collectives),
-            {phase: probe.compute_seconds(phase) for phase in probe.compute},
-            *self._seen_again(phases, forward, prediction),
+            probed.collectives,
+            probed.compute,
+            *self._seen_again(step, prediction),
         )
         ranks = everyones(session.mesh, mine)
         return put_together(ranks, self._warmup, fused=session.settings.backend != "eager")
 
     def _seen_again(
-        self, phases: Phases, forward: PhaseRun, prediction: Prediction
+        self, step: SeenStep, prediction: Prediction
     ) -> tuple[Tracks | None, tuple[PeakMemory, ...]]:
         """When collectives ran, and how many bytes were alive: on CPUs in the step run again, under a profiler."""
         session, peaks = self._session, self._recorder.peaks
         if session.spec.device_type != "cpu":
             return None, _beside(prediction, peaks)
-        step = StepAgain(phases, forward.inputs, session.settings.backend)
         tracks = None
         if prediction.collectives:
             group = whole_group(session.mesh)
-            tracks = run_tracks(step, self._repeats, lambda: dist.barrier(group))
-        held = held_nbytes(forward.inputs, session.model.parameters(), self._recorder.optimizers())
-        return tracks, _beside(prediction, run_peaks(step, held))
+            tracks = step.tracks(self._repeats, lambda: dist.barrier(group))
+        held = held_nbytes(step.inputs, session.model.parameters(), self._recorder.optimizers())
+        return tracks, _beside(prediction, run_peaks(step.again, held))
 
 
 def _beside(prediction: Prediction, measured: Mapping[str, int]) -> tuple[PeakMemory, ...]:

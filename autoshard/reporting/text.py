@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from autoshard.reporting.measured import MeasuredCollective, StepFigures
 from cost_model.units import format_bytes
@@ -35,8 +35,8 @@ def report_text(figures: StepFigures, profile: str, refined: float | None = None
         alone = [c for c in figures.collectives if c.predicted.phase == phase.name]
         if alone and phase.compute is not None:
             lines.append(_row("    compute", phase.predicted_compute, phase.compute))
-            predicted = sum(c.predicted.seconds for c in alone)
-            lines.append(_row("    communication, alone", predicted, sum(c.seconds for c in alone)))
+            predicted = sum(c.predicted.times * c.predicted.seconds for c in alone)
+            lines.append(_row("    communication, alone", predicted, _seconds(alone)))
     if figures.exposed is not None:
         lines.append(_row("exposed communication", figures.exposed.predicted, figures.exposed.measured))
     lines += [*_memory(figures), "", *_collectives(figures), *_tracks(figures)]
@@ -62,10 +62,16 @@ def _collectives(figures: StepFigures) -> Iterator[str]:
     for c in figures.collectives:
         p = c.predicted
         rows.setdefault((p.phase, p.kind, ",".join(p.axes), p.nbytes), []).append(c)
-    for key, members in sorted(rows.items(), key=lambda item: -sum(c.seconds for c in item[1])):
+    for key, members in sorted(rows.items(), key=lambda item: -_seconds(item[1])):
         phase, kind, axes, nbytes = key
-        name = f"  {phase} {kind}[{axes}] {format_bytes(nbytes)} x{len(members)}"
+        times = sum(c.predicted.times for c in members)
+        name = f"  {phase} {kind}[{axes}] {format_bytes(nbytes)} x{times}"
         yield _row(name, members[0].predicted.seconds, statistics.median(c.seconds for c in members))
+
+
+def _seconds(collectives: Sequence[MeasuredCollective]) -> float:
+    """Of a step."""
+    return sum(c.predicted.times * c.seconds for c in collectives)
 
 
 def _tracks(figures: StepFigures) -> Iterator[str]:

@@ -89,7 +89,7 @@ class Making:
         def compiled(backend: str) -> AnyProgram:
             rank = home.mesh.get_rank()
             if len(ours) > 1:
-                return PiecewiseProgram(ours, sides, home.spec, rank, backend, turn)
+                return PiecewiseProgram(ours, sides, home.spec, rank, backend, home.observers, turn)
             backward = ours[0].phases.backward
             program = Program(ours[0], sides, home.spec, rank, backend, home.observers, turn)
             if backward is not None:

@@ -10,23 +10,40 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from passes.lower.phases import Phases
+from passes.lower.rank_program import RankProgram
 
-__all__ = ["Observer", "PhaseRun", "observed", "unobserved"]
+__all__ = ["InPieces", "Observer", "PhaseRun", "observed", "unobserved"]
+
+
+@dataclass(frozen=True, eq=False)
+class InPieces:
+    """A batch that is run in pieces. programs: of every piece, in their order. leaves: names of the placeholders whose
+    values a step is given."""
+
+    programs: tuple[RankProgram, ...]
+    leaves: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class PhaseRun:
-    """One run of a program's forward or backward.
+    """One run of a program's forward or backward, or of a piece's.
 
-    phases: the program's graphs in the order in which they run; of a backward with the graph that runs
-            for the tangents of this call.
-    inputs: of a forward, this rank's tensors, parallel to `phases.inputs`. Not those of a backward: its
-            program frees them as it goes.
+    program: its graphs in the order in which they run; of a backward with the graph that runs for the tangents of this
+             call. Of a batch in pieces it is the same object in all its runs.
+    inputs:  of a forward, this rank's tensors, parallel to `program.inputs` or `program.leaves`. Not those of a
+             backward: its program frees them as it goes.
+    last:    no piece of the batch comes after.
     """
 
     phase: Literal["forward", "backward"]
-    phases: Phases
+    program: Phases | InPieces
     inputs: tuple[Tensor, ...] = ()
+    last: bool = True
+
+    @property
+    def forward(self) -> object:
+        """What a forward and its backward have in common."""
+        return self.program.forward if isinstance(self.program, Phases) else self.program
 
 
 class Observer(Protocol):

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 from autoshard.runtime.call_gradients import CallGradients, in_pieces
-from autoshard.runtime.compiled_pieces import CompiledEnds, CompiledPiece
 from autoshard.runtime.input_side import InputSide
 from autoshard.runtime.leaves import Leaves
+from autoshard.runtime.observe import InPieces, Observer
 from autoshard.runtime.piece_compiler import Compiler, Known
 from autoshard.runtime.step import no_turn
+from autoshard.runtime.step_in_pieces import StepInPieces
 from cost_model.mesh import MeshSpec
 from passes.ir.autocast_off import autocast_off
 from passes.ir.torch_dtensor import local_of
-from passes.lower.piece_values import step_results
-from passes.lower.piecewise import split_pieces, without_gradients
+from passes.lower.piecewise import without_gradients
 from passes.lower.rank_program import RankProgram
 
 __all__ = ["PiecewiseProgram"]
@@ -43,13 +43,13 @@ class PiecewiseProgram:
         spec: MeshSpec,
         rank: int,
         backend: str = "inductor",
+        observers: Sequence[Observer] = (),
         turn: Turn = no_turn,
     ) -> None:
         first = programs[0]
-        self._turn, self.device_type = turn, spec.device_type
+        self._turn, self._observers, self.device_type = turn, observers, spec.device_type
         placeholders = [n for n in first.local.module.graph.nodes if n.op == "placeholder"]
         pairs = list(zip(placeholders, first.inputs, strict=True))
-        self._names = [node.name for node, _ in pairs]
         given = [(node, kind) for node, kind in pairs if kind.kind != "tangent"]
         self._leaf_names = [node.name for node, _ in given]
         kinds = [kind.kind for _, kind in given]
@@ -59,10 +59,12 @@ class PiecewiseProgram:
         tangents = [(index, node.meta["val"]) for index, node in read]
         self.ends = CallGradients(first.outputs, first.inputs, tangents)
         compile_ = Compiler(backend)
-        self._whole = _Step(programs, compile_)
-        self._early = (
-            self._whole if self.ends.has_loss else _Step(list(map(without_gradients, programs)), compile_)
-        )
+        leaves = (*self._leaf_names, *self._tangent_names.values())
+        self._whole = StepInPieces(InPieces(tuple(programs), leaves), compile_)
+        self._early = self._whole
+        if not self.ends.has_loss:
+            early = InPieces(tuple(map(without_gradients, programs)), tuple(self._leaf_names))
+            self._early = StepInPieces(early, compile_)
 
     @property
     def differentiated(self) -> list[int]:
@@ -78,7 +80,7 @@ class PiecewiseProgram:
         if self.ends.has_loss:
             self._give(known, self.ends.loss_is_one(self._device(leaves)))
         with autocast_off(), self._turn("forward"), torch.no_grad():
-            results = self._early.run(known, self._names)
+            results = self._early.run(known, self._observers)
             for place, leaf in self.ends.buffers:
                 local_of(leaves[leaf]).copy_(results[place])  # type: ignore[arg-type]
         return self.ends.returned(results), self.ends.gradients_in(results)
@@ -88,7 +90,7 @@ class PiecewiseProgram:
         known = self._known(leaves)
         self._give(known, self.ends.given(tangents, self._device(leaves)))
         with autocast_off(), self._turn("backward"), torch.no_grad():
-            results = self._whole.run(known, self._names)
+            results = self._whole.run(known, self._observers)
         return self.ends.gradients_in(results)
 
     def _known(self, leaves: Sequence[Tensor]) -> Known:
@@ -99,23 +101,3 @@ class PiecewiseProgram:
 
     def _device(self, leaves: Sequence[Tensor]) -> torch.device:
         return next((leaf.device for leaf in leaves), torch.device(self.device_type))
-
-
-class _Step:
-    """All of a step, compiled."""
-
-    def __init__(self, programs: Sequence[RankProgram], compile_: Compiler) -> None:
-        parts = [split_pieces(program) for program in programs]
-        if compile_.joins:
-            parts = [one.joined() for one in parts]
-        self._first = parts[0]
-        self._ends = CompiledEnds(parts[0], compile_)
-        self._pieces = [CompiledPiece(one, compile_) for one in parts]
-
-    def run(self, known: Known, names: Sequence[str]) -> list[Tensor | None]:
-        """The results of the step. known: values of placeholders, to which all that is made is added."""
-        self._ends.before(known)
-        for piece in self._pieces:
-            piece.backward(known, piece.forward(known))
-        self._ends.after(known)
-        return step_results(self._first, known, names)

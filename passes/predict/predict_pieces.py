@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from torch import fx
@@ -14,8 +14,8 @@ from passes.lower.rank_program import RankProgram
 from passes.predict.memory_record import START, LiveValue, MemoryWalk
 from passes.predict.memory_walk import held_values, live_value, program_values
 from passes.predict.prediction import PredictedCollective, PredictedPhase, Prediction
+from passes.predict.step_events import AxesOf
 from passes.predict.workspaces import workspaces_of
-from passes.simulate.lockstep import simulated_group_axes
 from passes.strategies.prices import Prices
 
 __all__ = ["alone", "predict_pieces", "update_seconds"]
@@ -27,12 +27,13 @@ def predict_pieces(
     count: int,
     prices: Prices,
     predict: Callable[[Phases], Prediction],
+    axes_of: AxesOf,
 ) -> Prediction:
     """The step of the rank whose program of the largest of `count` pieces `program` is, cut into `parts`.
 
     Its forward is what runs before the pieces and the forward of all, its backward that of all and what runs after.
-    predict: of one program that runs once. Collectives of pieces are told once, where the first piece has them; their
-    seconds are of one.
+    predict: of one program that runs once. axes_of: as of `predict_phases`. Collectives of pieces are told once, where
+    the first piece has them; their seconds are of one, `times` says of how many.
     """
     piece = parts.piece.complete()
     before, middle, after = (predict(phases) for phases in (alone(parts.before), piece, alone(parts.after)))
@@ -46,13 +47,16 @@ def predict_pieces(
         phases.append(PredictedPhase("optimizer", update, update, 0.0, 0.0))
     moved = (
         *before.collectives,
-        *_later(middle.collectives, before.seconds, None),
+        *_later(middle.collectives, before.seconds, None, times=count),
         *_later(
             after.collectives, before.seconds + count * sum(p.seconds for p in (first, *others)), "backward"
         ),
     )
     return Prediction(
-        sum(phase.seconds for phase in phases), tuple(phases), moved, _walk(program, parts, piece, prices)
+        sum(phase.seconds for phase in phases),
+        tuple(phases),
+        moved,
+        _walk(program, parts, piece, prices, axes_of),
     )
 
 
@@ -73,10 +77,11 @@ def _sum(name: str, *phases: tuple[PredictedPhase, int]) -> PredictedPhase:
 
 
 def _later(
-    collectives: Sequence[PredictedCollective], seconds: float, phase: str | None
+    collectives: Sequence[PredictedCollective], seconds: float, phase: str | None, times: int = 1
 ) -> tuple[PredictedCollective, ...]:
     return tuple(
-        replace(c, start=c.start + seconds, end=c.end + seconds, phase=phase or c.phase) for c in collectives
+        replace(c, start=c.start + seconds, end=c.end + seconds, phase=phase or c.phase, times=times)
+        for c in collectives
     )
 
 
@@ -103,11 +108,13 @@ def update_seconds(program: RankProgram, prices: Prices) -> float | None:
     return sum(prices.optimizer_seconds(results_nbytes(node)) for node in trained.values())
 
 
-def _walk(program: RankProgram, parts: RankPieces, piece: Phases, prices: Prices) -> MemoryWalk:
+def _walk(
+    program: RankProgram, parts: RankPieces, piece: Phases, prices: Prices, axes_of: AxesOf
+) -> MemoryWalk:
     """What the pieces leave is there from the first on, beside what one piece makes; so is what was made before."""
     steps, values = [START], list[LiveValue]()
     begins: list[int] = []
-    workspaces = workspaces_of(prices, simulated_group_axes)
+    workspaces = workspaces_of(prices, axes_of)
     for phases, name in (
         (alone(parts.before), "forward"),
         (piece, "forward"),
@@ -120,6 +127,7 @@ def _walk(program: RankProgram, parts: RankPieces, piece: Phases, prices: Prices
     last, piecewise = len(steps) - 1, begins[1]
     given = zip(_placeholders(program.local.module), program.inputs, strict=True)
     values += held_values(given, _trained(program).keys(), prices.optimizer, last)
+    values = [*_without_parts(parts, values), *_whole_tangents(program, parts, last)]
     for node in parts.before.graph.output_node().all_input_nodes:
         values.append(live_value((node, 0), "moved", "", piecewise, last))
     # What a stage of a pipeline sends is not left behind.
@@ -128,3 +136,18 @@ def _walk(program: RankProgram, parts: RankPieces, piece: Phases, prices: Prices
         if node.name in names:
             values.append(live_value((node, 0), "gradients", "", piecewise, last))
     return MemoryWalk(tuple(steps), tuple(values))
+
+
+def _without_parts(parts: RankPieces, values: Sequence[LiveValue]) -> list[LiveValue]:
+    """A piece looks at its part of a gradient that is there as a whole."""
+    pairs = zip(parts.given, parts.piece.inputs, strict=True)
+    seen = {end.name for one, end in pairs if end.kind == "tangent" and one.part is not None}
+    return [value for value in values if value.kind != "inputs" or value.name not in seen]
+
+
+def _whole_tangents(program: RankProgram, parts: RankPieces, last: int) -> Iterator[LiveValue]:
+    """Gradients of outputs, which are there throughout; those that a stage receives are of a piece alone."""
+    received = {one.source for one in parts.given if one.part is None}
+    for node, end in zip(_placeholders(program.local.module), program.inputs, strict=True):
+        if end.kind == "tangent" and node.users and node.name not in received:
+            yield live_value((node, 0), "inputs", end.name, 0, last)

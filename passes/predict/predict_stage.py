@@ -94,7 +94,7 @@ def _of_rank(
     else:
         parts = split_pieces(program)
         parts = parts.joined() if eager else parts
-        step = predict_pieces(program, parts, joint.pieces, prices, predict)
+        step = predict_pieces(program, parts, joint.pieces, prices, predict, simulated_group_axes)
         before, after = (predict(alone(module)).seconds for module in (parts.before, parts.after))
         phases = parts.piece.complete()
         given_back = _given_back(phases, parts)

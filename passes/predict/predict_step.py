@@ -59,7 +59,12 @@ def predicted_step(
         if joint.pieces > 1:
             parts = split_pieces(program)
             return predict_pieces(
-                program, parts.joined() if eager else parts, joint.pieces, prices, of_phases
+                program,
+                parts.joined() if eager else parts,
+                joint.pieces,
+                prices,
+                of_phases,
+                simulated_group_axes,
             )
         return of_phases((program.joined() if eager else program).usual())
 

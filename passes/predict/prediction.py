@@ -14,7 +14,8 @@ __all__ = ["PredictedCollective", "PredictedPhase", "Prediction"]
 class PredictedCollective:
     """node: its name in the phase's graph; serves: the parameter or module it is for. nbytes: as
     `cost_model.collectives` counts. seconds: its price, alone. start, end: seconds into the step. exposed:
-    by how much the step is longer for it."""
+    by how much the step is longer for it. times: how often it runs, once for each piece of a batch; all else is of the
+    first time."""
 
     phase: str
     node: str
@@ -26,6 +27,7 @@ class PredictedCollective:
     start: float
     exposed: float
     end: float
+    times: int = 1
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,19 @@ from tests.predict.test_memory_walk import placeholders, program
 def test_peaks_of_phases() -> None:
     """10 bytes are held; the forward has 5 and 7 at once and leaves 7, the backward adds 4 and frees all."""
     changes = [(1.0, 5), (1.1, 7), (1.2, -5), (2.0, 4), (2.1, -7), (2.2, 1)]
-    assert peaks_of(changes, (0.5, 2.0), 10) == {"forward": 22, "backward": 21}
-    assert peaks_of(changes, (0.5,), 10) == {"forward": 22}
-    assert peaks_of([], (0.5, 2.0), 10) == {"forward": 10, "backward": 10}
+    two = [(0.5, "forward"), (2.0, "backward")]
+    assert peaks_of(changes, two, 10) == {"forward": 22, "backward": 21}
+    assert peaks_of(changes, two[:1], 10) == {"forward": 22}
+    assert peaks_of([], two, 10) == {"forward": 10, "backward": 10}
+
+
+def test_peaks_of_pieces() -> None:
+    """10 bytes are held; a piece's forward has 5 and leaves 3, its backward adds 4 and leaves 2 of all; the second
+    piece's comes to 2 bytes more."""
+    piece = [(0.1, 5), (0.2, -2), (1.0, 4), (1.2, -5)]
+    changes = [*piece, *((2.0 + at, nbytes) for at, nbytes in piece)]
+    begins = [(0.0, "forward"), (1.0, "backward"), (2.0, "forward"), (3.0, "backward")]
+    assert peaks_of(changes, begins, 10) == {"forward": 17, "backward": 19}
 
 
 def test_a_product_as_it_runs() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from autoshard.reporting.marks import HostMarks
@@ -39,6 +41,12 @@ def test_accumulated_gradients_are_one_step() -> None:
 def test_without_an_optimizer_a_step_ends_with_the_backward() -> None:
     marks = log((FORWARD, 0, 1), (FORWARD, 1, 2), (BACKWARD, 2, 4), (FORWARD, 5, 6), (BACKWARD, 6, 8))
     assert steps_of(marks, 9, HostMarks()) == [step(5, 2, 2, 0), step(4, 1, 2, 0)]
+
+
+def test_pieces_of_a_batch_are_one_step() -> None:
+    marks = log((FORWARD, 0, 1), (BACKWARD, 1, 3), (FORWARD, 3, 4), (BACKWARD, 4, 6))
+    marks = [replace(mark, last=False) for mark in marks[:4]] + marks[4:]
+    assert steps_of([*marks, *log((FORWARD, 7, 8))], 9, HostMarks()) == [step(7, 2, 4, 0), step(2, 1, 0, 0)]
 
 
 def test_forwards_alone_are_steps() -> None:

@@ -1,0 +1,78 @@
+"""Run a graph op by op, and time its computing and each of its collectives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard.reporting.marks import Marks
+from passes.ops.named_collective import NAMED
+from passes.predict.step_events import COLLECTIVE_KINDS, copies_of_collectives
+
+__all__ = ["TimedRun"]
+
+c10d = torch.ops._c10d_functional
+
+
+class TimedRun(fx.Interpreter):
+    """Every collective is waited for where it starts. Notes a mark at every change between computing and a collective
+    with its copies."""
+
+    def __init__(self, module: fx.GraphModule, marks: Marks) -> None:
+        super().__init__(module)
+        self._marks = marks
+        self._copies = copies_of_collectives(module.graph)
+        self._issued = [node.name for node in module.graph.nodes if node.target in COLLECTIVE_KINDS]
+        self._spans: list[tuple[str | None, Any, Any]] = []  # collective or None, begin, end
+        self._computing: Any = None
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.target in COLLECTIVE_KINDS:
+            self._close()
+            self._meet(n)
+            return self._span(n.name, n)
+        if n in self._copies:
+            self._close()
+            return self._span(self._copies[n].name, n)
+        if n.op == "call_function" and n.target is not c10d.wait_tensor.default and self._computing is None:
+            self._computing = self._marks.mark()
+        if n.op == "output":
+            self._close()
+        return super().run_node(n)
+
+    def compute(self) -> float:
+        """Seconds of all else."""
+        return sum(self._marks.seconds(begin, end) for node, begin, end in self._spans if node is None)
+
+    def collectives(self) -> tuple[float, ...]:
+        """Seconds of each, in the order of the graph: from when all ranks of the group are there to the end of the
+        wait, with the copies that put its parts in order."""
+        found = dict.fromkeys(self._issued, 0.0)
+        for node, begin, end in self._spans:
+            if node is not None:
+                found[node] += self._marks.seconds(begin, end)
+        return tuple(found.values())
+
+    def _span(self, collective: str, node: fx.Node) -> Any:
+        args, _ = self.fetch_args_kwargs_from_env(node)
+        begin = self._marks.mark()
+        if node.target in COLLECTIVE_KINDS:
+            # The op that compiled programs run, which may not be the plain one.
+            value = c10d.wait_tensor.default(NAMED[node.target](*args, "report"))
+        else:
+            value = super().run_node(node)
+        self._spans.append((collective, begin, self._marks.mark()))
+        return value
+
+    def _close(self) -> None:
+        if self._computing is not None:
+            self._spans.append((None, self._computing, self._marks.mark()))
+            self._computing = None
+
+    def _meet(self, node: fx.Node) -> None:
+        """Wait for all ranks of the group: a collective is timed from when the last has come."""
+        (operand,) = node.all_input_nodes
+        token = self.env[operand].new_zeros(1, dtype=torch.float32)
+        c10d.wait_tensor.default(c10d.all_reduce.default(token, "sum", str(node.args[-1])))
