@@ -25,7 +25,7 @@ def halos(plan: Plan) -> int:
 
 
 SIMULATED = [
-    ("convnext", {"a": 3}),
+    pytest.param("convnext", {"a": 3}, marks=pytest.mark.slow),
     ("resnet", {"a": 3}),
     ("resnet", {"a": 2, "b": 2}),
     ("unet", {"a": 3}),
