@@ -18,8 +18,11 @@ from passes.ir.op_traits import is_product
 
 __all__ = ["LLAMAS", "Llama3", "selective"]
 
-LLAMAS: Mapping[str, tuple[int, int, int, int, int]] = {"Llama 3.1 8B": (4096, 32, 32, 8, 14_336)}
-"""Width, layers, heads, heads of keys and values, hidden. [meta-llama/Llama-3.1-8B, config.json]"""
+LLAMAS: Mapping[str, tuple[int, int, int, int, int]] = {
+    "Llama 3.1 8B": (4096, 32, 32, 8, 14_336),
+    "Llama 3.1 405B": (16_384, 126, 128, 8, 53_248),
+}
+"""Width, layers, heads, heads of keys and values, hidden. [meta-llama/Llama-3.1-8B and -405B, config.json]"""
 VOCABULARY = 128_256
 
 

@@ -81,10 +81,10 @@ def rehearsed_words(rehearsed: Rehearsed | None) -> str:
     """Behind the predicted step: nothing of a plan that was not rehearsed."""
     if rehearsed is None:
         return ""
-    modelled, pace = format_seconds(rehearsed.modelled), pace_of(rehearsed)
-    return (
-        f", as it took when it was rehearsed; {modelled} were modelled, and all seconds are times {pace:.2f}"
-    )
+    said = f", as it took when it was rehearsed; {format_seconds(rehearsed.modelled)} were modelled"
+    if rehearsed.busy is None:
+        return f"{said}, and all seconds are times {pace_of(rehearsed):.2f}"
+    return f"{said}, and ranks were seen to compute {rehearsed.busy:.1%} of it"
 
 
 def _joined(plan: PlanContent) -> list[str]:

@@ -8,9 +8,11 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
+from msgspec import Meta
 
 from autoshard.cache_files import cache_folder, code_fingerprint, write_whole
 from autoshard.plan.candidates import Candidate, candidates
@@ -93,18 +95,20 @@ def keep_plan(path: Path, plan: Plan) -> None:
     _keep(path, plan.to_json())
 
 
-def keep_rehearsal(path: Path, seconds: float) -> None:
-    """Of a step; for `kept_rehearsal`. A warning where that cannot be."""
-    _keep(path, seconds)
+_Step = tuple[Annotated[float, Meta(gt=0.0, lt=1e6)], Annotated[float, Meta(gt=0.0, le=1.0)] | None]
 
 
-def kept_rehearsal(path: Path) -> float | None:
-    """Seconds of a step; None: it was not rehearsed, or the file is damaged."""
+def keep_rehearsal(path: Path, seconds: float, busy: float | None) -> None:
+    """Of a step, as `Rehearsed` has them; for `kept_rehearsal`. A warning where that cannot be."""
+    _keep(path, (seconds, busy))
+
+
+def kept_rehearsal(path: Path) -> tuple[float, float | None] | None:
+    """Seconds of a step, and `Rehearsed.busy`; None: it was not rehearsed, or the file is damaged."""
     try:
-        seconds = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return msgspec.json.decode(path.read_bytes(), type=_Step)
+    except (OSError, msgspec.MsgspecError):
         return None
-    return seconds if isinstance(seconds, float) and 0.0 < seconds < 1e6 else None
 
 
 def _keep(path: Path, data: Any) -> None:

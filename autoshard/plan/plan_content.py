@@ -46,10 +46,11 @@ class Raced:
 @dataclass(frozen=True)
 class Rehearsed:
     """Real steps of a plan. modelled: seconds of a step under modelled and timed prices. measured: of the slowest rank,
-    its median."""
+    its median. busy: of stages, the share of all ranks' time in which they computed; None where it was not measured."""
 
     modelled: float
     measured: float
+    busy: float | None = None
 
 
 def pace_of(rehearsed: Rehearsed | None) -> float:

@@ -83,6 +83,7 @@ class RehearsedData(Struct, frozen=True, forbid_unknown_fields=True):
 
     modelled: Annotated[float, Meta(gt=0.0, le=1e30)]
     measured: Annotated[float, Meta(gt=0.0, le=1e30)]
+    busy: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
 
     def rehearsed(self) -> Rehearsed:
         return Rehearsed(**msgspec.structs.asdict(self))
@@ -229,7 +230,9 @@ def race_to_json(race: Sequence[Raced]) -> dict[str, Any]:
 
 def rehearsed_to_json(rehearsed: Rehearsed | None) -> dict[str, Any]:
     """Nothing of a plan that was not rehearsed."""
-    return {} if rehearsed is None else {"rehearsed": dict(vars(rehearsed))}
+    if rehearsed is None:
+        return {}
+    return {"rehearsed": {name: value for name, value in vars(rehearsed).items() if value is not None}}
 
 
 def plan_to_json(plan: PlanContent) -> dict[str, Any]:

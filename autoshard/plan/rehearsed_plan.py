@@ -5,27 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from autoshard.plan.measured_schedule import measured_schedule
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_content import Rehearsed, pace_of
-from autoshard.plan.stage_schedule import SchedulePrices
 from autoshard.plan.stages_option import AnyPlan
 from passes.plan.records import NodeRecord, OperandRecord
 
 __all__ = ["rehearsed_plan"]
 
 
-def rehearsed_plan(plan: AnyPlan, measured: float) -> AnyPlan:
+def rehearsed_plan(plan: AnyPlan, measured: float, busy: float | None = None) -> AnyPlan:
     """`plan` with its step as measured, and all its other seconds as many times as long as modelled.
 
     One step says that the model is off, and not of what: every price counts alike (`cost_model.pace`), so the plan
     stays the best, its bound a bound, and what its own questions find is as much slower. measured: seconds of a step.
+    busy: of stages, as of `Rehearsed`: it tells what they compute from what they wait for (`measured_schedule`).
     """
-    step = Rehearsed(plan.step_time if plan.rehearsed is None else plan.rehearsed.modelled, measured)
+    modelled = plan.step_time if plan.rehearsed is None else plan.rehearsed.modelled
+    step = Rehearsed(modelled, measured, busy)
     factor = measured / plan.step_time
     if isinstance(plan, Plan):
         return replace(_longer(plan, factor, pace_of(step)), step_time=measured, rehearsed=step)
-    stages = tuple(_longer(stage, factor, pace_of(step)) for stage in plan.stages)
-    return replace(plan, stages=stages, prices=_schedule_prices(plan.prices, factor), rehearsed=step)
+    prices = measured_schedule(plan.scheduled, measured, busy)
+    computed = sum(one.forward for one in prices.stages) / sum(one.forward for one in plan.prices.stages)
+    pace = computed * pace_of(plan.rehearsed)
+    stages = tuple(_longer(stage, computed, pace) for stage in plan.stages)
+    return replace(plan, stages=stages, prices=prices, rehearsed=step)
 
 
 def _longer(plan: Plan, factor: float, pace: float) -> Plan:
@@ -54,12 +59,3 @@ def _records(records: Sequence[NodeRecord], factor: float) -> tuple[NodeRecord, 
 def _operand(operand: OperandRecord, factor: float) -> OperandRecord:
     transfers = tuple(replace(one, seconds=factor * one.seconds) for one in operand.transfers)
     return replace(operand, transfers=transfers)
-
-
-def _schedule_prices(prices: SchedulePrices, factor: float) -> SchedulePrices:
-    times = ("forward", "backward", "input", "weight", "before", "after", "update")
-    stages = tuple(
-        replace(stage, **{name: factor * getattr(stage, name) for name in times}) for stage in prices.stages
-    )
-    sent, returned = (tuple(factor * seconds for seconds in one) for one in (prices.sent, prices.returned))
-    return SchedulePrices(stages, sent, returned)

@@ -74,9 +74,9 @@ class DividedRounds:
         """What was rehearsed before is known."""
         self._done = True
         self._rehearsal = plan_path(self._task, "rehearsed", self.plan.fingerprint)
-        seconds = kept_rehearsal(self._rehearsal)
-        if seconds is not None:
-            self.plan = rehearsed_plan(self.plan, seconds)
+        known = kept_rehearsal(self._rehearsal)
+        if known is not None:
+            self.plan = rehearsed_plan(self.plan, *known)
 
     def add(self, times: TimedPrices) -> None:
         """Plan again, under these as well."""
@@ -95,7 +95,7 @@ class DividedRounds:
     def keep(self, plan: AnyPlan) -> None:
         """How long a step took: the next start plans again, under what was timed, and finds the plan of this one."""
         assert plan.rehearsed is not None
-        keep_rehearsal(self._rehearsal, plan.rehearsed.measured)
+        keep_rehearsal(self._rehearsal, plan.rehearsed.measured, plan.rehearsed.busy)
 
     def _planned(self, deadline: Deadline) -> AnyPlan:
         task = replace(self._task, timed=self.timed.if_any())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,10 +14,12 @@ from autoshard.plan.rehearsed_plan import rehearsed_plan
 from autoshard.plan.stages_option import AnyPlan
 from autoshard.refine.refining_time import is_worth_it
 from autoshard.runtime.agreement import everyones
+from autoshard.runtime.idle_clock import IdleClock
 from autoshard.runtime.making import Made
 from autoshard.runtime.observe import unobserved
 from autoshard.runtime.programs import AnyProgram
 from autoshard.runtime.race_entry import RaceEntry
+from autoshard.runtime.stage_clock import StageClock
 from autoshard.runtime.track import WARM_STEPS, Track, steps_within
 from passes.ir.kept_random_state import random_state_kept
 
@@ -47,10 +51,12 @@ def rehearsed(
     entered: Entered,
     backend: str,
     watching: Sequence[list[Any]],
+    clocks: list[StageClock],
 ) -> tuple[AnyPlan, Made]:
     """`plan` with its step as measured on copies, and what gives its program; as they were where there is no room.
 
-    All ranks together. made, entered, watching: as of `autoshard.runtime.race.race`.
+    All ranks together. made, entered, watching: as of `autoshard.runtime.race.race`. clocks: of the stages, one of
+    `watching`.
     """
     track = Track(mesh, "a rehearsal")
     # A limit is the plan's, which keeps it here as later; beside it is the model as it was given.
@@ -59,13 +65,38 @@ def rehearsed(
     with unobserved(*watching), random_state_kept():
         program = made(backend)
         entry = entered(plan, program)
-        mine = _steps(track, entry) if track.copied(_NAME, entry) else []
+        mine = _steps(track, entry, clocks) if track.copied(_NAME, entry) else []
         entry.free()
     times = everyones(mesh, mine, what="times of a rehearsal")
-    found = rehearsed_plan(plan, step_seconds([[steps] for steps in times])[0]) if all(times) else plan
-    return found, lambda backend: program
+    return (_as_measured(plan, times) if all(times) else plan), lambda backend: program
 
 
-def _steps(track: Track, entry: RaceEntry) -> list[float]:
+_Step = tuple[float, float | None]
+"""Seconds of a step on a rank, and those in which its stages waited; None: it has none, or they cannot be told."""
+
+
+def _steps(track: Track, entry: RaceEntry, clocks: list[StageClock]) -> list[_Step]:
     count = steps_within(track.warm(_NAME, entry), _LEAST_STEPS)
-    return [track.step(_NAME, entry) for _ in range(count)]
+    idle = IdleClock()
+    # Work of GPUs goes on when its call has returned.
+    with _also(clocks, [idle] if track.device_type == "cpu" else []):
+        return [(track.step(_NAME, entry), idle.idle) for _ in range(count)]
+
+
+@contextmanager
+def _also(clocks: list[StageClock], more: Sequence[StageClock]) -> Generator[None]:
+    clocks += more
+    try:
+        yield
+    finally:
+        del clocks[len(clocks) - len(more) :]
+
+
+def _as_measured(plan: AnyPlan, times: Sequence[Sequence[_Step]]) -> AnyPlan:
+    """times: by rank."""
+    seconds = step_seconds([[[step for step, _ in steps]] for steps in times])[0]
+    computed = [[step - idle for step, idle in steps if idle is not None] for steps in times]
+    if not all(computed):
+        return rehearsed_plan(plan, seconds)
+    busy = statistics.mean(map(statistics.median, computed)) / seconds
+    return rehearsed_plan(plan, seconds, min(1.0, busy))

@@ -189,7 +189,7 @@ class Session:
         """The plan with its step as measured, kept for the next start, and what gives its program."""
         s, watching = self.settings, (self.observers, self.stage_clocks)
         with self.stages("rehearsing the plan"):
-            plan, made = rehearsed(self.mesh, plan, made, entered, s.backend, watching)
+            plan, made = rehearsed(self.mesh, plan, made, entered, s.backend, watching, self.stage_clocks)
         if refined is not None and plan.rehearsed is not None:
             refined.keep(plan)
         return plan, made

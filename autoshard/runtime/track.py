@@ -36,7 +36,7 @@ class Track:
     """All ranks come to each method together. occasion: what the plans run for, in what is said of a failure."""
 
     def __init__(self, mesh: DeviceMesh, occasion: str) -> None:
-        self._mesh, self._occasion = mesh, occasion
+        self._mesh, self._occasion, self.device_type = mesh, occasion, mesh.device_type
         self._token = torch.zeros(1, device=local_device(mesh))
         self._group = whole_group(mesh) if mesh.size() > 1 else None
 

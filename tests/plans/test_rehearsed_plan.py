@@ -108,11 +108,33 @@ def test_stages_and_what_passes_between_them_take_as_much_longer() -> None:
     assert any_plan_from_json(rehearsed.to_json()).rehearsed == rehearsed.rehearsed
 
 
-@pytest.mark.parametrize("text", ["", "[]", '"1"', "-1.0", "NaN", "1e9"])
+@pytest.mark.parametrize("factor", [0.8, 1.5])
+@pytest.mark.parametrize("busy", [0.3, 0.6, 0.9])
+def test_stages_compute_and_wait_as_was_measured(factor: float, busy: float) -> None:
+    plan = in_stages(1.0)
+    rehearsed = rehearsed_plan(plan, factor * plan.step_time, busy)
+    assert isinstance(rehearsed, PipelinePlan)
+    assert rehearsed.step_time == pytest.approx(factor * plan.step_time)
+    computed = factor * busy / (1.0 - plan.bubble)
+    # Ranks that wait for each other's computing wait even if nothing takes time to pass.
+    waits_at_least = computed * plan.step_time > factor * plan.step_time
+    assert rehearsed.bubble == pytest.approx(plan.bubble if waits_at_least else 1.0 - busy, abs=1e-6), (
+        computed
+    )
+    assert any_plan_from_json(rehearsed.to_json()) == rehearsed
+    assert f"and ranks were seen to compute {busy:.1%} of it" in rehearsed.explain()
+    if not waits_at_least:
+        assert rehearsed.stages[0].step_time == pytest.approx(computed * plan.stages[0].step_time)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "0.25", "[-1.0, null]", "[NaN, null]", "[1e9, null]", "[0.25, 2.0]"]
+)
 def test_a_damaged_file_is_no_rehearsal(tmp_path: Path, text: str) -> None:
     path = tmp_path / "step.json"
     assert kept_rehearsal(path) is None
     path.write_text(text)
     assert kept_rehearsal(path) is None
-    keep_rehearsal(path, 0.25)
-    assert kept_rehearsal(path) == 0.25
+    for busy in (None, 0.5):
+        keep_rehearsal(path, 0.25, busy)
+        assert kept_rehearsal(path) == (0.25, busy)
