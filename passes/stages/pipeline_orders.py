@@ -5,6 +5,7 @@ The orders are those of `torch.distributed.pipelining`, whose classes run them; 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -12,7 +13,16 @@ from typing import Literal
 
 from cost_model.errors import InfeasibleError
 
-__all__ = ["ORDERS", "Action", "ActionKind", "PipelineOrder", "in_flight", "pipeline_order", "rank_peaks"]
+__all__ = [
+    "ORDERS",
+    "Action",
+    "ActionKind",
+    "PipelineOrder",
+    "in_flight",
+    "pieces_kept",
+    "pipeline_order",
+    "rank_peaks",
+]
 
 ActionKind = Literal["forward", "backward", "input", "weight"]
 """backward: both its halves, of which "input" makes the gradients of what the stage received, "weight" those of its
@@ -108,13 +118,20 @@ def rank_peaks(order: PipelineOrder, nbytes: Sequence[int]) -> tuple[int, ...]:
     return tuple(peaks)
 
 
+def pieces_kept(row: Sequence[Action]) -> Iterator[tuple[Action, Counter[int]]]:
+    """What a rank runs, and of how many pieces each of its stages keeps something meanwhile, the action's included."""
+    kept = Counter[int]()
+    for action in row:
+        kept[action.stage] += action.kind == "forward"
+        yield action, kept.copy()
+        kept[action.stage] -= action.kind in ("backward", "weight")
+
+
 def _held(order: PipelineOrder) -> Iterator[tuple[int, ...]]:
-    """Pieces that each stage keeps after each action; ranks one after another, as none looks at another's."""
+    """Pieces that each stage keeps during each action; ranks one after another, as none looks at another's."""
     for row in order.ranks:
-        held = [0] * order.stages
-        for action in row:
-            held[action.stage] += {"forward": 1, "input": 0}.get(action.kind, -1)
-            yield tuple(held)
+        for _, kept in pieces_kept(row):
+            yield tuple(kept[stage] for stage in range(order.stages))
 
 
 def _gpipe(rank: int, ranks: int, _local: int, pieces: int) -> Iterator[Action]:
