@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from autoshard.plan.equal_layers import fold_numbers
 from autoshard.plan.plan_collectives import Collective, collectives_of
 from autoshard.plan.plan_content import PlanContent, Rehearsed, pace_of
-from autoshard.plan.plan_memory import kind_lines
+from autoshard.plan.plan_memory import MemoryTimeline, kind_lines
 from autoshard.plan.plan_prices import priced_words, refined_line
 from autoshard.plan.race_result import race_lines
 from cost_model.reserve import communicators
@@ -17,7 +17,14 @@ from passes.layout.joined_axes import joined_text
 from passes.layout.layout import Layout
 from passes.plan.graph_text import format_seconds
 
-__all__ = ["collective_lines", "explain_plan", "parameter_lines", "plan_difference", "rehearsed_words"]
+__all__ = [
+    "collective_lines",
+    "explain_plan",
+    "memory_lines",
+    "parameter_lines",
+    "plan_difference",
+    "rehearsed_words",
+]
 
 
 def explain_plan(plan: PlanContent) -> str:
@@ -40,7 +47,7 @@ def explain_plan(plan: PlanContent) -> str:
         "",
         *_time_table(plan),
         "",
-        *_memory_table(plan),
+        *memory_lines(plan.memory, "memory at the peak"),
         *collective_lines(collectives_of(plan.records)),
         "",
         *parameter_lines(plan.parameter_layouts),
@@ -136,11 +143,9 @@ def _time_table(plan: PlanContent) -> list[str]:
     return [*lines, f"  {'optimizer':9} {format_seconds(update):>9}"]
 
 
-def _memory_table(plan: PlanContent) -> list[str]:
-    """What lives at the peak, by kind, with the largest values of each."""
-    if plan.memory is None:
-        return []
-    return ["memory at the peak", *(f"  {line}" for line in kind_lines(plan.memory)), ""]
+def memory_lines(memory: MemoryTimeline | None, head: str) -> list[str]:
+    """What lives at the peak, by kind, with the largest values of each; nothing where that is not known."""
+    return [] if memory is None else [head, *(f"  {line}" for line in kind_lines(memory)), ""]
 
 
 def collective_lines(collectives: Sequence[Collective]) -> list[str]:

@@ -10,7 +10,9 @@ from typing import Generic, TypeVar
 
 from torch.distributed.tensor import Placement
 
+from autoshard.plan.pipeline_memory import pipeline_memory
 from autoshard.plan.plan_content import PlanContent, PlanOrigin, Raced, Rehearsed
+from autoshard.plan.plan_memory import MemoryTimeline
 from autoshard.plan.stage_schedule import Scheduled, SchedulePrices
 from cost_model.mesh import MeshSpec
 from passes.layout.layout import Layout
@@ -43,6 +45,8 @@ class PipelineContent(Generic[P]):
                    and no schedule of this cut into these pieces are faster. gap: (cost - lower_bound) / cost, so the
                    bubble is in it. Of other cuts `bound_of_cut` alone is said, of other numbers of pieces nothing.
     peak_memory:   predicted bytes on the fullest rank: what its stages hold and keep in flight, and one piece makes.
+    memory:        those bytes at each action of that rank, by kind, and what lives at the peak (docs/pipeline.md); None
+                   where that of one of its stages is not known.
     holders:       parameter name -> coordinates along `axis` of the ranks that hold it, several where stages share it.
     """
 
@@ -113,6 +117,10 @@ class PipelineContent(Generic[P]):
     @property
     def peak_memory(self) -> int:
         return max(self.scheduled.peaks)
+
+    @cached_property
+    def memory(self) -> MemoryTimeline | None:
+        return pipeline_memory(self.scheduled, [stage.memory for stage in self.stages])
 
     @cached_property
     def parameter_layouts(self) -> dict[str, Layout]:

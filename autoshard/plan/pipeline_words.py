@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from autoshard.plan.explain import collective_lines, parameter_lines, rehearsed_words
+from autoshard.plan.explain import collective_lines, memory_lines, parameter_lines, rehearsed_words
 from autoshard.plan.pipeline_content import PipelineContent
+from autoshard.plan.pipeline_memory import fullest_rank
 from autoshard.plan.plan_collectives import collectives_of
 from autoshard.plan.plan_content import PlanContent
 from autoshard.plan.plan_prices import refined_line
@@ -50,6 +51,9 @@ def explain_pipeline(plan: Pipeline) -> str:
         *_passing(plan),
         *_rank_table(plan),
         "",
+        *memory_lines(
+            plan.memory, f"memory at the peak of {plan.axis}={fullest_rank(plan.scheduled)}{_peak_at(plan)}"
+        ),
         *collective_lines([c for stage in plan.stages for c in collectives_of(stage.records)]),
         "",
         *parameter_lines(plan.parameter_layouts),
@@ -145,6 +149,10 @@ def _rank_table(plan: Pipeline) -> Iterator[str]:
     for rank, (busy, peak) in enumerate(zip(timeline.busy, plan.scheduled.peaks, strict=True)):
         waits = 1.0 - busy / timeline.seconds if timeline.seconds else 0.0
         yield f"  {plan.axis}={rank}: holds {format_bytes(peak)}, waits {waits:.1%}"
+
+
+def _peak_at(plan: Pipeline) -> str:
+    return "" if plan.memory is None else f", at {plan.memory.peak.node}, {plan.memory.peak.phase}"
 
 
 def _shared(plan: Pipeline) -> list[str]:

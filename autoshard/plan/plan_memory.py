@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.plan.equal_layers import fold_numbers
@@ -13,7 +13,7 @@ from cost_model.units import format_bytes
 from passes.predict.memory_kinds import KINDS, Kind
 from passes.predict.memory_record import LiveValue, MemoryStep, MemoryWalk
 
-__all__ = ["OUTLINE", "AtPeak", "MemoryTimeline", "at_peak_of", "kind_lines"]
+__all__ = ["OUTLINE", "AtPeak", "MemoryTimeline", "at_peak_of", "in_order", "kind_lines"]
 
 OUTLINE = 40
 """Points of a curve that a plan's file holds."""
@@ -49,6 +49,9 @@ class MemoryTimeline:
     steps: every step of forward and backward, in order, with its bytes by kind; of a plan that was read from a file
     those at which the curve turns, `OUTLINE` at most, the peak among them. count: of all steps. at_peak: what is alive
     at the first step with the most bytes, the largest first; together these are its bytes.
+
+    Of a plan with stages a step is an action of the fullest rank, and its phase the action's kind
+    (`autoshard.plan.pipeline_memory`).
     """
 
     steps: tuple[MemoryStep, ...]
@@ -90,7 +93,7 @@ class MemoryTimeline:
             "  the largest of what lives there",
         ]
         lines += [
-            f"    {format_bytes(row.nbytes):>8}  {row.kind:10}  {row}  {row.value}"
+            f"    {format_bytes(row.nbytes):>8}  {row.kind:10}  {row}  {row.value}".rstrip()
             for row in self.at_peak[:_SHOWN]
         ]
         rest = self.at_peak[_SHOWN:]
@@ -123,11 +126,15 @@ def at_peak_of(values: Sequence[LiveValue]) -> tuple[AtPeak, ...]:
     one = lambda value: AtPeak(value.kind, "", value.op, _value(value), 1, value.nbytes)
     alike = Counter((value.name, one(value)) for value in values)
     rows = [(name, (each, times)) for (name, each), times in alike.items()]
-    found = [
+    return in_order(
         replace(each, name=name, count=layers * times, nbytes=layers * times * each.nbytes)
         for name, (each, times), layers in fold_numbers(rows)
-    ]
-    return tuple(sorted(found, key=lambda row: (-row.nbytes, KINDS.index(row.kind), row.name, row.op)))
+    )
+
+
+def in_order(rows: Iterable[AtPeak]) -> tuple[AtPeak, ...]:
+    """The largest first."""
+    return tuple(sorted(rows, key=lambda row: (-row.nbytes, KINDS.index(row.kind), row.name, row.op)))
 
 
 def _value(value: LiveValue) -> str:

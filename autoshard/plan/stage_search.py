@@ -9,7 +9,9 @@ from functools import cached_property
 from operator import ge
 
 from autoshard.plan.equal_stages import names_alike, plan_like
+from autoshard.plan.pipeline_memory import fullest_rank, pipeline_memory
 from autoshard.plan.plan import Plan
+from autoshard.plan.plan_memory import kind_lines
 from autoshard.plan.stage_cut import transfer_price
 from autoshard.plan.stage_schedule import Scheduled, SchedulePrices
 from autoshard.plan.stage_tasks import PlannedStage, sent_nbytes, stage_task
@@ -97,7 +99,7 @@ class StageSearch:
         stages = self._within(free)
         found = self._scheduled(stages, free.order)
         if not self._fits(found):
-            raise self._too_full(found)
+            raise self._too_full(found, stages)
         return found, stages
 
     def _within(self, free: Scheduled) -> Stages:
@@ -159,14 +161,17 @@ class StageSearch:
         limit = self.task.memory_limit
         return limit is None or max(one.peaks) + self.task.reserve((), None) <= limit
 
-    def _too_full(self, one: Scheduled) -> InfeasibleError:
+    def _too_full(self, one: Scheduled, planned: Stages) -> InfeasibleError:
+        """With what lives there on the fullest rank."""
         limit, needed = self.task.memory_limit, max(one.peaks) + self.task.reserve((), None)
         assert limit is not None
-        rank = one.peaks.index(max(one.peaks))
+        rank = fullest_rank(one)
+        memory = pipeline_memory(one, [stage.plan.memory for stage in planned])
+        living = "" if memory is None else "".join(f"    {line}\n" for line in kind_lines(memory))
         stages = ", ".join(str(stage) for stage in range(rank, len(self.graphs), len(one.peaks)))
         return InfeasibleError(
             f"no plan fits memory_limit={format_bytes(limit)} per device: with the schedule {one.order.name!r} "
-            f"the ranks of stage {stages} hold {format_bytes(needed)}\n"
+            f"the ranks of stage {stages} hold {format_bytes(needed)}\n{living}"
             f"  try: memory_limit={enough_bytes(needed)}, more and smaller micro_batches, or more devices"
         )
 

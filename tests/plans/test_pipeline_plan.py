@@ -27,10 +27,11 @@ def test_the_same_from_a_file(name: str, mesh: Any, pieces: int, tmp_path: Path)
     plan.save(tmp_path / "plan.json")
     read = Plan.load(tmp_path / "plan.json")
     assert isinstance(read, PipelinePlan) and read == plan and read.fingerprint == plan.fingerprint
-    assert (read.step_time, read.peak_memory, read.holders) == (
+    assert (read.step_time, read.peak_memory, read.holders, read.memory) == (
         plan.step_time,
         plan.peak_memory,
         plan.holders,
+        plan.memory,
     )
     read.check_graph(stage_task(name, mesh).joint)
     assert read.explain() == plan.explain() and read.to_text() == plan.to_text()
