@@ -23,7 +23,7 @@ from autoshard.plan.optimizer_names import OptimizerLike, optimizer_name
 from autoshard.plan.pins import Constraints, resolve_pins
 from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.plan.plain_plan import given_plan
-from autoshard.plan.plan_fits import check_limit, check_pins
+from autoshard.plan.plan_fits import check_limit, check_optimizer, check_pins
 from autoshard.plan.stages_option import AnyPlan, checked_schedule, checked_stages
 from autoshard.refine.refine import check_refine
 from autoshard.runtime.agreement import agree, collectively
@@ -92,7 +92,7 @@ def autoshard(
                     gradients and dropout are those of the whole batch; with a scalar loss, the call that returns it
                     runs the backward too.
     optimizer:      whose states count as memory, as `find_plan` takes it. None: torch's optimizer that has the model's
-                    parameters when the first kind of call is planned, else AdamW.
+                    parameters when the first kind of call is planned, else AdamW. With `plan`: none, or the plan's.
     time_limit:     seconds for planning a kind of call once it is captured; see `find_plan`.
     race:           a last word by the clock: so many of the best plans run for a few real steps of the first kind of
                     call, on copies of parameters and buffers, and the fastest is kept (`plan.race`). None: none. With
@@ -127,9 +127,11 @@ def autoshard(
         limit = None if memory_limit is None else parse_bytes(memory_limit)
         ready = None if plan is None else given_plan(plan)
         pins = resolve_pins(constraints, named_parameters(model), spec)
+        named = None if optimizer is None else optimizer_name(optimizer)
         if ready is not None:
             check_limit(ready, limit)
             check_pins(ready, pins)
+            check_optimizer(ready, named)
         # A plan needs no profile.
         known = profile is not None or plan is not None
         return Settings(
@@ -143,7 +145,7 @@ def autoshard(
             time_limit=checked_seconds(time_limit, "time_limit"),
             refine=refine,
             profile=load_profile(profile, spec) if known else None,
-            optimizer=None if optimizer is None else optimizer_name(optimizer),
+            optimizer=named,
             micro_batches=_micro_batches(micro_batches, ready),
             stages=_stages(stages, ready, spec),
             schedule=_schedule(schedule, stages, ready),

@@ -20,7 +20,8 @@ class PlanOrigin:
 
     profile, profile_hash, nominal: the prices; nominal ones were never measured.
     graph_hash: of the canonical joint graph. autoshard, torch: versions. timed: hash of the kernels and collectives
-    whose times took the place of modelled prices; "": none, the plan is unrefined.
+    whose times took the place of modelled prices; "": none, the plan is unrefined. optimizer: by its name in
+    `cost_model.memory.OPTIMIZERS`, whose states and update are counted; "": none, or an older file does not say.
     """
 
     profile: str
@@ -30,6 +31,7 @@ class PlanOrigin:
     autoshard: str
     torch: str
     timed: str = ""
+    optimizer: str = ""
 
 
 @dataclass(frozen=True)

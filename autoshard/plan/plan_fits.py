@@ -17,7 +17,16 @@ from passes.layout.layout import Layout
 from passes.states.backward_copies import copied_ops
 from passes.states.cut_points import users_choice
 
-__all__ = ["axes_in", "check_again", "check_limit", "check_mesh", "check_outputs", "check_pins", "runnable"]
+__all__ = [
+    "axes_in",
+    "check_again",
+    "check_limit",
+    "check_mesh",
+    "check_optimizer",
+    "check_outputs",
+    "check_pins",
+    "runnable",
+]
 
 
 def axes_in(plan: Plan) -> list[tuple[str, ...]]:
@@ -51,6 +60,16 @@ def check_limit(plan: AnyPlan, memory_limit: int | None) -> None:
         raise InfeasibleError(
             f"plan needs {enough_bytes(needed)} per device, and memory_limit is {format_bytes(memory_limit)}\n"
             f"  try: memory_limit={enough_bytes(needed)}, or a plan of find_plan(..., memory_limit=...)"
+        )
+
+
+def check_optimizer(plan: AnyPlan, optimizer: str | None) -> None:
+    """ShardingError where the plan is known to count another optimizer than the one that was named."""
+    counted = plan.origin.optimizer
+    if optimizer is not None and counted not in ("", optimizer):
+        raise ShardingError(
+            f"optimizer is {optimizer!r}, and plan counts the states of {counted!r}\n"
+            f"  try: optimizer={counted!r} or none, or a plan of find_plan(..., optimizer={optimizer!r})"
         )
 
 

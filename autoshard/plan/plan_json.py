@@ -64,6 +64,7 @@ class OriginData(Struct, frozen=True, forbid_unknown_fields=True):
     autoshard: Text
     torch: Text
     timed: Text = ""
+    optimizer: Text = ""
 
 
 class RacedData(Struct, frozen=True, forbid_unknown_fields=True):
@@ -219,7 +220,9 @@ def plan_head(mesh: MeshSpec, origin: PlanOrigin) -> dict[str, Any]:
         "schema_version": SCHEMA_VERSION,
         "mesh": {"axes": dict(zip(mesh.names, mesh.sizes, strict=True)), "device": mesh.device_type},
         # What is usual is left out, here and below: files of unrefined plans stay as they were.
-        "origin": {name: value for name, value in vars(origin).items() if name != "timed" or value},
+        "origin": {
+            name: value for name, value in vars(origin).items() if value or name not in ("timed", "optimizer")
+        },
     }
 
 

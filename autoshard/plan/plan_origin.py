@@ -14,8 +14,11 @@ from passes.plan.describe import graph_hash
 __all__ = ["plan_origin"]
 
 
-def plan_origin(profile: Profile, joint: JointGraph, timed: TimedPrices | None = None) -> PlanOrigin:
-    """timed: what took the place of modelled prices, if anything did."""
+def plan_origin(
+    profile: Profile, joint: JointGraph, optimizer: str, timed: TimedPrices | None = None
+) -> PlanOrigin:
+    """optimizer: that is counted where something is trained. timed: what took the place of modelled prices, if anything
+    did."""
     return PlanOrigin(
         profile=profile.name,
         profile_hash=profile.hash(),
@@ -24,4 +27,5 @@ def plan_origin(profile: Profile, joint: JointGraph, timed: TimedPrices | None =
         autoshard=__version__,
         torch=torch.__version__,
         timed="" if timed is None else timed.hash,
+        optimizer=optimizer if joint.trained else "",
     )

@@ -147,5 +147,5 @@ def pipeline_plan(
         reserve=plan_reserve(task.mesh, ()),
         bound_of_cut=bound_of_cut,
         inputs=task.call.inputs,
-        origin=plan_origin(task.profile, task.joint, task.timed),
+        origin=plan_origin(task.profile, task.joint, task.optimizer, task.timed),
     )

@@ -281,7 +281,7 @@ def plan_of(task: Task, found: Found, judged: Judged, again: Again | None) -> Pl
         inputs=task.call.inputs,
         outputs=output_layouts(joint, found.assignment),
         fallbacks=fallback_ops(joint),
-        origin=plan_origin(task.profile, task.joint, task.timed),
+        origin=plan_origin(task.profile, task.joint, task.optimizer, task.timed),
         joined_axes=found.joined,
         moved_nbytes=None if math.isinf(prices.moved_nbytes) else int(prices.moved_nbytes),
         micro_batches=joint.pieces,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from autoshard import autoshard
+from cost_model.errors import AutoshardError
 from tests.models import TwoLinear
 from tests.profiles import slow_compute
 
@@ -92,3 +93,20 @@ def trained(
 
 def assert_close(got: Any, wanted: Any, tolerance: float = 1e-5) -> None:
     torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
+
+
+def refusal(model: nn.Module, attempt: Callable[[], Any]) -> str:
+    """ "ErrorName: message" of what `attempt` raises, having left the model as it was."""
+    parameters = dict(model.named_parameters())
+    values = full(model.state_dict())
+    try:
+        attempt()
+    except AutoshardError as error:
+        text = f"{type(error).__name__}: {error}"
+    else:
+        return "no error"
+    after = dict(model.named_parameters())
+    assert all(after[name] is parameter for name, parameter in parameters.items())
+    assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
+    assert not hasattr(model, "autoshard_plan")
+    return text

@@ -16,29 +16,12 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from autoshard import InfeasibleError, MeshSpec, Profile, ProfileError, ShardingError, find_plan
 from autoshard.runtime.module import dispatcher_of
 from cost_model.errors import AutoshardError
-from tests.api.programs import Axes, assert_close, data, full, parallel, trained, two_linear
+from tests.api.programs import Axes, assert_close, data, full, parallel, refusal, trained, two_linear
 from tests.profiles import slow_compute
 from tests.ranks import RankPool
 
 PAIR: Axes = (("x", 2),)
 LINE: Axes = (("x", 3),)
-
-
-def refusal(model: nn.Module, attempt: Callable[[], Any]) -> str:
-    """ "ErrorName: message" of what `attempt` raises, having left the model as it was."""
-    parameters = dict(model.named_parameters())
-    values = full(model.state_dict())
-    try:
-        attempt()
-    except AutoshardError as error:
-        text = f"{type(error).__name__}: {error}"
-    else:
-        return "no error"
-    after = dict(model.named_parameters())
-    assert all(after[name] is parameter for name, parameter in parameters.items())
-    assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
-    assert not hasattr(model, "autoshard_plan")
-    return text
 
 
 class Branch(nn.Module):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from autoshard import MeshSpec, PlanError, find_plan
+from autoshard import MeshSpec, PlanError, ShardingError, find_plan
 from autoshard.plan.find_plan import canonical_capture
-from autoshard.plan.plan_fits import check_again
+from autoshard.plan.plan import any_plan_from_json
+from autoshard.plan.plan_fits import check_again, check_optimizer
 from autoshard.plan.stages_option import AnyPlan
 from passes.ir.joint import JointGraph
 from tests.profiles import slow_compute
@@ -62,3 +66,23 @@ def test_it_computes_nothing_again_where_the_user_does() -> None:
 
 def test_neither_computes_anything_again() -> None:
     check_again(planned(False), "user", graph(False))
+
+
+@pytest.mark.parametrize("stages", [None, "x"])
+def test_a_plan_says_whose_optimizer_it_counts(stages: str | None) -> None:
+    """In its file as well; an older one does not say, and nor does a plan of a call that trains nothing."""
+    options: dict[str, Any] = {"profile": slow_compute(), "optimizer": "sgd", "stages": stages}
+    plan = find_plan(Blocks(False), MeshSpec({"x": 2}), (torch.randn(64, 16),), **options)
+    data = json.loads(json.dumps(plan.to_json()))
+    read = any_plan_from_json(data)
+    assert plan.origin.optimizer == read.origin.optimizer == "sgd"
+    check_optimizer(read, "sgd")
+    check_optimizer(read, None)
+    with pytest.raises(ShardingError, match="optimizer is 'adam', and plan counts the states of 'sgd'"):
+        check_optimizer(read, "adam")
+    del data["origin"]["optimizer"]
+    check_optimizer(any_plan_from_json(data), "adam")
+    with torch.no_grad():
+        forward = find_plan(Blocks(False), MeshSpec({"x": 2}), (torch.randn(64, 16),), **options)
+    assert "optimizer" not in forward.to_json()["origin"]
+    check_optimizer(forward, "adam")
