@@ -9,6 +9,7 @@ from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.plan.plan import Plan
 from autoshard.plan.stages_option import AnyPlan
 from cost_model.errors import AutoshardError, InfeasibleError, PlanError, ShardingError
+from cost_model.memory import OPTIMIZERS
 from cost_model.mesh import MeshSpec
 from cost_model.units import enough_bytes, format_bytes
 from passes.ir.joint import JointGraph
@@ -64,13 +65,19 @@ def check_limit(plan: AnyPlan, memory_limit: int | None) -> None:
 
 
 def check_optimizer(plan: AnyPlan, optimizer: str | None) -> None:
-    """ShardingError where the plan is known to count another optimizer than the one that was named."""
+    """ShardingError where the plan is known to count an optimizer that keeps more or less than the one that was
+    named."""
     counted = plan.origin.optimizer
-    if optimizer is not None and counted not in ("", optimizer):
+    if optimizer is not None and counted in OPTIMIZERS and _kept(optimizer) != _kept(counted):
         raise ShardingError(
             f"optimizer is {optimizer!r}, and plan counts the states of {counted!r}\n"
             f"  try: optimizer={counted!r} or none, or a plan of find_plan(..., optimizer={optimizer!r})"
         )
+
+
+def _kept(optimizer: str) -> tuple[int, int]:
+    found = OPTIMIZERS[optimizer]
+    return found.states, found.element_nbytes
 
 
 def check_pins(plan: AnyPlan, pins: Mapping[str, Layout]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -86,3 +88,24 @@ def test_a_plan_says_whose_optimizer_it_counts(stages: str | None) -> None:
         forward = find_plan(Blocks(False), MeshSpec({"x": 2}), (torch.randn(64, 16),), **options)
     assert "optimizer" not in forward.to_json()["origin"]
     check_optimizer(forward, "adam")
+
+
+@pytest.mark.parametrize(
+    ("counted", "named", "fits"),
+    [
+        ("adamw", "adam", True),  # as many states
+        ("adamw", "adamw, fp32 master", False),
+        ("sgd", "momentum", False),
+        ("", "sgd", True),  # an older file
+        ("adamw", None, True),
+    ],
+)
+def test_an_optimizer_that_keeps_as_much(counted: str, named: str | None, fits: bool) -> None:
+    plan = planned(False)
+    made = replace(plan, origin=replace(plan.origin, optimizer=counted))
+    with (
+        nullcontext()
+        if fits
+        else pytest.raises(ShardingError, match=f"plan counts the states of '{counted}'")
+    ):
+        check_optimizer(made, named)
