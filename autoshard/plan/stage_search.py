@@ -9,6 +9,7 @@ from functools import cached_property
 from operator import ge
 
 from autoshard.plan.equal_stages import names_alike, plan_like
+from autoshard.plan.known_wholes import KnownWholes
 from autoshard.plan.pipeline_memory import fullest_rank, pipeline_memory
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_memory import kind_lines
@@ -32,6 +33,12 @@ WORTH = 0.02
 Stages = tuple[PlannedStage, ...]
 
 
+def _searching() -> Callable[[Task, int, Deadline], Plan]:
+    """Of each stage the fastest plan, memory aside, is searched once."""
+    wholes = KnownWholes()
+    return lambda task, stage, until: search_plan(task, until, wholes=wholes)
+
+
 @dataclass
 class StageSearch:
     """joint: of the call, in pieces. task: of the whole mesh. cut: of as many stages as are planned. search: the plan
@@ -42,7 +49,7 @@ class StageSearch:
     joint: JointGraph
     cut: tuple[str, ...]
     deadline: Deadline
-    search: Callable[[Task, int, Deadline], Plan] = lambda task, stage, until: search_plan(task, until)
+    search: Callable[[Task, int, Deadline], Plan] = field(default_factory=_searching)
     planned: dict[tuple[tuple[int, int | None], ...], Stages] = field(default_factory=dict)
 
     @cached_property

@@ -14,6 +14,7 @@ from autoshard.plan.call_layouts import CallLayouts
 from autoshard.plan.families_within import families_within
 from autoshard.plan.infeasible import Asked, told
 from autoshard.plan.judged import Judged, judged, judged_within
+from autoshard.plan.known_wholes import KnownWholes, WholeTask
 from autoshard.plan.parameter_names import by_first_name, parameter_shapes
 from autoshard.plan.piece_sizes import other_size_records
 from autoshard.plan.pins import resolve_pins
@@ -153,13 +154,15 @@ def search_plan(
     deadline: Deadline | None = None,
     rivals: Callable[[Judged], object] = lambda _: None,
     start: SearchStart = COLD,
+    wholes: KnownWholes | None = None,
 ) -> Plan:
     """Search the canonical graph of the task under its ends and prices.
 
     deadline: of all of it; None: the task's `time_limit` from now. rivals: told of every assignment that is put on the
-    timeline, the plan's included. start: what is known before. Raises InfeasibleError.
+    timeline, the plan's included. start: what is known before. wholes: of tasks of the same profile and backend. Raises
+    InfeasibleError.
     """
-    return search_plans(task, deadline, rivals, start, most=1)[0]
+    return search_plans(task, deadline, rivals, start, wholes, most=1)[0]
 
 
 @collector_paused()
@@ -168,6 +171,7 @@ def search_plans(
     deadline: Deadline | None = None,
     rivals: Callable[[Judged], object] = lambda _: None,
     start: SearchStart = COLD,
+    wholes: KnownWholes | None = None,
     *,
     most: int,
 ) -> list[Plan]:
@@ -175,7 +179,7 @@ def search_plans(
     until = search_until(task.joint, deadline or Deadline.after(task.time_limit))
     known: dict[int, Judged] = {}
 
-    def way(prices: Prices) -> Way:
+    def way(number: int, prices: Prices) -> Way:
         def fastest(
             joint: JointGraph, chosen: Chosen | None, memory_limit: int | None, reserve: int, latest: Deadline
         ) -> Found:
@@ -187,18 +191,25 @@ def search_plans(
                 return Judgement(found.phase_seconds, found.peak.nbytes)
 
             narrowing = task.narrowing if chosen is None else chosen.narrowing(task.narrowing)
-            found = find_fastest(
-                joint,
-                prices,
-                task.boundary,
-                memory_limit=memory_limit,
-                reserve=reserve,
-                deadline=latest,
-                narrowing=narrowing,
-                judge=judge,
-                start=start,
-            )
-            return replace(of_program(found), rivals=tuple(map(of_program, found.rivals)))
+
+            def search() -> Found:
+                found = find_fastest(
+                    joint,
+                    prices,
+                    task.boundary,
+                    memory_limit=memory_limit,
+                    reserve=reserve,
+                    deadline=latest,
+                    narrowing=narrowing,
+                    judge=judge,
+                    start=start,
+                )
+                return replace(of_program(found), rivals=tuple(map(of_program, found.rivals)))
+
+            if wholes is None or chosen is not None or memory_limit is not None:
+                return search()
+            one = WholeTask(task.joint, again, task.mesh, task.boundary, narrowing, number)
+            return wholes.found(one, known, search)
 
         def offer(whole: Found) -> OfferedStates:
             joining, pinned = prices.joining(whole.joined), _pinned(task)
@@ -229,8 +240,9 @@ def search_plans(
         return messages_nbytes(task.links or task.mesh, known[id(found.assignment)].collectives)
 
     spared = lambda found: known[id(found.assignment)].spared(over)
-    whole = compute_again(task.joint, _pinned(task) or ())
-    ways = way(task.prices), way(task.prices.avoiding(MESSAGES))
+    again = tuple(_pinned(task) or ())
+    whole = compute_again(task.joint, again)
+    ways = way(0, task.prices), way(1, task.prices.avoiding(MESSAGES))
     families = () if task.narrowing != Narrowing() else families_within(whole, task.mesh)
     try:
         within_limit = StatesWithin(whole, ways, reserve, messages, spared, families)

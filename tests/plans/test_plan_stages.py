@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,10 @@ from autoshard.plan.stage_cut import StageCutter
 from autoshard.plan.stages_option import fastest_of_stages
 from cost_model.deadline import Deadline
 from cost_model.profile import Profile
+from passes.ir.joint import JointGraph
+from passes.search.coarse_to_fine import find_fastest
+from passes.search.find import Found
+from passes.search.narrowing import Narrowing
 from passes.stages.choose_cut import stage_seconds
 from passes.stages.cut_costs import places_between_products
 from passes.stages.pipeline_orders import in_flight
@@ -161,6 +166,38 @@ def test_a_limit_leaves_room_for_what_is_in_flight() -> None:
     found = plan_stages(stage_task("mlp", memory_limit=limit), "pp", 4)
     assert found.peak_memory <= limit == found.memory_limit
     assert all(flight <= 4 for flight in in_flight(found.timeline.order))
+
+
+def test_a_limit_does_not_search_twice_what_memory_does_not_matter_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each stage's fastest plan is searched once, for whatever schedules it is planned again within the limit."""
+    whole: list[int] = []
+
+    def counted(joint: JointGraph, *args: Any, **options: Any) -> Found:
+        if options["narrowing"] == Narrowing():
+            whole.append(id(joint.graph))
+            kept.append(joint)
+        return find_fastest(joint, *args, **options)
+
+    kept: list[JointGraph] = []  # so that no number is another graph's
+    monkeypatch.setattr("autoshard.plan.task.find_fastest", counted)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(4)))
+    within = lambda limit: find_plan(
+        model,
+        PP,
+        (torch.ones(512, 16),),
+        profile=slow_compute(),
+        stages="pp",
+        micro_batches=4,
+        memory_limit=limit,
+    )
+    limit = within(None).peak_memory * 4 // 5
+    whole.clear()
+    found = within(limit)
+    assert isinstance(found, Pipeline) and found.peak_memory <= limit
+    assert any(stage.lowering.again for stage in found.stages)
+    assert len(whole) == len(set(whole)) > 1
 
 
 def test_a_stage_that_cannot_fit_is_named() -> None:

@@ -1,0 +1,60 @@
+"""The fastest plans of graphs, memory aside, that are planned again within limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from autoshard.plan.judged import Judged
+from cost_model.mesh import MeshSpec
+from passes.ir.joint import JointGraph
+from passes.search.find import Found
+from passes.search.graph_ends import Boundary
+from passes.search.narrowing import Narrowing
+
+__all__ = ["KnownWholes", "WholeTask"]
+
+
+@dataclass(frozen=True)
+class WholeTask:
+    """What the fastest plan, memory aside, is of, where profile and backend are one. way: of collectives, by number."""
+
+    joint: JointGraph
+    again: tuple[str, ...]
+    mesh: MeshSpec
+    boundary: Boundary
+    narrowing: Narrowing
+    way: int
+
+    def is_that_of(self, other: WholeTask) -> bool:
+        """How many pieces are in flight does not matter."""
+        mine, its = (
+            (id(one.joint.graph), one.joint.pieces, one.again, one.mesh, one.boundary, one.narrowing, one.way)
+            for one in (self, other)
+        )
+        return mine == its
+
+
+@dataclass
+class KnownWholes:
+    """Of one search of stages: a stage is planned as if memory were no matter, and again for each schedule whose pieces
+    in flight do not fit beside it. Both begin with the same search."""
+
+    _known: list[tuple[WholeTask, Found, dict[int, Judged]]] = field(default_factory=list)
+
+    def found(self, task: WholeTask, judged: dict[int, Judged], search: Callable[[], Found]) -> Found:
+        """The plan of `task`, searched once. judged: of plans, by `id` of their assignment; those of this one, and of
+        its rivals, are added where they are missing."""
+        for one, found, own in self._known:
+            if one.is_that_of(task):
+                judged.update(own)
+                return found
+        found = search()
+        own = {id(one.assignment): judged[id(one.assignment)] for one in _with_rivals(found)}
+        self._known.append((task, found, own))
+        return found
+
+
+def _with_rivals(found: Found) -> Iterator[Found]:
+    yield found
+    yield from found.rivals
