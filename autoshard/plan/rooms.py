@@ -168,7 +168,8 @@ class RoomSearch:
                 return None
             if self.best is not None and chosen.seconds >= self.best[1].seconds * (1.0 - ENOUGH):
                 return None
-        return self._next(self._judged(chosen), chosen, counted)
+        found = self._judged(chosen)
+        return None if found is None else self._next(found, chosen, counted)
 
     @property
     def _is_hopeless(self) -> bool:
@@ -271,9 +272,15 @@ class RoomSearch:
         known = self.faster if self.best is None else math.inf
         return self.offered.find(room=counted, limit=limit, deadline=latest, prove=prove, known=known)
 
-    def _judged(self, chosen: States) -> Found:
+    def _judged(self, chosen: States) -> Found | None:
+        """None where there was no time for it, and there is a better one than none."""
         graph = compute_again(self.joint, chosen.again)
-        return self.way.fastest(graph, chosen, None, 0, self.deadline)
+        try:
+            return self.way.fastest(graph, chosen, None, 0, self.deadline)
+        except (InfeasibleError, OutOfTime):
+            if self.best is None:
+                raise
+            return None
 
     def _proven(self, found: Found, states: States) -> Found:
         """With what no states that were offered take less than. A little that the program takes beyond what was counted

@@ -15,7 +15,7 @@ from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.judged import Spared
 from autoshard.plan.rooms import Way
 from autoshard.plan.search_with_states import StatesWithin
-from cost_model.deadline import NEVER, Deadline
+from cost_model.deadline import NEVER, Deadline, OutOfTime
 from cost_model.errors import InfeasibleError
 from passes.ir.joint import JointGraph
 from passes.search.find import Found
@@ -337,3 +337,28 @@ class _Refusing(Machine):
     def refuses(self) -> bool:
         """As long as layouts that are known have not been tried again."""
         return self.rooms.count(250) < 3
+
+
+@dataclass
+class Interrupted(Crowded):
+    """There is no time to judge a second program."""
+
+    judged: int = 0
+
+    def fastest(
+        self, joint: JointGraph, states: States | None, limit: int | None, reserve: int, deadline: Deadline
+    ) -> Found:
+        self.judged += states is not None
+        if self.judged > 1:
+            raise OutOfTime
+        return super().fastest(joint, states, limit, reserve, deadline)
+
+
+def test_what_was_found_is_kept_where_time_ends_over_a_better_one(joint: JointGraph) -> None:
+    """The first program fits and takes 10.1 s; less would be kept for transfers, and nobody knows what that takes."""
+    machine = Interrupted(lambda counted: counted, least=300, enough=600)
+    spared = lambda found: Spared(10.0, 10.0, 100) if found.peak_nbytes > 900 else Spared()
+    none = lambda found: 0
+    found = StatesWithin(joint, (_way(machine), _never()), none, none, spared).found(LIMIT, NEVER)
+    assert machine.judged == 2
+    assert found.peak_nbytes == LIMIT and found.seconds == pytest.approx(10.1)
