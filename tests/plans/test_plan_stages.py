@@ -182,7 +182,7 @@ def test_a_limit_does_not_search_twice_what_memory_does_not_matter_to(
 
     kept: list[JointGraph] = []  # so that no number is another graph's
     monkeypatch.setattr("autoshard.plan.task.find_fastest", counted)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(4)))
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(2)))
     within = lambda limit: find_plan(
         model,
         PP,

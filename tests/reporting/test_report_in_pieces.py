@@ -69,7 +69,7 @@ def reported(rank: int, loss: bool, backend: str) -> Reported:
 
 
 @pytest.mark.parametrize(("loss", "backend"), [(True, "eager"), (True, "inductor"), (False, "eager")])
-def test_phases_are_those_of_all_pieces(ranks: RankPool, loss: bool, backend: str) -> None:
+def test_what_is_measured_is_of_all_pieces(ranks: RankPool, loss: bool, backend: str) -> None:
     first, other = ranks.run(reported, loss, backend, world=2)
     plain = Mlp(loss)
     right = steps(plain, torch.optim.AdamW(plain.parameters()), loss)
@@ -89,11 +89,7 @@ def test_phases_are_those_of_all_pieces(ranks: RankPool, loss: bool, backend: st
     assert moved == first.planned and moved
     # Three between the layers, alike, in each of 4 pieces.
     assert f" {23 * WIDTH * 4 / 1000:.3f}KB x12 " in first.text
-
-
-@pytest.mark.parametrize(("loss", "backend"), [(True, "eager"), (True, "inductor"), (False, "eager")])
-def test_the_peak_beside_the_predicted(ranks: RankPool, loss: bool, backend: str) -> None:
-    figures = ranks.run(reported, loss, backend, world=2)[0].figures
+    # The peak beside the predicted.
     assert [one.phase for one in figures.memory] == ["forward", "backward"]
     peak = figures.peak_memory
     assert isinstance(peak, PeakMemory) and peak.predicted is not None
