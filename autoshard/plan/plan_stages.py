@@ -8,7 +8,7 @@ is kept (`stage_search`).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.plan.plan import Plan
@@ -54,7 +54,7 @@ def plan_stages(
     ranks = task.mesh.size(axis)
     best: PipelinePlan[Plan] | None = None
     reason: InfeasibleError | None = None
-    for count in _STAGES_PER_RANK:
+    for count in _counts(names, lambda count: len(cutter.places) >= count * ranks - 1):
         orders = list(orders_of(ranks, joint.pieces, count, names))
         enough = best is not None and (best.gap <= WORTH or until.left <= 0.0)
         if not orders or enough or (best is not None and len(cutter.places) < count * ranks - 1):
@@ -87,6 +87,13 @@ def _fastest_cut(
         if max(seconds) > (1.0 + WORTH) * sum(seconds) / len(seconds):
             chosen = cutter.cut(orders[0].stages, cutter.learned(chosen.cut, seconds))
     return best
+
+
+def _counts(names: Sequence[str], is_cut_well: Callable[[int], bool]) -> Sequence[int]:
+    """Interleaving is of several stages a rank: with one it is 1F1B with more in flight, and is tried after them."""
+    if tuple(names) != ("interleaved",):
+        return _STAGES_PER_RANK
+    return sorted(_STAGES_PER_RANK, key=lambda count: count == 1 or not is_cut_well(count))
 
 
 def _names(schedule: str | None, training: bool) -> Sequence[str]:

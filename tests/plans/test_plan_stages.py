@@ -16,7 +16,7 @@ from autoshard import InfeasibleError, MeshSpec, PipelinePlan, Plan, ShardingErr
 from autoshard.plan.parameter_names import parameter_shapes
 from autoshard.plan.pins import resolve_pins
 from autoshard.plan.pipeline_plan import PipelinePlan as Pipeline
-from autoshard.plan.plan_stages import plan_stages
+from autoshard.plan.plan_stages import _counts, plan_stages
 from autoshard.plan.stage_cut import StageCutter
 from autoshard.plan.stages_option import fastest_of_stages
 from cost_model.deadline import Deadline
@@ -297,3 +297,18 @@ def test_stages_that_take_turns_are_warned_of(caplog: pytest.LogCaptureFixture) 
         fastest_of_stages(task, "pp", pieces, without, Deadline.after(60.0))
     (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "one stage computes at a time" in said and "micro_batches='auto'" in said
+
+
+@pytest.mark.parametrize(
+    ("names", "cut_well", "counts"),
+    [
+        (("interleaved",), (1, 2, 4), [2, 4, 1]),
+        (("interleaved",), (1, 2), [2, 1, 4]),
+        (("interleaved",), (), [1, 2, 4]),
+        (("1f1b", "interleaved"), (1, 2, 4), [1, 2, 4]),
+    ],
+)
+def test_what_is_interleaved_alone_has_several_stages_a_rank_first(
+    names: tuple[str, ...], cut_well: tuple[int, ...], counts: list[int]
+) -> None:
+    assert list(_counts(names, cut_well.__contains__)) == counts
