@@ -127,7 +127,7 @@ def _peak(runner: Runner) -> int:
     held = runner.held_bytes()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         runner.step()
-    most = torch.tensor(max(peaks_of(allocations(seen), [0.0], held).values()))
+    most = torch.tensor(max(peaks_of(allocations(seen), [(0.0, "step")], held).values()))
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return int(most)
 

@@ -78,7 +78,7 @@ class Recorder:
         if run.phase == "forward":
             self._forward = run
         elif self._forward is not None and self._forward.forward is run.forward:
-            self._trained = (run.program, self._forward)
+            self._trained = (run.phases, self._forward)
         self._note(run.phase, "begin", run.last)
 
     def end(self, run: PhaseRun) -> None:
@@ -87,7 +87,7 @@ class Recorder:
     def program(self) -> tuple[Phases | InPieces, PhaseRun] | None:
         """(graphs, the forward run whose inputs to use) of the step that was seen last."""
         if self._trained is None and self._forward is not None:
-            return self._forward.program, self._forward
+            return self._forward.phases, self._forward
         return self._trained
 
     def optimizers(self) -> list[Optimizer]:

@@ -28,22 +28,22 @@ class InPieces:
 class PhaseRun:
     """One run of a program's forward or backward, or of a piece's.
 
-    program: its graphs in the order in which they run; of a backward with the graph that runs for the tangents of this
+    phases:  its graphs in the order in which they run; of a backward with the graph that runs for the tangents of this
              call. Of a batch in pieces it is the same object in all its runs.
-    inputs:  of a forward, this rank's tensors, parallel to `program.inputs` or `program.leaves`. Not those of a
+    inputs:  of a forward, this rank's tensors, parallel to `phases.inputs` or `phases.leaves`. Not those of a
              backward: its program frees them as it goes.
     last:    no piece of the batch comes after.
     """
 
     phase: Literal["forward", "backward"]
-    program: Phases | InPieces
+    phases: Phases | InPieces
     inputs: tuple[Tensor, ...] = ()
     last: bool = True
 
     @property
     def forward(self) -> object:
         """What a forward and its backward have in common."""
-        return self.program.forward if isinstance(self.program, Phases) else self.program
+        return self.phases.forward if isinstance(self.phases, Phases) else self.phases
 
 
 class Observer(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -36,7 +37,7 @@ class RaceEntry:
     copies() before the first step: this rank's part of the parameters, laid out as `places` has them, and the buffers.
     The call's tensors are read as they are. joint: as the program runs it. tensors: of the call, flat. sides: of the
     program's inputs, tangents excepted. places: by parameter; whole on all ranks where there is none. free() when it
-    has run.
+    has run. updating: seconds of the last step's update, as the host has it.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class RaceEntry:
         self._held: dict[int, Tensor] = {}
         self._leaves: list[Tensor] = []
         self._update: torch.optim.Optimizer | None = None
+        self.updating = 0.0
 
     def copies(self) -> None:
         """Make the copies, without other ranks."""
@@ -84,7 +86,9 @@ class RaceEntry:
             if wanted:
                 torch.autograd.backward(wanted, [torch.ones_like(output) for output in wanted])
         if self._update is not None:
+            begin = time.perf_counter()
             self._update.step()
+            self.updating = time.perf_counter() - begin
         for leaf in self._leaves:
             leaf.grad = None
 

@@ -14,7 +14,7 @@ from autoshard.plan.rehearsed_plan import rehearsed_plan
 from autoshard.plan.stages_option import AnyPlan
 from autoshard.refine.refining_time import is_worth_it
 from autoshard.runtime.agreement import everyones
-from autoshard.runtime.idle_clock import IdleClock
+from autoshard.runtime.busy_clock import BusyClock
 from autoshard.runtime.making import Made
 from autoshard.runtime.observe import unobserved
 from autoshard.runtime.programs import AnyProgram
@@ -72,15 +72,19 @@ def rehearsed(
 
 
 _Step = tuple[float, float | None]
-"""Seconds of a step on a rank, and those in which its stages waited; None: it has none, or they cannot be told."""
+"""Seconds of a step on a rank, and those in which its stages and the update computed; None: it has none, or they cannot
+be told."""
 
 
 def _steps(track: Track, entry: RaceEntry, clocks: list[StageClock]) -> list[_Step]:
     count = steps_within(track.warm(_NAME, entry), _LEAST_STEPS)
-    idle = IdleClock()
+    clock, steps = BusyClock(), list[_Step]()
     # Work of GPUs goes on when its call has returned.
-    with _also(clocks, [idle] if track.device_type == "cpu" else []):
-        return [(track.step(_NAME, entry), idle.idle) for _ in range(count)]
+    with _also(clocks, [clock] if track.device_type == "cpu" else []):
+        for _ in range(count):
+            seconds = track.step(_NAME, entry)
+            steps.append((seconds, None if clock.busy is None else clock.busy + entry.updating))
+    return steps
 
 
 @contextmanager
@@ -95,7 +99,7 @@ def _also(clocks: list[StageClock], more: Sequence[StageClock]) -> Generator[Non
 def _as_measured(plan: AnyPlan, times: Sequence[Sequence[_Step]]) -> AnyPlan:
     """times: by rank."""
     seconds = step_seconds([[[step for step, _ in steps]] for steps in times])[0]
-    computed = [[step - idle for step, idle in steps if idle is not None] for steps in times]
+    computed = [[busy for _, busy in steps if busy is not None] for steps in times]
     if not all(computed):
         return rehearsed_plan(plan, seconds)
     busy = statistics.mean(map(statistics.median, computed)) / seconds

@@ -17,6 +17,7 @@ from autoshard.plan.task_prices import prices_of
 from autoshard.runtime.observe import PhaseRun
 from autoshard.runtime.process_groups import axes_by_group
 from autoshard.runtime.session import Session
+from passes.lower.phases import Phases
 from passes.plan.decide import decide_lowering
 from passes.plan.lowering_plan import LoweringPlan
 from passes.redistribution.lower_redistribute import collective_nodes
@@ -68,6 +69,7 @@ class Seen:
         self.graphs: dict[str, str] = {}
 
     def begin(self, run: PhaseRun) -> None:
+        assert isinstance(run.phases, Phases)
         backward = run.phases.backward
         assert backward is not None
         module = run.phases.forward if run.phase == "forward" else backward.module

@@ -18,7 +18,7 @@ from autoshard.plan.rehearsed_plan import rehearsed_plan
 from autoshard.plan.task import search_plan
 from autoshard.refine.divided_rounds import DividedRounds
 from autoshard.runtime import rehearsal
-from autoshard.runtime.idle_clock import IdleClock
+from autoshard.runtime.busy_clock import BusyClock
 from autoshard.runtime.race_entry import RaceEntry
 from autoshard.runtime.track import Track
 from passes.stages.pipeline_orders import Action
@@ -91,10 +91,10 @@ def test_not_where_its_steps_take_long() -> None:
     assert not rehearsal.is_to_rehearse(rehearsed_plan(timed, 0.5), 51.0)
 
 
-def test_what_stages_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 10 seconds from the first piece to the end of the last 2 and 3 are computed."""
-    clock, now = IdleClock(), iter([0.0, 1.0, 2.0, 4.0, 5.0, 8.0, 11.0, 12.0])
-    monkeypatch.setattr("autoshard.runtime.idle_clock.time.perf_counter", lambda: next(now))
+def test_what_stages_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One second before the pieces, 2 and 3 of pieces, half a second after them."""
+    clock, now = BusyClock(), iter([0.0, 1.0, 2.0, 4.0, 5.0, 8.0, 11.0, 11.5])
+    monkeypatch.setattr("autoshard.runtime.busy_clock.time.perf_counter", lambda: next(now))
     action = Action("forward", 0, 0)
     clock.begins("begin")
     clock.begins("pieces")
@@ -103,15 +103,15 @@ def test_what_stages_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
             pass
     clock.begins("end")
     clock.begins("done")
-    assert clock.idle == 5.0
+    assert clock.busy == 6.5
 
 
 def test_ranks_are_as_busy_as_their_median_steps() -> None:
     """The slowest rank takes 2 s and computes 1.5 of them, the other computes 0.9 of 1 s and waits for it: 0.6 of both
     ranks' time."""
     plan = in_stages(1.0)
-    slowest = [(2.2, 0.7), (2.0, 0.4), (1.8, 0.3)]
-    found = rehearsal._as_measured(plan, [slowest, [(1.0, 0.1)] * 3])
+    slowest = [(2.2, 1.5), (2.0, 1.6), (1.8, 1.4)]
+    found = rehearsal._as_measured(plan, [slowest, [(1.0, 0.9)] * 3])
     assert found.rehearsed == Rehearsed(plan.step_time, 2.0, pytest.approx((1.5 + 0.9) / 4.0))
     assert found.step_time == pytest.approx(2.0)
     untold = rehearsal._as_measured(plan, [[(2.0, None)], [(1.0, None)]])
