@@ -14,6 +14,7 @@ import argparse
 import functools
 import json
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -71,11 +72,12 @@ def _rank(rank: int, given: argparse.Namespace, name: str, port: int, out: Path)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=given.ranks)
     flat = init_device_mesh("cpu", (given.ranks,), mesh_dim_names=("ranks",))
     profile_ = Profile.measure(flat, time_budget=PROFILE_SECONDS, name="memory race")
-    rows = [
-        _row(WORKLOADS[name], Meshes(flat, flat), profile_, setting, given.rounds)
-        for setting in FSDP_SETTINGS
-        if setting["prefetch"] == 0
-    ]
+    rows: list[list[str]] = []
+    for setting in FSDP_SETTINGS:
+        if setting["prefetch"] == 0:
+            rows.append(_row(WORKLOADS[name], Meshes(flat, flat), profile_, setting, given.rounds))
+            if rank == 0:  # a row takes minutes
+                print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
     if rank == 0:
         out.write_text(json.dumps(rows))
     dist.barrier()
