@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
+from autoshard.plan.bounded import bounded
 from autoshard.plan.judged import Spared
 from cost_model.deadline import Deadline, OutOfTime
 from cost_model.errors import InfeasibleError
@@ -16,10 +17,9 @@ from passes.ir.joint import JointGraph
 from passes.search.find import Found
 from passes.search.find_states import ENOUGH, NoStates, OfferedStates, States
 from passes.search.narrowing import Narrowing
-from passes.solver.solve import ROUNDING
 from passes.states.compute_again import compute_again
 
-__all__ = ["LITTLE", "Chosen", "RoomSearch", "Way", "bounded"]
+__all__ = ["LITTLE", "Chosen", "RoomSearch", "Way"]
 
 _STATES_SHARE = 0.5
 """Share of the time left in which states must be chosen, each time."""
@@ -298,9 +298,3 @@ class RoomSearch:
             f"found holds {format_bytes(found.peak_nbytes)} at {found.peak_node}\n"
             f"  try: memory_limit={needs}, more devices, or a smaller batch"
         )
-
-
-def bounded(found: Found, bound: float) -> Found:
-    gap = (found.seconds - bound) / max(found.seconds, 1e-300)
-    status = "optimal" if gap <= ROUNDING else "feasible"
-    return replace(found, lower_bound=bound, gap=gap, status=status)

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from autoshard.plan.bounded import bounded
 from autoshard.plan.judged import Spared
-from autoshard.plan.rooms import LITTLE, Chosen, RoomSearch, Way, bounded
+from autoshard.plan.rooms import LITTLE, Chosen, RoomSearch, Way
 from cost_model.deadline import Deadline, OutOfTime
 from cost_model.errors import InfeasibleError
 from passes.ir.joint import JointGraph

@@ -27,16 +27,14 @@ from autoshard.plan.plan_origin import plan_origin
 from autoshard.plan.plan_reserve import MESSAGES, messages_nbytes, plan_reserve
 from autoshard.plan.rooms import Chosen, Way
 from autoshard.plan.search_with_states import StatesWithin
-from autoshard.plan.task_prices import prices_as_in, prices_of
+from autoshard.plan.task_prices import over_link, prices_as_in, prices_of
 from autoshard.plan.time_kept import out_of_time, search_until
 from autoshard.plan.variants import Again, Variant, variant_narrowing
-from cost_model.correction import with_timed_collectives
 from cost_model.deadline import Deadline, OutOfTime
 from cost_model.errors import InfeasibleError
 from cost_model.memory import OPTIMIZERS
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
-from cost_model.scaled_link import scaled_link
 from cost_model.timed import TimedPrices
 from passes.capture import Captured
 from passes.ir.collector import collector_paused
@@ -124,20 +122,13 @@ class Task:
         """Raises as `resolve_pins` and `variant_narrowing`."""
         new = resolve_pins(variant.pins, parameter_shapes(self.captured), self.mesh)
         if variant.link is not None:
-            return self._over_link(*variant.link)
+            profile, timed = over_link(self.profile, self.timed, self.links or self.mesh, *variant.link)
+            return replace(self, profile=profile, timed=timed)
         return replace(
             self,
             pins={**({} if variant.family else self.pins), **new},
             narrowing=variant_narrowing(variant, self.joint, self.mesh),
         )
-
-    def _over_link(self, level: int, factor: float) -> Task:
-        """With a level of links so much faster: the collectives that were timed as well."""
-        profile, timed = self.profile, self.timed
-        if timed is not None:
-            profile = with_timed_collectives(profile, self.links or self.mesh, timed.collectives)
-            timed = replace(timed, collectives=())
-        return replace(self, profile=scaled_link(profile, level, factor), timed=timed)
 
     def step_seconds(self, plan: PlanContent) -> float:
         """Of the program that `plan` is, under these prices: with what it computes again and how it moves."""
@@ -159,8 +150,7 @@ def search_plan(
     """Search the canonical graph of the task under its ends and prices.
 
     deadline: of all of it; None: the task's `time_limit` from now. rivals: told of every assignment that is put on the
-    timeline, the plan's included. start: what is known before. wholes: of tasks of the same profile and backend. Raises
-    InfeasibleError.
+    timeline, the plan's included. start: what is known before. wholes: of this profile. Raises InfeasibleError.
     """
     return search_plans(task, deadline, rivals, start, wholes, most=1)[0]
 
