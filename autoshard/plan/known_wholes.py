@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
+
+from torch import fx
 
 from autoshard.plan.judged import Judged
 from cost_model.mesh import MeshSpec
-from passes.ir.joint import JointGraph
 from passes.search.find import Found
 from passes.search.graph_ends import Boundary
 from passes.search.narrowing import Narrowing
@@ -17,22 +18,15 @@ __all__ = ["KnownWholes", "WholeTask"]
 
 @dataclass(frozen=True)
 class WholeTask:
-    """What the fastest plan, memory aside, is of, where profile and backend are one. way: of collectives, by number."""
+    """What the fastest plan, memory aside, is of, where profile and backend are one. How many pieces are in flight does
+    not matter. graph: the same object. way: of collectives, by number."""
 
-    joint: JointGraph
+    graph: fx.Graph
     again: tuple[str, ...]
     mesh: MeshSpec
     boundary: Boundary
     narrowing: Narrowing
     way: int
-
-    def is_that_of(self, other: WholeTask) -> bool:
-        """How many pieces are in flight does not matter."""
-        mine, its = (
-            (id(one.joint.graph), one.joint.pieces, one.again, one.mesh, one.boundary, one.narrowing, one.way)
-            for one in (self, other)
-        )
-        return mine == its
 
 
 @dataclass
@@ -46,15 +40,10 @@ class KnownWholes:
         """The plan of `task`, searched once. judged: of plans, by `id` of their assignment; those of this one, and of
         its rivals, are added where they are missing."""
         for one, found, own in self._known:
-            if one.is_that_of(task):
+            if one == task:
                 judged.update(own)
                 return found
         found = search()
-        own = {id(one.assignment): judged[id(one.assignment)] for one in _with_rivals(found)}
+        own = {id(one.assignment): judged[id(one.assignment)] for one in (found, *found.rivals)}
         self._known.append((task, found, own))
         return found
-
-
-def _with_rivals(found: Found) -> Iterator[Found]:
-    yield found
-    yield from found.rivals

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from autoshard.plan.stage_schedule import Scheduled, SchedulePrices
 
-__all__ = ["longer", "measured_schedule"]
+__all__ = ["measured_schedule"]
 
 _TIMES = ("forward", "backward", "input", "weight", "before", "after", "update")
 _HALVINGS = 40
@@ -20,17 +20,17 @@ def measured_schedule(planned: Scheduled, seconds: float, busy: float | None) ->
     the stage that waits for it.
     """
     if busy is None:
-        return longer(planned.prices, seconds / planned.seconds)
+        return _longer(planned, seconds)
     whole = seconds * len(planned.order.ranks)
     computed = busy * whole / sum(planned.timeline.busy)
     passing = _passing(planned, computed, seconds)
-    found = _priced(planned, computed, passing)
-    return longer(found.prices, seconds / found.seconds)
+    return _longer(_priced(planned, computed, passing), seconds)
 
 
-def longer(prices: SchedulePrices, factor: float) -> SchedulePrices:
-    """All of it takes `factor` times as long."""
-    return _times(prices, factor, factor)
+def _longer(one: Scheduled, seconds: float) -> SchedulePrices:
+    """All alike, until a step takes so many seconds."""
+    factor = seconds / one.seconds
+    return _times(one.prices, factor, factor)
 
 
 def _passing(planned: Scheduled, computed: float, seconds: float) -> float:

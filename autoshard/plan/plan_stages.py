@@ -54,10 +54,11 @@ def plan_stages(
     ranks = task.mesh.size(axis)
     best: PipelinePlan[Plan] | None = None
     reason: InfeasibleError | None = None
-    for count in _counts(names, lambda count: len(cutter.places) >= count * ranks - 1):
+    is_cut_well = lambda count: len(cutter.places) >= count * ranks - 1
+    for count in _counts(names, is_cut_well):
         orders = list(orders_of(ranks, joint.pieces, count, names))
         enough = best is not None and (best.gap <= WORTH or until.left <= 0.0)
-        if not orders or enough or (best is not None and len(cutter.places) < count * ranks - 1):
+        if not orders or enough or (best is not None and not is_cut_well(count)):
             continue
         try:
             best = _fastest_cut(cutter, orders, until, best)

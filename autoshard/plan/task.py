@@ -198,7 +198,7 @@ def search_plans(
 
             if wholes is None or chosen is not None or memory_limit is not None:
                 return search()
-            one = WholeTask(task.joint, again, task.mesh, task.boundary, narrowing, number)
+            one = WholeTask(task.joint.graph, again, task.mesh, task.boundary, narrowing, number)
             return wholes.found(one, known, search)
 
         def offer(whole: Found) -> OfferedStates:

@@ -11,6 +11,7 @@ from autoshard.reporting.marks import Marks
 from autoshard.reporting.probe import Probed
 from autoshard.reporting.timed_phases import TimedGraph, TimedPhases
 from autoshard.reporting.timed_run import TimedRun
+from autoshard.runtime.compiled_pieces import by_phase
 from passes.lower.piece_values import given_values, leave
 from passes.lower.piecewise import RankPieces
 
@@ -51,19 +52,17 @@ class PiecesProbe:
 
 class _Piece:
     def __init__(self, parts: RankPieces, marks: Marks) -> None:
-        self._given, self._left = parts.given, parts.left
-        self._inputs = parts.piece.inputs
+        self._left = parts.left
+        self._given, self._tangents = by_phase(parts.given, parts.piece)
         phases = parts.piece.complete()
         self._outputs = len(phases.outputs)
         self._timed = TimedPhases(phases, marks)
 
     def run(self, known: dict[str, Tensor]) -> tuple[TimedRun, list[TimedRun]]:
         """Of the forward, and of the backward if there is one. known: what the piece leaves is added."""
-        values = list(zip(self._inputs, given_values(self._given, known), strict=True))
-        inputs = [value for one, value in values if one.kind != "tangent"]
-        tangents = [value for one, value in values if one.kind == "tangent"]
+        inputs = given_values(self._given, known)
         forward, results = self._timed.forward.run(inputs)
-        ran = self._timed.backward(inputs, results, tangents)
+        ran = self._timed.backward(inputs, results, given_values(self._tangents, known))
         # The backward has read them: what is left may be added up in place.
         leave(self._left[: self._outputs], results[: self._outputs], known)
         if ran is None:

@@ -15,6 +15,7 @@ from autoshard.reporting.step_again import Again, PiecesAgain, StepAgain
 from autoshard.reporting.tracks import Tracks, run_tracks
 from autoshard.reporting.whole_probe import WholeProbe
 from autoshard.runtime.observe import InPieces, PhaseRun
+from autoshard.runtime.piece_compiler import Compiler
 from autoshard.runtime.step_in_pieces import parts_of
 from passes.lower.phases import Phases
 from passes.predict.predict_pieces import predict_pieces
@@ -72,7 +73,7 @@ class _InPieces:
     def __init__(self, step: InPieces, inputs: Sequence[Tensor], backend: str) -> None:
         self.inputs = inputs
         self._step, self._backend = step, backend
-        self._parts = parts_of(step, joined=backend == "eager")
+        self._parts = parts_of(step, joined=Compiler(backend).joins)
 
     def predicted(self, prices: Prices, axes_of: AxesOf) -> Prediction:
         programs = self._step.programs

@@ -14,7 +14,7 @@ from passes.lower.piecewise import PieceInput, RankPieces
 from passes.lower.rank_program import RankProgram
 from passes.stages.split_backward import BackwardHalves, split_backward
 
-__all__ = ["CompiledEnds", "CompiledPiece"]
+__all__ = ["CompiledEnds", "CompiledPiece", "by_phase"]
 
 
 class CompiledEnds:
@@ -44,7 +44,7 @@ class CompiledPiece:
         self._parts = parts
         self._compile = compile_
         phases = parts.piece.complete()
-        self._inputs = _by_phase(parts.given, parts.piece)
+        self._inputs = by_phase(parts.given, parts.piece)
         self._outputs = len(phases.outputs)
         self._forward, self._takes = compile_(phases.forward)
         self.backward_graph: Backward | None = phases.backward
@@ -119,7 +119,7 @@ class CompiledPiece:
         leave([left[place] for place in places], found, known)
 
 
-def _by_phase(given: Sequence[PieceInput], piece: RankProgram) -> tuple[list[PieceInput], list[PieceInput]]:
+def by_phase(given: Sequence[PieceInput], piece: RankProgram) -> tuple[list[PieceInput], list[PieceInput]]:
     """What the forward is given, and the tangents that the backward is."""
     pairs = list(zip(given, piece.inputs, strict=True))
     early = [one for one, spec in pairs if spec.kind != "tangent"]
