@@ -31,9 +31,8 @@ def pipeline_memory(scheduled: Scheduled, memories: Sequence[MemoryTimeline | No
     holds more than the figures that `scheduled` is of.
 
     A step is its action's fullest moment: what the stage holds then, of the halves of a backward as of the whole; what
-    the rank's other stages hold whatever runs; and what other pieces in flight keep. `scheduled.peaks` take what is in
-    flight at most and the stage that makes most for one moment; where they do not meet, the highest step counts what
-    is missing as kept.
+    the rank's other stages hold whatever runs; and what other pieces in flight keep. In no schedule a stage's forwards
+    run beside more in flight than its backwards do, so what it makes at most is never beside more.
     """
     rank = fullest_rank(scheduled)
     own: dict[int, _Stage] = {}
@@ -48,10 +47,9 @@ def pipeline_memory(scheduled: Scheduled, memories: Sequence[MemoryTimeline | No
     steps = [one.step(place) for place, one in enumerate(actions)]
     known = [place for place, one in enumerate(actions) if one.rows_are_known]
     top = max(known, key=lambda place: steps[place].nbytes)
-    missing = scheduled.peaks[rank] - steps[top].nbytes
-    steps[top] = replace(steps[top], by_kind=_plus(steps[top].by_kind, "kept", missing))
-    rows = [*actions[top].rows(), AtPeak("kept", "counted as if at once", "", "", 1, missing)]
-    return MemoryTimeline(tuple(steps), len(steps), in_order(row for row in rows if row.nbytes))
+    return MemoryTimeline(
+        tuple(steps), len(steps), in_order(row for row in actions[top].rows() if row.nbytes)
+    )
 
 
 @dataclass(frozen=True)

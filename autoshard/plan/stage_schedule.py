@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import add
 
 from cost_model.errors import InfeasibleError
 from passes.predict.predict_stage import StageFigures
@@ -48,14 +49,13 @@ class Scheduled:
 
     @cached_property
     def peaks(self) -> tuple[int, ...]:
-        """Bytes that each rank holds at most: while a stage runs a piece, what its others hold, and all that it keeps
-        in flight."""
-        kept = rank_peaks(self.order, [stage.kept for stage in self.prices.stages])
-        held = [sum(stage.held for stage in own) for own in self._by_rank]
-        return tuple(
-            flight + max(stage.peak - stage.kept + whole - stage.held for stage in own)
-            for own, whole, flight in zip(self._by_rank, held, kept, strict=True)
-        )
+        """Bytes that each rank holds at most: while a stage runs a piece, what its others hold, and all that is in
+        flight then."""
+        stages = self.prices.stages
+        running = [stage.peak - stage.kept - stage.held for stage in stages]
+        peaks = rank_peaks(self.order, [stage.kept for stage in stages], running)
+        held = (sum(stage.held for stage in own) for own in self._by_rank)
+        return tuple(map(add, peaks, held))
 
     @property
     def _by_rank(self) -> list[Sequence[StageFigures]]:

@@ -13,6 +13,7 @@ from autoshard.plan.known_wholes import KnownWholes
 from autoshard.plan.pipeline_memory import fullest_rank, pipeline_memory
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_memory import kind_lines
+from autoshard.plan.shared_rooms import StageNeeds, shared_room
 from autoshard.plan.stage_cut import transfer_price
 from autoshard.plan.stage_schedule import Scheduled, SchedulePrices
 from autoshard.plan.stage_tasks import PlannedStage, sent_nbytes, stage_task
@@ -30,7 +31,12 @@ __all__ = ["WORTH", "StageSearch"]
 WORTH = 0.02
 """Share of a step that another schedule, or more stages a rank, must be able to save to be planned."""
 
+_FINISHING = 0.25
+"""Time for what comes after the searches, such as stages that are alike, as a share of that for one."""
+
 Stages = tuple[PlannedStage, ...]
+Asked = tuple[int, int | None]
+"""Of a stage: the pieces that it keeps at once, and its memory limit."""
 
 
 def _searching() -> Callable[[Task, int, Deadline], Plan]:
@@ -42,7 +48,8 @@ def _searching() -> Callable[[Task, int, Deadline], Plan]:
 @dataclass
 class StageSearch:
     """joint: of the call, in pieces. task: of the whole mesh. cut: of as many stages as are planned. search: the plan
-    of a stage's task, by its number and until when; it raises InfeasibleError."""
+    of a stage's task, by its number and until when; it raises InfeasibleError. within: the memory limit, planned stages
+    by how many pieces each keeps at once."""
 
     task: Task
     axis: str
@@ -50,7 +57,7 @@ class StageSearch:
     cut: tuple[str, ...]
     deadline: Deadline
     search: Callable[[Task, int, Deadline], Plan] = field(default_factory=_searching)
-    planned: dict[tuple[tuple[int, int | None], ...], Stages] = field(default_factory=dict)
+    within: dict[tuple[int, ...], Stages] = field(default_factory=dict)
 
     @cached_property
     def graphs(self) -> tuple[StageGraph, ...]:
@@ -68,7 +75,10 @@ class StageSearch:
     @cached_property
     def free(self) -> Stages:
         """Planned as if memory were no matter."""
-        return self._planned([(1, None)] * len(self.graphs))
+        done: list[tuple[PlannedStage, Asked]] = []
+        for graph in self.graphs:
+            done.append((self._stage(graph, done, 1, None), (1, None)))
+        return tuple(stage for stage, _ in done)
 
     def best(
         self, orders: Sequence[PipelineOrder], faster_than: float = math.inf
@@ -110,34 +120,26 @@ class StageSearch:
         return found, stages
 
     def _within(self, free: Scheduled) -> Stages:
-        """Stages of a rank share its memory as those planned without a limit would."""
-        limit = self.task.memory_limit
+        """In a rank's memory, less what every plan needs; stages of a rank share it."""
+        limit, flights = self.task.memory_limit, in_flight(free.order)
         assert limit is not None
-        reserve = self.task.reserve((), None)
-        flights = in_flight(free.order)
-        wanted = [
-            stage.peak + (flight - 1) * stage.kept
-            for stage, flight in zip(free.prices.stages, flights, strict=True)
-        ]
-        ranks = len(free.order.ranks)
-        shares = [nbytes / max(1, sum(wanted[i % ranks :: ranks])) for i, nbytes in enumerate(wanted)]
-        room = [reserve + int((limit - reserve) * share) for share in shares]
-        return self._planned(list(zip(flights, room, strict=True)))
-
-    def _planned(self, asked: Sequence[tuple[int, int | None]]) -> Stages:
-        """asked: of each stage the pieces that it keeps at once, and its memory limit."""
-        key = tuple(asked)
-        if key not in self.planned:
-            done: list[PlannedStage] = []
-            for graph, (flight, limit) in zip(self.graphs, asked, strict=True):
-                done.append(self._stage(graph, list(zip(done, asked, strict=False)), flight, limit))
-            self.planned[key] = tuple(done)
-        return self.planned[key]
+        if flights in self.within:
+            return self.within[flights]
+        reserve, ranks = self.task.reserve((), None), len(free.order.ranks)
+        wanted = list(map(StageNeeds.of, free.prices.stages, flights))
+        done: list[tuple[PlannedStage, Asked]] = []
+        for graph, flight in zip(self.graphs, flights, strict=True):
+            first = graph.stage % ranks
+            planned = [StageNeeds.of(stage.figures, asked[0]) for stage, asked in done[first::ranks]]
+            room = reserve + shared_room(limit - reserve, wanted[first::ranks], planned)
+            done.append((self._stage(graph, done, flight, room), (flight, room)))
+        self.within[flights] = tuple(stage for stage, _ in done)
+        return self.within[flights]
 
     def _stage(
         self,
         graph: StageGraph,
-        done: Sequence[tuple[PlannedStage, tuple[int, int | None]]],
+        done: Sequence[tuple[PlannedStage, Asked]],
         flight: int,
         limit: int | None,
     ) -> PlannedStage:
@@ -152,7 +154,8 @@ class StageSearch:
             if plan is not None:
                 return replace(earlier, graph=graph, task=task, plan=plan)
         try:
-            until = self.deadline.share(1.0 / max(1, sum(self.alone[graph.stage :])))
+            others = max(1, sum(self.alone[graph.stage :]))
+            until = self.deadline.share(1.0 / (others + _FINISHING))
             plan = self.search(task, graph.stage, until)
         except InfeasibleError as error:
             raise _of_stage(error, graph, flight) from None

@@ -108,14 +108,14 @@ def in_flight(order: PipelineOrder) -> tuple[int, ...]:
     return tuple(max(held) for held in zip(*_held(order), strict=True))
 
 
-def rank_peaks(order: PipelineOrder, nbytes: Sequence[int]) -> tuple[int, ...]:
-    """Per rank, the most that it keeps at once, if stage s keeps nbytes[s] for a piece."""
-    peaks = [0] * len(order.ranks)
-    for held in _held(order):
-        for rank in range(len(peaks)):
-            own = range(rank, order.stages, len(peaks))
-            peaks[rank] = max(peaks[rank], sum(held[stage] * nbytes[stage] for stage in own))
-    return tuple(peaks)
+def rank_peaks(order: PipelineOrder, nbytes: Sequence[int], running: Sequence[int]) -> tuple[int, ...]:
+    """Per rank, the most that it holds at once, if stage s keeps nbytes[s] for a piece and needs running[s] besides
+    while it runs one."""
+    total = lambda kept: sum(pieces * nbytes[stage] for stage, pieces in kept.items())
+    return tuple(
+        max((total(kept) + running[action.stage] for action, kept in pieces_kept(row)), default=0)
+        for row in order.ranks
+    )
 
 
 def pieces_kept(row: Sequence[Action]) -> Iterator[tuple[Action, Counter[int]]]:

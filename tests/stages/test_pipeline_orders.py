@@ -105,7 +105,10 @@ def test_peaks_of_ranks_with_several_stages() -> None:
         "0B0",
         "0B1",
     ]
-    assert rank_peaks(order, [5, 7, 11, 13]) == (2 * 5 + 2 * 11, 2 * 7 + 13)
+    assert rank_peaks(order, [5, 7, 11, 13], [0] * 4) == (2 * 5 + 2 * 11, 2 * 7 + 13)
+    # Stage 0 runs while it keeps both pieces and stage 2 none, stage 2 while all four are kept.
+    assert rank_peaks(order, [5, 7, 11, 13], [100, 0, 50, 0])[0] == 2 * 5 + 100
+    assert rank_peaks(order, [5, 7, 11, 13], [50, 0, 100, 0])[0] == 2 * 5 + 2 * 11 + 100
 
 
 def test_an_order_that_there_is_not() -> None:
