@@ -54,7 +54,7 @@ CASES: Sequence[Sequence[str]] = (
     ("--model", "unet", "--memory-limit", "none", "--mesh", "dp=64"),
 )
 CHECKED: Sequence[Sequence[str]] = (
-    ("--model", "llama-3-8b", "--layers", "1", "--mesh", "dp=64", "--changes", "10"),
+    ("--model", "llama-3-8b", "--layers", "1", "--mesh", "dp=64", "--changes", "5"),
     (
         "--model",
         "vit-large",

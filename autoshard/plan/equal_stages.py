@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -17,10 +17,12 @@ from autoshard.plan.task import Task
 from autoshard.plan.task_prices import prices_as_in
 from passes.ir.joint import JointGraph, node_values, tensor_operands
 from passes.ir.op_signature import op_signature
+from passes.layout.assignment import Assignment
+from passes.layout.layout import Layout
 from passes.plan.describe import describe, graph_hash
 from passes.states.compute_again import compute_again
 
-__all__ = ["names_alike", "plan_like"]
+__all__ = ["AlikeStage", "names_alike"]
 
 _META = ("phase", "runs", "repeats")
 
@@ -69,38 +71,58 @@ def _looks(node: fx.Node) -> list[object]:
     return [None if value is None else (value.shape, value.dtype) for value in node_values(node)]
 
 
-def plan_like(task: Task, first: Plan, of: JointGraph) -> Plan | None:
-    """The plan of `task` with the layouts of `first`, the plan of the graph `of`; None if the graphs are not alike.
+@dataclass(frozen=True)
+class AlikeStage:
+    """A stage with the layouts of another one that computes the same. task: of it; first: the other's plan. joint: with
+    what runs again; assignment: of it."""
 
-    What is proven of `first` holds of it, where the ends of both graphs are the same.
-    """
-    plain = names_alike(of, task.joint)
-    if plain is None:
-        return None
-    joint = compute_again(task.joint, [plain[name] for name in first.lowering.again])
-    names = names_alike(compute_again(of, first.lowering.again), joint)
-    if names is None:
-        return None
-    assignment = {names[name]: layouts for name, layouts in first.assignment.items()}
-    prices = prices_as_in(first, task.prices)
-    found = judged(joint, assignment, prices)
-    return replace(
-        first,
-        step_time=found.seconds,
-        peak_memory=found.peak.nbytes,
-        peak_node=found.peak.node,
-        records=describe(joint, assignment, found.lowering, found.moved, prices),
-        parameter_layouts=parameter_layouts(joint, assignment, task.captured),
-        inputs=task.call.inputs,
-        outputs=output_layouts(joint, assignment),
-        origin=replace(first.origin, graph_hash=graph_hash(task.joint)),
-        other_sizes=other_size_records(
-            joint,
-            assignment,
-            prices,
-            lambda graph: task.of_other_size(graph, assignment).boundary,
-            task.time_limit,
-        ),
-        memory=None if found.memory is None else MemoryTimeline.of(found.memory),
-        again=task.again(),
-    )
+    task: Task
+    first: Plan
+    joint: JointGraph
+    assignment: Assignment
+
+    @staticmethod
+    def of(task: Task, first: Plan, of: JointGraph) -> AlikeStage | None:
+        """of: the graph of `first`. None if the graphs are not alike."""
+        plain = names_alike(of, task.joint)
+        if plain is None:
+            return None
+        joint = compute_again(task.joint, [plain[name] for name in first.lowering.again])
+        names = names_alike(compute_again(of, first.lowering.again), joint)
+        if names is None:
+            return None
+        assignment = {names[name]: layouts for name, layouts in first.assignment.items()}
+        return AlikeStage(task, first, joint, assignment)
+
+    @property
+    def parameter_layouts(self) -> dict[str, Layout]:
+        return parameter_layouts(self.joint, self.assignment, self.task.captured)
+
+    @property
+    def outputs(self) -> dict[int, Layout | None]:
+        return output_layouts(self.joint, self.assignment)
+
+    def plan(self) -> Plan:
+        """What is proven of the first holds of it, where the ends of both graphs are the same."""
+        task, prices = self.task, prices_as_in(self.first, self.task.prices)
+        found = judged(self.joint, self.assignment, prices)
+        return replace(
+            self.first,
+            step_time=found.seconds,
+            peak_memory=found.peak.nbytes,
+            peak_node=found.peak.node,
+            records=describe(self.joint, self.assignment, found.lowering, found.moved, prices),
+            parameter_layouts=self.parameter_layouts,
+            inputs=task.call.inputs,
+            outputs=self.outputs,
+            origin=replace(self.first.origin, graph_hash=graph_hash(task.joint)),
+            other_sizes=other_size_records(
+                self.joint,
+                self.assignment,
+                prices,
+                lambda graph: task.of_other_size(graph, self.assignment).boundary,
+                task.time_limit,
+            ),
+            memory=None if found.memory is None else MemoryTimeline.of(found.memory),
+            again=task.again(),
+        )

@@ -19,8 +19,9 @@ from passes.micro_batches.cut_batch import cut_batch
 from passes.micro_batches.time_axis import batch_length, trains
 from passes.micro_batches.uncut import Uncut
 from passes.predict.memory_record import LiveValue, MemoryWalk
+from passes.search.find import Found
 
-__all__ = ["Asked", "told"]
+__all__ = ["Asked", "told", "too_much"]
 
 _DOUBLINGS = 6
 """An axis is not said to be enough that had to be more than 64 times as long."""
@@ -203,3 +204,12 @@ def _split_share(value: LiveValue, axis: str, case: _Case) -> float:
     if value.kind in (*_OF_A_PARAMETER, "inputs") and value.name in case.given:
         return float(axis in case.given[value.name].axes)
     return case.splits[axis]
+
+
+def too_much(limit: int, needs: int, found: Found) -> InfeasibleError:
+    """found: the plan that needs least, with what it needs besides its tensors."""
+    return InfeasibleError(
+        f"no plan fits memory_limit={format_bytes(limit)} per device: the smallest that was "
+        f"found holds {format_bytes(found.peak_nbytes)} at {found.peak_node}\n"
+        f"  try: memory_limit={enough_bytes(needs)}, more devices, or a smaller batch"
+    )

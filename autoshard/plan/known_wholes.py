@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
@@ -28,6 +28,23 @@ class WholeTask:
     narrowing: Narrowing
     way: int
 
+    def is_met_by(self, other: WholeTask, found: Found) -> bool:
+        """Whether this is `other` with more layouts fixed, and `found`, the plan of that, has them."""
+        if replace(other, boundary=self.boundary) != self or other.boundary.tied != self.boundary.tied:
+            return False
+        own, others = self.boundary, other.boundary
+        if not (
+            others.inputs.items() <= own.inputs.items() and others.outputs.items() <= own.outputs.items()
+        ):
+            return False
+        placeholders = [node.name for node in self.graph.nodes if node.op == "placeholder"]
+        results = self.graph.output_node().args[0]
+        ends = iter(found.assignment["output"].operands)
+        outputs = [None if result is None else next(ends) for result in results]  # type: ignore[union-attr]
+        return all(
+            found.assignment[placeholders[i]].results[0] in layouts for i, layouts in own.inputs.items()
+        ) and all(outputs[i] in layouts for i, layouts in own.outputs.items())
+
 
 @dataclass
 class KnownWholes:
@@ -40,7 +57,7 @@ class KnownWholes:
         """The plan of `task`, searched once. judged: of plans, by `id` of their assignment; those of this one, and of
         its rivals, are added where they are missing."""
         for one, found, own in self._known:
-            if one == task:
+            if one == task or task.is_met_by(one, found):
                 judged.update(own)
                 return found
         found = search()

@@ -9,10 +9,10 @@ from functools import cached_property
 from typing import Protocol
 
 from autoshard.plan.bounded import bounded
+from autoshard.plan.infeasible import too_much
 from autoshard.plan.judged import Spared
 from cost_model.deadline import Deadline, OutOfTime
 from cost_model.errors import InfeasibleError
-from cost_model.units import enough_bytes, format_bytes
 from passes.ir.joint import JointGraph
 from passes.search.find import Found
 from passes.search.find_states import ENOUGH, NoStates, OfferedStates, States
@@ -130,7 +130,8 @@ class RoomSearch:
             self._rooms()
         if self.best is not None:
             return self._proven(*self.best)
-        raise self.refused or self._too_much(self.least or self.whole)
+        found = self.least or self.whole
+        raise self.refused or too_much(self.limit, self.needs(found), found)
 
     def _rooms(self) -> None:
         counted: int | None = self.limit - max(self.reserve(self.whole), 0)
@@ -168,6 +169,9 @@ class RoomSearch:
                 return None
             if self.best is not None and chosen.seconds >= self.best[1].seconds * (1.0 - ENOUGH):
                 return None
+        if self.best is not None and chosen.are(self.best[1]):
+            self.raised = False
+            return self._room_of_best()
         found = self._judged(chosen)
         return None if found is None else self._next(found, chosen, counted)
 
@@ -179,10 +183,9 @@ class RoomSearch:
     @property
     def _is_miscounted(self) -> bool:
         """Whether the best program takes longer than its states were counted."""
-        if self.best is None or self.recounts >= _RECOUNTS:
+        if self.best is None or self.recounts >= _RECOUNTS or not self.best[0].own:
             return False
-        found, states = self.best
-        return bool(found.own) and found.seconds > states.seconds * (1.0 + LITTLE)
+        return self.best[0].seconds > self.best[1].seconds * (1.0 + LITTLE)
 
     def _recount(self) -> None:
         """Under the overlap of the best program; what was proven under another says nothing of it."""
@@ -290,11 +293,3 @@ class RoomSearch:
         alone = uncounted if uncounted > LITTLE * found.seconds else 0.0
         missing = states.seconds - least + max(self.spared(found).seconds, alone)
         return bounded(found, max(0.0, found.seconds - max(0.0, missing)))
-
-    def _too_much(self, found: Found) -> InfeasibleError:
-        needs = enough_bytes(self.needs(found))
-        return InfeasibleError(
-            f"no plan fits memory_limit={format_bytes(self.limit)} per device: the smallest that was "
-            f"found holds {format_bytes(found.peak_nbytes)} at {found.peak_node}\n"
-            f"  try: memory_limit={needs}, more devices, or a smaller batch"
-        )

@@ -101,12 +101,14 @@ class StatesWithin:
             until = deadline.share(1.0 / (len(starts) - place))
             faster = math.inf if best is None else best.seconds * (1.0 - _SAVED_AGAIN)
             try:
-                found, bounds[place] = self._within(way, whole, limit, faster, until)
+                found, bound = self._within(way, whole, limit, faster, until)
             except InfeasibleError as reason:
                 reasons.append(reason)
                 continue
             except OutOfTime:
                 continue
+            # A limit makes no plan faster.
+            bounds[place] = max(bound, whole.lower_bound)
             if found is not None and (best is None or found.seconds < best.seconds):
                 best = found
         if best is None:

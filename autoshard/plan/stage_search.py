@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import ge
 
-from autoshard.plan.equal_stages import names_alike, plan_like
+from autoshard.plan.equal_stages import names_alike
 from autoshard.plan.known_wholes import KnownWholes
 from autoshard.plan.pipeline_memory import fullest_rank, pipeline_memory
 from autoshard.plan.plan import Plan
@@ -16,7 +16,7 @@ from autoshard.plan.plan_memory import kind_lines
 from autoshard.plan.shared_rooms import StageNeeds, shared_room
 from autoshard.plan.stage_cut import transfer_price
 from autoshard.plan.stage_schedule import Scheduled, SchedulePrices
-from autoshard.plan.stage_tasks import PlannedStage, sent_nbytes, stage_task
+from autoshard.plan.stage_tasks import PlannedStage, sending_as_received, sent_nbytes, stage_task
 from autoshard.plan.task import Task, search_plan
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
@@ -147,12 +147,14 @@ class StageSearch:
         no slower than the stage that it is of."""
         own = stage_task(self.task, self.axis, graph, [stage for stage, _ in done], flight)
         task = replace(own, memory_limit=limit)
+        if limit is not None and self._is_repeated(graph):
+            task = sending_as_received(task, graph)
         for earlier, (more, least) in reversed(done):
             fits = more >= flight and (limit is None or (least is not None and least <= limit))
             same = fits and earlier.task.boundary == task.boundary
-            plan = plan_like(task, earlier.plan, earlier.graph.joint) if same else None
-            if plan is not None:
-                return replace(earlier, graph=graph, task=task, plan=plan)
+            alike = earlier.alike(graph, task) if same else None
+            if alike is not None:
+                return alike
         try:
             others = max(1, sum(self.alone[graph.stage :]))
             until = self.deadline.share(1.0 / (others + _FINISHING))
@@ -160,6 +162,14 @@ class StageSearch:
         except InfeasibleError as error:
             raise _of_stage(error, graph, flight) from None
         return PlannedStage.of(graph, task, plan)
+
+    def _is_repeated(self, graph: StageGraph) -> bool:
+        """Whether the stage after is alike, and would have its plan if it received what this one receives."""
+        after = graph.stage + 1
+        return (
+            0 < graph.stage < after < len(self.graphs)
+            and names_alike(graph.joint, self.graphs[after].joint) is not None
+        )
 
     def _scheduled(self, stages: Stages, order: PipelineOrder) -> Scheduled:
         price = transfer_price(self.task, self.axis)

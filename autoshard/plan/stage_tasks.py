@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
+from autoshard.plan.equal_stages import AlikeStage
 from autoshard.plan.plan import Plan
 from autoshard.plan.task import CallLayouts, Task
 from autoshard.plan.task_prices import prices_as_in
@@ -16,17 +18,21 @@ from passes.stages.stage_graph import StageGraph
 from passes.states.compute_again import compute_again
 from passes.strategies.pricing import local_nbytes
 
-__all__ = ["PlannedStage", "sent_nbytes", "stage_task"]
+__all__ = ["PlannedStage", "sending_as_received", "sent_nbytes", "stage_task"]
 
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """A stage's graph, its task, its plan and what that takes."""
+    """A stage's graph, its task, what it takes, and its plan. outputs, parameter_layouts: of that. make: the plan, once
+    it is asked for. like: the stage whose plan it has; None: it was searched."""
 
     graph: StageGraph
     task: Task
-    plan: Plan
     figures: StageFigures
+    outputs: Mapping[int, Layout | None]
+    parameter_layouts: Mapping[str, Layout]
+    make: Callable[[], Plan]
+    like: PlannedStage | None = None
 
     @staticmethod
     def of(graph: StageGraph, task: Task, plan: Plan) -> PlannedStage:
@@ -34,12 +40,26 @@ class PlannedStage:
         received = {crossing.name for crossing in graph.received}
         prices = prices_as_in(plan, task.prices)
         figures = predict_stage(joint, plan.assignment, plan.lowering, prices, received)
-        return PlannedStage(graph, task, plan, figures)
+        return PlannedStage(graph, task, figures, plan.outputs, plan.parameter_layouts, lambda: plan)
+
+    def alike(self, graph: StageGraph, task: Task) -> PlannedStage | None:
+        """Another stage with this one's plan; None if it computes something else."""
+        first = self.like or self
+        found = AlikeStage.of(task, first.plan, first.graph.joint)
+        if found is None:
+            return None
+        return PlannedStage(
+            graph, task, first.figures, found.outputs, found.parameter_layouts, found.plan, like=first
+        )
+
+    @cached_property
+    def plan(self) -> Plan:
+        return self.make()
 
     @property
     def sent_layouts(self) -> list[Layout]:
         own = len(self.graph.outputs)
-        layouts = [self.plan.outputs[own + i] for i in range(len(self.graph.sent))]
+        layouts = [self.outputs[own + i] for i in range(len(self.graph.sent))]
         assert None not in layouts
         return [layout for layout in layouts if layout is not None]
 
@@ -66,6 +86,14 @@ def stage_task(
         pins={**task.pins, **_held_before(graph.joint, earlier)},
         beside=beside if flight > 1 else None,
     )
+
+
+def sending_as_received(task: Task, graph: StageGraph) -> Task:
+    """Of a stage that the one after is like: what it sends has the layouts of what it receives."""
+    first, sent = len(graph.inputs), len(graph.outputs)
+    layouts = {sent + i: task.call.inputs[first + i] for i in range(len(graph.sent))}
+    call = replace(task.call, outputs={**task.call.outputs, **layouts}, free=task.call.free - layouts.keys())
+    return replace(task, call=call)
 
 
 def sent_nbytes(stage: PlannedStage) -> tuple[int, int]:
@@ -103,6 +131,6 @@ def _held_before(joint: JointGraph, earlier: Sequence[PlannedStage]) -> Mapping[
     return {
         name: layout
         for stage in reversed(earlier)
-        for name, layout in stage.plan.parameter_layouts.items()
+        for name, layout in stage.parameter_layouts.items()
         if name in own
     }

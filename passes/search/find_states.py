@@ -50,6 +50,10 @@ class States:
     nbytes: int = 0
     room: int = 0
 
+    def are(self, others: States) -> bool:
+        """Whether they are the same, whatever they were searched within: they make the same program."""
+        return (self.seconds, self.again, self.layouts) == (others.seconds, others.again, others.layouts)
+
     def narrowing(self, allowed: Narrowing) -> Narrowing:
         """That allows these layouts only, of those that `allowed` does."""
         return replace(allowed, allowed={name: partial(_alike, held) for name, held in self.layouts.items()})

@@ -146,7 +146,7 @@ class CuttingPlanes:
         gap = (
             max(INNER_GAP, self.relative_gap) if self.planes else self.relative_gap
         )  # the first may be the answer
-        found = solve(inner, time_limit=self._left(), relative_gap=gap, warm=self.choice or None)
+        found = self._solved(inner, gap)
         bound = found.lower_bound - sum(point.prices.values())
         if bound > self.bound:
             self.bound, self.bound_at = bound, point
@@ -154,6 +154,9 @@ class CuttingPlanes:
         self._add_plane(found.choice)
         self.offer(found.choice)
         self._mix()
+
+    def _solved(self, inner: Problem, gap: float) -> Solution:
+        return solve(inner, time_limit=self._left(), relative_gap=gap, warm=self.choice or None)
 
     def _add_plane(self, choice: tuple[int, ...]) -> None:
         limit = self.problem.limit

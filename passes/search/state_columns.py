@@ -13,17 +13,21 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from passes.search.cost_kinds import CostKinds
 from passes.search.overlapped import CuttingPlanes
 from passes.search.planes import Point, charged
+from passes.search.tied_planes import TiedPlanes
 from passes.solver.graph import Graph
 from passes.solver.mix import restricted
 from passes.solver.problem import Infeasible, Problem, Solution
 from passes.solver.room import least_usage, live_nodes
 from passes.solver.solve import ROUNDING, solve
 from passes.solver.tables import Tables
+from passes.solver.tied import Ties
 
 __all__ = ["Columns"]
 
@@ -35,8 +39,14 @@ WORTH = 1e-3
 """Share of the cost by which that must be better for another time."""
 SMALL = 50_000
 """Edge entries of the largest problem that is solved as a whole, with all its rows."""
+MANY, TIED = 0.5, 0.5
+"""Share of all nodes that may be of kinds of their own for layers to be taken alike first, and of the time for that."""
 EXPENSIVE = (1.0, 30.0)
 """Prices of a row where nothing fits that bring choices of little memory, as shares of the cost for all of the room."""
+
+
+Found = tuple[tuple[int, ...], Point]
+"""A choice that fits, and where the bound was highest."""
 
 
 @dataclass(frozen=True)
@@ -59,15 +69,18 @@ class Columns:
     _known: tuple[int, ...] | None = None
     _shares: Point | None = None
     _last: Infeasible = field(default_factory=lambda: Infeasible("time"))
+    _tied: dict[float, Found | None] = field(default_factory=dict[float, "Found | None"])
 
     def under(self, kinds: CostKinds) -> Columns:
         """With other paths through a step. What is known of strategies and choices stays, of bounds nothing."""
         return Columns(self.problem, kinds, self.keep, _known=self._known, _last=self._last)
 
     def fitting(self, room: float, time_limit: float, gap: float) -> Solution:
-        """The best choice of the small problem that fits, with what is known of the whole. Raises Infeasible."""
+        """The best choice that fits of those in which equal layers are alike, where there are many; else of the small
+        problem, with what is known of the whole. Raises Infeasible."""
         deadline = time.monotonic() + time_limit
-        return self._solution(self._small(room, deadline, gap)[0], room)
+        choice, _ = self._alike(room, deadline, gap) or self._small(room, deadline, gap)
+        return self._solution(choice, room)
 
     def proven(self, room: float, time_limit: float, gap: float, known: float = math.inf) -> Solution:
         """With strategies that prices bring, until it is within `gap` of the bound or they bring nothing more, or the
@@ -76,7 +89,7 @@ class Columns:
         deadline = time.monotonic() + time_limit
         if self._is_small:
             return self._whole(room, deadline, 0.0).solution()
-        choice, point = self._small(room, deadline, gap)
+        choice, point = self._alike(room, deadline, gap) or self._small(room, deadline, gap)
         found = self._solution(choice, room)
         for _ in range(PROVING):
             if found.gap <= max(gap, ROUNDING) or time.monotonic() >= deadline:
@@ -90,7 +103,34 @@ class Columns:
                 break
         return found
 
-    def _small(self, room: float, deadline: float, gap: float) -> tuple[tuple[int, ...], Point]:
+    def _alike(self, room: float, deadline: float, gap: float) -> Found | None:
+        """None where layers are few, or no such choice fits."""
+        if not self._layers_are_many:
+            return None
+        if room not in self._tied:
+            until = time.monotonic() + TIED * (deadline - time.monotonic())
+            search = TiedPlanes(replace(self.problem, limit=room), self.kinds, self._ties, until, gap)
+            self._tied[room] = None
+            with suppress(Infeasible):
+                search.run()
+                self._add(search.choice)
+                self._tied[room] = search.choice, search.bound_at
+        found = self._tied[room]
+        if found is None:
+            return None
+        self._offer(found[0], room)
+        assert self._known is not None
+        return self._known, found[1]
+
+    @property
+    def _layers_are_many(self) -> bool:
+        return not self._is_small and self._ties.kinds < MANY * len(self.problem.node_costs)
+
+    @cached_property
+    def _ties(self) -> Ties:
+        return Ties.among(self.problem)
+
+    def _small(self, room: float, deadline: float, gap: float) -> Found:
         for _ in range(ROUNDS):
             keep = [sorted(kept) for kept in self.keep]
             small = restricted(replace(self.problem, limit=room), keep)

@@ -96,6 +96,7 @@ def outputs_raced(rank: int, count: int | None) -> tuple[list[float], Any, int]:
     return losses, full(model.state_dict()), 0 if count is None else len(model.autoshard_plan.race)
 
 
+@pytest.mark.slow
 def test_without_a_loss(ranks: RankPool) -> None:
     wanted = outputs_raced(0, None)
     for losses, state, ran in ranks.run(outputs_raced, 2, world=2):

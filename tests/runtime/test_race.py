@@ -92,7 +92,9 @@ def raced_training(rank: int, count: int | None) -> tuple[list[float], dict[str,
     return losses, full(model.state_dict()), len(model.autoshard_plan.race) if count is not None else 0
 
 
-@pytest.mark.parametrize(("count", "raced"), [(3, 3), (2, 2), (1, 0), (0, 0)])
+@pytest.mark.parametrize(
+    ("count", "raced"), [pytest.param(3, 3, marks=pytest.mark.slow), (2, 2), (1, 0), (0, 0)]
+)
 def test_training_is_as_without_a_race(ranks: RankPool, count: int, raced: int) -> None:
     wanted = raced_training(0, None)
     for losses, state, ran in ranks.run(raced_training, count, world=2):

@@ -232,10 +232,10 @@ EXAMPLES: dict[str, Callable[[], Example]] = {
 @pytest.mark.parametrize(
     ("model", "axes"),
     [
+        ("two", {"a": 3}),
         ("llama", {"dp": 4}),
         ("llama", {"dp": 2, "tp": 2}),
         ("vit", {"a": 3}),
-        ("two", {"a": 3}),
         ("statistics", {"a": 4}),
     ],
 )

@@ -13,8 +13,8 @@ from tests.profiles import slow_compute
 from tests.spatial.networks import network
 
 CASES = [
-    ("moving", {"a": 2, "b": 2}, "slice constant_pad_nd cat flip"),
     ("rolling", {"a": 3}, "slice slice_backward constant_pad_nd cat roll"),
+    ("moving", {"a": 2, "b": 2}, "slice constant_pad_nd cat flip"),
     ("circles", {"a": 5}, "circular_pad circular_pad_backward"),
     ("pixels", {"a": 3}, "convolution convolution_backward reshape"),
 ]
