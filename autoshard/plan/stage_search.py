@@ -16,7 +16,7 @@ from autoshard.plan.plan_memory import kind_lines
 from autoshard.plan.shared_rooms import StageNeeds, shared_room
 from autoshard.plan.stage_cut import transfer_price
 from autoshard.plan.stage_schedule import Scheduled, SchedulePrices
-from autoshard.plan.stage_tasks import PlannedStage, sending_as_received, sent_nbytes, stage_task
+from autoshard.plan.stage_tasks import PlannedStage, sending, sending_as_received, sent_nbytes, stage_task
 from autoshard.plan.task import Task, search_plan
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
@@ -31,12 +31,12 @@ __all__ = ["WORTH", "StageSearch"]
 WORTH = 0.02
 """Share of a step that another schedule, or more stages a rank, must be able to save to be planned."""
 
+_SENT = 0.05
+"""Share of the limit that pieces in flight may take as they are sent, for their layouts to be those of no limit."""
 _FINISHING = 0.25
 """Time for what comes after the searches, such as stages that are alike, as a share of that for one."""
 
 Stages = tuple[PlannedStage, ...]
-Asked = tuple[int, int | None]
-"""Of a stage: the pieces that it keeps at once, and its memory limit."""
 
 
 def _searching() -> Callable[[Task, int, Deadline], Plan]:
@@ -75,10 +75,11 @@ class StageSearch:
     @cached_property
     def free(self) -> Stages:
         """Planned as if memory were no matter."""
-        done: list[tuple[PlannedStage, Asked]] = []
+        done: list[PlannedStage] = []
         for graph in self.graphs:
-            done.append((self._stage(graph, done, 1, None), (1, None)))
-        return tuple(stage for stage, _ in done)
+            task = stage_task(self.task, self.axis, graph, done)
+            done.append(self._stage(graph, replace(task, memory_limit=None), done))
+        return tuple(done)
 
     def best(
         self, orders: Sequence[PipelineOrder], faster_than: float = math.inf
@@ -127,30 +128,26 @@ class StageSearch:
             return self.within[flights]
         reserve, ranks = self.task.reserve((), None), len(free.order.ranks)
         wanted = list(map(StageNeeds.of, free.prices.stages, flights))
-        done: list[tuple[PlannedStage, Asked]] = []
+        done: list[PlannedStage] = []
         for graph, flight in zip(self.graphs, flights, strict=True):
             first = graph.stage % ranks
-            planned = [StageNeeds.of(stage.figures, asked[0]) for stage, asked in done[first::ranks]]
+            planned = [
+                StageNeeds.of(stage.figures, stage.task.joint.in_flight) for stage in done[first::ranks]
+            ]
             room = reserve + shared_room(limit - reserve, wanted[first::ranks], planned)
-            done.append((self._stage(graph, done, flight, room), (flight, room)))
-        self.within[flights] = tuple(stage for stage, _ in done)
+            task = replace(stage_task(self.task, self.axis, graph, done, flight), memory_limit=room)
+            done.append(self._stage(graph, self._sending(task, graph, flights), done))
+        self.within[flights] = tuple(done)
         return self.within[flights]
 
-    def _stage(
-        self,
-        graph: StageGraph,
-        done: Sequence[tuple[PlannedStage, Asked]],
-        flight: int,
-        limit: int | None,
-    ) -> PlannedStage:
-        """done: the stages before, with what was asked of them. What fits where more is in flight fits here too, and is
-        no slower than the stage that it is of."""
-        own = stage_task(self.task, self.axis, graph, [stage for stage, _ in done], flight)
-        task = replace(own, memory_limit=limit)
-        if limit is not None and self._is_repeated(graph):
-            task = sending_as_received(task, graph)
-        for earlier, (more, least) in reversed(done):
-            fits = more >= flight and (limit is None or (least is not None and least <= limit))
+    def _stage(self, graph: StageGraph, task: Task, done: Sequence[PlannedStage]) -> PlannedStage:
+        """done: the stages before. What fits where more is in flight fits here too, and is no slower than the stage
+        that it is of."""
+        flight, limit = task.joint.in_flight, task.memory_limit
+        for earlier in reversed(done):
+            least = earlier.task.memory_limit
+            fits = earlier.task.joint.in_flight >= flight
+            fits = fits and (limit is None or (least is not None and least <= limit))
             same = fits and earlier.task.boundary == task.boundary
             alike = earlier.alike(graph, task) if same else None
             if alike is not None:
@@ -163,13 +160,14 @@ class StageSearch:
             raise _of_stage(error, graph, flight) from None
         return PlannedStage.of(graph, task, plan)
 
-    def _is_repeated(self, graph: StageGraph) -> bool:
-        """Whether the stage after is alike, and would have its plan if it received what this one receives."""
-        after = graph.stage + 1
-        return (
-            0 < graph.stage < after < len(self.graphs)
-            and names_alike(graph.joint, self.graphs[after].joint) is not None
-        )
+    def _sending(self, task: Task, graph: StageGraph, flights: Sequence[int]) -> Task:
+        """Sending in the layouts in which it does if memory is no matter, where what is in flight takes little of it
+        so; else in those in which it receives, if it receives the like. So stages that are alike stay alike."""
+        assert task.memory_limit is not None
+        most = max((sent_nbytes(stage)[0] for stage in self.free[:-1]), default=0)
+        if max(flights) * most <= _SENT * task.memory_limit:
+            return sending(task, graph, self.free[graph.stage].sent_layouts)
+        return sending_as_received(task, graph)
 
     def _scheduled(self, stages: Stages, order: PipelineOrder) -> Scheduled:
         price = transfer_price(self.task, self.axis)
