@@ -39,6 +39,8 @@ WORTH = 1e-3
 """Share of the cost by which that must be better for another time."""
 SMALL = 50_000
 """Edge entries of the largest problem that is solved as a whole, with all its rows."""
+LARGE = 2_000_000
+"""Edge entries beyond which a first choice of the small problem takes long, and its layouts are far from what fits."""
 MANY, TIED = 0.5, 0.5
 """Share of all nodes that may be of kinds of their own for layers to be taken alike first, and of the time for that."""
 EXPENSIVE = (1.0, 30.0)
@@ -89,7 +91,13 @@ class Columns:
         deadline = time.monotonic() + time_limit
         if self._is_small:
             return self._whole(room, deadline, 0.0).solution()
-        choice, point = self._alike(room, deadline, gap) or self._small(room, deadline, gap)
+        alike = self._alike(room, deadline, gap)
+        if alike is not None and self._solution(alike[0], room).gap > gap:
+            # What it brings is worth having, and the bound at its prices is soon there; those of the rows are better.
+            self._priced(alike[1], room, deadline, gap)
+            if self._bound(room) >= known:
+                return self._solution(alike[0], room)
+        choice, point = self._small(room, deadline, gap)
         found = self._solution(choice, room)
         for _ in range(PROVING):
             if found.gap <= max(gap, ROUNDING) or time.monotonic() >= deadline:
@@ -124,7 +132,7 @@ class Columns:
 
     @property
     def _layers_are_many(self) -> bool:
-        return not self._is_small and self._ties.kinds < MANY * len(self.problem.node_costs)
+        return self._entries > LARGE and self._ties.kinds < MANY * len(self.problem.node_costs)
 
     @cached_property
     def _ties(self) -> Ties:
@@ -156,7 +164,11 @@ class Columns:
 
     @property
     def _is_small(self) -> bool:
-        return sum(matrix.size for matrix in self.problem.edge_costs) <= SMALL
+        return self._entries <= SMALL
+
+    @cached_property
+    def _entries(self) -> int:
+        return sum(matrix.size for matrix in self.problem.edge_costs)
 
     def _whole(self, room: float, deadline: float, gap: float) -> CuttingPlanes:
         """The whole problem with its rows. Raises Infeasible."""

@@ -20,6 +20,7 @@ from tests.solver.layered import layered
 def large(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Every problem is one that is not solved as a whole, and one of many layers; the rooms of those that were."""
     monkeypatch.setattr(state_columns, "SMALL", 0)
+    monkeypatch.setattr(state_columns, "LARGE", 0)
     monkeypatch.setattr(state_columns, "MANY", 0.6)
     rooms: list[float] = []
 
