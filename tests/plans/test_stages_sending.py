@@ -13,6 +13,8 @@ import autoshard.plan.stage_search as stage_search
 from autoshard import MeshSpec, find_plan
 from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.known_wholes import KnownWholes, WholeTask
+from autoshard.plan.pipeline_plan import PipelinePlan
+from autoshard.plan.plan import Plan
 from autoshard.plan.stage_tasks import sending, sending_as_received, stage_task
 from autoshard.plan.task import CallLayouts, Task
 from cost_model.deadline import NEVER
@@ -116,16 +118,21 @@ def test_stages_that_are_alike_are_searched_once_within_a_limit(
     """Whether what is sent takes little of the limit, or much. The last stage sends nothing, and returns the result."""
     monkeypatch.setattr(stage_search, "_SENT", share)
     model = nn.Sequential(*(Block() for _ in range(4)))
-    within = lambda limit: find_plan(
-        model,
-        MESH,
-        (torch.ones(512, 16),),
-        profile=slow_compute(),
-        stages="pp",
-        schedule="1f1b",
-        micro_batches=4,
-        memory_limit=limit,
-    )
+
+    def within(limit: int | None) -> PipelinePlan[Plan]:
+        found = find_plan(
+            model,
+            MESH,
+            (torch.ones(512, 16),),
+            profile=slow_compute(),
+            stages="pp",
+            schedule="1f1b",
+            micro_batches=4,
+            memory_limit=limit,
+        )
+        assert isinstance(found, PipelinePlan)
+        return found
+
     limit = within(None).peak_memory * 7 // 10
     told: list[list[Layout | None]] = []
     real = stage_search.search_plan
