@@ -82,13 +82,12 @@ class AlikeStage:
     assignment: Assignment
 
     @staticmethod
-    def of(task: Task, first: Plan, of: JointGraph) -> AlikeStage | None:
-        """of: the graph of `first`. None if the graphs are not alike."""
-        plain = names_alike(of, task.joint)
-        if plain is None:
-            return None
-        joint = compute_again(task.joint, [plain[name] for name in first.lowering.again])
-        names = names_alike(compute_again(of, first.lowering.again), joint)
+    def of(task: Task, first: Plan, of: JointGraph, runs: JointGraph) -> AlikeStage | None:
+        """of: the graph of `first`; runs: with what it computes again. None if the graphs are not alike."""
+        names, joint = names_alike(of, task.joint), task.joint
+        if names is not None and first.lowering.again:
+            joint = compute_again(joint, [names[name] for name in first.lowering.again])
+            names = names_alike(runs, joint)
         if names is None:
             return None
         assignment = {names[name]: layouts for name, layouts in first.assignment.items()}

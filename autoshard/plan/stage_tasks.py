@@ -23,14 +23,16 @@ __all__ = ["PlannedStage", "sending", "sending_as_received", "sent_nbytes", "sta
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """A stage's graph, its task, what it takes, and its plan. outputs, parameter_layouts: of that. make: the plan, once
-    it is asked for. like: the stage whose plan it has; None: it was searched."""
+    """A stage's graph, its task, what it takes, and its plan. outputs, parameter_layouts: of that. runs: its graph with
+    what is computed again, of the one that was searched. make: the plan, once it is asked for. like: the stage whose
+    plan it has; None: it was searched."""
 
     graph: StageGraph
     task: Task
     figures: StageFigures
     outputs: Mapping[int, Layout | None]
     parameter_layouts: Mapping[str, Layout]
+    runs: JointGraph
     make: Callable[[], Plan]
     like: PlannedStage | None = None
 
@@ -40,17 +42,16 @@ class PlannedStage:
         received = {crossing.name for crossing in graph.received}
         prices = prices_as_in(plan, task.prices)
         figures = predict_stage(joint, plan.assignment, plan.lowering, prices, received)
-        return PlannedStage(graph, task, figures, plan.outputs, plan.parameter_layouts, lambda: plan)
+        return PlannedStage(graph, task, figures, plan.outputs, plan.parameter_layouts, joint, lambda: plan)
 
     def alike(self, graph: StageGraph, task: Task) -> PlannedStage | None:
         """Another stage with this one's plan; None if it computes something else."""
         first = self.like or self
-        found = AlikeStage.of(task, first.plan, first.graph.joint)
+        found = AlikeStage.of(task, first.plan, first.graph.joint, first.runs)
         if found is None:
             return None
-        return PlannedStage(
-            graph, task, first.figures, found.outputs, found.parameter_layouts, found.plan, like=first
-        )
+        ends = found.outputs, found.parameter_layouts
+        return PlannedStage(graph, task, first.figures, *ends, first.runs, found.plan, like=first)
 
     @cached_property
     def plan(self) -> Plan:
