@@ -41,7 +41,7 @@ SMALL = 50_000
 """Edge entries of the largest problem that is solved as a whole, with all its rows."""
 LARGE = 2_000_000
 """Edge entries beyond which a first choice of the small problem takes long, and its layouts are far from what fits."""
-MANY, TIED = 0.5, 0.5
+MANY, TIED = 0.5, 0.75
 """Share of all nodes that may be of kinds of their own for layers to be taken alike first, and of the time for that."""
 EXPENSIVE = (1.0, 30.0)
 """Prices of a row where nothing fits that bring choices of little memory, as shares of the cost for all of the room."""
