@@ -57,8 +57,9 @@ def plan_stages(
     is_cut_well = lambda count: len(cutter.places) >= count * ranks - 1
     for count in _counts(names, is_cut_well):
         orders = list(orders_of(ranks, joint.pieces, count, names))
-        enough = best is not None and (best.gap <= WORTH or until.left <= 0.0)
-        if not orders or enough or (best is not None and not is_cut_well(count)):
+        enough = best is not None and best.gap <= WORTH
+        ended = until.left <= 0.0 and (best is not None or reason is not None)
+        if not orders or enough or ended or (best is not None and not is_cut_well(count)):
             continue
         try:
             best = _fastest_cut(cutter, orders, until, best)

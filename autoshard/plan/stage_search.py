@@ -31,8 +31,9 @@ __all__ = ["WORTH", "StageSearch"]
 WORTH = 0.02
 """Share of a step that another schedule, or more stages a rank, must be able to save to be planned."""
 
-_SENT = 0.05
-"""Share of the limit that pieces in flight may take as they are sent, for their layouts to be those of no limit."""
+_SENT = 0.1
+"""Share of a rank's limit that a stage's pieces in flight may take as they are sent, for their layouts to be those of
+no limit."""
 _FINISHING = 0.25
 """Time for what comes after the searches, such as stages that are alike, as a share of that for one."""
 
@@ -163,9 +164,10 @@ class StageSearch:
     def _sending(self, task: Task, graph: StageGraph, flights: Sequence[int]) -> Task:
         """Sending in the layouts in which it does if memory is no matter, where what is in flight takes little of it
         so; else in those in which it receives, if it receives the like. So stages that are alike stay alike."""
-        assert task.memory_limit is not None
+        limit = self.task.memory_limit
+        assert limit is not None
         most = max((sent_nbytes(stage)[0] for stage in self.free[:-1]), default=0)
-        if max(flights) * most <= _SENT * task.memory_limit:
+        if max(flights) * most <= _SENT * limit:
             return sending(task, graph, self.free[graph.stage].sent_layouts)
         return sending_as_received(task, graph)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -48,6 +49,7 @@ def test_each_strategy_has_the_bytes_of_its_shapes() -> None:
     assert "beside convolution" not in space.assignment([0] * len(space.names))
 
 
+@pytest.mark.slow
 def test_a_convolutional_net_has_a_plan_within_most_of_its_peak() -> None:
     """Without the rows none was found within 90, 80, 70 or 60 % in a minute each."""
     torch.manual_seed(0)
