@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from autoshard.plan.judged import Judged
+from autoshard.plan.plan_ends import result_layouts
 from cost_model.mesh import MeshSpec
 from passes.search.find import Found
 from passes.search.graph_ends import Boundary
@@ -38,9 +39,7 @@ class WholeTask:
         ):
             return False
         placeholders = [node.name for node in self.graph.nodes if node.op == "placeholder"]
-        results = self.graph.output_node().args[0]
-        ends = iter(found.assignment["output"].operands)
-        outputs = [None if result is None else next(ends) for result in results]  # type: ignore[union-attr]
+        outputs = result_layouts(self.graph.output_node().args[0], found.assignment)  # type: ignore[arg-type]
         return all(
             found.assignment[placeholders[i]].results[0] in layouts for i, layouts in own.inputs.items()
         ) and all(outputs[i] in layouts for i, layouts in own.outputs.items())

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from torch import fx
+
 from passes.capture import Captured
 from passes.ir.joint import JointGraph
 from passes.layout.assignment import Assignment
 from passes.layout.layout import Layout
 
-__all__ = ["output_layouts", "parameter_layouts"]
+__all__ = ["output_layouts", "parameter_layouts", "result_layouts"]
 
 
 def parameter_layouts(joint: JointGraph, assignment: Assignment, captured: Captured) -> dict[str, Layout]:
@@ -22,10 +26,12 @@ def parameter_layouts(joint: JointGraph, assignment: Assignment, captured: Captu
 
 def output_layouts(joint: JointGraph, assignment: Assignment) -> dict[int, Layout | None]:
     """None where an output is no tensor."""
+    layouts = result_layouts(joint.results, assignment)
+    ends = zip(joint.outputs, layouts, strict=True)
+    return {spec.index: layout for spec, layout in ends if spec.kind == "output"}
+
+
+def result_layouts(results: Iterable[fx.Node | None], assignment: Assignment) -> list[Layout | None]:
+    """Of every result of a graph, by position."""
     ends = iter(assignment["output"].operands)
-    found: dict[int, Layout | None] = {}
-    for spec, result in zip(joint.outputs, joint.results, strict=True):
-        layout = None if result is None else next(ends)
-        if spec.kind == "output":
-            found[spec.index] = layout
-    return found
+    return [None if result is None else next(ends) for result in results]

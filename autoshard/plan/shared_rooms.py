@@ -20,7 +20,7 @@ class StageNeeds:
 
     @staticmethod
     def of(figures: StageFigures, flight: int) -> StageNeeds:
-        return StageNeeds(figures.held + flight * figures.kept, figures.peak - figures.held - figures.kept)
+        return StageNeeds(figures.held + flight * figures.kept, figures.running)
 
 
 def shared_room(limit: int, wanted: Sequence[StageNeeds], planned: Sequence[StageNeeds]) -> int:

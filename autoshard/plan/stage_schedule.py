@@ -52,8 +52,8 @@ class Scheduled:
         """Bytes that each rank holds at most: while a stage runs a piece, what its others hold, and all that is in
         flight then."""
         stages = self.prices.stages
-        running = [stage.peak - stage.kept - stage.held for stage in stages]
-        peaks = rank_peaks(self.order, [stage.kept for stage in stages], running)
+        kept, running = [stage.kept for stage in stages], [stage.running for stage in stages]
+        peaks = rank_peaks(self.order, kept, running)
         held = (sum(stage.held for stage in own) for own in self._by_rank)
         return tuple(map(add, peaks, held))
 

@@ -45,6 +45,11 @@ class StageFigures:
     kept: int
     peak: int
 
+    @property
+    def running(self) -> int:
+        """Bytes that are there only while a piece runs."""
+        return self.peak - self.held - self.kept
+
     def of_piece(self, pieces: int) -> float:
         """Seconds of a piece, with its share of what runs once."""
         return self.forward + self.backward + (self.before + self.after + self.update) / pieces

@@ -180,12 +180,12 @@ class CuttingPlanes:
 
     def _mix(self) -> None:
         """Offer the best mix of the last choices, where they differ in what fits."""
-        if self.rows and len(self.found) > 1:
-            mix = mixed(
-                self._weighted(self.bound_at),
-                self.found[-NEWEST:],
-                min(MIX_SECONDS, MIX_SHARE * self._left()),
-            )
+        if self.rows:
+            self._offer_mix(self.found[-NEWEST:], min(MIX_SECONDS, MIX_SHARE * self._left()))
+
+    def _offer_mix(self, choices: Sequence[tuple[int, ...]], seconds: float) -> None:
+        if len(choices) > 1:
+            mix = mixed(self._weighted(self.bound_at), choices, seconds)
             if mix is not None:
                 self.offer(mix)
 

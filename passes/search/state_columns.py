@@ -47,7 +47,7 @@ EXPENSIVE = (1.0, 30.0)
 """Prices of a row where nothing fits that bring choices of little memory, as shares of the cost for all of the room."""
 
 
-Found = tuple[tuple[int, ...], Point]
+_Fitting = tuple[tuple[int, ...], Point]
 """A choice that fits, and where the bound was highest."""
 
 
@@ -71,7 +71,7 @@ class Columns:
     _known: tuple[int, ...] | None = None
     _shares: Point | None = None
     _last: Infeasible = field(default_factory=lambda: Infeasible("time"))
-    _tied: dict[float, Found | None] = field(default_factory=dict[float, "Found | None"])
+    _tied: dict[float, _Fitting | None] = field(default_factory=dict[float, _Fitting | None])
 
     def under(self, kinds: CostKinds) -> Columns:
         """With other paths through a step. What is known of strategies and choices stays, of bounds nothing."""
@@ -111,7 +111,7 @@ class Columns:
                 break
         return found
 
-    def _alike(self, room: float, deadline: float, gap: float) -> Found | None:
+    def _alike(self, room: float, deadline: float, gap: float) -> _Fitting | None:
         """None where layers are few, or no such choice fits."""
         if not self._layers_are_many:
             return None
@@ -138,7 +138,7 @@ class Columns:
     def _ties(self) -> Ties:
         return Ties.among(self.problem)
 
-    def _small(self, room: float, deadline: float, gap: float) -> Found:
+    def _small(self, room: float, deadline: float, gap: float) -> _Fitting:
         for _ in range(ROUNDS):
             keep = [sorted(kept) for kept in self.keep]
             small = restricted(replace(self.problem, limit=room), keep)

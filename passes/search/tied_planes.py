@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from passes.search.cost_kinds import CostKinds
 from passes.search.overlapped import CuttingPlanes
-from passes.solver.mix import mixed
 from passes.solver.problem import Infeasible, Problem, Solution
 from passes.solver.solve import solve
 from passes.solver.tied import Ties
@@ -30,7 +29,10 @@ class TiedPlanes(CuttingPlanes):
     def run(self) -> None:
         """Raises Infeasible if no choice fits, tied or not, or none was found."""
         super().run()
-        self._mixed()
+        choices = list(dict.fromkeys(self.found))
+        self._offer_mix(choices, min(MIX_SECONDS, MIX_SHARE * self._left()))
+        if not self.choice:
+            raise Infeasible("time")
 
     def _solved(self, inner: Problem, gap: float) -> Solution:
         found = solve(self.ties.problem(inner), time_limit=self._left(), relative_gap=gap)
@@ -39,15 +41,6 @@ class TiedPlanes(CuttingPlanes):
 
     def _mix(self) -> None:
         """Once, at the end."""
-
-    def _mixed(self) -> None:
-        if len(self.found) > 1:
-            seconds = min(MIX_SECONDS, MIX_SHARE * self._left())
-            mix = mixed(self._weighted(self.bound_at), list(dict.fromkeys(self.found)), seconds)
-            if mix is not None:
-                self.offer(mix)
-        if not self.choice:
-            raise Infeasible("time")
 
     def _with_rows(self) -> None:
         """What fits at no price may fit as a mix."""
