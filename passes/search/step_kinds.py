@@ -19,7 +19,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from math import isclose
 
 import numpy as np
@@ -183,7 +183,9 @@ def _fillers(ops: list[fx.Node]) -> frozenset[fx.Node]:
 
 
 def _seconds(totals: Array, phase: int, overlap: PhaseOverlap) -> float:
-    return float(totals[_phase(phase)].sum()) + float((_paths(phase, overlap) @ totals).max()) + overlap.extra
+    rows, hidden = _rows(phase)
+    longest = float((rows @ totals + (1.0 - overlap.awaited) * (hidden @ totals)).max())
+    return float(totals[_phase(phase)].sum()) + overlap.efficiency * longest + overlap.extra
 
 
 def _corrected(totals: Array, phase: int, overlap: PhaseOverlap, wanted: float) -> PhaseOverlap:
@@ -210,29 +212,41 @@ def _phase(phase: int) -> slice:
 
 
 def _paths(phase: int, overlap: PhaseOverlap) -> Array:
-    every = np.zeros(KINDS)
-    every[_phase(phase)] = 1.0
-    rows: dict[bytes, Array] = {}
+    rows, hidden = _rows(phase)
+    found = rows + (1.0 - overlap.awaited) * hidden
+    once = {row.tobytes(): row for row in found}
+    return overlap.efficiency * np.array(list(once.values()))
+
+
+@cache
+def _rows(phase: int) -> tuple[Array, Array]:
+    """What each path holds of the phase's seconds, but for what is awaited and may hide, less all of them; and that.
+
+    Both float64[paths, kinds]. Some paths are the same where all of that hides, or nothing.
+    """
     spans = [(0, _SEGMENTS)]
     spans += [
         (i, j) for i in range(_SEGMENTS + 1) for j in range(i, _SEGMENTS + 1) if (i, j) != (0, _SEGMENTS)
     ]
+    rows: list[Array] = []
+    hidden: list[Array] = []
     for first, last in spans:
         for role in ("filler", "awaited"):
-            row = np.zeros(KINDS)
+            row, may_hide = np.zeros(KINDS), np.zeros(KINDS)
             _mark(row, phase, ("at hand", "awaited"), range(first))
             _mark(row, phase, ("chain", role), range(first, last))
             if role == "filler":
-                _mark(row, phase, ("awaited",), range(first, last), 1.0 - overlap.awaited)
+                _mark(may_hide, phase, ("awaited",), range(first, last))
             _mark(row, phase, ("ending", "awaited"), range(last, _SEGMENTS))
-            rows.setdefault(row.tobytes(), row - every)
-    everything = np.zeros(KINDS)
+            rows.append(row)
+            hidden.append(may_hide)
+    everything, every = np.zeros(KINDS), np.zeros(KINDS)
     _mark(everything, phase, ("at hand", "ending", "awaited"), range(_SEGMENTS))
-    rows.setdefault(everything.tobytes(), everything - every)
-    return overlap.efficiency * np.array(list(rows.values()))
+    every[_phase(phase)] = 1.0
+    return np.array([*rows, everything]) - every, np.array([*hidden, np.zeros(KINDS)])
 
 
-def _mark(row: Array, phase: int, roles: tuple[str, ...], segments: range, value: float = 1.0) -> None:
+def _mark(row: Array, phase: int, roles: tuple[str, ...], segments: range) -> None:
     for role in roles:
         for segment in segments:
-            row[_kind(phase, role, segment)] = value
+            row[_kind(phase, role, segment)] = 1.0
