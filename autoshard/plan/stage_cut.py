@@ -114,7 +114,7 @@ class StageCutter:
             lambda nbytes: price(nbytes / self.ranks),
             within=_EVEN,
             places=places,
-            fits=self._fits(),
+            fits=self._fits,
         )
 
     def learned(self, cut: Sequence[str], seconds: Sequence[float]) -> CutCosts:
@@ -143,6 +143,7 @@ class StageCutter:
         )
         return repeats(node) / self.joint.pieces * prices.compute.work_seconds(share)
 
+    @cached_property
     def _fits(self) -> Fits | None:
         """By what every plan of a stage holds: parameters, gradients and the optimizer's states, split over all."""
         limit = self.task.memory_limit
@@ -157,9 +158,13 @@ class StageCutter:
             return nbytes + (nbytes + optimizer.state_nbytes(nbytes, size) if node in trained else 0)
 
         kinds = zip(self.joint.placeholders, self.joint.inputs, strict=True)
-        parameters = {node for node, spec in kinds if spec.kind == "param"}
+        nbytes = {node: held(node) for node, spec in kinds if spec.kind == "param"}
+        known: dict[tuple[int, int], bool] = {}  # all stages are asked about the same segments
 
         def fits(segment: Segment, stage: int) -> bool:
-            return sum(held(node) for node in segment.held if node in parameters) / self.ranks <= room
+            ends = segment.start, segment.stop
+            if ends not in known:
+                known[ends] = sum(nbytes.get(node, 0) for node in segment.held) / self.ranks <= room
+            return known[ends]
 
         return fits
