@@ -34,30 +34,28 @@ WORTH = 0.02
 _SENT = 0.1
 """Share of a rank's limit that a stage's pieces in flight may take as they are sent, for their layouts to be those of
 no limit."""
+_UNUSED = 0.2
+"""Share of its limit that a stage may leave unused with the plan of one that was given more memory for more in flight,
+or less for less. Another search takes as long as the first, and would find little more."""
 _FINISHING = 0.25
 """Time for what comes after the searches, such as stages that are alike, as a share of that for one."""
 
 Stages = tuple[PlannedStage, ...]
 
 
-def _searching() -> Callable[[Task, int, Deadline], Plan]:
-    """Of each stage the fastest plan, memory aside, is searched once."""
-    wholes = KnownWholes()
-    return lambda task, stage, until: search_plan(task, until, wholes=wholes)
-
-
 @dataclass
 class StageSearch:
     """joint: of the call, in pieces. task: of the whole mesh. cut: of as many stages as are planned. search: the plan
-    of a stage's task, by its number and until when; it raises InfeasibleError. within: the memory limit, planned stages
-    by how many pieces each keeps at once."""
+    of a stage's task, by its number and until when, and raises InfeasibleError; None: it is searched. wholes: of
+    stages, memory aside. within: the memory limit, planned stages by how many pieces each keeps at once."""
 
     task: Task
     axis: str
     joint: JointGraph
     cut: tuple[str, ...]
     deadline: Deadline
-    search: Callable[[Task, int, Deadline], Plan] = field(default_factory=_searching)
+    search: Callable[[Task, int, Deadline], Plan] | None = None
+    wholes: KnownWholes = field(default_factory=KnownWholes)
     within: dict[tuple[int, ...], Stages] = field(default_factory=dict)
 
     @cached_property
@@ -142,24 +140,35 @@ class StageSearch:
         return self.within[flights]
 
     def _stage(self, graph: StageGraph, task: Task, done: Sequence[PlannedStage]) -> PlannedStage:
-        """done: the stages before. What fits where more is in flight fits here too, and is no slower than the stage
-        that it is of."""
-        flight, limit = task.joint.in_flight, task.memory_limit
-        for earlier in reversed(done):
-            least = earlier.task.memory_limit
-            fits = earlier.task.joint.in_flight >= flight
-            fits = fits and (limit is None or (least is not None and least <= limit))
-            same = fits and earlier.task.boundary == task.boundary
-            alike = earlier.alike(graph, task) if same else None
-            if alike is not None:
-                return alike
+        """done: the stages before."""
+        alike = self._alike(graph, task, done)
+        if alike is not None:
+            return alike
         try:
             others = max(1, sum(self.alone[graph.stage :]))
             until = self.deadline.share(1.0 / (others + _FINISHING))
-            plan = self.search(task, graph.stage, until)
+            plan = self._searched(task, graph.stage, until)
         except InfeasibleError as error:
-            raise _of_stage(error, graph, flight) from None
+            raise _of_stage(error, graph, task.joint.in_flight) from None
         return PlannedStage.of(graph, task, plan)
+
+    def _searched(self, task: Task, stage: int, until: Deadline) -> Plan:
+        if self.search is not None:
+            return self.search(task, stage, until)
+        return search_plan(task, until, wholes=self.wholes)
+
+    def _alike(self, graph: StageGraph, task: Task, done: Sequence[PlannedStage]) -> PlannedStage | None:
+        """With the fastest plan of an earlier stage that suits it, and is no slower than that stage."""
+        searched = [one for one in done if one.like is None and one.task.boundary == task.boundary]
+        for first in sorted(searched, key=lambda one: one.figures.forward + one.figures.backward):
+            alike = first.alike(graph, task, self._bound(first, task)) if _suits(first, task) else None
+            if alike is not None:
+                return alike
+        return None
+
+    def _bound(self, first: PlannedStage, task: Task) -> float:
+        """No plan of `task`, which is like that of `first`, takes less: with more room one may."""
+        return self.wholes.bound(first.task.joint.graph) if _has_more_room(task, first.task) else math.inf
 
     def _sending(self, task: Task, graph: StageGraph, flights: Sequence[int]) -> Task:
         """Sending in the layouts in which it does if memory is no matter, where what is in flight takes little of it
@@ -194,6 +203,26 @@ class StageSearch:
             f"the ranks of stage {stages} hold {format_bytes(needed)}\n{living}"
             f"  try: memory_limit={enough_bytes(needed)}, more and smaller micro_batches, or more devices"
         )
+
+
+def _suits(first: PlannedStage, task: Task) -> bool:
+    """Whether the plan of `first` is one for `task`, if both compute the same and have the same ends: it fits, as all
+    do that were made for no more room, and leaves little unused, if it was made for more in some respect."""
+    limit = task.memory_limit
+    if limit is None:
+        return True
+    least, flight, pieces = first.task.memory_limit, first.task.joint.in_flight, task.joint.in_flight
+    if least is not None and least <= limit and flight >= pieces:
+        return True
+    return 0 <= limit - first.needs(pieces) <= _UNUSED * limit
+
+
+def _has_more_room(task: Task, other: Task) -> bool:
+    """In any respect: less in flight beside it, or a larger limit."""
+    limit, least = task.memory_limit, other.memory_limit
+    if limit is None:
+        return False
+    return task.joint.in_flight < other.joint.in_flight or least is None or limit > least
 
 
 def _rank(one: Scheduled) -> tuple[float, int]:

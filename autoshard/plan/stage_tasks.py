@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -44,10 +45,11 @@ class PlannedStage:
         figures = predict_stage(joint, plan.assignment, plan.lowering, prices, received)
         return PlannedStage(graph, task, figures, plan.outputs, plan.parameter_layouts, joint, lambda: plan)
 
-    def alike(self, graph: StageGraph, task: Task) -> PlannedStage | None:
-        """Another stage with this one's plan; None if it computes something else."""
+    def alike(self, graph: StageGraph, task: Task, bound: float = math.inf) -> PlannedStage | None:
+        """Another stage with this one's plan; None if it computes something else. bound: seconds that no plan of
+        `task` is below, where it is not all that is proven of this one."""
         first = self.like or self
-        found = AlikeStage.of(task, first.plan, first.graph.joint, first.runs)
+        found = AlikeStage.of(task, first.plan, first.graph.joint, first.runs, bound)
         if found is None:
             return None
         ends = found.outputs, found.parameter_layouts
@@ -56,6 +58,10 @@ class PlannedStage:
     @cached_property
     def plan(self) -> Plan:
         return self.make()
+
+    def needs(self, flight: int) -> int:
+        """Bytes per device, with so many pieces in flight."""
+        return self.figures.peak + (flight - 1) * self.figures.kept + self.plan.reserve
 
     @property
     def sent_layouts(self) -> list[Layout]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +14,11 @@ from torch.utils.checkpoint import checkpoint
 from autoshard.plan.equal_stages import names_alike
 from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.stage_cut import StageCutter
+from autoshard.plan.stage_search import _suits
 from autoshard.plan.stage_tasks import PlannedStage, stage_task
 from autoshard.plan.task import search_plan
 from passes.ir.joint import JointGraph
+from passes.predict.predict_stage import StageFigures
 from passes.stages.stage_graphs import stage_graphs
 from tests.models import seeded
 from tests.plans.pipelines import SQUARE
@@ -47,6 +51,31 @@ def test_the_layers_of_a_transformer_are_planned_once() -> None:
     copied.check_graph(graphs[2].joint)
     assert abs(copied.cost / searched.cost - 1.0) < 1e-6 and copied.peak_memory == done[1].plan.peak_memory
     assert copied.parameter_layouts.keys() == searched.parameter_layouts.keys()
+
+
+def test_a_plan_suits_a_stage_that_it_fits_and_leaves_little_unused() -> None:
+    """It holds 30 with one piece in flight, 5 more for each of the others, and 5 of the limit have communicators."""
+    for flight, limit, of_flight, of_limit, suits in (
+        (1, None, 1, None, True),
+        (4, 100, 4, 100, True),
+        (2, 300, 4, 100, True),  # no more room in any respect, however much is left unused
+        (4, 60, 8, 100, True),  # needs 30 + 3 * 5 + 5 = 50
+        (4, 50, 8, 100, True),
+        (4, 49, 8, 100, False),
+        (4, 63, 8, 100, False),  # leaves 13 of 63
+        (5, 60, 4, 50, True),  # needs 55
+        (5, 54, 4, 50, False),
+    ):
+        task, other = (_in_flight(*one) for one in ((flight, limit), (of_flight, of_limit)))
+        unknown: Any = None
+        figures = StageFigures(*(1.0,) * 7, held=10, kept=5, peak=30)
+        plan: Any = SimpleNamespace(reserve=5)
+        first = PlannedStage(unknown, other, figures, {}, {}, unknown, lambda plan=plan: plan)
+        assert _suits(first, task) == suits, (flight, limit, of_flight, of_limit)
+
+
+def _in_flight(pieces: int, limit: int | None) -> Any:
+    return SimpleNamespace(joint=SimpleNamespace(in_flight=pieces), memory_limit=limit)
 
 
 class Checkpointed(nn.Module):

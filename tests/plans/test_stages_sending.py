@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -134,12 +135,12 @@ def test_stages_that_are_alike_are_searched_once_within_a_limit(
         return found
 
     limit = within(None).peak_memory * 7 // 10
-    told: list[list[Layout | None]] = []
+    told: list[Task] = []
     real = stage_search.search_plan
 
     def noted(task: Task, *args: Any, **options: Any) -> Any:
         if task.memory_limit is not None:
-            told.append([task.call.inputs.get(0), task.call.outputs.get(0)])
+            told.append(task)
         return real(task, *args, **options)
 
     monkeypatch.setattr(stage_search, "search_plan", noted)
@@ -147,7 +148,14 @@ def test_stages_that_are_alike_are_searched_once_within_a_limit(
     assert found.peak_memory <= limit
     assert any(stage.lowering.again for stage in found.stages)
     # The first stage, one in the middle that the other is like, and the last.
-    first, middle, _ = told
-    assert middle[0] == middle[1] == found.stages[0].outputs[0]
+    first, middle, _ = (task.call for task in told)
+    assert middle.inputs[0] == middle.outputs[0] == found.stages[0].outputs[0]
     free = within(None)
-    assert first[1] == (free.stages[0].outputs[0] if share else None)
+    assert first.outputs.get(0) == (free.stages[0].outputs[0] if share else None)
+    # With fewer in flight it has more room, and what is proven without a limit alone holds of it.
+    whole = real(replace(told[1], memory_limit=None, beside=None))
+    assert [stage.lower_bound for stage in found.stages[1:3]] == [
+        pytest.approx(found.stages[1].lower_bound),
+        pytest.approx(whole.lower_bound),
+    ]
+    assert whole.lower_bound < found.stages[1].lower_bound
