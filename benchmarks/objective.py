@@ -54,14 +54,14 @@ CASES: Sequence[Sequence[str]] = (
     ("--model", "unet", "--memory-limit", "none", "--mesh", "dp=64"),
 )
 CHECKED: Sequence[Sequence[str]] = (
-    ("--model", "llama-3-8b", "--layers", "1", "--mesh", "dp=64", "--changes", "5"),
+    ("--model", "llama-3-8b", "--layers", "1", "--mesh", "dp=64", "--changes", "3"),
     (
         "--model",
         "vit-large",
         "--layers",
-        "2",
+        "1",
         "--mesh",
-        "dp=8,tp=8",
+        "dp=4,tp=2",
         "--memory-limit",
         "none",
         "--groups",

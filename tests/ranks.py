@@ -37,6 +37,14 @@ __all__ = ["RankFailure", "RankPool"]
 
 MAX_WORLD = 16
 LOG_LINES = 20
+PRELOADED = [
+    "autoshard",
+    "torch._inductor.compile_fx",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "tests.rank_worker",
+]
+"""What ranks would each import anew."""
 
 
 class RankFailure(AssertionError):
@@ -88,9 +96,7 @@ class RankPool:
         self.grace_seconds = grace_seconds
         self._context: Any = multiprocessing.get_context(start_method)
         if start_method == "forkserver":
-            self._context.set_forkserver_preload(
-                ["autoshard", "torch._inductor.compile_fx", "tests.rank_worker"]
-            )
+            self._context.set_forkserver_preload(PRELOADED)
         self._workers: dict[int, _Worker] = {}
         self._runs = itertools.count()
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")

@@ -50,6 +50,21 @@ class Loss(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+class Tied(nn.Module):
+    """The first stage's table is the last one's head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(12, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, tokens: Tensor, wanted: Tensor) -> Tensor:
+        x = self.table(tokens)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return nn.functional.cross_entropy(x @ self.table.weight.T, wanted)
+
+
 def _t5() -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
@@ -82,7 +97,13 @@ def _rows(batch: int) -> Call:
     return (draw(6), draw(3)), {}
 
 
+def _words(batch: int) -> Call:
+    words = torch.randint(0, 12, (2, batch), generator=torch.Generator().manual_seed(batch))
+    return (words[0], words[1]), {}
+
+
 CASES = {
+    "tied": Case(Tied, _words),
     "mlp": Case(Mlp, _rows),
     "gpt2": Case(lambda: Loss(gpt2(layers=4)[0]), _tokens),
     "gpt2-small": Case(lambda: Loss(gpt2(layers=2)[0]), _tokens),
@@ -143,7 +164,8 @@ def slow(*case: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "axes", "count", "schedule", "steps"),
     [
-        ("gpt2-small", TWO, 4, "zero_bubble", 3),
+        ("tied", TWO, 4, "zero_bubble", 3),
+        slow("gpt2-small", TWO, 4, "zero_bubble", 3),
         ("mlp", FOUR, 5, "1f1b", 3),
         slow("mlp", WITH_TENSOR, 5, None, 2),
         ("unet", WITH_DATA, 4, "gpipe", 2),

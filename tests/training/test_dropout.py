@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from autoshard import autoshard
+from autoshard import autoshard, random_state
+from autoshard.runtime.seeds import SeedStream
 from tests.models import seeded
 from tests.profiles import slow_compute
 from tests.ranks import RankPool
@@ -23,15 +24,28 @@ TWO_BY_TWO: Axes = (("dp", 2), ("tp", 2))
 THREE: Axes = (("a", 3),)
 
 
-def losses_on_rank(rank: int, name: str, axes: Axes, seed: int, steps: int) -> dict[str, Any]:
-    """Training losses after `torch.manual_seed(seed)`, and the final parameters."""
+def losses_on_rank(
+    rank: int, name: str, axes: Axes, seed: int, again: int, steps: int
+) -> list[dict[str, Any]]:
+    """Training losses after `torch.manual_seed(seed)`, and the final parameters; and of training anew from the same
+    start, with random numbers that start at `again`."""
     model, inputs = seeded(name, dropout=DROPOUT, layers=1)
     data = batches(inputs, steps)
     mesh = init_device_mesh("cpu", tuple(n for _, n in axes), mesh_dim_names=tuple(a for a, _ in axes))
     torch.manual_seed(seed)
     autoshard(model, mesh, ((), data[0]), profile=slow_compute(), backend="eager")
-    losses = train(model, lambda step: model(**data[step])["loss"], steps)
-    return {"losses": losses, "parameters": full(model), "collectives": len(model.autoshard_plan.collectives)}
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def trained() -> dict[str, Any]:
+        losses = train(model, lambda step: model(**data[step])["loss"], steps)
+        return {"losses": losses, "parameters": full(model)}
+
+    first, stream = trained(), SeedStream()
+    stream.start(again)
+    model.load_state_dict(start)
+    random_state(model).load_state_dict(stream.state_dict())
+    assert model.autoshard_plan.collectives
+    return [first, trained()]
 
 
 def samples_on_rank(rank: int, name: str, axes: Axes) -> list[float]:
@@ -73,34 +87,32 @@ def test_losses_are_distributed_as_alone(ranks: RankPool, name: str, axes: Axes,
 
 
 @pytest.fixture(scope="module")
-def first(ranks: RankPool) -> list[dict[str, Any]]:
-    """GPT-2 trained on 2x2 after torch.manual_seed(5), by rank."""
-    return ranks.run(losses_on_rank, "gpt2", TWO_BY_TWO, 5, STEPS, world=4)
+def first(ranks: RankPool) -> list[list[dict[str, Any]]]:
+    """GPT-2 trained on 2x2 under seed 5, twice, by rank."""
+    return ranks.run(losses_on_rank, "gpt2", TWO_BY_TWO, 5, 5, STEPS, world=4)
 
 
-def test_training_repeats_under_its_seed(ranks: RankPool, first: list[dict[str, Any]]) -> None:
-    """The same seed gives the same losses and parameters to the bit."""
-    again = ranks.run(losses_on_rank, "gpt2", TWO_BY_TWO, 5, STEPS, world=4)
-    assert first[0]["collectives"] > 0
-    for run in (*first, *again):
-        assert run["losses"] == first[0]["losses"]
-        for name, value in first[0]["parameters"].items():
+def test_training_repeats_under_its_seed(first: list[list[dict[str, Any]]]) -> None:
+    """The same seed gives the same losses and parameters to the bit, on every rank."""
+    wanted = first[0][0]
+    for run in (run for runs in first for run in runs):
+        assert run["losses"] == wanted["losses"]
+        for name, value in wanted["parameters"].items():
             assert torch.equal(value, run["parameters"][name]), name
 
 
-def test_a_seed_gives_one_run_on_any_mesh(ranks: RankPool, first: list[dict[str, Any]]) -> None:
+def test_a_seed_gives_one_run_on_any_mesh(ranks: RankPool, first: list[list[dict[str, Any]]]) -> None:
     """Masks depend on the seed and the global position alone, so 3 ranks train as 2x2 do; seed 6 differs."""
-    three = ranks.run(losses_on_rank, "gpt2", THREE, 5, FEW, world=3)[0]
-    other = ranks.run(losses_on_rank, "gpt2", THREE, 6, FEW, world=3)[0]
-    wanted = torch.tensor(first[0]["losses"][:FEW])
+    three, other = ranks.run(losses_on_rank, "gpt2", THREE, 5, 6, FEW, world=3)[0]
+    wanted = torch.tensor(first[0][0]["losses"][:FEW])
     torch.testing.assert_close(torch.tensor(three["losses"]), wanted, rtol=1e-5, atol=0.0)
     assert (torch.tensor(other["losses"]) / wanted - 1).abs().max() > 1e-4
 
 
-def test_training_goes_as_alone(first: list[dict[str, Any]]) -> None:
+def test_training_goes_as_alone(first: list[list[dict[str, Any]]]) -> None:
     """20 steps with dropout end near where one process with dropout ends, over the last 5 losses."""
     wanted = alone("gpt2", STEPS, dropout=DROPOUT, layers=1).losses
-    got = first[0]["losses"]
+    got = first[0][0]["losses"]
     print(f"gpt2, last 5 of 20 steps: {mean(got[-5:]):.4f} vs {mean(wanted[-5:]):.4f}")
     assert mean(got[-5:]) == pytest.approx(mean(wanted[-5:]), rel=0.02)
     assert got[-1] < got[0]
