@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -38,7 +39,7 @@ _UNUSED = 0.2
 """Share of its limit that a stage may leave unused with the plan of one that was given more memory for more in flight,
 or less for less. Another search takes as long as the first, and would find little more."""
 _FINISHING = 0.25
-"""Time for what comes after the searches, such as stages that are alike, as a share of that for one."""
+"""Time for what comes after the searches, but plans of stages that are alike, as a share of that for one."""
 
 Stages = tuple[PlannedStage, ...]
 
@@ -57,6 +58,7 @@ class StageSearch:
     search: Callable[[Task, int, Deadline], Plan] | None = None
     wholes: KnownWholes = field(default_factory=KnownWholes)
     within: dict[tuple[int, ...], Stages] = field(default_factory=dict)
+    took: float = 0.0
 
     @cached_property
     def graphs(self) -> tuple[StageGraph, ...]:
@@ -145,12 +147,20 @@ class StageSearch:
         if alike is not None:
             return alike
         try:
-            others = max(1, sum(self.alone[graph.stage :]))
-            until = self.deadline.share(1.0 / (others + _FINISHING))
-            plan = self._searched(task, graph.stage, until)
+            plan = self._searched(task, graph.stage, self._until(graph.stage))
         except InfeasibleError as error:
             raise _of_stage(error, graph, task.joint.in_flight) from None
-        return PlannedStage.of(graph, task, plan)
+        started = time.monotonic()
+        planned = PlannedStage.of(graph, task, plan)
+        self.took = max(self.took, time.monotonic() - started)
+        return planned
+
+    def _until(self, stage: int) -> Deadline:
+        """Stages still to be searched share the time that is left by the plans of those that are alike: these are put
+        on the timeline last, which takes about as long as for one that was searched."""
+        alike = len(self.alone) - sum(self.alone)
+        others = max(1, sum(self.alone[stage:]))
+        return self.deadline.earlier(alike * self.took).share(1.0 / (others + _FINISHING))
 
     def _searched(self, task: Task, stage: int, until: Deadline) -> Plan:
         if self.search is not None:
