@@ -34,7 +34,9 @@ def main() -> None:
     parser.add_argument(
         "--schedule", nargs="+", choices=list(TOKENS_PER_SECOND), default=list(TOKENS_PER_SECOND)
     )
-    parser.add_argument("--seconds", type=float, default=600.0, help="to plan each")
+    parser.add_argument(
+        "--seconds", type=float, default=580.0, help="time_limit of each; it takes a few more"
+    )
     parser.add_argument("--layers", type=int, default=None, help="of a model that is less deep")
     args = parser.parse_args()
     tokens = torch.zeros(SEQUENCES, LENGTH, dtype=torch.int64, device="meta")
