@@ -14,9 +14,10 @@ from torch.utils.checkpoint import checkpoint
 from autoshard.plan.equal_stages import names_alike
 from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.stage_cut import StageCutter
-from autoshard.plan.stage_search import _suits
+from autoshard.plan.stage_search import StageSearch, _suits
 from autoshard.plan.stage_tasks import PlannedStage, stage_task
 from autoshard.plan.task import search_plan
+from cost_model.deadline import Deadline
 from passes.ir.joint import JointGraph
 from passes.predict.predict_stage import StageFigures
 from passes.stages.stage_graphs import stage_graphs
@@ -76,6 +77,16 @@ def test_a_plan_suits_a_stage_that_it_fits_and_leaves_little_unused() -> None:
 
 def _in_flight(pieces: int, limit: int | None) -> Any:
     return SimpleNamespace(joint=SimpleNamespace(in_flight=pieces), memory_limit=limit)
+
+
+def test_searches_leave_time_for_the_plans_of_stages_that_are_alike() -> None:
+    """Of five stages the second and the last are still to be searched; the plans of the others take a day each."""
+    unknown: Any = None
+    day = 86_400.0
+    search = StageSearch(unknown, "pp", unknown, (), Deadline.after(10 * day), took=day)
+    search.__dict__["alone"] = [1, 1, 0, 0, 1]
+    assert search._until(1).left == pytest.approx(8 * day / 2.25, rel=1e-2)
+    assert search._until(4).left == pytest.approx(8 * day / 1.25, rel=1e-2)
 
 
 class Checkpointed(nn.Module):
