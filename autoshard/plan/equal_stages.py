@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -84,9 +83,7 @@ class AlikeStage:
     bound: float
 
     @staticmethod
-    def of(
-        task: Task, first: Plan, of: JointGraph, runs: JointGraph, bound: float = math.inf
-    ) -> AlikeStage | None:
+    def of(task: Task, first: Plan, of: JointGraph, runs: JointGraph, bound: float) -> AlikeStage | None:
         """of: the graph of `first`; runs: with what it computes again. None if the graphs are not alike."""
         names, joint = names_alike(of, task.joint), task.joint
         if names is not None and first.lowering.again:

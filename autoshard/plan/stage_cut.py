@@ -158,13 +158,13 @@ class StageCutter:
             return nbytes + (nbytes + optimizer.state_nbytes(nbytes, size) if node in trained else 0)
 
         kinds = zip(self.joint.placeholders, self.joint.inputs, strict=True)
-        nbytes = {node: held(node) for node, spec in kinds if spec.kind == "param"}
+        of_parameter = {node: held(node) for node, spec in kinds if spec.kind == "param"}
         known: dict[tuple[int, int], bool] = {}  # all stages are asked about the same segments
 
         def fits(segment: Segment, stage: int) -> bool:
             ends = segment.start, segment.stop
             if ends not in known:
-                known[ends] = sum(nbytes.get(node, 0) for node in segment.held) / self.ranks <= room
+                known[ends] = sum(of_parameter.get(node, 0) for node in segment.held) / self.ranks <= room
             return known[ends]
 
         return fits

@@ -170,7 +170,8 @@ class StageSearch:
 
     def _alike(self, graph: StageGraph, task: Task, done: Sequence[PlannedStage]) -> PlannedStage | None:
         """With the fastest plan of an earlier stage that suits it, and is no slower than that stage."""
-        searched = [one for one in done if one.like is None and one.task.boundary == task.boundary]
+        boundary = task.boundary
+        searched = [one for one in done if one.like is None and one.task.boundary == boundary]
         for first in sorted(searched, key=lambda one: one.figures.forward + one.figures.backward):
             alike = first.alike(graph, task, self._bound(first, task)) if _suits(first, task) else None
             if alike is not None:
@@ -219,21 +220,19 @@ class StageSearch:
 def _suits(first: PlannedStage, task: Task) -> bool:
     """Whether the plan of `first` is one for `task`, if both compute the same and have the same ends: it fits, as all
     do that were made for no more room, and leaves little unused, if it was made for more in some respect."""
-    limit = task.memory_limit
-    if limit is None:
+    if not _has_more_room(first.task, task):
         return True
-    least, flight, pieces = first.task.memory_limit, first.task.joint.in_flight, task.joint.in_flight
-    if least is not None and least <= limit and flight >= pieces:
-        return True
-    return 0 <= limit - first.needs(pieces) <= _UNUSED * limit
+    limit = _limit(task)
+    return 0 <= limit - first.needs(task.joint.in_flight) <= _UNUSED * limit
 
 
 def _has_more_room(task: Task, other: Task) -> bool:
     """In any respect: less in flight beside it, or a larger limit."""
-    limit, least = task.memory_limit, other.memory_limit
-    if limit is None:
-        return False
-    return task.joint.in_flight < other.joint.in_flight or least is None or limit > least
+    return task.joint.in_flight < other.joint.in_flight or _limit(task) > _limit(other)
+
+
+def _limit(task: Task) -> float:
+    return math.inf if task.memory_limit is None else task.memory_limit
 
 
 def _rank(one: Scheduled) -> tuple[float, int]:

@@ -46,14 +46,13 @@ class PlannedStage:
         return PlannedStage(graph, task, figures, plan.outputs, plan.parameter_layouts, joint, lambda: plan)
 
     def alike(self, graph: StageGraph, task: Task, bound: float = math.inf) -> PlannedStage | None:
-        """Another stage with this one's plan; None if it computes something else. bound: seconds that no plan of
-        `task` is below, where it is not all that is proven of this one."""
-        first = self.like or self
-        found = AlikeStage.of(task, first.plan, first.graph.joint, first.runs, bound)
+        """Another stage with the plan of this one, which was searched; None if it computes something else. bound:
+        seconds that no plan of `task` is below, where it is not all that is proven of this one."""
+        found = AlikeStage.of(task, self.plan, self.graph.joint, self.runs, bound)
         if found is None:
             return None
         ends = found.outputs, found.parameter_layouts
-        return PlannedStage(graph, task, first.figures, *ends, first.runs, found.plan, like=first)
+        return PlannedStage(graph, task, self.figures, *ends, self.runs, found.plan, like=self)
 
     @cached_property
     def plan(self) -> Plan:
