@@ -78,19 +78,22 @@ class Process:
 
 
 def read_logs(prefix: Path) -> list[Process]:
-    """All files PREFIX.*, by name."""
-    files = sorted(prefix.parent.glob(prefix.name + ".*"))
+    """All files PREFIX.PID, by name."""
+    files = sorted(f for f in prefix.parent.glob(prefix.name + ".*") if f.suffix[1:].isdigit())
     return [parse_log(file.name, file.read_text().splitlines()) for file in files]
 
 
 def parse_log(name: str, lines: Iterable[str]) -> Process:
-    """One process's log. ValueError for a line that is none."""
+    """One process's log. ValueError, with the file, the line and its text, for a line that is none."""
     inits: list[Init] = []
     splits: list[Split] = []
     steps: list[tuple[Call, ...]] = []
     open_groups: dict[int, list[Call]] = {}  # by thread: two threads' groups may interleave
-    for line in lines:
-        entry: dict[str, Any] = json.loads(line)
+    for number, line in enumerate(lines, 1):
+        try:
+            entry: dict[str, Any] = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{name}, line {number} is no call ({error}): {line[:400]!r}") from None
         kind = entry["call"]
         if kind == "init":
             inits.append(Init(entry["comm"], entry["size"], entry["rank"]))

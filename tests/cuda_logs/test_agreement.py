@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.cuda_logs.agreement import Agreement, check_logs
 from tests.cuda_logs.logs import parse_log, read_logs
 
@@ -142,3 +144,12 @@ def test_logs_are_read_from_files(tmp_path: Path) -> None:
         (tmp_path / f"job.{rank}").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "other.1").write_text("not of this job")
     assert check_logs(read_logs(tmp_path / "job")).collectives == 2
+
+
+def test_what_is_no_log_is_not_read_and_what_is_no_call_is_named(tmp_path: Path) -> None:
+    (tmp_path / "nccl.12").write_text(json.dumps(_init(0, size=1)) + "\n")
+    (tmp_path / "nccl.so").write_bytes(b"\x7fELF\xe5")
+    assert [process.name for process in read_logs(tmp_path / "nccl")] == ["nccl.12"]
+    (tmp_path / "nccl.13").write_text(json.dumps(_init(0)) + "\n1234 is cut\n")
+    with pytest.raises(ValueError, match=r"^nccl\.13, line 2 is no call \(Extra data.*\): '1234 is cut'$"):
+        read_logs(tmp_path / "nccl")

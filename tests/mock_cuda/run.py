@@ -2,13 +2,16 @@
 
     python tests/mock_cuda/run.py --venv .venv-cuda --laptop .venv/bin/python [PART...]
 
-Needs nothing but Python: the checks run in the environment `--venv`. Exits with 1 if any case fails.
+Needs nothing but Python: the checks run in the environment `--venv`. Exits with 1 if any case fails, and with 2, before
+any is run, where a package of either environment is not of the version that constraints.txt names.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -51,6 +54,37 @@ PARTS = (
     Part("commands", "commands", alone=True),
     Part("laptop", "laptop", alone=True),
 )
+
+
+NEEDED = ("torch", "numpy", "networkx", "highspy", "transformers", "accelerate", "lightning", "pytest")
+"""Of constraints.txt, what has to be there; others have to be of its versions where they are."""
+_VERSIONS = """
+import importlib.metadata as m, json, torch
+print(json.dumps({"cuda": torch.version.cuda, "of": {d.name.lower(): d.version for d in m.distributions()}}))
+"""
+
+
+def differing(python: str, *, cuda: bool) -> list[str]:
+    """What of an environment is not as tested, a line each. cuda: it has the CUDA build of torch, or else the CPU's."""
+    asked = subprocess.run([python, "-c", _VERSIONS], capture_output=True, text=True)
+    if asked.returncode:
+        return [f"{python}: torch cannot be imported: {asked.stderr.strip()[-300:]}"]
+    said = json.loads(asked.stdout)
+    return [
+        f"{python}: {line}" for line in differences(said["of"], (ROOT / "constraints.txt").read_text())
+    ] + ([] if bool(said["cuda"]) == cuda else [f"{python}: torch is {'no' if cuda else 'a'} CUDA build"])
+
+
+def differences(installed: dict[str, str], constraints: str) -> list[str]:
+    """installed: name in lower case -> version. A local part of a version ("+cpu") is no difference."""
+    lines: list[str] = []
+    for name, wanted in re.findall(r"^([\w.-]+)==(\S+)$", constraints, re.MULTILINE):
+        version = installed.get(name.lower())
+        if version is None and name in NEEDED:
+            lines.append(f"{name} is not installed; {wanted} is what constraints.txt names")
+        elif version is not None and version.partition("+")[0] != wanted:
+            lines.append(f"{name} is {version}; {wanted} is what constraints.txt names")
+    return lines
 
 
 @dataclass(frozen=True)
@@ -154,15 +188,23 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, default=ROOT / "build" / "mock-cuda")
     parser.add_argument("parts", nargs="*", help=", ".join(part.name for part in PARTS))
     arguments = parser.parse_args()
+    laptop = os.path.abspath(arguments.laptop)
+    wrong = differing(str(arguments.venv.absolute() / "bin" / "python"), cuda=True) + differing(
+        laptop, cuda=False
+    )
+    if wrong:
+        print(
+            "\n".join(wrong)
+            + "\n  try: rm -r .venv-cuda .venv, and make mock-cuda, which installs what is tested"
+        )
+        return 2
     arguments.logs.mkdir(parents=True, exist_ok=True)
     wanted = [part for part in PARTS if not arguments.parts or part.name in arguments.parts]
     outcomes: list[Outcome] = []
     seconds: dict[str, float] = {}
     for part in wanted:
         start = time.perf_counter()
-        outcomes += run_part(
-            part, arguments.venv.absolute(), os.path.abspath(arguments.laptop), arguments.logs
-        )
+        outcomes += run_part(part, arguments.venv.absolute(), laptop, arguments.logs)
         seconds[part.name] = time.perf_counter() - start
     print("\n" + table(outcomes, seconds))
     return int(any(o.died or not all(case.passed for case in o.cases) for o in outcomes))

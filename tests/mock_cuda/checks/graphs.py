@@ -1,11 +1,14 @@
 """Check: the graphs of ranks 0 and 3 on a (2, 2) mesh, run node by node on the device, give what their fakes say.
 
-python -m tests.mock_cuda.checks.graphs FAMILY...
+python -m tests.mock_cuda.checks.graphs [--fakes] FAMILY[:KIND]...
+
+`--fakes` needs no CUDA: torch's fake kernels run in place of the device's.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +21,7 @@ from passes.compile.compile_graph import name_collectives
 from passes.compile.expand_ops import expand_ops
 from passes.compile.fuse_eager import FuseEager
 from passes.ir.op_traits import is_collective
+from passes.ops.attention_table import Chip
 from tests.mock_cuda.checks.families import FAMILIES, KINDS, example
 from tests.mock_cuda.checks.rank_phases import rank_phases
 from tests.mock_cuda.checks.report import Report
@@ -25,13 +29,15 @@ from tests.mock_cuda.checks.report import Report
 __all__ = ["differences", "fake_mesh", "real"]
 
 DEVICE = torch.device("cuda", 0)
+FAKE_CHIP = Chip((9, 0), cudnn=91900)
 
 
-def fake_mesh() -> DeviceMesh:
+def fake_mesh(device_type: str = "cuda") -> DeviceMesh:
     """(2, 2), without the other ranks."""
-    torch.cuda.set_device(DEVICE)
+    if device_type == "cuda":
+        torch.cuda.set_device(DEVICE)
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    return init_device_mesh("cuda", (2, 2), mesh_dim_names=("dp", "tp"))
+    return init_device_mesh(device_type, (2, 2), mesh_dim_names=("dp", "tp"))
 
 
 def real(fake: Tensor) -> Tensor:
@@ -97,24 +103,32 @@ def strangers(module: fx.GraphModule) -> list[str]:
     ]
 
 
-def check(module: fx.GraphModule) -> list[str]:
-    """What is wrong with one rank's phase on the device."""
-    expanded = FuseEager()(name_collectives(expand_ops(module)))
+def check(module: fx.GraphModule, chip: Chip | None) -> list[str]:
+    """What is wrong with one rank's phase. chip: that of the device; given, fakes run and no device."""
+    expanded = FuseEager()(name_collectives(expand_ops(module, chip)))
     run = CheckedRun(expanded)
     fakes = [node.meta["val"] for node in expanded.graph.nodes if node.op == "placeholder"]
     wrong = [f"input on {fake.device}" for fake in fakes if fake.device != DEVICE]
-    with torch.no_grad():
-        run.run(*[real(fake) for fake in fakes])
+    with torch.no_grad(), fakes[0].fake_mode if chip else nullcontext():
+        run.run(*(fakes if chip else map(real, fakes)))
     return wrong + strangers(expanded) + run.problems
 
 
 def main() -> None:
-    report, mesh = Report(), fake_mesh()
-    for family in sys.argv[1:] or FAMILIES:
-        for kind in KINDS:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fakes", action="store_true")
+    parser.add_argument("families", nargs="*", default=tuple(FAMILIES))
+    arguments = parser.parse_args()
+    report, mesh = Report(), fake_mesh("cpu" if arguments.fakes else "cuda")
+    for name in arguments.families:
+        family, _, one_kind = name.partition(":")
+        for kind in [one_kind] if one_kind else KINDS:
             with report.case(f"{family} {kind}"):
                 phases = rank_phases(example(family, kind), mesh, (0, 3))
-                wrong = [f"{name}: {text}" for name, module in phases.items() for text in check(module)]
+                chip = FAKE_CHIP if arguments.fakes else None
+                wrong = [
+                    f"{phase}: {text}" for phase, module in phases.items() for text in check(module, chip)
+                ]
                 assert not wrong, "\n".join(wrong[:12])
     report.exit()
 
