@@ -23,6 +23,7 @@ from cost_model.errors import (
     InfeasibleError,
     PlanError,
     ProfileError,
+    RankError,
     ShardingError,
     UnsupportedOpError,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "PlanError",
     "Profile",
     "ProfileError",
+    "RankError",
     "ShardingError",
     "StepReport",
     "UnsupportedOpError",

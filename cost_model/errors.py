@@ -40,5 +40,8 @@ class PlanError(AutoshardError, ValueError):
     """A plan is malformed, stale, or belongs to another model or mesh."""
 
 
-class RankError(PlanError):
-    """The ranks do different things, or one of them is gone. Every rank raises it, and nothing parallel goes on."""
+class RankError(AutoshardError):
+    """The ranks do different things, or one of them is gone. Every rank raises it, and nothing parallel goes on.
+
+    No ValueError, as errors of arguments and files are: an `except ValueError` that skips a batch must not take it.
+    """

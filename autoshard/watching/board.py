@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Iterable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +14,8 @@ __all__ = ["Board"]
 _TIMEOUT = timedelta(seconds=10)
 _LASTING = ("member", "state")
 """Names that are never erased."""
+_OF_GLOO = re.compile(r"(^|//)[a-z]+//\d+/\d+$")
+"""Keys of the process group and of those made in it: (group//) device type//number of the device/rank."""
 
 
 class Board:
@@ -29,6 +33,7 @@ class Board:
         if self._store is not store:
             self._store.set_timeout(_TIMEOUT)
         self._written: set[str] = set()
+        self._gloo: dict[str, bytes] = {}
 
     def close(self) -> None:
         """The store is gone: say so at once from now on, without asking it (each time, torch logs a page)."""
@@ -53,6 +58,16 @@ class Board:
     def erase(self, name: str) -> None:
         """This rank's own."""
         self._store.delete_key(self._key(name, self.rank))
+
+    def told_by_gloo(self) -> bytes:
+        """What gloo's ranks have told each other so far: the addresses where they listen are in it.
+
+        Empty where the store does not list its keys.
+        """
+        with suppress(RuntimeError):
+            keys = [key for key in self._store.list_keys() if _OF_GLOO.search(key) and key not in self._gloo]
+            self._gloo |= zip(keys, self._store.multi_get(keys) if keys else [], strict=True)
+        return b"".join(self._gloo.values())
 
     def condemn(self, text: str) -> str:
         """Say to all that they have to stop, and why; the first reason stands, and is returned."""

@@ -3,83 +3,70 @@
 A wait in gloo ends in one way only, when a connection breaks (its `abort` interrupts nothing, torch 2.13). So a
 rank that has to stop shuts its connections to the others, and every wait on them raises, here and there. So does one
 for ranks of the same host, that share memory (`cost_model.measure.host_memory`).
+
+gloo's are those with an end at an address that it has told the other ranks in the store (`Board.told_by_gloo`). Every
+other socket of the process is the script's. Sockets are asked by descriptor: a socket object of Python's takes the
+script's default timeout, and with it changes the flags of a descriptor that its owner has, too.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
-from collections.abc import Collection, Iterator
+import stat
+from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any
 
 from cost_model.measure.host_groups import cut_host_memory
 
-__all__ = ["Address", "connections", "cut", "cut_waits", "listening"]
+__all__ = ["Address", "connections", "cut", "cut_waits"]
 
-Address = tuple[str, int]
+Address = bytes
+"""Family, port and host, as the kernel and gloo write them."""
 
-
-def listening() -> frozenset[Address]:
-    """Where this process listens on an address of its own, as gloo does (a store listens on all addresses)."""
-    found: set[Address] = set()
-    for sock in _sockets():
-        with sock:
-            here = _address(sock.getsockname())
-            if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and here[0] not in ("0.0.0.0", "::"):
-                found.add(here)
-    return frozenset(found)
+_COMPARED = {16: 8, 28: 24}
+"""Bytes of an address of IPv4 and of IPv6 -> those of them that count: no padding, no scope."""
 
 
-def connections() -> list[tuple[Address, Address]]:
-    """(here, there) of every connection of this process."""
-    found: list[tuple[Address, Address]] = []
-    for sock in _sockets():
-        with sock, suppress(OSError):  # one that listens has no other end
-            found.append((_address(sock.getsockname()), _address(sock.getpeername())))
-    return found
+def connections(told: bytes) -> list[tuple[Address, Address]]:
+    """(here, there) of every connection of gloo's. told: what it has told of its addresses."""
+    return [(here, there) for _, here, there in _connections(told)]
 
 
-def cut(ours: Collection[Address], theirs: Collection[Address]) -> int:
-    """Shut every connection that was made to `ours` from a host of theirs, or from here to `theirs`; how many."""
-    hosts = {host for host, _ in theirs} | {host for host, _ in ours}
-    count = 0
-    for sock in _sockets():
-        with sock, suppress(OSError):
-            here, there = _address(sock.getsockname()), _address(sock.getpeername())
-            if there in theirs or (here in ours and there[0] in hosts):
-                sock.shutdown(socket.SHUT_RDWR)
-                count += 1
-    return count
+def cut(told: bytes) -> int:
+    """Shut every connection of gloo's; how many."""
+    libc = ctypes.CDLL(None)
+    return sum(libc.shutdown(copy, socket.SHUT_RDWR) == 0 for copy, _, _ in _connections(told))
 
 
-def cut_waits(ours: Collection[Address], theirs: Collection[Address]) -> None:
+def cut_waits(told: bytes) -> None:
     """`cut`, and what ranks of this host share."""
-    cut(ours, theirs)
+    cut(told)
     cut_host_memory()
 
 
-def _sockets() -> Iterator[socket.socket]:
-    """A duplicate of every TCP socket of this process: closing it leaves the socket open.
-
-    Not by `socket.dup`, which makes the socket blocking, the owner's too.
-    """
+def _connections(told: bytes) -> Iterator[tuple[int, Address, Address]]:
+    """With a duplicate of its descriptor, so that it stays the same one meanwhile."""
+    libc = ctypes.CDLL(None)
     for name in os.listdir("/dev/fd"):
         with suppress(OSError):
-            sock = _duplicate(int(name))
-            if sock.type == socket.SOCK_STREAM and sock.family in (socket.AF_INET, socket.AF_INET6):
-                yield sock
-            else:
-                sock.close()
+            # Of sockets only: to close a duplicate of a file gives up the locks that the process has on it.
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            copy = os.dup(int(name))
+            try:
+                here, there = _address(libc.getsockname, copy), _address(libc.getpeername, copy)
+                if here and there and (here in told or there in told):
+                    yield copy, here, there
+            finally:
+                os.close(copy)
 
 
-def _duplicate(descriptor: int) -> socket.socket:
-    copy = os.dup(descriptor)
-    try:
-        return socket.socket(fileno=copy)
-    except OSError:
-        os.close(copy)
-        raise
-
-
-def _address(name: tuple[object, ...]) -> Address:
-    return str(name[0]).removeprefix("::ffff:"), int(str(name[1]))
+def _address(ask: Any, descriptor: int) -> Address:
+    """Empty if it has none, or is no socket of TCP."""
+    found, length = ctypes.create_string_buffer(128), ctypes.c_uint32(128)
+    if ask(descriptor, found, ctypes.byref(length)) != 0:
+        return b""
+    return found.raw[: _COMPARED.get(length.value, 0)]

@@ -1,16 +1,16 @@
-"""The processes of all ranks: where each runs and listens, and which of them has gone without a word."""
+"""The processes of all ranks: where each runs, and which of them has gone without a word."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
 from autoshard.watching.board import Board
-from autoshard.watching.connections import Address, connections, listening
+from autoshard.watching.connections import Address, connections
 from autoshard.watching.liveness import Processes, this_host
 from autoshard.watching.watch_state import State
 
@@ -22,33 +22,24 @@ SILENT_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Member:
-    """The process of a rank. addresses: where it listens. ends: its own ends of connections, when it came."""
+    """The process of a rank. ends: its own ends of gloo's connections, when it came."""
 
     host: str
     pid: int
-    addresses: frozenset[Address]
     ends: frozenset[Address] = frozenset()
 
 
 class Crew:
-    """What this rank knows of the others' processes."""
+    """What this rank knows of the others' processes. told: what gloo has told of its addresses."""
 
     def __init__(self, board: Board) -> None:
         self._board = board
-        self._me = Member(this_host(), os.getpid(), frozenset())
+        self.told = b""
+        self._me = Member(this_host(), os.getpid())
         self._members: dict[int, Member] = {}
         self._processes = Processes()
         self._looked_at = -LOOK_SECONDS
         self._beats: dict[int, tuple[int, float]] = {}  # rank -> its last beat, and when that was new
-
-    @property
-    def ours(self) -> frozenset[Address]:
-        return self._me.addresses
-
-    @property
-    def theirs(self) -> frozenset[Address]:
-        others = [m.addresses for rank, m in self._members.items() if rank != self._board.rank]
-        return frozenset[Address]().union(*others)
 
     @property
     def complete(self) -> bool:
@@ -61,16 +52,16 @@ class Crew:
         return set(self._members) - self._processes.dead()
 
     def join(self) -> None:
-        self._write(listening())
+        self.told = self._board.told_by_gloo()
+        self._me = replace(self._me, ends=frozenset(here for here, _ in connections(self.told)))
+        self._board.write("member", self._me)
 
     def look(self, now: bool = False) -> None:
         """Learn about members that are new or have made process groups, now and then or `now`."""
         if not now and self.complete and time.monotonic() - self._looked_at < LOOK_SECONDS:
             return
         self._looked_at = time.monotonic()
-        addresses = listening()
-        if addresses != self._me.addresses:
-            self._write(addresses)
+        self.told = self._board.told_by_gloo()
         found = self._board.read("member", range(self._board.world))
         others = {r: m for r, m in found.items() if r not in self._members and r != self._board.rank}
         self._processes.add({r: m.pid for r, m in others.items() if m.host == self._me.host})
@@ -82,10 +73,9 @@ class Crew:
         gloo connects all ranks when the process group is made. Connections to ranks that have come are known by
         their ends; if fewer others are left than ranks that have not come, one of these has ended.
         """
-        if not self._connected:
+        if not self._connected or not self.told:
             return None
-        hosts = {host for host, _ in self.ours}
-        open_ = [there for here, there in connections() if here[0] in hosts]
+        open_ = [there for _, there in connections(self.told)]
         self.look(now=True)
         absent = [rank for rank in range(self._board.world) if rank not in self._members]
         known = frozenset[Address]().union(*(member.ends for member in self._members.values()))
@@ -134,11 +124,6 @@ class Crew:
 
     def close(self) -> None:
         self._processes.close()
-
-    def _write(self, addresses: frozenset[Address]) -> None:
-        ends = self._me.ends or frozenset(here for here, _ in connections())
-        self._me = Member(self._me.host, self._me.pid, addresses, ends)
-        self._board.write("member", self._me)
 
     @property
     def _connected(self) -> bool:

@@ -224,7 +224,7 @@ class Watch:
     def _cut(self) -> None:
         with suppress(RuntimeError):
             self._crew.look(now=True)
-        cut_waits(self._crew.ours, self._crew.theirs)
+        cut_waits(self._crew.told)
 
     def _store_is_lost(self, error: RuntimeError) -> bool:
         """The store is in rank 0's process, or in the launcher's. True when this rank has been stopped."""

@@ -1,13 +1,14 @@
 """The memory that the ranks of a group share, where all of them are on one host: set up once for each group.
 
 All ranks of the group come here at their first collective. They tell each other their hosts; where that is one, the
-first makes a folder in memory with a file and a socket of every rank, all open them, and it is removed again: nothing
-is left behind, whatever ends a rank. Every step is agreed on: where one rank cannot (no such folder, no room in it),
-all go without.
+first makes a folder in memory with a file and a socket of every rank, all open them, and it is removed again. Its maker
+has it locked meanwhile: what one that was killed left behind is removed by the next. Every step is agreed on: where one
+rank cannot (no such folder, no room in it), all go without.
 """
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import mmap
 import os
@@ -15,7 +16,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TypeVar
 from weakref import WeakKeyDictionary
@@ -35,6 +36,7 @@ _log = logging.getLogger("autoshard")
 
 _IN_MEMORY = Path("/dev/shm")
 """Linux's. Elsewhere files are on disks."""
+_PREFIX = "autoshard-ranks-"
 _MOST_RANKS = 256
 """Of a group: of more, a chunk of memory is next to nothing."""
 _TEXT_NBYTES = 256
@@ -64,14 +66,9 @@ def cut_host_memory() -> None:
 def _set_up(group: dist.ProcessGroup) -> HostMemory | None:
     if len(set(_everyones(group, f"{host_name()} {machine_id()} {_network()}"))) > 1:
         return None
-    folder = _everyones(group, _new_folder(group.size()) if group.rank() == 0 else "")[0]
-    if not folder:
-        return None
-    try:
-        return _joined(group, Path(folder))
-    finally:
-        if group.rank() == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+    with ExitStack() as held:
+        folder = _everyones(group, _new_folder(group.size(), held) if group.rank() == 0 else "")[0]
+        return _joined(group, Path(folder)) if folder else None
 
 
 def _network() -> str:
@@ -83,19 +80,43 @@ def _network() -> str:
         return ""
 
 
-def _new_folder(ranks: int) -> str:
-    """Holding a file that has room for sure; "": there is none."""
-    folder = ""
+def _new_folder(ranks: int, held: ExitStack) -> str:
+    """Holding a file that has room for sure; "": there is none. held: removes it."""
     try:
         if _IN_MEMORY.is_dir():
-            folder = tempfile.mkdtemp(prefix="autoshard-", dir=_IN_MEMORY)
+            _remove_left()
+            folder = _locked_folder(held)
             with open(_memory_file(folder), "wb") as file:
                 os.posix_fallocate(file.fileno(), 0, memory_nbytes(ranks))
+            return folder
     except OSError as error:
         _log.info("ranks of this host share no memory, and send all over gloo: %s", error)
-        shutil.rmtree(folder, ignore_errors=True)
-        folder = ""
-    return folder
+    return ""
+
+
+def _locked_folder(held: ExitStack) -> str:
+    while True:
+        folder = tempfile.mkdtemp(prefix=_PREFIX, dir=_IN_MEMORY)
+        with suppress(FileNotFoundError), ExitStack() as lock:
+            _lock(folder, lock, fcntl.LOCK_EX)
+            os.stat(folder)  # another start may have removed it before it was locked
+            held.push(lock.pop_all())
+            held.callback(shutil.rmtree, folder, ignore_errors=True)
+            return folder
+
+
+def _remove_left() -> None:
+    """The folders whose makers are dead: the kernel has given up their locks, in other containers, too."""
+    for folder in _IN_MEMORY.glob(f"{_PREFIX}*"):
+        with suppress(OSError), ExitStack() as lock:
+            _lock(folder, lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _lock(folder: str | Path, held: ExitStack, how: int) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    held.callback(os.close, descriptor)
+    fcntl.flock(descriptor, how)
 
 
 def _joined(group: dist.ProcessGroup, folder: Path) -> HostMemory | None:

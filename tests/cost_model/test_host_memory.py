@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import os
+import signal
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from datetime import timedelta
 from itertools import combinations
 from pathlib import Path
@@ -150,6 +153,32 @@ def test_who_shares_memory(ranks: RankPool, hosts: int, broken: str, shared: boo
     with TemporaryDirectory(prefix="test-", dir="/dev/shm") as in_memory:
         assert ranks.run(shares, hosts, broken, Path(in_memory), world=3) == [(shared, 3.0)] * 3
         assert os.listdir(in_memory) == []
+
+
+def killed_with_a_folder(in_memory: Path) -> None:
+    host_groups._IN_MEMORY = in_memory
+    host_groups._new_folder(3, ExitStack())
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_what_a_killed_rank_left_is_removed_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(host_groups, "_IN_MEMORY", tmp_path)
+    (tmp_path / "autoshard-of-somebody").mkdir()
+    with ExitStack() as first, ExitStack() as second:
+        living = host_groups._new_folder(3, first)
+        process = multiprocessing.get_context("spawn").Process(target=killed_with_a_folder, args=(tmp_path,))
+        process.start()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL and len(os.listdir(tmp_path)) == 3
+        mine = host_groups._new_folder(3, second)
+        assert {str(path) for path in tmp_path.iterdir()} == {
+            living,
+            mine,
+            str(tmp_path / "autoshard-of-somebody"),
+        }
+    assert os.listdir(tmp_path) == ["autoshard-of-somebody"]
 
 
 def test_a_process_that_ends_wakes_the_others(ranks: RankPool) -> None:

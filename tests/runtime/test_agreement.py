@@ -8,8 +8,9 @@ from datetime import timedelta
 import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
+import autoshard
 from autoshard.runtime.agreement import agree, collectively, everyones, from_first
-from cost_model.errors import CaptureError, PlanError
+from cost_model.errors import CaptureError, PlanError, ProfileError, ShardingError
 from passes.micro_batches.uncut import Uncut
 from tests.ranks import RankPool
 
@@ -71,6 +72,13 @@ def test_a_kind_that_one_module_knows_is_the_public_one_elsewhere(ranks: RankPoo
     got = ranks.run(collective, 2, Uncut("a batch of 3"), world=3)
     other = "InfeasibleError: a batch of 3\n  raised on rank 2"
     assert [first for first, _ in got] == [other, other, "Uncut: a batch of 3"]
+
+
+def test_an_error_that_ends_all_is_not_one_of_an_argument() -> None:
+    """`except ValueError: continue` skips a batch that is not right, not the end of the other ranks."""
+    assert issubclass(autoshard.RankError, autoshard.AutoshardError)
+    assert not issubclass(autoshard.RankError, ValueError)
+    assert all(issubclass(kind, ValueError) for kind in (ShardingError, ProfileError, PlanError))
 
 
 def first(rank: int, bad: bool) -> str:
