@@ -3,7 +3,7 @@
 Prefer primitives over hand-written rules: a norm written as sums and pointwise ops shards by the rules
 of sums and pointwise ops (sync batch norm, sharded layer norm and vocabulary-parallel losses are then
 found, not coded). Kept whole: products, convolution, attention, embedding, pooling, resizing, patches, gather, scatter,
-sort, random ops (a pass gives them a seed) and every pointwise op.
+sort, uniform, normal and exponential draws (a pass gives them a seed) and every pointwise op.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from passes.capture.decomposed_draws import DRAWS
 from passes.capture.decomposed_norms import NORMS
 from passes.capture.decomposed_shapes import SHAPES
 from passes.capture.decomposed_sums import SUMS
@@ -43,4 +44,4 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
     """Op overload -> function, for `torch.export`, `make_fx` and AOT autograd. Ours win over torch's."""
     aten = torch.ops.aten
     known = [getattr(aten, name) for name in _TORCH.split() if hasattr(aten, name)]
-    return {**torch_decompositions(known), **SUMS, **NORMS, **SHAPES}
+    return {**torch_decompositions(known), **SUMS, **NORMS, **SHAPES, **DRAWS}

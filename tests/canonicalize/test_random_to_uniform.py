@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from math import exp
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -64,6 +66,20 @@ def test_dropout_of_everything_and_of_nothing() -> None:
         (lambda x: torch.empty_like(x).normal_(1, 3), 1.0, 3.0),
         (lambda x: torch.empty_like(x).exponential_(2.0), 0.5, 0.5),
         (lambda x: torch.randint(2, 12, (N,)), 6.5, (99 / 12) ** 0.5),
+        (lambda x: torch.normal(1.0, 3.0, (N,)), 1.0, 3.0),
+        (lambda x: torch.normal(x, 3.0), 1.0, 3.0),
+        (lambda x: torch.normal(2.0, x), 2.0, 1.0),
+        (lambda x: torch.normal(x[:, None], 3 * x[None, :1]), 1.0, 3.0),
+        (
+            lambda x: torch.empty_like(x).log_normal_(0.0, 0.25),
+            exp(1 / 32),
+            (exp(1 / 8) - exp(1 / 16)) ** 0.5,
+        ),
+        (lambda x: torch.empty_like(x).geometric_(0.4), 2.5, 0.6**0.5 / 0.4),
+        (lambda x: torch.empty_like(x).cauchy_(3.0, 0.5).gt(3.5).float(), 0.25, 3**0.5 / 4),
+        (lambda x: torch.empty_like(x).random_(2, 12), 6.5, (99 / 12) ** 0.5),
+        (lambda x: torch.empty_like(x).random_(10), 4.5, (99 / 12) ** 0.5),
+        (lambda x: torch.empty_like(x).random_() * 2.0**-24, 0.5, 1 / 12**0.5),
     ],
 )
 def test_a_draw_has_the_right_moments(function: Function, mean: float, deviation: float) -> None:
@@ -100,9 +116,35 @@ def test_a_random_permutation_holds_every_number_once_and_differs_by_seed() -> N
     assert torch.equal(first, again) and not torch.equal(first, other)
 
 
-@pytest.mark.parametrize(
-    "draw", [lambda x: torch.multinomial(x, 2), torch.poisson], ids=["multinomial", "poisson"]
-)
-def test_what_would_draw_from_a_generator_is_refused(draw: Function) -> None:
+@pytest.mark.parametrize("replacement", [True, False])
+def test_a_multinomial_draw_follows_its_weights(replacement: bool) -> None:
+    """Rows of two draws from weights 1, 2, 3 and 0; without replacement the second is of those that are left."""
+    weights = torch.tensor([1.0, 2.0, 3.0, 0.0]).expand(N, 4)
+    draws = value(drawn(lambda x: torch.multinomial(x, 2, replacement), weights), weights)
+    assert draws.shape == (N, 2) and draws.dtype == torch.int64
+    first, second = (torch.bincount(draws[:, i], minlength=4).double() / N for i in (0, 1))
+    shares = torch.tensor([1, 2, 3, 0]).double() / 6
+    torch.testing.assert_close(first, shares, atol=0.015, rtol=0)
+    left = shares if replacement else torch.tensor([1 / 4, 2 / 5, 7 / 20, 0]).double()
+    torch.testing.assert_close(second, left, atol=0.015, rtol=0)
+    assert replacement or draws[:, 0].ne(draws[:, 1]).all()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_rrelu_and_its_backward_use_one_slope(training: bool) -> None:
+    x = torch.linspace(-1, 1, N)
+    joint = drawn(lambda x: F.rrelu(x, training=training) + 0 * torch.rand_like(x), x, grads=True)
+    y, grad = run(joint, [x, torch.ones(N)])
+    assert y is not None and grad is not None
+    torch.testing.assert_close(grad[x > 0], torch.ones(N // 2))
+    torch.testing.assert_close(grad[x < 0], y[x < 0] / x[x < 0])
+    slopes = grad[x < 0].double()
+    assert abs(slopes.mean() - 11 / 48) < 5e-3
+    assert abs(slopes.std() - (5 / 24 / 12**0.5 if training else 0)) < 3e-3
+    if not training:
+        torch.testing.assert_close(y, F.rrelu(x, training=False))
+
+
+def test_what_would_draw_from_a_generator_is_refused() -> None:
     with pytest.raises(CaptureError, match=r"draws from a generator(.|\n)*try: draw them outside the model"):
-        RandomToUniform()(prepared(draw, torch.ones(8)))
+        RandomToUniform()(prepared(torch.poisson, torch.ones(8)))
