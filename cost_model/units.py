@@ -1,6 +1,6 @@
 """Bytes as people read them."""
 
-__all__ = ["enough_bytes", "format_bytes"]
+__all__ = ["enough_bytes", "floor_bytes", "format_bytes"]
 
 
 def format_bytes(nbytes: int) -> str:
@@ -15,8 +15,19 @@ def format_bytes(nbytes: int) -> str:
 
 def enough_bytes(nbytes: int) -> str:
     """As `format_bytes`, rounded up: a `memory_limit` as it is written here is no less than `nbytes`."""
+    last = _last_digit(nbytes)
+    return format_bytes(-(-nbytes // last) * last)
+
+
+def floor_bytes(nbytes: int) -> str:
+    """As `format_bytes`, rounded down: what is written here is no more than `nbytes`."""
+    last = _last_digit(nbytes)
+    return format_bytes(nbytes // last * last)
+
+
+def _last_digit(nbytes: int) -> int:
+    """Bytes of the last of the four digits that are written."""
     scale = 1
     while nbytes >= 1000 * scale and scale < 1000**4:
         scale *= 1000
-    last = max(1, scale // 10 ** (4 - len(str(nbytes // scale))))  # of the four digits that are written
-    return format_bytes(-(-nbytes // last) * last)
+    return max(1, scale // 10 ** (4 - len(str(nbytes // scale))))

@@ -11,7 +11,8 @@ __all__ = ["bounded"]
 
 
 def bounded(found: Found, bound: float) -> Found:
-    """bound: seconds that no plan is below."""
+    """bound: seconds that none of those searched was counted below."""
+    bound = min(bound, found.seconds)
     gap = (found.seconds - bound) / max(found.seconds, 1e-300)
     status = "optimal" if gap <= ROUNDING else "feasible"
     return replace(found, lower_bound=bound, gap=gap, status=status)

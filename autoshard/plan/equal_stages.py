@@ -74,16 +74,15 @@ def _looks(node: fx.Node) -> list[object]:
 @dataclass(frozen=True)
 class AlikeStage:
     """A stage with the layouts of another one that computes the same. task: of it; first: the other's plan. joint: with
-    what runs again; assignment: of it. bound: seconds that no plan of `task` is below, if those of `first` may be."""
+    what runs again; assignment: of it."""
 
     task: Task
     first: Plan
     joint: JointGraph
     assignment: Assignment
-    bound: float
 
     @staticmethod
-    def of(task: Task, first: Plan, of: JointGraph, runs: JointGraph, bound: float) -> AlikeStage | None:
+    def of(task: Task, first: Plan, of: JointGraph, runs: JointGraph) -> AlikeStage | None:
         """of: the graph of `first`; runs: with what it computes again. None if the graphs are not alike."""
         names, joint = names_alike(of, task.joint), task.joint
         if names is not None and first.lowering.again:
@@ -92,7 +91,7 @@ class AlikeStage:
         if names is None:
             return None
         assignment = {names[name]: layouts for name, layouts in first.assignment.items()}
-        return AlikeStage(task, first, joint, assignment, bound)
+        return AlikeStage(task, first, joint, assignment)
 
     @property
     def parameter_layouts(self) -> dict[str, Layout]:
@@ -106,11 +105,8 @@ class AlikeStage:
         """What is proven of the first holds of it, where the ends of both graphs are the same."""
         task, prices = self.task, prices_as_in(self.first, self.task.prices)
         found = judged(self.joint, self.assignment, prices)
-        proven = self.bound >= self.first.lower_bound
         return replace(
             self.first,
-            lower_bound=min(self.bound, self.first.lower_bound),
-            status=self.first.status if proven else "feasible",
             memory_limit=task.memory_limit,
             step_time=found.seconds,
             peak_memory=found.peak.nbytes,

@@ -35,7 +35,7 @@ def explain_plan(plan: PlanContent) -> str:
         f"{plan.mesh}, prices of profile {origin.profile}{nominal}",
         refined_line(plan),
         f"predicted step {format_seconds(plan.step_time)}" + rehearsed_words(plan.rehearsed),
-        f"the search counts {format_seconds(plan.cost)}, {plan.status}: for no plan less than "
+        f"the search counts {format_seconds(plan.cost)}, {plan.status}: for no plan {_of_those(plan)} less than "
         f"{format_seconds(plan.lower_bound)} (gap {plan.gap:.2%})",
         *_joined(plan),
         *race_lines(plan.race),
@@ -55,6 +55,11 @@ def explain_plan(plan: PlanContent) -> str:
     if plan.fallbacks:
         lines += ["", *_fallback_table(plan)]
     return "\n".join(lines) + "\n"
+
+
+def _of_those(plan: PlanContent) -> str:
+    """Which plans the bound is of."""
+    return "that overlaps so" if plan.memory_limit is None else "without a limit"
 
 
 def plan_difference(mine: PlanContent, other: PlanContent) -> str:

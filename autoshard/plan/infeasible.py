@@ -56,19 +56,18 @@ def told(reason: InfeasibleError, asked: Asked, judged: Collection[Judged]) -> I
         return reason
     peak = case.walk.peak
     fits = f"memory_limit={enough_bytes(asked.memory_limit + case.missing)}"
-    within = "within which that plan is"
+    said, within = str(reason), f"{fits}, within which that plan is"
     if asked.links is not None:
-        within = "within which that plan of this stage is; other stages may need more"
-    remedies = [
-        *([] if f"{fits}," in str(reason) else [f"{fits}, {within}"]),
-        *_remedies(case),
-    ]
+        within = f"{fits}, within which that plan of this stage is; other stages may need more"
+    else:
+        said = said.replace("try: a larger memory_limit", f"try: {within}", 1)
+    remedies = [*([] if fits in said else [within]), *_remedies(case)]
     lines = [
         f"  the smallest plan that was judged holds {format_bytes(peak.nbytes)} at {peak.node}, in the {peak.phase}:",
         *(f"    {line}" for line in kind_lines(MemoryTimeline.of(case.walk))),
         *(f"  try as well: {remedy}" for remedy in remedies),
     ]
-    return InfeasibleError("\n".join([str(reason), *lines]))
+    return InfeasibleError("\n".join([said, *lines]))
 
 
 @dataclass(frozen=True)
@@ -209,7 +208,7 @@ def _split_share(value: LiveValue, axis: str, case: _Case) -> float:
 def too_much(limit: int, needs: int, found: Found) -> InfeasibleError:
     """found: the plan that needs least, with what it needs besides its tensors."""
     return InfeasibleError(
-        f"no plan fits memory_limit={format_bytes(limit)} per device: the smallest that was "
+        f"no plan was found that fits memory_limit={format_bytes(limit)} per device: the smallest that was "
         f"found holds {format_bytes(found.peak_nbytes)} at {found.peak_node}\n"
         f"  try: memory_limit={enough_bytes(needs)}, more devices, or a smaller batch"
     )

@@ -27,10 +27,9 @@ _WORTH = 0.01
 
 @dataclass(frozen=True)
 class Spared:
-    """What it costs a plan that a limit leaves little to transfers. seconds: that it would be faster by with all that
-    prices say; gained: with a part of it, for which `missing` bytes are too few."""
+    """What it costs a plan that a limit leaves little to transfers: seconds that it would be faster by with a part of
+    what prices say, for which `missing` bytes are too few."""
 
-    seconds: float = 0.0
     gained: float = 0.0
     missing: int = 0
 
@@ -38,15 +37,13 @@ class Spared:
 @dataclass(frozen=True)
 class Judged:
     """prices: that it was lowered by. moved: every transfer's steps with theirs. step: None where it was not put on the
-    timeline. roomy, partly: where a limit leaves less to transfers, with all that prices say, and with the least that
-    is too much."""
+    timeline. partly: where a limit leaves less to transfers, with the least that is too much."""
 
     assignment: Assignment
     prices: Prices
     lowering: LoweringPlan
     moved: Moved
     step: Prediction | None
-    roomy: Judged | None = None
     partly: Judged | None = None
 
     @property
@@ -73,10 +70,9 @@ class Judged:
 
     def spared(self, over: Callable[[Judged], int]) -> Spared:
         """over: bytes by which a plan is over the limit."""
-        if self.roomy is None or self.partly is None:
+        if self.partly is None:
             return Spared()
-        gained = self.seconds - self.partly.seconds
-        return Spared(self.seconds - self.roomy.seconds, gained, over(self.partly))
+        return Spared(self.seconds - self.partly.seconds, over(self.partly))
 
     @property
     def collectives(self) -> list[Step]:
@@ -114,7 +110,7 @@ def judged_within(
             too_much, partly = middle, one
         else:
             fits, best = middle, min(best, one, key=lambda each: each.seconds)
-    return replace(best, roomy=first, partly=partly)
+    return replace(best, partly=partly)
 
 
 def _judged(

@@ -52,11 +52,6 @@ class KnownWholes:
 
     _known: list[tuple[WholeTask, Found, dict[int, Judged]]] = field(default_factory=list)
 
-    def bound(self, graph: fx.Graph) -> float:
-        """Seconds that no plan of this graph is below, whatever the limit, of the ends with which it was searched."""
-        bounds = [found.lower_bound for one, found, _ in self._known if one.graph is graph]
-        return min(bounds, default=0.0)
-
     def found(self, task: WholeTask, judged: dict[int, Judged], search: Callable[[], Found]) -> Found:
         """The plan of `task`, searched once. judged: of plans, by `id` of their assignment; those of this one, and of
         its rivals, are added where they are missing."""

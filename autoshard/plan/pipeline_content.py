@@ -41,9 +41,9 @@ class PipelineContent(Generic[P]):
                    cut into as many stages; None of a later kind of call, whose cut follows from the parameters.
 
     step_time:     predicted seconds of a step, all stages on one timeline. bubble: the share of it in which ranks wait.
-    cost, lower_bound: `step_time`, and what the stages of the busiest rank take at least if it never waits: no plans of
-                   these stages are faster that pass the same between them and, within a memory limit, keep as many
-                   pieces in flight. gap: (cost - lower_bound) / cost, so the bubble is in it. Of other cuts
+    cost, lower_bound: `step_time`, and what the search counts for the stages of the busiest rank at least, if it never
+                   waits: for any plans of these stages that pass the same between them, without a limit.
+                   gap: (cost - lower_bound) / cost, so the bubble is in it. Of other cuts
                    `bound_of_cut` alone is said, of other numbers of pieces nothing.
     peak_memory:   predicted bytes on the fullest rank: what its stages hold and keep in flight, and one piece makes.
     memory:        those bytes at each action of that rank, by kind, and what lives at the peak (docs/pipeline.md); None

@@ -41,7 +41,7 @@ def explain_pipeline(plan: Pipeline) -> str:
         *race_lines(plan.race),
         f"predicted step {format_seconds(plan.step_time)}, of which ranks wait {plan.bubble:.1%}"
         + rehearsed_words(plan.rehearsed),
-        f"no plans of these stages, with the same between them, take less than "
+        f"the search counts for no plans of these stages, with the same between them, less than "
         f"{format_seconds(plan.lower_bound)} (gap {plan.gap:.2%})",
         *_cut_lines(plan),
         f"predicted peak memory {format_bytes(plan.peak_memory)} per device{_reserved(plan)}{limit}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from autoshard.plan.candidates import Candidate, candidates
 from autoshard.plan.plain_plan import plain_plan
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_content import pace_of
+from autoshard.plan.stages_option import AnyPlan
 from autoshard.plan.task import Task, search_plan
 from cost_model.deadline import Deadline
 from cost_model.errors import AutoshardError
@@ -38,21 +40,31 @@ __all__ = [
 
 _log = logging.getLogger("autoshard")
 
+_EARLY = 0.2
+"""Share of the time limit before which it has cut no part of a search short."""
+
 
 def cached_plan(task: Task, search: Callable[[], Plan]) -> Plan:
-    """The plan of `task`: read if it was found before, else `search()`, kept if it is proven.
+    """The plan of `task`: read if it was found before, else `search()`, kept if it is proven, or within a memory limit,
+    where the bound is of plans without one, if the search ended long before its time.
 
-    A plan whose proof the time limit ended is not kept: another run may have more time. Damaged files are searched
+    A plan whose search the time limit ended is not kept: another run may have more time. Damaged files are searched
     again; a cache that cannot be written is no reason to fail.
     """
     path = plan_path(task)
     known = kept_plan(path, task)
     if known is not None:
         return known
+    begun = time.monotonic()
     plan = search()
-    if plan.status == "optimal":
+    if _is_settled(plan, begun, task):
         keep_plan(path, plan)
     return plan
+
+
+def _is_settled(plan: AnyPlan, begun: float, task: Task) -> bool:
+    early = time.monotonic() - begun < _EARLY * task.time_limit
+    return plan.status == "optimal" or (task.memory_limit is not None and early)
 
 
 def cached_search(task: Task, deadline: Deadline) -> Plan:
@@ -61,13 +73,14 @@ def cached_search(task: Task, deadline: Deadline) -> Plan:
 
 
 def cached_candidates(task: Task, count: int) -> list[Candidate]:
-    """`candidates`, read if they were found before; kept if there are so many, and the first is proven."""
+    """`candidates`, read if they were found before; kept if there are so many, and the first would be."""
     path = plan_path(task).with_suffix(f".race{count}.json")
     known = _read_candidates(path, task)
     if known:
         return known
+    begun = time.monotonic()
     found = candidates(task, count)
-    if found[0].plan.status == "optimal" and len(found) == count:
+    if _is_settled(found[0].plan, begun, task) and len(found) == count:
         _keep(path, [one.to_json() for one in found])
     return found
 

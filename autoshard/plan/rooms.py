@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
-from autoshard.plan.bounded import bounded
 from autoshard.plan.infeasible import too_much
 from autoshard.plan.judged import Spared
 from cost_model.deadline import Deadline, OutOfTime
@@ -48,7 +47,7 @@ _RECOUNTS = 2
 """How often states are counted as the best program of theirs overlaps."""
 LITTLE = 0.01
 """Share of the time that less in transfers may cost for no other states to be searched, and by which programs may be
-slower than they were counted for the bound to be of programs."""
+slower than they were counted for states not to be counted anew."""
 
 
 class Chosen(Protocol):
@@ -129,7 +128,7 @@ class RoomSearch:
             self.wide, self.high, self.patient = False, None, True
             self._rooms()
         if self.best is not None:
-            return self._proven(*self.best)
+            return self.best[0]
         found = self.least or self.whole
         raise self.refused or too_much(self.limit, self.needs(found), found)
 
@@ -271,7 +270,7 @@ class RoomSearch:
 
     def _states(self, counted: int, *, prove: bool) -> States:
         latest = self.deadline.share(_STATES_SHARE)
-        limit = self.limit, self.reserve(self.least or self.whole)
+        limit = self.limit, self.reserve(None)
         known = self.faster if self.best is None else math.inf
         return self.offered.find(room=counted, limit=limit, deadline=latest, prove=prove, known=known)
 
@@ -284,12 +283,3 @@ class RoomSearch:
             if self.best is None:
                 raise
             return None
-
-    def _proven(self, found: Found, states: States) -> Found:
-        """With what no states that were offered take less than. A little that the program takes beyond what was counted
-        of its states, all programs are taken to take; more may be theirs alone."""
-        least = 0.0 if math.isinf(self.bound) else self.bound
-        uncounted = found.seconds - states.seconds
-        alone = uncounted if uncounted > LITTLE * found.seconds else 0.0
-        missing = states.seconds - least + max(self.spared(found).seconds, alone)
-        return bounded(found, max(0.0, found.seconds - max(0.0, missing)))

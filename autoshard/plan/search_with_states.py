@@ -36,7 +36,8 @@ class StatesWithin:
     """The fastest plan within a limit, with ops computed again if that is what the limit asks for.
 
     The fastest of all plans is found first: where it fits, memory decides nothing. If it does not, states are chosen
-    together with layouts, and that plan is judged. What is proven holds for all states that were offered.
+    together with layouts, and that plan is judged. What is proven is of plans without a limit: rows may count
+    more bytes than programs hold, and so leave out what fits.
 
     ways: with all collectives, and without those that exchange messages between all ranks. NCCL keeps gigabytes for
     these, which may be worth more than what they save; both are searched where the bound does not rule one out.
@@ -93,7 +94,6 @@ class StatesWithin:
     ) -> Found:
         """The fastest of what is known and of what the ways have; those are not searched that can save too little."""
         best = known
-        bounds = [whole.lower_bound for _, whole in starts]  # of what was not found, too
         reasons: list[InfeasibleError] = []
         for place, (way, whole) in enumerate(starts):
             if best is not None and whole.lower_bound >= best.seconds * (1.0 - _SAVED):
@@ -101,46 +101,34 @@ class StatesWithin:
             until = deadline.share(1.0 / (len(starts) - place))
             faster = math.inf if best is None else best.seconds * (1.0 - _SAVED_AGAIN)
             try:
-                found, bound = self._within(way, whole, limit, faster, until)
+                found = self._within(way, whole, limit, faster, until)
             except InfeasibleError as reason:
                 reasons.append(reason)
                 continue
             except OutOfTime:
                 continue
-            # A limit makes no plan faster.
-            bounds[place] = max(bound, whole.lower_bound)
             if found is not None and (best is None or found.seconds < best.seconds):
                 best = found
         if best is None:
             raise none_together(reasons[0], starts[0][1].joined) if reasons else OutOfTime
-        # A plan that is faster than what was proven of all states says that other programs take less than was counted.
-        least = min(bounds) if best.seconds >= min(bounds) else min(whole.lower_bound for _, whole in starts)
-        return bounded(best, least)
+        return bounded(best, min(whole.lower_bound for _, whole in starts))
 
-    def _within(
-        self, way: Way, whole: Found, limit: int, faster: float, deadline: Deadline
-    ) -> tuple[Found | None, float]:
+    def _within(self, way: Way, whole: Found, limit: int, faster: float, deadline: Deadline) -> Found | None:
         """The fastest plan of all, if it fits as it is or with less in transfers at once, which costs little; else that
-        or one with other states, whichever is faster; None if that cannot take less than `faster`. And the bound."""
+        or one with other states, whichever is faster; None if that cannot take less than `faster`."""
         over = self.over(whole, limit)
         if over <= 0:
-            return whole, whole.lower_bound
+            return whole
         search = RoomSearch(
             self.joint, self._needs, self.reserve, self.spared, way, whole, limit, faster, deadline
         )
         if over > _MOVED * limit:
-            return _run(search)
+            return search.run()
         spared = way.fastest(self.joint, States((), whole.assignment), None, 0, deadline)
         if self.over(spared, limit) > 0:
-            return _run(search)
-        bound = whole.lower_bound
+            return search.run()
         if spared.seconds > whole.seconds * (1.0 + LITTLE):
             with suppress(InfeasibleError, OutOfTime):
-                found, bound = _run(search)
+                found = search.run()
                 spared = min((one for one in (spared, found) if one is not None), key=lambda one: one.seconds)
-        return bounded(spared, bound), bound
-
-
-def _run(search: RoomSearch) -> tuple[Found | None, float]:
-    found = search.run()
-    return found, search.bound if found is None else found.lower_bound
+        return spared

@@ -150,7 +150,7 @@ class StageSearch:
         try:
             plan = self._searched(task, graph.stage, self._until(graph.stage))
         except InfeasibleError as error:
-            raise _of_stage(error, graph, task.joint.in_flight) from None
+            raise _of_stage(error, graph) from None
         started = time.monotonic()
         planned = PlannedStage.of(graph, task, plan)
         self.took = max(self.took, time.monotonic() - started)
@@ -173,14 +173,10 @@ class StageSearch:
         boundary = task.boundary
         searched = [one for one in done if one.like is None and one.task.boundary == boundary]
         for first in sorted(searched, key=lambda one: one.figures.forward + one.figures.backward):
-            alike = first.alike(graph, task, self._bound(first, task)) if _suits(first, task) else None
+            alike = first.alike(graph, task) if _suits(first, task) else None
             if alike is not None:
                 return alike
         return None
-
-    def _bound(self, first: PlannedStage, task: Task) -> float:
-        """No plan of `task`, which is like that of `first`, takes less: with more room one may."""
-        return self.wholes.bound(first.task.joint.graph) if _has_more_room(task, first.task) else math.inf
 
     def _sending(self, task: Task, graph: StageGraph, flights: Sequence[int]) -> Task:
         """Sending in the layouts in which it does if memory is no matter, where what is in flight takes little of it
@@ -211,8 +207,8 @@ class StageSearch:
         living = "" if memory is None else "".join(f"    {line}\n" for line in kind_lines(memory))
         stages = ", ".join(str(stage) for stage in range(rank, len(self.graphs), len(one.peaks)))
         return InfeasibleError(
-            f"no plan fits memory_limit={format_bytes(limit)} per device: with the schedule {one.order.name!r} "
-            f"the ranks of stage {stages} hold {format_bytes(needed)}\n{living}"
+            f"no plan was found that fits memory_limit={format_bytes(limit)} per device: with the schedule "
+            f"{one.order.name!r} the ranks of stage {stages} hold {format_bytes(needed)}\n{living}"
             f"  try: memory_limit={enough_bytes(needed)}, more and smaller micro_batches, or more devices"
         )
 
@@ -240,12 +236,8 @@ def _rank(one: Scheduled) -> tuple[float, int]:
     return float(f"{one.seconds:.9g}"), max(one.peaks)
 
 
-def _of_stage(error: InfeasibleError, graph: StageGraph, flight: int) -> InfeasibleError:
-    said = str(error)
-    if flight > 1:  # the search knows that it is reserved, and not what for
-        beside = f"the {flight - 1} other pieces in flight"
-        said = said.replace("for CUDA's context", f"for {beside}, CUDA's context")
-    return InfeasibleError(f"stage {graph.stage} of {graph.stages} ({_modules(graph)}): {said}")
+def _of_stage(error: InfeasibleError, graph: StageGraph) -> InfeasibleError:
+    return InfeasibleError(f"stage {graph.stage} of {graph.stages} ({_modules(graph)}): {error}")
 
 
 def _modules(graph: StageGraph) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -45,10 +44,9 @@ class PlannedStage:
         figures = predict_stage(joint, plan.assignment, plan.lowering, prices, received)
         return PlannedStage(graph, task, figures, plan.outputs, plan.parameter_layouts, joint, lambda: plan)
 
-    def alike(self, graph: StageGraph, task: Task, bound: float = math.inf) -> PlannedStage | None:
-        """Another stage with the plan of this one, which was searched; None if it computes something else. bound:
-        seconds that no plan of `task` is below, where it is not all that is proven of this one."""
-        found = AlikeStage.of(task, self.plan, self.graph.joint, self.runs, bound)
+    def alike(self, graph: StageGraph, task: Task) -> PlannedStage | None:
+        """Another stage with the plan of this one, which was searched; None if it computes something else."""
+        found = AlikeStage.of(task, self.plan, self.graph.joint, self.runs)
         if found is None:
             return None
         ends = found.outputs, found.parameter_layouts

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from cost_model.deadline import NEVER, Deadline
 from cost_model.errors import InfeasibleError
 from cost_model.mesh import MeshSpec
-from cost_model.units import enough_bytes, format_bytes
+from cost_model.units import floor_bytes, format_bytes
 from passes.ir.joint import GraphInput, JointGraph, node_value
 from passes.layout.assignment import Assignment
 from passes.layout.joined_axes import JoinedAxes
+from passes.predict.least_memory import least_nbytes
 from passes.search.agree import Agreed, agreed
 from passes.search.graph_ends import Boundary
 from passes.search.judged_choice import Judgement
@@ -98,7 +99,7 @@ def find_assignment(
         own = None if judge is None else lambda assignment: judge(assignment, prices)
         found = agreed(space, prices.overlap_efficiency, own, seconds, start)
     except Infeasible as reason:
-        raise explained(reason, joint, space, prices.mesh, (memory_limit or 0, reserve)) from None
+        raise explained(reason, joint, space, prices, (memory_limit or 0, reserve)) from None
     return _found(found, space, joint, prices)
 
 
@@ -134,11 +135,12 @@ def _room(limit: int, reserve: int, mesh: MeshSpec) -> int:
 
 
 def explained(
-    reason: Infeasible, joint: JointGraph, space: SearchSpace, mesh: MeshSpec, limit: tuple[int, int]
+    reason: Infeasible, joint: JointGraph, space: SearchSpace, prices: Prices, limit: tuple[int, int]
 ) -> InfeasibleError:
-    """Why the search found nothing, for users. limit: the memory limit, and what of it is reserved."""
+    """Why the search found nothing, for users. limit: the memory limit, and what of it no plan's tensors can have."""
+    mesh = prices.mesh
     if reason.kind == "memory":
-        return _memory_error(reason, joint, space, mesh, limit)
+        return _memory_error(reason, joint, space, prices, limit)
     if reason.kind == "time":
         within = f" within memory_limit={format_bytes(limit[0])} per device" if limit[0] else ""
         return InfeasibleError(
@@ -154,27 +156,28 @@ def explained(
 
 
 def _memory_error(
-    reason: Infeasible, joint: JointGraph, space: SearchSpace, mesh: MeshSpec, limit: tuple[int, int]
+    reason: Infeasible, joint: JointGraph, space: SearchSpace, prices: Prices, limit: tuple[int, int]
 ) -> InfeasibleError:
+    """That none fits is said where that is proven of programs (`least_nbytes`): the search may count more than they
+    hold."""
     whole, reserve = limit
     usages = space.problem.usages
-    least = {i: int(usages[i].min()) for i in reason.nodes}
-    largest = sorted(least, key=lambda i: (-least[i], i))[:8]
+    counted = {i: int(usages[i].min()) for i in reason.nodes}
+    largest = sorted(counted, key=lambda i: (-counted[i], i))[:8]
     kinds = {node.name: spec for node, spec in zip(joint.placeholders, joint.inputs, strict=True)}
-    lines = [f"    {_readable(space.names[i], kinds)}: at least {format_bytes(least[i])}" for i in largest]
-    needed = math.ceil(reason.bound)
-    least_peak = format_bytes(needed)
-    # A bound may be met by no plan: then another limit must be tried, and the bound says nothing of it.
-    over = needed + reserve > whole
-    more = f"memory_limit={enough_bytes(needed + reserve)} or more" if over else "a larger memory_limit"
-    # What pieces add up is counted beside what they add up to: a program may hold less.
-    counted = "as the search counts, " if joint.pieces > 1 else ""
-    kept = f", and {format_bytes(reserve)} for CUDA's context and communicators" if reserve else ""
+    lines = [f"    {_readable(space.names[i], kinds)}: {format_bytes(counted[i])}" for i in largest]
+    least = least_nbytes(joint, dict(zip(space.names, space.strategies, strict=True)), prices)
+    fits = f"fits memory_limit={format_bytes(whole)} per device on {prices.mesh}"
+    proven = least + reserve > whole
+    kept = f", and {floor_bytes(reserve)} for CUDA's context and communicators" if reserve else ""
+    if joint.in_flight > 1:
+        kept += f", besides room for the {joint.in_flight - 1} other pieces in flight"
     return InfeasibleError(
-        f"no plan fits memory_limit={format_bytes(whole)} per device on {mesh}\n"
-        f"  {counted}any plan needs at least {least_peak}{kept} at {_step_name(joint, reason.step)}; what binds:\n"
+        (f"no plan {fits}\n" if proven else f"no plan was found that {fits}, nor proven that there is none\n")
+        + f"  any plan needs at least {floor_bytes(least)}{kept}; the largest of what the search counts at "
+        f"{_step_name(joint, reason.step)}:\n"
         + "\n".join(lines)
-        + f"\n  try: {more}, more devices, or a smaller batch{_or_keep(joint, reason.bound)}"
+        + f"\n  try: a larger memory_limit, more devices, or a smaller batch{_or_keep(joint, reason.bound)}"
     )
 
 

@@ -10,7 +10,6 @@ from typing import Self
 
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
-from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph
 from passes.layout.assignment import Assignment, NodeLayouts
 from passes.lower.missing_tangents import without_usually_missing
@@ -124,9 +123,9 @@ class OfferedStates:
     ) -> States:
         """The states of the fastest plan within `room` bytes, as the search counts them, at the first level with one.
 
-        limit: what an error says instead: the memory limit of the program, and what of it is reserved. prove: whether
-        other layouts are looked for than are known so far; known: seconds of a plan that has to be bettered, so that
-        it is enough to prove that there are none. Raises NoStates.
+        limit: what an error says instead: the memory limit of the program, and what of it every plan needs besides.
+        prove: whether other layouts are looked for than are known so far; known: seconds of a plan that has to be
+        bettered, so that it is enough to prove that there are none. Raises NoStates.
         """
         least: tuple[float, _Level, Infeasible] | None = None
         for level in self._offered(deadline):
@@ -137,12 +136,12 @@ class OfferedStates:
                 except Infeasible as found:
                     reason = level.reason = found
             if reason.kind != "memory":
-                raise level.explained(reason, room, limit) from None
+                raise level.explained(reason, limit) from None
             if least is None or reason.bound < least[0]:
                 least = reason.bound, level, reason
         assert least is not None
         needs, level, reason = least
-        raise NoStates(str(level.explained(reason, room, limit)), needs)
+        raise NoStates(str(level.explained(reason, limit)), needs)
 
     def _offered(self, deadline: Deadline) -> Iterator[_Level]:
         yield from self._built
@@ -162,7 +161,7 @@ class _Level:
     offers: Offers
     space: SearchSpace
     columns: Columns
-    mesh: MeshSpec
+    prices: Prices
     overlaps: Sequence[PhaseOverlap]
     reason: Infeasible | None = None
 
@@ -175,7 +174,7 @@ class _Level:
         overlaps: Sequence[PhaseOverlap],
     ) -> _Level:
         columns = Columns(space.problem, space.kinds(overlaps), known_layouts(offers, space, known))
-        return _Level(offers, space, columns, prices.mesh, overlaps)
+        return _Level(offers, space, columns, prices, overlaps)
 
     @property
     def extra(self) -> float:
@@ -202,11 +201,8 @@ class _Level:
         seconds, bound = found.cost + self.extra, found.lower_bound + self.extra
         return replace(states, seconds=seconds, lower_bound=bound, nbytes=nbytes, room=room)
 
-    def explained(self, reason: Infeasible, room: int, limit: tuple[int, int]) -> InfeasibleError:
-        """For users, who know their limit, not the room as the search counts it: as much less of it is missing."""
-        bound = reason.bound + limit[0] - limit[1] - room
-        reason = Infeasible(reason.kind, reason.nodes, bound, reason.step)
-        return explained(reason, self.offers.joint, self.space, self.mesh, limit)
+    def explained(self, reason: Infeasible, limit: tuple[int, int]) -> InfeasibleError:
+        return explained(reason, self.offers.joint, self.space, self.prices, limit)
 
 
 def _coarser(kept: tuple[Place, ...]) -> Iterator[tuple[Place, ...]]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from autoshard.plan import plan_cache
 from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_cache import cached_plan, plan_path
@@ -62,6 +63,15 @@ def test_what_is_not_proven_is_not_kept() -> None:
     found = Searches(task(), status="feasible")
     cached_plan(found.task, found)
     assert not plan_path(found.task).exists()
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_within_a_limit_what_was_found_early_is_kept(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the bound is of plans without a limit, and says little of where the search ended."""
+    monkeypatch.setattr(plan_cache, "_EARLY", 1.0 if early else 0.0)
+    found = Searches(replace(task(), memory_limit=10**9), status="feasible")
+    cached_plan(found.task, found)
+    assert plan_path(found.task).exists() == early
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}"])

@@ -152,10 +152,7 @@ def test_stages_that_are_alike_are_searched_once_within_a_limit(
     assert middle.inputs[0] == middle.outputs[0] == found.stages[0].outputs[0]
     free = within(None)
     assert first.outputs.get(0) == (free.stages[0].outputs[0] if share else None)
-    # With fewer in flight it has more room, and what is proven without a limit alone holds of it.
+    # What is proven is of plans without a limit.
     whole = real(replace(told[1], memory_limit=None, beside=None))
-    assert [stage.lower_bound for stage in found.stages[1:3]] == [
-        pytest.approx(found.stages[1].lower_bound),
-        pytest.approx(whole.lower_bound),
-    ]
-    assert whole.lower_bound < found.stages[1].lower_bound
+    assert [stage.lower_bound for stage in found.stages[1:3]] == 2 * [pytest.approx(whole.lower_bound)]
+    assert found.stages[1].cost > whole.cost
