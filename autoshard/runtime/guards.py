@@ -5,6 +5,7 @@ Checked before every call, so the common case, nothing has changed, is a compari
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from passes.capture.contents import contents
 from passes.capture.places import Root, Via
 from passes.capture.surroundings import held_by, is_open
 from passes.ir.torch_compat import global_module_hooks
@@ -167,13 +169,20 @@ def _of_names(where: str, table: dict[str, Any], names: tuple[str, ...]) -> _Wat
 
 
 def _of_dict(where: str, held: dict[Any, Any], same: Callable[[Any, Any], bool]) -> _Watch:
-    return _Watch(where, lambda: tuple(held.values()), tuple(held), tuple(held.values()), same, held)
+    def read() -> tuple[Any, ...]:
+        return tuple(contents(held).values())
+
+    return _Watch(where, read, tuple(contents(held)), read(), same, held if type(held) is dict else None)
 
 
 def _of_container(where: str, held: Any) -> _Watch:
-    if isinstance(held, dict):
+    values = contents(held)
+    if isinstance(values, dict):
         return _of_dict(where, held, _same_inside)
-    return _Watch(where, lambda: tuple(held), tuple(range(len(held))), tuple(held), _same_inside, held)
+    return _Watch(
+        where, lambda: tuple(contents(held)), tuple(range(len(values))), tuple(values), _same_inside,
+        held if type(held) in (list, set, deque) else None,
+    )  # fmt: skip
 
 
 def _same(old: Any, new: Any) -> bool:

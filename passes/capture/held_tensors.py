@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cost_model.errors import CaptureError
+from passes.capture.contents import contents
 from passes.capture.surroundings import Container, containers_of
 
 __all__ = ["held_tensors_kept"]
@@ -50,11 +51,11 @@ def _tensors_of(module: nn.Module) -> list[Tensor]:
 
 
 def _entries(container: Container) -> list[tuple[str, object]]:
-    value, where = container.value, container.where
-    if isinstance(value, dict):
-        step = ".{}" if container.of_object else "[{!r}]"
-        return [(f"{where}{step.format(key)}", entry) for key, entry in value.items()]
-    return [] if isinstance(value, set) else [(f"{where}[{i}]", entry) for i, entry in enumerate(value)]
+    held, where = contents(container.value), container.where
+    if isinstance(held, dict):
+        step = "[{!r}]" if isinstance(container.value, dict) and not container.of_object else ".{}"
+        return [(f"{where}{step.format(key)}", entry) for key, entry in held.items()]
+    return [(f"{where}[{i}]", entry) for i, entry in enumerate(held)] if isinstance(held, list) else []
 
 
 def _restored(kept: Kept) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cost_model.errors import CaptureError
+from passes.capture.contents import contents, refill
 from passes.capture.snapshot import Snapshot
 
 __all__ = ["Slot", "find_slots", "named_state", "rebound_buffers", "state_kept", "state_replaced"]
@@ -116,9 +117,9 @@ def _check_initialised(tensor: Tensor, name: str) -> None:
 
 
 @contextmanager
-def state_kept(model: nn.Module) -> Generator[Snapshot]:
+def state_kept(model: nn.Module, arguments: Iterable[Any] = ()) -> Generator[Snapshot]:
     """Whatever a traced forward changes in attributes and containers of the model is undone at the end."""
-    before = Snapshot(model)
+    before = Snapshot(model, arguments)
     try:
         yield before
     finally:
@@ -128,7 +129,7 @@ def state_kept(model: nn.Module) -> Generator[Snapshot]:
 @contextmanager
 def state_replaced(slots: Sequence[Slot], values: Sequence[Tensor]) -> Generator[None]:
     """`values` in the places of `slots`, for one run of the forward; undone by `state_kept`."""
-    before = [(table, dict(table)) for slot in slots for table in _tables(slot)]
+    before = [(table, contents(table)) for slot in slots for table in _tables(slot)]
     try:
         for slot, value in zip(slots, values, strict=True):
             for (_, _, key), table in zip(slot.places, _tables(slot), strict=True):
@@ -138,8 +139,7 @@ def state_replaced(slots: Sequence[Slot], values: Sequence[Tensor]) -> Generator
         yield
     finally:
         for table, old in before:
-            table.clear()
-            table.update(old)
+            refill(table, old)
 
 
 def _tables(slot: Slot) -> list[dict[str, Any]]:

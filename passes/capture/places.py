@@ -7,6 +7,9 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
+from passes.capture.contents import kind_of
 from passes.capture.trees import Step
 
 __all__ = [
@@ -50,11 +53,16 @@ class Via:
 
     def get(self) -> Any:
         held = self.holder.get()
-        return getattr(held, self.key) if self.attribute else held[self.key]
+        return getattr(held, self.key) if self.attribute else kind_of(held).__getitem__(held, self.key)
 
     def __str__(self) -> str:
         step = f".{self.key}" if self.attribute else f"[{self.key!r}]"
         return f"{self.holder}{step}".removeprefix(".")
+
+
+def _assign(holder: Any, name: str, value: Any) -> None:
+    """What was left there is what the holder's class made of it, and a frozen one takes it too."""
+    (setattr if isinstance(holder, nn.Module) else object.__setattr__)(holder, name, value)
 
 
 class Place(ABC):
@@ -80,7 +88,7 @@ class Attribute(Place):
         return getattr(self.holder.get(), self.name)
 
     def put(self, call: Call, value: Any) -> None:
-        setattr(self.holder.get(), self.name, value)
+        _assign(self.holder.get(), self.name, value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,10 +99,12 @@ class Item(Place):
     key: Hashable
 
     def get(self, call: Call) -> Any:
-        return self.holder.get()[self.key]
+        held = self.holder.get()
+        return kind_of(held).__getitem__(held, self.key)
 
     def put(self, call: Call, value: Any) -> None:
-        self.holder.get()[self.key] = value
+        held = self.holder.get()
+        kind_of(held).__setitem__(held, self.key, value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,10 +115,12 @@ class Appended(Place):
     from_end: int
 
     def get(self, call: Call) -> Any:
-        return self.holder.get()[-self.from_end]
+        held = self.holder.get()
+        return kind_of(held).__getitem__(held, -self.from_end)
 
     def put(self, call: Call, value: Any) -> None:
-        self.holder.get().append(value)
+        held = self.holder.get()
+        kind_of(held).append(held, value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +130,7 @@ class Added(Place):
     holder: Root | Via
 
     def put(self, call: Call, value: Any) -> None:
-        self.holder.get().add(value)
+        set.add(self.holder.get(), value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +153,7 @@ class Incremented(Place):
 
     def put(self, call: Call, value: Any) -> None:
         held = self.holder.get()
-        setattr(held, self.name, getattr(held, self.name) + value)
+        _assign(held, self.name, getattr(held, self.name) + value)
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
 from cost_model.errors import CaptureError
+from passes.capture.contents import contents, refill
 from passes.capture.places import Added, Appended, Attribute, Hooked, Item, Place, Root, Via
 from passes.capture.surroundings import Container, containers_of, is_own, module_attributes
 from passes.capture.write_only import Counted, Stored, incremented
@@ -27,19 +28,22 @@ Changes = list[tuple[Place, Any]]
 
 
 class Snapshot:
-    """Attributes, tables and containers of `model` as they are now, shallow copies."""
+    """Attributes, tables and containers of `model` as they are now, shallow copies, and of what is held by
+    `arguments` of its call."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, arguments: Iterable[Any] = ()) -> None:
         self._modules = [(name, module, dict(vars(module))) for name, module in model.named_modules()]
         self._tables = [
-            (table, table.copy())
+            (table, contents(table))
             for _, module, _ in self._modules
             for table in (vars(module).get(name) for name in _TABLES)
             if table is not None
         ]
-        self._containers: list[tuple[Container, Any]] = [(c, c.value.copy()) for c in containers_of(model)]
+        self._containers: list[tuple[Container, Any]] = [
+            (c, contents(c.value)) for c in containers_of(model, arguments)
+        ]
         self._hooks = [
-            (table, table.copy())
+            (table, contents(table))
             for _, module, _ in self._modules
             for table in (vars(module)[key] for key in _TABLES if "_hooks" in key)
         ]
@@ -64,19 +68,19 @@ class Snapshot:
             kept = {key: value for key, value in old.items() if not is_own(module, key)}
             found += _attribute_changes(Root(module, name), module_attributes(module), kept)
         for container, old in self._containers:
-            found += _container_changes(container, old)
+            found += _container_changes(container, old) if container.repeated else []
         for table, old in self._hooks:
-            found += [(Hooked(table, key), hook) for key, hook in table.items() if key not in old]
+            found += [(Hooked(table, key), hook) for key, hook in contents(table).items() if key not in old]
         return found
 
     def restore(self) -> None:
         """All as it was: the same objects in the same places."""
         for container, old in self._containers:
-            _refill(container.value, old)
+            refill(container.value, old)
         for table, old in self._tables:
-            _refill(table, old)
+            refill(table, old)
         for _, module, attributes in self._modules:
-            _refill(vars(module), attributes)
+            refill(vars(module), attributes)
 
 
 def _attribute_changes(where: Root | Via, new: Mapping[str, Any], old: Mapping[str, Any]) -> Changes:
@@ -94,18 +98,20 @@ def _attribute_changes(where: Root | Via, new: Mapping[str, Any], old: Mapping[s
 
 
 def _container_changes(container: Container, old: Any) -> Changes:
-    value, where = container.value, container.where
+    value, where, new = container.value, container.where, contents(container.value)
     if container.of_object:
-        return _attribute_changes(where, value, old)
+        holder = where.get()
+        mine = {k: v for k, v in new.items() if not (isinstance(holder, nn.Module) and is_own(holder, k))}
+        return _attribute_changes(where, mine, {k: v for k, v in old.items() if k in mine or k not in new})
     if isinstance(value, dict):
-        if any(key not in value for key in old):
+        if any(key not in new for key in old):
             raise _refused(str(where), "removes items of")
-        return [(Item(where, k), v) for k, v in value.items() if not _same(old.get(k, _ABSENT), v)]
+        return [(Item(where, k), v) for k, v in new.items() if not _same(old.get(k, _ABSENT), v)]
     if isinstance(value, set):
-        if not old <= value:
+        if not set(old) <= set(new):
             raise _refused(str(where), "removes items of")
-        return [(Added(where), item) for item in value - old]
-    return _list_changes(where, list(value), list(old), getattr(value, "maxlen", None))
+        return [(Added(where), item) for item in set(new) - set(old)]
+    return _list_changes(where, new, old, getattr(value, "maxlen", None))
 
 
 def _list_changes(where: Root | Via, new: list[Any], old: list[Any], most: int | None) -> Changes:
@@ -137,23 +143,6 @@ def _plain(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(_plain(item) for item in value)
     return isinstance(value, (bool, int, float, complex, str, bytes, type(None)))
-
-
-def _refill(held: Any, old: Any) -> None:
-    """The items of `old` in `held`, unless they are there already."""
-    if isinstance(held, dict):
-        if list(held) != list(old) or any(
-            a is not b for a, b in zip(held.values(), old.values(), strict=True)
-        ):
-            held.clear()
-            held.update(old)
-    elif isinstance(held, set):
-        if held != old:
-            held.clear()
-            held.update(old)
-    elif len(held) != len(old) or any(a is not b for a, b in zip(held, old, strict=True)):
-        held.clear()
-        held.extend(old)
 
 
 def _refused(what: str, does: str) -> CaptureError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +29,7 @@ from passes.capture.padding_calls import PADS
 from passes.capture.places import Argument, Place
 from passes.capture.provenance import provenance
 from passes.capture.snapshot import Snapshot
-from passes.capture.trees import Tree, changed_places, flatten, retree, unflatten
+from passes.capture.trees import Static, Tree, changed_places, flatten, retree, unflatten
 from passes.capture.write_only import Spot, Uses, put_stand_ins, write_only_candidates
 from passes.ir.joint import CPU
 from passes.ir.torch_tracing import (
@@ -102,7 +102,8 @@ class _Traceable(nn.Module):
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         program, run = self.program, self.returned
         count = len(program.slots)
-        with state_replaced(program.slots, tensors[:count]), state_kept(program.model) as before:
+        arguments = _passed_on(program.call)
+        with state_replaced(program.slots, tensors[:count]), state_kept(program.model, arguments) as before:
             put_stand_ins(self.spots, self.uses)
             args, kwargs = call = unflatten(program.call, tensors[count:])
             with seen_on(program.device_type), attributes_read(before) as run.reads:
@@ -122,6 +123,14 @@ class _Traceable(nn.Module):
         # Contiguous, so that the tangents are traced contiguous, as the runtime passes them.
         flat = (*outputs, *(buffer.detach() for buffer in rebound.values()))
         return tuple(t.clone(memory_format=torch.contiguous_format) for t in flat)
+
+
+def _passed_on(tree: Tree) -> Iterator[Any]:
+    """What a call passes on as it is: the forward gets the user's own object, not one like it."""
+    if isinstance(tree, Static):
+        yield tree.value
+    for child in getattr(tree, "children", ()):
+        yield from _passed_on(child)
 
 
 _TRACER_FRAMES = frozenset({_Traceable.forward.__code__, trace_joint.__code__})
