@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from autoshard.runtime.local_updates import update_shards
 from autoshard.runtime.sharding import like_parameter
 from autoshard.runtime.stage_mesh import is_of_stages
 from passes.ir.torch_dtensor import (
+    answer_new_ops,
     dtensor_from,
     handle_dtensor_op,
     local_of,
     set_dtensor_data_by,
     sharding_of,
+    take_place_of,
     take_plain_tensors_as_replicated,
 )
 
@@ -36,12 +39,14 @@ or norm too (`p.grad.norm().item()` is the norm of a shard, without a word), or 
 
 def complete_dtensor_ops(device: torch.device) -> None:
     """From now on, in this process: a number read of a DTensor is that of the whole tensor, `copy_` and `p.data = ...`
-    take whole tensors, and a plain tensor beside DTensors is whole too, the same on all ranks, as outputs and losses
-    are; optimizers update shards as if they were plain. device: of the parameters."""
+    take whole tensors, a plain tensor beside DTensors is whole too, the same on all ranks, as outputs and losses are,
+    a pending sum is summed before an op that needs all of it writes into it, and optimizers update shards as if they
+    were plain. device: of the parameters."""
     for op in _OF_WHOLE:
         handle_dtensor_op(op, _of_whole)
     handle_dtensor_op(aten.copy_.default, _copy)
     handle_dtensor_op(aten.detach.default, _detached)
+    answer_new_ops(_summed_first)
     set_dtensor_data_by(_as_laid_out)
     take_plain_tensors_as_replicated(device)
     update_shards()
@@ -55,6 +60,24 @@ def _detached(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What torch gives, in half the time: autograd detaches every gradient that it stores."""
     (tensor,) = args
     return dtensor_from(op(local_of(tensor)), sharding_of(tensor))
+
+
+@torch.no_grad()
+def _summed_first(
+    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], propagate: Callable[[], Any]
+) -> Any:
+    """`x.mean().clamp_(min=1e-3)`: torch refuses to write into a sum that is pending, where the op needs the whole."""
+    target = args[0] if args else None
+    if not op._schema.is_mutable or not isinstance(target, DTensor):
+        return NotImplemented
+    placements = [Replicate() if p.is_partial() else p for p in target.placements]
+    if placements == list(target.placements):
+        return NotImplemented
+    try:
+        return propagate()
+    except RuntimeError:
+        take_place_of(target, target.redistribute(placements=placements))
+        return op(*args, **kwargs)
 
 
 def _copy(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -54,13 +54,15 @@ def answer_new_ops(answer: Callable[[Any, tuple[Any, ...], dict[str, Any], Calla
     """From now on `answer(op, args, kwargs, propagate)` is the result of an op of DTensors, if not NotImplemented.
     propagate: () -> what torch finds of the results, with their shardings as `output_spec`; returned, torch goes on.
 
-    It is asked when torch has not seen the op with such layouts before, so always until it lets torch go on. Once.
-    torch takes what is no sharding for the result, which is how it decomposes ops. Since 2.10."""
+    It is asked when torch has not seen the op with such layouts before, so always until it lets torch go on; the one
+    given last is asked first. torch takes what is no sharding for the result, which is how it decomposes ops. Since
+    2.10."""
     from torch.distributed.tensor import DTensor
 
     dispatcher: Any = DTensor._op_dispatcher
     propagate = dispatcher._propagate_op_sharding_dispatch_slow_path
-    if hasattr(propagate, "answer"):
+    answers: tuple[Any, ...] = getattr(propagate, "answers", ())
+    if answer in answers:
         return
 
     def answered(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *rest: Any) -> Any:
@@ -68,7 +70,7 @@ def answer_new_ops(answer: Callable[[Any, tuple[Any, ...], dict[str, Any], Calla
         found = answer(op, args, kwargs, torchs)
         return torchs() if found is NotImplemented else found
 
-    answered.answer = answer  # type: ignore[attr-defined]
+    answered.answers = (*answers, answer)  # type: ignore[attr-defined]
     dispatcher._propagate_op_sharding_dispatch_slow_path = answered
 
 
@@ -185,3 +187,9 @@ def dtensor_from(local: torch.Tensor, sharding: Any) -> torch.Tensor:
     from torch.distributed.tensor import DTensor
 
     return DTensor.__new__(DTensor, local, sharding, requires_grad=False)  # type: ignore[call-arg]
+
+
+def take_place_of(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Let a DTensor be cut as another of its shape, with that one's shard. `_local_tensor` since 2.0, `_spec` 2.1."""
+    tensor._local_tensor = other._local_tensor  # type: ignore[attr-defined]
+    tensor._spec = other._spec  # type: ignore[attr-defined]

@@ -88,3 +88,31 @@ def _read(rank: int) -> list[Any]:
 
 def test_numbers_are_read_of_the_whole_tensor(ranks: RankPool) -> None:
     assert ranks.run(_read, world=2) == [[3.0, 105.0, True, False]] * 2
+
+
+def _written(x: Tensor) -> list[Tensor]:
+    """What hand-written optimizers do with the sum, mean and norm of a state, in place."""
+    mask = (x > 6).to(x.dtype)
+    mask.mul_(mask.numel() / mask.sum().add_(1))
+    cautious = (x > 6).to(x.dtype)
+    cautious.div_(cautious.mean().clamp_(min=1e-3))
+    return [
+        mask,
+        cautious,
+        x.sum().sqrt_(),
+        x.norm().add_(1e-6),
+        x.square().mean(0).add_(1).rsqrt_(),
+        x.mean().mul_(2).neg_(),
+        x.amax().clamp_(max=3),
+        x.sum().pow_(2).fill_(3),
+    ]
+
+
+def _written_of_shards(rank: int) -> list[Tensor]:
+    return [r.full_tensor() if isinstance(r, DTensor) else r for r in _written(_made()[1])]
+
+
+def test_what_is_written_into_a_pending_sum_is_of_the_whole(ranks: RankPool) -> None:
+    for found in ranks.run(_written_of_shards, world=2):
+        for ours, theirs in zip(found, _written(WHOLE.clone()), strict=True):
+            torch.testing.assert_close(ours, theirs)
