@@ -44,6 +44,7 @@ class Executable:
         check_inputs: CheckInputs,
     ) -> None:
         self.guards = guards
+        self.answers = tuple(check.answer for _, check in captured.call.checks)
         self._home = home
         self._check_inputs = check_inputs
         self._spec = captured.call

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -178,9 +178,10 @@ def canonical_capture(
     *,
     device: torch.device | None = None,
     forward: Callable[..., Any] | None = None,
+    answers: Sequence[torch.Tensor] = (),
 ) -> Captured:
     """The model's canonical joint graph for one call at global shapes (arguments as `capture`'s)."""
-    captured = capture(model, args, kwargs, device=device, forward=forward)
+    captured = capture(model, args, kwargs, device=device, forward=forward, answers=answers)
     return replace(captured, joint=canonicalize(captured.joint))
 
 

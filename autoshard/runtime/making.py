@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.calls.call_ends import CallEnds, call_ends, call_inputs
+from autoshard.calls.checks import Checks
 from autoshard.plan.micro_batches import cut_call
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_fits import axes_in, runnable
@@ -84,14 +85,14 @@ class Making:
         groups_for(home.mesh, axes_in(plan))
         ours = collectively(home.mesh, lambda: self._lowered(captured), what="lowering a plan")
         sides = call_inputs(captured.joint, plan)
-        turn = turns_of(home.watch, kind)
+        turn, checks = turns_of(home.watch, kind), Checks(captured.call)
 
         def compiled(backend: str) -> AnyProgram:
             rank = home.mesh.get_rank()
             if len(ours) > 1:
-                return PiecewiseProgram(ours, sides, home.spec, rank, backend, home.observers, turn)
+                return PiecewiseProgram(ours, sides, home.spec, rank, backend, home.observers, turn, checks)
             backward = ours[0].phases.backward
-            program = Program(ours[0], sides, home.spec, rank, backend, home.observers, turn)
+            program = Program(ours[0], sides, home.spec, rank, backend, home.observers, turn, checks)
             if backward is not None:
                 program.compile_backward(usually_missing(backward))
             return program

@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Generator, Hashable
+from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from autoshard.calls.checks import Otherwise
 from autoshard.runtime.guards import Guards
 from cost_model.errors import ShardingError
 from passes.ir.autocast_off import autocast_devices
@@ -32,11 +33,13 @@ class Built(Protocol):
 
     guards: Guards
     """What it depends on beside the call's arguments and the module's mode."""
+    answers: tuple[Tensor, ...]
+    """To what the forward asks of values: a call for which they come out otherwise raises Otherwise."""
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
 
-Build = Callable[[tuple[Any, ...], dict[str, Any]], Built]
+Build = Callable[[tuple[Any, ...], dict[str, Any], Sequence[Tensor]], Built]
 
 _MANY = 8
 """So many programs for one kind of call are worth a warning: something in the model changes at every call."""
@@ -46,8 +49,8 @@ class Dispatcher:
     """The installed `forward`: runs the executable made for this kind of call, building it the first time.
 
     key:   of a call's arguments: their structure, shapes, dtypes. The module's mode is added here.
-    build: makes the executable for a call like this one; what it raises reaches the caller, and
-           nothing is remembered.
+    build: makes the executable for a call like this one, in which the first questions have the given answers; what
+           it raises reaches the caller, and nothing is remembered.
 
     An executable is used as long as its guards hold; after that another is built, and the first is kept for the
     case that what has changed changes back.
@@ -67,19 +70,25 @@ class Dispatcher:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._uncompiled(self, args, kwargs)
 
-    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Built:
-        """The executable for a call like this one, in the module's present state; built if there is none."""
+    def prepare(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], otherwise: Otherwise | None = None
+    ) -> Built:
+        """The executable for a call like this one, in the module's present state; built if there is none.
+
+        otherwise: what the last one said of this call."""
         _refuse_transforms()
         key = self._key(args, kwargs)
         known = self.executables.get((self._mode.key(), key), [])
-        for built in known:
-            if built.guards.hold():
+        answers = () if otherwise is None else otherwise.answers
+        for place, built in enumerate(known):
+            if built.guards.hold() and all(map(torch.equal, answers, built.answers)):
+                known.insert(0, known.pop(place))  # where answers differ, those of the last call
                 return built
         if known:
-            _tell(known)
+            _tell(known, otherwise)
             self._mode = _Mode(self.model)  # layers may have changed
-        built = self.build(args, kwargs)
-        self.executables.setdefault((_Mode(self.model).key(), key), []).append(built)
+        built = self.build(args, kwargs, answers)
+        self.executables.setdefault((_Mode(self.model).key(), key), []).insert(0, built)
         return built
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Dispatcher:
@@ -106,9 +115,13 @@ def _refuse_transforms() -> None:
         )
 
 
-def _tell(known: list[Built]) -> None:
+def _tell(known: list[Built], otherwise: Otherwise | None) -> None:
     """Why another program is made."""
-    reason = known[-1].guards.changed()
+    reason = (
+        known[0].guards.changed()
+        if otherwise is None
+        else f"a value comes out otherwise at {otherwise.place}"
+    )
     _log.info("the model has changed since this kind of call was planned: %s", reason)
     if len(known) == _MANY:
         _log.warning(
@@ -121,7 +134,12 @@ def _tell(known: list[Built]) -> None:
 
 def _run(dispatcher: Dispatcher, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What torch.compile leaves alone: the programs are compiled already, and planning is not to be traced."""
-    return dispatcher.prepare(args, kwargs).call(args, kwargs)
+    otherwise: Otherwise | None = None
+    while True:
+        try:
+            return dispatcher.prepare(args, kwargs, otherwise).call(args, kwargs)
+        except Otherwise as found:
+            otherwise = found
 
 
 def install(model: nn.Module, key: Key, build: Build) -> Dispatcher:

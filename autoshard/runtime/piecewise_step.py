@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autoshard.calls.checks import no_checks
 from autoshard.runtime.call_gradients import CallGradients, in_pieces
 from autoshard.runtime.input_side import InputSide
 from autoshard.runtime.leaves import Leaves
@@ -45,8 +46,10 @@ class PiecewiseProgram:
         backend: str = "inductor",
         observers: Sequence[Observer] = (),
         turn: Turn = no_turn,
+        checks: Callable[[Sequence[Tensor], bool], Callable[[], None]] = no_checks,
     ) -> None:
         first = programs[0]
+        self._checks = checks
         self._turn, self._observers, self.device_type = turn, observers, spec.device_type
         placeholders = [n for n in first.local.module.graph.nodes if n.op == "placeholder"]
         pairs = list(zip(placeholders, first.inputs, strict=True))
@@ -81,9 +84,11 @@ class PiecewiseProgram:
             self._give(known, self.ends.loss_is_one(self._device(leaves)))
         with autocast_off(), self._turn("forward"), torch.no_grad():
             results = self._early.run(known, self._observers)
+            outputs = self.ends.returned(results)
+            self._checks(outputs, False)
             for place, leaf in self.ends.buffers:
                 local_of(leaves[leaf]).copy_(results[place])  # type: ignore[arg-type]
-        return self.ends.returned(results), self.ends.gradients_in(results)
+        return outputs, self.ends.gradients_in(results)
 
     def run_again(self, leaves: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of a call with these leaves, its outputs having the gradients `tangents`."""

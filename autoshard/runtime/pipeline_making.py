@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autoshard.calls.call_ends import CallEnds, input_sides, output_shapes, returned_as
+from autoshard.calls.checks import Checks
 from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_fits import axes_in, runnable
@@ -77,10 +78,11 @@ class PipelineMaking:
         graphs = stage_graphs(captured.joint, plan.cut)
         ours = collectively(home.mesh, lambda: self._lowered(graphs), what="lowering a plan")
         ends = self._ends(captured, graphs)
-        turn = turns_of(home.watch, kind)
+        turn, checks = turns_of(home.watch, kind), Checks(captured.call)
 
         def compiled(backend: str) -> PipelineProgram:
-            return PipelineProgram(ends, ours, len(graphs), plan.schedule, backend, turn, home.stage_clocks)
+            clocks = home.stage_clocks
+            return PipelineProgram(ends, ours, len(graphs), plan.schedule, backend, turn, clocks, checks)
 
         return together(home, compiled)
 

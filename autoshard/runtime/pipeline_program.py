@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from autoshard.calls.checks import no_checks
 from autoshard.runtime.call_gradients import CallGradients, in_pieces
 from autoshard.runtime.input_side import InputSide
 from autoshard.runtime.leaves import Leaves
@@ -72,8 +73,9 @@ class PipelineProgram:
         backend: str = "inductor",
         turn: Turn = no_turn,
         clocks: Sequence[StageClock] = (),
+        checks: Callable[[Sequence[Tensor], bool], Callable[[], None]] = no_checks,
     ) -> None:
-        self._at, self._turn = ends, turn
+        self._at, self._turn, self._checks = ends, turn, checks
         self._names = [(s.kind, s.name) for s in ends.joint.inputs if s.kind != "tangent"]
         self.leaves = _leaves(ends, stages)
         self.ends = CallGradients(ends.joint.outputs, ends.joint.inputs, _tangents(ends, stages))
@@ -103,6 +105,7 @@ class PipelineProgram:
         with autocast_off(), self._turn("forward"), torch.no_grad():
             found = self._early.run(known, loss, backward=self.ends.has_loss)
             outputs = self._outputs(found)
+            self._checks(outputs, False)
             for place, leaf in self.ends.buffers:
                 name = self._at.joint.outputs[place].name
                 new = self._everywhere(found.get(("buffer", name)), self._at.buffers[name], leaves[leaf])

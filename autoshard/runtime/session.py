@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -96,14 +97,21 @@ class Session:
         """What of a call's arguments decides its graph."""
         return flatten_call(args, kwargs)[1]
 
-    def build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Built:
-        """The executable for calls like this one. Every rank of the mesh must get here."""
+    def build(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], answers: Sequence[torch.Tensor] = ()
+    ) -> Built:
+        """The executable for calls like this one. Every rank of the mesh must get here.
+
+        answers: to the first questions that the forward asks of values."""
         what, detail = "planning a new kind of call", local_call(args, kwargs)
         collectively(self.mesh, self._check_model, what=what, detail=detail)
         shapes = everyones(self.mesh, tensor_shapes(args, kwargs), what="shapes of a new kind of call")
         with self.stages("tracing the model"):
             whole, captured = collectively(
-                self.mesh, lambda: self._captured(args, kwargs, shapes), what="capture", detail=detail
+                self.mesh,
+                lambda: self._captured(args, kwargs, shapes, answers),
+                what="capture",
+                detail=detail,
             )
         layouts = CallLayouts(
             whole.layouts, output_layouts(captured, self.spec, self.settings.out_placements)
@@ -139,13 +147,20 @@ class Session:
         check_unwrapped(self.model)
 
     def _captured(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: list[list[tuple[int, ...]]]
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        shapes: list[list[tuple[int, ...]]],
+        answers: Sequence[torch.Tensor],
     ) -> tuple[GlobalCall, Captured]:
         whole = global_call(args, kwargs, self.spec, self.settings.in_placements, lambda _: shapes)
         dispatcher = dispatcher_of(self.model)
         forward = self.model.forward if dispatcher is None else dispatcher.original
         device = local_device(self.mesh)
-        return whole, canonical_capture(self.model, whole.args, whole.kwargs, device=device, forward=forward)
+        captured = canonical_capture(
+            self.model, whole.args, whole.kwargs, device=device, forward=forward, answers=answers
+        )
+        return whole, captured
 
     def _fingerprint(self, joint: JointGraph, whole: GlobalCall) -> dict[str, str]:
         return {

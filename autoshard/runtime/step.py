@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
+from autoshard.calls.checks import no_checks
 from autoshard.runtime.input_side import InputSide, conform, expected
 from autoshard.runtime.leaves import Leaves
 from autoshard.runtime.observe import Observer, PhaseRun, observed
@@ -46,6 +47,8 @@ class Program:
 
     observers: told when a forward or backward begins and ends; may change while the program lives.
     turn: of "forward" or "backward": the block in which it runs, so that ranks know where the others are.
+    checks: given a forward's outputs before buffers change, raises if they are not for this program; what it returns is
+            called after the backward, if there is one.
     """
 
     def __init__(
@@ -57,8 +60,9 @@ class Program:
         backend: str = "inductor",
         observers: Sequence[Observer] = (),
         turn: Callable[[str], AbstractContextManager[Any]] = no_turn,
+        checks: Callable[[Sequence[Tensor], bool], Callable[[], None]] = no_checks,
     ) -> None:
-        self._turn = turn
+        self._turn, self._checks = turn, checks
         phases = program.phases
         self._program = program
         self.phases = phases
@@ -89,24 +93,28 @@ class Program:
     def __call__(self, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
         if self.phases.backward is None:
             with torch.no_grad():
-                outputs, _ = self.run_forward(leaves)
+                outputs, _, _ = self.run_forward(leaves)
             return outputs
         return _Step.apply(self, *leaves)  # type: ignore[return-value]
 
-    def run_forward(self, leaves: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        """(outputs, tensors to save). Outside autograd."""
+    def run_forward(
+        self, leaves: Sequence[Tensor]
+    ) -> tuple[tuple[Tensor, ...], list[Tensor], Callable[[], None]]:
+        """(outputs, tensors to save, what is to be checked after the backward). Outside autograd."""
         locals_ = self.leaves.local(leaves)
         run = lambda: PhaseRun("forward", self.phases, tuple(locals_))
-        with autocast_off(), self._turn("forward"), observed(self._observers, run):
-            results = self._forward(list(locals_))
+        with autocast_off(), self._turn("forward"):
+            with observed(self._observers, run):
+                results = self._forward(list(locals_))
+            outputs: list[Tensor] = [results[p] for p in self._returned]  # type: ignore[misc]
+            late = self._checks(outputs, self.phases.backward is not None)
             for position, leaf in self._buffers:
                 local_of(leaves[leaf]).copy_(results[position])  # type: ignore[arg-type]
         saved: list[Tensor] = []
         if self.phases.backward is not None:
             saved = [locals_[i] for i in self.phases.backward.passed]
             saved += [results[i] for i in self.phases.backward.saved]  # type: ignore[misc]
-        outputs: list[Tensor] = [results[p] for p in self._returned]  # type: ignore[misc]
-        return own_outputs(outputs, locals_), saved
+        return own_outputs(outputs, locals_), saved, late
 
     def run_backward(self, saved: list[Tensor], tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Local gradients, parallel to `phases.backward.gradients`. `saved` is emptied."""
@@ -158,7 +166,7 @@ class _CompiledBackward:
 class _Step(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, program: Program, *leaves: Tensor) -> tuple[Tensor, ...]:
-        outputs, saved = program.run_forward(leaves)
+        outputs, saved, ctx.late = program.run_forward(leaves)
         ctx.program = program
         ctx.looks = program.leaves.looks(leaves)
         ctx.set_materialize_grads(False)
@@ -177,6 +185,7 @@ class _Step(torch.autograd.Function):
         ctx.maybe_clear_saved_tensors()
         assert program.phases.backward is not None
         found = program.run_backward(saved, tangents)
+        ctx.late()
         # `needs_input_grad` is a new tuple at every look.
         needed = ctx.needs_input_grad[1:]
         return (None, *program.leaves.gradients(ctx.looks, needed, program.phases.backward.gradients, found))

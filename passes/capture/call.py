@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from passes.capture.places import Place
+from passes.capture.questions import Check
 from passes.capture.trees import Mapped, Sequenced, Tree, flatten, flatten_arguments, tensor_paths, unflatten
 
 __all__ = ["CallSpec", "flatten_call", "tensor_names"]
@@ -103,6 +104,15 @@ class CallSpec:
     returned: int
     places: tuple[Place, ...] = ()
     overwritten: tuple[int, ...] = ()
+
+    @cached_property
+    def checks(self) -> tuple[tuple[int, Check], ...]:
+        """What the forward asks of values, and the outputs that say whether they are as the program supposes."""
+        assert isinstance(self.outputs, Sequenced)
+        left = self.outputs.children[1]
+        assert isinstance(left, Sequenced)
+        pairs = zip(left.children, self.places, strict=True)
+        return tuple((tree.index, place) for tree, place in pairs if isinstance(place, Check))  # type: ignore[union-attr]
 
     @property
     def returned_tree(self) -> Tree:

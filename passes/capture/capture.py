@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cost_model.errors import AutoshardError
+from passes.capture.answers import is_of_user
 from passes.capture.build_joint import build_joint, overwritten_inputs
 from passes.capture.call import CallSpec, flatten_call, tensor_names
 from passes.capture.capture_errors import capture_error
@@ -44,19 +45,23 @@ def capture(
     *,
     device: torch.device | str | None = None,
     forward: Callable[..., Any] | None = None,
+    answers: Sequence[Tensor] = (),
 ) -> Captured:
     """The joint graph of `forward(*args, **kwargs)`, as gradient mode, autocast and train flags are now.
 
-    No kernel runs, and nothing changes in `model` and the global random numbers. Numbers, strings and None among the
-    arguments are baked in. Outputs that are not tensors are kept as constants of the returned structure.
+    No kernel runs but those that answer what the forward asks of the call's values (`if labels.max() >= n`), and
+    nothing changes in `model` and the global random numbers. Numbers, strings and None among the arguments are baked
+    in. Outputs that are not tensors are kept as constants of the returned structure.
 
     device:  where the ranks will run, on this machine or not: the model sees this type of device, with its
              autocast ("cuda" on a laptop). None: the CPU. The graph is traced on CPU fakes whatever this is and
              wherever the model and the arguments are, `meta` included, so it is the same everywhere.
     forward: what to call instead of `model` (of the same module).
+    answers: to the first questions that the forward asks of values (`CallSpec.checks`).
 
     Raises CaptureError, with the line of the user's code, for what cannot be one graph: control flow
-    that depends on values, shapes that do, a changed parameter, a forward that fails.
+    that depends on values, shapes that do, a changed parameter, a forward that fails. With `answers` a forward's own
+    error is raised as it is.
     """
     called = model if forward is None else forward
     inputs, key = flatten_call(args, kwargs)
@@ -64,10 +69,12 @@ def capture(
     runs_on = CPU if device is None else torch.device(device)
     program = TracedCall(model, called, slots, inputs, key.tree, runs_on.type)
     try:
-        traced = trace(program)
+        traced = trace(program, answers)
     except AutoshardError:
         raise
     except Exception as cause:
+        if answers and is_of_user(cause):
+            raise  # what the forward raises for values like these
         raise capture_error(model, called, cause) from cause
     check_dtypes(traced.aot.module.graph)
     joint = replace(build_joint(program, traced, tensor_names(key)), device=runs_on)

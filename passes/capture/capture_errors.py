@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import linecache
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,8 +10,9 @@ from typing import Any
 from torch import nn
 
 from cost_model.errors import CaptureError
-from passes.capture.provenance import is_user_file
-from passes.ir.torch_tracing import data_dependent_errors, shape_dependent_errors
+from passes.capture.provenance import is_user_file, place_text
+from passes.capture.questions import Undecided
+from passes.ir.torch_tracing import is_value_missing, shape_dependent_errors
 
 __all__ = ["capture_error", "mutation_error"]
 
@@ -21,10 +21,10 @@ _CHANGED_IN_PLACE = ("mutating a non-functional tensor", "expected to have an en
 """What torch says where a tensor that it has not traced from the beginning is written to."""
 
 
-def capture_error(model: nn.Module, forward: Callable[..., Any], cause: BaseException) -> CaptureError:
+def capture_error(model: nn.Module, forward: Callable[..., Any], cause: Exception) -> CaptureError:
     """The error for `cause`, raised while `forward` was traced."""
     reason, remedy = _explain(cause)
-    place = _place(cause) or _definition(forward)
+    place = (cause.place if isinstance(cause, Undecided) else _place(cause)) or _definition(forward)
     return CaptureError(f"cannot capture {type(model).__name__}: {reason}\n  at {place}\n  try: {remedy}")
 
 
@@ -37,10 +37,8 @@ def mutation_error(model: nn.Module, what: str, source: str) -> CaptureError:
     )
 
 
-def _explain(cause: BaseException) -> tuple[str, str]:
-    if isinstance(cause, data_dependent_errors()) or "trying to get value out of a tracing tensor" in str(
-        cause
-    ):
+def _explain(cause: Exception) -> tuple[str, str]:
+    if isinstance(cause, Undecided) or is_value_missing(cause):
         return (
             "the value of a tensor decides what runs next (`if`, `.item()`, `.tolist()`, `int()`, ...)",
             "torch.where, masks, or an argument that is a Python number",
@@ -76,8 +74,7 @@ def _place(cause: BaseException) -> str | None:
         for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
             code = frame.f_code
             if is_user_file(code.co_filename):
-                text = linecache.getline(code.co_filename, line).strip()
-                return f"{code.co_filename}:{line}, in {code.co_name}" + (f": {text}" if text else "")
+                return place_text(code.co_filename, line, code.co_name)
     return None
 
 

@@ -114,6 +114,8 @@ def prelu_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Ten
 
 
 SUMS: dict[Any, Callable[..., Any]] = {
+    aten._is_all_true.default: lambda x: x.all(),
+    aten._is_any_true.default: lambda x: x.any(),
     aten.mean.dim: mean,
     aten.mean.default: mean_all,
     aten.var_mean.correction: var_mean,

@@ -7,6 +7,7 @@ hooks around every module call, and by a mode that sees every call of a torch fu
 
 from __future__ import annotations
 
+import linecache
 import os
 import sys
 import sysconfig
@@ -24,7 +25,15 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy
 
-__all__ = ["is_user_file", "node_checkpoint", "node_is_saved", "node_module", "node_source", "provenance"]
+__all__ = [
+    "is_user_file",
+    "node_checkpoint",
+    "node_is_saved",
+    "node_module",
+    "node_source",
+    "place_text",
+    "provenance",
+]
 
 _MODULE, _SOURCE, _AGAIN = "autoshard.module", "autoshard.source", "autoshard.again"
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -44,6 +53,12 @@ def is_user_file(filename: str) -> bool:
     if filename.startswith(("<", *_NOT_THE_USERS)):
         return False
     return not filename.startswith(_STANDARD_LIBRARY) or "site-packages" in filename
+
+
+def place_text(file: str, line: int, name: str) -> str:
+    """ "/path/model.py:12, in forward: if x.sum() > 0:"."""
+    text = linecache.getline(file, line).strip()
+    return f"{file}:{line}, in {name}" + (f": {text}" if text else "")
 
 
 def _user_line(frame: FrameType | None, stop: frozenset[CodeType]) -> str:

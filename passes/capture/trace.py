@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cost_model.errors import CaptureError
+from passes.capture.answers import traced_with_answers
 from passes.capture.attention_calls import attention_captured
 from passes.capture.attribute_reads import attributes_read
 from passes.capture.backward_writes import check_backward_writes
@@ -28,6 +29,7 @@ from passes.capture.model_state import Slot, rebound_buffers, state_kept, state_
 from passes.capture.padding_calls import PADS
 from passes.capture.places import Argument, Place
 from passes.capture.provenance import provenance
+from passes.capture.questions import Questions
 from passes.capture.snapshot import Snapshot
 from passes.capture.trees import Static, Tree, changed_places, flatten, retree, unflatten
 from passes.capture.write_only import Spot, Uses, put_stand_ins, write_only_candidates
@@ -93,13 +95,28 @@ class Traced:
 class _Traceable(nn.Module):
     """The program as a function of all its tensors. The model is no submodule: it has no parameters."""
 
-    def __init__(self, program: TracedCall, returned: Returned, spots: Sequence[Spot], uses: Uses) -> None:
+    def __init__(
+        self, program: TracedCall, returned: Returned, spots: Sequence[Spot], uses: Uses, questions: Questions
+    ) -> None:
         super().__init__()
         self.program = program
         self.returned = returned
         self.spots, self.uses = spots, uses
+        self.questions = questions
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        self.questions.begin()
+        try:
+            return self._flat(tensors)
+        except Exception as error:
+            if not self.questions.stopping:
+                raise
+            self.questions.stopped = error
+        finally:
+            self.questions.end()
+        return tuple(question.value.clone() for question in self.questions.asked)
+
+    def _flat(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         program, run = self.program, self.returned
         count = len(program.slots)
         arguments = _passed_on(program.call)
@@ -110,7 +127,7 @@ class _Traceable(nn.Module):
                 result = program.forward(*args, **kwargs)
             after = retree(call, tensors[count:])
             arguments = [(Argument(path), value) for path, value in changed_places(program.call, after, call)]
-            run.writes = (*before.changes(), *arguments)
+            run.writes = (*before.changes(), *arguments, *self.questions.checks())
             outputs, run.tree = flatten((result, tuple(value for _, value in run.writes)))
             rebound = rebound_buffers(program.slots, tensors[:count])
         run.count, run.returned, run.rebound = len(outputs), len(flatten(result)[0]), tuple(rebound)
@@ -119,6 +136,8 @@ class _Traceable(nn.Module):
                 f"cannot capture {type(program.model).__name__}: its forward returns no tensor\n"
                 "  try: return the loss"
             )
+        if self.questions.stopping:
+            return tuple(question.value.clone() for question in self.questions.asked)
         # A clone is no alias of an input, a parameter or another output: the graph stays functional.
         # Contiguous, so that the tangents are traced contiguous, as the runtime passes them.
         flat = (*outputs, *(buffer.detach() for buffer in rebound.values()))
@@ -136,13 +155,21 @@ def _passed_on(tree: Tree) -> Iterator[Any]:
 _TRACER_FRAMES = frozenset({_Traceable.forward.__code__, trace_joint.__code__})
 
 
-def trace(program: TracedCall) -> Traced:
-    """Trace `program` on CPU fakes. Everything it changes, in the model and in torch, is put back."""
-    aot, run = _traced(program, (), Uses())
+def trace(program: TracedCall, answers: Sequence[Tensor] = ()) -> Traced:
+    """Trace `program` on CPU fakes. Everything it changes, in the model and in torch, is put back.
+
+    answers: to the first of the questions that the forward asks of values."""
+
+    def tracer(questions: Questions) -> tuple[AotGraph, tuple[AotGraph, Returned]]:
+        aot, run = _traced(program, (), Uses(), questions)
+        return aot, (aot, run)
+
+    given = [*(slot.tensor for slot in program.slots), *program.inputs]
+    (aot, run), questions = traced_with_answers(tracer, given, answers)
     exempt: Sequence[Spot] = ()
     spots, uses = write_only_candidates(run.writes, run.reads), Uses()
     if spots:
-        again = _traced_if_possible(program, spots, uses)
+        again = _traced_if_possible(program, spots, uses, questions)
         if again is not None and not uses.looked_at:
             (aot, run), exempt = again, spots
     assert run.tree is not None
@@ -155,15 +182,17 @@ def trace(program: TracedCall) -> Traced:
 
 
 def _traced_if_possible(
-    program: TracedCall, spots: Sequence[Spot], uses: Uses
+    program: TracedCall, spots: Sequence[Spot], uses: Uses, questions: Questions
 ) -> tuple[AotGraph, Returned] | None:
     try:
-        return _traced(program, spots, uses)
+        return _traced(program, spots, uses, questions)
     except Exception:  # whatever code says to an object that is no number
         return None
 
 
-def _traced(program: TracedCall, spots: Sequence[Spot], uses: Uses) -> tuple[AotGraph, Returned]:
+def _traced(
+    program: TracedCall, spots: Sequence[Spot], uses: Uses, questions: Questions
+) -> tuple[AotGraph, Returned]:
     """One trace, with stand-ins in `spots`."""
     returned = Returned()
     with ExitStack() as stack:
@@ -180,10 +209,11 @@ def _traced(program: TracedCall, spots: Sequence[Spot], uses: Uses) -> tuple[Aot
             full_precision_backward(),
             resizing_kept(),
             reentrant_checkpoints_called(),
+            questions.answered(),
         ):
             stack.enter_context(context)
         answers = {**replaced, **PADS, **COUNTS, **DENSE_GRADIENTS, **grouped_captured()}
-        aot = _joint(program, _Traceable(program, returned, spots, uses), answers)
+        aot = _joint(program, _Traceable(program, returned, spots, uses, questions), answers)
         check_backward_writes(before, [place for place, _ in returned.writes])
     return aot, returned
 
@@ -197,7 +227,8 @@ def _joint(program: TracedCall, traceable: _Traceable, answers: dict[Any, Callab
             return trace_joint(traceable, fakes, table, rewrite_writes=rewrite_writes)
 
     table = decomposition_table()
-    if not any(_writes_in_place(module) for module in program.model.modules()):
+    stopping = traceable.questions.stopping
+    if not stopping and not any(_writes_in_place(module) for module in program.model.modules()):
         # What is wrong with a program, the other trace says, and torch's anomaly detection warns there.
         with suppress(Exception), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Error detected in ")

@@ -113,12 +113,32 @@ def fake_tensors(
         ]
 
 
-def data_dependent_errors() -> tuple[type[Exception], ...]:
-    """Raised by fake tensors asked for their value. Since torch 2.0."""
+def is_value_missing(error: Exception) -> bool:
+    """Whether a traced tensor was asked for its value. The classes since torch 2.0."""
     from torch._subclasses.fake_tensor import DataDependentOutputException
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-    return DataDependentOutputException, GuardOnDataDependentSymNode
+    missing = "trying to get value out of a tracing tensor" in str(error)
+    return missing or isinstance(error, (DataDependentOutputException, GuardOnDataDependentSymNode))
+
+
+@contextmanager
+def traced_values_answered(
+    truth: Callable[[torch.Tensor], bool], listed: Callable[[torch.Tensor, Callable[..., Any]], Any]
+) -> Generator[None]:
+    """Inside, `bool()` of a traced tensor is `truth(tensor)`, and its `tolist()` is `listed(tensor, torch's own)`: by
+    methods in Python, which no TorchFunctionMode sees, torch asks for the number, and for each. Since torch 2.0."""
+    from torch._subclasses import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    def of(known: Callable[..., Any]) -> Callable[[torch.Tensor], Any]:
+        return lambda tensor: listed(tensor, known)
+
+    with ExitStack() as stack:
+        stack.enter_context(replaced_attribute(FunctionalTensor, "__bool__", lambda tensor: truth(tensor)))
+        for kind in (FakeTensor, FunctionalTensor):
+            stack.enter_context(replaced_attribute(kind, "tolist", of(kind.tolist)))
+        yield
 
 
 def shape_dependent_errors() -> tuple[type[Exception], ...]:
@@ -220,15 +240,23 @@ def grouped_mm_functions() -> list[Any]:
     return [] if op is None else [torch._grouped_mm, op, op.default]
 
 
-@contextmanager
-def accelerator_kernels(kernels: Mapping[Any, Callable[..., Any]]) -> Generator[None]:
-    """Inside, on this thread, calls of these ops run the given functions first, before autograd sees them.
+def accelerator_kernels(kernels: Mapping[Any, Callable[..., Any]]) -> AbstractContextManager[None]:
+    """Inside, on this thread, calls of these ops run the given functions first, before autograd sees them. A function
+    that calls its op again reaches torch."""
+    return _kernels_first(kernels, torch._C.DispatchKey.AutocastHPU)  # type: ignore[attr-defined]
 
-    The key is that of an autocast which no backend in torch uses, put among the keys of every call; torch's own
-    autocast keys follow a tensor's device. A function that calls its op again reaches torch.
+
+def values_asked(kernels: Mapping[Any, Callable[..., Any]]) -> AbstractContextManager[None]:
+    """The same for ops that take values out of tensors, at the same time."""
+    return _kernels_first(kernels, torch._C.DispatchKey.AutocastIPU)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _kernels_first(kernels: Mapping[Any, Callable[..., Any]], key: Any) -> Generator[None]:
+    """key: that of an autocast which no backend in torch uses, put among the keys of every call; torch's own
+    autocast keys follow a tensor's device.
     `_C._ExcludeDispatchKeyGuard` and `_IncludeDispatchKeyGuard` since torch 1.13, `Library.fallback` since torch 2.6.
     """
-    key = torch._C.DispatchKey.AutocastHPU  # type: ignore[attr-defined]
     own, others = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
 
     def below(function: Callable[..., Any]) -> Callable[..., Any]:

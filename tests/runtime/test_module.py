@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autoshard.runtime.guards import Guards
 from autoshard.runtime.module import Built, dispatcher_of, install, mode_key, original_forward
@@ -24,6 +25,8 @@ class Net(nn.Module):
 class Returning:
     """An executable that returns its number, and depends on what is read of the model."""
 
+    answers: tuple[Tensor, ...] = ()
+
     def __init__(self, number: Any, guards: Guards) -> None:
         self.number, self.guards = number, guards
 
@@ -37,7 +40,7 @@ class Builds:
     def __init__(self, model: nn.Module) -> None:
         self.count, self.model = 0, model
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Built:
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], answers: Sequence[Tensor]) -> Built:
         self.count += 1
         return Returning(self.count, Guards(self.model, {self.model: frozenset({"temperature"})}))
 
@@ -111,7 +114,7 @@ def test_a_failed_build_is_not_remembered() -> None:
     model = Net()
     attempts: list[int] = []
 
-    def build(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Built:
+    def build(args: tuple[Any, ...], kwargs: dict[str, Any], answers: Sequence[Tensor]) -> Built:
         attempts.append(1)
         if len(attempts) == 1:
             raise ValueError("no plan")

@@ -209,7 +209,7 @@ def test_the_backward_alone_holds_what_was_saved() -> None:
     program.compile_backward()
     compiled = program._backwards[frozenset()]
     leaves = [*(p.detach() for p in model.parameters()), torch.randn(6, 8)]
-    outputs, saved = program.run_forward(leaves)
+    outputs, saved, _ = program.run_forward(leaves)
     outside = {id(t) for t in (*leaves, *outputs)}
     references = [weakref.ref(t) for t in saved if id(t) not in outside]
     alive: list[bool] = []

@@ -1,0 +1,198 @@
+"""What a forward asks of the values of its tensors while it is traced: `if labels.max() >= n`, `int(lengths.max())`.
+
+A trace has no values. Every question is answered by a guess, noted, and what it is about becomes an output of the
+program, so that each call can tell whether the answer holds for it (`passes.capture.answers`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from passes.capture.places import Place
+from passes.capture.provenance import is_user_file, place_text
+from passes.ir.torch_compat import inside_function_transform
+from passes.ir.torch_tracing import is_value_missing, traced_values_answered, tracing_suspended, values_asked
+
+__all__ = ["Check", "Question", "Questions", "Undecided"]
+
+
+class Undecided(Exception):
+    """A question without an answer. place: "/path/model.py:12, in forward: if x.sum() > 0:"."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__("the value of a tensor decides what runs next")
+        self.place = place
+
+
+@dataclass(frozen=True)
+class Question:
+    """value: what is asked for, traced: a truth value, or numbers. answer: what the forward was told; None: nothing.
+
+    lines: those of the user's code that lead to it, to tell questions apart. place: the innermost, to be read."""
+
+    value: Tensor
+    answer: Tensor | None
+    lines: str
+    place: str
+
+    @property
+    def is_branch(self) -> bool:
+        """Whether there are two answers."""
+        return _is_branch(self.value)
+
+
+@dataclass(frozen=True, eq=False)
+class Check(Place):
+    """What a question of the forward was about, at every call. error: like what the forward raises where it comes out
+    otherwise (of several questions of one line, for the first); None: it does something else."""
+
+    answer: Tensor
+    place: str
+    error: Exception | None
+
+    def get(self, call: Any) -> Tensor:
+        return self.answer.clone()
+
+    def put(self, call: Any, value: Any) -> None:
+        """Nothing is left anywhere."""
+
+
+class Questions:
+    """answers: to the first questions, in order. guesses: to later ones, by their lines. errors: like what the forward
+    raises after another answer, by question.
+
+    asked: in the last run of the forward. stopping: a run returns what was asked until it raised (`stopped`) or came to
+    its end. asks: if not, there are no answers."""
+
+    def __init__(
+        self,
+        answers: Sequence[Tensor] = (),
+        guesses: Mapping[str, Tensor] = {},
+        errors: Sequence[Exception | None] = (),
+        *,
+        stopping: bool = False,
+        asks: bool = True,
+    ) -> None:
+        self.answers, self.guesses, self.errors = tuple(answers), guesses, errors
+        self.stopping, self._asks = stopping, asks
+        self.asked: list[Question] = []
+        self.stopped: Exception | None = None
+        self._open = self._within = False
+
+    def begin(self) -> None:
+        """The forward runs."""
+        self.asked, self.stopped, self._open = [], None, True
+
+    def checks(self) -> list[tuple[Check, Tensor]]:
+        """Where each call tells whether the answers hold for it, and what is told."""
+        # Where there is no answer, the forward has caught the error.
+        answered = [question for question in self.asked if question.answer is not None]
+        errors = self.errors or (None,) * len(answered)
+        return [
+            (Check(answer, question.place, error), question.value)
+            for question, error in zip(answered, errors, strict=True)
+            if (answer := question.answer) is not None
+        ]
+
+    def end(self) -> None:
+        """Its backward runs; what asks now is the forward of a checkpoint, again."""
+        self._open = False
+
+    @contextmanager
+    def answered(self) -> Generator[None]:
+        """Inside, what takes a value out of a traced tensor is given an answer."""
+        aten = torch.ops.aten
+        kernels = {
+            aten.is_nonzero.default: self._truth,
+            aten._local_scalar_dense.default: self._number,
+            aten.equal.default: self._equal,
+        }
+        with values_asked(kernels), traced_values_answered(self._truth, self._list):
+            yield
+
+    def _truth(self, tensor: Tensor) -> bool:
+        known = lambda: torch.ops.aten.is_nonzero.default(tensor)
+        return bool(self._answered(known, lambda: tensor.reshape(()) != 0))
+
+    def _number(self, tensor: Tensor) -> Any:
+        known = lambda: torch.ops.aten._local_scalar_dense.default(tensor)
+        return self._answered(known, lambda: tensor.reshape(()))
+
+    def _equal(self, one: Tensor, other: Tensor) -> bool:
+        alike = lambda: (one == other).all() if one.shape == other.shape else torch.tensor(False)
+        return self._answered(lambda: torch.ops.aten.equal.default(one, other), alike)
+
+    def _list(self, tensor: Tensor, known: Callable[[Tensor], Any]) -> Any:
+        return self._answered(lambda: known(tensor), tensor.clone)
+
+    def _answered(self, known: Callable[[], Any], asked: Callable[[], Tensor]) -> Any:
+        """What torch says, or else the answer to a question about `asked()`."""
+        within, self._within = (
+            self._within,
+            True,
+        )  # torch asks by other ops, of the tensors inside of this one
+        try:
+            return known()
+        except Exception as error:
+            answer = None if within or not is_value_missing(error) else self._answer(asked)
+            if answer is None:
+                raise
+            with tracing_suspended():
+                return answer.tolist()
+        finally:
+            self._within = within
+
+    def _answer(self, asked: Callable[[], Tensor]) -> Tensor | None:
+        if inside_function_transform():
+            return None
+        lines, place = _lines()
+        if not self._open:
+            return self._again(place)
+        value = asked().detach()
+        answer: Tensor | None = None
+        if len(self.asked) < len(self.answers):
+            answer = self.answers[len(self.asked)]
+        elif self._asks:
+            answer = self.guesses.get(lines, _NO if _is_branch(value) else None)
+        self.asked.append(Question(value, answer, lines, place))
+        return answer
+
+    def _again(self, place: str) -> Tensor | None:
+        """What all questions of that line were answered, if they were answered alike."""
+        answers = [question.answer for question in self.asked if question.place == place]
+        known = [answer for answer in answers if answer is not None]
+        with tracing_suspended():
+            alike = all(torch.equal(answer, known[0]) for answer in known)
+        return known[0] if known and alike else None
+
+
+_NO = torch.tensor(False)
+
+
+def _is_branch(value: Tensor) -> bool:
+    return value.dtype == torch.bool and value.dim() == 0
+
+
+def _lines() -> tuple[str, str]:
+    """The lines that led to a question: all of the user's code, and below the innermost of them those of the library
+    that asks. That innermost line, to be read."""
+    frame: FrameType | None = sys._getframe(2)
+    lines: list[str] = []
+    place = ""
+    while frame is not None:
+        code = frame.f_code
+        is_users = is_user_file(code.co_filename)
+        if is_users and not place:
+            place = place_text(code.co_filename, frame.f_lineno, code.co_name)
+        if is_users or not place:
+            lines.append(f"{code.co_filename}:{frame.f_lineno}")
+        frame = frame.f_back
+    return "\n".join(lines), place

@@ -1,0 +1,87 @@
+"""Checks of the forward at each call of a parallel model: what comes out otherwise, is done otherwise or raised."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autoshard.calls.checks import Checks, Otherwise
+from passes.capture import capture
+from tests.api.programs import Axes, assert_close, full, parallel
+from tests.ranks import RankPool
+
+LINE: Axes = (("dp", 2),)
+
+
+class Checked(nn.Module):
+    """A check that raises, a clamp that only a sick run needs, a branch with two sides, and running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.limit = 4
+        self.first, self.norm, self.last = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        if labels.max() >= self.limit:
+            raise ValueError(f"a label is not among {self.limit}")
+        h = self.norm(self.first(x))
+        if torch.isinf(h).any():
+            h = torch.nan_to_num(h, 0.0, 1.0, -1.0)
+        logits = self.last(h) if (labels > 0).any() else 2 * self.last(h)
+        return nn.functional.cross_entropy(logits, labels)
+
+
+def calls() -> list[tuple[Tensor, Tensor]]:
+    """Two usual ones, one for each other side, a label too large, and a usual one."""
+    torch.manual_seed(1)
+    x, labels = torch.randn(5, 8, 4), torch.arange(8) % 4
+    x[2, 0, 0] = torch.inf
+    found = [(x[0], labels), (x[1], 0 * labels), (x[2], labels), (x[3], labels + 1), (x[4], labels)]
+    return [found[0], *found]
+
+
+def trained(rank: int, axes: Axes | None) -> tuple[list[object], dict[str, Tensor]]:
+    """(losses or errors, state at the end)"""
+    model = Checked()
+    if axes is not None:
+        parallel(model, axes)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    told: list[object] = []
+    for x, labels in calls():
+        optimizer.zero_grad()
+        try:
+            loss = model(x, labels)
+        except ValueError as error:
+            told.append(f"{type(error).__name__}: {error}")
+            continue
+        loss.backward()
+        told.append(loss.nan_to_num(-1.0).item())
+        if loss.isfinite():
+            optimizer.step()
+    return told, full({**dict(model.named_parameters()), **dict(model.named_buffers())})
+
+
+def test_a_call_does_what_its_values_say(ranks: RankPool) -> None:
+    told, state = trained(0, None)
+    assert told[4] == "ValueError: a label is not among 4"
+    state = {name: value.nan_to_num() for name, value in state.items()}
+    for got_told, got in ranks.run(trained, LINE, world=2):
+        assert got_told[4] == told[4]
+        assert_close([got_told[:4], got_told[5:]], [told[:4], told[5:]])
+        assert_close({name: value.nan_to_num() for name, value in got.items()}, state)
+
+
+def test_answers_that_do_not_hold() -> None:
+    """By hand: the outputs of the graph beside the loss are the questions, in order."""
+    x, labels = calls()[0]
+    call = capture(Checked(), (x, labels), {}).call
+    holds = [torch.tensor(0.0), torch.tensor(False), torch.tensor(False), torch.tensor(True)]
+    assert [index for index, _ in call.checks] == [1, 2, 3]
+    Checks(call)(holds, later=False)()
+    for place, count in ((1, 1), (3, 3)):
+        outputs = [value if i != place else ~value for i, value in enumerate(holds)]
+        with pytest.raises(Otherwise) as caught:
+            Checks(call)(outputs, later=False)
+        assert len(caught.value.answers) == count and "test_checks.py" in caught.value.place

@@ -1,0 +1,154 @@
+"""What a forward asks of values: checks that only raise, branches of which a call takes one side, numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributions import Normal
+from torch.utils.checkpoint import checkpoint
+
+from autoshard import MeshSpec, find_plan, verify
+from cost_model.errors import CaptureError
+from passes.capture import capture
+from tests.capture.running import check
+
+Rest = Callable[[Any, Tensor, Tensor], Tensor]
+
+
+class Asks(nn.Module):
+    """A linear layer, and any function of (the module, what it gives, the input)."""
+
+    limit: Tensor
+
+    def __init__(self, rest: Rest) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("limit", torch.tensor(9.0))
+        self.rest = rest
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rest(self, self.linear(x), x)
+
+
+def of_an_input(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    if x.max() >= m.limit:
+        raise ValueError("too large")
+    return h
+
+
+def asserted(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    assert torch.isfinite(h).all(), "not finite"
+    return h
+
+
+def of_what_is_computed(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    if not (h.abs() < 100).all():
+        raise ValueError("exploded")
+    return h
+
+
+def torch_checks(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    torch._check_tensor_all(h < 100)
+    return h
+
+
+def distribution(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    return Normal(h, h.exp()).log_prob(x)
+
+
+def clamped(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    if torch.isinf(h).any() or torch.isnan(h).any():
+        h = h.clamp(-1, 1)
+    return h * 2
+
+
+def clamped_first(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    if not torch.isfinite(h).all():
+        return h.clamp(-1, 1)
+    return h * 2
+
+
+def two_sides_of_an_input(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    return h if (x > 0).any() else -h
+
+
+def a_number(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    return h * int((x > 0).sum()) + x[0].gt(0).tolist().count(True)
+
+
+def equal(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    return h if torch.equal(x, x.clone()) else -h
+
+
+def in_a_checkpoint(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    return checkpoint(lambda h: asserted(m, h.sin(), x).cos(), h, use_reentrant=False)
+
+
+def within_torch(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    """A size that is a tensor, read by torch's own parser."""
+    return torch.nn.functional.pad(h, (0, (m.limit > 0).sum()))
+
+
+ACCEPTED = [
+    of_an_input, asserted, of_what_is_computed, torch_checks, distribution, clamped, clamped_first, equal,
+    two_sides_of_an_input, a_number, in_a_checkpoint, within_torch,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rest", ACCEPTED, ids=lambda rest: rest.__name__)
+def test_the_side_that_the_call_takes(rest: Rest) -> None:
+    check(Asks(rest), torch.randn(2, 4))
+
+
+def error_at(rest: Rest, offset: int) -> str:
+    with pytest.raises(CaptureError) as caught:
+        capture(Asks(rest), (torch.full((2, 4), 20.0),), {})
+    assert f"test_questions.py:{rest.__code__.co_firstlineno + offset}" in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_call_that_fails_fails_in_capture() -> None:
+    assert "ValueError: too large" in error_at(of_an_input, 2)
+
+
+def test_what_raises_is_kept_beside_the_answer() -> None:
+    captured = capture(Asks(distribution), (torch.randn(2, 4),), {})
+    errors = [str(found.error) for _, found in captured.call.checks]
+    assert "parameter loc" in errors[0] and "value argument" in errors[2]
+    assert all(found.answer.item() for _, found in captured.call.checks)
+
+
+def both_sides(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    return h if h.sum() > 0 else -h
+
+
+def a_computed_number(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    return h * h.max().item()
+
+
+@pytest.mark.parametrize("rest", [both_sides, a_computed_number], ids=lambda rest: rest.__name__)
+def test_two_sides_of_what_is_computed(rest: Rest) -> None:
+    assert "the value of a tensor decides what runs next" in error_at(rest, 1)
+
+
+def test_sides_without_values() -> None:
+    """On `meta` there is nothing to go by but that a check does not raise."""
+    model, x = Asks(of_an_input).to("meta"), torch.empty(2, 4, device="meta")
+    ((_, found),) = capture(model, (x,), {}).call.checks
+    assert not found.answer and str(found.error) == "too large"
+
+
+def test_a_model_that_asks_nothing() -> None:
+    assert not capture(Asks(lambda m, h, x: h), (torch.randn(2, 4),), {}).call.checks
+
+
+@pytest.mark.parametrize("rest", [of_an_input, distribution, clamped], ids=lambda rest: rest.__name__)
+def test_on_a_mesh(rest: Rest) -> None:
+    model, x = Asks(rest), torch.randn(8, 4)
+    plan = find_plan(model, MeshSpec({"dp": 2, "tp": 2}), (x,), profile="cpu", refine="off")
+    report = verify(model, plan, (x,))
+    assert report.ok and not plan.fallbacks, report
