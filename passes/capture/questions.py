@@ -114,6 +114,7 @@ class Questions:
             aten.is_nonzero.default: self._truth,
             aten._local_scalar_dense.default: self._number,
             aten.equal.default: self._equal,
+            aten._linalg_check_errors.default: self._check_info,
         }
         with values_asked(kernels), traced_values_answered(self._truth, self._list):
             yield
@@ -129,6 +130,13 @@ class Questions:
     def _equal(self, one: Tensor, other: Tensor) -> bool:
         alike = lambda: (one == other).all() if one.shape == other.shape else torch.tensor(False)
         return self._answered(lambda: torch.ops.aten.equal.default(one, other), alike)
+
+    def _check_info(self, info: Tensor, api_name: str, *, is_matrix: bool) -> None:
+        """Of `linalg.inv`, `solve`, `cholesky` and others. A backward that has some is not asked: its results are not
+        finite then."""
+        if self._open and self._truth(info.ne(0).any()):
+            which = "the matrix" if is_matrix else "a matrix of the batch"
+            raise torch.linalg.LinAlgError(f"{api_name}: {which} is singular, or not positive-definite")
 
     def _list(self, tensor: Tensor, known: Callable[[Tensor], Any]) -> Any:
         return self._answered(lambda: known(tensor), tensor.clone)
