@@ -42,11 +42,13 @@ from passes.lower.rank_program import rank_program
 from passes.plan.decide import decide_lowering
 from passes.plan.describe import describe, graph_hash
 from passes.predict.predict_step import predicted_step
+from passes.search.agree import first_overlaps
 from passes.search.graph_ends import boundary_of
 from passes.search.overlapped import solve_overlapped
 from passes.search.strategy_space import build_space
 from passes.simulate.lockstep import simulated_groups
 
+STAGES = ("capture", "canonicalize", "space", "search", "decide", "describe", "predict", "rank program")
 SWEEP: Sequence[Sequence[str]] = (
     ("--layers", "4"),
     ("--layers", "8"),
@@ -126,9 +128,8 @@ def _by_stage(arguments: argparse.Namespace) -> Run:
         boundary = boundary_of(joint, parameters={}, inputs={}, outputs=outputs)
         space = build_space(joint, prices, boundary, memory_limit=limit)
     with run.stage("search"):
-        found = solve_overlapped(
-            space.problem, space.kinds, prices.overlap_efficiency, time_limit=arguments.time_limit
-        )
+        kinds = space.kinds(first_overlaps(prices.overlap_efficiency))
+        found = solve_overlapped(space.problem, kinds, time_limit=arguments.time_limit)
         assignment = space.assignment(found.choice)
     with run.stage("decide"):
         lowering, moved = decide_lowering(joint, assignment, prices)
@@ -207,12 +208,11 @@ def _table(run: Run) -> str:
 
 def _sweep(arguments: argparse.Namespace) -> None:
     """Each configuration in a fresh process, so that its peak memory is its own."""
-    names = ("capture", "canonicalize", "space", "search", "describe", "predict", "lowering")
     print(
         f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}; CPU seconds\n"
     )
-    print(f"| | nodes | strategies | {' | '.join(names)} | total | on the clock | peak RSS | gap |")
-    print("| --- " * (len(names) + 7) + "|", flush=True)
+    print(f"| | nodes | strategies | {' | '.join(STAGES)} | total | on the clock | peak RSS | gap |")
+    print("| --- " * (len(STAGES) + 7) + "|", flush=True)
     common = [
         "--memory-limit",
         str(arguments.memory_limit),
@@ -232,9 +232,8 @@ def _sweep(arguments: argparse.Namespace) -> None:
 def _row(case: Sequence[str], data: dict[str, Any]) -> str:
     run = Run(data["title"], [Stage(**stage) for stage in data["stages"]], data["facts"])
     cpu = {stage.name: stage.cpu for stage in run.stages}
-    cpu["lowering"] = cpu.pop("partition") + cpu.pop("phases") + cpu.pop("order")
     cells = [" ".join(case), run.facts["canonical"], run.facts["strategies"]]
-    cells += [f"{seconds:.1f}" for seconds in cpu.values()]
+    cells += [f"{cpu[name]:.1f}" for name in STAGES]
     cells += [f"{run.cpu:.1f}", f"{run.seconds:.1f}", f"{run.stages[-1].peak / 1e9:.2f} GB"]
     return "| " + " | ".join(map(str, cells)) + f" | {run.facts['gap']:.2%} |"
 

@@ -275,10 +275,13 @@ class RoomSearch:
         return self.offered.find(room=counted, limit=limit, deadline=latest, prove=prove, known=known)
 
     def _judged(self, chosen: States) -> Found | None:
-        """None where there was no time for it, and there is a better one than none."""
+        """Its fastest program, that fits if one does; None where there was no time for it, and there is a better one
+        than none."""
         graph = compute_again(self.joint, chosen.again)
         try:
-            return self.way.fastest(graph, chosen, None, 0, self.deadline)
+            found = self.way.fastest(graph, chosen, None, 0, self.deadline)
+            fit = (one for one in (found, *found.rivals) if self.needs(one) <= self.limit)
+            return min(fit, key=lambda one: one.seconds, default=found)
         except (InfeasibleError, OutOfTime):
             if self.best is None:
                 raise

@@ -64,12 +64,13 @@ class StatesWithin:
         return self._best(self._starts(whole, memory_limit, deadline), known, memory_limit, deadline)
 
     def _known(self, whole: Found, limit: int, deadline: Deadline) -> Found | None:
-        """The fastest that fits of what was judged on the way to the fastest of all, and of families."""
+        """The fastest that fits of what was judged on the way to the fastest of all, and to those of families."""
         others, until = list(whole.rivals), deadline.share(_FAMILIES_SHARE)
         for family in self.families:
             with suppress(InfeasibleError, OutOfTime):
                 until.check()
-                others.append(self.ways[0].fastest(self.joint, family, None, 0, until))
+                found = self.ways[0].fastest(self.joint, family, None, 0, until)
+                others += [found, *found.rivals]
         fits = [found for found in others if self.over(found, limit) <= 0]
         return min(fits, key=lambda found: found.seconds, default=None)
 

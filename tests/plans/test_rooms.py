@@ -311,6 +311,27 @@ def test_a_family_is_taken_where_no_states_are_found(joint: JointGraph) -> None:
 
 
 @dataclass
+class Beside(Families):
+    """A search of a family judges another plan, which holds less and takes a second more."""
+
+    def fastest(
+        self, joint: JointGraph, states: Any, limit: int | None, reserve: int, deadline: Deadline
+    ) -> Found:
+        found = super().fastest(joint, states, limit, reserve, deadline)
+        other = replace(found, seconds=found.seconds + 1.0, peak_nbytes=found.peak_nbytes - 200)
+        return replace(found, rivals=(other,)) if isinstance(states, Held) else found
+
+
+def test_what_fits_of_all_that_was_judged_is_taken(joint: JointGraph) -> None:
+    """The family's plan is over the limit, and there are no states."""
+    machine = Beside(lambda counted: counted, least=LIMIT, enough=2 * LIMIT)
+    none = lambda found: 0
+    within = StatesWithin(joint, (_way(machine), _never()), none, none, families=(Held(7.0, 1001),))
+    found = within.found(LIMIT, NEVER)
+    assert (found.seconds, found.peak_nbytes) == (8.0, 801)
+
+
+@dataclass
 class _Wide(Machine):
     """Other layouts hold a third; those as they are known what they hold in any room but the smallest."""
 
