@@ -21,10 +21,23 @@ from torch.distributed.tensor import Replicate, Shard
 
 import autoshard
 import cost_model.measure.host_groups
-from benchmarks.fault_cases import ODD, Net, batch, case, during, kill, mark, parallel, raise_, step, train
+from benchmarks.fault_cases import (
+    CASES,
+    ODD,
+    Net,
+    batch,
+    case,
+    during,
+    kill,
+    mark,
+    parallel,
+    raise_,
+    step,
+    train,
+)
 from passes.ir.torch_dtensor import local_of
 
-__all__: list[str] = []
+__all__ = ["CASES"]
 
 REPLICAS = {"*": [Replicate()]}
 SHARDS = {"*": [Shard(0)]}

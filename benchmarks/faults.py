@@ -23,8 +23,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-import benchmarks.fault_drift  # noqa: F401  (its cases are among `CASES`)
-from benchmarks.fault_cases import CASES, mark
+from benchmarks.fault_cases import mark
+from benchmarks.fault_drift import CASES
 
 __all__ = ["Ended", "free_port", "main", "run_fault"]
 

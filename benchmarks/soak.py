@@ -113,7 +113,7 @@ def _rank(rank: int, name: str, given: argparse.Namespace, port: int, out: Path)
     server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Answer)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    client = socket.create_connection(server.server_address[:2]).makefile("rw")
+    client = socket.create_connection(("127.0.0.1", int(server.server_address[1]))).makefile("rw")
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=given.ranks)
     mesh = init_device_mesh("cpu", (given.ranks,), mesh_dim_names=("ranks",))
     torch.manual_seed(0)
