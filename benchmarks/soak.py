@@ -103,17 +103,18 @@ class Answer(socketserver.StreamRequestHandler):
     """Each line comes back."""
 
     def handle(self) -> None:
+        self.connection.settimeout(None)  # it was accepted with the default one
         for line in self.rfile:
             self.wfile.write(line)
 
 
 def _rank(rank: int, name: str, given: argparse.Namespace, port: int, out: Path) -> None:
     torch.set_num_threads(1)
-    socket.setdefaulttimeout(30.0)
     server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Answer)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
     client = socket.create_connection(("127.0.0.1", int(server.server_address[1]))).makefile("rw")
+    socket.setdefaulttimeout(30.0)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=given.ranks)
     mesh = init_device_mesh("cpu", (given.ranks,), mesh_dim_names=("ranks",))
     torch.manual_seed(0)
