@@ -23,7 +23,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from benchmarks.fault_cases import CASES, mark
+from benchmarks.fault_cases import mark
+from benchmarks.fault_drift import CASES
 
 __all__ = ["Ended", "free_port", "main", "run_fault"]
 
@@ -49,11 +50,13 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--only", default="", help="faults with this in their name")
+    parser.add_argument("--after", default="", help="faults after the one of this name")
     given = parser.parse_args(words)
     print(f"| fault, on {given.ranks} ranks | seconds | what the odd rank says | what the others say |")
     print("| --- | --- | --- | --- |", flush=True)
     bad = 0
-    for name in (name for name in CASES if given.only in name):
+    names = list(CASES)
+    for name in (n for n in names[names.index(given.after) + 1 if given.after else 0 :] if given.only in n):
         ended = run_fault(name, given.ranks)
         odd = 0 if ("rank 0 " in name and "while rank 0" not in name) or name.endswith("rank 0") else 1
         others = sorted({_short(e.said) for rank, e in enumerate(ended) if rank != odd})
@@ -66,7 +69,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def run_fault(name: str, ranks: int, limit_seconds: float = LIMIT_SECONDS) -> list[Ended]:
     """One fault; how each rank ended, by rank. A rank that has not within `limit_seconds` of the fault is killed."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.fault_cases"])
+    context.set_forkserver_preload(["benchmarks.fault_drift"])
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder) / str(rank) for rank in range(ranks)]

@@ -3,7 +3,8 @@
     python -m benchmarks.guards --ranks 4
 
 A step looks up its program, guards included, and takes two turns, which its main thread waits for; the watch is a
-thread beside it, which takes what it computes.
+thread beside it, which takes what it computes. Now and then a step takes figures of inputs, replicas and updates for a
+comparison.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import autoshard
 from autoshard.demo.model import GPT, GPTConfig, batches
 from autoshard.runtime.module import dispatcher_of
+from autoshard.watching.replicas import Replicas
+from autoshard.watching.sums import OFTEN, PAUSE_SECONDS, sums_of
 from autoshard.watching.watch import Watch
 from autoshard.watching.watches import watch_of
 from benchmarks.faults import free_port
@@ -68,10 +71,15 @@ def _rank(rank: int, ranks: int, steps_wanted: int, port: int) -> None:
         assert dispatcher is not None
         step, turn = statistics.median(steps), _median_seconds(lambda: _take(watch))
         lookup = _median_seconds(lambda: dispatcher.prepare(x, {}))
-        together = (lookup + 2 * turn) / step + share
+        replicas = Replicas(model, [])
+        compared = _median_seconds(lambda: (sums_of(x), replicas.sampled(7), watch.updates.told()), 5)
+        # Every 32 steps at most, and seldom before half of the pause is over.
+        comparing = compared / max(OFTEN * step, PAUSE_SECONDS / 2)
+        together = (lookup + 2 * turn) / step + share + comparing
         print(
             f"a step {1e3 * step:.2f} ms; looking up its program {1e6 * lookup:.1f} us: {lookup / step:.5f}; two turns "
-            f"{2e6 * turn:.1f} us: {2 * turn / step:.5f}; the watch of rank 0 computes {share:.5f} of the time; "
+            f"{2e6 * turn:.1f} us: {2 * turn / step:.5f}; a comparison "
+            f"{1e3 * compared:.2f} ms: {comparing:.5f}; the watch of rank 0 computes {share:.5f} of the time; "
             f"together {together:.5f}"
         )
     dist.barrier()
@@ -83,14 +91,15 @@ def _take(watch: Watch) -> None:
         pass
 
 
-def _median_seconds(work: Callable[[], object]) -> float:
+@torch.no_grad()
+def _median_seconds(work: Callable[[], object], times: int = 100) -> float:
     """Of one `work()`: the median of batches, since other processes run too."""
     found: list[float] = []
     for _ in range(50):
         start = time.perf_counter()
-        for _ in range(100):
+        for _ in range(times):
             work()
-        found.append((time.perf_counter() - start) / 100)
+        found.append((time.perf_counter() - start) / times)
     return statistics.median(found)
 
 

@@ -2,7 +2,8 @@
 
     python -m benchmarks.soak --steps 10000
 
-Plans like DDP, like FSDP, like tensor parallelism, and of a network split in space, each in processes of its own.
+Plans like DDP, like FSDP, like tensor parallelism, and of a network split in space, each in processes of its own. Each
+rank has a server of its own beside it on 127.0.0.1, which it asks now and then, and sockets have a default timeout.
 Prints Markdown: the resident memory of the largest rank after the first tenth of the steps and at the end, and how
 much the last tenth added. Linux only (it reads /proc).
 """
@@ -11,7 +12,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import socket
+import socketserver
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -95,8 +99,22 @@ def main(words: Sequence[str] | None = None) -> int:
     return 0
 
 
+class Answer(socketserver.StreamRequestHandler):
+    """Each line comes back."""
+
+    def handle(self) -> None:
+        self.connection.settimeout(None)  # it was accepted with the default one
+        for line in self.rfile:
+            self.wfile.write(line)
+
+
 def _rank(rank: int, name: str, given: argparse.Namespace, port: int, out: Path) -> None:
     torch.set_num_threads(1)
+    server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Answer)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    client = socket.create_connection(("127.0.0.1", int(server.server_address[1]))).makefile("rw")
+    socket.setdefaulttimeout(30.0)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=given.ranks)
     mesh = init_device_mesh("cpu", (given.ranks,), mesh_dim_names=("ranks",))
     torch.manual_seed(0)
@@ -116,6 +134,10 @@ def _rank(rank: int, name: str, given: argparse.Namespace, port: int, out: Path)
         optimizer.zero_grad()
         if step % EVERY == EVERY - 1:
             _evaluate(model, x)
+            client.write(f"{step}\n")
+            client.flush()
+            if client.readline() != f"{step}\n":
+                raise ConnectionError("the server beside the run did not answer")
             memory.append(_resident())
     Path(f"{out}.{rank}").write_text(json.dumps({"memory": memory, "loss": loss.item()}))
     dist.barrier()

@@ -14,7 +14,7 @@ from autoshard.runtime.guards import Guards
 from autoshard.runtime.input_side import InputSide, plain_input, wrapped_output
 from autoshard.runtime.programs import Programs
 from autoshard.runtime.seeds import SeedStream
-from autoshard.watching.check_inputs import CheckInputs
+from autoshard.watching.check_calls import CheckCalls
 from cost_model.mesh import MeshSpec
 from passes.capture import Captured, flatten_call
 from passes.ir.joint import GraphInput, JointGraph
@@ -41,12 +41,12 @@ class Executable:
         ends: CallEnds,
         programs: Programs,
         guards: Guards,
-        check_inputs: CheckInputs,
+        check_call: CheckCalls,
     ) -> None:
         self.guards = guards
         self.answers = tuple(check.answer for _, check in captured.call.checks)
         self._home = home
-        self._check_inputs = check_inputs
+        self._check_call = check_call
         self._spec = captured.call
         self._programs = programs
         joint = captured.joint
@@ -56,7 +56,7 @@ class Executable:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors, _ = flatten_call(args, kwargs)
-        self._check_inputs(tensors)
+        self._check_call(tensors)
         leaves = [leaf(tensors) for leaf in self._leaves]
         outputs = self._programs.next()(leaves)
         home = self._home

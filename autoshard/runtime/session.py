@@ -45,8 +45,9 @@ from autoshard.runtime.settings import Settings
 from autoshard.runtime.stage_clock import StageClock
 from autoshard.runtime.wrapping import check_unwrapped
 from autoshard.version import __version__
-from autoshard.watching.check_inputs import CheckInputs, checked_inputs
+from autoshard.watching.check_calls import CheckCalls, checked_inputs
 from autoshard.watching.kinds import local_call, tensor_shapes
+from autoshard.watching.replicas import Replicas
 from autoshard.watching.watches import watch_of
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
@@ -133,13 +134,16 @@ class Session:
         captured = making.cut(plan)
         call = replace(captured.call, key=key)
         inputs = checked_inputs(captured.joint, whole.layouts, self.spec, self.mesh.get_rank())
+        # With stages a buffer follows on the ranks whose stage changes it.
+        staged = isinstance(plan, PipelinePlan)
+        buffers = [] if staged else [i.name for i in captured.joint.inputs if i.kind == "buffer"]
         return Executable(
             self,
             replace(captured, call=call),
             making.ends(plan),
             programs,
             Guards(self.model, captured.reads),
-            CheckInputs(self.mesh, self.watch, inputs),
+            CheckCalls(self.mesh, self.watch, inputs, Replicas(self.model, buffers)),
         )
 
     def _check_model(self) -> None:

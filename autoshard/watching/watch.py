@@ -18,7 +18,6 @@ import weakref
 from collections import deque
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -26,26 +25,24 @@ import torch.distributed as dist
 from autoshard.watching.board import Board
 from autoshard.watching.connections import cut_waits
 from autoshard.watching.crew import Crew
-from autoshard.watching.idling import Idling
-from autoshard.watching.input_sums import InputSums
 from autoshard.watching.stopping import Stoppable
+from autoshard.watching.sums import Sums
+from autoshard.watching.telling import PERIOD_SECONDS, Telling
 from autoshard.watching.turns import Turns
+from autoshard.watching.updates import Updates
 from autoshard.watching.watch_state import State, judge
-from autoshard.watching.whereabouts import whereabouts
 from cost_model.errors import RankError
 from passes.ir.torch_compat import abort_process_groups
 
 __all__ = ["Watch"]
 
-PERIOD_SECONDS = 0.5
-BEAT_SECONDS = 2.0
-LOOK_SECONDS = 1.0
 CUTTING_SECONDS = 10.0
 GRACE_SECONDS = 5.0
 STUCK_CODE = 70
 EXPLAINED_SECONDS = 5.0
 LINGER_SECONDS = 4.0
-LEAVING_SECONDS = 12.0  # an operation of the store gives up after ten
+STAY_SECONDS = 60.0
+LEAVING_SECONDS = STAY_SECONDS + 12.0  # an operation of the store gives up after ten
 LOST_ROUNDS = 3
 
 _OF_COMMUNICATION = ("gloo", "NCCL", "onnection", "Socket")
@@ -65,16 +62,14 @@ class Watch:
         self.failure: str | None = None
         self.stoppable = Stoppable()
         self.board = Board(store, rank, world)
-        self.sums = InputSums(self.board)
+        self.sums = Sums(self.board)
+        self.updates = Updates()
         self._crew = Crew(self.board)
         self._device_type = device_type
         self._group = weakref.ref(group)
-        self._main = threading.get_ident()
+        self._telling = Telling(self.board, self.turns)
         self._pid = os.getpid()
-        self._told = State(rank)
-        self._told_at = self._since = time.monotonic()
         self._before: dict[int, State] = {}
-        self._idling = Idling(threading.get_native_id())
         self._cut_until = 0.0
         self._exchanges: deque[str] = deque()
         self._over = threading.Event()
@@ -82,7 +77,8 @@ class Watch:
 
     def start(self) -> None:
         self._crew.join()
-        self.board.write("state", self._told)
+        self.board.write("state", self._telling.told)
+        self.updates.watch()
         self._thread.start()
         # A daemon thread inside the store when the interpreter goes would abort the process.
         atexit.register(self._leave)
@@ -142,7 +138,7 @@ class Watch:
                     return
 
     def _round(self) -> None:
-        self._tell()
+        self._telling.tell()
         self.sums.send()
         if self.failure is not None:
             self._insist()
@@ -150,39 +146,6 @@ class Watch:
         verdict = self.board.verdict() or self._fault()
         if verdict is not None:
             self._stop(self.board.condemn(verdict) or verdict)
-
-    def _tell(self) -> None:
-        state = self._state()
-        changed = (state.turns[-1:], state.inside, state.waits) != (
-            self._told.turns[-1:],
-            self._told.inside,
-            self._told.waits,
-        )
-        now = time.monotonic()
-        if changed:
-            self._since = now
-            state = replace(state, seconds=0.0)
-        stuck = state.inside or state.waits
-        if changed or now - self._told_at >= (PERIOD_SECONDS if stuck else BEAT_SECONDS):
-            self.board.write("state", state)
-            self._told, self._told_at = state, now
-
-    def _state(self) -> State:
-        # In torch.distributed a busy thread works on DTensors; it does not wait there.
-        idle = self._idling.is_idle()
-        inside, seconds = self.turns.inside, time.monotonic() - self._since
-        # To look takes half a millisecond, which a loop that goes on is not to pay.
-        looks = idle or seconds >= LOOK_SECONDS
-        place, waits = whereabouts(self._main) if looks else ("", "")
-        return State(
-            self.rank,
-            self._told.beat + 1,
-            self.turns.last(),
-            inside,
-            seconds,
-            place,
-            waits if not inside and idle else "",
-        )
 
     def _fault(self) -> str | None:
         """What this rank finds wrong: a process that died, and, if no lower rank is there to look, all else."""
@@ -202,7 +165,7 @@ class Watch:
         if any(not state.ended for state in lower.values()):
             return None
         states = self.board.read("state", range(self.world))
-        states[self.rank] = self._told
+        states[self.rank] = self._telling.told
         states, before = dict(sorted(states.items())), self._before
         self._before = states
         return self._crew.lost(states) or judge(states, before) or self.sums.compare()
@@ -235,7 +198,7 @@ class Watch:
         self.board.close()
         needing = 0
         while not self._over.wait(PERIOD_SECONDS):
-            state = self._state()
+            state = self._telling.state()
             needing = needing + 1 if state.inside or state.waits else 0
             if self.failure is None and needing < LOST_ROUNDS:
                 continue
@@ -249,7 +212,7 @@ class Watch:
         left = self._cut_until - time.monotonic()
         if left > 0.0:
             self._cut()
-        state = self._state()
+        state = self._telling.state()
         if not (state.inside or state.waits):
             self._cut_until = max(self._cut_until, time.monotonic() + GRACE_SECONDS)
         elif left < 0.0:
@@ -280,18 +243,24 @@ class Watch:
                 self.failure = f"rank {self.rank} {said}{where}\n  try: its own output says where"
                 self.board.condemn(self.failure)
                 self.board.write("stopped", self.failure)
-            if self.rank == 0 and self.failure is not None:
+            if self.rank == 0:
                 self._linger()
         self._crew.close()
 
     def _linger(self) -> None:
-        """The store may go with this process: first let the others read why they stop."""
-        deadline = time.monotonic() + LINGER_SECONDS
+        """The store may go with this process: first let the others read why they stop, or end the turns of all."""
+        deadline = time.monotonic() + (STAY_SECONDS if self.failure is None else LINGER_SECONDS)
         self._crew.look(now=True)
-        while self._crew.living - set(self.board.read("stopped", range(self.world))):
-            if time.monotonic() > deadline:
-                return
+        while self._needing() and time.monotonic() < deadline:
             time.sleep(0.05)
+
+    def _needing(self) -> bool:
+        """Whether some rank has still to read what is in the store. One that waits elsewhere may wait for this one."""
+        if self.failure is not None:
+            return bool(self._crew.living - set(self.board.read("stopped", range(self.world))))
+        mine = self.turns.count, True
+        states = self.board.read("state", self._crew.living).values()
+        return any((s.count, not s.inside) < mine and not s.waits and not s.ended for s in states)
 
 
 def _first_line(error: BaseException) -> str:

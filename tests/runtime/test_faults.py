@@ -16,6 +16,12 @@ SAID = {
     "another shape later": (["planning a new kind of call (args[0] float32[6, 12])"] * 3),
     "other inputs at first": (["input args[0] is not the same on rank 1 as on rank 0"] * 3),
     "eval on one rank": (["the ranks do different things in turn "] * 3),
+    "skips optimizer.step() once, with sharded parameters": (["rank 1 has made "] * 3),
+    "zero_grad forgotten once": (["parameter up.weight is not the same on rank 1 as on rank 0"] * 3),
+    "other inputs, where ValueError skips a batch": (["input args[0] is not the same on rank 1"] * 3),
+    "killed, with a default timeout of sockets": (["rank 1 has died", "", "rank 1 has died"]),
+    "killed, beside a server of the script's own": (["rank 1 has died", "", "rank 1 has died"]),
+    "rank 0 killed while memory is shared": (["", "rank 0 ", "rank 0 "]),
 }
 """fault -> what each rank says, "" if nothing is asked of it."""
 

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from torch.distributed import HashStore
 
+from autoshard.watching.board import Board
+from autoshard.watching.telling import Telling
 from autoshard.watching.turns import Turns, first_difference
-from autoshard.watching.watch import Watch
 from autoshard.watching.watch_state import State, judge
 
 
@@ -83,19 +84,15 @@ def test_who_waits_must_have_said_so_since_the_other_was_in_its_turn() -> None:
     assert judge(now, by_rank(ahead, replace(waiting, beat=4))) is not None
 
 
-class Group:
-    """Of processes, as far as a watch asks."""
-
-
 def test_a_new_state_is_told_as_new() -> None:
     """However long the one before it was."""
-    group = Group()
-    watch = Watch(HashStore(), 0, 2, group, "cpu")
-    watch._since -= 60.0
-    watch.turns.begin("a")
-    watch._tell()
-    assert watch._told.inside and watch._told.seconds == 0.0
-    watch._since -= 60.0
-    watch._told_at -= 60.0
-    watch._tell()
-    assert watch._told.beat > 1 and watch._told.seconds >= 60.0
+    turns = Turns()
+    telling = Telling(Board(HashStore(), 0, 2), turns)
+    telling._since -= 60.0
+    turns.begin("a")
+    telling.tell()
+    assert telling.told.inside and telling.told.seconds == 0.0
+    telling._since -= 60.0
+    telling._told_at -= 60.0
+    telling.tell()
+    assert telling.told.beat > 1 and telling.told.seconds >= 60.0

@@ -11,7 +11,11 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
+from autoshard.watching.board import Board
+from autoshard.watching.crew import Member
+from autoshard.watching.turns import Turns
 from autoshard.watching.watch import Watch
+from autoshard.watching.watch_state import State
 
 
 class Group:
@@ -37,3 +41,45 @@ def test_the_end_of_the_process_waits_for_a_watch_in_the_store(monkeypatch: pyte
     assert inside.wait(30.0)
     ends[0]()
     assert done.is_set()
+
+
+def leaving_of_rank_0(turns: int, other: State) -> tuple[threading.Thread, Board]:
+    """Rank 0 has had so many turns and leaves, in a thread; rank 1, whose board it is, has told `other`."""
+    store, group = HashStore(), Group()
+    watch = Watch(store, 0, 2, group, "cpu")
+    board = Board(store, 1, 2)
+    board.write("member", Member("elsewhere", 1))
+    board.write("state", other)
+    for _ in range(turns):
+        watch.turns.begin("a")
+        watch.turns.end()
+    # As its own thread does when the group is gone.
+    thread = watch._thread = threading.Thread(target=watch._leave)
+    thread.start()
+    return thread, board
+
+
+def state_after(turns: int, **told: Any) -> State:
+    had = Turns()
+    for _ in range(turns):
+        had.begin("a")
+    return State(1, turns=had.last(), **told)
+
+
+@pytest.mark.parametrize("behind", [state_after(2, inside=True), state_after(1)])
+def test_the_store_stays_until_all_have_ended_the_turns_of_all(behind: State) -> None:
+    leaving, board = leaving_of_rank_0(2, behind)
+    leaving.join(0.5)
+    assert leaving.is_alive()
+    board.write("state", state_after(2))
+    leaving.join(30.0)
+    assert not leaving.is_alive()
+
+
+@pytest.mark.parametrize(
+    "other", [state_after(2), state_after(3, inside=True), state_after(1, waits="barrier")]
+)
+def test_nobody_waits_for_a_rank_that_may_wait_for_it(other: State) -> None:
+    leaving, _ = leaving_of_rank_0(2, other)
+    leaving.join(30.0)
+    assert not leaving.is_alive()

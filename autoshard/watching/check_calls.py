@@ -1,4 +1,4 @@
-"""The inputs of a kind of call that ranks must have alike, checked at its first calls and then now and then."""
+"""What ranks must have alike in a kind of call, checked at its first calls and then now and then."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.runtime.agreement import everyones
-from autoshard.watching.input_sums import as_sums, difference, due, sums_of, tolerance_of
+from autoshard.watching.replicas import Replicas
+from autoshard.watching.sums import Figure, as_sums, difference, sums_of, tolerance_of
 from autoshard.watching.watch import Watch
 from cost_model.errors import RankError
 from cost_model.mesh import MeshSpec
@@ -18,7 +19,9 @@ from passes.ir.joint import JointGraph
 from passes.ir.torch_dtensor import local_of
 from passes.layout.layout import Layout
 
-__all__ = ["CheckInputs", "CheckedInput", "checked_inputs"]
+__all__ = ["CheckCalls", "CheckedInput", "checked_inputs"]
+
+OFTEN = 3
 
 
 @dataclass(frozen=True)
@@ -47,25 +50,34 @@ def checked_inputs(
     return tuple(found)
 
 
-class CheckInputs:
-    """Of one kind of call: before its first run the ranks compare, and later behind the step."""
+class CheckCalls:
+    """Of one kind of call: before its first run the ranks compare their inputs. Behind the step, at its next two calls
+    and then at the pace of the watch, they compare inputs, replicas of the model's tensors and updates."""
 
-    def __init__(self, mesh: DeviceMesh, watch: Watch | None, inputs: Sequence[CheckedInput]) -> None:
-        self._mesh, self._watch, self._inputs = mesh, watch, inputs
-        self._figures = tuple((i.name, i.part, i.tolerance) for i in inputs)
+    def __init__(
+        self, mesh: DeviceMesh, watch: Watch | None, inputs: Sequence[CheckedInput], replicas: Replicas
+    ) -> None:
+        self._mesh, self._watch, self._inputs, self._replicas = mesh, watch, inputs, replicas
+        self._figures: tuple[Figure, ...] = tuple(("input", i.name, i.part, i.tolerance) for i in inputs)
         self._calls = 0
 
     @torch.no_grad()
     def __call__(self, tensors: Sequence[Tensor]) -> None:
         """Raises RankError, on all ranks, at the first call whose inputs differ."""
+        watch = self._watch
+        if watch is None:
+            return
         self._calls += 1
-        if self._watch is None or not self._inputs or not due(self._calls):
+        due = watch.sums.pace.due()
+        if self._calls > OFTEN and not due:
             return
         values = sums_of([local_of(tensors[i.index]) for i in self._inputs])
         if self._calls > 1:
-            self._watch.sums.note(self._watch.turns.count, self._figures, values)
-            return
-        everybody = everyones(self._mesh, as_sums(self._figures, values), what="a comparison of inputs")
-        found = difference(dict(enumerate(everybody)))
-        if found is not None:
-            raise RankError(found)
+            figures, replicas = self._replicas.sampled(watch.sums.pace.calls)
+            together = torch.cat([values.to(replicas.device, non_blocking=True), replicas])
+            watch.sums.note(watch.turns.count, self._figures + figures, together, watch.updates.told())
+        elif self._inputs:
+            everybody = everyones(self._mesh, as_sums(self._figures, values), what="a comparison of inputs")
+            found = difference(dict(enumerate(everybody)))
+            if found is not None:
+                raise RankError(found)

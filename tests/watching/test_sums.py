@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor
 
-from autoshard.watching.input_sums import as_sums, difference, due, sums_of, tolerance_of
+from autoshard.watching.sums import Pace, as_sums, difference, sums_of, tolerance_of
 
 
 def compared(tensors: list[Tensor], parts: list[str] | None = None) -> str | None:
@@ -14,7 +16,7 @@ def compared(tensors: list[Tensor], parts: list[str] | None = None) -> str | Non
     parts = parts or [""] * len(tensors)
     return difference(
         {
-            rank: as_sums((("x", part, tolerance_of(tensor.dtype)),), sums_of([tensor]))
+            rank: as_sums((("input", "x", part, tolerance_of(tensor.dtype)),), sums_of([tensor]))
             for rank, (tensor, part) in enumerate(zip(tensors, parts, strict=True))
         }
     )
@@ -58,21 +60,30 @@ def test_only_equal_parts_are_compared() -> None:
     assert found.startswith("the part 1 of dim 0 of input x is not the same on rank 3 as on rank 1")
 
 
-def test_calls_are_compared_at_growing_intervals() -> None:
-    assert [n for n in range(1, 5000) if due(n)] == [
-        1,
-        2,
-        3,
-        4,
-        8,
-        16,
-        32,
-        64,
-        128,
-        256,
-        512,
-        1024,
-        2048,
-        3072,
-        4096,
-    ]
+def compared_calls(monkeypatch: pytest.MonkeyPatch, seconds: list[float]) -> list[int]:
+    """The calls that are due, each of which takes so long."""
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    pace, found = Pace(), list[int]()
+    for number, step in enumerate(seconds, 1):
+        if pace.due():
+            found.append(number)
+        now += step
+    return found
+
+
+def test_calls_are_compared_within_50_or_10_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = compared_calls(monkeypatch, [1.0] * 200)
+    assert slow == [1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192]
+    quick = compared_calls(monkeypatch, [0.001] * 40_000)
+    assert max(b - a for a, b in pairwise(quick)) == 4096 and len(quick) < 25
+    # Steps that become slow are compared as often as if they had been.
+    changing = compared_calls(monkeypatch, [0.001] * 10_000 + [1.0] * 200)
+    assert max(b - a for a, b in pairwise(changing) if b > 10_050) == 32
+
+
+def test_ranks_of_other_speeds_compare_the_same_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = compared_calls(monkeypatch, [0.0090] * 8000)
+    other = compared_calls(monkeypatch, [0.0101] * 8000)
+    both = sorted({*one} & {*other})
+    assert max(b - a for a, b in pairwise(both)) <= 512

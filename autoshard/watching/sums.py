@@ -1,0 +1,209 @@
+"""Whether ranks have the same where they should: a few figures of inputs and replicas, compared behind the step."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from autoshard.watching.board import Board
+from autoshard.watching.updates import Updated, unlike
+
+__all__ = [
+    "Figure",
+    "Kind",
+    "Pace",
+    "Sum",
+    "Sums",
+    "as_sums",
+    "difference",
+    "sums_of",
+    "tolerance_of",
+    "weights_of",
+]
+
+SAMPLED = 4096
+OFTEN = 32
+PAUSE_SECONDS = 5.0
+KEPT = 64
+SLOPES = (0.6180339887498949, 0.4142135623730951, 0.7320508075688772, 0.2360679774997897)
+"""Of the weights. One sum of another batch may be within the tolerance by chance, once in a hundred; all are not."""
+TOLERANCE = {torch.float16: 2e-4, torch.bfloat16: 2e-4}
+"""How far apart rounding may be, as a part of the absolute sum, in which it cancels; 1e-5 for other floats, exact for
+integers. Two batches of random values are about 1 / sqrt(SAMPLED) apart."""
+
+Kind = Literal["input", "parameter", "buffer"]
+Figure = tuple[Kind, str, str, float]
+"""Of a tensor: what it is, its name, which part of the global tensor it is ("" for all of it), and the tolerance."""
+
+
+@dataclass(frozen=True)
+class Sum:
+    """kind, name, part: of a tensor. weighted, absolute: sums of sampled values."""
+
+    kind: Kind
+    name: str
+    part: str
+    tolerance: float
+    weighted: tuple[float, ...]
+    absolute: float
+
+
+class Pace:
+    """Which calls are compared, of all kinds: 1, 2, 4, ... 32, then every 32 or, if they are quick, every 64, 128, ...:
+    what takes up to `PAUSE_SECONDS`.
+
+    Each rank chooses by its own clock, and what all have chosen is compared.
+    """
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self._every = OFTEN
+        self._last = 0, time.monotonic()
+
+    def due(self) -> bool:
+        """Of the next call."""
+        self.calls += 1
+        (number, then), now = self._last, time.monotonic()
+        if self.calls < OFTEN:
+            return self.calls & (self.calls - 1) == 0
+        if now - then > PAUSE_SECONDS:
+            self._every = OFTEN
+        if self.calls % self._every:
+            return False
+        seconds = (now - then) / (self.calls - number)
+        self._every = OFTEN
+        while 2 * self._every * seconds <= PAUSE_SECONDS and self._every < 2**16:
+            self._every *= 2
+        self._last = self.calls, now
+        return True
+
+
+def sums_of(tensors: Sequence[Tensor]) -> Tensor:
+    """[tensor, 5] on the tensors' device, without waiting for it: weighted sums of sampled values, and the absolute."""
+    rows = [_sums(tensor.detach()) for tensor in tensors]
+    device = next((row.device for row in rows if row.device.type != "cpu"), torch.device("cpu"))
+    none = torch.empty(0, len(SLOPES) + 1, dtype=torch.float64, device=device)
+    return torch.cat([none, *(row.to(device, non_blocking=True)[None] for row in rows)])
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    return TOLERANCE.get(dtype, 1e-5) if dtype.is_floating_point or dtype.is_complex else 1e-12
+
+
+def _sums(tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    count = tensor.numel()
+    if count == 0:
+        return torch.zeros(len(SLOPES) + 1, dtype=torch.float64, device=tensor.device)
+    # The same positions and weights on every rank, spread over the tensor without a period.
+    steps = torch.arange(min(count, SAMPLED), device=tensor.device)
+    positions = steps if count <= SAMPLED else (steps * 2654435761 + 97) % count
+    values = torch.take(tensor, positions).double().nan_to_num(nan=1.0, posinf=2.0, neginf=-2.0)
+    return torch.cat([(values * weights_of(steps)).sum(1), values.abs().sum()[None]])
+
+
+def weights_of(places: Tensor) -> Tensor:
+    """[slope, place], between 0.5 and 1.5."""
+    # One by one: a tensor of the slopes would be copied to a GPU, for which its host waits.
+    return torch.stack([torch.frac((places.double() + 1.0) * slope) for slope in SLOPES]) + 0.5
+
+
+def difference(ranks: Mapping[int, Sequence[Sum]]) -> str | None:
+    """How the ranks' tensors differ where they should be the same, as an error's text; None if they do not.
+
+    Different are: the sums of the same part of the same tensor, beyond rounding.
+    """
+    seen: dict[tuple[str, str, str], tuple[int, Sum]] = {}
+    for rank, sums in ranks.items():
+        for mine in sums:
+            other, theirs = seen.setdefault((mine.kind, mine.name, mine.part), (rank, mine))
+            bound = mine.tolerance * (mine.absolute + theirs.absolute) + 1e-300
+            if any(abs(a - b) > bound for a, b in zip(mine.weighted, theirs.weighted, strict=True)):
+                return _text(mine, rank, other)
+    return None
+
+
+def _text(sum_: Sum, rank: int, other: int) -> str:
+    which = f"{sum_.kind} {sum_.name}"
+    if sum_.part:
+        which = f"the part {sum_.part} of {which}"
+    if sum_.kind != "input":
+        return (
+            f"{which} is not the same on rank {rank} as on rank {other}, which have replicas of it\n"
+            "  try: on every rank the same gradients, clipping, zero_grad() and changes by hand, with the same seed"
+        )
+    what = (
+        "ranks along axes that do not split it must pass the same"
+        if sum_.part
+        else "without `in_placements` every rank passes the same global input"
+    )
+    return (
+        f"{which} is not the same on rank {rank} as on rank {other}: {what}\n"
+        "  try: autoshard.data_loader(dataset, mesh, placements, ...) and autoshard(..., in_placements=placements), so "
+        "that each rank passes its part of the batch (instead of a DistributedSampler); or the same seed on every rank"
+    )
+
+
+@dataclass(frozen=True)
+class _Noted:
+    """values: [figure, 5] on the CPU, when `ready` says so."""
+
+    turn: int
+    figures: Sequence[Figure]
+    values: Tensor
+    ready: Any
+    updated: Updated
+
+
+class Sums:
+    """What this rank has to compare. The main thread notes it, the watch sends and compares."""
+
+    def __init__(self, board: Board) -> None:
+        self.pace = Pace()
+        self._board = board
+        self._new: deque[_Noted] = deque(maxlen=KEPT)
+        self._sent: deque[int] = deque()
+
+    def note(self, turn: int, figures: Sequence[Figure], values: Tensor, updated: Updated) -> None:
+        """values: `sums_of` the tensors as they are in that turn. On a GPU they are fetched when they are there."""
+        ready = None
+        if values.device.type != "cpu":
+            ready = torch.Event(values.device.type)
+            values = values.to("cpu", non_blocking=True)
+            ready.record()
+        self._new.append(_Noted(turn, figures, values, ready, updated))
+
+    def send(self) -> None:
+        """Tell the others the sums that are there by now."""
+        while self._new and (self._new[0].ready is None or self._new[0].ready.query()):
+            new = self._new.popleft()
+            self._board.write(f"sums/{new.turn}", (as_sums(new.figures, new.values), new.updated))
+            self._sent.append(new.turn)
+        while len(self._sent) > KEPT:
+            self._board.erase(f"sums/{self._sent.popleft()}")
+
+    def compare(self) -> str | None:
+        """The first difference between the ranks, of the turns for which all have told."""
+        for turn in [t for t in self._sent if self._board.complete(f"sums/{t}")]:
+            told = self._board.read(f"sums/{turn}", range(self._board.world))
+            found = unlike({rank: updated for rank, (_, updated) in told.items()}) or difference(
+                {rank: sums for rank, (sums, _) in told.items()}
+            )
+            if found is not None:
+                return f"in turn {turn}, {found}"
+            # Ranks tell in order: an earlier turn that is not complete was not chosen by all.
+            while self._sent and self._sent[0] <= turn:
+                self._board.erase(f"sums/{self._sent.popleft()}")
+        return None
+
+
+def as_sums(figures: Sequence[Figure], values: Tensor) -> list[Sum]:
+    rows: list[list[float]] = values.tolist()
+    return [Sum(*figure, tuple(row[:-1]), row[-1]) for figure, row in zip(figures, rows, strict=True)]
