@@ -14,7 +14,7 @@ from autoshard.data.parts import Sizes, checked_sizes, member
 from autoshard.data.rank_sampler import BatchSplit, PartSampler
 from autoshard.data.split_sizes import batch_axes
 from autoshard.runtime.agreement import agree, collectively
-from cost_model.checked_arguments import checked_count, checked_flag, reject
+from cost_model.checked_arguments import checked_count, checked_flag, is_whole, reject, shown
 from cost_model.errors import PlanError, ShardingError
 from cost_model.mesh import MeshSpec
 
@@ -130,6 +130,7 @@ class PartLoader(DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of `epoch`; a resumed loader that is in it stays where it is."""
+        epoch = checked_count(epoch, "epoch")
         if epoch != self.epoch:
             self.epoch, self._done, self._resume = epoch, 0, 0
 
@@ -147,14 +148,20 @@ class PartLoader(DataLoader[Any]):
         return {"epoch": self.epoch, "batch": self._done, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from there. PlanError if the state is of other samples, batches or order."""
+        """Go on from there. PlanError if the state is of other samples, batches or order, or is none."""
+        if not isinstance(state, Mapping) or any(not is_whole(state.get(name)) for name in self.state_dict()):
+            raise PlanError(
+                f"state is {shown(state)}, and no loader's\n  try: what the loader's state_dict() returned"
+            )
         for name, mine in self._identity().items():
             if state[name] != mine:
                 raise PlanError(
                     f"the loader's state has {name} {state[name]}; this loader has {mine}\n"
                     "  try: the dataset and arguments that the state was saved with"
                 )
-        self.epoch, self._done, self._resume = state["epoch"], state["batch"], state["batch"]
+        self.epoch, self._done, self._resume = (
+            checked_count(state[name], f"state[{name!r}]") for name in ("epoch", "batch", "batch")
+        )
 
     def _identity(self) -> dict[str, int]:
         """What makes the order of batches, whatever the mesh: a state may be loaded on another one."""

@@ -31,9 +31,8 @@ from autoshard.plan.variants import Again
 from autoshard.plan.why_not import why_not_family, why_not_pinned
 from cost_model.checked_arguments import checked_path, reject
 from cost_model.errors import PlanError
-from cost_model.json_text import parse_json
 from cost_model.reserve import communicators
-from cost_model.text_files import read_text
+from cost_model.text_files import read_json
 from passes.ir.joint import JointGraph
 from passes.layout.assignment import Assignment
 from passes.layout.placements import layout_to_placements
@@ -244,8 +243,7 @@ class Plan(PlanContent):
     def load(path: str | os.PathLike[str]) -> Plan | PipelinePlan[Plan]:
         """Read a saved plan. PlanError if it is missing, not a plan, damaged, or of another schema version."""
         file = checked_path(path, "plan", PlanError)
-        data = parse_json(read_text(file, "plan", PlanError), repr(str(file)), PlanError)
-        return any_plan_from_json(data, where=str(file))
+        return any_plan_from_json(read_json(file, "plan", PlanError), where=str(file))
 
     def to_json(self) -> dict[str, Any]:
         return plan_to_json(self)
