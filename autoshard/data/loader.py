@@ -149,7 +149,8 @@ class PartLoader(DataLoader[Any]):
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on from there. PlanError if the state is of other samples, batches or order, or is none."""
-        if not isinstance(state, Mapping) or any(not is_whole(state.get(name)) for name in self.state_dict()):
+        said = [state.get(name) for name in self.state_dict()] if isinstance(state, Mapping) else [None]
+        if any(not is_whole(value) or int(value) < 0 for value in said):
             raise PlanError(
                 f"state is {shown(state)}, and no loader's\n  try: what the loader's state_dict() returned"
             )
@@ -159,9 +160,7 @@ class PartLoader(DataLoader[Any]):
                     f"the loader's state has {name} {state[name]}; this loader has {mine}\n"
                     "  try: the dataset and arguments that the state was saved with"
                 )
-        self.epoch, self._done, self._resume = (
-            checked_count(state[name], f"state[{name!r}]") for name in ("epoch", "batch", "batch")
-        )
+        self.epoch, self._done, self._resume = state["epoch"], state["batch"], state["batch"]
 
     def _identity(self) -> dict[str, int]:
         """What makes the order of batches, whatever the mesh: a state may be loaded on another one."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from autoshard import Plan, PlanError, Profile, ProfileError
+from autoshard import AutoshardError, Plan, PlanError, Profile, ProfileError
 from autoshard.cache_files import write_whole
 from autoshard.plan.plan_cache import cached_candidates, kept_rehearsal, plan_path
 from autoshard.progress import stages_of
@@ -95,3 +95,11 @@ def test_paths_of_5000_characters() -> None:
             Profile.load(name)
         with pytest.raises(PlanError, match="\n  try: "):
             Plan.load(name)
+
+
+def test_arguments_of_a_plan_that_are_none() -> None:
+    plan: Any = small_plan()
+    with pytest.raises(PlanError, match=r"^joint is None"):
+        plan.check_graph(None)
+    with pytest.raises(AutoshardError, match=r"^seconds is 3"):
+        plan.to_text(seconds=3)
