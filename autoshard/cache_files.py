@@ -15,7 +15,8 @@ __all__ = ["cache_folder", "code_fingerprint", "write_whole"]
 def cache_folder() -> Path:
     """$XDG_CACHE_HOME/autoshard, or ~/.cache/autoshard."""
     root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "autoshard"
+    home = os.path.expanduser("~")  # which stays as it is for a user without a home
+    return Path(root or f"{tempfile.gettempdir() if home == '~' else home}/.cache") / "autoshard"
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -25,13 +26,14 @@ def write_whole(path: Path, text: str) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-        file.write(text)
-    try:
-        os.replace(file.name, path)
-    except OSError:
-        with suppress(OSError):
-            os.unlink(file.name)
-        raise
+        try:
+            file.write(text)
+            file.flush()
+            os.replace(file.name, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(file.name)
+            raise
 
 
 @cache

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.runtime.agreement import collectively, from_first
-from cost_model.errors import ShardingError
+from autoshard.data.parts import member
+from autoshard.runtime.agreement import agree, collectively, from_first
+from cost_model.checked_arguments import checked_count, checked_path
+from cost_model.errors import RankError, ShardingError
 
 __all__ = ["last_checkpoint", "new_checkpoint"]
 
-_NAME = re.compile(r"step-(\d+)")
+_NAME = re.compile(r"step-([0-9]+)")
 _PARTIAL = ".partial"
+_LOCK = ".saving"
+"""A file in a folder that is not whole yet: locked by the process that writes it, for as long as that lives."""
 
 
 @contextmanager
@@ -30,63 +35,142 @@ def new_checkpoint(
             dcp.save(state, checkpoint_id=folder)
 
     Until then it is `root/step-<step>.partial`, which `last_checkpoint` does not see; the renaming is one step of the
-    file system. What an earlier run left unfinished is removed. A rank that fails, or is killed, leaves the
-    checkpoints that there are as they were.
+    file system. What an earlier run left unfinished is removed, and what a running one is saving is left alone. A rank
+    that fails, or is killed, leaves the checkpoints that there are as they were.
 
     keep: how many to keep, this one included; None: all.
 
-    Raises, on all ranks, what a rank raised inside, and ShardingError for a step that is saved already.
+    Raises, on all ranks, what a rank raised inside (RankError where others wait for it in a collective), and
+    ShardingError for a step that is saved already, or is being saved by another run.
     """
-    if step < 0 or (keep is not None and keep < 1):
-        raise ShardingError(f"step is {step} and keep is {keep}\n  try: step from 0, keep from 1 or None")
-    final = Path(root) / f"step-{step}"
+    member(mesh)
+    final, most = collectively(mesh, lambda: _checked(root, step, keep), what="new_checkpoint(...)")
+    agree(mesh, {"folder": str(final), "keep": str(most)}, what="arguments of new_checkpoint(...)")
     partial = final.with_name(final.name + _PARTIAL)
-    from_first(mesh, lambda: _prepare(final, partial))
-    error: Exception | None = None
-    try:
-        yield partial
-    except Exception as raised:
-        error = raised
-    collectively(mesh, lambda: _raise(error))
-    from_first(mesh, lambda: _finish(partial, final, keep))
+    with ExitStack() as held:
+        from_first(mesh, lambda: _prepare(final, partial, held))
+        error: Exception | None = None
+        try:
+            yield partial
+        except Exception as raised:
+            error = raised
+        _end_together(mesh, error)
+        from_first(mesh, lambda: _finish(partial, final, most))
 
 
 def last_checkpoint(root: str | os.PathLike[str], mesh: DeviceMesh) -> Path | None:
     """The whole checkpoint of the highest step that `new_checkpoint` made in `root`, as rank 0 finds it; None: none."""
-    found = from_first(mesh, lambda: [str(path) for path in _whole(Path(root))])
+    member(mesh)
+    folder = collectively(mesh, lambda: checked_path(root, "root"), what="last_checkpoint(...)")
+    found = from_first(mesh, lambda: [str(path) for path in _whole(folder)])
     return Path(found[-1]) if found else None
 
 
-def _prepare(final: Path, partial: Path) -> None:
-    if final.exists():
+def _checked(root: object, step: object, keep: object) -> tuple[Path, int | None]:
+    name = f"step-{checked_count(step, 'step')}"
+    return checked_path(root, "root").absolute() / name, keep if keep is None else checked_count(
+        keep, "keep", 1
+    )
+
+
+def _end_together(mesh: DeviceMesh, error: Exception | None) -> None:
+    """Raise, on all ranks, what one has raised. Others may wait for it in a collective that it never comes to."""
+
+    def own() -> None:
+        if error is not None:
+            raise error
+
+    said = (
+        ""
+        if error is None
+        else f"it raised {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+    )
+    try:
+        collectively(mesh, own, what="the end of new_checkpoint", detail=said)
+    except RankError as stopped:
+        raise stopped from error
+
+
+@contextmanager
+def _on_disk(folder: Path) -> Generator[None]:
+    """ShardingError, naming `folder`, for what the file system refuses."""
+    try:
+        yield
+    except OSError as error:
+        raise ShardingError(
+            f"cannot keep checkpoints in {str(folder)[:200]!r}: {error.strerror}"
+            f"{'' if error.filename is None else f' ({str(error.filename)[-200:]!r})'}\n"
+            "  try: a folder that can be written, with room in it"
+        ) from error
+
+
+def _prepare(final: Path, partial: Path, held: ExitStack) -> None:
+    """Make `partial`, which is this process's until `held` is closed."""
+    if os.path.lexists(final):
         raise ShardingError(
             f"{final.name} is saved already: {final} exists\n  try: another root, or the next step"
         )
-    for left in final.parent.glob(f"step-*{_PARTIAL}"):
-        shutil.rmtree(left)
-    partial.mkdir(parents=True)
+    with _on_disk(final.parent):
+        final.parent.mkdir(parents=True, exist_ok=True)
+        for left in _folders(final.parent, _PARTIAL):
+            with ExitStack() as ours:
+                if not left.is_symlink() and _locked(left, ours):
+                    shutil.rmtree(left)
+        if partial.is_symlink():
+            partial.unlink()
+        with suppress(FileExistsError):
+            partial.mkdir()
+            if _locked(partial, held):
+                return
+    raise ShardingError(
+        f"{final.name} is being saved by another run: {partial} is not ours\n"
+        "  try: another root for each run; nothing else may have that name"
+    )
+
+
+def _locked(partial: Path, held: ExitStack) -> bool:
+    """Whether it is this process's now, until `held` is closed: no other has it."""
+    file = os.open(partial / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    held.callback(os.close, file)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # a file system without locks cannot say
+    return True
 
 
 def _finish(partial: Path, final: Path, keep: int | None) -> None:
-    os.rename(partial, final)
-    folder = os.open(final.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-    for old in _whole(final.parent)[: -keep if keep else 0]:
-        # First the name, so that one half removed is not taken for a whole one.
-        gone = old.with_name(old.name + _PARTIAL)
-        os.rename(old, gone)
-        shutil.rmtree(gone)
+    with _on_disk(final.parent):
+        os.rename(partial, final)
+        (final / _LOCK).unlink(missing_ok=True)
+        folder = os.open(final.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+        others = [path for path in _whole(final.parent) if path != final]
+        for old in others[: max(0, len(others) + 1 - keep)] if keep else ():
+            # First the name, so that one half removed is not taken for a whole one.
+            gone = old.with_name(old.name + _PARTIAL)
+            os.rename(old, gone)
+            gone.unlink() if gone.is_symlink() else shutil.rmtree(gone)
 
 
 def _whole(root: Path) -> list[Path]:
-    """By step."""
-    found = [path for path in root.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    with _on_disk(root):
+        return _folders(root, "")
 
 
-def _raise(error: Exception | None) -> None:
-    if error is not None:
-        raise error
+def _folders(root: Path, ending: str) -> list[Path]:
+    """Those named as a step's with `ending`, by step. Nothing else in `root` is ours."""
+    if not root.exists():
+        return []
+    found = {
+        path: _NAME.fullmatch(path.name.removesuffix(ending))
+        for path in root.iterdir()
+        if path.name.endswith(ending)
+    }
+    steps = {path: int(name[1]) for path, name in found.items() if name and path.is_dir()}
+    return sorted(steps, key=steps.__getitem__)

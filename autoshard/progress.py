@@ -16,6 +16,8 @@ from typing import Protocol
 from tqdm import tqdm
 
 from autoshard.cache_files import cache_folder, write_whole
+from cost_model.errors import PlanError
+from cost_model.text_files import read_json
 
 __all__ = ["Stages", "stages_of", "tell"]
 
@@ -36,7 +38,7 @@ class Stages(Protocol):
 def stages_of(rank: int, subject: str) -> Stages:
     """For one model; of rank 0 alone, and of none if $AUTOSHARD_PROGRESS is 0.
 
-    subject: what tells this model from others in what is kept of the last run: its class and size.
+    subject: what tells this model from others in what is kept of the last run: its class and size, and how it is run.
     """
     if rank != 0 or os.environ.get("AUTOSHARD_PROGRESS") == "0":
         return lambda stage: nullcontext()
@@ -49,7 +51,13 @@ def tell(rank: int, text: str) -> None:
         return
     _log.info("%s", text)
     if os.environ.get("AUTOSHARD_PROGRESS") != "0":
-        print(f"autoshard: {text}", file=sys.stderr, flush=True)
+        _write(text)
+
+
+def _write(text: str) -> None:
+    """A line in one piece: `print` writes its end apart, and other ranks write to the same place in between."""
+    sys.stderr.write(f"autoshard: {text}\n")
+    sys.stderr.flush()
 
 
 class _Shown:
@@ -91,21 +99,22 @@ Tell = Callable[[float, bool], None]
 
 
 def _bar(stage: str, expected: float | None) -> tuple[Tell, float]:
-    known = "{desc}: {elapsed} of about {postfix}" if expected else "{desc}: {elapsed}"
-    bar = tqdm(desc=f"autoshard: {stage}", bar_format=known, postfix=_seconds(expected or 0.0), leave=False)
+    plain = "{desc}: {elapsed}"
+    known = f"{plain} of about {_seconds(expected)}" if expected else plain
+    bar = tqdm(desc=f"autoshard: {stage}", bar_format=known, leave=False)
 
     def tell(elapsed: float, ended: bool) -> None:
+        if expected and elapsed >= expected:
+            bar.bar_format = plain
         bar.close() if ended else bar.refresh()
 
     return tell, _TICK_SECONDS
 
 
 def _line(stage: str, expected: float | None) -> Tell:
-    about = f", of about {_seconds(expected)}" if expected else ""
-
     def tell(elapsed: float, ended: bool) -> None:
-        said = f"took {_seconds(elapsed)}" if ended else f"{_seconds(elapsed)}{about}"
-        print(f"autoshard: {stage}: {said}", file=sys.stderr, flush=True)
+        about = f", of about {_seconds(expected)}" if expected and elapsed < expected else ""
+        _write(f"{stage}: took {_seconds(elapsed)}" if ended else f"{stage}: {_seconds(elapsed)}{about}")
 
     return tell
 
@@ -117,8 +126,8 @@ def _seconds(value: float) -> str:
 def _known(path: Path) -> dict[str, float]:
     """Seconds of stages that ended; nothing if the file is missing or damaged."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        data = read_json(path, "list of stages", PlanError)
+    except PlanError:
         return {}
     if not isinstance(data, dict):
         return {}

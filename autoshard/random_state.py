@@ -17,7 +17,7 @@ def random_state(model: nn.Module) -> SeedStream:
     The same on every rank: each loads the same state, before the first call or after it.
     Raises ShardingError for a model that `autoshard` did not make parallel.
     """
-    session = Session.of(model)
+    session = Session.of(model) if isinstance(model, nn.Module) else None
     if session is None:
         raise ShardingError(
             "model is not parallel, and its random numbers are torch's own\n"

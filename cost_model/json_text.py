@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any
 
 from cost_model.errors import AutoshardError
@@ -38,8 +39,8 @@ class _RepeatedError(Exception):
 def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise _RepeatedError(next(name for name in names if names.count(name) > 1))
+        counts = Counter(name for name, _ in pairs)
+        raise _RepeatedError(next(name for name, count in counts.items() if count > 1))
     return found
 
 

@@ -92,7 +92,7 @@ class ProfileRecord:
         """
         path = checked_path(path_or_name, "profile", ProfileError)
         bare = isinstance(path_or_name, str) and path.name == path_or_name and not path.suffix
-        if bare and (path.name in cls.names() or not path.exists()):
+        if bare and (path.name in cls.names() or not os.path.exists(path)):
             return cls.named(path.name)
         try:
             text = path.read_text(encoding="utf-8")

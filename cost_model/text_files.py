@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from cost_model.errors import AutoshardError
+from cost_model.json_text import parse_json
 
-__all__ = ["read_text", "write_text"]
+__all__ = ["MOST_BYTES", "read_json", "read_text", "write_text"]
+
+MOST_BYTES = 2**27
+"""Of a file that is read: no plan or profile is so large; what is wrong with one was said after minutes."""
 
 
 def read_text(path: Path, what: str, error: type[AutoshardError]) -> str:
-    """The file's text. `error`, naming it, if it cannot be read or is not UTF-8."""
+    """The file's text. `error`, naming it, if it cannot be read, is not UTF-8 or is larger than `MOST_BYTES`."""
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
+            raise error(
+                f"{str(path)!r} is no {what}: it has more than {MOST_BYTES >> 20} MiB\n"
+                "  try: the file as it was written"
+            )
+        return data.decode("utf-8")
     except OSError as cause:
         raise error(
             f"cannot read {what} {str(path)!r}: {cause.strerror}\n  try: a path that exists"
@@ -21,6 +33,11 @@ def read_text(path: Path, what: str, error: type[AutoshardError]) -> str:
         raise error(
             f"{str(path)!r} is no {what}: not UTF-8 ({cause.reason})\n  try: the file as it was written"
         ) from None
+
+
+def read_json(path: Path, what: str, error: type[AutoshardError]) -> Any:
+    """What the file's JSON says. `error`, naming the file, for whatever is wrong with it."""
+    return parse_json(read_text(path, what, error), repr(str(path)), error)
 
 
 def write_text(path: Path, text: str, what: str, error: type[AutoshardError]) -> None:

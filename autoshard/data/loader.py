@@ -14,7 +14,7 @@ from autoshard.data.parts import Sizes, checked_sizes, member
 from autoshard.data.rank_sampler import BatchSplit, PartSampler
 from autoshard.data.split_sizes import batch_axes
 from autoshard.runtime.agreement import agree, collectively
-from cost_model.checked_arguments import checked_count, checked_flag, reject
+from cost_model.checked_arguments import checked_count, checked_flag, is_whole, reject, shown
 from cost_model.errors import PlanError, ShardingError
 from cost_model.mesh import MeshSpec
 
@@ -130,6 +130,7 @@ class PartLoader(DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of `epoch`; a resumed loader that is in it stays where it is."""
+        epoch = checked_count(epoch, "epoch")
         if epoch != self.epoch:
             self.epoch, self._done, self._resume = epoch, 0, 0
 
@@ -147,7 +148,12 @@ class PartLoader(DataLoader[Any]):
         return {"epoch": self.epoch, "batch": self._done, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from there. PlanError if the state is of other samples, batches or order."""
+        """Go on from there. PlanError if the state is of other samples, batches or order, or is none."""
+        said = [state.get(name) for name in self.state_dict()] if isinstance(state, Mapping) else [None]
+        if any(not is_whole(value) or int(value) < 0 for value in said):
+            raise PlanError(
+                f"state is {shown(state)}, and no loader's\n  try: what the loader's state_dict() returned"
+            )
         for name, mine in self._identity().items():
             if state[name] != mine:
                 raise PlanError(

@@ -29,11 +29,10 @@ from autoshard.plan.plan_graph import plan_graph
 from autoshard.plan.plan_json import SCHEMA_VERSION, damaged, plan_data, plan_fields, plan_to_json, write_plan
 from autoshard.plan.variants import Again
 from autoshard.plan.why_not import why_not_family, why_not_pinned
-from cost_model.checked_arguments import checked_path, reject
+from cost_model.checked_arguments import checked_flag, checked_path, reject
 from cost_model.errors import PlanError
-from cost_model.json_text import parse_json
 from cost_model.reserve import communicators
-from cost_model.text_files import read_text
+from cost_model.text_files import read_json
 from passes.ir.joint import JointGraph
 from passes.layout.assignment import Assignment
 from passes.layout.placements import layout_to_placements
@@ -122,7 +121,11 @@ class Plan(PlanContent):
     def to_text(self, *, seconds: bool = True) -> str:
         """The planned graph in the text form of docs/plans.md."""
         return format_graph(
-            self.records, self.mesh, seconds=seconds, joined=self.joined_axes, raced=len(self.race)
+            self.records,
+            self.mesh,
+            seconds=checked_flag(seconds, "seconds"),
+            joined=self.joined_axes,
+            raced=len(self.race),
         )
 
     def to_networkx(self) -> nx.DiGraph:
@@ -188,6 +191,8 @@ class Plan(PlanContent):
 
     def check_graph(self, joint: JointGraph) -> None:
         """PlanError, saying what changed, unless the plan was made for `joint`."""
+        if not isinstance(joint, JointGraph):
+            raise PlanError(str(reject("joint", joint, "the joint graph of a captured model")))
         found = graph_hash(joint)
         if found == self.origin.graph_hash:
             for problem in self._problems(compute_again(joint, self.lowering.again)):
@@ -245,8 +250,7 @@ class Plan(PlanContent):
     def load(path: str | os.PathLike[str]) -> Plan | PipelinePlan[Plan]:
         """Read a saved plan. PlanError if it is missing, not a plan, damaged, or of another schema version."""
         file = checked_path(path, "plan", PlanError)
-        data = parse_json(read_text(file, "plan", PlanError), repr(str(file)), PlanError)
-        return any_plan_from_json(data, where=str(file))
+        return any_plan_from_json(read_json(file, "plan", PlanError), where=str(file))
 
     def to_json(self) -> dict[str, Any]:
         return plan_to_json(self)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +24,8 @@ from autoshard.plan.plan_content import pace_of
 from autoshard.plan.stages_option import AnyPlan
 from autoshard.plan.task import Task, search_plan
 from cost_model.deadline import Deadline
-from cost_model.errors import AutoshardError
+from cost_model.errors import AutoshardError, PlanError
+from cost_model.text_files import read_json
 from passes.plan.describe import graph_hash
 from passes.states.cut_points import users_choice
 
@@ -87,16 +89,16 @@ def cached_candidates(task: Task, count: int) -> list[Candidate]:
 
 def _read_candidates(path: Path, task: Task) -> list[Candidate]:
     """None of a file that cannot be used."""
-    if not path.exists():
+    if not os.path.exists(path):
         return []
     found: list[Candidate] = []
     try:
-        for data in json.loads(path.read_text(encoding="utf-8")):
+        for data in read_json(path, "list of cached plans", PlanError):
             name, plan = data
             known = Plan.from_json(plan)
             known.check_graph(task.joint)
             found.append(Candidate(str(name), replace(known, again=task.again())))
-    except (AutoshardError, OSError, TypeError, ValueError) as error:
+    except (AutoshardError, TypeError, ValueError) as error:
         _log.warning("searching again: the cached plans of a race cannot be used: %s", error)
         return []
     _log.info("plans of a race: found before, read from %s", path)
@@ -119,8 +121,8 @@ def keep_rehearsal(path: Path, seconds: float, busy: float | None) -> None:
 def kept_rehearsal(path: Path) -> tuple[float, float | None] | None:
     """Seconds of a step, and `Rehearsed.busy`; None: it was not rehearsed, or the file is damaged."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=_Step)
-    except (OSError, msgspec.MsgspecError):
+        return msgspec.convert(read_json(path, "rehearsal", PlanError), _Step)
+    except (PlanError, msgspec.ValidationError):
         return None
 
 
@@ -158,7 +160,7 @@ def plan_path(task: Task, *more: object) -> Path:
 
 def kept_plan(path: Path, task: Task) -> Plan | None:
     """The plan in a file, if there is one that is a plan of the task."""
-    if not path.exists():
+    if not os.path.exists(path):
         return None
     try:
         plan = plain_plan(path, "a cached plan")

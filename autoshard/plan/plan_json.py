@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import astuple
 from typing import Annotated, Any, Literal
@@ -16,8 +17,9 @@ from autoshard.plan.plan_memory import OUTLINE, AtPeak, MemoryTimeline
 from cost_model.checked_arguments import checked_path
 from cost_model.errors import PlanError
 from cost_model.mesh import MeshSpec
-from cost_model.text_files import write_text
+from cost_model.text_files import MOST_BYTES, write_text
 from passes.plan.record_json import (
+    PRINTABLE,
     Count,
     LayoutData,
     NodeData,
@@ -210,8 +212,23 @@ def damaged(where: str, problem: str) -> PlanError:
 
 
 def write_plan(data: dict[str, Any], path: str | os.PathLike[str]) -> None:
-    """PlanError where no file can be written."""
-    write_text(checked_path(path, "path", PlanError), json.dumps(data, indent=1) + "\n", "plan", PlanError)
+    """PlanError where no file can be written, or `load` could not read it."""
+    target, text = checked_path(path, "path", PlanError), json.dumps(data, indent=1) + "\n"
+    for plan in [stage["plan"] for stage in data.get("stages", ())] or [data]:
+        for name in (*plan["parameters"], *(node["module"] for node in plan["nodes"])):
+            if not re.search(PRINTABLE, name):
+                raise PlanError(
+                    f"cannot write plan {str(target)!r}: "
+                    f"the model's name {name!r} has characters that cannot be printed\n"
+                    "  try: names of letters, digits and _ for modules and parameters"
+                )
+    if len(text) > MOST_BYTES:
+        raise PlanError(
+            f"cannot write plan {str(target)!r}: "
+            f"it has {len(text) >> 20} MiB, and no more than {MOST_BYTES >> 20} are read\n"
+            "  try: the Plan itself as `plan`, or fewer micro_batches"
+        )
+    write_text(target, text, "plan", PlanError)
 
 
 def plan_head(mesh: MeshSpec, origin: PlanOrigin) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -93,7 +94,7 @@ def cache_path(key: Mapping[str, object]) -> Path:
 
 def _read(path: Path) -> Profile | None:
     """The cached profile; None if there is none, or an older version or a crash left something else."""
-    if not path.exists():
+    if not os.path.exists(path):
         return None
     try:
         profile = Profile.load(path)

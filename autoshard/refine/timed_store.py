@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +18,10 @@ from autoshard.cache_files import cache_folder, write_whole
 from autoshard.profiling.startup import machine_key
 from autoshard.runtime.agreement import everyones
 from autoshard.version import __version__
+from cost_model.errors import ProfileError
 from cost_model.measure.facts import collective_backend, device_name, host_name, software_versions
 from cost_model.mesh import MeshSpec
+from cost_model.text_files import read_json
 from cost_model.timed import TimedPrices
 
 __all__ = ["TimedStore", "store_of"]
@@ -48,11 +51,11 @@ class TimedStore:
 
     def read(self) -> TimedPrices:
         """What was timed before: nothing, if there is no file, or something else in it."""
-        try:
-            found = msgspec.json.decode(self.path.read_bytes(), type=_File)
-        except FileNotFoundError:
+        if not os.path.exists(self.path):
             return TimedPrices()
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        try:
+            found = msgspec.convert(read_json(self.path, "file of timed prices", ProfileError), _File)
+        except (ProfileError, msgspec.ValidationError, RecursionError) as error:
             _log.warning("refine: timing again: %s cannot be used: %s", self.path, error)
             return TimedPrices()
         return found.timed if found.made_with == json.loads(json.dumps(self.key)) else TimedPrices()

@@ -87,8 +87,8 @@ def collectively(
         except Exception as raised:
             error = raised
         replies = exchange.swap(pickle.dumps(_described(error)))
-    if error is not None:
-        raise error
+        if error is not None:
+            raise error  # in the turn: what another rank's end has caused is explained by it
     for rank, reply in enumerate(replies):
         _raise_for(rank, pickle.loads(reply))
     return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -92,7 +93,11 @@ class Session:
 
     def stages(self, stage: str) -> AbstractContextManager[None]:
         numbers = sum(parameter.numel() for parameter in self.model.parameters())
-        return stages_of(self.mesh.get_rank(), f"{type(self.model).__name__} of {numbers} parameters")(stage)
+        # A stage takes as long again only where all is the same: the backend and the mesh above all.
+        given = sorted(self.settings.described().items())
+        how = hashlib.sha256(f"{self.spec} {given}".encode()).hexdigest()[:8]
+        subject = f"{type(self.model).__name__} of {numbers} parameters, {self.settings.backend}, {how}"
+        return stages_of(self.mesh.get_rank(), subject)(stage)
 
     def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What of a call's arguments decides its graph."""

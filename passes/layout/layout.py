@@ -1,6 +1,6 @@
 """Where a tensor lives on a mesh: `Layout`, and the interval every rank holds.
 
-Text form (docs/design): f32[8@dp, 128, 512@tp], f32[8, 128]+tp:sum, f32[97@sp{33,32,32}]. With a halo, what the
+Text form: f32[8@dp, 128, 512@tp], f32[8, 128]+tp:sum, f32[97@sp{33,32,32}]. With a halo, what the
 ranks hold: f32[97@sp{0:34,32:66,64:97}]; as summands of it: f32[97@sp{0:34+32:66+64:97}].
 """
 

@@ -14,6 +14,7 @@ from passes.plan.records import NodeRecord, OperandRecord, ResultRecord, Transfe
 from passes.redistribution.steps import STEPS, Step
 
 __all__ = [
+    "PRINTABLE",
     "Count",
     "LayoutData",
     "NodeData",
@@ -24,7 +25,8 @@ __all__ = [
 ]
 
 Count = Annotated[int, Meta(ge=0, le=2**62)]
-Text = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]*$", max_length=20_000)]
+PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]*$"
+Text = Annotated[str, Meta(pattern=PRINTABLE, max_length=20_000)]
 """What may be printed, and written to any format that a plan is drawn in."""
 
 _Word = Annotated[str, Meta(pattern=r"^\w+$", max_length=200)]

@@ -54,7 +54,7 @@ def _starts(parts: GraphParts, cut: Cut) -> tuple[int, ...]:
     if unknown:
         raise ShardingError(
             f"cut: {unknown[0]} is no op of the forward at which a stage may begin\n"
-            "  try: one of passes.stages.cut_places"
+            "  try: find_plan(..., stages=...) again, which chooses a cut"
         )
     starts = tuple(positions[name] for name in cut)
     if list(starts) != sorted(set(starts)) or 0 in starts:

@@ -33,7 +33,8 @@ def test_stage_elapsed_and_what_it_took_before(capfd: pytest.CaptureFixture[str]
     (kept,) = json.loads((tmp_path / "autoshard" / "stages.json").read_text()).items()
     assert kept[0] == "Net of 8 parameters: searching"
     run(0, 0.3)
-    assert "of about 0 s" in capfd.readouterr().err
+    again = capfd.readouterr().err.splitlines()
+    assert "of about 0 s" in again[0]
 
 
 def test_silence(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,3 +53,21 @@ def test_an_error_ends_the_stage_and_is_not_kept(capfd: pytest.CaptureFixture[st
         raise ValueError("no plan")
     assert "took" in capfd.readouterr().err
     assert not (tmp_path / "autoshard" / "stages.json").exists()
+
+
+def test_what_was_expected_is_not_said_any_more_when_it_is_over(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    kept = tmp_path / "autoshard" / "stages.json"
+    kept.parent.mkdir()
+    kept.write_text('{"Net of 8 parameters: searching": 0.01}')
+    run(0, 0.3)
+    said = capfd.readouterr().err
+    assert "searching" in said and "about" not in said
+
+
+def test_a_line_is_written_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+    monkeypatch.setattr("sys.stderr.write", written.append)
+    progress.tell(0, "race: done")
+    assert written == ["autoshard: race: done\n"]

@@ -276,3 +276,18 @@ def test_a_state_of_another_order_is_refused() -> None:
     two = rank_loader(Whole(), MESH, 0, [SPLIT, LABELS], Order(9, seed=1))
     with pytest.raises(PlanError, match="the loader's state has seed 0; this loader has 1"):
         two.load_state_dict(one.state_dict())
+
+
+NONE: list[Any] = [None, [], {}, {"a": 1}, {"epoch": None}, {"epoch": -1}, {"batch": 0.5}]
+
+
+@pytest.mark.parametrize("state", NONE)
+def test_what_is_no_state_is_refused(state: Any) -> None:
+    loader = rank_loader(Whole(), MESH, 0, [SPLIT, LABELS], Order(9))
+    good = loader.state_dict()
+    given = {**good, **state} if isinstance(state, dict) and state.keys() <= good.keys() and state else state
+    with pytest.raises(PlanError, match=r"^state is .*, and no loader's\n  try: "):
+        loader.load_state_dict(given)
+    assert loader.state_dict() == good
+    with pytest.raises(ShardingError, match=r"^epoch is "):
+        loader.set_epoch(1.5)  # type: ignore[arg-type]

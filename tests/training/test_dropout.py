@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from autoshard import autoshard, random_state
+from autoshard import ShardingError, autoshard, random_state
 from autoshard.runtime.seeds import SeedStream
 from tests.models import seeded
 from tests.profiles import slow_compute
@@ -116,3 +117,9 @@ def test_training_goes_as_alone(first: list[list[dict[str, Any]]]) -> None:
     print(f"gpt2, last 5 of 20 steps: {mean(got[-5:]):.4f} vs {mean(wanted[-5:]):.4f}")
     assert mean(got[-5:]) == pytest.approx(mean(wanted[-5:]), rel=0.02)
     assert got[-1] < got[0]
+
+
+@pytest.mark.parametrize("model", [None, 3, nn.Linear, nn.Linear(2, 2)])
+def test_what_is_no_parallel_model_has_no_stream(model: Any) -> None:
+    with pytest.raises(ShardingError, match=r"^model is not parallel"):
+        random_state(model)
