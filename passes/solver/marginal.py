@@ -45,9 +45,16 @@ class Relaxed:
         return dict(zip(nodes, np.split(self.shares, ends[:-1]), strict=True))
 
 
+class _Silent(highspy.Highs):
+    """HiGHS 1.16 prints its banner while it is made, where it enables callbacks."""
+
+    def enableCallbacks(self) -> None:
+        self.setOptionValue("output_flag", False)
+        super().enableCallbacks()
+
+
 def _highs(program: MarginalProgram, integers: bool, deadline: float) -> highspy.Highs:
-    solver = highspy.Highs()
-    solver.setOptionValue("output_flag", False)
+    solver = _Silent()
     solver.setOptionValue("threads", 1)
     solver.setOptionValue("random_seed", 0)
     solver.setOptionValue("time_limit", min(1e9, max(0.01, deadline - time.monotonic())))
