@@ -15,6 +15,7 @@ from passes.capture.call import CallSpec, flatten_call, tensor_names
 from passes.capture.capture_errors import capture_error
 from passes.capture.dtypes import check_dtypes
 from passes.capture.model_state import find_slots
+from passes.capture.shared_memory import check_shared_memory
 from passes.capture.trace import TracedCall, trace
 from passes.ir.collector import collector_paused
 from passes.ir.joint import CPU, JointGraph
@@ -56,7 +57,8 @@ def capture(
     forward: what to call instead of `model` (of the same module).
 
     Raises CaptureError, with the line of the user's code, for what cannot be one graph: control flow
-    that depends on values, shapes that do, a changed parameter, a forward that fails.
+    that depends on values, shapes that do, a changed parameter, a forward that fails, tensors that share memory
+    of which one changes.
     """
     called = model if forward is None else forward
     inputs, key = flatten_call(args, kwargs)
@@ -71,6 +73,8 @@ def capture(
         raise capture_error(model, called, cause) from cause
     check_dtypes(traced.aot.module.graph)
     joint = replace(build_joint(program, traced, tensor_names(key)), device=runs_on)
+    written = [e.index for e in traced.aot.outputs if e.kind == "mutated" and e.index < len(slots)]
+    check_shared_memory(model, slots, written, joint.constants.values())
     aliases = {slot.name: slot.aliases for slot in slots if slot.aliases}
     overwritten = overwritten_inputs(program, traced)
     count = traced.output_count + len(overwritten)
