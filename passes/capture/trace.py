@@ -23,6 +23,7 @@ from passes.capture.dense_gradients import DENSE_GRADIENTS
 from passes.capture.device_view import seen_on
 from passes.capture.grouped_calls import grouped_captured
 from passes.capture.held_tensors import held_tensors_kept
+from passes.capture.inference_paths import inference_paths_kept
 from passes.capture.kept_in_backward import resizing_kept
 from passes.capture.model_state import Slot, rebound_buffers, state_kept, state_replaced
 from passes.capture.padding_calls import PADS
@@ -174,6 +175,7 @@ def _traced(program: TracedCall, spots: Sequence[Spot], uses: Uses) -> tuple[Aot
         before = Snapshot(program.model)
         replaced = stack.enter_context(attention_captured(program.device_type))
         for context in (
+            inference_paths_kept(),
             _fast_paths_off(),
             compiling_flag(),
             encoder_masks_trusted(),
