@@ -12,7 +12,7 @@ from torch import nn
 from cost_model.errors import AutoshardError
 from passes.capture.build_joint import build_joint, overwritten_inputs
 from passes.capture.call import CallSpec, flatten_call, tensor_names
-from passes.capture.capture_errors import capture_error
+from passes.capture.capture_errors import capture_error, users_part
 from passes.capture.dtypes import check_dtypes
 from passes.capture.model_state import find_slots
 from passes.capture.shared_memory import check_shared_memory
@@ -70,7 +70,7 @@ def capture(
     except AutoshardError:
         raise
     except Exception as cause:
-        raise capture_error(model, called, cause) from cause
+        raise capture_error(model, called, cause) from users_part(cause)
     check_dtypes(traced.aot.module.graph)
     joint = replace(build_joint(program, traced, tensor_names(key)), device=runs_on)
     written = [e.index for e in traced.aot.outputs if e.kind == "mutated" and e.index < len(slots)]
