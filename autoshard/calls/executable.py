@@ -50,16 +50,23 @@ class Executable:
         self._spec = captured.call
         self._programs = programs
         joint = captured.joint
-        given = [spec for spec in joint.inputs if spec.kind != "tangent"]
-        self._leaves = [_leaf(home, joint, spec, side) for spec, side in zip(given, ends.inputs, strict=True)]
+        self._given = [spec for spec in joint.inputs if spec.kind != "tangent"]
+        self._leaves = [
+            _leaf(home, joint, spec, side) for spec, side in zip(self._given, ends.inputs, strict=True)
+        ]
+        self._has_run = False
         self._outputs = ends.outputs
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors, _ = flatten_call(args, kwargs)
         self._check_call(tensors)
         leaves = [leaf(tensors) for leaf in self._leaves]
-        outputs = self._programs.next()(leaves)
         home = self._home
+        if not self._has_run:
+            for spec, leaf in zip(self._given, leaves, strict=True):
+                arrived(leaf, spec.name, local_device(home.mesh))  # an error for a parameter on meta
+            self._has_run = True
+        outputs = self._programs.next()(leaves)
         wrapped = [
             wrapped_output(value, side, home.mesh, home.spec)
             for value, side in zip(outputs, self._outputs, strict=True)

@@ -108,6 +108,11 @@ def arrived(tensor: Tensor, name: str, device: torch.device) -> Tensor:
         return tensor
     if tensor.device.type == "cpu" and not isinstance(tensor, DTensor):
         return tensor.to(device, non_blocking=True)
+    if tensor.is_meta:
+        raise ShardingError(
+            f"{name} is on meta, without values\n"
+            f"  try: model.to_empty(device={device.type!r}) and then load_state_dict, or a tensor that has values"
+        )
     raise ShardingError(
         f"{name} is on {tensor.device}, and this rank's part of the mesh is {device}\n"
         f"  try: {name}.to({str(device)!r}), or a CPU tensor, which autoshard moves"

@@ -67,8 +67,15 @@ class VerifyReport:
 
     def __str__(self) -> str:
         verdict = "ok" if self.ok else "DIFFERS"
+        worst = sorted(self.errors.items(), key=lambda entry: -entry[1])[:3]
+        where = "" if self.ok else "\n  largest: " + ", ".join(f"{name} {error:.3g}" for name, error in worst)
         first = "" if self.first_divergence is None else f"\n  first divergence: {self.first_divergence}"
-        return f"verify: {verdict}, largest relative error {self.max_error:.3g} over {len(self.errors)} results{first}"
+        if not (self.ok or self.first_divergence):
+            first = "\n  no node is known to differ from the captured graph: the model may compute something else here"
+        return (
+            f"verify: {verdict}, largest relative error {self.max_error:.3g} over {len(self.errors)} results"
+            f"{where}{first}"
+        )
 
 
 @random_state_kept()

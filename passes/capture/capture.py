@@ -13,9 +13,10 @@ from cost_model.errors import AutoshardError
 from passes.capture.answers import is_of_user
 from passes.capture.build_joint import build_joint, overwritten_inputs
 from passes.capture.call import CallSpec, flatten_call, tensor_names
-from passes.capture.capture_errors import capture_error
+from passes.capture.capture_errors import capture_error, users_part
 from passes.capture.dtypes import check_dtypes
 from passes.capture.model_state import find_slots
+from passes.capture.shared_memory import check_shared_memory
 from passes.capture.trace import TracedCall, trace
 from passes.ir.collector import collector_paused
 from passes.ir.joint import CPU, JointGraph
@@ -60,8 +61,8 @@ def capture(
     answers: to the first questions that the forward asks of values (`CallSpec.checks`).
 
     Raises CaptureError, with the line of the user's code, for what cannot be one graph: control flow
-    that depends on values, shapes that do, a changed parameter, a forward that fails. With `answers` a forward's own
-    error is raised as it is.
+    that depends on values, shapes that do, a changed parameter, a forward that fails, tensors that share memory
+    of which one changes. With `answers` a forward's own error is raised as it is.
     """
     called = model if forward is None else forward
     inputs, key = flatten_call(args, kwargs)
@@ -75,9 +76,11 @@ def capture(
     except Exception as cause:
         if answers and is_of_user(cause):
             raise  # what the forward raises for values like these
-        raise capture_error(model, called, cause) from cause
+        raise capture_error(model, called, cause) from users_part(cause)
     check_dtypes(traced.aot.module.graph)
     joint = replace(build_joint(program, traced, tensor_names(key)), device=runs_on)
+    written = [e.index for e in traced.aot.outputs if e.kind == "mutated" and e.index < len(slots)]
+    check_shared_memory(model, slots, written, joint.constants.values())
     aliases = {slot.name: slot.aliases for slot in slots if slot.aliases}
     overwritten = overwritten_inputs(program, traced)
     count = traced.output_count + len(overwritten)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Callable, Iterator
+from types import TracebackType
 from typing import Any
 
 from torch import nn
@@ -14,7 +15,7 @@ from passes.capture.provenance import is_user_file, place_text
 from passes.capture.questions import Undecided
 from passes.ir.torch_tracing import is_value_missing, shape_dependent_errors
 
-__all__ = ["capture_error", "mutation_error"]
+__all__ = ["capture_error", "mutation_error", "users_part"]
 
 
 _CHANGED_IN_PLACE = ("mutating a non-functional tensor", "expected to have an entirely functional graph")
@@ -26,6 +27,24 @@ def capture_error(model: nn.Module, forward: Callable[..., Any], cause: Exceptio
     reason, remedy = _explain(cause)
     place = (cause.place if isinstance(cause, Undecided) else _place(cause)) or _definition(forward)
     return CaptureError(f"cannot capture {type(model).__name__}: {reason}\n  at {place}\n  try: {remedy}")
+
+
+def users_part(cause: BaseException) -> BaseException:
+    """`cause` with the frames of the user's code alone in its tracebacks, where there are any."""
+    for error in _chain(cause):
+        kept: TracebackType | None = None
+        for step in reversed(list(_steps(error.__traceback__))):
+            if is_user_file(step.tb_frame.f_code.co_filename):
+                kept = TracebackType(kept, step.tb_frame, step.tb_lasti, step.tb_lineno)
+        if kept is not None:
+            error.__traceback__ = kept
+    return cause
+
+
+def _steps(step: TracebackType | None) -> Iterator[TracebackType]:
+    while step is not None:
+        yield step
+        step = step.tb_next
 
 
 def mutation_error(model: nn.Module, what: str, source: str) -> CaptureError:

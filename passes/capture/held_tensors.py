@@ -12,14 +12,14 @@ from cost_model.errors import CaptureError
 from passes.capture.contents import contents
 from passes.capture.surroundings import Container, containers_of
 
-__all__ = ["held_tensors_kept"]
+__all__ = ["held_tensors", "held_tensors_kept"]
 
 
 @contextmanager
 def held_tensors_kept(model: nn.Module) -> Generator[None]:
     """Such tensors have their values again at the end. CaptureError if a forward inside changed one in place: tracing
     runs that for real, and a call would not do it again."""
-    kept = [(name, tensor, tensor.detach().clone()) for name, tensor in _held(model)]
+    kept = [(name, tensor, tensor.detach().clone()) for name, tensor in held_tensors(model)]
     try:
         yield
     except Exception as cause:
@@ -33,7 +33,8 @@ def held_tensors_kept(model: nn.Module) -> Generator[None]:
 Kept = list[tuple[str, Tensor, Tensor]]
 
 
-def _held(model: nn.Module) -> list[tuple[str, Tensor]]:
+def held_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """With their names."""
     own = {id(tensor) for module in model.modules() for tensor in _tensors_of(module)}
     found: dict[int, tuple[str, Tensor]] = {}
     for container in containers_of(model):

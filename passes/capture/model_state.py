@@ -43,8 +43,7 @@ class Slot:
 def find_slots(model: nn.Module) -> list[Slot]:
     """Parameters in the order of `named_parameters()`, then buffers, then attributes; tied ones once.
 
-    Raises CaptureError for a lazy parameter that has no shape yet, and for an attribute that shares a parameter's
-    memory, which would keep its values when the parameter is sharded.
+    Raises CaptureError for a lazy parameter that has no shape yet, and for a tensor that is not dense.
     """
     found: dict[int, Slot] = {}
     for table in ("_parameters", "_buffers", "__dict__"):
@@ -55,9 +54,7 @@ def find_slots(model: nn.Module) -> list[Slot]:
                 full = f"{prefix}.{key}" if prefix else key
                 _check_initialised(tensor, full)
                 found[id(tensor)] = _with_place(found.get(id(tensor)), tensor, table, module, key, full)
-    slots = list(found.values())
-    _check_own_memory(slots)
-    return slots
+    return list(found.values())
 
 
 def named_state(model: nn.Module) -> dict[str, Tensor]:
@@ -80,28 +77,6 @@ def _with_place(
         return Slot(tensor, table == "_parameters", (full,), (place,))
     places = slot.places if place in slot.places else (*slot.places, place)
     return replace(slot, names=(*slot.names, full), places=places)
-
-
-def _check_own_memory(slots: Sequence[Slot]) -> None:
-    attributes = [slot for slot in slots if slot.places[0][1] == "__dict__"]
-    if not attributes:
-        return
-    owners = {_memory(slot.tensor): slot.name for slot in slots if slot.is_parameter}
-    for slot in attributes:
-        owner = owners.get(_memory(slot.tensor))
-        if owner is not None and slot.tensor.numel():
-            raise CaptureError(
-                f"cannot capture: attribute {slot.name} is a view of parameter {owner}, and would no longer follow it\n"
-                "  try: compute it from the parameter in forward, or in a property"
-            )
-
-
-def _memory(tensor: Tensor) -> Any:
-    return (
-        id(tensor)
-        if tensor.is_meta or type(tensor).__name__ == "DTensor"
-        else tensor.untyped_storage().data_ptr()
-    )
 
 
 def _check_initialised(tensor: Tensor, name: str) -> None:

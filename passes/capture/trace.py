@@ -24,6 +24,7 @@ from passes.capture.dense_gradients import DENSE_GRADIENTS
 from passes.capture.device_view import seen_on
 from passes.capture.grouped_calls import grouped_captured
 from passes.capture.held_tensors import held_tensors_kept
+from passes.capture.inference_paths import inference_paths_kept
 from passes.capture.kept_in_backward import resizing_kept
 from passes.capture.model_state import Slot, rebound_buffers, state_kept, state_replaced
 from passes.capture.padding_calls import PADS
@@ -38,6 +39,7 @@ from passes.ir.torch_tracing import (
     AotGraph,
     compiling_flag,
     encoder_masks_trusted,
+    failures_unlogged,
     fake_tensors,
     full_precision_backward,
     has_writes,
@@ -203,8 +205,10 @@ def _traced(
         before = Snapshot(program.model)
         replaced = stack.enter_context(attention_captured(program.device_type))
         for context in (
+            inference_paths_kept(),
             _fast_paths_off(),
             compiling_flag(),
+            failures_unlogged(),
             encoder_masks_trusted(),
             full_precision_backward(),
             resizing_kept(),

@@ -6,6 +6,7 @@ The others are in `passes/ir/torch_compat.py`. Supported: see there.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -192,6 +193,19 @@ def module_reads_seen(note: Callable[[torch.nn.Module, str, Any], None]) -> Gene
         yield
     finally:
         del torch.nn.Module.__getattribute__
+
+
+@contextmanager
+def failures_unlogged() -> Generator[None]:
+    """Fake tensors log the whole traceback of an op that fails, which the error that follows says too. The logger is
+    found by its name, since torch 2.9."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    silent = lambda record: False
+    logger.addFilter(silent)
+    try:
+        yield
+    finally:
+        logger.removeFilter(silent)
 
 
 def compiling_flag() -> AbstractContextManager[None]:

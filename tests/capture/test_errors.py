@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -140,3 +142,21 @@ def test_attention_is_put_back_after_a_failure() -> None:
     with pytest.raises(CaptureError):
         capture(Runs(raises), (torch.randn(2, 3),), {})
     assert F.scaled_dot_product_attention is attend
+
+
+def test_a_wrong_width_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(CaptureError, match=r"\[4, 7\] X \[8, 8\]") as caught:
+        capture(Wide(), (torch.randn(4, 7),), {})
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+    text = traceback.format_exception(caught.value.__cause__)
+    assert any("self.mix(x)" in line for line in text) and len("".join(text).splitlines()) < 10
+    assert not logging.getLogger("torch._subclasses.fake_tensor").filters
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(x)

@@ -126,6 +126,8 @@ def emptied(rank: int) -> list[str]:
         model = Scaled()
     x = data()[0]
     parallel(model, LINE, (x,))
+    with pytest.raises(ShardingError, match=r"is on meta, without values\n  try: model\.to_empty"):
+        model(x)
     model.to_empty(device="cpu")
     said: list[str] = []
     model.linear.reset_parameters()
@@ -140,6 +142,21 @@ def emptied(rank: int) -> list[str]:
     model.scale.data.copy_(plain.scale)
     assert_close(full(model(x)), full(plain(x)))
     return said
+
+
+def unmade(rank: int) -> str:
+    with torch.device("meta"):
+        model = nn.Linear(8, 8)
+    x = torch.ones(4, 8)
+    parallel(model, LINE, (x,))
+    with pytest.raises(ShardingError) as caught:
+        model(x)
+    return str(caught.value)
+
+
+def test_a_parameter_on_meta_is_named(ranks: RankPool) -> None:
+    for said in ranks.run(unmade, world=2):
+        assert said.startswith("weight is on meta, without values\n  try: model.to_empty(device='cpu')")
 
 
 def test_buffers_without_values_are_named(ranks: RankPool) -> None:
