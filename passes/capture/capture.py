@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cost_model.errors import AutoshardError
+from cost_model.errors import AutoshardError, UnsupportedOpError
 from passes.capture.build_joint import build_joint, overwritten_inputs
 from passes.capture.call import CallSpec, flatten_call, tensor_names
 from passes.capture.capture_errors import capture_error
@@ -65,9 +65,9 @@ def capture(
     program = TracedCall(model, called, slots, inputs, key.tree, runs_on.type)
     try:
         traced = trace(program)
-    except AutoshardError:
-        raise
     except Exception as cause:
+        if isinstance(cause, AutoshardError) and not isinstance(cause, UnsupportedOpError):
+            raise
         raise capture_error(model, called, cause) from cause
     check_dtypes(traced.aot.module.graph)
     joint = replace(build_joint(program, traced, tensor_names(key)), device=runs_on)

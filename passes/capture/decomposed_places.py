@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cost_model.errors import UnsupportedOpError
+
 __all__ = ["PLACES"]
 
 aten = torch.ops.aten
@@ -34,11 +36,11 @@ def _inverse(order: Sequence[int]) -> list[int]:
 
 
 def _start(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None) -> int:
-    """Where the first element is, counted from that of `x`. Raises RuntimeError for what is no part of `x`."""
+    """Where the first element is, counted from that of `x`. Raises UnsupportedOpError for what is no part of `x`."""
     first = 0 if offset is None else offset - int(x.storage_offset())
     last = first + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     if not _lies_dense(x.shape, x.stride()) or first < 0 or last >= x.numel():
-        raise RuntimeError(
+        raise UnsupportedOpError(
             f"as_strided({list(size)}, {list(stride)}) of a tensor of shape {list(x.shape)} reads memory that is not "
             "the tensor's own\n  try: view, slice, unfold or expand"
         )

@@ -6,9 +6,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from cost_model.errors import CaptureError
 from passes.canonicalize.canonicalize import canonicalize
 from passes.capture.capture import capture
 from passes.ir.joint import JointGraph
@@ -121,3 +123,13 @@ def test_gradients_of_modules() -> None:
     grads = {end.name: value for end, value in zip(joint.outputs, found, strict=True) if end.kind == "grad"}
     for name, gradient in zip(given, gradients, strict=True):
         torch.testing.assert_close(grads[name], gradient, msg=name)
+
+
+class _Beyond(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, 1:].as_strided([2, 2], [4, 1], 0)
+
+
+def test_memory_of_others_is_an_error() -> None:
+    with pytest.raises(CaptureError, match=r"not the tensor's own\n  at .*as_strided.*\n  try: view, slice"):
+        capture(_Beyond(), (torch.randn(3, 4),), {})
