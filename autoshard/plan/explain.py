@@ -20,6 +20,7 @@ from passes.plan.graph_text import format_seconds
 __all__ = [
     "collective_lines",
     "explain_plan",
+    "fallback_lines",
     "memory_lines",
     "parameter_lines",
     "plan_difference",
@@ -53,7 +54,7 @@ def explain_plan(plan: PlanContent) -> str:
         *parameter_lines(plan.parameter_layouts),
     ]
     if plan.fallbacks:
-        lines += ["", *_fallback_table(plan)]
+        lines += ["", *fallback_lines([plan])]
     return "\n".join(lines) + "\n"
 
 
@@ -180,14 +181,15 @@ def parameter_lines(layouts: Mapping[str, Layout]) -> list[str]:
     return ["parameters"] + [f"  {name:{width}} {layout}{times(count)}" for name, layout, count in rows]
 
 
-def _fallback_table(plan: PlanContent) -> list[str]:
-    """Every place in the model where an op without a rule runs, and how often."""
-    lines = ["ops without a rule, run replicated with their inputs gathered"]
-    for name in plan.fallbacks:
+def fallback_lines(plans: Sequence[PlanContent]) -> list[str]:
+    """Every place in the model where an op without a rule runs, and how often, of a plan or of its stages; [] if none
+    does."""
+    lines: list[str] = []
+    for name in sorted({name for plan in plans for name in plan.fallbacks}):
         op = name.removesuffix(".default").removeprefix("autoshard.")
-        places = Counter((r.source, r.module) for r in plan.records if r.op == op)
+        places = Counter((r.source, r.module) for plan in plans for r in plan.records if r.op == op)
         lines += [f"  {name}{_place(*place)} x{count}" for place, count in places.items()] or [f"  {name}"]
-    return lines
+    return ["ops without a rule, run replicated with their inputs gathered", *lines] if lines else []
 
 
 def _place(source: str, module: str) -> str:

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from autoshard.plan.explain import collective_lines, memory_lines, parameter_lines, rehearsed_words
+from autoshard.plan.explain import (
+    collective_lines,
+    fallback_lines,
+    memory_lines,
+    parameter_lines,
+    rehearsed_words,
+)
 from autoshard.plan.pipeline_content import PipelineContent
 from autoshard.plan.pipeline_memory import fullest_rank
 from autoshard.plan.plan_collectives import collectives_of
@@ -60,7 +66,7 @@ def explain_pipeline(plan: Pipeline) -> str:
         *_shared(plan),
     ]
     if plan.fallbacks:
-        lines += ["", "ops without a rule, run replicated in their stage: " + ", ".join(plan.fallbacks)]
+        lines += ["", *fallback_lines(plan.stages)]
     return "\n".join(lines) + "\n"
 
 

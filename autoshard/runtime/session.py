@@ -19,6 +19,7 @@ from autoshard.calls.executable import Executable
 from autoshard.calls.global_call import GlobalCall, global_call
 from autoshard.calls.outputs import output_layouts
 from autoshard.plan.candidates import Candidate
+from autoshard.plan.explain import fallback_lines
 from autoshard.plan.find_plan import canonical_capture, named_parameters
 from autoshard.plan.optimizer_names import optimizer_name
 from autoshard.plan.pipeline_plan import PipelinePlan
@@ -200,11 +201,10 @@ class Session:
             self.seeds.start(seed)
         read = lambda: mine[0] if mine else list(map(Candidate.from_json, data))
         found = collectively(self.mesh, read, what="the plan read")
-        fallbacks = found[0].plan.fallbacks
-        if fallbacks:
-            _log.warning(
-                "ops without a rule run replicated, with their inputs gathered: %s", ", ".join(fallbacks)
-            )
+        plan = found[0].plan
+        replicated = fallback_lines(plan.stages if isinstance(plan, PipelinePlan) else [plan])
+        if replicated:
+            _log.warning("%s", "\n".join(replicated))
         return found
 
     def _rehearsed(

@@ -81,7 +81,7 @@ def _insert(node: fx.Node, order: dict[fx.Node, int]) -> None:
     if forward and backward and any(_through_window(reader, node) for reader in forward):
         kept = [reader for reader in backward if _through_window(reader, node)]
     for phase, group in (
-        ("forward", [*forward, *kept]),
+        ("forward", sorted([*forward, *kept], key=order.__getitem__)),
         ("backward", [reader for reader in backward if reader not in kept]),
     ):
         if len(group) >= 2:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cost_model.errors import AutoshardError
+from cost_model.errors import AutoshardError, UnsupportedOpError
 from passes.capture.answers import is_of_user
 from passes.capture.build_joint import build_joint, overwritten_inputs
 from passes.capture.call import CallSpec, flatten_call, tensor_names
@@ -71,9 +71,9 @@ def capture(
     program = TracedCall(model, called, slots, inputs, key.tree, runs_on.type)
     try:
         traced = trace(program, answers)
-    except AutoshardError:
-        raise
     except Exception as cause:
+        if isinstance(cause, AutoshardError) and not isinstance(cause, UnsupportedOpError):
+            raise
         if answers and is_of_user(cause):
             raise  # what the forward raises for values like these
         raise capture_error(model, called, cause) from users_part(cause)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from cost_model.errors import CaptureError
+from cost_model.errors import CaptureError, UnsupportedOpError
 from passes.capture.provenance import is_user_file, place_text
 from passes.capture.questions import Undecided
 from passes.ir.torch_tracing import is_value_missing, shape_dependent_errors
@@ -62,6 +62,9 @@ def _explain(cause: Exception) -> tuple[str, str]:
             "the value of a tensor decides what runs next (`if`, `.item()`, `.tolist()`, `int()`, ...)",
             "torch.where, masks, or an argument that is a Python number",
         )
+    if isinstance(cause, UnsupportedOpError):
+        reason, _, remedy = str(cause).partition("\n  try: ")
+        return reason, remedy
     if isinstance(cause, shape_dependent_errors()):
         return (
             "the shape of a result depends on the values of a tensor (nonzero, boolean index, unique, ...)",

@@ -141,6 +141,15 @@ def group_norm_backward(
     return grad_x, grad_weight, grad_bias
 
 
+def weight_norm_backward(
+    grad: Tensor, v: Tensor, g: Tensor, norms: Tensor, dim: int
+) -> tuple[Tensor, Tensor]:
+    """Of v g / |v|, with a norm for each place of `dim`, to v and g."""
+    over = [d for d in range(v.ndim) if d != dim % v.ndim]
+    along = (grad * v).sum(over, keepdim=True) / norms
+    return g / norms * (grad - v * along / norms), along.to(g.dtype)
+
+
 NORMS: dict[Any, Callable[..., Any]] = {
     aten.native_layer_norm.default: layer_norm,
     aten._native_batch_norm_legit_functional.default: batch_norm,
@@ -148,4 +157,5 @@ NORMS: dict[Any, Callable[..., Any]] = {
     aten._native_batch_norm_legit_no_training.default: batch_norm_frozen,
     aten.native_group_norm.default: group_norm,
     aten.native_group_norm_backward.default: group_norm_backward,
+    aten._weight_norm_interface_backward.default: weight_norm_backward,
 }

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from passes.capture.decomposed_draws import DRAWS
+from passes.capture.decomposed_matrices import MATRICES
 from passes.capture.decomposed_norms import NORMS
+from passes.capture.decomposed_places import PLACES
 from passes.capture.decomposed_shapes import SHAPES
 from passes.capture.decomposed_sums import SUMS
 from passes.ir.torch_compat import torch_decompositions
@@ -37,6 +39,9 @@ hardswish_backward hardtanh_backward hardsigmoid_backward elu_backward leaky_rel
 glu glu_backward mish_backward softplus_backward masked_fill
 rsub tril triu linalg_vector_norm norm aminmax count_nonzero
 addmv addr split diag_embed eye linspace
+affine_grid_generator _euclidean_dist dist vdot std_mean nansum take rot90 narrow_copy block_diag
+renorm index_fill index_copy max_unpool2d max_unpool3d _safe_softmax
+_unsafe_masked_index _unsafe_masked_index_put_accumulate
 """
 
 
@@ -44,4 +49,4 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
     """Op overload -> function, for `torch.export`, `make_fx` and AOT autograd. Ours win over torch's."""
     aten = torch.ops.aten
     known = [getattr(aten, name) for name in _TORCH.split() if hasattr(aten, name)]
-    return {**torch_decompositions(known), **SUMS, **NORMS, **SHAPES, **DRAWS}
+    return {**torch_decompositions(known), **SUMS, **NORMS, **SHAPES, **MATRICES, **PLACES, **DRAWS}

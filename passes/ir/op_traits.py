@@ -267,7 +267,11 @@ _ROUNDED = _names(
     _log_softmax _softmax_backward_data _log_softmax_backward_data logsumexp native_layer_norm native_group_norm
     native_batch_norm addcmul addcdiv lerp norm linalg_vector_norm _fft_r2c _fft_c2r _fft_c2c index_add scatter_add
     index_put embedding_dense_backward avg_pool2d avg_pool2d_backward avg_pool3d avg_pool3d_backward
-    upsample_bilinear2d""",
+    upsample_bilinear2d grid_sampler_2d grid_sampler_2d_backward grid_sampler_3d grid_sampler_3d_backward
+    _cdist_forward _cdist_backward _embedding_bag _embedding_bag_backward cholesky cholesky_inverse cholesky_solve
+    triangular_solve geqrf ormqr linalg_cross linalg_inv_ex linalg_cholesky_ex linalg_lu_factor_ex linalg_ldl_factor_ex
+    linalg_lu linalg_lu_solve linalg_ldl_solve linalg_qr _linalg_svd _linalg_eigh linalg_eig _linalg_eigvals
+    linalg_matrix_exp linalg_householder_product linalg_pinv linalg_solve_triangular""",
 )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 
 from autoshard import MeshSpec, Plan, PlanError, find_plan, verify
+from autoshard.plan.explain import fallback_lines
 from passes.rules.core.rule_registry import USER_RULES, register_rule
 from tests.api.forged import forgotten_sum
 from tests.api.programs import data, normed, two_linear
@@ -102,6 +103,10 @@ def test_an_op_without_a_rule_is_right_too() -> None:
     assert title == "ops without a rule, run replicated with their inputs gathered"
     line = inspect.getsourcelines(Centered.forward)[1] + 1
     assert place == f"  apitest.center.default at test_verify.py:{line} x2"  # forward and backward
+    assert fallback_lines([plan, plan]) == [
+        title,
+        place.replace("x2", "x4"),
+    ]  # of stages, and in a session's log
     assert verify(model, plan, (data(8)[0],)).ok
 
 

@@ -138,8 +138,14 @@ def rule_for(node: fx.Node, rules: RuleTable | None = None) -> OpRule:
 
 def _made(node: fx.Node, builder: Builder | None) -> OpRule:
     call = describe(node)
-    if builder is None or any(0 in shape for shape in call.shapes):
-        return whole_rule(call.shapes, len(call.operands))
+    n = len(call.operands)
+    results = call.shapes[n:]
+    if (
+        builder is None
+        or any(0 in shape for shape in call.shapes[:n])
+        or all(0 in shape for shape in results)
+    ):
+        return whole_rule(call.shapes, n)
     try:
         return builder(call)
     except ShardingError as error:

@@ -13,8 +13,9 @@ from types import MappingProxyType
 from passes.rules.core.opcall import Builder
 from passes.rules.core.spec import spec
 from passes.rules.plain import attention_rules as attention
-from passes.rules.plain import creation, indexing, pieces, products, reductions, scattering, views
+from passes.rules.plain import creation, indexing, matrices, pieces, products, reductions, scattering, views
 from passes.rules.plain import grouped_rules as grouped
+from passes.rules.plain.empty_results import empty_safe
 from passes.rules.plain.fourier import transform
 from passes.rules.plain.pointwise import pointwise
 from passes.rules.windowed import convolution, patches, shifting
@@ -57,6 +58,8 @@ _POINTWISE: dict[str, Builder] = {
         pointwise("grad_output"),
         "threshold_backward gelu_backward silu_backward sigmoid_backward tanh_backward logit_backward",
     ),
+    **_rows(pointwise("grad_out"), "hardshrink_backward"),
+    **_rows(pointwise("grad_output"), "softshrink_backward"),
     # pointwise, but not tagged so
     **_rows(pointwise(), "hardswish polar floor_divide isin.Tensor_Scalar"),
     **_rows(pointwise("real imag"), "complex"),
@@ -69,17 +72,20 @@ _REDUCTIONS: dict[str, Builder] = {
     **_rows(reductions.reduce("max"), "any any.dim any.dims"),
     **_rows(reductions.reduce("min"), "all all.dim all.dims"),
     **_rows(reductions.reduce_whole, "argmax argmin max.dim min.dim prod prod.dim_int"),
+    **_rows(reductions.reduce_whole, "kthvalue mode median median.dim nanmedian nanmedian.dim"),
     **_rows(reductions.histogram, "histc"),
     # dims that one rank must see whole
     **_rows(reductions.along("dim", "self"), "cumsum"),
     **_rows(reductions.along("dim"), "cumprod logcumsumexp cummax cummin sort sort.stable topk"),
+    **_rows(reductions.along("dim", "self", "other"), "linalg_cross"),
 }
 
 _VIEWS: dict[str, Builder] = {
     **_rows(views.view, "reshape"),
     **_rows(views.permute, "permute"),
     **_rows(views.expand, "expand"),
-    **_rows(spec("... p -> ...; p: whole; linear: 0", views.view_as_complex), "view_as_complex"),
+    **_rows(matrices.diagonal, "diagonal"),
+    **_rows(spec("... p -> ...; p: whole; linear: 0", views.in_rows), "view_as_complex"),
     **_rows(spec("... -> ... p; linear: 0"), "view_as_real"),
 }
 
@@ -114,6 +120,23 @@ _INDEXING: dict[str, Builder] = {
     **_rows(scattering.scatter_reduce, "scatter_reduce.two"),
     **_rows(scattering.index_add, "index_add"),
     **_rows(scattering.index_put, "index_put _unsafe_index_put"),
+    **_rows(indexing.looked_up("self"), "searchsorted.Tensor bucketize.Tensor"),
+    **_rows(indexing.looked_up("elements"), "isin.Tensor_Tensor"),
+    **_rows(matrices.columns, "_embedding_bag _embedding_bag_backward _embedding_bag_dense_backward"),
+    **_rows(matrices.columns, "_embedding_bag_per_sample_weights_backward"),
+}
+
+_SAMPLING: dict[str, Builder] = {
+    **_rows(
+        empty_safe(spec("n c *x, n *y t -> n c *y; *x: whole; t: whole; linear: 0")),
+        "grid_sampler_2d grid_sampler_3d",
+    ),
+    **_rows(
+        empty_safe(
+            spec("n c *y, n c *x, n *y t -> n c *x, n *y t; *y: sum; c: sum; *x: whole; t: whole; linear: 0")
+        ),
+        "grid_sampler_2d_backward grid_sampler_3d_backward",
+    ),
 }
 
 _PIECES: dict[str, Builder] = {
@@ -131,6 +154,33 @@ _PRODUCTS: dict[str, Builder] = {
     **_rows(convolution.convolution, "convolution"),
     **_rows(convolution.convolution_backward, "convolution_backward"),
     **_rows(transform, "_fft_r2c _fft_c2r _fft_c2c"),
+    **_rows(matrices.int_product, "_int_mm"),
+    **_rows(empty_safe(spec("... m d, ... n d -> ... m n; d: whole")), "_cdist_forward"),
+    **_rows(
+        empty_safe(spec("... m n, ... m d, ... n d, ... m n -> ... m d; n: sum; linear: 0")),
+        "_cdist_backward",
+    ),
+}
+
+_MATRICES: dict[str, Builder] = {
+    **_rows(matrices.batched("2 -> 2"), "cholesky cholesky_inverse"),
+    **_rows(matrices.batched("2 -> 2", localize=views.in_rows), "linalg_matrix_exp"),
+    **_rows(matrices.batched("2 -> 1"), "_linalg_eigvals"),
+    **_rows(matrices.batched("2 -> 2 0"), "linalg_inv_ex linalg_cholesky_ex"),
+    **_rows(matrices.batched("2 -> 2 1 0"), "linalg_lu_factor_ex linalg_ldl_factor_ex"),
+    **_rows(matrices.batched("2 -> 2 2 2"), "linalg_lu"),
+    **_rows(matrices.batched("2 1 -> 2 2 2"), "lu_unpack"),
+    **_rows(matrices.batched("2 -> 2 2"), "linalg_qr"),
+    **_rows(matrices.batched("2 -> 2 1 2"), "_linalg_svd"),
+    **_rows(matrices.batched("2 -> 1 2"), "_linalg_eigh linalg_eig"),
+    **_rows(matrices.batched("2 -> 2 1"), "geqrf"),
+    **_rows(matrices.batched("2 1 -> 2"), "linalg_householder_product"),
+    **_rows(matrices.batched("2 1 2 -> 2"), "ormqr"),
+    **_rows(matrices.batched("2 0 0 -> 2"), "linalg_pinv.atol_rtol_tensor"),
+    **_rows(matrices.batched("2 2 -> 2", "B"), "linalg_solve_triangular"),
+    **_rows(matrices.batched("2 2 -> 2", "self"), "cholesky_solve"),
+    **_rows(matrices.batched("2 2 -> 2 2"), "triangular_solve"),
+    **_rows(matrices.batched("2 1 2 -> 2", "B"), "linalg_lu_solve linalg_ldl_solve"),
 }
 
 _POOLING: dict[str, Builder] = {
@@ -182,8 +232,10 @@ TABLE: Mapping[str, Builder] = MappingProxyType(
     | _MOVEMENT
     | _CREATION
     | _INDEXING
+    | _SAMPLING
     | _PIECES
     | _PRODUCTS
+    | _MATRICES
     | _POOLING
     | _PATCHES
     | _PADDING

@@ -23,7 +23,7 @@ from passes.rules.core.emit_op import (
     with_ones,
     zero_where,
 )
-from passes.rules.core.opcall import OpCall, TensorInfo
+from passes.rules.core.opcall import Builder, OpCall, TensorInfo
 from passes.rules.core.rule import Dim, LocalContext, Localize, OpRule
 from passes.rules.plain.pointwise import linear_sets
 
@@ -34,6 +34,7 @@ __all__ = [
     "gather_dims",
     "index",
     "index_select",
+    "looked_up",
     "own_rows",
     "rows_along",
     "select",
@@ -191,3 +192,18 @@ def index(call: OpCall) -> OpRule:
         return whole_rule(call.shapes, len(call.operands))
     localize = _reading("indices", named.after)
     return _read(call, [named.source, *named.indices], named.result, localize, named.whole)
+
+
+def looked_up(name: str) -> Builder:
+    """... -> ...: each value of the argument `name` is looked up in all of the others. Sorted rows for rows of values
+    share what is in front of them."""
+
+    def build(call: OpCall) -> OpRule:
+        values = call.tensor(name)
+        dims: list[Dim] = [(f"d{i}",) for i in range(values.ndim)]
+        rows = [*dims[:-1], ()] if "sorted_sequence" in call.arguments else [()] * values.ndim
+        others = lambda ndim: rows if ndim == values.ndim > 1 else [()] * ndim
+        operands = [dims if t is values else others(t.ndim) for t in call.operands]
+        return assemble(call.shapes, operands, [dims])
+
+    return build

@@ -14,7 +14,7 @@ from passes.rules.core.opcall import OpCall
 from passes.rules.core.rule import Dim, LocalContext, OpRule
 from passes.rules.plain.pointwise import broadcast_dims, linear_sets
 
-__all__ = ["common_factors", "expand", "permute", "view", "view_as_complex"]
+__all__ = ["common_factors", "expand", "in_rows", "permute", "view"]
 
 Grouping = list[Dim]
 
@@ -106,10 +106,11 @@ def permute(call: OpCall) -> OpRule:
     return assemble(call.shapes, [operand], [reordered], linear=linear_sets(call, "self"))
 
 
-def view_as_complex(ctx: LocalContext) -> fx.Node:
-    """Localize: the pairs must lie side by side, which in a shard out of a collective they may not."""
-    pairs = ctx.call(aten.clone.default, argument(ctx, "self"), memory_format=torch.contiguous_format)
-    return again(ctx, self=pairs)
+def in_rows(ctx: LocalContext) -> fx.Node:
+    """Localize: what torch reads by a view must lie as in a tensor of its own, which a shard out of a collective may
+    not."""
+    rows = ctx.call(aten.clone.default, argument(ctx, "self"), memory_format=torch.contiguous_format)
+    return again(ctx, self=rows)
 
 
 def expand(call: OpCall) -> OpRule:

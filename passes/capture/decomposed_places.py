@@ -1,0 +1,151 @@
+"""Reading and writing where strides or a mask say, as permute, reshape, select and scatter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cost_model.errors import UnsupportedOpError
+
+__all__ = ["PLACES"]
+
+aten = torch.ops.aten
+
+
+def _by_stride(sizes: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """Dims, those of the greatest strides first; of size 1 in front."""
+    return sorted(range(len(sizes)), key=lambda d: (sizes[d] > 1, -strides[d]))
+
+
+def _lies_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether the elements fill one run of memory, each place once."""
+    run = 1
+    for d in reversed(_by_stride(sizes, strides)):
+        if sizes[d] > 1 and strides[d] != run:
+            return False
+        run *= sizes[d]
+    return True
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
+
+
+def _start(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None) -> int:
+    """Where the first element is, counted from that of `x`. Raises UnsupportedOpError for what is no part of `x`."""
+    first = 0 if offset is None else offset - int(x.storage_offset())
+    last = first + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    if not _lies_dense(x.shape, x.stride()) or first < 0 or last >= x.numel():
+        raise UnsupportedOpError(
+            f"as_strided({list(size)}, {list(stride)}) of a tensor of shape {list(x.shape)} reads memory that is not "
+            "the tensor's own\n  try: view, slice, unfold or expand"
+        )
+    return first
+
+
+def _in_order(x: Tensor) -> Tensor:
+    return x.permute(_by_stride(x.shape, x.stride()))
+
+
+def _whole(x: Tensor, size: Sequence[int], stride: Sequence[int]) -> bool:
+    return math.prod(size) == x.numel() and _lies_dense(size, stride)
+
+
+def _places(size: Sequence[int], stride: Sequence[int], start: int) -> Tensor:
+    """Of each element, in a row."""
+    places = torch.full([], start, dtype=torch.int64)
+    for n, step in zip(size, stride, strict=True):
+        places = places.unsqueeze(-1) + torch.arange(n) * step
+    return places.reshape(-1)
+
+
+def as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Tensor:
+    """All of `x` in another order is a permuted reshape. Else a choice from the dims that do not stay in front."""
+    start = _start(x, size, stride, offset)
+    ordered = _in_order(x)
+    if _whole(x, size, stride):
+        order = _by_stride(size, stride)
+        return ordered.reshape([size[d] for d in order]).permute(_inverse(order))
+    kept = _kept(ordered, size, stride, start)
+    inner = ordered.reshape([*ordered.shape[:kept], -1])
+    found = aten.index_select.default(inner, kept, _places(size[kept:], stride[kept:], start))
+    return found.reshape(size)
+
+
+def _kept(ordered: Tensor, size: Sequence[int], stride: Sequence[int], start: int) -> int:
+    """How many dims stay in front: the others reach no further than one of the last of these."""
+    kept = 0
+    while kept < min(ordered.ndim, len(size)):
+        inner = math.prod(ordered.shape[kept + 1 :])
+        reach = start + sum((n - 1) * s for n, s in zip(size[kept + 1 :], stride[kept + 1 :], strict=True))
+        if (size[kept], stride[kept]) != (ordered.shape[kept], inner) or reach >= inner:
+            break
+        kept += 1
+    return kept
+
+
+def as_strided_scatter(
+    x: Tensor, src: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
+) -> Tensor:
+    start = _start(x, size, stride, offset)
+    ordered = _in_order(x)
+    if _whole(x, size, stride):
+        written = src.permute(_by_stride(size, stride))
+    else:
+        written = aten.scatter.src(ordered.reshape(-1), 0, _places(size, stride, start), src.reshape(-1))
+    return written.reshape(ordered.shape).permute(_inverse(_by_stride(x.shape, x.stride())))
+
+
+def _rows(mask: Tensor, shape: Sequence[int], count: int) -> tuple[Tensor, Tensor, int]:
+    """(per row of `shape` whether it is chosen, and as the how-manieth, the length of a row): a mask that is the same
+    along the last dims chooses whole rows. count: elements of what is chosen from, a whole number of rows."""
+    mask = mask.expand(shape)
+    width, lead = 1, len(shape)
+    while (
+        lead
+        and (mask.stride(lead - 1) == 0 or shape[lead - 1] == 1)
+        and count % (width * shape[lead - 1]) == 0
+    ):
+        lead -= 1
+        width *= shape[lead]
+    chosen = mask[(..., *[0] * (len(shape) - lead))].reshape(-1)
+    return chosen, (chosen.cumsum(0) - 1).clamp(min=0), width
+
+
+def masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
+    """Row i of those that are chosen is row i of `source`."""
+    shape = torch.broadcast_shapes(x.shape, mask.shape)
+    if not source.numel():
+        return x.expand(shape).clone()
+    chosen, at, width = _rows(mask, shape, source.numel())
+    rows = aten.index_select.default(source.reshape(-1, width), 0, at)
+    return torch.where(chosen.unsqueeze(-1), rows, x.expand(shape).reshape(-1, width)).reshape(shape)
+
+
+def masked_scatter_backward(grad: Tensor, mask: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Rows that are not chosen add zeros to one that is."""
+    count = math.prod(sizes)
+    if not count:
+        return grad.new_zeros(sizes)
+    chosen, at, width = _rows(mask, grad.shape, count)
+    rows = torch.where(chosen.unsqueeze(-1), grad.reshape(-1, width), 0.0)
+    return grad.new_zeros([count // width, width]).index_add(0, at, rows).reshape(sizes)
+
+
+def put(x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
+    """Places in all of `x` in a row."""
+    values = source.reshape(index.shape)
+    return aten.index_put.default(x.reshape(-1), [index], values, accumulate).reshape(x.shape)
+
+
+PLACES: dict[Any, Callable[..., Any]] = {
+    aten.as_strided.default: as_strided,
+    aten.as_strided_scatter.default: as_strided_scatter,
+    aten.put.default: put,
+    aten.masked_scatter.default: masked_scatter,
+    aten.masked_scatter_backward.default: masked_scatter_backward,
+}
