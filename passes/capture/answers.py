@@ -18,6 +18,7 @@ from torch import Tensor
 from cost_model.errors import AutoshardError
 from passes.capture.known_values import Known, known_values
 from passes.capture.questions import Question, Questions, Undecided
+from passes.capture.rows import RowsUnknown
 from passes.ir.torch_tracing import AotGraph, is_value_missing, shape_dependent_errors
 
 __all__ = ["is_of_user", "traced_with_answers"]
@@ -119,7 +120,9 @@ def _answer_of(question: Question) -> Tensor:
 
 def is_of_user(error: Exception) -> bool:
     """Whether it is the forward's own, and not of what tracing cannot do."""
-    return not (is_value_missing(error) or isinstance(error, (AutoshardError, *shape_dependent_errors())))
+    return not (
+        is_value_missing(error) or isinstance(error, (AutoshardError, RowsUnknown, *shape_dependent_errors()))
+    )
 
 
 def _plain(error: Exception) -> Exception:

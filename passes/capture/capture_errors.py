@@ -13,6 +13,7 @@ from torch import nn
 from cost_model.errors import CaptureError, UnsupportedOpError
 from passes.capture.provenance import is_user_file, place_text
 from passes.capture.questions import Undecided
+from passes.capture.rows import RowsUnknown
 from passes.ir.torch_tracing import is_value_missing, shape_dependent_errors
 
 __all__ = ["capture_error", "mutation_error", "users_part"]
@@ -25,7 +26,11 @@ _CHANGED_IN_PLACE = ("mutating a non-functional tensor", "expected to have an en
 def capture_error(model: nn.Module, forward: Callable[..., Any], cause: Exception) -> CaptureError:
     """The error for `cause`, raised while `forward` was traced."""
     reason, remedy = _explain(cause)
-    place = (cause.place if isinstance(cause, Undecided) else _place(cause)) or _definition(forward)
+    place = (
+        (cause.place if isinstance(cause, (Undecided, RowsUnknown)) else None)
+        or _place(cause)
+        or _definition(forward)
+    )
     return CaptureError(f"cannot capture {type(model).__name__}: {reason}\n  at {place}\n  try: {remedy}")
 
 
@@ -65,6 +70,8 @@ def _explain(cause: Exception) -> tuple[str, str]:
     if isinstance(cause, UnsupportedOpError):
         reason, _, remedy = str(cause).partition("\n  try: ")
         return reason, remedy
+    if isinstance(cause, RowsUnknown):
+        return f"the shape of a result depends on the values of a tensor: {cause.what}", cause.remedy
     if isinstance(cause, shape_dependent_errors()):
         return (
             "the shape of a result depends on the values of a tensor (nonzero, boolean index, unique, ...)",

@@ -31,6 +31,9 @@ from passes.capture.padding_calls import PADS
 from passes.capture.places import Argument, Place
 from passes.capture.provenance import provenance
 from passes.capture.questions import Questions
+from passes.capture.row_loops import loops_ended
+from passes.capture.row_table import ROWS
+from passes.capture.rows import check_none_leave
 from passes.capture.snapshot import Snapshot
 from passes.capture.trees import Static, Tree, changed_places, flatten, retree, unflatten
 from passes.capture.write_only import Spot, Uses, put_stand_ins, write_only_candidates
@@ -125,7 +128,7 @@ class _Traceable(nn.Module):
         with state_replaced(program.slots, tensors[:count]), state_kept(program.model, arguments) as before:
             put_stand_ins(self.spots, self.uses)
             args, kwargs = call = unflatten(program.call, tensors[count:])
-            with seen_on(program.device_type), attributes_read(before) as run.reads:
+            with seen_on(program.device_type), attributes_read(before) as run.reads, loops_ended():
                 result = program.forward(*args, **kwargs)
             after = retree(call, tensors[count:])
             arguments = [(Argument(path), value) for path, value in changed_places(program.call, after, call)]
@@ -140,6 +143,7 @@ class _Traceable(nn.Module):
             )
         if self.questions.stopping:
             return tuple(question.value.clone() for question in self.questions.asked)
+        check_none_leave(outputs)
         # A clone is no alias of an input, a parameter or another output: the graph stays functional.
         # Contiguous, so that the tangents are traced contiguous, as the runtime passes them.
         flat = (*outputs, *(buffer.detach() for buffer in rebound.values()))
@@ -216,7 +220,7 @@ def _traced(
             questions.answered(),
         ):
             stack.enter_context(context)
-        answers = {**replaced, **PADS, **COUNTS, **DENSE_GRADIENTS, **grouped_captured()}
+        answers = {**replaced, **PADS, **COUNTS, **DENSE_GRADIENTS, **ROWS, **grouped_captured()}
         aot = _joint(program, _Traceable(program, returned, spots, uses, questions), answers)
         check_backward_writes(before, [place for place, _ in returned.writes])
     return aot, returned

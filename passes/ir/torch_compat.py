@@ -291,3 +291,8 @@ def allocations(seen: torch.profiler.profile) -> list[tuple[float, int]]:
     events = [event for event in found.events() if event.name() == "[memory]"]
     changes = [((event.start_ns() - found.trace_start_ns()) * 1e-9, event.nbytes()) for event in events]
     return sorted(changes, key=lambda change: change[0])
+
+
+def function_modes() -> list[Any]:
+    """The TorchFunctionModes that are on. Since torch 2.0."""
+    return torch.overrides._get_current_function_mode_stack()

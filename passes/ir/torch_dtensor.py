@@ -193,3 +193,8 @@ def take_place_of(tensor: torch.Tensor, other: torch.Tensor) -> None:
     """Let a DTensor be cut as another of its shape, with that one's shard. `_local_tensor` since 2.0, `_spec` 2.1."""
     tensor._local_tensor = other._local_tensor  # type: ignore[attr-defined]
     tensor._spec = other._spec  # type: ignore[attr-defined]
+
+
+def bare_tensor(kind: type[Any], like: torch.Tensor) -> Any:
+    """A tensor of the subclass `kind` without data. `_make_wrapper_subclass` since torch 1.11."""
+    return torch.Tensor._make_wrapper_subclass(kind, like.shape, dtype=like.dtype, device=like.device)

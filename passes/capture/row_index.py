@@ -1,0 +1,219 @@
+"""Rows that a mask chooses, `x[mask]`, `x[torch.where(mask)]`, and what is read and written by them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from functools import wraps
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from passes.capture.rows import Choice, Rows, RowsUnknown, filled, one_choice, rows_in, user_place
+from passes.ir.torch_tracing import tracing_suspended
+
+__all__ = ["chosen_places", "getitem", "index_add_", "key_noted", "masked_select", "places_listed", "setitem"]
+
+Answer = Callable[..., Any]
+_ALL = slice(None)
+
+
+def getitem(answer: Answer, x: Tensor, index: Any) -> Any:
+    """`x[index]`: rows where `x` or a part of `index` is, or where that is a mask."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if isinstance(x, Rows):
+        return _of_rows(x, parts)
+    if rows_in(index):
+        return _at_rows(x, parts)
+    found = _mask(x, parts)
+    if found is None:
+        return Tensor.__getitem__(x, index)
+    lead, mask = found
+    if lead:
+        raise RowsUnknown(f"a mask chooses along dim {lead}", "x.movedim(dim, 0)[mask], or torch.where")
+    rows = _choice(answer, mask).rows(x.reshape(mask.numel(), *x.shape[mask.ndim :]))
+    return rows if len(parts) == 1 else _of_rows(rows, (_ALL, *parts[1:]))
+
+
+def setitem(answer: Answer, x: Tensor, index: Any, value: Any) -> None:
+    """`x[index] = value`; by a mask, `x` becomes one of the two in every place."""
+    parts = index if isinstance(index, tuple) else (index,)
+    found = None if isinstance(x, Rows) or rows_in(index) else _mask(x, parts)
+    if found is None and not rows_in((x, index, value)):
+        Tensor.__setitem__(x, index, value)
+        return
+    if found is None:
+        raise RowsUnknown(
+            "values are written to chosen rows", "x.index_add_(0, rows, values), or torch.where"
+        )
+    lead, mask = found
+    rest = parts[lead + 1 :]
+    if rest and rest != (Ellipsis,):
+        x = Tensor.__getitem__(x, (*[_ALL] * (lead + mask.ndim), *rest))
+    here = mask.reshape(*mask.shape, *[1] * (x.ndim - lead - mask.ndim))
+    x.copy_(torch.where(here, _spread(answer, x, mask, lead, value), x))
+
+
+def _spread(answer: Answer, x: Tensor, mask: Tensor, lead: int, value: Any) -> Tensor:
+    """`value`, [*lead, rows, *rest] or what is broadcast to it, in the places that the mask chooses."""
+    if not isinstance(value, Tensor):
+        return torch.full((), value, dtype=x.dtype)
+    if not value.ndim:
+        return value.to(x.dtype)
+    if value.dtype != x.dtype:
+        raise RowsUnknown(f"{value.dtype} is written to {x.dtype}", f"value.to({x.dtype}), as torch wants it")
+    rest = x.ndim - lead - mask.ndim
+    if isinstance(value, Rows):
+        if lead or value.choice.key != mask_key(mask) or value.padded.ndim != rest + 1:
+            raise RowsUnknown(
+                "rows of one mask are written to those of another", "x.index_add_ or torch.where"
+            )
+        return value.padded.reshape(*mask.shape, *value.padded.shape[1:])
+    if value.ndim <= rest:
+        return value
+    row = value.ndim - rest - 1
+    if value.shape[row] != 1:
+        remedy = "x.masked_scatter(mask.unsqueeze(-1), values), or torch.where with a value for every place"
+        raise RowsUnknown(f"the mask must choose just {value.shape[row]} rows", remedy)
+    return value.reshape(*value.shape[:row], *[1] * mask.ndim, *value.shape[row + 1 :])
+
+
+def masked_select(answer: Answer, input: Tensor, mask: Tensor) -> Rows:
+    x, mask = torch.broadcast_tensors(input, mask) if input.shape != mask.shape else (input, mask)
+    return _choice(answer, mask).rows(x.reshape(-1))
+
+
+def chosen_places(answer: Answer, condition: Tensor) -> tuple[Rows, ...]:
+    """`torch.where(condition)`: the indices of each dim."""
+    choice = _choice(answer, condition)
+    if not choice.shape:
+        raise RowsUnknown("places in a tensor without dims")
+    with tracing_suspended():
+        known = _all_places(choice.shape)
+    return tuple(map(choice.rows, _all_places(choice.shape), known))
+
+
+def places_listed(answer: Answer, input: Tensor, *, as_tuple: bool = False) -> Any:
+    places = chosen_places(answer, input)
+    if as_tuple:
+        return places
+    with tracing_suspended():
+        known = torch.stack([place.places for place in places], 1)  # type: ignore[misc]
+    return places[0].choice.rows(torch.stack([place.padded for place in places], 1), known)
+
+
+def _all_places(shape: tuple[int, ...]) -> list[Tensor]:
+    below = [[1] * (len(shape) - 1 - d) for d in range(len(shape))]
+    return [
+        torch.arange(n).reshape(-1, *ones).expand(shape).reshape(-1)
+        for n, ones in zip(shape, below, strict=True)
+    ]
+
+
+def index_add_(x: Tensor, dim: int, index: Any, source: Any, *, alpha: float = 1) -> Tensor:
+    """What is not there adds 0."""
+    choice = one_choice((index, source))
+    if isinstance(x, Rows) or dim % x.ndim or not (isinstance(index, Rows) and isinstance(source, Rows)):
+        raise RowsUnknown("rows are added where they do not all come from")
+    return x.index_add_(0, index.padded, filled(source.padded, choice.valid, 0), alpha=alpha)
+
+
+def _mask(x: Tensor, parts: tuple[Any, ...]) -> tuple[int, Tensor] | None:
+    """How many dims come before those of the mask in an index, and the mask; None: there is none."""
+    lead = next((i for i, part in enumerate(parts) if not (isinstance(part, slice) and part == _ALL)), 0)
+    if len(parts) == 2 and parts[0] is Ellipsis and isinstance(parts[1], Tensor):
+        lead, parts = x.ndim - parts[1].ndim, (*[_ALL] * (x.ndim - parts[1].ndim), parts[1])
+    mask, rest = parts[lead] if len(parts) > lead else None, parts[lead + 1 :]
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or not mask.ndim:
+        return None
+    fits = mask.shape == x.shape[lead : lead + mask.ndim]
+    plain = all(part is Ellipsis or part is None or isinstance(part, (int, slice)) for part in rest)
+    return (lead, mask) if fits and plain else None
+
+
+def _of_rows(x: Rows, parts: tuple[Any, ...]) -> Rows:
+    """`rows[:, 0]`, `rows[..., None]`, `rows[chosen]`."""
+    first = parts[0]
+    if isinstance(first, Rows) and first.dtype == torch.bool and len(parts) == 1:
+        same = one_choice((x, first))
+        return _among(x, same, first.padded)
+    kept = isinstance(first, slice) and first == _ALL
+    if first is Ellipsis:
+        kept = sum(part is not None for part in parts[1:]) < x.padded.ndim
+    if not kept or any(isinstance(part, Tensor) for part in parts):
+        raise RowsUnknown("some of the rows are taken by their number")
+    x.is_aliased = True
+    part = x.choice.rows(Tensor.__getitem__(x.padded, parts), _of_known(x.places, parts))
+    part.is_aliased = True
+    return part
+
+
+def _of_known(places: Tensor | None, parts: tuple[Any, ...]) -> Tensor | None:
+    if places is None:
+        return None
+    with tracing_suspended():
+        return Tensor.__getitem__(places, parts)
+
+
+def _among(x: Rows, same: Choice, mask: Tensor) -> Rows:
+    """Those of the rows, or of the places in them, where `mask`, [n, *some], holds."""
+    lead = mask.shape
+    valid = (filled(mask, same.valid, 0)).reshape(-1)
+    choice = Choice(valid, (same.key, mask_key(mask)), tuple(lead), user_place(), same.answer)
+    return choice.rows(x.padded.reshape(prod(lead), *x.padded.shape[len(lead) :]))
+
+
+def _at_rows(x: Tensor, parts: tuple[Any, ...]) -> Rows:
+    """`x[i, j]` of places that a mask chose: [n, *the rest of x]."""
+    first = next(i for i, part in enumerate(parts) if isinstance(part, Rows))
+    if first:
+        x = Tensor.__getitem__(x, parts[:first])
+    after = [i for i, part in enumerate(parts) if isinstance(part, Rows)]
+    numbers = all(rows.dtype in (torch.int64, torch.int32) for rows in rows_in(parts))
+    others = [part for part in parts if isinstance(part, Tensor) and not isinstance(part, Rows)]
+    lead = all(isinstance(part, int) for part in parts[:first])
+    if not (numbers and lead and after == list(range(first, first + len(after)))) or others:
+        raise RowsUnknown("an index of chosen rows and of something else")
+    at = tuple(part.padded if isinstance(part, Rows) else part for part in parts[first:])
+    return one_choice(parts).rows(Tensor.__getitem__(x, at))
+
+
+def _choice(answer: Answer, mask: Tensor) -> Choice:
+    valid = mask if mask.dtype == torch.bool else mask != 0
+    return Choice(valid.reshape(-1), mask_key(mask), tuple(mask.shape), user_place(), answer)
+
+
+def mask_key(mask: Tensor) -> Hashable:
+    """Equal for tensors of equal values, as far as it is known how they came about (`key_noted`)."""
+    key, version = getattr(mask, "_row_key", (None, None))
+    return key if version == mask._version else (_Same(mask), mask._version)
+
+
+class _Same:
+    """Equal for one object, which is kept, so that no other gets its identity."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.tensor is other.tensor
+
+    def __hash__(self) -> int:
+        return id(self.tensor)
+
+
+def key_noted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, whose results of the same arguments are known to be the same: `z[y != 0]` and `y[y != 0]`."""
+
+    @wraps(function)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        if isinstance(result, Tensor) and not isinstance(result, Rows):
+            given = tuple(
+                mask_key(a) if isinstance(a, Tensor) else repr(a) for a in (*args, *kwargs.values())
+            )
+            result._row_key = ((function.__name__, *given), result._version)  # type: ignore[attr-defined]
+        return result
+
+    return noted

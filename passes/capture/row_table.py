@@ -1,0 +1,267 @@
+"""What torch's functions make of rows that a mask chose (`passes.capture.rows`), by name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from passes.capture import row_index
+from passes.capture.row_apply import by_row, name_of, plainly, pointwise, unknown
+from passes.capture.row_loops import each_row
+from passes.capture.rows import Rows, RowsUnknown, filled, one_choice, rows_in
+
+__all__ = ["ROWS"]
+
+_EACH = """
+add sub mul div true_divide floor_divide remainder pow rsub rdiv rpow rfloordiv floordiv mod neg abs sign exp expm1 log
+log1p log2 sqrt rsqrt square reciprocal sin cos tan tanh atan atan2 erf sigmoid relu relu6 gelu silu mish elu selu celu
+leaky_relu softplus softsign hardswish hardsigmoid hardtanh logsigmoid clamp clip clamp_min clamp_max maximum minimum
+where lerp round floor ceil eq ne lt le gt ge logical_and logical_or logical_xor logical_not bitwise_and bitwise_or
+bitwise_xor bitwise_not and or xor invert isnan isinf isfinite nan_to_num masked_fill dropout to float double half
+bfloat16 int long bool type_as clone detach contiguous xlogy logit
+"""
+_POINTWISE = frozenset(_EACH.split())
+_ALL_DIMS = (
+    "softmax log_softmax logsumexp sum mean prod amax amin argmax argmin max min var std cumsum any all"
+)
+_ONE_DIM = "narrow select squeeze gather flip softmin unsqueeze"
+_ALONG: dict[str, tuple[int, int | None]] = {
+    **dict.fromkeys(f"{_ALL_DIMS} {_ONE_DIM}".split(), (1, None)),
+    "norm": (2, None), "normalize": (2, 1), "cosine_similarity": (2, 1), "topk": (2, -1), "chunk": (2, 0),
+    "split": (2, 0), "glu": (1, -1), "sort": (1, -1), "argsort": (1, -1),
+}  # fmt: skip
+"""Functions that work along dims, which that of the rows may not be among: where their argument `dim` stands, and its
+default; None: all dims."""
+_LOSS_NAMES = """
+mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div soft_margin_loss
+cross_entropy nll_loss poisson_nll_loss cosine_embedding_loss margin_ranking_loss triplet_margin_loss
+"""
+_LOSSES = frozenset(_LOSS_NAMES.split())
+_WITH_WEIGHTS = {
+    "linear": 2,
+    "embedding": 1,
+    "layer_norm": 2,
+    "rms_norm": 2,
+    "conv1d": 3,
+    "conv2d": 4,
+    "one_hot": 1,
+}
+"""Functions of rows and weights: the dims that rows have at least."""
+_FACT_NAMES = "dtype device layout ndim dim requires_grad is_floating_point is_complex is_cuda"
+_FACTS = frozenset(_FACT_NAMES.split())
+
+
+def row_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    name = name_of(func)
+    if name in _FACTS:
+        return plainly(func, args, kwargs)
+    if name in _SPECIAL:
+        return _SPECIAL[name](*args, **kwargs)
+    if name in _LOSSES:
+        return _loss(func, args, kwargs)
+    if name.endswith("_") or _is_inplace(func, args, kwargs):
+        return _in_place(name, func, args, kwargs)
+    if name in _ALONG and not (name in ("max", "min") and rows_in(args[1:])):
+        return _along(name, func, args, kwargs)
+    if name in _WITH_WEIGHTS:
+        return _with_weights(name, func, args, kwargs)
+    if name in _POINTWISE or name in ("max", "min"):
+        return pointwise(func, args, kwargs)
+    raise unknown(name, one_choice((args, kwargs)))
+
+
+def _is_inplace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether its argument `inplace` is set; those of activations and dropout are functions in Python."""
+    if getattr(func, "__module__", "") != "torch.nn.functional":
+        return False
+    return bool(inspect.signature(func).bind(*args, **kwargs).arguments.get("inplace"))
+
+
+def _in_place(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As a new value of the rows, which no others may share."""
+    rows = args[0]
+    plain = getattr(Tensor, name[:-1], None) if name.endswith("_") else func
+    if not isinstance(rows, Rows) or rows.is_aliased or name.removesuffix("_") not in _POINTWISE:
+        raise unknown(name, one_choice((args, kwargs)))
+    if plain is func:
+        given = inspect.signature(func).bind(*args, **kwargs)
+        given.arguments["inplace"] = False
+        args, kwargs = given.args, given.kwargs
+    result = pointwise(plain, args, kwargs)
+    if result.dtype != rows.dtype or result.padded.shape != rows.padded.shape:
+        raise unknown(name, rows.choice)
+    rows.padded, rows.places = result.padded, None
+    return rows
+
+
+def _along(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    place, default = _ALONG[name]
+    dim = kwargs.get("dim", args[place] if len(args) > place else default)
+    rows = args[0] if args else None
+    if not isinstance(rows, Rows) or isinstance(dim, Tensor):
+        raise unknown(name, one_choice((args, kwargs)))
+    ndim = rows.padded.ndim + (name == "unsqueeze")
+    dims = range(ndim) if dim is None or dim == () else [dim] if isinstance(dim, int) else dim
+    dims = [d % ndim for d in dims]
+    if 0 not in dims:
+        return by_row(func, args, kwargs)
+    if name not in _OVER:
+        raise unknown(name, rows.choice)
+    options = {"dtype": kwargs["dtype"]} if kwargs.get("dtype") else {}
+    return _OVER[name](rows, dims, kwargs.get("keepdim", len(args) > 2 and args[2]), options)
+
+
+def _sum(rows: Rows, dims: list[int], keepdim: bool, options: dict[str, Any]) -> Tensor:
+    return torch.sum(filled(rows.padded, rows.choice.valid, 0), dims, keepdim=keepdim, **options)
+
+
+def _mean(rows: Rows, dims: list[int], keepdim: bool, options: dict[str, Any]) -> Tensor:
+    """Summed in float32 at least, as torch does."""
+    dtype = options.get("dtype", rows.padded.dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    count = rows.choice.valid.sum() * prod(rows.padded.shape[d] for d in dims if d)
+    return (_sum(rows, dims, keepdim, {"dtype": wide}) / count).to(dtype)
+
+
+def _any(rows: Rows, dims: list[int], keepdim: bool, options: dict[str, Any]) -> Tensor:
+    return _sum(rows.choice.rows(rows.padded != 0), dims, keepdim, {}) > 0
+
+
+def _all(rows: Rows, dims: list[int], keepdim: bool, options: dict[str, Any]) -> Tensor:
+    return _sum(rows.choice.rows(rows.padded == 0), dims, keepdim, {}) == 0
+
+
+_OVER: dict[str, Callable[..., Tensor]] = {"sum": _sum, "mean": _mean, "any": _any, "all": _all}
+
+
+def _loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What is left out of a class loss is the class that it ignores; other losses are summed over their rows."""
+    given = inspect.signature(func).bind(*args, **kwargs)
+    given.apply_defaults()
+    options = given.arguments
+    choice = one_choice(options)
+    name, reduction, target = func.__name__, options["reduction"], options.get("target")
+    rows = rows_in(list(options.values())[:2])
+    if len(rows) != 2 or options.get("size_average") is not None or options.get("reduce") is not None:
+        raise unknown(name, choice)
+    if (
+        "ignore_index" in options
+        and isinstance(target, Rows)
+        and not target.is_floating_point()
+        and reduction != "none"
+    ):
+        options["target"] = filled(target.padded, choice.valid, options["ignore_index"])
+        return plainly(func, given.args, given.kwargs)
+    options["reduction"] = "none"
+    each = (by_row if "ignore_index" in options else pointwise)(func, given.args, given.kwargs)
+    if reduction == "none":
+        return each
+    total = each.sum()
+    if reduction == "sum":
+        return total
+    return total / choice.valid.sum() if reduction == "batchmean" else each.mean()
+
+
+def _with_weights(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    rows = args[0] if args else None
+    least = _WITH_WEIGHTS[name]
+    if name.endswith("_norm"):
+        shape = kwargs.get("normalized_shape", args[1] if len(args) > 1 else ())
+        least = 1 + len(shape)
+    if name == "one_hot" and kwargs.get("num_classes", args[1] if len(args) > 1 else -1) < 0:
+        least = 9
+    if not isinstance(rows, Rows) or len(rows_in((args, kwargs))) > 1 or rows.padded.ndim < least:
+        raise unknown(name, one_choice((args, kwargs)))
+    return by_row(func, args, kwargs)
+
+
+def _matmul(x: Any, other: Any) -> Any:
+    batches = isinstance(x, Rows) and isinstance(other, Rows) and x.padded.ndim == other.padded.ndim > 2
+    weights = isinstance(x, Rows) and not isinstance(other, Rows) and other.ndim <= 2 <= x.padded.ndim
+    if not (batches or weights):
+        raise unknown("matmul", one_choice((x, other)))
+    return by_row(torch.matmul, (x, other), {})
+
+
+def _shape(rows: Rows) -> tuple[Any, ...]:
+    return (rows.choice.valid.sum(), *rows.padded.shape[1:])
+
+
+def _size(rows: Rows, dim: int | None = None) -> Any:
+    return _shape(rows) if dim is None else _shape(rows)[dim]
+
+
+def _numel(rows: Rows) -> Tensor:
+    return rows.choice.valid.sum() * prod(rows.padded.shape[1:])
+
+
+def _view(rows: Rows, *shape: Any) -> Any:
+    """[n, *any] as [n, *others]."""
+    first, *rest = shape[0] if len(shape) == 1 and not isinstance(shape[0], (int, Tensor)) else shape
+    is_count = isinstance(first, Tensor) or first == -1
+    if is_count and -1 not in rest and prod(rest) == prod(rows.padded.shape[1:]):
+        return by_row(Tensor.reshape, (rows, -1, *rest), {})
+    raise unknown("reshape", rows.choice)
+
+
+def _flatten(rows: Rows, start_dim: int = 0, end_dim: int = -1) -> Any:
+    whole = not start_dim % rows.padded.ndim
+    return _view(rows, -1) if whole else by_row(torch.flatten, (rows, start_dim, end_dim), {})
+
+
+def _unbind(rows: Rows, dim: int = 0) -> Any:
+    """In rows, what a loop over them goes through."""
+    if dim % rows.padded.ndim:
+        return tuple(
+            _along("select", torch.select, (rows, dim, i), {}) for i in range(rows.padded.shape[dim])
+        )
+    return each_row(rows)
+
+
+def _length(rows: Rows) -> int:
+    raise RowsUnknown(
+        f"len() is asked of the rows chosen at {rows.choice.made}", "their number as a tensor, mask.sum()"
+    )
+
+
+def _indexed(function: Callable[..., Any]) -> Callable[..., Any]:
+    return partial(function, row_function)
+
+
+_getitem, _setitem = _indexed(row_index.getitem), _indexed(row_index.setitem)
+_SPECIAL: dict[str, Callable[..., Any]] = {
+    "getitem": _getitem, "setitem": _setitem, "index_add_": row_index.index_add_,
+    "index_add": lambda x, *args, **kwargs: row_index.index_add_(x.clone(), *args, **kwargs),
+    "matmul": _matmul, "shape": _shape, "size": _size, "numel": _numel, "len": _length,
+    "view": _view, "reshape": _view, "unbind": _unbind, "flatten": _flatten,
+}  # fmt: skip
+
+
+def _where(*args: Any, **kwargs: Any) -> Any:
+    if len(args) + len(kwargs) == 1:
+        return row_index.chosen_places(row_function, *args, *kwargs.values())
+    return torch.where(*args, **kwargs)
+
+
+def _comparisons() -> dict[Any, Callable[..., Any]]:
+    names = "eq ne lt le gt ge logical_and logical_or logical_not bitwise_and bitwise_or bitwise_not bool"
+    views = "__and__ __or__ __invert__ view reshape flatten"
+    owned = [getattr(owner, name, None) for owner in (torch, Tensor) for name in f"{names} {views}".split()]
+    return {function: row_index.key_noted(function) for function in owned if function is not None}
+
+
+ROWS: dict[Any, Callable[..., Any]] = {
+    **_comparisons(),
+    Tensor.__getitem__: _getitem,
+    Tensor.__setitem__: _setitem,
+    torch.where: _where,
+    **dict.fromkeys((torch.masked_select, Tensor.masked_select), _indexed(row_index.masked_select)),
+    **dict.fromkeys((torch.nonzero, Tensor.nonzero), _indexed(row_index.places_listed)),
+}
+"""Torch functions to answer otherwise while tracing."""

@@ -1,0 +1,123 @@
+"""As many rows as values say, `z[keep]`, as all the rows and a mask of those that count.
+
+    F.cross_entropy(z[keep], y[keep])      h[mask] = token      i, j = torch.where(routed == e)
+
+A trace has one shape for every call. So `z[keep]` stays in place: all of z, and `keep`. What computes row by row does
+so on all of them; a sum, a mean or a loss leaves out those that do not count; what is written back goes where it came
+from. The rows that do not count hold 1 (0 for integers), after each op anew, so that none of their values, and no
+gradient through them, which may be infinite, reaches anything. What is not known of rows (`passes.capture.row_table`)
+is an error at the user's line.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from passes.capture.provenance import is_user_file, place_text
+from passes.ir.torch_dtensor import bare_tensor
+
+__all__ = [
+    "Choice",
+    "Rows",
+    "RowsUnknown",
+    "check_none_leave",
+    "filled",
+    "one_choice",
+    "rows_in",
+    "user_place",
+]
+
+_REMEDY = "compute on all rows, leave out the others by torch.where(mask, value, 0), and divide by mask.sum()"
+
+
+class RowsUnknown(Exception):
+    """What is done with rows is not known. place: the user's line, where it is not the one that runs."""
+
+    def __init__(self, what: str, remedy: str = _REMEDY, place: str | None = None) -> None:
+        super().__init__(what)
+        self.what, self.remedy, self.place = what, remedy, place
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """valid: [n], which rows there are, in this order. key: equal for the same rows. shape: of the mask that chose
+    them. made: the user's line that did. answer: what torch's functions do with such rows."""
+
+    valid: Tensor
+    key: Hashable
+    shape: tuple[int, ...]
+    made: str
+    answer: Callable[..., Any]
+
+    def rows(self, padded: Tensor, places: Tensor | None = None) -> Rows:
+        """[n, *any], of which these are there."""
+        rows = bare_tensor(Rows, padded)
+        rows.padded, rows.choice = filled(padded, self.valid), self
+        rows.places, rows.is_aliased = places, False
+        return rows
+
+
+class Rows(Tensor):
+    """padded: [n, *any]. places: its values in all rows, real ones, where they are places in a mask.
+    is_aliased: another may share its memory, in a run of the forward."""
+
+    padded: Tensor
+    choice: Choice
+    places: Tensor | None
+    is_aliased: bool
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return rows_in((args, kwargs))[0].choice.answer(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RowsUnknown(f"{func} takes rows that a mask chose")
+
+
+def rows_in(tree: Any) -> list[Rows]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Rows)]
+
+
+def check_none_leave(outputs: Any) -> None:
+    if rows := rows_in(outputs):
+        what, remedy = "rows that a mask chooses are returned, or kept", "return all rows, and the mask"
+        raise RowsUnknown(what, remedy, rows[0].choice.made)
+
+
+def one_choice(tree: Any) -> Choice:
+    """Of all rows in `tree`."""
+    choices = [rows.choice for rows in rows_in(tree)]
+    if any(choice.key != choices[0].key for choice in choices):
+        raise RowsUnknown(
+            "rows of one mask meet those of another", "one mask for both: keep = ...; x[keep], y[keep]"
+        )
+    return choices[0]
+
+
+def filled(padded: Tensor, valid: Tensor, value: float | None = None) -> Tensor:
+    """`padded`, with `value` in the rows that are not there; None: one that most functions can be asked for."""
+    if value is None:
+        value = 1 if padded.is_floating_point() or padded.is_complex() else 0
+    mask = valid.reshape(-1, *[1] * (padded.ndim - 1))
+    return torch.where(mask, padded, torch.full((), value, dtype=padded.dtype))
+
+
+def user_place() -> str:
+    """The innermost line of the user's code that runs."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if is_user_file(code.co_filename):
+            return place_text(code.co_filename, frame.f_lineno, code.co_name)
+        frame = frame.f_back
+    return ""

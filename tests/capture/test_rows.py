@@ -1,0 +1,198 @@
+"""Rows that a mask chooses: what a graph of fixed shape computes is what torch does, or an error at the line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autoshard import MeshSpec, find_plan, verify
+from cost_model.errors import CaptureError
+from passes.capture import capture
+from tests.capture.running import check
+
+
+class Model(nn.Module):
+    """A linear, then any function of (module, hidden [4, 3, 8], labels [4, 3] from -1 to 4)."""
+
+    def __init__(self, rest: Callable[[Model, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(6, 8), nn.Linear(8, 5)
+        self.token = nn.Parameter(torch.randn(8))
+        self.experts = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+        self.rest = rest
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        return self.rest(self, self.first(x), labels)
+
+
+def token(m: Model, h: Tensor, y: Tensor) -> Tensor:
+    h = h.clone()
+    h[y < 0] = m.token
+    h[y == 3, :4] = m.token[:4]
+    h[:, y[0] == 0] = m.token
+    return h
+
+
+def class_loss(m: Model, h: Tensor, y: Tensor) -> Tensor:
+    keep, z = y >= 0, m.head(h)
+    loss = F.cross_entropy(m.head(h[keep]), y[keep]) + F.cross_entropy(
+        z[y != -1], y[y != -1], label_smoothing=0.1
+    )
+    flat, labels = z.view(-1, 5), y.view(-1)
+    return loss + F.nll_loss(F.log_softmax(flat[labels > 0], -1), labels[labels > 0], reduction="sum")
+
+
+def selected(m: Model, h: Tensor, y: Tensor) -> Tensor:
+    some = torch.masked_select(h, (y > 0).unsqueeze(-1))
+    return h.masked_select(h > 0).mean() + h[h > 0.1].log().sum() + some.sum()
+
+
+def counted(m: Model, h: Tensor, y: Tensor) -> Tensor:
+    keep = y > 0
+    d = h[keep] - m.token
+    mse = F.mse_loss(h[keep], h[keep].detach() * 2)
+    return mse + d.norm(dim=-1).mean() + (d**2).sum() / d.shape[0] + d.sum() / d.numel()
+
+
+def nothing_chosen(m: Model, h: Tensor, y: Tensor) -> Tensor:
+    return m.head(h[y > 9]).sum() + h.sum()
+
+
+def infinite_elsewhere(m: Model, h: Tensor, y: Tensor) -> Tensor:
+    """Neither values nor gradients of the rows that are left out reach anything."""
+    keep = y > 0
+    x = torch.where(keep.unsqueeze(-1), h, float("nan"))
+    roots = ((x[keep] - m.token).square().sum(-1)).sqrt().mean()
+    return F.softplus(m.experts[0](x[keep])).sqrt().mean() + roots
+
+
+def in_place(m: Model, h: Tensor, y: Tensor) -> Tensor:
+    z = m.experts[0](h[y > 0])
+    z += m.token
+    z = F.dropout(F.relu(z * 1, inplace=True) * 2, 0.0, True, True)
+    out = torch.zeros_like(h)
+    out[y > 0] = z
+    out[y > 0] += h[y > 0] * 2
+    return out
+
+
+def experts(m: Model, h: Tensor, y: Tensor) -> Tensor:
+    z, routed = h.reshape(-1, 8), y.reshape(-1)
+    weight, out = torch.softmax(m.head(z), -1), torch.zeros_like(z)
+    for e, layer in enumerate(m.experts):
+        (i,) = torch.where(routed == e)
+        out.index_add_(0, i, layer(z[i]) * weight[i, e, None])
+        j = (routed == e).nonzero().squeeze(-1)
+        out = out.index_add(0, j, F.gelu(layer(z[j])))
+    return out
+
+
+def experts_hit(m: Model, h: Tensor, y: Tensor) -> Tensor:
+    z, weights = h.reshape(-1, 8), torch.stack([layer.weight for layer in m.experts])  # type: ignore[misc]
+    out = torch.zeros_like(z)
+    routed = F.one_hot(y.reshape(-1) + 1, 6).permute(1, 0)
+    for e in torch.greater(routed.sum(-1), 0).nonzero():
+        e = e[0]
+        if e >= 3:
+            continue
+        (i,) = torch.where(routed[e])
+        out.index_add_(0, i, F.linear(z[i], weights[e]))
+    for e in routed[:3].sum(-1).gt(0).nonzero().flatten():
+        (i,) = torch.where(routed[e])
+        out.index_add_(0, i, m.experts[e](z[i]))  # pyright: ignore
+    return out
+
+
+EXACT = [
+    token, class_loss, selected, counted, nothing_chosen, infinite_elsewhere, in_place, experts, experts_hit
+]  # fmt: skip
+
+
+def call() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(4, 3, 6), torch.tensor([[0, -1, 2], [3, 4, -1], [1, 1, 2], [-1, 0, 3]])
+
+
+@pytest.mark.parametrize("rest", EXACT, ids=lambda rest: rest.__name__)
+def test_values_and_gradients_are_torchs(rest: Callable[..., Tensor]) -> None:
+    check(Model(rest), *call())
+
+
+def small(m: Model, h: Tensor, y: Tensor) -> Tensor:
+    h = h.clone()
+    h[y < 0] = m.token
+    return F.cross_entropy(m.head(h[y >= 0]), y[y >= 0])
+
+
+def test_plans_compute_the_same() -> None:
+    model, given = Model(small), call()
+    plan = find_plan(model, MeshSpec({"x": 2}), given, profile="cpu", refine="off", backend="eager")
+    assert verify(model, plan, given).ok
+
+
+def returned(m: Model, h: Tensor, y: Tensor) -> Any:
+    return h[y > 0]
+
+
+def in_order(m: Model, h: Tensor, y: Tensor) -> Any:
+    return torch.sort(h[y > 0], 0)[0].sum()
+
+
+def two_masks(m: Model, h: Tensor, y: Tensor) -> Any:
+    return (h[y > 0] * h[y == 1]).sum()
+
+
+def mask_changed(m: Model, h: Tensor, y: Tensor) -> Any:
+    keep = y > 0
+    old = h[keep]
+    keep[0] = False
+    return (old * h[keep]).sum()
+
+
+def length(m: Model, h: Tensor, y: Tensor) -> Any:
+    return h * len(h[y > 0])
+
+
+def count_in_loop(m: Model, h: Tensor, y: Tensor) -> Any:
+    count = 0
+    for _ in (y.sum(-1) > 0).nonzero():
+        count += 1
+    return h * count
+
+
+def write_in_loop(m: Model, h: Tensor, y: Tensor) -> Any:
+    h = h + 0
+    for e in (y.sum(-1) > 0).nonzero().flatten():
+        h[e] = 1
+    return h
+
+
+def left_loop(m: Model, h: Tensor, y: Tensor) -> Any:
+    for _ in (y.sum(-1) > 0).nonzero():
+        break
+    return h
+
+
+REFUSED = [
+    (returned, 1, "rows that a mask chooses are returned"),
+    (in_order, 1, "what sort makes of the rows"),
+    (two_masks, 1, "one mask for both"),
+    (mask_changed, 4, "one mask for both"),
+    (length, 1, "mask.sum()"),
+    (count_in_loop, 2, "the body of a loop"),
+    (write_in_loop, 3, "the body of a loop"),
+    (left_loop, 1, "left by break"),
+]
+
+
+@pytest.mark.parametrize(("rest", "offset", "text"), REFUSED, ids=[r[0].__name__ for r in REFUSED])
+def test_what_is_not_known_is_an_error_at_the_line(rest: Callable[..., Any], offset: int, text: str) -> None:
+    with pytest.raises(CaptureError, match=r"\n  try: ") as caught:
+        capture(Model(rest), call(), {})
+    assert text in str(caught.value)
+    assert f"test_rows.py:{rest.__code__.co_firstlineno + offset}, in {rest.__name__}" in str(caught.value)
