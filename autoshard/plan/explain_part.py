@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from autoshard.plan.equal_layers import fold_numbers
@@ -14,11 +15,14 @@ from cost_model.timed import Priced
 from cost_model.units import format_bytes
 from passes.plan.graph_text import format_seconds
 from passes.plan.records import NodeRecord
+from passes.plan.transfers import Turn
 
 __all__ = ["explain_part"]
 
 _Tied = Mapping[str, str]
 """Further name of a parameter -> the name that its record has."""
+_Buckets = Mapping[Turn | None, int]
+"""Turn -> how many reads have it: their transfers are merged."""
 
 
 def explain_part(records: Sequence[NodeRecord], name: str, parameters: Iterable[str] = ()) -> str:
@@ -33,7 +37,7 @@ def explain_part(records: Sequence[NodeRecord], name: str, parameters: Iterable[
     exact = [r for r in records if name in (r.name, _parameter(r)) or _parameter(r) == tied.get(name, name)]
     if exact:
         head = [f"{name} is tied to {tied[name]}"] if name in tied else []
-        return "\n".join([*head, *_node_lines(exact)]) + "\n"
+        return "\n".join([*head, *_node_lines(exact, _buckets(records))]) + "\n"
     members = [r for r in records if _is_in(r, name)]
     shared = {other: first for other, first in tied.items() if other.startswith(name + ".")}
     if not members and not shared:
@@ -97,10 +101,10 @@ def _module_lines(
     ]
     if parameters:
         lines += parameter_lines(parameters)
-    return [*lines, "nodes", *_layer_lines(nodes, name)]
+    return [*lines, "nodes", *_layer_lines(nodes, name, _buckets(records))]
 
 
-def _layer_lines(nodes: Sequence[NodeRecord], module: str) -> list[str]:
+def _layer_lines(nodes: Sequence[NodeRecord], module: str, buckets: _Buckets) -> list[str]:
     """The nodes layer by layer, equal layers once."""
     layers: dict[str, list[NodeRecord]] = {}
     depth = len(module.split("."))
@@ -113,7 +117,7 @@ def _layer_lines(nodes: Sequence[NodeRecord], module: str) -> list[str]:
         first = next(found for layer, found in layers.items() if _stands_for(title, layer))
         if title != module:
             lines.append(f"  {title}" + (f"  x {count}" if count > 1 else ""))
-        lines += ["  " + line for line in _node_lines(first)]
+        lines += ["  " + line for line in _node_lines(first, buckets)]
     return lines
 
 
@@ -142,7 +146,12 @@ def _content(nodes: Sequence[NodeRecord], layer: str) -> Hashable:
     )
 
 
-def _node_lines(nodes: Sequence[NodeRecord]) -> list[str]:
+def _buckets(records: Sequence[NodeRecord]) -> _Buckets:
+    return Counter(read.turn for record in records for read in record.operands if read.turn is not None)
+
+
+def _node_lines(nodes: Sequence[NodeRecord], buckets: _Buckets) -> list[str]:
+    """The seconds of a transfer that is one of a bucket are what it adds to that."""
     lines: list[str] = []
     for record in nodes:
         results = ", ".join(str(result) for result in record.results)
@@ -150,8 +159,10 @@ def _node_lines(nodes: Sequence[NodeRecord]) -> list[str]:
             f"%{record.name}: {results} = {record.op}  // {_price(record.seconds, record.priced)} {record.source}"
         )
         for operand in record.operands:
+            members = buckets.get(operand.turn, 1)
+            bucket = f" more in a bucket of {members}" if members > 1 else ""
             for transfer in operand.transfers:
-                cost = f"{format_bytes(transfer.nbytes)}, {_price(transfer.seconds, transfer.priced)}"
+                cost = f"{format_bytes(transfer.nbytes)}, {_price(transfer.seconds, transfer.priced)}{bucket}"
                 lines.append(f"    reads %{operand.source} through {transfer.step.text()}: {cost}")
     return lines
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -154,3 +155,16 @@ def test_a_plan_answers_for_its_modules(plan: Plan) -> None:
     assert first.startswith(f"3: {len(own)} nodes, ")
     with pytest.raises(PlanError, match=r"try: 3\.weight or "):
         plan.explain("3.weigth")
+
+
+def test_a_member_of_a_bucket_is_priced_as_one() -> None:
+    """What two transfers take beside each other is not what one takes alone."""
+    together = [
+        replace(record, operands=tuple(replace(read, turn=(0, 1)) for read in record.operands))
+        if record.name in ("relu1", "relu2")
+        else record
+        for record in layers(4)
+    ]
+    moved = "reads %product1 through all_reduce[tp](): 64B, 3 us modelled"
+    assert explain_part(together, "relu1").splitlines()[1].strip() == f"{moved} more in a bucket of 2"
+    assert explain_part(together, "relu0").splitlines()[1].strip() == moved.replace("product1", "product0")
