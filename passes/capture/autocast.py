@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from passes.ir.torch_tracing import accelerator_kernels, is_autocast_op
+from passes.ir.torch_dispatch import accelerator_kernels, is_autocast_op
 
 __all__ = ["CUDNN_LAYERS", "POLICIES", "accelerator_autocast", "autocast_on", "cast_to"]
 

@@ -20,12 +20,8 @@ from torch.utils import _pytree as pytree
 from passes.capture.autocast import accelerator_autocast
 from passes.capture.provenance import is_user_file
 from passes.ir.joint import CPU
-from passes.ir.torch_tracing import (
-    autocast_of_cpu_ignored,
-    fake_devices_answered,
-    replaced_attribute,
-    tracing_suspended,
-)
+from passes.ir.torch_dispatch import autocast_of_cpu_ignored
+from passes.ir.torch_tracing import fake_devices_answered, replaced_attribute, tracing_suspended
 
 __all__ = ["seen_on"]
 

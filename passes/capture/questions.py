@@ -19,7 +19,8 @@ from torch import Tensor
 from passes.capture.places import Place
 from passes.capture.provenance import is_user_file, place_text
 from passes.ir.torch_compat import inside_function_transform
-from passes.ir.torch_tracing import is_value_missing, traced_values_answered, tracing_suspended, values_asked
+from passes.ir.torch_dispatch import values_asked
+from passes.ir.torch_tracing import is_value_missing, traced_values_answered, tracing_suspended
 
 __all__ = ["Check", "Question", "Questions", "Undecided"]
 

@@ -77,7 +77,8 @@ _CREATIONS = (
 _POINTWISE = _names(
     "aten",
     """_to_copy copy lift_fresh_copy fill masked_fill where rsub floor_divide hardswish elu_backward
-    leaky_relu_backward hardswish_backward hardsigmoid_backward hardtanh_backward softplus_backward mish_backward""",
+    leaky_relu_backward hardswish_backward hardsigmoid_backward hardtanh_backward softplus_backward mish_backward
+    hardshrink_backward softshrink_backward""",
 )
 # `embedding` is none of them: torch's partitioner saves what was looked up in a table and does not look again.
 _INDEXING = _names(

@@ -15,7 +15,7 @@ from autoshard import MeshSpec, PlanError, ShardingError, find_plan, verify
 from autoshard.plan.find_plan import canonical_capture
 from passes.capture.autocast import CUDNN_LAYERS, POLICIES
 from passes.compile.bind_device import bind_device
-from passes.ir.torch_tracing import is_autocast_op
+from passes.ir.torch_dispatch import is_autocast_op
 from passes.plan.describe import graph_hash
 from tests.capture.device_cases import CASES, Applied, case
 

@@ -7,7 +7,7 @@ import pytest
 from tests.structure.private_torch import private_torch_uses
 from tests.structure.source_tree import PACKAGES, modules, relative
 
-HOMES = ("passes/ir/torch_compat.py", "passes/ir/torch_dtensor.py", "passes/ir/torch_tracing.py")
+HOMES = tuple(f"passes/ir/torch_{name}.py" for name in ("compat", "dispatch", "dtensor", "tracing"))
 
 
 def test_private_torch_apis_are_used_at_home_only() -> None:
