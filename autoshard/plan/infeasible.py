@@ -56,7 +56,7 @@ def told(reason: InfeasibleError, asked: Asked, judged: Collection[Judged]) -> I
         return reason
     peak = case.walk.peak
     fits = f"memory_limit={enough_bytes(asked.memory_limit + case.missing)}"
-    said, within = str(reason), f"{fits}, within which that plan is"
+    said, within = str(reason), f"{fits}, which the smallest plan that was judged fits"
     if asked.links is not None:
         within = f"{fits}, within which that plan of this stage is; other stages may need more"
     else:

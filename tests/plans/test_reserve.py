@@ -52,7 +52,7 @@ def test_the_limit_holds_tensors_and_reserve() -> None:
         planned(MESH, memory_limit=EVERY_PLAN + 100)
     text = str(caught.value)
     assert "and 2.613GB for CUDA's context and communicators" in text
-    assert "try: memory_limit=2.614GB or more" in text  # 2.613GB as it is written would be less than that
+    assert "try: memory_limit=2.614GB, which" in text  # 2.613GB as it is written would be less than that
     with pytest.raises(InfeasibleError, match=r"communicators alone take 2\.613GB"):
         planned(MESH, memory_limit="1GB")
 
