@@ -177,7 +177,7 @@ class _Case:
             self.examined.bytes_.append((NEEDS, _nbytes(value), pinned))
         if text.startswith("no plan fits"):
             self.examined.bytes_.append((NONE, limit + 1.0, pinned))
-        do = re.search(r"memory_limit=([\d.]+[KMGT]?B), within which that plan is", text)
+        do = re.search(r"memory_limit=([\d.]+[KMGT]?B), which the smallest", text)
         if do:
             enough = int(_nbytes(do[1]))
             plan = self.planned(f"within {enough}, said to do", enough, task, pinned)
