@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-__all__ = ["SchemaArgument", "named_arguments", "schema_arguments"]
+import torch
+
+__all__ = ["SchemaArgument", "named_arguments", "schema_arguments", "written_arguments"]
 
 
 @dataclass(frozen=True)
@@ -33,3 +35,17 @@ def named_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     """The arguments of a call by their names in the op's schema; defaults where they are not given."""
     given = zip((argument.name for argument in schema_arguments(op)), args, strict=False)
     return {**{a.name: a.default for a in schema_arguments(op)}, **kwargs, **dict(given)}
+
+
+def written_arguments(key: str) -> tuple[str, ...]:
+    """Arguments that "namespace::op.overload" writes to; of "namespace::op" those that every overload writes to.
+
+    () for an op that does not exist yet. `is_write` since torch 1.9.
+    """
+    namespace, _, rest = key.partition("::")
+    name, _, overload = rest.partition(".")
+    packet = getattr(getattr(torch.ops, namespace), name, None)
+    names = [] if packet is None else packet.overloads()
+    ops = [getattr(packet, n) for n in names if overload in ("", n)]
+    written = [[a.name for a in op._schema.arguments if a.is_write] for op in ops]
+    return tuple(written[0]) if written and all(written) else ()

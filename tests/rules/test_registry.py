@@ -37,6 +37,11 @@ def peak(x: torch.Tensor) -> torch.Tensor:
     return x.amax(0)
 
 
+@torch.library.custom_op("rules_test::double_", mutates_args=("x",))
+def double_(x: torch.Tensor) -> None:
+    x.mul_(2)
+
+
 @pytest.fixture
 def user_rules() -> Iterator[None]:
     before = dict(USER_RULES.builders)
@@ -127,3 +132,15 @@ def test_refusals(user_rules: None) -> None:
         ShardingError, match=r"rules_test.scale.default at scale_default: rule 't d, d -> t d'"
     ):
         rule_for(NODE)
+
+
+@pytest.mark.parametrize("op", [double_, torch.ops.rules_test.double_, torch.ops.rules_test.double_.default,
+                                "rules_test::double_", "rules_test::double_.default"])  # fmt: skip
+def test_a_rule_for_an_op_that_writes_to_its_argument_is_refused(op: object, user_rules: None) -> None:
+    """Capture wraps such an op in another: the rule would never be asked."""
+    with pytest.raises(ShardingError, match=r"it writes to its argument x\n  try: .*mutates_args=\(\)"):
+        register_rule(op, "b d -> ")
+    for other in ("aten::add_", "aten::add.out"):
+        with pytest.raises(ShardingError, match="it writes to its argument"):
+            register_rule(other, "b d, b d -> b d")
+    register_rule("rules_test::made_later", "b d -> b d")

@@ -16,6 +16,7 @@ from torch import fx
 
 from cost_model.checked_arguments import reject, shown
 from cost_model.errors import ShardingError
+from passes.ir.op_schema import written_arguments
 from passes.ir.op_signature import op_signature
 from passes.ir.torch_compat import op_key
 from passes.rules.core.assemble import whole_rule
@@ -67,7 +68,7 @@ class RuleTable:
         With a rule in the notation the op is never run on empty tensors: a rank without any of a
         split factor contributes nothing (`neutral_where_empty`).
 
-        Raises ShardingError for a rule that cannot be read or an op that is not one.
+        Raises ShardingError for a rule that cannot be read, an op that is not one, or one that writes to its arguments.
         """
         name = op if isinstance(op, str) else op_key(op)
         sets = _checked_sets(linear)
@@ -77,6 +78,12 @@ class RuleTable:
             raise ShardingError(
                 f"cannot register a rule for {shown(op)}: not an operator\n"
                 "  try: 'mylib::op', torch.ops.mylib.op, or what torch.library.custom_op returned"
+            )
+        written = written_arguments(name)
+        if written:  # capture wraps such an op in another, whose rule would be asked instead
+            raise ShardingError(
+                f"cannot register a rule for {name}: it writes to its argument {', '.join(written)}\n"
+                "  try: an op that returns new tensors (mutates_args=()), and a rule for that"
             )
         if not isinstance(rule, str) and not callable(rule):
             raise reject("rule", rule, "'b t d, d -> b t d', or a function from OpCall to OpRule")
