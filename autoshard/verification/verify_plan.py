@@ -29,7 +29,7 @@ from autoshard.verification.verify_stages import stage_errors
 from cost_model.checked_arguments import checked_count
 from cost_model.errors import PlanError
 from passes.capture import Captured, flatten_call
-from passes.capture.checkpoint_calls import reentrant_checkpoints_called
+from passes.capture.nested_calls import nested_calls_written_out
 from passes.compile.bind_device import bind_device
 from passes.ir.joint import CPU, JointGraph, node_values
 from passes.ir.kept_random_state import random_state_kept
@@ -182,8 +182,9 @@ def _tensors(
 ) -> list[torch.Tensor]:
     """The tensor outputs of the model itself, parallel or not, in the order of the graph's outputs."""
     args, kwargs = captured.call.copied(args, kwargs)  # the model may change its arguments
-    # Of a reentrant checkpoint torch gives no gradients by `torch.autograd.grad`, which leaves the model as it is.
-    with original_forward(model), reentrant_checkpoints_called():
+    # Of a reentrant checkpoint torch gives no gradients by `torch.autograd.grad`, which leaves the model as it is;
+    # of flex attention it has none on a CPU.
+    with original_forward(model), nested_calls_written_out():
         return captured.call.flatten_outputs(model(*args, **kwargs), args, kwargs)
 
 

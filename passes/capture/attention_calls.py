@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from passes.capture.autocast import cast_to
 from passes.ops.attention_op import attention
 
-__all__ = ["attention_captured", "scaled_dot_product"]
+__all__ = ["attention_captured", "expand_heads", "scaled_dot_product"]
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def scaled_dot_product(
         raise RuntimeError("scaled_dot_product_attention: attn_mask and is_causal=True exclude each other")
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     if enable_gqa:
-        key, value = (_expand_heads(x, query.shape[-3]) for x in (key, value))
+        key, value = (expand_heads(x, query.shape[-3]) for x in (key, value))
     mask_is_learned = attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled()
     same_batch = query.shape[:-2] == key.shape[:-2] == value.shape[:-2]
     if dropout_p > 0.0 or mask_is_learned or not same_batch:
@@ -62,7 +62,7 @@ def scaled_dot_product(
     return _fused(query, key, value, attn_mask, is_causal, scale)
 
 
-def _expand_heads(x: Tensor, heads: int) -> Tensor:
+def expand_heads(x: Tensor, heads: int) -> Tensor:
     """[..., g, t, d] -> [..., heads, t, d]: each head `heads // g` times, next to each other."""
     groups = x.shape[-3]
     if groups == heads:

@@ -10,7 +10,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from cost_model.errors import CaptureError
-from passes.capture.capture_errors import mutation_error
+from passes.capture.capture_errors import held_object_error, is_collective, mutation_error
 from passes.capture.provenance import node_checkpoint, node_is_saved, node_module, node_source
 from passes.capture.trace import Traced, TracedCall
 from passes.ir.joint import GraphInput, GraphOutput, JointGraph, ancestors
@@ -83,6 +83,8 @@ class _Builder:
             if node.target in _LIFTS and node.args[0].op == "get_attr":
                 self.new[node] = self.new[node.args[0]]
                 continue
+            if is_collective(node):
+                raise held_object_error(self._model, node, None)
             copy = self.graph.node_copy(node, lambda n: self.new[n])
             module, source = _origin(node, copy)
             phase = "forward" if node in forward else "backward"
@@ -136,9 +138,7 @@ class _Builder:
                 continue
             value = getattr(self.old, str(node.target))
             if not isinstance(value, torch.Tensor):
-                raise CaptureError(
-                    f"cannot capture {self._model}: the nested graph of {next(iter(node.users))}"
-                )
+                raise held_object_error(self._model, next(iter(node.users)), value)
             if id(value) not in known:
                 self._check_constant(value, node)
                 name = f"constant {len(self.constants)}"

@@ -3,24 +3,40 @@
 from __future__ import annotations
 
 import inspect
+import os
 import traceback
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import fx, nn
 
 from cost_model.errors import CaptureError, UnsupportedOpError
-from passes.capture.provenance import is_user_file, place_text
+from passes.capture.provenance import is_user_file, node_source, place_text
 from passes.capture.questions import Undecided
 from passes.capture.rows import RowsUnknown
 from passes.ir.torch_tracing import is_value_missing, shape_dependent_errors
 
-__all__ = ["capture_error", "mutation_error", "users_part"]
+__all__ = ["capture_error", "held_object_error", "is_collective", "mutation_error", "users_part"]
 
 
 _CHANGED_IN_PLACE = ("mutating a non-functional tensor", "expected to have an entirely functional graph")
 """What torch says where a tensor that it has not traced from the beginning is written to."""
+
+
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
+_COLLECTIVE_FILES = ("distributed_c10d.py", "_functional_collectives.py", os.path.join("nn", "functional.py"))
+"""Of torch.distributed."""
+_DRAW_REMEDY = (
+    "leave `generator=` out, with torch.manual_seed(seed) before; or draw before the call, and pass that"
+)
+_LONGEST = 1500
+"""Characters of torch's own text: some list a whole graph."""
+_REMEDY = (
+    "call the model without autoshard, to see whether it is the model; else write this line with other ops, or compute "
+    "it before the call and pass the result"
+)
 
 
 def capture_error(model: nn.Module, forward: Callable[..., Any], cause: Exception) -> CaptureError:
@@ -61,7 +77,38 @@ def mutation_error(model: nn.Module, what: str, source: str) -> CaptureError:
     )
 
 
+def held_object_error(model: str, node: fx.Node, value: object) -> CaptureError:
+    """For an op that is called with an object of torch: a generator, a process group, a nested graph."""
+    name = str(getattr(node.target, "_opname", node.name))
+    if isinstance(value, torch.Generator):
+        what, remedy = f"{name} draws from a generator of the user's own", _DRAW_REMEDY
+    elif is_collective(node):
+        what, remedy = _communicates(name)
+    else:
+        what, remedy = (
+            f"{name} is called with {type(value).__name__}, which no graph of tensors holds",
+            _REMEDY,
+        )
+    source = node_source(node)
+    place = f"\n  at {source}" if source else ""
+    return CaptureError(f"cannot capture {model}: {what}{place}\n  try: {remedy}")
+
+
+def is_collective(node: fx.Node) -> bool:
+    return getattr(node.target, "namespace", "") in _COLLECTIVES
+
+
+def _communicates(what: str) -> tuple[str, str]:
+    return (
+        f"its forward communicates ({what}), but computes with the global batch, which every rank passes a share of",
+        "leave the collective out: what it sums or gathers over the ranks is there already; of things that are not "
+        "the model's, call it after the forward",
+    )
+
+
 def _explain(cause: Exception) -> tuple[str, str]:
+    if name := _collective_called(cause):
+        return _communicates(name)
     if isinstance(cause, Undecided) or is_value_missing(cause):
         return (
             "the value of a tensor decides what runs next (`if`, `.item()`, `.tolist()`, `int()`, ...)",
@@ -82,13 +129,23 @@ def _explain(cause: Exception) -> tuple[str, str]:
             "it changes a tensor in place that is neither a buffer nor made in forward",
             "self.register_buffer(name, tensor, persistent=False), which may change",
         )
-    first = (str(cause).strip() or "no message").splitlines()[0]
-    if isinstance(cause, TypeError):
-        return f"{type(cause).__name__}: {first}", "call it with arguments that its forward accepts"
-    return (
-        f"{type(cause).__name__}: {first}",
-        "check that the unmodified model runs on the same example inputs",
-    )
+    text = str(cause).strip() or "no message"
+    reason = f"{type(cause).__name__}: {text if len(text) <= _LONGEST else text[:_LONGEST] + ' ...'}"
+    if isinstance(cause, TypeError) and _place(cause) is None:
+        return reason, "call it with arguments that its forward accepts"
+    return reason, _REMEDY
+
+
+def _collective_called(cause: BaseException) -> str | None:
+    """The function of torch.distributed that the user's code called where `cause` was raised."""
+    folder = os.path.dirname(torch.distributed.__file__)
+    files = {os.path.join(folder, name) for name in _COLLECTIVE_FILES}
+    for error in _chain(cause):
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            code = frame.f_code
+            if code.co_filename in files and code.co_name != "wrapper":
+                return code.co_name
+    return None
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -16,7 +16,6 @@ from passes.capture.answers import traced_with_answers
 from passes.capture.attention_calls import attention_captured
 from passes.capture.attribute_reads import attributes_read
 from passes.capture.backward_writes import check_backward_writes
-from passes.capture.checkpoint_calls import reentrant_checkpoints_called
 from passes.capture.counting import COUNTS
 from passes.capture.cumulative import trace_cumulative_averages
 from passes.capture.decompositions import decomposition_table
@@ -27,6 +26,7 @@ from passes.capture.held_tensors import held_tensors_kept
 from passes.capture.inference_paths import inference_paths_kept
 from passes.capture.kept_in_backward import resizing_kept
 from passes.capture.model_state import Slot, rebound_buffers, state_kept, state_replaced
+from passes.capture.nested_calls import nested_calls_written_out
 from passes.capture.padding_calls import PADS
 from passes.capture.places import Argument, Place
 from passes.capture.provenance import provenance
@@ -216,7 +216,7 @@ def _traced(
             encoder_masks_trusted(),
             full_precision_backward(),
             resizing_kept(),
-            reentrant_checkpoints_called(),
+            nested_calls_written_out(),
             questions.answered(),
         ):
             stack.enter_context(context)

@@ -5,11 +5,15 @@ The others are in `passes/ir/torch_compat.py`. Supported: see there.
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
+
+from passes.ir.torch_tracing import replaced_attribute
 
 
 def accelerator_kernels(kernels: Mapping[Any, Callable[..., Any]]) -> AbstractContextManager[None]:
@@ -59,3 +63,57 @@ def is_autocast_op(name: str) -> bool:
 def autocast_of_cpu_ignored() -> AbstractContextManager[Any]:
     """`torch.autocast("cpu")` casts nothing inside. `_C._ExcludeDispatchKeyGuard` since torch 1.13."""
     return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))
+
+
+def higher_order_answered(answers: Mapping[str, Callable[..., Any]]) -> AbstractContextManager[None]:
+    """Inside, calls of the higher-order ops of these names are calls of the given functions, seen by every mode that
+    is on. Since torch 2.0."""
+    from torch._ops import HigherOrderOperator
+
+    known = HigherOrderOperator.__call__
+
+    def call(op: Any, /, *args: Any, **kwargs: Any) -> Any:
+        answer = answers.get(op.name())
+        return known(op, *args, **kwargs) if answer is None else answer(*args, **kwargs)
+
+    return replaced_attribute(HigherOrderOperator, "__call__", call)
+
+
+@contextmanager
+def compiled_as_written() -> Generator[None]:
+    """Inside, what `torch.compile` made or makes runs as it is written. Dynamo is not imported for it: what was
+    compiled before has imported it. `torch.compiler.set_stance` since torch 2.6."""
+
+    def compile(model: Any = None, **options: Any) -> Any:
+        return model if model is not None else lambda function: function
+
+    with ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
+        stack.enter_context(replaced_attribute(torch, "compile", compile))
+        yield
+
+
+@contextmanager
+def flex_without_kernel() -> Generator[None]:
+    """`flex_attention` reaches its op with gradients on a CPU too, and without a word about its kernel. Since 2.9."""
+    from torch.nn.attention import flex_attention
+
+    with ExitStack() as stack:
+        for name, value in (("_validate_device", _nothing), ("_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)):
+            if hasattr(flex_attention, name):
+                stack.enter_context(replaced_attribute(flex_attention, name, value))
+        yield
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+def indexed_by_tensors() -> AbstractContextManager[Any]:
+    """Inside, `table[place]` by a tensor of one element reads no value, as `vmap` needs it. Since torch 2.6."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    return TransformGetItemToIndex()

@@ -57,7 +57,7 @@ def torch_checks(m: Any, h: Tensor, x: Tensor) -> Tensor:
 
 
 def distribution(m: Any, h: Tensor, x: Tensor) -> Tensor:
-    return Normal(h, h.exp()).log_prob(x)
+    return Normal(h, h.exp(), validate_args=True).log_prob(x)
 
 
 def clamped(m: Any, h: Tensor, x: Tensor) -> Tensor:
