@@ -64,7 +64,10 @@ def raced(rank: int, case: str, staged_wins: bool | None) -> tuple[Any, bool, li
     return trained(name, model, 2), alone == [True], names, (kind, plan.micro_batches), plan.explain()
 
 
-@pytest.mark.parametrize("case", ["stages", pytest.param("pieces", marks=pytest.mark.slow), "tied"])
+@pytest.mark.parametrize(
+    "case",
+    ["tied", "stages", "pieces"],
+)
 def test_training_is_as_without_a_race(ranks: RankPool, case: str) -> None:
     name, _, options = CASES_RACED[case]
     wanted = one_process(name, 2)

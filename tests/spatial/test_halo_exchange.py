@@ -122,15 +122,16 @@ def test_eager(ranks: RankPool) -> None:
     ranks.run(on_rank, world=4)
 
 
-def compiled_on_rank(rank: int) -> None:
+def compiled_on_rank(rank: int, backend: str) -> None:
     mesh = init_device_mesh("cpu", MESHES["pair"])
     # The same shapes on both ranks, but not the same messages: no cache may take one's code for the other's.
     case = Case("pair", (6, 2), {0: (3, 3)}, {0: (2, 1)}, None, (0,))
-    check(case, mesh, lambda function: torch.compile(function, fullgraph=True))
+    check(case, mesh, lambda function: torch.compile(function, fullgraph=True, backend=backend))
 
 
-def test_compiled(ranks: RankPool) -> None:
-    ranks.run(compiled_on_rank, world=2)
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled(ranks: RankPool, backend: str) -> None:
+    ranks.run(compiled_on_rank, backend, world=2)
 
 
 X = torch.zeros(3, 4)

@@ -46,7 +46,7 @@ def check_states(seed: int, most: int) -> None:
         assert states.lower_bound == pytest.approx(states.seconds, rel=1e-6)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [2, 4, 0, 1, 3, 5, 6, 7])  # CI runs the first, the smallest
 def test_states_and_layouts_are_the_best_of_all_subsets(seed: int) -> None:
     check_states(seed, most=3)
 
