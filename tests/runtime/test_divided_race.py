@@ -66,7 +66,7 @@ def raced(rank: int, case: str, staged_wins: bool | None) -> tuple[Any, bool, li
 
 @pytest.mark.parametrize(
     "case",
-    ["tied", "stages", "pieces"],
+    ["stages", "tied", "pieces"],
 )
 def test_training_is_as_without_a_race(ranks: RankPool, case: str) -> None:
     name, _, options = CASES_RACED[case]
