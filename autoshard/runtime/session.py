@@ -58,6 +58,7 @@ from passes.ir.joint import JointGraph
 from passes.layout.layout import Layout
 from passes.layout.placements import placements_to_layout
 from passes.plan.describe import graph_hash
+from passes.rules.core.rule_registry import users_rules
 from passes.strategies.prices import Prices
 
 __all__ = ["Session"]
@@ -180,6 +181,7 @@ class Session:
             "autoshard": __version__,
             "inputs": str(whole.shapes),
             "model and its code (canonical graph)": graph_hash(joint),
+            "rules (register_rule)": hashlib.sha256(str(users_rules(joint.graph)).encode()).hexdigest()[:8],
             **self.settings.described(),
         }
 
