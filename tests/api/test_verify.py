@@ -108,7 +108,7 @@ def test_a_wrong_rule_that_is_not_tried_is_named(monkeypatch: pytest.MonkeyPatch
     assert "test_verify.py" in report.first_divergence.source
     assert "DIFFERS" in str(report) and "first divergence" in str(report)
     register_rule(center, "b d -> b d; d: whole")  # as where a plan was made that could not try it
-    with pytest.raises(ShardingError, match="the rule of apitest.center.default, registered at .* is wrong"):
+    with pytest.raises(ShardingError, match=r"the rule of apitest.center.default, registered at .* is wrong"):
         plan.check_graph(canonical_capture(model, (data(8)[0],), {}).joint)
 
 
