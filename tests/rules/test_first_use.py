@@ -48,6 +48,7 @@ positive = op("positive", raising)
 noise = op("noise", lambda x, y: torch.rand_like(x) + y)
 elsewhere = op("elsewhere", lambda x, y: x - x.mean(0) + y, "cuda")
 taken = op("taken", lambda x, y: x.index_select(0, y))
+eighth = op("eighth", lambda x, y: (x - x.mean(0) + y).to(torch.float8_e4m3fn))
 ranged = op("ranged", lambda x, y: x + torch.arange(x.shape[0], dtype=x.dtype).unsqueeze(1))
 
 
@@ -76,6 +77,7 @@ def called(which: Any, rows: int = 640) -> fx.Node:
 
 REFUSED: dict[str, tuple[Any, str, list[set[int]]]] = {
     "split where it reads all": (center, "b d, b d -> b d", []),
+    "in eight bits": (eighth, "b d, b d -> b d", []),
     "of small values": (small, "b d, b d -> b d", []),
     "max for sum": (product, "m k, k n -> m n; k: max", []),
     "linear in both together": (product, "m k, k n -> m n", [{0, 1}]),
