@@ -1,4 +1,7 @@
-"""What takes longer than a second says so: its stage, how long it has taken, and how long it took the last time."""
+"""What takes longer than a second says so: its stage, how long it has taken, and how long it took the last times.
+
+Nothing is said of how long it takes where the last two times differ: the first left a cache that the second read, or
+ran beside other work."""
 
 from __future__ import annotations
 
@@ -11,8 +14,10 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Protocol
+from typing import Annotated, Protocol
 
+import msgspec
+from msgspec import Meta
 from tqdm import tqdm
 
 from autoshard.cache_files import cache_folder, write_whole
@@ -27,6 +32,9 @@ _SILENT_SECONDS = 1.0
 _LINES_SECONDS = 10.0
 """Between two lines of a log."""
 _TICK_SECONDS = 0.5
+_MOST_KEPT = 500
+_ALIKE = 2.0
+"""The most by which the last two times of a stage differ where a third is expected to be the same."""
 
 
 class Stages(Protocol):
@@ -38,7 +46,7 @@ class Stages(Protocol):
 def stages_of(rank: int, subject: str) -> Stages:
     """For one model; of rank 0 alone, and of none if $AUTOSHARD_PROGRESS is 0.
 
-    subject: what tells this model from others in what is kept of the last run: its class and size, and how it is run.
+    subject: what tells this work from other in what is kept of the last runs: model, call, and how it is run.
     """
     if rank != 0 or os.environ.get("AUTOSHARD_PROGRESS") == "0":
         return lambda stage: nullcontext()
@@ -67,7 +75,7 @@ class _Shown:
     @contextmanager
     def __call__(self, stage: str) -> Generator[None]:
         name = f"{self._subject}: {stage}"
-        expected = _known(self._path).get(name)
+        expected = _expected(_known(self._path).get(name, []))
         done = threading.Event()
         start = time.monotonic()
         shown = threading.Thread(target=_show, args=(stage, expected, start, done), daemon=True)
@@ -123,19 +131,26 @@ def _seconds(value: float) -> str:
     return f"{value:.0f} s" if value < 100 else f"{value / 60:.1f} min"
 
 
-def _known(path: Path) -> dict[str, float]:
-    """Seconds of stages that ended; nothing if the file is missing or damaged."""
+def _known(path: Path) -> dict[str, list[float]]:
+    """Seconds that stages took, the last two times of each; nothing if the file is missing or damaged."""
     try:
-        data = read_json(path, "list of stages", PlanError)
-    except PlanError:
+        return msgspec.convert(read_json(path, "list of stages", PlanError), dict[str, _Times])
+    except (PlanError, msgspec.ValidationError):
         return {}
-    if not isinstance(data, dict):
-        return {}
-    return {name: float(s) for name, s in data.items() if isinstance(s, (int, float)) and 0 < s < 1e6}
+
+
+_Times = Annotated[list[Annotated[float, Meta(ge=0, lt=1e6)]], Meta(max_length=2)]
+
+
+def _expected(times: list[float]) -> float | None:
+    return times[-1] if len(times) == 2 and max(times) <= _ALIKE * min(times) else None
 
 
 def _keep(path: Path, name: str, seconds: float) -> None:
+    known = _known(path)
+    last = known.pop(name, [])[-1:]  # what ran last stands last, and stays longest
+    kept = [*known.items(), (name, [*last, round(seconds, 1)])][-_MOST_KEPT:]
     try:
-        write_whole(path, json.dumps({**_known(path), name: round(seconds, 1)}, indent=1, sort_keys=True))
+        write_whole(path, json.dumps(dict(kept), indent=1))
     except OSError as error:
         _log.info("progress: times not kept: %s", error)

@@ -9,8 +9,7 @@ from typing import Literal
 import networkx as nx
 
 from autoshard.drawing.module_groups import OWN_BOX, Group, Grouping
-from autoshard.drawing.transfer_marks import Moved, collectives, colour
-from cost_model.units import format_bytes
+from autoshard.drawing.transfer_marks import Moved, collectives, colour, price
 from passes.plan.graph_text import format_seconds
 
 __all__ = ["CHAR_WIDTH", "LINE_HEIGHT", "PADDING", "Box", "Line", "make_box"]
@@ -79,8 +78,8 @@ def _title(graph: nx.DiGraph, group: Group, seconds: float, repeat: int) -> Line
         name = f"{first['kind']} {first['label'].removeprefix(first['kind'] + ' ')}"
         name = name if len(group.members) == 1 else f"{len(group.members)} {first['kind']}s"
     times = f"{repeat} × " if repeat > 1 else ""
-    price = format_seconds(seconds) if seconds > 0 else ""
-    return Line("title", _short(name) or "(model)", (times + price).removesuffix("× "))
+    alone = format_seconds(seconds) if seconds > 0 else ""
+    return Line("title", _short(name) or "(model)", (times + alone).removesuffix("× "))
 
 
 def _chips(graph: nx.DiGraph, grouping: Grouping, group: Group) -> list[Line]:
@@ -97,9 +96,7 @@ def _chips(graph: nx.DiGraph, grouping: Grouping, group: Group) -> list[Line]:
 
 def _chip(text: str, value: str, moves: list[Moved]) -> Line:
     times = f" ×{len(moves)}" if len(moves) > 1 else ""
-    nbytes, seconds = sum(moved.nbytes for moved in moves), sum(moved.seconds for moved in moves)
-    price = f"{value} {format_bytes(nbytes)} {format_seconds(seconds)}".strip()
-    return Line("chip", text + times, price, colour(moves[0].kind))
+    return Line("chip", text + times, f"{value} {price(moves)}".strip(), colour(moves[0].kind))
 
 
 def _value_name(graph: nx.DiGraph, source: str) -> str:
@@ -163,12 +160,11 @@ def _tooltip(graph: nx.DiGraph, group: Group) -> str:
     lines: list[str] = []
     for node in [*group.holds, *group.members]:
         data = graph.nodes[node]
-        price = f"  {format_seconds(data['seconds'])}" if data["seconds"] > 0 else ""
-        lines.append(f"{node}: {data['layout']} = {data['label']}{price}")
+        seconds = f"  {format_seconds(data['seconds'])}" if data["seconds"] > 0 else ""
+        lines.append(f"{node}: {data['layout']} = {data['label']}{seconds}")
         for source, _, edge in graph.in_edges(node, data=True):
             if edge["collective"]:
-                moved = f"{format_bytes(edge['nbytes'])}, {format_seconds(edge['seconds'])}"
-                lines.append(f"    {source} through {edge['collective']}: {moved}")
+                lines.append(f"    {source} through {edge['collective']}: {price(collectives(edge))}")
     if len(lines) > MOST_TOOLTIP:
         lines = [*lines[:MOST_TOOLTIP], f"… and {len(lines) - MOST_TOOLTIP} more lines"]
     sources = sorted({str(graph.nodes[node].get("source", "")) for node in group.members} - {""})

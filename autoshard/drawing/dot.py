@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import networkx as nx
 
-from autoshard.drawing.transfer_marks import collectives, colour
-from cost_model.units import format_bytes
+from autoshard.drawing.transfer_marks import collectives, colour, price
 from passes.plan.graph_text import format_seconds
 
 __all__ = ["dot_text"]
@@ -62,8 +61,7 @@ def _edge(source: str, reader: str, data: dict[str, str | float]) -> str:
     found = collectives(data)
     if not found:
         return f"  {_quoted(source)} -> {_quoted(reader)}"
-    price = f"{format_bytes(int(data['nbytes']))} {format_seconds(float(data['seconds']))}"
-    label = _quoted("\n".join([*(moved.text for moved in found), price]))
+    label = _quoted("\n".join([*(moved.text for moved in found), price(found)]))
     tint = colour(found[0].kind)
     paint = f'color="{tint}" fontcolor="{tint}" penwidth=2'
     return f"  {_quoted(source)} -> {_quoted(reader)} [label={label} {paint}]"

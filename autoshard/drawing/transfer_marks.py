@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import networkx as nx
 
-__all__ = ["Moved", "Total", "collectives", "colour", "totals"]
+from cost_model.units import format_bytes
+from passes.plan.graph_text import format_seconds
+
+__all__ = ["Moved", "Total", "collectives", "colour", "price", "totals"]
 
 # Dark enough for white text on them, and told apart in the common forms of colour blindness.
 COLOURS: Mapping[str, str] = MappingProxyType(
@@ -39,22 +42,36 @@ class Total:
 
 @dataclass(frozen=True)
 class Moved:
-    """One collective of an edge. kind: "all_gather"; over axes: "dp", or "dp,tp"; text: "all_gather[dp](dim=0)"."""
+    """One collective of an edge. kind: "all_gather"; over axes: "dp", or "dp,tp"; text: "all_gather[dp](dim=0)".
+    bucket: that it is merged into, as an edge names it ("0.3 1234 2e-05"), or "-"; seconds: what it adds to that."""
 
     kind: str
     axes: str
     text: str
     nbytes: int
     seconds: float
+    bucket: str
 
 
 def collectives(edge: Mapping[str, Any]) -> list[Moved]:
     """The collectives of an edge, in order."""
     if not edge["collective"]:
         return []
-    names = ("each_kind", "each_axes", "collective", "each_nbytes", "each_seconds")
+    names = ("each_kind", "each_axes", "collective", "each_nbytes", "each_seconds", "each_bucket")
     columns = zip(*(str(edge[name]).split("; ") for name in names), strict=True)
-    return [Moved(kind, axes, text, int(nbytes), float(s)) for kind, axes, text, nbytes, s in columns]
+    return [Moved(kind, axes, text, int(n), float(s), bucket) for kind, axes, text, n, s, bucket in columns]
+
+
+def price(moves: Sequence[Moved]) -> str:
+    """Bytes and seconds of collectives. Of one in a bucket the time is the bucket's, which stands beside its bytes."""
+    own = sum(moved.nbytes for moved in moves)
+    counted = [(moved.nbytes, moved.seconds) for moved in moves if moved.bucket == "-"]
+    for *_, bucket in dict.fromkeys((m.kind, m.axes, m.bucket) for m in moves if m.bucket != "-"):
+        _, of_all, took = bucket.split()
+        counted.append((int(of_all), float(took)))
+    nbytes, seconds = sum(n for n, _ in counted), sum(s for _, s in counted)
+    whole = "" if nbytes == own else f", with its bucket {format_bytes(nbytes)}"
+    return f"{format_bytes(own)}{whole} {format_seconds(seconds)}"
 
 
 def colour(kind: str) -> str:

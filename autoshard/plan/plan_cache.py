@@ -27,6 +27,7 @@ from cost_model.deadline import Deadline
 from cost_model.errors import AutoshardError, PlanError
 from cost_model.text_files import read_json
 from passes.plan.describe import graph_hash
+from passes.rules.core.rule_registry import users_rules
 from passes.states.cut_points import users_choice
 
 __all__ = [
@@ -141,6 +142,7 @@ def plan_path(task: Task, *more: object) -> Path:
     prices = [str(task.mesh), task.mesh.device_type, task.profile.hash(), task.memory_limit, task.backend]
     decides = [
         graph_hash(task.joint),
+        *users_rules(task.joint.graph),
         *ends,
         *prices,
         task.recompute,

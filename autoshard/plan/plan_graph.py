@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import networkx as nx
 
@@ -10,10 +10,14 @@ from autoshard.plan.plan_memory import MemoryTimeline
 from cost_model.mesh import MeshSpec
 from cost_model.units import format_bytes
 from passes.plan.records import NodeRecord, OperandRecord, Transfer
+from passes.plan.transfers import Turn
 
 __all__ = ["PLACEHOLDERS", "plan_graph"]
 
 PLACEHOLDERS = frozenset({"param", "buffer", "constant", "input", "tangent", "seed"})
+
+_Bucket = tuple[Turn | None, str, tuple[str, ...]]
+"""Turn, kind and axes."""
 
 
 def plan_graph(
@@ -34,11 +38,14 @@ def plan_graph(
         collective  "reduce_scatter[tp](dim=1)", "; " between several, "" if the value is read as it is
         seconds, nbytes  of those collectives together
         each_kind, each_axes, each_seconds, each_nbytes  of each of them, "; " between several; axes as "dp,tp"
+        each_bucket  of each, what it is merged into: turn, bytes and seconds of all ("0.3 1234 2e-05"), or "-"; the
+                     seconds of a member are what it adds to that
 
     A `use` (one redistribution for several readers) stays where it has both; otherwise its readers
     read the value itself, through its transfers.
     """
     by_name = {record.name: record for record in records}
+    buckets = _buckets(records)
     skipped = _transparent_uses(records)
     reader_module = {o.source: record.module for record in reversed(records) for o in record.operands}
     graph = nx.DiGraph(mesh=str(mesh))
@@ -49,8 +56,27 @@ def plan_graph(
     for record in records:
         if record.name not in skipped:
             for operand in record.operands:
-                _add_edge(graph, record.name, operand, by_name, skipped)
+                _add_edge(graph, record.name, operand, by_name, skipped, buckets)
     return graph
+
+
+def _buckets(records: Sequence[NodeRecord]) -> dict[_Bucket, str]:
+    """What edges say of the collectives that are merged: those of one turn, kind and axes of several reads."""
+    members: dict[_Bucket, list[Transfer]] = {}
+    for record in records:
+        for operand in record.operands:
+            for transfer in operand.transfers:
+                if operand.turn is not None and not transfer.is_local:
+                    members.setdefault(_bucket(operand.turn, transfer), []).append(transfer)
+    return {
+        key: f"{'.'.join(map(str, key[0] or ()))} {sum(t.nbytes for t in found)} {sum(t.seconds for t in found)!r}"
+        for key, found in members.items()
+        if len(found) > 1
+    }
+
+
+def _bucket(turn: Turn | None, transfer: Transfer) -> _Bucket:
+    return turn, transfer.step.name, transfer.step.axes
 
 
 def _memory_attributes(memory: MemoryTimeline) -> dict[str, str | int]:
@@ -110,28 +136,37 @@ def _add_edge(
     operand: OperandRecord,
     by_name: dict[str, NodeRecord],
     skipped: frozenset[str],
+    buckets: Mapping[_Bucket, str],
 ) -> None:
-    source, transfers = operand.source, operand.transfers
+    source, moved = operand.source, _moved(operand, buckets)
     while source in skipped:
         through = by_name[source].operands[0]
-        source, transfers = through.source, (*through.transfers, *transfers)
-    edge = _edge_attributes(str(operand.layout), transfers)
+        source, moved = through.source, [*_moved(through, buckets), *moved]
+    edge = _edge_attributes(str(operand.layout), moved)
     if graph.has_edge(source, reader):  # the same value read twice, perhaps in two layouts
         edge = _merged(graph.edges[source, reader], edge)
     graph.add_edge(source, reader, **edge)
 
 
-def _edge_attributes(layout: str, transfers: Sequence[Transfer]) -> dict[str, str | float]:
-    moved = [transfer for transfer in transfers if not transfer.is_local]
+def _moved(operand: OperandRecord, buckets: Mapping[_Bucket, str]) -> list[tuple[Transfer, str]]:
+    """The collectives of a read, with what edges say of their buckets."""
+    return [(t, buckets.get(_bucket(operand.turn, t), "-")) for t in operand.transfers if not t.is_local]
+
+
+def _edge_attributes(layout: str, moved: Sequence[tuple[Transfer, str]]) -> dict[str, str | float]:
+    each = {
+        "collective": [transfer.step.text() for transfer, _ in moved],
+        "each_kind": [transfer.step.name for transfer, _ in moved],
+        "each_axes": [",".join(transfer.step.axes) for transfer, _ in moved],
+        "each_seconds": [repr(transfer.seconds) for transfer, _ in moved],
+        "each_nbytes": [str(transfer.nbytes) for transfer, _ in moved],
+        "each_bucket": [bucket for _, bucket in moved],
+    }
     return {
         "layout": layout,
-        "collective": "; ".join(transfer.step.text() for transfer in moved),
-        "seconds": float(sum(transfer.seconds for transfer in moved)),
-        "nbytes": sum(transfer.nbytes for transfer in moved),
-        "each_kind": "; ".join(transfer.step.name for transfer in moved),
-        "each_axes": "; ".join(",".join(transfer.step.axes) for transfer in moved),
-        "each_seconds": "; ".join(repr(transfer.seconds) for transfer in moved),
-        "each_nbytes": "; ".join(str(transfer.nbytes) for transfer in moved),
+        "seconds": float(sum(transfer.seconds for transfer, _ in moved)),
+        "nbytes": sum(transfer.nbytes for transfer, _ in moved),
+        **{name: "; ".join(values) for name, values in each.items()},
     }
 
 
@@ -139,7 +174,7 @@ def _merged(first: dict[str, str | float], second: dict[str, str | float]) -> di
     layouts = dict.fromkeys((str(first["layout"]), str(second["layout"])))
     listed = {
         key: "; ".join(str(edge[key]) for edge in (first, second) if edge[key])
-        for key in ("collective", "each_kind", "each_axes", "each_seconds", "each_nbytes")
+        for key in ("collective", "each_kind", "each_axes", "each_seconds", "each_nbytes", "each_bucket")
     }
     return {
         "layout": "; ".join(layouts),

@@ -55,7 +55,7 @@ class Workshop(Protocol):
     stage_clocks: list[StageClock]
     watch: Any
 
-    def stages(self, stage: str) -> AbstractContextManager[None]: ...
+    def stages(self, stage: str, call: object) -> AbstractContextManager[None]: ...
 
 
 class Making:
@@ -97,7 +97,7 @@ class Making:
                 program.compile_backward(usually_missing(backward))
             return program
 
-        return together(home, compiled)
+        return together(home, kind, compiled)
 
     def _lowered(self, captured: Captured) -> list[RankProgram]:
         """This rank's program; where a batch is run in pieces, of each."""
@@ -116,12 +116,12 @@ class Making:
         return programs
 
 
-def together(home: Workshop, compiled: Made) -> Made:
-    """`compiled` on all ranks, or on none."""
+def together(home: Workshop, kind: str, compiled: Made) -> Made:
+    """`compiled` on all ranks, or on none. kind: of the call."""
 
     def made(backend: str) -> AnyProgram:
         keep_freed_memory(mesh_device(home.spec.device_type))
-        with home.stages("compiling the plan"):
+        with home.stages("compiling the plan", (kind, backend)):
             return collectively(home.mesh, lambda: compiled(backend), what="compiling a plan")
 
     return made

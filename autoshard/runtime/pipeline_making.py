@@ -84,7 +84,7 @@ class PipelineMaking:
             clocks = home.stage_clocks
             return PipelineProgram(ends, ours, len(graphs), plan.schedule, backend, turn, clocks, checks)
 
-        return together(home, compiled)
+        return together(home, kind, compiled)
 
     def _lowered(self, graphs: Sequence[StageGraph]) -> list[StageOnRank]:
         """The stages of this rank."""

@@ -58,6 +58,7 @@ from passes.ir.joint import JointGraph
 from passes.layout.layout import Layout
 from passes.layout.placements import placements_to_layout
 from passes.plan.describe import graph_hash
+from passes.rules.core.rule_registry import users_rules
 from passes.strategies.prices import Prices
 
 __all__ = ["Session"]
@@ -92,11 +93,12 @@ class Session:
         owner = None if dispatcher is None else getattr(dispatcher.build, "__self__", None)
         return owner if isinstance(owner, Session) else None
 
-    def stages(self, stage: str) -> AbstractContextManager[None]:
+    def stages(self, stage: str, call: object) -> AbstractContextManager[None]:
+        """call: what tells its kind, shapes included, from others."""
         numbers = sum(parameter.numel() for parameter in self.model.parameters())
-        # A stage takes as long again only where all is the same: the backend and the mesh above all.
+        # A stage takes as long again only where all is the same: the backend, the mesh and the shapes above all.
         given = sorted(self.settings.described().items())
-        how = hashlib.sha256(f"{self.spec} {given}".encode()).hexdigest()[:8]
+        how = hashlib.sha256(f"{self.spec} {given} {call}".encode()).hexdigest()[:8]
         subject = f"{type(self.model).__name__} of {numbers} parameters, {self.settings.backend}, {how}"
         return stages_of(self.mesh.get_rank(), subject)(stage)
 
@@ -113,7 +115,7 @@ class Session:
         what, detail = "planning a new kind of call", local_call(args, kwargs)
         collectively(self.mesh, self._check_model, what=what, detail=detail)
         shapes = everyones(self.mesh, tensor_shapes(args, kwargs), what="shapes of a new kind of call")
-        with self.stages("tracing the model"):
+        with self.stages("tracing the model", detail):
             whole, captured = collectively(
                 self.mesh,
                 lambda: self._captured(args, kwargs, shapes, answers),
@@ -123,9 +125,10 @@ class Session:
         layouts = CallLayouts(
             whole.layouts, output_layouts(captured, self.spec, self.settings.out_placements)
         )
-        agree(self.mesh, self._fingerprint(captured.joint, whole))
+        fingerprint = self._fingerprint(captured.joint, whole)
+        agree(self.mesh, fingerprint)
         planner = Planner(self.mesh, self.spec, self._with_optimizer())
-        with self.stages("finding a plan"):
+        with self.stages("finding a plan", fingerprint):
             refined = planner.refined(captured, layouts) if self.plan is None else None
             found = self._planned(planner, captured, layouts, refined)
         tensors, key = flatten_call(args, kwargs)
@@ -134,7 +137,7 @@ class Session:
         watching = self.observers, self.stage_clocks
         plan, made = race(self.mesh, found, making.made, entered, self.settings, watching)
         if self.plan is None and planner.rehearses(plan):
-            plan, made = self._rehearsed(plan, made, entered, refined)
+            plan, made = self._rehearsed(plan, made, entered, refined, fingerprint)
         programs = Programs(made, self.settings.backend, at_once=self.plan is None)
         self._settle(plan)
         captured = making.cut(plan)
@@ -178,6 +181,7 @@ class Session:
             "autoshard": __version__,
             "inputs": str(whole.shapes),
             "model and its code (canonical graph)": graph_hash(joint),
+            "rules (register_rule)": hashlib.sha256(str(users_rules(joint.graph)).encode()).hexdigest()[:8],
             **self.settings.described(),
         }
 
@@ -208,11 +212,11 @@ class Session:
         return found
 
     def _rehearsed(
-        self, plan: AnyPlan, made: Made, entered: Entered, refined: Refined | None
+        self, plan: AnyPlan, made: Made, entered: Entered, refined: Refined | None, call: object
     ) -> tuple[AnyPlan, Made]:
         """The plan with its step as measured, kept for the next start, and what gives its program."""
         s, watching = self.settings, (self.observers, self.stage_clocks)
-        with self.stages("rehearsing the plan"):
+        with self.stages("rehearsing the plan", call):
             plan, made = rehearsed(self.mesh, plan, made, entered, s.backend, watching, self.stage_clocks)
         if refined is not None and plan.rehearsed is not None:
             refined.keep(plan)

@@ -50,12 +50,15 @@ def trace_joint(
 
     `aot_export_joint_with_descriptors` says what each end of the graph is; forward only if nothing
     that is returned requires grad. Since torch 2.9; `disable_functionalization` since 2.13.
+    An op of `torch.library.triton_op` stays one op, which has a rule: `decompose_custom_triton_ops` since 2.7.
     """
+    from torch._functorch import config
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
     with ExitStack() as stack:
         stack.enter_context(fake_mode_of(tuple(args)))
+        stack.enter_context(config.patch(decompose_custom_triton_ops=False))
         stack.enter_context(_use_lazy_graph_module(True))  # nobody runs AOT autograd's module
         known = inspect.signature(aot_export_joint_with_descriptors).parameters
         wanted = {"disable_functionalization": not rewrite_writes, "_disable_torch_fn_metadata_mode": True}

@@ -12,8 +12,8 @@ from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph, node_value, result_index, result_shapes, tensor_operands
 from passes.layout.layout import Layout, Span, nested_sizes, nested_spans, spans_of
 from passes.layout.windows import Window
+from passes.rules.check.first_use import tried_rule
 from passes.rules.core.rule import OpRule
-from passes.rules.core.rule_registry import rule_for
 
 __all__ = ["NO_CUTS", "Cuts", "Wider", "find_cuts", "ops_of"]
 
@@ -84,10 +84,10 @@ def find_cuts(
 
 
 def ops_of(joint: JointGraph) -> Iterator[tuple[fx.Node, OpRule]]:
-    """The ops of the graph, in order, with their rules."""
+    """The ops of the graph, in order, with their rules. Raises ShardingError for a user's rule that is wrong."""
     for node in joint.graph.nodes:
         if node.op == "call_function" and result_index(node)[0] is node:
-            yield node, rule_for(node)
+            yield node, tried_rule(node)
 
 
 @dataclass

@@ -195,7 +195,9 @@ def offline(model: nn.Module, plan: Plan) -> dict[str, Case]:
         ),
         "report": Case(autoshard.report, {"model": model, "warmup": 0, "repeats": 1}, {}),
         "register_rule": Case(
-            register_rule, {"op": "nope::nope", "rule": "b d -> b d", "linear": (), "localize": None}, {}
+            register_rule,
+            {"op": "nope::nope", "rule": "b d -> b d", "linear": (), "localize": None, "trial": True},
+            {},
         ),
         "discover_rule": Case(
             autoshard.discover_rule,

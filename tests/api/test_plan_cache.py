@@ -16,6 +16,7 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.plan_cache import cached_plan, plan_path
 from autoshard.plan.task import CallLayouts, Task, search_plan
 from cost_model.mesh import MeshSpec
+from passes.rules.core.rule_registry import USER_RULES, register_rule
 from tests.profiles import slow_compute
 
 
@@ -57,6 +58,21 @@ def test_another_task_is_another_plan() -> None:
         replace(one, call=CallLayouts({}, {0: None})),
     ]
     assert len({plan_path(other) for other in (one, *others)}) == 6
+
+
+def test_another_rule_is_another_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan in which an op is replicated is not read again when it has got a rule, nor when that is mended."""
+    one = task()
+    monkeypatch.setattr(USER_RULES, "builders", {})
+    paths = [plan_path(one)]
+    for rule in ("m n -> m n", "a b -> a b", "m n -> m n; n: whole", "m n -> m n; m: whole; n: whole"):
+        register_rule("aten::relu", rule)
+        paths.append(plan_path(one))
+    register_rule("aten::relu", "m n -> m n")
+    assert len(set(paths)) == 5 and plan_path(one) == paths[1]
+    monkeypatch.setattr(USER_RULES, "builders", {})
+    register_rule("aten::tanh", "m n -> m n")
+    assert plan_path(one) == paths[0]
 
 
 def test_what_is_not_proven_is_not_kept() -> None:

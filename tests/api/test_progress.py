@@ -10,6 +10,8 @@ import pytest
 
 from autoshard import progress
 from autoshard.progress import stages_of
+from tests.api.programs import data, parallel, two_linear
+from tests.ranks import RankPool
 
 
 @pytest.fixture(autouse=True)
@@ -33,8 +35,41 @@ def test_stage_elapsed_and_what_it_took_before(capfd: pytest.CaptureFixture[str]
     (kept,) = json.loads((tmp_path / "autoshard" / "stages.json").read_text()).items()
     assert kept[0] == "Net of 8 parameters: searching"
     run(0, 0.3)
+    assert "about" not in capfd.readouterr().err  # the first may have filled a cache for it
+    run(0, 0.3)
     again = capfd.readouterr().err.splitlines()
     assert "of about 0 s" in again[0]
+
+
+@pytest.mark.parametrize(
+    ("times", "about"), [("[51.0, 5.0]", False), ("[50.0, 60.0]", True), ("[60.0]", False), ("60.0", False)]
+)
+def test_times_that_differ_tell_nothing_of_the_next(
+    times: str, about: bool, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A plan that was searched, and then read from the cache; the file of an older version."""
+    kept = tmp_path / "autoshard" / "stages.json"
+    kept.parent.mkdir()
+    kept.write_text(f'{{"Net of 8 parameters: searching": {times}}}')
+    run(0, 0.1)
+    assert ("of about 60 s" in capfd.readouterr().err) == about
+
+
+def stages_of_calls(rank: int, folder: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", folder)
+        patch.delenv("AUTOSHARD_PROGRESS", raising=False)
+        patch.setattr(progress, "_SILENT_SECONDS", 0.0)
+        model = parallel(two_linear(), (("x", 1),))
+        for rows in (8, 4, 8):
+            model(data(rows)[0])
+
+
+def test_other_shapes_are_another_stage(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(stages_of_calls, str(tmp_path), world=1)
+    kept = json.loads((tmp_path / "autoshard" / "stages.json").read_text())
+    for stage in ("tracing the model", "finding a plan", "compiling the plan"):
+        assert [len(times) for name, times in kept.items() if name.endswith(stage)] == [1, 1], stage
 
 
 def test_silence(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +95,7 @@ def test_what_was_expected_is_not_said_any_more_when_it_is_over(
 ) -> None:
     kept = tmp_path / "autoshard" / "stages.json"
     kept.parent.mkdir()
-    kept.write_text('{"Net of 8 parameters: searching": 0.01}')
+    kept.write_text('{"Net of 8 parameters: searching": [0.01, 0.01]}')
     run(0, 0.3)
     said = capfd.readouterr().err
     assert "searching" in said and "about" not in said

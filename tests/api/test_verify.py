@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 
-from autoshard import MeshSpec, Plan, PlanError, find_plan, verify
+from autoshard import MeshSpec, Plan, PlanError, ShardingError, find_plan, verify
 from autoshard.plan.explain import fallback_lines
+from autoshard.plan.find_plan import canonical_capture
 from passes.rules.core.rule_registry import USER_RULES, register_rule
 from tests.api.forged import forgotten_sum
 from tests.api.programs import data, normed, two_linear
@@ -75,16 +77,39 @@ def by_rows(model: nn.Module) -> Plan:
     )
 
 
-def test_a_wrong_rule_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_rule_is_refused_when_a_plan_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(USER_RULES, "builders", {})
     register_rule(center, "b d -> b d; d: whole")  # wrong: d is free and b is not
+    line = inspect.currentframe().f_lineno - 1  # type: ignore[union-attr]
+    with pytest.raises(ShardingError) as caught:
+        by_rows(centered())
+    said, remedy = str(caught.value).splitlines()
+    at = f"registered at {__file__}:{line}, is wrong: "
+    assert said.startswith(
+        f"the rule of apitest.center.default, {at}[@x, -] -> [@x, -] on mesh (x=2), result 0"
+    )
+    proposed = re.fullmatch(
+        r"  try: '(.+)', which autoshard.discover_rule finds; or trial=False, if .+", remedy
+    )
+    assert proposed
+    register_rule(center, proposed[1])
+    by_rows(centered())
+
+
+def test_a_wrong_rule_that_is_not_tried_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(USER_RULES, "builders", {})
+    register_rule(center, "b d -> b d; d: whole", trial=False)
     model = centered()
-    report = verify(model, by_rows(model), (data(8)[0],))
+    plan = by_rows(model)
+    report = verify(model, plan, (data(8)[0],))
     assert not report.ok
     assert report.first_divergence is not None
     assert "apitest.center" in report.first_divergence.op
     assert "test_verify.py" in report.first_divergence.source
     assert "DIFFERS" in str(report) and "first divergence" in str(report)
+    register_rule(center, "b d -> b d; d: whole")  # as where a plan was made that could not try it
+    with pytest.raises(ShardingError, match=r"the rule of apitest.center.default, registered at .* is wrong"):
+        plan.check_graph(canonical_capture(model, (data(8)[0],), {}).joint)
 
 
 def test_a_right_rule_for_the_same_op_passes(monkeypatch: pytest.MonkeyPatch) -> None:

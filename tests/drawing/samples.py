@@ -10,10 +10,11 @@ __all__ = ["UNMOVED", "mlp", "through", "transformer"]
 UNMOVED: dict[str, str | float] = {"collective": "", "seconds": 0.0, "nbytes": 0}
 
 
-def through(text: str, seconds: float, nbytes: int) -> dict[str, str | float]:
+def through(text: str, seconds: float, nbytes: int, bucket: str = "-") -> dict[str, str | float]:
     """An edge's attributes with one collective on it."""
     kind, _, rest = text.partition("[")
     each = {"kind": kind, "axes": rest.partition("]")[0], "seconds": repr(seconds), "nbytes": str(nbytes)}
+    each["bucket"] = bucket
     return {
         "collective": text,
         "seconds": seconds,

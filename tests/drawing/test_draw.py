@@ -15,8 +15,9 @@ from autoshard.drawing.svg import svg_text
 from autoshard.drawing.transfer_marks import colour
 from cost_model.errors import PlanError
 from passes.redistribution.steps import STEPS
-from tests.drawing.samples import mlp, transformer
+from tests.drawing.samples import UNMOVED, mlp, through, transformer
 
+GATHER = "all_gather[tp](dim=0)"
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -63,6 +64,7 @@ def test_equal_collectives_are_one_line_with_their_sum() -> None:
         "each_axes": "tp; tp",
         "each_seconds": "2e-06; 1e-06",
         "each_nbytes": "1000; 500",
+        "each_bucket": "-; -",
     }
     graph.edges["x", "up"].update(edge)
     graph.add_edge("tangent", "d_w0", layout="", **edge)
@@ -72,6 +74,26 @@ def test_equal_collectives_are_one_line_with_their_sum() -> None:
     assert shown[at : at + 4] == ["all_gather[tp] ×2", "2KB 4 us", "all_reduce[tp] ×2", "1KB 2 us"]
     legend = shown.index("all_reduce")
     assert shown[legend : legend + 2] == ["all_reduce", "×1 500B 1 us"]
+
+
+def test_the_time_of_a_bucket_stands_beside_its_bytes(tmp_path: Path) -> None:
+    """Of a transfer that is merged with others: its own seconds are what it adds to them."""
+    graph, bucket = mlp(), "0.3 1500 2e-05"
+    first, second = through(GATHER, 19e-6, 1000, bucket), through(GATHER, 1e-6, 500, bucket)
+    graph.edges["0_weight", "up"].update(first)
+    graph.edges["2_weight", "down"].update(second)
+    graph.edges["x", "up"].update(UNMOVED)
+    shown = texts(svg_text(graph))
+    assert "weight 1KB, with its bucket 1.5KB 20 us" in shown
+    assert "weight 500B, with its bucket 1.5KB 20 us" in shown
+    assert "500B, with its bucket 1.5KB 20 us" in draw(graph, tmp_path / "plan.dot").read_text()
+    graph.edges["2_weight", "down"].update(UNMOVED)
+    graph.edges["x", "up"].update(second)  # now one box has all of the bucket, on two lines
+    graph.edges["0_weight", "up"].update(UNMOVED)
+    graph.add_edge("tangent", "d_w0", layout="", **first)
+    graph.add_edge("d_relu", "d_w0", layout="", **second)
+    at = (shown := texts(svg_text(graph))).index("all_gather[tp] ×2")
+    assert shown[at + 1] == "1.5KB 20 us"
 
 
 def test_collectives_are_coloured_by_kind() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import networkx as nx
 
 from autoshard.plan.plan_graph import plan_graph
@@ -79,7 +81,24 @@ def test_an_edge_carries_its_collectives_and_leaves_local_steps_out() -> None:
         "each_axes": "dp; dp",
         "each_seconds": "2.0; 1.0",
         "each_nbytes": "64; 8",
+        "each_bucket": "-; -",
     }
+
+
+def test_collectives_of_one_turn_and_kind_are_a_bucket() -> None:
+    in_turn = lambda source, *transfers: replace(read(source, *transfers), turn=(0, 3))
+    graph = plan_graph(
+        [
+            record("x", "input", text="input x"),
+            record("w", "param", text="param w"),
+            record("y", "contract", in_turn("x", transfer("all_gather", 2.0), transfer("all_reduce", 1.0))),
+            record("z", "contract", read("y"), in_turn("w", transfer("all_gather", 0.5, 16))),
+        ],
+        MESH,
+    )
+    assert graph.edges["x", "y"]["each_bucket"] == "0.3 80 2.5; -"
+    assert graph.edges["w", "z"]["each_bucket"] == "0.3 80 2.5"
+    assert graph.edges["y", "z"]["each_bucket"] == ""
 
 
 def test_a_value_read_twice_by_one_op_is_one_edge_with_both_layouts() -> None:

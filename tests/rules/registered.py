@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from passes import ops  # noqa: F401  # pyright: ignore[reportUnusedImport]
+from passes.rules.check.claims import first_error
 from passes.rules.check.trial import call_node
 from passes.rules.core.rule import OpRule
 from passes.rules.core.rule_registry import has_rule, rule_for
-from tests.rules.oracle import first_error
 
 aten = torch.ops.aten
 

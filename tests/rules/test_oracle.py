@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from passes.rules.check.claims import first_error
 from passes.rules.check.trial import call_node
 from passes.rules.core.assemble import whole_rule
 from passes.rules.core.notation import parse
 from passes.rules.core.rule import LocalContext, OpRule
-from tests.rules.oracle import first_error
 from tests.rules.registered import Draw, aten
 
 

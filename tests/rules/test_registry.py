@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cost_model.errors import ShardingError
+from passes.rules.check.claims import first_error
 from passes.rules.check.trial import call_node
 from passes.rules.core.rule import LocalContext
 from passes.rules.core.rule_registry import (
@@ -18,7 +19,6 @@ from passes.rules.core.rule_registry import (
     register_rule,
     rule_for,
 )
-from tests.rules.oracle import first_error
 from tests.rules.registered import Draw, aten
 
 

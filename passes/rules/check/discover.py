@@ -15,7 +15,8 @@ from torch import Tensor, fx, nn
 from cost_model.checked_arguments import reject
 from cost_model.errors import ShardingError
 from passes.ir.joint import map_operands, tensor_operands
-from passes.rules.check.trial import REDUCTIONS, Choice, Trial, call_node, choices
+from passes.rules.check.claims import wrong_claims
+from passes.rules.check.trial import REDUCTIONS, Choice, Trial, call_node
 from passes.rules.core.notation import parse
 from passes.rules.core.rule import OpRule
 from passes.rules.plain.empty_results import neutral_where_empty
@@ -23,7 +24,6 @@ from passes.rules.plain.empty_results import neutral_where_empty
 __all__ = ["discover_rule"]
 
 _MAX_ASSIGNMENTS = 20_000
-_MESHES = ((2,), (3,), (2, 2))
 
 
 @dataclass(frozen=True)
@@ -208,13 +208,10 @@ def _write(factors: Sequence[_Factor], operands: Sequence[Tensor], results: Sequ
 
 def _wrong_factor(node: fx.Node, rule: OpRule) -> str | None:
     """A factor whose claim fails on some mesh."""
-    for mesh in _MESHES:
-        for chosen in choices(rule, len(mesh)):
-            named = [c.factor for c in chosen if c.factor is not None]
-            if named and not _holds(
-                Trial(node, rule, mesh, chosen, rtol=_tolerance(*_results(node.meta["val"])))
-            ):
-                return named[-1]
+    for wrong in wrong_claims(node, rule, _tolerance(*_results(node.meta["val"]))):
+        named = [choice.factor for choice in wrong.chosen if choice.factor is not None]
+        if named:
+            return named[-1]
     return None
 
 

@@ -81,6 +81,7 @@ class Trial:
     """One op (`node` as made by `call_node`), its rule, the sizes of the mesh axes, a choice for each.
 
     sizes: factor -> its split sizes, one per linear index over the axes that split it; torch's if not given.
+    atol: rtol if None.
     """
 
     node: fx.Node
@@ -89,6 +90,7 @@ class Trial:
     chosen: tuple[Choice, ...]
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
     rtol: float = 1e-9
+    atol: float | None = None
     sizes: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def mismatch(self) -> str | None:
@@ -145,13 +147,13 @@ class Trial:
 
     def _summands(self, index: int, whole: torch.Tensor) -> dict[Coordinate, torch.Tensor]:
         """Random parts that add up to `whole`, by coordinate along the axes where it is partial."""
-        axes = self._partial_axes(index)
+        axes = self.partial_axes(index)
         keys = list(itertools.product(*(range(self.mesh[a]) for a in axes)))
         parts = {key: _random_like(whole, self.generator) for key in keys[:-1]}
         parts[keys[-1]] = whole - sum(parts.values()) if parts else whole
         return parts
 
-    def _partial_axes(self, operand: int) -> list[int]:
+    def partial_axes(self, operand: int) -> list[int]:
         return [a for a, choice in enumerate(self.chosen) if operand in choice.linear]
 
     def _shard(
@@ -159,7 +161,7 @@ class Trial:
     ) -> torch.Tensor:
         """What `rank` holds of an operand. A shard may lie in memory in any order of its dims (a
         collective over an inner dim leaves it so), so on every other rank it does."""
-        value = summands[tuple(rank[a] for a in self._partial_axes(index))]
+        value = summands[tuple(rank[a] for a in self.partial_axes(index))]
         part = taken(value, self._spans(index, value.shape, rank))
         order = list(reversed(range(part.ndim)))
         return part.permute(order).contiguous().permute(order) if sum(rank) % 2 else part.contiguous()
@@ -187,7 +189,7 @@ class Trial:
             return f"no tensor, but {got!r}"
         if got.shape != want.shape or got.dtype != want.dtype:
             return f"{got.dtype}{list(got.shape)} where {want.dtype}{list(want.shape)} should be"
-        pending = self._pending(dims)
+        pending = self.pending(dims)
         summed = [d for t, d in self.rule.windows if t == tensor and self._axes(dims[d][0])]
         if summed:
             return self._compare_summands(index, whole, rank, found, summed)
@@ -215,22 +217,23 @@ class Trial:
         want = taken(whole, only(self._spans(tensor, whole.shape, rank), False))
         total = torch.zeros_like(want)
         axes = [axis for d in summed for axis in self._axes(dims[d][0])]
-        for r in self._group(rank, [*axes, *self._pending(dims)]):
+        for r in self._group(rank, [*axes, *self.pending(dims)]):
             part, spans = found[r][index], only(self._spans(tensor, whole.shape, r), True)
             total = total + spread(part, summed, spans, want.shape)
         return self._difference(total, want)
 
     def _difference(self, total: torch.Tensor, want: torch.Tensor) -> str | None:
-        if torch.allclose(total, want, rtol=self.rtol, atol=self.rtol, equal_nan=True):
+        atol = self.rtol if self.atol is None else self.atol
+        wrong = ~torch.isclose(total, want, rtol=self.rtol, atol=atol, equal_nan=True)
+        if not wrong.any():
             return None
-        wrong = ~torch.isclose(total, want, rtol=self.rtol, atol=self.rtol, equal_nan=True)
         at = tuple(int(i) for i in wrong.nonzero()[0])
         return (
             f"{int(wrong.sum())} of {want.numel()} values differ, the first at {list(at)}: "
             f"{total[at].item()} where {want[at].item()} should be"
         )
 
-    def _pending(self, dims: Sequence[Dim]) -> dict[int, str]:
+    def pending(self, dims: Sequence[Dim]) -> dict[int, str]:
         """axis -> reduction that a result with these dims waits for."""
         kept = {f for dim in dims for f in dim}
         pending: dict[int, str] = {}
@@ -255,8 +258,10 @@ def _reduced(parts: Sequence[torch.Tensor], ops: set[str]) -> torch.Tensor:
 
 def _random_like(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     if value.dtype.is_floating_point or value.dtype.is_complex:
-        return torch.randn(value.shape, generator=generator, dtype=value.dtype)
-    return torch.randint(-9, 9, value.shape, generator=generator).to(value.dtype)
+        found = torch.randn(value.shape, generator=generator, dtype=value.dtype, device="cpu")
+    else:
+        found = torch.randint(-9, 9, value.shape, generator=generator, device="cpu")
+    return found.to(value.device, value.dtype)
 
 
 @dataclass

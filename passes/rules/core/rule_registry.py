@@ -7,8 +7,9 @@ a rule changes what later plans may contain and nothing that has been planned or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Callable, Hashable, Iterable, Mapping, Set
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from passes.rules.core.rule_table import TABLE
 from passes.rules.plain.empty_results import neutral_where_empty
 from passes.rules.plain.pointwise import pointwise
 
-__all__ = ["USER_RULES", "RuleTable", "has_rule", "is_fallback", "register_rule", "rule_for"]
+__all__ = ["USER_RULES", "RuleTable", "has_rule", "is_fallback", "register_rule", "rule_for", "users_rules"]
 
 _POINTWISE = pointwise()
 
@@ -39,13 +40,17 @@ _MOST_MADE = 10_000
 class RuleTable:
     """Rules that a user added, by op: "namespace::op.overload", or "namespace::op" for all overloads.
 
+    places: by op, the line that registered its rule, where that is to be tried.
     made: rules made so far where this table was asked, with their builders: by the builder's id and what it was told.
+    tried: the ops for which the rules there are were tried and hold (`passes.rules.check.first_use`).
     """
 
     builders: dict[str, Builder] = field(default_factory=dict)
     made: dict[tuple[int, Hashable], tuple[Any, OpRule]] = field(
         default_factory=dict, repr=False, compare=False
     )
+    places: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
+    tried: set[Hashable] = field(default_factory=set, repr=False, compare=False)
 
     def register(
         self,
@@ -54,6 +59,7 @@ class RuleTable:
         *,
         linear: Iterable[Iterable[int]] = (),
         localize: Localize | None = None,
+        trial: bool = True,
     ) -> None:
         """Say how `op` may be split; a rule given earlier for the same op is replaced.
 
@@ -64,6 +70,8 @@ class RuleTable:
         rule:     in the notation of RULES.md, or a function from `OpCall` to `OpRule`.
         linear:   sets of operand positions in which the op is linear (see `OpRule`).
         localize: emits one rank's part of the op, for an op that takes a shape or an offset.
+        trial:    when a plan first asks for the rule, it is tried on random values where the op runs on this machine,
+                  and an error if it is wrong (`passes.rules.check.first_use`). False: it holds for other values alone.
 
         With a rule in the notation the op is never run on empty tensors: a rank without any of a
         split factor contributes nothing (`neutral_where_empty`).
@@ -74,6 +82,8 @@ class RuleTable:
         sets = _checked_sets(linear)
         if localize is not None and not callable(localize):
             raise reject("localize", localize, "a function that emits one rank's part of the op, or None")
+        if not isinstance(trial, bool):
+            raise reject("trial", trial, "True, or False for a rule that holds for some values alone")
         if name is None or "::" not in name:
             raise ShardingError(
                 f"cannot register a rule for {shown(op)}: not an operator\n"
@@ -91,10 +101,28 @@ class RuleTable:
             self.builders[name] = _from_notation(parse(rule).with_linear(sets), localize)
         else:
             self.builders[name] = rule
+        self.tried.clear()
+        self.places.pop(name, None)
+        if trial:
+            self.places[name] = _users_line()
+
+    def tried_at(self, target: Any) -> str | None:
+        """The line that registered the rule of an op; None if it is none of these, or not to be tried."""
+        key = op_key(target) if self.builders else None
+        names = [] if key is None else [key, key.partition(".")[0]]
+        return next((self.places.get(name) for name in names if name in self.builders), None)
 
     def lookup(self, key: str) -> Builder | None:
         """The builder for "namespace::op.overload"."""
         return self.builders.get(key) or self.builders.get(key.partition(".")[0])
+
+
+def _users_line() -> str:
+    """Where the user's code called this package: "train.py:12"."""
+    frame: Any = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("passes."):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _checked_sets(linear: Any) -> list[frozenset[int]]:
@@ -113,10 +141,15 @@ USER_RULES = RuleTable()
 
 
 def register_rule(
-    op: Any, rule: str | Builder, *, linear: Iterable[Iterable[int]] = (), localize: Localize | None = None
+    op: Any,
+    rule: str | Builder,
+    *,
+    linear: Iterable[Iterable[int]] = (),
+    localize: Localize | None = None,
+    trial: bool = True,
 ) -> None:
     """Say how `op` may be split, for all plans made from now on: `RuleTable.register` on `USER_RULES`."""
-    USER_RULES.register(op, rule, linear=linear, localize=localize)
+    USER_RULES.register(op, rule, linear=linear, localize=localize, trial=trial)
 
 
 def _from_notation(notation: Notation, localize: Localize | None) -> Builder:
@@ -135,10 +168,12 @@ def rule_for(node: fx.Node, rules: RuleTable | None = None) -> OpRule:
     """
     builder = _builder(node.target, rules)
     key = (id(builder), op_signature(node))
-    made = (USER_RULES if rules is None else rules).made
+    table = USER_RULES if rules is None else rules
+    made = table.made
     if key not in made:
         if len(made) >= _MOST_MADE:
             made.clear()
+            table.tried.clear()
         made[key] = builder, _made(node, builder)  # with the builder, so that its id stays its own
     return made[key][1]
 
@@ -157,6 +192,22 @@ def _made(node: fx.Node, builder: Builder | None) -> OpRule:
         return builder(call)
     except ShardingError as error:
         raise ShardingError(f"{node.target} at {node.name}: {error}") from None
+
+
+def users_rules(graph: fx.Graph) -> list[str]:
+    """The registered rules of ops of `graph`, in words that are the same in every process for the same rules."""
+    asked = (node for node in graph.nodes if node.op == "call_function" and USER_RULES.builders)
+    keys = ((node, op_key(node.target)) for node in asked)
+    return [f"{node.name} {_text(rule_for(node))}" for node, key in keys if key and USER_RULES.lookup(key)]
+
+
+def _text(value: Any) -> str:
+    """All of a rule but `localize`, which emits the same op split as the rule says."""
+    if isinstance(value, OpRule):
+        value = [getattr(value, f.name) for f in fields(value) if f.name != "localize"]
+    elif isinstance(value, (Mapping, Set)):
+        value = sorted(map(_text, value.items() if isinstance(value, Mapping) else value))
+    return f"[{', '.join(map(_text, value))}]" if isinstance(value, (list, tuple)) else str(value)
 
 
 def has_rule(target: Callable[..., Any] | str, rules: RuleTable | None = None) -> bool:

@@ -56,7 +56,7 @@ def _plan_offline(folder: Path) -> None:
     assert (folder / "gpt-plan.json").exists()
 
 
-def _company(name: str) -> Callable[[Path], None]:
+def _losses(name: str) -> Callable[[Path], None]:
     def check(folder: Path) -> None:
         script = str(ROOT / "examples" / name)
         assert "losses" in run(torchrun(2, script, "--steps", "2", "--backend", "eager"), folder=folder)
@@ -77,9 +77,10 @@ COMMANDS: dict[str, Callable[[Path], None]] = {
     "examples/train_gpt.py": _train_gpt,
     "examples/checkpoint.py": _checkpoint,
     "examples/train_llama3.py": _train_llama3,
-    "examples/with_accelerate.py": _company("with_accelerate.py"),
-    "examples/with_lightning.py": _company("with_lightning.py"),
-    "examples/with_trainer.py": _company("with_trainer.py"),
+    "examples/triton_kernel.py": _losses("triton_kernel.py"),
+    "examples/with_accelerate.py": _losses("with_accelerate.py"),
+    "examples/with_lightning.py": _losses("with_lightning.py"),
+    "examples/with_trainer.py": _losses("with_trainer.py"),
     "examples/pin_and_explain.py": _pin_and_explain,
     "examples/plan_offline.py": _plan_offline,
 }
