@@ -18,6 +18,7 @@ from passes.capture.attribute_reads import attributes_read
 from passes.capture.backward_writes import check_backward_writes
 from passes.capture.checkpoint_calls import reentrant_checkpoints_called
 from passes.capture.counting import COUNTS
+from passes.capture.ctc_calls import LOSSES
 from passes.capture.cumulative import trace_cumulative_averages
 from passes.capture.decompositions import decomposition_table
 from passes.capture.dense_gradients import DENSE_GRADIENTS
@@ -220,7 +221,7 @@ def _traced(
             questions.answered(),
         ):
             stack.enter_context(context)
-        answers = {**replaced, **PADS, **COUNTS, **DENSE_GRADIENTS, **ROWS, **grouped_captured()}
+        answers = {**replaced, **PADS, **COUNTS, **LOSSES, **DENSE_GRADIENTS, **ROWS, **grouped_captured()}
         aot = _joint(program, _Traceable(program, returned, spots, uses, questions), answers)
         check_backward_writes(before, [place for place, _ in returned.writes])
     return aot, returned
