@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from cost_model.errors import CaptureError, UnsupportedOpError
+from cost_model.errors import CaptureError
 from passes.capture.provenance import is_user_file, place_text
 from passes.capture.questions import Undecided
 from passes.capture.rows import RowsUnknown
@@ -67,8 +67,8 @@ def _explain(cause: Exception) -> tuple[str, str]:
             "the value of a tensor decides what runs next (`if`, `.item()`, `.tolist()`, `int()`, ...)",
             "torch.where, masks, or an argument that is a Python number",
         )
-    if isinstance(cause, UnsupportedOpError):
-        reason, _, remedy = str(cause).partition("\n  try: ")
+    reason, _, remedy = str(cause).partition("\n  try: ")
+    if remedy:
         return reason, remedy
     if isinstance(cause, RowsUnknown):
         return f"the shape of a result depends on the values of a tensor: {cause.what}", cause.remedy
