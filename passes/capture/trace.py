@@ -27,6 +27,7 @@ from passes.capture.grouped_calls import grouped_captured
 from passes.capture.held_tensors import held_tensors_kept
 from passes.capture.inference_paths import inference_paths_kept
 from passes.capture.kept_in_backward import resizing_kept
+from passes.capture.matrix_calls import SOLUTIONS
 from passes.capture.model_state import Slot, rebound_buffers, state_kept, state_replaced
 from passes.capture.padding_calls import PADS
 from passes.capture.places import Argument, Place
@@ -221,7 +222,16 @@ def _traced(
             questions.answered(),
         ):
             stack.enter_context(context)
-        answers = {**replaced, **PADS, **COUNTS, **LOSSES, **DENSE_GRADIENTS, **ROWS, **grouped_captured()}
+        answers = {
+            **replaced,
+            **PADS,
+            **COUNTS,
+            **LOSSES,
+            **SOLUTIONS,
+            **DENSE_GRADIENTS,
+            **ROWS,
+            **grouped_captured(),
+        }
         aot = _joint(program, _Traceable(program, returned, spots, uses, questions), answers)
         check_backward_writes(before, [place for place, _ in returned.writes])
     return aot, returned
