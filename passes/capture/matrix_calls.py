@@ -13,6 +13,9 @@ from cost_model.errors import UnsupportedOpError
 __all__ = ["SOLUTIONS"]
 
 
+_RESULTS: Any = torch.return_types  # it does not name all to type checkers
+
+
 class _Residuals:
     """Where torch chooses the driver it gives some on a GPU, on a CPU none: what is done with them is an error."""
 
@@ -40,10 +43,10 @@ def lstsq(A: Tensor, B: Tensor, rcond: float | None = None, *, driver: str | Non
     if driver == "gels":
         rows, columns = A.shape[-2:]
         residuals = (A @ x - right).abs().square().sum(-2) if rows > columns else none
-        return torch.return_types.linalg_lstsq((solution, residuals, none.long(), none))
+        return _RESULTS.linalg_lstsq((solution, residuals, none.long(), none))
     rank = torch.linalg.matrix_rank(A, rtol=rcond)
     residuals = _Residuals() if driver is None else none
-    return torch.return_types.linalg_lstsq((solution, residuals, rank, none))
+    return _RESULTS.linalg_lstsq((solution, residuals, rank, none))
 
 
 SOLUTIONS: dict[Any, Callable[..., Any]] = {torch.linalg.lstsq: lstsq}
