@@ -9,6 +9,7 @@ from passes.capture.counting import COUNTS
 from passes.capture.ctc_calls import LOSSES
 from passes.capture.dense_gradients import DENSE_GRADIENTS
 from passes.capture.matrix_calls import SOLUTIONS
+from passes.capture.packed_calls import PACKED
 from passes.capture.padding_calls import PADS
 from passes.capture.row_table import ROWS
 from passes.capture.shape_calls import LENGTHS
@@ -17,6 +18,7 @@ __all__ = ["ANSWERED"]
 
 ANSWERED: dict[Any, Callable[..., Any]] = {
     **PADS,
+    **PACKED,
     **COUNTS,
     **LENGTHS,
     **LOSSES,

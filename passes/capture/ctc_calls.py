@@ -80,7 +80,7 @@ def _padded(targets: Tensor, lengths: Tensor, probs: Tensor) -> tuple[Tensor, Te
 
 def _counts(lengths: Tensor, chosen: Any) -> bool:
     """Whether they are known to be how many of each row the mask of [n, s] has chosen."""
-    return mask_key(lengths) in (("sum", chosen, "-1"), ("sum", chosen, "1"))
+    return mask_key(lengths) in (("sum", 0, chosen, "-1"), ("sum", 0, chosen, "1"))
 
 
 def _in_front(x: Tensor, chosen: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ def _runs(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _wanted(*results: Any) -> Any:
     given = tuple(result for result in results if isinstance(result, Tensor))
-    return given if len(given) > 1 else given[0]
+    return given if given[1:] else given[0]
 
 
 LENGTHS: dict[Any, Callable[..., Any]] = {
