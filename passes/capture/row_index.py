@@ -209,11 +209,13 @@ def key_noted(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def noted(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
-        if isinstance(result, Tensor) and not isinstance(result, Rows):
+        if not rows_in((result, args, kwargs)):
             given = tuple(
                 mask_key(a) if isinstance(a, Tensor) else repr(a) for a in (*args, *kwargs.values())
             )
-            result._row_key = ((function.__name__, *given), result._version)  # type: ignore[attr-defined]
+            for place, leaf in enumerate(result if isinstance(result, tuple) else (result,)):
+                if isinstance(leaf, Tensor) and all(leaf is not a for a in args):
+                    leaf._row_key = ((function.__name__, place, *given), leaf._version)  # type: ignore[attr-defined]
         return result
 
     return noted

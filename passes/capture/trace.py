@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from cost_model.errors import CaptureError
+from passes.capture.answered_calls import ANSWERED
 from passes.capture.answers import traced_with_answers
 from passes.capture.attention_calls import attention_captured
 from passes.capture.attribute_reads import attributes_read
 from passes.capture.backward_writes import check_backward_writes
-from passes.capture.counting import COUNTS
 from passes.capture.cumulative import trace_cumulative_averages
 from passes.capture.decompositions import decomposition_table
-from passes.capture.dense_gradients import DENSE_GRADIENTS
 from passes.capture.device_view import seen_on
 from passes.capture.grouped_calls import grouped_captured
 from passes.capture.held_tensors import held_tensors_kept
@@ -27,12 +26,10 @@ from passes.capture.inference_paths import inference_paths_kept
 from passes.capture.kept_in_backward import resizing_kept
 from passes.capture.model_state import Slot, rebound_buffers, state_kept, state_replaced
 from passes.capture.nested_calls import nested_calls_written_out
-from passes.capture.padding_calls import PADS
 from passes.capture.places import Argument, Place
 from passes.capture.provenance import provenance
 from passes.capture.questions import Questions
 from passes.capture.row_loops import loops_ended
-from passes.capture.row_table import ROWS
 from passes.capture.rows import check_none_leave
 from passes.capture.snapshot import Snapshot
 from passes.capture.trees import Static, Tree, changed_places, flatten, retree, unflatten
@@ -220,7 +217,7 @@ def _traced(
             questions.answered(),
         ):
             stack.enter_context(context)
-        answers = {**replaced, **PADS, **COUNTS, **DENSE_GRADIENTS, **ROWS, **grouped_captured()}
+        answers = {**replaced, **ANSWERED, **grouped_captured()}
         aot = _joint(program, _Traceable(program, returned, spots, uses, questions), answers)
         check_backward_writes(before, [place for place, _ in returned.writes])
     return aot, returned

@@ -257,6 +257,11 @@ def grouped_mm_functions() -> list[Any]:
     return [] if op is None else [torch._grouped_mm, op, op.default]
 
 
+def packing_functions() -> tuple[Any, Any]:
+    """What a TorchFunctionMode sees of `pack_padded_sequence` and of `pad_packed_sequence`. Since torch 1.0."""
+    return torch._VF._pack_padded_sequence, torch._VF._pad_packed_sequence  # type: ignore[attr-defined]
+
+
 @contextmanager
 def tracing_suspended() -> Generator[None]:
     """Inside, ops run on real tensors, unseen by fake and tracing modes. Since torch 2.1."""
