@@ -4,9 +4,9 @@
     assert torch.isfinite(h).all()                       # about numbers that are finite in a sound run
     Normal(mean, scale)                                  # validates its arguments: the other side raises
 
-The rest are branches with two sides, of which a graph has one: an error that names the line. Questions about values that
-are computed alike have one answer (a constraint of a distribution returns early where `check.all()` is false, and then
-`check` is tested again).
+The rest are branches with two sides, of which a graph has one: an error that names the line. Questions about values
+that are computed alike have one answer (a constraint of a distribution returns early where `check.all()` is false, and
+then `check` is tested again).
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from cost_model.errors import AutoshardError
+from cost_model.errors import AutoshardError, CaptureError
+from passes.capture.awaited import Awaited
 from passes.capture.known_values import Known, known_values, twins
-from passes.capture.questions import Question, Questions, Undecided
+from passes.capture.questions import AWAITED, Question, Questions, Undecided
 from passes.capture.rows import RowsUnknown
 from passes.ir.torch_tracing import AotGraph, is_value_missing, shape_dependent_errors
 
@@ -76,15 +77,22 @@ class _Search(Generic[T]):
 
     def _corrected(self, run: Questions, known: Sequence[Known], first: Sequence[int]) -> bool:
         """Whether an answer was exchanged: one that is not the call's, or after which the forward raised."""
+        is_read = run.stopped is not None and _reads_awaited(run.stopped)
         for place in range(self._sure, len(run.asked)):
             question, value = run.asked[place], known[place].value
+            if question.is_awaited and not is_read:
+                continue
             if value is None and first[place] < place:
                 value = run.asked[first[place]].answer
-            if value is not None and (question.answer is None or not torch.equal(question.answer, value)):
+            if value is None and not question.is_branch and question.answer is not None:
+                value = AWAITED  # it was told what another question of that line is about
+            if value is not None and not _is_same(question.answer, value):
                 return self._exchange(run.asked, place, value)
         if run.stopped is None:
             return False
-        if not is_of_user(run.stopped):
+        if is_read and isinstance(run.stopped, TypeError):
+            raise Undecided([question.place for question in run.asked if question.is_awaited][-1])
+        if is_read or not is_of_user(run.stopped):
             raise run.stopped
         for place in reversed(range(self._sure, len(run.asked))):
             question = run.asked[place]
@@ -103,7 +111,7 @@ class _Search(Generic[T]):
 
     def _check(self, asked: Sequence[Question], known: Sequence[Known], first: Sequence[int]) -> None:
         for place, (question, value) in enumerate(zip(asked, known, strict=True)):
-            if first[place] < place:
+            if first[place] < place or question.is_awaited:
                 continue
             if question.is_branch and question.lines not in self._errors:
                 self._errors[question.lines] = self._other_side(asked, place)
@@ -128,10 +136,19 @@ class _Search(Generic[T]):
 def _alike(asked: Sequence[Question], first: Sequence[int]) -> list[Tensor] | None:
     """Answers up to the first question that was not answered as one about the same value before it; None: all were."""
     for place, (question, twin) in enumerate(zip(asked, first, strict=True)):
-        answer, due = question.answer, asked[twin].answer
-        if answer is not None and due is not None and not torch.equal(answer, due):
+        due = asked[twin].answer
+        if question.answer is not None and due is not None and not _is_same(question.answer, due):
             return [*map(_answer_of, asked[:place]), due]
     return None
+
+
+def _is_same(one: Tensor | None, other: Tensor) -> bool:
+    return one is not None and one.dtype == other.dtype and torch.equal(one, other)
+
+
+def _reads_awaited(error: Exception) -> bool:
+    """Whether it says that the forward has used a number that is not known: by C code's words for its stand-in, too."""
+    return isinstance(error, (Undecided, CaptureError)) or Awaited.__name__ in str(error)
 
 
 def _answer_of(question: Question) -> Tensor:
@@ -142,7 +159,8 @@ def _answer_of(question: Question) -> Tensor:
 def is_of_user(error: Exception) -> bool:
     """Whether it is the forward's own, and not of what tracing cannot do."""
     return not (
-        is_value_missing(error) or isinstance(error, (AutoshardError, RowsUnknown, *shape_dependent_errors()))
+        is_value_missing(error)
+        or isinstance(error, (AutoshardError, Undecided, RowsUnknown, *shape_dependent_errors()))
     )
 
 
