@@ -12,6 +12,7 @@ import torch
 from autoshard.calls.signature import matched_placements
 from cost_model.mesh import MeshSpec
 from passes.capture import Captured
+from passes.capture.numbers_left import number_indices
 from passes.capture.trees import tensor_paths
 from passes.layout.layout import Layout
 from passes.layout.placements import placements_to_layout
@@ -28,7 +29,7 @@ def output_layouts(captured: Captured, mesh: MeshSpec, out_placements: Any) -> d
 
     None for `out_placements` gathers all, but in training, where there is a loss (a scalar with a gradient), large
     outputs beside it: logits and caches that nobody asked for. What a forward leaves in attributes is gathered
-    unless it is large.
+    unless it is large; numbers (`loss.item()`) always are.
     """
     values = _values(captured)
     returned = [index for index in sorted(values) if index < captured.call.returned]
@@ -49,11 +50,11 @@ def output_layouts(captured: Captured, mesh: MeshSpec, out_placements: Any) -> d
 
 
 def _values(captured: Captured) -> dict[int, torch.Tensor]:
-    joint = captured.joint
+    joint, numbers = captured.joint, number_indices(captured.call.outputs)
     return {
         spec.index: result.meta["val"]
         for spec, result in zip(joint.outputs, joint.results, strict=True)
-        if spec.kind == "output" and result is not None
+        if spec.kind == "output" and result is not None and spec.index not in numbers
     }
 
 

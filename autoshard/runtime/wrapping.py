@@ -20,11 +20,12 @@ _WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, DataParallel)
 
 def check_original(model: nn.Module) -> None:
     """ShardingError for a model that torch.compile, TorchScript, DDP or FSDP has made of another."""
-    if isinstance(model, torch.jit.ScriptModule):
-        raise ShardingError(
-            f"model is a TorchScript module ({type(model).__name__}), whose code autoshard cannot trace\n"
-            "  try: pass the original, before torch.jit.script or torch.jit.trace"
-        )
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ShardingError(
+                f"{name or 'model'} is a TorchScript module ({type(module).__name__}), whose code autoshard cannot "
+                "trace\n  try: the original in its place, before torch.jit.script or torch.jit.trace"
+            )
     if _is_compiled(model):
         raise ShardingError(
             "model is what torch.compile returned, and autoshard compiles each rank's program itself\n"

@@ -10,6 +10,7 @@ from autoshard.runtime.sharding import shard_of
 from cost_model.mesh import MeshSpec
 from passes.layout.layout import Layout
 from passes.rules.windowed.periodic import spread
+from passes.simulate.conditioning import widened
 
 __all__ = ["largest", "piece_error", "relative_error"]
 
@@ -19,7 +20,7 @@ def largest(values: Iterable[torch.Tensor | None]) -> float:
     found = 0.0
     for value in values:
         if isinstance(value, torch.Tensor) and _is_real_or_complex(value) and value.numel():
-            found = max(found, float(value.detach().abs().nan_to_num(0.0, 0.0, 0.0).max()))
+            found = max(found, float(widened(value.detach()).abs().nan_to_num(0.0, 0.0, 0.0).max()))
     return found
 
 
@@ -94,8 +95,7 @@ def relative_error(got: torch.Tensor, part: torch.Tensor, scale: float) -> float
     same = (got == part) | (got.isnan() & part.isnan())
     if bool(same.all()):
         return 0.0
-    wide = torch.complex128 if got.is_complex() else torch.float64
-    difference = torch.where(same, 0.0, (got.to(wide) - part.to(wide)).abs())
+    difference = torch.where(same, 0.0, (widened(got) - widened(part)).abs())
     if not bool(difference.isfinite().all()):
         return float("inf")
     return float(difference.max()) / (scale or 1.0)

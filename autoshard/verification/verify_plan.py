@@ -29,11 +29,12 @@ from autoshard.verification.verify_stages import stage_errors
 from cost_model.checked_arguments import checked_count
 from cost_model.errors import PlanError
 from passes.capture import Captured, flatten_call
+from passes.capture.grouped_calls import GroupedAsCaptured
 from passes.capture.nested_calls import nested_calls_written_out
 from passes.compile.bind_device import bind_device
 from passes.ir.joint import CPU, JointGraph, node_values
 from passes.ir.kept_random_state import random_state_kept
-from passes.ir.op_traits import draws
+from passes.ir.op_traits import draws, is_cast
 from passes.ir.rewrite import duplicate_joint
 from passes.micro_batches.cut_batch import cut_for_stages
 from passes.plan.describe import graph_hash
@@ -44,7 +45,10 @@ from passes.states.compute_again import compute_again
 
 __all__ = ["Divergence", "VerifyReport", "verify"]
 
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+_TOLERANCE = {
+    torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2,
+    torch.float8_e4m3fn: 0.2, torch.float8_e4m3fnuz: 0.2, torch.float8_e5m2: 0.4, torch.float8_e5m2fnuz: 0.4,
+}  # fmt: skip
 _NODE_SLACK = 10.0
 """An intermediate may cancel where the results do not: it counts as diverged at ten times the tolerance."""
 _ROUNDINGS = 16.0
@@ -184,7 +188,7 @@ def _tensors(
     args, kwargs = captured.call.copied(args, kwargs)  # the model may change its arguments
     # Of a reentrant checkpoint torch gives no gradients by `torch.autograd.grad`, which leaves the model as it is;
     # of flex attention it has none on a CPU.
-    with original_forward(model), nested_calls_written_out():
+    with original_forward(model), nested_calls_written_out(), GroupedAsCaptured():
         return captured.call.flatten_outputs(model(*args, **kwargs), args, kwargs)
 
 
@@ -206,9 +210,12 @@ def _is_random(joint: JointGraph) -> bool:
 
 
 def _tolerance(joint: JointGraph) -> float:
-    """The loosest of the dtypes that are computed with: float32 results of bfloat16 products are as good as those."""
-    values = [value for node in joint.graph.nodes if node.op != "output" for value in node_values(node)]
-    return max((_TOLERANCE.get(v.dtype, 0.0) for v in values if v is not None), default=1e-4) or 1e-4
+    """The loosest of the dtypes that are computed with: float32 results of bfloat16 products are as good as those.
+    What is only stored in 8 bits is not rounded again."""
+    nodes = [node for node in joint.graph.nodes if node.op != "output"]
+    found = [(node, value.dtype) for node in nodes for value in node_values(node) if value is not None]
+    counted = [dtype for node, dtype in found if dtype.itemsize > 1 or is_cast(node)]
+    return max((_TOLERANCE.get(dtype, 0.0) for dtype in counted), default=1e-4) or 1e-4
 
 
 def _shards(joint: JointGraph, plan: Plan, values: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:

@@ -38,7 +38,7 @@ class WriteConjugates(GraphPass):
         %c: c64[8, 5] = aten.conj_physical(%x)
 
     A clone that takes the bit away is then a copy like any other, and a collective moves what it should: it
-    sends memory and knows nothing of the bit.
+    sends memory and knows nothing of the bit. The conjugate of a Python number, in the gradient of `w * 2j`, is one.
     """
 
     ensures = (CONJUGATES_WRITTEN,)
@@ -47,8 +47,18 @@ class WriteConjugates(GraphPass):
         for node in joint.graph.nodes:
             if node.op == "call_function":
                 node.target = WRITTEN.get(node.target, node.target)
-                _clear(node)
+                if node.target is aten.conj_physical.default and isinstance(node.args[0], complex):
+                    _replace(node, node.args[0].conjugate())
+                else:
+                    _clear(node)
         return joint
+
+
+def _replace(node: fx.Node, number: complex) -> None:
+    for user in list(node.users):
+        swapped = fx.map_arg((user.args, user.kwargs), lambda operand: number if operand is node else operand)
+        user.args, user.kwargs = swapped  # type: ignore[misc]
+    node.graph.erase_node(node)
 
 
 def _clear(node: fx.Node) -> None:

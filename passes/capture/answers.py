@@ -4,7 +4,9 @@
     assert torch.isfinite(h).all()                       # about numbers that are finite in a sound run
     Normal(mean, scale)                                  # validates its arguments: the other side raises
 
-The rest are branches with two sides, of which a graph has one: an error that names the line.
+The rest are branches with two sides, of which a graph has one: an error that names the line. Questions about values
+that are computed alike have one answer (a constraint of a distribution returns early where `check.all()` is false, and
+then `check` is tested again).
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from cost_model.errors import AutoshardError
-from passes.capture.known_values import Known, known_values
-from passes.capture.questions import Question, Questions, Undecided
+from cost_model.errors import AutoshardError, CaptureError
+from passes.capture.awaited import Awaited
+from passes.capture.known_values import Known, known_values, twins
+from passes.capture.questions import AWAITED, Question, Questions, Undecided
 from passes.capture.rows import RowsUnknown
 from passes.ir.torch_tracing import AotGraph, is_value_missing, shape_dependent_errors
 
@@ -65,26 +68,36 @@ class _Search(Generic[T]):
         for _ in range(_MOST):
             run = Questions(self._answers, self._guesses, stopping=True)
             graph, _ = self._tracer(run)
-            known = known_values(graph, self._given, len(run.asked))
-            if not self._corrected(run, known):
-                self._check(run.asked, known)
-                errors = [self._errors.get(question.lines) for question in run.asked]
+            known, first = known_values(graph, self._given, len(run.asked)), twins(graph, len(run.asked))
+            if not self._corrected(run, known, first):
+                self._check(run.asked, known, first)
+                errors = [self._errors.get(run.asked[place].lines) for place in first]
                 return Questions([*map(_answer_of, run.asked)], {}, errors)
         raise Undecided(run.asked[-1].place)
 
-    def _corrected(self, run: Questions, known: Sequence[Known]) -> bool:
+    def _corrected(self, run: Questions, known: Sequence[Known], first: Sequence[int]) -> bool:
         """Whether an answer was exchanged: one that is not the call's, or after which the forward raised."""
+        is_read = run.stopped is not None and _reads_awaited(run.stopped)
         for place in range(self._sure, len(run.asked)):
             question, value = run.asked[place], known[place].value
-            if value is not None and (question.answer is None or not torch.equal(question.answer, value)):
+            if question.is_awaited and not is_read:
+                continue
+            if value is None and first[place] < place:
+                value = run.asked[first[place]].answer
+            if value is None and not question.is_branch and question.answer is not None:
+                value = AWAITED  # it was told what another question of that line is about
+            if value is not None and not _is_same(question.answer, value):
                 return self._exchange(run.asked, place, value)
         if run.stopped is None:
             return False
-        if not is_of_user(run.stopped):
+        if is_read and isinstance(run.stopped, TypeError):
+            raise Undecided([question.place for question in run.asked if question.is_awaited][-1])
+        if is_read or not is_of_user(run.stopped):
             raise run.stopped
         for place in reversed(range(self._sure, len(run.asked))):
             question = run.asked[place]
-            if question.is_branch and known[place].value is None and place not in self._turned:
+            free = known[place].value is None and first[place] == place
+            if question.is_branch and free and place not in self._turned:
                 if question is run.asked[-1]:
                     self._errors[question.lines] = _plain(run.stopped)
                 self._turned = {other for other in self._turned if other < place} | {place}
@@ -96,8 +109,10 @@ class _Search(Generic[T]):
         self._guesses[asked[place].lines] = answer
         return True
 
-    def _check(self, asked: Sequence[Question], known: Sequence[Known]) -> None:
+    def _check(self, asked: Sequence[Question], known: Sequence[Known], first: Sequence[int]) -> None:
         for place, (question, value) in enumerate(zip(asked, known, strict=True)):
+            if first[place] < place or question.is_awaited:
+                continue
             if question.is_branch and question.lines not in self._errors:
                 self._errors[question.lines] = self._other_side(asked, place)
             decided = value.is_plain if question.is_branch else value.value is not None
@@ -108,9 +123,32 @@ class _Search(Generic[T]):
     def _other_side(self, asked: Sequence[Question], place: int) -> Exception | None:
         """What the forward raises after another answer; None: nothing of its own."""
         answers = [*map(_answer_of, asked[:place]), ~_answer_of(asked[place])]
-        run = Questions(answers, {question.lines: _answer_of(question) for question in asked}, stopping=True)
-        self._tracer(run)
+        guesses = {question.lines: _answer_of(question) for question in asked}
+        while True:
+            run = Questions(answers, guesses, stopping=True)
+            graph, _ = self._tracer(run)
+            answers = _alike(run.asked, twins(graph, len(run.asked)))
+            if answers is None:
+                break
         return _plain(run.stopped) if run.stopped is not None and is_of_user(run.stopped) else None
+
+
+def _alike(asked: Sequence[Question], first: Sequence[int]) -> list[Tensor] | None:
+    """Answers up to the first question that was not answered as one about the same value before it; None: all were."""
+    for place, (question, twin) in enumerate(zip(asked, first, strict=True)):
+        due = asked[twin].answer
+        if question.answer is not None and due is not None and not _is_same(question.answer, due):
+            return [*map(_answer_of, asked[:place]), due]
+    return None
+
+
+def _is_same(one: Tensor | None, other: Tensor) -> bool:
+    return one is not None and one.dtype == other.dtype and torch.equal(one, other)
+
+
+def _reads_awaited(error: Exception) -> bool:
+    """Whether it says that the forward has used a number that is not known: by C code's words for its stand-in, too."""
+    return isinstance(error, (Undecided, CaptureError)) or Awaited.__name__ in str(error)
 
 
 def _answer_of(question: Question) -> Tensor:
@@ -121,7 +159,8 @@ def _answer_of(question: Question) -> Tensor:
 def is_of_user(error: Exception) -> bool:
     """Whether it is the forward's own, and not of what tracing cannot do."""
     return not (
-        is_value_missing(error) or isinstance(error, (AutoshardError, RowsUnknown, *shape_dependent_errors()))
+        is_value_missing(error)
+        or isinstance(error, (AutoshardError, Undecided, RowsUnknown, *shape_dependent_errors()))
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from passes.capture.numbers_left import with_tensors
 from passes.capture.places import Place
 from passes.capture.questions import Check
 from passes.capture.trees import Mapped, Sequenced, Tree, flatten, flatten_arguments, tensor_paths, unflatten
@@ -106,13 +107,16 @@ class CallSpec:
     overwritten: tuple[int, ...] = ()
 
     @cached_property
-    def checks(self) -> tuple[tuple[int, Check], ...]:
-        """What the forward asks of values, and the outputs that say whether they are as the program supposes."""
+    def checks(self) -> tuple[tuple[int | None, Check], ...]:
+        """What the forward asks of values, and the outputs that say whether they are as the program supposes. None: of
+        a number that is only kept nothing is supposed."""
         assert isinstance(self.outputs, Sequenced)
         left = self.outputs.children[1]
         assert isinstance(left, Sequenced)
         pairs = zip(left.children, self.places, strict=True)
-        return tuple((tree.index, place) for tree, place in pairs if isinstance(place, Check))  # type: ignore[union-attr]
+        return tuple(
+            (getattr(tree, "index", None), place) for tree, place in pairs if isinstance(place, Check)
+        )
 
     @property
     def returned_tree(self) -> Tree:
@@ -152,6 +156,6 @@ class CallSpec:
     ) -> list[Tensor]:
         """The flat tensors of what the unmodified model just returned for this call, and of what it left."""
         left = tuple(place.get((args, kwargs)) for place in self.places)
-        tensors, _ = flatten((returned, left))
+        tensors, _ = flatten(with_tensors(self.outputs, (returned, left)))
         inputs, _ = flatten_call(args, kwargs)
         return [*tensors, *(inputs[index] for index in self.overwritten)]

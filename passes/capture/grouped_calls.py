@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from cost_model.errors import UnsupportedOpError
 from passes.ir.torch_tracing import grouped_mm_functions
 from passes.ops.grouped_product import grouped_mm
 
-__all__ = ["grouped_captured", "grouped_product"]
+__all__ = ["GroupedAsCaptured", "grouped_captured", "grouped_product"]
 
 
 def grouped_captured() -> dict[Any, Callable[..., Any]]:
@@ -24,6 +25,20 @@ def grouped_captured() -> dict[Any, Callable[..., Any]]:
         for op in (library.grouped_mm_fallback, library.grouped_mm_fallback.default):
             replaced[op] = grouped_product
     return replaced
+
+
+class GroupedAsCaptured(TorchFunctionMode):
+    """Inside, grouped products for which torch has no kernel (of float64) are computed as they are captured."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func not in grouped_mm_functions():
+            return func(*args, **(kwargs or {}))
+        try:
+            return func(*args, **(kwargs or {}))
+        except RuntimeError:
+            return grouped_product(*args, **(kwargs or {}))
 
 
 def grouped_product(

@@ -1,4 +1,5 @@
-"""The values of a traced graph that follow from a call's own tensors, and what such values are if all are finite."""
+"""The values of a traced graph that follow from a call's own tensors, what such values are if all are finite, and which
+are computed alike."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from passes.ir.joint import CPU, ancestors, map_operands, node_value, tensor_ope
 from passes.ir.op_traits import draws, is_product
 from passes.ir.torch_tracing import AotGraph, tracing_suspended
 
-__all__ = ["Known", "known_values"]
+__all__ = ["Known", "known_values", "twins"]
 
 aten = torch.ops.aten
 _TESTS = (aten.isinf.default, aten.isnan.default)
@@ -35,12 +36,30 @@ class Known:
 
 def known_values(aot: AotGraph, given: Sequence[Tensor], count: int) -> list[Known]:
     """Of the first outputs of a graph. given: the tensors of its inputs, by index."""
-    results = pytree.tree_leaves(aot.module.graph.output_node().args[0], is_leaf=lambda leaf: leaf is None)
-    ends = zip(aot.outputs, results, strict=True)
-    nodes = [node for end, node in ends if end.kind == "output" and end.index < count]
     real = _real_leaves(aot, given)
     with tracing_suspended(), torch.no_grad():
-        return [_known(node, real) for node in nodes]
+        return [_known(node, real) for node in _outputs(aot, count)]
+
+
+def twins(aot: AotGraph, count: int) -> list[int]:
+    """For each of the first outputs of a graph the first one that is computed alike: itself, or one before it."""
+    nodes = _outputs(aot, count)
+    needed = ancestors(nodes)
+    numbers: dict[fx.Node, str] = {}
+    table: dict[tuple[Any, str], str] = {}
+    for node in aot.module.graph.nodes:
+        if node in needed:
+            arguments = repr(fx.map_arg((node.args, node.kwargs), lambda operand: numbers[operand]))
+            alone = node.op != "call_function" or draws(node)
+            numbers[node] = table.setdefault((node if alone else node.target, arguments), f"%{len(table)}")
+    found = [numbers[node] for node in nodes]
+    return [found.index(number) for number in found]
+
+
+def _outputs(aot: AotGraph, count: int) -> list[fx.Node]:
+    results = pytree.tree_leaves(aot.module.graph.output_node().args[0], is_leaf=lambda leaf: leaf is None)
+    ends = zip(aot.outputs, results, strict=True)
+    return [node for end, node in ends if end.kind == "output" and end.index < count]
 
 
 def _real_leaves(aot: AotGraph, given: Sequence[Tensor]) -> dict[fx.Node, Tensor | None]:

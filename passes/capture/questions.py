@@ -1,28 +1,37 @@
 """What a forward asks of the values of its tensors while it is traced: `if labels.max() >= n`, `int(lengths.max())`.
 
 A trace has no values. Every question is answered by a guess, noted, and what it is about becomes an output of the
-program, so that each call can tell whether the answer holds for it (`passes.capture.answers`).
+program, so that each call can tell whether the answer holds for it (`passes.capture.answers`). A number that is read by
+`.item()` or `.tolist()` and only kept needs no answer (`passes.capture.awaited`).
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cost_model.errors import CaptureError
+from passes.capture.awaited import Awaited
 from passes.capture.places import Place
 from passes.capture.provenance import is_user_file, place_text
 from passes.ir.torch_compat import inside_function_transform
 from passes.ir.torch_dispatch import values_asked
-from passes.ir.torch_tracing import is_value_missing, traced_values_answered, tracing_suspended
+from passes.ir.torch_tracing import (
+    is_value_missing,
+    replaced_attribute,
+    traced_values_answered,
+    tracing_suspended,
+)
 
-__all__ = ["Check", "Question", "Questions", "Undecided"]
+__all__ = ["AWAITED", "Check", "Question", "Questions", "Undecided"]
 
 
 class Undecided(Exception):
@@ -35,7 +44,8 @@ class Undecided(Exception):
 
 @dataclass(frozen=True)
 class Question:
-    """value: what is asked for, traced: a truth value, or numbers. answer: what the forward was told; None: nothing.
+    """value: what is asked for, traced: a truth value, or numbers. answer: what the forward was told; None: nothing;
+    `AWAITED`: that it will be known.
 
     lines: those of the user's code that lead to it, to tell questions apart. place: the innermost, to be read."""
 
@@ -49,18 +59,24 @@ class Question:
         """Whether there are two answers."""
         return _is_branch(self.value)
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the forward got a stand-in."""
+        return self.answer is not None and _is_awaited(self.answer)
+
 
 @dataclass(frozen=True, eq=False)
 class Check(Place):
-    """What a question of the forward was about, at every call. error: like what the forward raises where it comes out
-    otherwise (of several questions of one line, for the first); None: it does something else."""
+    """What a question of the forward was about, at every call; nothing where the answer is `AWAITED`. error: like what
+    the forward raises where it comes out otherwise (of several questions of one line, for the first); None: it does
+    something else."""
 
     answer: Tensor
     place: str
     error: Exception | None
 
-    def get(self, call: Any) -> Tensor:
-        return self.answer.clone()
+    def get(self, call: Any) -> Tensor | None:
+        return None if _is_awaited(self.answer) else self.answer.clone()
 
     def put(self, call: Any, value: Any) -> None:
         """Nothing is left anywhere."""
@@ -70,8 +86,8 @@ class Questions:
     """answers: to the first questions, in order. guesses: to later ones, by their lines. errors: like what the forward
     raises after another answer, by question.
 
-    asked: in the last run of the forward. stopping: a run returns what was asked until it raised (`stopped`) or came to
-    its end. asks: if not, there are no answers."""
+    asked: in the last run of the forward. looked: the error for the first use of a stand-in in it. stopping: a run
+    returns what was asked until it raised (`stopped`) or came to its end. asks: if not, there are no answers."""
 
     def __init__(
         self,
@@ -86,19 +102,23 @@ class Questions:
         self.stopping, self._asks = stopping, asks
         self.asked: list[Question] = []
         self.stopped: Exception | None = None
+        self.looked: Exception | None = None
         self._open = self._within = False
 
     def begin(self) -> None:
         """The forward runs."""
-        self.asked, self.stopped, self._open = [], None, True
+        self.asked, self.stopped, self.looked, self._open = [], None, None, True
 
-    def checks(self) -> list[tuple[Check, Tensor]]:
-        """Where each call tells whether the answers hold for it, and what is told."""
+    def checks(self) -> list[tuple[Check, Tensor | None]]:
+        """Where each call tells whether the answers hold for it, and what is told. Raises where the forward has used a
+        stand-in, though it has caught the error."""
+        if self.looked is not None:
+            raise self.looked
         # Where there is no answer, the forward has caught the error.
         answered = [question for question in self.asked if question.answer is not None]
         errors = self.errors or (None,) * len(answered)
         return [
-            (Check(answer, question.place, error), question.value)
+            (Check(answer, question.place, error), None if question.is_awaited else question.value)
             for question, error in zip(answered, errors, strict=True)
             if (answer := question.answer) is not None
         ]
@@ -117,7 +137,8 @@ class Questions:
             aten.equal.default: self._equal,
             aten._linalg_check_errors.default: self._check_info,
         }
-        with values_asked(kernels), traced_values_answered(self._truth, self._list):
+        unlogged = replaced_attribute(logging, "raiseExceptions", False)  # of records with a stand-in
+        with values_asked(kernels), traced_values_answered(self._truth, self._read), unlogged:
             yield
 
     def _truth(self, tensor: Tensor) -> bool:
@@ -126,7 +147,7 @@ class Questions:
 
     def _number(self, tensor: Tensor) -> Any:
         known = lambda: torch.ops.aten._local_scalar_dense.default(tensor)
-        return self._answered(known, lambda: tensor.reshape(()))
+        return self._answered(known, lambda: tensor.reshape(()).clone())  # it may be written to
 
     def _equal(self, one: Tensor, other: Tensor) -> bool:
         alike = lambda: (one == other).all() if one.shape == other.shape else torch.tensor(False)
@@ -139,8 +160,36 @@ class Questions:
             which = "the matrix" if is_matrix else "a matrix of the batch"
             raise torch.linalg.LinAlgError(f"{api_name}: {which} is singular, or not positive-definite")
 
-    def _list(self, tensor: Tensor, known: Callable[[Tensor], Any]) -> Any:
-        return self._answered(lambda: known(tensor), tensor.clone)
+    def _read(self, tensor: Tensor, known: Callable[[Tensor], Any]) -> Any:
+        """A number or a list of them, or else a stand-in."""
+        count = len(self.asked)
+        try:
+            # `item` is asked for below, by `_number`.
+            return (
+                known(tensor) if known is Tensor.item else self._answered(lambda: known(tensor), tensor.clone)
+            )
+        except Exception as error:
+            place = _lines()[1]
+            asked = (
+                self.asked[count:]
+                if self._open
+                else [q for q in self.asked if q.place == place and q.is_awaited]
+            )
+            if not asked or not is_value_missing(error):
+                raise
+        if self._open:
+            self.asked[-1] = replace(asked[-1], answer=AWAITED)
+        return Awaited(asked[-1].value, self._look)
+
+    def _look(self, method: str) -> Exception:
+        place = _lines()[1]
+        error = Undecided(place) if method not in ("__str__", "__repr__", "__format__") else CaptureError(
+            "cannot capture: the text of a number that is computed is not known before the call has run\n"
+            f"  at {place}\n"
+            "  try: keep the number, self.log.append(loss.item()), or return it, and print it after the call"
+        )  # fmt: skip
+        self.looked = self.looked or error
+        return error
 
     def _answered(self, known: Callable[[], Any], asked: Callable[[], Tensor]) -> Any:
         """What torch says, or else the answer to a question about `asked()`."""
@@ -171,19 +220,27 @@ class Questions:
             answer = self.answers[len(self.asked)]
         elif self._asks:
             answer = self.guesses.get(lines, _NO if _is_branch(value) else None)
+        if answer is not None and _is_awaited(answer):
+            answer = None
         self.asked.append(Question(value, answer, lines, place))
         return answer
 
     def _again(self, place: str) -> Tensor | None:
         """What all questions of that line were answered, if they were answered alike."""
-        answers = [question.answer for question in self.asked if question.place == place]
-        known = [answer for answer in answers if answer is not None]
+        asked = [question for question in self.asked if question.place == place and not question.is_awaited]
+        known = [question.answer for question in asked if question.answer is not None]
         with tracing_suspended():
             alike = all(torch.equal(answer, known[0]) for answer in known)
         return known[0] if known and alike else None
 
 
+AWAITED = torch.empty(0, dtype=torch.uint64)
+"""No answer, in a list of answers: the forward gets a stand-in."""
 _NO = torch.tensor(False)
+
+
+def _is_awaited(answer: Tensor) -> bool:
+    return answer.dtype == AWAITED.dtype and not answer.numel()
 
 
 def _is_branch(value: Tensor) -> bool:

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from passes.capture.awaited import Awaited, Number
+
 __all__ = [
     "Step",
     "Tree",
@@ -95,7 +97,7 @@ class Again:
     number: int
 
 
-Tree = TensorLeaf | Static | Sequenced | Mapped | Registered | Instance | Again
+Tree = TensorLeaf | Number | Static | Sequenced | Mapped | Registered | Instance | Again
 
 _OPAQUE = (
     type, nn.Module, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType,
@@ -139,12 +141,13 @@ class _Flattener:
         kind = type(value)
         if kind in _PLAIN:
             return Static(value)
+        if kind is Awaited:
+            return Number(self._tensor(value.value).index)
         if kind is dict:
             return Mapped(tuple(value), tuple(self.visit(item) for item in value.values()))
         if kind is tuple or kind is list or (isinstance(value, tuple) and hasattr(value, "_fields")):
             return Sequenced(kind, tuple(self.visit(item) for item in value))
-        definition = pytree.SUPPORTED_NODES.get(kind)
-        if definition is not None:
+        if (definition := pytree.SUPPORTED_NODES.get(kind)) is not None:
             items, context = definition.flatten_fn(value)
             return Registered(kind, _freeze(context), tuple(self.visit(item) for item in items), context)
         return self._instance(value)
@@ -194,6 +197,8 @@ class _Builder:
         match tree:
             case TensorLeaf(index):
                 return self.tensors[index]
+            case Number(index):
+                return self.tensors[index].tolist()
             case Static(value):
                 return value
             case Mapped(keys, children):
@@ -237,14 +242,11 @@ def changed_places(before: Tree, after: Tree, value: Any, path: Path = ()) -> li
 
 def tensor_paths(tree: Tree, root: str = "") -> dict[int, str]:
     """Where each tensor first appears: {0: "x", 1: "cache.layers[0].keys"}."""
-    paths: dict[int, str] = {}
-    for index, path in _paths(tree, root):
-        paths.setdefault(index, path)
-    return paths
+    return dict(reversed(list(_paths(tree, root))))
 
 
 def _paths(tree: Tree, path: str) -> Iterator[tuple[int, str]]:
-    if isinstance(tree, TensorLeaf):
+    if isinstance(tree, (TensorLeaf, Number)):
         yield tree.index, path
     elif isinstance(tree, (Sequenced, Mapped, Registered, Instance)):
         for step, child in zip(_steps(tree), tree.children, strict=True):
@@ -266,7 +268,7 @@ def _steps(tree: Sequenced | Mapped | Registered | Instance) -> list[str]:
 def _has_tensor(tree: Tree) -> bool:
     if isinstance(tree, (Sequenced, Mapped, Registered, Instance)):
         return any(_has_tensor(child) for child in tree.children)
-    return isinstance(tree, (TensorLeaf, Again))
+    return isinstance(tree, (TensorLeaf, Number, Again))
 
 
 def _is_open(value: Any) -> bool:

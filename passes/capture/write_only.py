@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from passes.capture.places import Appended, Attribute, Incremented, Item, Place, Root, Via
+from passes.capture.stand_ins import CONTAINERS, NUMBERS, note_uses
 
 __all__ = ["Counted", "Spot", "Stored", "Uses", "incremented", "put_stand_ins", "write_only_candidates"]
 
@@ -82,17 +83,8 @@ class Stored:
         return getattr(self._held, method)(*args)
 
 
-def _noted(method: str) -> Any:
-    return lambda self, *args: self._looked(method, *args)
-
-
-_BOTH = "bool eq ne lt le gt ge mul rmul str format hash iter len getitem contains reversed"
-_NUMBERS = "int float index truediv rtruediv floordiv rfloordiv mod rmod pow rpow neg pos abs rsub round"
-_CONTAINERS = "add radd delitem iadd or ior"
-# Python looks special methods up on the class.
-for _kind, _names in ((Counted, f"{_BOTH} {_NUMBERS}"), (Stored, f"{_BOTH} {_CONTAINERS}")):
-    for _name in _names.split():
-        setattr(_kind, f"__{_name}__", _noted(f"__{_name}__"))
+note_uses(Counted, NUMBERS)
+note_uses(Stored, CONTAINERS)
 
 
 def write_only_candidates(

@@ -128,20 +128,22 @@ def is_value_missing(error: Exception) -> bool:
 
 @contextmanager
 def traced_values_answered(
-    truth: Callable[[torch.Tensor], bool], listed: Callable[[torch.Tensor, Callable[..., Any]], Any]
+    truth: Callable[[torch.Tensor], bool], read: Callable[[torch.Tensor, Callable[..., Any]], Any]
 ) -> Generator[None]:
-    """Inside, `bool()` of a traced tensor is `truth(tensor)`, and its `tolist()` is `listed(tensor, torch's own)`: by
-    methods in Python, which no TorchFunctionMode sees, torch asks for the number, and for each. Since torch 2.0."""
+    """Inside, `bool()` of a traced tensor is `truth(tensor)`, and its `item()` and `tolist()` are `read(tensor, torch's
+    own)`: by methods in Python, which no TorchFunctionMode sees, torch asks for each number. Since torch 2.0."""
     from torch._subclasses import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
 
     def of(known: Callable[..., Any]) -> Callable[[torch.Tensor], Any]:
-        return lambda tensor: listed(tensor, known)
+        return lambda tensor: read(tensor, known)
 
     with ExitStack() as stack:
         stack.enter_context(replaced_attribute(FunctionalTensor, "__bool__", lambda tensor: truth(tensor)))
         for kind in (FakeTensor, FunctionalTensor):
             stack.enter_context(replaced_attribute(kind, "tolist", of(kind.tolist)))
+            kind.item = of(torch.Tensor.item)  # type: ignore[method-assign]
+            stack.callback(delattr, kind, "item")
         yield
 
 

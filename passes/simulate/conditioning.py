@@ -14,7 +14,7 @@ from passes.ir.autocast_off import autocast_off
 from passes.ir.joint import JointGraph
 from passes.ir.op_traits import draws, rounds
 
-__all__ = ["Rounding", "measured_rounding", "seeded_call"]
+__all__ = ["Rounding", "measured_rounding", "seeded_call", "widened"]
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,10 @@ class _Nudged(fx.Interpreter):
             return value
         epsilon = torch.finfo(value.dtype).eps
         share = (torch.rand(value.shape, generator=self._generator) * 2 - 1).to(value.device) * epsilon
-        wide = value if value.is_complex() else value.to(torch.promote_types(value.dtype, torch.float32))
+        wide = widened(value)
         moved = (wide + wide * share).to(value.dtype)
-        whole = torch.zeros((), dtype=torch.bool) if value.is_complex() else value == value.round()
-        return torch.where(whole | ~value.isfinite(), value, moved)
+        whole = torch.zeros((), dtype=torch.bool) if value.is_complex() else wide == wide.round()
+        return torch.where(whole | ~wide.isfinite(), value, moved)
 
 
 def seeded_call(node: fx.Node, run: Any) -> Any:
@@ -95,14 +95,19 @@ def seeded_call(node: fx.Node, run: Any) -> Any:
     return run(node)
 
 
+def widened(value: Tensor) -> Tensor:
+    """A real or complex `value` in double precision: torch compares no float8."""
+    return value.to(torch.complex128 if value.is_complex() else torch.float64)
+
+
 def _change(now: Any, before: Any) -> float:
     """Largest finite |now - before|; inf where whole numbers, or what is finite, differ."""
     if not isinstance(now, Tensor) or not isinstance(before, Tensor) or not now.numel():
         return 0.0
     if not (now.is_floating_point() or now.is_complex()):
         return 0.0 if torch.equal(now, before) else math.inf
-    kind = torch.complex128 if now.is_complex() else torch.float64
-    difference = (now.to(kind) - before.to(kind)).abs()
+    now, before = widened(now), widened(before)
+    difference = (now - before).abs()
     if bool((now.isfinite() != before.isfinite()).any()):
         return math.inf
     return float(torch.where(now.isfinite(), difference, 0.0).max())

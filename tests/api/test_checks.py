@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,18 +17,21 @@ LINE: Axes = (("dp", 2),)
 
 
 class Checked(nn.Module):
-    """A check that raises, a clamp that only a sick run needs, a branch with two sides, and running statistics."""
+    """A check that raises, a number that is only kept, a clamp that only a sick run needs, a branch with two sides, and
+    running statistics."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.limit = 4
+        self.log: list[float] = []
         self.first, self.norm, self.last = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 6)
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         if labels.max() >= self.limit:
             raise ValueError(f"a label is not among {self.limit}")
         h = self.norm(self.first(x))
+        self.log.append(h.abs().max().item())
         if torch.isinf(h).any():
             h = torch.nan_to_num(h, 0.0, 1.0, -1.0)
         logits = self.last(h) if (labels > 0).any() else 2 * self.last(h)
@@ -42,8 +47,8 @@ def calls() -> list[tuple[Tensor, Tensor]]:
     return [found[0], *found]
 
 
-def trained(rank: int, axes: Axes | None) -> tuple[list[object], dict[str, Tensor]]:
-    """(losses or errors, state at the end)"""
+def trained(rank: int, axes: Axes | None) -> tuple[list[object], list[float], dict[str, Tensor]]:
+    """(losses or errors, log, state at the end)"""
     model = Checked()
     if axes is not None:
         parallel(model, axes)
@@ -60,27 +65,32 @@ def trained(rank: int, axes: Axes | None) -> tuple[list[object], dict[str, Tenso
         told.append(loss.nan_to_num(-1.0).item())
         if loss.isfinite():
             optimizer.step()
-    return told, full({**dict(model.named_parameters()), **dict(model.named_buffers())})
+    return (
+        told,
+        [-1.0 if math.isnan(number) else number for number in model.log],
+        full({**dict(model.named_parameters()), **dict(model.named_buffers())}),
+    )
 
 
 def test_a_call_does_what_its_values_say(ranks: RankPool) -> None:
-    told, state = trained(0, None)
+    told, log, state = trained(0, None)
     assert told[4] == "ValueError: a label is not among 4"
     state = {name: value.nan_to_num() for name, value in state.items()}
-    for got_told, got in ranks.run(trained, LINE, world=2):
-        assert got_told[4] == told[4]
+    for got_told, got_log, got in ranks.run(trained, LINE, world=2):
+        assert got_told[4] == told[4] and all(type(number) is float for number in got_log)
+        assert_close(got_log, log)
         assert_close([got_told[:4], got_told[5:]], [told[:4], told[5:]])
         assert_close({name: value.nan_to_num() for name, value in got.items()}, state)
 
 
 def test_answers_that_do_not_hold() -> None:
-    """By hand: the outputs of the graph beside the loss are the questions, in order."""
+    """By hand: the outputs of the graph beside the loss and the kept number are the questions, in order."""
     x, labels = calls()[0]
     call = capture(Checked(), (x, labels), {}).call
-    holds = [torch.tensor(0.0), torch.tensor(False), torch.tensor(False), torch.tensor(True)]
-    assert [index for index, _ in call.checks] == [1, 2, 3]
+    holds = [torch.tensor(0.0), torch.tensor(1.0), *map(torch.tensor, (False, False, True))]
+    assert [index for index, _ in call.checks] == [2, None, 3, 4]
     Checks(call)(holds, later=False)()
-    for place, count in ((1, 1), (3, 3)):
+    for place, count in ((2, 1), (4, 4)):
         outputs = [value if i != place else ~value for i, value in enumerate(holds)]
         with pytest.raises(Otherwise) as caught:
             Checks(call)(outputs, later=False)

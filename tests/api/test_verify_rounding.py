@@ -56,11 +56,27 @@ class Shuffled(nn.Module):
         return self.up(x)[torch.randperm(8)]
 
 
+class Quantized(nn.Module):
+    """Weights stored in 8 bits, and activations that are rounded to 8."""
+
+    weight: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(10, 6)
+        self.register_buffer("weight", torch.randn(6, 4).to(torch.float8_e4m3fn))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.up(x).to(torch.float8_e4m3fn)
+        return h.float() @ self.weight.float(), h.detach()
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "vanishing gradient": (Vanishing, (8, 10)),
     "cancelled gradient": (BeforeNorm, (2, 1, 128, 128)),
     "complex": (Complex, (8, 10)),
     "permutation": (Shuffled, (8, 10)),
+    "float8": (Quantized, (8, 10)),
 }
 
 

@@ -36,7 +36,7 @@ OF: dict[str, Of] = {
     "solve": L.solve,
     "cholesky": lambda a, h: L.cholesky(a),
     "cholesky_solve": lambda a, h: torch.cholesky_solve(h, L.cholesky(a)),
-    "normal": lambda a, h: MultivariateNormal(h[..., 0], a, validate_args=False).log_prob(h[..., 1]),
+    "normal": lambda a, h: MultivariateNormal(h[..., 0], a).log_prob(h[..., 1]),
     "power": lambda a, h: L.matrix_power(a, -2),
     "lu_solve": lambda a, h: L.lu_solve(*L.lu_factor(a), h),
     "tensorinv": lambda a, h: L.tensorinv(a[0].reshape(3, 3, 1), 1),

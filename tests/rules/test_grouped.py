@@ -194,3 +194,12 @@ def test_a_plan_with_split_experts_is_right(weight: Shard) -> None:
     plan = find_plan(model, MeshSpec({"ep": 3}), (x,), profile=slow_compute(), constraints=pins)
     report = verify(model, plan, (x,))
     assert report.ok, str(report)
+
+
+def test_verify_where_torch_has_no_kernel() -> None:
+    """Of float64, in which alone rounding is no excuse."""
+    torch.manual_seed(0)
+    model, x = Experts().double(), torch.randn(12, 8, dtype=torch.float64)
+    plan = find_plan(model, MeshSpec({"ep": 2}), (x,), profile=slow_compute(), constraints={"up": [Shard(0)]})
+    report = verify(model, plan, (x,))
+    assert report.ok and report.max_error < 1e-12, str(report)
