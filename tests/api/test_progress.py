@@ -52,7 +52,7 @@ def test_times_that_differ_tell_nothing_of_the_next(
     kept.parent.mkdir()
     kept.write_text(f'{{"Net of 8 parameters: searching": {times}}}')
     run(0, 0.1)
-    assert ("of about 60 s" in capfd.readouterr().err) == about
+    assert ("of about" in capfd.readouterr().err) == about
 
 
 def stages_of_calls(rank: int, folder: str) -> None:
