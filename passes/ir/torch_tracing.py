@@ -256,6 +256,10 @@ def grouped_mm_functions() -> list[Any]:
     return [] if op is None else [torch._grouped_mm, op, op.default]
 
 
+NESTED_MAKERS = ("_nested_view_from_jagged", "_nested_tensor_from_tensor_list")
+"""Functions that make nested tensors, as a TorchFunctionMode sees them. Since torch 2.1."""
+
+
 @contextmanager
 def tracing_suspended() -> Generator[None]:
     """Inside, ops run on real tensors, unseen by fake and tracing modes. Since torch 2.1."""
