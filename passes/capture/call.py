@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from passes.capture.dense_only import check_dense, is_dense
 from passes.capture.numbers_left import with_tensors
 from passes.capture.places import Place
 from passes.capture.questions import Check
@@ -56,7 +57,9 @@ def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list
     """(tensors in the order of the graph's "input" placeholders, key) of a call's arguments. Everything that is no
     tensor is part of the key."""
     values = (*args, *kwargs.values())
-    if all(type(value) is Tensor for value in values) and len(set(map(id, values))) == len(values):
+    if all(type(value) is Tensor and is_dense(value) for value in values) and len(
+        set(map(id, values))
+    ) == len(values):
         # The usual call, of tensors alone: its key is made once.
         looks = tuple([(value.shape, value.dtype, value.requires_grad) for value in values])
         return list(values), _key_of_tensors(looks, tuple(kwargs))
@@ -65,6 +68,9 @@ def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list
 
 def _flattened(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], CallKey]:
     tensors, tree = flatten_arguments((args, dict(kwargs)))
+    if not all(map(is_dense, tensors)):
+        for tensor, name in zip(tensors, tensor_names(CallKey(tree, ())), strict=True):
+            check_dense(tensor, name)
     return tensors, CallKey(tree, tuple(TensorKey.of(t) for t in tensors))
 
 
@@ -83,7 +89,7 @@ def tensor_names(key: CallKey) -> list[str]:
     paths = tensor_paths(args, "args")
     for name, tree in kwargs.items():
         paths = {**tensor_paths(tree, name), **paths}
-    return [paths[i] for i in range(len(key.tensors))]
+    return [paths[i] for i in sorted(paths)]
 
 
 def _arguments(key: CallKey) -> tuple[Tree, dict[str, Tree]]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from cost_model.errors import CaptureError
 from passes.capture.contents import contents, refill
+from passes.capture.dense_only import check_dense
 from passes.capture.snapshot import Snapshot
 
 __all__ = ["Slot", "find_slots", "named_state", "rebound_buffers", "state_kept", "state_replaced"]
@@ -66,7 +67,9 @@ def named_state(model: nn.Module) -> dict[str, Tensor]:
 def _is_state(value: Any) -> bool:
     """Whether an attribute is a tensor that a forward may read and change as it does a buffer. One that requires
     grad or is on `meta` has no place beside the parameters: capture names it in an error if it is used."""
-    return type(value) is Tensor and not value.requires_grad and not value.is_meta
+    return (type(value) is Tensor and not (value.requires_grad or value.is_meta)) or (
+        isinstance(value, Tensor) and value.is_nested
+    )
 
 
 def _with_place(
@@ -85,10 +88,7 @@ def _check_initialised(tensor: Tensor, name: str) -> None:
             f"cannot capture: {name} is a lazy parameter, without a shape\n"
             "  try: call the model once on one small batch before autoshard"
         )
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        raise CaptureError(
-            f"cannot capture: {name} is {tensor.layout}, not a dense tensor\n  try: {name}.to_dense()"
-        )
+    check_dense(tensor, name)
 
 
 @contextmanager

@@ -25,6 +25,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy
 
+from passes.capture.dense_only import check_dense_call
+
 __all__ = [
     "is_user_file",
     "node_checkpoint",
@@ -108,8 +110,11 @@ class _SourceMode(TorchFunctionMode):
         if source:
             _annotate(_SOURCE, source)
         _annotate(_AGAIN, self._region(_checkpoint_frame(sys._getframe(1), self.stop)))
+        check_dense_call(func, args)
         answer: Any = self.replace.get(func, func)
-        return answer(*args, **(kwargs or {}))
+        result = answer(*args, **(kwargs or {}))
+        check_dense_call(func, (), result)
+        return result
 
 
 @contextmanager

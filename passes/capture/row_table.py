@@ -53,7 +53,8 @@ _WITH_WEIGHTS = {
     "one_hot": 1,
 }
 """Functions of rows and weights: the dims that rows have at least."""
-_FACT_NAMES = "dtype device layout ndim dim requires_grad is_floating_point is_complex is_cuda"
+_FACT_NAMES = """dtype device layout ndim dim requires_grad is_floating_point is_complex is_cuda is_nested
+is_quantized"""
 _FACTS = frozenset(_FACT_NAMES.split())
 
 

@@ -264,6 +264,10 @@ def packing_functions() -> tuple[Any, Any]:
     return torch._VF._pack_padded_sequence, torch._VF._pad_packed_sequence  # type: ignore[attr-defined]
 
 
+NESTED_MAKERS = ("_nested_view_from_jagged", "_nested_tensor_from_tensor_list")
+"""Functions that make nested tensors, as a TorchFunctionMode sees them. Since torch 2.1."""
+
+
 @contextmanager
 def tracing_suspended() -> Generator[None]:
     """Inside, ops run on real tensors, unseen by fake and tracing modes. Since torch 2.1."""

@@ -105,9 +105,11 @@ def _gradients(
         return {}
     roots, seeds = [root for root, _ in pairs], [seed for _, seed in pairs]
     found = torch.autograd.grad(roots, list(trained.values()), seeds, allow_unused=True)
-    # None where a parameter was not used, which torch's annotation does not say.
+    # None where a parameter was not used, which torch's annotation does not say. Sparse of `nn.Embedding(sparse=True)`.
     return {
-        name: value for name, value in zip(trained, found, strict=True) if isinstance(value, torch.Tensor)
+        name: value if value.layout is torch.strided else value.to_dense()
+        for name, value in zip(trained, found, strict=True)
+        if isinstance(value, torch.Tensor)
     }
 
 
