@@ -1,21 +1,22 @@
-"""The values of a traced graph that follow from a call's own tensors, and what such values are if all are finite."""
+"""Values in a run on fake tensors that follow from the call's own tensors, and what they are if all are finite."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from passes.ir.joint import CPU, ancestors, map_operands, node_value, tensor_operands
 from passes.ir.op_traits import draws, is_product
-from passes.ir.torch_tracing import AotGraph, tracing_suspended
+from passes.ir.torch_tracing import fake_of, tracing_suspended
 
-__all__ = ["Known", "known_values"]
+__all__ = ["History", "Known"]
 
 aten = torch.ops.aten
 _TESTS = (aten.isinf.default, aten.isnan.default)
@@ -33,26 +34,55 @@ class Known:
     is_finite: bool = False
 
 
-def known_values(aot: AotGraph, given: Sequence[Tensor], count: int) -> list[Known]:
-    """Of the first outputs of a graph. given: the tensors of its inputs, by index."""
-    results = pytree.tree_leaves(aot.module.graph.output_node().args[0], is_leaf=lambda leaf: leaf is None)
-    ends = zip(aot.outputs, results, strict=True)
-    nodes = [node for end, node in ends if end.kind == "output" and end.index < count]
-    real = _real_leaves(aot, given)
-    with tracing_suspended(), torch.no_grad():
-        return [_known(node, real) for node in nodes]
+class History:
+    """What ops made of the fakes of a call's tensors, as a graph: `note` is told of each op."""
 
+    def __init__(self) -> None:
+        self._graph = fx.Graph()
+        self._nodes: dict[int, tuple[Tensor, fx.Node]] = {}
+        self._real: dict[fx.Node, Tensor | None] = {}
 
-def _real_leaves(aot: AotGraph, given: Sequence[Tensor]) -> dict[fx.Node, Tensor | None]:
-    """Placeholder or constant -> its value; None where a tensor has none here. Tangents are missing."""
-    found: dict[fx.Node, Tensor | None] = {}
-    for node, end in zip(aot.module.graph.find_nodes(op="placeholder"), aot.inputs, strict=True):
-        if end.kind == "input":
-            found[node] = _here(given[end.index])
-    for node in aot.module.graph.find_nodes(op="get_attr"):
-        held = getattr(aot.module, str(node.target))
-        found[node] = _here(held) if isinstance(held, Tensor) else None
-    return found
+    def begin(self, fakes: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+        """given: the tensors of which these are fakes."""
+        for fake, real in zip(fakes, given, strict=True):
+            self._leaf(fake, _here(real))
+
+    def note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        if getattr(getattr(func, "_schema", None), "is_mutable", False):
+            for leaf in pytree.tree_leaves((args, kwargs)):
+                if isinstance(leaf, Tensor):
+                    self._leaf(leaf, None)
+            return
+        made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        if not made or all(id(leaf) in self._nodes for leaf in made):
+            return
+        given: Any = pytree.tree_map_only(Tensor, self._node, (args, kwargs))
+        node = self._graph.call_function(func, *given)
+        node.meta["val"] = result
+        if isinstance(result, Tensor):
+            self._nodes[id(result)] = result, node
+            return
+        for index, part in enumerate(result):
+            if isinstance(part, Tensor):
+                chosen = self._graph.call_function(operator.getitem, (node, index))
+                chosen.meta["val"] = part
+                self._nodes[id(part)] = part, chosen
+
+    def _node(self, tensor: Tensor) -> fx.Node:
+        if id(tensor) not in self._nodes:  # a constant of the forward, or made by what is not seen
+            self._leaf(tensor, _here(tensor) if type(tensor) in (Tensor, nn.Parameter) else None)
+        return self._nodes[id(tensor)][1]
+
+    def _leaf(self, tensor: Tensor, real: Tensor | None) -> None:
+        node = self._graph.placeholder("leaf")
+        node.meta["val"] = tensor
+        self._nodes[id(tensor)] = tensor, node
+        self._real[node] = real
+
+    def known(self, tensor: Tensor) -> Known:
+        node = self._node(fake_of(tensor))
+        with tracing_suspended(), torch.no_grad():
+            return _known(node, self._real)
 
 
 def _here(tensor: Tensor) -> Tensor | None:
@@ -67,8 +97,7 @@ def _known(result: fx.Node, real: dict[fx.Node, Tensor | None]) -> Known:
     ordered = [node for node in result.graph.nodes if node in needed]
     ops = [node for node in ordered if node.op == "call_function"]
     if not any(is_product(op) or draws(op) for op in ops):
-        leaves = [real.get(node) for node in ordered if node.op != "call_function"]
-        if any(leaf is None for leaf in leaves):
+        if any(real[node] is None for node in ordered if node.op != "call_function"):
             return Known(is_plain=True)
         return Known(_computed(result, ordered, dict(real)), is_plain=True)
     finite = _if_finite(result, ordered)

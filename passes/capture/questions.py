@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from passes.capture.known_values import History, Known
 from passes.capture.places import Place
 from passes.capture.provenance import is_user_file, place_text
 from passes.ir.torch_compat import inside_function_transform
 from passes.ir.torch_dispatch import values_asked
 from passes.ir.torch_tracing import is_value_missing, traced_values_answered, tracing_suspended
 
-__all__ = ["Check", "Question", "Questions", "Undecided"]
+__all__ = ["Check", "Question", "Questions", "RunEnded", "Undecided"]
 
 
 class Undecided(Exception):
@@ -33,9 +34,14 @@ class Undecided(Exception):
         self.place = place
 
 
+class RunEnded(Exception):
+    """A run that looks for answers has found what there is."""
+
+
 @dataclass(frozen=True)
 class Question:
     """value: what is asked for, traced: a truth value, or numbers. answer: what the forward was told; None: nothing.
+    known: what is known of the value, in a run that looks for answers.
 
     lines: those of the user's code that lead to it, to tell questions apart. place: the innermost, to be read."""
 
@@ -43,6 +49,7 @@ class Question:
     answer: Tensor | None
     lines: str
     place: str
+    known: Known
 
     @property
     def is_branch(self) -> bool:
@@ -70,8 +77,8 @@ class Questions:
     """answers: to the first questions, in order. guesses: to later ones, by their lines. errors: like what the forward
     raises after another answer, by question.
 
-    asked: in the last run of the forward. stopping: a run returns what was asked until it raised (`stopped`) or came to
-    its end. asks: if not, there are no answers."""
+    asked: in the last run of the forward. history: of a run that looks for answers, which ends with `RunEnded`;
+    stopped: what it raised. asks: if not, there are no answers."""
 
     def __init__(
         self,
@@ -79,11 +86,11 @@ class Questions:
         guesses: Mapping[str, Tensor] = {},
         errors: Sequence[Exception | None] = (),
         *,
-        stopping: bool = False,
+        history: History | None = None,
         asks: bool = True,
     ) -> None:
         self.answers, self.guesses, self.errors = tuple(answers), guesses, errors
-        self.stopping, self._asks = stopping, asks
+        self.history, self._asks = history, asks
         self.asked: list[Question] = []
         self.stopped: Exception | None = None
         self._open = self._within = False
@@ -166,12 +173,13 @@ class Questions:
         if not self._open:
             return self._again(place)
         value = asked().detach()
-        answer: Tensor | None = None
+        known = Known() if self.history is None else self.history.known(value)
+        answer = known.value
         if len(self.asked) < len(self.answers):
             answer = self.answers[len(self.asked)]
-        elif self._asks:
+        elif self._asks and answer is None:
             answer = self.guesses.get(lines, _NO if _is_branch(value) else None)
-        self.asked.append(Question(value, answer, lines, place))
+        self.asked.append(Question(value, answer, lines, place, known))
         return answer
 
     def _again(self, place: str) -> Tensor | None:

@@ -26,11 +26,12 @@ from passes.capture.grouped_calls import grouped_captured
 from passes.capture.held_tensors import held_tensors_kept
 from passes.capture.inference_paths import inference_paths_kept
 from passes.capture.kept_in_backward import resizing_kept
+from passes.capture.known_values import History
 from passes.capture.model_state import Slot, rebound_buffers, state_kept, state_replaced
 from passes.capture.padding_calls import PADS
 from passes.capture.places import Argument, Place
 from passes.capture.provenance import provenance
-from passes.capture.questions import Questions
+from passes.capture.questions import Questions, RunEnded
 from passes.capture.row_loops import loops_ended
 from passes.capture.row_table import ROWS
 from passes.capture.rows import check_none_leave
@@ -114,12 +115,12 @@ class _Traceable(nn.Module):
         try:
             return self._flat(tensors)
         except Exception as error:
-            if not self.questions.stopping:
+            if self.questions.history is None or isinstance(error, RunEnded):
                 raise
             self.questions.stopped = error
+            raise RunEnded from error
         finally:
             self.questions.end()
-        return tuple(question.value.clone() for question in self.questions.asked)
 
     def _flat(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         program, run = self.program, self.returned
@@ -141,8 +142,8 @@ class _Traceable(nn.Module):
                 f"cannot capture {type(program.model).__name__}: its forward returns no tensor\n"
                 "  try: return the loss"
             )
-        if self.questions.stopping:
-            return tuple(question.value.clone() for question in self.questions.asked)
+        if self.questions.history is not None:
+            raise RunEnded
         check_none_leave(outputs)
         # A clone is no alias of an input, a parameter or another output: the graph stays functional.
         # Contiguous, so that the tangents are traced contiguous, as the runtime passes them.
@@ -166,12 +167,13 @@ def trace(program: TracedCall, answers: Sequence[Tensor] = ()) -> Traced:
 
     answers: to the first of the questions that the forward asks of values."""
 
-    def tracer(questions: Questions) -> tuple[AotGraph, tuple[AotGraph, Returned]]:
-        aot, run = _traced(program, (), Uses(), questions)
-        return aot, (aot, run)
+    def tracer(questions: Questions) -> tuple[AotGraph, Returned] | None:
+        try:
+            return _traced(program, (), Uses(), questions)
+        except RunEnded:
+            return None
 
-    given = [*(slot.tensor for slot in program.slots), *program.inputs]
-    (aot, run), questions = traced_with_answers(tracer, given, answers)
+    (aot, run), questions = traced_with_answers(tracer, answers)
     exempt: Sequence[Spot] = ()
     spots, uses = write_only_candidates(run.writes, run.reads), Uses()
     if spots:
@@ -230,13 +232,13 @@ def _joint(program: TracedCall, traceable: _Traceable, answers: dict[Any, Callab
     """First as if nothing were written in place, unless a module says that it does so."""
 
     def run(table: dict[Any, Callable[..., Any]], rewrite_writes: bool) -> AotGraph:
-        fakes = _fakes(program)
+        fakes = _fakes(program, traceable.questions.history)
         with provenance(program.model, answers, _TRACER_FRAMES):
             return trace_joint(traceable, fakes, table, rewrite_writes=rewrite_writes)
 
     table = decomposition_table()
-    stopping = traceable.questions.stopping
-    if not stopping and not any(_writes_in_place(module) for module in program.model.modules()):
+    is_final = traceable.questions.history is None
+    if is_final and not any(_writes_in_place(module) for module in program.model.modules()):
         # What is wrong with a program, the other trace says, and torch's anomaly detection warns there.
         with suppress(Exception), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Error detected in ")
@@ -264,10 +266,15 @@ def _writes_in_place(module: nn.Module) -> bool:
     return getattr(module, "inplace", False) or getattr(module, "track_running_stats", False)
 
 
-def _fakes(program: TracedCall) -> list[Tensor]:
+def _fakes(program: TracedCall, history: History | None) -> list[Tensor]:
     """Contiguous fakes that no longer know the real tensors, so that those can be swapped later."""
     real = [*(slot.tensor for slot in program.slots), *program.inputs]
-    return fake_tensors([(tuple(t.shape), t.dtype, CPU, t.requires_grad) for t in real])
+    specs = [(tuple(t.shape), t.dtype, CPU, t.requires_grad) for t in real]
+    if history is None:
+        return fake_tensors(specs)
+    fakes = fake_tensors(specs, history.note)
+    history.begin(fakes, real)
+    return fakes
 
 
 @contextmanager
