@@ -35,7 +35,8 @@ class Known:
 
 
 class History:
-    """What ops made of the fakes of a call's tensors, as a graph: `note` is told of each op."""
+    """What ops made of the fakes of a call's tensors, as a graph: `note` is told of each op, and of one that calls
+    others last."""
 
     def __init__(self) -> None:
         self._graph = fx.Graph()
@@ -53,16 +54,12 @@ class History:
                 if isinstance(leaf, Tensor):
                     self._leaf(leaf, None)
             return
-        made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-        if not made or all(id(leaf) in self._nodes for leaf in made):
-            return
         given: Any = pytree.tree_map_only(Tensor, self._node, (args, kwargs))
         node = self._graph.call_function(func, *given)
         node.meta["val"] = result
         if isinstance(result, Tensor):
             self._nodes[id(result)] = result, node
-            return
-        for index, part in enumerate(result):
+        for index, part in enumerate(result if isinstance(result, (tuple, list)) else ()):
             if isinstance(part, Tensor):
                 chosen = self._graph.call_function(operator.getitem, (node, index))
                 chosen.meta["val"] = part

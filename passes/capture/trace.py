@@ -27,14 +27,16 @@ from passes.capture.held_tensors import held_tensors_kept
 from passes.capture.inference_paths import inference_paths_kept
 from passes.capture.kept_in_backward import resizing_kept
 from passes.capture.known_values import History
+from passes.capture.list_calls import LISTS
 from passes.capture.model_state import Slot, rebound_buffers, state_kept, state_replaced
 from passes.capture.padding_calls import PADS
 from passes.capture.places import Argument, Place
 from passes.capture.provenance import provenance
 from passes.capture.questions import Questions, RunEnded
+from passes.capture.row_counts import counted
 from passes.capture.row_loops import loops_ended
 from passes.capture.row_table import ROWS
-from passes.capture.rows import check_none_leave
+from passes.capture.rows import RowsUnknown, rows_in
 from passes.capture.snapshot import Snapshot
 from passes.capture.trees import Static, Tree, changed_places, flatten, retree, unflatten
 from passes.capture.write_only import Spot, Uses, put_stand_ins, write_only_candidates
@@ -133,8 +135,11 @@ class _Traceable(nn.Module):
                 result = program.forward(*args, **kwargs)
             after = retree(call, tensors[count:])
             arguments = [(Argument(path), value) for path, value in changed_places(program.call, after, call)]
-            run.writes = (*before.changes(), *arguments, *self.questions.checks())
+            writes = (*before.changes(), *arguments)
+            _count_leaving(flatten((result, tuple(value for _, value in writes)))[0])
+            run.writes = (*writes, *self.questions.checks())
             outputs, run.tree = flatten((result, tuple(value for _, value in run.writes)))
+            outputs = counted(outputs)
             rebound = rebound_buffers(program.slots, tensors[:count])
         run.count, run.returned, run.rebound = len(outputs), len(flatten(result)[0]), tuple(rebound)
         if not run.returned:
@@ -144,11 +149,17 @@ class _Traceable(nn.Module):
             )
         if self.questions.history is not None:
             raise RunEnded
-        check_none_leave(outputs)
         # A clone is no alias of an input, a parameter or another output: the graph stays functional.
         # Contiguous, so that the tangents are traced contiguous, as the runtime passes them.
         flat = (*outputs, *(buffer.detach() for buffer in rebound.values()))
         return tuple(t.clone(memory_format=torch.contiguous_format) for t in flat)
+
+
+def _count_leaving(outputs: Sequence[Any]) -> None:
+    """Of rows that a mask chooses, how many: what is asked after this has no answer."""
+    for rows in rows_in(outputs):
+        what, remedy = "rows that a mask chooses are returned, or kept", "return all rows, and the mask"
+        counted(rows, RowsUnknown(what, remedy, rows.choice.made))
 
 
 def _passed_on(tree: Tree) -> Iterator[Any]:
@@ -222,7 +233,7 @@ def _traced(
             questions.answered(),
         ):
             stack.enter_context(context)
-        answers = {**replaced, **PADS, **COUNTS, **DENSE_GRADIENTS, **ROWS, **grouped_captured()}
+        answers = {**replaced, **PADS, **COUNTS, **DENSE_GRADIENTS, **LISTS, **ROWS, **grouped_captured()}
         aot = _joint(program, _Traceable(program, returned, spots, uses, questions), answers)
         check_backward_writes(before, [place for place, _ in returned.writes])
     return aot, returned
