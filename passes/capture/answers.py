@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeVar
 
-import torch
 from torch import Tensor
 
 from cost_model.errors import AutoshardError

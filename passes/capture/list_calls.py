@@ -15,7 +15,9 @@ from passes.ir.torch_tracing import tracing_suspended
 __all__ = ["LISTS"]
 
 
-def tensor(data: Any, *, dtype: torch.dtype | None = None, requires_grad: bool = False, **options: Any) -> Tensor:
+def tensor(
+    data: Any, *, dtype: torch.dtype | None = None, requires_grad: bool = False, **options: Any
+) -> Tensor:
     """The same arguments and result as `torch.tensor`, which reads values that traced tensors do not have."""
     leaves = pytree.tree_leaves(data) if isinstance(data, (list, tuple)) else []
     if requires_grad or not any(isinstance(leaf, Tensor) for leaf in leaves):

@@ -8,7 +8,7 @@ call in which it is another is one of another kind.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,10 +17,10 @@ from torch.utils import _pytree as pytree
 
 from passes.capture import row_index
 from passes.capture.row_index import masked_select
-from passes.capture.rows import Choice, Rows, RowsUnknown
+from passes.capture.rows import Choice, Rows, RowsUnknown, rows_in
 from passes.ir.torch_tracing import is_value_missing
 
-__all__ = ["counted", "distinct", "distinct_in_a_row", "getitem", "repeated", "setitem"]
+__all__ = ["count_leaving", "counted", "distinct", "distinct_in_a_row", "getitem", "repeated", "setitem"]
 
 Answer = Callable[..., Any]
 
@@ -33,6 +33,13 @@ def counted(tree: Any, error: RowsUnknown | None = None) -> Any:
         if error is not None and is_value_missing(missing):
             raise error from None
         raise
+
+
+def count_leaving(outputs: Sequence[Any]) -> None:
+    """Of rows that are returned or kept, how many: what is asked later has no answer."""
+    for rows in rows_in(outputs):
+        what, remedy = "rows that a mask chooses are returned, or kept", "return all rows, and the mask"
+        counted(rows, RowsUnknown(what, remedy, rows.choice.made))
 
 
 def getitem(answer: Answer, x: Any, index: Any) -> Any:

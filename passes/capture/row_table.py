@@ -54,7 +54,7 @@ _WITH_WEIGHTS = {
     "one_hot": 1,
 }
 """Functions of rows and weights: the dims that rows have at least."""
-_LASTING = frozenset("set setitem delitem register_hook retain_grad backward".split())
+_LASTING = frozenset(["set", "setitem", "delitem", "register_hook", "retain_grad", "backward"])
 """What does something to the rows themselves."""
 _FACT_NAMES = "dtype device layout ndim dim requires_grad is_floating_point is_complex is_cuda"
 _FACTS = frozenset(_FACT_NAMES.split())
@@ -68,7 +68,8 @@ def row_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         if isinstance(args[0], Rows) and (name in _LASTING or _is_inplace(name, func, args, kwargs)):
             raise
         args, kwargs = counted((args, kwargs), error)
-        return ROWS.get(func, func)(*args, **kwargs)
+        answer: Any = ROWS.get(func, func)
+        return answer(*args, **kwargs)
 
 
 def _of_all_rows(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

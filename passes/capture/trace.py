@@ -33,10 +33,10 @@ from passes.capture.padding_calls import PADS
 from passes.capture.places import Argument, Place
 from passes.capture.provenance import provenance
 from passes.capture.questions import Questions, RunEnded
-from passes.capture.row_counts import counted
+from passes.capture.refused_writes import REFUSED_WRITES, writes_in_place
+from passes.capture.row_counts import count_leaving, counted
 from passes.capture.row_loops import loops_ended
 from passes.capture.row_table import ROWS
-from passes.capture.rows import RowsUnknown, rows_in
 from passes.capture.snapshot import Snapshot
 from passes.capture.trees import Static, Tree, changed_places, flatten, retree, unflatten
 from passes.capture.write_only import Spot, Uses, put_stand_ins, write_only_candidates
@@ -136,7 +136,7 @@ class _Traceable(nn.Module):
             after = retree(call, tensors[count:])
             arguments = [(Argument(path), value) for path, value in changed_places(program.call, after, call)]
             writes = (*before.changes(), *arguments)
-            _count_leaving(flatten((result, tuple(value for _, value in writes)))[0])
+            count_leaving(flatten((result, tuple(value for _, value in writes)))[0])
             run.writes = (*writes, *self.questions.checks())
             outputs, run.tree = flatten((result, tuple(value for _, value in run.writes)))
             outputs = counted(outputs)
@@ -153,13 +153,6 @@ class _Traceable(nn.Module):
         # Contiguous, so that the tangents are traced contiguous, as the runtime passes them.
         flat = (*outputs, *(buffer.detach() for buffer in rebound.values()))
         return tuple(t.clone(memory_format=torch.contiguous_format) for t in flat)
-
-
-def _count_leaving(outputs: Sequence[Any]) -> None:
-    """Of rows that a mask chooses, how many: what is asked after this has no answer."""
-    for rows in rows_in(outputs):
-        what, remedy = "rows that a mask chooses are returned, or kept", "return all rows, and the mask"
-        counted(rows, RowsUnknown(what, remedy, rows.choice.made))
 
 
 def _passed_on(tree: Tree) -> Iterator[Any]:
@@ -249,32 +242,14 @@ def _joint(program: TracedCall, traceable: _Traceable, answers: dict[Any, Callab
 
     table = decomposition_table()
     is_final = traceable.questions.history is None
-    if is_final and not any(_writes_in_place(module) for module in program.model.modules()):
+    if is_final and not any(writes_in_place(module) for module in program.model.modules()):
         # What is wrong with a program, the other trace says, and torch's anomaly detection warns there.
         with suppress(Exception), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Error detected in ")
-            aot = run({**table, **_refused_writes()}, False)
+            aot = run({**table, **REFUSED_WRITES}, False)
             if not has_writes(aot):
                 return aot
     return run(table, True)
-
-
-_WRITES = "add_ sub_ mul_ div_ copy_ fill_ zero_ masked_fill_ index_put_ relu_"
-
-
-def _refused_writes() -> dict[Any, Callable[..., Any]]:
-    """The usual ones end a trace that is not for them at once; `has_writes` finds the others."""
-    packets = [getattr(torch.ops.aten, name) for name in _WRITES.split()]
-    return {getattr(packet, name): _refuse for packet in packets for name in packet.overloads()}
-
-
-def _refuse(*args: Any, **kwargs: Any) -> Any:
-    raise RuntimeError("a write in place")
-
-
-def _writes_in_place(module: nn.Module) -> bool:
-    """Running statistics and `nn.ReLU(inplace=True)`."""
-    return getattr(module, "inplace", False) or getattr(module, "track_running_stats", False)
 
 
 def _fakes(program: TracedCall, history: History | None) -> list[Tensor]:

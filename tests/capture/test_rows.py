@@ -116,7 +116,12 @@ def their_number(m: Model, h: Tensor, y: Tensor) -> Any:
     out[torch.arange(len(i)), 0] = h[i, j]
     out[1, y[1] > 0] = torch.cat([rows[:1], m.token.unsqueeze(0)])
     ends = torch.cat([torch.sort(rows, 0)[0], out.reshape(-1, 8), h[:, y[0] > 0].flatten(0, 1)])
-    return ends, rows * len(rows), (h[y > 0] * h[y > 1].repeat(2, 1)[:7]).sum(), rows[rows[:, 0] > 0].shape[0] * h
+    return (
+        ends,
+        rows * len(rows),
+        (h[y > 0] * h[y > 1].repeat(2, 1)[:7]).sum(),
+        rows[rows[:, 0] > 0].shape[0] * h,
+    )
 
 
 def values_in_places(m: Model, h: Tensor, y: Tensor) -> Tensor:
@@ -137,7 +142,11 @@ def mask_changed(m: Model, h: Tensor, y: Tensor) -> Tensor:
 def sizes(m: Model, h: Tensor, y: Tensor) -> Any:
     """Results whose sizes are values of the call."""
     times = y[:, 0].clamp(0)
-    repeated = h.repeat_interleave(times, 0), torch.repeat_interleave(times), h[1, :, 0].repeat_interleave(y[3] + 1)
+    repeated = (
+        h.repeat_interleave(times, 0),
+        torch.repeat_interleave(times),
+        h[1, :, 0].repeat_interleave(y[3] + 1),
+    )
     values, inverse = torch.unique_consecutive(y.reshape(-1), return_inverse=True)
     pair = torch.tensor([y.max() - 1, 2]), torch.tensor([[h.detach()[0, 0, 0]], [1.0]], dtype=torch.float64)
     return *repeated, values, inverse, y.unique(), *pair, h * int(np.asarray(y).max())

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from autoshard import autoshard
-from tests.training.steps import Run, batches, full, train
+from tests.training.steps import Run, full, train
 
 __all__ = ["EXAMPLES", "Example", "trained"]
 
@@ -44,6 +44,11 @@ _ENCODER: dict[str, Any] = {
 }
 
 
+def _options(**options: Any) -> dict[str, Any]:
+    """Of configurations, whose signatures do not name all of them."""
+    return options
+
+
 def _text(length: int = 8, **more: torch.Tensor) -> dict[str, Any]:
     ids = torch.randint(2, 58, (4, length))
     return {"input_ids": ids, "labels": ids, **more}
@@ -60,13 +65,12 @@ def detr() -> Example:
     """Clamps behind a test for infinity."""
     from transformers import DetrConfig, DetrForObjectDetection, ResNetConfig
 
+    stages = _options(out_features=["stage2"])
     backbone = ResNetConfig(
-        embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], layer_type="basic", out_features=["stage2"]
+        embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], layer_type="basic", **stages
     )
     config = DetrConfig(
-        use_timm_backbone=False,
-        use_pretrained_backbone=False,
-        backbone=None,
+        **_options(use_timm_backbone=False, use_pretrained_backbone=False, backbone=None),
         backbone_config=backbone,
         d_model=16,
         encoder_layers=1,
@@ -86,7 +90,7 @@ def llava() -> Example:
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
     text, vision = LlamaConfig(**_TEXT, pad_token_id=0), CLIPVisionConfig(**_VISION)
-    config = LlavaConfig(vision_config=vision, text_config=text, image_token_id=62)
+    config = LlavaConfig(vision_config=vision, text_config=text, **_options(image_token_id=62))
     call = _with_images(pixel_values=torch.randn(4, 3, 16, 16))
     return LlavaForConditionalGeneration(config).train(), call
 
@@ -102,7 +106,9 @@ def paligemma() -> Example:
     vision = SiglipVisionConfig(**_VISION, vision_use_head=False).to_dict()
     text = GemmaConfig(**_TEXT, pad_token_id=0).to_dict()
     config = PaliGemmaConfig(
-        vision_config=vision, text_config=text, image_token_id=62, projection_dim=16, hidden_size=16
+        vision_config=vision,
+        text_config=text,
+        **_options(image_token_id=62, projection_dim=16, hidden_size=16),
     )
     call = _with_images(pixel_values=torch.randn(4, 3, 16, 16))
     call["token_type_ids"] = (torch.arange(12) > 6).long().expand(4, -1).clone()
@@ -151,7 +157,7 @@ def mixtral() -> Example:
         num_local_experts=4,
         num_experts_per_tok=2,
         output_router_logits=True,
-        experts_implementation="eager",
+        **_options(experts_implementation="eager"),
     )
     return MixtralForCausalLM(config).train(), _text()
 
@@ -159,8 +165,9 @@ def mixtral() -> Example:
 def qwen3next() -> Example:
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
+    text: dict[str, Any] = {**_TEXT, "num_hidden_layers": 2}
     config = Qwen3NextConfig(
-        **{**_TEXT, "num_hidden_layers": 2},
+        **text,
         layer_types=["linear_attention", "full_attention"],
         linear_key_head_dim=8,
         linear_value_head_dim=8,
@@ -265,15 +272,8 @@ def mask2former() -> Example:
     from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation, SwinConfig
 
     stages = ["stage1", "stage2", "stage3", "stage4"]
-    backbone = SwinConfig(
-        image_size=32,
-        embed_dim=8,
-        depths=[1] * 4,
-        num_heads=[1] * 4,
-        window_size=2,
-        drop_path_rate=0.0,
-        out_features=stages,
-    )
+    swin = _options(depths=[1] * 4, num_heads=[1] * 4, out_features=stages)
+    backbone = SwinConfig(image_size=32, embed_dim=8, window_size=2, drop_path_rate=0.0, **swin)
     config = Mask2FormerConfig(
         backbone_config=backbone,
         feature_size=32,
@@ -285,7 +285,6 @@ def mask2former() -> Example:
         num_attention_heads=2,
         dim_feedforward=32,
         num_queries=8,
-        num_labels=3,
         train_num_points=32,
     )
     return Mask2FormerForUniversalSegmentation(config).train(), {"pixel_values": torch.randn(4, 3, 32, 32)}
@@ -303,7 +302,7 @@ def trained(rank: int, name: str, options: Mapping[str, Any] | None = None) -> R
     model, call = EXAMPLES[name]()
     model = model.double()
     call = {key: value.double() if value.is_floating_point() else value for key, value in call.items()}
-    data = batches(call, 3)
+    data = [{key: value.roll(step, 0) for key, value in call.items()} for step in range(3)]
     if options is not None:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
         autoshard(model, mesh, ((), data[0]), **options)

