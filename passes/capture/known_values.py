@@ -36,45 +36,41 @@ class Known:
 
 class History:
     """What ops made of the fakes of a call's tensors, as a graph: `note` is told of each op, and of one that calls
-    others last."""
+    others last. Nothing is known of what is written to, or comes from elsewhere."""
 
     def __init__(self) -> None:
         self._graph = fx.Graph()
-        self._nodes: dict[int, tuple[Tensor, fx.Node]] = {}
+        self._nodes: dict[int, tuple[Any, fx.Node]] = {}
         self._real: dict[fx.Node, Tensor | None] = {}
 
     def begin(self, fakes: Sequence[Tensor], given: Sequence[Tensor]) -> None:
         """given: the tensors of which these are fakes."""
         for fake, real in zip(fakes, given, strict=True):
-            self._leaf(fake, _here(real))
+            self._real[self._noted(self._graph.placeholder("given"), fake)] = _here(real)
 
     def note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         if getattr(getattr(func, "_schema", None), "is_mutable", False):
             for leaf in pytree.tree_leaves((args, kwargs)):
                 if isinstance(leaf, Tensor):
-                    self._leaf(leaf, None)
+                    self._noted(self._graph.placeholder("written"), leaf)
             return
         given: Any = pytree.tree_map_only(Tensor, self._node, (args, kwargs))
-        node = self._graph.call_function(func, *given)
-        node.meta["val"] = result
-        if isinstance(result, Tensor):
-            self._nodes[id(result)] = result, node
+        node = self._noted(self._graph.call_function(func, *given), result)
         for index, part in enumerate(result if isinstance(result, (tuple, list)) else ()):
             if isinstance(part, Tensor):
-                chosen = self._graph.call_function(operator.getitem, (node, index))
-                chosen.meta["val"] = part
-                self._nodes[id(part)] = part, chosen
+                self._noted(self._graph.call_function(operator.getitem, (node, index)), part)
+
+    def _noted(self, node: fx.Node, value: Any) -> fx.Node:
+        node.meta |= {"val": value, "place": len(self._graph.nodes)}
+        self._nodes[id(value)] = value, node
+        return node
 
     def _node(self, tensor: Tensor) -> fx.Node:
         if id(tensor) not in self._nodes:  # a constant of the forward, or made by what is not seen
-            self._leaf(tensor, _here(tensor) if type(tensor) in (Tensor, nn.Parameter) else None)
+            node = self._noted(self._graph.placeholder("found"), tensor)
+            if type(tensor) in (Tensor, nn.Parameter):
+                self._real[node] = _here(tensor)
         return self._nodes[id(tensor)][1]
-
-    def _leaf(self, tensor: Tensor, real: Tensor | None) -> None:
-        node = self._graph.placeholder("leaf")
-        node.meta["val"] = tensor
-        self._nodes[id(tensor)] = tensor, node
-        self._real[node] = real
 
     def known(self, tensor: Tensor) -> Known:
         node = self._node(fake_of(tensor))
@@ -90,11 +86,11 @@ def _here(tensor: Tensor) -> Tensor | None:
 
 
 def _known(result: fx.Node, real: dict[fx.Node, Tensor | None]) -> Known:
-    needed = ancestors([result])
-    ordered = [node for node in result.graph.nodes if node in needed]
+    ordered = sorted(ancestors([result]), key=lambda node: node.meta["place"])
     ops = [node for node in ordered if node.op == "call_function"]
-    if not any(is_product(op) or draws(op) for op in ops):
-        if any(real[node] is None for node in ordered if node.op != "call_function"):
+    leaves = [node for node in ordered if node.op != "call_function"]
+    if all(leaf in real for leaf in leaves) and not any(is_product(op) or draws(op) for op in ops):
+        if any(real[leaf] is None for leaf in leaves):
             return Known(is_plain=True)
         return Known(_computed(result, ordered, dict(real)), is_plain=True)
     finite = _if_finite(result, ordered)
