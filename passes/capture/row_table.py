@@ -282,10 +282,5 @@ ROWS: dict[Any, Callable[..., Any]] = {
     torch.where: _where,
     **dict.fromkeys((torch.masked_select, Tensor.masked_select), _indexed(row_index.masked_select)),
     **dict.fromkeys((torch.nonzero, Tensor.nonzero), _indexed(row_index.places_listed)),
-    **dict.fromkeys((torch.repeat_interleave, Tensor.repeat_interleave), _indexed(row_counts.repeated)),
-    **dict.fromkeys((torch.unique, Tensor.unique), _indexed(row_counts.distinct)),
-    **dict.fromkeys(
-        (torch.unique_consecutive, Tensor.unique_consecutive), _indexed(row_counts.distinct_in_a_row)
-    ),
 }
 """Torch functions to answer otherwise while tracing."""
