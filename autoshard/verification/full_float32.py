@@ -21,10 +21,27 @@ def full_float32() -> Generator[None]:
     cudnn: Any = torch.backends.cudnn  # torch names neither to type checkers
     backends: tuple[Any, ...] = torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn
     before = [backend.fp32_precision for backend in backends]
+    with _old_flag_off(cudnn):
+        try:
+            for backend in backends:
+                backend.fp32_precision = "ieee"
+            yield
+        finally:
+            for backend, precision in zip(backends, before, strict=True):
+                backend.fp32_precision = precision
+
+
+@contextmanager
+def _old_flag_off(cudnn: Any) -> Generator[None]:
+    """A model that reads the flag from before there were precisions, as `torch.backends.cudnn.flags()` does, gets an
+    error where it says another thing than these."""
     try:
-        for backend in backends:
-            backend.fp32_precision = "ieee"
+        before = cudnn.allow_tf32
+    except RuntimeError:  # it does so outside, too
+        yield
+        return
+    cudnn.allow_tf32 = False
+    try:
         yield
     finally:
-        for backend, precision in zip(backends, before, strict=True):
-            backend.fp32_precision = precision
+        cudnn.allow_tf32 = before

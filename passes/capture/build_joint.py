@@ -176,7 +176,8 @@ class _Builder:
         for node, end in zip(self.results, self.traced.aot.outputs, strict=True):
             if end.kind == "mutated" and end.index < len(slots) and slots[end.index].is_parameter:
                 what = f"parameter {slots[end.index].name}"
-                raise mutation_error(self.program.model, what, "" if node is None else node_source(node))
+                source, by = ("", None) if node is None else (node_source(node), node.target)
+                raise mutation_error(self.program.model, what, source, by)
 
     @property
     def _model(self) -> str:

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import nn
 
-from cost_model.errors import CaptureError, UnsupportedOpError
+from cost_model.errors import CaptureError
 from passes.capture.provenance import is_user_file, place_text
 from passes.capture.questions import Undecided
 from passes.capture.rows import RowsUnknown
@@ -21,6 +22,12 @@ __all__ = ["capture_error", "mutation_error", "users_part"]
 
 _CHANGED_IN_PLACE = ("mutating a non-functional tensor", "expected to have an entirely functional graph")
 """What torch says where a tensor that it has not traced from the beginning is written to."""
+
+_ELSEWHERE = "work on a clone, or keep the value in a buffer (register_buffer), which may change"
+_MAX_NORM = (
+    "max_norm=None, and after each optimizer.step() for all rows, under torch.no_grad(): "
+    "weight.mul_((max_norm / (weight.norm(dim=1, keepdim=True) + 1e-7)).clamp(max=1))"
+)
 
 
 def capture_error(model: nn.Module, forward: Callable[..., Any], cause: Exception) -> CaptureError:
@@ -52,12 +59,13 @@ def _steps(step: TracebackType | None) -> Iterator[TracebackType]:
         step = step.tb_next
 
 
-def mutation_error(model: nn.Module, what: str, source: str) -> CaptureError:
-    """For an in-place change of `what`, an argument or a parameter."""
+def mutation_error(model: nn.Module, what: str, source: str, by: Any) -> CaptureError:
+    """For an in-place change of `what`, an argument or a parameter, by an op."""
     place = f"\n  at {source}" if source else ""
+    is_renorm = by is torch.ops.aten.embedding_renorm.default
+    how, remedy = (" (max_norm)", _MAX_NORM) if is_renorm else ("", _ELSEWHERE)
     return CaptureError(
-        f"cannot capture {type(model).__name__}: forward changes {what} in place{place}\n"
-        "  try: work on a clone, or keep the value in a buffer (register_buffer), which may change"
+        f"cannot capture {type(model).__name__}: forward changes {what} in place{how}{place}\n  try: {remedy}"
     )
 
 
@@ -67,8 +75,8 @@ def _explain(cause: Exception) -> tuple[str, str]:
             "the value of a tensor decides what runs next (`if`, `.item()`, `.tolist()`, `int()`, ...)",
             "torch.where, masks, an argument that is a Python number, or do it outside of forward",
         )
-    if isinstance(cause, UnsupportedOpError):
-        reason, _, remedy = str(cause).partition("\n  try: ")
+    reason, _, remedy = str(cause).partition("\n  try: ")
+    if remedy:
         return reason, remedy
     if isinstance(cause, RowsUnknown):
         return f"the shape of a result depends on the values of a tensor: {cause.what}", cause.remedy

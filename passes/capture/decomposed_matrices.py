@@ -1,4 +1,4 @@
-"""Determinants and solves as factorizations, and what is written to diagonals as a choice.
+"""Determinants and solves as factorizations, what is written to diagonals as a choice, and distances of all pairs.
 
 Torch factorizes the transposed matrix if it lies in rows, and the gradient's formula asks the traced tensor for that:
 a rank whose part lies otherwise would factorize another matrix than its gradient takes it for.
@@ -73,6 +73,25 @@ def diagonal_backward(grad: Tensor, shape: Sequence[int], offset: int, dim1: int
     return diagonal_scatter(grad.new_zeros(shape), grad, offset, dim1, dim2)
 
 
+def _pairs(n: int) -> Tensor:
+    """Of rows i < j, their place among all [n * n]."""
+    i, j = torch.triu_indices(n, n, 1)
+    return i * n + j
+
+
+def pdist_forward(x: Tensor, p: float = 2) -> Tensor:
+    n = x.shape[0]
+    each = aten._cdist_forward.default(x, x, p, 2)  # without products, as torch's own
+    return each.reshape(n * n).index_select(0, _pairs(n))
+
+
+def pdist_backward(grad: Tensor, x: Tensor, p: float, distances: Tensor) -> Tensor:
+    """A pair moves both of its rows."""
+    n = x.shape[0]
+    one, other = (x.new_zeros(n * n).index_add(0, _pairs(n), t).reshape(n, n) for t in (grad, distances))
+    return aten._cdist_backward.default(one + one.mT, x, x, p, other + other.mT)
+
+
 MATRICES: dict[Any, Callable[..., Any]] = {
     aten._linalg_det.default: det,
     aten._linalg_slogdet.default: slogdet,
@@ -80,4 +99,6 @@ MATRICES: dict[Any, Callable[..., Any]] = {
     aten.trace.default: trace,
     aten.diagonal_scatter.default: diagonal_scatter,
     aten.diagonal_backward.default: diagonal_backward,
+    aten._pdist_forward.default: pdist_forward,
+    aten._pdist_backward.default: pdist_backward,
 }

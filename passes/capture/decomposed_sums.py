@@ -1,4 +1,5 @@
-"""Means, variances, products with a bias and of three, and PReLU, as sums, pointwise ops and plain products."""
+"""Means, variances, products with a bias and of three, PReLU, and the place of a number, as sums, pointwise ops and
+plain products."""
 
 from __future__ import annotations
 
@@ -113,6 +114,24 @@ def prelu_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Ten
     return torch.where(x > 0, grad, weight * grad), torch.where(x > 0, torch.zeros_like(x), x * grad)
 
 
+def searchsorted(
+    row: Tensor,
+    number: Any,
+    *,
+    out_int32: bool = False,
+    right: bool = False,
+    side: str | None = None,
+    sorter: Any = None,
+) -> Tensor:
+    """How many are before a number. One that is not a number is behind all."""
+    after = row > number if right or side == "right" else row >= number
+    return after.logical_not().sum(dtype=torch.int32 if out_int32 else torch.int64)
+
+
+def bucketize(number: Any, row: Tensor, *, out_int32: bool = False, right: bool = False) -> Tensor:
+    return searchsorted(row, number, out_int32=out_int32, right=right)
+
+
 SUMS: dict[Any, Callable[..., Any]] = {
     aten._is_all_true.default: lambda x: x.all(),
     aten._is_any_true.default: lambda x: x.any(),
@@ -125,6 +144,8 @@ SUMS: dict[Any, Callable[..., Any]] = {
     aten.baddbmm.default: baddbmm,
     aten.addbmm.default: addbmm,
     aten._trilinear.default: trilinear,
+    aten.searchsorted.Scalar: searchsorted,
+    aten.bucketize.Scalar: bucketize,
     aten._prelu_kernel.default: prelu,
     aten._prelu_kernel_backward.default: prelu_backward,
 }

@@ -37,7 +37,7 @@ _batch_norm_no_update batch_norm_backward cudnn_batch_norm cudnn_batch_norm_back
 miopen_batch_norm_backward _weight_norm_interface
 hardswish_backward hardtanh_backward hardsigmoid_backward elu_backward leaky_relu_backward
 glu glu_backward mish_backward softplus_backward masked_fill
-rsub tril triu linalg_vector_norm norm aminmax count_nonzero
+rsub tril triu tril_indices triu_indices linalg_vector_norm norm aminmax count_nonzero
 addmv addr split diag_embed eye linspace
 affine_grid_generator _euclidean_dist dist vdot std_mean nansum take rot90 narrow_copy block_diag
 renorm index_fill index_copy max_unpool2d max_unpool3d _safe_softmax

@@ -227,7 +227,7 @@ def key_noted(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def noted(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
-        if isinstance(result, Tensor) and not isinstance(result, Rows):
+        if isinstance(result, Tensor) and not rows_in((result, args, kwargs)):
             given = tuple(
                 mask_key(a) if isinstance(a, Tensor) else repr(a) for a in (*args, *kwargs.values())
             )

@@ -269,7 +269,7 @@ def _where(*args: Any, **kwargs: Any) -> Any:
 
 def _comparisons() -> dict[Any, Callable[..., Any]]:
     names = "eq ne lt le gt ge logical_and logical_or logical_not bitwise_and bitwise_or bitwise_not bool"
-    views = "__and__ __or__ __invert__ view reshape flatten"
+    views = "__and__ __or__ __invert__ view reshape flatten sum"
     owned = [getattr(owner, name, None) for owner in (torch, Tensor) for name in f"{names} {views}".split()]
     return {function: row_index.key_noted(function) for function in owned if function is not None}
 

@@ -12,31 +12,27 @@ import torch
 from torch import Tensor, nn
 
 from cost_model.errors import CaptureError
+from passes.capture.answered_calls import ANSWERED
 from passes.capture.answers import traced_with_answers
 from passes.capture.attention_calls import attention_captured
 from passes.capture.attribute_reads import attributes_read
 from passes.capture.backward_writes import check_backward_writes
 from passes.capture.checkpoint_calls import reentrant_checkpoints_called
-from passes.capture.counting import COUNTS
 from passes.capture.cumulative import trace_cumulative_averages
 from passes.capture.decompositions import decomposition_table
-from passes.capture.dense_gradients import DENSE_GRADIENTS
 from passes.capture.device_view import seen_on
 from passes.capture.grouped_calls import grouped_captured
 from passes.capture.held_tensors import held_tensors_kept
 from passes.capture.inference_paths import inference_paths_kept
 from passes.capture.kept_in_backward import resizing_kept
 from passes.capture.known_values import History
-from passes.capture.list_calls import LISTS
 from passes.capture.model_state import Slot, rebound_buffers, state_kept, state_replaced
-from passes.capture.padding_calls import PADS
 from passes.capture.places import Argument, Place
 from passes.capture.provenance import provenance
 from passes.capture.questions import Questions, RunEnded
 from passes.capture.refused_writes import REFUSED_WRITES, writes_in_place
 from passes.capture.row_counts import count_leaving, counted
 from passes.capture.row_loops import loops_ended
-from passes.capture.row_table import ROWS
 from passes.capture.snapshot import Snapshot
 from passes.capture.trees import Static, Tree, changed_places, flatten, retree, unflatten
 from passes.capture.write_only import Spot, Uses, put_stand_ins, write_only_candidates
@@ -226,7 +222,7 @@ def _traced(
             questions.answered(),
         ):
             stack.enter_context(context)
-        answers = {**replaced, **PADS, **COUNTS, **DENSE_GRADIENTS, **LISTS, **ROWS, **grouped_captured()}
+        answers = {**replaced, **ANSWERED, **grouped_captured()}
         aot = _joint(program, _Traceable(program, returned, spots, uses, questions), answers)
         check_backward_writes(before, [place for place, _ in returned.writes])
     return aot, returned

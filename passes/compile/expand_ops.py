@@ -62,8 +62,8 @@ def expand_ops(
     chip: Chip | None = None,
     called: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
 ) -> fx.GraphModule:
-    """A module without ops of the namespace `autoshard`, but for grouped products that only a loop computes.
-    Other nodes keep name and meta.
+    """A module without ops of the namespace `autoshard`, but for CTC losses and for grouped products that only a loop
+    computes. Other nodes keep name and meta.
 
     chip: the CUDA device that the graph is for; None: the devices of its tensors are asked, where a kernel depends
     on them. called: ops that become calls of the functions given, as they are.

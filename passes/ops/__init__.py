@@ -8,6 +8,7 @@ from passes.ops import halo_op as halo_op
 from passes.ops import use as use
 from passes.ops.attention_op import attention, attention_backward
 from passes.ops.circular_pad import circular_pad, circular_pad_backward
+from passes.ops.ctc_loss import ctc_loss, ctc_loss_backward
 from passes.ops.grouped_product import grouped_mm
 from passes.ops.neighborhood_op import neighborhood_attention, neighborhood_attention_backward
 from passes.ops.uniform import uniform, uniform_reference
@@ -17,6 +18,8 @@ __all__ = [
     "attention_backward",
     "circular_pad",
     "circular_pad_backward",
+    "ctc_loss",
+    "ctc_loss_backward",
     "grouped_mm",
     "neighborhood_attention",
     "neighborhood_attention_backward",

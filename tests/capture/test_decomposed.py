@@ -56,6 +56,11 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     "diagonal scatter": lambda x: torch.diagonal_scatter(x * 1, x[0, :, :3] * 5, -1, 2, 0),
     "trace": lambda x: torch.trace(x[0]),
     "cdist": lambda x: torch.cdist(x, x * 2),
+    "pdist": lambda x: nn.functional.pdist(torch.cat([x[0], x[0, :1]])) * nn.functional.pdist(x[1].repeat(2, 1)[:5], 1),
+    "place of a number": lambda x: (
+        x.sum() * torch.searchsorted(torch.arange(5), 2.0, side="right")
+        + x.sum() * torch.bucketize(2, torch.arange(0.0, 5.0), out_int32=True)
+    ),
     "cdist by products": lambda x: torch.cdist(x, x * 2, compute_mode="use_mm_for_euclid_dist"),
     "grid sample": lambda x: nn.functional.grid_sample(x[None], x[None, ..., :2] / 5, align_corners=False),
     "unpool": lambda x: nn.functional.max_unpool2d(

@@ -66,6 +66,10 @@ def changes_parameter(m: Runs, h: Tensor) -> Tensor:
     return h
 
 
+def max_norm(m: Runs, h: Tensor) -> Tensor:
+    return F.embedding(h.detach().long().clamp(0, 1), m.linear.weight, max_norm=1.0)
+
+
 def changes_buffer_with_gradient(m: Runs, h: Tensor) -> Tensor:
     m.count.add_(h.sum())
     return h
@@ -88,6 +92,7 @@ REFUSED = [
     (numpy, 1, ""),
     (wrong_shape, 1, "RuntimeError"),
     (changes_parameter, 2, "parameter linear.weight"),
+    (max_norm, 1, "in place (max_norm)"),
     (changes_buffer_with_gradient, None, "buffer count"),
     (stray_parameter, 1, "neither its parameter"),
     (raises, 1, "KeyError: 'vocabulary'"),

@@ -11,6 +11,7 @@ from torch.distributions import MultivariateNormal
 
 from autoshard import MeshSpec, find_plan, verify
 from autoshard.calls.checks import Checks, Otherwise
+from cost_model.errors import CaptureError
 from passes.capture import capture
 from tests.capture.running import check
 
@@ -41,6 +42,11 @@ OF: dict[str, Of] = {
     "tensorinv": lambda a, h: L.tensorinv(a[0].reshape(3, 3, 1), 1),
     "checked": lambda a, h: L.inv_ex(a, check_errors=True).inverse,
     "eigvals": lambda a, h: L.eigvals(a).abs(),  # its backward solves
+    "lstsq": lambda a, h: L.lstsq(a[:, :, :2], h).solution,
+    "lstsq, its residuals": lambda a, h: L.lstsq(a[..., :2], h[..., 0], driver="gels").residuals,
+    "lstsq of few rows": lambda a, h: (
+        L.lstsq(a[:, :2], h[:, :2, 0], 1e-9, driver="gelsy")[0] * L.lstsq(a, h).rank[0]
+    ),
     "in_place": lambda a, h: L.inv(a).neg().mul_(2),
 }
 
@@ -76,3 +82,16 @@ def test_a_singular_matrix_raises_what_it_does_in_one_process() -> None:
     nn.init.zeros_(model.linear.bias)
     with pytest.raises(L.LinAlgError, match=r"linalg\.inv"):
         model(torch.zeros(2, 3, 3))
+
+
+@pytest.mark.parametrize(
+    ("of", "remedy"),
+    [
+        (lambda a, h: L.lstsq(a, h)[1].sum(), "driver='gels'"),
+        (lambda a, h: h * torch.add(L.lstsq(a, h).residuals, 1), "driver='gels'"),
+        (lambda a, h: L.lstsq(a, h, driver="gelss")[0], "driver='gelsy'"),
+    ],
+)
+def test_what_least_squares_leave_open(of: Of, remedy: str) -> None:
+    with pytest.raises(CaptureError, match=f"test_matrix_checks.*\n.*{remedy}"):
+        capture(Matrices(of), (torch.randn(2, 3, 3),), {})

@@ -139,6 +139,15 @@ _SAMPLING: dict[str, Builder] = {
     ),
 }
 
+_LOSSES: dict[str, Builder] = {
+    "autoshard::ctc_loss.default": empty_safe(
+        spec("t n c, n s, n, n -> n; t: whole; c: whole; s: whole"),
+    ),
+    "autoshard::ctc_loss_backward.default": empty_safe(
+        spec("n, t n c, n s, n, n -> t n c; t: whole; c: whole; s: whole; linear: 0"),
+    ),
+}
+
 _PIECES: dict[str, Builder] = {
     "autoshard::piece.default": pieces.piece,
     "autoshard::collect.default": pieces.collect,
@@ -233,6 +242,7 @@ TABLE: Mapping[str, Builder] = MappingProxyType(
     | _CREATION
     | _INDEXING
     | _SAMPLING
+    | _LOSSES
     | _PIECES
     | _PRODUCTS
     | _MATRICES
