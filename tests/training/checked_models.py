@@ -34,14 +34,13 @@ _VISION: dict[str, Any] = {
     "patch_size": 8,
     "projection_dim": 16,
 }
-_DROP: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-_ENCODER: dict[str, Any] = {
+_LAYER: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 32,
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
-    **_DROP,
 }
+_ENCODER: dict[str, Any] = {**_LAYER, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def _options(**options: Any) -> dict[str, Any]:
@@ -290,8 +289,49 @@ def mask2former() -> Example:
     return Mask2FormerForUniversalSegmentation(config).train(), {"pixel_values": torch.randn(4, 3, 32, 32)}
 
 
+def _speech() -> dict[str, Any]:
+    return _options(
+        **_LAYER,
+        vocab_size=16,
+        conv_dim=[8, 8],
+        conv_stride=[4, 2],
+        conv_kernel=[8, 4],
+        num_feat_extract_layers=2,
+        num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2,
+        layerdrop=0.0,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        activation_dropout=0.0,
+        feat_proj_dropout=0.0,
+        final_dropout=0.0,
+        mask_time_prob=0.0,
+    )
+
+
+def _spoken() -> dict[str, Any]:
+    """One sound is shorter, and so is one text."""
+    sound, text = torch.ones(4, 200).long(), torch.randint(1, 16, (4, 3))
+    sound[2, 150:], text[1, 2] = 0, -100
+    return {"input_values": torch.randn(4, 200), "attention_mask": sound, "labels": text}
+
+
+def wav2vec2() -> Example:
+    """CTC of targets that a mask chooses."""
+    from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
+
+    return Wav2Vec2ForCTC(Wav2Vec2Config(**_speech())).train(), _spoken()
+
+
+def hubert() -> Example:
+    from transformers import HubertConfig, HubertForCTC
+
+    return HubertForCTC(HubertConfig(**_speech())).train(), _spoken()
+
+
 _ALL: list[Callable[[], Example]] = [
-    detr, llava, paligemma, qwen25vl, mixtral, qwen3next, longformer, informer, encodec, bert, vitmae, mask2former
+    detr, llava, paligemma, qwen25vl, mixtral, qwen3next, longformer, informer, encodec, bert, vitmae, mask2former,
+    wav2vec2, hubert,
 ]  # fmt: skip
 EXAMPLES = {example.__name__: example for example in _ALL}
 
