@@ -8,6 +8,7 @@ from typing import Any
 from passes.capture.counting import COUNTS
 from passes.capture.ctc_calls import LOSSES
 from passes.capture.dense_gradients import DENSE_GRADIENTS
+from passes.capture.list_calls import LISTS
 from passes.capture.matrix_calls import SOLUTIONS
 from passes.capture.packed_calls import PACKED
 from passes.capture.padding_calls import PADS
@@ -21,6 +22,7 @@ ANSWERED: dict[Any, Callable[..., Any]] = {
     **PACKED,
     **COUNTS,
     **LENGTHS,
+    **LISTS,
     **LOSSES,
     **SOLUTIONS,
     **DENSE_GRADIENTS,

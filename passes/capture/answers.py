@@ -11,52 +11,53 @@ then `check` is tested again).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeVar
 
-import torch
 from torch import Tensor
 
 from cost_model.errors import AutoshardError, CaptureError
 from passes.capture.awaited import Awaited
-from passes.capture.known_values import Known, known_values, twins
-from passes.capture.questions import AWAITED, Question, Questions, Undecided
+from passes.capture.known_values import History
+from passes.capture.questions import Question, Questions, Undecided
 from passes.capture.rows import RowsUnknown
-from passes.ir.torch_tracing import AotGraph, is_value_missing, shape_dependent_errors
+from passes.ir.torch_tracing import is_value_missing, shape_dependent_errors
 
 __all__ = ["is_of_user", "traced_with_answers"]
 
 T = TypeVar("T")
-Tracer = Callable[[Questions], tuple[AotGraph, T]]
-"""The graph of a run of the forward with these answers, and what the caller makes of it."""
+Tracer = Callable[[Questions], T | None]
+"""What comes of a run of the forward with these answers; None: it looked for answers only."""
 _MOST = 100
-"""Traces of one call. One is the rule; each kind of question takes two or three more."""
+"""Runs of one call. One is the rule; each kind of question takes one or two more."""
 
 
-def traced_with_answers(
-    tracer: Tracer[T], given: Sequence[Tensor], answers: Sequence[Tensor]
-) -> tuple[T, Questions]:
-    """What `tracer` makes, and by which answers. given: the tensors of the graph's inputs. answers: known, to the first
-    questions.
+def traced_with_answers(tracer: Tracer[T], answers: Sequence[Tensor]) -> tuple[T, Questions]:
+    """What `tracer` makes, and by which answers. answers: known, to the first questions.
 
     Raises Undecided for a branch with two sides, and what the forward raises whatever it is told."""
     questions = Questions(asks=False)
     if not answers:
         try:
-            return tracer(questions)[1], questions
+            return _made(tracer, questions), questions
         except Exception:
             if not questions.asked:
                 raise
-    search = _Search(tracer, given, tuple(answers))
-    final = search.questions()
-    return tracer(final)[1], final
+    final = _Search(tracer, tuple(answers)).questions()
+    return _made(tracer, final), final
+
+
+def _made(tracer: Tracer[T], questions: Questions) -> T:
+    made = tracer(questions)
+    assert made is not None
+    return made
 
 
 class _Search(Generic[T]):
     """Runs the forward alone, with other answers, until they are those of the call or do not raise."""
 
-    def __init__(self, tracer: Tracer[T], given: Sequence[Tensor], answers: Sequence[Tensor]) -> None:
-        self._tracer, self._given, self._sure = tracer, given, len(answers)
+    def __init__(self, tracer: Tracer[T], answers: Sequence[Tensor]) -> None:
+        self._tracer, self._sure = tracer, len(answers)
         self._answers = list(answers)
         self._guesses: dict[str, Tensor] = {}
         self._errors: dict[str, Exception | None] = {}
@@ -66,84 +67,77 @@ class _Search(Generic[T]):
         """With an answer to every question that will be asked, and what the other one raises."""
         run = Questions()
         for _ in range(_MOST):
-            run = Questions(self._answers, self._guesses, stopping=True)
-            graph, _ = self._tracer(run)
-            known, first = known_values(graph, self._given, len(run.asked)), twins(graph, len(run.asked))
-            if not self._corrected(run, known, first):
-                self._check(run.asked, known, first)
-                errors = [self._errors.get(run.asked[place].lines) for place in first]
+            run = self._run(self._answers, self._guesses)
+            if not self._corrected(run):
+                self._check(run.asked)
+                errors = [
+                    self._errors.get(run.asked[_first(run.asked, i)].lines) for i in range(len(run.asked))
+                ]
                 return Questions([*map(_answer_of, run.asked)], {}, errors)
         raise Undecided(run.asked[-1].place)
 
-    def _corrected(self, run: Questions, known: Sequence[Known], first: Sequence[int]) -> bool:
-        """Whether an answer was exchanged: one that is not the call's, or after which the forward raised."""
-        is_read = run.stopped is not None and _reads_awaited(run.stopped)
-        for place in range(self._sure, len(run.asked)):
-            question, value = run.asked[place], known[place].value
-            if question.is_awaited and not is_read:
-                continue
-            if value is None and first[place] < place:
-                value = run.asked[first[place]].answer
-            if value is None and not question.is_branch and question.answer is not None:
-                value = AWAITED  # it was told what another question of that line is about
-            if value is not None and not _is_same(question.answer, value):
-                return self._exchange(run.asked, place, value)
+    def _run(self, answers: Sequence[Tensor], guesses: Mapping[str, Tensor]) -> Questions:
+        run = Questions(answers, guesses, history=History())
+        self._tracer(run)
+        return run
+
+    def _corrected(self, run: Questions) -> bool:
+        """Whether an answer was exchanged, after which the forward raised."""
         if run.stopped is None:
             return False
-        if is_read and isinstance(run.stopped, TypeError):
-            raise Undecided([question.place for question in run.asked if question.is_awaited][-1])
-        if is_read or not is_of_user(run.stopped):
+        if _reads_awaited(run.stopped):
+            return self._told(run, run.stopped)
+        if not is_of_user(run.stopped):
             raise run.stopped
         for place in reversed(range(self._sure, len(run.asked))):
             question = run.asked[place]
-            free = known[place].value is None and first[place] == place
-            if question.is_branch and free and place not in self._turned:
-                if question is run.asked[-1]:
+            is_free = question.known.value is None and _first(run.asked, place) == place
+            if question.is_branch and is_free and place not in self._turned:
+                if [other.lines for other in run.asked].index(question.lines) == len(run.asked) - 1:
                     self._errors[question.lines] = _plain(run.stopped)
                 self._turned = {other for other in self._turned if other < place} | {place}
-                return self._exchange(run.asked, place, ~_answer_of(question))
+                self._answers = [*map(_answer_of, run.asked[:place]), ~_answer_of(question)]
+                self._guesses[question.lines] = self._answers[-1]
+                return True
         raise run.stopped
 
-    def _exchange(self, asked: Sequence[Question], place: int, answer: Tensor) -> bool:
-        self._answers = [*map(_answer_of, asked[:place]), answer]
-        self._guesses[asked[place].lines] = answer
-        return True
+    def _told(self, run: Questions, error: Exception) -> bool:
+        """The forward uses numbers that it was to keep only: it is told them, where they are known."""
+        awaited = [(place, question) for place, question in enumerate(run.asked) if question.is_awaited]
+        used = [pair for pair in awaited if pair[1].lines == run.used] or awaited
+        for place, question in used:
+            if (
+                question.known.value is not None
+                and question.lines not in self._guesses
+                and place >= self._sure
+            ):
+                self._guesses[question.lines] = question.known.value
+                self._answers = [*map(_answer_of, run.asked[:place])]
+                return True
+        raise Undecided(used[-1][1].place) if used and isinstance(error, TypeError) else error
 
-    def _check(self, asked: Sequence[Question], known: Sequence[Known], first: Sequence[int]) -> None:
-        for place, (question, value) in enumerate(zip(asked, known, strict=True)):
-            if first[place] < place or question.is_awaited:
+    def _check(self, asked: Sequence[Question]) -> None:
+        for place, question in enumerate(asked):
+            if _first(asked, place) < place or question.is_awaited:
                 continue
             if question.is_branch and question.lines not in self._errors:
                 self._errors[question.lines] = self._other_side(asked, place)
-            decided = value.is_plain if question.is_branch else value.value is not None
+            known = question.known
+            decided = known.is_plain if question.is_branch else known.value is not None
             raises = self._errors.get(question.lines) is not None
-            if place >= self._sure and not (decided or value.is_finite or raises):
+            if place >= self._sure and not (decided or known.is_finite or raises):
                 raise Undecided(question.place)
 
     def _other_side(self, asked: Sequence[Question], place: int) -> Exception | None:
         """What the forward raises after another answer; None: nothing of its own."""
         answers = [*map(_answer_of, asked[:place]), ~_answer_of(asked[place])]
-        guesses = {question.lines: _answer_of(question) for question in asked}
-        while True:
-            run = Questions(answers, guesses, stopping=True)
-            graph, _ = self._tracer(run)
-            answers = _alike(run.asked, twins(graph, len(run.asked)))
-            if answers is None:
-                break
+        run = self._run(answers, {question.lines: _answer_of(question) for question in asked})
         return _plain(run.stopped) if run.stopped is not None and is_of_user(run.stopped) else None
 
 
-def _alike(asked: Sequence[Question], first: Sequence[int]) -> list[Tensor] | None:
-    """Answers up to the first question that was not answered as one about the same value before it; None: all were."""
-    for place, (question, twin) in enumerate(zip(asked, first, strict=True)):
-        due = asked[twin].answer
-        if question.answer is not None and due is not None and not _is_same(question.answer, due):
-            return [*map(_answer_of, asked[:place]), due]
-    return None
-
-
-def _is_same(one: Tensor | None, other: Tensor) -> bool:
-    return one is not None and one.dtype == other.dtype and torch.equal(one, other)
+def _first(asked: Sequence[Question], place: int) -> int:
+    """The first question about a value that is computed as that at `place`."""
+    return next(i for i, question in enumerate(asked) if question.number == asked[place].number)
 
 
 def _reads_awaited(error: Exception) -> bool:

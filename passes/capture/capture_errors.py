@@ -119,7 +119,7 @@ def _explain(cause: Exception) -> tuple[str, str]:
     if isinstance(cause, Undecided) or is_value_missing(cause):
         return (
             "the value of a tensor decides what runs next (`if`, `.item()`, `.tolist()`, `int()`, ...)",
-            "torch.where, masks, or an argument that is a Python number",
+            "torch.where, masks, an argument that is a Python number, or do it outside of forward",
         )
     reason, _, remedy = str(cause).partition("\n  try: ")
     if remedy:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cost_model.errors import UnsupportedOpError
 
-__all__ = ["PLACES"]
+__all__ = ["PLACES", "laid_as"]
 
 aten = torch.ops.aten
 
@@ -33,6 +33,15 @@ def _lies_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
 
 def _inverse(order: Sequence[int]) -> list[int]:
     return sorted(range(len(order)), key=order.__getitem__)
+
+
+def laid_as(x: Tensor, result: Tensor) -> Tensor:
+    """`result` with its dims in memory in the order of those of `x`: what is written through a view, `x`, is looked
+    at through the tensor's other views."""
+    order = _by_stride(x.shape, x.stride())
+    if _by_stride(result.shape, result.stride()) == order:
+        return result
+    return result.permute(order).contiguous().permute(_inverse(order))
 
 
 def _start(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None) -> int:
@@ -123,7 +132,8 @@ def masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
         return x.expand(shape).clone()
     chosen, at, width = _rows(mask, shape, source.numel())
     rows = aten.index_select.default(source.reshape(-1, width), 0, at)
-    return torch.where(chosen.unsqueeze(-1), rows, x.expand(shape).reshape(-1, width)).reshape(shape)
+    written = torch.where(chosen.unsqueeze(-1), rows, x.expand(shape).reshape(-1, width))
+    return laid_as(x.expand(shape), written.reshape(shape))
 
 
 def masked_scatter_backward(grad: Tensor, mask: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -139,7 +149,7 @@ def masked_scatter_backward(grad: Tensor, mask: Tensor, sizes: Sequence[int]) ->
 def put(x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
     """Places in all of `x` in a row."""
     values = source.reshape(index.shape)
-    return aten.index_put.default(x.reshape(-1), [index], values, accumulate).reshape(x.shape)
+    return laid_as(x, aten.index_put.default(x.reshape(-1), [index], values, accumulate).reshape(x.shape))
 
 
 PLACES: dict[Any, Callable[..., Any]] = {

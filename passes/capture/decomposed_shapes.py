@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from passes.capture.decomposed_places import laid_as
+
 __all__ = ["SHAPES"]
 
 aten = torch.ops.aten
@@ -55,7 +57,7 @@ def slice_scatter(
         pieces.insert(0, aten.slice.Tensor(x, dim, 0, low))
     if high < size:
         pieces.append(aten.slice.Tensor(x, dim, high, size))
-    return pieces[0].clone() if len(pieces) == 1 else torch.cat(pieces, dim)
+    return laid_as(x, pieces[0].clone() if len(pieces) == 1 else torch.cat(pieces, dim))
 
 
 def select_scatter(x: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
@@ -140,7 +142,7 @@ def channel_shuffle(x: Tensor, groups: int) -> Tensor:
 
 def copy(x: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
     """The functional form of `x.copy_(src)`."""
-    return src.to(dtype=x.dtype, device=x.device).expand(x.shape).clone()
+    return laid_as(x, src.to(dtype=x.dtype, device=x.device).expand(x.shape).clone())
 
 
 SHAPES: dict[Any, Callable[..., Any]] = {

@@ -1,22 +1,23 @@
-"""The values of a traced graph that follow from a call's own tensors, what such values are if all are finite, and which
+"""Values in a run on fake tensors that follow from the call's own tensors, what they are if all are finite, and which
 are computed alike."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from passes.ir.joint import CPU, ancestors, map_operands, node_value, tensor_operands
 from passes.ir.op_traits import draws, is_product
-from passes.ir.torch_tracing import AotGraph, tracing_suspended
+from passes.ir.torch_tracing import fake_of, tracing_suspended
 
-__all__ = ["Known", "known_values", "twins"]
+__all__ = ["History", "Known"]
 
 aten = torch.ops.aten
 _TESTS = (aten.isinf.default, aten.isnan.default)
@@ -34,44 +35,64 @@ class Known:
     is_finite: bool = False
 
 
-def known_values(aot: AotGraph, given: Sequence[Tensor], count: int) -> list[Known]:
-    """Of the first outputs of a graph. given: the tensors of its inputs, by index."""
-    real = _real_leaves(aot, given)
-    with tracing_suspended(), torch.no_grad():
-        return [_known(node, real) for node in _outputs(aot, count)]
+class History:
+    """What ops made of the fakes of a call's tensors, as a graph: `note` is told of each op, and of one that calls
+    others last. Nothing is known of what is written to, or comes from elsewhere."""
 
+    def __init__(self) -> None:
+        self._graph = fx.Graph()
+        self._nodes: dict[int, tuple[Any, fx.Node]] = {}
+        self._real: dict[fx.Node, Tensor | None] = {}
+        self._numbers: dict[fx.Node, str] = {}
+        self._table: dict[tuple[Any, str], str] = {}
 
-def twins(aot: AotGraph, count: int) -> list[int]:
-    """For each of the first outputs of a graph the first one that is computed alike: itself, or one before it."""
-    nodes = _outputs(aot, count)
-    needed = ancestors(nodes)
-    numbers: dict[fx.Node, str] = {}
-    table: dict[tuple[Any, str], str] = {}
-    for node in aot.module.graph.nodes:
-        if node in needed:
-            arguments = repr(fx.map_arg((node.args, node.kwargs), lambda operand: numbers[operand]))
+    def begin(self, fakes: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+        """given: the tensors of which these are fakes."""
+        for fake, real in zip(fakes, given, strict=True):
+            self._real[self._noted(self._graph.placeholder("given"), fake)] = _here(real)
+
+    def note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        if getattr(getattr(func, "_schema", None), "is_mutable", False):
+            for leaf in pytree.tree_leaves((args, kwargs)):
+                if isinstance(leaf, Tensor):
+                    self._noted(self._graph.placeholder("written"), leaf)
+            return
+        given: Any = pytree.tree_map_only(Tensor, self._node, (args, kwargs))
+        node = self._noted(self._graph.call_function(func, *given), result)
+        for index, part in enumerate(result if isinstance(result, (tuple, list)) else ()):
+            if isinstance(part, Tensor):
+                self._noted(self._graph.call_function(operator.getitem, (node, index)), part)
+
+    def _noted(self, node: fx.Node, value: Any) -> fx.Node:
+        node.meta |= {"val": value, "place": len(self._graph.nodes)}
+        self._nodes[id(value)] = value, node
+        return node
+
+    def _node(self, tensor: Tensor) -> fx.Node:
+        if id(tensor) not in self._nodes:  # a constant of the forward, or made by what is not seen
+            node = self._noted(self._graph.placeholder("found"), tensor)
+            if type(tensor) in (Tensor, nn.Parameter):
+                self._real[node] = _here(tensor)
+        return self._nodes[id(tensor)][1]
+
+    def known(self, tensor: Tensor) -> Known:
+        node = self._node(fake_of(tensor))
+        with tracing_suspended(), torch.no_grad():
+            return _known(node, self._real)
+
+    def number(self, tensor: Tensor) -> str:
+        """The same for values that are computed alike."""
+        asked = self._node(fake_of(tensor))
+        for node in sorted(ancestors([asked]) - self._numbers.keys(), key=_place):
+            arguments = repr(fx.map_arg((node.args, node.kwargs), lambda operand: self._numbers[operand]))
             alone = node.op != "call_function" or draws(node)
-            numbers[node] = table.setdefault((node if alone else node.target, arguments), f"%{len(table)}")
-    found = [numbers[node] for node in nodes]
-    return [found.index(number) for number in found]
+            key = node if alone else node.target, arguments
+            self._numbers[node] = self._table.setdefault(key, f"%{len(self._table)}")
+        return self._numbers[asked]
 
 
-def _outputs(aot: AotGraph, count: int) -> list[fx.Node]:
-    results = pytree.tree_leaves(aot.module.graph.output_node().args[0], is_leaf=lambda leaf: leaf is None)
-    ends = zip(aot.outputs, results, strict=True)
-    return [node for end, node in ends if end.kind == "output" and end.index < count]
-
-
-def _real_leaves(aot: AotGraph, given: Sequence[Tensor]) -> dict[fx.Node, Tensor | None]:
-    """Placeholder or constant -> its value; None where a tensor has none here. Tangents are missing."""
-    found: dict[fx.Node, Tensor | None] = {}
-    for node, end in zip(aot.module.graph.find_nodes(op="placeholder"), aot.inputs, strict=True):
-        if end.kind == "input":
-            found[node] = _here(given[end.index])
-    for node in aot.module.graph.find_nodes(op="get_attr"):
-        held = getattr(aot.module, str(node.target))
-        found[node] = _here(held) if isinstance(held, Tensor) else None
-    return found
+def _place(node: fx.Node) -> int:
+    return node.meta["place"]
 
 
 def _here(tensor: Tensor) -> Tensor | None:
@@ -82,12 +103,11 @@ def _here(tensor: Tensor) -> Tensor | None:
 
 
 def _known(result: fx.Node, real: dict[fx.Node, Tensor | None]) -> Known:
-    needed = ancestors([result])
-    ordered = [node for node in result.graph.nodes if node in needed]
+    ordered = sorted(ancestors([result]), key=_place)
     ops = [node for node in ordered if node.op == "call_function"]
-    if not any(is_product(op) or draws(op) for op in ops):
-        leaves = [real.get(node) for node in ordered if node.op != "call_function"]
-        if any(leaf is None for leaf in leaves):
+    leaves = [node for node in ordered if node.op != "call_function"]
+    if all(leaf in real for leaf in leaves) and not any(is_product(op) or draws(op) for op in ops):
+        if any(real[leaf] is None for leaf in leaves):
             return Known(is_plain=True)
         return Known(_computed(result, ordered, dict(real)), is_plain=True)
     finite = _if_finite(result, ordered)

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from cost_model.errors import CaptureError
 from passes.capture.awaited import Awaited
+from passes.capture.known_values import History, Known
 from passes.capture.places import Place
 from passes.capture.provenance import is_user_file, place_text
 from passes.ir.torch_compat import inside_function_transform
@@ -31,7 +33,7 @@ from passes.ir.torch_tracing import (
     tracing_suspended,
 )
 
-__all__ = ["AWAITED", "Check", "Question", "Questions", "Undecided"]
+__all__ = ["AWAITED", "Check", "Question", "Questions", "RunEnded", "Undecided"]
 
 
 class Undecided(Exception):
@@ -42,10 +44,15 @@ class Undecided(Exception):
         self.place = place
 
 
+class RunEnded(Exception):
+    """A run that looks for answers has found what there is."""
+
+
 @dataclass(frozen=True)
 class Question:
     """value: what is asked for, traced: a truth value, or numbers. answer: what the forward was told; None: nothing;
-    `AWAITED`: that it will be known.
+    `AWAITED`: that it will be known. known: what is known of the value, and number: what it has in common with values
+    that are computed alike, in a run that looks for answers.
 
     lines: those of the user's code that lead to it, to tell questions apart. place: the innermost, to be read."""
 
@@ -53,6 +60,8 @@ class Question:
     answer: Tensor | None
     lines: str
     place: str
+    known: Known
+    number: str
 
     @property
     def is_branch(self) -> bool:
@@ -83,11 +92,12 @@ class Check(Place):
 
 
 class Questions:
-    """answers: to the first questions, in order. guesses: to later ones, by their lines. errors: like what the forward
-    raises after another answer, by question.
+    """answers: to the first questions, in order. guesses: to later branches, by their lines; of lines in it numbers
+    are told where they are known. errors: like what the forward raises after another answer, by question.
 
-    asked: in the last run of the forward. looked: the error for the first use of a stand-in in it. stopping: a run
-    returns what was asked until it raised (`stopped`) or came to its end. asks: if not, there are no answers."""
+    asked: in the last run of the forward. looked: the error for the first use of a stand-in in it, of the question at
+    `used`. history: of a run that looks for answers, which ends with `RunEnded`; stopped: what it raised. asks: if
+    not, there are no answers."""
 
     def __init__(
         self,
@@ -95,19 +105,20 @@ class Questions:
         guesses: Mapping[str, Tensor] = {},
         errors: Sequence[Exception | None] = (),
         *,
-        stopping: bool = False,
+        history: History | None = None,
         asks: bool = True,
     ) -> None:
         self.answers, self.guesses, self.errors = tuple(answers), guesses, errors
-        self.stopping, self._asks = stopping, asks
+        self.history, self._asks = history, asks
         self.asked: list[Question] = []
         self.stopped: Exception | None = None
         self.looked: Exception | None = None
-        self._open = self._within = False
+        self.used = ""
+        self._open = self._within = self._keeps = False
 
     def begin(self) -> None:
         """The forward runs."""
-        self.asked, self.stopped, self.looked, self._open = [], None, None, True
+        self.asked, self.stopped, self.looked, self.used, self._open = [], None, None, "", True
 
     def checks(self) -> list[tuple[Check, Tensor | None]]:
         """Where each call tells whether the answers hold for it, and what is told. Raises where the forward has used a
@@ -162,7 +173,8 @@ class Questions:
 
     def _read(self, tensor: Tensor, known: Callable[[Tensor], Any]) -> Any:
         """A number or a list of them, or else a stand-in."""
-        count = len(self.asked)
+        count, keeps = len(self.asked), self._keeps
+        self._keeps = True
         try:
             # `item` is asked for below, by `_number`.
             return (
@@ -177,18 +189,21 @@ class Questions:
             )
             if not asked or not is_value_missing(error):
                 raise
+        finally:
+            self._keeps = keeps
         if self._open:
             self.asked[-1] = replace(asked[-1], answer=AWAITED)
-        return Awaited(asked[-1].value, self._look)
+        return Awaited(asked[-1].value, partial(self._look, asked[-1].lines))
 
-    def _look(self, method: str) -> Exception:
+    def _look(self, lines: str, method: str) -> Exception:
         place = _lines()[1]
         error = Undecided(place) if method not in ("__str__", "__repr__", "__format__") else CaptureError(
             "cannot capture: the text of a number that is computed is not known before the call has run\n"
             f"  at {place}\n"
             "  try: keep the number, self.log.append(loss.item()), or return it, and print it after the call"
         )  # fmt: skip
-        self.looked = self.looked or error
+        if self.looked is None:
+            self.looked, self.used = error, lines
         return error
 
     def _answered(self, known: Callable[[], Any], asked: Callable[[], Tensor]) -> Any:
@@ -215,15 +230,26 @@ class Questions:
         if not self._open:
             return self._again(place)
         value = asked().detach()
-        answer: Tensor | None = None
+        known, number = Known(), ""
+        if self.history is not None:
+            known, number = self.history.known(value), self.history.number(value)
+        answer = self._told(Question(value, None, lines, place, known, number))
+        self.asked.append(Question(value, answer, lines, place, known, number))
+        return answer
+
+    def _told(self, question: Question) -> Tensor | None:
+        """The given answer, the known one, that of a twin, or a guess."""
         if len(self.asked) < len(self.answers):
             answer = self.answers[len(self.asked)]
-        elif self._asks:
-            answer = self.guesses.get(lines, _NO if _is_branch(value) else None)
-        if answer is not None and _is_awaited(answer):
-            answer = None
-        self.asked.append(Question(value, answer, lines, place))
-        return answer
+            return None if _is_awaited(answer) else answer
+        if self._keeps and not question.is_branch and question.lines not in self.guesses:
+            return None
+        if question.known.value is not None:
+            return question.known.value
+        for twin in self.asked:
+            if question.number and twin.number == question.number:
+                return None if twin.is_awaited else twin.answer
+        return self.guesses.get(question.lines, _NO) if self._asks and question.is_branch else None
 
     def _again(self, place: str) -> Tensor | None:
         """What all questions of that line were answered, if they were answered alike."""

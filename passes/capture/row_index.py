@@ -26,9 +26,10 @@ def getitem(answer: Answer, x: Tensor, index: Any) -> Any:
         return _of_rows(x, parts)
     if rows_in(index):
         return _at_rows(x, parts)
+    x, parts = _numbered(x, parts)
     found = _mask(x, parts)
     if found is None:
-        return Tensor.__getitem__(x, index)
+        return Tensor.__getitem__(x, parts)
     lead, mask = found
     if lead:
         raise RowsUnknown(f"a mask chooses along dim {lead}", "x.movedim(dim, 0)[mask], or torch.where")
@@ -39,9 +40,12 @@ def getitem(answer: Answer, x: Tensor, index: Any) -> Any:
 def setitem(answer: Answer, x: Tensor, index: Any, value: Any) -> None:
     """`x[index] = value`; by a mask, `x` becomes one of the two in every place."""
     parts = index if isinstance(index, tuple) else (index,)
-    found = None if isinstance(x, Rows) or rows_in(index) else _mask(x, parts)
+    found = None
+    if not (isinstance(x, Rows) or rows_in(index)):
+        x, parts = _numbered(x, parts)
+        found = _mask(x, parts)
     if found is None and not rows_in((x, index, value)):
-        Tensor.__setitem__(x, index, value)
+        Tensor.__setitem__(x, parts, value)
         return
     if found is None:
         raise RowsUnknown(
@@ -73,9 +77,12 @@ def _spread(answer: Answer, x: Tensor, mask: Tensor, lead: int, value: Any) -> T
     if value.ndim <= rest:
         return value
     row = value.ndim - rest - 1
-    if value.shape[row] != 1:
-        remedy = "x.masked_scatter(mask.unsqueeze(-1), values), or torch.where with a value for every place"
-        raise RowsUnknown(f"the mask must choose just {value.shape[row]} rows", remedy)
+    count = value.shape[row]
+    if count != 1:
+        if mask.sum() != count:
+            raise IndexError(f"shape mismatch: {count} values are written where a mask chooses others")
+        value = value.index_select(row, (mask.reshape(-1).cumsum(0) - 1).clamp(0, max(count - 1, 0)))
+        return value.reshape(*value.shape[:row], *mask.shape, *value.shape[row + 1 :])
     return value.reshape(*value.shape[:row], *[1] * mask.ndim, *value.shape[row + 1 :])
 
 
@@ -117,6 +124,17 @@ def index_add_(x: Tensor, dim: int, index: Any, source: Any, *, alpha: float = 1
     if isinstance(x, Rows) or dim % x.ndim or not (isinstance(index, Rows) and isinstance(source, Rows)):
         raise RowsUnknown("rows are added where they do not all come from")
     return x.index_add_(0, index.padded, filled(source.padded, choice.valid, 0), alpha=alpha)
+
+
+def _numbered(x: Tensor, parts: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:
+    """`x[:, 3]` and what is left, `(:, mask)`, of `x[:, 3, mask]`."""
+    for i, part in enumerate(parts[:-1]):
+        if isinstance(part, int) and not isinstance(part, bool) and isinstance(parts[i + 1], (int, Tensor)):
+            x = Tensor.__getitem__(x, parts[: i + 1])
+            return _numbered(x, (*[_ALL] * i, *parts[i + 1 :]))
+        if not isinstance(part, slice):
+            break
+    return x, parts
 
 
 def _mask(x: Tensor, parts: tuple[Any, ...]) -> tuple[int, Tensor] | None:
@@ -180,7 +198,7 @@ def _at_rows(x: Tensor, parts: tuple[Any, ...]) -> Rows:
 
 
 def _choice(answer: Answer, mask: Tensor) -> Choice:
-    valid = mask if mask.dtype == torch.bool else mask != 0
+    valid = mask.clone() if mask.dtype == torch.bool else mask != 0
     return Choice(valid.reshape(-1), mask_key(mask), tuple(mask.shape), user_place(), answer)
 
 

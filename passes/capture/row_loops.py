@@ -30,10 +30,7 @@ _LASTS = (
 
 def each_row(rows: Rows) -> Generator[Tensor]:
     """The rows as numbers, which are known: they are places in a mask."""
-    if rows.places is None:
-        raise RowsUnknown(
-            f"a loop over the rows chosen at {rows.choice.made}", "a loop over all, with torch.where"
-        )
+    assert rows.places is not None
     frame: Any = sys._getframe(1)
     before = {name: value for name, value in frame.f_locals.items() if not _is_of_loop(value)}
     for i in range(rows.places.shape[0]):
@@ -116,5 +113,5 @@ class _Body(TorchFunctionMode):
         key = rows.choice.key
         if isinstance(key, tuple) and key[0] is self:
             return rows
-        choice = replace(rows.choice, valid=rows.choice.valid & self.there, key=(self, key))
+        choice = replace(rows.choice, valid=rows.choice.valid & self.there, key=(self, key), found=[])
         return choice.rows(rows.padded)

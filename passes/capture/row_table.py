@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from passes.capture import row_index
+from passes.capture import row_counts, row_index
 from passes.capture.row_apply import by_row, name_of, plainly, pointwise, unknown
+from passes.capture.row_counts import counted
 from passes.capture.row_loops import each_row
 from passes.capture.rows import Rows, RowsUnknown, filled, one_choice, rows_in
 
@@ -53,6 +54,8 @@ _WITH_WEIGHTS = {
     "one_hot": 1,
 }
 """Functions of rows and weights: the dims that rows have at least."""
+_LASTING = frozenset(["set", "setitem", "delitem", "register_hook", "retain_grad", "backward"])
+"""What does something to the rows themselves."""
 _FACT_NAMES = """dtype device layout ndim dim requires_grad is_floating_point is_complex is_cuda is_nested
 is_quantized"""
 _FACTS = frozenset(_FACT_NAMES.split())
@@ -60,13 +63,24 @@ _FACTS = frozenset(_FACT_NAMES.split())
 
 def row_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = name_of(func)
+    try:
+        return _of_all_rows(name, func, args, kwargs)
+    except RowsUnknown as error:
+        if isinstance(args[0], Rows) and (name in _LASTING or _is_inplace(name, func, args, kwargs)):
+            raise
+        args, kwargs = counted((args, kwargs), error)
+        answer: Any = ROWS.get(func, func)
+        return answer(*args, **kwargs)
+
+
+def _of_all_rows(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name in _FACTS:
         return plainly(func, args, kwargs)
     if name in _SPECIAL:
         return _SPECIAL[name](*args, **kwargs)
     if name in _LOSSES:
         return _loss(func, args, kwargs)
-    if name.endswith("_") or _is_inplace(func, args, kwargs):
+    if _is_inplace(name, func, args, kwargs):
         return _in_place(name, func, args, kwargs)
     if name in _ALONG and not (name in ("max", "min") and rows_in(args[1:])):
         return _along(name, func, args, kwargs)
@@ -77,8 +91,10 @@ def row_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     raise unknown(name, one_choice((args, kwargs)))
 
 
-def _is_inplace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether its argument `inplace` is set; those of activations and dropout are functions in Python."""
+def _is_inplace(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """By its name, or whether its argument `inplace` is set; activations and dropout are functions in Python."""
+    if name.endswith("_"):
+        return True
     if getattr(func, "__module__", "") != "torch.nn.functional":
         return False
     return bool(inspect.signature(func).bind(*args, **kwargs).arguments.get("inplace"))
@@ -222,20 +238,22 @@ def _unbind(rows: Rows, dim: int = 0) -> Any:
         return tuple(
             _along("select", torch.select, (rows, dim, i), {}) for i in range(rows.padded.shape[dim])
         )
+    if rows.places is None:
+        text = f"a loop over the rows chosen at {rows.choice.made}"
+        raise RowsUnknown(text, "a loop over all, with torch.where")
     return each_row(rows)
 
 
 def _length(rows: Rows) -> int:
-    raise RowsUnknown(
-        f"len() is asked of the rows chosen at {rows.choice.made}", "their number as a tensor, mask.sum()"
-    )
+    text = f"len() is asked of the rows chosen at {rows.choice.made}"
+    raise RowsUnknown(text, "their number as a tensor, mask.sum()")
 
 
 def _indexed(function: Callable[..., Any]) -> Callable[..., Any]:
     return partial(function, row_function)
 
 
-_getitem, _setitem = _indexed(row_index.getitem), _indexed(row_index.setitem)
+_getitem, _setitem = _indexed(row_counts.getitem), _indexed(row_counts.setitem)
 _SPECIAL: dict[str, Callable[..., Any]] = {
     "getitem": _getitem, "setitem": _setitem, "index_add_": row_index.index_add_,
     "index_add": lambda x, *args, **kwargs: row_index.index_add_(x.clone(), *args, **kwargs),
@@ -259,6 +277,7 @@ def _comparisons() -> dict[Any, Callable[..., Any]]:
 
 ROWS: dict[Any, Callable[..., Any]] = {
     **_comparisons(),
+    Tensor.tolist: lambda x: x.tolist(),
     Tensor.__getitem__: _getitem,
     Tensor.__setitem__: _setitem,
     torch.where: _where,

@@ -6,14 +6,15 @@ A trace has one shape for every call. So `z[keep]` stays in place: all of z, and
 so on all of them; a sum, a mean or a loss leaves out those that do not count; what is written back goes where it came
 from. The rows that do not count hold 1 (0 for integers), after each op anew, so that none of their values, and no
 gradient through them, which may be infinite, reaches anything. What is not known of rows (`passes.capture.row_table`)
-is an error at the user's line.
+wants their number (`passes.capture.row_counts`), and is an error at the user's line where values that are computed say
+it.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,7 +28,6 @@ __all__ = [
     "Choice",
     "Rows",
     "RowsUnknown",
-    "check_none_leave",
     "filled",
     "one_choice",
     "rows_in",
@@ -48,13 +48,15 @@ class RowsUnknown(Exception):
 @dataclass(frozen=True, eq=False)
 class Choice:
     """valid: [n], which rows there are, in this order. key: equal for the same rows. shape: of the mask that chose
-    them. made: the user's line that did. answer: what torch's functions do with such rows."""
+    them. made: the user's line that did. answer: what torch's functions do with such rows. found: the places of those
+    there, once they have been counted."""
 
     valid: Tensor
     key: Hashable
     shape: tuple[int, ...]
     made: str
     answer: Callable[..., Any]
+    found: list[Tensor] = field(default_factory=list)
 
     def rows(self, padded: Tensor, places: Tensor | None = None) -> Rows:
         """[n, *any], of which these are there."""
@@ -86,12 +88,6 @@ class Rows(Tensor):
 
 def rows_in(tree: Any) -> list[Rows]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Rows)]
-
-
-def check_none_leave(outputs: Any) -> None:
-    if rows := rows_in(outputs):
-        what, remedy = "rows that a mask chooses are returned, or kept", "return all rows, and the mask"
-        raise RowsUnknown(what, remedy, rows[0].choice.made)
 
 
 def one_choice(tree: Any) -> Choice:

@@ -24,13 +24,15 @@ from passes.capture.grouped_calls import grouped_captured
 from passes.capture.held_tensors import held_tensors_kept
 from passes.capture.inference_paths import inference_paths_kept
 from passes.capture.kept_in_backward import resizing_kept
+from passes.capture.known_values import History
 from passes.capture.model_state import Slot, rebound_buffers, state_kept, state_replaced
 from passes.capture.nested_calls import nested_calls_written_out
 from passes.capture.places import Argument, Place
 from passes.capture.provenance import provenance
-from passes.capture.questions import Questions
+from passes.capture.questions import Questions, RunEnded
+from passes.capture.refused_writes import REFUSED_WRITES, writes_in_place
+from passes.capture.row_counts import count_leaving, counted
 from passes.capture.row_loops import loops_ended
-from passes.capture.rows import check_none_leave
 from passes.capture.snapshot import Snapshot
 from passes.capture.trees import Static, Tree, changed_places, flatten, retree, unflatten
 from passes.capture.write_only import Spot, Uses, put_stand_ins, write_only_candidates
@@ -111,12 +113,12 @@ class _Traceable(nn.Module):
         try:
             return self._flat(tensors)
         except Exception as error:
-            if not self.questions.stopping:
+            if self.questions.history is None or isinstance(error, RunEnded):
                 raise
             self.questions.stopped = error
+            raise RunEnded from error
         finally:
             self.questions.end()
-        return tuple(question.value.clone() for question in self.questions.asked)
 
     def _flat(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         program, run = self.program, self.returned
@@ -129,8 +131,11 @@ class _Traceable(nn.Module):
                 result = program.forward(*args, **kwargs)
             after = retree(call, tensors[count:])
             arguments = [(Argument(path), value) for path, value in changed_places(program.call, after, call)]
-            run.writes = (*before.changes(), *arguments, *self.questions.checks())
+            writes = (*before.changes(), *arguments)
+            count_leaving(flatten((result, tuple(value for _, value in writes)))[0])
+            run.writes = (*writes, *self.questions.checks())
             outputs, run.tree = flatten((result, tuple(value for _, value in run.writes)))
+            outputs = counted(outputs)
             rebound = rebound_buffers(program.slots, tensors[:count])
         run.count, run.returned, run.rebound = len(outputs), len(flatten(result)[0]), tuple(rebound)
         if not run.returned:
@@ -138,9 +143,8 @@ class _Traceable(nn.Module):
                 f"cannot capture {type(program.model).__name__}: its forward returns no tensor\n"
                 "  try: return the loss"
             )
-        if self.questions.stopping:
-            return tuple(question.value.clone() for question in self.questions.asked)
-        check_none_leave(outputs)
+        if self.questions.history is not None:
+            raise RunEnded
         # A clone is no alias of an input, a parameter or another output: the graph stays functional.
         # Contiguous, so that the tangents are traced contiguous, as the runtime passes them.
         flat = (*outputs, *(buffer.detach() for buffer in rebound.values()))
@@ -163,12 +167,13 @@ def trace(program: TracedCall, answers: Sequence[Tensor] = ()) -> Traced:
 
     answers: to the first of the questions that the forward asks of values."""
 
-    def tracer(questions: Questions) -> tuple[AotGraph, tuple[AotGraph, Returned]]:
-        aot, run = _traced(program, (), Uses(), questions)
-        return aot, (aot, run)
+    def tracer(questions: Questions) -> tuple[AotGraph, Returned] | None:
+        try:
+            return _traced(program, (), Uses(), questions)
+        except RunEnded:
+            return None
 
-    given = [*(slot.tensor for slot in program.slots), *program.inputs]
-    (aot, run), questions = traced_with_answers(tracer, given, answers)
+    (aot, run), questions = traced_with_answers(tracer, answers)
     exempt: Sequence[Spot] = ()
     spots, uses = write_only_candidates(run.writes, run.reads), Uses()
     if spots:
@@ -227,44 +232,31 @@ def _joint(program: TracedCall, traceable: _Traceable, answers: dict[Any, Callab
     """First as if nothing were written in place, unless a module says that it does so."""
 
     def run(table: dict[Any, Callable[..., Any]], rewrite_writes: bool) -> AotGraph:
-        fakes = _fakes(program)
+        fakes = _fakes(program, traceable.questions.history)
         with provenance(program.model, answers, _TRACER_FRAMES):
             return trace_joint(traceable, fakes, table, rewrite_writes=rewrite_writes)
 
     table = decomposition_table()
-    stopping = traceable.questions.stopping
-    if not stopping and not any(_writes_in_place(module) for module in program.model.modules()):
+    is_final = traceable.questions.history is None
+    if is_final and not any(writes_in_place(module) for module in program.model.modules()):
         # What is wrong with a program, the other trace says, and torch's anomaly detection warns there.
         with suppress(Exception), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Error detected in ")
-            aot = run({**table, **_refused_writes()}, False)
+            aot = run({**table, **REFUSED_WRITES}, False)
             if not has_writes(aot):
                 return aot
     return run(table, True)
 
 
-_WRITES = "add_ sub_ mul_ div_ copy_ fill_ zero_ masked_fill_ index_put_ relu_"
-
-
-def _refused_writes() -> dict[Any, Callable[..., Any]]:
-    """The usual ones end a trace that is not for them at once; `has_writes` finds the others."""
-    packets = [getattr(torch.ops.aten, name) for name in _WRITES.split()]
-    return {getattr(packet, name): _refuse for packet in packets for name in packet.overloads()}
-
-
-def _refuse(*args: Any, **kwargs: Any) -> Any:
-    raise RuntimeError("a write in place")
-
-
-def _writes_in_place(module: nn.Module) -> bool:
-    """Running statistics and `nn.ReLU(inplace=True)`."""
-    return getattr(module, "inplace", False) or getattr(module, "track_running_stats", False)
-
-
-def _fakes(program: TracedCall) -> list[Tensor]:
+def _fakes(program: TracedCall, history: History | None) -> list[Tensor]:
     """Contiguous fakes that no longer know the real tensors, so that those can be swapped later."""
     real = [*(slot.tensor for slot in program.slots), *program.inputs]
-    return fake_tensors([(tuple(t.shape), t.dtype, CPU, t.requires_grad) for t in real])
+    specs = [(tuple(t.shape), t.dtype, CPU, t.requires_grad) for t in real]
+    if history is None:
+        return fake_tensors(specs)
+    fakes = fake_tensors(specs, history.note)
+    history.begin(fakes, real)
+    return fakes
 
 
 @contextmanager

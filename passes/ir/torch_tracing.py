@@ -101,16 +101,28 @@ def _aot_end(descriptor: Any) -> AotEnd:
             raise RuntimeError(f"a tensor subclass, or an input that changes in shape: {descriptor}")
 
 
+Seen = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], None]
+"""Is told of an op: its function, args and kwargs, and what came of them."""
+
+
 def fake_tensors(
-    specs: Sequence[tuple[Sequence[int], torch.dtype, torch.device, bool]],
+    specs: Sequence[tuple[Sequence[int], torch.dtype, torch.device, bool]], seen: Seen | None = None
 ) -> list[torch.Tensor]:
-    """Contiguous fakes of (shape, dtype, device, requires_grad), of one new mode.
+    """Contiguous fakes of (shape, dtype, device, requires_grad), of one new mode. seen: is told of every op of them.
 
     Real tensors met while tracing are allowed and become constants of the graph. Since torch 2.0.
     """
     from torch._subclasses import FakeTensorMode
 
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode(False):
+    class Watched(FakeTensorMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = super().__torch_dispatch__(func, types, args, kwargs or {})
+            assert seen is not None
+            seen(func, args, kwargs or {}, result)
+            return result
+
+    mode = FakeTensorMode if seen is None else Watched
+    with mode(allow_non_fake_inputs=True), torch.inference_mode(False):
         return [
             torch.empty(tuple(shape), dtype=dtype, device=device).requires_grad_(grad)
             for shape, dtype, device, grad in specs
@@ -145,6 +157,16 @@ def traced_values_answered(
             kind.item = of(torch.Tensor.item)  # type: ignore[method-assign]
             stack.callback(delattr, kind, "item")
         yield
+
+
+def fake_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The fake below a tensor whose writes in place are rewritten. Since torch 2.1."""
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    if isinstance(tensor, FunctionalTensor):
+        torch._sync(tensor)
+        tensor = torch._from_functional_tensor(tensor.elem)
+    return tensor
 
 
 def shape_dependent_errors() -> tuple[type[Exception], ...]:

@@ -121,7 +121,7 @@ def test_the_whole_message() -> None:
     assert str(caught.value) == (
         "cannot capture Runs: the value of a tensor decides what runs next (`if`, `.item()`, `.tolist()`, `int()`, ...)"
         f"\n  at {__file__}:{line}, in branch: if h.sum() > 0:"
-        "\n  try: torch.where, masks, or an argument that is a Python number"
+        "\n  try: torch.where, masks, an argument that is a Python number, or do it outside of forward"
     )
 
 

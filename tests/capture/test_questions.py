@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autoshard import MeshSpec, find_plan, verify
 from cost_model.errors import CaptureError
-from passes.capture import capture
+from passes.capture import capture, trace
 from tests.capture.running import check
 
 Rest = Callable[[Any, Tensor, Tensor], Tensor]
@@ -151,6 +151,19 @@ def a_computed_number(m: Any, h: Tensor, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("rest", [both_sides, a_computed_number], ids=lambda rest: rest.__name__)
 def test_two_sides_of_what_is_computed(rest: Rest) -> None:
     assert "the value of a tensor decides what runs next" in error_at(rest, 1)
+
+
+def many(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    for i in range(8):
+        h = h * int(x[0, 0] * i)
+    return h
+
+
+def test_a_question_takes_no_run_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[Any] = []
+    monkeypatch.setattr(trace, "_fakes", lambda *args, old=trace._fakes: runs.append(0) or old(*args))
+    assert len(capture(Asks(many), (torch.randn(2, 4),), {}).call.checks) == 8
+    assert len(runs) < 6
 
 
 def test_sides_without_values() -> None:

@@ -96,3 +96,16 @@ def test_nothing_is_said_of_a_trace_that_is_done_again(traces: list[tuple[bool, 
         capture(Norm(), (torch.randn(3, 4),), {})
     assert [rewrite for rewrite, _ in traces] == [True]
     assert not [str(warning.message) for warning in said]
+
+
+def _through_views(y: Tensor) -> None:
+    """`y`, [2, 4], through a view whose dims lie otherwise in memory."""
+    other, old = y.view(1, 4, 2).transpose(0, 2), y.detach().clone()
+    other[:1, 1:3] = old[0].view(1, 4, 1)[:, :2] * 2
+    other[:, 0].copy_(old.view(4, 2)[:1].T + 1)
+    other[1].masked_scatter_(old.view(4, 2)[:, :1] > 0, old)
+
+
+def test_writes_through_a_transposed_view() -> None:
+    """What reads the tensor by its other views sees them."""
+    check(Writes(_through_views), torch.randn(2, 4))

@@ -1,0 +1,79 @@
+"""Rows that a mask chooses, with their number: what is not known row by row is done with as many rows as there are.
+
+    torch.cat([z[keep], w])      x[i, j] = z[keep]      z[keep].tolist()
+
+The number is asked as other values are (`passes.capture.questions`): it must follow from what the call is given, and a
+call in which it is another is one of another kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from passes.capture import row_index
+from passes.capture.rows import Choice, Rows, RowsUnknown, rows_in
+from passes.ir.torch_tracing import is_value_missing
+
+__all__ = ["count_leaving", "counted", "getitem", "setitem"]
+
+Answer = Callable[..., Any]
+
+
+def counted(tree: Any, error: RowsUnknown | None = None) -> Any:
+    """`tree` with the rows that are there instead of all of them. Raises `error` where their number is not known."""
+    try:
+        return pytree.tree_map_only(Rows, _those_there, tree)
+    except Exception as missing:
+        if error is not None and is_value_missing(missing):
+            raise error from None
+        raise
+
+
+def count_leaving(outputs: Sequence[Any]) -> None:
+    """Of rows that are returned or kept, how many: what is asked later has no answer."""
+    for rows in rows_in(outputs):
+        what, remedy = "rows that a mask chooses are returned, or kept", "return all rows, and the mask"
+        counted(rows, RowsUnknown(what, remedy, rows.choice.made))
+
+
+def getitem(answer: Answer, x: Any, index: Any) -> Any:
+    try:
+        return row_index.getitem(answer, x, index)
+    except RowsUnknown as error:
+        return Tensor.__getitem__(counted(x, error), _counted_index(answer, index, error))
+
+
+def setitem(answer: Answer, x: Any, index: Any, value: Any) -> None:
+    try:
+        row_index.setitem(answer, x, index, value)
+    except RowsUnknown as error:
+        if isinstance(x, Rows):
+            raise
+        Tensor.__setitem__(x, _counted_index(answer, index, error), counted(value, error))
+
+
+def _counted_index(answer: Answer, index: Any, error: RowsUnknown) -> tuple[Any, ...]:
+    """Masks as the places that they choose."""
+    found: list[Any] = []
+    for part in index if isinstance(index, tuple) else (index,):
+        is_mask = isinstance(part, Tensor) and part.dtype == torch.bool and part.ndim
+        found += row_index.chosen_places(answer, counted(part, error)) if is_mask else [part]
+    return counted(tuple(found), error)
+
+
+def _those_there(rows: Rows) -> Tensor:
+    return rows.padded.index_select(0, _places(rows.choice))
+
+
+def _places(choice: Choice) -> Tensor:
+    """[count], in order; any places where that is not the number, which the call is told of after it has run."""
+    if not choice.found:
+        last, count = choice.valid.numel() - 1, int(choice.valid.sum())
+        ordered = torch.where(choice.valid, torch.arange(last + 1), last).sort()[0]
+        choice.found.append(ordered[:count])
+    return choice.found[0]
