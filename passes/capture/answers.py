@@ -64,7 +64,12 @@ class _Search(Generic[T]):
         run = Questions()
         for _ in range(_MOST):
             run = Questions(self._answers, self._guesses, stopping=True)
-            graph, _ = self._tracer(run)
+            try:
+                graph, _ = self._tracer(run)
+            except Exception:
+                if run.stopped is not None:  # in one of the two runs that a trace takes
+                    raise run.stopped from None
+                raise
             known = known_values(graph, self._given, len(run.asked))
             if not self._corrected(run, known):
                 self._check(run.asked, known)
