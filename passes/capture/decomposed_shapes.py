@@ -87,12 +87,12 @@ def unsafe_split_with_sizes(x: Tensor, sizes: Sequence[int], dim: int = 0) -> li
 
 
 def repeat(x: Tensor, repeats: Sequence[int]) -> Tensor:
-    """Every dim of n repeated r times is [r, n] with r broadcast, flattened."""
+    """Every dim of n repeated r times is [r, n] with r broadcast, flattened. Torch's result lies in rows."""
     x = x.reshape([*([1] * (len(repeats) - x.ndim)), *x.shape])
     paired = [s for n in x.shape for s in (1, n)]
     spread = [s for r, n in zip(repeats, x.shape, strict=True) for s in (r, n)]
     result = [r * n for r, n in zip(repeats, x.shape, strict=True)]
-    return x.reshape(paired).expand(spread).reshape(result).clone()
+    return x.reshape(paired).expand(spread).reshape(result).clone(memory_format=torch.contiguous_format)
 
 
 def transpose(x: Tensor, dim0: int, dim1: int) -> Tensor:

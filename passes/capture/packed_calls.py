@@ -137,7 +137,7 @@ def _rnn_step(
 
 def _recurrent(whole: Callable[..., Any], step: Step, input: Tensor, *args: Any) -> Any:
     """A recurrent layer of torch's; of packed sequences its arguments are others."""
-    if isinstance(args[1], (list, tuple)) and not isinstance(args[0], _Sizes) and not isinstance(input, Rows):
+    if isinstance(args[2], bool):
         return whole(input, *args)
     sizes, state, weights, has_biases, layers, dropout, train, bidirectional = args
     x, valid = _unpacked(input, sizes)

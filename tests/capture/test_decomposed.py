@@ -39,6 +39,7 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     "masked scatter of rows": lambda x: x.masked_scatter(_chosen(x).expand_as(x), x.flip(0) * 5),
     "masked scatter": lambda x: x.masked_scatter(x.detach() > 0, x.sin()),
     "masked scatter, broadcast": lambda x: x[0].masked_scatter(_chosen(x), x.cos()),
+    "repeated, in rows": lambda x: (x * 2).permute(2, 0, 1).repeat(2, 1, 1).view(30, 4),
     "det": lambda x: torch.linalg.det(_matrices(x)),
     "det of a transposed": lambda x: torch.linalg.det(_matrices(x).tril().mT),
     "slogdet": lambda x: torch.linalg.slogdet(_matrices(x).tril(1)).logabsdet,

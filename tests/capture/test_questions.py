@@ -127,6 +127,15 @@ def test_a_call_that_fails_fails_in_capture() -> None:
     assert "ValueError: too large" in error_at(of_an_input, 2)
 
 
+def test_what_only_the_trace_finds_is_said() -> None:
+    """Of the two runs that a trace takes, the second ends before the question."""
+
+    def beyond(m: Any, h: Tensor, x: Tensor) -> Tensor:
+        return of_an_input(m, torch.as_strided(h * 1, [3, 3], [4, 1]), x)
+
+    assert "as_strided" in error_at(beyond, 1)
+
+
 def test_what_raises_is_kept_beside_the_answer() -> None:
     captured = capture(Asks(distribution), (torch.randn(2, 4),), {})
     errors = [str(found.error) for _, found in captured.call.checks]
