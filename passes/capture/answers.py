@@ -17,10 +17,10 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from cost_model.errors import AutoshardError, CaptureError
+from cost_model.errors import AutoshardError, CaptureError, UnsupportedOpError
 from passes.capture.awaited import Awaited
 from passes.capture.known_values import Known, known_values, twins
-from passes.capture.questions import AWAITED, Question, Questions, Undecided
+from passes.capture.questions import AWAITED, NO, Question, Questions, Undecided
 from passes.capture.rows import RowsUnknown
 from passes.ir.torch_tracing import AotGraph, is_value_missing, shape_dependent_errors
 
@@ -80,10 +80,12 @@ class _Search(Generic[T]):
         is_read = run.stopped is not None and _reads_awaited(run.stopped)
         for place in range(self._sure, len(run.asked)):
             question, value = run.asked[place], known[place].value
-            if question.is_awaited and not is_read:
+            if question.is_awaited and not (is_read and run.read in (None, place)):
                 continue
             if value is None and first[place] < place:
                 value = run.asked[first[place]].answer
+            if value is None and question.is_branch and question.is_awaited:
+                value = NO  # a branch after all
             if value is None and not question.is_branch and question.answer is not None:
                 value = AWAITED  # it was told what another question of that line is about
             if value is not None and not _is_same(question.answer, value):
@@ -93,7 +95,7 @@ class _Search(Generic[T]):
         if is_read and isinstance(run.stopped, TypeError):
             raise Undecided([question.place for question in run.asked if question.is_awaited][-1])
         if is_read or not is_of_user(run.stopped):
-            raise run.stopped
+            raise _with_remedy(run.stopped, run.asked)
         for place in reversed(range(self._sure, len(run.asked))):
             question = run.asked[place]
             free = known[place].value is None and first[place] == place
@@ -149,6 +151,17 @@ def _is_same(one: Tensor | None, other: Tensor) -> bool:
 def _reads_awaited(error: Exception) -> bool:
     """Whether it says that the forward has used a number that is not known: by C code's words for its stand-in, too."""
     return isinstance(error, (Undecided, CaptureError)) or Awaited.__name__ in str(error)
+
+
+def _with_remedy(error: Exception, asked: Sequence[Question]) -> Exception:
+    if not is_value_missing(error) or not asked or asked[-1].answer is not None:
+        return error
+    found = UnsupportedOpError(
+        "the value of a tensor decides what runs next (`float()`, `int()`, an index, ...)\n  try: torch.where, masks, "
+        "or an argument that is a Python number; where the number is only kept, x.item() for float(x)"
+    )
+    found.__cause__ = error
+    return found
 
 
 def _answer_of(question: Question) -> Tensor:

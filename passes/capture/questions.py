@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -31,7 +32,7 @@ from passes.ir.torch_tracing import (
     tracing_suspended,
 )
 
-__all__ = ["AWAITED", "Check", "Question", "Questions", "Undecided"]
+__all__ = ["AWAITED", "NO", "Check", "Question", "Questions", "Undecided"]
 
 
 class Undecided(Exception):
@@ -86,8 +87,9 @@ class Questions:
     """answers: to the first questions, in order. guesses: to later ones, by their lines. errors: like what the forward
     raises after another answer, by question.
 
-    asked: in the last run of the forward. looked: the error for the first use of a stand-in in it. stopping: a run
-    returns what was asked until it raised (`stopped`) or came to its end. asks: if not, there are no answers."""
+    asked: in the last run of the forward. looked: the error for the first use of a stand-in in it; read: of which.
+    stopping: a run returns what was asked until it raised (`stopped`) or came to its end. asks: if not, there are no
+    answers."""
 
     def __init__(
         self,
@@ -103,11 +105,12 @@ class Questions:
         self.asked: list[Question] = []
         self.stopped: Exception | None = None
         self.looked: Exception | None = None
-        self._open = self._within = False
+        self.read: int | None = None
+        self._open = self._within = self._reading = False
 
     def begin(self) -> None:
         """The forward runs."""
-        self.asked, self.stopped, self.looked, self._open = [], None, None, True
+        self.asked, self.stopped, self.looked, self.read, self._open = [], None, None, None, True
 
     def checks(self) -> list[tuple[Check, Tensor | None]]:
         """Where each call tells whether the answers hold for it, and what is told. Raises where the forward has used a
@@ -162,33 +165,32 @@ class Questions:
 
     def _read(self, tensor: Tensor, known: Callable[[Tensor], Any]) -> Any:
         """A number or a list of them, or else a stand-in."""
-        count = len(self.asked)
+        count, self._reading = len(self.asked), True
         try:
             # `item` is asked for below, by `_number`.
-            return (
-                known(tensor) if known is Tensor.item else self._answered(lambda: known(tensor), tensor.clone)
-            )
+            is_item = known is Tensor.item
+            return known(tensor) if is_item else self._answered(lambda: known(tensor), tensor.clone)
         except Exception as error:
             place = _lines()[1]
-            asked = (
-                self.asked[count:]
-                if self._open
-                else [q for q in self.asked if q.place == place and q.is_awaited]
-            )
+            asked = self.asked[count:] if self._open else [q for q in self.asked if q.is_awaited]
+            asked = [question for question in asked if question.place == place]
             if not asked or not is_value_missing(error):
                 raise
+        finally:
+            self._reading = False
         if self._open:
             self.asked[-1] = replace(asked[-1], answer=AWAITED)
-        return Awaited(asked[-1].value, self._look)
+        return Awaited(asked[-1].value, partial(self._look, len(self.asked) - 1))
 
-    def _look(self, method: str) -> Exception:
+    def _look(self, position: int, method: str) -> Exception:
         place = _lines()[1]
         error = Undecided(place) if method not in ("__str__", "__repr__", "__format__") else CaptureError(
             "cannot capture: the text of a number that is computed is not known before the call has run\n"
             f"  at {place}\n"
             "  try: keep the number, self.log.append(loss.item()), or return it, and print it after the call"
         )  # fmt: skip
-        self.looked = self.looked or error
+        if self.looked is None:
+            self.looked, self.read = error, position
         return error
 
     def _answered(self, known: Callable[[], Any], asked: Callable[[], Tensor]) -> Any:
@@ -219,7 +221,7 @@ class Questions:
         if len(self.asked) < len(self.answers):
             answer = self.answers[len(self.asked)]
         elif self._asks:
-            answer = self.guesses.get(lines, _NO if _is_branch(value) else None)
+            answer = self.guesses.get(lines, NO if _is_branch(value) and not self._reading else None)
         if answer is not None and _is_awaited(answer):
             answer = None
         self.asked.append(Question(value, answer, lines, place))
@@ -236,7 +238,7 @@ class Questions:
 
 AWAITED = torch.empty(0, dtype=torch.uint64)
 """No answer, in a list of answers: the forward gets a stand-in."""
-_NO = torch.tensor(False)
+NO = torch.tensor(False)
 
 
 def _is_awaited(answer: Tensor) -> bool:
