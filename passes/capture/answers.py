@@ -84,7 +84,7 @@ class _Search(Generic[T]):
                 continue
             if value is None and first[place] < place:
                 value = run.asked[first[place]].answer
-            if value is None and question.is_branch and question.is_awaited:
+            if value is None and question.is_branch and run.read == place:
                 value = NO  # a branch after all
             if value is None and not question.is_branch and question.answer is not None:
                 value = AWAITED  # it was told what another question of that line is about
@@ -132,7 +132,8 @@ class _Search(Generic[T]):
             answers = _alike(run.asked, twins(graph, len(run.asked)))
             if answers is None:
                 break
-        return _plain(run.stopped) if run.stopped is not None and is_of_user(run.stopped) else None
+        error = run.stopped
+        return None if error is None or _reads_awaited(error) or not is_of_user(error) else _plain(error)
 
 
 def _alike(asked: Sequence[Question], first: Sequence[int]) -> list[Tensor] | None:
