@@ -16,10 +16,10 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from cost_model.errors import AutoshardError, CaptureError
+from cost_model.errors import AutoshardError, CaptureError, UnsupportedOpError
 from passes.capture.awaited import Awaited
 from passes.capture.known_values import History
-from passes.capture.questions import Question, Questions, Undecided
+from passes.capture.questions import NO, Question, Questions, Undecided
 from passes.capture.rows import RowsUnknown
 from passes.ir.torch_tracing import is_value_missing, shape_dependent_errors
 
@@ -88,7 +88,7 @@ class _Search(Generic[T]):
         if _reads_awaited(run.stopped):
             return self._told(run, run.stopped)
         if not is_of_user(run.stopped):
-            raise run.stopped
+            raise _with_remedy(run.stopped, run.asked)
         for place in reversed(range(self._sure, len(run.asked))):
             question = run.asked[place]
             is_free = question.known.value is None and _first(run.asked, place) == place
@@ -102,16 +102,15 @@ class _Search(Generic[T]):
         raise run.stopped
 
     def _told(self, run: Questions, error: Exception) -> bool:
-        """The forward uses numbers that it was to keep only: it is told them, where they are known."""
-        awaited = [(place, question) for place, question in enumerate(run.asked) if question.is_awaited]
-        used = [pair for pair in awaited if pair[1].lines == run.used] or awaited
+        """The forward uses numbers that it was to keep only: it is told them where they are known, or of a branch."""
+        places = [run.read] if run.read is not None else range(len(run.asked))
+        used = [(place, run.asked[place]) for place in places if run.asked[place].is_awaited]
         for place, question in used:
-            if (
-                question.known.value is not None
-                and question.lines not in self._guesses
-                and place >= self._sure
-            ):
-                self._guesses[question.lines] = question.known.value
+            value = question.known.value
+            if value is None and question.is_branch and run.read is not None:
+                value = NO
+            if value is not None and place >= self._sure:
+                self._guesses[question.lines] = value
                 self._answers = [*map(_answer_of, run.asked[:place])]
                 return True
         raise Undecided(used[-1][1].place) if used and isinstance(error, TypeError) else error
@@ -132,17 +131,30 @@ class _Search(Generic[T]):
         """What the forward raises after another answer; None: nothing of its own."""
         answers = [*map(_answer_of, asked[:place]), ~_answer_of(asked[place])]
         run = self._run(answers, {question.lines: _answer_of(question) for question in asked})
-        return _plain(run.stopped) if run.stopped is not None and is_of_user(run.stopped) else None
+        error = run.stopped
+        return None if error is None or _reads_awaited(error) or not is_of_user(error) else _plain(error)
 
 
 def _first(asked: Sequence[Question], place: int) -> int:
     """The first question about a value that is computed as that at `place`."""
-    return next(i for i, question in enumerate(asked) if question.number == asked[place].number)
+    alike = lambda question: (question.number, question.is_awaited)
+    return [*map(alike, asked)].index(alike(asked[place]))
 
 
 def _reads_awaited(error: Exception) -> bool:
     """Whether it says that the forward has used a number that is not known: by C code's words for its stand-in, too."""
     return isinstance(error, (Undecided, CaptureError)) or Awaited.__name__ in str(error)
+
+
+def _with_remedy(error: Exception, asked: Sequence[Question]) -> Exception:
+    if not is_value_missing(error) or not asked or asked[-1].answer is not None:
+        return error
+    found = UnsupportedOpError(
+        "the value of a tensor decides what runs next (`float()`, `int()`, an index, ...)\n  try: torch.where, masks, "
+        "or an argument that is a Python number; where the number is only kept, x.item() for float(x)"
+    )
+    found.__cause__ = error
+    return found
 
 
 def _answer_of(question: Question) -> Tensor:

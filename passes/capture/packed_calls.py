@@ -48,13 +48,13 @@ class _Sizes(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         name, (sizes, *rest) = name_of(func), args
-        if name == "device":
-            return sizes.lengths.device
+        if name in ("device", "layout", "is_nested", "is_quantized"):
+            return getattr(sizes.lengths, name)
         if name == "size" and rest == [0]:
             longest = _Longest(sizes.choice.shape[0])
             longest.lengths = sizes.lengths
             return longest
-        if name == "getitem" and rest == [0]:
+        if name == "getitem" and rest in ([0], [(0,)]):
             return sizes.choice.shape[1]
         return cls.__torch_dispatch__()
 

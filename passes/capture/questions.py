@@ -33,7 +33,7 @@ from passes.ir.torch_tracing import (
     tracing_suspended,
 )
 
-__all__ = ["AWAITED", "Check", "Question", "Questions", "RunEnded", "Undecided"]
+__all__ = ["AWAITED", "NO", "Check", "Question", "Questions", "RunEnded", "Undecided"]
 
 
 class Undecided(Exception):
@@ -95,9 +95,9 @@ class Questions:
     """answers: to the first questions, in order. guesses: to later branches, by their lines; of lines in it numbers
     are told where they are known. errors: like what the forward raises after another answer, by question.
 
-    asked: in the last run of the forward. looked: the error for the first use of a stand-in in it, of the question at
-    `used`. history: of a run that looks for answers, which ends with `RunEnded`; stopped: what it raised. asks: if
-    not, there are no answers."""
+    asked: in the last run of the forward. looked: the error for the first use of a stand-in in it; read: of which.
+    history: of a run that looks for answers, which ends with `RunEnded`; stopped: what it raised. asks: if not, there
+    are no answers."""
 
     def __init__(
         self,
@@ -113,12 +113,12 @@ class Questions:
         self.asked: list[Question] = []
         self.stopped: Exception | None = None
         self.looked: Exception | None = None
-        self.used = ""
-        self._open = self._within = self._keeps = False
+        self.read: int | None = None
+        self._open = self._within = self._reading = False
 
     def begin(self) -> None:
         """The forward runs."""
-        self.asked, self.stopped, self.looked, self.used, self._open = [], None, None, "", True
+        self.asked, self.stopped, self.looked, self.read, self._open = [], None, None, None, True
 
     def checks(self) -> list[tuple[Check, Tensor | None]]:
         """Where each call tells whether the answers hold for it, and what is told. Raises where the forward has used a
@@ -173,29 +173,24 @@ class Questions:
 
     def _read(self, tensor: Tensor, known: Callable[[Tensor], Any]) -> Any:
         """A number or a list of them, or else a stand-in."""
-        count, keeps = len(self.asked), self._keeps
-        self._keeps = True
+        count, self._reading = len(self.asked), True
         try:
             # `item` is asked for below, by `_number`.
-            return (
-                known(tensor) if known is Tensor.item else self._answered(lambda: known(tensor), tensor.clone)
-            )
+            is_item = known is Tensor.item
+            return known(tensor) if is_item else self._answered(lambda: known(tensor), tensor.clone)
         except Exception as error:
             place = _lines()[1]
-            asked = (
-                self.asked[count:]
-                if self._open
-                else [q for q in self.asked if q.place == place and q.is_awaited]
-            )
+            asked = self.asked[count:] if self._open else [q for q in self.asked if q.is_awaited]
+            asked = [question for question in asked if question.place == place]
             if not asked or not is_value_missing(error):
                 raise
         finally:
-            self._keeps = keeps
+            self._reading = False
         if self._open:
             self.asked[-1] = replace(asked[-1], answer=AWAITED)
-        return Awaited(asked[-1].value, partial(self._look, asked[-1].lines))
+        return Awaited(asked[-1].value, partial(self._look, len(self.asked) - 1))
 
-    def _look(self, lines: str, method: str) -> Exception:
+    def _look(self, position: int, method: str) -> Exception:
         place = _lines()[1]
         error = Undecided(place) if method not in ("__str__", "__repr__", "__format__") else CaptureError(
             "cannot capture: the text of a number that is computed is not known before the call has run\n"
@@ -203,7 +198,7 @@ class Questions:
             "  try: keep the number, self.log.append(loss.item()), or return it, and print it after the call"
         )  # fmt: skip
         if self.looked is None:
-            self.looked, self.used = error, lines
+            self.looked, self.read = error, position
         return error
 
     def _answered(self, known: Callable[[], Any], asked: Callable[[], Tensor]) -> Any:
@@ -242,14 +237,14 @@ class Questions:
         if len(self.asked) < len(self.answers):
             answer = self.answers[len(self.asked)]
             return None if _is_awaited(answer) else answer
-        if self._keeps and not question.is_branch and question.lines not in self.guesses:
+        if self._reading and question.lines not in self.guesses:
             return None
         if question.known.value is not None:
             return question.known.value
         for twin in self.asked:
-            if question.number and twin.number == question.number:
-                return None if twin.is_awaited else twin.answer
-        return self.guesses.get(question.lines, _NO) if self._asks and question.is_branch else None
+            if question.number and twin.number == question.number and not twin.is_awaited:
+                return twin.answer
+        return self.guesses.get(question.lines, NO) if self._asks and question.is_branch else None
 
     def _again(self, place: str) -> Tensor | None:
         """What all questions of that line were answered, if they were answered alike."""
@@ -262,7 +257,7 @@ class Questions:
 
 AWAITED = torch.empty(0, dtype=torch.uint64)
 """No answer, in a list of answers: the forward gets a stand-in."""
-_NO = torch.tensor(False)
+NO = torch.tensor(False)
 
 
 def _is_awaited(answer: Tensor) -> bool:

@@ -51,6 +51,9 @@ def everywhere(m: Any, h: Tensor, x: Tensor) -> Any:
 def beside_questions(m: Any, h: Tensor, x: Tensor) -> Tensor:
     """On one line are a number that is kept, and one that is used and follows from the input."""
     m.log.append(h.mean().item())
+    m.log.append((h > 0).any().item())
+    if (h.abs() > 99).any().item():
+        raise ValueError("exploded")
     if x.max() > 99:
         raise ValueError("too large")
     count = (x < 99).sum().item(); m.log.append(h.max().item())  # fmt: skip # noqa: E702
@@ -132,6 +135,12 @@ def printed(m: Any, h: Tensor, x: Tensor) -> Any:
 def logged(m: Any, h: Tensor, x: Tensor) -> Any:
     logging.getLogger("tests").warning("mean %s", h.mean().item())
     return h
+
+
+def test_a_number_at_once() -> None:
+    """`float(x)` has to be one: Python takes no stand-in."""
+    with pytest.raises(CaptureError, match=r"only kept, x.item\(\) for float\(x\)"):
+        capture(Logs(lambda m, h, x: (h, float(h.detach().mean()))), (torch.randn(2, 4),), {})
 
 
 @pytest.mark.parametrize("rest", [printed, logged], ids=lambda rest: rest.__name__)
