@@ -69,6 +69,7 @@ def test_values_and_gradients_are_torchs(case: str) -> None:
     check(Packing(layer, rest).double(), torch.randn(4, 3, 3).double(), lengths, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_plans_split_the_sequences() -> None:
     model, given = (
         Packing(nn.RNN(3, 2), labelled).double(),
