@@ -57,7 +57,7 @@ def _lengths(given: Any, count: int) -> Tensor:
     lengths = given if isinstance(given, Tensor) else torch.tensor(given)
     if lengths.is_floating_point() or lengths.numel() != count:
         raise ValueError(f"ctc_loss: lengths must be {count} integers, one for each sequence")
-    return lengths.reshape(count)
+    return lengths if lengths.shape == (count,) else lengths.reshape(count)
 
 
 def _padded(targets: Tensor, lengths: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:

@@ -48,7 +48,9 @@ class _Sizes(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         name, (sizes, *rest) = name_of(func), args
-        if name in ("device", "layout", "is_nested", "is_quantized"):
+        if name == "device":
+            return torch.device("cpu")
+        if name in ("layout", "is_nested", "is_quantized"):
             return getattr(sizes.lengths, name)
         if name == "size" and rest == [0]:
             longest = _Longest(sizes.choice.shape[0])

@@ -80,7 +80,8 @@ def call() -> tuple[Tensor, Tensor, Tensor]:
 )
 def test_values_and_gradients_are_torchs(rest: Rest) -> None:
     torch.manual_seed(0)
-    check(Speech(rest).double(), *call(), rtol=1e-12, atol=1e-12)
+    captured = check(Speech(rest).double(), *call(), rtol=1e-12, atol=1e-12)
+    assert bool(captured.call.checks) == (rest in (chosen_with_other_lengths, in_a_row))
 
 
 def test_plans_split_the_sequences() -> None:
