@@ -15,12 +15,13 @@ from tests.scripts.script import Make
 class Logs(Net):
     def __init__(self) -> None:
         super().__init__()
-        self.calls, self.log, self.aux = 0, [], None
+        self.calls, self.log, self.aux, self.numbers = 0, [], None, []
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         out = super().forward(x)
         self.log.append(out.detach().mean())
+        self.numbers.append(out.mean().item())
         self.aux = out.square().mean()
         return out
 
@@ -35,7 +36,7 @@ def counters_logs_and_auxiliary_losses(make: Make) -> Any:
         out = model(x)
         (F.mse_loss(out, y) + 0.1 * model.aux).backward()
         optimizer.step()
-    return [model.calls, [value.item() for value in model.log], state(model)]
+    return [model.calls, [value.item() for value in model.log], model.numbers, state(model)]
 
 
 def batch_norm_statistics(make: Make) -> Any:
