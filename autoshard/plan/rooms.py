@@ -127,10 +127,19 @@ class RoomSearch:
         if self.best is None and gave_up:
             self.wide, self.high, self.patient = False, None, True
             self._rooms()
+        if self.best is None:
+            self._smallest()
         if self.best is not None:
             return self.best[0]
         found = self.least or self.whole
         raise self.refused or too_much(self.limit, self.needs(found), found)
+
+    def _smallest(self) -> None:
+        """The least room that has states: what an error of a smaller limit says would fit does fit."""
+        self.wide, self.high = False, None
+        if not self.low:
+            self._tried(1)
+        self._tried(self.low)
 
     def _rooms(self) -> None:
         counted: int | None = self.limit - max(self.reserve(self.whole), 0)

@@ -45,8 +45,8 @@ def by_row(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if is_view and rows[0].places is not None and isinstance(result, Rows):
         with tracing_suspended():
             result.places = func(rows[0].places, *args[1:], **kwargs)
-    for one in (*rows, *rows_in(result)):
-        one.is_aliased = one.is_aliased or is_view
+    for one in (*rows, *rows_in(result)) if is_view else ():
+        one.is_aliased, one.copies = True, rows[0].copies
     return result
 
 

@@ -19,7 +19,7 @@ from passes.capture import row_index
 from passes.capture.rows import Choice, Rows, RowsUnknown, rows_in
 from passes.ir.torch_tracing import is_value_missing
 
-__all__ = ["count_leaving", "counted", "getitem", "setitem"]
+__all__ = ["count_leaving", "counted", "getitem", "setitem", "settled"]
 
 Answer = Callable[..., Any]
 
@@ -42,6 +42,7 @@ def count_leaving(outputs: Sequence[Any]) -> None:
 
 
 def getitem(answer: Answer, x: Any, index: Any) -> Any:
+    x, index = settled((x, index))
     try:
         return row_index.getitem(answer, x, index)
     except RowsUnknown as error:
@@ -49,12 +50,13 @@ def getitem(answer: Answer, x: Any, index: Any) -> Any:
 
 
 def setitem(answer: Answer, x: Any, index: Any, value: Any) -> None:
+    x, index, value = settled((x, index, value))
     try:
         row_index.setitem(answer, x, index, value)
     except RowsUnknown as error:
-        if isinstance(x, Rows):
+        if isinstance(x, Rows) and x.is_aliased:
             raise
-        Tensor.__setitem__(x, _counted_index(answer, index, error), counted(value, error))
+        Tensor.__setitem__(counted(x, error), _counted_index(answer, index, error), counted(value, error))
 
 
 def _counted_index(answer: Answer, index: Any, error: RowsUnknown) -> tuple[Any, ...]:
@@ -66,8 +68,25 @@ def _counted_index(answer: Answer, index: Any, error: RowsUnknown) -> tuple[Any,
     return counted(tuple(found), error)
 
 
+def settled(tree: Any) -> Any:
+    """`tree`, where rows that have been counted are what they were counted as."""
+    for rows in rows_in(tree):
+        _check_unwritten(rows)
+    return pytree.tree_map_only(Rows, lambda rows: rows if rows.counted is None else rows.counted, tree)
+
+
+def _check_unwritten(rows: Rows) -> None:
+    if any(copy._version != version for copy, version in rows.copies if copy is not rows.counted):
+        what = "chosen rows are written, and read where they share memory"
+        raise RowsUnknown(what, "write to a clone()", rows.choice.made)
+
+
 def _those_there(rows: Rows) -> Tensor:
-    return rows.padded.index_select(0, _places(rows.choice))
+    _check_unwritten(rows)
+    if rows.counted is None:
+        rows.counted = rows.padded.index_select(0, _places(rows.choice))
+        rows.copies.append((rows.counted, rows.counted._version))
+    return rows.counted
 
 
 def _places(choice: Choice) -> Tensor:

@@ -163,7 +163,7 @@ def _of_rows(x: Rows, parts: tuple[Any, ...]) -> Rows:
         raise RowsUnknown("some of the rows are taken by their number")
     x.is_aliased = True
     part = x.choice.rows(Tensor.__getitem__(x.padded, parts), _of_known(x.places, parts))
-    part.is_aliased = True
+    part.is_aliased, part.copies = True, x.copies
     return part
 
 

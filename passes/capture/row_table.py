@@ -13,7 +13,7 @@ from torch import Tensor
 
 from passes.capture import row_counts, row_index
 from passes.capture.row_apply import by_row, name_of, plainly, pointwise, unknown
-from passes.capture.row_counts import counted
+from passes.capture.row_counts import counted, settled
 from passes.capture.row_loops import each_row
 from passes.capture.rows import Rows, RowsUnknown, filled, one_choice, rows_in
 
@@ -54,23 +54,30 @@ _WITH_WEIGHTS = {
     "one_hot": 1,
 }
 """Functions of rows and weights: the dims that rows have at least."""
+<<<<<<< HEAD
 _LASTING = frozenset(["set", "setitem", "delitem", "register_hook", "retain_grad", "backward"])
 """What does something to the rows themselves."""
 _FACT_NAMES = """dtype device layout ndim dim requires_grad is_floating_point is_complex is_cuda is_nested
 is_quantized"""
+=======
+_FACT_NAMES = "dtype device layout ndim dim requires_grad is_floating_point is_complex is_cuda"
+>>>>>>> w-models
 _FACTS = frozenset(_FACT_NAMES.split())
 
 
 def row_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = name_of(func)
+    args, kwargs = settled((args, kwargs))
     try:
-        return _of_all_rows(name, func, args, kwargs)
+        if rows_in((args, kwargs)):
+            return _of_all_rows(name, func, args, kwargs)
     except RowsUnknown as error:
-        if isinstance(args[0], Rows) and (name in _LASTING or _is_inplace(name, func, args, kwargs)):
+        writes = name == "set" or _is_inplace(name, func, args, kwargs)
+        if writes and isinstance(args[0], Rows) and args[0].is_aliased:
             raise
         args, kwargs = counted((args, kwargs), error)
-        answer: Any = ROWS.get(func, func)
-        return answer(*args, **kwargs)
+    answer: Any = ROWS.get(func, func)
+    return answer(*args, **kwargs)
 
 
 def _of_all_rows(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

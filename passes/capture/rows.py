@@ -63,17 +63,21 @@ class Choice:
         rows = bare_tensor(Rows, padded)
         rows.padded, rows.choice = filled(padded, self.valid), self
         rows.places, rows.is_aliased = places, False
+        rows.counted, rows.copies = None, []
         return rows
 
 
 class Rows(Tensor):
     """padded: [n, *any]. places: its values in all rows, real ones, where they are places in a mask.
-    is_aliased: another may share its memory, in a run of the forward."""
+    is_aliased: another may share its memory, in a run of the forward. counted: as many as there are, which stand for
+    all that is done from then on; copies: of those that share its memory, with their versions."""
 
     padded: Tensor
     choice: Choice
     places: Tensor | None
     is_aliased: bool
+    counted: Tensor | None
+    copies: list[tuple[Tensor, int]]
 
     @classmethod
     def __torch_function__(

@@ -124,6 +124,17 @@ def their_number(m: Model, h: Tensor, y: Tensor) -> Any:
     )
 
 
+def written(m: Model, h: Tensor, y: Tensor) -> Any:
+    """Rows that have been counted are written like others."""
+    rows, others, more = h[y > 0], h[y > 1] * 2, h[y > 2] + 1
+    rows[0].zero_()
+    others.T.mul_(2)
+    others[1:3] = m.token
+    others += 1
+    more[1] += 1
+    return rows, others.sum(), rows[:, 0].exp().mean(), more
+
+
 def values_in_places(m: Model, h: Tensor, y: Tensor) -> Tensor:
     """As many as there are places, of which a call that has others is told."""
     h, keep = h.clone(), h.detach().sum(-1) > -1e6
@@ -154,7 +165,7 @@ def sizes(m: Model, h: Tensor, y: Tensor) -> Any:
 
 EXACT = [
     token, class_loss, selected, counted, nothing_chosen, infinite_elsewhere, in_place, experts, experts_hit,
-    their_number, values_in_places, mask_changed, sizes,
+    their_number, written, values_in_places, mask_changed, sizes,
 ]  # fmt: skip
 
 
@@ -193,6 +204,20 @@ def array(m: Model, h: Tensor, y: Tensor) -> Any:
     return h * float(h.detach().numpy().sum())
 
 
+def shared(m: Model, h: Tensor, y: Tensor) -> Any:
+    rows = h[y > 0]
+    part = rows[:, :2]
+    rows[0].zero_()
+    return part
+
+
+def shared_in_place(m: Model, h: Tensor, y: Tensor) -> Any:
+    rows = h[y > 0]
+    part = rows[:, :2]
+    rows.erfinv_()
+    return part.sum()
+
+
 def two_masks(m: Model, h: Tensor, y: Tensor) -> Any:
     return (h[h > 0] * h[h < 1]).sum()
 
@@ -225,6 +250,8 @@ REFUSED = [
     (returned, 1, "rows that a mask chooses are returned"),
     (in_order, 1, "what sort makes of the rows"),
     (array, 1, "the value of a tensor decides"),
+    (shared, 1, "share memory"),
+    (shared_in_place, 3, "what erfinv_ makes"),
     (two_masks, 1, "one mask for both"),
     (length, 1, "mask.sum()"),
     (count_in_loop, 2, "the body of a loop"),

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autoshard import InfeasibleError, MeshSpec, find_plan
-from benchmarks.fuzz_bounds import COUNTED, NEEDS, examined
+from benchmarks.fuzz_bounds import COUNTED, DO, NEEDS, examined
 from tests.plans.test_infeasible import nbytes_of
 
 DP2 = MeshSpec({"dp": 2})
@@ -48,4 +48,11 @@ def test_no_program_is_under_a_bound_of_small_models(number: int) -> None:
     """A part of `python -m benchmarks.fuzz_bounds`."""
     found = examined(number, drawings=4)
     assert {NEEDS, COUNTED} <= {one.kind for one in found.held}
+    assert not found.under
+
+
+def test_a_limit_that_an_error_offers_fits() -> None:
+    """Found on the way to a smaller limit, in the least room that any states need."""
+    found = examined(25, drawings=0)
+    assert DO in {one.kind for one in found.held}
     assert not found.under

@@ -231,16 +231,16 @@ def encodec() -> Example:
     from transformers import EncodecConfig, EncodecModel
 
     config = EncodecConfig(
-        num_filters=4,
+        num_filters=2,
         hidden_size=16,
         codebook_dim=16,
         codebook_size=16,
-        upsampling_ratios=[4, 2],
+        upsampling_ratios=[4],
         num_lstm_layers=1,
-        target_bandwidths=[12.0, 24.0],
+        target_bandwidths=[24.0],
         sampling_rate=8000,
     )
-    return EncodecModel(config).train(), {"input_values": torch.randn(4, 1, 64)}
+    return EncodecModel(config).train(), {"input_values": torch.randn(4, 1, 24)}
 
 
 def bert() -> Example:
