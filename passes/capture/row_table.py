@@ -54,14 +54,8 @@ _WITH_WEIGHTS = {
     "one_hot": 1,
 }
 """Functions of rows and weights: the dims that rows have at least."""
-<<<<<<< HEAD
-_LASTING = frozenset(["set", "setitem", "delitem", "register_hook", "retain_grad", "backward"])
-"""What does something to the rows themselves."""
 _FACT_NAMES = """dtype device layout ndim dim requires_grad is_floating_point is_complex is_cuda is_nested
 is_quantized"""
-=======
-_FACT_NAMES = "dtype device layout ndim dim requires_grad is_floating_point is_complex is_cuda"
->>>>>>> w-models
 _FACTS = frozenset(_FACT_NAMES.split())
 
 
