@@ -66,16 +66,17 @@ def _rank(rank: int, ranks: int, steps_wanted: int, port: int) -> None:
         model(*x).backward()
         steps.append(time.perf_counter() - start)
     share = (time.clock_gettime(clock) - used) / (time.perf_counter() - begun)
+    dispatcher = dispatcher_of(model)
+    assert dispatcher is not None
+    step, turn = statistics.median(steps), _median_seconds(lambda: _take(watch))
+    lookup = _median_seconds(lambda: dispatcher.prepare(x, {}))
+    replicas = Replicas(model, [])
+    compared = _median_seconds(lambda: (sums_of(x), replicas.sampled(7), watch.updates.told()), 5)
+    # Every 32 steps at most, and seldom before half of the pause is over.
+    comparing = compared / max(OFTEN * step, PAUSE_SECONDS / 2)
+    together = (lookup + 2 * turn) / step + share + comparing
+    # On all ranks: they have the same turns.
     if rank == 0:
-        dispatcher = dispatcher_of(model)
-        assert dispatcher is not None
-        step, turn = statistics.median(steps), _median_seconds(lambda: _take(watch))
-        lookup = _median_seconds(lambda: dispatcher.prepare(x, {}))
-        replicas = Replicas(model, [])
-        compared = _median_seconds(lambda: (sums_of(x), replicas.sampled(7), watch.updates.told()), 5)
-        # Every 32 steps at most, and seldom before half of the pause is over.
-        comparing = compared / max(OFTEN * step, PAUSE_SECONDS / 2)
-        together = (lookup + 2 * turn) / step + share + comparing
         print(
             f"a step {1e3 * step:.2f} ms; looking up its program {1e6 * lookup:.1f} us: {lookup / step:.5f}; two turns "
             f"{2e6 * turn:.1f} us: {2 * turn / step:.5f}; a comparison "

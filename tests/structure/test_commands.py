@@ -36,7 +36,7 @@ _SMALLEST = (
     ("benchmarks/guards.py", "--ranks", "2", "--steps", "5"),
     ("benchmarks/step_time.py", "--backend", "eager", "--model", "mlp", "--steps", "2", "--warmup", "1"),
     ("benchmarks/memory.py", "--world", "1", "2", "--width", "64", "--hidden", "64"),
-    ("benchmarks/kinds.py", "--layers", "1", "--width", "64"),
+    ("benchmarks/kinds.py", "--layers", "1", "--width", "96"),
     ("benchmarks/fuzz_bounds.py", "--cases", "1"),
     ("tests/spatial/test_window_rules.py", "1"),
     ("tests/spatial/test_more_window_rules.py", "1"),
