@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
@@ -115,8 +116,7 @@ class RoomSearch:
 
     def run(self) -> Found | None:
         """States for layouts as they are known first; where their program fits, with what other layouts can do. If none
-        of theirs fits, or smaller rooms do not tell on their programs, those of any layouts. None: the bound says that
-        none is as fast as is asked for."""
+        fits, or smaller rooms do not tell on them, those of any layouts. None: by the bound none is as fast."""
         self._rooms()
         if self._is_hopeless:
             return None
@@ -135,11 +135,14 @@ class RoomSearch:
         raise self.refused or too_much(self.limit, self.needs(found), found)
 
     def _smallest(self) -> None:
-        """The least room that has states: what an error of a smaller limit says would fit does fit."""
-        self.wide, self.high = False, None
-        if not self.low:
-            self._tried(1)
-        self._tried(self.low)
+        """The least room that has states, looked for anew: what an error of a smaller limit says would fit does fit."""
+        anew = replace(self, low=0, high=None, wide=False, least=None, proven=set(), faster=math.inf)
+        room = 0
+        with suppress(InfeasibleError, OutOfTime):
+            while not (anew.best or anew.least) and room < max(1, anew.low):
+                room = max(1, anew.low)
+                anew._tried(room)
+        self.best = anew.best
 
     def _rooms(self) -> None:
         counted: int | None = self.limit - max(self.reserve(self.whole), 0)
