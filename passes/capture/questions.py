@@ -228,9 +228,10 @@ class Questions:
         known, number = Known(), ""
         if self.history is not None:
             known, number = self.history.known(value), self.history.number(value)
-        answer = self._told(Question(value, None, lines, place, known, number))
-        self.asked.append(Question(value, answer, lines, place, known, number))
-        return answer
+        question = Question(value, None, lines, place, known, number)
+        question = replace(question, answer=self._told(question))
+        self.asked.append(question)
+        return question.answer
 
     def _told(self, question: Question) -> Tensor | None:
         """The given answer, the known one, that of a twin, or a guess."""

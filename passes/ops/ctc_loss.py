@@ -21,16 +21,9 @@ _PROBLEM = """Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor tar
 
 
 @torch.library.custom_op("autoshard::ctc_loss", mutates_args=(), schema=f"({_PROBLEM}) -> Tensor")
-def ctc_loss(
-    log_probs: Tensor,
-    targets: Tensor,
-    input_lengths: Tensor,
-    target_lengths: Tensor,
-    blank: int,
-    zero_infinity: bool,
-) -> Tensor:
+def ctc_loss(*problem: Any) -> Tensor:
     """[n]: the loss of each sequence, infinite where it is too short for its targets."""
-    return aten._ctc_loss.Tensor(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)[0]
+    return aten._ctc_loss.Tensor(*problem)[0]
 
 
 @ctc_loss.register_fake
@@ -41,19 +34,11 @@ def _(log_probs: Tensor, *problem: Any) -> Tensor:
 @torch.library.custom_op(
     "autoshard::ctc_loss_backward", mutates_args=(), schema=f"(Tensor grad, {_PROBLEM}) -> Tensor"
 )
-def ctc_loss_backward(
-    grad: Tensor,
-    log_probs: Tensor,
-    targets: Tensor,
-    input_lengths: Tensor,
-    target_lengths: Tensor,
-    blank: int,
-    zero_infinity: bool,
-) -> Tensor:
+def ctc_loss_backward(grad: Tensor, *problem: Any) -> Tensor:
     """[t, n, c]: the gradient of `ctc_loss` with respect to log_probs."""
-    given = (log_probs, targets, input_lengths, target_lengths)
-    found = aten._ctc_loss.Tensor(*given, blank, zero_infinity)
-    return aten._ctc_loss_backward.Tensor(grad, *given, *found, blank, zero_infinity)
+    tensors, options = problem[:4], problem[4:]
+    found = aten._ctc_loss.Tensor(*problem)
+    return aten._ctc_loss_backward.Tensor(grad, *tensors, *found, *options)
 
 
 @ctc_loss_backward.register_fake
