@@ -55,7 +55,9 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tests", nargs="*", default=["tests/cuda"], help="which (default: all)")
-    parser.add_argument("--jobs", type=int, help="processes that run tests (needs pytest-xdist; default: one, without)")
+    parser.add_argument(
+        "--jobs", type=int, help="processes that run tests (needs pytest-xdist; default: one, without)"
+    )
     parser.add_argument("--no-figures", action="store_true", help="tests only")
     parser.add_argument(
         "--nccl-tests", type=Path, help="what an all_reduce_perf of nccl-tests printed on this machine"

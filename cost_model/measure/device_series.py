@@ -45,7 +45,9 @@ def device_series(device: torch.device) -> list[Series]:
     works += [(f"{name} products", products, partial(_matmul, t, device), 2) for name, t in DTYPES.items()]
     # Every second size of products is always measured, up to the fifth.
     return [
-        Series(name, sizes, prepare, median, least_seconds(device), sizes[: 2 * apart + 1 : apart], ahead=True)
+        Series(
+            name, sizes, prepare, median, least_seconds(device), sizes[: 2 * apart + 1 : apart], ahead=True
+        )
         for name, sizes, prepare, apart in works
     ]
 

@@ -120,7 +120,9 @@ def _distance(point: CheckedPoint) -> float:
 
 def _compute(profile: ProfileRecord, device: torch.device) -> Iterable[_Expected]:
     prices = ComputePrices(profile)
-    memory = Series("memory", (2**24,), lambda nbytes: memory_work(nbytes, device), median, least_seconds(device))
+    memory = Series(
+        "memory", (2**24,), lambda nbytes: memory_work(nbytes, device), median, least_seconds(device)
+    )
     yield _Expected(
         memory, lambda nbytes: prices.launch_seconds + prices.memory_seconds(nbytes), (LEAST_TOLERANCE,)
     )
@@ -138,7 +140,11 @@ def _products(prices: ComputePrices, rates: MatmulRates, device: torch.device) -
 
     return _Expected(
         Series(
-            f"{rates.dtype} products", tuple(map(matmul_flops, chosen)), prepare, _half_median, least_seconds(device)
+            f"{rates.dtype} products",
+            tuple(map(matmul_flops, chosen)),
+            prepare,
+            _half_median,
+            least_seconds(device),
         ),
         lambda flops: prices.matmul_seconds(flops, rates.dtype),
         tuple(_tolerance(rates.spread, i) for i in chosen.values()),

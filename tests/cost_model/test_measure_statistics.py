@@ -191,6 +191,7 @@ def test_large_products_of_a_gpu_fit_into_a_start() -> None:
             taken = super().seconds(work, calls, ahead)
             self.time += 2 * taken * calls
             return taken
+
     gpu = device_series(torch.device("cuda"))
 
     def sizes(index: int, rate: float) -> tuple[int, ...]:
