@@ -91,11 +91,15 @@ def test_convolution_and_attention_have_rates_of_their_own(round_profile: Profil
 
 def test_pointwise_work_runs_at_the_best_rate(round_profile: Profile) -> None:
     """A small product is slow for reasons that an op within a loop does not have."""
-    rates = (MatmulRates("float32", (1e6, 1e8, 1e9), (1e9, 1e11, 5e10)),)
+    rates = tuple(
+        MatmulRates(t, (1e6, 1e9, 1e10), (1e9, best, best))
+        for t, best in (("float32", 1e11), ("float64", 1e12))
+    )
     prices = ComputePrices(replace(round_profile, device=replace(round_profile.device, matmul=rates)))
     assert prices.arithmetic_seconds(None, 1e6, "float32") == pytest.approx(1e-5)
     assert prices.arithmetic_seconds("matmul", 1e6, "float32") == pytest.approx(1e-3)
-    assert prices.arithmetic_seconds(None, 1e6, "bool") == pytest.approx(1e-5)  # the slowest of the best
+    assert prices.arithmetic_seconds(None, 1e6, "bfloat16") == pytest.approx(1e-5)  # in float32
+    assert prices.arithmetic_seconds(None, 1e6, "float64") == pytest.approx(1e-6)
 
 
 def test_narrow_convolutions_have_rates_of_their_own_or_those_of_others(round_profile: Profile) -> None:
