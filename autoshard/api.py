@@ -26,11 +26,11 @@ from autoshard.plan.plain_plan import given_plan
 from autoshard.plan.plan_fits import check_limit, check_optimizer, check_pins
 from autoshard.plan.stages_option import AnyPlan, checked_schedule, checked_stages
 from autoshard.refine.refine import check_refine
-from autoshard.runtime.agreement import agree, collectively
 from autoshard.runtime.attachments import attach
 from autoshard.runtime.module import install
 from autoshard.runtime.session import Session
 from autoshard.runtime.settings import Settings
+from autoshard.watching.agreement import agree, collectively
 from cost_model.checked_arguments import checked_seconds
 from cost_model.errors import ShardingError
 from cost_model.memory import parse_bytes

@@ -13,7 +13,7 @@ from autoshard.data.batches import PartReader, batch_reader
 from autoshard.data.parts import Sizes, checked_sizes, member
 from autoshard.data.rank_sampler import BatchSplit, PartSampler
 from autoshard.data.split_sizes import batch_axes
-from autoshard.runtime.agreement import agree, collectively
+from autoshard.watching.agreement import agree, collectively
 from cost_model.checked_arguments import checked_count, checked_flag, is_whole, reject, shown
 from cost_model.errors import PlanError, ShardingError
 from cost_model.mesh import MeshSpec

@@ -24,9 +24,9 @@ from autoshard.data.parts import (
     spans_of,
 )
 from autoshard.data.transfer import broadcast, open_group, receive, send
-from autoshard.runtime.agreement import agree, collectively, everyones
 from autoshard.runtime.devices import local_device
 from autoshard.runtime.sharding import shard_of
+from autoshard.watching.agreement import agree, collectively, everyones
 from cost_model.checked_arguments import reject, shown
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.cache_files import cache_folder, write_whole
 from autoshard.profiling.attend import attend
-from autoshard.runtime.agreement import everyones, from_first
+from autoshard.watching.agreement import everyones, from_first
 from cost_model.errors import ProfileError
 from cost_model.measure.facts import collective_backend, device_name, host_name
 from cost_model.mesh import MeshSpec

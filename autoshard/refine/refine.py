@@ -20,7 +20,7 @@ from autoshard.refine.rounds import Rounds
 from autoshard.refine.time_work import time_work
 from autoshard.refine.timed_cases import Case
 from autoshard.refine.timed_store import store_of
-from autoshard.runtime.agreement import from_first
+from autoshard.watching.agreement import from_first
 from cost_model.checked_arguments import reject
 from cost_model.deadline import Deadline
 from cost_model.measure.facts import collective_backend

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.cache_files import cache_folder, write_whole
 from autoshard.profiling.startup import machine_key
-from autoshard.runtime.agreement import everyones
 from autoshard.version import __version__
+from autoshard.watching.agreement import everyones
 from cost_model.errors import ProfileError
 from cost_model.measure.facts import collective_backend, device_name, host_name, software_versions
 from cost_model.mesh import MeshSpec

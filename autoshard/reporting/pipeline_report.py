@@ -18,9 +18,9 @@ from autoshard.plan.stage_schedule import Scheduled
 from autoshard.reporting.marks import marks_of
 from autoshard.reporting.measured import there
 from autoshard.reporting.stage_recorder import RankStep, StageRecorder
-from autoshard.runtime.agreement import everyones
 from autoshard.runtime.process_groups import whole_group
 from autoshard.runtime.session import Session
+from autoshard.watching.agreement import everyones
 from cost_model.checked_arguments import checked_path
 from cost_model.errors import PlanError
 from cost_model.text_files import write_text

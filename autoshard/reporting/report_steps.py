@@ -35,9 +35,9 @@ from autoshard.reporting.seen_step import SeenStep, seen_step
 from autoshard.reporting.text import report_text
 from autoshard.reporting.track_picture import track_svg
 from autoshard.reporting.tracks import Tracks
-from autoshard.runtime.agreement import everyones
 from autoshard.runtime.process_groups import axes_by_group, whole_group
 from autoshard.runtime.session import Session
+from autoshard.watching.agreement import everyones
 from cost_model.checked_arguments import checked_count, checked_path
 from cost_model.correction import CollectiveTime, corrected_profile
 from cost_model.errors import PlanError

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.runtime.agreement import everyones
+from autoshard.watching.agreement import everyones
 
 __all__ = ["Copies", "same_parameters"]
 

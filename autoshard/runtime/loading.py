@@ -10,11 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from autoshard.runtime.agreement import everyones
 from autoshard.runtime.checksum import checksum
 from autoshard.runtime.optimizers import live_optimizers, shard_when_loaded
 from autoshard.runtime.sharding import like_parameter
 from autoshard.runtime.stage_mesh import pipeline_mesh_of
+from autoshard.watching.agreement import everyones
 from cost_model.errors import ShardingError
 
 __all__ = ["accept_any_state"]

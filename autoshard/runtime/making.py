@@ -17,7 +17,6 @@ from autoshard.plan.micro_batches import cut_call
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_fits import axes_in, runnable
 from autoshard.plan.task import CallLayouts
-from autoshard.runtime.agreement import collectively
 from autoshard.runtime.nccl import in_host_order
 from autoshard.runtime.observe import Observer
 from autoshard.runtime.parameters import Place, distribute_parameters
@@ -27,7 +26,8 @@ from autoshard.runtime.programs import AnyProgram
 from autoshard.runtime.settings import Settings
 from autoshard.runtime.stage_clock import StageClock
 from autoshard.runtime.step import Program
-from autoshard.watching.kinds import turns_of
+from autoshard.watching.agreement import collectively
+from autoshard.watching.check_calls import turns_of
 from cost_model.measure.measure import mesh_device
 from cost_model.mesh import MeshSpec
 from passes.capture import Captured

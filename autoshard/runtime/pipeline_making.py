@@ -11,7 +11,6 @@ from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_fits import axes_in, runnable
 from autoshard.plan.task import CallLayouts
-from autoshard.runtime.agreement import collectively
 from autoshard.runtime.devices import local_device
 from autoshard.runtime.input_side import InputSide, OutputSide
 from autoshard.runtime.making import Made, Making, Workshop, schedule_for, together
@@ -21,7 +20,8 @@ from autoshard.runtime.process_groups import groups_for
 from autoshard.runtime.stage_mesh import holders_mesh
 from autoshard.runtime.stage_parameters import StagePlaced, distribute_stage_parameters, stage_places
 from autoshard.runtime.stage_run import StageOnRank
-from autoshard.watching.kinds import turns_of
+from autoshard.watching.agreement import collectively
+from autoshard.watching.check_calls import turns_of
 from cost_model.mesh import MeshSpec
 from passes.capture import Captured
 from passes.ir.joint import JointGraph

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.runtime.agreement import collectively
+from autoshard.watching.agreement import collectively
 
 __all__ = ["save_whole_pretrained"]
 

@@ -13,7 +13,6 @@ from autoshard.plan.race_result import step_seconds
 from autoshard.plan.rehearsed_plan import rehearsed_plan
 from autoshard.plan.stages_option import AnyPlan
 from autoshard.refine.refining_time import is_worth_it
-from autoshard.runtime.agreement import everyones
 from autoshard.runtime.busy_clock import BusyClock
 from autoshard.runtime.making import Made
 from autoshard.runtime.observe import unobserved
@@ -21,6 +20,7 @@ from autoshard.runtime.programs import AnyProgram
 from autoshard.runtime.race_entry import RaceEntry
 from autoshard.runtime.stage_clock import StageClock
 from autoshard.runtime.track import WARM_STEPS, Track, steps_within
+from autoshard.watching.agreement import everyones
 from passes.ir.kept_random_state import random_state_kept
 
 __all__ = ["Entered", "is_to_rehearse", "rehearsed"]

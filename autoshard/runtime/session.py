@@ -28,7 +28,6 @@ from autoshard.plan.task import CallLayouts
 from autoshard.plan.task_prices import prices_of
 from autoshard.progress import stages_of
 from autoshard.refine.refine import Refined
-from autoshard.runtime.agreement import agree, collectively, everyones, from_first
 from autoshard.runtime.call_making import CallMaking
 from autoshard.runtime.copies import Copies, same_parameters
 from autoshard.runtime.devices import check_placed, local_device, move_buffers
@@ -47,10 +46,9 @@ from autoshard.runtime.settings import Settings
 from autoshard.runtime.stage_clock import StageClock
 from autoshard.runtime.wrapping import check_unwrapped
 from autoshard.version import __version__
-from autoshard.watching.check_calls import CheckCalls, checked_inputs
-from autoshard.watching.kinds import local_call, tensor_shapes
-from autoshard.watching.replicas import Replicas
-from autoshard.watching.watches import watch_of
+from autoshard.watching.agreement import agree, collectively, everyones, from_first
+from autoshard.watching.check_calls import CheckCalls, Replicas, checked_inputs, local_call, tensor_shapes
+from autoshard.watching.watch import watch_of
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.capture import Captured, flatten_call

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.runtime.agreement import collectively, everyones, in_company
 from autoshard.runtime.devices import local_device
 from autoshard.runtime.process_groups import whole_group
 from autoshard.runtime.race_entry import RaceEntry
+from autoshard.watching.agreement import collectively, everyones, in_company
 from cost_model.errors import RankError
 
 __all__ = ["WARM_STEPS", "Track", "steps_within"]

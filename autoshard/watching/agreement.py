@@ -19,8 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import cost_model.errors
 from autoshard.watching.stopping import Stopped
-from autoshard.watching.watch import Watch
-from autoshard.watching.watches import watch_of
+from autoshard.watching.watch import Watch, watch_of
 from cost_model.errors import AutoshardError, PlanError, RankError
 
 __all__ = ["agree", "collectively", "everyones", "from_first", "in_company"]
