@@ -17,7 +17,7 @@ from autoshard.arguments import (
     checked_model,
     checked_race,
 )
-from autoshard.calls.signature import as_call
+from autoshard.calls.global_call import as_call
 from autoshard.plan.find_plan import ProfileLike, load_profile, mesh_spec, named_parameters
 from autoshard.plan.optimizer_names import OptimizerLike, optimizer_name
 from autoshard.plan.pins import Constraints, resolve_pins

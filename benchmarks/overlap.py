@@ -27,7 +27,7 @@ from torch.distributed.tensor import Shard
 
 from autoshard.plan.families import family_constraints
 from autoshard.plan.find_plan import canonical_capture, find_plan, prices_of
-from autoshard.profiling.attend import attend
+from autoshard.profiling.startup import attend
 from autoshard.runtime.process_groups import groups_for
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autoshard.calls.signature import matched_placements
+from autoshard.calls.global_call import matched_placements
 from cost_model.mesh import MeshSpec
 from passes.capture import Captured
 from passes.capture.numbers_left import number_indices

@@ -21,9 +21,8 @@ from autoshard.arguments import (
     checked_micro_batches,
     checked_model,
 )
-from autoshard.calls.global_call import global_call
+from autoshard.calls.global_call import as_call, global_call
 from autoshard.calls.outputs import output_layouts
-from autoshard.calls.signature import as_call
 from autoshard.plan.division import Division
 from autoshard.plan.optimizer_names import OptimizerLike, optimizer_name
 from autoshard.plan.pins import Constraints, resolve_pins

@@ -13,9 +13,7 @@ from autoshard.plan.plan_cache import cached_search, keep_rehearsal, kept_rehear
 from autoshard.plan.rehearsed_plan import rehearsed_plan
 from autoshard.plan.stages_option import AnyPlan
 from autoshard.plan.task import Task
-from autoshard.refine.divided_cases import cases_of_parts
-from autoshard.refine.refining_time import refining_seconds
-from autoshard.refine.timed_cases import Case, with_times
+from autoshard.refine.timed_cases import Case, cases_of_parts, refining_seconds, with_times
 from autoshard.refine.timed_store import TimedStore
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError

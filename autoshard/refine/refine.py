@@ -28,7 +28,7 @@ from cost_model.measure.measure import mesh_device
 from cost_model.mesh import MeshSpec
 from cost_model.timed import TimedPrices
 from passes.capture import Captured
-from passes.compile.fused_kernel import start_compiler
+from passes.compile.single_kernel import start_compiler
 
 __all__ = ["Refined", "check_refine", "may_refine", "refined_plan", "shared_refined_plan"]
 

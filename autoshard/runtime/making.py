@@ -31,7 +31,7 @@ from autoshard.watching.check_calls import turns_of
 from cost_model.measure.measure import mesh_device
 from cost_model.mesh import MeshSpec
 from passes.capture import Captured
-from passes.compile.freed_memory import keep_freed_memory
+from passes.compile.single_kernel import keep_freed_memory
 from passes.lower.missing_tangents import usually_missing
 from passes.lower.rank_program import RankProgram, Schedule, rank_program
 from passes.schedule.schedule import one_communicator_at_a_time, scheduled

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.plan.race_result import step_seconds
 from autoshard.plan.rehearsed_plan import rehearsed_plan
 from autoshard.plan.stages_option import AnyPlan
-from autoshard.refine.refining_time import is_worth_it
+from autoshard.refine.timed_cases import is_worth_it
 from autoshard.runtime.busy_clock import BusyClock
 from autoshard.runtime.making import Made
 from autoshard.runtime.observe import unobserved

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from autoshard.arguments import checked_model
-from autoshard.calls.signature import as_call
+from autoshard.calls.global_call import as_call
 from autoshard.plan.find_plan import autocast_as, canonical_capture
 from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.plan.plain_plan import given_plan

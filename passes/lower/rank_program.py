@@ -10,7 +10,7 @@ from torch import fx
 
 from cost_model.mesh import MeshSpec
 from passes.compile.bind_device import bind_device
-from passes.compile.join_convolutions import JoinConvolutions
+from passes.compile.join_linears import JoinConvolutions
 from passes.compile.join_losses import JoinLosses
 from passes.compile.join_norms import JoinNorms
 from passes.ir.graph_pass import run_rank_passes
