@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autoshard.plan.plan import Plan
-from autoshard.runtime.input_side import InputSide, OutputSide, Returned
+from autoshard.runtime.leaves import InputSide, OutputSide, Returned
 from passes.ir.joint import JointGraph, node_value
 from passes.layout.layout import Layout
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from autoshard.reporting.marks import Marks
 from autoshard.reporting.probe import Probed
 from autoshard.reporting.timed_phases import TimedGraph, TimedPhases
 from autoshard.reporting.timed_run import TimedRun
 from autoshard.runtime.compiled_pieces import by_phase
+from autoshard.runtime.observe import Marks
 from passes.lower.piece_values import given_values, leave
 from passes.lower.piecewise import RankPieces
 

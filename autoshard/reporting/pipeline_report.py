@@ -15,9 +15,8 @@ from autoshard.drawing.pipeline_trace import trace_json
 from autoshard.drawing.two_timelines import two_timelines_svg
 from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.plan.stage_schedule import Scheduled
-from autoshard.reporting.marks import marks_of
 from autoshard.reporting.measured import there
-from autoshard.reporting.stage_recorder import RankStep, StageRecorder
+from autoshard.runtime.observe import RankStep, StageRecorder, marks_of
 from autoshard.runtime.process_groups import whole_group
 from autoshard.runtime.session import Session
 from autoshard.watching.agreement import everyones

@@ -11,9 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from autoshard.reporting.marks import Marks
 from autoshard.reporting.peak_memory import PeakCounter
-from autoshard.runtime.observe import InPieces, PhaseRun
+from autoshard.runtime.observe import InPieces, Marks, PhaseRun
 from passes.lower.phases import Phases
 
 __all__ = ["PHASES", "Mark", "Recorder", "StepTimes", "steps_of"]

@@ -25,7 +25,6 @@ from torch import nn
 from autoshard.arguments import checked_model
 from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.plan.plan import Plan
-from autoshard.reporting.marks import Marks, marks_of
 from autoshard.reporting.measured import PeakMemory, RankFigures, StepFigures, put_together, there
 from autoshard.reporting.peak_memory import held_nbytes, peak_counter, run_peaks
 from autoshard.reporting.pipeline_report import PipelineReport
@@ -35,6 +34,7 @@ from autoshard.reporting.seen_step import SeenStep, seen_step
 from autoshard.reporting.text import report_text
 from autoshard.reporting.track_picture import track_svg
 from autoshard.reporting.tracks import Tracks
+from autoshard.runtime.observe import Marks, marks_of
 from autoshard.runtime.process_groups import axes_by_group, whole_group
 from autoshard.runtime.session import Session
 from autoshard.watching.agreement import everyones

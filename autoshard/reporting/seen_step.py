@@ -8,15 +8,13 @@ from typing import Protocol
 
 from torch import Tensor
 
-from autoshard.reporting.marks import Marks
 from autoshard.reporting.pieces_probe import PiecesProbe
 from autoshard.reporting.probe import Probed
 from autoshard.reporting.step_again import Again, PiecesAgain, StepAgain
 from autoshard.reporting.tracks import Tracks, run_tracks
 from autoshard.reporting.whole_probe import WholeProbe
-from autoshard.runtime.observe import InPieces, PhaseRun
-from autoshard.runtime.piece_compiler import Compiler
-from autoshard.runtime.step_in_pieces import parts_of
+from autoshard.runtime.compiled_pieces import Compiler, parts_of
+from autoshard.runtime.observe import InPieces, Marks, PhaseRun
 from passes.lower.phases import Phases
 from passes.predict.predict_pieces import predict_pieces
 from passes.predict.predict_step import Prediction, predict_phases

@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from autoshard.reporting.timed_phases import ones_for
+from autoshard.runtime.compiled_pieces import Compiler, StepInPieces
 from autoshard.runtime.observe import InPieces, PhaseRun
-from autoshard.runtime.piece_compiler import Compiler
-from autoshard.runtime.step_in_pieces import StepInPieces
 from passes.compile.compile_graph import Compiled, compile_graph
 from passes.lower.phases import Phases
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autoshard.reporting.marks import Marks
 from autoshard.reporting.timed_run import TimedRun
-from autoshard.runtime.input_side import conform
+from autoshard.runtime.leaves import conform
+from autoshard.runtime.observe import Marks
 from passes.compile.expand_ops import expand_ops
 from passes.lower.phases import Phases
 

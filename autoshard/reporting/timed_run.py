@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoshard.reporting.marks import Marks
+from autoshard.runtime.observe import Marks
 from passes.ops.named_collective import NAMED
 from passes.predict.step_events import COLLECTIVE_KINDS, copies_of_collectives
 

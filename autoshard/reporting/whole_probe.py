@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from autoshard.reporting.marks import Marks
 from autoshard.reporting.probe import Probed
 from autoshard.reporting.timed_phases import TimedPhases
+from autoshard.runtime.observe import Marks
 from passes.lower.phases import Phases
 
 __all__ = ["WholeProbe"]

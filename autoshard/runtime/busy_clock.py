@@ -6,7 +6,7 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 
-from autoshard.runtime.stage_clock import StepPart
+from autoshard.runtime.observe import StepPart
 from passes.stages.pipeline_orders import Action
 
 __all__ = ["BusyClock"]

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autoshard.runtime.input_side import conform, expected
-from autoshard.runtime.leaves import Leaves
-from autoshard.runtime.own_outputs import own_outputs
+from autoshard.runtime.leaves import Leaves, conform, expected, own_outputs
 from autoshard.runtime.step import check_first_order
 from cost_model.errors import ShardingError
 from passes.ir.joint import GraphInput, GraphOutput

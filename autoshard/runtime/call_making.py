@@ -10,10 +10,10 @@ from autoshard.calls.call_ends import CallEnds
 from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.plan.stages_option import AnyPlan
 from autoshard.plan.task import CallLayouts
+from autoshard.runtime.executable import AnyProgram
 from autoshard.runtime.making import Made, Workshop
 from autoshard.runtime.pipeline_making import making_of
-from autoshard.runtime.programs import AnyProgram
-from autoshard.runtime.race_entry import RaceEntry
+from autoshard.runtime.trial_run import RaceEntry
 from autoshard.watching.agreement import collectively
 from autoshard.watching.check_calls import kind_of
 from passes.capture import Captured

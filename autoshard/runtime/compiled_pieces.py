@@ -1,20 +1,84 @@
-"""What runs before the pieces of a batch, forward and backward of each, and what runs after, compiled for a rank."""
+"""Programs of a batch in pieces, compiled for a rank: before, of each piece, after; and in which order they run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
-from autoshard.runtime.gradient_program import GradientProgram
-from autoshard.runtime.input_side import conform
-from autoshard.runtime.piece_compiler import Compiler, Known
+from torch import Tensor, fx
+
+from autoshard.runtime.leaves import conform, expected
+from autoshard.runtime.observe import InPieces, Observer, PhaseRun, observed
+from passes.compile.compile_graph import Compiled, compile_graph
 from passes.lower.phases import Backward
-from passes.lower.piece_values import IN_PLACE, given_values, leave
-from passes.lower.piecewise import PieceInput, RankPieces
+from passes.lower.piece_values import IN_PLACE, given_values, leave, step_results
+from passes.lower.piecewise import Collected, PieceInput, RankPieces, split_pieces
 from passes.lower.rank_program import RankProgram
 from passes.stages.split_backward import BackwardHalves, split_backward
 
-__all__ = ["CompiledEnds", "CompiledPiece", "by_phase"]
+__all__ = ["CompiledEnds", "CompiledPiece", "Compiler", "Known", "StepInPieces", "by_phase", "parts_of"]
+
+Known = dict[str, Tensor]
+"""Values of a step by name: a rank's placeholders, and all that is made so far."""
+Like = Sequence[Tensor]
+
+
+class Compiler:
+    """Equal graphs are compiled once: pieces mostly are. joins: whether programs are to be joined before."""
+
+    def __init__(self, backend: str) -> None:
+        self.joins = backend == "eager"  # a compiler joins more itself
+        self._backend = backend
+        self._known: dict[str, tuple[Compiled, tuple[Tensor, ...]]] = {}
+
+    def __call__(
+        self, module: fx.GraphModule, adding: Sequence[int] = ()
+    ) -> tuple[Compiled, tuple[Tensor, ...]]:
+        """What runs it, and how its inputs look. adding: as `compile_graph` takes it."""
+        text = "\n".join(node.format_node() or "" for node in module.graph.nodes)
+        values = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
+        results: Any = module.graph.output_node().args[0]
+        values += [results[place].meta["val"] for place in adding]
+        key = f"{text} {adding} {[(v.shape, v.stride(), v.dtype) for v in values]}"
+        if key not in self._known:
+            self._known[key] = compile_graph(module, self._backend, adding), expected(values)
+        return self._known[key]
+
+
+class GradientProgram:
+    """A program of gradients. Where earlier pieces left all of its sums, it adds to them as it goes: that takes the
+    memory of one gradient, and not of all."""
+
+    def __init__(self, module: fx.GraphModule, left: Sequence[Collected], compile_: Compiler) -> None:
+        self._left = left
+        self.run, self.takes = compile_(module)
+        results: Any = module.graph.output_node().args[0]
+        pairs = list(zip(left, results, strict=True))
+        names = [one.name for one in left]
+        self._places = [
+            place
+            for place, (one, result) in enumerate(pairs)
+            if one.how == "sum" and result is not None and names.count(one.name) == 1
+        ]
+        self._others = [place for place in range(len(left)) if place not in self._places]
+        self._module, self._compile = module, compile_
+        self._later: tuple[Compiled, Like] | None = None
+
+    def __call__(self, inputs: list[Tensor], known: Known) -> None:
+        """Adds to `known` what it leaves. inputs: emptied, maybe."""
+        sums = [known.get(self._left[place].name) for place in self._places]
+        if not self._compile.joins or not sums or any(value is None for value in sums):
+            leave(self._left, self.run(inputs), known)  # type: ignore[arg-type]
+            return
+        if self._later is None:
+            self._later = self._compile(self._module, self._places)
+        run, takes = self._later
+        given = zip(sums, takes[len(inputs) :], strict=True)
+        inputs += [conform(value, like) for value, like in given]  # type: ignore[arg-type]
+        found = run(inputs)
+        known.update((self._left[place].name, found[place]) for place in self._places)  # type: ignore[misc]
+        leave([self._left[i] for i in self._others], [found[i] for i in self._others], known)  # type: ignore[misc]
 
 
 class CompiledEnds:
@@ -124,3 +188,39 @@ def by_phase(given: Sequence[PieceInput], piece: RankProgram) -> tuple[list[Piec
     pairs = list(zip(given, piece.inputs, strict=True))
     early = [one for one, spec in pairs if spec.kind != "tangent"]
     return early, [one for one, spec in pairs if spec.kind == "tangent"]
+
+
+def parts_of(step: InPieces, *, joined: bool) -> list[RankPieces]:
+    """Of every piece. joined: as they run op by op; a compiler joins more itself."""
+    parts = [split_pieces(program) for program in step.programs]
+    return [one.joined() for one in parts] if joined else parts
+
+
+class StepInPieces:
+    """What runs before the pieces counts to the first one's forward, what runs after them to the last one's backward,
+    for observers: they are told of the forward and the backward of every piece."""
+
+    def __init__(self, step: InPieces, compile_: Compiler) -> None:
+        self._step = step
+        parts = parts_of(step, joined=compile_.joins)
+        self._first = parts[0]
+        self._ends = CompiledEnds(parts[0], compile_)
+        self._pieces = [CompiledPiece(one, compile_) for one in parts]
+
+    def run(self, known: Known, observers: Sequence[Observer] = ()) -> list[Tensor | None]:
+        """The results of the step. known: values of `leaves`, to which all that is made is added."""
+        inputs = tuple(known[name] for name in self._step.leaves)
+        for place, piece in enumerate(self._pieces):
+            last = place == len(self._pieces) - 1
+            told = lambda phase, last=last: observed(
+                observers, lambda: PhaseRun(phase, self._step, inputs, last)
+            )
+            with told("forward"):
+                if place == 0:
+                    self._ends.before(known)
+                kept = piece.forward(known)
+            with told("backward") if piece.backward_graph is not None else nullcontext():
+                piece.backward(known, kept)
+                if last:
+                    self._ends.after(known)
+        return step_results(self._first, known, self._step.leaves)

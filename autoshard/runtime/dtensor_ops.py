@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from autoshard.runtime.local_updates import update_shards
+from autoshard.runtime.optimizers import update_shards
+from autoshard.runtime.process_groups import is_of_stages
 from autoshard.runtime.sharding import like_parameter
-from autoshard.runtime.stage_mesh import is_of_stages
 from passes.ir.torch_dtensor import (
     answer_new_ops,
     dtensor_from,

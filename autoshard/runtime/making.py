@@ -17,14 +17,13 @@ from autoshard.plan.micro_batches import cut_call
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_fits import axes_in, runnable
 from autoshard.plan.task import CallLayouts
-from autoshard.runtime.nccl import in_host_order
-from autoshard.runtime.observe import Observer
+from autoshard.runtime.devices import in_host_order
+from autoshard.runtime.executable import AnyProgram
+from autoshard.runtime.observe import Observer, StageClock
 from autoshard.runtime.parameters import Place, distribute_parameters
 from autoshard.runtime.piecewise_step import PiecewiseProgram
 from autoshard.runtime.process_groups import groups_for
-from autoshard.runtime.programs import AnyProgram
 from autoshard.runtime.settings import Settings
-from autoshard.runtime.stage_clock import StageClock
 from autoshard.runtime.step import Program
 from autoshard.watching.agreement import collectively
 from autoshard.watching.check_calls import turns_of

@@ -11,18 +11,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor.experimental import implicit_replication
 
-from autoshard.runtime.checksum import differing
 from autoshard.runtime.devices import local_device
 from autoshard.runtime.dtensor_ops import complete_dtensor_ops
 from autoshard.runtime.optimizers import adopt, live_optimizers, retire
-from autoshard.runtime.sharding import distributed, like_parameter
-from autoshard.runtime.stage_mesh import spec_of
+from autoshard.runtime.process_groups import holders_mesh, spec_of
+from autoshard.runtime.sharding import differing, distributed, like_parameter
+from autoshard.runtime.stage_ops import complete_stage_ops
 from cost_model.errors import ShardingError
+from cost_model.mesh import MeshSpec
 from passes.ir.torch_compat import move_gradient_hooks
 from passes.layout.layout import Layout
 from passes.layout.placements import placements_to_layout
 
-__all__ = ["Place", "distribute_parameters", "place_parameters"]
+__all__ = ["Place", "StagePlaced", "distribute_parameters", "distribute_stage_parameters", "stage_places"]
 
 
 def distribute_parameters(
@@ -155,3 +156,49 @@ class _GradientHook:
     def __call__(self, gradient: Any) -> Any:
         with implicit_replication():
             return self.hook(gradient)
+
+
+@dataclass(frozen=True)
+class StagePlaced:
+    """Where one parameter is: the stages that hold it, ascending, and a placement for each axis of the mesh.
+
+    On the axis of the stages that is Replicate().
+    """
+
+    holders: tuple[int, ...]
+    placements: tuple[Placement, ...]
+
+
+def distribute_stage_parameters(
+    model: nn.Module, mesh: DeviceMesh, axis: str, placed: Mapping[str, StagePlaced]
+) -> None:
+    """`distribute_parameters` of a model whose stages are along `axis` of `mesh`.
+
+    Every rank has every parameter, a DTensor of its whole shape on `holders_mesh(mesh, axis, holders)`. On a rank of
+    another stage its local tensor is empty (of a parameter of no dims, a zero that means nothing), and so must its
+    gradient be, which has to be there where its own ranks have one. What no name of `placed` is of
+    is replicated on all ranks.
+
+    What reads or changes a parameter is for all ranks of `mesh` together: `full_tensor()`, clipping, an optimizer's
+    step, states.
+
+    Call it on every rank of the mesh. Raises ShardingError as `distribute_parameters` does, before anything is changed.
+    """
+    place_parameters(model, mesh, stage_places(mesh, axis, placed))
+
+
+def stage_places(mesh: DeviceMesh, axis: str, placed: Mapping[str, StagePlaced]) -> dict[str, Place]:
+    """Per parameter the mesh of its holders and its placements there. Every rank of the mesh calls it, with the same.
+    Raises ShardingError for one that is split over `axis`."""
+    complete_stage_ops()
+    dim = MeshSpec.of(mesh).index(axis)
+    for name, one in placed.items():
+        if dim < len(one.placements) and not one.placements[dim].is_replicate():
+            raise ShardingError(
+                f"parameter {name} has {one.placements[dim]} on axis {axis!r}, which is that of the stages\n"
+                "  try: Replicate() there, and holders for the stages"
+            )
+    # The meshes first and in one order: their process groups are made by all ranks together.
+    sets = sorted({one.holders for one in placed.values()})
+    meshes = {holders: holders_mesh(mesh, axis, holders) for holders in sets}
+    return {name: Place(meshes[one.holders], one.placements) for name, one in placed.items()}

@@ -17,12 +17,10 @@ from torch import Tensor
 
 from autoshard.calls.checks import no_checks
 from autoshard.runtime.call_gradients import CallGradients, in_pieces
-from autoshard.runtime.input_side import InputSide
-from autoshard.runtime.leaves import Leaves
+from autoshard.runtime.compiled_pieces import Compiler, Known, StepInPieces
+from autoshard.runtime.leaves import InputSide, Leaves
 from autoshard.runtime.observe import InPieces, Observer
-from autoshard.runtime.piece_compiler import Compiler, Known
 from autoshard.runtime.step import no_turn
-from autoshard.runtime.step_in_pieces import StepInPieces
 from cost_model.mesh import MeshSpec
 from passes.ir.autocast_off import autocast_off
 from passes.ir.torch_dtensor import local_of

@@ -12,14 +12,12 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.plan_fits import axes_in, runnable
 from autoshard.plan.task import CallLayouts
 from autoshard.runtime.devices import local_device
-from autoshard.runtime.input_side import InputSide, OutputSide
+from autoshard.runtime.leaves import InputSide, OutputSide
 from autoshard.runtime.making import Made, Making, Workshop, schedule_for, together
-from autoshard.runtime.parameters import Place
+from autoshard.runtime.parameters import Place, StagePlaced, distribute_stage_parameters, stage_places
 from autoshard.runtime.pipeline_program import PipelineEnds, PipelineProgram
-from autoshard.runtime.process_groups import groups_for
-from autoshard.runtime.stage_mesh import holders_mesh
-from autoshard.runtime.stage_parameters import StagePlaced, distribute_stage_parameters, stage_places
-from autoshard.runtime.stage_run import StageOnRank
+from autoshard.runtime.pipeline_stage import StageOnRank
+from autoshard.runtime.process_groups import groups_for, holders_mesh
 from autoshard.watching.agreement import collectively
 from autoshard.watching.check_calls import turns_of
 from cost_model.mesh import MeshSpec

@@ -18,12 +18,17 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.calls.checks import no_checks
 from autoshard.runtime.call_gradients import CallGradients, in_pieces
-from autoshard.runtime.input_side import InputSide
-from autoshard.runtime.leaves import Leaves
-from autoshard.runtime.piece_compiler import Compiler
-from autoshard.runtime.pipeline_stage import PipelineStage, run_pieces, run_pieces_forward, torch_schedule
-from autoshard.runtime.stage_clock import StageClock, StepPart
-from autoshard.runtime.stage_run import StageOnRank, StageRun
+from autoshard.runtime.compiled_pieces import Compiler
+from autoshard.runtime.leaves import InputSide, Leaves
+from autoshard.runtime.observe import StageClock, StepPart
+from autoshard.runtime.pipeline_stage import (
+    PipelineStage,
+    StageOnRank,
+    StageRun,
+    run_pieces,
+    run_pieces_forward,
+    torch_schedule,
+)
 from autoshard.runtime.step import no_turn
 from cost_model.mesh import MeshSpec
 from passes.ir.autocast_off import autocast_off

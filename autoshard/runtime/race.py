@@ -22,11 +22,10 @@ from autoshard.plan.plan_words import plan_words
 from autoshard.plan.race_result import by_speed, race_lines, step_seconds
 from autoshard.plan.stages_option import AnyPlan
 from autoshard.progress import tell
+from autoshard.runtime.executable import AnyProgram
 from autoshard.runtime.observe import unobserved
-from autoshard.runtime.programs import AnyProgram
-from autoshard.runtime.race_entry import RaceEntry
 from autoshard.runtime.settings import Settings
-from autoshard.runtime.track import Track, steps_within
+from autoshard.runtime.trial_run import RaceEntry, Track, steps_within
 from autoshard.watching.agreement import everyones, from_first
 from cost_model.errors import RankError
 from cost_model.units import format_bytes

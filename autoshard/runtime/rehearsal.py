@@ -14,12 +14,10 @@ from autoshard.plan.rehearsed_plan import rehearsed_plan
 from autoshard.plan.stages_option import AnyPlan
 from autoshard.refine.timed_cases import is_worth_it
 from autoshard.runtime.busy_clock import BusyClock
+from autoshard.runtime.executable import AnyProgram
 from autoshard.runtime.making import Made
-from autoshard.runtime.observe import unobserved
-from autoshard.runtime.programs import AnyProgram
-from autoshard.runtime.race_entry import RaceEntry
-from autoshard.runtime.stage_clock import StageClock
-from autoshard.runtime.track import WARM_STEPS, Track, steps_within
+from autoshard.runtime.observe import StageClock, unobserved
+from autoshard.runtime.trial_run import WARM_STEPS, RaceEntry, Track, steps_within
 from autoshard.watching.agreement import everyones
 from passes.ir.kept_random_state import random_state_kept
 

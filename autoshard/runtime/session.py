@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autoshard.calls.executable import Executable
 from autoshard.calls.global_call import GlobalCall, global_call
 from autoshard.calls.outputs import output_layouts
 from autoshard.plan.candidates import Candidate
@@ -28,23 +27,20 @@ from autoshard.plan.task import CallLayouts
 from autoshard.plan.task_prices import prices_of
 from autoshard.progress import stages_of
 from autoshard.refine.refine import Refined
+from autoshard.runtime.attachments import check_unwrapped
 from autoshard.runtime.call_making import CallMaking
-from autoshard.runtime.copies import Copies, same_parameters
 from autoshard.runtime.devices import check_placed, local_device, move_buffers
+from autoshard.runtime.executable import Executable, Programs, SeedStream
 from autoshard.runtime.guards import Guards
 from autoshard.runtime.making import Made
-from autoshard.runtime.module import Built, dispatcher_of
-from autoshard.runtime.observe import Observer
+from autoshard.runtime.module import Built, Copies, dispatcher_of, same_parameters
+from autoshard.runtime.observe import Observer, StageClock
 from autoshard.runtime.optimizers import optimizers_of
 from autoshard.runtime.pipeline_making import making_of
 from autoshard.runtime.planner import Found, Planner
-from autoshard.runtime.programs import Programs
 from autoshard.runtime.race import race
 from autoshard.runtime.rehearsal import Entered, rehearsed
-from autoshard.runtime.seeds import SeedStream
 from autoshard.runtime.settings import Settings
-from autoshard.runtime.stage_clock import StageClock
-from autoshard.runtime.wrapping import check_unwrapped
 from autoshard.version import __version__
 from autoshard.watching.agreement import agree, collectively, everyones, from_first
 from autoshard.watching.check_calls import CheckCalls, Replicas, checked_inputs, local_call, tensor_shapes

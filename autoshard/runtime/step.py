@@ -12,10 +12,8 @@ from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
 from autoshard.calls.checks import no_checks
-from autoshard.runtime.input_side import InputSide, conform, expected
-from autoshard.runtime.leaves import Leaves
+from autoshard.runtime.leaves import InputSide, Leaves, conform, expected, own_outputs
 from autoshard.runtime.observe import Observer, PhaseRun, observed
-from autoshard.runtime.own_outputs import own_outputs
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
 from passes.compile.compile_graph import Compiled, compile_graph

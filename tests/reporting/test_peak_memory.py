@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from autoshard.reporting.marks import HostMarks
 from autoshard.reporting.peak_memory import CudaCounter, held_nbytes, peak_counter, peaks_of, run_peaks
 from autoshard.reporting.recorder import Recorder
 from autoshard.reporting.step_again import StepAgain
+from autoshard.runtime.observe import HostMarks
 from tests.predict.test_memory_walk import placeholders, program
 
 

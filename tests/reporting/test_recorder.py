@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from autoshard.reporting.marks import HostMarks
 from autoshard.reporting.recorder import Mark, StepTimes, steps_of
+from autoshard.runtime.observe import HostMarks
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 

@@ -19,8 +19,7 @@ from autoshard.plan.task import search_plan
 from autoshard.refine.divided_rounds import DividedRounds
 from autoshard.runtime import rehearsal
 from autoshard.runtime.busy_clock import BusyClock
-from autoshard.runtime.race_entry import RaceEntry
-from autoshard.runtime.track import Track
+from autoshard.runtime.trial_run import RaceEntry, Track
 from passes.stages.pipeline_orders import Action
 from tests.plans.test_rehearsed_plan import in_stages
 from tests.ranks import RankFailure, RankPool

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 
-from autoshard.runtime.input_side import InputSide, OutputSide, conform, plain_input, wrapped_output
+from autoshard.runtime.leaves import InputSide, OutputSide, conform, plain_input, wrapped_output
 from autoshard.runtime.parameters import distribute_parameters
 from autoshard.runtime.process_groups import groups_for
 from autoshard.runtime.step import Program

@@ -1,25 +1,98 @@
-"""What runs one kind of call on this rank: the leaves of the graph in, the user's outputs out."""
+"""The stream of seeds of a parallel model: one for each call that draws random numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.calls.call_ends import CallEnds
 from autoshard.runtime.devices import arrived, local_device, seed_on
 from autoshard.runtime.guards import Guards
-from autoshard.runtime.input_side import InputSide, plain_input, wrapped_output
-from autoshard.runtime.programs import Programs
-from autoshard.runtime.seeds import SeedStream
+from autoshard.runtime.leaves import InputSide, plain_input, wrapped_output
+from autoshard.runtime.piecewise_step import PiecewiseProgram
+from autoshard.runtime.pipeline_program import PipelineProgram
+from autoshard.runtime.step import Program
 from autoshard.watching.check_calls import CheckCalls
+from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
 from passes.capture import Captured, flatten_call
 from passes.ir.joint import GraphInput, JointGraph
 
-__all__ = ["Executable", "Home"]
+__all__ = ["AnyProgram", "Executable", "Programs", "SeedStream"]
+
+
+class SeedStream:
+    """Where the seeds of a model's calls come from; `torch.distributed.checkpoint` saves and loads it as it is.
+
+    A stream starts at the first plan, with rank 0's `torch.initial_seed()`. One that was loaded before goes on where
+    it was saved. It is the same on every rank.
+    """
+
+    def __init__(self) -> None:
+        self._generator = torch.Generator()
+        self._started = False
+
+    def start(self, seed: int) -> None:
+        """Begin at `seed`, unless the stream has begun."""
+        if not self._started:
+            self._generator.manual_seed(seed)
+            self._started = True
+
+    def next(self) -> Tensor:
+        """The seed of one call's random ops, on the CPU."""
+        return torch.randint(0, 2**62, (), generator=self._generator, dtype=torch.int64)
+
+    def state_dict(self) -> dict[str, Any]:
+        """generator: its state, uint8 on the CPU. started: False before the first plan."""
+        return {"generator": self._generator.get_state(), "started": self._started}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict()` of this model's stream or another's. ShardingError for anything else."""
+        generator = torch.Generator()
+        try:
+            generator.set_state(state["generator"])
+            started = bool(state["started"])
+        except (TypeError, KeyError, RuntimeError) as error:
+            raise ShardingError(
+                f"state is no state of a model's random numbers: {type(error).__name__}: {error}\n"
+                "  try: what autoshard.random_state(model).state_dict() returned"
+            ) from error
+        self._generator, self._started = generator, started
+
+    def copied(self) -> SeedStream:
+        """A stream of its own that goes on from here."""
+        twin = SeedStream()
+        twin.load_state_dict(self.state_dict())
+        return twin
+
+
+AnyProgram = Program | PiecewiseProgram | PipelineProgram
+
+_OP_BY_OP = 2
+"""Calls before a later kind of call is compiled: a last, smaller batch comes once an epoch, and compiling it takes
+longer than running it. Counted by calls, so that all ranks compile at the same one."""
+
+
+class Programs:
+    """made: compiles by a backend, on all ranks together. at_once: the first kind of call is what the run is about."""
+
+    def __init__(self, made: Callable[[str], AnyProgram], backend: str, *, at_once: bool) -> None:
+        self._made, self._backend = made, backend
+        self._calls = 0
+        self._compiled = at_once or backend == "eager"
+        self._program = made(backend if at_once else "eager")
+
+    def next(self) -> AnyProgram:
+        """For one more call. A step that has begun with another program ends with that one."""
+        self._calls += 1
+        if not self._compiled and self._calls > _OP_BY_OP:
+            self._program = self._made(self._backend)
+            self._compiled = True
+        return self._program
 
 
 class Home(Protocol):
