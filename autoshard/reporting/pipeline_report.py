@@ -102,7 +102,7 @@ class PipelineReport:
 
     def _measure(self) -> PipelineFigures:
         session, plan = self._session, self._session.plan
-        steps = self._recorder.steps()
+        steps = [step for step in self._recorder.steps() if step.trained]
         if not steps or not isinstance(plan, PipelinePlan):
             raise PlanError(
                 "report: the model was not trained in the block\n  try: run training steps inside `with`"

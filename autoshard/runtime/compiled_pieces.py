@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
-from autoshard.runtime.leaves import conform, expected
+from autoshard.runtime.at_once import AtOnce, CallGradients
+from autoshard.runtime.leaves import InputSide, Leaves, conform, expected
 from autoshard.runtime.observe import InPieces, Observer, PhaseRun, observed
+from cost_model.mesh import MeshSpec
 from passes.compile.compile_graph import Compiled, compile_graph
 from passes.lower.phases import Backward
 from passes.lower.piece_values import IN_PLACE, given_values, leave, step_results
-from passes.lower.piecewise import Collected, PieceInput, RankPieces, split_pieces
+from passes.lower.piecewise import Collected, PieceInput, RankPieces, split_pieces, without_gradients
 from passes.lower.rank_program import RankProgram
 from passes.stages.split_backward import BackwardHalves, split_backward
 
-__all__ = ["CompiledEnds", "CompiledPiece", "Compiler", "Known", "StepInPieces", "by_phase", "parts_of"]
+__all__ = [
+    "CompiledEnds",
+    "CompiledPiece",
+    "Compiler",
+    "Known",
+    "StepInPieces",
+    "by_phase",
+    "parts_of",
+    "program_in_pieces",
+]
 
 Known = dict[str, Tensor]
 """Values of a step by name: a rank's placeholders, and all that is made so far."""
@@ -197,23 +209,38 @@ def parts_of(step: InPieces, *, joined: bool) -> list[RankPieces]:
 
 
 class StepInPieces:
-    """What runs before the pieces counts to the first one's forward, what runs after them to the last one's backward,
-    for observers: they are told of the forward and the backward of every piece."""
+    """All programs of a step whose batch is run in pieces, compiled: a body of `AtOnce`.
 
-    def __init__(self, step: InPieces, compile_: Compiler) -> None:
-        self._step = step
-        parts = parts_of(step, joined=compile_.joins)
-        self._first = parts[0]
+    What runs before the pieces counts to the first one's forward, what runs after them to the last one's backward, for
+    observers: they are told of the forward and the backward of every piece. parts: `parts_of` the step.
+    """
+
+    def __init__(
+        self, step: InPieces, parts: Sequence[RankPieces], compile_: Compiler, observers: Sequence[Observer]
+    ) -> None:
+        self._step, self._first, self._observers = step, parts[0], observers
         self._ends = CompiledEnds(parts[0], compile_)
         self._pieces = [CompiledPiece(one, compile_) for one in parts]
 
-    def run(self, known: Known, observers: Sequence[Observer] = ()) -> list[Tensor | None]:
-        """The results of the step. known: values of `leaves`, to which all that is made is added."""
-        inputs = tuple(known[name] for name in self._step.leaves)
+    def run(
+        self,
+        leaves: Sequence[Tensor],
+        values: Sequence[Tensor],
+        tangents: Mapping[int, Tensor],
+        *,
+        backward: bool,
+    ) -> list[Tensor | None]:
+        names = self._step.tangents
+        known = dict(zip(self._step.leaves, values, strict=True))
+        return self.results(known | {names[index]: value for index, value in tangents.items()})
+
+    def results(self, known: Known) -> list[Tensor | None]:
+        """known: values of the placeholders that a step is given, to which all that is made is added."""
+        inputs = tuple(known[name] for name in self._step.given)
         for place, piece in enumerate(self._pieces):
             last = place == len(self._pieces) - 1
             told = lambda phase, last=last: observed(
-                observers, lambda: PhaseRun(phase, self._step, inputs, last)
+                self._observers, lambda: PhaseRun(phase, self._step, inputs, last)
             )
             with told("forward"):
                 if place == 0:
@@ -223,4 +250,35 @@ class StepInPieces:
                 piece.backward(known, kept)
                 if last:
                     self._ends.after(known)
-        return step_results(self._first, known, self._step.leaves)
+        return step_results(self._first, known, self._step.given)
+
+
+def program_in_pieces(
+    programs: Sequence[RankProgram],
+    sides: Sequence[InputSide],
+    spec: MeshSpec,
+    rank: int,
+    device: torch.device,
+    backend: str,
+    observers: Sequence[Observer],
+    turn: Callable[[str], AbstractContextManager[Any]],
+    checks: Callable[[Sequence[Tensor], bool], Callable[[], None]],
+) -> AtOnce:
+    """What `autoshard.runtime.step.Program` is, of the programs of all pieces, in the order in which they run."""
+    first = programs[0]
+    placeholders = [n for n in first.local.module.graph.nodes if n.op == "placeholder"]
+    pairs = list(zip(placeholders, first.inputs, strict=True))
+    given = [(node, kind) for node, kind in pairs if kind.kind != "tangent"]
+    values = [node.meta["val"] for node, _ in given]
+    leaves = Leaves([kind.kind for _, kind in given], values, sides, spec, rank)
+    read = [(kind.index, node) for node, kind in pairs if kind.kind == "tangent" and node.users]
+    ends = CallGradients(first.outputs, first.inputs, [(index, node.meta["val"]) for index, node in read])
+    names, compile_ = tuple(node.name for node, _ in given), Compiler(backend)
+
+    def compiled(step: InPieces) -> StepInPieces:
+        return StepInPieces(step, parts_of(step, joined=compile_.joins), compile_, observers)
+
+    early = body = compiled(InPieces(tuple(programs), names, {index: node.name for index, node in read}))
+    if not ends.has_loss:
+        early = compiled(InPieces(tuple(map(without_gradients, programs)), names, {}))
+    return AtOnce(leaves, ends, body, early, device, turn, checks)

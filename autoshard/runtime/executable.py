@@ -1,28 +1,30 @@
-"""The stream of seeds of a parallel model: one for each call that draws random numbers."""
+"""What runs one kind of call on this rank: the leaves of the graph in, the user's outputs out."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.calls.call_ends import CallEnds
+from autoshard.runtime.at_once import AtOnce
 from autoshard.runtime.devices import arrived, local_device, seed_on
 from autoshard.runtime.guards import Guards
-from autoshard.runtime.leaves import InputSide, plain_input, wrapped_output
-from autoshard.runtime.piecewise_step import PiecewiseProgram
-from autoshard.runtime.pipeline_program import PipelineProgram
+from autoshard.runtime.leaves import CallEnds, InputSide, plain_input, wrapped_output
+from autoshard.runtime.observe import Observer, StageClock
+from autoshard.runtime.settings import Settings
 from autoshard.runtime.step import Program
 from autoshard.watching.check_calls import CheckCalls
+from autoshard.watching.watch import Watch
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
 from passes.capture import Captured, flatten_call
 from passes.ir.joint import GraphInput, JointGraph
 
-__all__ = ["AnyProgram", "Executable", "Programs", "SeedStream"]
+__all__ = ["AnyProgram", "Executable", "Home", "Programs", "SeedStream"]
 
 
 class SeedStream:
@@ -70,7 +72,7 @@ class SeedStream:
         return twin
 
 
-AnyProgram = Program | PiecewiseProgram | PipelineProgram
+AnyProgram = Program | AtOnce
 
 _OP_BY_OP = 2
 """Calls before a later kind of call is compiled: a last, smaller batch comes once an epoch, and compiling it takes
@@ -96,12 +98,18 @@ class Programs:
 
 
 class Home(Protocol):
-    """Where a call's tensors come from: a session."""
+    """Where programs are made, and a call's tensors come from: a session."""
 
     model: nn.Module
     mesh: DeviceMesh
     spec: MeshSpec
+    settings: Settings
+    observers: list[Observer]
+    stage_clocks: list[StageClock]
     seeds: SeedStream
+    watch: Watch | None
+
+    def stages(self, stage: str, call: object) -> AbstractContextManager[None]: ...
 
 
 class Executable:

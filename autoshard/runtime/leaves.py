@@ -14,20 +14,23 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.runtime.sharding import shard_of
 from cost_model.mesh import MeshSpec
-from passes.ir.joint import GraphOutput
+from passes.ir.joint import GraphOutput, JointGraph, node_value
 from passes.ir.torch_dtensor import dtensor_from, local_of, sharding_of
 from passes.layout.layout import Layout
 from passes.layout.placements import layout_to_placements
 
 __all__ = [
+    "CallEnds",
     "InputSide",
     "Leaves",
     "OutputSide",
-    "Returned",
     "conform",
     "expected",
+    "input_sides",
+    "output_shapes",
     "own_outputs",
     "plain_input",
+    "returned_as",
     "wrapped_output",
 ]
 
@@ -60,6 +63,39 @@ class OutputSide:
     layout: Layout
     returned: Returned = "global"
     mesh: DeviceMesh | None = None
+
+
+@dataclass(frozen=True)
+class CallEnds:
+    """inputs: one per placeholder, tangents excepted. outputs: one per tensor output, in the order of their index."""
+
+    inputs: tuple[InputSide, ...]
+    outputs: tuple[OutputSide, ...]
+
+
+def input_sides(joint: JointGraph, layouts: Mapping[str, Layout]) -> tuple[InputSide, ...]:
+    """layouts: by name of the placeholder; the others are whole."""
+    return tuple(
+        InputSide(
+            shape := tuple(node_value(node).shape), layouts.get(node.name, Layout.replicated(len(shape)))
+        )
+        for node, spec in zip(joint.placeholders, joint.inputs, strict=True)
+        if spec.kind != "tangent"
+    )
+
+
+def output_shapes(joint: JointGraph) -> dict[int, tuple[int, ...]]:
+    """Tensor output of a call -> its shape, by index."""
+    found = {
+        spec.index: tuple(node_value(result).shape)
+        for spec, result in zip(joint.outputs, joint.results, strict=True)
+        if spec.kind == "output" and result is not None
+    }
+    return dict(sorted(found.items()))
+
+
+def returned_as(index: int, asked: Mapping[int, Layout | None]) -> Returned:
+    return "global" if index not in asked else "dtensor" if asked[index] is None else "local"
 
 
 def plain_input(value: Tensor, side: InputSide, mesh: DeviceMesh, spec: MeshSpec) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -75,11 +75,16 @@ def marks_of(device_type: str) -> Marks:
 
 @dataclass(frozen=True, eq=False)
 class InPieces:
-    """A batch that is run in pieces. programs: of every piece, in their order. leaves: names of the placeholders whose
-    values a step is given."""
+    """A batch that is run in pieces. programs: of every piece, in their order. leaves, tangents: names of the
+    placeholders whose values a step is given; of tangents by index of the output."""
 
     programs: tuple[RankProgram, ...]
     leaves: tuple[str, ...]
+    tangents: Mapping[int, str]
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        return (*self.leaves, *self.tangents.values())
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,7 @@ class PhaseRun:
 
     phases:  its graphs in the order in which they run; of a backward with the graph that runs for the tangents of this
              call. Of a batch in pieces it is the same object in all its runs.
-    inputs:  of a forward, this rank's tensors, parallel to `phases.inputs` or `phases.leaves`. Not those of a
+    inputs:  of a forward, this rank's tensors, parallel to `phases.inputs` or `phases.given`. Not those of a
              backward: its program frees them as it goes.
     last:    no piece of the batch comes after.
     """
@@ -170,6 +175,10 @@ class RankStep:
     actions: tuple[tuple[Action, float, float], ...]
 
     @property
+    def trained(self) -> bool:
+        return any(action.kind != "forward" for action, _, _ in self.actions)
+
+    @property
     def busy(self) -> float:
         """Seconds that it computed."""
         return self.pieces + (self.done - self.end) + sum(end - start for _, start, end in self.actions)
@@ -205,9 +214,8 @@ class StageRecorder:
         self._steps[-1].actions.append((action, start, self._marks.mark()))
 
     def steps(self) -> list[RankStep]:
-        """Those that trained, complete."""
-        whole = [step for step in self._steps if "done" in step.parts]
-        return [self._seconds(s) for s in whole if any(a.kind != "forward" for a, _, _ in s.actions)]
+        """Those that are complete."""
+        return [self._seconds(step) for step in self._steps if "done" in step.parts]
 
     def _seconds(self, step: _Marked) -> RankStep:
         after = lambda mark: self._marks.seconds(step.parts["begin"], mark)

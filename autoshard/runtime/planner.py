@@ -24,7 +24,7 @@ from autoshard.plan.racers import racers
 from autoshard.plan.stages_option import AnyPlan
 from autoshard.plan.task import CallLayouts, Task, search_plan
 from autoshard.refine.refine import Refined, may_refine, refined_plan
-from autoshard.runtime.rehearsal import is_to_rehearse
+from autoshard.runtime.race import is_to_rehearse
 from autoshard.runtime.settings import Settings
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError

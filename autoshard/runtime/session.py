@@ -28,18 +28,16 @@ from autoshard.plan.task_prices import prices_of
 from autoshard.progress import stages_of
 from autoshard.refine.refine import Refined
 from autoshard.runtime.attachments import check_unwrapped
-from autoshard.runtime.call_making import CallMaking
 from autoshard.runtime.devices import check_placed, local_device, move_buffers
 from autoshard.runtime.executable import Executable, Programs, SeedStream
 from autoshard.runtime.guards import Guards
-from autoshard.runtime.making import Made
+from autoshard.runtime.making import Call, places_of
 from autoshard.runtime.module import Built, Copies, dispatcher_of, same_parameters
 from autoshard.runtime.observe import Observer, StageClock
 from autoshard.runtime.optimizers import optimizers_of
-from autoshard.runtime.pipeline_making import making_of
+from autoshard.runtime.parameters import place_parameters
 from autoshard.runtime.planner import Found, Planner
-from autoshard.runtime.race import race
-from autoshard.runtime.rehearsal import Entered, rehearsed
+from autoshard.runtime.race import race, rehearsed
 from autoshard.runtime.settings import Settings
 from autoshard.version import __version__
 from autoshard.watching.agreement import agree, collectively, everyones, from_first
@@ -126,12 +124,13 @@ class Session:
             refined = planner.refined(captured, layouts) if self.plan is None else None
             found = self._planned(planner, captured, layouts, refined)
         tensors, key = flatten_call(args, kwargs)
-        making = CallMaking(self, captured, layouts)
-        entered = lambda plan, program: making.entry(plan, program, tensors)
-        watching = self.observers, self.stage_clocks
-        plan, made = race(self.mesh, found, making.made, entered, self.settings, watching)
+        making = Call(self, captured, layouts, tensors)
+        plan, made = race(making, found)
         if self.plan is None and planner.rehearses(plan):
-            plan, made = self._rehearsed(plan, made, entered, refined, fingerprint)
+            with self.stages("rehearsing the plan", fingerprint):
+                plan, made = rehearsed(making, plan, made)
+            if refined is not None and plan.rehearsed is not None:
+                refined.keep(plan)  # for the next start
         programs = Programs(made, self.settings.backend, at_once=self.plan is None)
         self._settle(plan)
         captured = making.cut(plan)
@@ -205,17 +204,6 @@ class Session:
             _log.warning("%s", "\n".join(replicated))
         return found
 
-    def _rehearsed(
-        self, plan: AnyPlan, made: Made, entered: Entered, refined: Refined | None, call: object
-    ) -> tuple[AnyPlan, Made]:
-        """The plan with its step as measured, kept for the next start, and what gives its program."""
-        s, watching = self.settings, (self.observers, self.stage_clocks)
-        with self.stages("rehearsing the plan", call):
-            plan, made = rehearsed(self.mesh, plan, made, entered, s.backend, watching, self.stage_clocks)
-        if refined is not None and plan.rehearsed is not None:
-            refined.keep(plan)
-        return plan, made
-
     def _with_optimizer(self) -> Settings:
         """The optimizer counts that is there, if the user named none."""
         if self.settings.optimizer is not None:
@@ -253,7 +241,7 @@ class Session:
     def _take(self, plan: AnyPlan) -> None:
         move_buffers(self.model, local_device(self.mesh))
         if any(not isinstance(parameter, DTensor) for parameter in self.model.parameters()):
-            making_of(self, plan).place()
+            place_parameters(self.model, self.mesh, places_of(self.mesh, plan))
         if self.plan is None:
             self.plan = plan
             self.model.autoshard_plan = plan  # type: ignore[assignment]

@@ -44,7 +44,7 @@ class RaceEntry:
     copies() before the first step: this rank's part of the parameters, laid out as `places` has them, and the buffers.
     The call's tensors are read as they are. joint: as the program runs it. tensors: of the call, flat. sides: of the
     program's inputs, tangents excepted. places: by parameter; whole on all ranks where there is none. free() when it
-    has run. updating: seconds of the last step's update, as the host has it.
+    has run. updates: seconds of each step's update, as the host has it.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class RaceEntry:
         self._held: dict[int, Tensor] = {}
         self._leaves: list[Tensor] = []
         self._update: torch.optim.Optimizer | None = None
-        self.updating = 0.0
+        self.updates: list[float] = []
 
     def copies(self) -> None:
         """Make the copies, without other ranks."""
@@ -92,10 +92,10 @@ class RaceEntry:
             wanted = [outputs[i] for i in self._differentiated if outputs[i].requires_grad]
             if wanted:
                 torch.autograd.backward(wanted, [torch.ones_like(output) for output in wanted])
+        begin = time.perf_counter()
         if self._update is not None:
-            begin = time.perf_counter()
             self._update.step()
-            self.updating = time.perf_counter() - begin
+        self.updates.append(time.perf_counter() - begin)
         for leaf in self._leaves:
             leaf.grad = None
 
@@ -206,6 +206,15 @@ class Track:
             entry.free()
             return False
         return True
+
+    def alone(self, name: str, entry: RaceEntry, least: int) -> list[float]:
+        """Seconds of its steps, `least` at least, its copies made before and freed after; []: there is no memory."""
+        times: list[float] = []
+        if self.copied(name, entry):
+            steps = steps_within(self.warm(name, entry), least)
+            times = [self.step(name, entry) for _ in range(steps)]
+        entry.free()
+        return times
 
     def warm(self, name: str, entry: RaceEntry) -> float:
         """Seconds of the last of the first steps, on the slowest rank."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -12,10 +13,12 @@ from torch.distributed.tensor import DTensor
 from autoshard.runtime.leaves import Leaves, conform, expected, own_outputs
 from autoshard.runtime.step import check_first_order
 from cost_model.errors import ShardingError
+from passes.ir.autocast_off import autocast_off
 from passes.ir.joint import GraphInput, GraphOutput
+from passes.ir.torch_dtensor import local_of
 from passes.lower.missing_tangents import all_but_the_loss
 
-__all__ = ["AtOnce", "CallGradients", "in_pieces"]
+__all__ = ["AtOnce", "CallGradients"]
 
 
 class CallGradients:
@@ -96,24 +99,70 @@ class CallGradients:
         return tangents[self._ends.index(loss)]
 
 
-class AtOnce(Protocol):
-    """A program whose `run` computes gradients too, where there is a loss."""
+class Body(Protocol):
+    """The compiled programs of a call that runs forward and backward at once."""
 
-    ends: CallGradients
-    leaves: Leaves
+    def run(
+        self,
+        leaves: Sequence[Tensor],
+        values: Sequence[Tensor],
+        tangents: Mapping[int, Tensor],
+        *,
+        backward: bool,
+    ) -> Sequence[Tensor | None]:
+        """The results of the call's graph. values: this rank's parts of `leaves`. tangents: by index of the output."""
+        ...
+
+
+class AtOnce:
+    """A step whose batch is run in pieces, of the whole model or of stages, as a differentiable function of its leaves.
+
+    With a scalar loss, which alone gets a gradient, the call that returns it runs forward and backward of every piece,
+    as if the loss's gradient were 1; `backward()` multiplies what was found by the gradient there is, which is exact,
+    since a backward is linear in it. Without one the call runs the forwards alone, by `early`, and the backward runs
+    each piece again, forward and backward, so that no piece keeps anything for later.
+
+    turn, checks: as of `autoshard.runtime.step.Program`.
+    """
+
+    def __init__(
+        self,
+        leaves: Leaves,
+        ends: CallGradients,
+        body: Body,
+        early: Body,
+        device: torch.device,
+        turn: Callable[[str], AbstractContextManager[Any]],
+        checks: Callable[[Sequence[Tensor], bool], Callable[[], None]],
+    ) -> None:
+        self.leaves, self.ends, self._body, self._early = leaves, ends, body, early
+        self._device, self._turn, self._checks = device, turn, checks
+
+    @property
+    def differentiated(self) -> list[int]:
+        """Positions, among a call's outputs, of those that a usual step differentiates."""
+        return self.ends.differentiated
+
+    def __call__(self, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return _AtOnce.apply(self, *leaves) if self.ends.gradients else self.run(leaves)[0]  # type: ignore[return-value]
 
     def run(self, leaves: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor | None]]:
-        """(outputs, gradients if the loss's is 1, else of nothing)."""
-        ...
+        """(outputs, gradients if the loss's is 1, else of nothing). New values of buffers are written."""
+        ends, values = self.ends, self.leaves.local(leaves)
+        loss = ends.loss_is_one(self._device) if ends.has_loss else {}
+        with autocast_off(), self._turn("forward"), torch.no_grad():
+            results = self._early.run(leaves, values, loss, backward=ends.has_loss)
+            outputs = ends.returned(results)
+            self._checks(outputs, False)
+            for place, leaf in ends.buffers:
+                local_of(leaves[leaf]).copy_(results[place])  # type: ignore[arg-type]
+        return own_outputs(outputs, leaves), ends.gradients_in(results)
 
     def run_again(self, leaves: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of a call with these leaves, its outputs having the gradients `tangents`."""
-        ...
-
-
-def in_pieces(program: AtOnce, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The outputs of a call, for autograd."""
-    return _AtOnce.apply(program, *leaves)  # type: ignore[return-value]
+        values, given = self.leaves.local(leaves), self.ends.given(tangents, self._device)
+        with autocast_off(), self._turn("backward"), torch.no_grad():
+            return self.ends.gradients_in(self._body.run(leaves, values, given, backward=True))
 
 
 class _AtOnce(torch.autograd.Function):
@@ -124,7 +173,6 @@ class _AtOnce(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         overwritten = {} if program.ends.has_loss else program.ends.overwritten(leaves)
         outputs, gradients = program.run(leaves)
-        outputs = own_outputs(outputs, leaves)
         ctx.mark_non_differentiable(*program.ends.constant(outputs))
         if program.ends.has_loss:
             ctx.absent = [gradient is None for gradient in gradients]
