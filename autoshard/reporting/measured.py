@@ -12,17 +12,7 @@ from autoshard.reporting.tracks import Tracks
 from cost_model.errors import PlanError
 from passes.predict.predict_step import PredictedCollective, Prediction
 
-__all__ = [
-    "Exposed",
-    "MeasuredCollective",
-    "MeasuredPhase",
-    "PeakMemory",
-    "RankFigures",
-    "StepFigures",
-    "Track",
-    "put_together",
-    "there",
-]
+__all__ = ["MeasuredCollective", "PeakMemory", "RankFigures", "StepFigures", "put_together", "there"]
 
 F = TypeVar("F")
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from autoshard.reporting.peak_memory import PeakCounter
+from autoshard.reporting.tracks import PeakCounter
 from autoshard.runtime.observe import InPieces, Marks, PhaseRun
 from passes.lower.phases import Phases
 

@@ -26,14 +26,12 @@ from autoshard.arguments import checked_model
 from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.plan.plan import Plan
 from autoshard.reporting.measured import PeakMemory, RankFigures, StepFigures, put_together, there
-from autoshard.reporting.peak_memory import held_nbytes, peak_counter, run_peaks
 from autoshard.reporting.pipeline_report import PipelineReport
 from autoshard.reporting.probe import probe
 from autoshard.reporting.recorder import Recorder
-from autoshard.reporting.seen_step import SeenStep, seen_step
-from autoshard.reporting.text import report_text
-from autoshard.reporting.track_picture import track_svg
-from autoshard.reporting.tracks import Tracks
+from autoshard.reporting.seen_step import SeenInPieces, SeenWhole
+from autoshard.reporting.text import report_text, track_svg
+from autoshard.reporting.tracks import Tracks, held_nbytes, peak_counter, run_peaks
 from autoshard.runtime.observe import Marks, marks_of
 from autoshard.runtime.process_groups import axes_by_group, whole_group
 from autoshard.runtime.session import Session
@@ -43,6 +41,7 @@ from cost_model.correction import CollectiveTime, corrected_profile
 from cost_model.errors import PlanError
 from cost_model.profile import Profile
 from cost_model.text_files import write_text
+from passes.lower.phases import Phases
 from passes.predict.prediction import Prediction
 
 __all__ = ["StepReport", "report"]
@@ -159,7 +158,9 @@ class StepReport:
             raise PlanError(
                 "report: the model was not called in the block\n  try: run training steps inside `with`"
             )
-        step = seen_step(*program, session.settings.backend)
+        phases, forward = program
+        given = forward.inputs, session.settings.backend
+        step = SeenWhole(phases, *given) if isinstance(phases, Phases) else SeenInPieces(phases, *given)
         prediction = step.predicted(session.prices(), axes_by_group(session.mesh).__getitem__)
         probed = probe(step.probed(self._marks), self._repeats)
         mine = RankFigures(
@@ -173,7 +174,7 @@ class StepReport:
         return put_together(ranks, self._warmup, fused=session.settings.backend != "eager")
 
     def _seen_again(
-        self, step: SeenStep, prediction: Prediction
+        self, step: SeenWhole | SeenInPieces, prediction: Prediction
     ) -> tuple[Tracks | None, tuple[PeakMemory, ...]]:
         """When collectives ran, and how many bytes were alive: on CPUs in the step run again, under a profiler."""
         session, peaks = self._session, self._recorder.peaks
@@ -184,7 +185,7 @@ class StepReport:
             group = whole_group(session.mesh)
             tracks = step.tracks(self._repeats, lambda: dist.barrier(group))
         held = held_nbytes(step.inputs, session.model.parameters(), self._recorder.optimizers())
-        return tracks, _beside(prediction, run_peaks(step.again, held))
+        return tracks, _beside(prediction, run_peaks(step.run_again, held))
 
 
 def _beside(prediction: Prediction, measured: Mapping[str, int]) -> tuple[PeakMemory, ...]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from autoshard.reporting.peak_memory import CudaCounter, held_nbytes, peak_counter, peaks_of, run_peaks
 from autoshard.reporting.recorder import Recorder
-from autoshard.reporting.step_again import StepAgain
+from autoshard.reporting.seen_step import SeenWhole
+from autoshard.reporting.tracks import CudaCounter, held_nbytes, peak_counter, peaks_of, run_peaks
 from autoshard.runtime.observe import HostMarks
 from tests.predict.test_memory_walk import placeholders, program
 
@@ -37,7 +37,7 @@ def test_a_product_as_it_runs() -> None:
     held = held_nbytes(inputs, (), ())
     x, w, y = 32 * 8 * 4, 4 * 8 * 4, 32 * 4 * 4
     assert held == x + w
-    assert run_peaks(StepAgain(phases, inputs, "eager"), held) == {
+    assert run_peaks(SeenWhole(phases, inputs, "eager").run_again, held) == {
         "forward": x + w + y,
         "backward": x + w + y + w,
     }
