@@ -28,8 +28,8 @@ from autoshard.plan.stages_option import AnyPlan, checked_schedule, checked_stag
 from autoshard.refine.refine import check_refine
 from autoshard.runtime.attachments import attach
 from autoshard.runtime.module import install
+from autoshard.runtime.planner import Settings
 from autoshard.runtime.session import Session
-from autoshard.runtime.settings import Settings
 from autoshard.watching.agreement import agree, collectively
 from cost_model.checked_arguments import checked_seconds
 from cost_model.errors import ShardingError

@@ -28,8 +28,7 @@ from autoshard.plan.plan import Plan
 from autoshard.reporting.measured import PeakMemory, RankFigures, StepFigures, put_together, there
 from autoshard.reporting.pipeline_report import PipelineReport
 from autoshard.reporting.probe import probe
-from autoshard.reporting.recorder import Recorder
-from autoshard.reporting.seen_step import SeenInPieces, SeenWhole
+from autoshard.reporting.recorder import Recorder, SeenInPieces, SeenWhole
 from autoshard.reporting.text import report_text, track_svg
 from autoshard.reporting.tracks import Tracks, held_nbytes, peak_counter, run_peaks
 from autoshard.runtime.observe import Marks, marks_of

@@ -15,7 +15,7 @@ from autoshard.runtime.devices import arrived, local_device, seed_on
 from autoshard.runtime.guards import Guards
 from autoshard.runtime.leaves import CallEnds, InputSide, plain_input, wrapped_output
 from autoshard.runtime.observe import Observer, StageClock
-from autoshard.runtime.settings import Settings
+from autoshard.runtime.planner import Settings
 from autoshard.runtime.step import Program
 from autoshard.watching.check_calls import CheckCalls
 from autoshard.watching.watch import Watch

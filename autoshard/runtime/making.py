@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.calls.checks import Checks
+from autoshard.calls.outputs import Checks
 from autoshard.plan.micro_batches import cut_call
 from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.plan.plan import Plan

@@ -36,9 +36,8 @@ from autoshard.runtime.module import Built, Copies, dispatcher_of, same_paramete
 from autoshard.runtime.observe import Observer, StageClock
 from autoshard.runtime.optimizers import optimizers_of
 from autoshard.runtime.parameters import place_parameters
-from autoshard.runtime.planner import Found, Planner
-from autoshard.runtime.race import race, rehearsed
-from autoshard.runtime.settings import Settings
+from autoshard.runtime.planner import Found, Planner, Settings
+from autoshard.runtime.race import is_to_rehearse, race, rehearsed
 from autoshard.version import __version__
 from autoshard.watching.agreement import agree, collectively, everyones, from_first
 from autoshard.watching.check_calls import CheckCalls, Replicas, checked_inputs, local_call, tensor_shapes
@@ -126,7 +125,7 @@ class Session:
         tensors, key = flatten_call(args, kwargs)
         making = Call(self, captured, layouts, tensors)
         plan, made = race(making, found)
-        if self.plan is None and planner.rehearses(plan):
+        if self.plan is None and planner.may_rehearse and is_to_rehearse(plan, self.settings.time_limit):
             with self.stages("rehearsing the plan", fingerprint):
                 plan, made = rehearsed(making, plan, made)
             if refined is not None and plan.rehearsed is not None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
-from autoshard.calls.checks import no_checks
+from autoshard.calls.outputs import no_checks
 from autoshard.runtime.leaves import InputSide, Leaves, conform, expected, own_outputs
 from autoshard.runtime.observe import Observer, PhaseRun, observed
 from cost_model.errors import ShardingError

@@ -18,11 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from autoshard.runtime.devices import arrived, local_device
-from autoshard.runtime.dtensor_ops import complete_dtensor_ops
 from autoshard.runtime.executable import AnyProgram
 from autoshard.runtime.leaves import InputSide, plain_input
 from autoshard.runtime.optimizers import optimizers_of
-from autoshard.runtime.parameters import Place
+from autoshard.runtime.parameters import Place, complete_dtensor_ops
 from autoshard.runtime.process_groups import spec_of, whole_group
 from autoshard.runtime.sharding import distributed
 from autoshard.watching.agreement import collectively, everyones, in_company

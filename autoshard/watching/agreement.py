@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from torch.distributed.device_mesh import DeviceMesh
 
 import cost_model.errors
-from autoshard.watching.stopping import Stopped
+from autoshard.watching.crew import Stopped
 from autoshard.watching.watch import Watch, watch_of
 from cost_model.errors import AutoshardError, PlanError, RankError
 

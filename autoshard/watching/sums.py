@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from autoshard.watching.board import Board
+from autoshard.watching.telling import Board
 from passes.ir.torch_dtensor import local_of
 
 __all__ = ["Figure", "Sums", "Updates", "as_sums", "difference", "sums_of", "tolerance_of", "weights_of"]

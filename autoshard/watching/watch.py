@@ -23,11 +23,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.watching.board import Board
-from autoshard.watching.crew import Crew
-from autoshard.watching.stopping import Stoppable, cut_waits
+from autoshard.watching.crew import Crew, Stoppable, cut_waits
 from autoshard.watching.sums import Sums, Updates
-from autoshard.watching.telling import PERIOD_SECONDS, Telling
+from autoshard.watching.telling import PERIOD_SECONDS, Board, Telling
 from autoshard.watching.watch_state import State, Turns, judge
 from cost_model.errors import RankError
 from passes.ir.torch_compat import abort_process_groups, default_store

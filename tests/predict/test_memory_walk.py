@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from autoshard import MeshSpec, find_plan
 from autoshard.plan.find_plan import canonical_capture
-from autoshard.reporting.seen_step import SeenWhole
+from autoshard.reporting.recorder import SeenWhole
 from autoshard.reporting.tracks import held_nbytes, run_peaks
 from passes.lower.phases import Phases
 from passes.lower.rank_program import rank_program

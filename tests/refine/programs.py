@@ -20,7 +20,7 @@ from autoshard.plan.candidates import Candidate, candidates
 from autoshard.plan.plan import Plan
 from autoshard.plan.task import Task
 from autoshard.refine import rounds
-from autoshard.refine.divided_rounds import DividedRounds
+from autoshard.refine.refine import DividedRounds
 from autoshard.refine.time_work import time_work
 from cost_model.timed import KernelKey, KernelWork, TimedPrices
 from passes.compile.single_kernel import compile_group

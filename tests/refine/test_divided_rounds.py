@@ -14,7 +14,7 @@ from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.plan.plan import Plan
 from autoshard.plan.stages_option import AnyPlan
 from autoshard.plan.task import Task
-from autoshard.refine.divided_rounds import DividedRounds
+from autoshard.refine.refine import DividedRounds
 from autoshard.refine.timed_cases import Case
 from autoshard.refine.timed_store import TimedStore
 from cost_model.mesh import MeshSpec

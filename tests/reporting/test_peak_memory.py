@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from autoshard.reporting.recorder import Recorder
-from autoshard.reporting.seen_step import SeenWhole
+from autoshard.reporting.recorder import Recorder, SeenWhole
 from autoshard.reporting.tracks import CudaCounter, held_nbytes, peak_counter, peaks_of, run_peaks
 from autoshard.runtime.observe import HostMarks
 from tests.predict.test_memory_walk import placeholders, program

@@ -16,7 +16,7 @@ from autoshard import autoshard
 from autoshard.plan.plan_content import Rehearsed
 from autoshard.plan.rehearsed_plan import rehearsed_plan
 from autoshard.plan.task import search_plan
-from autoshard.refine.divided_rounds import DividedRounds
+from autoshard.refine.refine import DividedRounds
 from autoshard.runtime import race
 from autoshard.runtime.observe import HostMarks, StageRecorder
 from autoshard.runtime.trial_run import RaceEntry, Track

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn import functional as F
 
 from autoshard.runtime.leaves import InputSide, OutputSide, conform, plain_input, wrapped_output
-from autoshard.runtime.parameters import distribute_parameters
 from autoshard.runtime.process_groups import groups_for
 from autoshard.runtime.step import Program
 from cost_model.mesh import MeshSpec
@@ -27,6 +26,7 @@ from passes.lower.partition import RankGraph
 from passes.lower.rank_program import RankProgram
 from tests.ranks import RankPool
 from tests.runtime.graphs import Local, joint_graph
+from tests.runtime.placing import distribute_parameters
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from autoshard.watching.crew import Processes
-from autoshard.watching.stopping import Stoppable, Stopped, connections, cut
+from autoshard.watching.crew import Processes, Stoppable, Stopped, connections, cut
 
 
 def connected(

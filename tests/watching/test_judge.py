@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from torch.distributed import HashStore
 
-from autoshard.watching.board import Board
-from autoshard.watching.telling import Telling
+from autoshard.watching.telling import Board, Telling
 from autoshard.watching.watch_state import State, Turns, first_difference, judge
 
 
