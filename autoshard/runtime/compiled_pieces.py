@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autoshard.runtime.at_once import AtOnce, CallGradients
+from autoshard.runtime.call_program import CallGradients
 from autoshard.runtime.leaves import InputSide, Leaves, conform, expected
 from autoshard.runtime.observe import InPieces, Observer, PhaseRun, observed
+from autoshard.runtime.step import AtOnce
 from cost_model.mesh import MeshSpec
 from passes.compile.compile_graph import Compiled, compile_graph
 from passes.lower.phases import Backward

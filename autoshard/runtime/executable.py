@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.runtime.at_once import AtOnce
+from autoshard.runtime.call_program import CallProgram
 from autoshard.runtime.devices import arrived, local_device, seed_on
 from autoshard.runtime.guards import Guards
 from autoshard.runtime.leaves import CallEnds, InputSide, plain_input, wrapped_output
 from autoshard.runtime.observe import Observer, StageClock
 from autoshard.runtime.planner import Settings
-from autoshard.runtime.step import Program
 from autoshard.watching.check_calls import CheckCalls
 from autoshard.watching.watch import Watch
 from cost_model.errors import ShardingError
@@ -24,7 +23,7 @@ from cost_model.mesh import MeshSpec
 from passes.capture import Captured, flatten_call
 from passes.ir.joint import GraphInput, JointGraph
 
-__all__ = ["AnyProgram", "Executable", "Home", "Programs", "SeedStream"]
+__all__ = ["Executable", "Home", "Programs", "SeedStream"]
 
 
 class SeedStream:
@@ -72,8 +71,6 @@ class SeedStream:
         return twin
 
 
-AnyProgram = Program | AtOnce
-
 _OP_BY_OP = 2
 """Calls before a later kind of call is compiled: a last, smaller batch comes once an epoch, and compiling it takes
 longer than running it. Counted by calls, so that all ranks compile at the same one."""
@@ -82,13 +79,13 @@ longer than running it. Counted by calls, so that all ranks compile at the same 
 class Programs:
     """made: compiles by a backend, on all ranks together. at_once: the first kind of call is what the run is about."""
 
-    def __init__(self, made: Callable[[str], AnyProgram], backend: str, *, at_once: bool) -> None:
+    def __init__(self, made: Callable[[str], CallProgram], backend: str, *, at_once: bool) -> None:
         self._made, self._backend = made, backend
         self._calls = 0
         self._compiled = at_once or backend == "eager"
         self._program = made(backend if at_once else "eager")
 
-    def next(self) -> AnyProgram:
+    def next(self) -> CallProgram:
         """For one more call. A step that has begun with another program ends with that one."""
         self._calls += 1
         if not self._compiled and self._calls > _OP_BY_OP:

@@ -17,9 +17,10 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.plan_fits import axes_in, runnable
 from autoshard.plan.stages_option import AnyPlan
 from autoshard.plan.task import CallLayouts
+from autoshard.runtime.call_program import CallProgram
 from autoshard.runtime.compiled_pieces import program_in_pieces
 from autoshard.runtime.devices import in_host_order, local_device
-from autoshard.runtime.executable import AnyProgram, Home
+from autoshard.runtime.executable import Home
 from autoshard.runtime.leaves import CallEnds, InputSide, OutputSide, input_sides, output_shapes, returned_as
 from autoshard.runtime.parameters import Place, StagePlaced, stage_places
 from autoshard.runtime.pipeline_program import PipelineEnds, pipeline_program
@@ -46,7 +47,7 @@ __all__ = ["Call", "Made", "places_of"]
 
 _log = logging.getLogger("autoshard")
 
-Made = Callable[[str], AnyProgram]
+Made = Callable[[str], CallProgram]
 """Compiles this rank's program by a backend, on all ranks together."""
 
 
@@ -88,7 +89,7 @@ class Call:
         making = _PipelineMaking(self, plan) if isinstance(plan, PipelinePlan) else _Making(self, plan)
         compiled = making.lowered(joint)
 
-        def made(backend: str) -> AnyProgram:
+        def made(backend: str) -> CallProgram:
             keep_freed_memory(mesh_device(home.spec.device_type))
             with home.stages("compiling the plan", (self.kind, backend)):
                 return collectively(home.mesh, lambda: compiled(backend), what="compiling a plan")
@@ -107,7 +108,7 @@ class Call:
             outputs.append(OutputSide(shape, layout, kind, on))
         return CallEnds(_sides(joint, plan), tuple(outputs))
 
-    def entry(self, plan: AnyPlan, program: AnyProgram) -> RaceEntry:
+    def entry(self, plan: AnyPlan, program: CallProgram) -> RaceEntry:
         """The plan on copies of what a training step reads and writes."""
         home, joint = self.home, self.cut(plan).joint
         sides, places = _sides(joint, plan), places_of(home.mesh, plan)
@@ -137,7 +138,7 @@ class _Making:
         ours = collectively(home.mesh, lower, what="lowering a plan")
         given = _sides(joint, self._plan), spec, rank
 
-        def compiled(backend: str) -> AnyProgram:
+        def compiled(backend: str) -> CallProgram:
             if len(ours) > 1:
                 device = local_device(home.mesh)
                 return program_in_pieces(ours, *given, device, backend, home.observers, *self._watched)

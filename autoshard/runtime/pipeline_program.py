@@ -1,7 +1,7 @@
 """The program of a rank that runs stages of a pipeline, as a differentiable function of a call's tensors.
 
 A call runs all pieces, forward and backward, by a schedule of torch's (`autoshard.runtime.pipeline_stage`), as one in
-pieces does without stages (`autoshard.runtime.at_once`). Every rank gets the call's outputs.
+pieces does without stages (`autoshard.runtime.step.AtOnce`). Every rank gets the call's outputs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autoshard.runtime.at_once import AtOnce, CallGradients
+from autoshard.runtime.call_program import CallGradients
 from autoshard.runtime.compiled_pieces import Compiler
 from autoshard.runtime.leaves import InputSide, Leaves
 from autoshard.runtime.observe import StageClock, StepPart
@@ -28,6 +28,7 @@ from autoshard.runtime.pipeline_stage import (
     run_pieces_forward,
     torch_schedule,
 )
+from autoshard.runtime.step import AtOnce
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph, node_value
 from passes.ir.torch_dtensor import local_of

@@ -24,7 +24,7 @@ from autoshard.plan.rehearsed_plan import rehearsed_plan
 from autoshard.plan.stages_option import AnyPlan
 from autoshard.progress import tell
 from autoshard.refine.timed_cases import is_worth_it
-from autoshard.runtime.executable import AnyProgram
+from autoshard.runtime.call_program import CallProgram
 from autoshard.runtime.making import Call, Made
 from autoshard.runtime.observe import HostMarks, StageRecorder, unobserved
 from autoshard.runtime.trial_run import WARM_STEPS, RaceEntry, Track, steps_within
@@ -76,7 +76,7 @@ def race(call: Call, candidates: Sequence[Candidate]) -> tuple[AnyPlan, Made]:
 
 def _won(
     mesh: DeviceMesh, starters: Sequence[Starter], memory_limit: int | None
-) -> tuple[AnyPlan, AnyProgram]:
+) -> tuple[AnyPlan, CallProgram]:
     if len(starters) < 2:
         return starters[0].candidate.plan, starters[0].entry.program
     track = Track(mesh, "a race")

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from autoshard.runtime.call_program import CallProgram
 from autoshard.runtime.devices import arrived, local_device
-from autoshard.runtime.executable import AnyProgram
 from autoshard.runtime.leaves import InputSide, plain_input
 from autoshard.runtime.optimizers import optimizers_of
 from autoshard.runtime.parameters import Place, complete_dtensor_ops
@@ -52,7 +52,7 @@ class RaceEntry:
         joint: JointGraph,
         mesh: DeviceMesh,
         tensors: Sequence[Tensor],
-        program: AnyProgram,
+        program: CallProgram,
         sides: Sequence[InputSide],
         places: Mapping[str, Place],
     ) -> None:
