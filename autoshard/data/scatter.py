@@ -35,30 +35,16 @@ from passes.layout.layout import Layout
 __all__ = ["gather", "scatter"]
 
 
-def open_group(mesh: DeviceMesh) -> None:
-    """Every rank of the mesh calls it before the first `send`: torch allows point-to-point messages among
+def _open_group(mesh: DeviceMesh) -> None:
+    """Every rank of the mesh calls it before the first message: torch allows point-to-point messages among
     a few ranks of a group only after all of them took part in something."""
     dist.broadcast(torch.zeros(1, device=local_device(mesh)), 0, group=whole_group(mesh))
 
 
-def send(value: Tensor, to: int, mesh: DeviceMesh) -> None:
-    """One message of a contiguous `value`, which may be overwritten afterwards."""
-    _point_to_point(dist.isend, value, to, mesh)
-
-
-def receive(into: Tensor, source: int, mesh: DeviceMesh) -> None:
-    """Fill a contiguous `into` with what `source` sends."""
-    _point_to_point(dist.irecv, into, source, mesh)
-
-
-def broadcast(value: Tensor, source: int, mesh: DeviceMesh) -> None:
-    """`source`'s contiguous `value` on all ranks, in place."""
-    dist.broadcast(_as_bytes(value), source, group=whole_group(mesh))
-
-
-def _point_to_point(operation: Callable, value: Tensor, peer: int, mesh: DeviceMesh) -> None:
+def _message(way: Callable[..., object], value: Tensor, peer: int, mesh: DeviceMesh) -> None:
+    """A contiguous `value` sent (`dist.isend`), or filled with what `peer` sends (`dist.irecv`)."""
     # A batch of one: alone, NCCL would open a communicator for every pair of ranks.
-    batch = [dist.P2POp(operation, _as_bytes(value), peer, whole_group(mesh))]
+    batch = [dist.P2POp(way, _as_bytes(value), peer, whole_group(mesh))]
     for work in dist.batch_isend_irecv(batch):
         work.wait()
 
@@ -105,11 +91,11 @@ def scatter(
     shapes = [layout.local_shape(shape, spec, r) for r in range(spec.device_count)]
     rooms = [shapes[rank]] if tensor is None else [shapes[rank], _largest(shapes)]
     part, *spare = collectively(mesh, lambda: _empty(rooms, dtype, local_device(mesh)))
-    open_group(mesh)
+    _open_group(mesh)
     if tensor is not None:
         _deal(tensor, layout, spec, mesh, part, spare[0])
     elif part.numel():
-        receive(part, source, mesh)
+        _message(dist.irecv, part, source, mesh)
     return part
 
 
@@ -122,7 +108,7 @@ def _deal(
         if rank == mesh.get_rank():
             part.copy_(piece)
         elif piece.numel():
-            send(_room(spare, piece.shape).copy_(piece), rank, mesh)
+            _message(dist.isend, _room(spare, piece.shape).copy_(piece), rank, mesh)
 
 
 @overload
@@ -176,7 +162,7 @@ def gather(
     here = local_device(mesh)
     (spare,) = collectively(mesh, lambda: _empty([_largest(shapes)], local.dtype, here))
     (whole,) = collectively(mesh, lambda: _empty([shape if wanted else (0,)], local.dtype, device or here))
-    open_group(mesh)
+    _open_group(mesh)
     for owner in _owners(layout, shape, spec, target):
         piece = _room(spare, shapes[owner])
         if owner == rank:
@@ -201,13 +187,11 @@ def _move(piece: Tensor, owner: int, target: int | None, mesh: DeviceMesh) -> No
     """`owner`'s piece into that of `target`, or of all."""
     rank = mesh.get_rank()
     if target is None:
-        broadcast(piece, owner, mesh)
-    elif owner == target:
-        return
-    elif rank == owner:
-        send(piece, target, mesh)
-    elif rank == target:
-        receive(piece, owner, mesh)
+        dist.broadcast(_as_bytes(piece), owner, group=whole_group(mesh))
+    elif rank == owner != target:
+        _message(dist.isend, piece, target, mesh)
+    elif rank == target != owner:
+        _message(dist.irecv, piece, owner, mesh)
 
 
 def _check_holder(tensor: Tensor | None, source: int, rank: int, spec: MeshSpec) -> None:

@@ -93,10 +93,10 @@ def machine_key(machines: list[tuple[str, str]], spec: MeshSpec, backend: str) -
     }
 
 
-def cache_path(key: Mapping[str, object]) -> Path:
+def cache_path(key: Mapping[str, object], kind: str = "profile") -> Path:
     """The file of a key: nothing else is ever in it."""
     text = json.dumps(key, sort_keys=True)
-    return cache_folder() / f"profile-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+    return cache_folder() / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
 
 def _read(path: Path) -> Profile | None:

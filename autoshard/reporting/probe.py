@@ -10,17 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autoshard.runtime.compiled_pieces import by_phase
+from autoshard.runtime.compiled_pieces import Compiler
 from autoshard.runtime.leaves import conform
 from autoshard.runtime.observe import Marks
+from passes.compile.compile_graph import Compiled
 from passes.compile.expand_ops import expand_ops
-from passes.lower.phases import Phases
-from passes.lower.piece_values import given_values, leave
-from passes.lower.piecewise import RankPieces
 from passes.ops.named_collective import NAMED
 from passes.predict.step_events import COLLECTIVE_KINDS, copies_of_collectives
 
-__all__ = ["PiecesProbe", "WholeProbe", "ones_for", "probe"]
+__all__ = ["Probed", "TimedCompiler", "probe"]
 
 c10d = torch.ops._c10d_functional
 
@@ -87,50 +85,28 @@ class TimedRun(fx.Interpreter):
         c10d.wait_tensor.default(c10d.all_reduce.default(token, "sum", str(node.args[-1])))
 
 
-Ran = tuple[TimedRun, Sequence[Any]]
-"""What was timed, and the results."""
+class TimedCompiler(Compiler):
+    """Graphs are run op by op, as often as they are asked to: nothing of the model changes. runs: in order, those of a
+    step so far."""
 
-
-class TimedGraph:
-    """A graph to be run op by op, any number of times. It is functional: nothing of the model changes."""
-
-    def __init__(self, module: fx.GraphModule, marks: Marks) -> None:
+    def __init__(self, marks: Marks) -> None:
+        super().__init__("op by op")
         self._marks = marks
-        self._module = expand_ops(module)
-        self.takes = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
+        self.runs: list[TimedRun] = []
 
-    @torch.no_grad()
-    def run(self, inputs: Sequence[Tensor]) -> Ran:
-        timed = TimedRun(self._module, self._marks)
-        given = [conform(value, like) for value, like in zip(inputs, self.takes, strict=True)]
-        return timed, timed.run(*given)
+    def __call__(
+        self, module: fx.GraphModule, adding: Sequence[int] = ()
+    ) -> tuple[Compiled, tuple[Tensor, ...]]:
+        expanded = expand_ops(module)
+        takes = tuple(node.meta["val"] for node in module.graph.nodes if node.op == "placeholder")
 
+        def run(inputs: list[Tensor]) -> Sequence[Tensor | None]:
+            timed = TimedRun(expanded, self._marks)
+            self.runs.append(timed)
+            with torch.no_grad():
+                return timed.run(*(conform(value, like) for value, like in zip(inputs, takes, strict=True)))
 
-class TimedPhases:
-    """Of one program, or of a piece's."""
-
-    def __init__(self, phases: Phases, marks: Marks) -> None:
-        self._phases = phases
-        self.forward = TimedGraph(phases.forward, marks)
-        self._backward = None if phases.backward is None else TimedGraph(phases.backward.module, marks)
-
-    def backward(
-        self, inputs: Sequence[Tensor], results: Sequence[Any], tangents: Sequence[Tensor] | None = None
-    ) -> Ran | None:
-        """inputs, results: of the forward. tangents: ones where there are none. None: there is no backward."""
-        graph = self._phases.backward
-        if graph is None or self._backward is None:
-            return None
-        given = [inputs[i] for i in graph.passed] + [results[i] for i in graph.saved]
-        if tangents is None:
-            tangents = ones_for(self._backward.takes[len(given) :], inputs)
-        return self._backward.run([*given, *tangents])
-
-
-def ones_for(values: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors that look like `values`, on the device of `inputs`."""
-    device = inputs[0].device if inputs else torch.device("cpu")
-    return [conform(torch.ones(v.shape, dtype=v.dtype, device=device), v) for v in values]
+        return run, takes
 
 
 @dataclass(frozen=True)
@@ -139,6 +115,14 @@ class Probed:
 
     collectives: tuple[float, ...]
     compute: Mapping[str, float]
+
+    @staticmethod
+    def of(runs: Sequence[TimedRun], phases: Mapping[str, Sequence[TimedRun]]) -> Probed:
+        """runs: of whose collectives there is a prediction, in order. phases: all that ran in each."""
+        collectives = tuple(seconds for run in runs for seconds in run.collectives())
+        return Probed(
+            collectives, {name: sum(run.compute() for run in own) for name, own in phases.items() if own}
+        )
 
 
 def probe(once: Callable[[], Probed], repeats: int) -> Probed:
@@ -149,75 +133,3 @@ def probe(once: Callable[[], Probed], repeats: int) -> Probed:
         tuple(map(statistics.median, zip(*(run.collectives for run in runs), strict=True))),
         {phase: statistics.median(run.compute[phase] for run in runs) for phase in runs[0].compute},
     )
-
-
-class WholeProbe:
-    """inputs: of the forward."""
-
-    def __init__(self, phases: Phases, inputs: Sequence[Tensor], marks: Marks) -> None:
-        self._inputs = inputs
-        self._phases = TimedPhases(phases, marks)
-
-    def __call__(self) -> Probed:
-        forward, results = self._phases.forward.run(self._inputs)
-        ran = self._phases.backward(self._inputs, results)
-        if ran is None:
-            return Probed(forward.collectives(), {"forward": forward.compute()})
-        backward, _ = ran
-        return Probed(
-            (*forward.collectives(), *backward.collectives()),
-            {"forward": forward.compute(), "backward": backward.compute()},
-        )
-
-
-class PiecesProbe:
-    """Computing is that of all pieces. Collectives are, as in the prediction, those before the pieces, of the first
-    piece, and after them.
-
-    parts: of every piece. known: values of a step's placeholders.
-    """
-
-    def __init__(self, parts: Sequence[RankPieces], known: Mapping[str, Tensor], marks: Marks) -> None:
-        self._known, self._first = known, parts[0]
-        self._before, self._after = (TimedGraph(g, marks) for g in (parts[0].before, parts[0].after))
-        self._pieces = [_Piece(one, marks) for one in parts]
-
-    @torch.no_grad()
-    def __call__(self) -> Probed:
-        known, first = dict(self._known), self._first
-        before, made = self._before.run([known[name] for name in first.taken])
-        known.update(zip(first.made, made, strict=True))
-        forward, backward = [before], list[TimedRun]()
-        for piece in self._pieces:
-            ran, again = piece.run(known)
-            forward.append(ran)
-            backward += again
-        after, _ = self._after.run([known[name] for name in first.read])
-        told = (*forward[:2], *backward[:1], after)
-        (backward if backward else forward).append(after)
-        phases = {"forward": forward, "backward": backward}
-        return Probed(
-            tuple(seconds for run in told for seconds in run.collectives()),
-            {name: sum(run.compute() for run in runs) for name, runs in phases.items() if runs},
-        )
-
-
-class _Piece:
-    def __init__(self, parts: RankPieces, marks: Marks) -> None:
-        self._left = parts.left
-        self._given, self._tangents = by_phase(parts.given, parts.piece)
-        phases = parts.piece.complete()
-        self._outputs = len(phases.outputs)
-        self._timed = TimedPhases(phases, marks)
-
-    def run(self, known: dict[str, Tensor]) -> tuple[TimedRun, list[TimedRun]]:
-        """Of the forward, and of the backward if there is one. known: what the piece leaves is added."""
-        inputs = given_values(self._given, known)
-        forward, results = self._timed.forward.run(inputs)
-        ran = self._timed.backward(inputs, results, given_values(self._tangents, known))
-        # The backward has read them: what is left may be added up in place.
-        leave(self._left[: self._outputs], results[: self._outputs], known)
-        if ran is None:
-            return forward, []
-        leave(self._left[self._outputs :], ran[1], known)
-        return forward, [ran[0]]

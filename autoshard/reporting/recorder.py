@@ -14,9 +14,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import record_function
 
-from autoshard.reporting.probe import PiecesProbe, WholeProbe, ones_for
+from autoshard.reporting.probe import Probed, TimedCompiler
 from autoshard.reporting.tracks import PHASES, PeakCounter, Tracks, run_tracks
 from autoshard.runtime.compiled_pieces import Compiler, StepInPieces, parts_of
+from autoshard.runtime.leaves import conform
 from autoshard.runtime.observe import InPieces, Marks, PhaseRun
 from passes.compile.compile_graph import Compiled, compile_graph
 from passes.lower.phases import Phases
@@ -40,29 +41,40 @@ class SeenWhole:
     def predicted(self, prices: Prices, axes_of: AxesOf) -> Prediction:
         return predict_phases(self._phases, prices, axes_of)
 
-    def probed(self, marks: Marks) -> WholeProbe:
+    def probed(self, marks: Marks) -> Callable[[], Probed]:
         """What runs it once, op by op."""
-        return WholeProbe(self._phases, self.inputs, marks)
+        compiler = TimedCompiler(marks)
+        programs = [compiler(graph)[0] for graph in self._graphs]
+
+        def once() -> Probed:
+            compiler.runs.clear()
+            self._run(programs)
+            return Probed.of(compiler.runs, dict(zip(PHASES, [[run] for run in compiler.runs], strict=False)))
+
+        return once
 
     @cached_property
     def _compiled(self) -> list[Compiled]:
         return [compile_graph(graph, self._backend) for graph in self._graphs]
 
-    @torch.no_grad()
     def run_again(self) -> None:
-        """Once, in ranges of the profiler named after the phases. As in a step, nothing but the loop's own holds what
-        the backward has read."""
+        """Once, in ranges of the profiler named after the phases."""
+        self._run(self._compiled)
+
+    @torch.no_grad()
+    def _run(self, programs: Sequence[Compiled]) -> None:
+        """As in a step, nothing but the loop's own holds what the backward has read."""
         backward = self._phases.backward
         with record_function(PHASES[0]):
-            results = self._compiled[0](list(self.inputs))
+            results = programs[0](list(self.inputs))
         if backward is None:
             return
         given: list[Any] = [self.inputs[i] for i in backward.passed] + [results[i] for i in backward.saved]
         del results
         with record_function(PHASES[1]):
             values = [n.meta["val"] for n in backward.module.graph.nodes if n.op == "placeholder"]
-            given += ones_for(values[len(given) :], self.inputs)
-            gradients = self._compiled[1](given)
+            given += _ones_for(values[len(given) :], self.inputs)
+            gradients = programs[1](given)
             given.clear()
         del gradients
 
@@ -84,8 +96,25 @@ class SeenInPieces:
         predict = lambda phases: predict_phases(phases, prices, axes_of)
         return predict_pieces(programs[0], self._parts[0], len(programs), prices, predict, axes_of)
 
-    def probed(self, marks: Marks) -> PiecesProbe:
-        return PiecesProbe(self._parts, self._known(), marks)
+    def probed(self, marks: Marks) -> Callable[[], Probed]:
+        """Computing is that of all pieces. Collectives are, as in the prediction, those before the pieces, of the first
+        piece, and after them."""
+        compiler = TimedCompiler(marks)
+        step = StepInPieces(self._step, self._parts, compiler, ())
+
+        @torch.no_grad()
+        def once() -> Probed:
+            compiler.runs.clear()
+            step.results(self._known())
+            before, *pieces, after = compiler.runs
+            each = len(pieces) // len(self._parts)  # a forward, and a backward if there is one
+            forward, backward = [before, *pieces[::each]], pieces[1::2] if each > 1 else []
+            (backward or forward).append(after)
+            return Probed.of(
+                (before, *pieces[:each], after), dict(zip(PHASES, (forward, backward), strict=True))
+            )
+
+        return once
 
     @cached_property
     def _compiled(self) -> StepInPieces:
@@ -101,6 +130,12 @@ class SeenInPieces:
 
     def _known(self) -> dict[str, Tensor]:
         return dict(zip(self._step.given, self.inputs, strict=True))
+
+
+def _ones_for(values: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors that look like `values`, on the device of `inputs`."""
+    device = inputs[0].device if inputs else torch.device("cpu")
+    return [conform(torch.ones(v.shape, dtype=v.dtype, device=device), v) for v in values]
 
 
 class _Ranges:
@@ -160,13 +195,13 @@ class Recorder:
         self._trained: tuple[Phases | InPieces, PhaseRun] | None = None
         self._hooks: list[Any] = []
 
-    def attach(self) -> None:
+    def start(self) -> None:
         self._hooks = [
             register_optimizer_step_pre_hook(lambda optimizer, *_: self._begin_update(optimizer)),
             register_optimizer_step_post_hook(lambda optimizer, *_: self._end_update(optimizer)),
         ]
 
-    def detach(self) -> None:
+    def stop(self) -> None:
         for hook in self._hooks:
             hook.remove()
 

@@ -12,11 +12,9 @@ report.corrected().save("mine.json")
 from __future__ import annotations
 
 import datetime
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -25,21 +23,20 @@ from torch import nn
 from autoshard.arguments import checked_model
 from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.plan.plan import Plan
-from autoshard.reporting.measured import PeakMemory, RankFigures, StepFigures, put_together, there
-from autoshard.reporting.pipeline_report import PipelineReport
+from autoshard.reporting.measured import PeakMemory, RankFigures, StepFigures, put_together
+from autoshard.reporting.pipeline_report import PipelineReport, Report
 from autoshard.reporting.probe import probe
 from autoshard.reporting.recorder import Recorder, SeenInPieces, SeenWhole
 from autoshard.reporting.text import report_text, track_svg
 from autoshard.reporting.tracks import Tracks, held_nbytes, peak_counter, run_peaks
-from autoshard.runtime.observe import Marks, marks_of
+from autoshard.runtime.observe import marks_of
 from autoshard.runtime.process_groups import axes_by_group, whole_group
 from autoshard.runtime.session import Session
 from autoshard.watching.agreement import everyones
-from cost_model.checked_arguments import checked_count, checked_path
+from cost_model.checked_arguments import checked_count
 from cost_model.correction import CollectiveTime, corrected_profile
 from cost_model.errors import PlanError
 from cost_model.profile import Profile
-from cost_model.text_files import write_text
 from passes.lower.phases import Phases
 from passes.predict.prediction import Prediction
 
@@ -80,33 +77,13 @@ def report(model: nn.Module, *, warmup: int = 2, repeats: int = 5) -> StepReport
     return StepReport(session, warmup, repeats)
 
 
-class StepReport:
-    """What `report` measures; filled when its block ends. figures: everything in `text`, as data."""
+class StepReport(Report[StepFigures]):
+    """Of a model that every rank runs whole."""
 
     def __init__(self, session: Session, warmup: int, repeats: int) -> None:
-        self._session = session
-        self._warmup = warmup
-        self._repeats = repeats
-        self._marks: Marks = marks_of(session.spec.device_type)
+        self._repeats, self._marks = repeats, marks_of(session.spec.device_type)
         self._recorder = Recorder(session.model, self._marks, peak_counter(session.spec.device_type))
-        self._figures: StepFigures | None = None
-
-    def __enter__(self) -> StepReport:
-        self._session.observers.append(self._recorder)
-        self._recorder.attach()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._session.observers.remove(self._recorder)
-        self._recorder.detach()
-        if kind is None:
-            self._figures = self._measure()
-
-    @property
-    def figures(self) -> StepFigures:
-        return there(self._figures)
+        super().__init__(session, warmup, session.observers, self._recorder)
 
     def text(self) -> str:
         """Whole step, phases and collectives: predicted, measured, predicted / measured."""
@@ -114,20 +91,14 @@ class StepReport:
         refined = plan.step_time if isinstance(plan, Plan) and plan.origin.timed else None
         return report_text(self.figures, str(self._session.profile), refined)
 
-    def __str__(self) -> str:
-        return self.text()
-
-    def draw(self, path: str | os.PathLike[str]) -> Path:
-        """Draw when each collective was to run, and when it ran, as SVG. PlanError where that is not known."""
-        target = checked_path(path, "path", PlanError)
+    def _drawn(self, target: Path) -> str:
         if not self.figures.tracks:
             raise PlanError(
                 "report: nothing to draw: no collectives ran, or not on CPUs with gloo, where they can be followed, or "
                 "the batch is in pieces\n"
                 "  try: report.text()"
             )
-        write_text(target, track_svg(self.figures), "picture", PlanError)
-        return target
+        return track_svg(self.figures)
 
     def corrected(self, profile: Profile | None = None) -> Profile:
         """`profile`, or the one the prediction was made with, with what was measured written into it.

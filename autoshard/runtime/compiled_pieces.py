@@ -17,17 +17,15 @@ from cost_model.mesh import MeshSpec
 from passes.compile.compile_graph import Compiled, compile_graph
 from passes.lower.phases import Backward
 from passes.lower.piece_values import IN_PLACE, given_values, leave, step_results
-from passes.lower.piecewise import Collected, PieceInput, RankPieces, split_pieces, without_gradients
+from passes.lower.piecewise import Collected, RankPieces, split_pieces, without_gradients
 from passes.lower.rank_program import RankProgram
 from passes.stages.split_backward import BackwardHalves, split_backward
 
 __all__ = [
-    "CompiledEnds",
-    "CompiledPiece",
     "Compiler",
     "Known",
+    "PiecesRun",
     "StepInPieces",
-    "by_phase",
     "parts_of",
     "program_in_pieces",
 ]
@@ -94,23 +92,6 @@ class GradientProgram:
         leave([self._left[i] for i in self._others], [found[i] for i in self._others], known)  # type: ignore[misc]
 
 
-class CompiledEnds:
-    """What runs before the pieces and after them."""
-
-    def __init__(self, parts: RankPieces, compile_: Compiler) -> None:
-        self._parts = parts
-        self._before, self._takes = compile_(parts.before)
-        self._after, self._reads = compile_(parts.after)
-
-    def before(self, known: Known) -> None:
-        taken = [conform(known[n], like) for n, like in zip(self._parts.taken, self._takes, strict=True)]
-        known.update(zip(self._parts.made, self._before(taken), strict=True))  # type: ignore[arg-type]
-
-    def after(self, known: Known) -> None:
-        read = [conform(known[n], like) for n, like in zip(self._parts.read, self._reads, strict=True)]
-        known.update(zip(self._parts.ended, self._after(read), strict=True))  # type: ignore[arg-type]
-
-
 class CompiledPiece:
     """Forward and backward of a piece. `halves` of the backward are made where they are asked for.
 
@@ -121,7 +102,9 @@ class CompiledPiece:
         self._parts = parts
         self._compile = compile_
         phases = parts.piece.complete()
-        self._inputs = by_phase(parts.given, parts.piece)
+        pairs = list(zip(parts.given, parts.piece.inputs, strict=True))
+        self._given = [one for one, spec in pairs if spec.kind != "tangent"]
+        self._tangents = [one for one, spec in pairs if spec.kind == "tangent"]
         self._outputs = len(phases.outputs)
         self._forward, self._takes = compile_(phases.forward)
         self.backward_graph: Backward | None = phases.backward
@@ -131,7 +114,7 @@ class CompiledPiece:
 
     def forward(self, known: Known) -> list[Any]:
         """Adds to `known` what it leaves; returns what its backward takes, less the tangents."""
-        given = given_values(self._inputs[0], known)
+        given = given_values(self._given, known)
         early = [conform(value, like) for value, like in zip(given, self._takes, strict=True)]
         results = self._forward(list(early))
         backward = self.backward_graph
@@ -185,7 +168,7 @@ class CompiledPiece:
         return self._halves
 
     def _given_back(self, known: Known, kept: list[Any]) -> list[Any]:
-        tangents = given_values(self._inputs[1], known)
+        tangents = given_values(self._tangents, known)
         given = zip([*kept, *tangents], self._backward.takes, strict=True)
         inputs = [conform(value, like) for value, like in given]
         kept.clear()
@@ -196,11 +179,28 @@ class CompiledPiece:
         leave([left[place] for place in places], found, known)
 
 
-def by_phase(given: Sequence[PieceInput], piece: RankProgram) -> tuple[list[PieceInput], list[PieceInput]]:
-    """What the forward is given, and the tangents that the backward is."""
-    pairs = list(zip(given, piece.inputs, strict=True))
-    early = [one for one, spec in pairs if spec.kind != "tangent"]
-    return early, [one for one, spec in pairs if spec.kind == "tangent"]
+class PiecesRun:
+    """The programs of all pieces, compiled, for one step after another: `begin`, forward and backward of every piece in
+    any order, `end`. parts: of every piece. known: all values of the step so far."""
+
+    def __init__(self, parts: Sequence[RankPieces], compile_: Compiler) -> None:
+        self.parts, self.known = parts, Known()
+        self._before, self._takes = compile_(parts[0].before)
+        self.pieces = [CompiledPiece(one, compile_) for one in parts]
+        self._after, self._reads = compile_(parts[0].after)
+
+    def begin(self, known: Known) -> None:
+        """known: values of the placeholders that a step is given."""
+        self.known, first = known, self.parts[0]
+        taken = [conform(known[n], like) for n, like in zip(first.taken, self._takes, strict=True)]
+        known.update(zip(first.made, self._before(taken), strict=True))  # type: ignore[arg-type]
+
+    def end(self, given: Sequence[str]) -> list[Tensor | None]:
+        """The results of the step, of which nothing is kept. given: names of the placeholders."""
+        known, first, self.known = self.known, self.parts[0], Known()
+        read = [conform(known[n], like) for n, like in zip(first.read, self._reads, strict=True)]
+        known.update(zip(first.ended, self._after(read), strict=True))  # type: ignore[arg-type]
+        return step_results(first, known, given)
 
 
 def parts_of(step: InPieces, *, joined: bool) -> list[RankPieces]:
@@ -209,7 +209,7 @@ def parts_of(step: InPieces, *, joined: bool) -> list[RankPieces]:
     return [one.joined() for one in parts] if joined else parts
 
 
-class StepInPieces:
+class StepInPieces(PiecesRun):
     """All programs of a step whose batch is run in pieces, compiled: a body of `AtOnce`.
 
     What runs before the pieces counts to the first one's forward, what runs after them to the last one's backward, for
@@ -219,9 +219,8 @@ class StepInPieces:
     def __init__(
         self, step: InPieces, parts: Sequence[RankPieces], compile_: Compiler, observers: Sequence[Observer]
     ) -> None:
-        self._step, self._first, self._observers = step, parts[0], observers
-        self._ends = CompiledEnds(parts[0], compile_)
-        self._pieces = [CompiledPiece(one, compile_) for one in parts]
+        super().__init__(parts, compile_)
+        self._step, self._observers = step, observers
 
     def run(
         self,
@@ -237,21 +236,21 @@ class StepInPieces:
 
     def results(self, known: Known) -> list[Tensor | None]:
         """known: values of the placeholders that a step is given, to which all that is made is added."""
-        inputs = tuple(known[name] for name in self._step.given)
-        for place, piece in enumerate(self._pieces):
-            last = place == len(self._pieces) - 1
+        inputs, results = tuple(known[name] for name in self._step.given), list[Tensor | None]()
+        for place, piece in enumerate(self.pieces):
+            last = place == len(self.pieces) - 1
             told = lambda phase, last=last: observed(
                 self._observers, lambda: PhaseRun(phase, self._step, inputs, last)
             )
             with told("forward"):
                 if place == 0:
-                    self._ends.before(known)
+                    self.begin(known)
                 kept = piece.forward(known)
             with told("backward") if piece.backward_graph is not None else nullcontext():
                 piece.backward(known, kept)
                 if last:
-                    self._ends.after(known)
-        return step_results(self._first, known, self._step.given)
+                    results = self.end(self._step.given)
+        return results
 
 
 def program_in_pieces(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from autoshard.runtime.optimizers import live_optimizers, shard_when_loaded
@@ -88,47 +89,36 @@ def states_of_all_stages() -> None:
 
 
 def _gather(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """With whole tensors in the place of what some stages hold, one after the other to the host."""
+
     def gather(state_dict: Any, *, cpu_offload: bool = False, ranks_only: Any = (), **options: Any) -> Any:
-        whole = _whole(state_dict, cpu_offload, ranks_only)
-        return plain(whole, cpu_offload=cpu_offload, ranks_only=ranks_only, **options)
+        def whole(value: Any) -> Any:
+            if not is_of_stages(value):
+                return value
+            found = value.detach().full_tensor()
+            if ranks_only and dist.get_rank() not in ranks_only:
+                return None
+            return found.cpu() if cpu_offload else found
+
+        gathered = pytree.tree_map(whole, state_dict)
+        return plain(gathered, cpu_offload=cpu_offload, ranks_only=ranks_only, **options)
 
     return gather
-
-
-def _whole(state: Any, cpu_offload: bool, ranks_only: Collection[int]) -> Any:
-    """`state` with whole tensors in the place of what some stages hold, one after the other to the host."""
-    if isinstance(state, dict):
-        return {key: _whole(value, cpu_offload, ranks_only) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)(_whole(value, cpu_offload, ranks_only) for value in state)
-    if not is_of_stages(state):
-        return state
-    value = state.detach().full_tensor()
-    if ranks_only and dist.get_rank() not in ranks_only:
-        return None
-    return value.cpu() if cpu_offload else value
 
 
 def _distribute(plain: Callable[..., None]) -> Callable[..., None]:
     """Of a tensor that this rank has no part of, torch would copy all of it into what is there."""
 
     def distribute(local_state_dict: dict[str, Any], keys: list[str], *rest: Any, **options: Any) -> None:
-        ours = [key for key in keys if _is_pair_of_stages(local_state_dict.get(key))]
+        pairs = {key: local_state_dict.get(key) for key in keys}
+        ours = [key for key, pair in pairs.items() if isinstance(pair, tuple) and is_of_stages(pair[0])]
         for key in ours:
             local, whole = local_state_dict[key]
-            local_state_dict[key] = _filled(local, whole)
+            shard = like_parameter(whole, local)
+            local_state_dict[key] = shard if local.is_meta else local.copy_(shard)
         plain(local_state_dict, [key for key in keys if key not in ours], *rest, **options)
 
     return distribute
-
-
-def _is_pair_of_stages(value: Any) -> bool:
-    return isinstance(value, tuple) and is_of_stages(value[0])
-
-
-def _filled(local: Tensor, whole: Tensor) -> Tensor:
-    shard = like_parameter(whole, local)
-    return shard if local.is_meta else local.copy_(shard)
 
 
 def save_whole_pretrained(model: nn.Module, mesh: DeviceMesh) -> None:

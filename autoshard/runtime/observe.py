@@ -202,6 +202,8 @@ class StageRecorder:
     def start(self) -> None:
         self._start = time.perf_counter()
 
+    def stop(self) -> None: ...
+
     def begins(self, part: StepPart) -> None:
         if part == "begin":
             self._steps.append(_Marked(time.perf_counter() - self._start))

@@ -9,18 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from autoshard.runtime.compiled_pieces import CompiledEnds, CompiledPiece, Compiler, Known
+from autoshard.runtime.compiled_pieces import Compiler, PiecesRun
 from autoshard.runtime.observe import StageClock, timed
 from passes.ir.joint import GraphInput
 from passes.lower.one_piece import pieces_of
-from passes.lower.piece_values import step_results
 from passes.lower.piecewise import without_gradients
 from passes.lower.rank_program import RankProgram
 from passes.stages.pipeline_orders import ORDERS, Action, ActionKind
@@ -71,84 +70,62 @@ class StageOnRank:
         ]
 
 
-class StageRun:
-    """What `StagePrograms` asks for. A step: `start`, forward and backward of all pieces in any order, `finish`."""
+class StageRun(PiecesRun):
+    """What a stage computes for each piece. It keeps by itself what its backward needs, and adds up the gradients of
+    its parameters and what it returns to the caller.
+
+    A step: `start`, forward and backward of all pieces in any order, `finish`."""
 
     def __init__(self, stage: StageOnRank, compile_: Compiler) -> None:
         parts = [pieces_of(program, stage.graph.joint.pieces) for program in stage.programs]
         if compile_.joins:
             parts = [one.joined() for one in parts]
+        super().__init__(parts, compile_)
         self._at = StageEnds.of(stage.graph)
-        self._parts = parts
         self._placeholders = [node.name for _, node in stage.placeholders]
-        self._ends = CompiledEnds(parts[0], compile_)
-        self._pieces = [CompiledPiece(one, compile_) for one in parts]
-        self._known: Known = {}
         self._kept: dict[int, list[Any]] = {}
 
     def start(self, leaves: Mapping[Leaf, Tensor], tangents: Mapping[int, Tensor]) -> None:
         """leaves: this rank's part of what the stage reads. tangents: of outputs of the call, by index."""
-        self._known = {name: leaves[leaf] for leaf, name in self._at.leaves.items()}
+        known = {name: leaves[leaf] for leaf, name in self._at.leaves.items()}
         given = self._at.tangents.items()
-        self._known.update({name: tangents[index] for index, name in given if index in tangents})
-        self._ends.before(self._known)
+        self.begin(known | {name: tangents[index] for index, name in given if index in tangents})
 
     def forward(self, piece: int, received: Sequence[Tensor]) -> list[Tensor]:
-        self._known.update(zip(self._at.received, received, strict=True))
-        self._kept[piece] = self._pieces[piece].forward(self._known)
+        self.known.update(zip(self._at.received, received, strict=True))
+        self._kept[piece] = self.pieces[piece].forward(self.known)
         return self._taken(piece, self._at.sent)
 
     def backward(self, piece: int, returned: Sequence[Tensor]) -> list[Tensor]:
-        self._known.update(zip(self._at.returned, returned, strict=True))
-        self._pieces[piece].backward(self._known, self._kept.pop(piece))
+        self.known.update(zip(self._at.returned, returned, strict=True))
+        self.pieces[piece].backward(self.known, self._kept.pop(piece))
         return self._taken(piece, self._at.given_back)
 
     def backward_input(self, piece: int, returned: Sequence[Tensor]) -> list[Tensor]:
-        self._known.update(zip(self._at.returned, returned, strict=True))
-        results = self._parts[piece].results
+        self.known.update(zip(self._at.returned, returned, strict=True))
+        results = self.parts[piece].results
         first = [name for place in self._at.given_back if (name := results[place]) is not None]
         kept = self._kept.pop(piece)
-        self._kept[piece] = self._pieces[piece].backward_input(self._known, kept, first)
+        self._kept[piece] = self.pieces[piece].backward_input(self.known, kept, first)
         return self._taken(piece, self._at.given_back)
 
     def backward_weight(self, piece: int) -> None:
-        self._pieces[piece].backward_weight(self._known, self._kept.pop(piece))
+        self.pieces[piece].backward_weight(self.known, self._kept.pop(piece))
 
     def finish(self) -> dict[Leaf, Tensor]:
         """Outputs of the call, new values of buffers and gradients, by kind and the name that the whole graph has for
         them. Nothing of the step is kept."""
-        self._ends.after(self._known)
-        found = step_results(self._parts[0], self._known, self._placeholders)
-        self._known, self._kept = {}, {}
+        found, self._kept = self.end(self._placeholders), {}
         named = ((leaf, found[place]) for place, leaf in self._at.results.items())
         return {leaf: value for leaf, value in named if value is not None}
 
     def _taken(self, piece: int, places: Sequence[int]) -> list[Tensor]:
-        names = [self._parts[piece].results[place] for place in places]
-        return [self._known[name] for name in names if name is not None]
+        names = [self.parts[piece].results[place] for place in places]
+        return [self.known[name] for name in names if name is not None]
 
 
 def _placeholders(program: RankProgram) -> list[fx.Node]:
     return [node for node in program.local.module.graph.nodes if node.op == "placeholder"]
-
-
-class StagePrograms(Protocol):
-    """What a stage computes for each piece. It keeps by itself what its backward needs, and adds up the gradients of
-    its parameters and what it returns to the caller."""
-
-    def forward(self, piece: int, received: Sequence[Tensor]) -> Sequence[Tensor]:
-        """What is sent to the next stage, of what was received from the one before."""
-        ...
-
-    def backward(self, piece: int, returned: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Gradients of what was received, of those that the next stage returned for what was sent."""
-        ...
-
-    def backward_input(self, piece: int, returned: Sequence[Tensor]) -> Sequence[Tensor]:
-        """As `backward`, but for the gradients of parameters, which `backward_weight` makes later."""
-        ...
-
-    def backward_weight(self, piece: int) -> None: ...
 
 
 class PipelineStage:
@@ -161,7 +138,7 @@ class PipelineStage:
 
     def __init__(
         self,
-        programs: StagePrograms,
+        programs: StageRun,
         received: Sequence[Sequence[Crossing]],
         sent: Sequence[Sequence[Crossing]],
         stage: int,

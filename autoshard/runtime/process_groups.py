@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,11 +37,8 @@ __all__ = [
     "whole_group",
 ]
 
-K = TypeVar("K")
-V = TypeVar("V")
 
-
-class Kept(dict[K, V], Generic[K, V]):
+class Kept(dict[Any, Any]):
     """What it holds belongs to a process: a saved mesh comes back without any, a copied one shares it.
 
     It is saved as an empty OrderedDict, which `torch.load` takes without being told of this class.
@@ -50,11 +47,11 @@ class Kept(dict[K, V], Generic[K, V]):
     def __reduce__(self) -> Any:
         return OrderedDict, ()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Kept[K, V]:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Kept:
         return self
 
 
-def kept_on(mesh: DeviceMesh, what: str) -> Kept[Any, Any]:
+def kept_on(mesh: DeviceMesh, what: str) -> Kept:
     """What there is so far of `what`, to be read and added to."""
     name = f"_autoshard_{what}"
     found = vars(mesh).get(name)
@@ -231,7 +228,7 @@ def groups_for(mesh: DeviceMesh, axes_list: Iterable[Axes]) -> Mapping[Axes, str
     Raises ShardingError for an unknown axis or axes out of order.
     """
     spec = spec_of(mesh)
-    made = _made(mesh)
+    made = kept_on(mesh, "groups")
     names: dict[Axes, str] = {}
     for axes in axes_list:
         if list(axes) != sorted(axes, key=spec.index) or len(set(axes)) < len(axes):
@@ -249,18 +246,14 @@ def groups_for(mesh: DeviceMesh, axes_list: Iterable[Axes]) -> Mapping[Axes, str
 
 def axes_by_group(mesh: DeviceMesh) -> Mapping[str, Axes]:
     """The inverse of what `groups_for` gave so far: name of a process group -> its axes."""
-    return {group.group_name: axes for axes, group in _made(mesh).items()}
+    return {group.group_name: axes for axes, group in kept_on(mesh, "groups").items()}
 
 
 def whole_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """The group of all ranks of the mesh."""
     spec = spec_of(mesh)
     groups_for(mesh, [spec.names])
-    return _made(mesh)[spec.names]
-
-
-def _made(mesh: DeviceMesh) -> Kept[Axes, dist.ProcessGroup]:
-    return kept_on(mesh, "groups")
+    return kept_on(mesh, "groups")[spec.names]
 
 
 def _group(mesh: DeviceMesh, spec: MeshSpec, axes: Axes) -> dist.ProcessGroup:
@@ -292,4 +285,4 @@ def _group_of_part(mesh: DeviceMesh, part: PartOf, axes: Axes) -> dist.ProcessGr
             f"  try: {(part.axis,)} and {others}, one after the other"
         )
     groups_for(part.whole, [others])
-    return _made(part.whole)[others]
+    return kept_on(part.whole, "groups")[others]

@@ -6,7 +6,7 @@ torch computes such an op on the ranks of its first operand alone and takes what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils import _pytree as pytree
 
 from autoshard.runtime.devices import local_device
 from autoshard.runtime.process_groups import kept_on, pipeline_mesh_of, spec_of, whole_group
@@ -112,7 +113,7 @@ def mix_stages() -> None:
 
 @torch.no_grad()
 def _answer(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], propagate: Callable[[], Any]) -> Any:
-    meshes = {value.device_mesh for value in _dtensors((args, kwargs))}
+    meshes = {v.device_mesh for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, DTensor)}
     pipeline = next((found for mesh in meshes if (found := _pipeline_with(mesh)) is not None), None)
     if pipeline is None:
         return NotImplemented
@@ -124,14 +125,14 @@ def _answer(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], propagate: C
         return _stage_by_stage(op, args, kwargs)
     if not op._schema.is_mutable:
         whole = lambda value: _on(value, pipeline)
-        return op(*_mapped(whole, args), **_mapped(whole, kwargs))
+        return op(*pytree.tree_map(whole, args), **pytree.tree_map(whole, kwargs))
     target = args[0]
     if not _writes_first_only(op) or not isinstance(target, DTensor):
         raise ShardingError(
             f"{op} writes into tensors of different stages\n  try: a call for the tensors of each stage"
         )
     like = lambda value: value if value is target else _beside(value, target)
-    return op(*_mapped(like, args), **_mapped(like, kwargs))
+    return op(*pytree.tree_map(like, args), **pytree.tree_map(like, kwargs))
 
 
 def _pipeline_with(mesh: DeviceMesh) -> DeviceMesh | None:
@@ -189,21 +190,3 @@ def _on(value: Any, mesh: DeviceMesh) -> Any:
     whole, placed = value.full_tensor(), (Replicate(),) * mesh.ndim
     layout = placements_to_layout(placed, tuple(whole.shape), spec_of(mesh), what="an operand")
     return distributed(whole, mesh, placed, layout, spec_of(mesh), from_first=False)
-
-
-def _mapped(change: Any, values: Any) -> Any:
-    if isinstance(values, dict):
-        return {name: _mapped(change, value) for name, value in values.items()}
-    if isinstance(values, list | tuple):
-        return type(values)(_mapped(change, value) for value in values)
-    return change(values)
-
-
-def _dtensors(values: Any) -> Iterator[DTensor]:
-    if isinstance(values, dict):
-        values = list(values.values())
-    if isinstance(values, list | tuple):
-        for value in values:
-            yield from _dtensors(value)
-    elif isinstance(values, DTensor):
-        yield values

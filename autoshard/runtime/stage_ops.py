@@ -41,14 +41,6 @@ from passes.ir.torch_dtensor import (
 __all__ = ["complete_stage_ops"]
 
 
-def complete_whole_values() -> None:
-    """From now on, in this process: `full_tensor()` of a DTensor that some stages hold gives its value to all ranks of
-    the pipeline, which call it together. It is differentiable as any `full_tensor()` is."""
-    plain = DTensor.full_tensor
-    if not hasattr(plain, "of_stage"):
-        DTensor.full_tensor = _for_all_stages(plain)  # type: ignore[method-assign]
-
-
 def _for_all_stages(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(plain)
     def full_tensor(self: DTensor, *, grad_placements: Any = None) -> Tensor:
@@ -96,11 +88,6 @@ def _gathered(value: DTensor, part: PartOf, plain: Callable[..., Tensor]) -> Ten
     return whole
 
 
-def scale_over_stages() -> None:
-    """From now on, in this process: `torch.amp.GradScaler.unscale_` and `step` take gradients of several stages."""
-    wrap_dtensor_handler(unscaling_op(), _unscale)
-
-
 def _unscale(plain: Callable[..., Any]) -> Callable[..., Any]:
     def unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         gradients, found, inverse = args
@@ -114,14 +101,6 @@ def _unscale(plain: Callable[..., Any]) -> Callable[..., Any]:
         return None
 
     return unscale
-
-
-def clip_over_stages() -> None:
-    """From now on, in this process: `torch.nn.utils.get_total_norm`, `clip_grad_norm_`, `clip_grads_with_norm_` and
-    `clip_grad_value_` take gradients of several stages."""
-    wrap_in_torch(TOTAL_NORM, _total_norm)
-    wrap_in_torch(CLIP_BY_NORM, _clip_by_norm)
-    wrap_in_torch(CLIP_BY_VALUE, _clip_by_value)
 
 
 def _total_norm(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -147,31 +126,19 @@ def _total_norm(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return get_total_norm
 
 
-def _clip_by_norm(plain: Callable[..., None]) -> Callable[..., None]:
+def _clip(plain: Callable[..., None]) -> Callable[..., None]:
+    """By norm or by value: of this rank's parts."""
+
     @torch.no_grad()
-    def clip_grads_with_norm_(
-        parameters: Any, max_norm: float, total_norm: Tensor, foreach: bool | None = None
-    ) -> None:
+    def clip(parameters: Any, *rest: Any, **options: Any) -> None:
         given = _listed(parameters)
         if pipeline_of([p.grad for p in given]) is None:
-            return plain(given, max_norm, total_norm, foreach)
-        total = total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm
-        plain(_parts(given), max_norm, total, foreach)
-        return _mark_changed(given)
+            return plain(given, *rest, **options)
+        whole = lambda value: value.full_tensor() if isinstance(value, DTensor) else value
+        plain(_parts(given), *map(whole, rest), **{name: whole(value) for name, value in options.items()})
+        return increment_version([p.grad for p in given if isinstance(p.grad, DTensor)])
 
-    return clip_grads_with_norm_
-
-
-def _clip_by_value(plain: Callable[..., None]) -> Callable[..., None]:
-    @torch.no_grad()
-    def clip_grad_value_(parameters: Any, clip_value: float, foreach: bool | None = None) -> None:
-        given = _listed(parameters)
-        if pipeline_of([p.grad for p in given]) is None:
-            return plain(given, clip_value, foreach)
-        plain(_parts(given), clip_value, foreach)
-        return _mark_changed(given)
-
-    return clip_grad_value_
+    return clip
 
 
 def _listed(tensors: Any) -> list[Tensor]:
@@ -189,10 +156,6 @@ def _parts(parameters: Iterable[Tensor]) -> list[_Part]:
     """A gradient without a part here does not count."""
     grads = [local_of(p.grad) for p in parameters if p.grad is not None]
     return [_Part(grad) for grad in grads if grad.numel()]
-
-
-def _mark_changed(parameters: Iterable[Tensor]) -> None:
-    increment_version([p.grad for p in parameters if isinstance(p.grad, DTensor)])
 
 
 def _norms(tensors: Sequence[Tensor], order: float, pipeline: DeviceMesh) -> Tensor:
@@ -247,10 +210,14 @@ def _own_part(tensor: Tensor, pipeline: DeviceMesh) -> Tensor | None:
 
 
 def complete_stage_ops() -> None:
-    """From now on, in this process: whole values, clipping, a gradient scaler and full state dicts are those of all
-    stages. Nothing changes for other tensors. All ranks of a pipeline call such a function together."""
-    complete_whole_values()
+    """From now on, in this process: whole values (`full_tensor()`, differentiable), norms and clipping of
+    `torch.nn.utils`, `unscale_` and `step` of a gradient scaler, and full state dicts are those of all stages. Nothing
+    changes for other tensors. All ranks of a pipeline call such a function together."""
+    if not hasattr(DTensor.full_tensor, "of_stage"):
+        DTensor.full_tensor = _for_all_stages(DTensor.full_tensor)  # type: ignore[method-assign]
     mix_stages()
-    clip_over_stages()
-    scale_over_stages()
+    wrap_in_torch(TOTAL_NORM, _total_norm)
+    wrap_in_torch(CLIP_BY_NORM, _clip)
+    wrap_in_torch(CLIP_BY_VALUE, _clip)
+    wrap_dtensor_handler(unscaling_op(), _unscale)
     states_of_all_stages()

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -34,7 +34,6 @@ _log = logging.getLogger("autoshard")
 def agree(
     mesh: DeviceMesh,
     fingerprint: Mapping[str, str],
-    timeout: timedelta | None = None,
     *,
     what: str = "a comparison",
 ) -> None:
@@ -43,7 +42,7 @@ def agree(
     fingerprint: what is compared -> its hash or text ("plan", "graph", "inputs", "torch", ...). The
                  error names the first difference of every rank that differs from rank 0.
     """
-    prints = everyones(mesh, dict(fingerprint), timeout, what=what)
+    prints = everyones(mesh, dict(fingerprint), what=what)
     lines: list[str] = []
     for rank, other in enumerate(prints):
         names = [n for n in [*prints[0], *other] if prints[0].get(n) != other.get(n)]
@@ -76,21 +75,14 @@ def collectively(
 
     Raises RankError if a rank is gone or does something else. Ctrl-C on one rank ends it on all.
     """
-    error: Exception | None = None
-    result: Any = None
     with _exchange(mesh, what, detail, timeout) as exchange:
-        try:
-            result = exchange.run(fn)
-        except RankError:
-            raise
-        except Exception as raised:
-            error = raised
+        result, error = _tried(exchange, fn)
         replies = exchange.swap(pickle.dumps(_described(error)))
         if error is not None:
             raise error  # in the turn: what another rank's end has caused is explained by it
     for rank, reply in enumerate(replies):
         _raise_for(rank, pickle.loads(reply))
-    return result
+    return result  # type: ignore[return-value]
 
 
 def everyones(
@@ -122,18 +114,11 @@ def from_first(
             value, failure = pickle.loads(exchange.swap(pickle.dumps((None, None)))[0])
             _raise_for(0, failure)
             return value
-        error: Exception | None = None
-        reply = b""
-        try:
-            reply = pickle.dumps((exchange.run(fn), None))
-        except RankError:
-            raise
-        except Exception as raised:
-            error, reply = raised, pickle.dumps((None, _described(raised)))
-        exchange.swap(reply)
+        reply, error = _tried(exchange, lambda: pickle.dumps((fn(), None)))
+        exchange.swap(reply or pickle.dumps((None, _described(error))))
         if error is not None:
             raise error
-        return pickle.loads(reply)[0]
+        return pickle.loads(reply or b"")[0]
 
 
 @contextmanager
@@ -247,6 +232,16 @@ def _exchange(
             f"rank {watch.rank} was interrupted ({type(error).__name__}) during {what}\n  try: start again"
         )
         raise
+
+
+def _tried(exchange: _Alone | _Exchange, fn: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """(what it returns, what it raises): an end of all ranks is raised."""
+    try:
+        return exchange.run(fn), None
+    except RankError:
+        raise
+    except Exception as raised:
+        return None, raised
 
 
 def _listed(ranks: list[int]) -> str:

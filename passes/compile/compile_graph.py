@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -39,34 +38,16 @@ __all__ = ["Compiled", "check_backend", "compile_graph"]
 
 aten = torch.ops.aten
 
-_FUNCTIONS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
-    {
-        aten.add.Tensor: torch.add,
-        aten.addmm.default: torch.addmm,
-        aten.cat.default: torch.cat,
-        aten.clone.default: torch.clone,
-        aten.convolution.default: torch.convolution,
-        aten.div.Tensor: torch.div,
-        aten.embedding.default: torch.embedding,
-        aten.exp.default: torch.exp,
-        aten.gather.default: torch.gather,
-        aten.log.default: torch.log,
-        aten.matmul.default: torch.matmul,
-        aten.mm.default: torch.mm,
-        aten.mul.Tensor: torch.mul,
-        aten.native_layer_norm.default: torch.native_layer_norm,
-        aten.neg.default: torch.neg,
-        aten.permute.default: torch.permute,
-        aten.relu.default: torch.relu,
-        aten.reshape.default: torch.reshape,
-        aten.rsqrt.default: torch.rsqrt,
-        aten.select.int: torch.select,
-        aten.sub.Tensor: torch.sub,
-        aten.sum.dim_IntList: torch.sum,
-        aten.view.default: torch.Tensor.view,
-        aten.where.self: torch.where,
-    }
+_NAMED_ALIKE = (
+    "add.Tensor addmm.default cat.default clone.default convolution.default div.Tensor "
+    "embedding.default exp.default gather.default log.default matmul.default mm.default mul.Tensor "
+    "native_layer_norm.default neg.default permute.default relu.default reshape.default rsqrt.default "
+    "select.int sub.Tensor sum.dim_IntList where.self"
 )
+_FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
+    getattr(getattr(aten, name), overload): getattr(torch, name)
+    for name, overload in (one.split(".") for one in _NAMED_ALIKE.split())
+} | {aten.view.default: torch.Tensor.view}
 """Overloads, and functions that run them for the same arguments in the same places."""
 
 

@@ -70,10 +70,10 @@ def test_a_device_that_counts_is_asked_for_every_phase() -> None:
     model, counter = nn.Linear(2, 2), Counter()
     optimizer = torch.optim.SGD(model.parameters())
     recorder = Recorder(model, HostMarks(), counter)
-    recorder.attach()
+    recorder.start()
     optimizer.step()
     optimizer.step()
-    recorder.detach()
+    recorder.stop()
     assert (counter.resets, recorder.peaks) == (2, {"optimizer": 2})
     assert recorder.optimizers() == [optimizer]
 
