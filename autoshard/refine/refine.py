@@ -38,6 +38,9 @@ __all__ = ["DividedRounds", "Refined", "check_refine", "may_refine", "refined_pl
 
 _log = logging.getLogger("autoshard")
 
+_Next = tuple[tuple[Case, ...], float]
+"""What is to be timed next, and for how many seconds."""
+
 MOST_ROUNDS = 3
 """Of timing, each followed by a plan of the whole call."""
 
@@ -172,10 +175,10 @@ def refined_plan(mesh: DeviceMesh, task: Task, division: Division = WHOLE) -> Re
         if task.backend != "eager":
             start_compiler(mesh_device(mesh.device_type), task.backend)
 
-    wanted = from_first(mesh, first, what="what to time", meanwhile=start_alone)
-    while wanted.cases:
+    cases, seconds = from_first(mesh, first, what="what to time", meanwhile=start_alone)
+    while cases:
         begun = time.monotonic()
-        times = time_work(mesh, wanted.cases, wanted.seconds, backend=task.backend)
+        times = time_work(mesh, cases, seconds, backend=task.backend)
         _log.info(
             "refine: %d kernels and %d collectives timed in %.1f s",
             len(times.kernels),
@@ -187,7 +190,7 @@ def refined_plan(mesh: DeviceMesh, task: Task, division: Division = WHOLE) -> Re
             state[0].add(times)
             return _next(state[0])
 
-        wanted = from_first(mesh, again, what="what to time")
+        cases, seconds = from_first(mesh, again, what="what to time")
     return Refined(state[0].plan, state[0].timed.if_any(), state[0].keep) if state else None
 
 
@@ -198,11 +201,5 @@ def shared_refined_plan(mesh: DeviceMesh, task: Task, division: Division = WHOLE
     return any_plan_from_json(data) if mine is None else mine.plan
 
 
-@dataclass(frozen=True)
-class _Next:
-    cases: tuple[Case, ...]
-    seconds: float
-
-
 def _next(rounds: Rounds | DividedRounds) -> _Next:
-    return _Next(rounds.wanted(), rounds.seconds_left)
+    return rounds.wanted(), rounds.seconds_left

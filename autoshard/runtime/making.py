@@ -85,9 +85,8 @@ class Call:
 
     def made(self, plan: AnyPlan) -> Made:
         """Lowered; what compiles it, on all ranks or on none."""
-        home, joint = self.home, self.cut(plan).joint
-        making = _PipelineMaking(self, plan) if isinstance(plan, PipelinePlan) else _Making(self, plan)
-        compiled = making.lowered(joint)
+        home = self.home
+        compiled = _staged(self, plan) if isinstance(plan, PipelinePlan) else _whole(self, plan)
 
         def made(backend: str) -> CallProgram:
             keep_freed_memory(mesh_device(home.spec.device_type))
@@ -115,84 +114,84 @@ class Call:
         return RaceEntry(home.model, joint, home.mesh, self._tensors, program, sides, places)
 
 
-class _Making:
-    """Of a plan in which every rank runs the whole model."""
+def _whole(call: Call, plan: Plan) -> Made:
+    """Every rank runs the whole model."""
+    home, spec, rank, cut = call.home, call.home.spec, call.home.mesh.get_rank(), call.cut(plan)
+    groups = groups_for(home.mesh, axes_in(plan))
 
-    def __init__(self, call: Call, plan: Plan) -> None:
-        self._home, self._plan = call.home, plan
-        self._watched = turns_of(call.home.watch, call.kind), Checks(call.cut(plan).call)
+    def lower() -> list[RankProgram]:
+        programs = _programs(plan, cut.joint, spec, dist.get_rank(), groups)
+        if len(programs) == 1:
+            with runnable(plan):
+                if home.settings.backend == "eager":  # not what runs op by op twice, until it is compiled
+                    programs = [programs[0].joined()]
+                _ = programs[0].phases
+        return programs
 
-    def lowered(self, joint: JointGraph) -> Made:
-        home, spec, rank = self._home, self._home.spec, self._home.mesh.get_rank()
-        groups = groups_for(home.mesh, axes_in(self._plan))
+    ours = collectively(home.mesh, lower, what="lowering a plan")
+    given, watched = (
+        (_sides(cut.joint, plan), spec, rank),
+        (turns_of(home.watch, call.kind), Checks(cut.call)),
+    )
 
-        def lower() -> list[RankProgram]:
-            programs = _programs(self._plan, joint, spec, dist.get_rank(), groups)
-            if len(programs) == 1:
-                with runnable(self._plan):
-                    if home.settings.backend == "eager":  # not what runs op by op twice, until it is compiled
-                        programs = [programs[0].joined()]
-                    _ = programs[0].phases
-            return programs
+    def compiled(backend: str) -> CallProgram:
+        if len(ours) > 1:
+            device = local_device(home.mesh)
+            return program_in_pieces(ours, *given, device, backend, home.observers, *watched)
+        backward = ours[0].phases.backward
+        program = Program(ours[0], *given, backend, home.observers, *watched)
+        if backward is not None:
+            program.compile_backward(usually_missing(backward))
+        return program
 
-        ours = collectively(home.mesh, lower, what="lowering a plan")
-        given = _sides(joint, self._plan), spec, rank
-
-        def compiled(backend: str) -> CallProgram:
-            if len(ours) > 1:
-                device = local_device(home.mesh)
-                return program_in_pieces(ours, *given, device, backend, home.observers, *self._watched)
-            backward = ours[0].phases.backward
-            program = Program(ours[0], *given, backend, home.observers, *self._watched)
-            if backward is not None:
-                program.compile_backward(usually_missing(backward))
-            return program
-
-        return compiled
+    return compiled
 
 
-class _PipelineMaking:
-    """Of a plan in which the ranks along an axis of the mesh run stages."""
+def _staged(call: Call, plan: PipelinePlan[Plan]) -> Made:
+    """The ranks along an axis of the mesh run stages."""
+    home, cut = call.home, call.cut(plan)
+    # Of the collectives of all stages, alike on every rank.
+    groups = groups_for(home.mesh, sorted({axes for stage in plan.stages for axes in axes_in(stage)}))
+    graphs = stage_graphs(cut.joint, plan.cut)
+    own = home.mesh.get_local_rank(plan.axis)
+    ends = _pipeline_ends(home.mesh, cut.joint, plan, graphs)
 
-    def __init__(self, call: Call, plan: PipelinePlan[Plan]) -> None:
-        self._home, self._plan = call.home, plan
-        self._watched = turns_of(call.home.watch, call.kind), Checks(call.cut(plan).call)
-        others = [axis for axis in plan.mesh.names if axis != plan.axis]
-        self._spec = plan.mesh.resized(plan.axis, 1)  # of one stage
-        self._rank = plan.mesh.linear_index(call.home.mesh.get_rank(), others)
+    def lower() -> list[StageOnRank]:
+        return [
+            StageOnRank(graph, tuple(_programs(stage, graph.joint, ends.spec, ends.rank, groups)))
+            for graph, stage in zip(graphs, plan.stages, strict=True)
+            if graph.stage % plan.ranks == own
+        ]
 
-    def lowered(self, joint: JointGraph) -> Made:
-        home, plan = self._home, self._plan
-        # Of the collectives of all stages, alike on every rank.
-        groups = groups_for(home.mesh, sorted({axes for stage in plan.stages for axes in axes_in(stage)}))
-        graphs = stage_graphs(joint, plan.cut)
-        own = home.mesh.get_local_rank(plan.axis)
+    ours = collectively(home.mesh, lower, what="lowering a plan")
+    given, watched = (
+        (ends, ours, len(graphs), plan.schedule),
+        (turns_of(home.watch, call.kind), Checks(cut.call)),
+    )
+    return lambda backend: pipeline_program(*given, backend, home.stage_clocks, *watched)
 
-        def lower() -> list[StageOnRank]:
-            return [
-                StageOnRank(graph, tuple(_programs(stage, graph.joint, self._spec, self._rank, groups)))
-                for graph, stage in zip(graphs, plan.stages, strict=True)
-                if graph.stage % plan.ranks == own
-            ]
 
-        ours = collectively(home.mesh, lower, what="lowering a plan")
-        given = self._ends(joint, graphs), ours, len(graphs), plan.schedule
-        return lambda backend: pipeline_program(*given, backend, home.stage_clocks, *self._watched)
-
-    def _ends(self, joint: JointGraph, graphs: Sequence[StageGraph]) -> PipelineEnds:
-        plan, mesh = self._plan, self._home.mesh
-        outputs = {i: (stage % plan.ranks, plan.outputs[i]) for i, stage in plan.returned_by.items()}
-        changed = {
-            end.name: graph.stage % plan.ranks
-            for graph in graphs
-            for end in graph.joint.outputs
-            if end.kind == "buffer"
-        }
-        returned = {i: (at, layout) for i, (at, layout) in outputs.items() if layout is not None}
-        sides, group = _sides(joint, plan), mesh.get_group(plan.axis)
-        return PipelineEnds(
-            joint, self._spec, self._rank, returned, changed, sides, plan.axis, group, local_device(mesh)
-        )
+def _pipeline_ends(
+    mesh: DeviceMesh, joint: JointGraph, plan: PipelinePlan[Plan], graphs: Sequence[StageGraph]
+) -> PipelineEnds:
+    others = [axis for axis in plan.mesh.names if axis != plan.axis]
+    spec, rank = (
+        plan.mesh.resized(plan.axis, 1),
+        plan.mesh.linear_index(mesh.get_rank(), others),
+    )  # of one stage
+    changed = {
+        end.name: graph.stage % plan.ranks
+        for graph in graphs
+        for end in graph.joint.outputs
+        if end.kind == "buffer"
+    }
+    returned = {
+        i: (stage % plan.ranks, layout)
+        for i, stage in plan.returned_by.items()
+        if (layout := plan.outputs[i]) is not None
+    }
+    sides, group = _sides(joint, plan), mesh.get_group(plan.axis)
+    return PipelineEnds(joint, spec, rank, returned, changed, sides, plan.axis, group, local_device(mesh))
 
 
 def _programs(

@@ -16,7 +16,6 @@ from passes.lower.rank_program import RankProgram
 from passes.stages.pipeline_orders import Action
 
 __all__ = [
-    "HostMarks",
     "InPieces",
     "Marks",
     "Observer",
@@ -32,29 +31,19 @@ __all__ = [
 ]
 
 
-class Marks(Protocol):
-    """Where time is taken; tests bring their own."""
+class Marks:
+    """Points in time of the host, where work is done when its call returns."""
 
     def mark(self) -> Any:
         """Now: after all that was issued before."""
-        ...
+        return time.perf_counter()
 
     def seconds(self, start: Any, end: Any) -> float:
         """Between two marks."""
-        ...
-
-
-class HostMarks:
-    """Work is done when its call returns."""
-
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def seconds(self, start: float, end: float) -> float:
         return end - start
 
 
-class CudaMarks:
+class CudaMarks(Marks):
     """Events on the current stream: nothing is waited for until seconds are asked for, so that marks do
     not slow down what they measure."""
 
@@ -70,7 +59,7 @@ class CudaMarks:
 
 def marks_of(device_type: str) -> Marks:
     """Of "cuda" or "cpu"; any other device is timed as the CPU is."""
-    return CudaMarks() if device_type == "cuda" else HostMarks()
+    return CudaMarks() if device_type == "cuda" else Marks()
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,7 +26,7 @@ from autoshard.progress import tell
 from autoshard.refine.timed_cases import is_worth_it
 from autoshard.runtime.call_program import CallProgram
 from autoshard.runtime.making import Call, Made
-from autoshard.runtime.observe import HostMarks, StageRecorder, unobserved
+from autoshard.runtime.observe import Marks, StageRecorder, unobserved
 from autoshard.runtime.trial_run import WARM_STEPS, RaceEntry, Track, steps_within
 from autoshard.watching.agreement import everyones, from_first
 from cost_model.errors import RankError
@@ -188,7 +188,7 @@ def rehearsed(call: Call, plan: AnyPlan, made: Made) -> tuple[AnyPlan, Made]:
         return plan, made
     with unobserved(home.observers, home.stage_clocks), random_state_kept():
         program = made(home.settings.backend)
-        entry, recorder = call.entry(plan, program), StageRecorder(HostMarks())
+        entry, recorder = call.entry(plan, program), StageRecorder(Marks())
         if track.device_type == "cpu":  # work of GPUs goes on when its call has returned
             home.stage_clocks.append(recorder)
         seconds = track.alone(_NAME, entry, _LEAST_STEPS)

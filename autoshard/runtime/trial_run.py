@@ -155,12 +155,8 @@ def update_like(model: nn.Module, copies: Sequence[Tensor]) -> torch.optim.Optim
         kind = type(optimizer)
         if kind is not torch.optim.LBFGS:
             return kind(list(copies), **_options(kind, optimizer.defaults))
-    return torch.optim.AdamW(list(copies), lr=0.0, fused=_may_fuse(copies))
-
-
-def _may_fuse(copies: Sequence[Tensor]) -> bool:
-    """Of floating point numbers there is a kernel, on CPUs and on GPUs."""
-    return all(copy.is_floating_point() for copy in copies)
+    # Of floating point numbers there is a fused kernel, on CPUs and on GPUs.
+    return torch.optim.AdamW(list(copies), lr=0.0, fused=all(copy.is_floating_point() for copy in copies))
 
 
 def _options(kind: type, defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from torch import nn
 
 from autoshard.reporting.recorder import Recorder, SeenWhole
 from autoshard.reporting.tracks import CudaCounter, held_nbytes, peak_counter, peaks_of, run_peaks
-from autoshard.runtime.observe import HostMarks
+from autoshard.runtime.observe import Marks
 from tests.predict.test_memory_walk import placeholders, program
 
 
@@ -69,7 +69,7 @@ class Counter:
 def test_a_device_that_counts_is_asked_for_every_phase() -> None:
     model, counter = nn.Linear(2, 2), Counter()
     optimizer = torch.optim.SGD(model.parameters())
-    recorder = Recorder(model, HostMarks(), counter)
+    recorder = Recorder(model, Marks(), counter)
     recorder.start()
     optimizer.step()
     optimizer.step()

@@ -18,7 +18,7 @@ from autoshard.plan.rehearsed_plan import rehearsed_plan
 from autoshard.plan.task import search_plan
 from autoshard.refine.refine import DividedRounds
 from autoshard.runtime import race
-from autoshard.runtime.observe import HostMarks, StageRecorder
+from autoshard.runtime.observe import Marks, StageRecorder
 from autoshard.runtime.trial_run import RaceEntry, Track
 from passes.stages.pipeline_orders import Action
 from tests.plans.test_rehearsed_plan import in_stages
@@ -92,7 +92,7 @@ def test_not_where_its_steps_take_long() -> None:
 
 def test_what_stages_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     """One second before the pieces, 2 and 3 of pieces, half a second after them."""
-    clock, now = StageRecorder(HostMarks()), iter([0.0, 0.0, 1.0, 2.0, 4.0, 5.0, 8.0, 11.0, 11.5])
+    clock, now = StageRecorder(Marks()), iter([0.0, 0.0, 1.0, 2.0, 4.0, 5.0, 8.0, 11.0, 11.5])
     monkeypatch.setattr("autoshard.runtime.observe.time.perf_counter", lambda: next(now))
     action = Action("forward", 0, 0)
     clock.begins("begin")
