@@ -1,6 +1,7 @@
 """Run what needs GPUs and write docs/gpu-results.md: `make gpu`, or `python -m benchmarks.gpu`.
 
     make gpu PYTHON=python3                            # a Python that has torch: nothing is installed
+    make gpu ARGS='--jobs 6'                           # tests in six processes, where pytest-xdist is there
     make gpu ARGS='--nccl-tests all_reduce.txt'        # also: the profile against what nccl-tests printed here
     python -m benchmarks.gpu --tests tests/cuda/test_attention.py --no-figures --out page.md
 
@@ -41,7 +42,7 @@ FIGURES = {
 
 def main(words: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(words)
-    outcomes = _tests(given.tests)
+    outcomes = _tests(given.tests, given.jobs)
     figures = [] if given.no_figures or not torch.cuda.is_available() else list(_figures(given.nccl_tests))
     given.out.write_text(page(_machine(), outcomes, figures))
     bad = [outcome for outcome in outcomes if outcome.result in ("failed", "error")]
@@ -54,6 +55,9 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tests", nargs="*", default=["tests/cuda"], help="which (default: all)")
+    parser.add_argument(
+        "--jobs", type=int, help="processes that run tests (needs pytest-xdist; default: one, without)"
+    )
     parser.add_argument("--no-figures", action="store_true", help="tests only")
     parser.add_argument(
         "--nccl-tests", type=Path, help="what an all_reduce_perf of nccl-tests printed on this machine"
@@ -86,11 +90,13 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
 
 
-def _tests(paths: Sequence[str]) -> list[Outcome]:
-    """`pytest -m cuda`, with no plugin that a machine may lack: pyproject.toml's options name pytest-xdist's."""
+def _tests(paths: Sequence[str], jobs: int | None) -> list[Outcome]:
+    """`pytest -m cuda`, with no plugin that a machine may lack: pyproject.toml's options name pytest-xdist's.
+    pytest-benchmark, where it is there, warns of pytest-xdist, and a warning is an error."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-m", "cuda", "-p", "no:cacheprovider", "-p", "no:logging"]
+        command += ["-p", "no:benchmark", *(["-n", str(jobs)] if jobs else [])]
         command += ["-o", "addopts=--import-mode=importlib -ra --strict-markers", f"--junitxml={report}"]
         try:
             subprocess.run([*command, *paths], cwd=ROOT, env=_environment(), timeout=TEST_SECONDS)

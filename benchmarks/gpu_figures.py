@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import os
 import statistics
 import sys
@@ -103,6 +104,8 @@ def memory(mesh: DeviceMesh) -> None:
     say(f"{CONFIG}, batch {BATCH}; bytes at the peak of a step with AdamW")
     for dtype in DTYPES:
         for backend in ("eager", "inductor"):
+            gc.collect()  # the last model's modules and its program refer to each other
+            torch.cuda.empty_cache()
             model, call = model_and_call(dtype)
             autoshard(model, mesh, call, profile=nominal_profile("cuda"), backend=backend)
             run = training_step(model, call)
@@ -115,7 +118,6 @@ def memory(mesh: DeviceMesh) -> None:
                 f"allocated {format_bytes(peak):>10}, ratio {planned / peak:.3f}"
             )
             del model, run
-            torch.cuda.empty_cache()
 
 
 def training_step(model: nn.Module, call: tuple[torch.Tensor, ...]) -> Callable[[], None]:

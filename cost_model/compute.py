@@ -63,6 +63,8 @@ class ComputePrices:
         adds_stores = profile.nominal and profile.device_type == "cuda"
         self._seconds_per_stored = STORE_SHARE * self._seconds_per_byte if adds_stores else 0.0
         self._slowest = _time_curve(min(profile.device.matmul, key=lambda rates: rates.flops_per_second[-1]))
+        best = {rates.dtype: max(rates.flops_per_second) for rates in profile.device.matmul}
+        self._narrow, self._wide = (best.get(name, min(best.values())) for name in ("float32", "float64"))
 
     @property
     def launch_seconds(self) -> float:
@@ -82,9 +84,13 @@ class ComputePrices:
         return nbytes * self._seconds_per_byte
 
     def arithmetic_seconds(self, kind: KernelKind | None, flops: float, dtype_name: str) -> float:
-        """Seconds of `flops` operations of one op of that kind. An op without a kind, or of a kind without rates,
-        counts as a matrix product; a narrow convolution counts as any other convolution."""
-        own = self._kinds[kind].get(dtype_name) if flops and kind is not None else None
+        """Seconds of `flops` operations of one op of that kind. An op of a kind without rates counts as a matrix
+        product; a narrow convolution counts as any other convolution. Without a kind it is pointwise and part of a
+        loop, which computes in float32 or float64, and which no small size slows down: the best rate holds. (By the
+        rate of a product of as many operations a norm's ops of 8 million floats took an H100 19 us each.)"""
+        if kind is None:
+            return flops / (self._wide if dtype_name == "float64" else self._narrow)
+        own = self._kinds[kind].get(dtype_name) if flops else None
         return self.matmul_seconds(flops, dtype_name) if own is None else own(flops)
 
     def work_seconds(self, work: KernelWork, key: KernelKey | None = None) -> float:

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from cost_model.measure.device_series import LEAST_SECONDS
+from cost_model.measure.device_series import least_seconds
 from cost_model.measure.kernel_work import (
     ATTENTION_PASSES,
     CONVOLUTION_PASSES,
@@ -69,7 +69,10 @@ def kernel_series(
         ("narrow convolutions", tuple(narrow), lambda n: convolution_work(narrow[n], dtype, device)),
         ("AdamW update", _of(_UPDATES, device), lambda nbytes: update_work(nbytes, device, mesh)),
     ]
-    return [Series(name, sizes, prepare, median, LEAST_SECONDS, ahead=True) for name, sizes, prepare in works]
+    return [
+        Series(name, sizes, prepare, median, least_seconds(device), ahead=True)
+        for name, sizes, prepare in works
+    ]
 
 
 def with_kernel_rates(

@@ -17,7 +17,7 @@ from cost_model.measure.behind import Pause, beyond_pause, collective_series, pa
 from cost_model.measure.clock import Clock
 from cost_model.measure.collective_work import Buffers, Team, whole_size
 from cost_model.measure.compute_work import matmul_edge, matmul_flops, matmul_work, memory_work
-from cost_model.measure.device_series import DTYPES, LEAST_SECONDS
+from cost_model.measure.device_series import DTYPES, least_seconds
 from cost_model.measure.measure import check_world, mesh_device, world_size
 from cost_model.measure.peers import world_peers
 from cost_model.measure.processor_clock import clocks
@@ -120,7 +120,9 @@ def _distance(point: CheckedPoint) -> float:
 
 def _compute(profile: ProfileRecord, device: torch.device) -> Iterable[_Expected]:
     prices = ComputePrices(profile)
-    memory = Series("memory", (2**24,), lambda nbytes: memory_work(nbytes, device), median, LEAST_SECONDS)
+    memory = Series(
+        "memory", (2**24,), lambda nbytes: memory_work(nbytes, device), median, least_seconds(device)
+    )
     yield _Expected(
         memory, lambda nbytes: prices.launch_seconds + prices.memory_seconds(nbytes), (LEAST_TOLERANCE,)
     )
@@ -138,7 +140,11 @@ def _products(prices: ComputePrices, rates: MatmulRates, device: torch.device) -
 
     return _Expected(
         Series(
-            f"{rates.dtype} products", tuple(map(matmul_flops, chosen)), prepare, _half_median, LEAST_SECONDS
+            f"{rates.dtype} products",
+            tuple(map(matmul_flops, chosen)),
+            prepare,
+            _half_median,
+            least_seconds(device),
         ),
         lambda flops: prices.matmul_seconds(flops, rates.dtype),
         tuple(_tolerance(rates.spread, i) for i in chosen.values()),

@@ -89,6 +89,19 @@ def test_convolution_and_attention_have_rates_of_their_own(round_profile: Profil
     assert prices.op_seconds(1e7, 0, "float32", "convolution") == pytest.approx(launch + 1e-4)
 
 
+def test_pointwise_work_runs_at_the_best_rate(round_profile: Profile) -> None:
+    """A small product is slow for reasons that an op within a loop does not have."""
+    rates = tuple(
+        MatmulRates(t, (1e6, 1e9, 1e10), (1e9, best, best))
+        for t, best in (("float32", 1e11), ("float64", 1e12))
+    )
+    prices = ComputePrices(replace(round_profile, device=replace(round_profile.device, matmul=rates)))
+    assert prices.arithmetic_seconds(None, 1e6, "float32") == pytest.approx(1e-5)
+    assert prices.arithmetic_seconds("matmul", 1e6, "float32") == pytest.approx(1e-3)
+    assert prices.arithmetic_seconds(None, 1e6, "bfloat16") == pytest.approx(1e-5)  # in float32
+    assert prices.arithmetic_seconds(None, 1e6, "float64") == pytest.approx(1e-6)
+
+
 def test_narrow_convolutions_have_rates_of_their_own_or_those_of_others(round_profile: Profile) -> None:
     wide = (MatmulRates("float32", (1e6, 1e8), (1e11, 1e11)),)
     narrow = (MatmulRates("float32", (1e6, 1e8), (2e10, 2e10)),)

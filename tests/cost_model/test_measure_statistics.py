@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import cast
 
 import pytest
@@ -179,6 +180,29 @@ def test_device_series_run_and_leave_the_generator_alone() -> None:
         one.prepare(one.sizes[0])()
     assert series[2].sizes[:2] == (matmul_flops(16), matmul_flops(32)) == (8192, 65536)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_large_products_of_a_gpu_fit_into_a_start() -> None:
+    """Eleven series share four seconds. Kernels of an H100: 600 and 50 TFLOP/s, 3 TB/s, at least 5 us; a call takes
+    three times as long to time, for the device is held until the host is ahead."""
+
+    class Ahead(Scripted):
+        def seconds(self, work: Callable[[], object], calls: int, ahead: bool = False) -> float:
+            taken = super().seconds(work, calls, ahead)
+            self.time += 2 * taken * calls
+            return taken
+
+    gpu = device_series(torch.device("cuda"))
+
+    def sizes(index: int, rate: float) -> tuple[int, ...]:
+        one = replace(gpu[index], prepare=lambda size: lambda: size)
+        rest = [sized(str(i), 1) for i in range(10)]
+        taken = Ahead(lambda size: max(5e-6, size / rate))
+        return sample([one, *rest], Peers(None), taken, 4.0, quiet)[0].sizes
+
+    assert sizes(3, 3e14)[-1] == matmul_flops(8192)  # two products each
+    assert sizes(2, 2.5e13)[-1] >= matmul_flops(4096)
+    assert sizes(1, 3e12)[-1] == 2**29
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ class Wide(nn.Module):
 def measured(rank: int, axes: Axes, backend: str, limit: int | None) -> dict[str, Any]:
     """Bytes: the plan's peak, the allocator's in a step, and what is held between steps."""
     device = torch.device("cuda", rank)
+    gc.collect()  # the last case's modules and its program refer to each other
     with torch.device("meta"):
         model = Wide()
     x = torch.randn(ROWS, WIDTH, device=device)
