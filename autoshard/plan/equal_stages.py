@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from msgspec import structs
 from torch import fx
 
 import passes.ops.uniform  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::uniform)
@@ -115,7 +116,7 @@ class AlikeStage:
             parameter_layouts=self.parameter_layouts,
             inputs=task.call.inputs,
             outputs=self.outputs,
-            origin=replace(self.first.origin, graph_hash=graph_hash(task.joint)),
+            origin=structs.replace(self.first.origin, graph_hash=graph_hash(task.joint)),
             other_sizes=other_size_records(
                 self.joint,
                 self.assignment,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from autoshard.plan.stage_schedule import Scheduled, SchedulePrices
 

@@ -6,35 +6,48 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
+from msgspec import Meta, Struct
 from torch.distributed.tensor import Placement
 
 from autoshard.plan.pipeline_memory import pipeline_memory
-from autoshard.plan.plan_content import PlanContent, PlanOrigin, Raced, Rehearsed
+from autoshard.plan.plan_content import PlanContent, PlanOrigin, Position, Raced, Rehearsed
 from autoshard.plan.plan_memory import MemoryTimeline
 from autoshard.plan.stage_schedule import Scheduled, SchedulePrices
 from cost_model.mesh import MeshSpec
+from cost_model.text_files import Count, Seconds, Text
 from passes.layout.layout import Layout
 from passes.layout.placements import layout_to_placements
-from passes.stages.pipeline_orders import pipeline_order
+from passes.predict.predict_stage import StageFigures
+from passes.stages.pipeline_orders import ORDERS, pipeline_order
 from passes.stages.pipeline_timeline import PipelineTimeline
 
-__all__ = ["PipelineContent"]
+__all__ = ["Part", "PipelineContent"]
 
 P = TypeVar("P", bound=PlanContent)
 
 
-@dataclass(frozen=True)
+class Part(Struct, frozen=True, forbid_unknown_fields=True):
+    """One stage. reads, returns: the call's tensor inputs and outputs that it reads and returns, by position. sent,
+    returned: seconds of what passes to the next stage for a piece, and back; 0 of the last. plan: of its graph."""
+
+    reads: tuple[Position, ...]
+    returns: tuple[Position, ...]
+    figures: StageFigures
+    sent: Seconds
+    returned: Seconds
+    plan: Any
+
+
+@dataclass(frozen=True, kw_only=True)
 class PipelineContent(Generic[P]):
     """Stages of one model on the ranks along a mesh axis. `autoshard.PipelinePlan` says what can be done with it.
 
     mesh:          the whole mesh, of which `axis` holds the stages. Stage s is at coordinate s mod its size.
     schedule:      one of `ORDERS` in `passes.stages.pipeline_orders`. micro_batches: pieces of a batch.
     cut:           the op of the call's graph in pieces with which each stage but the first begins.
-    stages:        the plan of each stage's graph on the ranks of one stage: `mesh` with `axis` of size 1.
-    reads, returns: per stage, the call's tensor inputs and outputs that it reads and returns, by position.
-    prices:        seconds and bytes of each stage and each boundary, from which everything below is derived.
+    parts:         the stages, in order; everything below is derived from their seconds and bytes.
     reserve:       bytes of a GPU that no tensor can have.
     race, rehearsed: as of `Plan`.
     bound_of_cut:  the cut's longest stage, as it was estimated, is at most so much longer, as a share, than that of any
@@ -52,21 +65,37 @@ class PipelineContent(Generic[P]):
     """
 
     mesh: MeshSpec
-    axis: str
-    schedule: str
-    micro_batches: int
-    cut: tuple[str, ...]
-    stages: tuple[P, ...]
-    reads: tuple[tuple[int, ...], ...]
-    returns: tuple[tuple[int, ...], ...]
-    prices: SchedulePrices
-    memory_limit: int | None
-    reserve: int
-    bound_of_cut: float | None
-    inputs: Mapping[int, Layout]
     origin: PlanOrigin
+    axis: Text
+    schedule: Annotated[str, Meta(pattern=f"^({'|'.join(ORDERS)})$")]
+    micro_batches: Annotated[int, Meta(ge=1, le=100_000)]
+    cut: tuple[Text, ...]
+    inputs: Mapping[Position, Layout]
+    memory_limit: Count | None
+    reserve: Count
+    bound_of_cut: Seconds | None
     race: tuple[Raced, ...] = ()
     rehearsed: Rehearsed | None = None
+    parts: Annotated[tuple[Part, ...], Meta(max_length=10_000)]
+
+    @cached_property
+    def stages(self) -> tuple[P, ...]:
+        """The plan of each stage's graph on the ranks of one stage: `mesh` with `axis` of size 1."""
+        return tuple(part.plan for part in self.parts)
+
+    @property
+    def reads(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(part.reads for part in self.parts)
+
+    @property
+    def returns(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(part.returns for part in self.parts)
+
+    @cached_property
+    def prices(self) -> SchedulePrices:
+        """Seconds and bytes of each stage and each boundary."""
+        figures, own = tuple(part.figures for part in self.parts), self.parts[:-1]
+        return SchedulePrices(figures, tuple(p.sent for p in own), tuple(p.returned for p in own))
 
     @property
     def ranks(self) -> int:
@@ -146,14 +175,14 @@ class PipelineContent(Generic[P]):
         """Of the call, by position; `returned_by` says by which stage."""
         return {
             position: stage.outputs[index]
-            for stage, positions in zip(self.stages, self.returns, strict=True)
-            for index, position in enumerate(positions)
+            for stage, part in zip(self.stages, self.parts, strict=True)
+            for index, position in enumerate(part.returns)
         }
 
     @cached_property
     def returned_by(self) -> dict[int, int]:
         """Tensor output of the call -> the stage that returns it."""
-        return {position: stage for stage, own in enumerate(self.returns) for position in own}
+        return {position: stage for stage, part in enumerate(self.parts) for position in part.returns}
 
     @property
     def fallbacks(self) -> tuple[str, ...]:

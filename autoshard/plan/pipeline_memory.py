@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
+
+from msgspec.structs import replace
 
 from autoshard.plan.plan_memory import AtPeak, MemoryTimeline, in_order
 from autoshard.plan.stage_schedule import Scheduled
@@ -48,7 +50,7 @@ def pipeline_memory(scheduled: Scheduled, memories: Sequence[MemoryTimeline | No
     known = [place for place, one in enumerate(actions) if one.rows_are_known]
     top = max(known, key=lambda place: steps[place].nbytes)
     return MemoryTimeline(
-        tuple(steps), len(steps), in_order(row for row in actions[top].rows() if row.nbytes)
+        len(steps), tuple(steps), in_order(row for row in actions[top].rows() if row.nbytes)
     )
 
 

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
+from msgspec import structs
+
 from autoshard.drawing.draw_pipeline import draw_pipeline
 from autoshard.plan.explain_part import explain_part
 from autoshard.plan.pipeline_content import P, PipelineContent
-from autoshard.plan.pipeline_json import pipeline_from_json, pipeline_to_json
 from autoshard.plan.pipeline_words import explain_pipeline, pipeline_difference, pipeline_text
+from autoshard.plan.plan_check import pipeline_problems, stage_problems
 from autoshard.plan.plan_collectives import Collective, collectives_of
+from autoshard.plan.plan_file import PIPELINE_FILE, damaged, write_plan
 from autoshard.plan.plan_graph import plan_graph
-from autoshard.plan.plan_json import write_plan
 from cost_model.checked_arguments import reject
-from cost_model.errors import PlanError
+from cost_model.errors import InfeasibleError, PlanError
 from passes.ir.joint import JointGraph
 from passes.micro_batches.cut_batch import cut_for_stages
 from passes.plan.describe import graph_hash
@@ -107,13 +109,22 @@ class PipelinePlan(PipelineContent[P]):
         write_plan(self.to_json(), path)
 
     def to_json(self) -> dict[str, Any]:
-        return pipeline_to_json(self)
+        return PIPELINE_FILE.data(self)
 
     @classmethod
     def from_json(cls, data: Any, stage_from: Callable[..., P], *, where: str = "plan") -> Self:
         """Inverse of `to_json`. stage_from: `Plan.from_json`. PlanError for anything else."""
-        content = pipeline_from_json(data, where, stage_from)
-        return cls(**{one.name: getattr(content, one.name) for one in fields(content)})
+        plan = cls(**PIPELINE_FILE.fields(data, where))
+        try:
+            for problem in pipeline_problems(plan):
+                raise damaged(where, problem)
+        except InfeasibleError as error:  # no schedule runs so many pieces
+            raise damaged(where, str(error).partition("\n")[0]) from None
+        read = lambda i, part: structs.replace(part, plan=stage_from(part.plan, where=f"{where}, stage {i}"))
+        plan = replace(plan, parts=tuple(read(i, part) for i, part in enumerate(plan.parts)))
+        for problem in stage_problems(plan):
+            raise damaged(where, problem)
+        return plan
 
 
 def _not_there(question: str, instead: str) -> PlanError:

@@ -20,13 +20,12 @@ from autoshard.plan.crossovers import crossovers as found_crossovers
 from autoshard.plan.explain import explain_plan, plan_difference
 from autoshard.plan.explain_part import explain_part
 from autoshard.plan.piece_sizes import piece_places
-from autoshard.plan.pipeline_json import is_pipeline
 from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.plan.plan_check import plan_problems
 from autoshard.plan.plan_collectives import Collective, collectives_of
 from autoshard.plan.plan_content import PlanContent, PlanOrigin
+from autoshard.plan.plan_file import PLAN_FILE, SCHEMA_VERSION, damaged, is_pipeline, write_plan
 from autoshard.plan.plan_graph import plan_graph
-from autoshard.plan.plan_json import SCHEMA_VERSION, damaged, plan_data, plan_fields, plan_to_json, write_plan
 from autoshard.plan.variants import Again
 from autoshard.plan.why_not import why_not_family, why_not_pinned
 from cost_model.checked_arguments import checked_flag, checked_path, reject
@@ -253,16 +252,12 @@ class Plan(PlanContent):
         return any_plan_from_json(read_json(file, "plan", PlanError), where=str(file))
 
     def to_json(self) -> dict[str, Any]:
-        return plan_to_json(self)
+        return PLAN_FILE.data(self)
 
     @staticmethod
     def from_json(data: Any, *, where: str = "plan") -> Plan:
         """Inverse of `to_json`. PlanError for anything else: what is accepted can be shown, drawn and compared."""
-        content = plan_data(data, where)
-        try:
-            plan = Plan(**plan_fields(content))
-        except ValueError as error:  # a ShardingError of the mesh is one
-            raise damaged(where, str(error).partition("\n")[0]) from None
+        plan = Plan(**PLAN_FILE.fields(data, where))
         for problem in plan_problems(plan):
             raise damaged(where, problem)
         for records in plan.other_sizes:

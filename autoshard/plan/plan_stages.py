@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from autoshard.plan.pipeline_content import Part
 from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_origin import plan_origin
@@ -141,17 +142,19 @@ def pipeline_plan(
     stages: Sequence[PlannedStage],
 ) -> PipelinePlan[Plan]:
     """What was found, put together."""
-    order = scheduled.order
+    order, prices = scheduled.order, scheduled.prices
+    passed = zip((*prices.sent, 0.0), (*prices.returned, 0.0), strict=True)
+    parts = tuple(
+        Part(stage.graph.inputs, stage.graph.outputs, figures, *seconds, stage.plan)
+        for stage, figures, seconds in zip(stages, prices.stages, passed, strict=True)
+    )
     return PipelinePlan(
         mesh=task.mesh,
         axis=axis,
         schedule=order.name,
         micro_batches=order.pieces,
         cut=cut,
-        stages=tuple(stage.plan for stage in stages),
-        reads=tuple(stage.graph.inputs for stage in stages),
-        returns=tuple(stage.graph.outputs for stage in stages),
-        prices=scheduled.prices,
+        parts=parts,
         memory_limit=task.memory_limit,
         reserve=plan_reserve(task.mesh, ()),
         bound_of_cut=bound_of_cut,

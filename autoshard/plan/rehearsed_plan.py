@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from msgspec import structs
+
 from autoshard.plan.measured_schedule import measured_schedule
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_content import Rehearsed, pace_of
@@ -29,8 +31,14 @@ def rehearsed_plan(plan: AnyPlan, measured: float, busy: float | None = None) ->
     prices = measured_schedule(plan.scheduled, measured, busy)
     computed = sum(one.forward for one in prices.stages) / sum(one.forward for one in plan.prices.stages)
     pace = computed * pace_of(plan.rehearsed)
-    stages = tuple(_longer(stage, computed, pace) for stage in plan.stages)
-    return replace(plan, stages=stages, prices=prices, rehearsed=step)
+    passed = zip(prices.stages, (*prices.sent, 0.0), (*prices.returned, 0.0), strict=True)
+    parts = tuple(
+        structs.replace(
+            part, figures=figures, sent=sent, returned=returned, plan=_longer(part.plan, computed, pace)
+        )
+        for part, (figures, sent, returned) in zip(plan.parts, passed, strict=True)
+    )
+    return replace(plan, parts=parts, rehearsed=step)
 
 
 def _longer(plan: Plan, factor: float, pace: float) -> Plan:
@@ -47,7 +55,7 @@ def _longer(plan: Plan, factor: float, pace: float) -> Plan:
 
 def _records(records: Sequence[NodeRecord], factor: float) -> tuple[NodeRecord, ...]:
     return tuple(
-        replace(
+        structs.replace(
             record,
             seconds=factor * record.seconds,
             operands=tuple(_operand(operand, factor) for operand in record.operands),
@@ -57,5 +65,5 @@ def _records(records: Sequence[NodeRecord], factor: float) -> tuple[NodeRecord, 
 
 
 def _operand(operand: OperandRecord, factor: float) -> OperandRecord:
-    transfers = tuple(replace(one, seconds=factor * one.seconds) for one in operand.transfers)
-    return replace(operand, transfers=transfers)
+    transfers = tuple(structs.replace(one, seconds=factor * one.seconds) for one in operand.transfers)
+    return structs.replace(operand, transfers=transfers)

@@ -30,9 +30,13 @@ class Ways:
 
     def problems(self, operand: OperandRecord, value: ResultRecord) -> Sequence[str]:
         """What is wrong with the transfers of `operand`, which reads `value`; both layouts fit the mesh."""
-        steps = tuple(transfer.step for transfer in operand.transfers)
-        if bool(steps) != (operand.turn is not None):
-            return [f"it reads {operand.source} through {len(steps)} steps, with turn {operand.turn}"]
+        if bool(operand.transfers) != (operand.turn is not None):
+            count = len(operand.transfers)
+            return [f"it reads {operand.source} through {count} steps, with turn {operand.turn}"]
+        try:
+            steps = operand.steps(value.layout)
+        except ValueError as error:
+            return [str(error)]
         unknown = [axis for step in steps for axis in step.axes if axis not in self.mesh.names]
         if unknown:
             return [f"the mesh has no axis {unknown[0]!r}"]

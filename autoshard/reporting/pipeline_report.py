@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 
 import torch.distributed as dist
+from msgspec import structs
 
 from autoshard.drawing.pipeline_trace import trace_json
 from autoshard.drawing.two_timelines import two_timelines_svg
@@ -116,7 +117,7 @@ class PipelineReport:
             measured_timeline([own[i] for own in ranks], places, order) for i in range(first, len(steps))
         ]
         found.sort(key=lambda timeline: timeline.seconds)
-        stages = tuple(replace(stage, update=0.0) for stage in plan.prices.stages)
+        stages = tuple(structs.replace(stage, update=0.0) for stage in plan.prices.stages)
         predicted = Scheduled(order, replace(plan.prices, stages=stages)).timeline
         return PipelineFigures(predicted, found[len(found) // 2], len(found))
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import fx
 
 from cost_model.timed import Priced
@@ -220,7 +221,7 @@ def _transfers(moved: Redistribution | None, prices: Prices, times: int) -> tupl
         return ()
     ways = zip(moved.steps, moved.step_nbytes, moved.step_seconds, strict=True)
     return tuple(
-        Transfer(step, nbytes, times * seconds, prices.collective_priced(step.kind, step.axes, nbytes))
+        Transfer.of(step, nbytes, times * seconds, prices.collective_priced(step.kind, step.axes, nbytes))
         for step, nbytes, seconds in ways
     )
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from autoshard import autoshard
@@ -82,7 +83,7 @@ def refined(refined_once: Path, tmp_path: Path) -> Path:
 def test_not_where_its_steps_take_long() -> None:
     """Five at least, in a tenth of the time limit; nor where they are not worth it."""
     plan = search_plan(task())
-    timed = replace(plan, step_time=1.0, origin=replace(plan.origin, timed="some"))
+    timed = replace(plan, step_time=1.0, origin=structs.replace(plan.origin, timed="some"))
     assert [rehearsal.is_to_rehearse(timed, limit) for limit in (49.0, 51.0)] == [False, True]
     # There was no time for it; 200 steps of 20 ms are not worth it.
     untimed = replace(timed, origin=plan.origin)
