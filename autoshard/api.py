@@ -21,10 +21,10 @@ from autoshard.calls.signature import as_call
 from autoshard.plan.find_plan import ProfileLike, load_profile, mesh_spec, named_parameters
 from autoshard.plan.optimizer_names import OptimizerLike, optimizer_name
 from autoshard.plan.pins import Constraints, resolve_pins
-from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.plan.plain_plan import given_plan
+from autoshard.plan.plan import AnyPlan, PipelinePlan
 from autoshard.plan.plan_fits import check_limit, check_optimizer, check_pins
-from autoshard.plan.stages_option import AnyPlan, checked_schedule, checked_stages
+from autoshard.plan.stages_option import checked_schedule, checked_stages
 from autoshard.refine.refine import check_refine
 from autoshard.runtime.agreement import agree, collectively
 from autoshard.runtime.attachments import attach

@@ -11,8 +11,7 @@ from torch import fx
 from autoshard.plan.carried_plan import carried_plan
 from autoshard.plan.micro_batches import most_pieces
 from autoshard.plan.parameter_names import parameter_shapes
-from autoshard.plan.pipeline_plan import PipelinePlan
-from autoshard.plan.plan import Plan
+from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.plan.plan_stages import pipeline_plan
 from autoshard.plan.stage_cut import StageCutter
 from autoshard.plan.stage_schedule import orders_of
@@ -29,7 +28,7 @@ from passes.stages.pipeline_orders import ORDERS
 __all__ = ["carried_stages", "cut_by_parameters"]
 
 
-def carried_stages(task: Task, first: PipelinePlan[Plan]) -> PipelinePlan[Plan]:
+def carried_stages(task: Task, first: PipelinePlan) -> PipelinePlan:
     """A plan for another call of the model that `first` plans, of the whole mesh: evaluation, or another batch.
 
     Every stage holds the parameters that it holds in `first`, in the layouts that they have there, and has its other

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from autoshard.plan.micro_batches import fastest_in_pieces
-from autoshard.plan.plan import Plan
-from autoshard.plan.stages_option import AnyPlan, fastest_of_stages
+from autoshard.plan.plan import AnyPlan, Plan
+from autoshard.plan.stages_option import fastest_of_stages
 from autoshard.plan.task import Task, search_plan
 from cost_model.deadline import Deadline
 from passes.capture import Captured

@@ -27,7 +27,8 @@ from autoshard.calls.signature import as_call
 from autoshard.plan.division import Division
 from autoshard.plan.optimizer_names import OptimizerLike, optimizer_name
 from autoshard.plan.pins import Constraints, resolve_pins
-from autoshard.plan.stages_option import AnyPlan, checked_schedule, checked_stages
+from autoshard.plan.plan import AnyPlan
+from autoshard.plan.stages_option import checked_schedule, checked_stages
 from autoshard.plan.task import CallLayouts, Task, search_plan
 from autoshard.plan.task_prices import prices_of
 from autoshard.profiling.startup import nominal_profile, startup_profile

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 
-from autoshard.plan.pipeline_plan import PipelinePlan
-from autoshard.plan.plan import Plan
-from autoshard.plan.stages_option import AnyPlan
+from autoshard.plan.plan import AnyPlan, PipelinePlan, Plan
 from cost_model.errors import PlanError
 
 __all__ = ["given_plan", "plain_plan"]

@@ -6,10 +6,8 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
-from autoshard.plan.pipeline_content import PipelineContent
-from autoshard.plan.plan_content import PlanContent
+from autoshard.plan.plan_content import PipelineContent, PlanContent
 from autoshard.plan.transfer_check import Ways, turn_problems
 from cost_model.mesh import MeshSpec
 from passes.layout.joined_axes import JoinedAxes, joining_problems, keeps_together
@@ -175,7 +173,7 @@ def _memory(plan: PlanContent) -> Iterator[str]:
             yield f"what is alive at its peak has {named} bytes of kind {kind}, and the peak {nbytes}"
 
 
-def pipeline_problems(plan: PipelineContent[Any]) -> Iterator[str]:
+def pipeline_problems(plan: PipelineContent) -> Iterator[str]:
     """What is wrong with a plan with stages, its stages' own plans aside. InfeasibleError where its schedule cannot run
     so many pieces."""
     if plan.axis not in plan.mesh.names:
@@ -196,7 +194,7 @@ def pipeline_problems(plan: PipelineContent[Any]) -> Iterator[str]:
         yield "two of its stages return one output of the call"
 
 
-def stage_problems(plan: PipelineContent[Any]) -> Iterator[str]:
+def stage_problems(plan: PipelineContent) -> Iterator[str]:
     """Where its stages do not belong together."""
     own = plan.mesh.resized(plan.axis, 1)
     layouts: dict[str, Layout] = {}

@@ -13,8 +13,7 @@ from typing import Any, Literal, get_type_hints
 import msgspec
 from msgspec import Struct
 
-from autoshard.plan.pipeline_content import PipelineContent
-from autoshard.plan.plan_content import PlanContent
+from autoshard.plan.plan_content import PipelineContent, PlanContent
 from autoshard.plan.plan_memory import MemoryTimeline
 from cost_model.checked_arguments import checked_path
 from cost_model.errors import PlanError

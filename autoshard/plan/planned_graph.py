@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from autoshard.plan.micro_batches import cut_call
-from autoshard.plan.pipeline_plan import PipelinePlan
-from autoshard.plan.stages_option import AnyPlan
+from autoshard.plan.plan import AnyPlan, PipelinePlan
 from passes.capture import Captured
 from passes.ir.joint import JointGraph
 

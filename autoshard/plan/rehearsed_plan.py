@@ -8,9 +8,8 @@ from dataclasses import replace
 from msgspec import structs
 
 from autoshard.plan.measured_schedule import measured_schedule
-from autoshard.plan.plan import Plan
-from autoshard.plan.plan_content import Rehearsed, pace_of
-from autoshard.plan.stages_option import AnyPlan
+from autoshard.plan.plan import AnyPlan, Plan
+from autoshard.plan.plan_origin import Rehearsed, pace_of
 from passes.plan.records import NodeRecord, OperandRecord
 
 __all__ = ["rehearsed_plan"]

@@ -6,8 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 
 from autoshard.plan.micro_batches import fastest_of, most_pieces
-from autoshard.plan.pipeline_plan import PipelinePlan
-from autoshard.plan.plan import Plan
+from autoshard.plan.plan import AnyPlan, PipelinePlan, Plan
 from autoshard.plan.plan_stages import check_stages, plan_stages
 from autoshard.plan.task import Task
 from cost_model.checked_arguments import reject
@@ -17,11 +16,9 @@ from cost_model.mesh import MeshSpec
 from passes.micro_batches.time_axis import trains
 from passes.stages.pipeline_orders import ORDERS
 
-__all__ = ["AnyPlan", "checked_schedule", "checked_stages", "fastest_of_stages", "pipeline_in_pieces"]
+__all__ = ["checked_schedule", "checked_stages", "fastest_of_stages", "pipeline_in_pieces"]
 
 _log = logging.getLogger("autoshard")
-
-AnyPlan = Plan | PipelinePlan[Plan]
 
 
 def checked_stages(stages: object, mesh: MeshSpec) -> str | None:
@@ -93,14 +90,14 @@ def fastest_of_stages(
 
 def pipeline_in_pieces(
     task: Task, axis: str, micro_batches: int | str, deadline: Deadline, schedule: str | None = None
-) -> PipelinePlan[Plan]:
+) -> PipelinePlan:
     """In so many pieces; of "auto", the fastest of 1, 2, 4 ... times the number of stages that fits: it looks no
     further once a plan in more pieces is slower. Raises InfeasibleError."""
     if micro_batches != "auto":
         return plan_stages(task, axis, int(micro_batches), deadline, schedule)
     counts = _counts(task, axis)
 
-    def planned(count: int) -> PipelinePlan[Plan]:
+    def planned(count: int) -> PipelinePlan:
         until = deadline.share(1.0 / (len(counts) - counts.index(count)))
         return plan_stages(task, axis, count, until, schedule)
 

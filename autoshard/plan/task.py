@@ -23,7 +23,7 @@ from autoshard.plan.plan_collectives import Collective, collectives_of
 from autoshard.plan.plan_content import PlanContent
 from autoshard.plan.plan_ends import output_layouts, parameter_layouts
 from autoshard.plan.plan_memory import MemoryTimeline
-from autoshard.plan.plan_origin import plan_origin
+from autoshard.plan.plan_origin import PlanOrigin
 from autoshard.plan.plan_reserve import MESSAGES, messages_nbytes, plan_reserve
 from autoshard.plan.rooms import Chosen, Way
 from autoshard.plan.search_with_states import StatesWithin
@@ -283,7 +283,7 @@ def plan_of(task: Task, found: Found, judged: Judged, again: Again | None) -> Pl
         inputs=task.call.inputs,
         outputs=output_layouts(joint, found.assignment),
         fallbacks=fallback_ops(joint),
-        origin=plan_origin(task.profile, task.joint, task.optimizer, task.timed),
+        origin=PlanOrigin.of(task.profile, task.joint, task.optimizer, task.timed),
         joined_axes=found.joined,
         moved_nbytes=None if math.isinf(prices.moved_nbytes) else int(prices.moved_nbytes),
         micro_batches=joint.pieces,

@@ -8,9 +8,7 @@ from dataclasses import replace
 from itertools import chain
 
 from autoshard.plan.micro_batches import cut_call
-from autoshard.plan.pipeline_plan import PipelinePlan
-from autoshard.plan.plan import Plan
-from autoshard.plan.stages_option import AnyPlan
+from autoshard.plan.plan import AnyPlan, PipelinePlan, Plan
 from autoshard.plan.task import Task
 from autoshard.refine.timed_cases import Case, Cases, TimedCandidate, cases_of, distinct
 

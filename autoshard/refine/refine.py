@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.plan.division import WHOLE, Division
 from autoshard.plan.head_pieces import fitting
-from autoshard.plan.plan import any_plan_from_json
-from autoshard.plan.stages_option import AnyPlan
+from autoshard.plan.plan import AnyPlan, any_plan_from_json
 from autoshard.plan.task import Task
 from autoshard.refine.divided_rounds import DividedRounds
 from autoshard.refine.rounds import Rounds

@@ -14,7 +14,7 @@ from msgspec import structs
 
 from autoshard.drawing.pipeline_trace import trace_json
 from autoshard.drawing.two_timelines import two_timelines_svg
-from autoshard.plan.pipeline_plan import PipelinePlan
+from autoshard.plan.plan import PipelinePlan
 from autoshard.plan.stage_schedule import Scheduled
 from autoshard.reporting.marks import marks_of
 from autoshard.reporting.measured import there

@@ -23,8 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autoshard.arguments import checked_model
-from autoshard.plan.pipeline_plan import PipelinePlan
-from autoshard.plan.plan import Plan
+from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.reporting.marks import Marks, marks_of
 from autoshard.reporting.measured import PeakMemory, RankFigures, StepFigures, put_together, there
 from autoshard.reporting.peak_memory import held_nbytes, peak_counter, run_peaks

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from autoshard.calls.call_ends import CallEnds
-from autoshard.plan.pipeline_plan import PipelinePlan
-from autoshard.plan.stages_option import AnyPlan
+from autoshard.plan.plan import AnyPlan, PipelinePlan
 from autoshard.plan.task import CallLayouts
 from autoshard.runtime.agreement import collectively
 from autoshard.runtime.making import Made, Workshop

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from autoshard.calls.call_ends import CallEnds, input_sides, output_shapes, returned_as
 from autoshard.calls.checks import Checks
-from autoshard.plan.pipeline_plan import PipelinePlan
-from autoshard.plan.plan import Plan
+from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.plan.plan_fits import axes_in, runnable
 from autoshard.plan.task import CallLayouts
 from autoshard.runtime.agreement import collectively
@@ -33,7 +32,7 @@ from passes.stages.stage_graphs import stage_graphs
 
 __all__ = ["PipelineMaking", "making_of"]
 
-StagesPlan = PipelinePlan[Plan]
+StagesPlan = PipelinePlan
 
 
 class PipelineMaking:

@@ -15,12 +15,11 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.plan.candidates import Candidate
-from autoshard.plan.pipeline_plan import PipelinePlan
-from autoshard.plan.pipeline_words import pipeline_words
-from autoshard.plan.plan_content import Raced
+from autoshard.plan.explain_tables import race_lines
+from autoshard.plan.plan import AnyPlan
+from autoshard.plan.plan_origin import Raced
 from autoshard.plan.plan_words import plan_words
-from autoshard.plan.race_result import by_speed, race_lines, step_seconds
-from autoshard.plan.stages_option import AnyPlan
+from autoshard.plan.race_result import by_speed, step_seconds
 from autoshard.progress import tell
 from autoshard.runtime.agreement import everyones, from_first
 from autoshard.runtime.observe import unobserved
@@ -124,7 +123,7 @@ def _ranking(times: Sequence[Times]) -> tuple[list[int], list[float]]:
 
 def _raced(candidate: Candidate, seconds: float) -> Raced:
     plan = candidate.plan
-    words = pipeline_words(plan) if isinstance(plan, PipelinePlan) else plan_words(plan)
+    words = plan_words(plan)
     return Raced(candidate.name, words, plan.step_time, seconds)
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoshard.plan.plan import AnyPlan
 from autoshard.plan.race_result import step_seconds
 from autoshard.plan.rehearsed_plan import rehearsed_plan
-from autoshard.plan.stages_option import AnyPlan
 from autoshard.refine.refining_time import is_worth_it
 from autoshard.runtime.agreement import everyones
 from autoshard.runtime.busy_clock import BusyClock

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autoshard.plan.stages_option import AnyPlan
+from autoshard.plan.plan import AnyPlan
 from cost_model.profile import Profile
 from passes.layout.layout import Layout
 

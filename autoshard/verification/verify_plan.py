@@ -13,12 +13,10 @@ from torch import nn
 from autoshard.arguments import checked_model
 from autoshard.calls.signature import as_call
 from autoshard.plan.find_plan import autocast_as, canonical_capture
-from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.plan.plain_plan import given_plan
-from autoshard.plan.plan import Plan
+from autoshard.plan.plan import AnyPlan, PipelinePlan, Plan
 from autoshard.plan.plan_fits import runnable
 from autoshard.plan.planned_graph import planned_graph
-from autoshard.plan.stages_option import AnyPlan
 from autoshard.runtime.module import original_forward
 from autoshard.verification.divergence import Divergence, Watcher, floors_by_kind
 from autoshard.verification.full_float32 import full_float32

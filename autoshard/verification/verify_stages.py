@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from autoshard.plan.pipeline_plan import PipelinePlan
-from autoshard.plan.plan import Plan
+from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.verification.divergence import floors_by_kind
 from autoshard.verification.part_errors import piece_error
 from autoshard.verification.shards import held_value
@@ -23,7 +22,7 @@ from passes.stages.stage_graphs import stage_graphs
 
 __all__ = ["stage_errors"]
 
-StagesPlan = PipelinePlan[Plan]
+StagesPlan = PipelinePlan
 
 
 def stage_errors(

@@ -6,7 +6,7 @@ Each record is its own schema, which msgspec checks; `passes.plan.json_data` wri
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
@@ -76,9 +76,8 @@ class Transfer(Struct, frozen=True, forbid_unknown_fields=True):
 
     @staticmethod
     def of(step: Step, nbytes: int, seconds: float, priced: Priced = "modelled") -> Transfer:
-        return Transfer(
-            StepRecord(step.name, step.axes, **step.arguments), nbytes, seconds, step.after, priced
-        )  # type: ignore[arg-type]
+        given: Any = step.arguments
+        return Transfer(StepRecord(step.name, step.axes, **given), nbytes, seconds, step.after, priced)
 
     @property
     def is_local(self) -> bool:

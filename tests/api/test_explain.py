@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from autoshard import MeshSpec, Plan, find_plan
 from autoshard.plan.equal_layers import fold_numbers
-from autoshard.plan.explain import parameter_lines
 from autoshard.plan.explain_part import explain_part
+from autoshard.plan.explain_tables import parameter_lines
 from cost_model.errors import PlanError
 from passes.layout.layout import Layout
 from passes.plan.records import NodeRecord, OperandRecord, ResultRecord, Transfer

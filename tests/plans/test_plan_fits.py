@@ -15,9 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from autoshard import MeshSpec, PlanError, ShardingError, find_plan
 from autoshard.plan.find_plan import canonical_capture
-from autoshard.plan.plan import any_plan_from_json
+from autoshard.plan.plan import AnyPlan, any_plan_from_json
 from autoshard.plan.plan_fits import check_again, check_optimizer
-from autoshard.plan.stages_option import AnyPlan
 from passes.ir.joint import JointGraph
 from tests.profiles import slow_compute
 
