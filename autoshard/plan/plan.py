@@ -11,8 +11,7 @@ from typing import Any
 import networkx as nx
 from msgspec import structs
 
-from autoshard.drawing.draw import draw
-from autoshard.drawing.draw_pipeline import draw_pipeline
+from autoshard.drawing.draw import draw, draw_pipeline
 from autoshard.plan.crossovers import Crossover
 from autoshard.plan.crossovers import crossovers as found_crossovers
 from autoshard.plan.explain import plan_difference
@@ -29,8 +28,7 @@ from autoshard.plan.plan_file import (
 )
 from autoshard.plan.plan_graph import plan_graph
 from autoshard.plan.plan_origin import PlanOrigin
-from autoshard.plan.variants import Again
-from autoshard.plan.why_not import why_not_family, why_not_pinned
+from autoshard.plan.why_not import Again, why_not_family, why_not_pinned
 from cost_model.checked_arguments import checked_path, reject
 from cost_model.errors import InfeasibleError, PlanError
 from cost_model.reserve import communicators
@@ -40,8 +38,8 @@ from passes.layout.assignment import Assignment
 from passes.micro_batches.cut_batch import cut_for_stages
 from passes.plan.check_graph import differences, graph_problems
 from passes.plan.describe import graph_hash
-from passes.plan.lowering_plan import LoweringPlan
 from passes.plan.records import layouts_of, lowering_of
+from passes.plan.transfers import LoweringPlan
 from passes.stages.stage_graph import StageGraph
 from passes.stages.stage_graphs import stage_graphs
 from passes.states.compute_again import compute_again

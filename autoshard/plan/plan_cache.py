@@ -18,8 +18,8 @@ from msgspec import Meta
 
 from autoshard.cache_files import cache_folder, code_fingerprint, write_whole
 from autoshard.plan.candidates import Candidate, candidates
-from autoshard.plan.plain_plan import plain_plan
 from autoshard.plan.plan import AnyPlan, Plan
+from autoshard.plan.plan_fits import plain_plan
 from autoshard.plan.plan_origin import pace_of
 from autoshard.plan.task import Task, search_plan
 from cost_model.deadline import Deadline

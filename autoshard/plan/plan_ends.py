@@ -1,8 +1,9 @@
-"""The layouts at the ends of a plan: of parameters by name, of a call's outputs by position."""
+"""The layouts at the ends of a call and of its plan: of parameters by name, of inputs and outputs by position."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from torch import fx
 
@@ -11,7 +12,7 @@ from passes.ir.joint import JointGraph
 from passes.layout.assignment import Assignment
 from passes.layout.layout import Layout
 
-__all__ = ["output_layouts", "parameter_layouts", "result_layouts"]
+__all__ = ["CallLayouts", "output_layouts", "parameter_layouts", "result_layouts"]
 
 
 def parameter_layouts(joint: JointGraph, assignment: Assignment, captured: Captured) -> dict[str, Layout]:
@@ -35,3 +36,19 @@ def result_layouts(results: Iterable[fx.Node | None], assignment: Assignment) ->
     """Of every result of a graph, by position."""
     ends = iter(assignment["output"].operands)
     return [None if result is None else next(ends) for result in results]
+
+
+@dataclass(frozen=True)
+class CallLayouts:
+    """How a call's tensors are laid out: by position, the layout of inputs that are not global and
+    of outputs that are not; None leaves an output to the search. free: outputs that are left to it even where they
+    get no gradient."""
+
+    inputs: Mapping[int, Layout]
+    outputs: Mapping[int, Layout | None]
+    free: frozenset[int] = frozenset()
+
+    def settled(self, found: Mapping[int, Layout | None]) -> CallLayouts:
+        """With the layouts that were found for what is free."""
+        free = {i: layout for i, layout in found.items() if i in self.free}
+        return CallLayouts(self.inputs, {**self.outputs, **free})

@@ -1,15 +1,18 @@
-"""Does a plan fit where it is to run: its mesh, its outputs, the ops that read its layouts?"""
+"""Is it a plan, and does it fit where it is to run: its graph, its mesh, its outputs, the ops that read its layouts?"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 
+from autoshard.plan.micro_batches import cut_call
 from autoshard.plan.plan import AnyPlan, PipelinePlan, Plan
 from cost_model.errors import AutoshardError, InfeasibleError, PlanError, ShardingError
 from cost_model.memory import OPTIMIZERS
 from cost_model.mesh import MeshSpec
 from cost_model.units import enough_bytes, format_bytes
+from passes.capture import Captured
 from passes.ir.joint import JointGraph
 from passes.ir.op_traits import is_view
 from passes.layout.layout import Layout
@@ -24,6 +27,9 @@ __all__ = [
     "check_optimizer",
     "check_outputs",
     "check_pins",
+    "given_plan",
+    "plain_plan",
+    "planned_graph",
     "runnable",
 ]
 
@@ -128,3 +134,26 @@ def runnable(plan: AnyPlan) -> Generator[None]:
             "  its layouts contradict each other or the ops that read them\n"
             "  try: find_plan(...) again, or the plan as it was saved"
         ) from error
+
+
+def given_plan(plan: AnyPlan | str | os.PathLike[str]) -> AnyPlan:
+    """`plan`, or read. Raises as `Plan.load`."""
+    return plan if isinstance(plan, (Plan, PipelinePlan)) else Plan.load(plan)
+
+
+def plain_plan(plan: AnyPlan | str | os.PathLike[str], what: str) -> Plan:
+    """`plan`, or read. PlanError for a plan with stages, which `what` does not take."""
+    found = given_plan(plan)
+    if isinstance(found, PipelinePlan):
+        raise PlanError(
+            f"{what} takes no plan with stages, and this one has {len(found.stages)}\n"
+            "  try: find_plan(..., stages=None), or that plan's `stages` one by one"
+        )
+    return found
+
+
+def planned_graph(captured: Captured, plan: AnyPlan) -> JointGraph:
+    """The graph that a plan of the call names: with stages the whole call's, else that of the first piece."""
+    if isinstance(plan, PipelinePlan):
+        return captured.joint
+    return cut_call(captured, plan.micro_batches, plan.head_pieces).joint

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from autoshard.plan.candidates import Candidate, by_prediction, with_first
-from autoshard.plan.division import Division
 from autoshard.plan.micro_batches import cut_call
 from autoshard.plan.plan import AnyPlan, PipelinePlan
 from autoshard.plan.plan_cache import cached_candidates, cached_search
 from autoshard.plan.plan_stages import plan_stages
+from autoshard.plan.stages_option import Division
 from autoshard.plan.task import Task
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError

@@ -10,26 +10,29 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from autoshard.plan.call_layouts import CallLayouts
 from autoshard.plan.families_within import families_within
 from autoshard.plan.infeasible import Asked, told
 from autoshard.plan.judged import Judged, judged, judged_within
 from autoshard.plan.known_wholes import KnownWholes, WholeTask
-from autoshard.plan.parameter_names import by_first_name, parameter_shapes
 from autoshard.plan.piece_sizes import other_size_records
-from autoshard.plan.pins import resolve_pins
+from autoshard.plan.pins import by_first_name, parameter_shapes, resolve_pins
 from autoshard.plan.plan import Plan
-from autoshard.plan.plan_collectives import Collective, collectives_of
+from autoshard.plan.plan_collectives import (
+    MESSAGES,
+    Collective,
+    collectives_of,
+    messages_nbytes,
+    plan_reserve,
+)
 from autoshard.plan.plan_content import PlanContent
-from autoshard.plan.plan_ends import output_layouts, parameter_layouts
+from autoshard.plan.plan_ends import CallLayouts, output_layouts, parameter_layouts
 from autoshard.plan.plan_memory import MemoryTimeline
 from autoshard.plan.plan_origin import PlanOrigin
-from autoshard.plan.plan_reserve import MESSAGES, messages_nbytes, plan_reserve
 from autoshard.plan.rooms import Chosen, Way
 from autoshard.plan.search_with_states import StatesWithin
 from autoshard.plan.task_prices import over_link, prices_as_in, prices_of
 from autoshard.plan.time_kept import out_of_time, search_until
-from autoshard.plan.variants import Again, Variant, variant_narrowing
+from autoshard.plan.why_not import Again, Variant, variant_narrowing
 from cost_model.deadline import Deadline, OutOfTime
 from cost_model.errors import InfeasibleError
 from cost_model.memory import OPTIMIZERS

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from autoshard.plan.division import Division
 from autoshard.plan.plan import AnyPlan, PipelinePlan
 from autoshard.plan.plan_cache import cached_search, keep_rehearsal, kept_rehearsal, plan_path
 from autoshard.plan.rehearsed_plan import rehearsed_plan
+from autoshard.plan.stages_option import Division
 from autoshard.plan.task import Task
 from autoshard.refine.divided_cases import cases_of_parts
 from autoshard.refine.refining_time import refining_seconds

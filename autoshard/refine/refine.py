@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.plan.division import WHOLE, Division
-from autoshard.plan.head_pieces import fitting
+from autoshard.plan.micro_batches import fitting
 from autoshard.plan.plan import AnyPlan, any_plan_from_json
+from autoshard.plan.stages_option import WHOLE, Division
 from autoshard.plan.task import Task
 from autoshard.refine.divided_rounds import DividedRounds
 from autoshard.refine.rounds import Rounds

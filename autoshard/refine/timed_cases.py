@@ -14,7 +14,7 @@ from cost_model.timed import KernelKey, TimedPrices
 from passes.ir.joint import CPU
 from passes.layout.assignment import Assignment
 from passes.lower.rank_program import rank_program
-from passes.plan.lowering_plan import LoweringPlan
+from passes.plan.transfers import LoweringPlan
 from passes.predict.step_work import CollectiveCase, KernelCase, step_work
 from passes.simulate.lockstep import simulated_group_axes, simulated_groups
 

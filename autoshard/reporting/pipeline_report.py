@@ -12,8 +12,8 @@ from types import TracebackType
 import torch.distributed as dist
 from msgspec import structs
 
-from autoshard.drawing.pipeline_trace import trace_json
-from autoshard.drawing.two_timelines import two_timelines_svg
+from autoshard.drawing.draw import two_timelines_svg
+from autoshard.drawing.timeline_svg import trace_json
 from autoshard.plan.plan import PipelinePlan
 from autoshard.plan.stage_schedule import Scheduled
 from autoshard.reporting.marks import marks_of

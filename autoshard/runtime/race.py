@@ -19,12 +19,12 @@ from autoshard.plan.explain_tables import race_lines
 from autoshard.plan.plan import AnyPlan
 from autoshard.plan.plan_origin import Raced
 from autoshard.plan.plan_words import plan_words
-from autoshard.plan.race_result import by_speed, step_seconds
 from autoshard.progress import tell
 from autoshard.runtime.agreement import everyones, from_first
 from autoshard.runtime.observe import unobserved
 from autoshard.runtime.programs import AnyProgram
 from autoshard.runtime.race_entry import RaceEntry
+from autoshard.runtime.rehearsal import by_speed, step_seconds
 from autoshard.runtime.settings import Settings
 from autoshard.runtime.track import Track, steps_within
 from cost_model.errors import RankError

@@ -10,7 +10,6 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.plan.plan import AnyPlan
-from autoshard.plan.race_result import step_seconds
 from autoshard.plan.rehearsed_plan import rehearsed_plan
 from autoshard.refine.refining_time import is_worth_it
 from autoshard.runtime.agreement import everyones
@@ -23,7 +22,7 @@ from autoshard.runtime.stage_clock import StageClock
 from autoshard.runtime.track import WARM_STEPS, Track, steps_within
 from passes.ir.kept_random_state import random_state_kept
 
-__all__ = ["Entered", "is_to_rehearse", "rehearsed"]
+__all__ = ["Entered", "by_speed", "is_to_rehearse", "rehearsed", "step_seconds"]
 
 Entered = Callable[[AnyPlan, AnyProgram], RaceEntry]
 """A plan and its program -> both on copies of what a training step reads and writes."""
@@ -104,3 +103,13 @@ def _as_measured(plan: AnyPlan, times: Sequence[Sequence[_Step]]) -> AnyPlan:
         return rehearsed_plan(plan, seconds)
     busy = statistics.mean(map(statistics.median, computed)) / seconds
     return rehearsed_plan(plan, seconds, min(1.0, busy))
+
+
+def step_seconds(times: Sequence[Sequence[Sequence[float]]]) -> list[float]:
+    """times[rank][plan][step] -> by plan, the median step of its slowest rank, seconds."""
+    return [max(statistics.median(steps) for steps in of_plan) for of_plan in zip(*times, strict=True)]
+
+
+def by_speed(seconds: Sequence[float]) -> list[int]:
+    """Positions, the fastest first; of equals the one that was predicted to be faster, which comes first."""
+    return sorted(range(len(seconds)), key=lambda i: (seconds[i], i))

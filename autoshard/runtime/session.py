@@ -15,13 +15,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from autoshard.arguments import optimizer_name
 from autoshard.calls.executable import Executable
 from autoshard.calls.global_call import GlobalCall, global_call
 from autoshard.calls.outputs import output_layouts
 from autoshard.plan.candidates import Candidate
 from autoshard.plan.explain_tables import fallback_lines
 from autoshard.plan.find_plan import canonical_capture, named_parameters
-from autoshard.plan.optimizer_names import optimizer_name
 from autoshard.plan.plan import AnyPlan, PipelinePlan
 from autoshard.plan.task import CallLayouts
 from autoshard.plan.task_prices import prices_of

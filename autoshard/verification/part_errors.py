@@ -1,4 +1,4 @@
-"""How far what ranks hold is from what they should hold."""
+"""What ranks hold of values, and how far that is from what they should hold."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from passes.layout.layout import Layout
 from passes.rules.windowed.periodic import spread
 from passes.simulate.conditioning import widened
 
-__all__ = ["largest", "piece_error", "relative_error"]
+__all__ = ["held_value", "largest", "piece_error", "relative_error"]
 
 
 def largest(values: Iterable[torch.Tensor | None]) -> float:
@@ -99,3 +99,12 @@ def relative_error(got: torch.Tensor, part: torch.Tensor, scale: float) -> float
     if not bool(difference.isfinite().all()):
         return float("inf")
     return float(difference.max()) / (scale or 1.0)
+
+
+def held_value(value: torch.Tensor, layout: Layout, mesh: MeshSpec, rank: int) -> torch.Tensor:
+    """What `rank` holds of a global `value`: its shard; of a pending sum, index 0 of the axis holds all."""
+    part = shard_of(value, layout, mesh, rank)
+    here = mesh.coordinate(rank)
+    if any(here[axis] != 0 for axis, op in layout.partial if op == "sum"):
+        return torch.zeros_like(part)
+    return part.contiguous()

@@ -13,15 +13,12 @@ from torch import nn
 from autoshard.arguments import checked_model
 from autoshard.calls.signature import as_call
 from autoshard.plan.find_plan import autocast_as, canonical_capture
-from autoshard.plan.plain_plan import given_plan
 from autoshard.plan.plan import AnyPlan, PipelinePlan, Plan
-from autoshard.plan.plan_fits import runnable
-from autoshard.plan.planned_graph import planned_graph
+from autoshard.plan.plan_fits import given_plan, planned_graph, runnable
 from autoshard.runtime.module import original_forward
 from autoshard.verification.divergence import Divergence, Watcher, floors_by_kind
 from autoshard.verification.full_float32 import full_float32
-from autoshard.verification.part_errors import piece_error
-from autoshard.verification.shards import held_value
+from autoshard.verification.part_errors import held_value, piece_error
 from autoshard.verification.simulated_step import rank_programs, simulated_results, usual_tangents
 from autoshard.verification.verify_stages import stage_errors
 from cost_model.checked_arguments import checked_count

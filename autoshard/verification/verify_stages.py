@@ -8,8 +8,7 @@ from torch import Tensor
 
 from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.verification.divergence import floors_by_kind
-from autoshard.verification.part_errors import piece_error
-from autoshard.verification.shards import held_value
+from autoshard.verification.part_errors import held_value, piece_error
 from autoshard.verification.simulated_step import rank_programs
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph

@@ -11,9 +11,8 @@ from passes.ir.joint import JointGraph, result_index, tensor_operands
 from passes.layout.assignment import Assignment
 from passes.lower.interior import possible_interiors
 from passes.plan.describe import op_counts, shapes_of
-from passes.plan.lowering_plan import LoweringPlan
 from passes.plan.records import NodeRecord, layouts_of, lowering_of
-from passes.plan.transfers import by_segment, transfers
+from passes.plan.transfers import LoweringPlan, by_segment, transfers
 from passes.strategies.cuts import ops_of
 
 __all__ = ["differences", "graph_problems"]

@@ -26,8 +26,8 @@ from passes.ir.joint import (
 from passes.ir.op_traits import read_repeats
 from passes.layout.assignment import Assignment, NodeLayouts
 from passes.plan.decide import Moved
-from passes.plan.lowering_plan import LoweringPlan
 from passes.plan.records import NodeRecord, OperandRecord, ResultRecord, Transfer
+from passes.plan.transfers import LoweringPlan
 from passes.plan.transfers import Transfer as Read
 from passes.redistribution.redistribute import Redistribution
 from passes.rules.core.rule_registry import is_fallback

@@ -14,7 +14,7 @@ from cost_model.text_files import Count, Text, Word
 from cost_model.timed import Priced
 from passes.layout.assignment import FactorSplit, NodeLayouts
 from passes.layout.layout import Dim, Layout, ReduceOp
-from passes.plan.lowering_plan import LoweringPlan
+from passes.plan.transfers import LoweringPlan
 from passes.redistribution.steps import STEPS, Step, step_text
 from passes.states.backward_copies import copied_ops
 

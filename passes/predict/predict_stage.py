@@ -14,7 +14,7 @@ from passes.layout.assignment import Assignment
 from passes.lower.phases import Backward, Phases
 from passes.lower.piecewise import RankPieces, split_pieces
 from passes.lower.rank_program import RankProgram, rank_program
-from passes.plan.lowering_plan import LoweringPlan
+from passes.plan.transfers import LoweringPlan
 from passes.predict.memory_record import MemoryWalk
 from passes.predict.predict_pieces import alone, predict_pieces, update_seconds
 from passes.predict.predict_step import predict_phases, slowest_ranks

@@ -17,7 +17,7 @@ from autoshard.plan.plan_collectives import collectives_of
 from autoshard.plan.plan_origin import Rehearsed, pace_of
 from autoshard.plan.rehearsed_plan import rehearsed_plan
 from autoshard.plan.task import search_plan
-from autoshard.plan.variants import Variant
+from autoshard.plan.why_not import Variant
 from cost_model.mesh import MeshSpec
 from cost_model.pace import paced_profile
 from tests.profiles import slow_compute
