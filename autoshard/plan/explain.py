@@ -15,11 +15,11 @@ from autoshard.plan.explain_tables import (
     race_lines,
     refined_line,
 )
-from autoshard.plan.pipeline_memory import fullest_rank
 from autoshard.plan.plan_collectives import collectives_of
 from autoshard.plan.plan_content import AnyContent, PipelineContent, PlanContent
 from autoshard.plan.plan_origin import Rehearsed, pace_of
 from autoshard.plan.plan_words import stages_words
+from autoshard.plan.stage_schedule import fullest_rank
 from cost_model.reserve import communicators
 from cost_model.units import format_bytes
 from passes.layout.joined_axes import joined_text

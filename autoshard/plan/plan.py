@@ -15,7 +15,6 @@ from autoshard.drawing.draw import draw, draw_pipeline
 from autoshard.plan.crossovers import Crossover
 from autoshard.plan.crossovers import crossovers as found_crossovers
 from autoshard.plan.explain import plan_difference
-from autoshard.plan.piece_sizes import piece_places
 from autoshard.plan.plan_base import PlanBase
 from autoshard.plan.plan_check import pipeline_problems, plan_problems, stage_problems
 from autoshard.plan.plan_content import PipelineContent, PlanContent
@@ -36,6 +35,7 @@ from cost_model.text_files import read_json
 from passes.ir.joint import JointGraph
 from passes.layout.assignment import Assignment
 from passes.micro_batches.cut_batch import cut_for_stages
+from passes.micro_batches.other_sizes import piece_places
 from passes.plan.check_graph import differences, graph_problems
 from passes.plan.describe import graph_hash
 from passes.plan.records import layouts_of, lowering_of

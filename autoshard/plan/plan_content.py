@@ -9,10 +9,9 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from autoshard.plan.pipeline_memory import pipeline_memory
 from autoshard.plan.plan_memory import MemoryTimeline
 from autoshard.plan.plan_origin import PlanOrigin, Raced, Rehearsed
-from autoshard.plan.stage_schedule import Scheduled, SchedulePrices
+from autoshard.plan.stage_schedule import Scheduled, SchedulePrices, pipeline_memory
 from cost_model.mesh import MeshSpec
 from cost_model.text_files import Count, Seconds, Text
 from passes.layout.joined_axes import JoinedAxes

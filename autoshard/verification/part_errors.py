@@ -8,11 +8,20 @@ import torch
 
 from autoshard.runtime.sharding import shard_of
 from cost_model.mesh import MeshSpec
+from passes.ir.joint import JointGraph
 from passes.layout.layout import Layout
 from passes.rules.windowed.periodic import spread
 from passes.simulate.conditioning import widened
 
-__all__ = ["held_value", "largest", "piece_error", "relative_error"]
+__all__ = ["CANCELLED", "Held", "held_value", "largest", "piece_error", "relative_error", "result_errors"]
+
+CANCELLED = 1e-3
+"""A value below this share of what it is computed from or belongs with is rounding left by a
+cancellation (the gradient of an attention key's bias is 0 in exact arithmetic): its error is counted
+relative to that share."""
+
+Held = tuple[Sequence[torch.Tensor | None], Layout]
+"""Of a result the part of every rank, and its layout."""
 
 
 def largest(values: Iterable[torch.Tensor | None]) -> float:
@@ -108,3 +117,24 @@ def held_value(value: torch.Tensor, layout: Layout, mesh: MeshSpec, rank: int) -
     if any(here[axis] != 0 for axis, op in layout.partial if op == "sum"):
         return torch.zeros_like(part)
     return part.contiguous()
+
+
+def result_errors(
+    joint: JointGraph,
+    results: Sequence[Held | None],
+    wanted: Sequence[torch.Tensor | None],
+    least: Sequence[float],
+    mesh: MeshSpec,
+) -> dict[str, float]:
+    """Relative error by result of `joint`. least: per result, the least scale that an error is relative to."""
+    pairs = [(end.kind, value) for end, value in zip(joint.outputs, wanted, strict=True)]
+    floors = {kind: CANCELLED * largest(v for k, v in pairs if k == kind) for kind, _ in pairs}
+    errors: dict[str, float] = {}
+    for spec, held, expected, scale in zip(joint.outputs, results, wanted, least, strict=True):
+        if held is not None and expected is not None:
+            parts, layout = held
+            errors[f"{spec.kind} {spec.name}"] = max(
+                piece_error(parts, expected, layout, mesh, rank, max(floors[spec.kind], scale))
+                for rank in range(mesh.device_count)
+            )
+    return errors

@@ -13,10 +13,9 @@ from expecttest import assert_expected_inline
 from msgspec import structs
 
 from autoshard import InfeasibleError
-from autoshard.plan.pipeline_memory import pipeline_memory
 from autoshard.plan.plan import any_plan_from_json
 from autoshard.plan.plan_memory import AtPeak, MemoryTimeline
-from autoshard.plan.stage_schedule import Scheduled, SchedulePrices
+from autoshard.plan.stage_schedule import Scheduled, SchedulePrices, pipeline_memory
 from autoshard.plan.stage_search import StageSearch
 from autoshard.plan.task import search_plan
 from cost_model.deadline import Deadline
