@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 
 from autoshard.plan.micro_batches import cut_call
@@ -86,7 +86,7 @@ def _kept(optimizer: str) -> tuple[int, int]:
 
 def check_pins(plan: AnyPlan, pins: Mapping[str, Layout]) -> None:
     """ShardingError unless the plan has every pinned parameter as `constraints` say."""
-    for stage in _stages(plan):
+    for stage in plan.stages:
         for name, pin in pins.items():
             layout = stage.parameter_layouts.get(name, pin)
             if layout != pin:
@@ -105,7 +105,7 @@ def check_again(plan: AnyPlan, recompute: str, joint: JointGraph) -> None:
         return
     asked = set(users_choice(joint))
     views = {node.name for node in joint.graph.nodes if node.op == "call_function" and is_view(node)}
-    again = {name for stage in _stages(plan) for name in copied_ops(record.name for record in stage.records)}
+    again = {name for stage in plan.stages for name in copied_ops(record.name for record in stage.records)}
     others = sorted(again - asked - views)
     if others or (asked and not again):
         what = f"computes {others[0]} again" if others else "computes nothing again"
@@ -114,10 +114,6 @@ def check_again(plan: AnyPlan, recompute: str, joint: JointGraph) -> None:
             f'recompute is "user", and plan {what}, while the model {why} under torch.utils.checkpoint\n'
             '  try: recompute="auto", which leaves it to the plan, or a plan of find_plan(..., recompute="user")'
         )
-
-
-def _stages(plan: AnyPlan) -> Sequence[Plan]:
-    return plan.stages if isinstance(plan, PipelinePlan) else (plan,)
 
 
 @contextmanager

@@ -54,7 +54,7 @@ class MemoryTimeline(Struct, frozen=True, forbid_unknown_fields=True):
     at the first step with the most bytes, the largest first; together these are its bytes.
 
     Of a plan with stages a step is an action of the fullest rank, and its phase the action's kind
-    (`autoshard.plan.pipeline_memory`).
+    (`autoshard.plan.stage_schedule.pipeline_memory`).
     """
 
     count: _Many

@@ -89,7 +89,7 @@ class OperandRecord(Struct, frozen=True, forbid_unknown_fields=True):
     """source: name of the node read; result: which of its results; layout: as read; hides: whether the
     transfers may run behind computation (`passes.schedule.hiding`); turn: theirs in the order of all ranks, which
     the members of a bucket share, and ahead: how many are in flight when they start
-    (`passes.plan.lowering_plan`); None where there are none."""
+    (`passes.plan.transfers.LoweringPlan`); None where there are none."""
 
     source: Word
     result: Annotated[int, Meta(ge=0, le=10_000)]
