@@ -10,8 +10,7 @@ from autoshard.data.loader import data_loader
 from autoshard.data.parts import weighted_mean
 from autoshard.data.scatter import gather, scatter
 from autoshard.plan.find_plan import find_plan
-from autoshard.plan.pipeline_plan import PipelinePlan
-from autoshard.plan.plan import Plan
+from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.random_state import random_state
 from autoshard.reporting.report_steps import StepReport, report
 from autoshard.spatial.halos import halo_exchange

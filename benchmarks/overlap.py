@@ -34,7 +34,7 @@ from cost_model.profile import Profile
 from passes.compile.compile_graph import compile_graph
 from passes.lower.rank_program import RankProgram, Schedule, rank_program
 from passes.plan.decide import decide_lowering
-from passes.plan.lowering_plan import LoweringPlan
+from passes.plan.transfers import LoweringPlan
 from passes.redistribution.lower_redistribute import collective_nodes
 from passes.schedule.issue_order import issue_order
 from passes.schedule.overlap import Overlap

@@ -9,16 +9,14 @@ from itertools import chain, combinations
 
 from autoshard.plan.families import Family
 from autoshard.plan.micro_batches import cut_call
-from autoshard.plan.pipeline_plan import PipelinePlan
-from autoshard.plan.plan import Plan
-from autoshard.plan.stages_option import AnyPlan
+from autoshard.plan.plan import AnyPlan, PipelinePlan, Plan
 from autoshard.plan.task import Task
 from cost_model.mesh import MeshSpec
 from cost_model.timed import KernelKey, TimedPrices
 from passes.ir.joint import CPU
 from passes.layout.assignment import Assignment
 from passes.lower.rank_program import rank_program
-from passes.plan.lowering_plan import LoweringPlan
+from passes.plan.transfers import LoweringPlan
 from passes.predict.step_work import CollectiveCase, KernelCase, step_work
 from passes.simulate.lockstep import simulated_group_axes, simulated_groups
 

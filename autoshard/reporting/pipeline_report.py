@@ -12,10 +12,11 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 import torch.distributed as dist
+from msgspec import structs
 
-from autoshard.drawing.pipeline_trace import trace_json
-from autoshard.drawing.two_timelines import two_timelines_svg
-from autoshard.plan.pipeline_plan import PipelinePlan
+from autoshard.drawing.draw import two_timelines_svg
+from autoshard.drawing.timeline_svg import trace_json
+from autoshard.plan.plan import PipelinePlan
 from autoshard.plan.stage_schedule import Scheduled
 from autoshard.runtime.observe import RankStep, StageRecorder, marks_of
 from autoshard.runtime.process_groups import whole_group
@@ -141,7 +142,7 @@ class PipelineReport(Report[PipelineFigures]):
             measured_timeline([own[i] for own in ranks], places, order) for i in range(first, len(steps))
         ]
         found.sort(key=lambda timeline: timeline.seconds)
-        stages = tuple(replace(stage, update=0.0) for stage in plan.prices.stages)
+        stages = tuple(structs.replace(stage, update=0.0) for stage in plan.prices.stages)
         predicted = Scheduled(order, replace(plan.prices, stages=stages)).timeline
         return PipelineFigures(predicted, found[len(found) // 2], len(found))
 

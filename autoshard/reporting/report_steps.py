@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autoshard.arguments import checked_model
-from autoshard.plan.pipeline_plan import PipelinePlan
-from autoshard.plan.plan import Plan
+from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.reporting.measured import PeakMemory, RankFigures, StepFigures, put_together
 from autoshard.reporting.pipeline_report import PipelineReport, Report
 from autoshard.reporting.probe import probe

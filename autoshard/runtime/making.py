@@ -12,10 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.calls.outputs import Checks
 from autoshard.plan.micro_batches import cut_call
-from autoshard.plan.pipeline_plan import PipelinePlan
-from autoshard.plan.plan import Plan
+from autoshard.plan.plan import AnyPlan, PipelinePlan, Plan
 from autoshard.plan.plan_fits import axes_in, runnable
-from autoshard.plan.stages_option import AnyPlan
 from autoshard.plan.task import CallLayouts
 from autoshard.runtime.call_program import CallProgram
 from autoshard.runtime.compiled_pieces import program_in_pieces
@@ -147,7 +145,7 @@ def _whole(call: Call, plan: Plan) -> Made:
     return compiled
 
 
-def _staged(call: Call, plan: PipelinePlan[Plan]) -> Made:
+def _staged(call: Call, plan: PipelinePlan) -> Made:
     """The ranks along an axis of the mesh run stages."""
     home, cut = call.home, call.cut(plan)
     # Of the collectives of all stages, alike on every rank.
@@ -172,7 +170,7 @@ def _staged(call: Call, plan: PipelinePlan[Plan]) -> Made:
 
 
 def _pipeline_ends(
-    mesh: DeviceMesh, joint: JointGraph, plan: PipelinePlan[Plan], graphs: Sequence[StageGraph]
+    mesh: DeviceMesh, joint: JointGraph, plan: PipelinePlan, graphs: Sequence[StageGraph]
 ) -> PipelineEnds:
     others = [axis for axis in plan.mesh.names if axis != plan.axis]
     spec, rank = (

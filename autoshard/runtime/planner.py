@@ -12,19 +12,14 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.plan.candidates import BEST, Candidate
-from autoshard.plan.carried_plan import carried_plan
-from autoshard.plan.carried_stages import carried_stages
-from autoshard.plan.division import WHOLE, Division
-from autoshard.plan.head_pieces import cut_call_head, fitting
-from autoshard.plan.micro_batches import fastest_in_pieces, most_pieces
-from autoshard.plan.pipeline_plan import PipelinePlan
-from autoshard.plan.plan import Plan
+from autoshard.plan.carried_stages import carried_plan, carried_stages
+from autoshard.plan.micro_batches import cut_call_head, fastest_in_pieces, fitting, most_pieces
+from autoshard.plan.plan import AnyPlan, PipelinePlan, Plan
 from autoshard.plan.plan_cache import cached_candidates, cached_search
-from autoshard.plan.plan_content import pace_of
-from autoshard.plan.plan_fits import check_again, check_mesh, check_outputs
-from autoshard.plan.planned_graph import planned_graph
+from autoshard.plan.plan_fits import check_again, check_mesh, check_outputs, planned_graph
+from autoshard.plan.plan_origin import pace_of
 from autoshard.plan.racers import racers
-from autoshard.plan.stages_option import AnyPlan
+from autoshard.plan.stages_option import WHOLE, Division
 from autoshard.plan.task import CallLayouts, Task, search_plan
 from autoshard.refine.refine import Refined, may_refine, refined_plan
 from cost_model.deadline import Deadline

@@ -15,13 +15,11 @@ from dataclasses import dataclass, replace
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.plan.candidates import Candidate
-from autoshard.plan.pipeline_plan import PipelinePlan
-from autoshard.plan.pipeline_words import pipeline_words
-from autoshard.plan.plan_content import Raced
+from autoshard.plan.explain_tables import race_lines
+from autoshard.plan.plan import AnyPlan
+from autoshard.plan.plan_origin import Raced
 from autoshard.plan.plan_words import plan_words
-from autoshard.plan.race_result import by_speed, race_lines, step_seconds
 from autoshard.plan.rehearsed_plan import rehearsed_plan
-from autoshard.plan.stages_option import AnyPlan
 from autoshard.progress import tell
 from autoshard.refine.timed_cases import is_worth_it
 from autoshard.runtime.call_program import CallProgram
@@ -33,7 +31,7 @@ from cost_model.errors import RankError
 from cost_model.units import format_bytes
 from passes.ir.kept_random_state import random_state_kept
 
-__all__ = ["is_to_rehearse", "race", "rehearsed"]
+__all__ = ["by_speed", "is_to_rehearse", "race", "rehearsed", "step_seconds"]
 
 _LEAST_ROUNDS = 5
 _NAME, _LEAST_STEPS = "the plan", 3
@@ -112,6 +110,16 @@ def rounds_within(seconds: float) -> int:
     return steps_within(seconds, _LEAST_ROUNDS)
 
 
+def step_seconds(times: Sequence[Sequence[Sequence[float]]]) -> list[float]:
+    """times[rank][plan][step] -> by plan, the median step of its slowest rank, seconds."""
+    return [max(statistics.median(steps) for steps in of_plan) for of_plan in zip(*times, strict=True)]
+
+
+def by_speed(seconds: Sequence[float]) -> list[int]:
+    """Positions, the fastest first; of equals the one that was predicted to be faster, which comes first."""
+    return sorted(range(len(seconds)), key=lambda i: (seconds[i], i))
+
+
 def _ranking(times: Sequence[Times]) -> tuple[list[int], list[float]]:
     seconds = step_seconds(times)
     return by_speed(seconds), seconds
@@ -119,7 +127,7 @@ def _ranking(times: Sequence[Times]) -> tuple[list[int], list[float]]:
 
 def _raced(candidate: Candidate, seconds: float) -> Raced:
     plan = candidate.plan
-    words = pipeline_words(plan) if isinstance(plan, PipelinePlan) else plan_words(plan)
+    words = plan_words(plan)
     return Raced(candidate.name, words, plan.step_time, seconds)
 
 

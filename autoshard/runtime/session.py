@@ -15,14 +15,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from autoshard.arguments import optimizer_name
 from autoshard.calls.global_call import GlobalCall, global_call
 from autoshard.calls.outputs import output_layouts
 from autoshard.plan.candidates import Candidate
-from autoshard.plan.explain import fallback_lines
+from autoshard.plan.explain_tables import fallback_lines
 from autoshard.plan.find_plan import canonical_capture, named_parameters
-from autoshard.plan.optimizer_names import optimizer_name
-from autoshard.plan.pipeline_plan import PipelinePlan
-from autoshard.plan.stages_option import AnyPlan
+from autoshard.plan.plan import AnyPlan, PipelinePlan
 from autoshard.plan.task import CallLayouts
 from autoshard.plan.task_prices import prices_of
 from autoshard.progress import stages_of
@@ -198,7 +197,7 @@ class Session:
         read = lambda: mine[0] if mine else list(map(Candidate.from_json, data))
         found = collectively(self.mesh, read, what="the plan read")
         plan = found[0].plan
-        replicated = fallback_lines(plan.stages if isinstance(plan, PipelinePlan) else [plan])
+        replicated = fallback_lines(plan.stages)
         if replicated:
             _log.warning("%s", "\n".join(replicated))
         return found

@@ -20,7 +20,7 @@ from passes.layout.assignment import Assignment
 from passes.lower.missing_tangents import usually_missing, without_tangents
 from passes.lower.partition import RankGraph, partition
 from passes.lower.phases import Backward, Phases, split_phases
-from passes.plan.lowering_plan import LoweringPlan
+from passes.plan.transfers import LoweringPlan
 from passes.schedule.schedule import scheduled
 from passes.states.compute_again import compute_again
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from autoshard import autoshard
-from autoshard.plan.plan_content import Rehearsed
+from autoshard.plan.plan_origin import Rehearsed
 from autoshard.plan.rehearsed_plan import rehearsed_plan
 from autoshard.plan.task import search_plan
 from autoshard.refine.refine import DividedRounds
@@ -81,7 +82,7 @@ def refined(refined_once: Path, tmp_path: Path) -> Path:
 def test_not_where_its_steps_take_long() -> None:
     """Five at least, in a tenth of the time limit; nor where they are not worth it."""
     plan = search_plan(task())
-    timed = replace(plan, step_time=1.0, origin=replace(plan.origin, timed="some"))
+    timed = replace(plan, step_time=1.0, origin=structs.replace(plan.origin, timed="some"))
     assert [race.is_to_rehearse(timed, limit) for limit in (49.0, 51.0)] == [False, True]
     # There was no time for it; 200 steps of 20 ms are not worth it.
     untimed = replace(timed, origin=plan.origin)
