@@ -5,13 +5,12 @@ model = autoshard(model, mesh)
 
 from autoshard.api import autoshard
 from autoshard.checkpoints import last_checkpoint, new_checkpoint
-from autoshard.data.arrays import ArrayDataset, PartialDataset
+from autoshard.data.batches import ArrayDataset, PartialDataset
 from autoshard.data.loader import data_loader
+from autoshard.data.parts import weighted_mean
 from autoshard.data.scatter import gather, scatter
-from autoshard.data.weighted import weighted_mean
 from autoshard.plan.find_plan import find_plan
-from autoshard.plan.pipeline_plan import PipelinePlan
-from autoshard.plan.plan import Plan
+from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.random_state import random_state
 from autoshard.reporting.report_steps import StepReport, report
 from autoshard.spatial.halos import halo_exchange

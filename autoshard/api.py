@@ -11,26 +11,26 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.arguments import (
+    OptimizerLike,
     check_call_placements,
     check_recompute,
     checked_micro_batches,
     checked_model,
     checked_race,
+    optimizer_name,
 )
-from autoshard.calls.signature import as_call
+from autoshard.calls.global_call import as_call
 from autoshard.plan.find_plan import ProfileLike, load_profile, mesh_spec, named_parameters
-from autoshard.plan.optimizer_names import OptimizerLike, optimizer_name
 from autoshard.plan.pins import Constraints, resolve_pins
-from autoshard.plan.pipeline_plan import PipelinePlan
-from autoshard.plan.plain_plan import given_plan
-from autoshard.plan.plan_fits import check_limit, check_optimizer, check_pins
-from autoshard.plan.stages_option import AnyPlan, checked_schedule, checked_stages
+from autoshard.plan.plan import AnyPlan, PipelinePlan
+from autoshard.plan.plan_fits import check_limit, check_optimizer, check_pins, given_plan
+from autoshard.plan.stages_option import checked_schedule, checked_stages
 from autoshard.refine.refine import check_refine
-from autoshard.runtime.agreement import agree, collectively
 from autoshard.runtime.attachments import attach
 from autoshard.runtime.module import install
+from autoshard.runtime.planner import Settings
 from autoshard.runtime.session import Session
-from autoshard.runtime.settings import Settings
+from autoshard.watching.agreement import agree, collectively
 from cost_model.checked_arguments import checked_seconds
 from cost_model.errors import ShardingError
 from cost_model.memory import parse_bytes

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from autoshard.calls.signature import placement_leaves
-from autoshard.runtime.wrapping import check_original
+from autoshard.calls.global_call import placement_leaves
+from autoshard.runtime.attachments import check_original
 from cost_model.checked_arguments import checked_count, checked_path, is_whole, reject, shown
 from cost_model.errors import ProfileError, ShardingError
+from cost_model.memory import OPTIMIZERS
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 
 __all__ = [
+    "OptimizerLike",
     "check_call_placements",
     "check_device",
     "check_profile_kind",
@@ -23,6 +26,7 @@ __all__ = [
     "checked_micro_batches",
     "checked_model",
     "checked_race",
+    "optimizer_name",
 ]
 
 _DEVICES = ("cpu", "cuda")
@@ -104,3 +108,27 @@ def check_autocast(dtype: object) -> None:
     ):
         said = str(dtype) if isinstance(dtype, torch.dtype) else shown(dtype)
         raise ShardingError(f"autocast is {said}\n  try: torch.bfloat16, torch.float16, or None")
+
+
+OptimizerLike = str | torch.optim.Optimizer
+
+
+def optimizer_name(optimizer: object) -> str:
+    """Its name among `OPTIMIZERS`. An optimizer of torch's that is none of them counts as AdamW, which keeps and moves
+    more than most, and a centred RMSprop with momentum, of three states, as AMSGrad; with groups that differ, as the
+    one that keeps most. ShardingError for anything else."""
+    if isinstance(optimizer, str) and optimizer in OPTIMIZERS:
+        return optimizer
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise reject(
+            "optimizer", optimizer, f"one of {', '.join(map(repr, OPTIMIZERS))}, or an optimizer of torch's"
+        )
+    if isinstance(optimizer, torch.optim.SGD):
+        moved = any(group["momentum"] for group in optimizer.param_groups)
+        return "momentum" if moved else "sgd"
+    name = "adam" if type(optimizer) is torch.optim.Adam else "adamw"
+    return f"{name}, amsgrad" if any(map(_of_three_states, optimizer.param_groups)) else name
+
+
+def _of_three_states(group: Mapping[str, Any]) -> bool:
+    return bool(group.get("amsgrad") or (group.get("centered") and group.get("momentum")))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from autoshard.runtime.seeds import SeedStream
+from autoshard.runtime.executable import SeedStream
 from autoshard.runtime.session import Session
 from cost_model.errors import ShardingError
 

@@ -24,10 +24,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import autoshard
 from autoshard.demo.model import GPT, GPTConfig, batches
 from autoshard.runtime.module import dispatcher_of
-from autoshard.watching.replicas import Replicas
+from autoshard.watching.check_calls import Replicas
 from autoshard.watching.sums import OFTEN, PAUSE_SECONDS, sums_of
-from autoshard.watching.watch import Watch
-from autoshard.watching.watches import watch_of
+from autoshard.watching.watch import Watch, watch_of
 from benchmarks.faults import free_port
 
 __all__ = ["main"]

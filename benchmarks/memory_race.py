@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from autoshard import Profile
-from autoshard.reporting.peak_memory import peaks_of
+from autoshard.reporting.tracks import peaks_of
 from benchmarks.peak_memory import WORKLOADS, print_rows
 from benchmarks.racing.by_hand import FSDP_SETTINGS, fsdp, setting_text
 from benchmarks.racing.contestants import Meshes, Race, Runner, planned

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from autoshard import Profile, autoshard, report
 from autoshard.plan.families import family_constraints
-from autoshard.profiling.attend import attend
+from autoshard.profiling.startup import attend
 from benchmarks.racing.workloads import Workload, gpt, mlp
 
 WORKLOADS: dict[str, Workload] = {

@@ -27,14 +27,14 @@ from torch.distributed.tensor import Shard
 
 from autoshard.plan.families import family_constraints
 from autoshard.plan.find_plan import canonical_capture, find_plan, prices_of
-from autoshard.profiling.attend import attend
+from autoshard.profiling.startup import attend
 from autoshard.runtime.process_groups import groups_for
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.compile.compile_graph import compile_graph
 from passes.lower.rank_program import RankProgram, Schedule, rank_program
 from passes.plan.decide import decide_lowering
-from passes.plan.lowering_plan import LoweringPlan
+from passes.plan.transfers import LoweringPlan
 from passes.redistribution.lower_redistribute import collective_nodes
 from passes.schedule.issue_order import issue_order
 from passes.schedule.overlap import Overlap

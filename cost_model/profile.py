@@ -48,7 +48,7 @@ class Profile(ProfileRecord):
         progress:       told what is being measured and the share of the budget spent.
         clock:          what times the work; None: the device's own.
         attend:         (q, k, v) -> out, the attention that is timed; None: torch's own. Plans run other kernels,
-                        `autoshard.profiling.attend`; `autoshard profile` gives it.
+                        `autoshard.profiling.startup`; `autoshard profile` gives it.
 
         Raises ProfileError, on all ranks, if one of them fails between two measurements, and ShardingError
         for a mesh over ranks other than 0, 1, 2, ...

@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from cost_model.errors import AutoshardError
 from cost_model.json_text import parse_json
 
-__all__ = ["MOST_BYTES", "read_json", "read_text", "write_text"]
+__all__ = [
+    "MOST_BYTES",
+    "PRINTABLE",
+    "Count",
+    "Seconds",
+    "Text",
+    "Word",
+    "read_json",
+    "read_text",
+    "write_text",
+]
+
+Count = Annotated[int, Meta(ge=0, le=2**62)]
+Seconds = Annotated[float, Meta(ge=0.0, le=1e30)]
+PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]*$"
+Text = Annotated[str, Meta(pattern=PRINTABLE, max_length=20_000)]
+"""What may be printed, and written to any format that a plan is drawn in."""
+Word = Annotated[str, Meta(pattern=r"^\w+$", max_length=200)]
 
 MOST_BYTES = 2**27
 """Of a file that is read: no plan or profile is so large; what is wrong with one was said after minutes."""

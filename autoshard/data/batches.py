@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import random
-from collections.abc import Callable, Generator
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -15,55 +14,85 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset
 
-from autoshard.data.arrays import PartialDataset
 from autoshard.data.parts import Sizes
-from autoshard.data.rank_sampler import BatchPart
-from autoshard.data.split_sizes import inner_spans
+from autoshard.data.rank_sampler import BatchPart, inner_spans
+from cost_model.checked_arguments import reject
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
+from passes.ir.kept_random_state import random_state_kept
 from passes.layout.layout import Span
 
-__all__ = ["PartReader", "batch_reader"]
+__all__ = ["ArrayDataset", "PartReader", "PartialDataset", "as_it_is", "batch_reader"]
+
+Slices = tuple[slice, ...]
 
 
-class Samples(Protocol):
-    """One rank's view of a dataset. sample: what is collated. finish: a collated batch to the rank's."""
+@runtime_checkable
+class PartialDataset(Protocol):
+    """A map-style dataset from which a rank reads only its part of every sample.
 
-    def sample(self, index: int) -> Any: ...
+    shapes: like a sample, with the shape of a tensor in place of each: {"x": (3, 97, 101), "y": ()}.
+    read:   a sample cut to `slices`, which is like a sample too, with a tuple of slices, one per dim (of step
+            1, maybe empty), in place of each tensor.
+    """
 
-    def finish(self, batch: Any) -> Any: ...
+    @property
+    def shapes(self) -> Any: ...
 
+    def __len__(self) -> int: ...
 
-@dataclass(frozen=True)
-class WholeSamples:
-    """Samples are read whole; the batch is cut, since only there every tensor has its final form."""
-
-    dataset: Any
-    placements: Any
-    mesh: MeshSpec
-    rank: int
-    sizes: Sizes | None
-
-    def sample(self, index: int) -> Any:
-        return self.dataset[index]
-
-    def finish(self, batch: Any) -> Any:
-        spans = iter(inner_spans(self.placements, batch, self.mesh, self.rank, self.sizes))
-        return _map_tensors(lambda tensor: _cut(tensor, next(spans)), batch)
+    def read(self, index: int, slices: Any) -> Any: ...
 
 
-@dataclass(frozen=True)
-class PartSamples:
-    """Of every sample only `slices` are read."""
+class ArrayDataset(Dataset[Any]):
+    """Samples along dim 0 of tensors or numpy arrays, memory-mapped ones included; reads what is asked for.
 
-    dataset: PartialDataset
-    slices: Any
+        ArrayDataset(images, labels)           samples are tuples
+        ArrayDataset(x=images, y=labels)       samples are dicts
 
-    def sample(self, index: int) -> Any:
-        return self.dataset.read(index, self.slices)
+    A sample is a copy. Raises ShardingError for arrays of different lengths.
+    """
 
-    def finish(self, batch: Any) -> Any:
-        return batch
+    def __init__(self, *arrays: Tensor | np.ndarray, **named: Tensor | np.ndarray) -> None:
+        if bool(arrays) == bool(named):
+            raise ShardingError(
+                "ArrayDataset takes arrays by position or by name\n  try: ArrayDataset(x, y), ArrayDataset(x=x)"
+            )
+        self.arrays = dict(enumerate(arrays)) or named
+        self._as_tuple = bool(arrays)
+        for key, array in self.arrays.items():
+            if not hasattr(array, "shape") or not hasattr(array, "__getitem__") or not len(array.shape):
+                raise reject(
+                    f"array {key} of an ArrayDataset", array, "a tensor or an array with samples along dim 0"
+                )
+        lengths = {key: len(array) for key, array in self.arrays.items()}
+        if len(set(lengths.values())) != 1:
+            raise ShardingError(
+                f"the arrays of an ArrayDataset have lengths {lengths}\n  try: as many samples in each"
+            )
+
+    @property
+    def shapes(self) -> Any:
+        return self._sample({key: tuple(array.shape[1:]) for key, array in self.arrays.items()})
+
+    def __len__(self) -> int:
+        return len(next(iter(self.arrays.values())))
+
+    def __getitem__(self, index: int) -> Any:
+        return self._sample({key: _copied(array, index, ()) for key, array in self.arrays.items()})
+
+    def read(self, index: int, slices: Any) -> Any:
+        """The sample cut to `slices`: {name: slices} or one tuple of slices per array."""
+        return self._sample({key: _copied(array, index, slices[key]) for key, array in self.arrays.items()})
+
+    def _sample(self, values: dict[Any, Any]) -> Any:
+        return tuple(values.values()) if self._as_tuple else values
+
+
+def _copied(array: Tensor | np.ndarray, index: int, slices: Slices) -> Tensor:
+    part = array[(index, *slices)]
+    # A copy in memory of just the part: a map may be read-only, and closed while the sample lives.
+    return part.clone() if isinstance(part, Tensor) else torch.from_numpy(np.array(part))
 
 
 class PartReader(Dataset[Any]):
@@ -73,26 +102,30 @@ class PartReader(Dataset[Any]):
     caller's generators stay as they were. A part without samples has every tensor's dim 0 empty.
     """
 
-    def __init__(self, samples: Samples, collate: Callable[[list[Any]], Any], seed: int) -> None:
-        self.samples = samples
-        self.collate = collate
-        self.seed = seed
+    def __init__(
+        self,
+        read: Callable[[int], Any],
+        finish: Callable[[Any], Any],
+        collate: Callable[[list[Any]], Any],
+        seed: int,
+    ) -> None:
+        self._read, self._finish, self._collate, self._seed = read, finish, collate, seed
 
     def __getitem__(self, part: BatchPart) -> Any:
-        with _random_state_kept():
+        with random_state_kept():
             read = [self._sample(index, part.epoch) for index in part.indices or (part.first,)]
-            batch = self.collate(read)
+            batch = self._collate(read)
         if not part.indices:
             batch = _map_tensors(lambda tensor: tensor[:0], batch)
-        return self.samples.finish(batch)
+        return self._finish(batch)
 
     def _sample(self, index: int, epoch: int) -> Any:
-        digest = hashlib.blake2b(f"{self.seed}/{epoch}/{index}".encode(), digest_size=8).digest()
+        digest = hashlib.blake2b(f"{self._seed}/{epoch}/{index}".encode(), digest_size=8).digest()
         seed = int.from_bytes(digest)
         torch.default_generator.manual_seed(seed >> 1)
         np.random.seed(seed & 0xFFFFFFFF)
         random.seed(seed)
-        return self.samples.sample(index)
+        return self._read(index)
 
 
 def batch_reader(
@@ -107,7 +140,9 @@ def batch_reader(
     """Reads parts of samples where the dataset can. Raises ShardingError for placements that do not fit its
     `shapes`."""
     if not isinstance(dataset, PartialDataset):
-        return PartReader(WholeSamples(dataset, placements, mesh, rank, sizes), collate, seed)
+        # The batch is cut, since only there every tensor has its final form.
+        finish = partial(_cut_batch, placements, mesh, rank, sizes)
+        return PartReader(dataset.__getitem__, finish, collate, seed)
     shapes, structure = pytree.tree_flatten(dataset.shapes, is_leaf=_is_shape)
     if not all(_is_shape(shape) for shape in shapes):
         raise ShardingError(
@@ -117,7 +152,20 @@ def batch_reader(
     batch = pytree.tree_unflatten([torch.empty((1, *shape), device="meta") for shape in shapes], structure)
     spans = inner_spans(placements, batch, mesh, rank, sizes)
     slices = pytree.tree_unflatten([tuple(slice(*span) for span in part) for part in spans], structure)
-    return PartReader(PartSamples(dataset, slices), collate, seed)
+    return PartReader(partial(_read_part, dataset, slices), as_it_is, collate, seed)
+
+
+def _cut_batch(placements: Any, mesh: MeshSpec, rank: int, sizes: Sizes | None, batch: Any) -> Any:
+    spans = iter(inner_spans(placements, batch, mesh, rank, sizes))
+    return _map_tensors(lambda tensor: _cut(tensor, next(spans)), batch)
+
+
+def _read_part(dataset: PartialDataset, slices: Any, index: int) -> Any:
+    return dataset.read(index, slices)
+
+
+def as_it_is(batch: Any) -> Any:
+    return batch
 
 
 def _is_shape(value: Any) -> bool:
@@ -136,14 +184,3 @@ def _cut(tensor: Tensor, spans: tuple[Span, ...]) -> Tensor:
         return tensor
     # A copy always: a view would keep the whole alive, and workers would send it.
     return part.clone(memory_format=torch.contiguous_format)
-
-
-@contextlib.contextmanager
-def _random_state_kept() -> Generator[None]:
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])

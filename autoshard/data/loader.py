@@ -9,11 +9,10 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from autoshard.data.batches import PartReader, batch_reader
+from autoshard.data.batches import PartReader, as_it_is, batch_reader
 from autoshard.data.parts import Sizes, checked_sizes, member
-from autoshard.data.rank_sampler import BatchSplit, PartSampler
-from autoshard.data.split_sizes import batch_axes
-from autoshard.runtime.agreement import agree, collectively
+from autoshard.data.rank_sampler import BatchSplit, PartSampler, batch_axes
+from autoshard.watching.agreement import agree, collectively
 from cost_model.checked_arguments import checked_count, checked_flag, is_whole, reject, shown
 from cost_model.errors import PlanError, ShardingError
 from cost_model.mesh import MeshSpec
@@ -123,7 +122,7 @@ class PartLoader(DataLoader[Any]):
     """
 
     def __init__(self, reader: PartReader, sampler: PartSampler, options: Mapping[str, Any]) -> None:
-        super().__init__(reader, batch_size=None, sampler=sampler, collate_fn=_as_it_is, **options)
+        super().__init__(reader, batch_size=None, sampler=sampler, collate_fn=as_it_is, **options)
         self.epoch = 0
         self._done = 0  # batches of this epoch that were handed out
         self._resume = 0
@@ -178,10 +177,6 @@ class PartLoader(DataLoader[Any]):
         """The sampler: this rank's part of every batch."""
         assert isinstance(self.sampler, PartSampler)
         return self.sampler
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
 
 
 def _length(dataset: Any) -> int:

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.distributed.tensor import Placement
 from torch.utils.data import Sampler
 
-from passes.layout.layout import nested_sizes
+from autoshard.calls.global_call import as_call, leaf_names, matched_placements, placement_leaves
+from autoshard.data.parts import Sizes, refuse_partial, sized, spans_of
+from cost_model.checked_arguments import checked_count
+from cost_model.errors import ShardingError
+from cost_model.mesh import MeshSpec
+from passes.layout.layout import Layout, Span, nested_sizes
+from passes.layout.placements import placements_to_layout
 
-__all__ = ["BatchPart", "BatchSplit", "PartSampler"]
+__all__ = ["BatchPart", "BatchSplit", "PartSampler", "batch_axes", "inner_spans"]
 
 
 @dataclass(frozen=True)
@@ -87,3 +95,72 @@ class PartSampler(Sampler[BatchPart]):
             return torch.arange(self.length)
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         return torch.randperm(self.length, generator=generator)
+
+
+def batch_axes(placements: Any, mesh: MeshSpec, sizes: Sizes | None, batch_size: int) -> tuple[str, ...]:
+    """The axes that split dim 0 of every tensor of a batch, major first.
+
+    Raises ShardingError for tensors that differ in them, a Partial, a dim counted from the end, or sizes
+    of dim 0 that do not add up to `batch_size` or of a dim that no tensor splits.
+    """
+    checked_count(batch_size, "batch_size", least=1)
+    layouts = [
+        _open_layout(leaf, mesh, f"placements[{i}]")
+        for i, leaf in enumerate(placement_leaves(placements, mesh, argument="placements"))
+    ]
+    found = [layout.dims[0] for layout in layouts]
+    if len(set(found)) != 1:
+        raise ShardingError(
+            f"placements split dim 0 of a batch's tensors over different axes: {[list(a) for a in found]}\n"
+            "  all tensors of a batch come from the same samples\n"
+            "  try: Shard(0) on the same axes for every tensor, None for none"
+        )
+    split = {dim for layout in layouts for dim, axes in enumerate(layout.dims) if axes}
+    unused = sorted(set(sizes or {}) - split)
+    if unused:
+        raise ShardingError(
+            f"sizes has dim {unused[0]}, which no tensor of a batch is split in\n"
+            "  try: dims that placements split, counted from the batch's dim 0"
+        )
+    if sizes and 0 in sizes:
+        sized(Layout((found[0],)), (batch_size,), mesh, {0: sizes[0]}, "a batch")
+    return found[0]
+
+
+def inner_spans(
+    placements: Any, batch: Any, mesh: MeshSpec, rank: int, sizes: Sizes | None
+) -> list[tuple[Span, ...]]:
+    """Per tensor of a batch, in pytree order, what `rank` holds of every dim but the first.
+
+    batch: a tensor, tuple, list or dict of tensors; of their shapes dim 0 is not read.
+    Raises ShardingError for another batch, or placements and sizes that do not fit it.
+    """
+    if not isinstance(batch, (torch.Tensor, Mapping, tuple, list)):
+        raise ShardingError(
+            f"a batch is a {type(batch).__name__}\n  try: a collate_fn that makes a tensor, tuple or dict"
+        )
+    names, tensors = leaf_names(*as_call(batch))
+    given = matched_placements(placements, names, mesh, argument="placements")
+    spans: list[tuple[Span, ...]] = []
+    for i, tensor in enumerate(tensors):
+        shape, what = tuple(tensor.shape), f"{names[i]} of a batch"
+        layout = Layout.replicated(len(shape))
+        leaf = given.get(i)
+        if leaf is not None:
+            layout = placements_to_layout(leaf, shape, mesh, what=what)
+        inner = {d: parts for d, parts in (sizes or {}).items() if 0 < d < len(shape) and layout.dims[d]}
+        spans.append(spans_of(sized(layout, shape, mesh, inner, what), shape, mesh, rank)[1:])
+    return spans
+
+
+def _open_layout(leaf: Sequence[Placement] | None, mesh: MeshSpec, what: str) -> Layout:
+    """The layout of a tensor of as many dims as `leaf` speaks of, at least one."""
+    if leaf is None:
+        return Layout.replicated(1)
+    dims = [getattr(placement, "dim", 0) for placement in leaf]
+    if min(dims) < 0:
+        raise ShardingError(
+            f"{what} splits dim {min(dims)}, counted from the end; a batch's tensors may differ in their dims\n"
+            "  try: count from 0, the dim of the samples"
+        )
+    return refuse_partial(placements_to_layout(leaf, (1,) * (1 + max(dims)), mesh, what=what), what)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import overload
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
-from autoshard.calls.global_call import joined
-from autoshard.calls.signature import as_placements
+from autoshard.calls.global_call import as_placements, joined
 from autoshard.data.parts import (
     Placements,
     Sizes,
@@ -23,16 +23,35 @@ from autoshard.data.parts import (
     refuse_partial,
     spans_of,
 )
-from autoshard.data.transfer import broadcast, open_group, receive, send
-from autoshard.runtime.agreement import agree, collectively, everyones
 from autoshard.runtime.devices import local_device
+from autoshard.runtime.process_groups import whole_group
 from autoshard.runtime.sharding import shard_of
+from autoshard.watching.agreement import agree, collectively, everyones
 from cost_model.checked_arguments import reject, shown
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
 from passes.layout.layout import Layout
 
 __all__ = ["gather", "scatter"]
+
+
+def _open_group(mesh: DeviceMesh) -> None:
+    """Every rank of the mesh calls it before the first message: torch allows point-to-point messages among
+    a few ranks of a group only after all of them took part in something."""
+    dist.broadcast(torch.zeros(1, device=local_device(mesh)), 0, group=whole_group(mesh))
+
+
+def _message(way: Callable[..., object], value: Tensor, peer: int, mesh: DeviceMesh) -> None:
+    """A contiguous `value` sent (`dist.isend`), or filled with what `peer` sends (`dist.irecv`)."""
+    # A batch of one: alone, NCCL would open a communicator for every pair of ranks.
+    batch = [dist.P2POp(way, _as_bytes(value), peer, whole_group(mesh))]
+    for work in dist.batch_isend_irecv(batch):
+        work.wait()
+
+
+def _as_bytes(value: Tensor) -> Tensor:
+    """The same memory: backends disagree on which dtypes they carry."""
+    return value.view(-1).view(torch.uint8)
 
 
 @torch.no_grad()
@@ -72,11 +91,11 @@ def scatter(
     shapes = [layout.local_shape(shape, spec, r) for r in range(spec.device_count)]
     rooms = [shapes[rank]] if tensor is None else [shapes[rank], _largest(shapes)]
     part, *spare = collectively(mesh, lambda: _empty(rooms, dtype, local_device(mesh)))
-    open_group(mesh)
+    _open_group(mesh)
     if tensor is not None:
         _deal(tensor, layout, spec, mesh, part, spare[0])
     elif part.numel():
-        receive(part, source, mesh)
+        _message(dist.irecv, part, source, mesh)
     return part
 
 
@@ -89,7 +108,7 @@ def _deal(
         if rank == mesh.get_rank():
             part.copy_(piece)
         elif piece.numel():
-            send(_room(spare, piece.shape).copy_(piece), rank, mesh)
+            _message(dist.isend, _room(spare, piece.shape).copy_(piece), rank, mesh)
 
 
 @overload
@@ -143,7 +162,7 @@ def gather(
     here = local_device(mesh)
     (spare,) = collectively(mesh, lambda: _empty([_largest(shapes)], local.dtype, here))
     (whole,) = collectively(mesh, lambda: _empty([shape if wanted else (0,)], local.dtype, device or here))
-    open_group(mesh)
+    _open_group(mesh)
     for owner in _owners(layout, shape, spec, target):
         piece = _room(spare, shapes[owner])
         if owner == rank:
@@ -168,13 +187,11 @@ def _move(piece: Tensor, owner: int, target: int | None, mesh: DeviceMesh) -> No
     """`owner`'s piece into that of `target`, or of all."""
     rank = mesh.get_rank()
     if target is None:
-        broadcast(piece, owner, mesh)
-    elif owner == target:
-        return
-    elif rank == owner:
-        send(piece, target, mesh)
-    elif rank == target:
-        receive(piece, owner, mesh)
+        dist.broadcast(_as_bytes(piece), owner, group=whole_group(mesh))
+    elif rank == owner != target:
+        _message(dist.isend, piece, target, mesh)
+    elif rank == target != owner:
+        _message(dist.irecv, piece, owner, mesh)
 
 
 def _check_holder(tensor: Tensor | None, source: int, rank: int, spec: MeshSpec) -> None:

@@ -1,22 +1,39 @@
-"""Write the graph of a plan to a file, in the format that the file's suffix names."""
+"""Write the graph of a plan, or the timeline and graphs of its stages, in the format that a file's suffix names."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from importlib.resources import files
+from io import BytesIO
 from pathlib import Path
 from types import MappingProxyType
 
 import networkx as nx
 
 from autoshard.drawing.dot import dot_text
-from autoshard.drawing.html import html_text
-from autoshard.drawing.svg import svg_text
+from autoshard.drawing.svg import WHITE, svg_page, svg_text
+from autoshard.drawing.timeline_svg import (
+    TIMELINE_STYLE,
+    timeline_height,
+    timeline_parts,
+    timeline_width,
+    trace_json,
+)
 from cost_model.checked_arguments import checked_path
 from cost_model.errors import PlanError
+from cost_model.text_files import write_text
+from passes.stages.pipeline_timeline import PipelineTimeline
 
-__all__ = ["draw", "write_dot", "write_graphml", "write_html", "write_json", "write_svg"]
+__all__ = ["draw", "draw_pipeline", "html_text", "two_timelines_svg"]
+
+_HEAD = re.compile(r'<svg [^>]*viewBox="0 0 (\d+) (\d+)"[^>]*>')
+_NUMBERED = re.compile(r'data-(index|from|to)="')
+_BETWEEN_STAGES, _BETWEEN_TIMELINES = 40.0, 24.0
+_TIMELINES = f"\n{TIMELINE_STYLE}"
 
 PathLike = str | os.PathLike[str]
 
@@ -31,47 +48,92 @@ def draw(graph: nx.DiGraph, path: PathLike) -> Path:
     Raises PlanError for another suffix.
     """
     target = checked_path(path, "path", PlanError)
-    writer = WRITERS.get(target.suffix.lower())
-    if writer is None:
+    text_of = _TEXTS.get(target.suffix.lower())
+    if text_of is None:
         raise PlanError(
             f"draw({str(target)!r}): no format has the suffix {target.suffix!r}\n"
-            f"  try: a name that ends in one of {' '.join(WRITERS)}"
+            f"  try: a name that ends in one of {' '.join(_TEXTS)}"
         )
-    try:
-        writer(graph, target)
-    except OSError as error:
-        raise PlanError(f"cannot write {str(target)!r}: {error.strerror}\n  try: another path") from None
+    write_text(target, text_of(graph), "picture", PlanError)
     return target
 
 
-def write_svg(graph: nx.DiGraph, path: PathLike) -> None:
-    Path(path).write_text(svg_text(graph), encoding="utf-8")
+def draw_pipeline(
+    title: str, timeline: PipelineTimeline, stages: Sequence[nx.DiGraph], path: PathLike
+) -> Path:
+    """Write it to `path` and return that. stages: `plan_graph` of each. PlanError for a suffix other than .svg, .html
+    and .json, and where no file can be written."""
+    target = checked_path(path, "path", PlanError)
+    suffix = target.suffix.lower()
+    if suffix not in (".svg", ".html", ".json"):
+        raise PlanError(
+            f"draw({str(target)!r}): plans with stages are not drawn as {target.suffix!r}\n"
+            "  try: a name that ends in .svg, .html or .json (a trace for Perfetto), or plan.stages[0].draw(...)"
+        )
+    if suffix == ".json":
+        text = json.dumps(trace_json(title, timeline)) + "\n"
+    else:
+        picture = _pipeline_svg(title, timeline, stages)
+        text = picture if suffix == ".svg" else _html_page(title, picture)
+    write_text(target, text, "picture", PlanError)
+    return target
 
 
-def write_html(graph: nx.DiGraph, path: PathLike) -> None:
-    Path(path).write_text(html_text(graph), encoding="utf-8")
+def html_text(graph: nx.DiGraph) -> str:
+    """The graph of a plan (see `plan_graph`)."""
+    return _html_page(str(graph.graph.get("mesh") or "plan"), svg_text(graph))
 
 
-def write_dot(graph: nx.DiGraph, path: PathLike) -> None:
-    Path(path).write_text(dot_text(graph), encoding="utf-8")
+def _html_page(title: str, picture: str) -> str:
+    """A picture in SVG on a page. Self-contained: style and script are inside, nothing is loaded."""
+    page = files("autoshard.drawing").joinpath("viewer.html").read_text(encoding="utf-8")
+    return page.replace("<!-- title -->", escape(title)).replace("<!-- picture -->", picture)
 
 
-def write_json(graph: nx.DiGraph, path: PathLike) -> None:
+def _json_text(graph: nx.DiGraph) -> str:
     """networkx's node-link form: {"graph": {...}, "nodes": [{"id": ...}], "edges": [{"source": ...}]}."""
-    data = nx.node_link_data(graph, edges="edges")
-    Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    return json.dumps(nx.node_link_data(graph, edges="edges"), indent=1) + "\n"
 
 
-def write_graphml(graph: nx.DiGraph, path: PathLike) -> None:
-    nx.write_graphml(graph, os.fspath(path))
+def _graphml_text(graph: nx.DiGraph) -> str:
+    written = BytesIO()
+    nx.write_graphml(graph, written)
+    return written.getvalue().decode()
 
 
-WRITERS: Mapping[str, Callable[[nx.DiGraph, PathLike], None]] = MappingProxyType(
-    {
-        ".svg": write_svg,
-        ".html": write_html,
-        ".dot": write_dot,
-        ".json": write_json,
-        ".graphml": write_graphml,
-    }
+_TEXTS: Mapping[str, Callable[[nx.DiGraph], str]] = MappingProxyType(
+    {".svg": svg_text, ".html": html_text, ".dot": dot_text, ".json": _json_text, ".graphml": _graphml_text}
 )
+
+
+def _pipeline_svg(title: str, timeline: PipelineTimeline, stages: Sequence[nx.DiGraph]) -> str:
+    width, top = timeline_width(), timeline_height(timeline) + _BETWEEN_STAGES
+    parts = [WHITE, *timeline_parts(title, timeline)]
+    for number, graph in enumerate(stages):
+        picture = svg_text(graph)
+        head = _HEAD.search(picture)
+        assert head is not None
+        body = picture[head.end() :].strip().removesuffix("</svg>")
+        body = re.sub(r"<style>.*?</style>", "", body, count=1, flags=re.DOTALL)
+        # Boxes of all stages are found by one number.
+        body = _NUMBERED.sub(lambda found, stage=number: f'data-{found[1]}="{stage}.', body)
+        parts.append(f'<text class="head" x="28" y="{top:.0f}">stage {number}</text>')
+        parts.append(f'<g transform="translate(0 {top + 10:.0f})">{_framed(body, head[1], head[2])}</g>')
+        width, top = max(width, float(head[1])), top + float(head[2]) + _BETWEEN_STAGES
+    return svg_page(width, top, parts, style=_TIMELINES, opening=(0.0, timeline_width()))
+
+
+def _framed(body: str, width: str, height: str) -> str:
+    """A picture's background as large as it is, in place of as large as the page."""
+    return body.replace('<rect width="100%" height="100%"', f'<rect width="{width}" height="{height}"', 1)
+
+
+def two_timelines_svg(*titled: tuple[str, PipelineTimeline]) -> str:
+    """Each fills the width: bubbles are compared, and the seconds stand below each."""
+    parts = [WHITE]
+    top = 0.0
+    for title, timeline in titled:
+        body = "\n".join(timeline_parts(title, timeline))
+        parts.append(f'<g transform="translate(0 {top:.0f})">{body}</g>')
+        top += timeline_height(timeline) + _BETWEEN_TIMELINES
+    return svg_page(timeline_width(), top, parts, style=_TIMELINES)

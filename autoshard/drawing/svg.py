@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from xml.sax.saxutils import escape, quoteattr
 
 import networkx as nx
@@ -14,7 +14,7 @@ from autoshard.drawing.transfer_marks import colour
 from cost_model.units import format_bytes
 from passes.plan.graph_text import format_seconds
 
-__all__ = ["STYLE", "svg_text"]
+__all__ = ["WHITE", "svg_page", "svg_text"]
 
 STYLE = """
 text { font: 11px ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace; fill: #1f2937; }
@@ -38,28 +38,40 @@ text { font: 11px ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace; 
 """.strip()
 
 
+WHITE = '<rect width="100%" height="100%" fill="#ffffff"/>'
+
+
+def svg_page(
+    width: float,
+    height: float,
+    parts: Iterable[str],
+    *,
+    style: str = "",
+    opening: tuple[float, float] | None = None,
+) -> str:
+    """opening: (left, width) of what is seen at first."""
+    size = f'width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}"'
+    if opening is not None:
+        size += f' data-left="{opening[0]:.0f}" data-span="{opening[1]:.0f}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>'
+    return "\n".join([head, f"<style>{STYLE}{style}</style>", *parts, "</svg>"]) + "\n"
+
+
 def svg_text(graph: nx.DiGraph) -> str:
     """The graph of a plan (see `plan_graph`): forward down the left, backward up the right, a module's
     two boxes side by side, repeated layers folded, collectives coloured by kind."""
     scene = make_scene(graph)
-    width, height = f"{scene.width:.0f}", f"{scene.height:.0f}"
-    size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
-    left, span = scene.opening
-    size += f' data-left="{left:.0f}" data-span="{span:.0f}"'
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size}>',
-        f"<style>{STYLE}</style>",
         *_arrow_heads(scene),
-        '<rect width="100%" height="100%" fill="#ffffff"/>',
+        WHITE,
         *(
             _edge(edge)
             for edge in sorted(scene.edges, key=lambda edge: (not edge.saved, bool(edge.collective)))
         ),
         *_header(scene),
         *(part for box in scene.boxes.values() for part in _box(box)),
-        "</svg>",
     ]
-    return "\n".join(parts) + "\n"
+    return svg_page(scene.width, scene.height, parts, opening=scene.opening)
 
 
 def _arrow_heads(scene: Scene) -> Iterator[str]:

@@ -1,15 +1,25 @@
-"""All stages and pieces of a pipeline on one axis of seconds, a row a rank, bubbles hatched."""
+"""The timeline of a pipeline: as a picture, a row a rank, bubbles hatched, and as a trace that Perfetto opens."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 from xml.sax.saxutils import escape
 
-from autoshard.drawing.timeline_spans import Span, SpanKind, rank_spans
 from passes.plan.graph_text import format_seconds
-from passes.stages.pipeline_timeline import PipelineTimeline
+from passes.stages.pipeline_timeline import PipelineEvent, PipelineTimeline
 
-__all__ = ["TIMELINE_STYLE", "timeline_height", "timeline_parts", "timeline_width"]
+__all__ = [
+    "TIMELINE_STYLE",
+    "Span",
+    "SpanKind",
+    "rank_spans",
+    "timeline_height",
+    "timeline_parts",
+    "timeline_width",
+    "trace_json",
+]
 
 _COLOURS: Mapping[SpanKind, str] = {
     "once": "#b7bfcc",
@@ -82,3 +92,91 @@ def _bar(span: Span, y: float, seconds: float) -> Iterator[str]:
     )
     if span.piece is not None and width > _DIGIT * (len(str(span.piece)) + 1):
         yield f'<text class="piece" x="{x + 3:.2f}" y="{y + 12:.1f}">{span.piece}</text>'
+
+
+SpanKind = Literal["once", "forward", "backward", "input", "weight", "bubble"]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Seconds from `start` to `end` of a rank. kind: "once": before its pieces, and after them with the optimizer's
+    update; "bubble": it waits. stage, piece: None of what is of no piece."""
+
+    kind: SpanKind
+    start: float
+    end: float
+    stage: int | None = None
+    piece: int | None = None
+
+    @property
+    def words(self) -> str:
+        if self.piece is None:
+            return {"bubble": "waits", "once": "once a step"}.get(self.kind, self.kind)
+        what = {"input": "backward of inputs", "weight": "backward of weights"}.get(self.kind, self.kind)
+        return f"{what} of piece {self.piece} on stage {self.stage}"
+
+
+def rank_spans(timeline: PipelineTimeline) -> list[list[Span]]:
+    """Of each rank all spans of the step, one after the other without a gap; those without length left out."""
+    by_rank: list[list[PipelineEvent]] = [[] for _ in timeline.order.ranks]
+    for event in timeline.events:
+        by_rank[event.rank].append(event)
+    ends = zip(by_rank, timeline.before, timeline.after, strict=True)
+    return [list(_spans(own, before, after, timeline.seconds)) for own, before, after in ends]
+
+
+def _spans(events: Sequence[PipelineEvent], before: float, after: float, seconds: float) -> Iterator[Span]:
+    done = [Span("once", 0.0, before)]
+    done += [Span(e.action.kind, e.start, e.end, e.action.stage, e.action.piece) for e in events]
+    last = max(span.end for span in done)
+    done += [Span("once", last, last + after), Span("bubble", seconds, seconds)]
+    free = 0.0
+    for span in done:
+        if span.start > free:
+            yield Span("bubble", free, span.start)
+        if span.end > span.start:
+            yield span
+        free = max(free, span.end)
+
+
+_MICROSECONDS = 1e6
+
+
+def trace_json(title: str, timeline: PipelineTimeline) -> dict[str, Any]:
+    """Trace Event Format: a thread for each rank, and one for each direction of each boundary."""
+    events: list[dict[str, Any]] = [_named("process_name", 0, 0, title)]
+    ranks = rank_spans(timeline)
+    for rank, spans in enumerate(ranks):
+        events.append(_named("thread_name", 0, rank, f"rank {rank}"))
+        for span in spans:
+            content = {"stage": span.stage, "piece": span.piece} if span.piece is not None else {}
+            events.append(_slice(span.words, span.kind, span.start, span.end, rank, content))
+    threads: dict[tuple[int, str], int] = {}
+    for moved in timeline.transfers:
+        way = moved.boundary, moved.direction
+        if way not in threads:
+            threads[way] = len(ranks) + len(threads)
+            words = f"{moved.direction} over boundary {moved.boundary}"
+            events.append(_named("thread_name", 0, threads[way], words))
+        words = f"piece {moved.piece} {moved.direction}"
+        events.append(_slice(words, "transfer", moved.start, moved.end, threads[way], {"piece": moved.piece}))
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def _named(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
+
+
+def _slice(
+    name: str, kind: str, start: float, end: float, thread: int, content: dict[str, Any]
+) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": kind,
+        "ts": start * _MICROSECONDS,
+        "dur": (end - start) * _MICROSECONDS,
+        "pid": 0,
+        "tid": thread,
+        "args": content,
+    }

@@ -7,13 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autoshard.plan.families import FAMILIES
-from autoshard.plan.pipeline_plan import PipelinePlan
-from autoshard.plan.plan import Plan, any_plan_from_json
+from autoshard.plan.plan import AnyPlan, PipelinePlan, Plan, any_plan_from_json
 from autoshard.plan.plan_collectives import collectives_of
-from autoshard.plan.stages_option import AnyPlan
 from autoshard.plan.task import Task, search_plan, search_plans
-from autoshard.plan.variants import Variant
-from autoshard.plan.why_not import is_of_family
+from autoshard.plan.why_not import Variant, is_of_family
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
 

@@ -1,4 +1,4 @@
-"""Another kind of call on the stages of the first: cut where every stage reads what it holds already."""
+"""Another kind of call on the layouts of the first, and on its stages: each reads what it holds already."""
 
 from __future__ import annotations
 
@@ -8,28 +8,33 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from autoshard.plan.carried_plan import carried_plan
+from autoshard.plan.judged import lowered
 from autoshard.plan.micro_batches import most_pieces
-from autoshard.plan.parameter_names import parameter_shapes
-from autoshard.plan.pipeline_plan import PipelinePlan
-from autoshard.plan.plan import Plan
+from autoshard.plan.pins import parameter_shapes
+from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.plan.plan_stages import pipeline_plan
 from autoshard.plan.stage_cut import StageCutter
 from autoshard.plan.stage_schedule import orders_of
 from autoshard.plan.stage_search import StageSearch
-from autoshard.plan.task import Task, search_plan
-from cost_model.deadline import Deadline
+from autoshard.plan.task import Task, plan_of, search_plan
+from autoshard.plan.task_prices import prices_as_in
+from autoshard.plan.time_kept import out_of_time, search_until
+from cost_model.deadline import Deadline, OutOfTime
 from cost_model.errors import InfeasibleError
 from passes.layout.layout import Layout
 from passes.micro_batches.cut_batch import cut_for_stages
 from passes.micro_batches.time_axis import trains
+from passes.search.find import find_assignment
+from passes.search.narrowing import Narrowing
 from passes.stages.cut_costs import CutCosts
 from passes.stages.pipeline_orders import ORDERS
+from passes.states.compute_again import compute_again
+from passes.states.cut_points import known_ops
 
-__all__ = ["carried_stages", "cut_by_parameters"]
+__all__ = ["carried_plan", "carried_stages", "cut_by_parameters"]
 
 
-def carried_stages(task: Task, first: PipelinePlan[Plan]) -> PipelinePlan[Plan]:
+def carried_stages(task: Task, first: PipelinePlan) -> PipelinePlan:
     """A plan for another call of the model that `first` plans, of the whole mesh: evaluation, or another batch.
 
     Every stage holds the parameters that it holds in `first`, in the layouts that they have there, and has its other
@@ -138,3 +143,27 @@ def _parameters(costs: CutCosts) -> Mapping[str, frozenset[int]]:
 
 def _where(node: fx.Node) -> str:
     return f" ({node.meta['module']})" if node.meta.get("module") else ""
+
+
+def carried_plan(task: Task, first: Plan) -> Plan:
+    """A plan for another call of the model that `first` plans, with its layouts wherever they fit: no search.
+
+    Where a node has no counterpart in `first`, it is searched. Nothing is proven of the result, and its step is not
+    simulated: `step_time` is the objective's. Raises InfeasibleError if the layouts do not fit.
+    """
+    prices = prices_as_in(first, task.prices)
+    joint = compute_again(task.joint, known_ops(task.joint, first.lowering.again))
+    try:
+        found = find_assignment(
+            joint,
+            prices,
+            task.boundary,
+            memory_limit=task.memory_limit,
+            reserve=0 if task.memory_limit is None else first.reserve,
+            deadline=search_until(task.joint, Deadline.after(task.time_limit)),
+            narrowing=Narrowing(held=first.assignment),
+        )
+    except OutOfTime:
+        raise out_of_time(task.mesh, task.time_limit) from None
+    unproven = replace(found, lower_bound=0.0, gap=1.0, status="feasible")
+    return plan_of(task, unproven, lowered(joint, found.assignment, prices), None)

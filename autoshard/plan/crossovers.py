@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from autoshard.plan.plan_content import PlanContent
 from autoshard.plan.plan_words import words_apart
-from autoshard.plan.variants import Again, Variant
+from autoshard.plan.why_not import Again, Variant
 from cost_model.groups import mesh_occupancies
 from cost_model.units import format_bytes
 

@@ -5,21 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from msgspec import structs
 from torch import fx
 
 import passes.ops.uniform  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::uniform)
 from autoshard.plan.judged import judged
-from autoshard.plan.piece_sizes import other_size_records
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_ends import output_layouts, parameter_layouts
-from autoshard.plan.plan_memory import MemoryTimeline
 from autoshard.plan.task import Task
 from autoshard.plan.task_prices import prices_as_in
 from passes.ir.joint import JointGraph, node_values, tensor_operands
 from passes.ir.op_signature import op_signature
 from passes.layout.assignment import Assignment
 from passes.layout.layout import Layout
-from passes.plan.describe import describe, graph_hash
+from passes.plan.describe import graph_hash
 from passes.states.compute_again import compute_again
 
 __all__ = ["AlikeStage", "names_alike"]
@@ -111,18 +110,7 @@ class AlikeStage:
             step_time=found.seconds,
             peak_memory=found.peak.nbytes,
             peak_node=found.peak.node,
-            records=describe(self.joint, self.assignment, found.lowering, found.moved, prices),
-            parameter_layouts=self.parameter_layouts,
-            inputs=task.call.inputs,
-            outputs=self.outputs,
-            origin=replace(self.first.origin, graph_hash=graph_hash(task.joint)),
-            other_sizes=other_size_records(
-                self.joint,
-                self.assignment,
-                prices,
-                lambda graph: task.of_other_size(graph, self.assignment).boundary,
-                task.time_limit,
-            ),
-            memory=None if found.memory is None else MemoryTimeline.of(found.memory),
+            origin=structs.replace(self.first.origin, graph_hash=graph_hash(task.joint)),
             again=task.again(),
+            **task.program_fields(self.joint, found),
         )

@@ -1,84 +1,128 @@
-"""A plan in words: its collectives, where time and bytes go, how two plans differ. One part of it: `explain_part`."""
+"""A plan in words: where time and bytes go, when stages run and what passes between them, how two plans differ.
+
+One part of it: `explain_part`."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
 
-from autoshard.plan.equal_layers import fold_numbers
-from autoshard.plan.plan_collectives import Collective, collectives_of
-from autoshard.plan.plan_content import PlanContent, Rehearsed, pace_of
-from autoshard.plan.plan_memory import MemoryTimeline, kind_lines
-from autoshard.plan.plan_prices import priced_words, refined_line
-from autoshard.plan.race_result import race_lines
+from autoshard.plan.explain_tables import (
+    collective_lines,
+    fallback_lines,
+    memory_lines,
+    parameter_lines,
+    race_lines,
+    refined_line,
+)
+from autoshard.plan.plan_collectives import collectives_of
+from autoshard.plan.plan_content import AnyContent, PipelineContent, PlanContent
+from autoshard.plan.plan_origin import Rehearsed, pace_of
+from autoshard.plan.plan_words import stages_words
+from autoshard.plan.stage_schedule import fullest_rank
 from cost_model.reserve import communicators
 from cost_model.units import format_bytes
 from passes.layout.joined_axes import joined_text
-from passes.layout.layout import Layout
-from passes.plan.graph_text import format_seconds
+from passes.plan.graph_text import format_graph, format_seconds, raced_mark
 
-__all__ = [
-    "collective_lines",
-    "explain_plan",
-    "fallback_lines",
-    "memory_lines",
-    "parameter_lines",
-    "plan_difference",
-    "rehearsed_words",
-]
+__all__ = ["explain_plan", "plan_difference", "plan_text"]
 
 
-def explain_plan(plan: PlanContent) -> str:
-    """A page: the prediction, its proof, the parameters' placements, collectives and costly modules."""
+def plan_text(plan: AnyContent, *, seconds: bool) -> str:
+    """The planned graph; of stages every one's under a line that says where it runs."""
+    if isinstance(plan, PlanContent):
+        return format_graph(
+            plan.records, plan.mesh, seconds=seconds, joined=plan.joined_axes, raced=len(plan.race)
+        )
+    parts = [f"{plan.mesh}, {stages_words(plan)}{raced_mark(len(plan.race) if seconds else 0)}\n"]
+    for number, stage in enumerate(plan.stages):
+        head = f"\nstage {number} at {plan.axis}={number % plan.ranks}{_ends(plan, number)}\n"
+        body = format_graph(stage.records, stage.mesh, seconds=seconds, joined=stage.joined_axes)
+        parts.append(head + body)
+    return "".join(parts)
+
+
+def explain_plan(plan: AnyContent) -> str:
+    """A page: the prediction and its proof, stages, memory, the parameters' placements, collectives."""
     origin = plan.origin
     nominal = " (nominal: not measured on any machine)" if origin.nominal else ""
+    limit = "" if plan.memory_limit is None else f"; limit {format_bytes(plan.memory_limit)}"
+    peak = f"predicted peak memory {format_bytes(plan.peak_memory)} per device"
+    if isinstance(plan, PipelineContent):
+        division = f", {stages_words(plan)}"
+        sections = _stages_proof(plan), [f"{peak}{_reserved(plan)}{limit}"], _stages_tables(plan)
+        at = f" of {plan.axis}={fullest_rank(plan.scheduled)}{_peak_at(plan)}"
+    else:
+        division = ""
+        sections = _proof(plan), [f"{peak}, at {plan.peak_node}{_reserved(plan)}{limit}"], _time_table(plan)
+        at = ""
+    proof, memory, times = sections
     lines = [
-        f"{plan.mesh}, prices of profile {origin.profile}{nominal}",
-        refined_line(plan),
-        f"predicted step {format_seconds(plan.step_time)}" + rehearsed_words(plan.rehearsed),
-        f"the search counts {format_seconds(plan.cost)}, {plan.status}: for no plan {_of_those(plan)} less than "
-        f"{format_seconds(plan.lower_bound)} (gap {plan.gap:.2%})",
-        *_joined(plan),
-        *race_lines(plan.race),
-        f"predicted peak memory {format_bytes(plan.peak_memory)} per device, at {plan.peak_node}"
-        + _reserved(plan)
-        + ("" if plan.memory_limit is None else f"; limit {format_bytes(plan.memory_limit)}"),
-        *_moved(plan),
-        *_in_pieces(plan),
+        f"{plan.mesh}{division}, prices of profile {origin.profile}{nominal}",
+        refined_line(*plan.stages),
+        *proof,
+        *memory,
+        *times,
         "",
-        *_time_table(plan),
-        "",
-        *memory_lines(plan.memory, "memory at the peak"),
-        *collective_lines(collectives_of(plan.records)),
+        *memory_lines(plan.memory, f"memory at the peak{at}"),
+        *collective_lines([c for stage in plan.stages for c in collectives_of(stage.records)]),
         "",
         *parameter_lines(plan.parameter_layouts),
     ]
+    if isinstance(plan, PipelineContent):
+        lines += _shared(plan)
     if plan.fallbacks:
-        lines += ["", *fallback_lines([plan])]
+        lines += ["", *fallback_lines(plan.stages)]
     return "\n".join(lines) + "\n"
 
 
-def _of_those(plan: PlanContent) -> str:
-    """Which plans the bound is of."""
-    return "that overlaps so" if plan.memory_limit is None else "without a limit"
+def _proof(plan: PlanContent) -> Iterator[str]:
+    yield f"predicted step {format_seconds(plan.step_time)}{_rehearsed(plan.rehearsed)}"
+    those = "that overlaps so" if plan.memory_limit is None else "without a limit"
+    yield (
+        f"the search counts {format_seconds(plan.cost)}, {plan.status}: for no plan {those} less than "
+        f"{format_seconds(plan.lower_bound)} (gap {plan.gap:.2%})"
+    )
+    if plan.joined_axes:
+        together = joined_text(plan.joined_axes)
+        yield f"axes searched together: {together}; the bound is of plans that use them so"
+    yield from race_lines(plan.race)
 
 
-def plan_difference(mine: PlanContent, other: PlanContent) -> str:
-    """What changes from `mine` to `other`: step time, what the search counts, memory, parameters, collectives."""
-    lines = [
-        f"step   {_change(mine.step_time, other.step_time)}",
-        f"cost   {_change(mine.cost, other.cost)}",
-        f"memory {format_bytes(mine.peak_memory)} -> {format_bytes(other.peak_memory)}",
-    ]
-    for name in sorted({*mine.parameter_layouts, *other.parameter_layouts}):
-        before, after = mine.parameter_layouts.get(name), other.parameter_layouts.get(name)
-        if before != after:
-            lines.append(f"  {name}: {before or 'absent'} -> {after or 'absent'}")
-    before_counts, after_counts = _kind_counts(mine), _kind_counts(other)
-    for key in sorted({*before_counts, *after_counts}):
-        if before_counts[key] != after_counts[key]:
-            lines.append(f"  {key}: {before_counts[key]} -> {after_counts[key]}")
+def _stages_proof(plan: PipelineContent) -> Iterator[str]:
+    yield from race_lines(plan.race)
+    waits = f", of which ranks wait {plan.bubble:.1%}"
+    yield f"predicted step {format_seconds(plan.step_time)}{waits}{_rehearsed(plan.rehearsed)}"
+    yield (
+        f"the search counts for no plans of these stages, with the same between them, less than "
+        f"{format_seconds(plan.lower_bound)} (gap {plan.gap:.2%})"
+    )
+    yield _cut_line(plan)
+
+
+def plan_difference(mine: AnyContent, other: AnyContent) -> str:
+    """What changes from `mine` to `other`, both with stages or both without: step time, what the search counts, memory,
+    schedule and cut, parameters, collectives."""
+    lines = [f"step   {_change(mine.step_time, other.step_time)}"]
+    memory = f"memory {format_bytes(mine.peak_memory)} -> {format_bytes(other.peak_memory)}"
+    if isinstance(mine, PipelineContent) and isinstance(other, PipelineContent):
+        lines.append(memory)
+        if stages_words(mine) != stages_words(other):
+            lines.append(f"  {stages_words(mine)} -> {stages_words(other)}")
+        if mine.cut != other.cut:
+            lines.append(f"  cut at {', '.join(mine.cut)} -> {', '.join(other.cut)}")
+    else:
+        lines += [f"cost   {_change(mine.cost, other.cost)}", memory]
+    changes = [(name, _held(mine, name), _held(other, name)) for name in _names(mine, other)]
+    if isinstance(mine, PlanContent) and isinstance(other, PlanContent):
+        before, after = _kind_counts(mine), _kind_counts(other)
+        changes += [(key, str(before[key]), str(after[key])) for key in sorted({*before, *after})]
+    lines += [f"  {name}: {held} -> {then}" for name, held, then in changes if held != then]
     return "\n".join(lines) + "\n"
+
+
+def _names(mine: AnyContent, other: AnyContent) -> list[str]:
+    return sorted({*mine.parameter_layouts, *other.parameter_layouts})
 
 
 def _change(before: float, after: float) -> str:
@@ -90,7 +134,7 @@ def _kind_counts(plan: PlanContent) -> Counter[str]:
     return Counter(f"{c.phase} {c.name}[{','.join(c.axes)}]" for c in collectives_of(plan.records))
 
 
-def rehearsed_words(rehearsed: Rehearsed | None) -> str:
+def _rehearsed(rehearsed: Rehearsed | None) -> str:
     """Behind the predicted step: nothing of a plan that was not rehearsed."""
     if rehearsed is None:
         return ""
@@ -100,97 +144,93 @@ def rehearsed_words(rehearsed: Rehearsed | None) -> str:
     return f"{said}, and ranks were seen to compute {rehearsed.busy:.1%} of it"
 
 
-def _joined(plan: PlanContent) -> list[str]:
-    if not plan.joined_axes:
-        return []
-    together = joined_text(plan.joined_axes)
-    return [f"axes searched together: {together}; the bound is of plans that use them so"]
+def _held(plan: AnyContent, name: str) -> str:
+    layout = plan.parameter_layouts.get(name)
+    if layout is None or isinstance(plan, PlanContent):
+        return str(layout or "absent")
+    places = ", ".join(map(str, plan.holders.get(name, ())))
+    return f"{layout} at {plan.axis}={places}"
 
 
-def _moved(plan: PlanContent) -> list[str]:
-    if plan.moved_nbytes is None:
-        return []
-    if not plan.moved_nbytes:
-        return ["memory is short: transfers go one by one"]
-    held = format_bytes(plan.moved_nbytes)
-    return [f"memory is short: transfers that are merged or in flight together hold no more than {held}"]
+def _ends(plan: PipelineContent, number: int) -> str:
+    said: list[str] = []
+    for what, positions in (("reads input", plan.reads[number]), ("returns output", plan.returns[number])):
+        if positions:
+            said.append(f"{what} {', '.join(map(str, positions))}")
+    return f": {'; '.join(said)}" if said else ""
 
 
-def _in_pieces(plan: PlanContent) -> list[str]:
-    lines: list[str] = []
-    if plan.micro_batches > 1:
-        count = plan.micro_batches
-        lines.append(
-            f"the batch runs in {count} pieces, one after the other: times are of all, collectives of one"
-        )
-    if plan.head_pieces > 1:
-        lines.append(f"memory is short: head and loss run in {plan.head_pieces} pieces over tokens")
-    return lines
-
-
-def _reserved(plan: PlanContent) -> str:
-    if not plan.reserve:
-        return ""
-    count = len(communicators(plan.mesh, [c.axes for c in collectives_of(plan.records)]))
+def _cut_line(plan: PipelineContent) -> str:
+    where = f"cut before {', '.join(plan.cut)}"
+    if plan.bound_of_cut is None:
+        return f"{where}, where each stage reads the parameters that it holds already"
+    if plan.bound_of_cut <= 1e-9:
+        return f"{where}: no cut has a shorter longest stage, as stages were estimated"
     return (
-        f", and {format_bytes(plan.reserve)} for CUDA's context and {count} communicator{'s' * (count != 1)}"
+        f"{where}: the longest stage is at most {plan.bound_of_cut:.1%} longer than of any cut, as estimated"
     )
 
 
-def _time_table(plan: PlanContent) -> list[str]:
-    update = sum(r.seconds for r in plan.records if r.op == "param")
-    lines = ["time"]
+def _reserved(plan: AnyContent) -> str:
+    if not plan.reserve:
+        return ""
+    made = "communicators"
+    if isinstance(plan, PlanContent):
+        count = len(communicators(plan.mesh, [c.axes for c in collectives_of(plan.records)]))
+        made = f"{count} communicator{'s' * (count != 1)}"
+    return f", and {format_bytes(plan.reserve)} for CUDA's context and {made}"
+
+
+def _time_table(plan: PlanContent) -> Iterator[str]:
+    if plan.moved_nbytes is not None:
+        held = f"that are merged or in flight together hold no more than {format_bytes(plan.moved_nbytes)}"
+        yield f"memory is short: transfers {held if plan.moved_nbytes else 'go one by one'}"
+    if (count := plan.micro_batches) > 1:
+        yield f"the batch runs in {count} pieces, one after the other: times are of all, collectives of one"
+    if plan.head_pieces > 1:
+        yield f"memory is short: head and loss run in {plan.head_pieces} pieces over tokens"
+    yield from ("", "time")
     for phase in ("forward", "backward"):
         ops = sum(r.seconds for r in plan.records if r.phase == phase and r.op != "param")
         moved = sum(c.seconds for c in collectives_of(plan.records) if c.phase == phase)
-        lines.append(
-            f"  {phase:9} {format_seconds(ops):>9} compute, {format_seconds(moved):>9} communication"
-        )
-    return [*lines, f"  {'optimizer':9} {format_seconds(update):>9}"]
+        yield f"  {phase:9} {format_seconds(ops):>9} compute, {format_seconds(moved):>9} communication"
+    update = sum(r.seconds for r in plan.records if r.op == "param")
+    yield f"  {'optimizer':9} {format_seconds(update):>9}"
 
 
-def memory_lines(memory: MemoryTimeline | None, head: str) -> list[str]:
-    """What lives at the peak, by kind, with the largest values of each; nothing where that is not known."""
-    return [] if memory is None else [head, *(f"  {line}" for line in kind_lines(memory)), ""]
+def _stages_tables(plan: PipelineContent) -> Iterator[str]:
+    """Seconds of one piece, what passes between stages, and what ranks hold."""
+    yield ""
+    heads = ("forward", "backward", "once", "holds", "a piece")
+    yield f"  {'stage':>5} {plan.axis:>5} {' '.join(f'{head:>9}' for head in heads)}  modules"
+    for number, (stage, figures) in enumerate(zip(plan.stages, plan.prices.stages, strict=True)):
+        once = figures.before + figures.after + figures.update
+        times = (figures.forward, figures.backward, once)
+        columns = [*map(format_seconds, times), format_bytes(figures.held), format_bytes(figures.kept)]
+        place = f"  {number:>5} {number % plan.ranks:>5}"
+        yield f"{place} {' '.join(f'{column:>9}' for column in columns)}  {_modules(stage)}"
+    yield ""
+    ways = zip(plan.prices.sent, plan.prices.returned, strict=True)
+    for boundary, (sent, returned) in enumerate(ways):
+        back = f", gradients in {format_seconds(returned)}" if returned else ""
+        yield f"  from stage {boundary} to {boundary + 1}: a piece in {format_seconds(sent)}{back}"
+    timeline = plan.timeline
+    for rank, (busy, peak) in enumerate(zip(timeline.busy, plan.scheduled.peaks, strict=True)):
+        waits = 1.0 - busy / timeline.seconds if timeline.seconds else 0.0
+        yield f"  {plan.axis}={rank}: holds {format_bytes(peak)}, waits {waits:.1%}"
 
 
-def collective_lines(collectives: Sequence[Collective]) -> list[str]:
-    """A line for the collectives of each phase, kind and axes, the longest first."""
-    rows: dict[tuple[str, str, str], list[Collective]] = {}
-    for c in collectives:
-        rows.setdefault((c.phase, c.name, ",".join(c.axes)), []).append(c)
-    if not rows:
-        return ["collectives: none"]
-    seconds = {row: sum(c.seconds for c in members) for row, members in rows.items()}
-    lines = ["collectives"]
-    for (phase, name, axes), members in sorted(rows.items(), key=lambda item: -seconds[item[0]]):
-        size = format_bytes(sum(c.nbytes for c in members))
-        time = format_seconds(seconds[phase, name, axes])
-        priced = priced_words((c.seconds, c.priced) for c in members)
-        lines.append(
-            f"  {phase:8} {name:14} [{axes}] x{len(members):<4} {size:>8} {time:>9}  {priced}".rstrip()
-        )
-    return lines
+def _modules(stage: PlanContent) -> str:
+    """The first and the last whose products run in a stage's forward."""
+    ops = [r for r in stage.records if r.module and r.phase == "forward" and r.op != "param"]
+    names = [r.module for r in ops if r.op == "contract"] or [r.module for r in ops]
+    return f"{names[0]} to {names[-1]}" if names else ""
 
 
-def parameter_lines(layouts: Mapping[str, Layout]) -> list[str]:
-    """A line for each parameter; those of equal layers, "layers.0-31.w", share one."""
-    rows = fold_numbers([(name, str(layout)) for name, layout in layouts.items()])
-    width = max((len(name) for name, _, _ in rows), default=0)
-    times = lambda count: f"  x {count}" if count > 1 else ""
-    return ["parameters"] + [f"  {name:{width}} {layout}{times(count)}" for name, layout, count in rows]
+def _peak_at(plan: PipelineContent) -> str:
+    return "" if plan.memory is None else f", at {plan.memory.peak.node}, {plan.memory.peak.phase}"
 
 
-def fallback_lines(plans: Sequence[PlanContent]) -> list[str]:
-    """Every place in the model where an op without a rule runs, and how often, of a plan or of its stages; [] if none
-    does."""
-    lines: list[str] = []
-    for name in sorted({name for plan in plans for name in plan.fallbacks}):
-        op = name.removesuffix(".default").removeprefix("autoshard.")
-        places = Counter((r.source, r.module) for plan in plans for r in plan.records if r.op == op)
-        lines += [f"  {name}{_place(*place)} x{count}" for place, count in places.items()] or [f"  {name}"]
-    return ["ops without a rule, run replicated with their inputs gathered", *lines] if lines else []
-
-
-def _place(source: str, module: str) -> str:
-    return (f" at {source}" if source else "") + (f" in {module}" if module else "")
+def _shared(plan: PipelineContent) -> list[str]:
+    shared = {name: places for name, places in plan.holders.items() if len(places) > 1}
+    return [f"  {name} is held at {plan.axis}={', '.join(map(str, p))}" for name, p in shared.items()]

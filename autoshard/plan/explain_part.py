@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from autoshard.plan.equal_layers import fold_numbers
-from autoshard.plan.explain import collective_lines, parameter_lines
+from autoshard.plan.explain_tables import collective_lines, parameter_lines, priced_words
 from autoshard.plan.plan_collectives import collectives_of
-from autoshard.plan.plan_prices import priced_words
+from autoshard.plan.plan_content import AnyContent, PlanContent
 from cost_model.errors import PlanError
 from cost_model.timed import Priced
 from cost_model.units import format_bytes
@@ -17,12 +17,28 @@ from passes.plan.graph_text import format_seconds
 from passes.plan.records import NodeRecord
 from passes.plan.transfers import Turn
 
-__all__ = ["explain_part"]
+__all__ = ["explain_named", "explain_part"]
 
 _Tied = Mapping[str, str]
 """Further name of a parameter -> the name that its record has."""
 _Buckets = Mapping[Turn | None, int]
 """Turn -> how many reads have it: their transfers are merged."""
+
+
+def explain_named(plan: AnyContent, name: str) -> str:
+    """`explain_part`; of stages each that has something of that name. PlanError where none has."""
+    if isinstance(plan, PlanContent):
+        return explain_part(plan.records, name, plan.parameter_layouts)
+    errors: list[PlanError] = []
+    parts: list[str] = []
+    for number, stage in enumerate(plan.stages):
+        try:
+            parts.append(f"stage {number}\n{explain_named(stage, name)}")
+        except PlanError as reason:
+            errors.append(reason)
+    if not parts:
+        raise errors[0]
+    return "".join(parts)
 
 
 def explain_part(records: Sequence[NodeRecord], name: str, parameters: Iterable[str] = ()) -> str:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.arguments import (
+    OptimizerLike,
     check_autocast,
     check_call_placements,
     check_device,
@@ -20,14 +21,13 @@ from autoshard.arguments import (
     check_recompute,
     checked_micro_batches,
     checked_model,
+    optimizer_name,
 )
-from autoshard.calls.global_call import global_call
+from autoshard.calls.global_call import as_call, global_call
 from autoshard.calls.outputs import output_layouts
-from autoshard.calls.signature import as_call
-from autoshard.plan.division import Division
-from autoshard.plan.optimizer_names import OptimizerLike, optimizer_name
 from autoshard.plan.pins import Constraints, resolve_pins
-from autoshard.plan.stages_option import AnyPlan, checked_schedule, checked_stages
+from autoshard.plan.plan import AnyPlan
+from autoshard.plan.stages_option import Division, checked_schedule, checked_stages
 from autoshard.plan.task import CallLayouts, Task, search_plan
 from autoshard.plan.task_prices import prices_of
 from autoshard.profiling.startup import nominal_profile, startup_profile

@@ -9,7 +9,7 @@ from functools import partial
 from passes.ir.joint import JointGraph
 from passes.layout.assignment import Assignment
 from passes.plan.decide import Moved, decide_lowering
-from passes.plan.lowering_plan import LoweringPlan
+from passes.plan.transfers import LoweringPlan
 from passes.predict.memory_kinds import KINDS
 from passes.predict.memory_record import MemoryStep, MemoryWalk
 from passes.predict.predict_step import Prediction, predicted_step

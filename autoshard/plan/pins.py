@@ -1,4 +1,4 @@
-"""The user's pins: parameter patterns to layouts, checked before anything else happens."""
+"""The user's pins: patterns of all names that parameters have to layouts, checked before all else happens."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from torch.distributed.tensor import Placement
 from cost_model.checked_arguments import reject
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
+from passes.capture import Captured
 from passes.layout.layout import Layout
 from passes.layout.placements import placements_to_layout
 
-__all__ = ["Constraints", "pinned_layout", "resolve_pins"]
+__all__ = ["Constraints", "by_first_name", "parameter_shapes", "pinned_layout", "resolve_pins"]
 
 Constraints = Mapping[str, Sequence[Placement] | Mapping[str, Placement]]
 """Parameter name or shell pattern -> one placement per mesh axis, or {axis name: placement}."""
@@ -91,3 +92,28 @@ def _no_match(pattern: str, parameters: Mapping[str, torch.Tensor]) -> str:
         f"  close names: {', '.join(close)}\n"
         "  try: a name from model.named_parameters(), or a pattern such as 'layers.*.weight'"
     )
+
+
+def parameter_shapes(captured: Captured) -> dict[str, torch.Tensor]:
+    """Every parameter name, tied ones included, to a tensor of its shape."""
+    joint = captured.joint
+    found: dict[str, torch.Tensor] = {}
+    for spec, node in zip(joint.inputs, joint.placeholders, strict=True):
+        if spec.kind == "param":
+            for name in (spec.name, *captured.aliases.get(spec.name, ())):
+                found[name] = node.meta["val"]
+    return found
+
+
+def by_first_name(pins: Mapping[str, Layout], captured: Captured) -> dict[str, Layout]:
+    """Pins by the name the graph knows; ShardingError if two names of one tied parameter disagree."""
+    first = {alias: name for name, aliases in captured.aliases.items() for alias in aliases}
+    resolved: dict[str, Layout] = {}
+    for name, layout in pins.items():
+        known = first.get(name, name)
+        if resolved.get(known, layout) != layout:
+            raise ShardingError(
+                f"{name} and {known} are one tied parameter, pinned in two ways\n  try: pin it by one name"
+            )
+        resolved[known] = layout
+    return resolved

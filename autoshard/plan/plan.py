@@ -1,53 +1,54 @@
-"""`Plan`: what the search found, as one file: layouts, prices, proof, and what it was found for."""
+"""`Plan` and `PipelinePlan`: what the search found, as one file: layouts, prices, proof, and what it was found for."""
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import networkx as nx
-from torch.distributed.tensor import Placement
+from msgspec import structs
 
-from autoshard.drawing.draw import draw
-from autoshard.plan.crossovers import Crossover, crossover_lines
+from autoshard.drawing.draw import draw, draw_pipeline
+from autoshard.plan.crossovers import Crossover
 from autoshard.plan.crossovers import crossovers as found_crossovers
-from autoshard.plan.explain import explain_plan, plan_difference
-from autoshard.plan.explain_part import explain_part
-from autoshard.plan.piece_sizes import piece_places
-from autoshard.plan.pipeline_json import is_pipeline
-from autoshard.plan.pipeline_plan import PipelinePlan
-from autoshard.plan.plan_check import plan_problems
-from autoshard.plan.plan_collectives import Collective, collectives_of
-from autoshard.plan.plan_content import PlanContent, PlanOrigin
+from autoshard.plan.explain import plan_difference
+from autoshard.plan.plan_base import PlanBase
+from autoshard.plan.plan_check import pipeline_problems, plan_problems, stage_problems
+from autoshard.plan.plan_content import PipelineContent, PlanContent
+from autoshard.plan.plan_file import (
+    PIPELINE_FILE,
+    PLAN_FILE,
+    SCHEMA_VERSION,
+    damaged,
+    is_pipeline,
+)
 from autoshard.plan.plan_graph import plan_graph
-from autoshard.plan.plan_json import SCHEMA_VERSION, damaged, plan_data, plan_fields, plan_to_json, write_plan
-from autoshard.plan.variants import Again
-from autoshard.plan.why_not import why_not_family, why_not_pinned
-from cost_model.checked_arguments import checked_flag, checked_path, reject
-from cost_model.errors import PlanError
+from autoshard.plan.plan_origin import PlanOrigin
+from autoshard.plan.why_not import Again, why_not_family, why_not_pinned
+from cost_model.checked_arguments import checked_path, reject
+from cost_model.errors import InfeasibleError, PlanError
 from cost_model.reserve import communicators
 from cost_model.text_files import read_json
 from passes.ir.joint import JointGraph
 from passes.layout.assignment import Assignment
-from passes.layout.placements import layout_to_placements
-from passes.plan.check_lowering import lowering_problems
-from passes.plan.describe import graph_hash, op_counts, records_that_differ
-from passes.plan.graph_text import format_graph
-from passes.plan.lowering_plan import LoweringPlan
+from passes.micro_batches.cut_batch import cut_for_stages
+from passes.micro_batches.other_sizes import piece_places
+from passes.plan.check_graph import differences, graph_problems
+from passes.plan.describe import graph_hash
 from passes.plan.records import layouts_of, lowering_of
+from passes.plan.transfers import LoweringPlan
+from passes.stages.stage_graph import StageGraph
+from passes.stages.stage_graphs import stage_graphs
 from passes.states.compute_again import compute_again
 
-__all__ = ["SCHEMA_VERSION", "Plan", "PlanOrigin", "any_plan_from_json"]
+__all__ = ["SCHEMA_VERSION", "AnyPlan", "PipelinePlan", "Plan", "PlanOrigin", "any_plan_from_json"]
 
 
 @dataclass(frozen=True)
-class Plan(PlanContent):
+class Plan(PlanBase, PlanContent):
     """The fastest plan under its profile's prices.
 
     cost:        seconds of one training step, forward, backward and optimizer update, as the search
@@ -75,10 +76,9 @@ class Plan(PlanContent):
     again: Again | None = field(default=None, compare=False, repr=False)
 
     @property
-    def fingerprint(self) -> str:
-        """Hash of the layouts and of what they were found for."""
-        content = repr((self.mesh, self.records, self.origin.graph_hash, *self.other_sizes))
-        return hashlib.sha256(content.encode()).hexdigest()[:16]
+    def stages(self) -> tuple[Plan, ...]:
+        """It is its only one."""
+        return (self,)
 
     @cached_property
     def assignment(self) -> Assignment:
@@ -98,35 +98,10 @@ class Plan(PlanContent):
         return [(graph, *sizes[place]) for graph, place in graphs]
 
     @cached_property
-    def parameters(self) -> dict[str, tuple[Placement, ...]]:
-        """Parameter name -> one torch placement per mesh axis."""
-        return {n: layout_to_placements(layout, self.mesh) for n, layout in self.parameter_layouts.items()}
-
-    @cached_property
-    def collectives(self) -> tuple[Collective, ...]:
-        """Every collective of a step, in order."""
-        return collectives_of(self.records)
-
-    @cached_property
     def communicators(self) -> tuple[tuple[str, ...], ...]:
         """The NCCL communicators of a rank that runs the plan, by their mesh axes, in the order in which they
         are made: of all ranks, of every axis, and of the several axes that collectives run over. None on CPUs."""
         return communicators(self.mesh, self.collective_axes)
-
-    @cached_property
-    def collective_axes(self) -> list[tuple[str, ...]]:
-        """The mesh axes of every collective of a step, of pieces of all sizes, in order."""
-        return [c.axes for records in (self.records, *self.other_sizes) for c in collectives_of(records)]
-
-    def to_text(self, *, seconds: bool = True) -> str:
-        """The planned graph in the text form of docs/plans.md."""
-        return format_graph(
-            self.records,
-            self.mesh,
-            seconds=checked_flag(seconds, "seconds"),
-            joined=self.joined_axes,
-            raced=len(self.race),
-        )
 
     def to_networkx(self) -> nx.DiGraph:
         """Nodes are ops, edges values; layouts, seconds and transfers are attributes."""
@@ -135,20 +110,6 @@ class Plan(PlanContent):
     def draw(self, path: str | os.PathLike[str]) -> Path:
         """Draw the plan; the suffix chooses: .svg .dot .html .json .graphml."""
         return draw(self.to_networkx(), path)
-
-    def explain(self, node: str | None = None, *, crossovers: bool = False) -> str:
-        """Where the time and the bytes go; with `node`, of one op, parameter or module with all that it holds.
-
-        Equal layers are explained once, "x 32". crossovers: also at which bandwidths another plan would win, which
-        searches again (`crossovers()`). PlanError, with the nearest names, for a name that the plan lacks."""
-        if node is not None and not isinstance(node, str):
-            raise PlanError(str(reject("node", node, "a name from explain() or to_text(), or None")))
-        if not isinstance(crossovers, bool):
-            raise PlanError(str(reject("crossovers", crossovers, "True or False")))
-        text = (
-            explain_plan(self) if node is None else explain_part(self.records, node, self.parameter_layouts)
-        )
-        return "\n".join([text, *crossover_lines(self.crossovers()), ""]) if crossovers else text
 
     def crossovers(self) -> tuple[Crossover, ...]:
         """At which bandwidth of each link level another plan would win, and which: the nearest below and above.
@@ -183,7 +144,7 @@ class Plan(PlanContent):
             )
         return self.again
 
-    def diff(self, other: Plan | PipelinePlan[Plan]) -> str:
+    def diff(self, other: AnyPlan) -> str:
         """Parameters and collectives in which two plans differ, with their prices."""
         if not isinstance(other, Plan):
             raise PlanError(str(reject("other", other, "a Plan without stages, or Plan.load(path)")))
@@ -193,76 +154,30 @@ class Plan(PlanContent):
         """PlanError, saying what changed, unless the plan was made for `joint`."""
         if not isinstance(joint, JointGraph):
             raise PlanError(str(reject("joint", joint, "the joint graph of a captured model")))
-        found = graph_hash(joint)
-        if found == self.origin.graph_hash:
-            for problem in self._problems(compute_again(joint, self.lowering.again)):
-                raise PlanError(
-                    f"the plan is damaged: {problem}\n  try: find_plan(...) again and save the new plan"
-                )
-            return
-        raise PlanError(f"the plan was made for another model, inputs or code\n{self._changes(joint)}")
-
-    def _problems(self, joint: JointGraph) -> Iterator[str]:
-        yield from records_that_differ(self.records, joint)
-        yield from lowering_problems(joint, self.assignment, self.lowering)
-
-    def _changes(self, joint: JointGraph) -> str:
-        mine = {(r.op, r.text): r.results[0] for r in self.records if r.op in ("param", "buffer", "input")}
-        theirs = {
-            (spec.kind, f"{spec.kind} {spec.name}"): tuple(node.meta["val"].shape)
-            for node, spec in zip(joint.placeholders, joint.inputs, strict=True)
-            if spec.kind in ("param", "buffer", "input")
-        }
-        lines = [f"  {text}: in the plan, not in the model" for _, text in mine.keys() - theirs.keys()]
-        lines += [f"  {text}: in the model, not in the plan" for _, text in theirs.keys() - mine.keys()]
-        lines += [
-            f"  {key[1]}: {tuple(mine[key].shape)} in the plan, {shape} in the model"
-            for key, shape in theirs.items()
-            if key in mine and tuple(mine[key].shape) != shape
-        ]
-        lines.sort()
-        if not lines:
-            from torch import __version__ as torch_version
-
-            lines = [
-                "  parameters and inputs agree; the computation differs",
-                *self._ops_that_differ(joint),
-                f"  plan: {self.mesh.device_type}, torch {self.origin.torch}; "
-                f"here: {joint.device.type}, torch {torch_version}",
-            ]
-        return "\n".join([*lines[:8], "  try: find_plan(...) again and save the new plan"])
-
-    def _ops_that_differ(self, joint: JointGraph) -> list[str]:
-        ends = ("param", "buffer", "constant", "input", "tangent", "seed", "output")
-        mine = Counter(f"{r.op} {r.results[0].dtype}" for r in self.records if r.op not in ends)
-        here = op_counts(joint)
-        return [
-            f"  only {where}: " + ", ".join(f"{count} {op}" for op, count in more.most_common(6))
-            for where, more in (("in the plan", mine - here), ("here", here - mine))
-            if more
-        ]
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the JSON that `load` reads. PlanError where no file can be written."""
-        write_plan(self.to_json(), path)
+        if graph_hash(joint) != self.origin.graph_hash:
+            lines = differences(self.records, joint, f"{self.mesh.device_type}, torch {self.origin.torch}")
+            raise PlanError(
+                "the plan was made for another model, inputs or code\n"
+                + "\n".join([*lines[:8], "  try: find_plan(...) again and save the new plan"])
+            )
+        for problem in graph_problems(self.records, compute_again(joint, self.lowering.again)):
+            raise PlanError(
+                f"the plan is damaged: {problem}\n  try: find_plan(...) again and save the new plan"
+            )
 
     @staticmethod
-    def load(path: str | os.PathLike[str]) -> Plan | PipelinePlan[Plan]:
+    def load(path: str | os.PathLike[str]) -> AnyPlan:
         """Read a saved plan. PlanError if it is missing, not a plan, damaged, or of another schema version."""
         file = checked_path(path, "plan", PlanError)
         return any_plan_from_json(read_json(file, "plan", PlanError), where=str(file))
 
     def to_json(self) -> dict[str, Any]:
-        return plan_to_json(self)
+        return PLAN_FILE.data(self)
 
     @staticmethod
     def from_json(data: Any, *, where: str = "plan") -> Plan:
         """Inverse of `to_json`. PlanError for anything else: what is accepted can be shown, drawn and compared."""
-        content = plan_data(data, where)
-        try:
-            plan = Plan(**plan_fields(content))
-        except ValueError as error:  # a ShardingError of the mesh is one
-            raise damaged(where, str(error).partition("\n")[0]) from None
+        plan = Plan(**PLAN_FILE.fields(data, where))
         for problem in plan_problems(plan):
             raise damaged(where, problem)
         for records in plan.other_sizes:
@@ -271,8 +186,76 @@ class Plan(PlanContent):
         return plan
 
 
-def any_plan_from_json(data: Any, *, where: str = "plan") -> Plan | PipelinePlan[Plan]:
+@dataclass(frozen=True)
+class PipelinePlan(PlanBase, PipelineContent):
+    """The plan of a model in stages along a mesh axis; its fields are those of `PipelineContent`."""
+
+    @cached_property
+    def stages(self) -> tuple[Plan, ...]:
+        """The plan of each stage's graph on the ranks of one stage: `mesh` with `axis` of size 1."""
+        return tuple(part.plan for part in self.parts)
+
+    def stage_graphs(self, joint: JointGraph) -> tuple[StageGraph, ...]:
+        """The graph of each stage, in pieces: of the canonical graph `joint` of the call."""
+        return stage_graphs(cut_for_stages(joint, self.micro_batches), self.cut)
+
+    def check_graph(self, joint: JointGraph) -> None:
+        """PlanError unless the plan was made for `joint`, the canonical graph of a call."""
+        if graph_hash(joint) != self.origin.graph_hash:
+            raise PlanError(
+                "the plan was made for another model, inputs or code\n"
+                "  try: find_plan(..., stages=...) again and save the new plan"
+            )
+
+    def draw(self, path: str | os.PathLike[str]) -> Path:
+        """Draw all stages and pieces on one timeline, bubbles marked, and below it each stage's graph.
+
+        The suffix chooses: .svg, .html, or .json, a trace that Perfetto opens. PlanError for another."""
+        graphs = [stage.to_networkx() for stage in self.stages]
+        return draw_pipeline(f"{self.mesh}, stages along {self.axis}", self.timeline, graphs, path)
+
+    def diff(self, other: object) -> str:
+        """In what two plans with stages differ: step, memory, schedule, cut and parameters."""
+        if not isinstance(other, PipelinePlan):
+            raise PlanError(str(reject("other", other, "a plan with stages, as this is one")))
+        return plan_difference(self, other)
+
+    def why_not(self, parameter: str, placements: Any = None) -> str:
+        """PlanError: stages are not planned again for a question. `plan.stages[0].why_not(...)` asks one of them."""
+        raise _not_there("why_not(...)", "plan.stages[0].why_not(...), of one stage as it is cut")
+
+    def crossovers(self) -> tuple[Crossover, ...]:
+        """PlanError, as `why_not`."""
+        raise _not_there("crossovers()", "plan.stages[0].crossovers(), of one stage as it is cut")
+
+    def to_json(self) -> dict[str, Any]:
+        return PIPELINE_FILE.data(self)
+
+    @staticmethod
+    def from_json(data: Any, *, where: str = "plan") -> PipelinePlan:
+        """Inverse of `to_json`. PlanError for anything else."""
+        plan = PipelinePlan(**PIPELINE_FILE.fields(data, where))
+        try:
+            for problem in pipeline_problems(plan):
+                raise damaged(where, problem)
+        except InfeasibleError as error:  # no schedule runs so many pieces
+            raise damaged(where, str(error).partition("\n")[0]) from None
+        read = lambda i, part: structs.replace(
+            part, plan=Plan.from_json(part.plan, where=f"{where}, stage {i}")
+        )
+        plan = replace(plan, parts=tuple(read(i, part) for i, part in enumerate(plan.parts)))
+        for problem in stage_problems(plan):
+            raise damaged(where, problem)
+        return plan
+
+
+AnyPlan = Plan | PipelinePlan
+
+
+def any_plan_from_json(data: Any, *, where: str = "plan") -> AnyPlan:
     """Inverse of `to_json` of either kind. Raises as `Plan.from_json`."""
-    if is_pipeline(data):
-        return PipelinePlan.from_json(data, Plan.from_json, where=where)
-    return Plan.from_json(data, where=where)
+    return (PipelinePlan if is_pipeline(data) else Plan).from_json(data, where=where)
+
+
+def _not_there(question: str, instead: str) -> PlanError:
+    return PlanError(f"{question} is not there for plans with stages\n  try: {instead}")

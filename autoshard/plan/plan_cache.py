@@ -17,11 +17,9 @@ import torch
 from msgspec import Meta
 
 from autoshard.cache_files import cache_folder, code_fingerprint, write_whole
-from autoshard.plan.candidates import Candidate, candidates
-from autoshard.plan.plain_plan import plain_plan
-from autoshard.plan.plan import Plan
-from autoshard.plan.plan_content import pace_of
-from autoshard.plan.stages_option import AnyPlan
+from autoshard.plan.candidates import BEST, Candidate, candidates
+from autoshard.plan.plan import AnyPlan, Plan
+from autoshard.plan.plan_origin import pace_of
 from autoshard.plan.task import Task, search_plan
 from cost_model.deadline import Deadline
 from cost_model.errors import AutoshardError, PlanError
@@ -55,9 +53,9 @@ def cached_plan(task: Task, search: Callable[[], Plan]) -> Plan:
     again; a cache that cannot be written is no reason to fail.
     """
     path = plan_path(task)
-    known = kept_plan(path, task)
-    if known is not None:
-        return known
+    kept = kept_plan(path, task)
+    if kept is not None:
+        return kept
     begun = time.monotonic()
     plan = search()
     if _is_settled(plan, begun, task):
@@ -78,9 +76,8 @@ def cached_search(task: Task, deadline: Deadline) -> Plan:
 def cached_candidates(task: Task, count: int) -> list[Candidate]:
     """`candidates`, read if they were found before; kept if there are so many, and the first would be."""
     path = plan_path(task).with_suffix(f".race{count}.json")
-    known = _read_candidates(path, task)
-    if known:
-        return known
+    if kept := _kept(path, task):
+        return kept
     begun = time.monotonic()
     found = candidates(task, count)
     if _is_settled(found[0].plan, begun, task) and len(found) == count:
@@ -88,22 +85,29 @@ def cached_candidates(task: Task, count: int) -> list[Candidate]:
     return found
 
 
-def _read_candidates(path: Path, task: Task) -> list[Candidate]:
-    """None of a file that cannot be used."""
+def kept_plan(path: Path, task: Task) -> Plan | None:
+    """The plan in a file, if there is one that is a plan of the task."""
+    kept = _kept(path, task)
+    return kept[0].plan if kept else None  # type: ignore[return-value]
+
+
+def _kept(path: Path, task: Task) -> list[Candidate]:
+    """The plans of the task in a file, of one or of several by name; none of a file that cannot be used."""
     if not os.path.exists(path):
         return []
-    found: list[Candidate] = []
+    kept: list[Candidate] = []
     try:
-        for data in read_json(path, "list of cached plans", PlanError):
-            name, plan = data
-            known = Plan.from_json(plan)
-            known.check_graph(task.joint)
-            found.append(Candidate(str(name), replace(known, again=task.again())))
+        data = read_json(path, "cached plan", PlanError)
+        for name, content in data if isinstance(data, list) and data else [(BEST, data)]:
+            plan = Plan.from_json(content)
+            plan.check_graph(task.joint)
+            again = replace(task, pace=task.pace * pace_of(plan.rehearsed)).again()
+            kept.append(Candidate(str(name), replace(plan, again=again)))
     except (AutoshardError, TypeError, ValueError) as error:
-        _log.warning("searching again: the cached plans of a race cannot be used: %s", error)
+        _log.warning("searching again: the cached plan cannot be used: %s", error)
         return []
-    _log.info("plans of a race: found before, read from %s", path)
-    return found
+    _log.info("plan: found before, read from %s", path)
+    return kept
 
 
 def keep_plan(path: Path, plan: Plan) -> None:
@@ -158,17 +162,3 @@ def plan_path(task: Task, *more: object) -> Path:
         decides.append(f"pace {task.pace!r}")
     text = "\n".join(map(str, decides))
     return cache_folder() / "plans" / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
-
-
-def kept_plan(path: Path, task: Task) -> Plan | None:
-    """The plan in a file, if there is one that is a plan of the task."""
-    if not os.path.exists(path):
-        return None
-    try:
-        plan = plain_plan(path, "a cached plan")
-        plan.check_graph(task.joint)
-    except AutoshardError as error:
-        _log.warning("searching again: the cached plan cannot be used: %s", error)
-        return None
-    _log.info("plan: found before, read from %s", path)
-    return replace(plan, again=replace(task, pace=task.pace * pace_of(plan.rehearsed)).again())

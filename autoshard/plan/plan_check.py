@@ -6,18 +6,23 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from autoshard.plan.plan_content import PlanContent
-from autoshard.plan.transfer_check import Ways, turn_problems
+from autoshard.plan.plan_content import PipelineContent, PlanContent
 from cost_model.mesh import MeshSpec
 from passes.layout.joined_axes import JoinedAxes, joining_problems, keeps_together
 from passes.layout.layout import Layout
-from passes.plan.records import NodeRecord
+from passes.plan.records import NodeRecord, OperandRecord, ResultRecord
+from passes.plan.transfers import Turn
+from passes.redistribution.check_steps import step_problems
+from passes.redistribution.steps import Step
+from passes.stages.pipeline_orders import pipeline_order
 
-__all__ = ["plan_problems"]
+__all__ = ["Ways", "pipeline_problems", "plan_problems", "stage_problems", "turn_problems"]
 
 _FIELD = re.compile(r"\{(\d{1,6})\}")
 _MOST_ELEMENTS = 2**50
+_MOST_ACTIONS = 10_000_000
 
 
 def plan_problems(plan: PlanContent) -> Iterator[str]:
@@ -47,6 +52,8 @@ def _nodes(records: Sequence[NodeRecord], mesh: MeshSpec, joined: JoinedAxes) ->
     known: dict[str, NodeRecord] = {}
     ways = Ways(mesh, joined)
     for record in records:
+        if record.name in known:
+            yield f"two nodes are called {record.name}"
         for problem in (*_node(record, known, mesh, ways), *_apart(record, joined)):
             yield f"node {record.name}: {problem}"
         known[record.name] = record
@@ -68,7 +75,11 @@ def _node(record: NodeRecord, known: Mapping[str, NodeRecord], mesh: MeshSpec, w
     for result in record.results:
         yield from _fits(result.layout, result.shape, mesh)
     for operand in record.operands:
-        value = known[operand.source].results[operand.result]
+        source = known.get(operand.source)
+        if source is None or operand.result >= len(source.results):
+            yield f"it reads result {operand.result} of {operand.source}, which is no node before it"
+            continue
+        value = source.results[operand.result]
         unfit = list(_fits(operand.layout, value.shape, mesh))
         # A source that fits nothing has been said already.
         fits = not unfit and not any(_fits(value.layout, value.shape, mesh))
@@ -84,7 +95,7 @@ def _node(record: NodeRecord, known: Mapping[str, NodeRecord], mesh: MeshSpec, w
 def _apart(record: NodeRecord, joined: JoinedAxes) -> Iterator[str]:
     """Layouts that use joined axes apart."""
     layouts = [value.layout for value in (*record.operands, *record.results)]
-    layouts += [transfer.step.after for operand in record.operands for transfer in operand.transfers]
+    layouts += [transfer.after for operand in record.operands for transfer in operand.transfers]
     for run in joined:
         for one, two in itertools.pairwise(run):
             for layout in layouts:
@@ -163,3 +174,93 @@ def _memory(plan: PlanContent) -> Iterator[str]:
         named = sum(row.nbytes for row in memory.at_peak if row.kind == kind)
         if named != nbytes:
             yield f"what is alive at its peak has {named} bytes of kind {kind}, and the peak {nbytes}"
+
+
+def pipeline_problems(plan: PipelineContent) -> Iterator[str]:
+    """What is wrong with a plan with stages, its stages' own plans aside. InfeasibleError where its schedule cannot run
+    so many pieces."""
+    if plan.axis not in plan.mesh.names:
+        yield f"its stages are along {plan.axis!r}, and {plan.mesh} has no such axis"
+        return
+    count = len(plan.parts)
+    if not count or count % plan.ranks:
+        yield f"it has {count} stages for {plan.ranks} ranks"
+        return
+    if len(plan.cut) != count - 1:
+        yield f"it is cut at {len(plan.cut)} places into {count} stages"
+    if count * plan.micro_batches > _MOST_ACTIONS:
+        yield f"{plan.micro_batches} micro-batches on {count} stages, which nothing runs"
+        return
+    pipeline_order(plan.schedule, plan.ranks, plan.micro_batches, stages_per_rank=count // plan.ranks)
+    returned = [position for part in plan.parts for position in part.returns]
+    if len(set(returned)) != len(returned):
+        yield "two of its stages return one output of the call"
+
+
+def stage_problems(plan: PipelineContent) -> Iterator[str]:
+    """Where its stages do not belong together."""
+    own = plan.mesh.resized(plan.axis, 1)
+    layouts: dict[str, Layout] = {}
+    for number, (stage, part) in enumerate(zip(plan.stages, plan.parts, strict=True)):
+        if stage.mesh != own:
+            yield f"stage {number} is planned for {stage.mesh}, and not for {own}"
+        if any(place not in stage.outputs for place in range(len(part.returns))):
+            yield f"stage {number} does not have the outputs that it returns"
+        if stage.micro_batches != plan.micro_batches:
+            yield f"stage {number} runs {stage.micro_batches} micro-batches, and not {plan.micro_batches}"
+        for name, layout in stage.parameter_layouts.items():
+            if layouts.setdefault(name, layout) != layout:
+                yield f"parameter {name} has two layouts, {layouts[name]} and {layout}"
+
+
+_FIRST: Turn = (-1, 0)
+
+
+@dataclass(frozen=True)
+class Ways:
+    """Ways from layout to layout on a mesh, axes `joined` moved together; layers repeat, so each is looked at once."""
+
+    mesh: MeshSpec
+    joined: JoinedAxes
+    seen: dict[tuple[Layout, Layout, tuple[Step, ...], tuple[int, ...]], tuple[str, ...]] = field(
+        default_factory=dict
+    )
+
+    def problems(self, operand: OperandRecord, value: ResultRecord) -> Sequence[str]:
+        """What is wrong with the transfers of `operand`, which reads `value`; both layouts fit the mesh."""
+        if bool(operand.transfers) != (operand.turn is not None):
+            count = len(operand.transfers)
+            return [f"it reads {operand.source} through {count} steps, with turn {operand.turn}"]
+        try:
+            steps = operand.steps(value.layout)
+        except ValueError as error:
+            return [str(error)]
+        unknown = [axis for step in steps for axis in step.axes if axis not in self.mesh.names]
+        if unknown:
+            return [f"the mesh has no axis {unknown[0]!r}"]
+        key = (value.layout, operand.layout, steps, value.shape)
+        if key not in self.seen:
+            self.seen[key] = tuple(step_problems(*key, self.mesh, self.joined))
+        return self.seen[key]
+
+
+def turn_problems(records: Sequence[NodeRecord]) -> Iterator[str]:
+    """Transfers that communicate, with a turn that is not after those of all transfers that their operand is computed
+    from: the members of a bucket, too, may not wait for one another. What a rank cuts from its own part waits in no
+    turn."""
+    latest: dict[str, Turn] = {}
+    for record in records:
+        mine = _FIRST
+        for operand in record.operands:
+            before = latest[operand.source]
+            if operand.turn is not None and operand.turn <= before and _communicates(operand):
+                yield (
+                    f"node {record.name}: it reads {operand.source} in turn {operand.turn}, and that is computed from "
+                    f"what comes in turn {before}"
+                )
+            mine = max(mine, before, operand.turn or _FIRST)
+        latest[record.name] = mine
+
+
+def _communicates(operand: OperandRecord) -> bool:
+    return any(transfer.step.kind for transfer in operand.transfers)

@@ -1,14 +1,17 @@
-"""The collectives of a plan, read from its records."""
+"""The collectives of a plan, read from its records, and what CUDA's context and their communicators take of a limit."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from cost_model.mesh import MeshSpec
+from cost_model.reserve import Axes, reserve_bytes
 from cost_model.timed import Priced
 from passes.plan.records import NodeRecord
+from passes.redistribution.steps import Step
 
-__all__ = ["Collective", "collectives_of"]
+__all__ = ["MESSAGES", "Collective", "collectives_of", "messages_nbytes", "plan_reserve"]
 
 
 @dataclass(frozen=True)
@@ -54,3 +57,35 @@ def collectives_of(records: Sequence[NodeRecord]) -> tuple[Collective, ...]:
         for transfer in operand.transfers
         if transfer.step.kind is not None
     )
+
+
+MESSAGES = frozenset({"all_to_all"})
+"""Kinds of collectives in which every rank sends to every other, and that gathers can do without."""
+
+_NEIGHBOURS = 2
+"""Ranks with which a halo is exchanged: one before, one after. Longer halos reach further, which is not counted."""
+_ALL = 2**62
+_PEERS = {"all_to_all": _ALL, "reshard": _ALL, "halo_exchange": _NEIGHBOURS, "halo_reduce": _NEIGHBOURS}
+"""Ranks with which a rank exchanges messages of its own in a step, by its name."""
+
+
+def plan_reserve(mesh: MeshSpec, collectives: Iterable[Collective | Step]) -> int:
+    """Bytes per device for CUDA's context and the communicators of a plan with these collectives."""
+    return reserve_bytes(mesh, _peers(mesh, collectives))
+
+
+def messages_nbytes(mesh: MeshSpec, steps: Iterable[Step]) -> int:
+    """Bytes of `plan_reserve` that are there for `MESSAGES`."""
+    every = list(steps)
+    return plan_reserve(mesh, every) - plan_reserve(mesh, [s for s in every if s.kind not in MESSAGES])
+
+
+def _peers(mesh: MeshSpec, collectives: Iterable[Collective | Step]) -> Mapping[Axes, int]:
+    """Axes -> ranks with which one exchanges messages of its own."""
+    peers: dict[Axes, int] = {}
+    for c in collectives:
+        axes = tuple(sorted(c.axes, key=mesh.index))
+        others = mesh.size(*axes) - 1
+        count = _PEERS.get(c.name, 0)
+        peers[axes] = max(peers.get(axes, 0), min(others, count))
+    return peers

@@ -1,17 +1,18 @@
-"""Does a plan fit where it is to run: its mesh, its outputs, the ops that read its layouts?"""
+"""Is it a plan, and does it fit where it is to run: its graph, its mesh, its outputs, the ops that read its layouts?"""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+import os
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 
-from autoshard.plan.pipeline_plan import PipelinePlan
-from autoshard.plan.plan import Plan
-from autoshard.plan.stages_option import AnyPlan
+from autoshard.plan.micro_batches import cut_call
+from autoshard.plan.plan import AnyPlan, PipelinePlan, Plan
 from cost_model.errors import AutoshardError, InfeasibleError, PlanError, ShardingError
 from cost_model.memory import OPTIMIZERS
 from cost_model.mesh import MeshSpec
 from cost_model.units import enough_bytes, format_bytes
+from passes.capture import Captured
 from passes.ir.joint import JointGraph
 from passes.ir.op_traits import is_view
 from passes.layout.layout import Layout
@@ -26,6 +27,9 @@ __all__ = [
     "check_optimizer",
     "check_outputs",
     "check_pins",
+    "given_plan",
+    "plain_plan",
+    "planned_graph",
     "runnable",
 ]
 
@@ -82,7 +86,7 @@ def _kept(optimizer: str) -> tuple[int, int]:
 
 def check_pins(plan: AnyPlan, pins: Mapping[str, Layout]) -> None:
     """ShardingError unless the plan has every pinned parameter as `constraints` say."""
-    for stage in _stages(plan):
+    for stage in plan.stages:
         for name, pin in pins.items():
             layout = stage.parameter_layouts.get(name, pin)
             if layout != pin:
@@ -101,7 +105,7 @@ def check_again(plan: AnyPlan, recompute: str, joint: JointGraph) -> None:
         return
     asked = set(users_choice(joint))
     views = {node.name for node in joint.graph.nodes if node.op == "call_function" and is_view(node)}
-    again = {name for stage in _stages(plan) for name in copied_ops(record.name for record in stage.records)}
+    again = {name for stage in plan.stages for name in copied_ops(record.name for record in stage.records)}
     others = sorted(again - asked - views)
     if others or (asked and not again):
         what = f"computes {others[0]} again" if others else "computes nothing again"
@@ -110,10 +114,6 @@ def check_again(plan: AnyPlan, recompute: str, joint: JointGraph) -> None:
             f'recompute is "user", and plan {what}, while the model {why} under torch.utils.checkpoint\n'
             '  try: recompute="auto", which leaves it to the plan, or a plan of find_plan(..., recompute="user")'
         )
-
-
-def _stages(plan: AnyPlan) -> Sequence[Plan]:
-    return plan.stages if isinstance(plan, PipelinePlan) else (plan,)
 
 
 @contextmanager
@@ -130,3 +130,26 @@ def runnable(plan: AnyPlan) -> Generator[None]:
             "  its layouts contradict each other or the ops that read them\n"
             "  try: find_plan(...) again, or the plan as it was saved"
         ) from error
+
+
+def given_plan(plan: AnyPlan | str | os.PathLike[str]) -> AnyPlan:
+    """`plan`, or read. Raises as `Plan.load`."""
+    return plan if isinstance(plan, (Plan, PipelinePlan)) else Plan.load(plan)
+
+
+def plain_plan(plan: AnyPlan | str | os.PathLike[str], what: str) -> Plan:
+    """`plan`, or read. PlanError for a plan with stages, which `what` does not take."""
+    found = given_plan(plan)
+    if isinstance(found, PipelinePlan):
+        raise PlanError(
+            f"{what} takes no plan with stages, and this one has {len(found.stages)}\n"
+            "  try: find_plan(..., stages=None), or that plan's `stages` one by one"
+        )
+    return found
+
+
+def planned_graph(captured: Captured, plan: AnyPlan) -> JointGraph:
+    """The graph that a plan of the call names: with stages the whole call's, else that of the first piece."""
+    if isinstance(plan, PipelinePlan):
+        return captured.joint
+    return cut_call(captured, plan.micro_batches, plan.head_pieces).joint

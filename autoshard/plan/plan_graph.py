@@ -18,6 +18,10 @@ PLACEHOLDERS = frozenset({"param", "buffer", "constant", "input", "tangent", "se
 
 _Bucket = tuple[Turn | None, str, tuple[str, ...]]
 """Turn, kind and axes."""
+_Moved = tuple[Transfer, str]
+"""A collective, and what edges say of its bucket."""
+_Read = tuple[str, Sequence[_Moved]]
+"""A layout as read, and the collectives in front."""
 
 
 def plan_graph(
@@ -53,10 +57,13 @@ def plan_graph(
     for record in records:
         if record.name not in skipped:
             graph.add_node(record.name, **_node_attributes(record, reader_module.get(record.name, "")))
+    reads: dict[tuple[str, str], list[_Read]] = {}  # the same value may be read twice, perhaps in two layouts
     for record in records:
-        if record.name not in skipped:
-            for operand in record.operands:
-                _add_edge(graph, record.name, operand, by_name, skipped, buckets)
+        for operand in () if record.name in skipped else record.operands:
+            source, moved = _through_uses(operand, by_name, skipped, buckets)
+            reads.setdefault((source, record.name), []).append((str(operand.layout), moved))
+    for (source, reader), found in reads.items():
+        graph.add_edge(source, reader, **_edge_attributes(found))
     return graph
 
 
@@ -130,30 +137,27 @@ def _transparent_uses(records: Sequence[NodeRecord]) -> frozenset[str]:
     )
 
 
-def _add_edge(
-    graph: nx.DiGraph,
-    reader: str,
+def _through_uses(
     operand: OperandRecord,
-    by_name: dict[str, NodeRecord],
+    by_name: Mapping[str, NodeRecord],
     skipped: frozenset[str],
     buckets: Mapping[_Bucket, str],
-) -> None:
+) -> tuple[str, list[_Moved]]:
+    """What is read, and the collectives in front, those of transparent uses between included."""
     source, moved = operand.source, _moved(operand, buckets)
     while source in skipped:
         through = by_name[source].operands[0]
         source, moved = through.source, [*_moved(through, buckets), *moved]
-    edge = _edge_attributes(str(operand.layout), moved)
-    if graph.has_edge(source, reader):  # the same value read twice, perhaps in two layouts
-        edge = _merged(graph.edges[source, reader], edge)
-    graph.add_edge(source, reader, **edge)
+    return source, moved
 
 
-def _moved(operand: OperandRecord, buckets: Mapping[_Bucket, str]) -> list[tuple[Transfer, str]]:
+def _moved(operand: OperandRecord, buckets: Mapping[_Bucket, str]) -> list[_Moved]:
     """The collectives of a read, with what edges say of their buckets."""
     return [(t, buckets.get(_bucket(operand.turn, t), "-")) for t in operand.transfers if not t.is_local]
 
 
-def _edge_attributes(layout: str, moved: Sequence[tuple[Transfer, str]]) -> dict[str, str | float]:
+def _edge_attributes(reads: Sequence[_Read]) -> dict[str, str | float]:
+    moved = [one for _, each in reads for one in each]
     each = {
         "collective": [transfer.step.text() for transfer, _ in moved],
         "each_kind": [transfer.step.name for transfer, _ in moved],
@@ -163,22 +167,8 @@ def _edge_attributes(layout: str, moved: Sequence[tuple[Transfer, str]]) -> dict
         "each_bucket": [bucket for _, bucket in moved],
     }
     return {
-        "layout": layout,
+        "layout": "; ".join(dict.fromkeys(layout for layout, _ in reads)),
         "seconds": float(sum(transfer.seconds for transfer, _ in moved)),
         "nbytes": sum(transfer.nbytes for transfer, _ in moved),
         **{name: "; ".join(values) for name, values in each.items()},
-    }
-
-
-def _merged(first: dict[str, str | float], second: dict[str, str | float]) -> dict[str, str | float]:
-    layouts = dict.fromkeys((str(first["layout"]), str(second["layout"])))
-    listed = {
-        key: "; ".join(str(edge[key]) for edge in (first, second) if edge[key])
-        for key in ("collective", "each_kind", "each_axes", "each_seconds", "each_nbytes", "each_bucket")
-    }
-    return {
-        "layout": "; ".join(layouts),
-        "seconds": float(first["seconds"]) + float(second["seconds"]),
-        "nbytes": int(first["nbytes"]) + int(second["nbytes"]),
-        **listed,
     }

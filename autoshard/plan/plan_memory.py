@@ -6,9 +6,13 @@ import heapq
 import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from typing import Annotated
+
+from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from autoshard.plan.equal_layers import fold_numbers
+from cost_model.text_files import Count, Text
 from cost_model.units import format_bytes
 from passes.predict.memory_kinds import KINDS, Kind
 from passes.predict.memory_record import LiveValue, MemoryStep, MemoryWalk
@@ -20,10 +24,10 @@ OUTLINE = 40
 _SHOWN, _NAMED = 20, 3
 """Values of a timeline that are printed; and of a kind in its line."""
 _COLUMNS, _BARS = 64, "▁▂▃▄▅▆▇█"
+_Many = Annotated[int, Meta(ge=1, le=2**40)]
 
 
-@dataclass(frozen=True)
-class AtPeak:
+class AtPeak(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Tensors that are alive at the peak and alike: of equal layers, or of one module.
 
     name: of the parameter or input, or of the module, "layers.0-31.mlp", "" for the model itself; op: what makes them,
@@ -31,19 +35,18 @@ class AtPeak:
     """
 
     kind: Kind
-    name: str
-    op: str
-    value: str
-    count: int
-    nbytes: int
+    name: Text
+    op: Text
+    value: Text
+    count: _Many
+    nbytes: Count
 
     def __str__(self) -> str:
         times = f" x {self.count}" if self.count > 1 else ""
         return f"{' '.join(filter(None, (self.name, self.op)))}{times}"
 
 
-@dataclass(frozen=True)
-class MemoryTimeline:
+class MemoryTimeline(Struct, frozen=True, forbid_unknown_fields=True):
     """What the fullest rank's program holds, step by step.
 
     steps: every step of forward and backward, in order, with its bytes by kind; of a plan that was read from a file
@@ -51,17 +54,17 @@ class MemoryTimeline:
     at the first step with the most bytes, the largest first; together these are its bytes.
 
     Of a plan with stages a step is an action of the fullest rank, and its phase the action's kind
-    (`autoshard.plan.pipeline_memory`).
+    (`autoshard.plan.stage_schedule.pipeline_memory`).
     """
 
-    steps: tuple[MemoryStep, ...]
-    count: int
+    count: _Many
+    steps: Annotated[tuple[MemoryStep, ...], Meta(min_length=1)]
     at_peak: tuple[AtPeak, ...]
 
     @staticmethod
     def of(walk: MemoryWalk) -> MemoryTimeline:
         steps = tuple(walk.step(place) for place in range(len(walk.steps)))
-        return MemoryTimeline(steps, len(steps), at_peak_of(walk.alive(walk.peak.place)))
+        return MemoryTimeline(len(steps), steps, at_peak_of(walk.alive(walk.peak.place)))
 
     @property
     def peak(self) -> MemoryStep:

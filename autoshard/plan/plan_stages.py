@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from autoshard.plan.pipeline_plan import PipelinePlan
-from autoshard.plan.plan import Plan
-from autoshard.plan.plan_origin import plan_origin
-from autoshard.plan.plan_reserve import plan_reserve
+from autoshard.plan.plan import PipelinePlan
+from autoshard.plan.plan_collectives import plan_reserve
+from autoshard.plan.plan_content import Part
+from autoshard.plan.plan_origin import PlanOrigin
 from autoshard.plan.stage_cut import StageCutter
 from autoshard.plan.stage_schedule import Scheduled, orders_of
 from autoshard.plan.stage_search import WORTH, StageSearch
@@ -38,7 +38,7 @@ _CUTS = 2
 
 def plan_stages(
     task: Task, axis: str, pieces: int, deadline: Deadline | None = None, schedule: str | None = None
-) -> PipelinePlan[Plan]:
+) -> PipelinePlan:
     """The fastest plan of `task`, of the whole call on the whole mesh, with stages along `axis`, in `pieces` pieces.
 
     schedule: the only one that may run it; None: the fastest. A call that trains nothing runs forward alone, whole.
@@ -52,7 +52,7 @@ def plan_stages(
     cutter = StageCutter(task, joint, axis)
     names = _names(schedule, trains(task.joint))
     ranks = task.mesh.size(axis)
-    best: PipelinePlan[Plan] | None = None
+    best: PipelinePlan | None = None
     reason: InfeasibleError | None = None
     is_cut_well = lambda count: len(cutter.places) >= count * ranks - 1
     for count in _counts(names, is_cut_well):
@@ -74,8 +74,8 @@ def plan_stages(
 
 
 def _fastest_cut(
-    cutter: StageCutter, orders: Sequence[PipelineOrder], until: Deadline, best: PipelinePlan[Plan] | None
-) -> PipelinePlan[Plan] | None:
+    cutter: StageCutter, orders: Sequence[PipelineOrder], until: Deadline, best: PipelinePlan | None
+) -> PipelinePlan | None:
     """The fastest plan of the cut by estimates, of the cut by what the stages of that one take, and of `best`."""
     chosen = cutter.cut(orders[0].stages)
     tried: set[tuple[str, ...]] = set()
@@ -139,22 +139,24 @@ def pipeline_plan(
     bound_of_cut: float | None,
     scheduled: Scheduled,
     stages: Sequence[PlannedStage],
-) -> PipelinePlan[Plan]:
+) -> PipelinePlan:
     """What was found, put together."""
-    order = scheduled.order
+    order, prices = scheduled.order, scheduled.prices
+    passed = zip((*prices.sent, 0.0), (*prices.returned, 0.0), strict=True)
+    parts = tuple(
+        Part(stage.graph.inputs, stage.graph.outputs, figures, *seconds, stage.plan)
+        for stage, figures, seconds in zip(stages, prices.stages, passed, strict=True)
+    )
     return PipelinePlan(
         mesh=task.mesh,
         axis=axis,
         schedule=order.name,
         micro_batches=order.pieces,
         cut=cut,
-        stages=tuple(stage.plan for stage in stages),
-        reads=tuple(stage.graph.inputs for stage in stages),
-        returns=tuple(stage.graph.outputs for stage in stages),
-        prices=scheduled.prices,
+        parts=parts,
         memory_limit=task.memory_limit,
         reserve=plan_reserve(task.mesh, ()),
         bound_of_cut=bound_of_cut,
         inputs=task.call.inputs,
-        origin=plan_origin(task.profile, task.joint, task.optimizer, task.timed),
+        origin=PlanOrigin.of(task.profile, task.joint, task.optimizer, task.timed),
     )

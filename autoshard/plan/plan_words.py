@@ -1,4 +1,4 @@
-"""A plan in one line: where its weights are, and what travels."""
+"""A plan in one line: where its weights are, and what travels; its stages and their schedule."""
 
 from __future__ import annotations
 
@@ -7,23 +7,34 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 
 from autoshard.plan.plan_collectives import Collective, collectives_of
-from autoshard.plan.plan_content import PlanContent
+from autoshard.plan.plan_content import AnyContent, PipelineContent, PlanContent
 from passes.plan.records import NodeRecord
 
-__all__ = ["plan_words", "words_apart"]
+__all__ = ["plan_words", "stages_words", "words_apart"]
 
 _SAID = 0.1
 """Share of the weights, or of the seconds of a kind of transfer, from which on it is said."""
 
 
-def plan_words(plan: PlanContent) -> str:
-    """ "weights split over dp; weights by all_gather[dp]; gradients by reduce_scatter[dp]"."""
+def plan_words(plan: AnyContent) -> str:
+    """ "weights split over dp; weights by all_gather[dp]; gradients by reduce_scatter[dp]".
+
+    Of stages `stages_words`."""
+    if isinstance(plan, PipelineContent):
+        return stages_words(plan)
     parts = [f"weights {_held(plan)}"]
     moved = _moved(plan)
     for what in ("weights", "gradients", "activations"):
         if moved[what]:
             parts.append(f"{what} by {', '.join(moved[what])}")
     return "; ".join(parts)
+
+
+def stages_words(plan: PipelineContent) -> str:
+    """ "4 stages along pp, 1f1b of 8 pieces"."""
+    several = f", {plan.stages_per_rank} a rank" if plan.stages_per_rank > 1 else ""
+    pieces = f"{plan.micro_batches} piece{'s' * (plan.micro_batches != 1)}"
+    return f"{len(plan.stages)} stages along {plan.axis}{several}, {plan.schedule} of {pieces}"
 
 
 def words_apart(mine: PlanContent, other: PlanContent) -> str:

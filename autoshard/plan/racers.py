@@ -6,13 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from autoshard.plan.candidates import Candidate, by_prediction, with_first
-from autoshard.plan.division import Division
 from autoshard.plan.micro_batches import cut_call
-from autoshard.plan.pipeline_plan import PipelinePlan
-from autoshard.plan.plan import Plan
+from autoshard.plan.plan import AnyPlan, PipelinePlan
 from autoshard.plan.plan_cache import cached_candidates, cached_search
 from autoshard.plan.plan_stages import plan_stages
-from autoshard.plan.stages_option import AnyPlan
+from autoshard.plan.stages_option import Division
 from autoshard.plan.task import Task
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
@@ -40,7 +38,7 @@ def racers(best: AnyPlan, task: Task, division: Division, count: int) -> list[Ca
     return with_first(best, [*others[:1], *alike, *others[1:]], count)
 
 
-def _in_stages(best: PipelinePlan[Plan], task: Task, division: Division, until: Deadline) -> list[Candidate]:
+def _in_stages(best: PipelinePlan, task: Task, division: Division, until: Deadline) -> list[Candidate]:
     names = ORDERS if division.schedule is None and trains(task.joint) else ()
     ways: dict[str, Callable[[Deadline], AnyPlan]] = {
         name: lambda share, name=name: plan_stages(task, best.axis, best.micro_batches, share, name)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autoshard.plan.measured_schedule import measured_schedule
-from autoshard.plan.plan import Plan
-from autoshard.plan.plan_content import Rehearsed, pace_of
-from autoshard.plan.stages_option import AnyPlan
+from msgspec import structs
+
+from autoshard.plan.plan import AnyPlan, Plan
+from autoshard.plan.plan_origin import Rehearsed, pace_of
+from autoshard.plan.stage_schedule import Scheduled, SchedulePrices
 from passes.plan.records import NodeRecord, OperandRecord
 
-__all__ = ["rehearsed_plan"]
+__all__ = ["measured_schedule", "rehearsed_plan"]
 
 
 def rehearsed_plan(plan: AnyPlan, measured: float, busy: float | None = None) -> AnyPlan:
@@ -29,8 +30,14 @@ def rehearsed_plan(plan: AnyPlan, measured: float, busy: float | None = None) ->
     prices = measured_schedule(plan.scheduled, measured, busy)
     computed = sum(one.forward for one in prices.stages) / sum(one.forward for one in plan.prices.stages)
     pace = computed * pace_of(plan.rehearsed)
-    stages = tuple(_longer(stage, computed, pace) for stage in plan.stages)
-    return replace(plan, stages=stages, prices=prices, rehearsed=step)
+    passed = zip(prices.stages, (*prices.sent, 0.0), (*prices.returned, 0.0), strict=True)
+    parts = tuple(
+        structs.replace(
+            part, figures=figures, sent=sent, returned=returned, plan=_longer(part.plan, computed, pace)
+        )
+        for part, (figures, sent, returned) in zip(plan.parts, passed, strict=True)
+    )
+    return replace(plan, parts=parts, rehearsed=step)
 
 
 def _longer(plan: Plan, factor: float, pace: float) -> Plan:
@@ -47,7 +54,7 @@ def _longer(plan: Plan, factor: float, pace: float) -> Plan:
 
 def _records(records: Sequence[NodeRecord], factor: float) -> tuple[NodeRecord, ...]:
     return tuple(
-        replace(
+        structs.replace(
             record,
             seconds=factor * record.seconds,
             operands=tuple(_operand(operand, factor) for operand in record.operands),
@@ -57,5 +64,57 @@ def _records(records: Sequence[NodeRecord], factor: float) -> tuple[NodeRecord, 
 
 
 def _operand(operand: OperandRecord, factor: float) -> OperandRecord:
-    transfers = tuple(replace(one, seconds=factor * one.seconds) for one in operand.transfers)
-    return replace(operand, transfers=transfers)
+    transfers = tuple(structs.replace(one, seconds=factor * one.seconds) for one in operand.transfers)
+    return structs.replace(operand, transfers=transfers)
+
+
+_TIMES = ("forward", "backward", "input", "weight", "before", "after", "update")
+_HALVINGS = 40
+
+
+def measured_schedule(planned: Scheduled, seconds: float, busy: float | None) -> SchedulePrices:
+    """seconds: of a step. busy: the share of all ranks' time in which they compute; None: as it is planned.
+
+    What ranks compute takes as many times as long as they were busy, and what passes between stages as many times as
+    long as makes the step: whatever holds up a piece between two stages, waiting for a core included, is a transfer to
+    the stage that waits for it.
+    """
+    if busy is None:
+        return _stretched(planned, seconds)
+    whole = seconds * len(planned.order.ranks)
+    computed = busy * whole / sum(planned.timeline.busy)
+    passing = _passing(planned, computed, seconds)
+    return _stretched(_priced(planned, computed, passing), seconds)
+
+
+def _stretched(one: Scheduled, seconds: float) -> SchedulePrices:
+    """All alike, until a step takes so many seconds."""
+    factor = seconds / one.seconds
+    return _times(one.prices, factor, factor)
+
+
+def _passing(planned: Scheduled, computed: float, seconds: float) -> float:
+    """How many times as long transfers take, if anything that they take makes a step of so many seconds."""
+    low, high = 0.0, 1.0
+    longest = seconds / max(min((*planned.prices.sent, *planned.prices.returned), default=0.0), 1e-9)
+    while _priced(planned, computed, high).seconds < seconds:
+        if high > longest:
+            return 1.0
+        low, high = high, 2.0 * high
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2.0
+        low, high = (middle, high) if _priced(planned, computed, middle).seconds < seconds else (low, middle)
+    return high
+
+
+def _priced(planned: Scheduled, computed: float, passing: float) -> Scheduled:
+    return Scheduled(planned.order, _times(planned.prices, computed, passing))
+
+
+def _times(prices: SchedulePrices, computed: float, passing: float) -> SchedulePrices:
+    stages = tuple(
+        structs.replace(stage, **{name: computed * getattr(stage, name) for name in _TIMES})
+        for stage in prices.stages
+    )
+    sent, returned = (tuple(passing * seconds for seconds in one) for one in (prices.sent, prices.returned))
+    return SchedulePrices(stages, sent, returned)

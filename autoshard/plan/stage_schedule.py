@@ -1,18 +1,31 @@
-"""Which schedule runs planned stages: each on the timeline of all ranks, and what it keeps in flight."""
+"""Planned stages under a schedule: on the timeline of all ranks, and the bytes of the fullest at each action."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import add
 
+from msgspec.structs import replace
+
+from autoshard.plan.plan_memory import AtPeak, MemoryTimeline, in_order
 from cost_model.errors import InfeasibleError
+from cost_model.units import format_bytes
+from passes.predict.memory_kinds import KINDS, Kind
+from passes.predict.memory_record import MemoryStep
 from passes.predict.predict_stage import StageFigures
-from passes.stages.pipeline_orders import ORDERS, PipelineOrder, pipeline_order, rank_peaks
+from passes.stages.pipeline_orders import (
+    ORDERS,
+    Action,
+    PipelineOrder,
+    pieces_kept,
+    pipeline_order,
+    rank_peaks,
+)
 from passes.stages.pipeline_timeline import PipelineTimeline, StageSeconds, pipeline_timeline
 
-__all__ = ["SchedulePrices", "Scheduled", "orders_of"]
+__all__ = ["SchedulePrices", "Scheduled", "fullest_rank", "orders_of", "pipeline_memory"]
 
 
 @dataclass(frozen=True)
@@ -78,3 +91,135 @@ def orders_of(
             yield pipeline_order(name, ranks, pieces, stages_per_rank=stages_per_rank)
         except InfeasibleError:
             continue
+
+
+ByKind = tuple[int, ...]
+
+
+def fullest_rank(scheduled: Scheduled) -> int:
+    """The first along the axis of stages of those that hold most."""
+    return scheduled.peaks.index(max(scheduled.peaks))
+
+
+def pipeline_memory(scheduled: Scheduled, memories: Sequence[MemoryTimeline | None]) -> MemoryTimeline | None:
+    """A step for each action of the fullest rank, in their order; the highest is the most of `scheduled.peaks`.
+
+    memories: of the stages, their outlines or whole, which make the same. None where one of the rank's is not known, or
+    holds more than the figures that `scheduled` is of.
+
+    A step is its action's fullest moment: what the stage holds then, of the halves of a backward as of the whole; what
+    the rank's other stages hold whatever runs; and what other pieces in flight keep. In no schedule a stage's forwards
+    run beside more in flight than its backwards do, so what it makes at most is never beside more.
+    """
+    rank = fullest_rank(scheduled)
+    own: dict[int, _Stage] = {}
+    for number in range(rank, scheduled.order.stages, len(scheduled.order.ranks)):
+        memory, figures = memories[number], scheduled.prices.stages[number]
+        if memory is None or memory.peak.nbytes > figures.peak:
+            return None
+        own[number] = _Stage(number, figures, memory.outline())
+    actions = [
+        one for one in _actions(scheduled.order.ranks[rank], own) if one.action.kind in one.stage.fullest
+    ]
+    steps = [one.step(place) for place, one in enumerate(actions)]
+    known = [place for place, one in enumerate(actions) if one.rows_are_known]
+    top = max(known, key=lambda place: steps[place].nbytes)
+    return MemoryTimeline(
+        len(steps), tuple(steps), in_order(row for row in actions[top].rows() if row.nbytes)
+    )
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """memory: its outline."""
+
+    number: int
+    figures: StageFigures
+    memory: MemoryTimeline
+
+    @cached_property
+    def fullest(self) -> Mapping[str, MemoryStep]:
+        """Kind of an action -> the stage's fullest step of it; no backward where the stage has none. Of equally full
+        steps the one at its peak, of which it is known what lives there."""
+        found: dict[str, MemoryStep] = {}
+        for step in (self._peak, *self.memory.steps):
+            if step.phase not in found or step.nbytes > found[step.phase].nbytes:
+                found[step.phase] = step
+        for phase, step in found.items():
+            if step.nbytes == self._peak.nbytes:
+                found[phase] = self._peak
+        halves = dict.fromkeys(("input", "weight"), found.get("backward"))
+        return {**found, **{kind: step for kind, step in halves.items() if step is not None}}
+
+    @cached_property
+    def _peak(self) -> MemoryStep:
+        peak = self.memory.peak
+        return replace(peak, by_kind=_plus(peak.by_kind, "working", self._unasked))
+
+    @property
+    def _unasked(self) -> int:
+        """Of gradients that a usual step does not ask for, beside that of the loss, and the figures count."""
+        return self.figures.peak - self.memory.peak.nbytes
+
+    @cached_property
+    def held(self) -> ByKind:
+        """Of `figures.held`: what is there at the begin, gradients at the end, and of all else what is left to the end
+        as long as it makes up the sum."""
+        first, last = self.memory.steps[0], self.memory.steps[-1]
+        found = {kind: first.of(kind) for kind in ("parameters", "optimizer", "inputs")}
+        found["gradients"] = last.of("gradients")
+        for kind in ("moved", "kept", "again", "working"):
+            found[kind] = min(last.of(kind), max(0, self.figures.held - sum(found.values())))
+        missing = self.figures.held - sum(found.values())
+        return _plus(tuple(found[kind] for kind in KINDS), "working", missing)
+
+    def rows(self) -> Iterator[AtPeak]:
+        """What lives at its peak."""
+        yield from self.memory.at_peak
+        yield AtPeak("working", f"stage {self.number}", "gradients of other outputs", "", 1, self._unasked)
+
+    def is_at_peak(self, kind: str) -> bool:
+        return self.fullest[kind] is self._peak
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """An action of a rank. others: its other stages. flying: pieces that each of its stages keeps besides."""
+
+    action: Action
+    stage: _Stage
+    others: Sequence[_Stage]
+    flying: Sequence[tuple[_Stage, int]]
+
+    @property
+    def rows_are_known(self) -> bool:
+        return self.stage.is_at_peak(self.action.kind)
+
+    def step(self, place: int) -> MemoryStep:
+        fullest = self.stage.fullest[self.action.kind]
+        held = [stage.held for stage in self.others]
+        by_kind = tuple(map(sum, zip(fullest.by_kind, *held, strict=True)))
+        kept = sum(pieces * stage.figures.kept for stage, pieces in self.flying)
+        node = f"{fullest.node} (stage {self.action.stage}, piece {self.action.piece})"
+        return MemoryStep(place, self.action.kind, node, _plus(by_kind, "kept", kept))
+
+    def rows(self) -> Iterator[AtPeak]:
+        yield from self.stage.rows()
+        for stage in self.others:
+            for kind, nbytes in zip(KINDS, stage.held, strict=True):
+                yield AtPeak(kind, f"stage {stage.number}", "", "", 1, nbytes)
+        for stage, pieces in self.flying:
+            kept = stage.figures.kept
+            name = f"stage {stage.number}, other pieces"
+            yield AtPeak("kept", name, "", f"{format_bytes(kept)} each", pieces, pieces * kept)
+
+
+def _actions(row: Sequence[Action], own: Mapping[int, _Stage]) -> Iterator[_Moment]:
+    for action, pieces in pieces_kept(row):
+        flying = [(stage, pieces[number] - (number == action.stage)) for number, stage in own.items()]
+        others = [stage for number, stage in own.items() if number != action.stage]
+        yield _Moment(action, own[action.stage], others, flying)
+
+
+def _plus(by_kind: ByKind, kind: Kind, nbytes: int) -> ByKind:
+    return tuple(n + nbytes * (one == kind) for one, n in zip(KINDS, by_kind, strict=True))

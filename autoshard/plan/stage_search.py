@@ -11,12 +11,11 @@ from operator import ge
 
 from autoshard.plan.equal_stages import names_alike
 from autoshard.plan.known_wholes import KnownWholes
-from autoshard.plan.pipeline_memory import fullest_rank, pipeline_memory
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_memory import kind_lines
 from autoshard.plan.shared_rooms import StageNeeds, shared_room
 from autoshard.plan.stage_cut import transfer_price
-from autoshard.plan.stage_schedule import Scheduled, SchedulePrices
+from autoshard.plan.stage_schedule import Scheduled, SchedulePrices, fullest_rank, pipeline_memory
 from autoshard.plan.stage_tasks import PlannedStage, sending, sending_as_received, sent_nbytes, stage_task
 from autoshard.plan.task import Task, search_plan
 from cost_model.deadline import Deadline

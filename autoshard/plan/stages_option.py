@@ -1,27 +1,33 @@
-"""`stages`: whether a mesh axis holds stages of the model, and which; with how many pieces each is fastest."""
+"""How a call is divided: its batch into pieces, its model into stages along which axis; and its fastest plan."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from autoshard.plan.micro_batches import fastest_of, most_pieces
-from autoshard.plan.pipeline_plan import PipelinePlan
-from autoshard.plan.plan import Plan
+from autoshard.plan.micro_batches import fastest_in_pieces, fastest_of, most_pieces
+from autoshard.plan.plan import AnyPlan, PipelinePlan, Plan
 from autoshard.plan.plan_stages import check_stages, plan_stages
-from autoshard.plan.task import Task
+from autoshard.plan.task import Task, search_plan
 from cost_model.checked_arguments import reject
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError, ShardingError
 from cost_model.mesh import MeshSpec
+from passes.capture import Captured
 from passes.micro_batches.time_axis import trains
 from passes.stages.pipeline_orders import ORDERS
 
-__all__ = ["AnyPlan", "checked_schedule", "checked_stages", "fastest_of_stages", "pipeline_in_pieces"]
+__all__ = [
+    "WHOLE",
+    "Division",
+    "checked_schedule",
+    "checked_stages",
+    "fastest_of_stages",
+    "pipeline_in_pieces",
+]
 
 _log = logging.getLogger("autoshard")
-
-AnyPlan = Plan | PipelinePlan[Plan]
 
 
 def checked_stages(stages: object, mesh: MeshSpec) -> str | None:
@@ -93,14 +99,14 @@ def fastest_of_stages(
 
 def pipeline_in_pieces(
     task: Task, axis: str, micro_batches: int | str, deadline: Deadline, schedule: str | None = None
-) -> PipelinePlan[Plan]:
+) -> PipelinePlan:
     """In so many pieces; of "auto", the fastest of 1, 2, 4 ... times the number of stages that fits: it looks no
     further once a plan in more pieces is slower. Raises InfeasibleError."""
     if micro_batches != "auto":
         return plan_stages(task, axis, int(micro_batches), deadline, schedule)
     counts = _counts(task, axis)
 
-    def planned(count: int) -> PipelinePlan[Plan]:
+    def planned(count: int) -> PipelinePlan:
         until = deadline.share(1.0 / (len(counts) - counts.index(count)))
         return plan_stages(task, axis, count, until, schedule)
 
@@ -119,3 +125,43 @@ def _doubled(count: int, most: int) -> Iterator[int]:
     while count <= most:
         yield count
         count *= 2
+
+
+Search = Callable[[Task, Deadline], Plan]
+
+
+@dataclass(frozen=True)
+class Division:
+    """What `find_plan` was asked for, checked.
+
+    micro_batches: pieces, or "auto". stages: the axis that holds stages, "auto", or None. schedule: the only one that
+    may run stages; None: any."""
+
+    micro_batches: int | str = 1
+    stages: str | None = None
+    schedule: str | None = None
+
+    def leaves_whole(self, memory_limit: int | None) -> bool:
+        """Whether a call within this limit is run as one: "auto" tries pieces only where the whole may not fit."""
+        return self.stages is None and (
+            self.micro_batches == 1 or (self.micro_batches == "auto" and memory_limit is None)
+        )
+
+    def fastest(self, task: Task, deadline: Deadline, search: Search = search_plan) -> AnyPlan:
+        """The fastest plan of the whole call `task`, divided so. search: of a call without stages that is cut, or
+        whole. Raises InfeasibleError."""
+        pieces = self.micro_batches
+
+        def planned(cut: Captured, until: Deadline) -> Plan:
+            return search(replace(task, captured=cut), until)
+
+        def without_stages(until: Deadline) -> Plan:
+            return fastest_in_pieces(task.captured, pieces, task.memory_limit, planned, until)
+
+        if self.stages is None:
+            return without_stages(deadline)
+        return fastest_of_stages(task, self.stages, pieces, without_stages, deadline, self.schedule)
+
+
+WHOLE = Division()
+"""Neither in pieces nor in stages."""

@@ -9,27 +9,29 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
-from autoshard.plan.call_layouts import CallLayouts
 from autoshard.plan.families_within import families_within
 from autoshard.plan.infeasible import Asked, told
 from autoshard.plan.judged import Judged, judged, judged_within
 from autoshard.plan.known_wholes import KnownWholes, WholeTask
-from autoshard.plan.parameter_names import by_first_name, parameter_shapes
-from autoshard.plan.piece_sizes import other_size_records
-from autoshard.plan.pins import resolve_pins
+from autoshard.plan.pins import by_first_name, parameter_shapes, resolve_pins
 from autoshard.plan.plan import Plan
-from autoshard.plan.plan_collectives import Collective, collectives_of
+from autoshard.plan.plan_collectives import (
+    MESSAGES,
+    Collective,
+    collectives_of,
+    messages_nbytes,
+    plan_reserve,
+)
 from autoshard.plan.plan_content import PlanContent
-from autoshard.plan.plan_ends import output_layouts, parameter_layouts
-from autoshard.plan.plan_memory import MemoryTimeline
-from autoshard.plan.plan_origin import plan_origin
-from autoshard.plan.plan_reserve import MESSAGES, messages_nbytes, plan_reserve
+from autoshard.plan.plan_ends import CallLayouts, output_layouts, program_fields
+from autoshard.plan.plan_origin import PlanOrigin
 from autoshard.plan.rooms import Chosen, Way
 from autoshard.plan.search_with_states import StatesWithin
 from autoshard.plan.task_prices import over_link, prices_as_in, prices_of
 from autoshard.plan.time_kept import out_of_time, search_until
-from autoshard.plan.variants import Again, Variant, variant_narrowing
+from autoshard.plan.why_not import Again, Variant, variant_narrowing
 from cost_model.deadline import Deadline, OutOfTime
 from cost_model.errors import InfeasibleError
 from cost_model.memory import OPTIMIZERS
@@ -42,7 +44,7 @@ from passes.ir.joint import JointGraph
 from passes.layout.assignment import Assignment
 from passes.layout.joined_axes import joined_text
 from passes.layout.layout import Layout
-from passes.plan.describe import describe, fallback_ops
+from passes.plan.describe import fallback_ops
 from passes.plan.records import layouts_of, lowering_of
 from passes.predict.memory_record import MemoryWalk
 from passes.redistribution.steps import Step
@@ -134,6 +136,11 @@ class Task:
         """Of the program that `plan` is, under these prices: with what it computes again and how it moves."""
         joint = compute_again(self.joint, lowering_of(plan.records).again)
         return judged(joint, layouts_of(plan.records), prices_as_in(plan, self.prices)).seconds
+
+    def program_fields(self, joint: JointGraph, judged: Judged) -> dict[str, Any]:
+        """Of a plan of the task. joint: with what runs again."""
+        boundary = lambda graph: self.of_other_size(graph, judged.assignment).boundary
+        return program_fields(joint, judged, self.captured, self.call.inputs, boundary, self.time_limit)
 
     def judged(self, assignment: Assignment) -> Judged:
         """Lowered and put on the timeline."""
@@ -264,7 +271,8 @@ def plan_of(task: Task, found: Found, judged: Judged, again: Again | None) -> Pl
     """The plan that was found. Its `step_time` is the objective's where it was not judged."""
     joint = compute_again(task.joint, judged.lowering.again)
     mesh, prices = task.mesh, judged.prices
-    records = describe(joint, found.assignment, judged.lowering, judged.moved, prices)
+    program = task.program_fields(joint, judged)
+    records = program["records"]
     totals = found.step.totals(records)
     recounted = sum(phase_seconds(totals, found.overlaps)) + float(totals[EXPOSED])
     assert math.isclose(recounted, found.seconds, rel_tol=1e-6), (recounted, found.seconds)
@@ -278,23 +286,12 @@ def plan_of(task: Task, found: Found, judged: Judged, again: Again | None) -> Pl
         peak_node=found.peak_node,
         memory_limit=task.memory_limit,
         reserve=plan_reserve(task.links or mesh, collectives_of(records)),
-        records=records,
-        parameter_layouts=parameter_layouts(joint, found.assignment, task.captured),
-        inputs=task.call.inputs,
-        outputs=output_layouts(joint, found.assignment),
         fallbacks=fallback_ops(joint),
-        origin=plan_origin(task.profile, task.joint, task.optimizer, task.timed),
+        origin=PlanOrigin.of(task.profile, task.joint, task.optimizer, task.timed),
         joined_axes=found.joined,
         moved_nbytes=None if math.isinf(prices.moved_nbytes) else int(prices.moved_nbytes),
         micro_batches=joint.pieces,
         head_pieces=joint.head_pieces,
-        other_sizes=other_size_records(
-            joint,
-            found.assignment,
-            prices,
-            lambda graph: task.of_other_size(graph, found.assignment).boundary,
-            task.time_limit,
-        ),
-        memory=None if judged.memory is None else MemoryTimeline.of(judged.memory),
         again=again,
+        **program,
     )

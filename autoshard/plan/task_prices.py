@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autoshard.plan.plan_collectives import collectives_of
+from autoshard.plan.plan_collectives import MESSAGES, collectives_of
 from autoshard.plan.plan_content import PlanContent
-from autoshard.plan.plan_reserve import MESSAGES
 from cost_model.bucketed import BucketedPrices
 from cost_model.collectives import CollectivePrices
 from cost_model.compute import ComputePrices

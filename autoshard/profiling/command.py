@@ -2,27 +2,165 @@
 
 from __future__ import annotations
 
+import math
+import os
 import sys
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from tqdm import tqdm
 
-from autoshard.profiling.attend import attend
-from autoshard.profiling.curves import check_drawable, draw_curves
-from autoshard.profiling.profile_table import check_table, profile_table
+from autoshard.profiling.startup import attend
 from autoshard.started_mesh import started_mesh
-from cost_model.groups import shapes_of
-from cost_model.measure.recheck import recheck
+from cost_model.errors import ProfileError
+from cost_model.groups import GroupShape, shape_text, shapes_of
+from cost_model.measure.recheck import CheckedPoint, recheck
 from cost_model.measure.sampling import Progress
+from cost_model.measurements import CollectiveSamples, DeviceRates
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
+from cost_model.readers.points import busbw_factor
 
-__all__ = ["ProfileOptions", "check_profile", "measure_profile"]
+__all__ = ["ProfileOptions", "check_profile", "measure_profile", "read_outputs"]
+
+
+def profile_table(profile: Profile, axes: Mapping[GroupShape, Sequence[str]]) -> str:
+    """Per collective and group: size, time, algbw = size / time, busbw = algbw times the factor that makes
+    it comparable with the links, spread. Then the device's rates.   [nccl-tests doc/PERFORMANCE.md]
+
+    axes: names for the groups that have them.
+    """
+    return (
+        "\n".join([collective_table(profile, axes), *_device(profile.device), "", profile.summary()]) + "\n"
+    )
+
+
+def collective_table(profile: Profile, axes: Mapping[GroupShape, Sequence[str]]) -> str:
+    """The part of `profile_table` about collectives."""
+    lines = ["                      size        time     algbw     busbw   spread"]
+    lines += ["                     bytes          us      GB/s      GB/s        %"]
+    for samples in profile.collectives:
+        lines += _collective(samples, axes.get(samples.group, ()))
+    return "\n".join(lines)
+
+
+def _collective(samples: CollectiveSamples, axes: Sequence[str]) -> Iterator[str]:
+    over = f"{'+'.join(axes)}: " if axes else ""
+    yield f"{samples.kind} over {over}{shape_text(samples.group)}"
+    factor = busbw_factor(samples.kind, math.prod(ranks for ranks, _ in samples.group))
+    for nbytes, seconds, spread in zip(
+        samples.nbytes, samples.seconds, _spreads(samples.spread, len(samples.nbytes)), strict=True
+    ):
+        algbw = nbytes / seconds / 1e9
+        yield f"{nbytes:26d}{seconds * 1e6:12.1f}{algbw:10.3f}{algbw * factor:10.3f}{spread:>9}"
+
+
+def _device(device: DeviceRates) -> Iterator[str]:
+    yield ""
+    yield "                operations        time             GFLOP/s   spread"
+    for rates in device.matmul:
+        yield f"{rates.dtype} products"
+        for flops, rate, spread in zip(
+            rates.flops, rates.flops_per_second, _spreads(rates.spread, len(rates.flops)), strict=True
+        ):
+            yield f"{flops:26.0f}{flops / rate * 1e6:12.1f}{rate / 1e9:20.2f}{spread:>9}"
+
+
+def _spreads(spread: Sequence[float], count: int) -> Sequence[str]:
+    """Percent for each of `count` sizes; "-" if unknown."""
+    return [f"{100 * share:.0f}" for share in spread] or ["-"] * count
+
+
+def check_table(points: Sequence[CheckedPoint]) -> str:
+    """Predicted against measured, point by point."""
+    lines = [f"{'':30}{'size':>12}{'predicted':>12}{'measured':>12}{'ratio':>8}{'may be':>9}"]
+    lines += [f"{'':42}{'us':>12}{'us':>12}"]
+    for point in points:
+        lines.append(
+            f"{point.name:30}{point.size:12d}{point.predicted * 1e6:12.1f}{point.measured * 1e6:12.1f}"
+            f"{point.measured / point.predicted:8.2f}{f'+-{point.tolerance:.0%}':>9}  "
+            f"{'ok' if point.holds else 'OFF'}"
+        )
+    return "\n".join(lines) + "\n"
+
+
+_SUFFIXES = (".svg", ".png")
+
+
+def check_drawable(path: str | os.PathLike[str]) -> None:
+    """Raises ProfileError if `draw_curves` could not draw to this path: before an hour of measuring."""
+    suffix = Path(path).suffix
+    if suffix not in _SUFFIXES:
+        raise ProfileError(f"cannot draw curves to {str(path)!r}\n  try: a name that ends in .svg or .png")
+    if find_spec("matplotlib") is None:
+        raise ProfileError(
+            "drawing curves needs matplotlib, which is not installed\n  try: pip install 'autoshard[plot]'"
+        )
+
+
+def draw_curves(
+    profile: Profile, path: str | os.PathLike[str], axes: Mapping[GroupShape, Sequence[str]]
+) -> Path:
+    """Draw to .svg or .png; products' rates are in the last panel. Raises ProfileError as above."""
+    check_drawable(path)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    shapes = list(dict.fromkeys(samples.group for samples in profile.collectives))
+    figure = Figure(figsize=(4.2 * (len(shapes) + 1), 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, len(shapes) + 1, squeeze=False)[0]
+    for panel, shape in zip(panels, shapes, strict=False):
+        _collectives(panel, profile, shape, axes.get(shape, ()))
+    _products(panels[-1], profile)
+    figure.suptitle(f"{profile.name}: {profile.hardware}", fontsize=8)
+    figure.savefig(path)
+    return Path(path)
+
+
+def _collectives(panel: Any, profile: Profile, shape: GroupShape, axes: Sequence[str]) -> None:
+    ranks = math.prod(count for count, _ in shape)
+    for samples in profile.collectives:
+        if samples.group == shape:
+            factor = busbw_factor(samples.kind, ranks) / 1e9
+            pairs = zip(samples.nbytes, samples.seconds, strict=True)
+            _line(panel, samples.nbytes, [factor * nbytes / s for nbytes, s in pairs], samples.kind)
+    title = f"{'+'.join(axes) or 'groups'}: {shape_text(shape)}"
+    _label(panel, title, "bytes", "bus bandwidth, GB/s")
+
+
+def _products(panel: Any, profile: Profile) -> None:
+    for rates in profile.device.matmul:
+        _line(panel, rates.flops, [rate / 1e9 for rate in rates.flops_per_second], rates.dtype)
+    _label(panel, "matrix products", "operations", "GFLOP/s")
+
+
+def _line(panel: Any, x: Sequence[float], y: Sequence[float], label: str) -> None:
+    panel.plot(x, y, marker="o", markersize=3, linewidth=1, label=label)
+
+
+def _label(panel: Any, title: str, x: str, y: str) -> None:
+    panel.set(title=title, xlabel=x, ylabel=y, xscale="log", yscale="log")
+    panel.grid(visible=True, alpha=0.3)
+    panel.legend(fontsize=7)
+
+
+def read_outputs(paths: Sequence[Path], base: str, rank_stride: int | None, out: Path | None) -> int:
+    """Print what the files say and where each part of the profile comes from; save it if `out` is given."""
+    profile = Profile.from_nccl_tests(*paths, base=base, rank_stride=rank_stride)
+    print(collective_table(profile, {}), profile.summary(), "sources", sep="\n\n")
+    print("\n".join(f"  {source}" for source in profile.sources))
+    if out is not None:
+        profile.save(out)
+        print(f"saved {out}")
+    return 0
+
 
 _MEASURE_SECONDS = 60.0
 _CHECK_SECONDS = 15.0

@@ -53,7 +53,7 @@ def _profile(arguments: argparse.Namespace) -> int:
         print("\n\n".join(Profile.load(name).summary() for name in names))
         return 0
     if arguments.read is not None:
-        from autoshard.profiling.read_outputs import read_outputs
+        from autoshard.profiling.command import read_outputs
 
         return read_outputs(arguments.read, arguments.base, arguments.rank_stride, arguments.out)
     return _measure_or_check(arguments)

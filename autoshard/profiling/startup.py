@@ -12,18 +12,25 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.cache_files import cache_folder, write_whole
-from autoshard.profiling.attend import attend
-from autoshard.runtime.agreement import everyones, from_first
+from autoshard.watching.agreement import everyones, from_first
 from cost_model.errors import ProfileError
 from cost_model.measure.facts import collective_backend, device_name, host_name
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from cost_model.profile_schema import SCHEMA_VERSION
+from passes.ops.attention_op import attention
 
-__all__ = ["cache_path", "machine_key", "nominal_profile", "startup_profile"]
+__all__ = ["attend", "cache_path", "machine_key", "nominal_profile", "startup_profile"]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(d)) v by `autoshard::attention`; q [b,h,s,d], k, v [b,h,t,d]. Differentiable."""
+    return attention(q, k, v, None, False, q.shape[-1] ** -0.5)[0]
+
 
 STARTUP_SECONDS = 4.0
 LARGEST_NBYTES = {"cpu": 2**24, "cuda": 2**28}
@@ -86,10 +93,10 @@ def machine_key(machines: list[tuple[str, str]], spec: MeshSpec, backend: str) -
     }
 
 
-def cache_path(key: Mapping[str, object]) -> Path:
+def cache_path(key: Mapping[str, object], kind: str = "profile") -> Path:
     """The file of a key: nothing else is ever in it."""
     text = json.dumps(key, sort_keys=True)
-    return cache_folder() / f"profile-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+    return cache_folder() / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
 
 def _read(path: Path) -> Profile | None:

@@ -10,29 +10,116 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.plan.division import WHOLE, Division
-from autoshard.plan.head_pieces import fitting
-from autoshard.plan.plan import any_plan_from_json
-from autoshard.plan.stages_option import AnyPlan
+from autoshard.plan.micro_batches import fitting
+from autoshard.plan.plan import AnyPlan, PipelinePlan, any_plan_from_json
+from autoshard.plan.plan_cache import cached_search, keep_rehearsal, kept_rehearsal, plan_path
+from autoshard.plan.rehearsed_plan import rehearsed_plan
+from autoshard.plan.stages_option import WHOLE, Division
 from autoshard.plan.task import Task
-from autoshard.refine.divided_rounds import DividedRounds
 from autoshard.refine.rounds import Rounds
 from autoshard.refine.time_work import time_work
-from autoshard.refine.timed_cases import Case
-from autoshard.refine.timed_store import store_of
-from autoshard.runtime.agreement import from_first
+from autoshard.refine.timed_cases import Case, cases_of_parts, refining_seconds, with_times
+from autoshard.refine.timed_store import TimedStore, store_of
+from autoshard.watching.agreement import from_first
 from cost_model.checked_arguments import reject
 from cost_model.deadline import Deadline
+from cost_model.errors import InfeasibleError
 from cost_model.measure.facts import collective_backend
 from cost_model.measure.measure import mesh_device
 from cost_model.mesh import MeshSpec
 from cost_model.timed import TimedPrices
 from passes.capture import Captured
-from passes.compile.fused_kernel import start_compiler
+from passes.compile.single_kernel import start_compiler
+from passes.plan.graph_text import format_seconds
 
-__all__ = ["Refined", "check_refine", "may_refine", "refined_plan", "shared_refined_plan"]
+__all__ = ["DividedRounds", "Refined", "check_refine", "may_refine", "refined_plan", "shared_refined_plan"]
 
 _log = logging.getLogger("autoshard")
+
+_Next = tuple[tuple[Case, ...], float]
+"""What is to be timed next, and for how many seconds."""
+
+MOST_ROUNDS = 3
+"""Of timing, each followed by a plan of the whole call."""
+
+
+class DividedRounds:
+    """One task in pieces or in stages, refined. plan, timed: as of `Rounds`.
+
+    The plan is found under what was timed before. `wanted` says what of it there is to time; `add` takes the times and
+    plans again, cuts and schedules included, until the plan stays, everything of it was timed, or time is up. No
+    rivals are timed beside it: each would take as long to plan as the plan itself.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        division: Division,
+        store: TimedStore,
+        budget: Callable[[float, float, int, str], float] = refining_seconds,
+    ) -> None:
+        self._task, self._division, self._store = task, division, store
+        self.timed = store.read()
+        self._tried: set[object] = set()
+        self._rounds = 0
+        begun = time.monotonic()
+        self.plan = self._planned(Deadline.after(task.time_limit))
+        self._planning_seconds = time.monotonic() - begun
+        nodes = len(task.joint.graph.nodes)
+        self._deadline = Deadline.after(budget(self.plan.step_time, task.time_limit, nodes, task.backend))
+        self._done = self.seconds_left <= 0.0
+
+    @property
+    def seconds_left(self) -> float:
+        """For timing: planning again comes after it."""
+        return max(0.0, self._deadline.left - self._planning_seconds)
+
+    def wanted(self) -> tuple[Case, ...]:
+        """What is to be timed next, in this order, a few known kernels first; (): nothing."""
+        ended = self._done or self._rounds >= MOST_ROUNDS or self.seconds_left <= 0.0
+        known = replace(self._task, timed=self.timed)
+        cases = () if ended else cases_of_parts(self.plan, known).untried(self._tried)
+        if not cases:
+            self._finish()
+        return cases
+
+    def _finish(self) -> None:
+        """What was rehearsed before is known."""
+        self._done = True
+        self._rehearsal = plan_path(self._task, "rehearsed", self.plan.fingerprint)
+        known = kept_rehearsal(self._rehearsal)
+        if known is not None:
+            self.plan = rehearsed_plan(self.plan, *known)
+
+    def add(self, times: TimedPrices) -> None:
+        """Plan again, under these as well."""
+        self.timed = with_times(self.timed, times)
+        self._store.write(self.timed)
+        self._rounds += 1
+        before = self.plan
+        try:
+            self.plan = self._planned(Deadline.after(max(self._deadline.left, self._planning_seconds)))
+        except InfeasibleError as error:  # it was not before: there was no time for it
+            _log.debug("refine: %s", error)
+        self._done = _decided(self.plan) == _decided(before)
+        steps = f"{format_seconds(before.step_time)} -> {format_seconds(self.plan.step_time)}"
+        _log.info("refine: predicted step %s, %s plan", steps, "the same" if self._done else "another")
+
+    def keep(self, plan: AnyPlan) -> None:
+        """How long a step took: the next start plans again, under what was timed, and finds the plan of this one."""
+        assert plan.rehearsed is not None
+        keep_rehearsal(self._rehearsal, plan.rehearsed.measured, plan.rehearsed.busy)
+
+    def _planned(self, deadline: Deadline) -> AnyPlan:
+        task = replace(self._task, timed=self.timed.if_any())
+        return self._division.fastest(task, deadline, cached_search)
+
+
+def _decided(plan: AnyPlan) -> object:
+    """What makes it another plan, prices aside."""
+    if isinstance(plan, PipelinePlan):
+        return plan.axis, plan.schedule, plan.micro_batches, plan.cut, [one.assignment for one in plan.stages]
+    return plan.micro_batches, plan.head_pieces, plan.assignment
 
 
 def check_refine(refine: object) -> None:
@@ -86,10 +173,10 @@ def refined_plan(mesh: DeviceMesh, task: Task, division: Division = WHOLE) -> Re
         if task.backend != "eager":
             start_compiler(mesh_device(mesh.device_type), task.backend)
 
-    wanted = from_first(mesh, first, what="what to time", meanwhile=start_alone)
-    while wanted.cases:
+    cases, seconds = from_first(mesh, first, what="what to time", meanwhile=start_alone)
+    while cases:
         begun = time.monotonic()
-        times = time_work(mesh, wanted.cases, wanted.seconds, backend=task.backend)
+        times = time_work(mesh, cases, seconds, backend=task.backend)
         _log.info(
             "refine: %d kernels and %d collectives timed in %.1f s",
             len(times.kernels),
@@ -101,7 +188,7 @@ def refined_plan(mesh: DeviceMesh, task: Task, division: Division = WHOLE) -> Re
             state[0].add(times)
             return _next(state[0])
 
-        wanted = from_first(mesh, again, what="what to time")
+        cases, seconds = from_first(mesh, again, what="what to time")
     return Refined(state[0].plan, state[0].timed.if_any(), state[0].keep) if state else None
 
 
@@ -112,11 +199,5 @@ def shared_refined_plan(mesh: DeviceMesh, task: Task, division: Division = WHOLE
     return any_plan_from_json(data) if mine is None else mine.plan
 
 
-@dataclass(frozen=True)
-class _Next:
-    cases: tuple[Case, ...]
-    seconds: float
-
-
 def _next(rounds: Rounds | DividedRounds) -> _Next:
-    return _Next(rounds.wanted(), rounds.seconds_left)
+    return rounds.wanted(), rounds.seconds_left

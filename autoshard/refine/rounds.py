@@ -11,12 +11,10 @@ from itertools import chain
 from autoshard.plan.families import FAMILIES, Family
 from autoshard.plan.family_choices import family_narrowing
 from autoshard.plan.judged import Judged
-from autoshard.plan.plan import Plan
+from autoshard.plan.plan import AnyPlan, Plan
 from autoshard.plan.plan_cache import cached_plan, keep_plan, kept_plan, plan_path
-from autoshard.plan.stages_option import AnyPlan
 from autoshard.plan.task import Task, search_plan
-from autoshard.refine.refining_time import refining_seconds
-from autoshard.refine.timed_cases import Case, Cases, TimedCandidate, cases_of, with_times
+from autoshard.refine.timed_cases import Case, Cases, TimedCandidate, cases_of, refining_seconds, with_times
 from autoshard.refine.timed_store import TimedStore
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError

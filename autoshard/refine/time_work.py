@@ -24,9 +24,14 @@ from cost_model.measure.statistics import SampledCurve, median
 from cost_model.measure.teams import teams_of
 from cost_model.mesh import MeshSpec
 from cost_model.timed import TimedCollective, TimedKernel, TimedPrices
-from passes.compile.freed_memory import keep_freed_memory
-from passes.compile.fused_kernel import compile_group, repeated_group, start_compiler
-from passes.compile.single_kernel import COLD_NBYTES, repeated_kernel
+from passes.compile.single_kernel import (
+    COLD_NBYTES,
+    compile_group,
+    keep_freed_memory,
+    repeated_group,
+    repeated_kernel,
+    start_compiler,
+)
 from passes.predict.step_work import CollectiveCase, KernelCase
 
 __all__ = ["time_work"]

@@ -3,22 +3,85 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, combinations
 
 from autoshard.plan.families import Family
-from autoshard.plan.plan import Plan
+from autoshard.plan.micro_batches import cut_call
+from autoshard.plan.plan import AnyPlan, PipelinePlan, Plan
 from autoshard.plan.task import Task
-from autoshard.refine.other_ways import other_ways
+from cost_model.mesh import MeshSpec
 from cost_model.timed import KernelKey, TimedPrices
 from passes.ir.joint import CPU
 from passes.layout.assignment import Assignment
 from passes.lower.rank_program import rank_program
-from passes.plan.lowering_plan import LoweringPlan
+from passes.plan.transfers import LoweringPlan
 from passes.predict.step_work import CollectiveCase, KernelCase, step_work
 from passes.simulate.lockstep import simulated_group_axes, simulated_groups
 
-__all__ = ["Case", "Cases", "TimedCandidate", "cases_of", "distinct", "with_times"]
+__all__ = [
+    "Case",
+    "Cases",
+    "TimedCandidate",
+    "cases_of",
+    "cases_of_parts",
+    "is_worth_it",
+    "other_ways",
+    "refining_seconds",
+    "with_times",
+]
+
+STEPS_WORTH, MOST_SHARE, LEAST_SECONDS = 200, 0.25, 5.0
+"""What refining may take: so many predicted steps, and this share of the time limit; less than the seconds is not
+begun. What a faster plan saves must be worth the wait: training has many times as many steps, a test has not."""
+START_SECONDS, NODE_SECONDS = 8.0, 0.04
+"""What it may take at most for a graph without nodes, and for each of its nodes: searching and timing take as long as
+there is to search and to time, whatever a busy machine predicts of a step."""
+
+COMPILING_SECONDS = 2.0
+"""More for programs that are compiled: the fused groups that are timed are, each in half a second on two cores."""
+
+
+def is_worth_it(step_seconds: float) -> bool:
+    """Whether steps take so long that what is learned of them matters."""
+    return STEPS_WORTH * step_seconds >= LEAST_SECONDS
+
+
+def refining_seconds(step_seconds: float, time_limit: float, nodes: int, backend: str = "eager") -> float:
+    """The budget for a plan of that step, of a graph of so many nodes and for that backend; 0: not worth it."""
+    most = START_SECONDS + NODE_SECONDS * nodes
+    seconds = min(STEPS_WORTH * step_seconds, MOST_SHARE * time_limit, most)
+    compiling = 0.0 if backend == "eager" else COMPILING_SECONDS
+    return seconds + compiling if seconds >= LEAST_SECONDS else 0.0
+
+
+def other_ways(collectives: Iterable[CollectiveCase], mesh: MeshSpec) -> list[CollectiveCase]:
+    """All-reduces of as many bytes as some of `collectives`, that those do not have: over the axes of two together, and
+    over each axis of one. What takes longest comes first. seconds: of what each would take the place of."""
+    known = [case for case in collectives if case.kind == "all_reduce"]
+    have = {(case.axes, case.nbytes) for case in known}
+    found: dict[tuple[tuple[str, ...], int], CollectiveCase] = {}
+    for case in (*_at_once(known, mesh), *_one_by_one(known)):
+        if (case.axes, case.nbytes) not in have:
+            found.setdefault((case.axes, case.nbytes), case)
+    return sorted(found.values(), key=lambda case: -case.seconds)
+
+
+def _at_once(known: Iterable[CollectiveCase], mesh: MeshSpec) -> Iterator[CollectiveCase]:
+    """Over the axes of two that follow each other, as equal sizes say that they do."""
+    for one, other in combinations(known, 2):
+        if one.nbytes == other.nbytes and not set(one.axes) & set(other.axes):
+            axes = tuple(axis for axis in mesh.names if axis in (*one.axes, *other.axes))
+            yield CollectiveCase(one.kind, axes, one.nbytes, one.seconds + other.seconds)
+
+
+def _one_by_one(known: Iterable[CollectiveCase]) -> Iterator[CollectiveCase]:
+    """Over each of several axes."""
+    for case in known:
+        if len(case.axes) > 1:
+            yield from (CollectiveCase(case.kind, (axis,), case.nbytes, case.seconds) for axis in case.axes)
+
 
 Case = KernelCase | CollectiveCase
 
@@ -47,7 +110,7 @@ class TimedCandidate:
 @dataclass(frozen=True)
 class Cases:
     """unknown: what is not timed, what takes most of the step first. again: a few kernels that are. instead:
-    collectives of other ways to the same layouts, that are not timed (`autoshard.refine.other_ways`)."""
+    collectives of other ways to the same layouts, that are not timed (`autoshard.refine.timed_cases`)."""
 
     unknown: Sequence[Case]
     again: tuple[Case, ...] = ()
@@ -94,3 +157,31 @@ def with_times(before: TimedPrices, times: TimedPrices) -> TimedPrices:
 
 def distinct(case: Case) -> object:
     return case.key if isinstance(case, KernelCase) else (case.kind, case.axes, case.nbytes)
+
+
+def cases_of_parts(plan: AnyPlan, task: Task) -> Cases:
+    """What `task.timed` does not know, each once, what takes most of a piece first; again: of the first part. task: of
+    the whole call."""
+    parts = [cases_of(_piece(plan, part), own) for part, own in _parts(plan, task)]
+    found: dict[object, Case] = {}
+    for case in chain.from_iterable(cases.unknown for cases in parts):
+        found.setdefault(distinct(case), case)
+    instead = chain.from_iterable(cases.instead for cases in parts)
+    return Cases((*sorted(found.values(), key=lambda case: -case.seconds), *instead), parts[0].again)
+
+
+def _piece(plan: AnyPlan, part: Plan) -> TimedCandidate:
+    """Most of what a part runs, it runs once for each piece."""
+    return TimedCandidate(plan.step_time / plan.micro_batches, part.assignment, part.lowering)
+
+
+def _parts(plan: AnyPlan, task: Task) -> Iterator[tuple[Plan, Task]]:
+    """Each stage, or the whole, with its task."""
+    captured = task.captured
+    if isinstance(plan, Plan):
+        yield plan, replace(task, captured=cut_call(captured, plan.micro_batches, plan.head_pieces))
+        return
+    assert isinstance(plan, PipelinePlan)
+    for stage, graph in zip(plan.stages, plan.stage_graphs(captured.joint), strict=True):
+        own = replace(captured, joint=graph.joint)
+        yield stage, replace(task, captured=own, mesh=stage.mesh, links=task.mesh)

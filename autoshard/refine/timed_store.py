@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -14,10 +13,10 @@ from typing import Any
 import msgspec
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.cache_files import cache_folder, write_whole
-from autoshard.profiling.startup import machine_key
-from autoshard.runtime.agreement import everyones
+from autoshard.cache_files import write_whole
+from autoshard.profiling.startup import cache_path, machine_key
 from autoshard.version import __version__
+from autoshard.watching.agreement import everyones
 from cost_model.errors import ProfileError
 from cost_model.measure.facts import collective_backend, device_name, host_name, software_versions
 from cost_model.mesh import MeshSpec
@@ -46,8 +45,7 @@ class TimedStore:
 
     @property
     def path(self) -> Path:
-        text = json.dumps(self.key, sort_keys=True)
-        return cache_folder() / f"timed-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+        return cache_path(self.key, "timed")
 
     def read(self) -> TimedPrices:
         """What was timed before: nothing, if there is no file, or something else in it."""

@@ -5,26 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
-from autoshard.reporting.recorder import PHASES, StepTimes
+from autoshard.reporting.recorder import STEP_PHASES, StepTimes
 from autoshard.reporting.tracks import Tracks
-from cost_model.errors import PlanError
 from passes.predict.predict_step import PredictedCollective, Prediction
 
-__all__ = [
-    "Exposed",
-    "MeasuredCollective",
-    "MeasuredPhase",
-    "PeakMemory",
-    "RankFigures",
-    "StepFigures",
-    "Track",
-    "put_together",
-    "there",
-]
-
-F = TypeVar("F")
+__all__ = ["MeasuredCollective", "PeakMemory", "RankFigures", "StepFigures", "put_together"]
 
 _Key = tuple[str, str, tuple[str, ...], str, int]
 
@@ -150,7 +136,7 @@ def put_together(ranks: Sequence[RankFigures], warmup: int, *, fused: bool) -> S
     collectives = tuple(_collectives(slowest, ranks))
     compute = {name: max(r.compute.get(name, 0.0) for r in ranks) for name in ranks[0].compute}
     phases: list[MeasuredPhase] = []
-    for name in PHASES:
+    for name in STEP_PHASES:
         seconds = _mean([[step.phases[name] for step in steps] for steps in counted])
         predicted = next((p for p in slowest.phases if p.name == name), None)
         alone = None if fused else compute.get(name)
@@ -238,10 +224,3 @@ def _exposed(phase: str, collectives: Sequence[MeasuredCollective]) -> float:
         for c in collectives
         if c.predicted.phase == phase and c.predicted.seconds > 0.0
     )
-
-
-def there(figures: F | None) -> F:
-    """Of a report, once its block has ended. PlanError before."""
-    if figures is None:
-        raise PlanError("the report is not there yet\n  try: read it after its `with` block has ended")
-    return figures

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
 
 import torch.distributed as dist
+from msgspec import structs
 
-from autoshard.drawing.pipeline_trace import trace_json
-from autoshard.drawing.two_timelines import two_timelines_svg
-from autoshard.plan.pipeline_plan import PipelinePlan
+from autoshard.drawing.draw import two_timelines_svg
+from autoshard.drawing.timeline_svg import trace_json
+from autoshard.plan.plan import PipelinePlan
 from autoshard.plan.stage_schedule import Scheduled
-from autoshard.reporting.marks import marks_of
-from autoshard.reporting.measured import there
-from autoshard.reporting.stage_recorder import RankStep, StageRecorder
-from autoshard.runtime.agreement import everyones
+from autoshard.runtime.observe import RankStep, StageRecorder, marks_of
 from autoshard.runtime.process_groups import whole_group
 from autoshard.runtime.session import Session
+from autoshard.watching.agreement import everyones
 from cost_model.checked_arguments import checked_path
 from cost_model.errors import PlanError
 from cost_model.text_files import write_text
@@ -28,7 +29,9 @@ from passes.plan.graph_text import format_seconds
 from passes.stages.pipeline_orders import PipelineOrder
 from passes.stages.pipeline_timeline import PipelineEvent, PipelineTimeline
 
-__all__ = ["PipelineFigures", "PipelineReport", "measured_timeline"]
+__all__ = ["PipelineFigures", "PipelineReport", "Report", "measured_timeline"]
+
+F = TypeVar("F")
 
 
 @dataclass(frozen=True)
@@ -41,30 +44,63 @@ class PipelineFigures:
     steps: int
 
 
-class PipelineReport:
-    """What `report` measures of a model in stages; filled when its block ends."""
+class Report(ABC, Generic[F]):
+    """What `report` measures of a model; filled when its block ends. figures: everything in `text`, as data."""
 
-    def __init__(self, session: Session, warmup: int) -> None:
+    def __init__(self, session: Session, warmup: int, watching: list[Any], recorder: Any) -> None:
         self._session, self._warmup = session, warmup
-        self._recorder = StageRecorder(marks_of(session.spec.device_type))
-        self._figures: PipelineFigures | None = None
+        self._watching, self._watcher = watching, recorder
+        self._figures: F | None = None
 
-    def __enter__(self) -> PipelineReport:
-        dist.barrier(whole_group(self._session.mesh))
-        self._recorder.start()
-        self._session.stage_clocks.append(self._recorder)
+    @abstractmethod
+    def text(self) -> str: ...
+
+    @abstractmethod
+    def _drawn(self, target: Path) -> str: ...
+
+    @abstractmethod
+    def _measure(self) -> F: ...
+
+    def __enter__(self) -> Self:
+        self._watching.append(self._watcher)
+        self._watcher.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._session.stage_clocks.remove(self._recorder)
+        self._watching.remove(self._watcher)
+        self._watcher.stop()
         if kind is None:
             self._figures = self._measure()
 
     @property
-    def figures(self) -> PipelineFigures:
-        return there(self._figures)
+    def figures(self) -> F:
+        if self._figures is None:
+            raise PlanError("the report is not there yet\n  try: read it after its `with` block has ended")
+        return self._figures
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def draw(self, path: str | os.PathLike[str]) -> Path:
+        """Draw when each collective was to run, and when it ran, as SVG. Of a model in stages the predicted timeline
+        above the measured one (.svg), or the measured one as a trace (.json). PlanError where that is not known."""
+        target = checked_path(path, "path", PlanError)
+        write_text(target, self._drawn(target), "picture", PlanError)
+        return target
+
+
+class PipelineReport(Report[PipelineFigures]):
+    """Of a model in stages."""
+
+    def __init__(self, session: Session, warmup: int) -> None:
+        self._recorder = StageRecorder(marks_of(session.spec.device_type))
+        super().__init__(session, warmup, session.stage_clocks, self._recorder)
+
+    def __enter__(self) -> Self:
+        dist.barrier(whole_group(self._session.mesh))
+        return super().__enter__()
 
     def text(self) -> str:
         """Step, bubble, and the seconds of a piece on every stage: predicted, measured, predicted / measured."""
@@ -82,28 +118,18 @@ class PipelineReport:
             lines += _lines(f"stage {stage} {kind}", predicted.get((stage, kind), 0.0), measured[stage, kind])
         return "\n".join(lines) + "\n"
 
-    def __str__(self) -> str:
-        return self.text()
-
-    def draw(self, path: str | os.PathLike[str]) -> Path:
-        """The predicted timeline above the measured one (.svg), or the measured one as a trace (.json)."""
-        target = checked_path(path, "path", PlanError)
+    def _drawn(self, target: Path) -> str:
         if target.suffix == ".json":
-            text = json.dumps(trace_json("measured", self.figures.measured)) + "\n"
-        elif target.suffix == ".svg":
-            text = two_timelines_svg(
+            return json.dumps(trace_json("measured", self.figures.measured)) + "\n"
+        if target.suffix == ".svg":
+            return two_timelines_svg(
                 ("predicted", self.figures.predicted), ("measured", self.figures.measured)
             )
-        else:
-            raise PlanError(
-                f"draw({str(target)!r}): not a name that ends in .svg or .json\n  try: one that does"
-            )
-        write_text(target, text, "picture", PlanError)
-        return target
+        raise PlanError(f"draw({str(target)!r}): not a name that ends in .svg or .json\n  try: one that does")
 
     def _measure(self) -> PipelineFigures:
         session, plan = self._session, self._session.plan
-        steps = self._recorder.steps()
+        steps = [step for step in self._recorder.steps() if step.trained]
         if not steps or not isinstance(plan, PipelinePlan):
             raise PlanError(
                 "report: the model was not trained in the block\n  try: run training steps inside `with`"
@@ -116,7 +142,7 @@ class PipelineReport:
             measured_timeline([own[i] for own in ranks], places, order) for i in range(first, len(steps))
         ]
         found.sort(key=lambda timeline: timeline.seconds)
-        stages = tuple(replace(stage, update=0.0) for stage in plan.prices.stages)
+        stages = tuple(structs.replace(stage, update=0.0) for stage in plan.prices.stages)
         predicted = Scheduled(order, replace(plan.prices, stages=stages)).timeline
         return PipelineFigures(predicted, found[len(found) // 2], len(found))
 

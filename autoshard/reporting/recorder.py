@@ -3,27 +3,158 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.profiler import record_function
 
-from autoshard.reporting.marks import Marks
-from autoshard.reporting.peak_memory import PeakCounter
-from autoshard.runtime.observe import InPieces, PhaseRun
+from autoshard.reporting.probe import Probed, TimedCompiler
+from autoshard.reporting.tracks import PHASES, PeakCounter, Tracks, run_tracks
+from autoshard.runtime.compiled_pieces import Compiler, StepInPieces, parts_of
+from autoshard.runtime.leaves import conform
+from autoshard.runtime.observe import InPieces, Marks, PhaseRun
+from passes.compile.compile_graph import Compiled, compile_graph
 from passes.lower.phases import Phases
+from passes.predict.predict_pieces import predict_pieces
+from passes.predict.predict_step import Prediction, predict_phases
+from passes.predict.step_events import AxesOf
+from passes.strategies.prices import Prices
 
-__all__ = ["PHASES", "Mark", "Recorder", "StepTimes", "steps_of"]
+__all__ = ["Mark", "Recorder", "SeenInPieces", "SeenWhole", "StepTimes", "steps_of"]
 
-PHASES = ("forward", "backward", "optimizer")
+
+class SeenWhole:
+    """Of one program. inputs: of the forward, this rank's tensors."""
+
+    def __init__(self, phases: Phases, inputs: Sequence[Tensor], backend: str) -> None:
+        self.inputs = inputs
+        self._phases, self._backend = phases, backend
+        backward = phases.backward
+        self._graphs = [phases.forward, *([] if backward is None else [backward.module])]
+
+    def predicted(self, prices: Prices, axes_of: AxesOf) -> Prediction:
+        return predict_phases(self._phases, prices, axes_of)
+
+    def probed(self, marks: Marks) -> Callable[[], Probed]:
+        """What runs it once, op by op."""
+        compiler = TimedCompiler(marks)
+        programs = [compiler(graph)[0] for graph in self._graphs]
+
+        def once() -> Probed:
+            compiler.runs.clear()
+            self._run(programs)
+            return Probed.of(compiler.runs, dict(zip(PHASES, [[run] for run in compiler.runs], strict=False)))
+
+        return once
+
+    @cached_property
+    def _compiled(self) -> list[Compiled]:
+        return [compile_graph(graph, self._backend) for graph in self._graphs]
+
+    def run_again(self) -> None:
+        """Once, in ranges of the profiler named after the phases."""
+        self._run(self._compiled)
+
+    @torch.no_grad()
+    def _run(self, programs: Sequence[Compiled]) -> None:
+        """As in a step, nothing but the loop's own holds what the backward has read."""
+        backward = self._phases.backward
+        with record_function(PHASES[0]):
+            results = programs[0](list(self.inputs))
+        if backward is None:
+            return
+        given: list[Any] = [self.inputs[i] for i in backward.passed] + [results[i] for i in backward.saved]
+        del results
+        with record_function(PHASES[1]):
+            values = [n.meta["val"] for n in backward.module.graph.nodes if n.op == "placeholder"]
+            given += _ones_for(values[len(given) :], self.inputs)
+            gradients = programs[1](given)
+            given.clear()
+        del gradients
+
+    def tracks(self, repeats: int, meet: Callable[[], object]) -> Tracks | None:
+        """As `run_tracks`."""
+        return run_tracks(self.run_again, self._graphs, repeats, meet)
+
+
+class SeenInPieces:
+    """Of a batch in pieces; each has ranges of its own under the profiler."""
+
+    def __init__(self, step: InPieces, inputs: Sequence[Tensor], backend: str) -> None:
+        self.inputs = inputs
+        self._step, self._compile = step, Compiler(backend)
+        self._parts = parts_of(step, joined=self._compile.joins)
+
+    def predicted(self, prices: Prices, axes_of: AxesOf) -> Prediction:
+        programs = self._step.programs
+        predict = lambda phases: predict_phases(phases, prices, axes_of)
+        return predict_pieces(programs[0], self._parts[0], len(programs), prices, predict, axes_of)
+
+    def probed(self, marks: Marks) -> Callable[[], Probed]:
+        """Computing is that of all pieces. Collectives are, as in the prediction, those before the pieces, of the first
+        piece, and after them."""
+        compiler = TimedCompiler(marks)
+        step = StepInPieces(self._step, self._parts, compiler, ())
+
+        @torch.no_grad()
+        def once() -> Probed:
+            compiler.runs.clear()
+            step.results(self._known())
+            before, *pieces, after = compiler.runs
+            each = len(pieces) // len(self._parts)  # a forward, and a backward if there is one
+            forward, backward = [before, *pieces[::each]], pieces[1::2] if each > 1 else []
+            (backward or forward).append(after)
+            return Probed.of(
+                (before, *pieces[:each], after), dict(zip(PHASES, (forward, backward), strict=True))
+            )
+
+        return once
+
+    @cached_property
+    def _compiled(self) -> StepInPieces:
+        return StepInPieces(self._step, self._parts, self._compile, [_Ranges()])
+
+    @torch.no_grad()
+    def run_again(self) -> None:
+        self._compiled.results(self._known())
+
+    def tracks(self, repeats: int, meet: Callable[[], object]) -> Tracks | None:
+        """None: the prediction has the collectives of one piece."""
+        return None
+
+    def _known(self) -> dict[str, Tensor]:
+        return dict(zip(self._step.given, self.inputs, strict=True))
+
+
+def _ones_for(values: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors that look like `values`, on the device of `inputs`."""
+    device = inputs[0].device if inputs else torch.device("cpu")
+    return [conform(torch.ones(v.shape, dtype=v.dtype, device=device), v) for v in values]
+
+
+class _Ranges:
+    """An `Observer` by which the profiler knows the phases."""
+
+    def begin(self, run: PhaseRun) -> None:
+        self._range = record_function(run.phase)
+        self._range.__enter__()
+
+    def end(self, run: PhaseRun) -> None:
+        self._range.__exit__(None, None, None)
+
+
+STEP_PHASES = ("forward", "backward", "optimizer")
 
 
 @dataclass(frozen=True)
 class Mark:
-    """phase: of `PHASES`. at: from `Marks.mark`. last: no piece of the batch comes after."""
+    """phase: of `STEP_PHASES`. at: from `Marks.mark`. last: no piece of the batch comes after."""
 
     phase: str
     edge: Literal["begin", "end"]
@@ -64,13 +195,13 @@ class Recorder:
         self._trained: tuple[Phases | InPieces, PhaseRun] | None = None
         self._hooks: list[Any] = []
 
-    def attach(self) -> None:
+    def start(self) -> None:
         self._hooks = [
             register_optimizer_step_pre_hook(lambda optimizer, *_: self._begin_update(optimizer)),
             register_optimizer_step_post_hook(lambda optimizer, *_: self._end_update(optimizer)),
         ]
 
-    def detach(self) -> None:
+    def stop(self) -> None:
         for hook in self._hooks:
             hook.remove()
 
@@ -125,7 +256,7 @@ def steps_of(log: Sequence[Mark], end: Any, marks: Marks) -> list[StepTimes]:
     """Cut `log` into steps. A step begins with the first forward after an optimizer's update; without
     updates after a backward; without these it is every forward; of a batch in pieces that of the last. So several
     forwards and backwards before an update (accumulated gradients) are one step."""
-    closing = max((mark.phase for mark in log), key=PHASES.index, default="forward")
+    closing = max((mark.phase for mark in log), key=STEP_PHASES.index, default="forward")
     starts: list[int] = []
     closed = True
     for i, mark in enumerate(log):
@@ -141,7 +272,7 @@ def steps_of(log: Sequence[Mark], end: Any, marks: Marks) -> list[StepTimes]:
 
 
 def _step(log: Sequence[Mark], end: Any, marks: Marks) -> StepTimes:
-    phases: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+    phases: dict[str, float] = dict.fromkeys(STEP_PHASES, 0.0)
     begun: dict[str, Any] = {}
     for mark in log:
         if mark.edge == "begin":

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from autoshard.api import autoshard
-from autoshard.calls.signature import as_call
+from autoshard.calls.global_call import as_call
 from autoshard.plan.plan import Plan
 from autoshard.reporting.report_steps import StepReport, report
 from autoshard.started_mesh import started_mesh

@@ -12,37 +12,31 @@ report.corrected().save("mine.json")
 from __future__ import annotations
 
 import datetime
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from autoshard.arguments import checked_model
-from autoshard.plan.pipeline_plan import PipelinePlan
-from autoshard.plan.plan import Plan
-from autoshard.reporting.marks import Marks, marks_of
-from autoshard.reporting.measured import PeakMemory, RankFigures, StepFigures, put_together, there
-from autoshard.reporting.peak_memory import held_nbytes, peak_counter, run_peaks
-from autoshard.reporting.pipeline_report import PipelineReport
+from autoshard.plan.plan import PipelinePlan, Plan
+from autoshard.reporting.measured import PeakMemory, RankFigures, StepFigures, put_together
+from autoshard.reporting.pipeline_report import PipelineReport, Report
 from autoshard.reporting.probe import probe
-from autoshard.reporting.recorder import Recorder
-from autoshard.reporting.seen_step import SeenStep, seen_step
-from autoshard.reporting.text import report_text
-from autoshard.reporting.track_picture import track_svg
-from autoshard.reporting.tracks import Tracks
-from autoshard.runtime.agreement import everyones
+from autoshard.reporting.recorder import Recorder, SeenInPieces, SeenWhole
+from autoshard.reporting.text import report_text, track_svg
+from autoshard.reporting.tracks import Tracks, held_nbytes, peak_counter, run_peaks
+from autoshard.runtime.observe import marks_of
 from autoshard.runtime.process_groups import axes_by_group, whole_group
 from autoshard.runtime.session import Session
-from cost_model.checked_arguments import checked_count, checked_path
+from autoshard.watching.agreement import everyones
+from cost_model.checked_arguments import checked_count
 from cost_model.correction import CollectiveTime, corrected_profile
 from cost_model.errors import PlanError
 from cost_model.profile import Profile
-from cost_model.text_files import write_text
+from passes.lower.phases import Phases
 from passes.predict.prediction import Prediction
 
 __all__ = ["StepReport", "report"]
@@ -82,33 +76,13 @@ def report(model: nn.Module, *, warmup: int = 2, repeats: int = 5) -> StepReport
     return StepReport(session, warmup, repeats)
 
 
-class StepReport:
-    """What `report` measures; filled when its block ends. figures: everything in `text`, as data."""
+class StepReport(Report[StepFigures]):
+    """Of a model that every rank runs whole."""
 
     def __init__(self, session: Session, warmup: int, repeats: int) -> None:
-        self._session = session
-        self._warmup = warmup
-        self._repeats = repeats
-        self._marks: Marks = marks_of(session.spec.device_type)
+        self._repeats, self._marks = repeats, marks_of(session.spec.device_type)
         self._recorder = Recorder(session.model, self._marks, peak_counter(session.spec.device_type))
-        self._figures: StepFigures | None = None
-
-    def __enter__(self) -> StepReport:
-        self._session.observers.append(self._recorder)
-        self._recorder.attach()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._session.observers.remove(self._recorder)
-        self._recorder.detach()
-        if kind is None:
-            self._figures = self._measure()
-
-    @property
-    def figures(self) -> StepFigures:
-        return there(self._figures)
+        super().__init__(session, warmup, session.observers, self._recorder)
 
     def text(self) -> str:
         """Whole step, phases and collectives: predicted, measured, predicted / measured."""
@@ -116,20 +90,14 @@ class StepReport:
         refined = plan.step_time if isinstance(plan, Plan) and plan.origin.timed else None
         return report_text(self.figures, str(self._session.profile), refined)
 
-    def __str__(self) -> str:
-        return self.text()
-
-    def draw(self, path: str | os.PathLike[str]) -> Path:
-        """Draw when each collective was to run, and when it ran, as SVG. PlanError where that is not known."""
-        target = checked_path(path, "path", PlanError)
+    def _drawn(self, target: Path) -> str:
         if not self.figures.tracks:
             raise PlanError(
                 "report: nothing to draw: no collectives ran, or not on CPUs with gloo, where they can be followed, or "
                 "the batch is in pieces\n"
                 "  try: report.text()"
             )
-        write_text(target, track_svg(self.figures), "picture", PlanError)
-        return target
+        return track_svg(self.figures)
 
     def corrected(self, profile: Profile | None = None) -> Profile:
         """`profile`, or the one the prediction was made with, with what was measured written into it.
@@ -159,7 +127,9 @@ class StepReport:
             raise PlanError(
                 "report: the model was not called in the block\n  try: run training steps inside `with`"
             )
-        step = seen_step(*program, session.settings.backend)
+        phases, forward = program
+        given = forward.inputs, session.settings.backend
+        step = SeenWhole(phases, *given) if isinstance(phases, Phases) else SeenInPieces(phases, *given)
         prediction = step.predicted(session.prices(), axes_by_group(session.mesh).__getitem__)
         probed = probe(step.probed(self._marks), self._repeats)
         mine = RankFigures(
@@ -173,7 +143,7 @@ class StepReport:
         return put_together(ranks, self._warmup, fused=session.settings.backend != "eager")
 
     def _seen_again(
-        self, step: SeenStep, prediction: Prediction
+        self, step: SeenWhole | SeenInPieces, prediction: Prediction
     ) -> tuple[Tracks | None, tuple[PeakMemory, ...]]:
         """When collectives ran, and how many bytes were alive: on CPUs in the step run again, under a profiler."""
         session, peaks = self._session, self._recorder.peaks
@@ -184,7 +154,7 @@ class StepReport:
             group = whole_group(session.mesh)
             tracks = step.tracks(self._repeats, lambda: dist.barrier(group))
         held = held_nbytes(step.inputs, session.model.parameters(), self._recorder.optimizers())
-        return tracks, _beside(prediction, run_peaks(step.again, held))
+        return tracks, _beside(prediction, run_peaks(step.run_again, held))
 
 
 def _beside(prediction: Prediction, measured: Mapping[str, int]) -> tuple[PeakMemory, ...]:

@@ -1,27 +1,44 @@
-"""When each collective of a step began and ended: the compiled programs run again under a profiler.
+"""What a profiler sees of a step that is run again: when collectives began and ended, and the most bytes it held.
 
 On CPUs with gloo. A collective begins where the program issues it; it ends when its messages are through, which gloo
 tells the profiler, or with what it does in shared memory. The thread that computes stands still while it issues and
-while it waits: that is exposed.
+while it waits: that is exposed. On GPUs the allocator counts bytes.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from autoshard.reporting.step_again import PHASES, StepAgain
 from cost_model.measure.own_collectives import SHARED
+from passes.ir.torch_compat import allocations
+from passes.ir.torch_dtensor import local_of
 
-__all__ = ["Range", "Tracks", "read_step", "run_tracks"]
+__all__ = [
+    "PHASES",
+    "CudaCounter",
+    "PeakCounter",
+    "Range",
+    "Tracks",
+    "held_nbytes",
+    "peak_counter",
+    "peaks_of",
+    "read_step",
+    "run_peaks",
+    "run_tracks",
+]
 
+PHASES = ("forward", "backward")
+"""Names of ranges under a profiler."""
 _STEP = "autoshard report: step"
 _KINDS = "all_reduce|all_gather_into_tensor|reduce_scatter_tensor|all_to_all_single"
 _NAMED = re.compile(rf"^({_KINDS}): ")
@@ -55,25 +72,27 @@ class Tracks:
     exposed: dict[str, float]
 
 
-def run_tracks(step: StepAgain, repeats: int, meet: Callable[[], object]) -> Tracks | None:
-    """Medians over `repeats` runs of the programs; None where what the profiler saw cannot be told apart.
+def run_tracks(
+    run: Callable[[], object], graphs: Sequence[fx.GraphModule], repeats: int, meet: Callable[[], object]
+) -> Tracks | None:
+    """Medians over `repeats` runs of the programs of `graphs`; None where what the profiler saw cannot be told apart.
 
     meet: waits until all ranks are there. All ranks must run alike.
     """
-    step.run()
+    run()
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         for _ in range(repeats):
             meet()
             with record_function(_STEP):
-                step.run()
+                run()
     events = [
         Range(event.name, event.time_range.start * 1e-6, event.time_range.end * 1e-6)
         for event in seen.events() or ()
     ]
-    kinds = [kind for graph in step.graphs for kind in _collectives(graph)]
-    runs = [read_step(within, kinds) for within in _steps(events)]
-    found = [run for run in runs if run is not None]
-    return _median(found) if found and len(found) == len(runs) else None
+    kinds = [kind for graph in graphs for kind in _collectives(graph)]
+    steps = [read_step(within, kinds) for within in _steps(events)]
+    known = [step for step in steps if step is not None]
+    return _median(known) if known and len(known) == len(steps) else None
 
 
 def _collectives(module: fx.GraphModule) -> list[str]:
@@ -159,3 +178,74 @@ def _median(runs: Sequence[Tracks]) -> Tracks:
         ),
         {phase: statistics.median(run.exposed[phase] for run in runs) for phase in runs[0].exposed},
     )
+
+
+class PeakCounter(Protocol):
+    """What a device counts by itself; tests bring their own."""
+
+    def reset(self) -> None:
+        """From now on."""
+        ...
+
+    def peak(self) -> int:
+        """The most bytes allocated at once since then."""
+        ...
+
+
+class CudaCounter:
+    """Of the caching allocator: tensors, not what it keeps for later. A report resets its peak."""
+
+    def reset(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated()
+
+
+def peak_counter(device_type: str) -> PeakCounter | None:
+    """None on CPUs, which count nothing by themselves: `run_peaks`."""
+    return CudaCounter() if device_type == "cuda" else None
+
+
+def run_peaks(run: Callable[[], object], held: int) -> Mapping[str, int]:
+    """Phase -> the most bytes that were allocated at once, on CPUs: the step run once more under torch's profiler,
+    which sees every request for memory, tensors and workspaces of kernels alike.
+
+    held: bytes that are there throughout, `held_nbytes`.
+    """
+    run()  # what is made once, and kept, is none of a step's
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        run()
+    ranges = [(e.time_range.start * 1e-6, e.name) for e in seen.events() or () if e.name in PHASES]
+    return peaks_of(allocations(seen), sorted(ranges), held)
+
+
+def peaks_of(
+    changes: Iterable[tuple[float, int]], begins: Sequence[tuple[float, str]], held: int
+) -> Mapping[str, int]:
+    """changes: (seconds, bytes more or less), in order. begins: of the phases, which may come several times, in order:
+    (seconds on the same clock, phase)."""
+    now, phase = held, begins[0][1]
+    later = list(reversed(begins[1:]))
+    most = {phase: held}
+    for at, nbytes in changes:
+        while later and at >= later[-1][0]:
+            phase = later.pop()[1]
+            most[phase] = max(most.get(phase, 0), now)
+        now += nbytes
+        most[phase] = max(most[phase], now)
+    for _, phase in reversed(later):
+        most[phase] = max(most.get(phase, 0), now)
+    return most
+
+
+def held_nbytes(
+    inputs: Iterable[Tensor], parameters: Iterable[Tensor], optimizers: Iterable[Optimizer]
+) -> int:
+    """Bytes of this rank's parts that a step finds and leaves: its inputs, parameters and buffers among them, and what
+    optimizers keep for the parameters. Each storage counts once."""
+    owned = list(parameters)
+    states = (one.state.get(p, {}).values() for one in optimizers for p in owned)
+    kept = (value for values in states for value in values if isinstance(value, Tensor))
+    storages = (local_of(tensor).untyped_storage() for tensor in itertools.chain(inputs, kept))
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -2,18 +2,229 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
-from autoshard.runtime.direct_calls import accept_direct_calls
-from autoshard.runtime.empty_buffers import watch_empty_buffers
-from autoshard.runtime.loading import accept_any_state
-from autoshard.runtime.pretrained import save_whole_pretrained
-from autoshard.runtime.wrapping import refuse_data_parallel
+from autoshard.runtime.loading import accept_any_state, save_whole_pretrained
+from autoshard.runtime.process_groups import pipeline_mesh_of
+from cost_model.errors import ShardingError
+from passes.ir.torch_compat import version_of
 
-__all__ = ["attach"]
+__all__ = ["accept_direct_calls", "attach", "check_original", "check_unwrapped"]
+
+
+def accept_direct_calls(model: nn.Module) -> list[RemovableHandle]:
+    """Let every layer with parameters run on DTensor's own ops when it is called outside the model's forward.
+
+    Tensors of such a call are the same on every rank, and so is what it returns; gradients flow through. It is as
+    slow as DTensor is. A call with a DTensor among its arguments is torch's own.
+    """
+    calls = _DirectCalls()
+    handles: list[RemovableHandle] = []
+    for module in model.modules():
+        if module is not model and next(module.parameters(), None) is not None:
+            handles.append(module.register_forward_pre_hook(calls.enter, with_kwargs=True))
+            handles.append(module.register_forward_hook(calls.leave, always_call=True))
+    return handles
+
+
+class _DirectCalls:
+    """The outermost layer of the call that runs now, if any: what is inside it sees DTensors."""
+
+    def __init__(self) -> None:
+        self._outermost: nn.Module | None = None
+        self._mixing: AbstractContextManager[Any] = nullcontext()
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        mesh = _mesh_of(module)
+        if mesh is None or self._outermost is not None or _any_dtensor((args, kwargs)):
+            return None
+        replicated = [Replicate()] * mesh.ndim
+        wrap = lambda value: DTensor.from_local(value, mesh, replicated, run_check=False)
+        wrapped = pytree.tree_map_only(Tensor, wrap, (args, kwargs))
+        self._outermost, self._mixing = module, implicit_replication()
+        self._mixing.__enter__()
+        return wrapped
+
+    def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if module is not self._outermost:
+            return None
+        self._mixing.__exit__(None, None, None)
+        self._outermost, self._mixing = None, nullcontext()
+        return pytree.tree_map_only(DTensor, lambda value: value.full_tensor(), output)
+
+
+def _mesh_of(module: nn.Module) -> DeviceMesh | None:
+    """None while parameters are plain: before the first call, and while a call is captured. Of all stages, where they
+    are of some."""
+    found = next((p.device_mesh for p in module.parameters() if isinstance(p, DTensor)), None)
+    return None if found is None else pipeline_mesh_of(found) or found
+
+
+def _any_dtensor(values: Any) -> bool:
+    seen: list[Tensor] = []
+    pytree.tree_map_only(DTensor, seen.append, values)
+    return bool(seen)
+
+
+def watch_empty_buffers(model: nn.Module) -> None:
+    """After `model.to_empty(...)`, a call raises ShardingError as long as some buffer that was on `meta` is unwritten.
+
+    A checkpoint has persistent buffers only, and `reset_parameters` of most modules writes parameters alone.
+    """
+    model.to_empty = _ToEmpty(model)  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class _Empty:
+    """A buffer as `to_empty` left it: filled with a value that no model computes, where its dtype has one."""
+
+    name: str
+    tensor: weakref.ref[Tensor]
+    version: int
+
+    def still(self, model: nn.Module) -> bool:
+        module, _, name = self.name.rpartition(".")
+        now = model.get_submodule(module)._buffers.get(name)
+        # `buffer.data.copy_` writes without a new version, hence the look at the values.
+        return (
+            now is not None and now is self.tensor() and version_of(now) == self.version and _is_filled(now)
+        )
+
+
+class _ToEmpty:
+    """The model's `to_empty`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __call__(self, *, device: Any, recurse: bool = True) -> nn.Module:
+        model = self._model
+        meta = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+        type(model).to_empty(model, device=device, recurse=recurse)
+        made = [_filled(name, model.get_buffer(name)) for name in meta]
+        if any(not model.get_buffer(name).is_meta for name in meta):
+            _Check.register(model, made)
+        return model
+
+
+class _Check:
+    """A forward pre-hook that goes when it has passed."""
+
+    def __init__(self, empties: list[_Empty]) -> None:
+        self._empties = empties
+        self._handle: Any = None
+
+    @staticmethod
+    def register(model: nn.Module, empties: list[_Empty]) -> None:
+        check = _Check(empties)
+        check._handle = model.register_forward_pre_hook(check)
+
+    def __call__(self, model: nn.Module, args: Any) -> None:
+        names = [empty.name for empty in self._empties if empty.still(model)]
+        if names:
+            shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+            raise ShardingError(
+                f"the model was on meta, and to_empty left buffers without values: {shown}\n"
+                f"  try: model.get_buffer({names[0]!r}).copy_(...) after to_empty, load_state_dict if persistent, "
+                "or make buffers outside torch.device('meta')"
+            )
+        self._handle.remove()
+
+
+def _filled(name: str, buffer: Tensor) -> _Empty:
+    value = _never(buffer.dtype)
+    if value is not None:
+        with torch.no_grad():
+            buffer.fill_(value)
+    return _Empty(name, weakref.ref(buffer), version_of(buffer))
+
+
+def _is_filled(buffer: Tensor) -> bool:
+    value = _never(buffer.dtype)
+    if value is None:
+        return True
+    return bool((buffer.isnan() if value != value else buffer == value).all())
+
+
+def _never(dtype: torch.dtype) -> float | int | None:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return None if dtype == torch.bool else torch.iinfo(dtype).min or torch.iinfo(dtype).max
+
+
+_WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, DataParallel)
+
+
+def check_original(model: nn.Module) -> None:
+    """ShardingError for a model that torch.compile, TorchScript, DDP or FSDP has made of another."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ShardingError(
+                f"{name or 'model'} is a TorchScript module ({type(module).__name__}), whose code autoshard cannot "
+                "trace\n  try: the original in its place, before torch.jit.script or torch.jit.trace"
+            )
+    if _is_compiled(model):
+        raise ShardingError(
+            "model is what torch.compile returned, and autoshard compiles each rank's program itself\n"
+            "  try: pass the original; backend=... chooses a backend of torch.compile"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, (*_WRAPPERS, FSDPModule)):
+            raise ShardingError(_text(type(module).__name__, name))
+
+
+def check_unwrapped(model: nn.Module) -> None:
+    """ShardingError if DDP or FSDP took the model, or a part of it, since `autoshard` was called."""
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            raise ShardingError(_text("fully_shard", name))
+    ours = set(model.modules())
+    for wrapper in _live_wrappers():
+        if not ours.isdisjoint(wrapper.modules()):
+            raise ShardingError(_text(type(wrapper).__name__, ""))
+
+
+def refuse_data_parallel(model: nn.Module) -> None:
+    """Make `DistributedDataParallel(model)` raise ShardingError: it asks a module which parameters to ignore."""
+    model._ddp_params_and_buffers_to_ignore = _Refusal()  # type: ignore[assignment]
+
+
+class _Refusal:
+    def __iter__(self) -> Iterator[str]:
+        raise ShardingError(_text("DistributedDataParallel", ""))
+
+
+def _text(wrapper: str, name: str) -> str:
+    what = f"{name} of the model" if name else "the model"
+    return (
+        f"{what} is wrapped by {wrapper}, and autoshard is the parallelism: gradients would be reduced twice\n"
+        "  try: the model without it; with accelerate, transformers' Trainer or Lightning as in docs/company.md"
+    )
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    original: Any = vars(model).get("_modules", {}).get("_orig_mod")
+    return isinstance(original, nn.Module) and type(model).__name__ == "OptimizedModule"
+
+
+def _live_wrappers() -> list[nn.Module]:
+    # type(), not isinstance: the latter asks every object, lazily loaded modules included.
+    return [o for o in gc.get_objects() if issubclass(type(o), _WRAPPERS)]
 
 
 def attach(model: nn.Module, mesh: DeviceMesh) -> Callable[[], None]:

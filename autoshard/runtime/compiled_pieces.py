@@ -1,37 +1,88 @@
-"""What runs before the pieces of a batch, forward and backward of each, and what runs after, compiled for a rank."""
+"""Programs of a batch in pieces, compiled for a rank: before, of each piece, after; and in which order they run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from autoshard.runtime.gradient_program import GradientProgram
-from autoshard.runtime.input_side import conform
-from autoshard.runtime.piece_compiler import Compiler, Known
+import torch
+from torch import Tensor, fx
+
+from autoshard.runtime.call_program import CallGradients
+from autoshard.runtime.leaves import InputSide, Leaves, conform, expected
+from autoshard.runtime.observe import InPieces, Observer, PhaseRun, observed
+from autoshard.runtime.step import AtOnce
+from cost_model.mesh import MeshSpec
+from passes.compile.compile_graph import Compiled, compile_graph
 from passes.lower.phases import Backward
-from passes.lower.piece_values import IN_PLACE, given_values, leave
-from passes.lower.piecewise import PieceInput, RankPieces
+from passes.lower.piece_values import IN_PLACE, given_values, leave, step_results
+from passes.lower.piecewise import Collected, RankPieces, split_pieces, without_gradients
 from passes.lower.rank_program import RankProgram
 from passes.stages.split_backward import BackwardHalves, split_backward
 
-__all__ = ["CompiledEnds", "CompiledPiece", "by_phase"]
+__all__ = ["Compiler", "PiecesRun", "StepInPieces", "parts_of", "program_in_pieces"]
+
+Known = dict[str, Tensor]
+"""Values of a step by name: a rank's placeholders, and all that is made so far."""
+Like = Sequence[Tensor]
 
 
-class CompiledEnds:
-    """What runs before the pieces and after them."""
+class Compiler:
+    """Equal graphs are compiled once: pieces mostly are. joins: whether programs are to be joined before."""
 
-    def __init__(self, parts: RankPieces, compile_: Compiler) -> None:
-        self._parts = parts
-        self._before, self._takes = compile_(parts.before)
-        self._after, self._reads = compile_(parts.after)
+    def __init__(self, backend: str) -> None:
+        self.joins = backend == "eager"  # a compiler joins more itself
+        self._backend = backend
+        self._known: dict[str, tuple[Compiled, tuple[Tensor, ...]]] = {}
 
-    def before(self, known: Known) -> None:
-        taken = [conform(known[n], like) for n, like in zip(self._parts.taken, self._takes, strict=True)]
-        known.update(zip(self._parts.made, self._before(taken), strict=True))  # type: ignore[arg-type]
+    def __call__(
+        self, module: fx.GraphModule, adding: Sequence[int] = ()
+    ) -> tuple[Compiled, tuple[Tensor, ...]]:
+        """What runs it, and how its inputs look. adding: as `compile_graph` takes it."""
+        text = "\n".join(node.format_node() or "" for node in module.graph.nodes)
+        values = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
+        results: Any = module.graph.output_node().args[0]
+        values += [results[place].meta["val"] for place in adding]
+        key = f"{text} {adding} {[(v.shape, v.stride(), v.dtype) for v in values]}"
+        if key not in self._known:
+            self._known[key] = compile_graph(module, self._backend, adding), expected(values)
+        return self._known[key]
 
-    def after(self, known: Known) -> None:
-        read = [conform(known[n], like) for n, like in zip(self._parts.read, self._reads, strict=True)]
-        known.update(zip(self._parts.ended, self._after(read), strict=True))  # type: ignore[arg-type]
+
+class GradientProgram:
+    """A program of gradients. Where earlier pieces left all of its sums, it adds to them as it goes: that takes the
+    memory of one gradient, and not of all."""
+
+    def __init__(self, module: fx.GraphModule, left: Sequence[Collected], compile_: Compiler) -> None:
+        self._left = left
+        self.run, self.takes = compile_(module)
+        results: Any = module.graph.output_node().args[0]
+        pairs = list(zip(left, results, strict=True))
+        names = [one.name for one in left]
+        self._places = [
+            place
+            for place, (one, result) in enumerate(pairs)
+            if one.how == "sum" and result is not None and names.count(one.name) == 1
+        ]
+        self._others = [place for place in range(len(left)) if place not in self._places]
+        self._module, self._compile = module, compile_
+        self._later: tuple[Compiled, Like] | None = None
+
+    def __call__(self, inputs: list[Tensor], known: Known) -> None:
+        """Adds to `known` what it leaves. inputs: emptied, maybe."""
+        sums = [known.get(self._left[place].name) for place in self._places]
+        if not self._compile.joins or not sums or any(value is None for value in sums):
+            leave(self._left, self.run(inputs), known)  # type: ignore[arg-type]
+            return
+        if self._later is None:
+            self._later = self._compile(self._module, self._places)
+        run, takes = self._later
+        given = zip(sums, takes[len(inputs) :], strict=True)
+        inputs += [conform(value, like) for value, like in given]  # type: ignore[arg-type]
+        found = run(inputs)
+        known.update((self._left[place].name, found[place]) for place in self._places)  # type: ignore[misc]
+        leave([self._left[i] for i in self._others], [found[i] for i in self._others], known)  # type: ignore[misc]
 
 
 class CompiledPiece:
@@ -44,7 +95,9 @@ class CompiledPiece:
         self._parts = parts
         self._compile = compile_
         phases = parts.piece.complete()
-        self._inputs = by_phase(parts.given, parts.piece)
+        pairs = list(zip(parts.given, parts.piece.inputs, strict=True))
+        self._given = [one for one, spec in pairs if spec.kind != "tangent"]
+        self._tangents = [one for one, spec in pairs if spec.kind == "tangent"]
         self._outputs = len(phases.outputs)
         self._forward, self._takes = compile_(phases.forward)
         self.backward_graph: Backward | None = phases.backward
@@ -54,7 +107,7 @@ class CompiledPiece:
 
     def forward(self, known: Known) -> list[Any]:
         """Adds to `known` what it leaves; returns what its backward takes, less the tangents."""
-        given = given_values(self._inputs[0], known)
+        given = given_values(self._given, known)
         early = [conform(value, like) for value, like in zip(given, self._takes, strict=True)]
         results = self._forward(list(early))
         backward = self.backward_graph
@@ -108,7 +161,7 @@ class CompiledPiece:
         return self._halves
 
     def _given_back(self, known: Known, kept: list[Any]) -> list[Any]:
-        tangents = given_values(self._inputs[1], known)
+        tangents = given_values(self._tangents, known)
         given = zip([*kept, *tangents], self._backward.takes, strict=True)
         inputs = [conform(value, like) for value, like in given]
         kept.clear()
@@ -119,8 +172,106 @@ class CompiledPiece:
         leave([left[place] for place in places], found, known)
 
 
-def by_phase(given: Sequence[PieceInput], piece: RankProgram) -> tuple[list[PieceInput], list[PieceInput]]:
-    """What the forward is given, and the tangents that the backward is."""
-    pairs = list(zip(given, piece.inputs, strict=True))
-    early = [one for one, spec in pairs if spec.kind != "tangent"]
-    return early, [one for one, spec in pairs if spec.kind == "tangent"]
+class PiecesRun:
+    """The programs of all pieces, compiled, for one step after another: `begin`, forward and backward of every piece in
+    any order, `end`. parts: of every piece. known: all values of the step so far."""
+
+    def __init__(self, parts: Sequence[RankPieces], compile_: Compiler) -> None:
+        self.parts, self.known = parts, Known()
+        self._before, self._takes = compile_(parts[0].before)
+        self.pieces = [CompiledPiece(one, compile_) for one in parts]
+        self._after, self._reads = compile_(parts[0].after)
+
+    def begin(self, known: Known) -> None:
+        """known: values of the placeholders that a step is given."""
+        self.known, first = known, self.parts[0]
+        taken = [conform(known[n], like) for n, like in zip(first.taken, self._takes, strict=True)]
+        known.update(zip(first.made, self._before(taken), strict=True))  # type: ignore[arg-type]
+
+    def end(self, given: Sequence[str]) -> list[Tensor | None]:
+        """The results of the step, of which nothing is kept. given: names of the placeholders."""
+        known, first, self.known = self.known, self.parts[0], Known()
+        read = [conform(known[n], like) for n, like in zip(first.read, self._reads, strict=True)]
+        known.update(zip(first.ended, self._after(read), strict=True))  # type: ignore[arg-type]
+        return step_results(first, known, given)
+
+
+def parts_of(step: InPieces, *, joined: bool) -> list[RankPieces]:
+    """Of every piece. joined: as they run op by op; a compiler joins more itself."""
+    parts = [split_pieces(program) for program in step.programs]
+    return [one.joined() for one in parts] if joined else parts
+
+
+class StepInPieces(PiecesRun):
+    """All programs of a step whose batch is run in pieces, compiled: a body of `AtOnce`.
+
+    What runs before the pieces counts to the first one's forward, what runs after them to the last one's backward, for
+    observers: they are told of the forward and the backward of every piece. parts: `parts_of` the step.
+    """
+
+    def __init__(
+        self, step: InPieces, parts: Sequence[RankPieces], compile_: Compiler, observers: Sequence[Observer]
+    ) -> None:
+        super().__init__(parts, compile_)
+        self._step, self._observers = step, observers
+
+    def run(
+        self,
+        leaves: Sequence[Tensor],
+        values: Sequence[Tensor],
+        tangents: Mapping[int, Tensor],
+        *,
+        backward: bool,
+    ) -> list[Tensor | None]:
+        names = self._step.tangents
+        known = dict(zip(self._step.leaves, values, strict=True))
+        return self.results(known | {names[index]: value for index, value in tangents.items()})
+
+    def results(self, known: Known) -> list[Tensor | None]:
+        """known: values of the placeholders that a step is given, to which all that is made is added."""
+        inputs, results = tuple(known[name] for name in self._step.given), list[Tensor | None]()
+        for place, piece in enumerate(self.pieces):
+            last = place == len(self.pieces) - 1
+            told = lambda phase, last=last: observed(
+                self._observers, lambda: PhaseRun(phase, self._step, inputs, last)
+            )
+            with told("forward"):
+                if place == 0:
+                    self.begin(known)
+                kept = piece.forward(known)
+            with told("backward") if piece.backward_graph is not None else nullcontext():
+                piece.backward(known, kept)
+                if last:
+                    results = self.end(self._step.given)
+        return results
+
+
+def program_in_pieces(
+    programs: Sequence[RankProgram],
+    sides: Sequence[InputSide],
+    spec: MeshSpec,
+    rank: int,
+    device: torch.device,
+    backend: str,
+    observers: Sequence[Observer],
+    turn: Callable[[str], AbstractContextManager[Any]],
+    checks: Callable[[Sequence[Tensor], bool], Callable[[], None]],
+) -> AtOnce:
+    """What `autoshard.runtime.step.Program` is, of the programs of all pieces, in the order in which they run."""
+    first = programs[0]
+    placeholders = [n for n in first.local.module.graph.nodes if n.op == "placeholder"]
+    pairs = list(zip(placeholders, first.inputs, strict=True))
+    given = [(node, kind) for node, kind in pairs if kind.kind != "tangent"]
+    values = [node.meta["val"] for node, _ in given]
+    leaves = Leaves([kind.kind for _, kind in given], values, sides, spec, rank)
+    read = [(kind.index, node) for node, kind in pairs if kind.kind == "tangent" and node.users]
+    ends = CallGradients(first.outputs, first.inputs, [(index, node.meta["val"]) for index, node in read])
+    names, compile_ = tuple(node.name for node, _ in given), Compiler(backend)
+
+    def compiled(step: InPieces) -> StepInPieces:
+        return StepInPieces(step, parts_of(step, joined=compile_.joins), compile_, observers)
+
+    early = body = compiled(InPieces(tuple(programs), names, {index: node.name for index, node in read}))
+    if not ends.has_loss:
+        early = compiled(InPieces(tuple(map(without_gradients, programs)), names, {}))
+    return AtOnce(leaves, ends, body, early, device, turn, checks)

@@ -1,4 +1,4 @@
-"""Where a model's tensors are, and how they and a call's come to the mesh's device.
+"""Where a model's tensors are, and how they and a call's come to the mesh's device; what NCCL can do.
 
 A model may be on the CPU, on the rank's own device, partly here and partly there, or on `meta`. What is on the CPU
 moves when the plan is carried out; anything on a third device is an error before that.
@@ -6,11 +6,13 @@ moves when the plan is carried out; anything on a third device is an error befor
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.cuda import nccl
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -18,10 +20,12 @@ from cost_model.errors import ShardingError
 
 __all__ = [
     "arrived",
+    "ask_for_host_order",
     "bound_device",
     "check_bound",
     "check_devices",
     "check_placed",
+    "in_host_order",
     "local_device",
     "move_buffers",
     "seed_on",
@@ -135,3 +139,23 @@ def _state(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
 def _some(names: list[str]) -> str:
     rest = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+
+
+_HOST_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
+_SINCE = (2, 26)
+
+
+def in_host_order() -> bool:
+    """Whether NCCL runs the kernels of several communicators of a GPU in the order in which the host issued them.
+
+    Then they may be in flight together, since every rank issues in one order. [NCCL user guide, "Using
+    multiple NCCL communicators concurrently"; since NCCL 2.26]
+    """
+    if os.environ.get(_HOST_ORDER, "0") in ("", "0") or not torch.cuda.is_available():
+        return False
+    return nccl.version()[:2] >= _SINCE
+
+
+def ask_for_host_order() -> None:
+    """For scripts of our own, before the process group is made: NCCL reads its environment once."""
+    os.environ.setdefault(_HOST_ORDER, "1")

@@ -44,15 +44,15 @@ class _Watch:
 
     def holds(self) -> bool:
         now = self.read()
-        if len(now) == len(self.values) and all(map(is_, now, self.values)):
-            return True
-        if len(now) != len(self.values) or not all(map(self.same, self.values, now)):
+        if self._difference(now):
             return False
         self.values = now
         return True
 
     def changed(self) -> str:
-        now = self.read()
+        return self._difference(self.read())
+
+    def _difference(self, now: tuple[Any, ...]) -> str:
         if len(now) != len(self.values):
             return f"{self.where or 'the model'} has {len(now)} items, and had {len(self.values)}"
         for i, (old, new) in enumerate(zip(self.values, now, strict=True)):

@@ -5,17 +5,153 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from autoshard.runtime.input_side import InputSide, conform, expected, sliced
+from autoshard.runtime.sharding import shard_of
 from cost_model.mesh import MeshSpec
-from passes.ir.joint import GraphOutput
+from passes.ir.joint import GraphOutput, JointGraph, node_value
 from passes.ir.torch_dtensor import dtensor_from, local_of, sharding_of
+from passes.layout.layout import Layout
+from passes.layout.placements import layout_to_placements
 
-__all__ = ["LeafLooks", "Leaves"]
+__all__ = [
+    "CallEnds",
+    "InputSide",
+    "Leaves",
+    "OutputSide",
+    "conform",
+    "expected",
+    "input_sides",
+    "output_shapes",
+    "own_outputs",
+    "plain_input",
+    "returned_as",
+    "wrapped_output",
+]
+
+Returned = Literal["global", "local", "dtensor"]
+
+
+@dataclass(frozen=True)
+class InputSide:
+    """One input of a program other than a tangent.
+
+    shape:  global.
+    layout: of the graph's placeholder. A plain tensor of the global shape is sliced to it; one of this
+            rank's local shape is taken as the shard; a DTensor is redistributed.
+    """
+
+    shape: tuple[int, ...]
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class OutputSide:
+    """One tensor output of a call, by its index. shape: global. layout: as the graph returns it.
+
+    returned: "global" (the layout is replicated) and "local" hand the tensor out as it is; "dtensor"
+              wraps it.
+    mesh: of the ranks that have it; None: all.
+    """
+
+    shape: tuple[int, ...]
+    layout: Layout
+    returned: Returned = "global"
+    mesh: DeviceMesh | None = None
+
+
+@dataclass(frozen=True)
+class CallEnds:
+    """inputs: one per placeholder, tangents excepted. outputs: one per tensor output, in the order of their index."""
+
+    inputs: tuple[InputSide, ...]
+    outputs: tuple[OutputSide, ...]
+
+
+def input_sides(joint: JointGraph, layouts: Mapping[str, Layout]) -> tuple[InputSide, ...]:
+    """layouts: by name of the placeholder; the others are whole."""
+    return tuple(
+        InputSide(
+            shape := tuple(node_value(node).shape), layouts.get(node.name, Layout.replicated(len(shape)))
+        )
+        for node, spec in zip(joint.placeholders, joint.inputs, strict=True)
+        if spec.kind != "tangent"
+    )
+
+
+def output_shapes(joint: JointGraph) -> dict[int, tuple[int, ...]]:
+    """Tensor output of a call -> its shape, by index."""
+    found = {
+        spec.index: tuple(node_value(result).shape)
+        for spec, result in zip(joint.outputs, joint.results, strict=True)
+        if spec.kind == "output" and result is not None
+    }
+    return dict(sorted(found.items()))
+
+
+def returned_as(index: int, asked: Mapping[int, Layout | None]) -> Returned:
+    return "global" if index not in asked else "dtensor" if asked[index] is None else "local"
+
+
+def plain_input(value: Tensor, side: InputSide, mesh: DeviceMesh, spec: MeshSpec) -> Tensor:
+    """A DTensor argument of a call as this rank's shard in the wanted layout (differentiable)."""
+    if not isinstance(value, DTensor):
+        return value
+    wanted = layout_to_placements(side.layout, spec)
+    return value.redistribute(mesh, wanted).to_local()
+
+
+def sliced(value: Tensor, side: InputSide, spec: MeshSpec, rank: int) -> Tensor:
+    """This rank's shard of `value`, which is whole or the shard already: told by its shape."""
+    if tuple(value.shape) == side.layout.local_shape(side.shape, spec, rank):
+        return value
+    return shard_of(value, side.layout, spec, rank)
+
+
+def wrapped_output(value: Tensor, side: OutputSide, mesh: DeviceMesh, spec: MeshSpec) -> Tensor:
+    """An output as the caller wants it (differentiable)."""
+    if side.returned != "dtensor":
+        return value
+    stride = torch.empty(side.shape, device="meta").stride()
+    placements = layout_to_placements(side.layout, spec)
+    return DTensor.from_local(
+        value, side.mesh or mesh, placements, run_check=False, shape=torch.Size(side.shape), stride=stride
+    )
+
+
+def conform(value: Tensor, like: Tensor) -> Tensor:
+    """`value` with the strides and dtype of `like`, which has its shape; itself if it has them."""
+    value = local_of(value)
+    if value.stride() == like.stride() and value.dtype == like.dtype:
+        return value
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=value.device).copy_(value)
+
+
+def expected(values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Shapes, strides and dtypes alone (meta tensors) of a graph's placeholders."""
+    return tuple(torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device="meta") for v in values)
+
+
+def own_outputs(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """`outputs`, the call's one large tensor among them as no view.
+
+    Autograd lets nobody change in place a view that a custom function made, and whether a program ends in one is its
+    own affair: a cut of what was gathered is one. It still counts as changed with what was saved for the backward.
+    Where there are several large outputs, or an input lies in the same memory, views stay: in the model they may be of
+    each other, and what is changed in one would be missing in the other.
+    """
+    large = [output for output in outputs if output.numel() > 1]
+    if len(large) != 1 or not large[0]._is_view():
+        return tuple(outputs)
+    memory = large[0].untyped_storage()._cdata
+    if any(tensor.untyped_storage()._cdata == memory for tensor in inputs):
+        return tuple(outputs)
+    return tuple(output.detach() if output is large[0] else output for output in outputs)
 
 
 def _no_tensor() -> None:

@@ -1,139 +1,225 @@
-"""From a plan to a rank's program, on all ranks together."""
+"""From a kind of call and a plan to this rank's program, on all ranks together."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.calls.call_ends import CallEnds, call_ends, call_inputs
-from autoshard.calls.checks import Checks
+from autoshard.calls.outputs import Checks
 from autoshard.plan.micro_batches import cut_call
-from autoshard.plan.plan import Plan
+from autoshard.plan.plan import AnyPlan, PipelinePlan, Plan
 from autoshard.plan.plan_fits import axes_in, runnable
 from autoshard.plan.task import CallLayouts
-from autoshard.runtime.agreement import collectively
-from autoshard.runtime.nccl import in_host_order
-from autoshard.runtime.observe import Observer
-from autoshard.runtime.parameters import Place, distribute_parameters
-from autoshard.runtime.piecewise_step import PiecewiseProgram
-from autoshard.runtime.process_groups import groups_for
-from autoshard.runtime.programs import AnyProgram
-from autoshard.runtime.settings import Settings
-from autoshard.runtime.stage_clock import StageClock
+from autoshard.runtime.call_program import CallProgram
+from autoshard.runtime.compiled_pieces import program_in_pieces
+from autoshard.runtime.devices import in_host_order, local_device
+from autoshard.runtime.executable import Home
+from autoshard.runtime.leaves import CallEnds, InputSide, OutputSide, input_sides, output_shapes, returned_as
+from autoshard.runtime.parameters import Place, StagePlaced, stage_places
+from autoshard.runtime.pipeline_program import PipelineEnds, pipeline_program
+from autoshard.runtime.pipeline_stage import StageOnRank
+from autoshard.runtime.process_groups import groups_for, holders_mesh
 from autoshard.runtime.step import Program
-from autoshard.watching.kinds import turns_of
+from autoshard.runtime.trial_run import RaceEntry
+from autoshard.watching.agreement import collectively
+from autoshard.watching.check_calls import kind_of, turns_of
 from cost_model.measure.measure import mesh_device
 from cost_model.mesh import MeshSpec
 from passes.capture import Captured
-from passes.compile.freed_memory import keep_freed_memory
+from passes.compile.single_kernel import keep_freed_memory
+from passes.ir.joint import JointGraph
+from passes.layout.layout import Layout
 from passes.lower.missing_tangents import usually_missing
-from passes.lower.rank_program import RankProgram, Schedule, rank_program
+from passes.lower.rank_program import RankProgram, rank_program
+from passes.micro_batches.cut_batch import cut_for_stages
 from passes.schedule.schedule import one_communicator_at_a_time, scheduled
+from passes.stages.stage_graph import StageGraph
+from passes.stages.stage_graphs import stage_graphs
 
-__all__ = ["Made", "Making", "Workshop", "schedule_for", "together"]
+__all__ = ["Call", "Made", "places_of"]
 
 _log = logging.getLogger("autoshard")
 
-Made = Callable[[str], AnyProgram]
+Made = Callable[[str], CallProgram]
 """Compiles this rank's program by a backend, on all ranks together."""
 
 
-class Workshop(Protocol):
-    """What programs are made in: a session."""
-
-    model: nn.Module
-    mesh: DeviceMesh
-    spec: MeshSpec
-    settings: Settings
-    observers: list[Observer]
-    stage_clocks: list[StageClock]
-    watch: Any
-
-    def stages(self, stage: str, call: object) -> AbstractContextManager[None]: ...
+def places_of(mesh: DeviceMesh, plan: AnyPlan) -> dict[str, Place]:
+    """Where a plan has each parameter. On all ranks together: with stages, meshes are made of the ranks of some."""
+    if not isinstance(plan, PipelinePlan):
+        return {name: Place(mesh, placed) for name, placed in plan.parameters.items()}
+    placed = {name: StagePlaced(plan.holders[name], where) for name, where in plan.parameters.items()}
+    return stage_places(mesh, plan.axis, placed)
 
 
-class Making:
-    """Of plans in which every rank runs the whole model."""
+class Call:
+    """One kind of call, to be run by any of several plans. captured, layouts: of the call, whole. tensors: its own,
+    flat. All ranks come to each method together, with the same plan."""
 
-    def __init__(self, home: Workshop, plan: Plan) -> None:
-        self._home, self._plan = home, plan
+    def __init__(
+        self, home: Home, captured: Captured, layouts: CallLayouts, tensors: Sequence[Tensor]
+    ) -> None:
+        self.home, self.whole, self.layouts, self._tensors = home, captured, layouts, tensors
+        self.kind = kind_of(home.model, captured.joint)
+        self._cuts: dict[object, Captured] = {}
 
-    def cut(self, captured: Captured) -> Captured:
-        """The call's graph as the plan runs it."""
-        return cut_call(captured, self._plan.micro_batches, self._plan.head_pieces)
+    def cut(self, plan: AnyPlan) -> Captured:
+        """The call as the plan runs it: whole, or in pieces. Plans that cut it alike are given one graph."""
+        way = plan.micro_batches, "stages" if isinstance(plan, PipelinePlan) else plan.head_pieces
 
-    def place(self) -> None:
-        """Make the parameters DTensors as the plan has them."""
-        distribute_parameters(self._home.model, self._home.mesh, self._plan.parameters)
+        def made() -> Captured:
+            if isinstance(plan, PipelinePlan):  # it says where it is cut into stages
+                return replace(self.whole, joint=cut_for_stages(self.whole.joint, plan.micro_batches))
+            return cut_call(self.whole, plan.micro_batches, plan.head_pieces)
 
-    def places(self) -> dict[str, Place]:
-        """Where `place` puts each parameter."""
-        return {name: Place(self._home.mesh, placed) for name, placed in self._plan.parameters.items()}
+        if way not in self._cuts:
+            self._cuts[way] = collectively(self.home.mesh, made, what="cutting a batch")
+        return self._cuts[way]
 
-    def ends(self, captured: Captured, layouts: CallLayouts) -> CallEnds:
-        return call_ends(captured.joint, self._plan, layouts.outputs)
+    def made(self, plan: AnyPlan) -> Made:
+        """Lowered; what compiles it, on all ranks or on none."""
+        home = self.home
+        compiled = _staged(self, plan) if isinstance(plan, PipelinePlan) else _whole(self, plan)
 
-    def made(self, captured: Captured, kind: str) -> Made:
-        """captured: as it was cut. kind: of the call, for whoever watches."""
-        home, plan = self._home, self._plan
-        groups_for(home.mesh, axes_in(plan))
-        ours = collectively(home.mesh, lambda: self._lowered(captured), what="lowering a plan")
-        sides = call_inputs(captured.joint, plan)
-        turn, checks = turns_of(home.watch, kind), Checks(captured.call)
+        def made(backend: str) -> CallProgram:
+            keep_freed_memory(mesh_device(home.spec.device_type))
+            with home.stages("compiling the plan", (self.kind, backend)):
+                return collectively(home.mesh, lambda: compiled(backend), what="compiling a plan")
 
-        def compiled(backend: str) -> AnyProgram:
-            rank = home.mesh.get_rank()
-            if len(ours) > 1:
-                return PiecewiseProgram(ours, sides, home.spec, rank, backend, home.observers, turn, checks)
-            backward = ours[0].phases.backward
-            program = Program(ours[0], sides, home.spec, rank, backend, home.observers, turn, checks)
-            if backward is not None:
-                program.compile_backward(usually_missing(backward))
-            return program
+        return made
 
-        return together(home, kind, compiled)
+    def ends(self, plan: AnyPlan) -> CallEnds:
+        """With stages, an output that is not asked for whole stays on the ranks of its stage."""
+        joint, mesh = self.cut(plan).joint, self.home.mesh
+        outputs: list[OutputSide] = []
+        for index, shape in output_shapes(joint).items():
+            layout, kind, on = plan.outputs[index], returned_as(index, self.layouts.outputs), None
+            assert layout is not None
+            if isinstance(plan, PipelinePlan) and kind == "dtensor":
+                on = holders_mesh(mesh, plan.axis, (plan.returned_by[index] % plan.ranks,))
+            outputs.append(OutputSide(shape, layout, kind, on))
+        return CallEnds(_sides(joint, plan), tuple(outputs))
 
-    def _lowered(self, captured: Captured) -> list[RankProgram]:
-        """This rank's program; where a batch is run in pieces, of each."""
-        home, plan = self._home, self._plan
-        groups = groups_for(home.mesh, axes_in(plan))
-        schedule = schedule_for(axes_in(plan), len(plan.communicators))
-        with runnable(plan):
-            programs = [
-                rank_program(graph, layouts, lowering, home.spec, dist.get_rank(), groups, schedule=schedule)
-                for graph, layouts, lowering in plan.of_pieces(captured.joint)
-            ]
-            if len(programs) == 1:
+    def entry(self, plan: AnyPlan, program: CallProgram) -> RaceEntry:
+        """The plan on copies of what a training step reads and writes."""
+        home, joint = self.home, self.cut(plan).joint
+        sides, places = _sides(joint, plan), places_of(home.mesh, plan)
+        return RaceEntry(home.model, joint, home.mesh, self._tensors, program, sides, places)
+
+
+def _whole(call: Call, plan: Plan) -> Made:
+    """Every rank runs the whole model."""
+    home, spec, rank, cut = call.home, call.home.spec, call.home.mesh.get_rank(), call.cut(plan)
+    groups = groups_for(home.mesh, axes_in(plan))
+
+    def lower() -> list[RankProgram]:
+        programs = _programs(plan, cut.joint, spec, dist.get_rank(), groups)
+        if len(programs) == 1:
+            with runnable(plan):
                 if home.settings.backend == "eager":  # not what runs op by op twice, until it is compiled
                     programs = [programs[0].joined()]
                 _ = programs[0].phases
         return programs
 
+    ours = collectively(home.mesh, lower, what="lowering a plan")
+    given, watched = (
+        (_sides(cut.joint, plan), spec, rank),
+        (turns_of(home.watch, call.kind), Checks(cut.call)),
+    )
 
-def together(home: Workshop, kind: str, compiled: Made) -> Made:
-    """`compiled` on all ranks, or on none. kind: of the call."""
+    def compiled(backend: str) -> CallProgram:
+        if len(ours) > 1:
+            device = local_device(home.mesh)
+            return program_in_pieces(ours, *given, device, backend, home.observers, *watched)
+        backward = ours[0].phases.backward
+        program = Program(ours[0], *given, backend, home.observers, *watched)
+        if backward is not None:
+            program.compile_backward(usually_missing(backward))
+        return program
 
-    def made(backend: str) -> AnyProgram:
-        keep_freed_memory(mesh_device(home.spec.device_type))
-        with home.stages("compiling the plan", (kind, backend)):
-            return collectively(home.mesh, lambda: compiled(backend), what="compiling a plan")
-
-    return made
+    return compiled
 
 
-def schedule_for(axes: Sequence[tuple[str, ...]], communicators: int) -> Schedule:
-    """The order of a phase, and whether collectives on different communicators may be in flight together in it."""
-    if communicators < 2 or in_host_order():
-        return scheduled
-    if len(axes) > 1 and dist.get_rank() == 0:
-        _log.warning(
-            "collectives over different mesh axes will not overlap: set NCCL_LAUNCH_ORDER_IMPLICIT=1 on all "
-            "ranks before init_process_group (NCCL 2.26), see docs/cuda.md"
-        )
-    return one_communicator_at_a_time
+def _staged(call: Call, plan: PipelinePlan) -> Made:
+    """The ranks along an axis of the mesh run stages."""
+    home, cut = call.home, call.cut(plan)
+    # Of the collectives of all stages, alike on every rank.
+    groups = groups_for(home.mesh, sorted({axes for stage in plan.stages for axes in axes_in(stage)}))
+    graphs = stage_graphs(cut.joint, plan.cut)
+    own = home.mesh.get_local_rank(plan.axis)
+    ends = _pipeline_ends(home.mesh, cut.joint, plan, graphs)
+
+    def lower() -> list[StageOnRank]:
+        return [
+            StageOnRank(graph, tuple(_programs(stage, graph.joint, ends.spec, ends.rank, groups)))
+            for graph, stage in zip(graphs, plan.stages, strict=True)
+            if graph.stage % plan.ranks == own
+        ]
+
+    ours = collectively(home.mesh, lower, what="lowering a plan")
+    given, watched = (
+        (ends, ours, len(graphs), plan.schedule),
+        (turns_of(home.watch, call.kind), Checks(cut.call)),
+    )
+    return lambda backend: pipeline_program(*given, backend, home.stage_clocks, *watched)
+
+
+def _pipeline_ends(
+    mesh: DeviceMesh, joint: JointGraph, plan: PipelinePlan, graphs: Sequence[StageGraph]
+) -> PipelineEnds:
+    others = [axis for axis in plan.mesh.names if axis != plan.axis]
+    spec, rank = (
+        plan.mesh.resized(plan.axis, 1),
+        plan.mesh.linear_index(mesh.get_rank(), others),
+    )  # of one stage
+    changed = {
+        end.name: graph.stage % plan.ranks
+        for graph in graphs
+        for end in graph.joint.outputs
+        if end.kind == "buffer"
+    }
+    returned = {
+        i: (stage % plan.ranks, layout)
+        for i, stage in plan.returned_by.items()
+        if (layout := plan.outputs[i]) is not None
+    }
+    sides, group = _sides(joint, plan), mesh.get_group(plan.axis)
+    return PipelineEnds(joint, spec, rank, returned, changed, sides, plan.axis, group, local_device(mesh))
+
+
+def _programs(
+    plan: Plan, joint: JointGraph, spec: MeshSpec, rank: int, groups: Mapping[tuple[str, ...], str]
+) -> list[RankProgram]:
+    """A rank's program of a part of the model, or of all of it; where a batch is run in pieces, of each."""
+    axes, schedule = axes_in(plan), scheduled
+    # Whether collectives on different communicators may be in flight together.
+    if len(plan.communicators) > 1 and not in_host_order():
+        schedule = one_communicator_at_a_time
+        if len(axes) > 1 and dist.get_rank() == 0:
+            _log.warning(
+                "collectives over different mesh axes will not overlap: set NCCL_LAUNCH_ORDER_IMPLICIT=1 on all "
+                "ranks before init_process_group (NCCL 2.26), see docs/cuda.md"
+            )
+    with runnable(plan):
+        return [
+            rank_program(graph, layouts, lowering, spec, rank, groups, schedule=schedule)
+            for graph, layouts, lowering in plan.of_pieces(joint)
+        ]
+
+
+def _sides(joint: JointGraph, plan: AnyPlan) -> tuple[InputSide, ...]:
+    """Where a call's inputs meet the program: with stages, parameters as these hold them."""
+    known: dict[str, Layout] = {}
+    for node, spec in zip(joint.placeholders, joint.inputs, strict=True):
+        if not isinstance(plan, PipelinePlan):
+            known[node.name] = plan.assignment[node.name].results[0]
+        elif spec.kind == "param" and spec.name in plan.parameter_layouts:
+            known[node.name] = plan.parameter_layouts[spec.name]
+        elif spec.kind == "input" and spec.index in plan.inputs:
+            known[node.name] = plan.inputs[spec.index]
+    return input_sides(joint, known)

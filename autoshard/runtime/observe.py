@@ -2,26 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from passes.lower.phases import Phases
 from passes.lower.rank_program import RankProgram
+from passes.stages.pipeline_orders import Action
 
-__all__ = ["InPieces", "Observer", "PhaseRun", "observed", "unobserved"]
+__all__ = [
+    "InPieces",
+    "Marks",
+    "Observer",
+    "PhaseRun",
+    "RankStep",
+    "StageClock",
+    "StageRecorder",
+    "StepPart",
+    "marks_of",
+    "observed",
+    "timed",
+    "unobserved",
+]
+
+
+class Marks:
+    """Points in time of the host, where work is done when its call returns."""
+
+    def mark(self) -> Any:
+        """Now: after all that was issued before."""
+        return time.perf_counter()
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Between two marks."""
+        return end - start
+
+
+class CudaMarks(Marks):
+    """Events on the current stream: nothing is waited for until seconds are asked for, so that marks do
+    not slow down what they measure."""
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()
+        return start.elapsed_time(end) * 1e-3
+
+
+def marks_of(device_type: str) -> Marks:
+    """Of "cuda" or "cpu"; any other device is timed as the CPU is."""
+    return CudaMarks() if device_type == "cuda" else Marks()
 
 
 @dataclass(frozen=True, eq=False)
 class InPieces:
-    """A batch that is run in pieces. programs: of every piece, in their order. leaves: names of the placeholders whose
-    values a step is given."""
+    """A batch that is run in pieces. programs: of every piece, in their order. leaves, tangents: names of the
+    placeholders whose values a step is given; of tangents by index of the output."""
 
     programs: tuple[RankProgram, ...]
     leaves: tuple[str, ...]
+    tangents: Mapping[int, str]
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        return (*self.leaves, *self.tangents.values())
 
 
 @dataclass(frozen=True)
@@ -30,7 +82,7 @@ class PhaseRun:
 
     phases:  its graphs in the order in which they run; of a backward with the graph that runs for the tangents of this
              call. Of a batch in pieces it is the same object in all its runs.
-    inputs:  of a forward, this rank's tensors, parallel to `phases.inputs` or `phases.leaves`. Not those of a
+    inputs:  of a forward, this rank's tensors, parallel to `phases.inputs` or `phases.given`. Not those of a
              backward: its program frees them as it goes.
     last:    no piece of the batch comes after.
     """
@@ -77,3 +129,92 @@ def _told(observers: Sequence[Observer], run: PhaseRun) -> Generator[None]:
     yield
     for observer in observers:
         observer.end(run)
+
+
+StepPart = Literal["begin", "pieces", "end", "done"]
+"""What begins: a step, its first piece, what runs after the pieces; and the end of the step."""
+
+
+class StageClock(Protocol):
+    def begins(self, part: StepPart) -> None: ...
+
+    def action(self, action: Action) -> AbstractContextManager[Any]:
+        """The block in which it is computed, without what is sent and waited for."""
+        ...
+
+
+def timed(clocks: Sequence[StageClock], action: Action) -> AbstractContextManager[Any]:
+    if not clocks:
+        return nullcontext()
+    stack = ExitStack()
+    for clock in clocks:
+        stack.enter_context(clock.action(action))
+    return stack
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """A rank's step. begins: seconds since the recorder's start. parts: seconds from there to the first piece, to the
+    end of the pieces, and to the end. actions: what was computed, from when to when."""
+
+    begins: float
+    pieces: float
+    end: float
+    done: float
+    actions: tuple[tuple[Action, float, float], ...]
+
+    @property
+    def trained(self) -> bool:
+        return any(action.kind != "forward" for action, _, _ in self.actions)
+
+    @property
+    def busy(self) -> float:
+        """Seconds that it computed."""
+        return self.pieces + (self.done - self.end) + sum(end - start for _, start, end in self.actions)
+
+
+@dataclass
+class _Marked:
+    begins: float
+    parts: dict[str, Any] = field(default_factory=dict)
+    actions: list[tuple[Action, Any, Any]] = field(default_factory=list)
+
+
+class StageRecorder:
+    """A `StageClock`. start: all ranks call it together, behind a barrier."""
+
+    def __init__(self, marks: Marks) -> None:
+        self._marks = marks
+        self._start = 0.0
+        self._steps: list[_Marked] = []
+
+    def start(self) -> None:
+        self._start = time.perf_counter()
+
+    def stop(self) -> None: ...
+
+    def begins(self, part: StepPart) -> None:
+        if part == "begin":
+            self._steps.append(_Marked(time.perf_counter() - self._start))
+        self._steps[-1].parts[part] = self._marks.mark()
+
+    @contextmanager
+    def action(self, action: Action) -> Generator[None]:
+        start = self._marks.mark()
+        yield
+        self._steps[-1].actions.append((action, start, self._marks.mark()))
+
+    def steps(self) -> list[RankStep]:
+        """Those that are complete."""
+        return [self._seconds(step) for step in self._steps if "done" in step.parts]
+
+    def _seconds(self, step: _Marked) -> RankStep:
+        after = lambda mark: self._marks.seconds(step.parts["begin"], mark)
+        parts = step.parts
+        return RankStep(
+            step.begins,
+            after(parts["pieces"]),
+            after(parts["end"]),
+            after(parts["done"]),
+            tuple((action, after(start), after(end)) for action, start, end in step.actions),
+        )

@@ -1,47 +1,117 @@
-"""Turn a model's parameters into DTensors, in place: each rank keeps its shard."""
+"""Turn a model's parameters into DTensors, in place: each rank keeps its shard; and complete what DTensors do.
+
+Ops that torch lacks or answers for one shard, and that ordinary scripts apply to parameters, are of the whole.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor.experimental import implicit_replication
 
-from autoshard.runtime.checksum import differing
 from autoshard.runtime.devices import local_device
-from autoshard.runtime.dtensor_ops import complete_dtensor_ops
-from autoshard.runtime.optimizers import adopt, live_optimizers, retire
-from autoshard.runtime.sharding import distributed, like_parameter
-from autoshard.runtime.stage_mesh import spec_of
+from autoshard.runtime.optimizers import adopt, live_optimizers, retire, update_shards
+from autoshard.runtime.process_groups import holders_mesh, is_of_stages, spec_of
+from autoshard.runtime.sharding import differing, distributed, like_parameter
+from autoshard.runtime.stage_ops import complete_stage_ops
 from cost_model.errors import ShardingError
+from cost_model.mesh import MeshSpec
 from passes.ir.torch_compat import move_gradient_hooks
+from passes.ir.torch_dtensor import (
+    answer_new_ops,
+    dtensor_from,
+    handle_dtensor_op,
+    local_of,
+    set_dtensor_data_by,
+    sharding_of,
+    take_place_of,
+    take_plain_tensors_as_replicated,
+)
 from passes.layout.layout import Layout
 from passes.layout.placements import placements_to_layout
 
-__all__ = ["Place", "distribute_parameters", "place_parameters"]
+__all__ = ["Place", "StagePlaced", "complete_dtensor_ops", "place_parameters", "stage_places"]
+
+aten = torch.ops.aten
+
+_OF_WHOLE = (
+    aten._local_scalar_dense.default,
+    aten._is_any_true.default,
+    aten._is_all_true.default,
+    aten.allclose.default,
+)
+"""`.item()`, `float` and `bool`, and what anomaly detection asks. torch reads the rank's own part, of a pending sum
+or norm too (`p.grad.norm().item()` is the norm of a shard, without a word), or has no answer."""
 
 
-def distribute_parameters(
-    model: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Sequence[Placement]]
-) -> None:
-    """Make every parameter of `model` a DTensor on `mesh` with the placements of its name.
+def complete_dtensor_ops(device: torch.device) -> None:
+    """From now on, in this process: a number read of a DTensor is that of the whole tensor, `copy_` and `p.data = ...`
+    take whole tensors, a plain tensor beside DTensors is whole too, the same on all ranks, as outputs and losses are,
+    a pending sum is summed before an op that needs all of it writes into it, and optimizers update shards as if they
+    were plain. device: of the parameters."""
+    for op in _OF_WHOLE:
+        handle_dtensor_op(op, _of_whole)
+    handle_dtensor_op(aten.copy_.default, _copy)
+    handle_dtensor_op(aten.detach.default, _detached)
+    answer_new_ops(_summed_first)
+    set_dtensor_data_by(_as_laid_out)
+    take_plain_tensors_as_replicated(device)
+    update_shards()
 
-    Names, `requires_grad`, gradients, gradient hooks, tied weights (any of its names may be given) and attributes
-    set on a parameter stay. A DTensor is another Python object than the parameter it replaces (torch cannot
-    turn one into the other in place), so every live `torch.optim.Optimizer` is given the new ones, and
-    its state is sharded likewise; any other use of an old one raises and says so. Values are rank 0's:
-    those that differ on another rank are broadcast, in pieces, the others are cut without
-    communication. A `meta` parameter becomes a `meta` shard; `model.to_empty(device=...)` then makes
-    room for the shard alone.
 
-    Call it on every rank of the mesh. Raises ShardingError, before anything is changed, for a name
-    that no parameter has, or placements that its shape or the mesh does not allow.
-    """
-    place_parameters(model, mesh, {name: Place(mesh, tuple(placed)) for name, placed in placements.items()})
+def _of_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return op(*(a.full_tensor() if isinstance(a, DTensor) else a for a in args), **kwargs)
+
+
+def _detached(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What torch gives, in half the time: autograd detaches every gradient that it stores."""
+    (tensor,) = args
+    return dtensor_from(op(local_of(tensor)), sharding_of(tensor))
+
+
+@torch.no_grad()
+def _summed_first(
+    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], propagate: Callable[[], Any]
+) -> Any:
+    """`x.mean().clamp_(min=1e-3)`: torch refuses to write into a sum that is pending, where the op needs the whole."""
+    target = args[0] if args else None
+    if not op._schema.is_mutable or not isinstance(target, DTensor):
+        return NotImplemented
+    placements = [Replicate() if p.is_partial() else p for p in target.placements]
+    if placements == list(target.placements):
+        return NotImplemented
+    try:
+        return propagate()
+    except RuntimeError:
+        take_place_of(target, target.redistribute(placements=placements))
+        return op(*args, **kwargs)
+
+
+def _copy(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A plain source is the whole tensor, the same on all ranks; a plain target gets the whole tensor."""
+    target, source, *rest = args
+    if not isinstance(target, DTensor):
+        return op(target, source.full_tensor(), *rest, **kwargs)
+    source = source if source.shape == target.shape else source.expand(target.shape)
+    op(target.to_local(), _as_laid_out(target, source).to_local(), *rest, **kwargs)
+    return target
+
+
+def _as_laid_out(target: DTensor, value: Tensor) -> DTensor:
+    """`value`, of the shape of `target`, on its mesh and in its placements."""
+    if not isinstance(value, DTensor):
+        return like_parameter(value, target)
+    if value.device_mesh != target.device_mesh and is_of_stages(value, target):
+        return like_parameter(value.full_tensor(), target)
+    if value.device_mesh != target.device_mesh or value.placements != target.placements:
+        return value.redistribute(target.device_mesh, target.placements)
+    return value
 
 
 @dataclass(frozen=True)
@@ -53,8 +123,24 @@ class Place:
 
 
 def place_parameters(model: nn.Module, mesh: DeviceMesh, places: Mapping[str, Place]) -> None:
-    """`distribute_parameters`, of which each may have a mesh of its own: `mesh` or a part that `holders_mesh` took of
-    it. Those that have no place are replicated on `mesh`."""
+    """Make every parameter of `model` a DTensor at the place of its name, or replicated on `mesh` where it has none.
+
+    The mesh of a place is `mesh` or a part that `holders_mesh` took of it. On a rank of another stage a parameter's
+    local tensor is empty (of a parameter of no dims, a zero that means nothing), and so must its gradient be, which has
+    to be there where its own ranks have one.
+
+    Names, `requires_grad`, gradients, gradient hooks, tied weights (any of its names may be given) and attributes
+    set on a parameter stay. A DTensor is another Python object than the parameter it replaces (torch cannot
+    turn one into the other in place), so every live `torch.optim.Optimizer` is given the new ones, and
+    its state is sharded likewise; any other use of an old one raises and says so. Values are rank 0's:
+    those that differ on another rank are broadcast, in pieces, the others are cut without
+    communication. A `meta` parameter becomes a `meta` shard; `model.to_empty(device=...)` then makes
+    room for the shard alone.
+
+    What reads or changes a parameter is for all ranks of `mesh` together: `full_tensor()`, clipping, an optimizer's
+    step, states. Call it on every rank of the mesh. Raises ShardingError, before anything is changed, for a name
+    that no parameter has, or placements that its shape or the mesh does not allow.
+    """
     complete_dtensor_ops(local_device(mesh))
     plans = _plans(model, mesh, places)
     whole = [plan.old for plan in plans if not isinstance(plan.old, DTensor) and not plan.old.is_meta]
@@ -155,3 +241,31 @@ class _GradientHook:
     def __call__(self, gradient: Any) -> Any:
         with implicit_replication():
             return self.hook(gradient)
+
+
+@dataclass(frozen=True)
+class StagePlaced:
+    """Where one parameter is: the stages that hold it, ascending, and a placement for each axis of the mesh.
+
+    On the axis of the stages that is Replicate().
+    """
+
+    holders: tuple[int, ...]
+    placements: tuple[Placement, ...]
+
+
+def stage_places(mesh: DeviceMesh, axis: str, placed: Mapping[str, StagePlaced]) -> dict[str, Place]:
+    """Per parameter the mesh of its holders and its placements there. Every rank of the mesh calls it, with the same.
+    Raises ShardingError for one that is split over `axis`."""
+    complete_stage_ops()
+    dim = MeshSpec.of(mesh).index(axis)
+    for name, one in placed.items():
+        if dim < len(one.placements) and not one.placements[dim].is_replicate():
+            raise ShardingError(
+                f"parameter {name} has {one.placements[dim]} on axis {axis!r}, which is that of the stages\n"
+                "  try: Replicate() there, and holders for the stages"
+            )
+    # The meshes first and in one order: their process groups are made by all ranks together.
+    sets = sorted({one.holders for one in placed.values()})
+    meshes = {holders: holders_mesh(mesh, axis, holders) for holders in sets}
+    return {name: Place(meshes[one.holders], one.placements) for name, one in placed.items()}

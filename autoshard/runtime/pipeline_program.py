@@ -1,7 +1,7 @@
 """The program of a rank that runs stages of a pipeline, as a differentiable function of a call's tensors.
 
 A call runs all pieces, forward and backward, by a schedule of torch's (`autoshard.runtime.pipeline_stage`), as one in
-pieces does without stages (`autoshard.runtime.call_gradients`). Every rank gets the call's outputs.
+pieces does without stages (`autoshard.runtime.step.AtOnce`). Every rank gets the call's outputs.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autoshard.calls.checks import no_checks
-from autoshard.runtime.call_gradients import CallGradients, in_pieces
-from autoshard.runtime.input_side import InputSide
-from autoshard.runtime.leaves import Leaves
-from autoshard.runtime.piece_compiler import Compiler
-from autoshard.runtime.pipeline_stage import PipelineStage, run_pieces, run_pieces_forward, torch_schedule
-from autoshard.runtime.stage_clock import StageClock, StepPart
-from autoshard.runtime.stage_run import StageOnRank, StageRun
-from autoshard.runtime.step import no_turn
+from autoshard.runtime.call_program import CallGradients
+from autoshard.runtime.compiled_pieces import Compiler
+from autoshard.runtime.leaves import InputSide, Leaves
+from autoshard.runtime.observe import StageClock, StepPart
+from autoshard.runtime.pipeline_stage import (
+    PipelineStage,
+    StageOnRank,
+    StageRun,
+    run_pieces,
+    run_pieces_forward,
+    torch_schedule,
+)
+from autoshard.runtime.step import AtOnce
 from cost_model.mesh import MeshSpec
-from passes.ir.autocast_off import autocast_off
 from passes.ir.joint import JointGraph, node_value
 from passes.ir.torch_dtensor import local_of
 from passes.layout.layout import Layout
 
-__all__ = ["PipelineEnds", "PipelineProgram"]
-
-Turn = Callable[[str], AbstractContextManager[Any]]
-Results = dict[tuple[str, str], Tensor]
+__all__ = ["PipelineEnds", "pipeline_program"]
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,29 @@ class PipelineEnds:
     device: torch.device
 
 
-class PipelineProgram:
+def pipeline_program(
+    ends: PipelineEnds,
+    stages: Sequence[StageOnRank],
+    count: int,
+    schedule: str,
+    backend: str,
+    clocks: Sequence[StageClock],
+    turn: Callable[[str], AbstractContextManager[Any]],
+    checks: Callable[[Sequence[Tensor], bool], Callable[[], None]],
+) -> AtOnce:
     """stages: this rank's, in order. count: of all. schedule: a name in `ORDERS`. clocks: told of every step; they may
     change while the program lives."""
+    gradients = CallGradients(ends.joint.outputs, ends.joint.inputs, _tangents(ends, stages))
+    compile_ = Compiler(backend)
+    early = body = _Pipeline(ends, stages, count, schedule, compile_, clocks)
+    if gradients.gradients and not gradients.has_loss:
+        own = [stage.without_gradients() for stage in stages]
+        early = _Pipeline(ends, own, count, schedule, compile_, clocks)
+    return AtOnce(_leaves(ends, stages), gradients, body, early, ends.device, turn, checks)
+
+
+class _Pipeline:
+    """The stages of this rank, compiled, and what runs them by turns with those of the others: a body of `AtOnce`."""
 
     def __init__(
         self,
@@ -70,97 +90,91 @@ class PipelineProgram:
         stages: Sequence[StageOnRank],
         count: int,
         schedule: str,
-        backend: str = "inductor",
-        turn: Turn = no_turn,
-        clocks: Sequence[StageClock] = (),
-        checks: Callable[[Sequence[Tensor], bool], Callable[[], None]] = no_checks,
+        compile_: Compiler,
+        clocks: Sequence[StageClock],
     ) -> None:
-        self._at, self._turn, self._checks = ends, turn, checks
+        self._at, self._clocks, self._pieces = ends, clocks, len(stages[0].programs)
         self._names = [(s.kind, s.name) for s in ends.joint.inputs if s.kind != "tangent"]
-        self.leaves = _leaves(ends, stages)
-        self.ends = CallGradients(ends.joint.outputs, ends.joint.inputs, _tangents(ends, stages))
-        compile_ = Compiler(backend)
-        pieces = len(stages[0].programs)
-        self._whole = _Pipeline(ends, stages, count, schedule, pieces, compile_, clocks)
-        self._trains = any(spec.kind == "grad" for spec in ends.joint.outputs)
-        self._early = self._whole
-        if self._trains and not self.ends.has_loss:
-            early = [stage.without_gradients() for stage in stages]
-            self._early = _Pipeline(ends, early, count, schedule, pieces, compile_, clocks)
-
-    @property
-    def differentiated(self) -> list[int]:
-        """Positions, among a call's outputs, of those that a usual step differentiates."""
-        return self.ends.differentiated
-
-    def __call__(self, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        if self._trains:
-            return in_pieces(self, leaves)
-        return self.run(leaves)[0]
-
-    def run(self, leaves: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor | None]]:
-        """(outputs, gradients if the loss's is 1, else of nothing). New values of buffers are written."""
-        known = dict(zip(self._names, self.leaves.local(leaves), strict=True))
-        loss = self.ends.loss_is_one(self._at.device) if self.ends.has_loss else {}
-        with autocast_off(), self._turn("forward"), torch.no_grad():
-            found = self._early.run(known, loss, backward=self.ends.has_loss)
-            outputs = self._outputs(found)
-            self._checks(outputs, False)
-            for place, leaf in self.ends.buffers:
-                name = self._at.joint.outputs[place].name
-                new = self._everywhere(found.get(("buffer", name)), self._at.buffers[name], leaves[leaf])
-                local_of(leaves[leaf]).copy_(new)
-            gradients = self._gradients(found, leaves) if self.ends.has_loss else []
-        return outputs, gradients
-
-    def run_again(self, leaves: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The gradients of a call with these leaves, its outputs having the gradients `tangents`."""
-        known = dict(zip(self._names, self.leaves.local(leaves), strict=True))
-        given = self.ends.given(tangents, self._at.device)
-        with autocast_off(), self._turn("backward"), torch.no_grad():
-            return self._gradients(self._whole.run(known, given, backward=True), leaves)
-
-    def _outputs(self, found: Results) -> tuple[Tensor, ...]:
-        outputs: list[Tensor] = []
-        for spec, node in zip(self._at.joint.outputs, self._at.joint.results, strict=True):
-            if spec.kind != "output" or node is None:
-                continue
-            value = found.get(("output", spec.name))
-            like = node_value(node)
-            if spec.index in self._at.returned:
-                source, layout = self._at.returned[spec.index]
-                shape = layout.local_shape(like.shape, self._at.spec, self._at.rank)
-                empty = torch.empty(shape, dtype=like.dtype, device=self._at.device)
-                value = self._everywhere(value, source, empty)
-            outputs.append(
-                torch.empty(0, dtype=like.dtype, device=self._at.device) if value is None else value
+        self._runs = [StageRun(stage, compile_) for stage in stages]
+        ours = [
+            PipelineStage(
+                run, stage.received(), stage.sent(), stage.graph.stage, count, ends.device, ends.group, clocks
             )
-        return tuple(outputs)
+            for run, stage in zip(self._runs, stages, strict=True)
+        ]
+        self._schedule = torch_schedule(schedule, ours, self._pieces)
+
+    def run(
+        self,
+        leaves: Sequence[Tensor],
+        values: Sequence[Tensor],
+        tangents: Mapping[int, Tensor],
+        *,
+        backward: bool,
+    ) -> list[Tensor | None]:
+        """Outputs and new buffers come to all ranks, gradients to those that hold their leaves."""
+        found = self._of_own_stages(dict(zip(self._names, values, strict=True)), tangents, backward)
+        results: list[Tensor | None] = []
+        for end, node in zip(self._at.joint.outputs, self._at.joint.results, strict=True):
+            value = found.get((end.kind, end.name))
+            if node is None or (end.kind == "grad" and not backward):
+                value = None
+            elif end.kind == "output":
+                value = self._output(value, end.index, node_value(node))
+            elif end.kind == "buffer":
+                value = self._everywhere(value, self._at.buffers[end.name], local_of(leaves[end.index]))
+            else:
+                value = self._gradient(value, end.index, leaves[end.index])
+            results.append(value)
+        return results
+
+    def _of_own_stages(
+        self, leaves: Mapping[tuple[str, str], Tensor], tangents: Mapping[int, Tensor], backward: bool
+    ) -> dict[tuple[str, str], Tensor]:
+        """Outputs, new buffers and gradients of this rank's stages, by kind and name."""
+        self._begins("begin")
+        for run in self._runs:
+            run.start(leaves, tangents)
+        self._begins("pieces")
+        (run_pieces if backward else run_pieces_forward)(self._schedule, self._pieces)
+        self._begins("end")
+        found: dict[tuple[str, str], Tensor] = {}
+        for run in self._runs:
+            for key, value in run.finish().items():
+                found[key] = found[key] + value if key in found and key[0] == "grad" else value
+        self._begins("done")
+        return found
+
+    def _begins(self, part: StepPart) -> None:
+        for clock in self._clocks:
+            clock.begins(part)
+
+    def _output(self, value: Tensor | None, index: int, like: Tensor) -> Tensor:
+        shape = (0,)
+        if index in self._at.returned:
+            source, layout = self._at.returned[index]
+            shape = layout.local_shape(like.shape, self._at.spec, self._at.rank)
+            return self._everywhere(
+                value, source, torch.empty(shape, dtype=like.dtype, device=self._at.device)
+            )
+        return torch.empty(shape, dtype=like.dtype, device=self._at.device) if value is None else value
 
     def _everywhere(self, value: Tensor | None, source: int, like: Tensor) -> Tensor:
         """`value`, which the ranks at `source` along the stage axis have, on all of them."""
-        sent = torch.empty_like(local_of(like)) if value is None else value.contiguous()
+        sent = torch.empty_like(like) if value is None else value.contiguous()
         dist.broadcast(sent, group=self._at.group, group_src=source)
         return sent
 
-    def _gradients(self, found: Results, leaves: Sequence[Tensor]) -> list[Tensor | None]:
+    def _gradient(self, value: Tensor | None, place: int, leaf: Tensor) -> Tensor:
         """Of what several ranks along the axis hold each has a part, or none. Of what a rank does not hold an empty
         one."""
-        gradients: list[Tensor | None] = []
-        results = dict(zip(self._at.joint.outputs, self._at.joint.results, strict=True))
-        for end in self.ends.gradients:
-            if results[end] is None:
-                gradients.append(None)
-                continue
-            value, leaf = found.get(("grad", end.name)), leaves[end.index]
-            if value is None:
-                value = torch.zeros(self._held(end.index, leaf), dtype=leaf.dtype, device=self._at.device)
-            group = self._holders(leaf)
-            if group is not None:
-                value = value.contiguous()
-                dist.all_reduce(value, group=group)
-            gradients.append(value)
-        return gradients
+        if value is None:
+            value = torch.zeros(self._held(place, leaf), dtype=leaf.dtype, device=self._at.device)
+        group = self._holders(leaf)
+        if group is not None:
+            value = value.contiguous()
+            dist.all_reduce(value, group=group)
+        return value
 
     def _held(self, place: int, leaf: Tensor) -> tuple[int, ...]:
         """The shape of this rank's part of a leaf."""
@@ -175,59 +189,6 @@ class PipelineProgram:
             return self._at.group
         mesh, axis = leaf.device_mesh, self._at.spec.index(self._at.axis)
         return None if mesh.size(axis) == 1 or mesh.get_coordinate() is None else mesh.get_group(axis)
-
-
-class _Pipeline:
-    """The stages of this rank, compiled, and what runs them by turns with those of the others."""
-
-    def __init__(
-        self,
-        ends: PipelineEnds,
-        stages: Sequence[StageOnRank],
-        count: int,
-        schedule: str,
-        pieces: int,
-        compile_: Compiler,
-        clocks: Sequence[StageClock],
-    ) -> None:
-        self._clocks = clocks
-        self._runs = [StageRun(stage, compile_) for stage in stages]
-        self._pieces = pieces
-        self._stages = [
-            PipelineStage(
-                run,
-                stage.received(),
-                stage.sent(),
-                stage.graph.stage,
-                count,
-                ends.device,
-                ends.group,
-                clocks,
-            )
-            for run, stage in zip(self._runs, stages, strict=True)
-        ]
-        self._schedule = torch_schedule(schedule, self._stages, pieces)
-
-    def run(
-        self, leaves: Mapping[tuple[str, str], Tensor], tangents: Mapping[int, Tensor], *, backward: bool
-    ) -> Results:
-        """Outputs, new buffers and gradients of this rank's stages, by kind and name."""
-        self._begins("begin")
-        for run in self._runs:
-            run.start(leaves, tangents)
-        self._begins("pieces")
-        (run_pieces if backward else run_pieces_forward)(self._schedule, self._pieces)
-        self._begins("end")
-        found: Results = {}
-        for run in self._runs:
-            for key, value in run.finish().items():
-                found[key] = found[key] + value if key in found and key[0] == "grad" else value
-        self._begins("done")
-        return found
-
-    def _begins(self, part: StepPart) -> None:
-        for clock in self._clocks:
-            clock.begins(part)
 
 
 def _leaves(ends: PipelineEnds, stages: Sequence[StageOnRank]) -> Leaves:

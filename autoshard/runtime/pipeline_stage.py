@@ -1,44 +1,131 @@
-"""A stage whose programs are given, as the schedule classes of `torch.distributed.pipelining` run stages.
+"""Stages of a pipeline on a rank: their programs, and how the schedules of `torch.distributed.pipelining` run them.
 
 torch's own stages wrap a module and differentiate it by autograd. A schedule asks less of a stage: to receive, compute
-and send a piece, forward and backward. That is what `PipelineStage` does, with any programs for the computing.
+and send a piece, forward and backward. That is what `PipelineStage` does, with the programs of a `StageRun`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from autoshard.runtime.stage_clock import StageClock, timed
+from autoshard.runtime.compiled_pieces import Compiler, PiecesRun
+from autoshard.runtime.observe import StageClock, timed
+from passes.ir.joint import GraphInput
+from passes.lower.one_piece import pieces_of
+from passes.lower.piecewise import without_gradients
+from passes.lower.rank_program import RankProgram
 from passes.stages.pipeline_orders import ORDERS, Action, ActionKind
-from passes.stages.stage_graph import Crossing
+from passes.stages.stage_ends import Leaf, StageEnds
+from passes.stages.stage_graph import Crossing, StageGraph
 
-__all__ = ["PipelineStage", "StagePrograms", "run_pieces", "run_pieces_forward", "torch_schedule"]
+__all__ = ["PipelineStage", "StageOnRank", "StageRun", "run_pieces", "run_pieces_forward", "torch_schedule"]
 
 
-class StagePrograms(Protocol):
+@dataclass(frozen=True)
+class StageOnRank:
+    """A stage's graph, and this rank's program for each piece of a batch."""
+
+    graph: StageGraph
+    programs: tuple[RankProgram, ...]
+
+    def without_gradients(self) -> StageOnRank:
+        return replace(self, programs=tuple(map(without_gradients, self.programs)))
+
+    @property
+    def placeholders(self) -> list[tuple[GraphInput, fx.Node]]:
+        """Of the first piece."""
+        return list(zip(self.programs[0].inputs, _placeholders(self.programs[0]), strict=True))
+
+    def tangents(self) -> list[tuple[int, Tensor]]:
+        """Of the call's outputs that the stage returns: index, and a tensor like the gradient here."""
+        values = {spec.index: node.meta["val"] for spec, node in self.placeholders if spec.kind == "tangent"}
+        return [(whole, values[i]) for i, whole in enumerate(self.graph.outputs) if i in values]
+
+    def received(self) -> list[list[Crossing]]:
+        """Per piece what comes from the stage before, in this rank's shapes."""
+        first = len(self.graph.inputs)
+        return [self._crossings(p, "input", first, self.graph.received) for p in self.programs]
+
+    def sent(self) -> list[list[Crossing]]:
+        """Per piece what goes to the stage after, in this rank's shapes. Without a gradient the shape is not needed."""
+        first = len(self.graph.outputs)
+        return [self._crossings(p, "tangent", first, self.graph.sent) for p in self.programs]
+
+    def _crossings(
+        self, program: RankProgram, kind: str, first: int, known: Sequence[Crossing]
+    ) -> list[Crossing]:
+        pairs = zip(program.inputs, _placeholders(program), strict=True)
+        shapes = {spec.index: tuple(node.meta["val"].shape) for spec, node in pairs if spec.kind == kind}
+        return [
+            replace(crossing, shape=shapes.get(index, crossing.shape))
+            for index, crossing in enumerate(known, first)
+        ]
+
+
+class StageRun(PiecesRun):
     """What a stage computes for each piece. It keeps by itself what its backward needs, and adds up the gradients of
-    its parameters and what it returns to the caller."""
+    its parameters and what it returns to the caller.
 
-    def forward(self, piece: int, received: Sequence[Tensor]) -> Sequence[Tensor]:
-        """What is sent to the next stage, of what was received from the one before."""
-        ...
+    A step: `start`, forward and backward of all pieces in any order, `finish`."""
 
-    def backward(self, piece: int, returned: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Gradients of what was received, of those that the next stage returned for what was sent."""
-        ...
+    def __init__(self, stage: StageOnRank, compile_: Compiler) -> None:
+        parts = [pieces_of(program, stage.graph.joint.pieces) for program in stage.programs]
+        if compile_.joins:
+            parts = [one.joined() for one in parts]
+        super().__init__(parts, compile_)
+        self._at = StageEnds.of(stage.graph)
+        self._placeholders = [node.name for _, node in stage.placeholders]
+        self._kept: dict[int, list[Any]] = {}
 
-    def backward_input(self, piece: int, returned: Sequence[Tensor]) -> Sequence[Tensor]:
-        """As `backward`, but for the gradients of parameters, which `backward_weight` makes later."""
-        ...
+    def start(self, leaves: Mapping[Leaf, Tensor], tangents: Mapping[int, Tensor]) -> None:
+        """leaves: this rank's part of what the stage reads. tangents: of outputs of the call, by index."""
+        known = {name: leaves[leaf] for leaf, name in self._at.leaves.items()}
+        given = self._at.tangents.items()
+        self.begin(known | {name: tangents[index] for index, name in given if index in tangents})
 
-    def backward_weight(self, piece: int) -> None: ...
+    def forward(self, piece: int, received: Sequence[Tensor]) -> list[Tensor]:
+        self.known.update(zip(self._at.received, received, strict=True))
+        self._kept[piece] = self.pieces[piece].forward(self.known)
+        return self._taken(piece, self._at.sent)
+
+    def backward(self, piece: int, returned: Sequence[Tensor]) -> list[Tensor]:
+        self.known.update(zip(self._at.returned, returned, strict=True))
+        self.pieces[piece].backward(self.known, self._kept.pop(piece))
+        return self._taken(piece, self._at.given_back)
+
+    def backward_input(self, piece: int, returned: Sequence[Tensor]) -> list[Tensor]:
+        self.known.update(zip(self._at.returned, returned, strict=True))
+        results = self.parts[piece].results
+        first = [name for place in self._at.given_back if (name := results[place]) is not None]
+        kept = self._kept.pop(piece)
+        self._kept[piece] = self.pieces[piece].backward_input(self.known, kept, first)
+        return self._taken(piece, self._at.given_back)
+
+    def backward_weight(self, piece: int) -> None:
+        self.pieces[piece].backward_weight(self.known, self._kept.pop(piece))
+
+    def finish(self) -> dict[Leaf, Tensor]:
+        """Outputs of the call, new values of buffers and gradients, by kind and the name that the whole graph has for
+        them. Nothing of the step is kept."""
+        found, self._kept = self.end(self._placeholders), {}
+        named = ((leaf, found[place]) for place, leaf in self._at.results.items())
+        return {leaf: value for leaf, value in named if value is not None}
+
+    def _taken(self, piece: int, places: Sequence[int]) -> list[Tensor]:
+        names = [self.parts[piece].results[place] for place in places]
+        return [self.known[name] for name in names if name is not None]
+
+
+def _placeholders(program: RankProgram) -> list[fx.Node]:
+    return [node for node in program.local.module.graph.nodes if node.op == "placeholder"]
 
 
 class PipelineStage:
@@ -51,7 +138,7 @@ class PipelineStage:
 
     def __init__(
         self,
-        programs: StagePrograms,
+        programs: StageRun,
         received: Sequence[Sequence[Crossing]],
         sent: Sequence[Sequence[Crossing]],
         stage: int,

@@ -1,39 +1,67 @@
-"""Which plans a session asks for: of the first kind of call, and of later ones."""
+"""What was asked of `autoshard` for one model, and which plans a session asks for: of the first kind of call, and of
+later ones.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.plan.candidates import BEST, Candidate
-from autoshard.plan.carried_plan import carried_plan
-from autoshard.plan.carried_stages import carried_stages
-from autoshard.plan.division import WHOLE, Division
-from autoshard.plan.head_pieces import cut_call_head, fitting
-from autoshard.plan.micro_batches import fastest_in_pieces, most_pieces
-from autoshard.plan.pipeline_plan import PipelinePlan
-from autoshard.plan.plan import Plan
+from autoshard.plan.carried_stages import carried_plan, carried_stages
+from autoshard.plan.micro_batches import cut_call_head, fastest_in_pieces, fitting, most_pieces
+from autoshard.plan.plan import AnyPlan, PipelinePlan, Plan
 from autoshard.plan.plan_cache import cached_candidates, cached_search
-from autoshard.plan.plan_content import pace_of
-from autoshard.plan.plan_fits import check_again, check_mesh, check_outputs
-from autoshard.plan.planned_graph import planned_graph
+from autoshard.plan.plan_fits import check_again, check_mesh, check_outputs, planned_graph
+from autoshard.plan.plan_origin import pace_of
 from autoshard.plan.racers import racers
-from autoshard.plan.stages_option import AnyPlan
+from autoshard.plan.stages_option import WHOLE, Division
 from autoshard.plan.task import CallLayouts, Task, search_plan
 from autoshard.refine.refine import Refined, may_refine, refined_plan
-from autoshard.runtime.rehearsal import is_to_rehearse
-from autoshard.runtime.settings import Settings
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
 from cost_model.mesh import MeshSpec
+from cost_model.profile import Profile
 from passes.capture import Captured
 from passes.layout.layout import Layout
 from passes.micro_batches.uncut import Uncut
 
-__all__ = ["Found", "Planner"]
+__all__ = ["Found", "Planner", "Settings"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user asked `autoshard` for; see its docstring. profile: None until it is measured."""
+
+    profile: Profile | None
+    memory_limit: int | None
+    in_placements: Any
+    out_placements: Any
+    pins: Mapping[str, Layout]
+    plan: AnyPlan | None
+    backend: str
+    recompute: str
+    time_limit: float
+    micro_batches: int | str = 1
+    stages: str | None = None
+    schedule: str | None = None
+    optimizer: str | None = None
+    race: int = 0
+    refine: str = "off"
+
+    def described(self) -> dict[str, str]:
+        """By argument, what all ranks must have given alike."""
+        given = {one.name: str(getattr(self, one.name)) for one in fields(self) if one.name != "pins"}
+        return given | {
+            "constraints": str(sorted(self.pins.items())),
+            "plan": "searched" if self.plan is None else self.plan.fingerprint,
+            "profile": "measured" if self.profile is None else self.profile.hash(),
+        }
+
 
 Found = list[Candidate]
 """The search's own plan, and those that are to race it: none where there is no race."""
@@ -74,12 +102,11 @@ class Planner:
         whole = lambda cut, _: cached_candidates(replace(task, captured=cut), s.race)
         return fitting(captured, s.memory_limit, whole, deadline)
 
-    def rehearses(self, plan: AnyPlan) -> bool:
-        """Whether the first plan is one to rehearse, the same on all ranks: where it was refined, and does not race."""
+    @property
+    def may_rehearse(self) -> bool:
+        """Whether the first plan was refined, and does not race, the same on all ranks."""
         s = self.settings
-        if s.plan is not None or s.refine == "off" or s.race > 1 or not self._may_refine:
-            return False
-        return is_to_rehearse(plan, s.time_limit)
+        return s.plan is None and s.refine != "off" and s.race < 2 and self._may_refine
 
     @property
     def _may_refine(self) -> bool:

@@ -1,4 +1,4 @@
-"""A last word by the clock: the best plans run for a few real steps, and the fastest is kept.
+"""A last word by the clock: the best plans run for a few real steps, and the fastest is kept; one is rehearsed.
 
 All ranks come here together. What is local may fail on one rank, and then fails on all; in a step, where ranks wait for
 each other, a rank that fails ends the others (`agreement.in_company`).
@@ -8,33 +8,37 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import statistics
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.plan.candidates import Candidate
-from autoshard.plan.pipeline_plan import PipelinePlan
-from autoshard.plan.pipeline_words import pipeline_words
-from autoshard.plan.plan_content import Raced
+from autoshard.plan.explain_tables import race_lines
+from autoshard.plan.plan import AnyPlan
+from autoshard.plan.plan_origin import Raced
 from autoshard.plan.plan_words import plan_words
-from autoshard.plan.race_result import by_speed, race_lines, step_seconds
-from autoshard.plan.stages_option import AnyPlan
+from autoshard.plan.rehearsed_plan import rehearsed_plan
 from autoshard.progress import tell
-from autoshard.runtime.agreement import everyones, from_first
-from autoshard.runtime.observe import unobserved
-from autoshard.runtime.programs import AnyProgram
-from autoshard.runtime.race_entry import RaceEntry
-from autoshard.runtime.settings import Settings
-from autoshard.runtime.track import Track, steps_within
+from autoshard.refine.timed_cases import is_worth_it
+from autoshard.runtime.call_program import CallProgram
+from autoshard.runtime.making import Call, Made
+from autoshard.runtime.observe import Marks, StageRecorder, unobserved
+from autoshard.runtime.trial_run import WARM_STEPS, RaceEntry, Track, steps_within
+from autoshard.watching.agreement import everyones, from_first
 from cost_model.errors import RankError
 from cost_model.units import format_bytes
 from passes.ir.kept_random_state import random_state_kept
 
-__all__ = ["Starter", "beside_each_other", "race", "rounds_within"]
+__all__ = ["by_speed", "is_to_rehearse", "race", "rehearsed", "step_seconds"]
 
 _LEAST_ROUNDS = 5
+_NAME, _LEAST_STEPS = "the plan", 3
+_MOST_SHARE = 0.1
+"""Of the time limit, that a rehearsal may take as it is predicted."""
+_MARGIN = 1.25
+"""Room that there must be, over the plan's peak: a rehearsal is no reason to fail."""
 
 _log = logging.getLogger("autoshard")
 
@@ -50,40 +54,29 @@ class Starter:
     entry: RaceEntry
 
     @property
-    def program(self) -> AnyProgram:
-        return self.entry.program
+    def name(self) -> str:
+        return self.candidate.name
 
 
-def race(
-    mesh: DeviceMesh,
-    candidates: Sequence[Candidate],
-    made: Callable[[AnyPlan], Callable[[str], AnyProgram]],
-    entered: Callable[[AnyPlan, AnyProgram], RaceEntry],
-    settings: Settings,
-    watching: Sequence[list[Any]],
-) -> tuple[AnyPlan, Callable[[str], AnyProgram]]:
+def race(call: Call, candidates: Sequence[Candidate]) -> tuple[AnyPlan, Made]:
     """The plan of the fastest, which says of the others how fast they were; and what gives its program for a backend.
 
-    made: what compiles a plan's program, on all ranks together. entered: the plan on copies. The first candidate is the
-    search's own, and what it raises is raised; another that cannot be compiled or has no memory for its copies is left
-    out, on all ranks. Of one candidate there is no race. watching: lists of observers, who see nothing of it.
+    The first candidate is the search's own, and what it raises is raised; another that cannot be compiled or has no
+    memory for its copies is left out, on all ranks. Of one candidate there is no race.
     """
     if len(candidates) == 1:
-        return candidates[0].plan, made(candidates[0].plan)
-
-    def compiled(plan: AnyPlan) -> RaceEntry:
-        return entered(plan, made(plan)(settings.backend))
-
-    with unobserved(*watching), random_state_kept():
-        plan, program = _won(mesh, list(_starters(candidates, compiled)), settings.memory_limit)
+        return candidates[0].plan, call.made(candidates[0].plan)
+    home = call.home
+    with unobserved(home.observers, home.stage_clocks), random_state_kept():
+        plan, program = _won(home.mesh, list(_starters(call, candidates)), home.settings.memory_limit)
     return plan, lambda backend: program
 
 
 def _won(
     mesh: DeviceMesh, starters: Sequence[Starter], memory_limit: int | None
-) -> tuple[AnyPlan, AnyProgram]:
+) -> tuple[AnyPlan, CallProgram]:
     if len(starters) < 2:
-        return starters[0].candidate.plan, starters[0].program
+        return starters[0].candidate.plan, starters[0].entry.program
     track = Track(mesh, "a race")
     needs = [starter.candidate.plan.peak_memory for starter in starters]
     room = track.room(memory_limit)
@@ -97,14 +90,14 @@ def _won(
         )
         kept, mine = _one_by_one(track, starters)
     if len(kept) < 2:
-        return starters[0].candidate.plan, starters[0].program
+        return starters[0].candidate.plan, starters[0].entry.program
     times = everyones(mesh, mine, what="times of a race")
     order, seconds = from_first(mesh, lambda: _ranking(times), what="who won the race")
     won = kept[order[0]]
     result = tuple(_raced(kept[i].candidate, seconds[i]) for i in order)
     for line in race_lines(result):
         tell(mesh.get_rank(), line)
-    return replace(won.candidate.plan, race=result), won.program
+    return replace(won.candidate.plan, race=result), won.entry.program
 
 
 def beside_each_other(needs: Sequence[int], room: int) -> bool:
@@ -117,6 +110,16 @@ def rounds_within(seconds: float) -> int:
     return steps_within(seconds, _LEAST_ROUNDS)
 
 
+def step_seconds(times: Sequence[Sequence[Sequence[float]]]) -> list[float]:
+    """times[rank][plan][step] -> by plan, the median step of its slowest rank, seconds."""
+    return [max(statistics.median(steps) for steps in of_plan) for of_plan in zip(*times, strict=True)]
+
+
+def by_speed(seconds: Sequence[float]) -> list[int]:
+    """Positions, the fastest first; of equals the one that was predicted to be faster, which comes first."""
+    return sorted(range(len(seconds)), key=lambda i: (seconds[i], i))
+
+
 def _ranking(times: Sequence[Times]) -> tuple[list[int], list[float]]:
     seconds = step_seconds(times)
     return by_speed(seconds), seconds
@@ -124,14 +127,15 @@ def _ranking(times: Sequence[Times]) -> tuple[list[int], list[float]]:
 
 def _raced(candidate: Candidate, seconds: float) -> Raced:
     plan = candidate.plan
-    words = pipeline_words(plan) if isinstance(plan, PipelinePlan) else plan_words(plan)
+    words = plan_words(plan)
     return Raced(candidate.name, words, plan.step_time, seconds)
 
 
-def _starters(candidates: Sequence[Candidate], entered: Callable[[AnyPlan], RaceEntry]) -> Iterator[Starter]:
+def _starters(call: Call, candidates: Sequence[Candidate]) -> Iterator[Starter]:
     for number, candidate in enumerate(candidates):
+        plan = candidate.plan
         try:
-            entry = entered(candidate.plan)
+            entry = call.entry(plan, call.made(plan)(call.home.settings.backend))
         except RankError:
             raise
         except Exception as error:  # on all ranks
@@ -144,15 +148,15 @@ def _starters(candidates: Sequence[Candidate], entered: Callable[[AnyPlan], Race
 
 def _in_turn(track: Track, starters: Sequence[Starter]) -> tuple[list[Starter], Times]:
     """A B C C B A ..., so that what else the machine does meets all alike. Nothing where the first cannot run."""
-    ready = [starter for starter in starters if track.copied(starter.candidate.name, starter.entry)]
+    ready = [starter for starter in starters if track.copied(starter.name, starter.entry)]
     if ready[:1] != list(starters[:1]):
         return [], []
-    rounds = rounds_within(max(track.warm(one.candidate.name, one.entry) for one in ready))
+    rounds = rounds_within(max(track.warm(one.name, one.entry) for one in ready))
     times: Times = [[] for _ in ready]
     for number in range(rounds):
         places = range(len(ready))
         for place in places if number % 2 == 0 else reversed(places):
-            times[place].append(track.step(ready[place].candidate.name, ready[place].entry))
+            times[place].append(track.step(ready[place].name, ready[place].entry))
     for starter in ready:
         starter.entry.free()
     return ready, times
@@ -163,13 +167,54 @@ def _one_by_one(track: Track, starters: Sequence[Starter]) -> tuple[list[Starter
     ready: list[Starter] = []
     times: Times = []
     for starter in starters:
-        name, entry = starter.candidate.name, starter.entry
-        if track.copied(name, entry):
-            rounds = rounds_within(track.warm(name, entry))
-            times.append([track.step(name, entry) for _ in range(rounds)])
-            ready.append(starter)
-        entry.free()
+        seconds = track.alone(starter.name, starter.entry, _LEAST_ROUNDS)
         gc.collect()
+        if seconds:
+            ready.append(starter)
+            times.append(seconds)
         if not ready:
             break
     return ready, times
+
+
+def is_to_rehearse(plan: AnyPlan, time_limit: float) -> bool:
+    """Not rehearsed before, of steps that are short beside what planning may take, and worth it: under prices that were
+    timed, or would have been if there had been time for it."""
+    seconds = (WARM_STEPS + _LEAST_STEPS) * plan.step_time
+    worth = bool(plan.origin.timed) or is_worth_it(plan.step_time)
+    return worth and plan.rehearsed is None and seconds <= _MOST_SHARE * time_limit
+
+
+def rehearsed(call: Call, plan: AnyPlan, made: Made) -> tuple[AnyPlan, Made]:
+    """`plan` with its step as measured on copies, and what gives its program; as they were where there is no room.
+
+    A refined plan's program runs for a few real steps before the first: what its prices leave out is in them.
+    """
+    home, track = call.home, Track(call.home.mesh, "a rehearsal")
+    # A limit is the plan's, which keeps it here as later; beside it is the model as it was given.
+    if track.room(None) < _MARGIN * plan.peak_memory:
+        return plan, made
+    with unobserved(home.observers, home.stage_clocks), random_state_kept():
+        program = made(home.settings.backend)
+        entry, recorder = call.entry(plan, program), StageRecorder(Marks())
+        if track.device_type == "cpu":  # work of GPUs goes on when its call has returned
+            home.stage_clocks.append(recorder)
+        seconds = track.alone(_NAME, entry, _LEAST_STEPS)
+    busy = [step.busy + update for step, update in zip(recorder.steps(), entry.updates, strict=False)]
+    mine = seconds, busy[-len(seconds) :]
+    times = everyones(home.mesh, mine, what="times of a rehearsal")
+    measured = all(steps for steps, _ in times)
+    return (_as_measured(plan, times) if measured else plan), lambda backend: program
+
+
+_Steps = tuple[Sequence[float], Sequence[float]]
+"""Seconds of each step on a rank, and those in which its stages and the update computed; none where it has no stages,
+or they cannot be told."""
+
+
+def _as_measured(plan: AnyPlan, ranks: Sequence[_Steps]) -> AnyPlan:
+    seconds = step_seconds([[steps] for steps, _ in ranks])[0]
+    if not all(busy for _, busy in ranks):
+        return rehearsed_plan(plan, seconds)
+    busy = statistics.mean(statistics.median(own) for _, own in ranks) / seconds
+    return rehearsed_plan(plan, seconds, min(1.0, busy))

@@ -15,42 +15,32 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autoshard.calls.executable import Executable
+from autoshard.arguments import optimizer_name
 from autoshard.calls.global_call import GlobalCall, global_call
 from autoshard.calls.outputs import output_layouts
 from autoshard.plan.candidates import Candidate
-from autoshard.plan.explain import fallback_lines
+from autoshard.plan.explain_tables import fallback_lines
 from autoshard.plan.find_plan import canonical_capture, named_parameters
-from autoshard.plan.optimizer_names import optimizer_name
-from autoshard.plan.pipeline_plan import PipelinePlan
-from autoshard.plan.stages_option import AnyPlan
+from autoshard.plan.plan import AnyPlan, PipelinePlan
 from autoshard.plan.task import CallLayouts
 from autoshard.plan.task_prices import prices_of
 from autoshard.progress import stages_of
 from autoshard.refine.refine import Refined
-from autoshard.runtime.agreement import agree, collectively, everyones, from_first
-from autoshard.runtime.call_making import CallMaking
-from autoshard.runtime.copies import Copies, same_parameters
+from autoshard.runtime.attachments import check_unwrapped
 from autoshard.runtime.devices import check_placed, local_device, move_buffers
+from autoshard.runtime.executable import Executable, Programs, SeedStream
 from autoshard.runtime.guards import Guards
-from autoshard.runtime.making import Made
-from autoshard.runtime.module import Built, dispatcher_of
-from autoshard.runtime.observe import Observer
+from autoshard.runtime.making import Call, places_of
+from autoshard.runtime.module import Built, Copies, dispatcher_of, same_parameters
+from autoshard.runtime.observe import Observer, StageClock
 from autoshard.runtime.optimizers import optimizers_of
-from autoshard.runtime.pipeline_making import making_of
-from autoshard.runtime.planner import Found, Planner
-from autoshard.runtime.programs import Programs
-from autoshard.runtime.race import race
-from autoshard.runtime.rehearsal import Entered, rehearsed
-from autoshard.runtime.seeds import SeedStream
-from autoshard.runtime.settings import Settings
-from autoshard.runtime.stage_clock import StageClock
-from autoshard.runtime.wrapping import check_unwrapped
+from autoshard.runtime.parameters import place_parameters
+from autoshard.runtime.planner import Found, Planner, Settings
+from autoshard.runtime.race import is_to_rehearse, race, rehearsed
 from autoshard.version import __version__
-from autoshard.watching.check_calls import CheckCalls, checked_inputs
-from autoshard.watching.kinds import local_call, tensor_shapes
-from autoshard.watching.replicas import Replicas
-from autoshard.watching.watches import watch_of
+from autoshard.watching.agreement import agree, collectively, everyones, from_first
+from autoshard.watching.check_calls import CheckCalls, Replicas, checked_inputs, local_call, tensor_shapes
+from autoshard.watching.watch import watch_of
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.capture import Captured, flatten_call
@@ -132,12 +122,13 @@ class Session:
             refined = planner.refined(captured, layouts) if self.plan is None else None
             found = self._planned(planner, captured, layouts, refined)
         tensors, key = flatten_call(args, kwargs)
-        making = CallMaking(self, captured, layouts)
-        entered = lambda plan, program: making.entry(plan, program, tensors)
-        watching = self.observers, self.stage_clocks
-        plan, made = race(self.mesh, found, making.made, entered, self.settings, watching)
-        if self.plan is None and planner.rehearses(plan):
-            plan, made = self._rehearsed(plan, made, entered, refined, fingerprint)
+        making = Call(self, captured, layouts, tensors)
+        plan, made = race(making, found)
+        if self.plan is None and planner.may_rehearse and is_to_rehearse(plan, self.settings.time_limit):
+            with self.stages("rehearsing the plan", fingerprint):
+                plan, made = rehearsed(making, plan, made)
+            if refined is not None and plan.rehearsed is not None:
+                refined.keep(plan)  # for the next start
         programs = Programs(made, self.settings.backend, at_once=self.plan is None)
         self._settle(plan)
         captured = making.cut(plan)
@@ -206,21 +197,10 @@ class Session:
         read = lambda: mine[0] if mine else list(map(Candidate.from_json, data))
         found = collectively(self.mesh, read, what="the plan read")
         plan = found[0].plan
-        replicated = fallback_lines(plan.stages if isinstance(plan, PipelinePlan) else [plan])
+        replicated = fallback_lines(plan.stages)
         if replicated:
             _log.warning("%s", "\n".join(replicated))
         return found
-
-    def _rehearsed(
-        self, plan: AnyPlan, made: Made, entered: Entered, refined: Refined | None, call: object
-    ) -> tuple[AnyPlan, Made]:
-        """The plan with its step as measured, kept for the next start, and what gives its program."""
-        s, watching = self.settings, (self.observers, self.stage_clocks)
-        with self.stages("rehearsing the plan", call):
-            plan, made = rehearsed(self.mesh, plan, made, entered, s.backend, watching, self.stage_clocks)
-        if refined is not None and plan.rehearsed is not None:
-            refined.keep(plan)
-        return plan, made
 
     def _with_optimizer(self) -> Settings:
         """The optimizer counts that is there, if the user named none."""
@@ -259,7 +239,7 @@ class Session:
     def _take(self, plan: AnyPlan) -> None:
         move_buffers(self.model, local_device(self.mesh))
         if any(not isinstance(parameter, DTensor) for parameter in self.model.parameters()):
-            making_of(self, plan).place()
+            place_parameters(self.model, self.mesh, places_of(self.mesh, plan))
         if self.plan is None:
             self.plan = plan
             self.model.autoshard_plan = plan  # type: ignore[assignment]

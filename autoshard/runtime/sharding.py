@@ -13,14 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from autoshard.runtime.devices import local_device
-from autoshard.runtime.process_groups import whole_group
-from autoshard.runtime.stage_mesh import pipeline_mesh_of, place_in, spec_of
+from autoshard.runtime.process_groups import pipeline_mesh_of, place_in, spec_of, whole_group
 from cost_model.mesh import MeshSpec
 from passes.ir.torch_dtensor import dtensor_from, sharding_of
 from passes.layout.layout import Layout
 from passes.layout.placements import placements_to_layout
 
-__all__ = ["distributed", "like_parameter", "shard_of"]
+__all__ = ["checksum", "differing", "distributed", "like_parameter", "shard_of"]
 
 _PIECE_BYTES = 64 << 20
 
@@ -103,3 +102,40 @@ def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     for dim in range(len(shape) - 2, -1, -1):
         stride[dim] = stride[dim + 1] * max(1, shape[dim + 1])
     return tuple(stride)
+
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PIECE = 1 << 22
+
+
+def checksum(tensor: Tensor) -> tuple[int, int]:
+    """Two 64-bit sums of the tensor's words, plain and weighted by position (modulo 2^64).
+
+    Equal tensors have equal sums; tensors of two random seeds have not. Bits are compared, so NaNs
+    are like any value.
+    """
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    words = real.contiguous().view(-1).view(_WORDS[real.element_size()])
+    plain = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    weighted = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, words.numel(), _PIECE):
+        piece = words[start : start + _PIECE].to(torch.int64)
+        position = torch.arange(start + 1, start + 1 + piece.numel(), device=tensor.device)
+        plain += piece.sum()
+        weighted += (piece * position).sum()
+    return int(plain), int(weighted)
+
+
+def differing(tensors: Sequence[Tensor], mesh: DeviceMesh) -> list[bool]:
+    """Per tensor, whether some rank of the mesh has other values than rank 0. The same on all ranks.
+
+    Every rank must pass tensors of the same shapes.
+    """
+    if mesh.size() == 1 or not tensors:
+        return [False] * len(tensors)
+    mine = torch.tensor([checksum(t) for t in tensors], dtype=torch.int64, device=local_device(mesh))
+    low, high = mine.clone(), mine.clone()
+    group = whole_group(mesh)
+    dist.all_reduce(low, dist.ReduceOp.MIN, group=group)
+    dist.all_reduce(high, dist.ReduceOp.MAX, group=group)
+    return (low != high).any(1).tolist()

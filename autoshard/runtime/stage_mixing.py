@@ -6,24 +6,103 @@ torch computes such an op on the ranks of its first operand alone and takes what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils import _pytree as pytree
 
-from autoshard.runtime.kept_on_mesh import kept_on
+from autoshard.runtime.devices import local_device
+from autoshard.runtime.process_groups import kept_on, pipeline_mesh_of, spec_of, whole_group
 from autoshard.runtime.sharding import distributed, like_parameter
-from autoshard.runtime.stage_elsewhere import result_elsewhere
-from autoshard.runtime.stage_mesh import pipeline_mesh_of, spec_of
-from autoshard.runtime.stage_random import RANDOM_OPS, drawn
 from cost_model.errors import ShardingError
-from passes.ir.torch_dtensor import answer_new_ops
+from passes.ir.torch_dtensor import answer_new_ops, dtensor_from, local_of
 from passes.layout.placements import placements_to_layout
 
 __all__ = ["mix_stages"]
+
+
+def result_elsewhere(
+    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh, propagate: Callable[[], Any]
+) -> Any:
+    """What the op gives here; NotImplemented where torch's answer is as good. propagate: () -> torch's shardings."""
+    operand = next((local_of(value) for value in args if isinstance(value, Tensor)), None)
+    if mesh.get_coordinate() is not None or operand is None or op._schema.is_mutable:
+        return NotImplemented
+    asked = kwargs.get("device")
+    device = operand.device if asked is None else torch.device(asked)
+    if device.type == "cpu":
+        return NotImplemented
+    found = propagate()
+    sharding = getattr(found, "output_spec", None)
+    if isinstance(sharding, list | tuple):
+        return [None if one is None else _empty(one, device) for one in sharding]
+    return found if sharding is None else _empty(sharding, device)
+
+
+def _empty(sharding: Any, device: torch.device) -> Tensor:
+    """Of no elements; of no dims a zero, as torch has it."""
+    meta = sharding.tensor_meta
+    return dtensor_from(torch.zeros((0,)[: len(meta.shape)], dtype=meta.dtype, device=device), sharding)
+
+
+aten = torch.ops.aten
+
+_IN_PLACE = (
+    aten.normal_.default,
+    aten.uniform_.default,
+    aten.bernoulli_.float,
+    aten.exponential_.default,
+    aten.random_.default,
+)
+RANDOM_OPS = (*_IN_PLACE, aten.rand_like.default, aten.randn_like.default, aten.bernoulli.default)
+"""Each takes one tensor, whose shape is that of its numbers."""
+
+
+def drawn(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pipeline: DeviceMesh) -> Any:
+    """The op, one of `RANDOM_OPS`, of a DTensor: all ranks of the pipeline draw the whole, and keep their part.
+
+    The numbers are those that rank 0's generator gives next. A rank whose generator stood where rank 0's does goes on
+    as one process would; any other's stays where it is.
+    """
+    target, *rest = args
+    whole = torch.empty(target.shape, dtype=target.dtype, device=local_device(pipeline))
+    if op is aten.bernoulli.default:
+        whole = target.full_tensor()
+    with _generator_of_first(kwargs.get("generator"), pipeline):
+        made = op(whole, *rest, **kwargs)
+    part = like_parameter(made, target)
+    if op not in _IN_PLACE:
+        return part
+    local_of(target).copy_(local_of(part))
+    return target
+
+
+@contextmanager
+def _generator_of_first(given: torch.Generator | None, pipeline: DeviceMesh) -> Generator[None]:
+    device = local_device(pipeline)
+    generator = _default_generator(device) if given is None else given
+    mine = generator.get_state()
+    first = mine.to(device, copy=True)
+    dist.broadcast(first, 0, group=whole_group(pipeline))
+    first = first.to(mine.device)
+    generator.set_state(first)
+    try:
+        yield
+    finally:
+        if not torch.equal(first, mine):
+            generator.set_state(mine)
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type == "cpu":
+        return torch.default_generator
+    return torch.get_device_module(device).default_generators[device.index]
 
 
 def mix_stages() -> None:
@@ -34,7 +113,7 @@ def mix_stages() -> None:
 
 @torch.no_grad()
 def _answer(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], propagate: Callable[[], Any]) -> Any:
-    meshes = {value.device_mesh for value in _dtensors((args, kwargs))}
+    meshes = {v.device_mesh for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, DTensor)}
     pipeline = next((found for mesh in meshes if (found := _pipeline_with(mesh)) is not None), None)
     if pipeline is None:
         return NotImplemented
@@ -46,14 +125,14 @@ def _answer(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], propagate: C
         return _stage_by_stage(op, args, kwargs)
     if not op._schema.is_mutable:
         whole = lambda value: _on(value, pipeline)
-        return op(*_mapped(whole, args), **_mapped(whole, kwargs))
+        return op(*pytree.tree_map(whole, args), **pytree.tree_map(whole, kwargs))
     target = args[0]
     if not _writes_first_only(op) or not isinstance(target, DTensor):
         raise ShardingError(
             f"{op} writes into tensors of different stages\n  try: a call for the tensors of each stage"
         )
     like = lambda value: value if value is target else _beside(value, target)
-    return op(*_mapped(like, args), **_mapped(like, kwargs))
+    return op(*pytree.tree_map(like, args), **pytree.tree_map(like, kwargs))
 
 
 def _pipeline_with(mesh: DeviceMesh) -> DeviceMesh | None:
@@ -111,21 +190,3 @@ def _on(value: Any, mesh: DeviceMesh) -> Any:
     whole, placed = value.full_tensor(), (Replicate(),) * mesh.ndim
     layout = placements_to_layout(placed, tuple(whole.shape), spec_of(mesh), what="an operand")
     return distributed(whole, mesh, placed, layout, spec_of(mesh), from_first=False)
-
-
-def _mapped(change: Any, values: Any) -> Any:
-    if isinstance(values, dict):
-        return {name: _mapped(change, value) for name, value in values.items()}
-    if isinstance(values, list | tuple):
-        return type(values)(_mapped(change, value) for value in values)
-    return change(values)
-
-
-def _dtensors(values: Any) -> Iterator[DTensor]:
-    if isinstance(values, dict):
-        values = list(values.values())
-    if isinstance(values, list | tuple):
-        for value in values:
-            yield from _dtensors(value)
-    elif isinstance(values, DTensor):
-        yield values

@@ -1,48 +1,37 @@
-"""One compiled program as a differentiable function: forward, saved tensors, backward."""
+"""One compiled program of a call, forward and backward; or, of a batch in pieces, one that runs both at once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
-from torch.distributed.tensor import DTensor
 
-from autoshard.calls.checks import no_checks
-from autoshard.runtime.input_side import InputSide, conform, expected
-from autoshard.runtime.leaves import Leaves
+from autoshard.calls.outputs import no_checks
+from autoshard.runtime.call_program import CallGradients, CallProgram
+from autoshard.runtime.leaves import InputSide, Leaves, conform, expected, own_outputs
 from autoshard.runtime.observe import Observer, PhaseRun, observed
-from autoshard.runtime.own_outputs import own_outputs
-from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
 from passes.compile.compile_graph import Compiled, compile_graph
 from passes.ir.autocast_off import autocast_off
+from passes.ir.joint import GraphOutput
 from passes.ir.torch_dtensor import local_of
-from passes.lower.missing_tangents import usually_missing
 from passes.lower.phases import Backward
 from passes.lower.rank_program import RankProgram
 
-__all__ = ["Program", "check_first_order", "no_turn"]
+__all__ = ["AtOnce", "Program"]
 
 
-def no_turn(phase: str) -> AbstractContextManager[Any]:
+def _no_turn(phase: str) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-class Program:
+class Program(CallProgram):
     """The two graphs of a rank, compiled, run on the values of one call.
 
-        outputs = Program(program, sides, spec, rank, backend)(leaves)
-
-    leaves:  one tensor per `phases.inputs`: parameters (DTensors or plain), buffers, constants, the
-             call's tensors, the seed. DTensor arguments of the call come as shards (`plain_input`).
-    outputs: the call's tensor outputs in the order of their index. New values of buffers are
-             written into the buffers.
-
-    Calls are independent: a second may run before the first's backward, and a graph may be retained.
     The backward is compiled on first use for every set of outputs that get no gradient.
 
     observers: told when a forward or backward begins and ends; may change while the program lives.
@@ -59,7 +48,7 @@ class Program:
         rank: int,
         backend: str = "inductor",
         observers: Sequence[Observer] = (),
-        turn: Callable[[str], AbstractContextManager[Any]] = no_turn,
+        turn: Callable[[str], AbstractContextManager[Any]] = _no_turn,
         checks: Callable[[Sequence[Tensor], bool], Callable[[], None]] = no_checks,
     ) -> None:
         self._turn, self._checks = turn, checks
@@ -71,44 +60,28 @@ class Program:
         self._forward = compile_graph(phases.forward, backend)
         kinds = [i.kind for i in phases.inputs]
         self.leaves = Leaves(kinds, _placeholder_values(phases.forward), sides, spec, rank)
-        self._buffers = [
-            (position, o.index) for position, o in enumerate(phases.outputs) if o.kind == "buffer"
-        ]
-        self._returned = [position for position, o in enumerate(phases.outputs) if o.kind == "output"]
-        self._places = {phases.outputs[p].index: i for i, p in enumerate(self._returned)}
         tangents = () if phases.backward is None else phases.backward.tangents
-        indices = {t.index for t in tangents}
-        self._constant = [i for i, p in enumerate(self._returned) if phases.outputs[p].index not in indices]
+        values = [] if phases.backward is None else _placeholder_values(phases.backward.module)
+        known = zip([t.index for t in tangents], values[len(values) - len(tangents) :], strict=True)
+        self.ends = CallGradients(phases.outputs, tangents, list(known))
         self._backwards: dict[frozenset[int], _CompiledBackward] = {}
 
     @property
-    def differentiated(self) -> list[int]:
-        """Positions, among a call's outputs, of those that a usual step differentiates."""
-        backward = self.phases.backward
-        if backward is None:
-            return []
-        wanted = {t.index for t in backward.tangents} - usually_missing(backward)
-        return sorted(place for index, place in self._places.items() if index in wanted)
-
-    def __call__(self, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        if self.phases.backward is None:
-            with torch.no_grad():
-                outputs, _, _ = self.run_forward(leaves)
-            return outputs
-        return _Step.apply(self, *leaves)  # type: ignore[return-value]
+    def gradients(self) -> Sequence[GraphOutput]:
+        return () if self.phases.backward is None else self.phases.backward.gradients
 
     def run_forward(
         self, leaves: Sequence[Tensor]
     ) -> tuple[tuple[Tensor, ...], list[Tensor], Callable[[], None]]:
-        """(outputs, tensors to save, what is to be checked after the backward). Outside autograd."""
+        """kept: what is to be checked after the backward."""
         locals_ = self.leaves.local(leaves)
         run = lambda: PhaseRun("forward", self.phases, tuple(locals_))
         with autocast_off(), self._turn("forward"):
             with observed(self._observers, run):
                 results = self._forward(list(locals_))
-            outputs: list[Tensor] = [results[p] for p in self._returned]  # type: ignore[misc]
+            outputs = self.ends.returned(results)
             late = self._checks(outputs, self.phases.backward is not None)
-            for position, leaf in self._buffers:
+            for position, leaf in self.ends.buffers:
                 local_of(leaves[leaf]).copy_(results[position])  # type: ignore[arg-type]
         saved: list[Tensor] = []
         if self.phases.backward is not None:
@@ -116,11 +89,12 @@ class Program:
             saved += [results[i] for i in self.phases.backward.saved]  # type: ignore[misc]
         return own_outputs(outputs, locals_), saved, late
 
-    def run_backward(self, saved: list[Tensor], tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Local gradients, parallel to `phases.backward.gradients`. `saved` is emptied."""
+    def run_backward(
+        self, saved: list[Tensor], tangents: Sequence[Tensor | None], kept: Callable[[], None]
+    ) -> list[Tensor | None]:
         assert self.phases.backward is not None
-        given = {t.index: tangents[self._places[t.index]] for t in self.phases.backward.tangents}
-        missing = frozenset(index for index, tangent in given.items() if tangent is None)
+        given = self.ends.by_index(tangents)
+        missing = frozenset(t.index for t in self.phases.backward.tangents if given[t.index] is None)
         backward = self._backwards.get(missing)
         if backward is None:
             backward = self._backwards[missing] = self._compile_backward(missing)
@@ -131,16 +105,14 @@ class Program:
         given.clear()
         run = lambda: PhaseRun("backward", replace(self.phases, backward=backward.graph))
         with autocast_off(), self._turn("backward"), observed(self._observers, run):
-            return list(backward.run(inputs))
+            found = list(backward.run(inputs))
+        kept()
+        return found
 
     def compile_backward(self, missing: frozenset[int] = frozenset()) -> None:
         """Compile the backward for that set of outputs without gradient now, not on first use."""
         if missing not in self._backwards:
             self._backwards[missing] = self._compile_backward(missing)
-
-    def constant_outputs(self, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Those of `outputs` that have no gradient."""
-        return [outputs[i] for i in self._constant]
 
     def _compile_backward(self, missing: frozenset[int]) -> _CompiledBackward:
         full = self.phases.backward
@@ -153,54 +125,89 @@ class Program:
         return _CompiledBackward(graph, run, slots, expected(values[len(slots) :]))
 
 
+@dataclass(frozen=True)
 class _CompiledBackward:
     """graph, its code, which of the saved tensors it takes, and what its tangents look like."""
 
-    def __init__(self, graph: Backward, run: Compiled, slots: list[int], tangents: Sequence[Tensor]) -> None:
-        self.graph = graph
-        self.run = run
-        self.slots = slots
-        self.tangents = tangents
-
-
-class _Step(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, program: Program, *leaves: Tensor) -> tuple[Tensor, ...]:
-        outputs, saved, ctx.late = program.run_forward(leaves)
-        ctx.program = program
-        ctx.looks = program.leaves.looks(leaves)
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*program.constant_outputs(outputs))
-        ctx.save_for_backward(*saved)
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        check_first_order()
-        program: Program = ctx.program
-        saved = list(ctx.saved_tensors)
-        # Where a loss has parameters in it too (a penalty), its gradient is a DTensor, the same on all ranks.
-        tangents = tuple(t.full_tensor() if isinstance(t, DTensor) else t for t in tangents)
-        # With retain_graph=False nobody needs them again: the backward may free each when it is done.
-        ctx.maybe_clear_saved_tensors()
-        assert program.phases.backward is not None
-        found = program.run_backward(saved, tangents)
-        ctx.late()
-        # `needs_input_grad` is a new tuple at every look.
-        needed = ctx.needs_input_grad[1:]
-        return (None, *program.leaves.gradients(ctx.looks, needed, program.phases.backward.gradients, found))
-
-
-def check_first_order() -> None:
-    """ShardingError in a backward that is to be differentiated again: autograd records it for create_graph=True only.
-    What ran would have no graph, and a penalty on these gradients no effect."""
-    if torch.is_grad_enabled():
-        raise ShardingError(
-            "create_graph=True: the backward of a parallel model cannot be differentiated again\n"
-            "  try: compute the penalty in the model's forward, with torch.autograd.grad(..., create_graph=True) "
-            "there, and return it"
-        )
+    graph: Backward
+    run: Compiled
+    slots: list[int]
+    tangents: Sequence[Tensor]
 
 
 def _placeholder_values(module: fx.GraphModule) -> list[Tensor]:
     return [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
+
+
+class Body(Protocol):
+    """The compiled programs of a call that runs forward and backward at once."""
+
+    def run(
+        self,
+        leaves: Sequence[Tensor],
+        values: Sequence[Tensor],
+        tangents: Mapping[int, Tensor],
+        *,
+        backward: bool,
+    ) -> Sequence[Tensor | None]:
+        """The results of the call's graph. values: this rank's parts of `leaves`. tangents: by index of the output."""
+        ...
+
+
+class AtOnce(CallProgram):
+    """A step whose batch is run in pieces, of the whole model or of stages, as a differentiable function of its leaves.
+
+    With a scalar loss, which alone gets a gradient, the call that returns it runs forward and backward of every piece,
+    as if the loss's gradient were 1; `backward()` multiplies what was found by the gradient there is, which is exact,
+    since a backward is linear in it. Without one the call runs the forwards alone, by `early`, and the backward runs
+    each piece again, forward and backward, so that no piece keeps anything for later.
+
+    turn, checks: as of `Program`.
+    """
+
+    def __init__(
+        self,
+        leaves: Leaves,
+        ends: CallGradients,
+        body: Body,
+        early: Body,
+        device: torch.device,
+        turn: Callable[[str], AbstractContextManager[Any]],
+        checks: Callable[[Sequence[Tensor], bool], Callable[[], None]],
+    ) -> None:
+        self.leaves, self.ends, self._body, self._early = leaves, ends, body, early
+        self._device, self._turn, self._checks = device, turn, checks
+
+    @property
+    def gradients(self) -> Sequence[GraphOutput]:
+        return self.ends.gradients
+
+    def run_forward(self, leaves: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor], Any]:
+        """With a loss its gradients are saved, and kept is which of them are None; else what is to be run again."""
+        ends = self.ends
+        overwritten = ends.overwritten(leaves) if ends.gradients and not ends.has_loss else {}
+        values, loss = self.leaves.local(leaves), ends.loss_is_one(self._device) if ends.has_loss else {}
+        with autocast_off(), self._turn("forward"), torch.no_grad():
+            results = self._early.run(leaves, values, loss, backward=ends.has_loss)
+            outputs = ends.returned(results)
+            self._checks(outputs, False)
+            for place, leaf in ends.buffers:
+                local_of(leaves[leaf]).copy_(results[place])  # type: ignore[arg-type]
+        outputs = own_outputs(outputs, leaves)
+        if not ends.has_loss:
+            again = [overwritten.get(i, leaf) for i, leaf in enumerate(leaves)] if ends.gradients else []
+            return outputs, again, []
+        found = ends.gradients_in(results)
+        return outputs, [one for one in found if one is not None], [one is None for one in found]
+
+    def run_backward(
+        self, saved: list[Tensor], tangents: Sequence[Tensor | None], kept: Any
+    ) -> list[Tensor | None]:
+        if self.ends.has_loss:
+            tangent, own = self.ends.loss_tangent(tangents), iter(saved)
+            if tangent is None:
+                return [None] * len(kept)
+            return [None if absent else next(own).mul(tangent) for absent in kept]
+        values, given = self.leaves.local(saved), self.ends.given(tangents, self._device)
+        with autocast_off(), self._turn("backward"), torch.no_grad():
+            return self.ends.gradients_in(self._body.run(saved, values, given, backward=True))

@@ -10,23 +10,12 @@ import torch
 from torch import fx
 
 from autoshard.plan.plan import Plan
-from autoshard.verification.part_errors import largest, piece_error
+from autoshard.verification.part_errors import CANCELLED, largest, piece_error
 from passes.ir.joint import JointGraph, result_index, tensor_operands
 from passes.layout.layout import Layout
 from passes.lower.partition import RankGraph
 
-__all__ = ["Divergence", "Watcher", "floors_by_kind"]
-
-CANCELLED = 1e-3
-"""A value below this share of what it is computed from or belongs with is rounding left by a
-cancellation (the gradient of an attention key's bias is 0 in exact arithmetic): its error is counted
-relative to that share."""
-
-
-def floors_by_kind(joint: JointGraph, wanted: Sequence[torch.Tensor | None]) -> dict[str, float]:
-    """Per kind of result the least scale that an error of one is relative to. wanted: the results of `joint`."""
-    pairs = [(end.kind, value) for end, value in zip(joint.outputs, wanted, strict=True)]
-    return {kind: CANCELLED * largest(v for k, v in pairs if k == kind) for kind, _ in pairs}
+__all__ = ["Divergence", "Watcher"]
 
 
 @dataclass(frozen=True)

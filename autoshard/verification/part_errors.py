@@ -1,4 +1,4 @@
-"""How far what ranks hold is from what they should hold."""
+"""What ranks hold of values, and how far that is from what they should hold."""
 
 from __future__ import annotations
 
@@ -8,11 +8,20 @@ import torch
 
 from autoshard.runtime.sharding import shard_of
 from cost_model.mesh import MeshSpec
+from passes.ir.joint import JointGraph
 from passes.layout.layout import Layout
 from passes.rules.windowed.periodic import spread
 from passes.simulate.conditioning import widened
 
-__all__ = ["largest", "piece_error", "relative_error"]
+__all__ = ["CANCELLED", "Held", "held_value", "largest", "piece_error", "relative_error", "result_errors"]
+
+CANCELLED = 1e-3
+"""A value below this share of what it is computed from or belongs with is rounding left by a
+cancellation (the gradient of an attention key's bias is 0 in exact arithmetic): its error is counted
+relative to that share."""
+
+Held = tuple[Sequence[torch.Tensor | None], Layout]
+"""Of a result the part of every rank, and its layout."""
 
 
 def largest(values: Iterable[torch.Tensor | None]) -> float:
@@ -99,3 +108,33 @@ def relative_error(got: torch.Tensor, part: torch.Tensor, scale: float) -> float
     if not bool(difference.isfinite().all()):
         return float("inf")
     return float(difference.max()) / (scale or 1.0)
+
+
+def held_value(value: torch.Tensor, layout: Layout, mesh: MeshSpec, rank: int) -> torch.Tensor:
+    """What `rank` holds of a global `value`: its shard; of a pending sum, index 0 of the axis holds all."""
+    part = shard_of(value, layout, mesh, rank)
+    here = mesh.coordinate(rank)
+    if any(here[axis] != 0 for axis, op in layout.partial if op == "sum"):
+        return torch.zeros_like(part)
+    return part.contiguous()
+
+
+def result_errors(
+    joint: JointGraph,
+    results: Sequence[Held | None],
+    wanted: Sequence[torch.Tensor | None],
+    least: Sequence[float],
+    mesh: MeshSpec,
+) -> dict[str, float]:
+    """Relative error by result of `joint`. least: per result, the least scale that an error is relative to."""
+    pairs = [(end.kind, value) for end, value in zip(joint.outputs, wanted, strict=True)]
+    floors = {kind: CANCELLED * largest(v for k, v in pairs if k == kind) for kind, _ in pairs}
+    errors: dict[str, float] = {}
+    for spec, held, expected, scale in zip(joint.outputs, results, wanted, least, strict=True):
+        if held is not None and expected is not None:
+            parts, layout = held
+            errors[f"{spec.kind} {spec.name}"] = max(
+                piece_error(parts, expected, layout, mesh, rank, max(floors[spec.kind], scale))
+                for rank in range(mesh.device_count)
+            )
+    return errors

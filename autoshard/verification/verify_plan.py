@@ -11,19 +11,15 @@ import torch
 from torch import nn
 
 from autoshard.arguments import checked_model
-from autoshard.calls.signature import as_call
+from autoshard.calls.global_call import as_call
 from autoshard.plan.find_plan import autocast_as, canonical_capture
-from autoshard.plan.pipeline_plan import PipelinePlan
-from autoshard.plan.plain_plan import given_plan
-from autoshard.plan.plan import Plan
-from autoshard.plan.plan_fits import runnable
-from autoshard.plan.planned_graph import planned_graph
-from autoshard.plan.stages_option import AnyPlan
+from autoshard.plan.plan import AnyPlan, PipelinePlan, Plan
+from autoshard.plan.plan_ends import result_layouts
+from autoshard.plan.plan_fits import given_plan, planned_graph, runnable
 from autoshard.runtime.module import original_forward
-from autoshard.verification.divergence import Divergence, Watcher, floors_by_kind
+from autoshard.verification.divergence import Divergence, Watcher
 from autoshard.verification.full_float32 import full_float32
-from autoshard.verification.part_errors import piece_error
-from autoshard.verification.shards import held_value
+from autoshard.verification.part_errors import held_value, result_errors
 from autoshard.verification.simulated_step import rank_programs, simulated_results, usual_tangents
 from autoshard.verification.verify_stages import stage_errors
 from cost_model.checked_arguments import checked_count
@@ -144,7 +140,10 @@ def verify(
     with runnable(plan):
         shards = _shards(joint, plan, values)
         found = simulated_results(graph, plan, shards)
-        errors = _compared(joint, plan, found, wanted, floors)
+        layouts = result_layouts(joint.results, plan.assignment)
+        parts = [[result[place] for result in found] for place in range(len(layouts))]
+        held = [None if one is None else (own, one) for own, one in zip(parts, layouts, strict=True)]
+        errors = result_errors(joint, held, wanted, floors, plan.mesh)
     worst = max(errors.values(), default=0.0)
     if worst <= limit:
         return VerifyReport(True, worst, errors, None)
@@ -227,28 +226,3 @@ def _shards(joint: JointGraph, plan: Plan, values: Sequence[torch.Tensor]) -> li
         ]
         for rank in range(plan.mesh.device_count)
     ]
-
-
-def _compared(
-    joint: JointGraph,
-    plan: Plan,
-    results: Sequence[Sequence[torch.Tensor | None]],
-    wanted: Sequence[torch.Tensor | None],
-    least: Sequence[float],
-) -> dict[str, float]:
-    """least: per result, the least scale that an error is relative to."""
-    ends = iter(plan.assignment["output"].operands)
-    errors: dict[str, float] = {}
-    floors = floors_by_kind(joint, wanted)
-    for position, (spec, value) in enumerate(zip(joint.outputs, joint.results, strict=True)):
-        if value is None:
-            continue
-        layout, expected = next(ends), wanted[position]
-        if expected is None:
-            continue
-        pieces = [result[position] for result in results]
-        errors[f"{spec.kind} {spec.name}"] = max(
-            piece_error(pieces, expected, layout, plan.mesh, rank, max(floors[spec.kind], least[position]))
-            for rank in range(plan.mesh.device_count)
-        )
-    return errors

@@ -6,11 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from autoshard.plan.pipeline_plan import PipelinePlan
-from autoshard.plan.plan import Plan
-from autoshard.verification.divergence import floors_by_kind
-from autoshard.verification.part_errors import piece_error
-from autoshard.verification.shards import held_value
+from autoshard.plan.plan import PipelinePlan, Plan
+from autoshard.plan.plan_ends import result_layouts
+from autoshard.verification.part_errors import Held, held_value, result_errors
 from autoshard.verification.simulated_step import rank_programs
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph
@@ -23,12 +21,10 @@ from passes.stages.stage_graphs import stage_graphs
 
 __all__ = ["stage_errors"]
 
-StagesPlan = PipelinePlan[Plan]
-
 
 def stage_errors(
     joint: JointGraph,
-    plan: StagesPlan,
+    plan: PipelinePlan,
     values: Sequence[Tensor],
     wanted: Sequence[Tensor | None],
     least: Sequence[float],
@@ -43,23 +39,17 @@ def stage_errors(
     ]
     found = simulate_stages(stages, mesh)
     layouts = [_layouts(graph, stage) for graph, stage in zip(graphs, plan.stages, strict=True)]
-    floors = floors_by_kind(joint, wanted)
-    errors: dict[str, float] = {}
-    for spec, expected, scale in zip(joint.outputs, wanted, least, strict=True):
+    results: list[Held | None] = []
+    for spec in joint.outputs:
         leaf = spec.kind, spec.name
         at = [i for i, ranks in enumerate(found) if leaf in ranks[0]]
-        if expected is None or not at:
-            continue
         # Of a parameter in several stages each has a part of the gradient.
         parts = [
             sum((found[i][rank][leaf] for i in at[1:]), found[at[0]][rank][leaf])
-            for rank in range(mesh.device_count)
+            for rank in range(mesh.device_count if at else 0)
         ]
-        layout, floor = layouts[at[0]][leaf], max(floors[spec.kind], scale)
-        errors[f"{spec.kind} {spec.name}"] = max(
-            piece_error(parts, expected, layout, mesh, rank, floor) for rank in range(mesh.device_count)
-        )
-    return errors
+        results.append((parts, layouts[at[0]][leaf]) if at else None)
+    return result_errors(joint, results, wanted, least, mesh)
 
 
 def _in_lockstep(
@@ -85,11 +75,5 @@ def _in_lockstep(
 def _layouts(graph: StageGraph, stage: Plan) -> dict[Leaf, Layout]:
     """Of the results that are not passed on."""
     named = StageEnds.of(graph).results
-    ends = iter(stage.assignment["output"].operands)
-    found: dict[Leaf, Layout] = {}
-    for place, result in enumerate(graph.joint.results):
-        if result is not None:
-            layout = next(ends)
-            if place in named:
-                found[named[place]] = layout
-    return found
+    layouts = enumerate(result_layouts(graph.joint.results, stage.assignment))
+    return {named[place]: layout for place, layout in layouts if layout is not None and place in named}

@@ -1,18 +1,202 @@
-"""What this rank tells the others about itself."""
+"""What ranks write down for each other, and what this rank tells of itself."""
 
 from __future__ import annotations
 
+import faulthandler
+import os
+import pickle
+import re
+import tempfile
 import threading
 import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
-from autoshard.watching.board import Board
-from autoshard.watching.idling import Idling
-from autoshard.watching.turns import Turns
-from autoshard.watching.watch_state import State
-from autoshard.watching.whereabouts import whereabouts
+import torch
+import torch.distributed
 
-__all__ = ["PERIOD_SECONDS", "Telling"]
+from autoshard.watching.watch_state import State, Turns
+
+__all__ = ["PERIOD_SECONDS", "Board", "Idling", "Telling", "wanted_seconds", "whereabouts"]
+
+_TIMEOUT = timedelta(seconds=10)
+_LASTING = ("member", "state")
+"""Names that are never erased."""
+_OF_GLOO = re.compile(r"(^|//)[a-z]+//\d+/\d+$")
+"""Keys of the process group and of those made in it: (group//) device type//number of the device/rank."""
+
+
+class Board:
+    """The notes of the ranks of one mesh. Nothing here waits for a rank; a store that is gone raises RuntimeError.
+
+    It has a connection of its own, so that a main thread that waits in the store does not hold up the watch.
+    """
+
+    def __init__(self, store: Any, rank: int, world: int) -> None:
+        self._store = store.clone() if hasattr(store, "clone") else store
+        self.rank, self.world = rank, world
+        # A second process group in the same processes may have the first one's store, with its old notes.
+        generation = self._store.add(f"autoshard/{world}/generation/{rank}", 1)
+        self._prefix = f"autoshard/{world}/{generation}"
+        if self._store is not store:
+            self._store.set_timeout(_TIMEOUT)
+        self._written: set[str] = set()
+        self._gloo: dict[str, bytes] = {}
+
+    def close(self) -> None:
+        """The store is gone: say so at once from now on, without asking it (each time, torch logs a page)."""
+        self._store = _Gone()
+
+    def write(self, name: str, value: Any) -> None:
+        self._store.set(self._key(name, self.rank), pickle.dumps(value))
+
+    def read(self, name: str, ranks: Iterable[int]) -> dict[int, Any]:
+        """Of those of `ranks` that have written."""
+        there = [rank for rank in ranks if self._is_written(self._key(name, rank))]
+        texts = self._store.multi_get([self._key(name, rank) for rank in there]) if there else []
+        return {rank: pickle.loads(text) for rank, text in zip(there, texts, strict=True)}
+
+    def complete(self, name: str) -> bool:
+        """Whether every rank has written."""
+        return self._store.check([self._key(name, rank) for rank in range(self.world)])
+
+    def absent(self, name: str) -> list[int]:
+        return [rank for rank in range(self.world) if not self._store.check([self._key(name, rank)])]
+
+    def erase(self, name: str) -> None:
+        """This rank's own."""
+        self._store.delete_key(self._key(name, self.rank))
+
+    def told_by_gloo(self) -> bytes:
+        """What gloo's ranks have told each other so far: the addresses where they listen are in it.
+
+        Empty where the store does not list its keys.
+        """
+        with suppress(RuntimeError):
+            keys = [key for key in self._store.list_keys() if _OF_GLOO.search(key) and key not in self._gloo]
+            self._gloo |= zip(keys, self._store.multi_get(keys) if keys else [], strict=True)
+        return b"".join(self._gloo.values())
+
+    def condemn(self, text: str) -> str:
+        """Say to all that they have to stop, and why; the first reason stands, and is returned."""
+        return self._store.compare_set(f"{self._prefix}/verdict", "", text).decode()
+
+    def verdict(self) -> str | None:
+        key = f"{self._prefix}/verdict"
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def _key(self, name: str, rank: int) -> str:
+        return f"{self._prefix}/{name}/{rank}"
+
+    def _is_written(self, key: str) -> bool:
+        if key in self._written:
+            return True
+        there = self._store.check([key])
+        if there and key.split("/")[-2] in _LASTING:
+            self._written.add(key)
+        return there
+
+
+class _Gone:
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("the store of the process group is gone")
+
+
+IDLE = 0.5
+_NANOSECONDS = 1e9
+
+
+class Idling:
+    """Of one thread of this process, since it was last asked.
+
+    A thread that waits in a collective sleeps. One on a machine with more to do than it has cores stands in the queue
+    for most of the time, and counts as busy: it will come. Where the kernel tells nothing of threads (macOS), the
+    computing time of the process is all there is.
+    """
+
+    def __init__(self, native_id: int) -> None:
+        self._folder = Path(f"/proc/self/task/{native_id}")
+        self._asked, self._wanted = time.monotonic(), self._seconds()
+
+    def is_idle(self) -> bool:
+        """Whether it neither computed nor stood in the queue for half of the time."""
+        asked, wanted = time.monotonic(), self._seconds()
+        before, self._asked, self._wanted = (self._asked, self._wanted), asked, wanted
+        return wanted - before[1] < IDLE * (asked - before[0]) and not self._is_queued()
+
+    def _seconds(self) -> float:
+        with suppress(OSError, ValueError):
+            return wanted_seconds((self._folder / "schedstat").read_text())
+        return time.process_time()
+
+    def _is_queued(self) -> bool:
+        """Whether it stands in the queue now: that time is counted when it has run again."""
+        with suppress(OSError):
+            # The name in brackets may have anything in it.
+            return (self._folder / "stat").read_text().rpartition(") ")[2].startswith("R")
+        return False
+
+
+def wanted_seconds(schedstat: str) -> float:
+    """On a core and in the queue for one: the first two numbers of Linux's /proc/.../schedstat, in nanoseconds."""
+    running, queued, *_ = map(int, schedstat.split())
+    return (running + queued) / _NANOSECONDS
+
+
+_THREAD = re.compile(r"(?:Current t|T)hread 0x([0-9a-f]+)")
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+
+
+def _shown(path: str) -> str:
+    """As a dump of stacks has it."""
+    return path.encode("ascii", "backslashreplace").decode("ascii")
+
+
+_TORCH = _shown(os.path.dirname(torch.__file__) + os.sep)
+_DISTRIBUTED = _shown(os.path.dirname(torch.distributed.__file__) + os.sep)
+_OURS = _shown(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep)
+_PACKAGES = tuple(_OURS + name + os.sep for name in ("autoshard", "passes", "cost_model"))
+_LIBRARY = _shown(os.path.dirname(os.__file__) + os.sep)
+
+
+def whereabouts(thread: int) -> tuple[str, str]:
+    """(file:line of the innermost frame that is the user's, the function of torch.distributed that it called or "").
+
+    The stack is read as text that the interpreter writes without making an object of any frame. Frames of
+    `sys._current_frames()` of a thread that goes on meanwhile crashed CPython 3.11, once in some million looks.
+    """
+    distributed = ""
+    for file, line, function in _frames(thread):
+        if file.startswith(_DISTRIBUTED) and not function.startswith(("_", "wrapper")):
+            distributed = function
+        elif not file.startswith((_TORCH, _LIBRARY, "<", *_PACKAGES)):
+            return f"{os.path.basename(file)}:{line}", distributed
+    return "", distributed
+
+
+def _frames(thread: int) -> Iterator[tuple[str, str, str]]:
+    """(file, line, function), the innermost first: at most 100. None where no file can be written."""
+    inside = False
+    for text in _stacks().splitlines():
+        head, frame = _THREAD.match(text), _FRAME.match(text)
+        if head is not None:
+            inside = int(head[1], 16) == thread
+        elif inside and frame is not None:
+            yield frame[1], frame[2], frame[3]
+
+
+def _stacks() -> str:
+    """Of all threads."""
+    with suppress(OSError), tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        return file.read().decode("ascii", "replace")
+    return ""
+
 
 PERIOD_SECONDS = 0.5
 BEAT_SECONDS = 2.0

@@ -21,20 +21,16 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.watching.board import Board
-from autoshard.watching.connections import cut_waits
-from autoshard.watching.crew import Crew
-from autoshard.watching.stopping import Stoppable
-from autoshard.watching.sums import Sums
-from autoshard.watching.telling import PERIOD_SECONDS, Telling
-from autoshard.watching.turns import Turns
-from autoshard.watching.updates import Updates
-from autoshard.watching.watch_state import State, judge
+from autoshard.watching.crew import Crew, Stoppable, cut_waits
+from autoshard.watching.sums import Sums, Updates
+from autoshard.watching.telling import PERIOD_SECONDS, Board, Telling
+from autoshard.watching.watch_state import State, Turns, judge
 from cost_model.errors import RankError
-from passes.ir.torch_compat import abort_process_groups
+from passes.ir.torch_compat import abort_process_groups, default_store
 
-__all__ = ["Watch"]
+__all__ = ["Watch", "watch_of"]
 
 CUTTING_SECONDS = 10.0
 GRACE_SECONDS = 5.0
@@ -266,3 +262,21 @@ class Watch:
 def _first_line(error: BaseException) -> str:
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+# Turns are counted over all models and meshes of a process: the process group is the one thing that they share. A watch
+# goes when its group does.
+_WATCHES: weakref.WeakKeyDictionary[Any, dict[int, Watch]] = weakref.WeakKeyDictionary()
+
+
+def watch_of(mesh: DeviceMesh) -> Watch | None:
+    """The watch over the ranks of `mesh`, which starts when it is first asked for; None for a mesh of one rank."""
+    if mesh.size() == 1:
+        return None
+    group = dist.group.WORLD
+    watches = _WATCHES.setdefault(group, {})
+    if mesh.size() not in watches:
+        watch = Watch(default_store(), mesh.get_rank(), mesh.size(), group, mesh.device_type)
+        watches[mesh.size()] = watch
+        watch.start()
+    return watches[mesh.size()]

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard import Plan, Profile, autoshard
 from autoshard.plan.families import family_constraints
-from autoshard.reporting.peak_memory import held_nbytes
+from autoshard.reporting.tracks import held_nbytes
 from benchmarks.racing.workloads import Batch, Workload
 
 __all__ = ["PINNED", "Build", "Meshes", "Race", "Runner", "alone", "planned", "process_group"]

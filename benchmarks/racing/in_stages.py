@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 
 from autoshard.runtime.pipeline_stage import PipelineStage as OwnStage
-from autoshard.runtime.stage_run import StageRun
+from autoshard.runtime.pipeline_stage import StageRun
 from benchmarks.racing.contestants import Race, Runner
 from benchmarks.racing.models import GPT, MLP
 from passes.stages.pipeline_orders import ORDERS

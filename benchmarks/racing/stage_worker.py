@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard import PipelinePlan, Profile, autoshard
-from autoshard.profiling.attend import attend
+from autoshard.profiling.startup import attend
 from benchmarks.racing.by_hand import HAND_WRITTEN
 from benchmarks.racing.contestants import Meshes, Race, Runner, alone, planned, process_group
 from benchmarks.racing.in_stages import BusyClock, StagesByHand, Watched, bubbles, staged_by_hand

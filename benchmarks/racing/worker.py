@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from autoshard import Profile
-from autoshard.profiling.attend import attend
+from autoshard.profiling.startup import attend
 from benchmarks.racing.by_hand import HAND_WRITTEN, ByHand
 from benchmarks.racing.contestants import (
     PINNED,

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
 from autoshard import Plan, Profile
-from autoshard.profiling.attend import attend
+from autoshard.profiling.startup import attend
 from benchmarks.racing.measure import timed_rounds
 from benchmarks.space.contestants import CONTESTANTS, INPUT_SEED, Contest, Contestant, planned_in_space
 from benchmarks.space.networks import Work

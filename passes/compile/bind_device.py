@@ -1,15 +1,26 @@
-"""Move a rank's graph from the CPU, where all graphs are made, to the device that it runs on."""
+"""A rank's graph where it runs: moved from the CPU, where all graphs are made, to its device; collectives' operands
+written where their buckets are."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
+import passes.ops.contract  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::contract)
+from passes.compile.fuse_eager import VIEWS
+from passes.compile.join_linears import OpWriter
+from passes.ir.graph_pass import RankPass
+from passes.ir.graph_properties import FUNCTIONAL
+from passes.ir.joint import node_value
+from passes.ir.rank_properties import COLLECTIVES, is_start
 from passes.ir.torch_compat import fakes_on
 
-__all__ = ["bind_device"]
+__all__ = ["WriteIntoBuckets", "bind_device", "written_into"]
 
 
 def bind_device(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
@@ -59,3 +70,128 @@ def _on(device: torch.device, argument: Any) -> Any:
     if isinstance(argument, dict):
         return {name: _on(device, item) for name, item in argument.items()}
     return argument
+
+
+aten = torch.ops.aten
+
+_INTO: Mapping[Any, Any] = {
+    aten.add.Tensor: aten.add.out,
+    aten.addmm.default: aten.addmm.out,
+    aten.bmm.default: aten.bmm.out,
+    aten.mm.default: aten.mm.out,
+    aten.mul.Tensor: aten.mul.out,
+    aten.sum.dim_IntList: aten.sum.IntList_out,
+}
+"""Overloads, and those that write the same result where they are told. Of other ops torch makes such overloads by a
+copy."""
+_CONTRACT = torch.ops.autoshard.contract.default
+"""Becomes a product of matrices; where that is turned afterwards, its value is not contiguous."""
+_ALIGNED = 16
+"""Bytes: kernels are slower where a result begins between two of these."""
+_WORTH = 2**16
+"""Bytes that are not copied, for each part of a bucket that still is: a copy of its own costs an interpreter about as
+much as these."""
+
+
+@dataclass(frozen=True)
+class WriteIntoBuckets(RankPass):
+    """A bucket is made before what it joins, and that is computed in its place there instead of being copied.
+
+        %g: f32[8, 4] = mm(%a, %b)                %c: f32[48]   = empty([48])
+        %v: f32[32]   = view(%g, [32])            %p: f32[8, 4] = as_strided(%c, [8, 4], [4, 1], 0)
+        %c: f32[48]   = cat(%v, %n)        ->     %g: f32[8, 4] = mm.out(%a, %b, out=%p)
+        %r: f32[48]   = all_reduce_(%c)           %q: f32[16]   = as_strided(%c, [16], [1], 32)
+                                                  _foreach_copy_([%q], [%n])
+                                                  %r: f32[48]   = all_reduce_(%c)
+
+    Legal where nothing but the bucket reads what is written. The last of the passes: afterwards the graph is
+    functional no more. Once it is full a bucket has no parts beside it, but it is there, whole, from the first on.
+    """
+
+    breaks = (FUNCTIONAL,)
+    keeps = (COLLECTIVES,)
+
+    def __call__(self, module: fx.GraphModule) -> fx.GraphModule:
+        graph = module.graph
+        place = {node: i for i, node in enumerate(graph.nodes)}
+        for bucket in list(graph.nodes):
+            written = written_into(bucket)
+            if written:
+                first = min(written.values(), key=place.__getitem__)
+                _write(graph, bucket, written, first)
+        graph.lint()
+        module.recompile()
+        return module
+
+
+def written_into(bucket: fx.Node) -> Mapping[int, fx.Node]:
+    """Place among the parts of `bucket` -> the op that writes it there; none where it stays a copy of all. Of ATen ops,
+    and of those that become them."""
+    if bucket.target is not aten.cat.default or list(map(is_start, bucket.users)) != [True]:
+        return {}
+    parts: Sequence[fx.Node] = bucket.args[0]  # type: ignore[assignment]
+    whole = node_value(bucket)
+    if whole.ndim != 1 or len(set(parts)) < len(parts):
+        return {}
+    found: dict[int, fx.Node] = {}
+    start = 0
+    for place, part in enumerate(parts):
+        made = _made(part)
+        if made is not None and _fits(node_value(made), whole, start):
+            found[place] = made
+        start += node_value(part).numel()
+    saved = sum(node_value(made).numel() for made in found.values()) * whole.element_size()
+    return found if saved >= _WORTH * max(1, len(parts) - len(found)) else {}
+
+
+def _made(part: fx.Node) -> fx.Node | None:
+    """The op whose result `part` is, flattened, if nothing else reads it."""
+    node = part
+    while node.target in VIEWS and len(node.users) == 1:
+        (node,) = node.all_input_nodes
+    writes = node.target in _INTO or node.target is _CONTRACT
+    return node if writes and len(node.users) == 1 else None
+
+
+def _fits(value: Tensor, bucket: Tensor, start: int) -> bool:
+    alike = value.dtype == bucket.dtype and value.is_contiguous()
+    return alike and start * bucket.element_size() % _ALIGNED == 0
+
+
+def _write(graph: fx.Graph, bucket: fx.Node, written: Mapping[int, fx.Node], first: fx.Node) -> None:
+    write = OpWriter(graph)
+    value = node_value(bucket)
+    with graph.inserting_before(first):
+        like: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
+        empty = graph.call_function(aten.empty.memory_format, ([value.numel()],), like)
+        empty.meta = dict(bucket.meta)
+    parts: Sequence[fx.Node] = bucket.args[0]  # type: ignore[assignment]
+    copied: list[tuple[fx.Node, fx.Node]] = []
+    start = 0
+    for place, part in enumerate(parts):
+        made = written.get(place)
+        shape = list(node_value(part if made is None else made).shape)
+        strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+        with graph.inserting_before(bucket if made is None else made):
+            into = write(part, aten.as_strided.default, empty, shape, strides, start)
+            if made is not None:
+                out = graph.call_function(_INTO[made.target], made.args, {**made.kwargs, "out": into})
+                out.meta = dict(made.meta)
+            else:
+                copied.append((into, part))
+        start += math.prod(shape)
+    if copied:
+        with graph.inserting_before(bucket):
+            copy = graph.call_function(
+                aten._foreach_copy_.default, tuple(map(list, zip(*copied, strict=True)))
+            )
+            copy.meta = {**bucket.meta, "val": [node_value(into) for into, _ in copied]}
+    bucket.replace_all_uses_with(empty)
+    graph.erase_node(bucket)
+    for place, made in written.items():
+        node = parts[place]
+        while node is not made:
+            (viewed,) = node.all_input_nodes
+            graph.erase_node(node)
+            node = viewed
+        graph.erase_node(made)

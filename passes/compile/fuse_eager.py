@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 import passes.ops.contract  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::contract)
-from passes.compile.matching import stand_in
+from passes.compile.join_linears import stand_in
 from passes.ir.graph_pass import RankPass
 from passes.ir.graph_properties import FUNCTIONAL
 from passes.ir.joint import node_value, result_index

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.compile.matching import OpWriter, called, drop_unread, others, shape_of, sole_user, summed
+from passes.compile.join_linears import OpWriter, called, drop_unread, others, shape_of, sole_user, summed
 from passes.ir.graph_pass import RankPass
 from passes.ir.rank_properties import COLLECTIVES
 

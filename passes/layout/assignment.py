@@ -5,22 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from msgspec import Struct
+
 from cost_model.mesh import MeshSpec
+from cost_model.text_files import Text, Word
 from passes.layout.layout import Layout, Span, nested_spans
 
 __all__ = ["Assignment", "FactorSplit", "NodeLayouts"]
 
 
-@dataclass(frozen=True)
-class FactorSplit:
+class FactorSplit(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """`factor` is split over `axes` (major to minor).
 
     spans: what each linear index over the axes computes of it; None: torch.chunk's parts. They may overlap where every
            result has the factor: then ranks compute the same, and need not be told by others.
     """
 
-    factor: str
-    axes: tuple[str, ...]
+    factor: Text
+    axes: tuple[Word, ...]
     spans: tuple[Span, ...] | None = None
 
     def parts(self, length: int, mesh: MeshSpec) -> tuple[Span, ...]:

@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
+from typing import Annotated
+
+from msgspec import Meta, Struct
+from msgspec.structs import force_setattr
 
 from cost_model.mesh import MeshSpec
+from cost_model.text_files import Count, Word
 
 __all__ = [
     "REDUCE_OPS",
+    "Dim",
     "Halo",
     "Layout",
+    "ReduceOp",
     "Span",
     "chunk_sizes",
     "common",
@@ -26,8 +32,12 @@ __all__ = [
 ]
 
 REDUCE_OPS = ("sum", "max", "min")
+ReduceOp = Annotated[str, Meta(pattern=rf"^({'|'.join(REDUCE_OPS)})$")]
+_MAX_DIMS = 64
+Dim = Annotated[int, Meta(ge=0, lt=_MAX_DIMS)]
+_Position = Annotated[int, Meta(ge=-(2**62), le=2**62)]
 
-Span = tuple[int, int]
+Span = tuple[_Position, _Position]
 """Half-open [lo, hi)."""
 
 
@@ -82,8 +92,7 @@ def nested_spans(length: int, axis_sizes: tuple[int, ...]) -> tuple[Span, ...]:
     return spans_of(nested_sizes(length, axis_sizes))
 
 
-@dataclass(frozen=True)
-class Halo:
+class Halo(Struct, frozen=True, forbid_unknown_fields=True):
     """What ranks hold of a dim beside their own part of it: what a window reads, or writes to.
 
     spans:  per linear index over the dim's axes, in global coordinates; they may overlap and leave gaps. Positions
@@ -93,15 +102,14 @@ class Halo:
     """
 
     spans: tuple[Span, ...]
-    summed: bool = False
+    summed: bool
 
     @property
     def sizes(self) -> tuple[int, ...]:
         return tuple(hi - lo for lo, hi in self.spans)
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(Struct, frozen=True, forbid_unknown_fields=True):
     """For each tensor dim the mesh axes that split it, and the axes with a pending reduction.
 
     dims:    per dim, the axes splitting it, major to minor. () is not split.
@@ -113,18 +121,21 @@ class Layout:
     halos:   per dim, what is held beyond a split, or None. Only operands and results of window ops have any.
     """
 
-    dims: tuple[tuple[str, ...], ...]
-    partial: tuple[tuple[str, str], ...] = ()
-    sizes: tuple[tuple[int, ...] | None, ...] = ()
+    dims: Annotated[tuple[tuple[Word, ...], ...], Meta(max_length=_MAX_DIMS)]
+    partial: tuple[tuple[Word, ReduceOp], ...] = ()
+    sizes: tuple[tuple[Count, ...] | None, ...] = ()
     halos: tuple[Halo | None, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("sizes", "halos"):
-            if not getattr(self, name):
-                object.__setattr__(self, name, (None,) * len(self.dims))
-        assert len(self.sizes) == len(self.halos) == len(self.dims)
+            given = getattr(self, name)
+            if not given:
+                force_setattr(self, name, (None,) * len(self.dims))
+            elif len(given) != len(self.dims):
+                raise ValueError(f"a layout of {len(self.dims)} dims has {name} of {len(given)}")
         used = self.axes
-        assert len(set(used)) == len(used), f"an axis is used twice in {self}"
+        if len(set(used)) < len(used):
+            raise ValueError(f"a layout uses a mesh axis twice: {', '.join(used)}")
 
     @staticmethod
     def replicated(ndim: int) -> Layout:

@@ -11,7 +11,7 @@
 Any op whose results have the windows' factor, by its own rule: the rule is asked for three parts of the results
 instead of all of them. Legal for whatever the rule may split; worth it where the seconds hidden are more than those of
 putting the parts together and of the launches. Which ops is decided on the global graph, from prices
-(`passes.plan.find_interiors`); how many rows are interior is each rank's own affair, as no collective depends on it.
+(`passes.plan.decide`); how many rows are interior is each rank's own affair, as no collective depends on it.
 """
 
 from __future__ import annotations

@@ -15,8 +15,7 @@ from passes.layout.assignment import Assignment
 from passes.lower.partition import order_of
 from passes.lower.phases import Phases, split_phases
 from passes.lower.rank_program import RankProgram, rank_program
-from passes.plan.lowering_plan import LoweringPlan
-from passes.plan.transfers import Transfer
+from passes.plan.transfers import LoweringPlan, Transfer
 from passes.schedule.later_steps import later_places
 from passes.states.compute_again import compute_again
 

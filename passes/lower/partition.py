@@ -21,8 +21,7 @@ from passes.lower.arrivals import Arrival
 from passes.lower.interior import exchange_before, in_parts, interior_of
 from passes.lower.op_on_rank import OpOnRank
 from passes.lower.served import Served
-from passes.plan.lowering_plan import LoweringPlan
-from passes.plan.transfers import Transfer
+from passes.plan.transfers import LoweringPlan, Transfer
 from passes.redistribution.lower_redistribute import emit
 from passes.rules.core.rule import OpRule
 from passes.rules.core.rule_registry import rule_for

@@ -10,7 +10,7 @@ from torch import fx
 
 from cost_model.mesh import MeshSpec
 from passes.compile.bind_device import bind_device
-from passes.compile.join_convolutions import JoinConvolutions
+from passes.compile.join_linears import JoinConvolutions
 from passes.compile.join_losses import JoinLosses
 from passes.compile.join_norms import JoinNorms
 from passes.ir.graph_pass import run_rank_passes
@@ -20,7 +20,7 @@ from passes.layout.assignment import Assignment
 from passes.lower.missing_tangents import usually_missing, without_tangents
 from passes.lower.partition import RankGraph, partition
 from passes.lower.phases import Backward, Phases, split_phases
-from passes.plan.lowering_plan import LoweringPlan
+from passes.plan.transfers import LoweringPlan
 from passes.schedule.schedule import scheduled
 from passes.states.compute_again import compute_again
 

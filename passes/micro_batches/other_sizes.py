@@ -13,7 +13,7 @@ from passes.ir.op_traits import is_collect, is_piece
 from passes.layout.assignment import Assignment, NodeLayouts
 from passes.search.narrowing import Choose, Narrowing
 
-__all__ = ["first_of_each_size", "layouts_like"]
+__all__ = ["first_of_each_size", "layouts_like", "piece_places"]
 
 
 def first_of_each_size(graphs: Sequence[JointGraph]) -> list[int]:
@@ -22,6 +22,13 @@ def first_of_each_size(graphs: Sequence[JointGraph]) -> list[int]:
         return [0]
     seen: dict[tuple[object, ...], int] = {}
     return [seen.setdefault(_shapes(graph), place) for place, graph in enumerate(graphs)]
+
+
+def piece_places(joint: JointGraph) -> list[int]:
+    """Per piece the place of its size: 0 is the first piece's."""
+    firsts = first_of_each_size((joint, *joint.others))
+    order = {place: number for number, place in enumerate(sorted(set(firsts)))}
+    return [order[place] for place in firsts]
 
 
 def layouts_like(assignment: Assignment, graph: JointGraph) -> Narrowing:

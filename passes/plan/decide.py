@@ -6,19 +6,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from passes.ir.collector import collector_paused
-from passes.ir.joint import JointGraph, node_value
+from passes.ir.joint import JointGraph, node_value, node_values
 from passes.layout.assignment import Assignment
-from passes.plan.find_interiors import find_interiors
-from passes.plan.lowering_plan import LoweringPlan
-from passes.plan.transfers import Transfer, transfers
+from passes.lower.interior import PossibleInterior, possible_interiors
+from passes.plan.transfers import LoweringPlan, Transfer, transfers
 from passes.redistribution.redistribute import Redistribution, Redistributor
 from passes.schedule.bucket_plan import bucketed_order
 from passes.schedule.hiding import hidden_reads
 from passes.schedule.issue_order import IssueOrder, issue_order
 from passes.states.backward_copies import copies_in
 from passes.strategies.prices import Prices
+from passes.strategies.pricing import local_nbytes
 
-__all__ = ["Moved", "chosen_steps", "decide_lowering", "lowered_by", "unmerged"]
+__all__ = ["Moved", "chosen_steps", "decide_lowering", "find_interiors", "lowered_by", "unmerged"]
 
 Moved = Mapping[Transfer, Redistribution]
 """Every transfer -> its steps, with the prices that they were chosen by."""
@@ -56,3 +56,32 @@ def lowered_by(moved: Moved, order: IssueOrder, interiors: Mapping[str, str] | N
 def unmerged(joint: JointGraph, assignment: Assignment, redistributor: Redistributor) -> LoweringPlan:
     """The steps that `redistributor` chooses, every collective alone, every op in one part."""
     return lowered_by(chosen_steps(joint, assignment, redistributor), issue_order(joint, assignment))
+
+
+def find_interiors(
+    joint: JointGraph,
+    assignment: Assignment,
+    prices: Prices,
+    moved: Mapping[Transfer, Redistribution],
+) -> Mapping[str, str]:
+    """Ops worth computing in parts, by name -> the factor whose parts they are. moved: every transfer's steps."""
+    steps = {transfer: found.steps for transfer, found in moved.items()}
+    return {
+        found.node.name: found.factor
+        for found in possible_interiors(joint, assignment, steps)
+        if _gain(found, assignment, prices, sum(moved[t].seconds for t in found.exchanges)) > 0.0
+    }
+
+
+def _gain(found: PossibleInterior, assignment: Assignment, prices: Prices, exchanged: float) -> float:
+    """Seconds saved: what is hidden, less what it takes. No more than half of the op is taken to be interior."""
+    node, mesh = found.node, prices.mesh
+    layouts = assignment[node.name]
+    hidden = prices.overlap_efficiency * min(exchanged, 0.5 * prices.op_seconds(node, layouts))
+    nbytes = sum(
+        local_nbytes(layout, node, i, mesh)
+        for i, layout in enumerate(layouts.results)
+        if node_values(node)[i] is not None
+    )
+    copied = prices.compute.kernel_seconds(0.0, 2.0 * nbytes, "float32", None)
+    return hidden - copied - 3 * prices.compute.launch_seconds

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import fx
 
 from cost_model.timed import Priced
@@ -25,8 +26,8 @@ from passes.ir.joint import (
 from passes.ir.op_traits import read_repeats
 from passes.layout.assignment import Assignment, NodeLayouts
 from passes.plan.decide import Moved
-from passes.plan.lowering_plan import LoweringPlan
 from passes.plan.records import NodeRecord, OperandRecord, ResultRecord, Transfer
+from passes.plan.transfers import LoweringPlan
 from passes.plan.transfers import Transfer as Read
 from passes.redistribution.redistribute import Redistribution
 from passes.rules.core.rule_registry import is_fallback
@@ -35,7 +36,7 @@ from passes.strategies.fused_groups import fused_group
 from passes.strategies.prices import Prices
 from passes.strategies.pricing import local_nbytes
 
-__all__ = ["describe", "fallback_ops", "graph_hash", "op_counts", "records_that_differ", "short_dtype"]
+__all__ = ["describe", "fallback_ops", "graph_hash", "op_counts", "shapes_of", "short_dtype"]
 
 
 @collector_paused()
@@ -78,7 +79,7 @@ def fallback_ops(joint: JointGraph) -> tuple[str, ...]:
 def op_counts(joint: JointGraph) -> Counter[str]:
     """How often each op occurs, by its name and the dtype of its first result: "contract bf16"."""
     nodes = (n for n in joint.graph.nodes if n.op == "call_function" and result_index(n)[0] is n)
-    return Counter(f"{_op_name(node)} {_shapes(node)[0][1]}" for node in nodes)
+    return Counter(f"{_op_name(node)} {shapes_of(node)[0][1]}" for node in nodes)
 
 
 def graph_hash(joint: JointGraph) -> str:
@@ -91,7 +92,7 @@ def graph_hash(joint: JointGraph) -> str:
         arguments = map_operands(node, [f"%{operand.name}" for operand in tensor_operands(node)])
         digest.update(f"{node.name} {node.op} {_portable(arguments)} {_portable(node.target)}".encode())
         if node.op != "output":
-            digest.update(str([(v, d) for v, d in _shapes(node)]).encode())
+            digest.update(str([(v, d) for v, d in shapes_of(node)]).encode())
     if joint.pieces > 1:
         digest.update(f"in {joint.pieces} pieces".encode())
     for end in (*joint.inputs, *joint.outputs):
@@ -108,7 +109,7 @@ def short_dtype(dtype: torch.dtype) -> str:
     return "b8" if name == "bool" else name
 
 
-def _shapes(node: fx.Node) -> list[tuple[tuple[int, ...], str]]:
+def shapes_of(node: fx.Node) -> list[tuple[tuple[int, ...], str]]:
     values = node_values(node)
     return [((), "none") if v is None else (tuple(v.shape), short_dtype(v.dtype)) for v in values]
 
@@ -122,28 +123,6 @@ def _portable(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{k}: {_portable(v)}" for k, v in sorted(value.items())) + "}"
     return str(value)
-
-
-def records_that_differ(records: Sequence[NodeRecord], joint: JointGraph) -> Iterator[str]:
-    """Where `records` are not of `joint`, in sentences. Its hash, stored beside them, does not cover them."""
-    by_name = {record.name: record for record in records}
-    for node in joint.graph.nodes:
-        if node.op not in ("placeholder", "call_function") or result_index(node)[0] is not node:
-            continue
-        record = by_name.pop(node.name, None)
-        if record is None:
-            yield f"the model's node {node.name} is missing"
-        elif [(r.shape, r.dtype) for r in record.results] != [(tuple(s), d) for s, d in _shapes(node)]:
-            yield f"node {node.name} has results {', '.join(map(str, record.results))}, and not those of the model"
-        elif [(o.source, o.result) for o in record.operands] != [
-            (producer.name, index) for producer, index in map(result_index, tensor_operands(node))
-        ]:
-            yield f"node {node.name} reads {', '.join(o.source for o in record.operands)}, and not what the model does"
-    ends = [(p.name, i) for p, i in map(result_index, tensor_operands(joint.output_node))]
-    output = by_name.pop("output", None)
-    if output is None or [(o.source, o.result) for o in output.operands] != ends:
-        yield "its output is not the model's"
-    yield from (f"the model has no node {name}" for name in by_name)
 
 
 def _priced_in_groups(joint: JointGraph, priced: Mapping[str, Priced], prices: Prices) -> dict[str, Priced]:
@@ -220,7 +199,7 @@ def _transfers(moved: Redistribution | None, prices: Prices, times: int) -> tupl
         return ()
     ways = zip(moved.steps, moved.step_nbytes, moved.step_seconds, strict=True)
     return tuple(
-        Transfer(step, nbytes, times * seconds, prices.collective_priced(step.kind, step.axes, nbytes))
+        Transfer.of(step, nbytes, times * seconds, prices.collective_priced(step.kind, step.axes, nbytes))
         for step, nbytes, seconds in ways
     )
 
@@ -228,7 +207,7 @@ def _transfers(moved: Redistribution | None, prices: Prices, times: int) -> tupl
 def _results(node: fx.Node, layouts: NodeLayouts) -> tuple[ResultRecord, ...]:
     return tuple(
         ResultRecord(shape, dtype, layout)
-        for (shape, dtype), layout in zip(_shapes(node), layouts.results, strict=True)
+        for (shape, dtype), layout in zip(shapes_of(node), layouts.results, strict=True)
     )
 
 

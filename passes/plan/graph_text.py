@@ -90,9 +90,8 @@ class _Writer:
         lines: list[str] = []
         for transfer in operand.transfers:
             copy = self._copy(name)
-            step = transfer.step
-            value = ResultRecord(shape.shape, shape.dtype, step.after)
-            lines.append(self._priced(f"{copy}: {value} = {step.text(name)}", transfer.seconds))
+            value = ResultRecord(shape.shape, shape.dtype, transfer.after)
+            lines.append(self._priced(f"{copy}: {value} = {transfer.step.text(name)}", transfer.seconds))
             name = copy
         return lines, name
 

@@ -1,9 +1,9 @@
-"""The redistributions that layouts ask for: which there are, and of which phase each is."""
+"""The redistributions that layouts ask for, of which phase each is, and how a plan brings them about."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import fx
 
@@ -12,8 +12,9 @@ from passes.ir.op_traits import is_of_piece, is_piece
 from passes.ir.phase_ops import segments
 from passes.layout.assignment import Assignment
 from passes.layout.layout import Layout
+from passes.redistribution.steps import Step
 
-__all__ = ["Move", "Transfer", "Turn", "by_segment", "transfers"]
+__all__ = ["LoweringPlan", "Move", "Transfer", "Turn", "by_segment", "transfers"]
 
 Transfer = tuple[str, int]
 """(global name of the reader, which of its tensor operands)."""
@@ -106,3 +107,24 @@ def _part(move: Move, place: Mapping[fx.Node, int]) -> int:
     if not is_of_piece(move.operand):
         return _AFTER
     return place.get(result_index(move.operand)[0], _FORWARD)
+
+
+@dataclass(frozen=True)
+class LoweringPlan:
+    """steps:  every transfer, an operand read in another layout than it is held in, -> how it is brought there.
+    turns:     every transfer -> its place in the one order of all ranks; those of one turn are merged, a bucket.
+    interiors: ops computed in parts, so that a halo travels meanwhile (`passes.lower.interior`) -> the factor cut.
+    ahead:     transfers whose operand is at hand -> how many of their collectives are in flight at most when they
+    start.
+
+    again:     ops of the forward that the backward computes once more (`passes.states.compute_again`).
+
+    What else the forward saves and the backward computes again, where that costs nothing, follows from a rank's program
+    (`passes.lower.recompute`): it is not written down again.
+    """
+
+    steps: Mapping[Transfer, tuple[Step, ...]]
+    turns: Mapping[Transfer, Turn]
+    interiors: Mapping[str, str]
+    ahead: Mapping[Transfer, int] = field(default_factory=dict[Transfer, int])
+    again: tuple[str, ...] = ()

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from passes.compile.bind_device import written_into
 from passes.compile.fuse_eager import reduced_in_place
-from passes.compile.write_into_buckets import written_into
 from passes.ir.joint import node_value
 from passes.strategies.pricing import TrafficModel, eager_traffic
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Annotated
 
 import numpy as np
+from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
+from cost_model.text_files import Count, Text
 from passes.predict.memory_kinds import KINDS, Kind
 
 __all__ = ["START", "LiveValue", "MemoryStep", "MemoryWalk"]
@@ -35,14 +38,13 @@ class LiveValue:
     last: int
 
 
-@dataclass(frozen=True)
-class MemoryStep:
+class MemoryStep(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Bytes alive while `node` runs, step number `place` of the program. by_kind: parallel to `KINDS`."""
 
-    place: int
-    phase: str
-    node: str
-    by_kind: tuple[int, ...]
+    place: Count
+    phase: Annotated[str, Meta(pattern="^(forward|backward|input|weight)$")]
+    node: Text
+    by_kind: Annotated[tuple[Count, ...], Meta(min_length=len(KINDS), max_length=len(KINDS))]
 
     @property
     def nbytes(self) -> int:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from msgspec import Struct, structs
+
+from cost_model.text_files import Count, Seconds
 from passes.ir.collector import collector_paused
 from passes.ir.joint import CPU, JointGraph
 from passes.layout.assignment import Assignment
 from passes.lower.phases import Backward, Phases
 from passes.lower.piecewise import RankPieces, split_pieces
 from passes.lower.rank_program import RankProgram, rank_program
-from passes.plan.lowering_plan import LoweringPlan
+from passes.plan.transfers import LoweringPlan
 from passes.predict.memory_record import MemoryWalk
 from passes.predict.predict_pieces import alone, predict_pieces, update_seconds
 from passes.predict.predict_step import predict_phases, slowest_ranks
@@ -24,8 +27,7 @@ from passes.strategies.pricing import eager_traffic
 __all__ = ["StageFigures", "kept_by_a_piece", "predict_stage"]
 
 
-@dataclass(frozen=True)
-class StageFigures:
+class StageFigures(Struct, frozen=True, forbid_unknown_fields=True):
     """Of one stage, on its slowest and on its fullest rank.
 
     forward, backward: seconds of one piece. input, weight: of the halves of its backward as two programs. before,
@@ -34,16 +36,16 @@ class StageFigures:
     forward for its backward, and what it received; peak: the most while one piece runs, all of these included.
     """
 
-    forward: float
-    backward: float
-    input: float
-    weight: float
-    before: float
-    after: float
-    update: float
-    held: int
-    kept: int
-    peak: int
+    forward: Seconds
+    backward: Seconds
+    input: Seconds
+    weight: Seconds
+    before: Seconds
+    after: Seconds
+    update: Seconds
+    held: Count
+    kept: Count
+    peak: Count
 
     @property
     def running(self) -> int:
@@ -75,7 +77,7 @@ def predict_stage(
     ]
     slowest = max(found, key=lambda one: one.forward + one.backward)
     fullest = max(found, key=lambda one: one.peak)
-    return replace(slowest, held=fullest.held, kept=fullest.kept, peak=fullest.peak)
+    return structs.replace(slowest, held=fullest.held, kept=fullest.kept, peak=fullest.peak)
 
 
 def kept_by_a_piece(walk: MemoryWalk, received: Collection[str]) -> int:

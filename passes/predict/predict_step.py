@@ -13,7 +13,7 @@ from passes.layout.assignment import Assignment
 from passes.lower.phases import Phases
 from passes.lower.piecewise import split_pieces
 from passes.lower.rank_program import Schedule, rank_program
-from passes.plan.lowering_plan import LoweringPlan
+from passes.plan.transfers import LoweringPlan
 from passes.predict.memory_walk import memory_walk
 from passes.predict.predict_pieces import predict_pieces
 from passes.predict.prediction import PredictedCollective, PredictedPhase, Prediction

@@ -8,7 +8,7 @@ from passes.ir.collector import collector_paused
 from passes.ir.joint import CPU, JointGraph
 from passes.layout.assignment import Assignment
 from passes.lower.orders import Orders
-from passes.plan.lowering_plan import LoweringPlan
+from passes.plan.transfers import LoweringPlan
 from passes.predict.predict_step import predict_phases, predicted_step, slowest_ranks, slowest_step
 from passes.predict.prediction import Prediction
 from passes.simulate.lockstep import simulated_group_axes, simulated_groups

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -24,6 +24,7 @@ __all__ = [
     "Slice",
     "Step",
     "ToPartial",
+    "step_text",
 ]
 
 
@@ -53,9 +54,15 @@ class Step:
         return {name: getattr(self, name) for name in self.argument_names()}
 
     def text(self, *operands: str) -> str:
-        """As printed: "reduce_scatter[tp](%x, dim=1)". A sum is not said."""
-        shown = [f"{name}={value}" for name, value in self.arguments.items() if value != "sum"]
-        return f"{self.name}[{','.join(self.axes)}]({', '.join([*operands, *shown])})"
+        return step_text(self.name, self.axes, self.arguments, operands)
+
+
+def step_text(
+    name: str, axes: Sequence[str], arguments: Mapping[str, int | str], operands: Sequence[str] = ()
+) -> str:
+    """As printed: "reduce_scatter[tp](%x, dim=1)". A sum is not said."""
+    shown = [f"{name}={value}" for name, value in arguments.items() if value != "sum"]
+    return f"{name}[{','.join(axes)}]({', '.join([*operands, *shown])})"
 
 
 @dataclass(frozen=True, kw_only=True)

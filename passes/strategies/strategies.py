@@ -154,6 +154,6 @@ class _Maker:
             return None
         parts = split.parts(sizes[split.factor], self.mesh)
         if window is None:
-            return Halo(tuple((lo * inner, hi * inner) for lo, hi in parts))
+            return Halo(tuple((lo * inner, hi * inner) for lo, hi in parts), summed=False)
         summed = tensor >= len(self.rule.operands)
         return Halo(tuple(window.reads(lo, hi) for lo, hi in parts), summed=summed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from msgspec import structs
 from torch import nn
 
 from autoshard import Plan
@@ -21,18 +22,18 @@ def forgotten_sum(model: nn.Module, plan: Plan, inputs: tuple[Any, ...], name: s
     to fit: steps lead where they should, turns are in order."""
     joint, layouts = canonical_capture(model, inputs, {}).joint, dict(plan.assignment)
     results = list(layouts[name].results)
-    results[index] = replace(results[index], partial=())
+    results[index] = structs.replace(results[index], partial=())
     layouts[name] = replace(layouts[name], results=tuple(results))
     moved = chosen_steps(joint, layouts, Redistributor(plan.mesh, link_prices(plan.mesh)))
     turns = issue_order(joint, layouts).turns
     records = [
-        replace(
+        structs.replace(
             record,
             operands=tuple(
-                replace(
+                structs.replace(
                     operand,
                     transfers=tuple(
-                        Transfer(step, 0, 0.0)
+                        Transfer.of(step, 0, 0.0)
                         for step in (moved[record.name, i].steps if (record.name, i) in moved else ())
                     ),
                     turn=turns.get((record.name, i)),
@@ -40,7 +41,7 @@ def forgotten_sum(model: nn.Module, plan: Plan, inputs: tuple[Any, ...], name: s
                 for i, operand in enumerate(record.operands)
             ),
             results=tuple(
-                replace(result, layout=layout)
+                structs.replace(result, layout=layout)
                 for result, layout in zip(record.results, layouts[record.name].results, strict=True)
             ),
         )

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 
 from autoshard import MeshSpec, Plan, find_plan
 from autoshard.plan.equal_layers import fold_numbers
-from autoshard.plan.explain import parameter_lines
 from autoshard.plan.explain_part import explain_part
+from autoshard.plan.explain_tables import parameter_lines
 from cost_model.errors import PlanError
 from passes.layout.layout import Layout
 from passes.plan.records import NodeRecord, OperandRecord, ResultRecord, Transfer
@@ -26,7 +26,9 @@ def node(
     name: str, op: str, text: str, module: str, *reads: str, phase: str = "forward", moved: bool = False
 ) -> NodeRecord:
     transfers = (
-        (Transfer(AllReduce(before=WHOLE, after=WHOLE, axes=("tp",), op="sum"), 64, 3e-6),) if moved else ()
+        (Transfer.of(AllReduce(before=WHOLE, after=WHOLE, axes=("tp",), op="sum"), 64, 3e-6),)
+        if moved
+        else ()
     )
     operands = tuple(OperandRecord(read, 0, WHOLE, transfers, False) for read in reads)
     return NodeRecord(
@@ -160,7 +162,9 @@ def test_a_plan_answers_for_its_modules(plan: Plan) -> None:
 def test_a_member_of_a_bucket_is_priced_as_one() -> None:
     """What two transfers take beside each other is not what one takes alone."""
     together = [
-        replace(record, operands=tuple(replace(read, turn=(0, 1)) for read in record.operands))
+        structs.replace(
+            record, operands=tuple(structs.replace(read, turn=(0, 1)) for read in record.operands)
+        )
         if record.name in ("relu1", "relu2")
         else record
         for record in layers(4)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from autoshard import AutoshardError, Plan, PlanError, Profile, ProfileError
 from autoshard.cache_files import write_whole
@@ -81,7 +82,7 @@ def test_a_name_that_stands_twice_among_many() -> None:
 
 def test_names_that_no_file_holds(tmp_path: Path) -> None:
     plan = small_plan()
-    first = replace(plan.records[0], module="block\n.up")
+    first = structs.replace(plan.records[0], module="block\n.up")
     with pytest.raises(
         PlanError, match=r"name 'block\\n\.up' has characters that cannot be printed\n  try: "
     ):

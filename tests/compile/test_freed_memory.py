@@ -11,7 +11,7 @@ import pytest
 PROGRAM = """
 import ctypes, sys
 import torch
-from passes.compile.freed_memory import keep_freed_memory
+from passes.compile.single_kernel import keep_freed_memory
 
 class MallInfo(ctypes.Structure):  # mallinfo(3)
     names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"

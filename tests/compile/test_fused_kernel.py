@@ -9,9 +9,9 @@ from torch import nn
 from autoshard.plan.find_plan import canonical_capture, find_plan, prices_of
 from cost_model.mesh import MeshSpec
 from cost_model.timed import KernelKey, KernelWork
-from passes.compile import fused_kernel
+from passes.compile import single_kernel
 from passes.compile.compile_graph import compile_graph
-from passes.compile.fused_kernel import compile_group, group_graph, repeated_group
+from passes.compile.single_kernel import compile_group, group_graph, repeated_group
 from passes.lower.rank_program import rank_program
 from passes.predict.step_work import GroupCall, KernelCase, Operand, TensorLook, step_work
 from passes.simulate.lockstep import simulated_group_axes, simulated_groups
@@ -62,7 +62,7 @@ def test_every_call_runs_the_program_once_and_reads_what_is_cold_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     noted = Noted()
-    monkeypatch.setattr(fused_kernel, "compile_graph", noted.compile)
+    monkeypatch.setattr(single_kernel, "compile_graph", noted.compile)
     wide = TensorLook((2**16,), (1,), torch.float32)
     one = case(
         GroupCall("aten.add.Tensor", (Operand(0), Operand(1)), {}), looks=(wide, wide), cold=(True, False)

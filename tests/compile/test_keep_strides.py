@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from passes.compile.keep_strides import keep_strides, result_values
+from passes.compile.compile_graph import keep_strides, result_values
 
 
 def traced(function: Callable[[Tensor], tuple[Tensor, ...]], x: Tensor) -> fx.GraphModule:

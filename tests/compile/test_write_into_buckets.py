@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from passes.compile.write_into_buckets import WriteIntoBuckets
+from passes.compile.bind_device import WriteIntoBuckets
 from passes.ir.graph_pass import run_rank_passes
 
 aten = torch.ops.aten

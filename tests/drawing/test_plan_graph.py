@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import networkx as nx
+from msgspec.structs import replace
 
 from autoshard.plan.plan_graph import plan_graph
 from cost_model.mesh import MeshSpec
@@ -21,7 +20,7 @@ def transfer(kind: str, seconds: float, nbytes: int = 64) -> Transfer:
     make = STEPS[kind]
     given = {"dim": 0, "op": "sum"}
     arguments = {name: given[name] for name in make.argument_names()}
-    return Transfer(make(before=ROWS, after=WHOLE, axes=("dp",), **arguments), nbytes, seconds)
+    return Transfer.of(make(before=ROWS, after=WHOLE, axes=("dp",), **arguments), nbytes, seconds)
 
 
 def read(source: str, *transfers: Transfer, layout: Layout = WHOLE) -> OperandRecord:

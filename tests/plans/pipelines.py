@@ -7,8 +7,7 @@ import functools
 import torch
 
 from autoshard.plan.find_plan import canonical_capture
-from autoshard.plan.pipeline_plan import PipelinePlan
-from autoshard.plan.plan import Plan
+from autoshard.plan.plan import PipelinePlan
 from autoshard.plan.plan_stages import plan_stages
 from autoshard.plan.task import CallLayouts, Task
 from cost_model.mesh import MeshSpec
@@ -30,7 +29,5 @@ def stage_task(
 
 
 @functools.cache
-def planned(
-    name: str, mesh: MeshSpec = PP, pieces: int = 1, schedule: str | None = None
-) -> PipelinePlan[Plan]:
+def planned(name: str, mesh: MeshSpec = PP, pieces: int = 1, schedule: str | None = None) -> PipelinePlan:
     return plan_stages(stage_task(name, mesh), "pp", pieces, schedule=schedule)

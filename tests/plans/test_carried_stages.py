@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from autoshard import InfeasibleError
 from autoshard.plan.carried_stages import carried_stages, cut_by_parameters
 from autoshard.plan.find_plan import canonical_capture
-from autoshard.plan.pipeline_plan import PipelinePlan
+from autoshard.plan.plan import PipelinePlan
 from autoshard.plan.task import Task
 from passes.stages.cut_costs import cut_costs
 from tests.plans.pipelines import PP, SQUARE, planned, stage_task

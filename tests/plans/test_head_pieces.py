@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autoshard import InfeasibleError, MeshSpec, Plan, find_plan, verify
 from autoshard.plan.find_plan import canonical_capture
-from autoshard.plan.head_pieces import fitting
+from autoshard.plan.micro_batches import fitting
 from cost_model.deadline import Deadline
 from passes.capture import Captured
 from passes.micro_batches.uncut import Uncut

@@ -9,7 +9,7 @@ from torch.distributed.tensor import Shard
 
 from autoshard import MeshSpec, Plan, find_plan, verify
 from autoshard.plan.search_with_states import StatesWithin
-from autoshard.plan.variants import Variant
+from autoshard.plan.why_not import Variant
 from passes.plan.records import lowering_of
 
 MESH = MeshSpec({"ranks": 4})

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autoshard import MeshSpec, ShardingError, find_plan
-from autoshard.plan.optimizer_names import optimizer_name
+from autoshard.arguments import optimizer_name
 from cost_model.memory import OPTIMIZERS
 from tests.profiles import slow_compute
 

@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import pytest
 from expecttest import assert_expected_inline
+from msgspec import structs
 
 from autoshard import InfeasibleError
-from autoshard.plan.pipeline_memory import pipeline_memory
 from autoshard.plan.plan import any_plan_from_json
 from autoshard.plan.plan_memory import AtPeak, MemoryTimeline
-from autoshard.plan.stage_schedule import Scheduled, SchedulePrices
+from autoshard.plan.stage_schedule import Scheduled, SchedulePrices, pipeline_memory
 from autoshard.plan.stage_search import StageSearch
 from autoshard.plan.task import search_plan
 from cost_model.deadline import Deadline
@@ -46,8 +46,10 @@ def stage(most: int = 5, *, weights: int = 20, kept: int = 10, beside: int = 0) 
     )
     rows = [AtPeak(kind, "w", "", "", 1, n) for kind, n in zip(KINDS, steps[2].by_kind, strict=True) if n]
     figures = StageFigures(1.0, 2.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0, 0, 0)
-    figures = replace(figures, held=4 * weights + 20, kept=kept, peak=4 * weights + 20 + kept + most + beside)
-    return figures, MemoryTimeline(steps, len(steps), tuple(rows))
+    figures = structs.replace(
+        figures, held=4 * weights + 20, kept=kept, peak=4 * weights + 20 + kept + most + beside
+    )
+    return figures, MemoryTimeline(len(steps), steps, tuple(rows))
 
 
 def scheduled(name: str, stages: Sequence[Stage], pieces: int, ranks: int = 2) -> Scheduled:
@@ -183,8 +185,8 @@ def test_a_forward_alone_has_no_other_steps() -> None:
     rows = tuple(
         AtPeak(kind, "w", "", "", 1, n) for kind, n in zip(KINDS, whole.steps[1].by_kind, strict=True) if n
     )
-    alone = MemoryTimeline(whole.steps[:2], 2, rows)
-    figures = replace(figures, held=whole.steps[0].nbytes, kept=0, peak=whole.steps[1].nbytes)
+    alone = MemoryTimeline(2, whole.steps[:2], rows)
+    figures = structs.replace(figures, held=whole.steps[0].nbytes, kept=0, peak=whole.steps[1].nbytes)
     memory = timeline("gpipe", [(figures, alone), (figures, alone)], 1)
     assert told(memory) == [("up (stage 0, piece 0)", "forward", 93)]
     adds_up(memory, 93)
@@ -198,9 +200,9 @@ def test_a_file_s_outline_makes_the_same() -> None:
         for place, (phase, nbytes) in enumerate(curve)
     )
     rows = (AtPeak("working", "w", "", "", 1, 190), AtPeak("parameters", "w", "", "", 1, 10))
-    whole = MemoryTimeline(steps, len(steps), rows)
+    whole = MemoryTimeline(len(steps), steps, rows)
     assert steps[5] not in whole.outline().steps
-    figures = replace(stage()[0], held=10, kept=10, peak=200)
+    figures = structs.replace(stage()[0], held=10, kept=10, peak=200)
     stages = [(figures, whole), (figures, whole)]
     memory = timeline("gpipe", stages, 2)
     assert memory == timeline("gpipe", [(figures, whole.outline())] * 2, 2)

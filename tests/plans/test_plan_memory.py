@@ -187,7 +187,7 @@ def test_the_outline_keeps_the_turns() -> None:
     """A line with one tooth and many small ones: the ends, the tooth and its feet stay."""
     curve = [1000 * place + place % 2 for place in range(400)]
     curve[200] = 10**6
-    memory = MemoryTimeline(tuple(step(i, n) for i, n in enumerate(curve)), len(curve), ())
+    memory = MemoryTimeline(len(curve), tuple(step(i, n) for i, n in enumerate(curve)), ())
     outline = memory.outline()
     places = [one.place for one in outline.steps]
     assert len(places) == OUTLINE and places == sorted(set(places))

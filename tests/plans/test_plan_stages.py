@@ -13,9 +13,8 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from autoshard import InfeasibleError, MeshSpec, PipelinePlan, Plan, ShardingError, find_plan
-from autoshard.plan.parameter_names import parameter_shapes
-from autoshard.plan.pins import resolve_pins
-from autoshard.plan.pipeline_plan import PipelinePlan as Pipeline
+from autoshard.plan.pins import parameter_shapes, resolve_pins
+from autoshard.plan.plan import PipelinePlan as Pipeline
 from autoshard.plan.plan_stages import _counts, plan_stages
 from autoshard.plan.stage_cut import StageCutter
 from autoshard.plan.stages_option import fastest_of_stages

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from autoshard.plan.plan_content import Raced
-from autoshard.plan.race_result import by_speed, race_lines, step_seconds
-from autoshard.runtime.race import beside_each_other, rounds_within
+from autoshard.plan.explain_tables import race_lines
+from autoshard.plan.plan_origin import Raced
+from autoshard.runtime.race import beside_each_other, by_speed, rounds_within, step_seconds
 
 TIMES = [
     [[3.0, 1.0, 2.0], [5.0, 5.0, 5.0]],  # rank 0: of two plans three steps each

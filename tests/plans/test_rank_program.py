@@ -19,7 +19,7 @@ from autoshard.runtime.process_groups import axes_by_group
 from autoshard.runtime.session import Session
 from passes.lower.phases import Phases
 from passes.plan.decide import decide_lowering
-from passes.plan.lowering_plan import LoweringPlan
+from passes.plan.transfers import LoweringPlan
 from passes.redistribution.lower_redistribute import collective_nodes
 from passes.simulate.lockstep import simulate, simulated_group_name
 from tests.api.programs import assert_close, parallel

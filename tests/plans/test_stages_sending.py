@@ -14,8 +14,7 @@ import autoshard.plan.stage_search as stage_search
 from autoshard import MeshSpec, find_plan
 from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.known_wholes import KnownWholes, WholeTask
-from autoshard.plan.pipeline_plan import PipelinePlan
-from autoshard.plan.plan import Plan
+from autoshard.plan.plan import PipelinePlan
 from autoshard.plan.stage_tasks import sending, sending_as_received, stage_task
 from autoshard.plan.task import CallLayouts, Task
 from cost_model.deadline import NEVER
@@ -120,7 +119,7 @@ def test_stages_that_are_alike_are_searched_once_within_a_limit(
     monkeypatch.setattr(stage_search, "_SENT", share)
     model = nn.Sequential(*(Block() for _ in range(4)))
 
-    def within(limit: int | None) -> PipelinePlan[Plan]:
+    def within(limit: int | None) -> PipelinePlan:
         found = find_plan(
             model,
             MESH,

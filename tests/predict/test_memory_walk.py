@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from autoshard import MeshSpec, find_plan
 from autoshard.plan.find_plan import canonical_capture
-from autoshard.reporting.peak_memory import held_nbytes, run_peaks
-from autoshard.reporting.step_again import StepAgain
+from autoshard.reporting.recorder import SeenWhole
+from autoshard.reporting.tracks import held_nbytes, run_peaks
 from passes.lower.phases import Phases
 from passes.lower.rank_program import rank_program
 from passes.predict.memory_kinds import KINDS
@@ -47,7 +47,7 @@ def placeholders(module: torch.fx.GraphModule) -> list[Tensor]:
 def measured(phases: Phases, backend: str = "eager") -> Mapping[str, int]:
     """Peaks of forward and backward: what torch's allocator was asked for."""
     inputs = [torch.ones(like.shape, dtype=like.dtype) for like in placeholders(phases.forward)]
-    return run_peaks(StepAgain(phases, inputs, backend), held_nbytes(inputs, (), ()))
+    return run_peaks(SeenWhole(phases, inputs, backend).run_again, held_nbytes(inputs, (), ()))
 
 
 class Attending(nn.Module):

@@ -16,7 +16,7 @@ from passes.lower import orders
 from passes.lower.orders import Orders
 from passes.lower.rank_program import rank_program
 from passes.plan.decide import decide_lowering
-from passes.plan.lowering_plan import LoweringPlan
+from passes.plan.transfers import LoweringPlan
 from passes.predict.predict_step import predicted_step
 from passes.predict.step_in_orders import StepInOrders
 from passes.simulate.lockstep import simulated_groups

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoshard.profiling.attend import attend
+from autoshard.profiling.startup import attend
 from cost_model.measure.kernel_series import kernel_series
 from cost_model.measure.kernel_work import attention_work
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from autoshard.cli import main
-from autoshard.profiling import curves
-from autoshard.profiling.profile_table import check_table, profile_table
+from autoshard.profiling import command
+from autoshard.profiling.command import check_table, profile_table
 from cost_model.errors import ProfileError
 from cost_model.measure.recheck import CheckedPoint
 from cost_model.measurements import CollectiveSamples, MatmulRates
@@ -54,7 +54,7 @@ def test_check_table() -> None:
 @pytest.mark.parametrize("suffix", [".svg", ".png"])
 def test_curves_are_drawn(profile: Profile, tmp_path: Path, suffix: str) -> None:
     pytest.importorskip("matplotlib")
-    path = curves.draw_curves(profile, tmp_path / f"curves{suffix}", {((4, 2),): ("dp",)})
+    path = command.draw_curves(profile, tmp_path / f"curves{suffix}", {((4, 2),): ("dp",)})
     assert path.read_bytes().startswith({".png": b"\x89PNG", ".svg": b"<?xml"}[suffix])
 
 
@@ -64,10 +64,10 @@ def test_why_curves_cannot_be_drawn(
     with pytest.raises(
         ProfileError, match=r"cannot draw curves to 'a\.pdf'\n  try: a name that ends in \.svg"
     ):
-        curves.check_drawable("a.pdf")
-    monkeypatch.setattr(curves, "find_spec", lambda name: None)
+        command.check_drawable("a.pdf")
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
     with pytest.raises(ProfileError, match=r"needs matplotlib, .*\n  try: pip install 'autoshard\[plot\]'"):
-        curves.draw_curves(profile, tmp_path / "curves.svg", {})
+        command.draw_curves(profile, tmp_path / "curves.svg", {})
 
 
 def test_measure_then_check_on_two_ranks(ranks: RankPool, tmp_path: Path) -> None:

@@ -291,7 +291,7 @@ def test_a_way_that_was_priced_can_be_gone() -> None:
     """From a halo to other dims it leads over the halo's own rows, sizes that only a third layout has. What the search
     was told for all three is what the plan of the two takes."""
     mesh, shape = MeshSpec({"a": 4}), (8, 4, 8, 8)
-    held = (None, None, Halo(((0, 5), (3, 8), (0, 0), (0, 0))), None)
+    held = (None, None, Halo(((0, 5), (3, 8), (0, 0), (0, 0)), summed=False), None)
     halo = Layout.of(shape, mesh, ((), (), ("a",), ()), (), None, held)
     rows = Layout.of(shape, mesh, ((), (), ("a",), ()), (), (None, None, (4, 4, 0, 0), None))
     batch = Layout.of(shape, mesh, (("a",), (), (), ()))

@@ -20,10 +20,10 @@ from autoshard.plan.candidates import Candidate, candidates
 from autoshard.plan.plan import Plan
 from autoshard.plan.task import Task
 from autoshard.refine import rounds
-from autoshard.refine.divided_rounds import DividedRounds
+from autoshard.refine.refine import DividedRounds
 from autoshard.refine.time_work import time_work
 from cost_model.timed import KernelKey, KernelWork, TimedPrices
-from passes.compile.fused_kernel import compile_group
+from passes.compile.single_kernel import compile_group
 from passes.predict.step_work import CollectiveCase, GroupCall, KernelCase, Operand, TensorLook
 from tests.profiles import slow_compute
 

@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from autoshard.plan.division import Division
-from autoshard.plan.pipeline_plan import PipelinePlan
-from autoshard.plan.plan import Plan
-from autoshard.plan.stages_option import AnyPlan
+from autoshard.plan.plan import AnyPlan, PipelinePlan, Plan
+from autoshard.plan.stages_option import Division
 from autoshard.plan.task import Task
-from autoshard.refine.divided_rounds import DividedRounds
+from autoshard.refine.refine import DividedRounds
 from autoshard.refine.timed_cases import Case
 from autoshard.refine.timed_store import TimedStore
 from cost_model.mesh import MeshSpec

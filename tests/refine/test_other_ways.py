@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from autoshard.plan.task import Task
-from autoshard.refine.other_ways import other_ways
 from autoshard.refine.rounds import Rounds
+from autoshard.refine.timed_cases import other_ways
 from autoshard.refine.timed_store import TimedStore
 from cost_model.mesh import MeshSpec
 from passes.layout.layout import Layout

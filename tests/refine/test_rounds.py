@@ -11,9 +11,8 @@ import pytest
 
 from autoshard.plan.plan import Plan
 from autoshard.plan.task import Task, search_plan
-from autoshard.refine.refining_time import refining_seconds
 from autoshard.refine.rounds import MOST_ROUNDS, ROUGH_GAP, Rounds
-from autoshard.refine.timed_cases import AGAIN, Case
+from autoshard.refine.timed_cases import AGAIN, Case, refining_seconds
 from autoshard.refine.timed_store import TimedStore
 from cost_model.timed import TimedKernel, TimedPrices
 from passes.layout.layout import Layout

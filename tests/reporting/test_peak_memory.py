@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from autoshard.reporting.marks import HostMarks
-from autoshard.reporting.peak_memory import CudaCounter, held_nbytes, peak_counter, peaks_of, run_peaks
-from autoshard.reporting.recorder import Recorder
-from autoshard.reporting.step_again import StepAgain
+from autoshard.reporting.recorder import Recorder, SeenWhole
+from autoshard.reporting.tracks import CudaCounter, held_nbytes, peak_counter, peaks_of, run_peaks
+from autoshard.runtime.observe import Marks
 from tests.predict.test_memory_walk import placeholders, program
 
 
@@ -37,7 +36,7 @@ def test_a_product_as_it_runs() -> None:
     held = held_nbytes(inputs, (), ())
     x, w, y = 32 * 8 * 4, 4 * 8 * 4, 32 * 4 * 4
     assert held == x + w
-    assert run_peaks(StepAgain(phases, inputs, "eager"), held) == {
+    assert run_peaks(SeenWhole(phases, inputs, "eager").run_again, held) == {
         "forward": x + w + y,
         "backward": x + w + y + w,
     }
@@ -70,11 +69,11 @@ class Counter:
 def test_a_device_that_counts_is_asked_for_every_phase() -> None:
     model, counter = nn.Linear(2, 2), Counter()
     optimizer = torch.optim.SGD(model.parameters())
-    recorder = Recorder(model, HostMarks(), counter)
-    recorder.attach()
+    recorder = Recorder(model, Marks(), counter)
+    recorder.start()
     optimizer.step()
     optimizer.step()
-    recorder.detach()
+    recorder.stop()
     assert (counter.resets, recorder.peaks) == (2, {"optimizer": 2})
     assert recorder.optimizers() == [optimizer]
 

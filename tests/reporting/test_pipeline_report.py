@@ -11,7 +11,7 @@ import torch
 
 from autoshard import PipelinePlan, PlanError, report
 from autoshard.reporting.pipeline_report import measured_timeline
-from autoshard.reporting.stage_recorder import RankStep
+from autoshard.runtime.observe import RankStep
 from passes.stages.pipeline_orders import Action, pipeline_order
 from tests.api.programs import parallel
 from tests.ranks import RankPool

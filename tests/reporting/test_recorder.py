@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from autoshard.reporting.marks import HostMarks
 from autoshard.reporting.recorder import Mark, StepTimes, steps_of
+from autoshard.runtime.observe import Marks
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 
@@ -28,29 +28,29 @@ def step(seconds: float, forward: float, backward: float, optimizer: float) -> S
 def test_a_step_lasts_until_the_next_begins() -> None:
     marks = log((FORWARD, 0, 2), (BACKWARD, 3, 7), (OPTIMIZER, 7, 8), (FORWARD, 10, 13), (BACKWARD, 13, 16))
     marks += log((OPTIMIZER, 17, 18))
-    found = steps_of(marks, 20, HostMarks())
+    found = steps_of(marks, 20, Marks())
     assert found == [step(10, 2, 4, 1), step(10, 3, 3, 1)]
     assert [s.other for s in found] == [3, 3]
 
 
 def test_accumulated_gradients_are_one_step() -> None:
     marks = log((FORWARD, 0, 1), (BACKWARD, 1, 3), (FORWARD, 3, 4), (BACKWARD, 4, 6), (OPTIMIZER, 6, 7))
-    assert steps_of(marks, 8, HostMarks()) == [step(8, 2, 4, 1)]
+    assert steps_of(marks, 8, Marks()) == [step(8, 2, 4, 1)]
 
 
 def test_without_an_optimizer_a_step_ends_with_the_backward() -> None:
     marks = log((FORWARD, 0, 1), (FORWARD, 1, 2), (BACKWARD, 2, 4), (FORWARD, 5, 6), (BACKWARD, 6, 8))
-    assert steps_of(marks, 9, HostMarks()) == [step(5, 2, 2, 0), step(4, 1, 2, 0)]
+    assert steps_of(marks, 9, Marks()) == [step(5, 2, 2, 0), step(4, 1, 2, 0)]
 
 
 def test_pieces_of_a_batch_are_one_step() -> None:
     marks = log((FORWARD, 0, 1), (BACKWARD, 1, 3), (FORWARD, 3, 4), (BACKWARD, 4, 6))
     marks = [replace(mark, last=False) for mark in marks[:4]] + marks[4:]
-    assert steps_of([*marks, *log((FORWARD, 7, 8))], 9, HostMarks()) == [step(7, 2, 4, 0), step(2, 1, 0, 0)]
+    assert steps_of([*marks, *log((FORWARD, 7, 8))], 9, Marks()) == [step(7, 2, 4, 0), step(2, 1, 0, 0)]
 
 
 def test_forwards_alone_are_steps() -> None:
-    assert steps_of(log((FORWARD, 0, 1), (FORWARD, 2, 4)), 4, HostMarks()) == [
+    assert steps_of(log((FORWARD, 0, 1), (FORWARD, 2, 4)), 4, Marks()) == [
         step(2, 1, 0, 0),
         step(2, 2, 0, 0),
     ]
@@ -58,9 +58,9 @@ def test_forwards_alone_are_steps() -> None:
 
 def test_what_comes_before_the_first_forward_is_no_step() -> None:
     marks = log((OPTIMIZER, 0, 1), (FORWARD, 2, 3), (OPTIMIZER, 3, 4))
-    assert steps_of(marks, 5, HostMarks()) == [step(3, 1, 0, 1)]
+    assert steps_of(marks, 5, Marks()) == [step(3, 1, 0, 1)]
 
 
 @pytest.mark.parametrize("marks", [[], log((BACKWARD, 0, 1))])
 def test_no_forward_no_step(marks: list[Mark]) -> None:
-    assert steps_of(marks, 5, HostMarks()) == []
+    assert steps_of(marks, 5, Marks()) == []

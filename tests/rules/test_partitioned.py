@@ -17,7 +17,7 @@ from passes.ir.torch_compat import fresh_fakes
 from passes.layout.assignment import NodeLayouts
 from passes.layout.layout import Layout
 from passes.lower.partition import partition
-from passes.plan.lowering_plan import LoweringPlan
+from passes.plan.transfers import LoweringPlan
 from passes.rules.check.trial import call_node
 from passes.rules.core.rule_registry import rule_for
 from passes.strategies.strategies import enumerate_strategies

@@ -10,8 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from autoshard.runtime.loading import accept_any_state
+from autoshard.runtime.parameters import StagePlaced
 from autoshard.runtime.sharding import like_parameter
-from autoshard.runtime.stage_parameters import StagePlaced, distribute_stage_parameters
+from tests.runtime.placing import distribute_stage_parameters
 
 __all__ = [
     "CASES",

@@ -9,8 +9,7 @@ import torch
 
 from autoshard import PipelinePlan
 from autoshard.runtime import race
-from autoshard.runtime.race_entry import RaceEntry
-from autoshard.runtime.track import Track
+from autoshard.runtime.trial_run import RaceEntry, Track
 from passes.stages.pipeline_orders import ORDERS
 from tests.api.programs import Axes, assert_close, full, parallel, two_linear
 from tests.api.programs import trained as trained_outputs

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
-from autoshard.runtime.dtensor_ops import complete_dtensor_ops
+from autoshard.runtime.parameters import complete_dtensor_ops
 from tests.ranks import RankPool
 
 WHOLE = torch.arange(15.0).view(5, 3)

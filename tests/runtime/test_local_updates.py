@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoshard.runtime.dtensor_ops import complete_dtensor_ops
-from autoshard.runtime.local_updates import ELEMENTWISE
+from autoshard.runtime.optimizers import ELEMENTWISE
+from autoshard.runtime.parameters import complete_dtensor_ops
 from tests.ranks import RankPool
 
 PLACED = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autoshard.runtime.own_outputs import own_outputs
+from autoshard.runtime.leaves import own_outputs
 
 
 class Half(torch.autograd.Function):

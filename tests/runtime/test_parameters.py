@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from autoshard.runtime.checksum import checksum
-from autoshard.runtime.parameters import distribute_parameters
-from autoshard.runtime.sharding import like_parameter
+from autoshard.runtime.sharding import checksum, like_parameter
 from cost_model.errors import ShardingError
 from passes.ir.torch_dtensor import strided_shard
 from tests.ranks import RankPool
+from tests.runtime.placing import distribute_parameters
 
 
 class Net(nn.Module):

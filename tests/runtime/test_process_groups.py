@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from autoshard.runtime import new_groups
+from autoshard.runtime import process_groups
 from autoshard.runtime.process_groups import groups_for, whole_group
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
@@ -62,7 +62,7 @@ def split(rank: int) -> list[list[list[int]]]:
 
     mesh._device_type = "cuda"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(new_groups, "bound_device", lambda: torch.device("cuda", rank))
+        patch.setattr(process_groups, "bound_device", lambda: torch.device("cuda", rank))
         patch.setattr(dist, "split_group", split_group)
         groups_for(mesh, [("a", "c"), ("a", "b", "c"), ("a", "c")])
     return asked

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autoshard.runtime.programs import Programs
+from autoshard.runtime.executable import Programs
 from tests.api.programs import data, full, parallel, two_linear
 from tests.ranks import RankPool
 

@@ -14,9 +14,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from autoshard.plan.plan import Plan
 from autoshard.runtime import race
-from autoshard.runtime.agreement import in_company
-from autoshard.runtime.race_entry import RaceEntry, update_like
-from autoshard.runtime.track import Track
+from autoshard.runtime.trial_run import RaceEntry, Track, update_like
+from autoshard.watching.agreement import in_company
 from cost_model.errors import ShardingError
 from tests.api.programs import Axes, Normed, assert_close, data, device_mesh, full, normed, parallel, trained
 from tests.ranks import RankFailure, RankPool

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from autoshard import autoshard
-from autoshard.plan.plan_content import Rehearsed
+from autoshard.plan.plan_origin import Rehearsed
 from autoshard.plan.rehearsed_plan import rehearsed_plan
 from autoshard.plan.task import search_plan
-from autoshard.refine.divided_rounds import DividedRounds
-from autoshard.runtime import rehearsal
-from autoshard.runtime.busy_clock import BusyClock
-from autoshard.runtime.race_entry import RaceEntry
-from autoshard.runtime.track import Track
+from autoshard.refine.refine import DividedRounds
+from autoshard.runtime import race
+from autoshard.runtime.observe import Marks, StageRecorder
+from autoshard.runtime.trial_run import RaceEntry, Track
 from passes.stages.pipeline_orders import Action
 from tests.plans.test_rehearsed_plan import in_stages
 from tests.ranks import RankFailure, RankPool
@@ -82,19 +82,19 @@ def refined(refined_once: Path, tmp_path: Path) -> Path:
 def test_not_where_its_steps_take_long() -> None:
     """Five at least, in a tenth of the time limit; nor where they are not worth it."""
     plan = search_plan(task())
-    timed = replace(plan, step_time=1.0, origin=replace(plan.origin, timed="some"))
-    assert [rehearsal.is_to_rehearse(timed, limit) for limit in (49.0, 51.0)] == [False, True]
+    timed = replace(plan, step_time=1.0, origin=structs.replace(plan.origin, timed="some"))
+    assert [race.is_to_rehearse(timed, limit) for limit in (49.0, 51.0)] == [False, True]
     # There was no time for it; 200 steps of 20 ms are not worth it.
     untimed = replace(timed, origin=plan.origin)
-    assert rehearsal.is_to_rehearse(untimed, 51.0)
-    assert not rehearsal.is_to_rehearse(replace(untimed, step_time=0.02), 51.0)
-    assert not rehearsal.is_to_rehearse(rehearsed_plan(timed, 0.5), 51.0)
+    assert race.is_to_rehearse(untimed, 51.0)
+    assert not race.is_to_rehearse(replace(untimed, step_time=0.02), 51.0)
+    assert not race.is_to_rehearse(rehearsed_plan(timed, 0.5), 51.0)
 
 
 def test_what_stages_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     """One second before the pieces, 2 and 3 of pieces, half a second after them."""
-    clock, now = BusyClock(), iter([0.0, 1.0, 2.0, 4.0, 5.0, 8.0, 11.0, 11.5])
-    monkeypatch.setattr("autoshard.runtime.busy_clock.time.perf_counter", lambda: next(now))
+    clock, now = StageRecorder(Marks()), iter([0.0, 0.0, 1.0, 2.0, 4.0, 5.0, 8.0, 11.0, 11.5])
+    monkeypatch.setattr("autoshard.runtime.observe.time.perf_counter", lambda: next(now))
     action = Action("forward", 0, 0)
     clock.begins("begin")
     clock.begins("pieces")
@@ -103,18 +103,18 @@ def test_what_stages_compute(monkeypatch: pytest.MonkeyPatch) -> None:
             pass
     clock.begins("end")
     clock.begins("done")
-    assert clock.busy == 6.5
+    assert [(step.busy, step.trained) for step in clock.steps()] == [(6.5, False)]
 
 
 def test_ranks_are_as_busy_as_their_median_steps() -> None:
     """The slowest rank takes 2 s and computes 1.5 of them, the other computes 0.9 of 1 s and waits for it: 0.6 of both
     ranks' time."""
     plan = in_stages(1.0)
-    slowest = [(2.2, 1.5), (2.0, 1.6), (1.8, 1.4)]
-    found = rehearsal._as_measured(plan, [slowest, [(1.0, 0.9)] * 3])
+    slowest = [2.2, 2.0, 1.8], [1.5, 1.6, 1.4]
+    found = race._as_measured(plan, [slowest, ([1.0] * 3, [0.9] * 3)])
     assert found.rehearsed == Rehearsed(plan.step_time, 2.0, pytest.approx((1.5 + 0.9) / 4.0))
     assert found.step_time == pytest.approx(2.0)
-    untold = rehearsal._as_measured(plan, [[(2.0, None)], [(1.0, None)]])
+    untold = race._as_measured(plan, [([2.0], []), ([1.0], [])])
     assert untold.rehearsed == Rehearsed(plan.step_time, 2.0) and untold.bubble == pytest.approx(plan.bubble)
 
 
@@ -124,7 +124,7 @@ def test_the_slowest_rank_decides_and_the_next_start_knows(ranks: RankPool, refi
     for step, modelled, took, _, _, alone in (*first, *again):
         assert step == took == 3.0 and modelled is not None and 0.0 < modelled < 3.0 and alone
     assert len({said[3] for said in (*first, *again)}) == 1
-    assert [said[4] for said in first] == [2 + rehearsal._LEAST_STEPS] * 2
+    assert [said[4] for said in first] == [2 + race._LEAST_STEPS] * 2
     assert [said[4] for said in again] == [0, 0]
 
 
@@ -152,7 +152,7 @@ def test_pieces_and_stages_are_rehearsed_once(
         assert step == pytest.approx(3.0) and took == 3.0
         assert modelled is not None and 0.0 < modelled < 3.0 and alone
     assert len({said[3] for said in (*first, *again)}) == 1
-    assert [said[4] for said in first] == [2 + rehearsal._LEAST_STEPS] * 2
+    assert [said[4] for said in first] == [2 + race._LEAST_STEPS] * 2
     assert [said[4] for said in again] == [0, 0]
 
 

@@ -11,8 +11,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from autoshard.runtime.process_groups import groups_for, whole_group
-from autoshard.runtime.stage_mesh import holders_mesh, pipeline_mesh_of, place_in, spec_of
+from autoshard.runtime.process_groups import (
+    groups_for,
+    holders_mesh,
+    pipeline_mesh_of,
+    place_in,
+    spec_of,
+    whole_group,
+)
 from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
 from tests.ranks import RankPool

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autoshard.runtime.direct_calls import accept_direct_calls
+from autoshard.runtime.attachments import accept_direct_calls
 from tests.ranks import RankPool
 from tests.runtime.stage_models import CASES, Case, give_gradients, net, net_of_stages, same, whole, whole_of
 

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from autoshard.runtime.parameters import StagePlaced
+from autoshard.runtime.process_groups import place_in
 from autoshard.runtime.sharding import like_parameter
-from autoshard.runtime.stage_mesh import place_in
-from autoshard.runtime.stage_parameters import StagePlaced, distribute_stage_parameters
 from cost_model.errors import ShardingError
 from tests.ranks import RankPool
+from tests.runtime.placing import distribute_stage_parameters
 from tests.runtime.stage_models import (
     CASES,
     TIED,

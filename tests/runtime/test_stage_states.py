@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from autoshard.runtime.loading import accept_any_state
-from autoshard.runtime.parameters import distribute_parameters
 from cost_model.errors import ShardingError
 from tests.ranks import RankPool
+from tests.runtime.placing import distribute_parameters
 from tests.runtime.stage_models import CASES, TIED, Case, Net, give_gradients, net, net_of_stages, same, whole
 
 KINDS: list[tuple[str, dict[str, Any]]] = [("AdamW", {"lr": 0.1}), ("SGD", {"lr": 0.1, "momentum": 0.9})]

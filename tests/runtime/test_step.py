@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,8 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 
-from autoshard.runtime.input_side import InputSide, OutputSide, conform, plain_input, wrapped_output
-from autoshard.runtime.parameters import distribute_parameters
+from autoshard.runtime.leaves import InputSide, OutputSide, conform, plain_input, wrapped_output
 from autoshard.runtime.process_groups import groups_for
 from autoshard.runtime.step import Program
 from cost_model.mesh import MeshSpec
@@ -27,6 +27,7 @@ from passes.lower.partition import RankGraph
 from passes.lower.rank_program import RankProgram
 from tests.ranks import RankPool
 from tests.runtime.graphs import Local, joint_graph
+from tests.runtime.placing import distribute_parameters
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -209,7 +210,7 @@ def test_the_backward_alone_holds_what_was_saved() -> None:
     program.compile_backward()
     compiled = program._backwards[frozenset()]
     leaves = [*(p.detach() for p in model.parameters()), torch.randn(6, 8)]
-    outputs, saved, _ = program.run_forward(leaves)
+    outputs, saved, late = program.run_forward(leaves)
     outside = {id(t) for t in (*leaves, *outputs)}
     references = [weakref.ref(t) for t in saved if id(t) not in outside]
     alive: list[bool] = []
@@ -219,8 +220,8 @@ def test_the_backward_alone_holds_what_was_saved() -> None:
         alive.extend(reference() is not None for reference in references)
         return [None] * 6
 
-    compiled.run = run
-    program.run_backward(saved, [torch.ones_like(o) for o in outputs])
+    program._backwards[frozenset()] = replace(compiled, run=run)
+    program.run_backward(saved, [torch.ones_like(o) for o in outputs], late)
     assert alive == [False] * len(references) and references
 
 

@@ -84,7 +84,7 @@ ROWS, COLUMNS, WHOLE, SUMMED = (
     Layout.replicated(2),
     Layout(((), ()), (("a", "sum"),)),
 )
-HALO = Layout((("a",), ()), halos=(Halo(((0, 3), (1, 5))), None))
+HALO = Layout((("a",), ()), halos=(Halo(((0, 3), (1, 5)), summed=False), None))
 
 
 def sent(rank: int, before: Layout, after: Layout, local: Tensor, group: str, mesh: MeshSpec) -> Tensor:

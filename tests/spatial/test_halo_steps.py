@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cost_model.mesh import MeshSpec
 from passes.layout.layout import Halo, Layout, Span
-from passes.plan.record_json import LayoutData, layout_to_json
+from passes.plan.json_data import json_data
 from passes.redistribution.lower_redistribute import collective_nodes
 from passes.redistribution.redistribute import Redistributor
 from passes.redistribution.steps import HaloExchange, HaloReduce
@@ -126,7 +126,9 @@ def test_halos_are_trimmed_for_nothing(axes: dict[str, int]) -> None:
                 plain.dims,
                 sizes=plain.sizes,
                 halos=[
-                    Halo(widened(plain.split_sizes(shape, mesh, d), by)) if plain.dims[d] else None
+                    Halo(widened(plain.split_sizes(shape, mesh, d), by), summed=False)
+                    if plain.dims[d]
+                    else None
                     for d in range(len(shape))
                 ],
             )
@@ -150,7 +152,7 @@ def test_price_and_messages_by_hand() -> None:
     """12 rows of 5 float64 over 3 ranks; each needs one row of each neighbour: the middle one receives 2 rows."""
     mesh = MeshSpec({"a": 3})
     src = Layout((("a",), ()))
-    dst = Layout.of((12, 5), mesh, (("a",), ()), halos=[Halo(((0, 5), (3, 9), (7, 12))), None])
+    dst = Layout.of((12, 5), mesh, (("a",), ()), halos=[Halo(((0, 5), (3, 9), (7, 12)), summed=False), None])
     plan = Redistributor(mesh, link_prices(mesh)).plan(src, dst, (12, 5), 8)
     assert [type(step) for step in plan.steps] == [HaloExchange]
     assert plan.step_nbytes == (2 * 5 * 8,)
@@ -166,7 +168,7 @@ def test_price_and_messages_by_hand() -> None:
 def test_nothing_foreign_needs_no_collective() -> None:
     """A stride that leaves gaps: every rank drops rows of its own."""
     mesh = MeshSpec({"a": 2})
-    dst = Layout.of((8,), mesh, (("a",),), halos=[Halo(((0, 3), (4, 7)))])
+    dst = Layout.of((8,), mesh, (("a",),), halos=[Halo(((0, 3), (4, 7)), summed=False)])
     plan = Redistributor(mesh, link_prices(mesh)).plan(Layout((("a",),)), dst, (8,), 8)
     assert plan.seconds == 0.0
     assert not collective_nodes(rank_graph(torch.arange(4), plan, (8,), mesh, 0).graph)
@@ -174,16 +176,16 @@ def test_nothing_foreign_needs_no_collective() -> None:
 
 def test_spans_that_are_a_split_are_that_split() -> None:
     mesh = MeshSpec({"a": 3})
-    same = Layout.of((8,), mesh, (("a",),), halos=[Halo(((0, 3), (3, 6), (6, 8)))])
+    same = Layout.of((8,), mesh, (("a",),), halos=[Halo(((0, 3), (3, 6), (6, 8)), summed=False)])
     assert same == Layout((("a",),))
-    other = Layout.of((8,), mesh, (("a",),), halos=[Halo(((0, 1), (0, 0), (1, 8)))])
+    other = Layout.of((8,), mesh, (("a",),), halos=[Halo(((0, 1), (0, 0), (1, 8)), summed=False)])
     assert other == Layout.of((8,), mesh, (("a",),), sizes=[(1, 0, 7)])
 
 
 def test_text_and_file() -> None:
-    read = Layout((("a",), ()), halos=(Halo(((0, 5), (3, 8))), None))
+    read = Layout((("a",), ()), halos=(Halo(((0, 5), (3, 8)), summed=False), None))
     left = Layout((("a",), ()), halos=(Halo(((0, 5), (3, 8)), summed=True), None))
     assert read.format((8, 2), "f32") == "f32[8@a{0:5,3:8}, 2]"
     assert left.format((8, 2), "f32") == "f32[8@a{0:5+3:8}, 2]"
     for layout in (read, left):
-        assert msgspec.convert(layout_to_json(layout), LayoutData).layout() == layout
+        assert msgspec.convert(json_data(layout), Layout) == layout

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 
 from autoshard import Plan, autoshard
 from autoshard.plan.find_plan import CallLayouts, Task, canonical_capture, search_plan
-from autoshard.verification.shards import held_value
+from autoshard.verification.part_errors import held_value
 from autoshard.verification.simulated_step import simulated_step
 from cost_model.mesh import MeshSpec
 from passes.layout.assignment import NodeLayouts

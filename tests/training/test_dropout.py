@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from autoshard import ShardingError, autoshard, random_state
-from autoshard.runtime.seeds import SeedStream
+from autoshard.runtime.executable import SeedStream
 from tests.models import seeded
 from tests.profiles import slow_compute
 from tests.ranks import RankPool

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from autoshard import MeshSpec, PipelinePlan, Plan, find_plan, verify
+from autoshard import MeshSpec, PipelinePlan, find_plan, verify
 from autoshard.verification import verify_stages
 from tests.profiles import slow_compute
 from tests.runtime.test_stages import BATCH, CASES, made
 
 
-def planned(name: str, axes: dict[str, int], count: int) -> PipelinePlan[Plan]:
+def planned(name: str, axes: dict[str, int], count: int) -> PipelinePlan:
     example = CASES[name].call(BATCH)
     mesh = MeshSpec(axes, "cpu")
     plan = find_plan(

@@ -12,9 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from autoshard.watching.connections import connections, cut
-from autoshard.watching.liveness import Processes
-from autoshard.watching.stopping import Stoppable, Stopped
+from autoshard.watching.crew import Processes, Stoppable, Stopped, connections, cut
 
 
 def connected(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from autoshard.watching.idling import Idling, wanted_seconds
+from autoshard.watching.telling import Idling, wanted_seconds
 
 
 def test_time_in_the_queue_counts_as_wanted() -> None:

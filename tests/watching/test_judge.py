@@ -6,10 +6,8 @@ from dataclasses import replace
 
 from torch.distributed import HashStore
 
-from autoshard.watching.board import Board
-from autoshard.watching.telling import Telling
-from autoshard.watching.turns import Turns, first_difference
-from autoshard.watching.watch_state import State, judge
+from autoshard.watching.telling import Board, Telling
+from autoshard.watching.watch_state import State, Turns, first_difference, judge
 
 
 def state(rank: int, *keys: str, inside: bool = True, seconds: float = 60.0) -> State:

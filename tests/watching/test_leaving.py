@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from autoshard.watching.board import Board
 from autoshard.watching.crew import Member
-from autoshard.watching.turns import Turns
+from autoshard.watching.telling import Board
 from autoshard.watching.watch import Watch
-from autoshard.watching.watch_state import State
+from autoshard.watching.watch_state import State, Turns
 
 
 class Group:

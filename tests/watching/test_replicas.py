@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from autoshard.watching.replicas import Replicas
+from autoshard.watching.check_calls import Replicas
 from autoshard.watching.sums import Sum, as_sums, difference
 from tests.ranks import RankPool
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoshard.watching.updates import Updated, unlike
+from autoshard.watching.sums import Updated, unlike
 
 
 def test_steps_and_numbers_that_differ_are_named() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed
 
-from autoshard.watching.whereabouts import whereabouts
+from autoshard.watching.telling import whereabouts
 
 DISTRIBUTED = os.path.dirname(torch.distributed.__file__)
 OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))

@@ -1,0 +1,176 @@
+"""A rank's program of a call as a differentiable function, and which of the call's outputs get a gradient."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from autoshard.runtime.leaves import Leaves, conform, expected
+from cost_model.errors import ShardingError
+from passes.ir.joint import GraphInput, GraphOutput
+from passes.lower.missing_tangents import all_but_the_loss
+
+__all__ = ["CallGradients", "CallProgram"]
+
+
+class CallGradients:
+    """outputs, inputs: of a call's graph. tangents: per output that gets a gradient which is read, its index and a
+    tensor like its gradient on this rank.
+
+    buffers: (place among the results, leaf) of new values. gradients: the ends that are gradients, in order.
+    """
+
+    def __init__(
+        self,
+        outputs: Sequence[GraphOutput],
+        inputs: Sequence[GraphInput],
+        tangents: Sequence[tuple[int, Tensor]],
+    ) -> None:
+        self._tangents = list(tangents)
+        self._returned = [place for place, end in enumerate(outputs) if end.kind == "output"]
+        self._ends = [outputs[place].index for place in self._returned]
+        self.buffers = [(place, end.index) for place, end in enumerate(outputs) if end.kind == "buffer"]
+        self._graded = [place for place, end in enumerate(outputs) if end.kind == "grad"]
+        self.gradients = [outputs[place] for place in self._graded]
+        indices = {kind.index for kind in inputs if kind.kind == "tangent"}
+        self._constant = [place for place, index in enumerate(self._ends) if index not in indices]
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether one scalar alone gets a gradient."""
+        return len(self._tangents) == 1 and self._tangents[0][1].ndim == 0
+
+    @property
+    def differentiated(self) -> list[int]:
+        """Positions, among a call's outputs, of those that a usual step differentiates."""
+        unread = all_but_the_loss({index: value.ndim for index, value in self._tangents})
+        wanted = {index for index, _ in self._tangents} - unread
+        return [place for place, index in enumerate(self._ends) if index in wanted]
+
+    def loss_is_one(self, device: torch.device) -> dict[int, Tensor]:
+        ((index, value),) = self._tangents
+        return {index: torch.ones((), dtype=value.dtype, device=device)}
+
+    def given(self, tangents: Sequence[Tensor | None], device: torch.device) -> dict[int, Tensor]:
+        """By index of the output; zeros where autograd has none. tangents: per output."""
+        known = self.by_index(tangents)
+        found: dict[int, Tensor] = {}
+        for index, value in self._tangents:
+            (like,) = expected([value])
+            tangent = known[index]
+            if tangent is None:
+                tangent = torch.zeros(value.shape, dtype=value.dtype, device=device)
+            found[index] = conform(tangent, like)
+        return found
+
+    def by_index(self, tangents: Sequence[Tensor | None]) -> dict[int, Tensor | None]:
+        """tangents: per output."""
+        return dict(zip(self._ends, tangents, strict=True))
+
+    def returned(self, results: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+        return tuple(results[place] for place in self._returned)  # type: ignore[misc]
+
+    def gradients_in(self, results: Sequence[Tensor | None]) -> list[Tensor | None]:
+        return [results[place] for place in self._graded]
+
+    def constant(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """Those of `outputs` that never have a gradient."""
+        return [outputs[i] for i in self._constant]
+
+    def overwritten(self, leaves: Sequence[Tensor]) -> dict[int, Tensor]:
+        """What a call reads of buffers that it writes, to be read again."""
+        return {leaf: leaves[leaf].clone() for _, leaf in self.buffers}
+
+    def loss_tangent(self, tangents: Sequence[Tensor | None]) -> Tensor | None:
+        """Raises ShardingError if another output got a gradient."""
+        loss, known = self._tangents[0][0], self.by_index(tangents)
+        others = [i for i, tangent in known.items() if tangent is not None and i != loss]
+        if others:
+            raise ShardingError(
+                f"outputs {others} get a gradient besides the loss: in pieces and stages forward and backward run "
+                "when the loss is computed\n  try: micro_batches=1 without stages, or the whole loss in the model"
+            )
+        return known[loss]
+
+
+class CallProgram(ABC):
+    """Runs calls of one kind: leaves in, outputs out. Calls are independent: a second may run before the first's
+    backward, and a graph may be retained. New values of buffers are written into the buffers.
+
+        outputs = program(leaves)
+
+    leaves:  one tensor per input of the graph: parameters (DTensors or plain), buffers, constants, the
+             call's tensors, the seed. DTensor arguments of the call come as shards (`plain_input`).
+    outputs: the call's tensor outputs in the order of their index.
+    """
+
+    leaves: Leaves
+    ends: CallGradients
+
+    @property
+    @abstractmethod
+    def gradients(self) -> Sequence[GraphOutput]:
+        """What `run_backward` returns; empty where nothing is trained."""
+
+    @abstractmethod
+    def run_forward(self, leaves: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor], Any]:
+        """(outputs, tensors to save, what else the backward is given). Outside autograd."""
+
+    @abstractmethod
+    def run_backward(
+        self, saved: list[Tensor], tangents: Sequence[Tensor | None], kept: Any
+    ) -> Sequence[Tensor | None]:
+        """Local gradients, parallel to `gradients`. `saved` is emptied."""
+
+    @property
+    def differentiated(self) -> list[int]:
+        """Positions, among a call's outputs, of those that a usual step differentiates."""
+        return self.ends.differentiated
+
+    def __call__(self, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        if self.gradients:
+            return _Call.apply(self, *leaves)  # type: ignore[return-value]
+        with torch.no_grad():
+            return self.run_forward(leaves)[0]
+
+
+class _Call(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, program: CallProgram, *leaves: Tensor) -> tuple[Tensor, ...]:
+        outputs, saved, ctx.kept = program.run_forward(leaves)
+        ctx.program = program
+        ctx.looks = program.leaves.looks(leaves)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*program.ends.constant(outputs))
+        ctx.save_for_backward(*saved)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        _check_first_order()
+        program: CallProgram = ctx.program
+        saved = list(ctx.saved_tensors)
+        # Where a loss has parameters in it too (a penalty), its gradient is a DTensor, the same on all ranks.
+        tangents = tuple(t.full_tensor() if isinstance(t, DTensor) else t for t in tangents)
+        # With retain_graph=False nobody needs them again: the backward may free each when it is done.
+        ctx.maybe_clear_saved_tensors()
+        found = program.run_backward(saved, tangents, ctx.kept)
+        # `needs_input_grad` is a new tuple at every look.
+        needed = ctx.needs_input_grad[1:]
+        return (None, *program.leaves.gradients(ctx.looks, needed, program.gradients, found))
+
+
+def _check_first_order() -> None:
+    """ShardingError in a backward that is to be differentiated again: autograd records it for create_graph=True only.
+    What ran would have no graph, and a penalty on these gradients no effect."""
+    if torch.is_grad_enabled():
+        raise ShardingError(
+            "create_graph=True: the backward of a parallel model cannot be differentiated again\n"
+            "  try: compute the penalty in the model's forward, with torch.autograd.grad(..., create_graph=True) "
+            "there, and return it"
+        )

@@ -1,0 +1,179 @@
+"""What runs one kind of call on this rank: the leaves of the graph in, the user's outputs out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoshard.runtime.call_program import CallProgram
+from autoshard.runtime.devices import arrived, local_device, seed_on
+from autoshard.runtime.guards import Guards
+from autoshard.runtime.leaves import CallEnds, InputSide, plain_input, wrapped_output
+from autoshard.runtime.observe import Observer, StageClock
+from autoshard.runtime.planner import Settings
+from autoshard.watching.check_calls import CheckCalls
+from autoshard.watching.watch import Watch
+from cost_model.errors import ShardingError
+from cost_model.mesh import MeshSpec
+from passes.capture import Captured, flatten_call
+from passes.ir.joint import GraphInput, JointGraph
+
+__all__ = ["Executable", "Home", "Programs", "SeedStream"]
+
+
+class SeedStream:
+    """Where the seeds of a model's calls come from; `torch.distributed.checkpoint` saves and loads it as it is.
+
+    A stream starts at the first plan, with rank 0's `torch.initial_seed()`. One that was loaded before goes on where
+    it was saved. It is the same on every rank.
+    """
+
+    def __init__(self) -> None:
+        self._generator = torch.Generator()
+        self._started = False
+
+    def start(self, seed: int) -> None:
+        """Begin at `seed`, unless the stream has begun."""
+        if not self._started:
+            self._generator.manual_seed(seed)
+            self._started = True
+
+    def next(self) -> Tensor:
+        """The seed of one call's random ops, on the CPU."""
+        return torch.randint(0, 2**62, (), generator=self._generator, dtype=torch.int64)
+
+    def state_dict(self) -> dict[str, Any]:
+        """generator: its state, uint8 on the CPU. started: False before the first plan."""
+        return {"generator": self._generator.get_state(), "started": self._started}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict()` of this model's stream or another's. ShardingError for anything else."""
+        generator = torch.Generator()
+        try:
+            generator.set_state(state["generator"])
+            started = bool(state["started"])
+        except (TypeError, KeyError, RuntimeError) as error:
+            raise ShardingError(
+                f"state is no state of a model's random numbers: {type(error).__name__}: {error}\n"
+                "  try: what autoshard.random_state(model).state_dict() returned"
+            ) from error
+        self._generator, self._started = generator, started
+
+    def copied(self) -> SeedStream:
+        """A stream of its own that goes on from here."""
+        twin = SeedStream()
+        twin.load_state_dict(self.state_dict())
+        return twin
+
+
+_OP_BY_OP = 2
+"""Calls before a later kind of call is compiled: a last, smaller batch comes once an epoch, and compiling it takes
+longer than running it. Counted by calls, so that all ranks compile at the same one."""
+
+
+class Programs:
+    """made: compiles by a backend, on all ranks together. at_once: the first kind of call is what the run is about."""
+
+    def __init__(self, made: Callable[[str], CallProgram], backend: str, *, at_once: bool) -> None:
+        self._made, self._backend = made, backend
+        self._calls = 0
+        self._compiled = at_once or backend == "eager"
+        self._program = made(backend if at_once else "eager")
+
+    def next(self) -> CallProgram:
+        """For one more call. A step that has begun with another program ends with that one."""
+        self._calls += 1
+        if not self._compiled and self._calls > _OP_BY_OP:
+            self._program = self._made(self._backend)
+            self._compiled = True
+        return self._program
+
+
+class Home(Protocol):
+    """Where programs are made, and a call's tensors come from: a session."""
+
+    model: nn.Module
+    mesh: DeviceMesh
+    spec: MeshSpec
+    settings: Settings
+    observers: list[Observer]
+    stage_clocks: list[StageClock]
+    seeds: SeedStream
+    watch: Watch | None
+
+    def stages(self, stage: str, call: object) -> AbstractContextManager[None]: ...
+
+
+class Executable:
+    """Runs one kind of call: gathers the leaves, runs the program, rebuilds the user's outputs."""
+
+    def __init__(
+        self,
+        home: Home,
+        captured: Captured,
+        ends: CallEnds,
+        programs: Programs,
+        guards: Guards,
+        check_call: CheckCalls,
+    ) -> None:
+        self.guards = guards
+        self.answers = tuple(check.answer for _, check in captured.call.checks)
+        self._home = home
+        self._check_call = check_call
+        self._spec = captured.call
+        self._programs = programs
+        joint = captured.joint
+        self._given = [spec for spec in joint.inputs if spec.kind != "tangent"]
+        self._leaves = [
+            _leaf(home, joint, spec, side) for spec, side in zip(self._given, ends.inputs, strict=True)
+        ]
+        self._has_run = False
+        self._outputs = ends.outputs
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors, _ = flatten_call(args, kwargs)
+        self._check_call(tensors)
+        leaves = [leaf(tensors) for leaf in self._leaves]
+        home = self._home
+        if not self._has_run:
+            for spec, leaf in zip(self._given, leaves, strict=True):
+                arrived(leaf, spec.name, local_device(home.mesh))  # an error for a parameter on meta
+            self._has_run = True
+        outputs = self._programs.next()(leaves)
+        wrapped = [
+            wrapped_output(value, side, home.mesh, home.spec)
+            for value, side in zip(outputs, self._outputs, strict=True)
+        ]
+        return self._spec.unflatten(wrapped, args, kwargs)
+
+
+Leaf = Callable[[Sequence[Tensor]], Tensor]
+
+
+def _leaf(home: Home, joint: JointGraph, spec: GraphInput, side: InputSide) -> Leaf:
+    """How to get the tensor of one placeholder in a call."""
+    device = local_device(home.mesh)
+    if spec.kind == "seed":
+        return lambda tensors: seed_on(home.seeds.next(), device)
+    if spec.kind == "constant":
+        constant = joint.constants[spec.name].to(device)
+        return lambda tensors: constant
+    if spec.kind == "input":
+        return lambda tensors: plain_input(
+            arrived(tensors[spec.index], spec.name, device), side, home.mesh, home.spec
+        )
+    owner, name = _owner(home.model, spec.name)
+    if spec.kind == "param":
+        parameters = owner._parameters  # a module's `__getattr__` is Python, and takes four times as long
+        return lambda tensors: parameters[name]  # type: ignore[return-value]
+    return lambda tensors: arrived(getattr(owner, name), spec.name, device)
+
+
+def _owner(model: nn.Module, path: str) -> tuple[nn.Module, str]:
+    module, _, name = path.rpartition(".")
+    return model.get_submodule(module), name
