@@ -95,7 +95,7 @@ def test_a_call_whose_head_cannot_be_cut_has_all_the_time(monkeypatch: pytest.Mo
         fitting(captured(), LIMIT, refusing, Deadline.after(6000.0))
     assert 2900.0 < given[0] <= 3000.0 < given[1], "with a head, half of it"
     given.clear()
-    monkeypatch.setattr("autoshard.plan.head_pieces.cut_head", uncut)
+    monkeypatch.setattr("autoshard.plan.micro_batches.cut_head", uncut)
     with pytest.raises(InfeasibleError, match="not at all"):
         fitting(captured(), LIMIT, refusing, Deadline.after(6000.0))
     assert len(given) == 1 and given[0] > 5900.0

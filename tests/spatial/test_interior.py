@@ -18,7 +18,7 @@ from tests.one_search import ONE_SEARCH
 from tests.profiles import slow_compute
 from tests.spatial.networks import network
 
-EVERY_TIME = mock.patch("passes.plan.find_interiors._gain", lambda *given: 1.0)
+EVERY_TIME = mock.patch("passes.plan.decide._gain", lambda *given: 1.0)
 ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 CONVOLUTION = torch.ops.aten.convolution.default
