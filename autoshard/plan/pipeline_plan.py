@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
-from autoshard.drawing.draw_pipeline import draw_pipeline
 from autoshard.plan.explain_part import explain_part
 from autoshard.plan.pipeline_content import P, PipelineContent
 from autoshard.plan.pipeline_json import pipeline_from_json, pipeline_to_json
@@ -64,6 +63,8 @@ class PipelinePlan(PipelineContent[P]):
 
         The suffix chooses: .svg, .html, or .json, a trace that Perfetto opens. PlanError for another."""
         graphs = [plan_graph(stage.records, stage.mesh, stage.memory) for stage in self.stages]
+        from autoshard.drawing.draw_pipeline import draw_pipeline
+
         return draw_pipeline(f"{self.mesh}, stages along {self.axis}", self.timeline, graphs, path)
 
     def explain(self, node: str | None = None, *, crossovers: bool = False) -> str:

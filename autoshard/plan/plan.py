@@ -14,7 +14,6 @@ from typing import Any
 import networkx as nx
 from torch.distributed.tensor import Placement
 
-from autoshard.drawing.draw import draw
 from autoshard.plan.crossovers import Crossover, crossover_lines
 from autoshard.plan.crossovers import crossovers as found_crossovers
 from autoshard.plan.explain import explain_plan, plan_difference
@@ -134,6 +133,8 @@ class Plan(PlanContent):
 
     def draw(self, path: str | os.PathLike[str]) -> Path:
         """Draw the plan; the suffix chooses: .svg .dot .html .json .graphml."""
+        from autoshard.drawing.draw import draw
+
         return draw(self.to_networkx(), path)
 
     def explain(self, node: str | None = None, *, crossovers: bool = False) -> str:

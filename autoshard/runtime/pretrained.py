@@ -6,7 +6,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.runtime.agreement import collectively
@@ -33,6 +32,8 @@ class _SavePretrained:
     def __call__(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         collectively(self._mesh, self._arrived)
         if kwargs.get("state_dict") is None:
+            from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
             options = StateDictOptions(full_state_dict=True, cpu_offload=True)
             kwargs["state_dict"] = get_model_state_dict(self._model, options=options)
         kwargs["is_main_process"] = dist.get_rank() == 0
