@@ -12,7 +12,6 @@ from types import TracebackType
 import torch.distributed as dist
 
 from autoshard.drawing.pipeline_trace import trace_json
-from autoshard.drawing.two_timelines import two_timelines_svg
 from autoshard.plan.pipeline_plan import PipelinePlan
 from autoshard.plan.stage_schedule import Scheduled
 from autoshard.reporting.marks import marks_of
@@ -91,6 +90,8 @@ class PipelineReport:
         if target.suffix == ".json":
             text = json.dumps(trace_json("measured", self.figures.measured)) + "\n"
         elif target.suffix == ".svg":
+            from autoshard.drawing.two_timelines import two_timelines_svg
+
             text = two_timelines_svg(
                 ("predicted", self.figures.predicted), ("measured", self.figures.measured)
             )
