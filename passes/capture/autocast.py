@@ -69,10 +69,6 @@ def _call_in(op: Op, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str
     return op(*args, **kwargs)
 
 
-def _lower(op: Op, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _call_in(op, dtype, args, kwargs)
-
-
 def _full(op: Op, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _call_in(op, torch.float32, args, kwargs)
 
@@ -123,7 +119,7 @@ def _refuse(op: Op, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str,
 POLICIES: dict[str, Policy] = {
     name: policy
     for names, policy in (
-        (_LOWER_PRECISION, _lower),
+        (_LOWER_PRECISION, _call_in),
         (_FULL_PRECISION, _full),
         (_FULL_PRECISION_RESULT, _full_result),
         (_FULL_PRECISION_OTHER_OVERLOAD, _full_other),
@@ -131,7 +127,7 @@ POLICIES: dict[str, Policy] = {
         (_REFUSED, _refuse),
     )
     for name in names.split()
-} | dict.fromkeys(CUDNN_LAYERS, _lower)
+} | dict.fromkeys(CUDNN_LAYERS, _call_in)
 """ATen name, with its overload if that has a name -> what autocast does there."""
 
 

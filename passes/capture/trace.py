@@ -12,15 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from cost_model.errors import CaptureError
-from passes.capture.answered_calls import ANSWERED
+from passes.capture.answered_calls import torch_calls_answered
 from passes.capture.answers import traced_with_answers
-from passes.capture.attention_calls import attention_captured
 from passes.capture.attribute_reads import attributes_read
 from passes.capture.backward_writes import check_backward_writes
 from passes.capture.cumulative import trace_cumulative_averages
 from passes.capture.decompositions import decomposition_table
 from passes.capture.device_view import seen_on
-from passes.capture.grouped_calls import grouped_captured
 from passes.capture.held_tensors import held_tensors_kept
 from passes.capture.inference_paths import inference_paths_kept
 from passes.capture.kept_in_backward import resizing_kept
@@ -209,7 +207,7 @@ def _traced(
         stack.enter_context(held_tensors_kept(program.model))
         trace_cumulative_averages(program.model)
         before = Snapshot(program.model)
-        replaced = stack.enter_context(attention_captured(program.device_type))
+        answers = stack.enter_context(torch_calls_answered(program.device_type))
         for context in (
             inference_paths_kept(),
             _fast_paths_off(),
@@ -222,7 +220,6 @@ def _traced(
             questions.answered(),
         ):
             stack.enter_context(context)
-        answers = {**replaced, **ANSWERED, **grouped_captured()}
         aot = _joint(program, _Traceable(program, returned, spots, uses, questions), answers)
         check_backward_writes(before, [place for place, _ in returned.writes])
     return aot, returned

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import passes.ops
-from passes.capture.attention_calls import scaled_dot_product
+from passes.capture.operator_calls import scaled_dot_product
 from passes.ops import attention_kernels as kernels
 from passes.ops.attention_math import math_forward
 from tests.capture.running import check
