@@ -16,9 +16,8 @@ from torch.utils import _pytree as pytree
 from cost_model.errors import UnsupportedOpError
 from passes.capture.operator_calls import attention_for, ctc_loss, grouped_functions, grouped_product, pad
 from passes.capture.packed_calls import PACKED
-from passes.capture.row_apply import unknown
 from passes.capture.row_table import ROWS
-from passes.capture.rows import Rows, one_choice, rows_in
+from passes.capture.rows import Rows, one_choice, rows_in, unknown
 from passes.ir.torch_tracing import replaced_attribute, tracing_suspended
 
 __all__ = ["torch_calls_answered"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import copy
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -11,12 +12,51 @@ import torch
 from torch import Tensor
 
 from passes.capture.dense_only import check_dense, is_dense
-from passes.capture.numbers_left import with_tensors
 from passes.capture.places import Place
 from passes.capture.questions import Check
-from passes.capture.trees import Mapped, Sequenced, Tree, flatten, flatten_arguments, tensor_paths, unflatten
+from passes.capture.stand_ins import Number, widest
+from passes.capture.trees import (
+    Instance,
+    Mapped,
+    Registered,
+    Sequenced,
+    TensorLeaf,
+    Tree,
+    assembled,
+    flatten,
+    items_of,
+    unflatten,
+)
 
-__all__ = ["CallSpec", "flatten_call", "tensor_names"]
+__all__ = ["CallSpec", "flatten_call", "number_indices", "tensor_names", "tensor_paths"]
+
+
+def number_indices(tree: Tree) -> list[int]:
+    """Of the tensors that are numbers to the user."""
+    if isinstance(tree, Number):
+        return [tree.index]
+    return [index for child in getattr(tree, "children", ()) for index in number_indices(child)]
+
+
+def with_tensors(tree: Tree, value: Any) -> Any:
+    """`value`, whose structure is `tree`, with a tensor for each number that is one there."""
+    return _with_tensors(tree, value, {})
+
+
+def _with_tensors(tree: Tree, value: Any, found: dict[int, Tensor]) -> Any:
+    """found: by index, as a number may be in two places."""
+    if isinstance(tree, Number):
+        known = torch.tensor(value)
+        return found.setdefault(tree.index, torch.tensor(value, dtype=widest(known).dtype))
+    if not isinstance(tree, (Mapped, Sequenced, Registered, Instance)) or not number_indices(tree):
+        return value
+    pairs = zip(tree.children, items_of(tree, value), strict=True)
+    items = [_with_tensors(*pair, found) for pair in pairs]
+    if not isinstance(tree, Instance):
+        return assembled(tree, items)
+    twin = copy.copy(value)
+    vars(twin).update(zip(tree.names, items, strict=True))
+    return twin
 
 
 @dataclass(frozen=True)
@@ -67,7 +107,7 @@ def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list
 
 
 def _flattened(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], CallKey]:
-    tensors, tree = flatten_arguments((args, dict(kwargs)))
+    tensors, tree = flatten((args, dict(kwargs)), arguments=True)
     if not all(map(is_dense, tensors)):
         for tensor, name in zip(tensors, tensor_names(CallKey(tree, ())), strict=True):
             check_dense(tensor, name)
@@ -90,6 +130,31 @@ def tensor_names(key: CallKey) -> list[str]:
     for name, tree in kwargs.items():
         paths = {**tensor_paths(tree, name), **paths}
     return [paths[i] for i in sorted(paths)]
+
+
+def tensor_paths(tree: Tree, root: str = "") -> dict[int, str]:
+    """Where each tensor first appears: {0: "x", 1: "cache.layers[0].keys"}."""
+    return dict(reversed(list(_paths(tree, root))))
+
+
+def _paths(tree: Tree, path: str) -> Iterator[tuple[int, str]]:
+    if isinstance(tree, (TensorLeaf, Number)):
+        yield tree.index, path
+    elif isinstance(tree, (Sequenced, Mapped, Registered, Instance)):
+        for step, child in zip(_steps(tree), tree.children, strict=True):
+            yield from _paths(child, path + step)
+
+
+def _steps(tree: Sequenced | Mapped | Registered | Instance) -> list[str]:
+    if isinstance(tree, Mapped):
+        return [f"[{key!r}]" for key in tree.keys]
+    if isinstance(tree, Instance):
+        return [f".{name}" for name in tree.names]
+    if isinstance(tree, Registered) and isinstance(tree.frozen_context, tuple):
+        keys = tree.frozen_context
+        if len(keys) == len(tree.children) and all(isinstance(key, str) for key in keys):
+            return [f".{key}" for key in keys]
+    return [f"[{i}]" for i in range(len(tree.children))]
 
 
 def _arguments(key: CallKey) -> tuple[Tree, dict[str, Tree]]:

@@ -13,10 +13,9 @@ from cost_model.errors import AutoshardError, UnsupportedOpError
 from passes.capture.answers import is_of_user
 from passes.capture.build_joint import build_joint, overwritten_inputs
 from passes.capture.call import CallSpec, flatten_call, tensor_names
-from passes.capture.capture_errors import capture_error, users_part
-from passes.capture.dtypes import check_dtypes
+from passes.capture.capture_errors import capture_error, check_dtypes, users_part
+from passes.capture.held_tensors import check_shared_memory
 from passes.capture.model_state import find_slots
-from passes.capture.shared_memory import check_shared_memory
 from passes.capture.trace import TracedCall, trace
 from passes.ir.collector import collector_paused
 from passes.ir.joint import CPU, JointGraph

@@ -13,13 +13,19 @@ import torch
 from torch import fx, nn
 
 from cost_model.errors import CaptureError
-from passes.capture.provenance import is_user_file, node_source, place_text
+from passes.capture.provenance import is_user_file, node_module, node_source, place_text
 from passes.capture.questions import Undecided
 from passes.capture.rows import RowsUnknown
 from passes.ir.torch_tracing import is_value_missing, shape_dependent_errors
 
-__all__ = ["capture_error", "held_object_error", "is_collective", "mutation_error", "users_part"]
-
+__all__ = [
+    "capture_error",
+    "check_dtypes",
+    "held_object_error",
+    "is_collective",
+    "mutation_error",
+    "users_part",
+]
 
 _CHANGED_IN_PLACE = ("mutating a non-functional tensor", "expected to have an entirely functional graph")
 """What torch says where a tensor that it has not traced from the beginning is written to."""
@@ -177,3 +183,32 @@ def _definition(forward: Callable[..., Any]) -> str:
         return f"{inspect.getsourcefile(target)}:{inspect.getsourcelines(target)[1]}"
     except (OSError, TypeError):
         return repr(target)
+
+
+aten = torch.ops.aten
+_ALIKE = frozenset(
+    {
+        aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default, aten.addbmm.default,
+        aten.mv.default, aten.addmv.default, aten.dot.default, aten.convolution.default, aten.linear.default,
+    }
+)  # fmt: skip
+
+
+def check_dtypes(graph: fx.Graph) -> None:
+    """CaptureError for the first product or convolution of a raw graph whose operands differ in dtype: eager torch
+    refuses it."""
+    for node in graph.nodes:
+        if node.target in _ALIKE:
+            values = [operand.meta["val"] for operand in node.all_input_nodes]
+            dtypes = list(dict.fromkeys(v.dtype for v in values if isinstance(v, torch.Tensor)))
+            if len(dtypes) > 1:
+                raise _error(node, dtypes)
+
+
+def _error(node: fx.Node, dtypes: list[torch.dtype]) -> CaptureError:
+    where = " ".join(part for part in (node_module(node), node_source(node)) if part)
+    names = " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return CaptureError(
+        f"cannot capture: {node.target} of {names}{' at ' + where if where else ''}, which torch does not compute\n"
+        f"  try: inputs of the parameters' dtype, x.to({dtypes[-1]})"
+    )

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from cost_model.errors import CaptureError
-from passes.capture.contents import contents, refill
 from passes.capture.dense_only import check_dense
+from passes.capture.places import contents, refill
 from passes.capture.snapshot import Snapshot
 
 __all__ = ["Slot", "find_slots", "named_state", "rebound_buffers", "state_kept", "state_replaced"]

@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from cost_model.errors import UnsupportedOpError
-from passes.capture.checkpoint_calls import reentrant_checkpoints_called
 from passes.capture.operator_calls import expand_heads, scaled_dot_product
+from passes.capture.torch_shortcuts import reentrant_checkpoints_called
 from passes.ir.torch_dispatch import (
     compiled_as_written,
     flex_without_kernel,

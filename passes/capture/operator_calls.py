@@ -13,9 +13,8 @@ from torch.overrides import TorchFunctionMode
 
 from cost_model.errors import UnsupportedOpError
 from passes.capture.autocast import cast_to
-from passes.capture.row_apply import unknown
 from passes.capture.row_index import mask_key
-from passes.capture.rows import Rows, rows_in
+from passes.capture.rows import Rows, rows_in, unknown
 from passes.ir.torch_tracing import grouped_mm_functions
 from passes.ops.attention_op import attention
 from passes.ops.circular_pad import circular_pad

@@ -2,7 +2,7 @@
 
 A trace has no values. Every question is answered by a guess, noted, and what it is about becomes an output of the
 program, so that each call can tell whether the answer holds for it (`passes.capture.answers`). A number that is read by
-`.item()` or `.tolist()` and only kept needs no answer (`passes.capture.awaited`).
+`.item()` or `.tolist()` and only kept needs no answer (`passes.capture.stand_ins`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from cost_model.errors import CaptureError
-from passes.capture.awaited import Awaited
 from passes.capture.known_values import History, Known
 from passes.capture.places import Place
 from passes.capture.provenance import is_user_file, place_text
+from passes.capture.stand_ins import Awaited
 from passes.ir.torch_compat import inside_function_transform
 from passes.ir.torch_dispatch import values_asked
 from passes.ir.torch_tracing import (

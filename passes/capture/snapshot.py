@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
 from cost_model.errors import CaptureError
-from passes.capture.contents import contents, refill
-from passes.capture.places import Added, Appended, Attribute, Hooked, Item, Place, Root, Via
+from passes.capture.places import (
+    Added,
+    Appended,
+    Attribute,
+    Hooked,
+    Incremented,
+    Item,
+    Place,
+    Root,
+    Via,
+    contents,
+    refill,
+)
+from passes.capture.stand_ins import Counted, Spot, Stored
 from passes.capture.surroundings import Container, containers_of, is_own, module_attributes
-from passes.capture.write_only import Counted, Stored, incremented
+from passes.ir.torch_tracing import module_reads_seen
 
-__all__ = ["Snapshot"]
+__all__ = ["Snapshot", "attributes_read", "check_backward_writes", "write_only_candidates"]
 
 _ABSENT = object()
 _TABLES = (
@@ -88,7 +101,7 @@ def _attribute_changes(where: Root | Via, new: Mapping[str, Any], old: Mapping[s
     for key, value in new.items():
         place, before = Attribute(where, key), old.get(key, _ABSENT)
         if isinstance(value, Counted):
-            found += [incremented(place, value)] if value.change else []
+            found += [(Incremented(where, key), value.change)] if value.change else []
         elif not _same(before, value.held if isinstance(value, Stored) else value):
             found.append((place, value))
     gone = [key for key in old if key not in new]
@@ -133,10 +146,7 @@ def _starts(items: list[Any], first: list[Any]) -> bool:
 
 
 def _same(old: Any, new: Any) -> bool:
-    if old is new:
-        return True
-    plain = (bool, int, float, complex, str, bytes, tuple)
-    return type(old) is type(new) and isinstance(new, plain) and _plain(new) and bool(old == new)
+    return old is new or (type(old) is type(new) and _plain(new) and bool(old == new))
 
 
 def _plain(value: Any) -> bool:
@@ -150,3 +160,75 @@ def _refused(what: str, does: str) -> CaptureError:
         f"cannot capture: forward {does} {what}, which a compiled call cannot repeat\n"
         "  try: return the value instead, or keep it in a buffer (register_buffer)"
     )
+
+
+def check_backward_writes(before: Snapshot, forward: Iterable[Place]) -> None:
+    """Nothing of the model's, and nothing that its hooks hold on to, may differ from `before` after a traced backward.
+
+    forward: where the forward leaves something, which happens at each call. Checkpointing runs parts of the forward
+    again in the backward, so these places do not count. Raises CaptureError that names the place.
+    """
+    known = {_name(place) for place in forward}
+    for place, _ in before.changes():
+        name = _name(place)
+        if name not in known:
+            raise CaptureError(
+                f"cannot capture: a hook leaves something in {name} during the backward, which a compiled step cannot "
+                "repeat\n  try: a hook of the parameter (register_hook, register_post_accumulate_grad_hook), or "
+                "torch.autograd.grad in the forward and return the gradient"
+            )
+
+
+def _name(place: Place) -> str:
+    """The attribute, or the list or dict."""
+    holder = str(getattr(place, "holder", type(place).__name__))
+    return (
+        f"{holder}.{place.name}".removeprefix(".") if isinstance(place, (Attribute, Incremented)) else holder
+    )
+
+
+_EVERY_CLASS = frozenset(vars(nn.Module))
+
+
+@contextmanager
+def attributes_read(before: Snapshot) -> Generator[dict[nn.Module, set[str]]]:
+    """Module -> names of the attributes read inside, as they were `before`: one that was assigned first is no input
+    of the forward. Attributes of the class count if they are data, and `forward` counts, since users exchange it.
+    Tables of parameters, modules and hooks, and the training flag, do not count."""
+    found: dict[nn.Module, set[str]] = {}
+
+    def note(module: nn.Module, name: str, value: object) -> None:
+        if name.startswith("__") or is_own(module, name):
+            return
+        if before.untouched(module, name, value) or (
+            before.lacks(module, name)
+            and (name == "forward" or not (callable(value) or name in _EVERY_CLASS))
+        ):
+            found.setdefault(module, set()).add(name)
+
+    with module_reads_seen(note):
+        yield found
+
+
+def write_only_candidates(
+    writes: Sequence[tuple[Place, Any]], reads: Mapping[nn.Module, set[str]]
+) -> list[Spot]:
+    """Attributes that were read and changed, numbers by numbers and containers by appending or storing."""
+    found: dict[tuple[int, str], Spot] = {}
+    for place, value in writes:
+        spot = _spot(place, value)
+        if spot is not None and spot[1] in reads.get(spot[0], ()):
+            found.setdefault((id(spot[0]), spot[1]), spot)
+    return list(found.values())
+
+
+def _spot(place: Place, value: Any) -> Spot | None:
+    holder = getattr(place, "holder", None)
+    if isinstance(place, Attribute) and isinstance(holder, Root) and isinstance(holder.value, nn.Module):
+        old = vars(holder.value).get(place.name)
+        numbers = type(old) is type(value) and type(value) in (int, float)
+        return (holder.value, place.name) if numbers else None
+    if isinstance(place, (Appended, Item)) and isinstance(holder, Via) and isinstance(holder.holder, Root):
+        module = holder.holder.value
+        return (module, holder.key) if holder.attribute and isinstance(module, nn.Module) else None
+    return None

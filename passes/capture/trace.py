@@ -14,26 +14,20 @@ from torch import Tensor, nn
 from cost_model.errors import CaptureError
 from passes.capture.answered_calls import torch_calls_answered
 from passes.capture.answers import traced_with_answers
-from passes.capture.attribute_reads import attributes_read
-from passes.capture.backward_writes import check_backward_writes
-from passes.capture.cumulative import trace_cumulative_averages
 from passes.capture.decompositions import decomposition_table
 from passes.capture.device_view import seen_on
 from passes.capture.held_tensors import held_tensors_kept
-from passes.capture.inference_paths import inference_paths_kept
-from passes.capture.kept_in_backward import resizing_kept
 from passes.capture.known_values import History
 from passes.capture.model_state import Slot, rebound_buffers, state_kept, state_replaced
 from passes.capture.nested_calls import nested_calls_written_out
 from passes.capture.places import Argument, Place
 from passes.capture.provenance import provenance
 from passes.capture.questions import Questions, RunEnded
-from passes.capture.refused_writes import REFUSED_WRITES, writes_in_place
-from passes.capture.row_counts import count_leaving, counted
-from passes.capture.row_loops import loops_ended
-from passes.capture.snapshot import Snapshot
+from passes.capture.row_values import count_leaving, counted, loops_ended
+from passes.capture.snapshot import Snapshot, attributes_read, check_backward_writes, write_only_candidates
+from passes.capture.stand_ins import Spot, Uses, put_stand_ins
+from passes.capture.torch_shortcuts import shortcuts_off, trace_cumulative_averages
 from passes.capture.trees import Static, Tree, changed_places, flatten, retree, unflatten
-from passes.capture.write_only import Spot, Uses, put_stand_ins, write_only_candidates
 from passes.ir.joint import CPU
 from passes.ir.torch_tracing import (
     AotGraph,
@@ -43,7 +37,6 @@ from passes.ir.torch_tracing import (
     fake_tensors,
     full_precision_backward,
     has_writes,
-    onednn_off,
     trace_joint,
 )
 
@@ -209,13 +202,11 @@ def _traced(
         before = Snapshot(program.model)
         answers = stack.enter_context(torch_calls_answered(program.device_type))
         for context in (
-            inference_paths_kept(),
-            _fast_paths_off(),
+            shortcuts_off(),
             compiling_flag(),
             failures_unlogged(),
             encoder_masks_trusted(),
             full_precision_backward(),
-            resizing_kept(),
             nested_calls_written_out(),
             questions.answered(),
         ):
@@ -235,14 +226,29 @@ def _joint(program: TracedCall, traceable: _Traceable, answers: dict[Any, Callab
 
     table = decomposition_table()
     is_final = traceable.questions.history is None
-    if is_final and not any(writes_in_place(module) for module in program.model.modules()):
+    if is_final and not any(_writes_in_place(module) for module in program.model.modules()):
         # What is wrong with a program, the other trace says, and torch's anomaly detection warns there.
         with suppress(Exception), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Error detected in ")
-            aot = run({**table, **REFUSED_WRITES}, False)
+            aot = run({**table, **_REFUSED_WRITES}, False)
             if not has_writes(aot):
                 return aot
     return run(table, True)
+
+
+def _writes_in_place(module: nn.Module) -> bool:
+    """Running statistics and `nn.ReLU(inplace=True)`."""
+    return getattr(module, "inplace", False) or getattr(module, "track_running_stats", False)
+
+
+def _refuse_write(*args: Any, **kwargs: Any) -> Tensor:
+    raise RuntimeError("a write in place")
+
+
+_WRITES = "add_ sub_ mul_ div_ copy_ fill_ zero_ masked_fill_ index_put_ relu_"
+_PACKETS = [getattr(torch.ops.aten, name) for name in _WRITES.split()]
+_REFUSED_WRITES = {getattr(packet, name): _refuse_write for packet in _PACKETS for name in packet.overloads()}
+"""The usual ones, as decompositions, so that the first trace ends at the first; `has_writes` finds the others."""
 
 
 def _fakes(program: TracedCall, history: History | None) -> list[Tensor]:
@@ -257,30 +263,12 @@ def _fakes(program: TracedCall, history: History | None) -> list[Tensor]:
 
 
 @contextmanager
-def _fast_paths_off() -> Generator[None]:
-    """No fused inference ops (nn.MultiheadAttention), which have no gradient; no ops of one library
-    (oneDNN's and cuDNN's recurrent layers, cuDNN's batch norm), which have no rule."""
-    mha, cudnn = torch.backends.mha.get_fastpath_enabled(), torch.backends.cudnn.enabled
-    torch.backends.mha.set_fastpath_enabled(False)
-    torch.backends.cudnn.enabled = False
-    try:
-        with onednn_off():
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(mha)
-        torch.backends.cudnn.enabled = cudnn
-
-
-@contextmanager
 def _plain_autograd() -> Generator[None]:
     """no_grad for inference mode, whose tensors cannot be traced; no casts remembered from before."""
-    cached = torch.is_autocast_cache_enabled()
     with ExitStack() as stack:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())
+        stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)
-        try:
-            yield
-        finally:
-            torch.set_autocast_cache_enabled(cached)
+        yield

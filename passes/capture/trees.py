@@ -7,7 +7,7 @@ tensor attributes) and built again, so that no model needs to register its types
 from __future__ import annotations
 
 import types
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
@@ -17,16 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from passes.capture.awaited import Awaited, Number
+from passes.capture.stand_ins import Awaited, Number
 
 __all__ = [
     "Step",
     "Tree",
+    "assembled",
     "changed_places",
     "flatten",
-    "flatten_arguments",
+    "items_of",
     "retree",
-    "tensor_paths",
     "unflatten",
 ]
 
@@ -106,30 +106,29 @@ _OPAQUE = (
 _PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device)
 
 
-def flatten(value: Any) -> tuple[list[Tensor], Tree]:
-    """(tensors, tree) of `value`. A tensor that appears twice is one tensor, referred to twice."""
-    flattener = _Flattener()
-    tree = flattener.visit(value)
-    return flattener.tensors, tree
+def flatten(value: Any, *, arguments: bool = False) -> tuple[list[Tensor], Tree]:
+    """(tensors, tree) of `value`. A tensor that appears twice is one tensor, referred to twice.
 
-
-def flatten_arguments(value: Any) -> tuple[list[Tensor], Tree]:
-    """The same for a call's arguments, where objects without tensors are taken apart as well."""
-    flattener = _OfArguments()
+    arguments: of a call, where objects without tensors are taken apart as well."""
+    flattener = _Flattener(arguments)
     tree = flattener.visit(value)
     return flattener.tensors, tree
 
 
 def retree(value: Any, tensors: Sequence[Tensor]) -> Tree:
     """The tree of a value that was built from these tensors, so that an unchanged one has the tree it was built by."""
-    flattener = _OfArguments()
+    flattener = _Flattener(arguments=True)
     for tensor in tensors:
         flattener.visit(tensor)
     return flattener.visit(value)
 
 
 class _Flattener:
-    def __init__(self) -> None:
+    """arguments: an object without tensors is taken apart too: a forward may fill it (an empty cache), and two calls
+    with equal ones are alike."""
+
+    def __init__(self, arguments: bool) -> None:
+        self.arguments = arguments
         self.tensors: list[Tensor] = []
         self.places: dict[int, int] = {}
         self.instances: dict[int, int] = {}
@@ -166,21 +165,11 @@ class _Flattener:
         number = self.instances[id(value)] = len(self.held)
         self.held.append(value)  # so that its id stays its own
         children = tuple(self.visit(item) for item in vars(value).values())
-        return self._of(value, Instance(type(value), number, tuple(vars(value)), children))
-
-    def _of(self, value: Any, tree: Instance) -> Tree:
-        if _has_tensor(tree):
+        tree = Instance(type(value), number, tuple(vars(value)), children)
+        if self.arguments or _has_tensor(tree):
             return tree
         del self.instances[id(value)]
         return Static(value)
-
-
-class _OfArguments(_Flattener):
-    """An object without tensors is taken apart too: a forward may fill it (an empty cache), and two calls with equal
-    ones are alike."""
-
-    def _of(self, value: Any, tree: Instance) -> Tree:
-        return tree
 
 
 def unflatten(tree: Tree, tensors: Sequence[Any]) -> Any:
@@ -201,14 +190,8 @@ class _Builder:
                 return self.tensors[index].tolist()
             case Static(value):
                 return value
-            case Mapped(keys, children):
-                return {key: self.build(child) for key, child in zip(keys, children, strict=True)}
-            case Sequenced(kind, children):
-                items = [self.build(child) for child in children]
-                return kind(*items) if hasattr(kind, "_fields") else kind(items)
-            case Registered():
-                items = [self.build(child) for child in tree.children]
-                return pytree.SUPPORTED_NODES[tree.kind].unflatten_fn(items, tree.context)
+            case Mapped() | Sequenced() | Registered():
+                return assembled(tree, [self.build(child) for child in tree.children])
             case Instance():
                 made = self.instances[tree.number] = object.__new__(tree.kind)
                 for name, child in zip(tree.names, tree.children, strict=True):
@@ -216,6 +199,32 @@ class _Builder:
                 return made
             case Again(number):
                 return self.instances[number]
+
+
+def assembled(tree: Mapped | Sequenced | Registered, items: list[Any]) -> Any:
+    """The container `tree`, of these items."""
+    match tree:
+        case Mapped(keys):
+            return dict(zip(keys, items, strict=True))
+        case Sequenced(kind):
+            return kind(*items) if hasattr(kind, "_fields") else kind(items)
+        case Registered(kind):
+            return pytree.SUPPORTED_NODES[kind].unflatten_fn(items, tree.context)
+
+
+def items_of(tree: Tree, value: Any) -> list[Any]:
+    """What `value`, whose structure is `tree`, holds, one for each of its children."""
+    match tree:
+        case Mapped(keys):
+            return [value[key] for key in keys]
+        case Sequenced():
+            return list(value)
+        case Registered(kind):
+            return list(pytree.SUPPORTED_NODES[kind].flatten_fn(value)[0])
+        case Instance():
+            return [vars(value)[name] for name in tree.names]
+        case _:
+            return []
 
 
 Step = tuple[str, Any]
@@ -240,35 +249,9 @@ def changed_places(before: Tree, after: Tree, value: Any, path: Path = ()) -> li
     return [(path, value)]
 
 
-def tensor_paths(tree: Tree, root: str = "") -> dict[int, str]:
-    """Where each tensor first appears: {0: "x", 1: "cache.layers[0].keys"}."""
-    return dict(reversed(list(_paths(tree, root))))
-
-
-def _paths(tree: Tree, path: str) -> Iterator[tuple[int, str]]:
-    if isinstance(tree, (TensorLeaf, Number)):
-        yield tree.index, path
-    elif isinstance(tree, (Sequenced, Mapped, Registered, Instance)):
-        for step, child in zip(_steps(tree), tree.children, strict=True):
-            yield from _paths(child, path + step)
-
-
-def _steps(tree: Sequenced | Mapped | Registered | Instance) -> list[str]:
-    if isinstance(tree, Mapped):
-        return [f"[{key!r}]" for key in tree.keys]
-    if isinstance(tree, Instance):
-        return [f".{name}" for name in tree.names]
-    if isinstance(tree, Registered) and isinstance(tree.frozen_context, tuple):
-        keys = tree.frozen_context
-        if len(keys) == len(tree.children) and all(isinstance(key, str) for key in keys):
-            return [f".{key}" for key in keys]
-    return [f"[{i}]" for i in range(len(tree.children))]
-
-
 def _has_tensor(tree: Tree) -> bool:
-    if isinstance(tree, (Sequenced, Mapped, Registered, Instance)):
-        return any(_has_tensor(child) for child in tree.children)
-    return isinstance(tree, (TensorLeaf, Number, Again))
+    leaf = isinstance(tree, (TensorLeaf, Number, Again))
+    return leaf or any(_has_tensor(child) for child in getattr(tree, "children", ()))
 
 
 def _is_open(value: Any) -> bool:
