@@ -9,9 +9,9 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from cost_model.errors import CaptureError
 from passes.capture.capture_errors import held_object_error, is_collective, mutation_error
 from passes.capture.provenance import node_checkpoint, node_is_saved, node_module, node_source
+from passes.capture.refusals import refused
 from passes.capture.trace import Traced, TracedCall
 from passes.ir.joint import GraphInput, GraphOutput, JointGraph, ancestors
 from passes.ir.torch_compat import fake_like, lazy_module
@@ -84,7 +84,7 @@ class _Builder:
                 self.new[node] = self.new[node.args[0]]
                 continue
             if is_collective(node):
-                raise held_object_error(self._model, node, None)
+                raise held_object_error(self.program.model, node, None)
             copy = self.graph.node_copy(node, lambda n: self.new[n])
             module, source = _origin(node, copy)
             phase = "forward" if node in forward else "backward"
@@ -138,7 +138,7 @@ class _Builder:
                 continue
             value = getattr(self.old, str(node.target))
             if not isinstance(value, torch.Tensor):
-                raise held_object_error(self._model, next(iter(node.users)), value)
+                raise held_object_error(self.program.model, next(iter(node.users)), value)
             if id(value) not in known:
                 self._check_constant(value, node)
                 name = f"constant {len(self.constants)}"
@@ -149,17 +149,20 @@ class _Builder:
 
     def _check_constant(self, value: torch.Tensor, node: fx.Node) -> None:
         source = next((s for s in map(node_source, node.users) if s), "")
-        where = f"\n  at {source}" if source else ""
         if value.requires_grad:
-            raise CaptureError(
-                f"cannot capture {self._model}: it computes with a tensor of shape {list(value.shape)} that requires "
-                f"grad but is neither its parameter nor an argument{where}\n"
-                "  try: make it an nn.Parameter attribute (in a list: nn.ParameterList)"
+            raise refused(
+                f"it computes with a tensor of shape {list(value.shape)} that requires grad but is neither its "
+                "parameter nor an argument",
+                "make it an nn.Parameter attribute (in a list: nn.ParameterList)",
+                at=source,
+                model=self.program.model,
             )
         if value.device.type == "meta":
-            raise CaptureError(
-                f"cannot capture {self._model}: a tensor of shape {list(value.shape)} on `meta` is neither parameter "
-                f"nor buffer{where}\n  try: self.register_buffer(name, tensor, persistent=False)"
+            raise refused(
+                f"a tensor of shape {list(value.shape)} on `meta` is neither parameter nor buffer",
+                "self.register_buffer(name, tensor, persistent=False)",
+                at=source,
+                model=self.program.model,
             )
 
     def _refuse_mutations(self) -> None:
@@ -169,19 +172,16 @@ class _Builder:
                 continue
             inside = end.index < len(slots)
             what = f"buffer {slots[end.index].name}" if inside else self.input_names[end.index - len(slots)]
-            raise CaptureError(
-                f"cannot capture {self._model}: forward changes {what} in place by a value "
-                "that requires grad\n  try: .detach() the value first"
+            raise refused(
+                f"forward changes {what} in place by a value that requires grad",
+                ".detach() the value first",
+                model=self.program.model,
             )
         for node, end in zip(self.results, self.traced.aot.outputs, strict=True):
             if end.kind == "mutated" and end.index < len(slots) and slots[end.index].is_parameter:
                 what = f"parameter {slots[end.index].name}"
                 source, by = ("", None) if node is None else (node_source(node), node.target)
                 raise mutation_error(self.program.model, what, source, by)
-
-    @property
-    def _model(self) -> str:
-        return type(self.program.model).__name__
 
     @property
     def _some_fake(self) -> torch.Tensor:

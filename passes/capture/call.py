@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from passes.capture.dense_only import check_dense, is_dense
 from passes.capture.places import Place
 from passes.capture.questions import Check
+from passes.capture.refusals import check_dense, is_dense
 from passes.capture.stand_ins import Number, widest
 from passes.capture.trees import (
     Instance,

@@ -79,19 +79,14 @@ class _OnCpu(TorchFunctionMode):
         super().__init__()
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = self._carried(args, kwargs or {})
         return func(*args, **kwargs)
 
     def _carried(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        if not any(_is_real_elsewhere(leaf) for leaf in leaves):
-            return args, kwargs
-        return pytree.tree_unflatten([self._copy(leaf) for leaf in leaves], spec)
+        return pytree.tree_map_only(Tensor, self._copy, (args, kwargs))
 
     def _copy(self, leaf: Any) -> Any:
         if not _is_real_elsewhere(leaf):
@@ -125,9 +120,7 @@ class _View(_OnCpu):
         }
         self._moves = getattr(Tensor, kind)
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = self._carried(args, kwargs or {})
         answer = self._answers.get(func)
         if answer is not None and _asked_by_user():

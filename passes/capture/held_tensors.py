@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from cost_model.errors import CaptureError
 from passes.capture.model_state import Slot
 from passes.capture.places import contents
+from passes.capture.refusals import refused
 from passes.capture.surroundings import Container, containers_of
 
 __all__ = ["check_shared_memory", "held_tensors_kept", "overlap"]
@@ -77,9 +78,11 @@ def _restored(kept: Kept) -> list[str]:
 
 def _refuse(model: nn.Module, changed: list[str], cause: Exception | None) -> None:
     if changed:
-        raise CaptureError(
-            f"cannot capture {type(model).__name__}: forward changes {', '.join(changed)} in place, a tensor that is "
-            "neither buffer nor attribute\n  try: self.register_buffer(name, tensor, persistent=False)"
+        names = ", ".join(changed)
+        raise refused(
+            f"forward changes {names} in place, a tensor that is neither buffer nor attribute",
+            "self.register_buffer(name, tensor, persistent=False)",
+            model=model,
         ) from cause
 
 
@@ -130,10 +133,8 @@ def _refused(model: nn.Module, owner: _Held, other: _Held) -> CaptureError:
     else:
         why = "and would no longer follow it"
         remedy = f"compute {other.name} from {owner.name} in forward, or in a property"
-    return CaptureError(
-        f"cannot capture: {other.kind} {other.name} shares memory with {owner.kind} {owner.name}, {why}\n"
-        f"  try: {remedy}"
-    )
+    shared = f"{other.kind} {other.name} shares memory with {owner.kind} {owner.name}"
+    return refused(f"{shared}, {why}", remedy)
 
 
 def overlap(first: Tensor, second: Tensor) -> bool:

@@ -90,9 +90,7 @@ class _Branch(TorchFunctionMode):
         self._made: dict[int, Any] = {}
         self._read: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
         self._check_written(func, args, named)
         args, named = pytree.tree_map_only(Tensor, self._inside, (args, named))

@@ -122,9 +122,7 @@ def grouped_functions() -> list[Any]:
 class GroupedAsCaptured(TorchFunctionMode):
     """Inside, grouped products for which torch has no kernel (of float64) are computed as they are captured."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in grouped_mm_functions():
             return func(*args, **(kwargs or {}))
         try:

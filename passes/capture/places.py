@@ -7,7 +7,7 @@ import types
 import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -22,10 +22,9 @@ __all__ = [
     "Added",
     "Appended",
     "Argument",
-    "Attribute",
+    "Assigned",
     "Hooked",
     "Incremented",
-    "Item",
     "Names",
     "Place",
     "Root",
@@ -175,14 +174,19 @@ class Via:
         held = self.holder.get()
         return getattr(held, self.key) if self.attribute else kind_of(held).__getitem__(held, self.key)
 
+    def put(self, value: Any) -> None:
+        """What was left there is what the holder's class made of it, and a frozen one takes it too."""
+        held = self.holder.get()
+        if not self.attribute:
+            kind_of(held).__setitem__(held, self.key, value)
+        elif isinstance(held, nn.Module):
+            setattr(held, self.key, value)
+        else:
+            object.__setattr__(held, self.key, value)
+
     def __str__(self) -> str:
         step = f".{self.key}" if self.attribute else f"[{self.key!r}]"
         return f"{self.holder}{step}".removeprefix(".")
-
-
-def _assign(holder: Any, name: str, value: Any) -> None:
-    """What was left there is what the holder's class made of it, and a frozen one takes it too."""
-    (setattr if isinstance(holder, nn.Module) else object.__setattr__)(holder, name, value)
 
 
 class Place(ABC):
@@ -198,33 +202,16 @@ class Place(ABC):
 
 
 @dataclass(frozen=True, eq=False)
-class Attribute(Place):
-    """`holder.name = value` at every call."""
+class Assigned(Place):
+    """`holder.name = value`, or `holder[key] = value`, at every call."""
 
-    holder: Root | Via
-    name: str
-
-    def get(self, call: Call) -> Any:
-        return getattr(self.holder.get(), self.name)
-
-    def put(self, call: Call, value: Any) -> None:
-        _assign(self.holder.get(), self.name, value)
-
-
-@dataclass(frozen=True, eq=False)
-class Item(Place):
-    """`holder[key] = value` at every call."""
-
-    holder: Root | Via
-    key: Hashable
+    at: Via
 
     def get(self, call: Call) -> Any:
-        held = self.holder.get()
-        return kind_of(held).__getitem__(held, self.key)
+        return self.at.get()
 
     def put(self, call: Call, value: Any) -> None:
-        held = self.holder.get()
-        kind_of(held).__setitem__(held, self.key, value)
+        self.at.put(value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,12 +255,10 @@ class Hooked(Place):
 class Incremented(Place):
     """`holder.name += value` at every call: a counter that the forward does not otherwise read."""
 
-    holder: Root | Via
-    name: str
+    at: Via
 
     def put(self, call: Call, value: Any) -> None:
-        held = self.holder.get()
-        _assign(held, self.name, getattr(held, self.name) + value)
+        self.at.put(self.at.get() + value)
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,8 +2,8 @@
 
     for e in hit.nonzero(): ...        torch.cat([z[keep], w])      x[i, j] = z[keep]      z[keep].tolist()
 
-The body of a loop, over the experts that any token goes to, runs for all rows. Rows that it chooses are there only where
-its own row is, so what they add is nothing otherwise. A body that does anything else that lasts is an error.
+The body of a loop, over the experts that any token goes to, runs for all rows. Rows that it chooses are there only
+where its own row is, so what they add is nothing otherwise. A body that does anything else that lasts is an error.
 
 What is not known row by row is done with as many rows as there are. The number is asked as other values are
 (`passes.capture.questions`): it must follow from what the call is given, and a call in which it is another is one of
@@ -85,9 +85,7 @@ class _Body(TorchFunctionMode):
         self.there, self.known, self.is_left = there, [row], False
         row._of_loop = True  # type: ignore[attr-defined]
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """What is computed of the row's number alone is a number, too."""
         if self.is_left:
             raise _left_by_break(self)

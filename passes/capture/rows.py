@@ -12,7 +12,6 @@ it.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from passes.capture.provenance import is_user_file, place_text
 from passes.ir.torch_dtensor import bare_tensor
 from passes.ir.torch_tracing import tracing_suspended
 
@@ -37,7 +35,6 @@ __all__ = [
     "pointwise",
     "rows_in",
     "unknown",
-    "user_place",
 ]
 
 _REMEDY = "compute on all rows, leave out the others by torch.where(mask, value, 0), and divide by mask.sum()"
@@ -86,9 +83,7 @@ class Rows(Tensor):
     copies: list[tuple[Tensor, int]]
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return rows_in((args, kwargs))[0].choice.answer(func, args, kwargs or {})
 
     @classmethod
@@ -116,17 +111,6 @@ def filled(padded: Tensor, valid: Tensor, value: float | None = None) -> Tensor:
         value = 1 if padded.is_floating_point() or padded.is_complex() else 0
     mask = valid.reshape(-1, *[1] * (padded.ndim - 1))
     return torch.where(mask, padded, torch.full((), value, dtype=padded.dtype))
-
-
-def user_place() -> str:
-    """The innermost line of the user's code that runs."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if is_user_file(code.co_filename):
-            return place_text(code.co_filename, frame.f_lineno, code.co_name)
-        frame = frame.f_back
-    return ""
 
 
 _VIEW_NAMES = """

@@ -12,16 +12,16 @@ from cost_model.errors import CaptureError
 from passes.capture.places import (
     Added,
     Appended,
-    Attribute,
+    Assigned,
     Hooked,
     Incremented,
-    Item,
     Place,
     Root,
     Via,
     contents,
     refill,
 )
+from passes.capture.refusals import refused
 from passes.capture.stand_ins import Counted, Spot, Stored
 from passes.capture.surroundings import Container, containers_of, is_own, module_attributes
 from passes.ir.torch_tracing import module_reads_seen
@@ -99,14 +99,14 @@ class Snapshot:
 def _attribute_changes(where: Root | Via, new: Mapping[str, Any], old: Mapping[str, Any]) -> Changes:
     found: Changes = []
     for key, value in new.items():
-        place, before = Attribute(where, key), old.get(key, _ABSENT)
+        at, before = Via(where, key, True), old.get(key, _ABSENT)
         if isinstance(value, Counted):
-            found += [(Incremented(where, key), value.change)] if value.change else []
+            found += [(Incremented(at), value.change)] if value.change else []
         elif not _same(before, value.held if isinstance(value, Stored) else value):
-            found.append((place, value))
+            found.append((Assigned(at), value))
     gone = [key for key in old if key not in new]
     if gone:
-        raise _refused(f"{where}.{gone[0]}".removeprefix("."), "deletes")
+        raise _unrepeatable(f"deletes {Via(where, gone[0], True)}")
     return found
 
 
@@ -118,11 +118,12 @@ def _container_changes(container: Container, old: Any) -> Changes:
         return _attribute_changes(where, mine, {k: v for k, v in old.items() if k in mine or k not in new})
     if isinstance(value, dict):
         if any(key not in new for key in old):
-            raise _refused(str(where), "removes items of")
-        return [(Item(where, k), v) for k, v in new.items() if not _same(old.get(k, _ABSENT), v)]
+            raise _unrepeatable(f"removes items of {where}")
+        changed = [(k, v) for k, v in new.items() if not _same(old.get(k, _ABSENT), v)]
+        return [(Assigned(Via(where, k, False)), v) for k, v in changed]
     if isinstance(value, set):
         if not set(old) <= set(new):
-            raise _refused(str(where), "removes items of")
+            raise _unrepeatable(f"removes items of {where}")
         return [(Added(where), item) for item in set(new) - set(old)]
     return _list_changes(where, new, old, getattr(value, "maxlen", None))
 
@@ -134,10 +135,10 @@ def _list_changes(where: Root | Via, new: list[Any], old: list[Any], most: int |
         dropped += 1
     old = old[dropped:]
     if len(new) < len(old):
-        raise _refused(str(where), "removes items of")
+        raise _unrepeatable(f"removes items of {where}")
     replaced = [(i, b) for i, (a, b) in enumerate(zip(old, new, strict=False)) if not _same(a, b)]
     added = new[len(old) :]
-    changes: Changes = [(Item(where, i), item) for i, item in replaced]
+    changes: Changes = [(Assigned(Via(where, i, False)), item) for i, item in replaced]
     return changes + [(Appended(where, len(added) - i), item) for i, item in enumerate(added)]
 
 
@@ -155,11 +156,9 @@ def _plain(value: Any) -> bool:
     return isinstance(value, (bool, int, float, complex, str, bytes, type(None)))
 
 
-def _refused(what: str, does: str) -> CaptureError:
-    return CaptureError(
-        f"cannot capture: forward {does} {what}, which a compiled call cannot repeat\n"
-        "  try: return the value instead, or keep it in a buffer (register_buffer)"
-    )
+def _unrepeatable(what: str) -> CaptureError:
+    remedy = "return the value instead, or keep it in a buffer (register_buffer)"
+    return refused(f"forward {what}, which a compiled call cannot repeat", remedy)
 
 
 def check_backward_writes(before: Snapshot, forward: Iterable[Place]) -> None:
@@ -172,19 +171,19 @@ def check_backward_writes(before: Snapshot, forward: Iterable[Place]) -> None:
     for place, _ in before.changes():
         name = _name(place)
         if name not in known:
-            raise CaptureError(
-                f"cannot capture: a hook leaves something in {name} during the backward, which a compiled step cannot "
-                "repeat\n  try: a hook of the parameter (register_hook, register_post_accumulate_grad_hook), or "
-                "torch.autograd.grad in the forward and return the gradient"
+            raise refused(
+                f"a hook leaves something in {name} during the backward, which a compiled step cannot repeat",
+                "a hook of the parameter (register_hook, register_post_accumulate_grad_hook), or "
+                "torch.autograd.grad in the forward and return the gradient",
             )
 
 
 def _name(place: Place) -> str:
     """The attribute, or the list or dict."""
-    holder = str(getattr(place, "holder", type(place).__name__))
-    return (
-        f"{holder}.{place.name}".removeprefix(".") if isinstance(place, (Attribute, Incremented)) else holder
-    )
+    at = getattr(place, "at", None)
+    if at is None:
+        return str(getattr(place, "holder", type(place).__name__))
+    return str(at if at.attribute else at.holder)
 
 
 _EVERY_CLASS = frozenset(vars(nn.Module))
@@ -223,12 +222,13 @@ def write_only_candidates(
 
 
 def _spot(place: Place, value: Any) -> Spot | None:
-    holder = getattr(place, "holder", None)
-    if isinstance(place, Attribute) and isinstance(holder, Root) and isinstance(holder.value, nn.Module):
-        old = vars(holder.value).get(place.name)
-        numbers = type(old) is type(value) and type(value) in (int, float)
-        return (holder.value, place.name) if numbers else None
-    if isinstance(place, (Appended, Item)) and isinstance(holder, Via) and isinstance(holder.holder, Root):
-        module = holder.holder.value
-        return (module, holder.key) if holder.attribute and isinstance(module, nn.Module) else None
-    return None
+    at = place.at if isinstance(place, Assigned) else None
+    held = at if at is not None and at.attribute else getattr(at or place, "holder", None)
+    if not isinstance(place, (Assigned, Appended)) or not isinstance(held, Via) or not held.attribute:
+        return None
+    module = held.holder.value if isinstance(held.holder, Root) else None
+    if not isinstance(module, nn.Module):
+        return None
+    old = vars(module).get(held.key)
+    is_number = type(old) is type(value) and type(value) in (int, float)
+    return (module, held.key) if held is not at or is_number else None

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cost_model.errors import CaptureError
 from passes.capture.answered_calls import torch_calls_answered
 from passes.capture.answers import traced_with_answers
 from passes.capture.decompositions import decomposition_table
@@ -23,6 +22,7 @@ from passes.capture.nested_calls import nested_calls_written_out
 from passes.capture.places import Argument, Place
 from passes.capture.provenance import provenance
 from passes.capture.questions import Questions, RunEnded
+from passes.capture.refusals import refused
 from passes.capture.row_values import count_leaving, counted, loops_ended
 from passes.capture.snapshot import Snapshot, attributes_read, check_backward_writes, write_only_candidates
 from passes.capture.stand_ins import Spot, Uses, put_stand_ins
@@ -130,10 +130,7 @@ class _Traceable(nn.Module):
             rebound = rebound_buffers(program.slots, tensors[:count])
         run.count, run.returned, run.rebound = len(outputs), len(flatten(result)[0]), tuple(rebound)
         if not run.returned:
-            raise CaptureError(
-                f"cannot capture {type(program.model).__name__}: its forward returns no tensor\n"
-                "  try: return the loss"
-            )
+            raise refused("its forward returns no tensor", "return the loss", model=program.model)
         if self.questions.history is not None:
             raise RunEnded
         # A clone is no alias of an input, a parameter or another output: the graph stays functional.
