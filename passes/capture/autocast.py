@@ -64,13 +64,14 @@ def cast_to(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return pytree.tree_map(lambda leaf: leaf.to(dtype) if _is_cast(leaf) else leaf, (args, kwargs))
 
 
-def _call_in(op: Op, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _lower(op: Op, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What is cast, in `dtype`."""
     args, kwargs = cast_to(dtype, args, kwargs)
     return op(*args, **kwargs)
 
 
 def _full(op: Op, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _call_in(op, torch.float32, args, kwargs)
+    return _lower(op, torch.float32, args, kwargs)
 
 
 def _full_result(op: Any, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -107,7 +108,7 @@ def _widest(op: Op, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str,
     """All operands in float32 if any of them is, else in autocast's dtype."""
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _is_cast(leaf)]
     wide = any(tensor.dtype == torch.float32 for tensor in tensors)
-    return _call_in(op, torch.float32 if wide else dtype, args, kwargs)
+    return _lower(op, torch.float32 if wide else dtype, args, kwargs)
 
 
 def _refuse(op: Op, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -119,7 +120,7 @@ def _refuse(op: Op, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str,
 POLICIES: dict[str, Policy] = {
     name: policy
     for names, policy in (
-        (_LOWER_PRECISION, _call_in),
+        (_LOWER_PRECISION, _lower),
         (_FULL_PRECISION, _full),
         (_FULL_PRECISION_RESULT, _full_result),
         (_FULL_PRECISION_OTHER_OVERLOAD, _full_other),
@@ -127,7 +128,7 @@ POLICIES: dict[str, Policy] = {
         (_REFUSED, _refuse),
     )
     for name in names.split()
-} | dict.fromkeys(CUDNN_LAYERS, _call_in)
+} | dict.fromkeys(CUDNN_LAYERS, _lower)
 """ATen name, with its overload if that has a name -> what autocast does there."""
 
 
