@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from cost_model.errors import UnsupportedOpError
-from passes.capture.autocast import cast_to
+from passes.capture.device_view import cast_to
 from passes.capture.row_index import mask_key
 from passes.capture.rows import Rows, rows_in, unknown
 from passes.ir.torch_tracing import grouped_mm_functions

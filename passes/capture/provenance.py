@@ -139,16 +139,9 @@ def provenance(
     def leave(_module: nn.Module, _args: Any, _result: Any) -> None:
         fx_traceback.current_meta["custom"] = entered.pop()
 
-    handles = [
-        register_module_forward_pre_hook(enter),
-        register_module_forward_hook(leave, always_call=True),
-    ]
-    try:
-        with fx_traceback.preserve_node_meta(), _SourceMode(replace, stop):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    hooks = register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)
+    with hooks[0], hooks[1], fx_traceback.preserve_node_meta(), _SourceMode(replace, stop):
+        yield
 
 
 def node_module(node: fx.Node) -> str:

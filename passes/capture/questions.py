@@ -202,10 +202,8 @@ class Questions:
 
     def _answered(self, known: Callable[[], Any], asked: Callable[[], Tensor]) -> Any:
         """What torch says, or else the answer to a question about `asked()`."""
-        within, self._within = (
-            self._within,
-            True,
-        )  # torch asks by other ops, of the tensors inside of this one
+        # Torch asks by other ops, of the tensors inside of this one.
+        within, self._within = self._within, True
         try:
             return known()
         except Exception as error:

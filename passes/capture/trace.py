@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,46 +58,37 @@ class TracedCall:
 
 
 @dataclass
-class Returned:
-    """Of the last run of the forward. A flat output is a tensor of the call, one that the forward left in a place, or
-    a re-assigned buffer."""
+class Traced:
+    """What the last run of the forward made, and its graph. A flat output is a tensor of the call, one that the forward
+    left in a place, or a re-assigned buffer.
 
-    tree: Tree | None = None
-    count: int = 0
+    aot: inputs are the slots' values, then the call's tensors; flat outputs are the call's `output_count` tensors, then
+    the new values of the slots `rebound`. outputs: structure of (what the call returns, what it leaves in `places`).
+    returned: how many of the `output_count` tensors it returns. writes: places, and what is left there. reads:
+    attributes that it read and does not only add to."""
+
+    aot: AotGraph = field(init=False)
+    outputs: Tree = field(init=False)
+    output_count: int = 0
     returned: int = 0
     writes: tuple[tuple[Place, Any], ...] = ()
     rebound: tuple[int, ...] = ()
-    reads: Mapping[nn.Module, set[str]] = field(default_factory=dict)
+    reads: dict[nn.Module, set[str]] = field(default_factory=dict)
 
-
-@dataclass(frozen=True)
-class Traced:
-    """aot: inputs are the slots' values, then the call's tensors; flat outputs are the call's
-    `output_count` tensors, then the new values of the slots `rebound`.
-
-    outputs: structure of (what the call returns, what it leaves in `places`). returned: how many of the
-    `output_count` tensors it returns. reads: attributes that it read and does not only add to."""
-
-    aot: AotGraph
-    outputs: Tree
-    output_count: int
-    returned: int
-    places: tuple[Place, ...]
-    reads: Mapping[nn.Module, frozenset[str]]
-    rebound: tuple[int, ...]
+    @property
+    def places(self) -> tuple[Place, ...]:
+        return tuple(place for place, _ in self.writes)
 
 
 class _Traceable(nn.Module):
     """The program as a function of all its tensors. The model is no submodule: it has no parameters."""
 
     def __init__(
-        self, program: TracedCall, returned: Returned, spots: Sequence[Spot], uses: Uses, questions: Questions
+        self, program: TracedCall, run: Traced, spots: Sequence[Spot], uses: Uses, questions: Questions
     ) -> None:
         super().__init__()
-        self.program = program
-        self.returned = returned
+        self.program, self.run, self.questions = program, run, questions
         self.spots, self.uses = spots, uses
-        self.questions = questions
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         self.questions.begin()
@@ -112,7 +103,7 @@ class _Traceable(nn.Module):
             self.questions.end()
 
     def _flat(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        program, run = self.program, self.returned
+        program, run = self.program, self.run
         count = len(program.slots)
         arguments = _passed_on(program.call)
         with state_replaced(program.slots, tensors[:count]), state_kept(program.model, arguments) as before:
@@ -125,10 +116,10 @@ class _Traceable(nn.Module):
             writes = (*before.changes(), *arguments)
             count_leaving(flatten((result, tuple(value for _, value in writes)))[0])
             run.writes = (*writes, *self.questions.checks())
-            outputs, run.tree = flatten((result, tuple(value for _, value in run.writes)))
+            outputs, run.outputs = flatten((result, tuple(value for _, value in run.writes)))
             outputs = counted(outputs)
             rebound = rebound_buffers(program.slots, tensors[:count])
-        run.count, run.returned, run.rebound = len(outputs), len(flatten(result)[0]), tuple(rebound)
+        run.output_count, run.returned, run.rebound = len(outputs), len(flatten(result)[0]), tuple(rebound)
         if not run.returned:
             raise refused("its forward returns no tensor", "return the loss", model=program.model)
         if self.questions.history is not None:
@@ -155,42 +146,27 @@ def trace(program: TracedCall, answers: Sequence[Tensor] = ()) -> Traced:
 
     answers: to the first of the questions that the forward asks of values."""
 
-    def tracer(questions: Questions) -> tuple[AotGraph, Returned] | None:
+    def tracer(questions: Questions) -> Traced | None:
         try:
             return _traced(program, (), Uses(), questions)
         except RunEnded:
             return None
 
-    (aot, run), questions = traced_with_answers(tracer, answers)
-    exempt: Sequence[Spot] = ()
-    spots, uses = write_only_candidates(run.writes, run.reads), Uses()
+    traced, questions = traced_with_answers(tracer, answers)
+    spots, uses = write_only_candidates(traced.writes, traced.reads), Uses()
     if spots:
-        again = _traced_if_possible(program, spots, uses, questions)
-        if again is not None and not uses.looked_at:
-            (aot, run), exempt = again, spots
-    assert run.tree is not None
-    reads = {
-        module: frozenset(name for name in names if (module, name) not in exempt)
-        for module, names in run.reads.items()
-    }
-    places = tuple(place for place, _ in run.writes)
-    return Traced(aot, run.tree, run.count, run.returned, places, reads, run.rebound)
+        with suppress(Exception):  # whatever code says to an object that is no number
+            again = _traced(program, spots, uses, questions)
+            if not uses.looked_at:
+                for module, name in spots:
+                    again.reads.get(module, set()).discard(name)
+                return again
+    return traced
 
 
-def _traced_if_possible(
-    program: TracedCall, spots: Sequence[Spot], uses: Uses, questions: Questions
-) -> tuple[AotGraph, Returned] | None:
-    try:
-        return _traced(program, spots, uses, questions)
-    except Exception:  # whatever code says to an object that is no number
-        return None
-
-
-def _traced(
-    program: TracedCall, spots: Sequence[Spot], uses: Uses, questions: Questions
-) -> tuple[AotGraph, Returned]:
+def _traced(program: TracedCall, spots: Sequence[Spot], uses: Uses, questions: Questions) -> Traced:
     """One trace, with stand-ins in `spots`."""
-    returned = Returned()
+    run = Traced()
     with ExitStack() as stack:
         stack.enter_context(_plain_autograd())
         stack.enter_context(state_kept(program.model))
@@ -208,9 +184,9 @@ def _traced(
             questions.answered(),
         ):
             stack.enter_context(context)
-        aot = _joint(program, _Traceable(program, returned, spots, uses, questions), answers)
-        check_backward_writes(before, [place for place, _ in returned.writes])
-    return aot, returned
+        run.aot = _joint(program, _Traceable(program, run, spots, uses, questions), answers)
+        check_backward_writes(before, run.places)
+    return run
 
 
 def _joint(program: TracedCall, traceable: _Traceable, answers: dict[Any, Callable[..., Any]]) -> AotGraph:
