@@ -17,9 +17,7 @@ from passes.capture.refusals import check_dense, is_dense
 from passes.capture.stand_ins import Number, widest
 from passes.capture.trees import (
     Instance,
-    Mapped,
-    Registered,
-    Sequenced,
+    Nest,
     TensorLeaf,
     Tree,
     assembled,
@@ -48,7 +46,7 @@ def _with_tensors(tree: Tree, value: Any, found: dict[int, Tensor]) -> Any:
     if isinstance(tree, Number):
         known = torch.tensor(value)
         return found.setdefault(tree.index, torch.tensor(value, dtype=widest(known).dtype))
-    if not isinstance(tree, (Mapped, Sequenced, Registered, Instance)) or not number_indices(tree):
+    if not isinstance(tree, (Nest, Instance)) or not number_indices(tree):
         return value
     pairs = zip(tree.children, items_of(tree, value), strict=True)
     items = [_with_tensors(*pair, found) for pair in pairs]
@@ -140,28 +138,35 @@ def tensor_paths(tree: Tree, root: str = "") -> dict[int, str]:
 def _paths(tree: Tree, path: str) -> Iterator[tuple[int, str]]:
     if isinstance(tree, (TensorLeaf, Number)):
         yield tree.index, path
-    elif isinstance(tree, (Sequenced, Mapped, Registered, Instance)):
+    elif isinstance(tree, (Nest, Instance)):
         for step, child in zip(_steps(tree), tree.children, strict=True):
             yield from _paths(child, path + step)
 
 
-def _steps(tree: Sequenced | Mapped | Registered | Instance) -> list[str]:
-    if isinstance(tree, Mapped):
-        return [f"[{key!r}]" for key in tree.keys]
+def _steps(tree: Nest | Instance) -> list[str]:
     if isinstance(tree, Instance):
         return [f".{name}" for name in tree.names]
-    if isinstance(tree, Registered) and isinstance(tree.frozen_context, tuple):
-        keys = tree.frozen_context
-        if len(keys) == len(tree.children) and all(isinstance(key, str) for key in keys):
-            return [f".{key}" for key in keys]
-    return [f"[{i}]" for i in range(len(tree.children))]
+    count = len(tree.children)
+    if tree.kind is dict:
+        return [f"[{key!r}]" for key in tree.keys]
+    if (
+        isinstance(tree.keys, tuple)
+        and len(tree.keys) == count
+        and all(isinstance(k, str) for k in tree.keys)
+    ):
+        return [f".{key}" for key in tree.keys]
+    return [f"[{i}]" for i in range(count)]
 
 
 def _arguments(key: CallKey) -> tuple[Tree, dict[str, Tree]]:
-    assert isinstance(key.tree, Sequenced)
-    args, kwargs = key.tree.children
-    assert isinstance(kwargs, Mapped)
+    args, kwargs = _children(key.tree)
+    assert isinstance(kwargs, Nest)
     return args, dict(zip(kwargs.keys, kwargs.children, strict=True))
+
+
+def _children(tree: Tree) -> tuple[Tree, ...]:
+    assert isinstance(tree, Nest)
+    return tree.children
 
 
 @dataclass(frozen=True)
@@ -181,10 +186,7 @@ class CallSpec:
     def checks(self) -> tuple[tuple[int | None, Check], ...]:
         """What the forward asks of values, and the outputs that say whether they are as the program supposes. None: of
         a number that is only kept nothing is supposed."""
-        assert isinstance(self.outputs, Sequenced)
-        left = self.outputs.children[1]
-        assert isinstance(left, Sequenced)
-        pairs = zip(left.children, self.places, strict=True)
+        pairs = zip(_children(_children(self.outputs)[1]), self.places, strict=True)
         return tuple(
             (getattr(tree, "index", None), place) for tree, place in pairs if isinstance(place, Check)
         )
@@ -192,8 +194,7 @@ class CallSpec:
     @property
     def returned_tree(self) -> Tree:
         """The structure of what the call returns."""
-        assert isinstance(self.outputs, Sequenced)
-        return self.outputs.children[0]
+        return _children(self.outputs)[0]
 
     def copied(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]

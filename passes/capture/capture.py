@@ -39,28 +39,12 @@ aten = torch.ops.aten
 _LIFTS = (aten.lift_fresh_copy.default, aten.lift_fresh.default)
 
 
-def build_joint(program: TracedCall, traced: Traced, input_names: Sequence[str]) -> JointGraph:
-    """Placeholders: parameters, buffers, constants, inputs, tangents. Unused ones are kept."""
-    builder = _Builder(program, traced, input_names)
-    builder.add_placeholders()
-    builder.copy_nodes()
-    return builder.finish()
-
-
-def overwritten_inputs(program: TracedCall, traced: Traced) -> tuple[int, ...]:
-    """Tensors of the call that the forward changes in place, by position, in the order of their new values."""
-    slots = len(program.slots)
-    changed = [
-        end.index - slots for end in traced.aot.outputs if end.kind == "mutated" and end.index >= slots
-    ]
-    return tuple(sorted(changed))
-
-
 class _Builder:
+    """overwritten: tensors of the call that the forward changes in place, by position, in the order of their new
+    values."""
+
     def __init__(self, program: TracedCall, traced: Traced, input_names: Sequence[str]) -> None:
-        self.program = program
-        self.traced = traced
-        self.input_names = input_names
+        self.program, self.traced, self.input_names = program, traced, input_names
         self.old = traced.aot.module
         self.graph = fx.Graph()
         self.new: dict[fx.Node, fx.Node] = {}
@@ -68,9 +52,16 @@ class _Builder:
         self.constants: dict[str, torch.Tensor] = {}
         self.results = _results(self.old.graph)
         self._refuse_mutations()
-        self.overwritten = overwritten_inputs(program, traced)
+        changed = [e.index - len(program.slots) for e in traced.aot.outputs if e.kind == "mutated"]
+        self.overwritten = tuple(sorted(index for index in changed if index >= 0))
 
-    def add_placeholders(self) -> None:
+    def joint(self) -> JointGraph:
+        """Placeholders: parameters, buffers, constants, inputs, tangents. Unused ones are kept."""
+        self._add_placeholders()
+        self._copy_nodes()
+        return self._finished()
+
+    def _add_placeholders(self) -> None:
         old = self.old.graph.find_nodes(op="placeholder")
         ends = list(zip(old, self.traced.aot.inputs, strict=True))
         slots = len(self.program.slots)
@@ -87,7 +78,7 @@ class _Builder:
             if end.kind == "tangent":
                 self._placeholder(node, GraphInput("tangent", f"tangent {end.index}", end.index))
 
-    def copy_nodes(self) -> None:
+    def _copy_nodes(self) -> None:
         live = ancestors(node for node in self.results if node is not None)
         forward = ancestors(
             node for node, end in zip(self.results, self.traced.aot.outputs, strict=True)
@@ -111,7 +102,7 @@ class _Builder:
                     copy.meta["saved"] = True
             self.new[node] = copy
 
-    def finish(self) -> JointGraph:
+    def _finished(self) -> JointGraph:
         pairs = zip(self.traced.aot.outputs, self.results, strict=True)
         outputs = [(self._output(end), node) for end, node in pairs if end.kind != "none"]
         outputs.sort(key=lambda pair: _order(pair[0]))
@@ -137,17 +128,17 @@ class _Builder:
             return GraphOutput("buffer", self.program.slots[slot].name, slot)
         return GraphOutput("output", f"output {end.index}", end.index)
 
-    def _placeholder(self, old: fx.Node, spec: GraphInput) -> None:
-        self.new[old] = self._new_placeholder(spec, old.meta["val"])
-
-    def _new_placeholder(self, spec: GraphInput, value: torch.Tensor) -> fx.Node:
+    def _placeholder(self, old: fx.Node, spec: GraphInput, value: torch.Tensor | None = None) -> fx.Node:
         node = self.graph.placeholder(_identifier(spec.name))
+        value = old.meta["val"] if value is None else value
         node.meta = {"val": value, "phase": "forward", "module": "", "source": ""}
         self.inputs.append(spec)
+        self.new[old] = node
         return node
 
     def _add_constants(self) -> None:
         known: dict[int, fx.Node] = {}
+        some = self.old.graph.find_nodes(op="placeholder")[0].meta["val"]
         live = ancestors(node for node in self.results if node is not None)
         for node in self.old.graph.nodes:
             if node.op != "get_attr" or node not in live:
@@ -159,8 +150,8 @@ class _Builder:
                 self._check_constant(value, node)
                 name = f"constant {len(self.constants)}"
                 self.constants[name] = value
-                fake = fake_like(value, self._some_fake)
-                known[id(value)] = self._new_placeholder(GraphInput("constant", name), fake)
+                fake = fake_like(value, some)
+                known[id(value)] = self._placeholder(node, GraphInput("constant", name), fake)
             self.new[node] = known[id(value)]
 
     def _check_constant(self, value: torch.Tensor, node: fx.Node) -> None:
@@ -198,10 +189,6 @@ class _Builder:
                 what = f"parameter {slots[end.index].name}"
                 source, by = ("", None) if node is None else (node_source(node), node.target)
                 raise mutation_error(self.program.model, what, source, by)
-
-    @property
-    def _some_fake(self) -> torch.Tensor:
-        return next(iter(self.old.graph.find_nodes(op="placeholder"))).meta["val"]
 
 
 def _order(end: GraphOutput) -> tuple[int, int]:
@@ -283,12 +270,12 @@ def capture(
             raise  # what the forward raises for values like these
         raise capture_error(model, called, cause) from users_part(cause)
     check_dtypes(traced.aot.module.graph)
-    joint = replace(build_joint(program, traced, tensor_names(key)), device=runs_on)
+    builder = _Builder(program, traced, tensor_names(key))
+    joint = replace(builder.joint(), device=runs_on)
     written = [e.index for e in traced.aot.outputs if e.kind == "mutated" and e.index < len(slots)]
     check_shared_memory(model, slots, written, joint.constants.values())
     aliases = {slot.name: slot.aliases for slot in slots if slot.aliases}
-    overwritten = overwritten_inputs(program, traced)
-    count = traced.output_count + len(overwritten)
-    call = CallSpec(key, traced.outputs, count, traced.returned, traced.places, overwritten)
+    count = traced.output_count + len(builder.overwritten)
+    call = CallSpec(key, traced.outputs, count, traced.returned, traced.places, builder.overwritten)
     reads = {module: frozenset(names) for module, names in traced.reads.items()}
     return Captured(joint, call, aliases, reads)

@@ -146,15 +146,20 @@ def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     return scaled if bias is None else scaled + bias
 
 
+def _normalised(x: Tensor, over: Sequence[int], eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x with mean 0 and deviation 1 over some dims, its mean, 1/deviation and variance there, dims kept."""
+    variance, center = moments(x, over, 0)
+    rstd = (variance + eps).rsqrt()
+    return (x - center) * rstd, center, rstd, variance
+
+
 def layer_norm(
     x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x: [*lead, *shape]. Returns the normalised x, and mean and 1/deviation, [*lead, 1, ...] each."""
     over = list(range(x.ndim - len(shape), x.ndim))
-    work = x.to(wide(x.dtype))
-    variance, center = moments(work, over, 0)
-    rstd = (variance + eps).rsqrt()
-    return _affine((work - center) * rstd, weight, bias).to(x.dtype), center, rstd
+    hat, center, rstd, _ = _normalised(x.to(wide(x.dtype)), over, eps)
+    return _affine(hat, weight, bias).to(x.dtype), center, rstd
 
 
 def batch_norm(
@@ -178,9 +183,8 @@ def batch_norm(
         result = _affine((work - channel(center)) * channel((variance + eps).rsqrt()), weight, bias)
         return result.to(x.dtype), x.new_zeros((0,)), x.new_zeros((0,)), running_mean, running_var
     over = [d for d in range(x.ndim) if d != 1]
-    variance, center = moments(work, over, 0)
-    rstd = (variance + eps).rsqrt()
-    result = _affine((work - center) * rstd, weight, bias).to(x.dtype)
+    hat, center, rstd, variance = _normalised(work, over, eps)
+    result = _affine(hat, weight, bias).to(x.dtype)
     center, rstd, variance = (s.squeeze(over) for s in (center, rstd, variance))
     if running_mean is not None:
         running_mean = momentum * center + (1 - momentum) * running_mean
@@ -214,14 +218,13 @@ def group_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x: [n, c, *spatial]. Returns the normalised x, and mean and 1/deviation, [n, groups] each."""
     grouped = x.reshape(n, groups, c // groups, hw).to(wide(x.dtype))
-    variance, center = moments(grouped, (2, 3), 0)
-    rstd = (variance + eps).rsqrt()
-    result = ((grouped - center) * rstd).reshape(x.shape)
-    if weight is not None:
-        result = result * _per_channel(weight, x)
-    if bias is not None:
-        result = result + _per_channel(bias, x)
-    return result.to(x.dtype), center.reshape(n, groups), rstd.reshape(n, groups)
+    hat, center, rstd, _ = _normalised(grouped, (2, 3), eps)
+    weight, bias = (None if s is None else _per_channel(s, x) for s in (weight, bias))
+    return (
+        _affine(hat.reshape(x.shape), weight, bias).to(x.dtype),
+        center.reshape(n, groups),
+        rstd.reshape(n, groups),
+    )
 
 
 def group_norm_backward(
