@@ -219,12 +219,12 @@ def group_norm(
     """x: [n, c, *spatial]. Returns the normalised x, and mean and 1/deviation, [n, groups] each."""
     grouped = x.reshape(n, groups, c // groups, hw).to(wide(x.dtype))
     hat, center, rstd, _ = _normalised(grouped, (2, 3), eps)
-    weight, bias = (None if s is None else _per_channel(s, x) for s in (weight, bias))
-    return (
-        _affine(hat.reshape(x.shape), weight, bias).to(x.dtype),
-        center.reshape(n, groups),
-        rstd.reshape(n, groups),
-    )
+    result = hat.reshape(x.shape)
+    if weight is not None:
+        result = result * _per_channel(weight, x)
+    if bias is not None:
+        result = result + _per_channel(bias, x)
+    return result.to(x.dtype), center.reshape(n, groups), rstd.reshape(n, groups)
 
 
 def group_norm_backward(
