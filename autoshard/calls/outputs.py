@@ -12,8 +12,7 @@ import torch
 from autoshard.calls.signature import matched_placements
 from cost_model.mesh import MeshSpec
 from passes.capture import Captured
-from passes.capture.call import number_indices
-from passes.capture.call import tensor_paths
+from passes.capture.call import number_indices, tensor_paths
 from passes.layout.layout import Layout
 from passes.layout.placements import placements_to_layout
 
