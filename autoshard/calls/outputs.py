@@ -15,9 +15,8 @@ from torch import Tensor
 from autoshard.calls.global_call import matched_placements
 from cost_model.mesh import MeshSpec
 from passes.capture import CallSpec, Captured
-from passes.capture.numbers_left import number_indices
+from passes.capture.call import number_indices, tensor_paths
 from passes.capture.questions import Check
-from passes.capture.trees import tensor_paths
 from passes.layout.layout import Layout
 from passes.layout.placements import placements_to_layout
 

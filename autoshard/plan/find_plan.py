@@ -40,7 +40,7 @@ from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.canonicalize.canonicalize import canonicalize
 from passes.capture import Captured, capture
-from passes.capture.autocast import autocast_on
+from passes.capture.device_view import autocast_on
 from passes.compile.compile_graph import check_backend
 from passes.ir.kept_random_state import random_state_kept
 

@@ -11,7 +11,6 @@ from typing import Any
 import networkx as nx
 from msgspec import structs
 
-from autoshard.drawing.draw import draw, draw_pipeline
 from autoshard.plan.crossovers import Crossover
 from autoshard.plan.crossovers import crossovers as found_crossovers
 from autoshard.plan.explain import plan_difference
@@ -109,6 +108,8 @@ class Plan(PlanBase, PlanContent):
 
     def draw(self, path: str | os.PathLike[str]) -> Path:
         """Draw the plan; the suffix chooses: .svg .dot .html .json .graphml."""
+        from autoshard.drawing.draw import draw
+
         return draw(self.to_networkx(), path)
 
     def crossovers(self) -> tuple[Crossover, ...]:
@@ -211,6 +212,8 @@ class PipelinePlan(PlanBase, PipelineContent):
         """Draw all stages and pieces on one timeline, bubbles marked, and below it each stage's graph.
 
         The suffix chooses: .svg, .html, or .json, a trace that Perfetto opens. PlanError for another."""
+        from autoshard.drawing.draw import draw_pipeline
+
         graphs = [stage.to_networkx() for stage in self.stages]
         return draw_pipeline(f"{self.mesh}, stages along {self.axis}", self.timeline, graphs, path)
 

@@ -14,8 +14,6 @@ from typing import Any, Generic, Self, TypeVar
 import torch.distributed as dist
 from msgspec import structs
 
-from autoshard.drawing.draw import two_timelines_svg
-from autoshard.drawing.timeline_svg import trace_json
 from autoshard.plan.plan import PipelinePlan
 from autoshard.plan.stage_schedule import Scheduled
 from autoshard.runtime.observe import RankStep, StageRecorder, marks_of
@@ -120,8 +118,12 @@ class PipelineReport(Report[PipelineFigures]):
 
     def _drawn(self, target: Path) -> str:
         if target.suffix == ".json":
+            from autoshard.drawing.timeline_svg import trace_json
+
             return json.dumps(trace_json("measured", self.figures.measured)) + "\n"
         if target.suffix == ".svg":
+            from autoshard.drawing.draw import two_timelines_svg
+
             return two_timelines_svg(
                 ("predicted", self.figures.predicted), ("measured", self.figures.measured)
             )

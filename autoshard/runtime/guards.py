@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from passes.capture.contents import contents
-from passes.capture.places import Root, Via
+from passes.capture.places import Root, Via, contents
 from passes.capture.surroundings import held_by, is_open
 from passes.ir.torch_compat import global_module_hooks
 

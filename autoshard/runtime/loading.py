@@ -7,7 +7,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
@@ -140,6 +139,8 @@ class _SavePretrained:
     def __call__(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         collectively(self._mesh, self._arrived)
         if kwargs.get("state_dict") is None:
+            from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
             options = StateDictOptions(full_state_dict=True, cpu_offload=True)
             kwargs["state_dict"] = get_model_state_dict(self._model, options=options)
         kwargs["is_main_process"] = dist.get_rank() == 0

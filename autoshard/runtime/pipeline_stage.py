@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from autoshard.runtime.compiled_pieces import Compiler, PiecesRun
 from autoshard.runtime.observe import StageClock, timed
@@ -254,6 +253,9 @@ class PipelineStage:
 
 def torch_schedule(name: str, stages: Sequence[PipelineStage], pieces: int) -> Any:
     """The schedule `name` of `passes.stages.pipeline_orders` over this rank's stages, to be run by `run_pieces`."""
+    # Imports Dynamo, which takes a second that a program without stages does not need.
+    from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
     kind: Any = get_schedule_class(ORDERS[name].torch_name)
     given: Any = stages[0] if issubclass(kind, PipelineScheduleSingle) else list(stages)
     return kind(given, pieces, loss_fn=lambda output, _wanted: output, scale_grads=False)

@@ -25,8 +25,8 @@ from autoshard.verification.verify_stages import stage_errors
 from cost_model.checked_arguments import checked_count
 from cost_model.errors import PlanError
 from passes.capture import Captured, flatten_call
-from passes.capture.grouped_calls import GroupedAsCaptured
 from passes.capture.nested_calls import nested_calls_written_out
+from passes.capture.operator_calls import GroupedAsCaptured
 from passes.compile.bind_device import bind_device
 from passes.ir.joint import CPU, JointGraph, node_values
 from passes.ir.kept_random_state import random_state_kept

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import nnls
 
 from cost_model.groups import Occupancy, group_ranks, occupancy
 from cost_model.link_model import floor_slope, model_lines
@@ -97,6 +96,8 @@ def _link(latency: float = 0.0, rate: float = math.inf, peak: float = math.inf) 
 def _latencies(fits: Sequence[_Fit], count: int) -> tuple[float, list[float]]:
     times = np.array([fit.samples.seconds[0] for fit in fits])
     rows = np.array([[1.0, *(fit.hops(level, count) for level in range(count))] for fit in fits])
+    from scipy.optimize import nnls
+
     found, _ = nnls(rows / times[:, None], np.ones(len(fits)))
     launch, *latencies = (max(_LEAST_SECONDS, float(seconds)) for seconds in found)
     return launch, latencies

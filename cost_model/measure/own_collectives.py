@@ -1,7 +1,7 @@
 """Collectives of CPU tensors in the way that is the quickest: through memory that the ranks share, where all are on one
 host; little data in one round of messages; and all else as torch has it, for which these return None.
 
-Plans run them (`passes.ops.quick_collectives`), and profiles time them (`cost_model.measure.collective_work`). Every
+Plans run them (`passes.ops.named_collective`), and profiles time them (`cost_model.measure.collective_work`). Every
 rank of the group decides alike: by the group, and by what operands have in common on all ranks.
 """
 

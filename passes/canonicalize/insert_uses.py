@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-import passes.ops.use  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::use)
+import passes.ops.graph_marks  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::use)
 from passes.canonicalize.matmul_to_contract import PRODUCTS_ARE_CONTRACTS
 from passes.canonicalize.merge_duplicates import NO_DUPLICATES
 from passes.ir.graph_pass import GraphPass

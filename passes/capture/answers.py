@@ -17,10 +17,10 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from cost_model.errors import AutoshardError, CaptureError, UnsupportedOpError
-from passes.capture.awaited import Awaited
 from passes.capture.known_values import History
 from passes.capture.questions import NO, Question, Questions, Undecided
 from passes.capture.rows import RowsUnknown
+from passes.capture.stand_ins import Awaited
 from passes.ir.torch_tracing import is_value_missing, shape_dependent_errors
 
 __all__ = ["is_of_user", "traced_with_answers"]

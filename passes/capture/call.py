@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import copy
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -10,13 +11,50 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from passes.capture.dense_only import check_dense, is_dense
-from passes.capture.numbers_left import with_tensors
 from passes.capture.places import Place
 from passes.capture.questions import Check
-from passes.capture.trees import Mapped, Sequenced, Tree, flatten, flatten_arguments, tensor_paths, unflatten
+from passes.capture.refusals import check_dense, is_dense
+from passes.capture.stand_ins import Number, widest
+from passes.capture.trees import (
+    Instance,
+    Nest,
+    TensorLeaf,
+    Tree,
+    assembled,
+    flatten,
+    items_of,
+    unflatten,
+)
 
-__all__ = ["CallSpec", "flatten_call", "tensor_names"]
+__all__ = ["CallSpec", "flatten_call", "number_indices", "tensor_names", "tensor_paths"]
+
+
+def number_indices(tree: Tree) -> list[int]:
+    """Of the tensors that are numbers to the user."""
+    if isinstance(tree, Number):
+        return [tree.index]
+    return [index for child in getattr(tree, "children", ()) for index in number_indices(child)]
+
+
+def with_tensors(tree: Tree, value: Any) -> Any:
+    """`value`, whose structure is `tree`, with a tensor for each number that is one there."""
+    return _with_tensors(tree, value, {})
+
+
+def _with_tensors(tree: Tree, value: Any, found: dict[int, Tensor]) -> Any:
+    """found: by index, as a number may be in two places."""
+    if isinstance(tree, Number):
+        known = torch.tensor(value)
+        return found.setdefault(tree.index, torch.tensor(value, dtype=widest(known).dtype))
+    if not isinstance(tree, (Nest, Instance)) or not number_indices(tree):
+        return value
+    pairs = zip(tree.children, items_of(tree, value), strict=True)
+    items = [_with_tensors(*pair, found) for pair in pairs]
+    if not isinstance(tree, Instance):
+        return assembled(tree, items)
+    twin = copy.copy(value)
+    vars(twin).update(zip(tree.names, items, strict=True))
+    return twin
 
 
 @dataclass(frozen=True)
@@ -67,7 +105,7 @@ def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list
 
 
 def _flattened(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], CallKey]:
-    tensors, tree = flatten_arguments((args, dict(kwargs)))
+    tensors, tree = flatten((args, dict(kwargs)), arguments=True)
     if not all(map(is_dense, tensors)):
         for tensor, name in zip(tensors, tensor_names(CallKey(tree, ())), strict=True):
             check_dense(tensor, name)
@@ -92,11 +130,43 @@ def tensor_names(key: CallKey) -> list[str]:
     return [paths[i] for i in sorted(paths)]
 
 
+def tensor_paths(tree: Tree, root: str = "") -> dict[int, str]:
+    """Where each tensor first appears: {0: "x", 1: "cache.layers[0].keys"}."""
+    return dict(reversed(list(_paths(tree, root))))
+
+
+def _paths(tree: Tree, path: str) -> Iterator[tuple[int, str]]:
+    if isinstance(tree, (TensorLeaf, Number)):
+        yield tree.index, path
+    elif isinstance(tree, (Nest, Instance)):
+        for step, child in zip(_steps(tree), tree.children, strict=True):
+            yield from _paths(child, path + step)
+
+
+def _steps(tree: Nest | Instance) -> list[str]:
+    if isinstance(tree, Instance):
+        return [f".{name}" for name in tree.names]
+    count = len(tree.children)
+    if tree.kind is dict:
+        return [f"[{key!r}]" for key in tree.keys]
+    if (
+        isinstance(tree.keys, tuple)
+        and len(tree.keys) == count
+        and all(isinstance(k, str) for k in tree.keys)
+    ):
+        return [f".{key}" for key in tree.keys]
+    return [f"[{i}]" for i in range(count)]
+
+
 def _arguments(key: CallKey) -> tuple[Tree, dict[str, Tree]]:
-    assert isinstance(key.tree, Sequenced)
-    args, kwargs = key.tree.children
-    assert isinstance(kwargs, Mapped)
+    args, kwargs = _children(key.tree)
+    assert isinstance(kwargs, Nest)
     return args, dict(zip(kwargs.keys, kwargs.children, strict=True))
+
+
+def _children(tree: Tree) -> tuple[Tree, ...]:
+    assert isinstance(tree, Nest)
+    return tree.children
 
 
 @dataclass(frozen=True)
@@ -116,10 +186,7 @@ class CallSpec:
     def checks(self) -> tuple[tuple[int | None, Check], ...]:
         """What the forward asks of values, and the outputs that say whether they are as the program supposes. None: of
         a number that is only kept nothing is supposed."""
-        assert isinstance(self.outputs, Sequenced)
-        left = self.outputs.children[1]
-        assert isinstance(left, Sequenced)
-        pairs = zip(left.children, self.places, strict=True)
+        pairs = zip(_children(_children(self.outputs)[1]), self.places, strict=True)
         return tuple(
             (getattr(tree, "index", None), place) for tree, place in pairs if isinstance(place, Check)
         )
@@ -127,8 +194,7 @@ class CallSpec:
     @property
     def returned_tree(self) -> Tree:
         """The structure of what the call returns."""
-        assert isinstance(self.outputs, Sequenced)
-        return self.outputs.children[0]
+        return _children(self.outputs)[0]
 
     def copied(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -13,13 +13,20 @@ import torch
 from torch import fx, nn
 
 from cost_model.errors import CaptureError
-from passes.capture.provenance import is_user_file, node_source, place_text
+from passes.capture.provenance import is_user_file, node_module, node_source, place_text
 from passes.capture.questions import Undecided
+from passes.capture.refusals import refused
 from passes.capture.rows import RowsUnknown
 from passes.ir.torch_tracing import is_value_missing, shape_dependent_errors
 
-__all__ = ["capture_error", "held_object_error", "is_collective", "mutation_error", "users_part"]
-
+__all__ = [
+    "capture_error",
+    "check_dtypes",
+    "held_object_error",
+    "is_collective",
+    "mutation_error",
+    "users_part",
+]
 
 _CHANGED_IN_PLACE = ("mutating a non-functional tensor", "expected to have an entirely functional graph")
 """What torch says where a tensor that it has not traced from the beginning is written to."""
@@ -53,7 +60,7 @@ def capture_error(model: nn.Module, forward: Callable[..., Any], cause: Exceptio
         or _place(cause)
         or _definition(forward)
     )
-    return CaptureError(f"cannot capture {type(model).__name__}: {reason}\n  at {place}\n  try: {remedy}")
+    return refused(reason, remedy, model=model, at=place)
 
 
 def users_part(cause: BaseException) -> BaseException:
@@ -76,15 +83,12 @@ def _steps(step: TracebackType | None) -> Iterator[TracebackType]:
 
 def mutation_error(model: nn.Module, what: str, source: str, by: Any) -> CaptureError:
     """For an in-place change of `what`, an argument or a parameter, by an op."""
-    place = f"\n  at {source}" if source else ""
     is_renorm = by is torch.ops.aten.embedding_renorm.default
     how, remedy = (" (max_norm)", _MAX_NORM) if is_renorm else ("", _ELSEWHERE)
-    return CaptureError(
-        f"cannot capture {type(model).__name__}: forward changes {what} in place{how}{place}\n  try: {remedy}"
-    )
+    return refused(f"forward changes {what} in place{how}", remedy, model=model, at=source)
 
 
-def held_object_error(model: str, node: fx.Node, value: object) -> CaptureError:
+def held_object_error(model: nn.Module, node: fx.Node, value: object) -> CaptureError:
     """For an op that is called with an object of torch: a generator, a process group, a nested graph."""
     name = str(getattr(node.target, "_opname", node.name))
     if isinstance(value, torch.Generator):
@@ -96,9 +100,7 @@ def held_object_error(model: str, node: fx.Node, value: object) -> CaptureError:
             f"{name} is called with {type(value).__name__}, which no graph of tensors holds",
             _REMEDY,
         )
-    source = node_source(node)
-    place = f"\n  at {source}" if source else ""
-    return CaptureError(f"cannot capture {model}: {what}{place}\n  try: {remedy}")
+    return refused(what, remedy, model=model, at=node_source(node))
 
 
 def is_collective(node: fx.Node) -> bool:
@@ -167,7 +169,7 @@ def _place(cause: BaseException) -> str | None:
         for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
             code = frame.f_code
             if is_user_file(code.co_filename):
-                return place_text(code.co_filename, line, code.co_name)
+                return place_text(code, line)
     return None
 
 
@@ -177,3 +179,32 @@ def _definition(forward: Callable[..., Any]) -> str:
         return f"{inspect.getsourcefile(target)}:{inspect.getsourcelines(target)[1]}"
     except (OSError, TypeError):
         return repr(target)
+
+
+aten = torch.ops.aten
+_ALIKE = frozenset(
+    {
+        aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default, aten.addbmm.default,
+        aten.mv.default, aten.addmv.default, aten.dot.default, aten.convolution.default, aten.linear.default,
+    }
+)  # fmt: skip
+
+
+def check_dtypes(graph: fx.Graph) -> None:
+    """CaptureError for the first product or convolution of a raw graph whose operands differ in dtype: eager torch
+    refuses it."""
+    for node in graph.nodes:
+        if node.target in _ALIKE:
+            values = [operand.meta["val"] for operand in node.all_input_nodes]
+            dtypes = list(dict.fromkeys(v.dtype for v in values if isinstance(v, torch.Tensor)))
+            if len(dtypes) > 1:
+                raise _error(node, dtypes)
+
+
+def _error(node: fx.Node, dtypes: list[torch.dtype]) -> CaptureError:
+    where = " ".join(part for part in (node_module(node), node_source(node)) if part)
+    names = " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return refused(
+        f"{node.target} of {names}{' at ' + where if where else ''}, which torch does not compute",
+        f"inputs of the parameters' dtype, x.to({dtypes[-1]})",
+    )

@@ -10,9 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from cost_model.errors import CaptureError
-from passes.capture.contents import contents, refill
-from passes.capture.dense_only import check_dense
+from passes.capture.places import contents, refill
+from passes.capture.refusals import check_dense, refused
 from passes.capture.snapshot import Snapshot
 
 __all__ = ["Slot", "find_slots", "named_state", "rebound_buffers", "state_kept", "state_replaced"]
@@ -84,10 +83,8 @@ def _with_place(
 
 def _check_initialised(tensor: Tensor, name: str) -> None:
     if torch.nn.parameter.is_lazy(tensor):
-        raise CaptureError(
-            f"cannot capture: {name} is a lazy parameter, without a shape\n"
-            "  try: call the model once on one small batch before autoshard"
-        )
+        remedy = "call the model once on one small batch before autoshard"
+        raise refused(f"{name} is a lazy parameter, without a shape", remedy)
     check_dense(tensor, name)
 
 

@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from cost_model.errors import UnsupportedOpError
-from passes.capture.attention_calls import expand_heads, scaled_dot_product
-from passes.capture.checkpoint_calls import reentrant_checkpoints_called
+from passes.capture.operator_calls import expand_heads, scaled_dot_product
+from passes.capture.torch_shortcuts import reentrant_checkpoints_called
 from passes.ir.torch_dispatch import (
     compiled_as_written,
     flex_without_kernel,
@@ -90,9 +90,7 @@ class _Branch(TorchFunctionMode):
         self._made: dict[int, Any] = {}
         self._read: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
         self._check_written(func, args, named)
         args, named = pytree.tree_map_only(Tensor, self._inside, (args, named))

@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cost_model.errors import UnsupportedOpError
-from passes.capture.row_apply import name_of
+from passes.capture.provenance import user_place
 from passes.capture.row_index import mask_key
 from passes.capture.row_table import row_function
-from passes.capture.rows import Choice, Rows, RowsUnknown, user_place
+from passes.capture.rows import Choice, Rows, RowsUnknown, name_of
 from passes.ir.torch_dtensor import bare_tensor
 from passes.ir.torch_tracing import packing_functions
 

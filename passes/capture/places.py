@@ -1,29 +1,148 @@
-"""Places outside a call where a forward may leave something: attributes, items of dicts, ends of lists."""
+"""Places outside a call where a forward may leave something: attributes, items of dicts, ends of lists. What containers
+hold, read and put back past what their classes do instead (`__getitem__`, `copy`, `clear`)."""
 
 from __future__ import annotations
 
+import types
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from torch import nn
 
-from passes.capture.contents import kind_of
 from passes.capture.trees import Step
 
 __all__ = [
+    "CACHE",
+    "CONTAINERS",
     "Added",
     "Appended",
     "Argument",
-    "Attribute",
+    "Assigned",
     "Hooked",
     "Incremented",
-    "Item",
+    "Names",
     "Place",
     "Root",
     "Via",
+    "cell_of",
+    "contents",
+    "refill",
+    "slots_of",
 ]
+
+CACHE = type(lru_cache(len))
+"""What `functools.lru_cache` makes of a function."""
+CONTAINERS = (OrderedDict, dict, list, set, deque)
+"""The classes whose methods read and write a container of a class below them."""
+_ABSENT = object()
+
+
+@dataclass(frozen=True, eq=False)
+class Members:
+    """Attributes of `owner` that are not in its `__dict__`: slots, the contents of a cell. members: their
+    descriptors."""
+
+    owner: Any
+    members: Mapping[str, Any]
+
+    def get(self, name: str) -> Any:
+        try:
+            return self.members[name].__get__(self.owner, type(self.owner))
+        except (AttributeError, ValueError):  # nothing was assigned
+            return _ABSENT
+
+    def put(self, name: str, value: Any) -> None:
+        if value is _ABSENT:
+            self.members[name].__delete__(self.owner)
+        else:
+            self.members[name].__set__(self.owner, value)
+
+
+@dataclass(frozen=True, eq=False)
+class Names:
+    """Those `members` of a class or of globals that code names, bound now or not."""
+
+    owner: type | dict[str, Any]
+    members: frozenset[str]
+
+    def get(self, name: str) -> Any:
+        return (vars(self.owner) if isinstance(self.owner, type) else self.owner).get(name, _ABSENT)
+
+    def put(self, name: str, value: Any) -> None:
+        put: Any = setattr if isinstance(self.owner, type) else dict.__setitem__
+        drop: Any = delattr if isinstance(self.owner, type) else dict.__delitem__
+        drop(self.owner, name) if value is _ABSENT else put(self.owner, name, value)
+
+
+def slots_of(value: Any) -> Members | None:
+    """The slots of an object, by the names that they have in its classes; None: it has none."""
+    members = _slots(type(value))
+    return Members(value, members) if members else None
+
+
+@lru_cache(maxsize=1024)
+def _slots(kind: type) -> Mapping[str, Any]:
+    slotted = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
+    return {k: m for names in slotted for k, m in names.items() if isinstance(m, types.MemberDescriptorType)}
+
+
+def cell_of(cell: types.CellType) -> Members:
+    return Members(cell, {"cell_contents": vars(types.CellType)["cell_contents"]})
+
+
+def contents(value: Any) -> Any:
+    """A plain dict or list of what `value` holds: a container's items, an object's members. A cache's misses."""
+    if isinstance(value, (Members, Names)):
+        found = ((name, value.get(name)) for name in value.members)
+        return {name: held for name, held in found if held is not _ABSENT}
+    if isinstance(value, CACHE):
+        return value.cache_info().misses
+    kind = kind_of(value)
+    return dict(kind.items(value)) if issubclass(kind, dict) else list(kind.__iter__(value))
+
+
+def refill(value: Any, old: Any) -> None:
+    """What `contents` read in `value` again, unless it is there. References that have died since are left out."""
+    new = contents(value)
+    if isinstance(value, CACHE):
+        if new != old:
+            value.cache_clear()
+    elif _identical(new, old) and (isinstance(old, list) or _identical(new.values(), old.values())):
+        return
+    elif isinstance(value, (Members, Names)):
+        for name in {**new, **old}:
+            if new.get(name, _ABSENT) is not old.get(name, _ABSENT):
+                value.put(name, old.get(name, _ABSENT))
+    else:
+        kind: Any = kind_of(value)
+        kind.clear(value)
+        if isinstance(old, dict):
+            for key, item in old.items():
+                if not (_is_dead(key) or _is_dead(item)):
+                    kind.__setitem__(value, key, item)
+        else:
+            alive = [item for item in old if not _is_dead(item)] if issubclass(kind, set) else old
+            (kind.update if issubclass(kind, set) else kind.extend)(value, alive)
+
+
+def kind_of(value: Any) -> Any:
+    """The class whose methods read and write `value` as it is."""
+    return next((kind for kind in CONTAINERS if isinstance(value, kind)), type(value))
+
+
+def _identical(new: Iterable[Any], old: Iterable[Any]) -> bool:
+    new, old = list(new), list(old)
+    return len(new) == len(old) and all(a is b for a, b in zip(new, old, strict=True))
+
+
+def _is_dead(value: Any) -> bool:
+    return isinstance(value, weakref.ref) and value() is None
+
 
 Call = tuple[tuple[Any, ...], Mapping[str, Any]]
 """(args, kwargs)"""
@@ -55,14 +174,19 @@ class Via:
         held = self.holder.get()
         return getattr(held, self.key) if self.attribute else kind_of(held).__getitem__(held, self.key)
 
+    def put(self, value: Any) -> None:
+        """What was left there is what the holder's class made of it, and a frozen one takes it too."""
+        held = self.holder.get()
+        if not self.attribute:
+            kind_of(held).__setitem__(held, self.key, value)
+        elif isinstance(held, nn.Module):
+            setattr(held, self.key, value)
+        else:
+            object.__setattr__(held, self.key, value)
+
     def __str__(self) -> str:
         step = f".{self.key}" if self.attribute else f"[{self.key!r}]"
         return f"{self.holder}{step}".removeprefix(".")
-
-
-def _assign(holder: Any, name: str, value: Any) -> None:
-    """What was left there is what the holder's class made of it, and a frozen one takes it too."""
-    (setattr if isinstance(holder, nn.Module) else object.__setattr__)(holder, name, value)
 
 
 class Place(ABC):
@@ -78,33 +202,16 @@ class Place(ABC):
 
 
 @dataclass(frozen=True, eq=False)
-class Attribute(Place):
-    """`holder.name = value` at every call."""
+class Assigned(Place):
+    """`holder.name = value`, or `holder[key] = value`, at every call."""
 
-    holder: Root | Via
-    name: str
-
-    def get(self, call: Call) -> Any:
-        return getattr(self.holder.get(), self.name)
-
-    def put(self, call: Call, value: Any) -> None:
-        _assign(self.holder.get(), self.name, value)
-
-
-@dataclass(frozen=True, eq=False)
-class Item(Place):
-    """`holder[key] = value` at every call."""
-
-    holder: Root | Via
-    key: Hashable
+    at: Via
 
     def get(self, call: Call) -> Any:
-        held = self.holder.get()
-        return kind_of(held).__getitem__(held, self.key)
+        return self.at.get()
 
     def put(self, call: Call, value: Any) -> None:
-        held = self.holder.get()
-        kind_of(held).__setitem__(held, self.key, value)
+        self.at.put(value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,12 +255,10 @@ class Hooked(Place):
 class Incremented(Place):
     """`holder.name += value` at every call: a counter that the forward does not otherwise read."""
 
-    holder: Root | Via
-    name: str
+    at: Via
 
     def put(self, call: Call, value: Any) -> None:
-        held = self.holder.get()
-        _assign(held, self.name, getattr(held, self.name) + value)
+        self.at.put(self.at.get() + value)
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ import linecache
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import CodeType, FrameType
@@ -25,9 +25,10 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from passes.capture.dense_only import check_dense_call
+from passes.capture.refusals import check_dense_call
 
 __all__ = [
+    "frames",
     "is_user_file",
     "node_checkpoint",
     "node_is_saved",
@@ -35,6 +36,8 @@ __all__ = [
     "node_source",
     "place_text",
     "provenance",
+    "user_frame",
+    "user_place",
 ]
 
 _MODULE, _SOURCE, _AGAIN = "autoshard.module", "autoshard.source", "autoshard.again"
@@ -57,29 +60,28 @@ def is_user_file(filename: str) -> bool:
     return not filename.startswith(_STANDARD_LIBRARY) or "site-packages" in filename
 
 
-def place_text(file: str, line: int, name: str) -> str:
+def place_text(code: CodeType, line: int) -> str:
     """ "/path/model.py:12, in forward: if x.sum() > 0:"."""
-    text = linecache.getline(file, line).strip()
-    return f"{file}:{line}, in {name}" + (f": {text}" if text else "")
+    text = linecache.getline(code.co_filename, line).strip()
+    return f"{code.co_filename}:{line}, in {code.co_name}" + (f": {text}" if text else "")
 
 
-def _user_line(frame: FrameType | None, stop: frozenset[CodeType]) -> str:
-    """ "model.py:31" of the innermost frame of the user's code below the tracer; "" if there is none."""
+def frames(frame: FrameType | None, stop: frozenset[CodeType] = frozenset()) -> Iterator[FrameType]:
+    """`frame` and those that called it, the innermost first, to one that runs code of `stop`."""
     while frame is not None and frame.f_code not in stop:
-        if is_user_file(frame.f_code.co_filename):
-            return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+        yield frame
         frame = frame.f_back
-    return ""
 
 
-def _checkpoint_frame(frame: FrameType | None, stop: frozenset[CodeType]) -> FrameType | None:
-    """The outermost frame of `torch.utils.checkpoint` that runs the code of `frame`."""
-    found = None
-    while frame is not None and frame.f_code not in stop:
-        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
-            found = frame
-        frame = frame.f_back
-    return found
+def user_frame(frame: FrameType | None, stop: frozenset[CodeType] = frozenset()) -> FrameType | None:
+    """The innermost frame of the user's code."""
+    return next((one for one in frames(frame, stop) if is_user_file(one.f_code.co_filename)), None)
+
+
+def user_place() -> str:
+    """The innermost line of the user's code that runs."""
+    frame = user_frame(sys._getframe(1))
+    return "" if frame is None else place_text(frame.f_code, frame.f_lineno)
 
 
 def _annotate(entry: str, value: Any) -> None:
@@ -95,21 +97,23 @@ class _SourceMode(TorchFunctionMode):
         self.stop = stop
         self._frames: list[FrameType] = []
 
-    def _region(self, frame: FrameType | None) -> int | None:
-        """A number for each call of a checkpointed function."""
-        if frame is None:
+    def _region(self, frame: FrameType) -> int | None:
+        """A number for each call of a checkpointed function: by the outermost frame of it that leads to `frame`."""
+        inside = [
+            one
+            for one in frames(frame, self.stop)
+            if one.f_code.co_filename == torch.utils.checkpoint.__file__
+        ]
+        if not inside:
             return None
-        if frame not in self._frames[-1:]:
-            self._frames.append(frame)  # held, so that no other call gets its identity
+        if inside[-1] not in self._frames[-1:]:
+            self._frames.append(inside[-1])  # held, so that no other call gets its identity
         return len(self._frames)
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        source = _user_line(sys._getframe(1), self.stop)
-        if source:
-            _annotate(_SOURCE, source)
-        _annotate(_AGAIN, self._region(_checkpoint_frame(sys._getframe(1), self.stop)))
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (line := user_frame(sys._getframe(1), self.stop)) is not None:
+            _annotate(_SOURCE, f"{os.path.basename(line.f_code.co_filename)}:{line.f_lineno}")
+        _annotate(_AGAIN, self._region(sys._getframe(1)))
         check_dense_call(func, args)
         answer: Any = self.replace.get(func, func)
         result = answer(*args, **(kwargs or {}))
@@ -135,16 +139,9 @@ def provenance(
     def leave(_module: nn.Module, _args: Any, _result: Any) -> None:
         fx_traceback.current_meta["custom"] = entered.pop()
 
-    handles = [
-        register_module_forward_pre_hook(enter),
-        register_module_forward_hook(leave, always_call=True),
-    ]
-    try:
-        with fx_traceback.preserve_node_meta(), _SourceMode(replace, stop):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    hooks = register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)
+    with hooks[0], hooks[1], fx_traceback.preserve_node_meta(), _SourceMode(replace, stop):
+        yield
 
 
 def node_module(node: fx.Node) -> str:

@@ -2,7 +2,7 @@
 
 A trace has no values. Every question is answered by a guess, noted, and what it is about becomes an output of the
 program, so that each call can tell whether the answer holds for it (`passes.capture.answers`). A number that is read by
-`.item()` or `.tolist()` and only kept needs no answer (`passes.capture.awaited`).
+`.item()` or `.tolist()` and only kept needs no answer (`passes.capture.stand_ins`).
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cost_model.errors import CaptureError
-from passes.capture.awaited import Awaited
 from passes.capture.known_values import History, Known
 from passes.capture.places import Place
-from passes.capture.provenance import is_user_file, place_text
+from passes.capture.provenance import frames, is_user_file, place_text, user_frame
+from passes.capture.stand_ins import Awaited
 from passes.ir.torch_compat import inside_function_transform
 from passes.ir.torch_dispatch import values_asked
 from passes.ir.torch_tracing import (
@@ -203,10 +202,8 @@ class Questions:
 
     def _answered(self, known: Callable[[], Any], asked: Callable[[], Tensor]) -> Any:
         """What torch says, or else the answer to a question about `asked()`."""
-        within, self._within = (
-            self._within,
-            True,
-        )  # torch asks by other ops, of the tensors inside of this one
+        # Torch asks by other ops, of the tensors inside of this one.
+        within, self._within = self._within, True
         try:
             return known()
         except Exception as error:
@@ -272,15 +269,9 @@ def _is_branch(value: Tensor) -> bool:
 def _lines() -> tuple[str, str]:
     """The lines that led to a question: all of the user's code, and below the innermost of them those of the library
     that asks. That innermost line, to be read."""
-    frame: FrameType | None = sys._getframe(2)
-    lines: list[str] = []
-    place = ""
-    while frame is not None:
-        code = frame.f_code
-        is_users = is_user_file(code.co_filename)
-        if is_users and not place:
-            place = place_text(code.co_filename, frame.f_lineno, code.co_name)
-        if is_users or not place:
-            lines.append(f"{code.co_filename}:{frame.f_lineno}")
-        frame = frame.f_back
-    return "\n".join(lines), place
+    running = list(frames(sys._getframe(2)))
+    innermost = user_frame(running[0])
+    count = len(running) if innermost is None else running.index(innermost)
+    led = [f for i, f in enumerate(running) if i < count or is_user_file(f.f_code.co_filename)]
+    place = "" if innermost is None else place_text(innermost.f_code, innermost.f_lineno)
+    return "\n".join(f"{f.f_code.co_filename}:{f.f_lineno}" for f in led), place

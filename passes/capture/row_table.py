@@ -11,11 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from passes.capture import row_counts, row_index
-from passes.capture.row_apply import by_row, name_of, plainly, pointwise, unknown
-from passes.capture.row_counts import counted, settled
-from passes.capture.row_loops import each_row
-from passes.capture.rows import Rows, RowsUnknown, filled, one_choice, rows_in
+from passes.capture import row_index, row_values
+from passes.capture.row_values import counted, each_row, settled
+from passes.capture.rows import (
+    Rows,
+    RowsUnknown,
+    by_row,
+    filled,
+    name_of,
+    one_choice,
+    plainly,
+    pointwise,
+    rows_in,
+    unknown,
+)
 
 __all__ = ["ROWS"]
 
@@ -254,7 +263,7 @@ def _indexed(function: Callable[..., Any]) -> Callable[..., Any]:
     return partial(function, row_function)
 
 
-_getitem, _setitem = _indexed(row_counts.getitem), _indexed(row_counts.setitem)
+_getitem, _setitem = _indexed(row_values.getitem), _indexed(row_values.setitem)
 _SPECIAL: dict[str, Callable[..., Any]] = {
     "getitem": _getitem, "setitem": _setitem, "index_add_": row_index.index_add_,
     "index_add": lambda x, *args, **kwargs: row_index.index_add_(x.clone(), *args, **kwargs),

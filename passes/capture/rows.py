@@ -6,13 +6,12 @@ A trace has one shape for every call. So `z[keep]` stays in place: all of z, and
 so on all of them; a sum, a mean or a loss leaves out those that do not count; what is written back goes where it came
 from. The rows that do not count hold 1 (0 for integers), after each op anew, so that none of their values, and no
 gradient through them, which may be infinite, reaches anything. What is not known of rows (`passes.capture.row_table`)
-wants their number (`passes.capture.row_counts`), and is an error at the user's line where values that are computed say
+wants their number (`passes.capture.row_values`), and is an error at the user's line where values that are computed say
 it.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,17 +20,21 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from passes.capture.provenance import is_user_file, place_text
 from passes.ir.torch_dtensor import bare_tensor
+from passes.ir.torch_tracing import tracing_suspended
 
 __all__ = [
     "Choice",
     "Rows",
     "RowsUnknown",
+    "by_row",
     "filled",
+    "name_of",
     "one_choice",
+    "plainly",
+    "pointwise",
     "rows_in",
-    "user_place",
+    "unknown",
 ]
 
 _REMEDY = "compute on all rows, leave out the others by torch.where(mask, value, 0), and divide by mask.sum()"
@@ -80,9 +83,7 @@ class Rows(Tensor):
     copies: list[tuple[Tensor, int]]
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return rows_in((args, kwargs))[0].choice.answer(func, args, kwargs or {})
 
     @classmethod
@@ -112,12 +113,57 @@ def filled(padded: Tensor, valid: Tensor, value: float | None = None) -> Tensor:
     return torch.where(mask, padded, torch.full((), value, dtype=padded.dtype))
 
 
-def user_place() -> str:
-    """The innermost line of the user's code that runs."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if is_user_file(code.co_filename):
-            return place_text(code.co_filename, frame.f_lineno, code.co_name)
-        frame = frame.f_back
-    return ""
+_VIEW_NAMES = """
+chunk split narrow select squeeze unsqueeze flatten reshape to float double half bfloat16 int long bool type_as detach
+contiguous
+"""
+_VIEWS = frozenset(_VIEW_NAMES.split())
+"""Whose results may share memory with their argument."""
+
+
+def name_of(func: Any) -> str:
+    name = func.__name__
+    if name == "__get__":
+        return func.__self__.__name__
+    return name.strip("_") if name.startswith("__") else name
+
+
+def unknown(name: str, choice: Choice) -> RowsUnknown:
+    return RowsUnknown(f"it is not known what {name} makes of the rows chosen at {choice.made}")
+
+
+def plainly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The function of all rows."""
+    bare: Any = pytree.tree_map_only(Rows, lambda rows: rows.padded, (args, kwargs))
+    return func(*bare[0], **bare[1])
+
+
+def by_row(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same of a function that works on each row alone."""
+    rows, is_view = rows_in((args, kwargs)), name_of(func) in _VIEWS
+    choice = one_choice(rows)
+    result = pytree.tree_map_only(Tensor, choice.rows, plainly(func, args, kwargs))
+    if is_view and rows[0].places is not None and isinstance(result, Rows):
+        with tracing_suspended():
+            result.places = func(rows[0].places, *args[1:], **kwargs)
+    for one in (*rows, *rows_in(result)) if is_view else ():
+        one.is_aliased, one.copies = True, rows[0].copies
+    return result
+
+
+def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What is not rows is broadcast along them."""
+    rows = rows_in((args, kwargs))
+    ndim = rows[0].padded.ndim
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        if not isinstance(leaf, Tensor):
+            continue
+        if isinstance(leaf, Rows):
+            fits = leaf.padded.ndim == ndim
+        else:
+            fits = leaf.ndim < ndim or (leaf.ndim == ndim and leaf.shape[0] == 1)
+        if not fits:
+            raise unknown(
+                f"{name_of(func)} of them and of a tensor of shape {list(leaf.shape)}", rows[0].choice
+            )
+    return by_row(func, args, kwargs)

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
 from cost_model.errors import CaptureError
-from passes.capture.contents import contents, refill
-from passes.capture.places import Added, Appended, Attribute, Hooked, Item, Place, Root, Via
+from passes.capture.places import (
+    Added,
+    Appended,
+    Assigned,
+    Hooked,
+    Incremented,
+    Place,
+    Root,
+    Via,
+    contents,
+    refill,
+)
+from passes.capture.refusals import refused
+from passes.capture.stand_ins import Counted, Spot, Stored
 from passes.capture.surroundings import Container, containers_of, is_own, module_attributes
-from passes.capture.write_only import Counted, Stored, incremented
+from passes.ir.torch_tracing import module_reads_seen
 
-__all__ = ["Snapshot"]
+__all__ = ["Snapshot", "attributes_read", "check_backward_writes", "write_only_candidates"]
 
 _ABSENT = object()
 _TABLES = (
@@ -86,14 +99,14 @@ class Snapshot:
 def _attribute_changes(where: Root | Via, new: Mapping[str, Any], old: Mapping[str, Any]) -> Changes:
     found: Changes = []
     for key, value in new.items():
-        place, before = Attribute(where, key), old.get(key, _ABSENT)
+        at, before = Via(where, key, True), old.get(key, _ABSENT)
         if isinstance(value, Counted):
-            found += [incremented(place, value)] if value.change else []
+            found += [(Incremented(at), value.change)] if value.change else []
         elif not _same(before, value.held if isinstance(value, Stored) else value):
-            found.append((place, value))
+            found.append((Assigned(at), value))
     gone = [key for key in old if key not in new]
     if gone:
-        raise _refused(f"{where}.{gone[0]}".removeprefix("."), "deletes")
+        raise _unrepeatable(f"deletes {Via(where, gone[0], True)}")
     return found
 
 
@@ -105,11 +118,12 @@ def _container_changes(container: Container, old: Any) -> Changes:
         return _attribute_changes(where, mine, {k: v for k, v in old.items() if k in mine or k not in new})
     if isinstance(value, dict):
         if any(key not in new for key in old):
-            raise _refused(str(where), "removes items of")
-        return [(Item(where, k), v) for k, v in new.items() if not _same(old.get(k, _ABSENT), v)]
+            raise _unrepeatable(f"removes items of {where}")
+        changed = [(k, v) for k, v in new.items() if not _same(old.get(k, _ABSENT), v)]
+        return [(Assigned(Via(where, k, False)), v) for k, v in changed]
     if isinstance(value, set):
         if not set(old) <= set(new):
-            raise _refused(str(where), "removes items of")
+            raise _unrepeatable(f"removes items of {where}")
         return [(Added(where), item) for item in set(new) - set(old)]
     return _list_changes(where, new, old, getattr(value, "maxlen", None))
 
@@ -121,10 +135,10 @@ def _list_changes(where: Root | Via, new: list[Any], old: list[Any], most: int |
         dropped += 1
     old = old[dropped:]
     if len(new) < len(old):
-        raise _refused(str(where), "removes items of")
+        raise _unrepeatable(f"removes items of {where}")
     replaced = [(i, b) for i, (a, b) in enumerate(zip(old, new, strict=False)) if not _same(a, b)]
     added = new[len(old) :]
-    changes: Changes = [(Item(where, i), item) for i, item in replaced]
+    changes: Changes = [(Assigned(Via(where, i, False)), item) for i, item in replaced]
     return changes + [(Appended(where, len(added) - i), item) for i, item in enumerate(added)]
 
 
@@ -133,10 +147,7 @@ def _starts(items: list[Any], first: list[Any]) -> bool:
 
 
 def _same(old: Any, new: Any) -> bool:
-    if old is new:
-        return True
-    plain = (bool, int, float, complex, str, bytes, tuple)
-    return type(old) is type(new) and isinstance(new, plain) and _plain(new) and bool(old == new)
+    return old is new or (type(old) is type(new) and _plain(new) and bool(old == new))
 
 
 def _plain(value: Any) -> bool:
@@ -145,8 +156,79 @@ def _plain(value: Any) -> bool:
     return isinstance(value, (bool, int, float, complex, str, bytes, type(None)))
 
 
-def _refused(what: str, does: str) -> CaptureError:
-    return CaptureError(
-        f"cannot capture: forward {does} {what}, which a compiled call cannot repeat\n"
-        "  try: return the value instead, or keep it in a buffer (register_buffer)"
-    )
+def _unrepeatable(what: str) -> CaptureError:
+    remedy = "return the value instead, or keep it in a buffer (register_buffer)"
+    return refused(f"forward {what}, which a compiled call cannot repeat", remedy)
+
+
+def check_backward_writes(before: Snapshot, forward: Iterable[Place]) -> None:
+    """Nothing of the model's, and nothing that its hooks hold on to, may differ from `before` after a traced backward.
+
+    forward: where the forward leaves something, which happens at each call. Checkpointing runs parts of the forward
+    again in the backward, so these places do not count. Raises CaptureError that names the place.
+    """
+    known = {_name(place) for place in forward}
+    for place, _ in before.changes():
+        name = _name(place)
+        if name not in known:
+            raise refused(
+                f"a hook leaves something in {name} during the backward, which a compiled step cannot repeat",
+                "a hook of the parameter (register_hook, register_post_accumulate_grad_hook), or "
+                "torch.autograd.grad in the forward and return the gradient",
+            )
+
+
+def _name(place: Place) -> str:
+    """The attribute, or the list or dict."""
+    at = getattr(place, "at", None)
+    if at is None:
+        return str(getattr(place, "holder", type(place).__name__))
+    return str(at if at.attribute else at.holder)
+
+
+_EVERY_CLASS = frozenset(vars(nn.Module))
+
+
+@contextmanager
+def attributes_read(before: Snapshot) -> Generator[dict[nn.Module, set[str]]]:
+    """Module -> names of the attributes read inside, as they were `before`: one that was assigned first is no input
+    of the forward. Attributes of the class count if they are data, and `forward` counts, since users exchange it.
+    Tables of parameters, modules and hooks, and the training flag, do not count."""
+    found: dict[nn.Module, set[str]] = {}
+
+    def note(module: nn.Module, name: str, value: object) -> None:
+        if name.startswith("__") or is_own(module, name):
+            return
+        if before.untouched(module, name, value) or (
+            before.lacks(module, name)
+            and (name == "forward" or not (callable(value) or name in _EVERY_CLASS))
+        ):
+            found.setdefault(module, set()).add(name)
+
+    with module_reads_seen(note):
+        yield found
+
+
+def write_only_candidates(
+    writes: Sequence[tuple[Place, Any]], reads: Mapping[nn.Module, set[str]]
+) -> list[Spot]:
+    """Attributes that were read and changed, numbers by numbers and containers by appending or storing."""
+    found: dict[tuple[int, str], Spot] = {}
+    for place, value in writes:
+        spot = _spot(place, value)
+        if spot is not None and spot[1] in reads.get(spot[0], ()):
+            found.setdefault((id(spot[0]), spot[1]), spot)
+    return list(found.values())
+
+
+def _spot(place: Place, value: Any) -> Spot | None:
+    at = place.at if isinstance(place, Assigned) else None
+    held = at if at is not None and at.attribute else getattr(at or place, "holder", None)
+    if not isinstance(place, (Assigned, Appended)) or not isinstance(held, Via) or not held.attribute:
+        return None
+    module = held.holder.value if isinstance(held.holder, Root) else None
+    if not isinstance(module, nn.Module):
+        return None
+    old = vars(module).get(held.key)
+    is_number = type(old) is type(value) and type(value) in (int, float)
+    return (module, held.key) if held is not at or is_number else None

@@ -1,10 +1,30 @@
-"""Objects that take the place of a number or a container while a forward is traced, and tell of their uses."""
+"""Objects that take the place of a number or a container while a forward is traced, and tell of their uses.
+
+Numbers that a forward reads out of tensors and only keeps, `self.log.append(loss.item())`, `return y, loss.item()`, are
+known after the call. While it is traced, an `Awaited` is in the place of each, which can be stored and returned. In the
+structure of what a call leaves it is a leaf, `Number`: an output of the program, read when the call has run.
+
+Counters and logs are attributes that a forward changes at every call and never looks at:
+
+    self.calls += 1            # a number that only grows
+    self.losses.append(loss)   # a list that is only appended to
+
+A program would be made again at every call, since what the forward read has changed. So the forward is traced once
+more with a `Counted` or a `Stored` in those places, which are no numbers and no lists: they can be added and appended
+to, and note any other use.
+"""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["CONTAINERS", "NUMBERS", "note_uses"]
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Awaited", "Counted", "Number", "Spot", "Stored", "Uses", "put_stand_ins", "widest"]
 
 _BOTH = "bool eq ne lt le gt ge mul rmul str format hash iter len getitem contains reversed"
 NUMBERS = (
@@ -25,3 +45,125 @@ def note_uses(kind: type, names: str) -> None:
 
 def _noted(method: str) -> Any:
     return lambda self, *args: self._looked(method, *args)
+
+
+@dataclass(frozen=True)
+class Number:
+    """The number in the tensor at `index` of the flat list; lists of them, of a tensor with dims."""
+
+    index: int
+
+
+class Awaited:
+    """In place of `value.tolist()`. look: the error for a use of it, by the name of a special method."""
+
+    __slots__ = ("_look", "value")
+
+    def __init__(self, value: Tensor, look: Callable[[str], Exception]) -> None:
+        self.value, self._look = widest(value), look
+
+    @property
+    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """For `isinstance`."""
+        return self._kind
+
+    @property
+    def _kind(self) -> type:
+        if self.value.dim():
+            return list
+        if self.value.is_floating_point():
+            return float
+        return complex if self.value.is_complex() else bool if self.value.dtype == torch.bool else int
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Awaited:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if not hasattr(self._kind, name):
+            raise AttributeError(f"{self._kind.__name__!r} object has no attribute {name!r}")
+        raise self._look(name)
+
+    def _looked(self, method: str, *args: Any) -> Any:
+        raise self._look(method)
+
+
+note_uses(Awaited, f"{NUMBERS} {CONTAINERS} repr")
+
+
+def widest(value: Tensor) -> Tensor:
+    """With the precision of Python's numbers."""
+    if value.is_floating_point() or value.is_complex():
+        return value.to(torch.complex128 if value.is_complex() else torch.float64)
+    return value if value.dtype == torch.bool else value.to(torch.int64)
+
+
+Spot = tuple[nn.Module, str]
+"""One attribute of one module."""
+
+
+@dataclass
+class Uses:
+    """looked_at: whether any stand-in was used for more than adding or storing."""
+
+    looked_at: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Counted:
+    """In place of a number. change: what was added to it so far."""
+
+    value: Any
+    uses: Uses = field(repr=False)
+    change: Any = 0
+
+    def __add__(self, other: Any) -> Any:
+        if not isinstance(other, (int, float)):
+            self.uses.looked_at = True
+            return self.value + other
+        return Counted(self.value + other, self.uses, self.change + other)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Any:
+        return self + -other if isinstance(other, (int, float)) else self._looked("__sub__", other)
+
+    def _looked(self, method: str, *args: Any) -> Any:
+        self.uses.looked_at = True
+        return getattr(self.value, method)(*args)
+
+
+class Stored:
+    """In place of a list, deque or dict, which it fills."""
+
+    def __init__(self, held: Any, uses: Uses) -> None:
+        self._held, self._uses = held, uses
+        if isinstance(held, (list, deque)):
+            self.append, self.extend = held.append, held.extend
+
+    @property
+    def held(self) -> Any:
+        return self._held
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if not isinstance(self._held, dict):
+            self._uses.looked_at = True
+        self._held[key] = value
+
+    def __getattr__(self, name: str) -> Any:
+        self._uses.looked_at = True
+        return getattr(self._held, name)
+
+    def _looked(self, method: str, *args: Any) -> Any:
+        self._uses.looked_at = True
+        return getattr(self._held, method)(*args)
+
+
+note_uses(Counted, NUMBERS)
+note_uses(Stored, CONTAINERS)
+
+
+def put_stand_ins(spots: Sequence[Spot], uses: Uses) -> None:
+    """Put them in the modules; a `Snapshot` puts back what was there."""
+    for module, name in spots:
+        held = vars(module)[name]
+        vars(module)[name] = Counted(held, uses) if isinstance(held, (int, float)) else Stored(held, uses)

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from passes.capture.contents import CACHE, CONTAINERS, Names, cell_of, contents, slots_of
-from passes.capture.places import Root, Via
+from passes.capture.places import CACHE, CONTAINERS, Names, Root, Via, cell_of, contents, slots_of
 from passes.capture.provenance import is_user_file
 
 __all__ = [

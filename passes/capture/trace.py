@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,31 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cost_model.errors import CaptureError
-from passes.capture.answered_calls import ANSWERED
+from passes.capture.answered_calls import torch_calls_answered
 from passes.capture.answers import traced_with_answers
-from passes.capture.attention_calls import attention_captured
-from passes.capture.attribute_reads import attributes_read
-from passes.capture.backward_writes import check_backward_writes
-from passes.capture.cumulative import trace_cumulative_averages
 from passes.capture.decompositions import decomposition_table
 from passes.capture.device_view import seen_on
-from passes.capture.grouped_calls import grouped_captured
 from passes.capture.held_tensors import held_tensors_kept
-from passes.capture.inference_paths import inference_paths_kept
-from passes.capture.kept_in_backward import resizing_kept
 from passes.capture.known_values import History
 from passes.capture.model_state import Slot, rebound_buffers, state_kept, state_replaced
 from passes.capture.nested_calls import nested_calls_written_out
 from passes.capture.places import Argument, Place
 from passes.capture.provenance import provenance
 from passes.capture.questions import Questions, RunEnded
-from passes.capture.refused_writes import REFUSED_WRITES, writes_in_place
-from passes.capture.row_counts import count_leaving, counted
-from passes.capture.row_loops import loops_ended
-from passes.capture.snapshot import Snapshot
+from passes.capture.refusals import refused
+from passes.capture.row_values import count_leaving, counted, loops_ended
+from passes.capture.snapshot import Snapshot, attributes_read, check_backward_writes, write_only_candidates
+from passes.capture.stand_ins import Spot, Uses, put_stand_ins
+from passes.capture.torch_shortcuts import shortcuts_off, trace_cumulative_averages
 from passes.capture.trees import Static, Tree, changed_places, flatten, retree, unflatten
-from passes.capture.write_only import Spot, Uses, put_stand_ins, write_only_candidates
 from passes.ir.joint import CPU
 from passes.ir.torch_tracing import (
     AotGraph,
@@ -45,7 +37,6 @@ from passes.ir.torch_tracing import (
     fake_tensors,
     full_precision_backward,
     has_writes,
-    onednn_off,
     trace_joint,
 )
 
@@ -67,46 +58,37 @@ class TracedCall:
 
 
 @dataclass
-class Returned:
-    """Of the last run of the forward. A flat output is a tensor of the call, one that the forward left in a place, or
-    a re-assigned buffer."""
+class Traced:
+    """What the last run of the forward made, and its graph. A flat output is a tensor of the call, one that the forward
+    left in a place, or a re-assigned buffer.
 
-    tree: Tree | None = None
-    count: int = 0
+    aot: inputs are the slots' values, then the call's tensors; flat outputs are the call's `output_count` tensors, then
+    the new values of the slots `rebound`. outputs: structure of (what the call returns, what it leaves in `places`).
+    returned: how many of the `output_count` tensors it returns. writes: places, and what is left there. reads:
+    attributes that it read and does not only add to."""
+
+    aot: AotGraph = field(init=False)
+    outputs: Tree = field(init=False)
+    output_count: int = 0
     returned: int = 0
     writes: tuple[tuple[Place, Any], ...] = ()
     rebound: tuple[int, ...] = ()
-    reads: Mapping[nn.Module, set[str]] = field(default_factory=dict)
+    reads: dict[nn.Module, set[str]] = field(default_factory=dict)
 
-
-@dataclass(frozen=True)
-class Traced:
-    """aot: inputs are the slots' values, then the call's tensors; flat outputs are the call's
-    `output_count` tensors, then the new values of the slots `rebound`.
-
-    outputs: structure of (what the call returns, what it leaves in `places`). returned: how many of the
-    `output_count` tensors it returns. reads: attributes that it read and does not only add to."""
-
-    aot: AotGraph
-    outputs: Tree
-    output_count: int
-    returned: int
-    places: tuple[Place, ...]
-    reads: Mapping[nn.Module, frozenset[str]]
-    rebound: tuple[int, ...]
+    @property
+    def places(self) -> tuple[Place, ...]:
+        return tuple(place for place, _ in self.writes)
 
 
 class _Traceable(nn.Module):
     """The program as a function of all its tensors. The model is no submodule: it has no parameters."""
 
     def __init__(
-        self, program: TracedCall, returned: Returned, spots: Sequence[Spot], uses: Uses, questions: Questions
+        self, program: TracedCall, run: Traced, spots: Sequence[Spot], uses: Uses, questions: Questions
     ) -> None:
         super().__init__()
-        self.program = program
-        self.returned = returned
+        self.program, self.run, self.questions = program, run, questions
         self.spots, self.uses = spots, uses
-        self.questions = questions
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         self.questions.begin()
@@ -121,7 +103,7 @@ class _Traceable(nn.Module):
             self.questions.end()
 
     def _flat(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        program, run = self.program, self.returned
+        program, run = self.program, self.run
         count = len(program.slots)
         arguments = _passed_on(program.call)
         with state_replaced(program.slots, tensors[:count]), state_kept(program.model, arguments) as before:
@@ -134,15 +116,12 @@ class _Traceable(nn.Module):
             writes = (*before.changes(), *arguments)
             count_leaving(flatten((result, tuple(value for _, value in writes)))[0])
             run.writes = (*writes, *self.questions.checks())
-            outputs, run.tree = flatten((result, tuple(value for _, value in run.writes)))
+            outputs, run.outputs = flatten((result, tuple(value for _, value in run.writes)))
             outputs = counted(outputs)
             rebound = rebound_buffers(program.slots, tensors[:count])
-        run.count, run.returned, run.rebound = len(outputs), len(flatten(result)[0]), tuple(rebound)
+        run.output_count, run.returned, run.rebound = len(outputs), len(flatten(result)[0]), tuple(rebound)
         if not run.returned:
-            raise CaptureError(
-                f"cannot capture {type(program.model).__name__}: its forward returns no tensor\n"
-                "  try: return the loss"
-            )
+            raise refused("its forward returns no tensor", "return the loss", model=program.model)
         if self.questions.history is not None:
             raise RunEnded
         # A clone is no alias of an input, a parameter or another output: the graph stays functional.
@@ -167,65 +146,47 @@ def trace(program: TracedCall, answers: Sequence[Tensor] = ()) -> Traced:
 
     answers: to the first of the questions that the forward asks of values."""
 
-    def tracer(questions: Questions) -> tuple[AotGraph, Returned] | None:
+    def tracer(questions: Questions) -> Traced | None:
         try:
             return _traced(program, (), Uses(), questions)
         except RunEnded:
             return None
 
-    (aot, run), questions = traced_with_answers(tracer, answers)
-    exempt: Sequence[Spot] = ()
-    spots, uses = write_only_candidates(run.writes, run.reads), Uses()
+    traced, questions = traced_with_answers(tracer, answers)
+    spots, uses = write_only_candidates(traced.writes, traced.reads), Uses()
     if spots:
-        again = _traced_if_possible(program, spots, uses, questions)
-        if again is not None and not uses.looked_at:
-            (aot, run), exempt = again, spots
-    assert run.tree is not None
-    reads = {
-        module: frozenset(name for name in names if (module, name) not in exempt)
-        for module, names in run.reads.items()
-    }
-    places = tuple(place for place, _ in run.writes)
-    return Traced(aot, run.tree, run.count, run.returned, places, reads, run.rebound)
+        with suppress(Exception):  # whatever code says to an object that is no number
+            again = _traced(program, spots, uses, questions)
+            if not uses.looked_at:
+                for module, name in spots:
+                    again.reads.get(module, set()).discard(name)
+                return again
+    return traced
 
 
-def _traced_if_possible(
-    program: TracedCall, spots: Sequence[Spot], uses: Uses, questions: Questions
-) -> tuple[AotGraph, Returned] | None:
-    try:
-        return _traced(program, spots, uses, questions)
-    except Exception:  # whatever code says to an object that is no number
-        return None
-
-
-def _traced(
-    program: TracedCall, spots: Sequence[Spot], uses: Uses, questions: Questions
-) -> tuple[AotGraph, Returned]:
+def _traced(program: TracedCall, spots: Sequence[Spot], uses: Uses, questions: Questions) -> Traced:
     """One trace, with stand-ins in `spots`."""
-    returned = Returned()
+    run = Traced()
     with ExitStack() as stack:
         stack.enter_context(_plain_autograd())
         stack.enter_context(state_kept(program.model))
         stack.enter_context(held_tensors_kept(program.model))
         trace_cumulative_averages(program.model)
         before = Snapshot(program.model)
-        replaced = stack.enter_context(attention_captured(program.device_type))
+        answers = stack.enter_context(torch_calls_answered(program.device_type))
         for context in (
-            inference_paths_kept(),
-            _fast_paths_off(),
+            shortcuts_off(),
             compiling_flag(),
             failures_unlogged(),
             encoder_masks_trusted(),
             full_precision_backward(),
-            resizing_kept(),
             nested_calls_written_out(),
             questions.answered(),
         ):
             stack.enter_context(context)
-        answers = {**replaced, **ANSWERED, **grouped_captured()}
-        aot = _joint(program, _Traceable(program, returned, spots, uses, questions), answers)
-        check_backward_writes(before, [place for place, _ in returned.writes])
-    return aot, returned
+        run.aot = _joint(program, _Traceable(program, run, spots, uses, questions), answers)
+        check_backward_writes(before, run.places)
+    return run
 
 
 def _joint(program: TracedCall, traceable: _Traceable, answers: dict[Any, Callable[..., Any]]) -> AotGraph:
@@ -238,14 +199,29 @@ def _joint(program: TracedCall, traceable: _Traceable, answers: dict[Any, Callab
 
     table = decomposition_table()
     is_final = traceable.questions.history is None
-    if is_final and not any(writes_in_place(module) for module in program.model.modules()):
+    if is_final and not any(_writes_in_place(module) for module in program.model.modules()):
         # What is wrong with a program, the other trace says, and torch's anomaly detection warns there.
         with suppress(Exception), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Error detected in ")
-            aot = run({**table, **REFUSED_WRITES}, False)
+            aot = run({**table, **_REFUSED_WRITES}, False)
             if not has_writes(aot):
                 return aot
     return run(table, True)
+
+
+def _writes_in_place(module: nn.Module) -> bool:
+    """Running statistics and `nn.ReLU(inplace=True)`."""
+    return getattr(module, "inplace", False) or getattr(module, "track_running_stats", False)
+
+
+def _refuse_write(*args: Any, **kwargs: Any) -> Tensor:
+    raise RuntimeError("a write in place")
+
+
+_WRITES = "add_ sub_ mul_ div_ copy_ fill_ zero_ masked_fill_ index_put_ relu_"
+_PACKETS = [getattr(torch.ops.aten, name) for name in _WRITES.split()]
+_REFUSED_WRITES = {getattr(packet, name): _refuse_write for packet in _PACKETS for name in packet.overloads()}
+"""The usual ones, as decompositions, so that the first trace ends at the first; `has_writes` finds the others."""
 
 
 def _fakes(program: TracedCall, history: History | None) -> list[Tensor]:
@@ -260,30 +236,12 @@ def _fakes(program: TracedCall, history: History | None) -> list[Tensor]:
 
 
 @contextmanager
-def _fast_paths_off() -> Generator[None]:
-    """No fused inference ops (nn.MultiheadAttention), which have no gradient; no ops of one library
-    (oneDNN's and cuDNN's recurrent layers, cuDNN's batch norm), which have no rule."""
-    mha, cudnn = torch.backends.mha.get_fastpath_enabled(), torch.backends.cudnn.enabled
-    torch.backends.mha.set_fastpath_enabled(False)
-    torch.backends.cudnn.enabled = False
-    try:
-        with onednn_off():
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(mha)
-        torch.backends.cudnn.enabled = cudnn
-
-
-@contextmanager
 def _plain_autograd() -> Generator[None]:
     """no_grad for inference mode, whose tensors cannot be traced; no casts remembered from before."""
-    cached = torch.is_autocast_cache_enabled()
     with ExitStack() as stack:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())
+        stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)
-        try:
-            yield
-        finally:
-            torch.set_autocast_cache_enabled(cached)
+        yield

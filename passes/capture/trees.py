@@ -7,7 +7,7 @@ tensor attributes) and built again, so that no model needs to register its types
 from __future__ import annotations
 
 import types
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
@@ -17,16 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from passes.capture.awaited import Awaited, Number
+from passes.capture.stand_ins import Awaited, Number
 
 __all__ = [
     "Step",
     "Tree",
+    "assembled",
     "changed_places",
     "flatten",
-    "flatten_arguments",
+    "items_of",
     "retree",
-    "tensor_paths",
     "unflatten",
 ]
 
@@ -54,29 +54,14 @@ class Static:
 
 
 @dataclass(frozen=True)
-class Sequenced:
-    """A list, a tuple or a named tuple."""
+class Nest:
+    """A list, a tuple, a named tuple, a plain dict, or a node type that torch's pytree knows. keys: of a dict, and what
+    pytree knows of its node, `context`, in a form that has a hash."""
 
     kind: type
+    keys: Any
     children: tuple[Tree, ...]
-
-
-@dataclass(frozen=True)
-class Mapped:
-    """A plain dict."""
-
-    keys: tuple[Any, ...]
-    children: tuple[Tree, ...]
-
-
-@dataclass(frozen=True)
-class Registered:
-    """A node type that torch's pytree knows."""
-
-    kind: type
-    frozen_context: Any
-    children: tuple[Tree, ...]
-    context: Any = field(compare=False, repr=False)
+    context: Any = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -97,7 +82,7 @@ class Again:
     number: int
 
 
-Tree = TensorLeaf | Number | Static | Sequenced | Mapped | Registered | Instance | Again
+Tree = TensorLeaf | Number | Static | Nest | Instance | Again
 
 _OPAQUE = (
     type, nn.Module, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType,
@@ -106,30 +91,29 @@ _OPAQUE = (
 _PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device)
 
 
-def flatten(value: Any) -> tuple[list[Tensor], Tree]:
-    """(tensors, tree) of `value`. A tensor that appears twice is one tensor, referred to twice."""
-    flattener = _Flattener()
-    tree = flattener.visit(value)
-    return flattener.tensors, tree
+def flatten(value: Any, *, arguments: bool = False) -> tuple[list[Tensor], Tree]:
+    """(tensors, tree) of `value`. A tensor that appears twice is one tensor, referred to twice.
 
-
-def flatten_arguments(value: Any) -> tuple[list[Tensor], Tree]:
-    """The same for a call's arguments, where objects without tensors are taken apart as well."""
-    flattener = _OfArguments()
+    arguments: of a call, where objects without tensors are taken apart as well."""
+    flattener = _Flattener(arguments)
     tree = flattener.visit(value)
     return flattener.tensors, tree
 
 
 def retree(value: Any, tensors: Sequence[Tensor]) -> Tree:
     """The tree of a value that was built from these tensors, so that an unchanged one has the tree it was built by."""
-    flattener = _OfArguments()
+    flattener = _Flattener(arguments=True)
     for tensor in tensors:
         flattener.visit(tensor)
     return flattener.visit(value)
 
 
 class _Flattener:
-    def __init__(self) -> None:
+    """arguments: an object without tensors is taken apart too: a forward may fill it (an empty cache), and two calls
+    with equal ones are alike."""
+
+    def __init__(self, arguments: bool) -> None:
+        self.arguments = arguments
         self.tensors: list[Tensor] = []
         self.places: dict[int, int] = {}
         self.instances: dict[int, int] = {}
@@ -144,13 +128,16 @@ class _Flattener:
         if kind is Awaited:
             return Number(self._tensor(value.value).index)
         if kind is dict:
-            return Mapped(tuple(value), tuple(self.visit(item) for item in value.values()))
-        if kind is tuple or kind is list or (isinstance(value, tuple) and hasattr(value, "_fields")):
-            return Sequenced(kind, tuple(self.visit(item) for item in value))
+            return Nest(kind, tuple(value), self._each(value.values()))
+        if kind in (tuple, list) or _is_named_tuple(kind):
+            return Nest(kind, (), self._each(value))
         if (definition := pytree.SUPPORTED_NODES.get(kind)) is not None:
             items, context = definition.flatten_fn(value)
-            return Registered(kind, _freeze(context), tuple(self.visit(item) for item in items), context)
+            return Nest(kind, _freeze(context), self._each(items), context)
         return self._instance(value)
+
+    def _each(self, items: Iterable[Any]) -> tuple[Tree, ...]:
+        return tuple(self.visit(item) for item in items)
 
     def _tensor(self, tensor: Tensor) -> TensorLeaf:
         index = self.places.setdefault(id(tensor), len(self.tensors))
@@ -165,22 +152,12 @@ class _Flattener:
             return Again(self.instances[id(value)])
         number = self.instances[id(value)] = len(self.held)
         self.held.append(value)  # so that its id stays its own
-        children = tuple(self.visit(item) for item in vars(value).values())
-        return self._of(value, Instance(type(value), number, tuple(vars(value)), children))
-
-    def _of(self, value: Any, tree: Instance) -> Tree:
-        if _has_tensor(tree):
+        children = self._each(vars(value).values())
+        tree = Instance(type(value), number, tuple(vars(value)), children)
+        if self.arguments or _has_tensor(tree):
             return tree
         del self.instances[id(value)]
         return Static(value)
-
-
-class _OfArguments(_Flattener):
-    """An object without tensors is taken apart too: a forward may fill it (an empty cache), and two calls with equal
-    ones are alike."""
-
-    def _of(self, value: Any, tree: Instance) -> Tree:
-        return tree
 
 
 def unflatten(tree: Tree, tensors: Sequence[Any]) -> Any:
@@ -201,14 +178,8 @@ class _Builder:
                 return self.tensors[index].tolist()
             case Static(value):
                 return value
-            case Mapped(keys, children):
-                return {key: self.build(child) for key, child in zip(keys, children, strict=True)}
-            case Sequenced(kind, children):
-                items = [self.build(child) for child in children]
-                return kind(*items) if hasattr(kind, "_fields") else kind(items)
-            case Registered():
-                items = [self.build(child) for child in tree.children]
-                return pytree.SUPPORTED_NODES[tree.kind].unflatten_fn(items, tree.context)
+            case Nest():
+                return assembled(tree, [self.build(child) for child in tree.children])
             case Instance():
                 made = self.instances[tree.number] = object.__new__(tree.kind)
                 for name, child in zip(tree.names, tree.children, strict=True):
@@ -216,6 +187,28 @@ class _Builder:
                 return made
             case Again(number):
                 return self.instances[number]
+
+
+def assembled(tree: Nest, items: list[Any]) -> Any:
+    """The container `tree`, of these items."""
+    if tree.kind is dict:
+        return dict(zip(tree.keys, items, strict=True))
+    if _is_named_tuple(tree.kind):
+        return tree.kind(*items)
+    if tree.kind in (list, tuple):
+        return tree.kind(items)
+    return pytree.SUPPORTED_NODES[tree.kind].unflatten_fn(items, tree.context)
+
+
+def items_of(tree: Nest | Instance, value: Any) -> list[Any]:
+    """What `value`, whose structure is `tree`, holds, one for each of its children."""
+    if isinstance(tree, Instance):
+        return [vars(value)[name] for name in tree.names]
+    if tree.kind is dict:
+        return [value[key] for key in tree.keys]
+    if isinstance(value, tuple) or tree.kind is list:
+        return list(value)
+    return list(pytree.SUPPORTED_NODES[tree.kind].flatten_fn(value)[0])
 
 
 Step = tuple[str, Any]
@@ -228,47 +221,25 @@ def changed_places(before: Tree, after: Tree, value: Any, path: Path = ()) -> li
     differ, by the path to them, and each as it is now."""
     if before == after:
         return []
-    same_kind = type(before) is type(after) and getattr(before, "kind", None) is getattr(after, "kind", None)
-    fixed = isinstance(after, Sequenced) and after.kind is not list
     top = len(path) < 2  # the pair of (args, kwargs), and these two
-    if same_kind and (fixed or top) and len(before.children) == len(after.children):  # type: ignore[union-attr]
-        found: list[tuple[Path, Any]] = []
-        keys = after.keys if isinstance(after, Mapped) else range(len(after.children))  # type: ignore[union-attr]
-        for key, old, new in zip(keys, before.children, after.children, strict=True):  # type: ignore[union-attr]
-            found += changed_places(old, new, value[key], (*path, ("item", key)))
-        return found
+    if isinstance(before, Nest) and isinstance(after, Nest) and before.kind is after.kind:
+        fixed = after.kind is tuple or _is_named_tuple(after.kind)
+        if (fixed or top) and len(before.children) == len(after.children):
+            found: list[tuple[Path, Any]] = []
+            keys = after.keys or range(len(after.children))
+            for key, old, new in zip(keys, before.children, after.children, strict=True):
+                found += changed_places(old, new, value[key], (*path, ("item", key)))
+            return found
     return [(path, value)]
 
 
-def tensor_paths(tree: Tree, root: str = "") -> dict[int, str]:
-    """Where each tensor first appears: {0: "x", 1: "cache.layers[0].keys"}."""
-    return dict(reversed(list(_paths(tree, root))))
-
-
-def _paths(tree: Tree, path: str) -> Iterator[tuple[int, str]]:
-    if isinstance(tree, (TensorLeaf, Number)):
-        yield tree.index, path
-    elif isinstance(tree, (Sequenced, Mapped, Registered, Instance)):
-        for step, child in zip(_steps(tree), tree.children, strict=True):
-            yield from _paths(child, path + step)
-
-
-def _steps(tree: Sequenced | Mapped | Registered | Instance) -> list[str]:
-    if isinstance(tree, Mapped):
-        return [f"[{key!r}]" for key in tree.keys]
-    if isinstance(tree, Instance):
-        return [f".{name}" for name in tree.names]
-    if isinstance(tree, Registered) and isinstance(tree.frozen_context, tuple):
-        keys = tree.frozen_context
-        if len(keys) == len(tree.children) and all(isinstance(key, str) for key in keys):
-            return [f".{key}" for key in keys]
-    return [f"[{i}]" for i in range(len(tree.children))]
-
-
 def _has_tensor(tree: Tree) -> bool:
-    if isinstance(tree, (Sequenced, Mapped, Registered, Instance)):
-        return any(_has_tensor(child) for child in tree.children)
-    return isinstance(tree, (TensorLeaf, Number, Again))
+    leaf = isinstance(tree, (TensorLeaf, Number, Again))
+    return leaf or any(_has_tensor(child) for child in getattr(tree, "children", ()))
+
+
+def _is_named_tuple(kind: type) -> bool:
+    return issubclass(kind, tuple) and hasattr(kind, "_fields")
 
 
 def _is_open(value: Any) -> bool:

@@ -4,8 +4,8 @@ One module per operator; each registers its own kernels, fake kernel and gradien
 """
 
 from passes.ops import contract as contract
+from passes.ops import graph_marks as graph_marks
 from passes.ops import halo_op as halo_op
-from passes.ops import use as use
 from passes.ops.attention_op import attention, attention_backward
 from passes.ops.circular_pad import circular_pad, circular_pad_backward
 from passes.ops.ctc_loss import ctc_loss, ctc_loss_backward

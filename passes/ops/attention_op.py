@@ -15,17 +15,165 @@ that is how the fused kernels write them, and what the projection after them rea
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from passes.ops import attention_kernels as kernels
-from passes.ops.attention_layout import contiguous, heads_inside
-from passes.ops.attention_math import lse_dtype
-from passes.ops.attention_table import Chip
+from passes.ops.attention_choice import (
+    AttentionCall,
+    additive_mask,
+    check_problem,
+    empty,
+    lse_dtype,
+    math_backward,
+    math_forward,
+)
+from passes.ops.attention_table import (
+    Chip,
+    Contract,
+    Kernel,
+    contiguous,
+    contract_of,
+    head_padded,
+    heads_inside,
+    padded_bias,
+    padded_lse,
+    prepared,
+)
+from passes.ops.registration import differentiable_operator
 
 __all__ = ["attention", "attention_backward", "attention_backward_reference", "attention_reference"]
+
+aten = torch.ops.aten
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+def forward(p: AttentionCall) -> tuple[Tensor, Tensor]:
+    """(out [b,h,s,e], lse [b,h,s]). Raises UnsupportedOpError for operands that no kernel takes."""
+    check_problem(p)
+    kernel = p.kernel
+    if kernel in _PLAIN:
+        return _PLAIN[kernel][0](p)
+    row = contract_of(kernel)
+    out, lse = _FUSED[kernel][0](p, row, *_taken(row, q=p.q, k=p.k, v=p.v))
+    return _columns(out, p.v.shape[-1]), lse
+
+
+def backward(p: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+    """Gradients of (q, k, v). Raises UnsupportedOpError for operands that no kernel takes."""
+    check_problem(p, grad_out=grad_out, out=out, lse=lse)
+    kernel = p.kernel
+    if kernel in _PLAIN:
+        return _PLAIN[kernel][1](p, grad_out, out, lse)
+    row = contract_of(kernel)
+    operands = _taken(row, grad_out=grad_out, q=p.q, k=p.k, v=p.v, out=out)
+    gq, gk, gv = _FUSED[kernel][1](p, row, *operands, lse)
+    d, e = p.q.shape[-1], p.v.shape[-1]
+    return _columns(gq, d), _columns(gk, d), _columns(gv, e)
+
+
+def _nothing_backward(p: AttentionCall, *_: Tensor) -> Gradients:
+    return torch.zeros_like(p.q), torch.zeros_like(p.k), torch.zeros_like(p.v)
+
+
+def _taken(row: Contract, **operands: Tensor) -> tuple[Tensor, ...]:
+    """Operands with a head dim, padded and laid out for the kernel of `row`."""
+    return tuple(prepared(row, name, head_padded(row, x)) for name, x in operands.items())
+
+
+def _columns(x: Tensor, count: int) -> Tensor:
+    # `narrow`: an index would ask for the device, which fakes on CUDA have not in a build without it.
+    return x if x.shape[-1] == count else x.narrow(-1, 0, count)
+
+
+def _cpu_bias(p: AttentionCall, row: Contract) -> Tensor | None:
+    return None if p.mask is None else prepared(row, "bias", additive_mask(p.mask, p.q.dtype))
+
+
+def _cpu_flash(p: AttentionCall, row: Contract, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, p.is_causal, attn_mask=_cpu_bias(p, row), scale=p.scale
+    )
+
+
+def _cpu_flash_backward(p: AttentionCall, row: Contract, *operands: Tensor) -> Gradients:
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *operands, 0.0, p.is_causal, attn_mask=_cpu_bias(p, row), scale=p.scale
+    )
+
+
+def _cudnn(p: AttentionCall, row: Contract, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, p.is_causal, scale=p.scale
+    )
+    return out, lse.squeeze(-1)
+
+
+def _cudnn_backward(
+    p: AttentionCall, row: Contract, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> Gradients:
+    stats = prepared(row, "lse", lse).unsqueeze(-1)
+    return aten._scaled_dot_product_cudnn_attention_backward(
+        grad, q, k, v, out, stats, *_unread_seeds(q, torch.int64), None, None, None, q.shape[2], k.shape[2], 0.0,
+        p.is_causal, scale=p.scale,
+    )  # fmt: skip
+
+
+def _unread_seeds(like: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What kernels read with dropout only. Of one dim: for a scalar Inductor launches a kernel that writes it."""
+    return like.new_empty((2,), dtype=dtype), like.new_empty((1,), dtype=dtype)
+
+
+def _flash(p: AttentionCall, row: Contract, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, p.is_causal, False, scale=p.scale)[:2]
+
+
+def _flash_backward(
+    p: AttentionCall, row: Contract, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> Gradients:
+    return aten._scaled_dot_product_flash_attention_backward(
+        grad, q, k, v, out, padded_lse(row, lse), None, None, q.shape[2], k.shape[2], 0.0, p.is_causal,
+        *_unread_seeds(q, torch.uint64), scale=p.scale,
+    )  # fmt: skip
+
+
+def _bias(p: AttentionCall, row: Contract) -> Tensor | None:
+    """At full shape [b,h,s,t], as the backward demands; what is broadcast has stride 0."""
+    if p.mask is None:
+        return None
+    b, h, s, t = p.q.shape[0], p.q.shape[1], p.q.shape[2], p.k.shape[2]
+    return padded_bias(row, additive_mask(p.mask, p.q.dtype), t).expand(b, h, s, t)
+
+
+def _efficient(p: AttentionCall, row: Contract, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention(
+        q, k, v, _bias(p, row), True, 0.0, p.is_causal, scale=p.scale
+    )
+    return out, _columns(lse, q.shape[2])
+
+
+def _efficient_backward(
+    p: AttentionCall, row: Contract, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> Gradients:
+    return aten._scaled_dot_product_efficient_attention_backward(
+        grad, q, k, v, _bias(p, row), out, padded_lse(row, lse), *_unread_seeds(q, torch.int64), 0.0,
+        [True, True, True, False], p.is_causal, scale=p.scale,
+    )[:3]  # fmt: skip
+
+
+Kernels = Mapping[Kernel, tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Gradients]]]
+"""Forward and backward."""
+_PLAIN: Kernels = {"empty": (empty, _nothing_backward), "math": (math_forward, math_backward)}
+_FUSED: Kernels = {
+    "cpu_flash": (_cpu_flash, _cpu_flash_backward),
+    "cudnn": (_cudnn, _cudnn_backward),
+    "flash": (_flash, _flash_backward),
+    "efficient": (_efficient, _efficient_backward),
+}
+"""These get the contract's row, and operands padded and laid out as it says."""
 
 
 def _empty_heads_inside(x: Tensor, width: int) -> Tensor:
@@ -33,93 +181,51 @@ def _empty_heads_inside(x: Tensor, width: int) -> Tensor:
     return x.new_empty((b, s, h, width)).transpose(1, 2)
 
 
-def attention_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    mask_is_causal: bool = False,
-    *,
-    chip: Chip | None = None,
-) -> tuple[Tensor, Tensor]:
+def attention_reference(*operands: Any, chip: Chip | None = None) -> tuple[Tensor, Tensor]:
     """What `autoshard::attention` computes, in ATen ops: one of torch's kernels, or plain math.
 
     chip: of the CUDA device that it will run on; None: q's device is asked.
     Raises UnsupportedOpError for operands that break the kernel's contract.
     """
-    call = _call(q, k, v, mask, is_causal, scale, mask_is_causal, chip)
-    out, lse = kernels.forward(call)
+    out, lse = forward(_call(*operands, chip=chip))
     return heads_inside(out), contiguous(lse)
 
 
 def attention_backward_reference(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    is_causal: bool,
-    scale: float,
-    mask_is_causal: bool = False,
-    *,
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor, *flags: Any,
     chip: Chip | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """What `autoshard::attention_backward` computes, in ATen ops; as `attention_reference`."""
-    call = _call(q, k, v, mask, is_causal, scale, mask_is_causal, chip)
-    gq, gk, gv = kernels.backward(call, grad_out, out, lse)
+    gq, gk, gv = backward(_call(q, k, v, mask, *flags, chip=chip), grad_out, out, lse)
     return heads_inside(gq), heads_inside(gk), heads_inside(gv)
 
 
 def _call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    mask_is_causal: bool,
-    chip: Chip | None,
-) -> kernels.AttentionCall:
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float, mask_is_causal: bool = False,
+    *, chip: Chip | None,
+) -> AttentionCall:  # fmt: skip
     if mask_is_causal:
         mask, is_causal = None, True
-    return kernels.AttentionCall(q, k, v, mask, is_causal, scale, chip)
+    return AttentionCall(q, k, v, mask, is_causal, scale, chip)
 
 
-@torch.library.custom_op(
-    "autoshard::attention",
-    mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float scale, bool mask_is_causal=False) "
-    "-> (Tensor, Tensor)",
+_OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor? mask"
+_FLAGS = "bool is_causal, float scale, bool mask_is_causal=False"
+attention = differentiable_operator(
+    f"attention({_OPERANDS}, {_FLAGS}) -> (Tensor, Tensor)",
+    attention_reference,
+    lambda q, k, v, *rest: (
+        _empty_heads_inside(q, v.shape[-1]),
+        q.new_empty(q.shape[:3], dtype=lse_dtype(q.dtype)),
+    ),
 )
-def attention(*operands: Any) -> tuple[Tensor, Tensor]:
-    """softmax(scale * q k^T + mask) v and the softmax's log-sum-exp; see the module."""
-    return attention_reference(*operands)
-
-
-@attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return _empty_heads_inside(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=lse_dtype(q.dtype))
-
-
-@torch.library.custom_op(
-    "autoshard::attention_backward",
-    mutates_args=(),
-    schema="(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, "
-    "bool is_causal, float scale, bool mask_is_causal=False) -> (Tensor, Tensor, Tensor)",
+"""softmax(scale * q k^T + mask) v and the softmax's log-sum-exp; see the module."""
+attention_backward = differentiable_operator(
+    f"attention_backward(Tensor grad_out, {_OPERANDS}, Tensor out, Tensor lse, {_FLAGS}) -> (Tensor, Tensor, Tensor)",
+    attention_backward_reference,
+    lambda grad_out, q, k, v, *rest: tuple(_empty_heads_inside(x, x.shape[-1]) for x in (q, k, v)),
 )
-def attention_backward(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `attention`'s `out` with respect to (q, k, v)."""
-    return attention_backward_reference(*operands)
-
-
-@attention_backward.register_fake
-def _(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    gq, gk = (_empty_heads_inside(x, q.shape[-1]) for x in (q, k))
-    return gq, gk, _empty_heads_inside(v, v.shape[-1])
+"""Gradients of `attention`'s `out` with respect to (q, k, v)."""
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -13,10 +13,11 @@ negative or above the dim's length.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from passes.ops.registration import differentiable_operator, differentiated_by
 
 __all__ = ["circular_pad", "circular_pad_backward"]
 
@@ -37,11 +38,7 @@ def _resized(x: Tensor, pads: Sequence[int], sign: int) -> Tensor:
     return x.new_empty(shape)
 
 
-@torch.library.custom_op(
-    "autoshard::circular_pad", mutates_args=(), schema="(Tensor x, SymInt[] pads) -> Tensor"
-)
-def circular_pad(x: Tensor, pads: Sequence[int]) -> Tensor:
-    """See the module."""
+def _pad(x: Tensor, pads: Sequence[int]) -> Tensor:
     whole = x
     for dim, before, after in _padded(x.ndim, pads):
         length = whole.shape[dim]
@@ -50,16 +47,7 @@ def circular_pad(x: Tensor, pads: Sequence[int]) -> Tensor:
     return whole.clone() if whole is x else whole
 
 
-@circular_pad.register_fake
-def _(x: Tensor, pads: Sequence[int]) -> Tensor:
-    return _resized(x, pads, 1)
-
-
-@torch.library.custom_op(
-    "autoshard::circular_pad_backward", mutates_args=(), schema="(Tensor grad, SymInt[] pads) -> Tensor"
-)
-def circular_pad_backward(grad: Tensor, pads: Sequence[int]) -> Tensor:
-    """See the module."""
+def _pad_backward(grad: Tensor, pads: Sequence[int]) -> Tensor:
     total = grad
     for dim, before, after in _padded(grad.ndim, pads):
         length = total.shape[dim] - before - after
@@ -72,22 +60,13 @@ def circular_pad_backward(grad: Tensor, pads: Sequence[int]) -> Tensor:
     return total.clone() if total is grad else total
 
 
-@circular_pad_backward.register_fake
-def _(grad: Tensor, pads: Sequence[int]) -> Tensor:
-    return _resized(grad, pads, -1)
-
-
-def _setup(ctx: Any, inputs: tuple[Tensor, Sequence[int]], output: Tensor) -> None:
-    ctx.pads = list(inputs[1])
-
-
-def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    return circular_pad_backward(grad, ctx.pads), None
-
-
-def _gradient_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    return circular_pad(grad, ctx.pads), None
-
-
-circular_pad.register_autograd(_gradient, setup_context=_setup)
-circular_pad_backward.register_autograd(_gradient_backward, setup_context=_setup)
+circular_pad = differentiable_operator(
+    "circular_pad(Tensor x, SymInt[] pads) -> Tensor", _pad, lambda x, pads: _resized(x, pads, 1)
+)
+circular_pad_backward = differentiable_operator(
+    "circular_pad_backward(Tensor grad, SymInt[] pads) -> Tensor",
+    _pad_backward,
+    lambda grad, pads: _resized(grad, pads, -1),
+)
+differentiated_by(circular_pad, circular_pad_backward, slice(1, 1))
+differentiated_by(circular_pad_backward, circular_pad, slice(1, 1))

@@ -13,6 +13,8 @@ from functools import lru_cache
 
 import torch
 
+from passes.ops.registration import operator
+
 __all__ = ["Terms", "contract_reference", "contract_shape", "format_equation", "parse_equation"]
 
 Word = str
@@ -114,6 +116,4 @@ def _contract_fake(a: torch.Tensor, b: torch.Tensor, equation: str) -> torch.Ten
     return a.new_empty([sizes[w] for w in order]).permute([order.index(w) for w in terms[2]])
 
 
-torch.library.define("autoshard::contract", "(Tensor a, Tensor b, str equation) -> Tensor")
-torch.library.impl("autoshard::contract", "CompositeExplicitAutograd", _contract)
-torch.library.register_fake("autoshard::contract", _contract_fake)
+operator("contract(Tensor a, Tensor b, str equation) -> Tensor", _contract, _contract_fake)

@@ -21,6 +21,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from passes.ops.registration import differentiable_operator
+
 __all__ = ["grouped_mm", "grouped_mm_reference", "is_fused", "jagged_length", "kind_of"]
 
 Kind = Literal["rows", "columns", "summed"]
@@ -45,19 +47,17 @@ def _shape(a: Tensor, b: Tensor, count: int) -> list[int]:
     return [count, *plain] if a.ndim == b.ndim == 2 else plain
 
 
-@torch.library.custom_op(
-    "autoshard::grouped_mm",
-    mutates_args=(),
-    schema="(Tensor a, Tensor b, Tensor offs, int first, int count) -> Tensor",
-)
-def grouped_mm(a: Tensor, b: Tensor, offs: Tensor, first: int, count: int) -> Tensor:
-    """See the module. Reads `offs` on the host, except where torch's fused product runs."""
+def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor, first: int, count: int) -> Tensor:
+    """Reads `offs` on the host, except where torch's fused product runs."""
     return _fused(a, b, offs, first, count) if is_fused(a, b) else _by_group(a, b, offs, first, count)
 
 
-@grouped_mm.register_fake
-def _(a: Tensor, b: Tensor, offs: Tensor, first: int, count: int) -> Tensor:
-    return a.new_empty(_shape(a, b, count))
+grouped_mm = differentiable_operator(
+    "grouped_mm(Tensor a, Tensor b, Tensor offs, int first, int count) -> Tensor",
+    _grouped_mm,
+    lambda a, b, offs, first, count: a.new_empty(_shape(a, b, count)),
+)
+"""See the module."""
 
 
 def grouped_mm_reference(a: Tensor, b: Tensor, offs: Tensor, first: int, count: int) -> Tensor:

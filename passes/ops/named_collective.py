@@ -11,17 +11,64 @@ is an argument of the op, it survives every compiler. The result is waited for b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from passes.ir.torch_compat import is_profiling
-from passes.ops import quick_collectives
+from cost_model.measure import own_collectives as own
+from cost_model.measure import timed_messages as messages
+from passes.ir.torch_compat import is_profiling, process_group_named, waited_for_with
+from passes.ops.registration import operator
 
-__all__ = ["ALL_REDUCE_IN_PLACE", "NAMED", "NAMED_BY_NAME", "NAMESPACE"]
+__all__ = ["ALL_REDUCE_IN_PLACE", "NAMED", "NAMED_BY_NAME"]
+
+c10d = torch.ops._c10d_functional
+
+
+def all_to_all(operand: Tensor, received: Sequence[int], sent: Sequence[int], group_name: str) -> Tensor:
+    """What `all_to_all_single` does, whatever the size: empty messages are left out."""
+    if operand.device.type != "cpu":
+        return c10d.all_to_all_single(operand, list(received), list(sent), group_name)
+    return waited_for_with(
+        *messages.start_all_to_all(operand, received, sent, process_group_named(group_name))
+    )
+
+
+def all_gather(operand: Tensor, group_size: int, group_name: str) -> Tensor:
+    """What `all_gather_into_tensor` does, without the op that crashes gloo when two are in flight.
+
+    The functional op runs gloo's ALLGATHER_COALESCED. When a collective is done, gloo's two threads both
+    assign its name to one std::string of the group (`lastCompletedWorkName`, torch 2.11 to 2.13), and that
+    name alone is too long to be stored without a heap buffer, which both threads then free. The variant
+    with an output runs the plain all-gather, on NCCL too.
+    """
+    started = own.all_gather(operand, process_group_named(group_name))
+    if started is not None:
+        return waited_for_with(*started)
+    gathered = operand.new_empty((group_size * operand.shape[0], *operand.shape[1:]))
+    return c10d.all_gather_into_tensor_out(operand, group_size, group_name, out=gathered)
+
+
+def all_reduce(operand: Tensor, op: str, group_name: str) -> Tensor:
+    """What `all_reduce` does; may have been waited for."""
+    result = own.all_reduce(operand, op, process_group_named(group_name))
+    return c10d.all_reduce(operand, op, group_name) if result is None else result
+
+
+def all_reduce_(operand: Tensor, op: str, group_name: str) -> Tensor:
+    """The same in place."""
+    result = own.all_reduce(operand, op, process_group_named(group_name), into=operand)
+    return c10d.all_reduce_(operand, op, group_name) if result is None else result
+
+
+def reduce_scatter(operand: Tensor, op: str, group_size: int, group_name: str) -> Tensor:
+    """What `reduce_scatter_tensor` does; may have been waited for."""
+    result = own.reduce_scatter(operand, op, process_group_named(group_name))
+    return c10d.reduce_scatter_tensor(operand, op, group_size, group_name) if result is None else result
+
 
 # Inductor knows a collective's kernel by "_c10d_functional" in the op's name.
 NAMESPACE = "autoshard_c10d_functional"
@@ -45,11 +92,11 @@ def _plain(name: str) -> Any:
 
 
 _RUN: Mapping[str, Callable[..., Tensor]] = {
-    "all_gather_into_tensor": quick_collectives.all_gather,
-    "all_reduce": quick_collectives.all_reduce,
-    "all_reduce_": quick_collectives.all_reduce_,
-    "all_to_all_single": quick_collectives.all_to_all,
-    "reduce_scatter_tensor": quick_collectives.reduce_scatter,
+    "all_gather_into_tensor": all_gather,
+    "all_reduce": all_reduce,
+    "all_reduce_": all_reduce_,
+    "all_to_all_single": all_to_all,
+    "reduce_scatter_tensor": reduce_scatter,
 }
 """What runs instead of the plain functional collective."""
 
@@ -73,17 +120,15 @@ def _fake(name: str) -> Callable[..., Any]:
     return lambda *arguments: plain(*arguments[:-1])
 
 
-for _name, _schema in _SCHEMAS.items():
-    torch.library.define(f"{NAMESPACE}::{_name}", _schema)
-    torch.library.impl(f"{NAMESPACE}::{_name}", "CompositeExplicitAutograd", _kernel(_name))
-    torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake(_name))
-
-NAMED_BY_NAME: Mapping[str, Any] = {
-    name: getattr(getattr(torch.ops, NAMESPACE), name).default for name in _SCHEMAS if name[-1] != "_"
+_MADE = {
+    name: operator(f"{name}{schema}", _kernel(name), _fake(name), NAMESPACE)
+    for name, schema in _SCHEMAS.items()
 }
+
+NAMED_BY_NAME: Mapping[str, Any] = {name: op for name, op in _MADE.items() if name[-1] != "_"}
 """Name of a plain functional collective -> the same op with one more argument, the name it serves."""
 
 NAMED: Mapping[Any, Any] = {_plain(name): op for name, op in NAMED_BY_NAME.items()}
 """The same by the plain op."""
 
-ALL_REDUCE_IN_PLACE: Any = getattr(torch.ops, NAMESPACE).all_reduce_.default
+ALL_REDUCE_IN_PLACE = _MADE["all_reduce_"]

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from passes.ops.registration import differentiable_operator, differentiated_by
+
 __all__ = ["neighborhood_attention", "neighborhood_attention_backward"]
 
 _GEOMETRY = (
@@ -121,12 +123,7 @@ def _all_dims(axes: Sequence[_Axis], device: torch.device) -> tuple[Tensor, Tens
     return place, there.unsqueeze(-1)
 
 
-@torch.library.custom_op(
-    "autoshard::neighborhood_attention",
-    mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, {_GEOMETRY}) -> Tensor",
-)
-def neighborhood_attention(q: Tensor, k: Tensor, v: Tensor, *geometry: Any) -> Tensor:
+def _forward(q: Tensor, k: Tensor, v: Tensor, *geometry: Any) -> Tensor:
     """[b, *s, h, e]: softmax(scale * q k^T) v over the keys each query sees; see the module.
 
     q [b, *s, h, d], k [b, *t, h, d], v [b, *t, h, e], of one dtype. Computed in at least float32.
@@ -137,17 +134,7 @@ def neighborhood_attention(q: Tensor, k: Tensor, v: Tensor, *geometry: Any) -> T
     return out.reshape((*q.shape[:-1], v.shape[-1])).to(q.dtype)
 
 
-@neighborhood_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *geometry: Any) -> Tensor:
-    return q.new_empty((*q.shape[:-1], v.shape[-1]))
-
-
-@torch.library.custom_op(
-    "autoshard::neighborhood_attention_backward",
-    mutates_args=(),
-    schema=f"(Tensor grad_out, Tensor q, Tensor k, Tensor v, {_GEOMETRY}) -> (Tensor, Tensor, Tensor)",
-)
-def neighborhood_attention_backward(
+def _backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *geometry: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `neighborhood_attention` with respect to (q, k, v), what queries here give to the keys here.
@@ -170,19 +157,15 @@ def neighborhood_attention_backward(
     )
 
 
-@neighborhood_attention_backward.register_fake
-def _(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *geometry: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:3])
-    ctx.geometry = inputs[3:]
-
-
-def _gradient(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
-    found = neighborhood_attention_backward(grad_out, *ctx.saved_tensors, *ctx.geometry)
-    return *found, *(None for _ in ctx.geometry)
-
-
-neighborhood_attention.register_autograd(_gradient, setup_context=_setup_context)
+neighborhood_attention = differentiable_operator(
+    f"neighborhood_attention(Tensor q, Tensor k, Tensor v, {_GEOMETRY}) -> Tensor",
+    _forward,
+    lambda q, k, v, *geometry: q.new_empty((*q.shape[:-1], v.shape[-1])),
+)
+neighborhood_attention_backward = differentiable_operator(
+    f"neighborhood_attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, {_GEOMETRY}) "
+    "-> (Tensor, Tensor, Tensor)",
+    _backward,
+    lambda grad_out, q, k, v, *geometry: tuple(x.new_empty(x.shape) for x in (q, k, v)),
+)
+differentiated_by(neighborhood_attention, neighborhood_attention_backward, slice(0, 3))

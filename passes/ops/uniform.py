@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from passes.ops.registration import differentiable_operator
+
 __all__ = ["UNIFORM_WORDS", "uniform", "uniform_reference"]
 
 _WORD = 0xFFFFFFFF
@@ -75,20 +77,11 @@ def _unit(h: Tensor) -> Tensor:
     return (h >> 8).to(torch.float32) * 2.0**-24
 
 
-@torch.library.custom_op(
-    "autoshard::uniform",
-    mutates_args=(),
-    schema="(SymInt[] shape, SymInt[] offset, SymInt[] global_shape, Tensor seed, int stream) -> Tensor",
+uniform = differentiable_operator(
+    "uniform(SymInt[] shape, SymInt[] offset, SymInt[] global_shape, Tensor seed, int stream) -> Tensor",
+    uniform_reference,
+    lambda shape, offset, global_shape, seed, stream: torch.empty(
+        list(shape), dtype=torch.float32, device=seed.device
+    ),
 )
-def uniform(
-    shape: Sequence[int], offset: Sequence[int], global_shape: Sequence[int], seed: Tensor, stream: int
-) -> Tensor:
-    """The block [offset, offset + shape) of stream `stream`; see `uniform_reference`."""
-    return uniform_reference(shape, offset, global_shape, seed, stream)
-
-
-@uniform.register_fake
-def _(
-    shape: Sequence[int], offset: Sequence[int], global_shape: Sequence[int], seed: Tensor, stream: int
-) -> Tensor:
-    return torch.empty(list(shape), dtype=torch.float32, device=seed.device)
+"""The block [offset, offset + shape) of stream `stream`; see `uniform_reference`."""

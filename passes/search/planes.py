@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from scipy.optimize import linprog
 
 from passes.solver.problem import Array, Problem
 
@@ -77,6 +76,8 @@ def highest_point(
     paths = len(planes[0].slopes)
     owner = np.repeat(np.arange(len(phases)), phases)
     whole = [[0.0, *(float(o == phase) for o in owner), *[0.0] * len(rows)] for phase in range(len(phases))]
+    from scipy.optimize import linprog
+
     result = linprog(
         [-1.0, *[0.0] * (paths + len(rows))],
         A_ub=[[1.0, *(-s for s in row)] for row in slopes],  # t <= constant + slopes . (m, v)

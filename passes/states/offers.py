@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-import passes.ops.either  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::either)
+import passes.ops.graph_marks  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers autoshard::either)
 from passes.ir.joint import JointGraph, result_index
 from passes.ir.op_traits import is_either, is_use, is_view
 from passes.ir.rewrite import duplicate_joint

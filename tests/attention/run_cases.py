@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.compile.expand_ops import expand_ops
-from passes.ops.attention_choice import AttentionCall, chip_of
-from passes.ops.attention_math import math_backward, math_forward
+from passes.ops.attention_choice import AttentionCall, chip_of, math_backward, math_forward
 from tests.attention.graphs import MASKS, Call, graph_of, kernels_of
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

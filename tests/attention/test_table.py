@@ -15,8 +15,7 @@ from torch import fx
 from cost_model.errors import UnsupportedOpError
 from passes.compile.expand_ops import expand_ops
 from passes.ops.attention_choice import Case, choose
-from passes.ops.attention_layout import check_layout
-from passes.ops.attention_table import TABLE, Chip, contract_of
+from passes.ops.attention_table import TABLE, Chip, check_layout, contract_of
 from tests.attention.graphs import MASKS, Call, copies_of, expanded, graph_of, kernels_of
 
 HALF, WIDE, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64

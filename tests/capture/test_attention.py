@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import passes.ops
-from passes.capture.attention_calls import scaled_dot_product
-from passes.ops import attention_kernels as kernels
-from passes.ops.attention_math import math_forward
+from passes.capture.operator_calls import scaled_dot_product
+from passes.ops.attention_choice import AttentionCall, math_forward
+from passes.ops.attention_op import forward
 from tests.capture.running import check
 
 attention = torch.ops.autoshard.attention.default
@@ -59,9 +59,9 @@ def test_attention_is_torchs(kind: str, widths: tuple[int, int], dtype: torch.dt
 def test_every_kernel_has_one_lse() -> None:
     """A fused kernel and the math agree on lse, so shards computed by either can be combined."""
     q, k, v = (x.detach() for x in _operands(5, 7, 8, 8))
-    problem = kernels.AttentionCall(q, k, v, _mask("float", 5, 7, torch.float32), False, 0.3)
+    problem = AttentionCall(q, k, v, _mask("float", 5, 7, torch.float32), False, 0.3)
     assert problem.kernel == "cpu_flash"
-    for got, wanted in zip(kernels.forward(problem), math_forward(problem), strict=True):
+    for got, wanted in zip(forward(problem), math_forward(problem), strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from autoshard import MeshSpec, find_plan, verify
 from cost_model.errors import CaptureError
 from passes.capture import capture
-from passes.capture.counting import histc
+from passes.capture.answered_calls import histc
 from tests.capture.running import check
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from autoshard import MeshSpec, PlanError, ShardingError, find_plan, verify
 from autoshard.plan.find_plan import canonical_capture
-from passes.capture.autocast import CUDNN_LAYERS, POLICIES
+from passes.capture.device_view import CUDNN_LAYERS, POLICIES
 from passes.compile.bind_device import bind_device
 from passes.ir.torch_dispatch import is_autocast_op
 from passes.plan.describe import graph_hash

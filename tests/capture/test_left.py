@@ -49,7 +49,7 @@ def names(captured: Any) -> list[str]:
 def test_what_a_forward_leaves_is_put_in_its_places() -> None:
     model, x = Leaves(), torch.randn(2, 3)
     captured = capture(model, (x,), {})
-    assert names(captured) == ["Incremented", "Attribute", "Appended", "Item"]
+    assert names(captured) == ["Incremented", "Assigned", "Appended", "Assigned"]
     assert (model.calls, model.log, model.parts, model.last) == (0, [], {}, None)
     values = [torch.tensor(float(i)) for i in range(captured.call.output_count)]
     for _ in range(2):
@@ -75,7 +75,7 @@ def test_a_counter_that_is_looked_at_is_an_attribute() -> None:
             return self.mix(x) * (0.1 if self.step < 3 else 1.0)
 
     captured = capture(Warm(), (torch.randn(2, 3),), {})
-    assert names(captured) == ["Attribute"] and any("step" in read for read in captured.reads.values())
+    assert names(captured) == ["Assigned"] and any("step" in read for read in captured.reads.values())
 
 
 def test_an_argument_that_is_filled() -> None:
@@ -109,7 +109,7 @@ def test_hooks_that_keep_what_they_see() -> None:
     model = nn.Sequential(nn.Linear(3, 3))
     model[0].register_forward_hook(lambda module, args, out: kept.update(last=out.detach()))
     captured = capture(model, (torch.randn(2, 3),), {})
-    assert kept == {} and names(captured) == ["Item"]
+    assert kept == {} and names(captured) == ["Assigned"]
     captured.call.places[0].put(((), {}), torch.ones(1))
     assert kept["last"].tolist() == [1.0]
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from cost_model.errors import CaptureError
 from passes.capture import capture
-from passes.capture.contents import contents, slots_of
+from passes.capture.places import contents, slots_of
 
 
 class Made(OrderedDict[str, Any]):

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from passes.capture.trees import flatten, tensor_paths, unflatten
+from passes.capture.call import tensor_paths
+from passes.capture.trees import flatten, unflatten
 
 _T = [torch.tensor(float(i)) for i in range(4)]
 _leaves = st.sampled_from([*_T, None, 1, 2.5, "s", True])

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from cost_model.measure.host_groups import host_memory_of
 from passes.ir.torch_compat import allocations
-from passes.ops import quick_collectives
+from passes.ops import named_collective
 from passes.ops.uniform import uniform_reference
 from passes.predict.workspaces import random_words, workspaces_on
 from passes.strategies.pricing import eager_traffic, fused_traffic
@@ -43,9 +43,9 @@ def measured(rank: int) -> dict[str, int]:
     group, x = made.group_name, torch.ones(LENGTH)  # type: ignore[union-attr]
     wait = c10d.wait_tensor.default
     return {
-        "all_gather": most(lambda: wait(quick_collectives.all_gather(x, 2, group))),
-        "reduce_scatter": most(lambda: wait(quick_collectives.reduce_scatter(x, "sum", 2, group))),
-        "all_reduce": most(lambda: wait(quick_collectives.all_reduce(x, "sum", group))),
+        "all_gather": most(lambda: wait(named_collective.all_gather(x, 2, group))),
+        "reduce_scatter": most(lambda: wait(named_collective.reduce_scatter(x, "sum", 2, group))),
+        "all_reduce": most(lambda: wait(named_collective.all_reduce(x, "sum", group))),
     }
 
 

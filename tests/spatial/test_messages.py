@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from passes.layout.layout import Span
-from passes.ops.halo_kernels import add_up, pack, put_together, row_numel, split_sizes, unpack
+from passes.ops.halo_op import add_up, pack, put_together, row_numel, split_sizes, unpack
 from passes.redistribution.message_table import (
     Traffic,
     anything_foreign,

@@ -1,4 +1,4 @@
-"""Tensors that are not dense: sparse, nested, quantized and oneDNN's. No graph holds them; errors name them."""
+"""Errors of capture, and tensors that no graph holds, since they are not dense: sparse, nested, quantized, oneDNN's."""
 
 from __future__ import annotations
 
@@ -6,17 +6,24 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cost_model.errors import CaptureError, UnsupportedOpError
 from passes.ir.torch_tracing import NESTED_MAKERS
 
-__all__ = ["check_dense", "check_dense_call", "is_dense"]
+__all__ = ["check_dense", "check_dense_call", "is_dense", "refused"]
 
 _COMPRESSED = """to_sparse_csr to_sparse_csc to_sparse_bsr to_sparse_bsc sparse_compressed_tensor sparse_csr_tensor
 sparse_csc_tensor sparse_bsr_tensor sparse_bsc_tensor"""
 _MAKERS = {**dict.fromkeys(_COMPRESSED.split(), "sparse"), **dict.fromkeys(NESTED_MAKERS, "nested")}
 """Functions that may not run on traced tensors, not even to see what they make: some end the process."""
+
+
+def refused(what: str, remedy: str, *, model: nn.Module | None = None, at: str | None = "") -> CaptureError:
+    """at: the user's line."""
+    subject = "cannot capture" if model is None else f"cannot capture {type(model).__name__}"
+    line = f"\n  at {at}" if at else ""
+    return CaptureError(f"{subject}: {what}{line}\n  try: {remedy}")
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -31,7 +38,7 @@ def check_dense(tensor: Tensor, name: str) -> None:
             "nested": f"torch.nested.to_padded_tensor({name}, 0.0), and a mask",
             "quantized": f"{name}.dequantize()",
         }.get(kind, f"{name}.to_dense()")
-        raise CaptureError(f"cannot capture: {name} is {kind}, not a dense tensor\n  try: {dense}")
+        raise refused(f"{name} is {kind}, not a dense tensor", dense)
 
 
 def check_dense_call(func: Any, args: Sequence[Any], result: Any = None) -> None:
