@@ -18,9 +18,8 @@ from cost_model.profile import Profile
 from cost_model.scaled_link import scaled_link
 from cost_model.timed import TimedPrices
 from passes.redistribution.redistribute import Redistributor
-from passes.strategies.fused_groups import timed_traffic_model
 from passes.strategies.prices import Prices
-from passes.strategies.pricing import traffic_model
+from passes.strategies.traffic import timed_traffic_model, traffic_model
 
 __all__ = ["over_link", "prices_as_in", "prices_of"]
 

@@ -10,8 +10,8 @@ from passes.layout.joined_axes import JoinedAxes
 from passes.layout.layout import Layout
 from passes.plan.records import NodeRecord, OperandRecord, ResultRecord
 from passes.plan.transfers import Turn
-from passes.redistribution.check_steps import step_problems
 from passes.redistribution.steps import Step
+from passes.redistribution.universe import step_problems
 
 __all__ = ["Ways", "turn_problems"]
 

@@ -9,8 +9,7 @@ from passes.layout.assignment import Assignment
 from passes.lower.interior import PossibleInterior, possible_interiors
 from passes.plan.transfers import Transfer
 from passes.redistribution.redistribute import Redistribution
-from passes.strategies.prices import Prices
-from passes.strategies.pricing import local_nbytes
+from passes.strategies.prices import Prices, local_nbytes
 
 __all__ = ["find_interiors"]
 

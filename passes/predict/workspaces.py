@@ -14,7 +14,7 @@ from passes.ops.uniform import UNIFORM_WORDS
 from passes.predict.convolution_copies import convolution_copies
 from passes.predict.step_events import COLLECTIVE_KINDS, AxesOf
 from passes.strategies.prices import Prices
-from passes.strategies.pricing import TrafficModel, eager_traffic
+from passes.strategies.traffic import TrafficModel, eager_traffic
 
 __all__ = ["NONE", "Workspaces", "random_words", "workspaces_of", "workspaces_on"]
 

@@ -26,7 +26,7 @@ from passes.redistribution.redistribute import Redistributor
 from passes.schedule.overlap import Overlap
 from passes.simulate.lockstep import simulated_group_axes, simulated_groups
 from passes.strategies.prices import Prices
-from passes.strategies.pricing import eager_traffic
+from passes.strategies.traffic import eager_traffic
 from tests.profiles import slow_compute
 from tests.runtime.graphs import Local
 from tests.schedule.planned import joint_of, random_assignment
