@@ -20,13 +20,11 @@ from cost_model.errors import ShardingError
 from passes.ir.op_schema import written_arguments
 from passes.ir.op_signature import op_signature
 from passes.ir.torch_compat import op_key
-from passes.rules.core.assemble import whole_rule
+from passes.rules.core.assemble import pointwise, whole_rule
+from passes.rules.core.emit_op import neutral_where_empty
 from passes.rules.core.notation import Notation, parse
-from passes.rules.core.opcall import Builder, OpCall, describe
-from passes.rules.core.rule import Localize, OpRule
+from passes.rules.core.rule import Builder, Localize, OpCall, OpRule, describe
 from passes.rules.core.rule_table import TABLE
-from passes.rules.plain.empty_results import neutral_where_empty
-from passes.rules.plain.pointwise import pointwise
 
 __all__ = ["USER_RULES", "RuleTable", "has_rule", "is_fallback", "register_rule", "rule_for", "users_rules"]
 

@@ -10,25 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from passes.rules.core.opcall import Builder
-from passes.rules.core.spec import spec
-from passes.rules.plain import attention_rules as attention
-from passes.rules.plain import creation, indexing, matrices, pieces, products, reductions, scattering, views
-from passes.rules.plain import grouped_rules as grouped
-from passes.rules.plain.empty_results import empty_safe
-from passes.rules.plain.fourier import transform
-from passes.rules.plain.pointwise import pointwise
-from passes.rules.windowed import convolution, patches, shifting
-from passes.rules.windowed import neighborhood_rules as neighborhood
-from passes.rules.windowed.adaptive import (
-    adaptive_average,
-    adaptive_average_backward,
-    adaptive_max,
-    adaptive_max_backward,
-)
-from passes.rules.windowed.padding_rules import edge_pad, edge_pad_backward
-from passes.rules.windowed.pooling import average_pool, average_pool_backward, max_pool, max_pool_backward
-from passes.rules.windowed.resizing import resize, resize_backward
+from passes.rules.core.assemble import pointwise
+from passes.rules.core.emit_op import empty_safe
+from passes.rules.core.notation import spec
+from passes.rules.core.rule import Builder
+from passes.rules.plain import indexing, products, reductions, scattering, views
+from passes.rules.windowed import convolution, patches, pooling, resizing, shifting
 
 __all__ = ["TABLE"]
 
@@ -84,7 +71,7 @@ _VIEWS: dict[str, Builder] = {
     **_rows(views.view, "reshape"),
     **_rows(views.permute, "permute"),
     **_rows(views.expand, "expand"),
-    **_rows(matrices.diagonal, "diagonal"),
+    **_rows(products.diagonal, "diagonal"),
     **_rows(spec("... p -> ...; p: whole; linear: 0", views.in_rows), "view_as_complex"),
     **_rows(spec("... -> ... p; linear: 0"), "view_as_real"),
 }
@@ -102,10 +89,10 @@ _MOVEMENT: dict[str, Builder] = {
 }
 
 _CREATION: dict[str, Builder] = {
-    **_rows(creation.full, "full"),
-    **_rows(creation.arange, "arange.start_step"),
-    "prims::iota.default": creation.iota,
-    "autoshard::uniform.default": creation.uniform,
+    **_rows(views.full, "full"),
+    **_rows(views.arange, "arange.start_step"),
+    "prims::iota.default": views.iota,
+    "autoshard::uniform.default": views.uniform,
 }
 
 _INDEXING: dict[str, Builder] = {
@@ -122,8 +109,8 @@ _INDEXING: dict[str, Builder] = {
     **_rows(scattering.index_put, "index_put _unsafe_index_put"),
     **_rows(indexing.looked_up("self"), "searchsorted.Tensor bucketize.Tensor"),
     **_rows(indexing.looked_up("elements"), "isin.Tensor_Tensor"),
-    **_rows(matrices.columns, "_embedding_bag _embedding_bag_backward _embedding_bag_dense_backward"),
-    **_rows(matrices.columns, "_embedding_bag_per_sample_weights_backward"),
+    **_rows(products.columns, "_embedding_bag _embedding_bag_backward _embedding_bag_dense_backward"),
+    **_rows(products.columns, "_embedding_bag_per_sample_weights_backward"),
 }
 
 _SAMPLING: dict[str, Builder] = {
@@ -149,21 +136,21 @@ _LOSSES: dict[str, Builder] = {
 }
 
 _PIECES: dict[str, Builder] = {
-    "autoshard::piece.default": pieces.piece,
-    "autoshard::collect.default": pieces.collect,
+    "autoshard::piece.default": views.piece,
+    "autoshard::collect.default": views.collect,
 }
 
 _PRODUCTS: dict[str, Builder] = {
     "autoshard::contract.default": products.contract,
-    "autoshard::grouped_mm.default": grouped.grouped_mm,
-    "autoshard::attention.default": attention.attention,
-    "autoshard::attention_backward.default": attention.attention_backward,
-    "autoshard::neighborhood_attention.default": neighborhood.neighborhood_attention,
-    "autoshard::neighborhood_attention_backward.default": neighborhood.neighborhood_attention_backward,
+    "autoshard::grouped_mm.default": products.grouped_mm,
+    "autoshard::attention.default": products.attention,
+    "autoshard::attention_backward.default": products.attention_backward,
+    "autoshard::neighborhood_attention.default": patches.neighborhood_attention,
+    "autoshard::neighborhood_attention_backward.default": patches.neighborhood_attention_backward,
     **_rows(convolution.convolution, "convolution"),
     **_rows(convolution.convolution_backward, "convolution_backward"),
-    **_rows(transform, "_fft_r2c _fft_c2r _fft_c2c"),
-    **_rows(matrices.int_product, "_int_mm"),
+    **_rows(reductions.transform, "_fft_r2c _fft_c2r _fft_c2c"),
+    **_rows(products.int_product, "_int_mm"),
     **_rows(empty_safe(spec("... m d, ... n d -> ... m n; d: whole")), "_cdist_forward"),
     **_rows(
         empty_safe(spec("... m n, ... m d, ... n d, ... m n -> ... m d; n: sum; linear: 0")),
@@ -172,38 +159,38 @@ _PRODUCTS: dict[str, Builder] = {
 }
 
 _MATRICES: dict[str, Builder] = {
-    **_rows(matrices.batched("2 -> 2"), "cholesky cholesky_inverse"),
-    **_rows(matrices.batched("2 -> 2", localize=views.in_rows), "linalg_matrix_exp"),
-    **_rows(matrices.batched("2 -> 1"), "_linalg_eigvals"),
-    **_rows(matrices.batched("2 -> 2 0"), "linalg_inv_ex linalg_cholesky_ex"),
-    **_rows(matrices.batched("2 -> 2 1 0"), "linalg_lu_factor_ex linalg_ldl_factor_ex"),
-    **_rows(matrices.batched("2 -> 2 2 2"), "linalg_lu"),
-    **_rows(matrices.batched("2 1 -> 2 2 2"), "lu_unpack"),
-    **_rows(matrices.batched("2 -> 2 2"), "linalg_qr"),
-    **_rows(matrices.batched("2 -> 2 1 2"), "_linalg_svd"),
-    **_rows(matrices.batched("2 -> 1 2"), "_linalg_eigh linalg_eig"),
-    **_rows(matrices.batched("2 -> 2 1"), "geqrf"),
-    **_rows(matrices.batched("2 1 -> 2"), "linalg_householder_product"),
-    **_rows(matrices.batched("2 1 2 -> 2"), "ormqr"),
-    **_rows(matrices.batched("2 0 0 -> 2"), "linalg_pinv.atol_rtol_tensor"),
-    **_rows(matrices.batched("2 2 -> 2", "B"), "linalg_solve_triangular"),
-    **_rows(matrices.batched("2 2 -> 2", "self"), "cholesky_solve"),
-    **_rows(matrices.batched("2 2 -> 2 2"), "triangular_solve"),
-    **_rows(matrices.batched("2 1 2 -> 2", "B"), "linalg_lu_solve linalg_ldl_solve"),
+    **_rows(products.batched("2 -> 2"), "cholesky cholesky_inverse"),
+    **_rows(products.batched("2 -> 2", localize=views.in_rows), "linalg_matrix_exp"),
+    **_rows(products.batched("2 -> 1"), "_linalg_eigvals"),
+    **_rows(products.batched("2 -> 2 0"), "linalg_inv_ex linalg_cholesky_ex"),
+    **_rows(products.batched("2 -> 2 1 0"), "linalg_lu_factor_ex linalg_ldl_factor_ex"),
+    **_rows(products.batched("2 -> 2 2 2"), "linalg_lu"),
+    **_rows(products.batched("2 1 -> 2 2 2"), "lu_unpack"),
+    **_rows(products.batched("2 -> 2 2"), "linalg_qr"),
+    **_rows(products.batched("2 -> 2 1 2"), "_linalg_svd"),
+    **_rows(products.batched("2 -> 1 2"), "_linalg_eigh linalg_eig"),
+    **_rows(products.batched("2 -> 2 1"), "geqrf"),
+    **_rows(products.batched("2 1 -> 2"), "linalg_householder_product"),
+    **_rows(products.batched("2 1 2 -> 2"), "ormqr"),
+    **_rows(products.batched("2 0 0 -> 2"), "linalg_pinv.atol_rtol_tensor"),
+    **_rows(products.batched("2 2 -> 2", "B"), "linalg_solve_triangular"),
+    **_rows(products.batched("2 2 -> 2", "self"), "cholesky_solve"),
+    **_rows(products.batched("2 2 -> 2 2"), "triangular_solve"),
+    **_rows(products.batched("2 1 2 -> 2", "B"), "linalg_lu_solve linalg_ldl_solve"),
 }
 
 _POOLING: dict[str, Builder] = {
     key: builder
     for space in (2, 3)
     for name, build in (
-        ("max_pool{}d_with_indices", max_pool),
-        ("max_pool{}d_with_indices_backward", max_pool_backward),
-        ("avg_pool{}d", average_pool),
-        ("avg_pool{}d_backward", average_pool_backward),
-        ("_adaptive_avg_pool{}d", adaptive_average),
-        ("_adaptive_avg_pool{}d_backward", adaptive_average_backward),
-        ("adaptive_max_pool{}d", adaptive_max),
-        ("adaptive_max_pool{}d_backward", adaptive_max_backward),
+        ("max_pool{}d_with_indices", pooling.max_pool),
+        ("max_pool{}d_with_indices_backward", pooling.max_pool_backward),
+        ("avg_pool{}d", pooling.average_pool),
+        ("avg_pool{}d_backward", pooling.average_pool_backward),
+        ("_adaptive_avg_pool{}d", pooling.adaptive_average),
+        ("_adaptive_avg_pool{}d_backward", pooling.adaptive_average_backward),
+        ("adaptive_max_pool{}d", pooling.adaptive_max),
+        ("adaptive_max_pool{}d_backward", pooling.adaptive_max_backward),
     )
     for key, builder in _rows(build(space), name.format(space)).items()
 }
@@ -219,7 +206,7 @@ _PADDING: dict[str, Builder] = {
     f"aten::{kind}_pad{space}d{suffix}.default": build(space)
     for kind in ("reflection", "replication")
     for space in (1, 2, 3)
-    for suffix, build in (("", edge_pad), ("_backward", edge_pad_backward))
+    for suffix, build in (("", resizing.edge_pad), ("_backward", resizing.edge_pad_backward))
 }
 
 _RESIZING: dict[str, Builder] = {
@@ -231,7 +218,7 @@ _RESIZING: dict[str, Builder] = {
         (3, "upsample_nearest3d _upsample_nearest_exact3d upsample_trilinear3d"),
     )
     for name in names.split()
-    for suffix, build in (("", resize), ("_backward", resize_backward))
+    for suffix, build in (("", resizing.resize), ("_backward", resizing.resize_backward))
 }
 
 TABLE: Mapping[str, Builder] = MappingProxyType(

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from passes.rules.core.assemble import assemble
-from passes.rules.core.opcall import Builder, OpCall
-from passes.rules.core.rule import Dim, OpRule
-from passes.rules.plain.empty_results import empty_safe
-from passes.rules.plain.pointwise import linear_sets
+from passes.rules.core.assemble import assemble, linear_sets
+from passes.rules.core.emit_op import empty_safe
+from passes.rules.core.rule import Builder, Dim, OpCall, OpRule
 
-__all__ = ["along", "extremum", "histogram", "reduce", "reduce_whole"]
+__all__ = ["along", "extremum", "histogram", "reduce", "reduce_whole", "transform"]
 
 
 def reduce(op: str, *linear: str) -> Builder:
@@ -89,3 +88,15 @@ def _reduced(call: OpCall) -> tuple[tuple[Dim, ...], tuple[Dim, ...], list[str]]
 
 def _as_list(value: Any) -> list[int]:
     return [int(v) for v in value] if isinstance(value, (list, tuple)) else [int(value)]
+
+
+_SHARED = along("dim")
+
+
+@empty_safe
+def transform(call: OpCall) -> OpRule:
+    """... -> ...; those in `dim` whole, with another length in the result where half a spectrum stands for all.
+
+    Linear: also from complex to real numbers, where other ops would lose a part of every summand.
+    """
+    return replace(_SHARED(call), linear=(frozenset({0}),))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from passes.rules.core.assemble import assemble, whole_rule
+from passes.rules.core.assemble import assemble, linear_sets, whole_rule
 from passes.rules.core.emit_op import (
     again,
     argument,
@@ -21,10 +21,8 @@ from passes.rules.core.emit_op import (
     local_index,
     zero_where,
 )
-from passes.rules.core.opcall import OpCall
-from passes.rules.core.rule import Dim, LocalContext, Localize, OpRule
+from passes.rules.core.rule import Dim, LocalContext, Localize, OpCall, OpRule
 from passes.rules.plain.indexing import IndexDims, gather_dims, own_rows, rows_along
-from passes.rules.plain.pointwise import linear_sets
 
 __all__ = ["embedding_backward", "index_add", "index_put", "scatter", "scatter_add", "scatter_reduce"]
 

@@ -1,4 +1,4 @@
-"""Ops that only regroup or reorder dims: reshape, permute, expand."""
+"""Ops that regroup dims, and those that make tensors: every dim of the result may be split, each rank with its part."""
 
 from __future__ import annotations
 
@@ -8,13 +8,24 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from passes.rules.core.assemble import assemble
-from passes.rules.core.emit_op import again, argument, aten
-from passes.rules.core.opcall import OpCall
-from passes.rules.core.rule import Dim, LocalContext, OpRule
-from passes.rules.plain.pointwise import broadcast_dims, linear_sets
+from passes.ir.joint import node_value
+from passes.rules.core.assemble import assemble, broadcast_dims, linear_sets
+from passes.rules.core.emit_op import again, argument, aten, offset
+from passes.rules.core.rule import Dim, LocalContext, Localize, OpCall, OpRule
 
-__all__ = ["common_factors", "expand", "in_rows", "permute", "view"]
+__all__ = [
+    "arange",
+    "collect",
+    "common_factors",
+    "expand",
+    "full",
+    "in_rows",
+    "iota",
+    "permute",
+    "piece",
+    "uniform",
+    "view",
+]
 
 Grouping = list[Dim]
 
@@ -123,3 +134,68 @@ def expand(call: OpCall) -> OpRule:
         linear=linear_sets(call, "self"),
         localize=lambda ctx: again(ctx, size=ctx.result_shape()),
     )
+
+
+def full(call: OpCall) -> OpRule:
+    """-> a b"""
+    return _made(call, lambda ctx: again(ctx, size=ctx.result_shape()))
+
+
+def _made(call: OpCall, localize: Localize) -> OpRule:
+    operands = [((),) * operand.ndim for operand in call.operands]
+    result = broadcast_dims(call.result.ndim, call.result.ndim)
+    return assemble(call.shapes, operands, [result], localize=localize)
+
+
+def arange(call: OpCall) -> OpRule:
+    """Splits if start and step are whole numbers: only then is a part's start exact."""
+    exact = all(v == int(v) for v in (call["start"], call["step"]))
+    return assemble(call.shapes, [], [[("d0",)]], whole=() if exact else ["d0"], localize=_arange)
+
+
+def _arange(ctx: LocalContext) -> fx.Node:
+    """[start + lo * step, start + hi * step): int(...) keeps an integer range an integer range."""
+    if not ctx.is_split("d0"):
+        return again(ctx)
+    start, step = (int(argument(ctx, name)) for name in ("start", "step"))
+    low, high = ctx.interval("d0")
+    dtype = node_value(ctx.node).dtype
+    return again(ctx, start=start + low * step, end=start + high * step, step=step, dtype=dtype)
+
+
+def iota(call: OpCall) -> OpRule:
+    """prims.iota(length, start=, step=, ...)"""
+    return assemble(call.shapes, [], [[("d0",)]], localize=_iota)
+
+
+def _iota(ctx: LocalContext) -> fx.Node:
+    low = offset(ctx, "d0")
+    start = argument(ctx, "start") + low * argument(ctx, "step")
+    return again(ctx, length=ctx.result_shape()[0], start=start)
+
+
+def uniform(call: OpCall) -> OpRule:
+    """Elements are numbered in global coordinates, so a part is the same numbers wherever it is made."""
+    return _made(call, _uniform)
+
+
+def _uniform(ctx: LocalContext) -> fx.Node:
+    start = [begin + offset(ctx, f"d{i}") for i, begin in enumerate(argument(ctx, "offset"))]
+    return again(ctx, shape=ctx.result_shape(), offset=start)
+
+
+def piece(call: OpCall) -> OpRule:
+    """a b -> a' b: of the dim that is cut, every rank has all before and after."""
+    return _passing(call, call["dim"])
+
+
+def collect(call: OpCall) -> OpRule:
+    """a b -> a b, summed over the pieces in the layout of its operand; a' b -> a b where they are put side by side."""
+    return _passing(call, call["dim"] if call["how"] == "cat" else None)
+
+
+def _passing(call: OpCall, cut: int | None) -> OpRule:
+    dims: list[Dim] = [() if d == cut else (f"d{d}",) for d in range(call.result.ndim)]
+    linear = linear_sets(call, "x") if call.arguments.get("how", "sum") in ("sum", "cat") else ()
+    shapes = [tuple(1 if d == cut else n for d, n in enumerate(shape)) for shape in call.shapes]
+    return assemble(shapes, [dims], [dims], linear=linear)

@@ -16,11 +16,9 @@ from torch import fx
 
 from passes.ir.joint import node_value, tensor_operands
 from passes.layout.windows import MirroredWindow, PeriodicWindow, SlidingWindow, TransposedWindow, Window
-from passes.rules.core.assemble import assemble, whole_rule
+from passes.rules.core.assemble import assemble, linear_sets, whole_rule
 from passes.rules.core.emit_op import again, argument, constant
-from passes.rules.core.opcall import OpCall
-from passes.rules.core.rule import LocalContext, Localize, OpRule
-from passes.rules.plain.pointwise import linear_sets
+from passes.rules.core.rule import LocalContext, Localize, OpCall, OpRule
 
 __all__ = [
     "cat",
