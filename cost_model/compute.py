@@ -152,7 +152,7 @@ def _time_curve(rates: MatmulRates) -> Curve:
 
 def _bare_curve(rates: MatmulRates, seconds_per_byte: float) -> Curve:
     """flops -> seconds of arithmetic alone. A product of 2 e^3 operations was measured as a square one and as one of
-    e / 4 rows against a transposed weight of 2 e x 2 e (`cost_model.measure.compute_work.matmul_work`). The two load
+    e / 4 rows against a transposed weight of 2 e x 2 e (`cost_model.measure.kernel_work.matmul_work`). The two load
     and store 4 e^2 elements on average. The curve never falls, so that no price falls as operations are added."""
     times: list[float] = []
     for flops, rate in zip(rates.flops, rates.flops_per_second, strict=True):

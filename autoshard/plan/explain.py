@@ -11,7 +11,7 @@ from autoshard.plan.plan_content import PlanContent, Rehearsed, pace_of
 from autoshard.plan.plan_memory import MemoryTimeline, kind_lines
 from autoshard.plan.plan_prices import priced_words, refined_line
 from autoshard.plan.race_result import race_lines
-from cost_model.reserve import communicators
+from cost_model.memory import communicators
 from cost_model.units import format_bytes
 from passes.layout.joined_axes import joined_text
 from passes.layout.layout import Layout

@@ -31,7 +31,7 @@ from autoshard.plan.variants import Again
 from autoshard.plan.why_not import why_not_family, why_not_pinned
 from cost_model.checked_arguments import checked_flag, checked_path, reject
 from cost_model.errors import PlanError
-from cost_model.reserve import communicators
+from cost_model.memory import communicators
 from cost_model.text_files import read_json
 from passes.ir.joint import JointGraph
 from passes.layout.assignment import Assignment

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from autoshard.plan.plan_collectives import Collective
+from cost_model.memory import Axes, reserve_bytes
 from cost_model.mesh import MeshSpec
-from cost_model.reserve import Axes, reserve_bytes
 from passes.redistribution.steps import Step
 
 __all__ = ["MESSAGES", "messages_nbytes", "plan_reserve"]

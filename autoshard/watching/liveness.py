@@ -8,7 +8,7 @@ import socket
 from collections.abc import Mapping
 from contextlib import suppress
 
-from cost_model.measure.facts import machine_id
+from cost_model.measure.peers import machine_id
 
 __all__ = ["Processes", "this_host"]
 

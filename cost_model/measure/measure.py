@@ -12,31 +12,36 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from cost_model.checked_arguments import shown
+from cost_model.curve import SampledCurve
 from cost_model.errors import ProfileError, ShardingError
 from cost_model.groups import GroupShape, group_ranks, occupancy, shape_text
-from cost_model.measure.behind import Pause, beyond_pause, collective_series, pause_series
-from cost_model.measure.clock import Clock
-from cost_model.measure.collective_work import Buffers, Team, whole_size
-from cost_model.measure.device_series import device_rates, device_series
-from cost_model.measure.facts import (
+from cost_model.measure.clock import Clock, clocks
+from cost_model.measure.collective_work import (
+    Buffers,
+    Pause,
+    beyond_pause,
+    collective_series,
+    pause_series,
+    whole_size,
+)
+from cost_model.measure.host_groups import host_memory_of
+from cost_model.measure.kernel_series import device_rates, device_series, kernel_series, with_kernel_rates
+from cost_model.measure.kernel_work import Attend
+from cost_model.measure.links import fit_links, levels_of
+from cost_model.measure.overlap_efficiency import measure_lateness, overlap_efficiency
+from cost_model.measure.peers import (
+    Peers,
+    Team,
     collective_backend,
     device_name,
     hardware_text,
     host_name,
     software_versions,
+    teams_of,
     today,
+    world_peers,
 )
-from cost_model.measure.host_groups import host_memory_of
-from cost_model.measure.kernel_series import kernel_series, with_kernel_rates
-from cost_model.measure.kernel_work import Attend
-from cost_model.measure.late_ranks import measure_lateness
-from cost_model.measure.links import fit_links, levels_of
-from cost_model.measure.overlap_efficiency import overlap_efficiency
-from cost_model.measure.peers import Peers, world_peers
-from cost_model.measure.processor_clock import clocks
 from cost_model.measure.sampling import Progress, Series, sample
-from cost_model.measure.statistics import SampledCurve
-from cost_model.measure.teams import teams_of
 from cost_model.measurements import PLAN_KINDS, CollectiveSamples, LinkLevel
 from cost_model.mesh import MeshSpec
 from cost_model.profile_record import ProfileRecord

@@ -9,19 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 
+from cost_model.curve import median
 from cost_model.groups import GroupShape
 from cost_model.measure.clock import Clock, Work
-from cost_model.measure.collective_work import IN_A_ROW_SECONDS, Team
-from cost_model.measure.compute_work import matmul_edge, matmul_flops, overlap_works
-from cost_model.measure.peers import Peers
+from cost_model.measure.collective_work import (
+    IN_A_ROW_SECONDS,
+    PRODUCTS,
+    Buffers,
+    Pause,
+    collective_series,
+    pause_series,
+    whole_size,
+)
+from cost_model.measure.kernel_work import matmul_edge, matmul_flops, overlap_works
+from cost_model.measure.peers import Peers, Team
 from cost_model.measure.sampling import Progress, Series, sample
-from cost_model.measure.statistics import median
-from cost_model.measurements import CollectiveSamples, DeviceRates
+from cost_model.measurements import CollectiveSamples, DeviceRates, Lateness
 
-__all__ = ["hidden_share", "overlap_efficiency", "waiting_share"]
+__all__ = ["hidden_share", "lateness", "measure_lateness", "overlap_efficiency", "waiting_share"]
 
 _SHARED_NBYTES = 2**20
 """Of the collective where ranks share cores: between a bucket of gradients and a small activation."""
@@ -99,3 +108,54 @@ def _on_shared_cores(team: Team, of_kernels: Clock, device: torch.device) -> lis
 
 def _series(name: str, nbytes: int, work: Work) -> Series:
     return Series(name, (nbytes,), lambda _: work, least=IN_A_ROW_SECONDS, ahead=True)
+
+
+_TIMES = (1, 4, 16, 48)
+"""Of the products that collectives are timed behind: about 1, 4, 16 and 48 milliseconds of a core."""
+_KIND, _NBYTES = "all_reduce", 2**12
+"""What ranks come late to: little data, so that little else takes time."""
+_CALLS = 8
+"""In a row, at least. Nobody is late behind a barrier: one call at a time, behind 22 ms, said 1.3 to 4.9 ms."""
+
+
+def measure_lateness(
+    teams: Mapping[GroupShape, Team],
+    peers: Peers,
+    clock: Clock,
+    of_kernels: Clock,
+    seconds: float,
+    device: torch.device,
+    progress: Progress,
+) -> Lateness | None:
+    """Over the largest group, in about `seconds`; None for one rank, for which nobody is late."""
+    if not teams:
+        return None
+    team = max(teams.values(), key=lambda team: team.size)
+    buffers, nbytes = Buffers(device), (whole_size(_NBYTES, team.size),)
+    pauses = [Pause(device, PRODUCTS * times) for times in _TIMES]
+    alone = [pause_series(pause, of_kernels) for pause in pauses]
+    both = [
+        collective_series(
+            f"{_KIND} behind {pause.products} products", _KIND, team, nbytes, buffers, pause, calls=_CALLS
+        )
+        for pause in pauses
+    ]
+    curves = [curve.seconds[0] for curve in sample([*alone, *both], peers, clock, seconds, progress)]
+    return lateness(curves[: len(_TIMES)], curves[len(_TIMES) :], team.size)
+
+
+def lateness(computing: Sequence[float], both: Sequence[float], ranks: int) -> Lateness | None:
+    """From seconds of computing alone, and with the collective of `ranks` behind it.
+
+    Times that fall are noise: no rank is earlier behind more computing. None where computing took no longer.
+    """
+    first = both[0] - computing[0]
+    late = accumulate((b - c - first for b, c in zip(both, computing, strict=True)), max)
+    points: list[tuple[float, float]] = []
+    for computed, seconds in zip(computing, late, strict=True):
+        if not points or computed > points[-1][0]:
+            points.append((computed, max(0.0, seconds)))
+    if len(points) < 2 or points[0][0] <= 0.0:
+        return None
+    computing_seconds, seconds = zip(*points, strict=True)
+    return Lateness(computing_seconds, seconds, ranks)

@@ -12,18 +12,22 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cost_model.collectives import CollectivePrices
 from cost_model.compute import ComputePrices
+from cost_model.curve import median
 from cost_model.groups import GroupShape, shapes_of
-from cost_model.measure.behind import Pause, beyond_pause, collective_series, pause_series
-from cost_model.measure.clock import Clock
-from cost_model.measure.collective_work import Buffers, Team, whole_size
-from cost_model.measure.compute_work import matmul_edge, matmul_flops, matmul_work, memory_work
-from cost_model.measure.device_series import DTYPES, LEAST_SECONDS
+from cost_model.measure.clock import Clock, clocks
+from cost_model.measure.collective_work import (
+    Buffers,
+    Pause,
+    beyond_pause,
+    collective_series,
+    pause_series,
+    whole_size,
+)
+from cost_model.measure.kernel_series import DTYPES, LEAST_SECONDS
+from cost_model.measure.kernel_work import matmul_edge, matmul_flops, matmul_work, memory_work
 from cost_model.measure.measure import check_world, mesh_device, world_size
-from cost_model.measure.peers import world_peers
-from cost_model.measure.processor_clock import clocks
+from cost_model.measure.peers import Team, teams_of, world_peers
 from cost_model.measure.sampling import Progress, Series, sample
-from cost_model.measure.statistics import median
-from cost_model.measure.teams import teams_of
 from cost_model.measurements import PLAN_KINDS, CollectiveSamples, MatmulRates
 from cost_model.mesh import MeshSpec
 from cost_model.profile_record import ProfileRecord

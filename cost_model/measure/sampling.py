@@ -18,9 +18,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from cost_model.curve import SampledCurve, curve, median
 from cost_model.measure.clock import Clock
 from cost_model.measure.peers import Peers
-from cost_model.measure.statistics import SampledCurve, curve, median
 
 __all__ = ["Budget", "Progress", "Series", "sample"]
 

@@ -14,12 +14,9 @@ from datetime import datetime
 from pathlib import PurePath
 from typing import Any, NoReturn, cast
 
-from cost_model.profile_schema import MOST_RANKS
-from cost_model.readers.lines import parse_time
-from cost_model.readers.nccl_kind import ITEM_BYTES, PROGRAMS, kind_of
-from cost_model.readers.points import Group, Place, Run, group_of, refuse
-from cost_model.readers.printed import Printed
-from cost_model.readers.result_rows import Row, Side, check_average, row_points
+from cost_model.profile_check import MOST_RANKS
+from cost_model.readers.points import Group, Place, Printed, Run, group_of, parse_time, refuse
+from cost_model.readers.result_rows import ITEM_BYTES, PROGRAMS, Row, Side, check_average, kind_of, row_points
 
 __all__ = ["read_nccl_json"]
 

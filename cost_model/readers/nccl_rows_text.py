@@ -6,11 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from cost_model.readers.lines import Line, parse_time, whole_number
-from cost_model.readers.nccl_kind import ITEM_BYTES
-from cost_model.readers.points import refuse
-from cost_model.readers.printed import Printed
-from cost_model.readers.result_rows import Row, Side
+from cost_model.readers.points import Line, Printed, parse_time, refuse, whole_number
+from cost_model.readers.result_rows import ITEM_BYTES, Row, Side
 
 __all__ = ["Columns", "check_units", "read_columns", "read_row", "sizes_asked"]
 

@@ -12,12 +12,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from cost_model.readers.lines import Line, lines_of, whole_number
-from cost_model.readers.nccl_kind import PROGRAMS, kind_of
 from cost_model.readers.nccl_rows_text import Columns, check_units, read_columns, read_row, sizes_asked
-from cost_model.readers.points import Group, Place, Run, group_of, refuse
-from cost_model.readers.printed import Printed
-from cost_model.readers.result_rows import Row, check_average, row_points
+from cost_model.readers.points import (
+    Group,
+    Line,
+    Place,
+    Printed,
+    Run,
+    group_of,
+    lines_of,
+    refuse,
+    whole_number,
+)
+from cost_model.readers.result_rows import PROGRAMS, Row, check_average, kind_of, row_points
 
 __all__ = ["read_nccl_text"]
 

@@ -13,8 +13,7 @@ from cost_model.checked_arguments import checked_path, shown
 from cost_model.errors import ProfileError
 from cost_model.groups import shape_text
 from cost_model.profile_record import ProfileRecord
-from cost_model.readers.limits import check_hosts, check_speed
-from cost_model.readers.merge import merged
+from cost_model.readers.merge import check_hosts, check_speed, merged
 from cost_model.readers.nccl_json import read_nccl_json
 from cost_model.readers.nccl_text import read_nccl_text
 from cost_model.readers.points import Group, Place, Run, refuse

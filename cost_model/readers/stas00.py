@@ -1,10 +1,4 @@
-"""Tables of all_reduce_bench.py and torch-dist-bench.py of the Machine Learning Engineering Open Book.
-
-Three forms, all with payloads in powers of 1024 whatever the unit is called, and bandwidths in powers of
-1000: the first script's two lines (`algbw: 176.590 GBps (1412.7 Gbps)`), its later table
-(`| 32KiB | 0.92GBps | 0.48GBps |`), and the newer script's table with latencies, one for each collective.
-[github.com/stas00/ml-engineering network/benchmarks]
-"""
+"""Payloads and bandwidths with their units, as the torch.distributed benchmarks print them."""
 
 from __future__ import annotations
 
@@ -12,13 +6,56 @@ import re
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from cost_model.readers.lines import Line, lines_of, parse_time, whole_number
-from cost_model.readers.points import Group, Place, Point, Run, busbw_factor, refuse
-from cost_model.readers.printed import agree
+from cost_model.readers.points import (
+    Group,
+    Line,
+    Place,
+    Point,
+    Printed,
+    Run,
+    agree,
+    busbw_factor,
+    lines_of,
+    parse_time,
+    refuse,
+    whole_number,
+)
 from cost_model.readers.result_rows import PROOF
-from cost_model.readers.stas00_cells import Bandwidth, bandwidth, payload
 
-__all__ = ["read_stas00"]
+__all__ = ["Bandwidth", "bandwidth", "payload", "read_stas00"]
+
+Bandwidth = Printed
+"""Bytes per second."""
+
+_PAYLOAD = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B")
+_BANDWIDTH = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])(Bps|B/s|bps|b/s|bit/s)")
+_POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+def payload(line: Line, text: str, base: int) -> int:
+    """Bytes of "32KB" or "32KiB"; K without i means `base`. The tables mean 1024 by both, the first script
+    1000. ProfileError for anything else."""
+    match = _PAYLOAD.fullmatch(text)
+    nbytes = round(float(match[1]) * (1024 if match[3] else base) ** _POWER[match[2]]) if match else 0
+    if nbytes < 1:
+        refuse(line.place, f"the payload is {text!r}", line.text, "a size with its unit, such as 32KiB")
+    return nbytes
+
+
+def bandwidth(line: Line, text: str) -> Bandwidth:
+    """Bytes per second of "0.92GBps", or of "7.36Gbps" (bits). ProfileError for anything else."""
+    match = _BANDWIDTH.fullmatch(text)
+    value = Printed.parse(match[1]) if match else None
+    if match is None or value is None:
+        refuse(
+            line.place,
+            f"the bandwidth is {text!r}",
+            line.text,
+            "a number with its unit: GBps for bytes, Gbps for bits per second",
+        )
+    bits = match[3].startswith("b")
+    return value.times(1000.0 ** _POWER[match[2]] / (8 if bits else 1))
+
 
 _KINDS: dict[str, str | None] = {
     "all_reduce": "all_reduce",

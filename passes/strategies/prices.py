@@ -11,8 +11,7 @@ from torch import fx
 
 from cost_model.compute import ComputePrices
 from cost_model.groups import group_shape
-from cost_model.lateness import Lateness
-from cost_model.measurements import MEMORY_KINDS
+from cost_model.measurements import MEMORY_KINDS, Lateness
 from cost_model.memory import ADAMW, Optimizer
 from cost_model.mesh import MeshSpec
 from cost_model.timed import KernelWork, Priced

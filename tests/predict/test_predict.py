@@ -13,8 +13,7 @@ from torch import Tensor, fx, nn
 from autoshard import MeshSpec, Plan, Profile, find_plan
 from autoshard.plan.find_plan import prices_of
 from cost_model.compute import ComputePrices
-from cost_model.lateness import Lateness
-from cost_model.measurements import DeviceRates, MatmulRates
+from cost_model.measurements import DeviceRates, Lateness, MatmulRates
 from passes.ir.joint import GraphInput, GraphOutput
 from passes.layout.assignment import NodeLayouts
 from passes.layout.layout import Layout
