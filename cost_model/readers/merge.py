@@ -63,22 +63,18 @@ def _rising(points: Sequence[Point]) -> tuple[tuple[float, ...], list[str]]:
     """The times of `points`, made non-decreasing where they fall by no more than noise."""
     if len(points) < 2:
         (point,) = points
-        refuse(
-            point.place,
+        point.refuse(
             "a curve needs two sizes or more, and this is the only one that counts",
-            point.text,
             "run the benchmark over a range of sizes (nccl-tests: -b 1K -e 1G -f 2)",
         )
     times = [point.seconds for point in points]
     i, j, fall = worst_fall(times)
     before, now = points[i], points[j]
     if fall > NOISE:
-        refuse(
-            now.place,
+        now.refuse(
             f"{now.nbytes} bytes took {now.seconds * 1e6:.4g} us, {fall:.1%} less than the "
             f"{before.seconds * 1e6:.4g} us of {before.nbytes} bytes at {before.place}; "
             f"noise explains {NOISE:.0%}",
-            now.text,
             "measure again with more iterations (-n 100 -w 20), or leave out the older of two runs",
         )
     rising = tuple(pooled([[time] for time in times], fmean))
@@ -102,19 +98,15 @@ def check_speed(run: Run, links: Sequence[LinkLevel], busbw_limit: float | None)
     slope = floor_slope(run.kind, _occupancy(run, links), links)
     for point in run.points:
         if busbw_limit is not None and point.busbw > busbw_limit:
-            refuse(
-                point.place,
+            point.refuse(
                 f"a bus bandwidth of {point.busbw / 1e9:.4g} GB/s is over the stated limit of "
                 f"{busbw_limit / 1e9:.4g} GB/s",
-                point.text,
                 "check the units, or state another busbw_limit (bytes per second)",
             )
         if point.seconds < slope * point.nbytes:
-            refuse(
-                point.place,
+            point.refuse(
                 f"{point.nbytes} bytes in {point.seconds * 1e6:.4g} us; at the links' peak, {run.kind} over "
                 f"{run.group.size} ranks takes at least {slope * point.nbytes * 1e6:.4g} us",
-                point.text,
                 "check the units; if the machine is faster than its base profile, take a base with its links",
             )
 

@@ -15,7 +15,7 @@ from pathlib import PurePath
 from typing import Any, NoReturn, cast
 
 from cost_model.profile_check import MOST_RANKS
-from cost_model.readers.points import Group, Place, Printed, Run, group_of, parse_time, refuse
+from cost_model.readers.points import Group, Line, Place, Printed, Run, group_of, parse_time, refuse
 from cost_model.readers.result_rows import ITEM_BYTES, PROGRAMS, Row, Side, check_average, kind_of, row_points
 
 __all__ = ["read_nccl_json"]
@@ -95,13 +95,13 @@ def read_nccl_json(file: str, text: str, when: datetime) -> tuple[Run, ...]:
     _check_bounds(root.entry("out_of_bounds"))
     average = root.entry("average_bus_bandwidth")
     bandwidth = average.number("bandwidth").times(1e9)
-    check_average(root.place, str(average.data.get("bandwidth")), rows, bandwidth)
+    check_average(Line(root.place, str(average.data.get("bandwidth")), None), rows, bandwidth)
     config = root.entry("config")
     group, device = _group(config)
     program = _program(root)
     kind = kind_of(root.place, rows, group.size, program, file)
     started = parse_time(root.text("start_time")) or when
-    points, unproved = row_points(kind, group.size, rows, started) if kind else ((), 0)
+    points, unproved = row_points(kind, group.size, rows, started)
     software = (("nccl", str(root.data["nccl_version"])),) if "nccl_version" in root.data else ()
     title = f"{kind or program or 'a collective'}, nccl-tests JSON version {root.data['version']}"
     return (Run(kind, title, group, points, root.place, unproved, device, software),)

@@ -14,6 +14,7 @@ from cost_model.errors import ProfileError
 from cost_model.groups import GroupShape, group_ranks
 
 __all__ = [
+    "WHOLE",
     "Group",
     "Line",
     "Place",
@@ -28,6 +29,10 @@ __all__ = [
     "refuse",
     "whole_number",
 ]
+
+
+WHOLE = "the whole output of one run, as it was printed"
+"""The remedy for what is cut or garbled."""
 
 
 @dataclass(frozen=True)
@@ -59,18 +64,26 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Point:
-    """One measured time: `nbytes` in the convention of `cost_model.collectives`, `busbw` in bytes per second.
+class Line:
+    """What stands at a place. text: of a log without prefix and line end; when: its time, if it says one."""
 
-    place: where it was read; text: what stands there.
-    """
+    place: Place
+    text: str
+    when: datetime | None
 
+    def refuse(self, problem: str, remedy: str = WHOLE) -> NoReturn:
+        """ProfileError: file and line, what is wrong, the offending text, and a remedy."""
+        refuse(self.place, problem, self.text, remedy)
+
+
+@dataclass(frozen=True)
+class Point(Line):
+    """One measured time: `nbytes` in the convention of `cost_model.collectives`, `busbw` in bytes per second."""
+
+    when: datetime
     nbytes: int
     seconds: float
     busbw: float
-    when: datetime
-    place: Place
-    text: str
 
 
 @dataclass(frozen=True)
@@ -162,15 +175,6 @@ _PREFIXES = (
 )
 
 
-@dataclass(frozen=True)
-class Line:
-    """text: without prefix and line end; when: the time in the prefix, if it has one."""
-
-    place: Place
-    text: str
-    when: datetime | None
-
-
 def lines_of(file: str, text: str) -> Iterator[Line]:
     """The lines of `text`, numbered from 1. A line that was redrawn with carriage returns has its last state."""
     for number, raw in enumerate(text.split("\n"), start=1):
@@ -205,7 +209,7 @@ def parse_time(text: str) -> datetime | None:
 def whole_number(line: Line, digits: str) -> int:
     """An integer of `line`. ProfileError for more than 18 digits, which no benchmark prints and Python may refuse."""
     if len(digits) > 18:
-        refuse(line.place, f"a number has {len(digits)} digits", line.text, "the output as it was printed")
+        line.refuse(f"a number has {len(digits)} digits")
     return int(digits)
 
 
