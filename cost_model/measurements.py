@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
-from cost_model.groups import GroupShape
+from msgspec import Meta
 
 __all__ = [
     "KERNEL_KINDS",
     "KINDS",
     "MEMORY_KINDS",
+    "MOST_RANKS",
     "PLAN_KINDS",
     "CollectiveKind",
     "CollectiveSamples",
@@ -21,6 +22,7 @@ __all__ = [
     "Lateness",
     "LinkLevel",
     "MatmulRates",
+    "Positive",
     "UpdateRates",
 ]
 
@@ -43,6 +45,18 @@ KernelKind = Literal["matmul", "convolution", "attention", "pooling", "narrow_co
 KERNEL_KINDS: tuple[KernelKind, ...] = get_args(KernelKind)
 
 
+MOST_RANKS = 2**20
+"""Of a group: more than any machine has, and few enough to list."""
+
+Positive = Annotated[float, Meta(gt=1e-30, lt=1e30)]
+"""No time, rate or size in a computer is outside these bounds. NaN is not inside. A profile's file is held against the
+types of its fields (`cost_model.profile_record`)."""
+_Size = Annotated[int, Meta(ge=1, le=2**62)]
+_Spread = Annotated[float, Meta(ge=0.0, lt=1e30)]
+_Ranks = Annotated[int, Meta(ge=2, le=MOST_RANKS)]
+_Stride = Annotated[int, Meta(ge=1, le=MOST_RANKS)]
+
+
 @dataclass(frozen=True)
 class LinkLevel:
     """One level of the network, inner levels first: NVLink in a node, then InfiniBand between nodes.
@@ -63,10 +77,10 @@ class LinkLevel:
 
     name: str
     ranks: int | None
-    latency_seconds: float
-    bytes_per_second: float
-    peak_bytes_per_second: float
-    reduced_bytes_per_second: float | None = None
+    latency_seconds: Positive
+    bytes_per_second: Positive
+    peak_bytes_per_second: Positive
+    reduced_bytes_per_second: Positive | None = None
     shares_memory: bool = False
 
 
@@ -80,11 +94,11 @@ class CollectiveSamples:
              price depends on it: it says how far a repeated measurement may be off.
     """
 
-    kind: str
-    group: GroupShape
-    nbytes: tuple[int, ...]
-    seconds: tuple[float, ...]
-    spread: tuple[float, ...] = ()
+    kind: Annotated[str, Meta(pattern=f"^({'|'.join(KINDS)})$")]
+    group: Annotated[tuple[tuple[_Ranks, _Stride], ...], Meta(min_length=1)]
+    nbytes: Annotated[tuple[_Size, ...], Meta(min_length=2)]
+    seconds: tuple[Positive, ...]
+    spread: tuple[_Spread, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -95,9 +109,9 @@ class MatmulRates:
     """
 
     dtype: str
-    flops: tuple[float, ...]
-    flops_per_second: tuple[float, ...]
-    spread: tuple[float, ...] = ()
+    flops: Annotated[tuple[Positive, ...], Meta(min_length=1)]
+    flops_per_second: tuple[Positive, ...]
+    spread: tuple[_Spread, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -105,8 +119,8 @@ class UpdateRates:
     """The optimizer's update of one parameter, measured with a fused AdamW: constant part, and bytes of parameter
     (not of gradient or state) per second. On GPUs, of one among others."""
 
-    launch_seconds: float
-    bytes_per_second: float
+    launch_seconds: Positive
+    bytes_per_second: Positive
 
 
 @dataclass(frozen=True)
@@ -118,9 +132,9 @@ class DeviceRates:
     rates, those of convolutions. update: of the optimizer; None: computed from memory bandwidth.
     """
 
-    launch_seconds: float
-    memory_bytes_per_second: float
-    matmul: tuple[MatmulRates, ...]
+    launch_seconds: Positive
+    memory_bytes_per_second: Positive
+    matmul: Annotated[tuple[MatmulRates, ...], Meta(min_length=1)]
     convolution: tuple[MatmulRates, ...] = ()
     attention: tuple[MatmulRates, ...] = ()
     pooling: tuple[MatmulRates, ...] = ()
@@ -144,8 +158,8 @@ class Lateness:
     Linear between the points; 0 below the first, and beyond the last as at the last: nobody looked there.
     """
 
-    computing_seconds: tuple[float, ...]
-    seconds: tuple[float, ...]
+    computing_seconds: Annotated[tuple[Positive, ...], Meta(min_length=2)]
+    seconds: tuple[_Spread, ...]
     ranks: int | None = None
 
     def after(self, computed: float, ranks: int) -> float:

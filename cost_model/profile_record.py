@@ -9,20 +9,24 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
+from functools import cache
 from importlib.resources import files
-from typing import Any, Self
+from typing import Annotated, Any, Self, get_type_hints
 
 import msgspec
+from msgspec import Meta
 
 from cost_model.checked_arguments import checked_path, shown
 from cost_model.errors import ProfileError
-from cost_model.measurements import KINDS, CollectiveSamples, DeviceRates, Lateness, LinkLevel
-from cost_model.profile_check import SCHEMA_VERSION, ProfileData, check_profile
+from cost_model.measurements import KINDS, CollectiveSamples, DeviceRates, Lateness, LinkLevel, Positive
+from cost_model.profile_check import check_profile
 from cost_model.text_files import parse_json, write_text
 
-__all__ = ["ProfileRecord", "profile_data", "profile_fields", "profile_json"]
+__all__ = ["SCHEMA_VERSION", "ProfileRecord"]
+
+SCHEMA_VERSION = 2
 
 _CORRECT = "correct it, or measure the profile again"
 
@@ -31,7 +35,7 @@ _NUMBERS = re.compile(r"\[[0-9eE+.,\s-]+\]")
 
 _AT = re.compile(r" - at `.*?\$(.*)`$")
 """The end of msgspec's messages: the place, `$.links[0].ranks`."""
-_NAMED = re.compile(r"Object (missing required|contains unknown) field `(.*)`")
+_MISSING = re.compile(r"Object missing required field `(.*)`")
 _TYPE = re.compile(r"Expected `([^`]*)`, got `.*`")
 _RANGE = re.compile(r"Expected `([^`]*)` (of length )?(<=|>=|<|>)? ?([^,]*)(, got .*)?")
 
@@ -54,15 +58,46 @@ def profile_fields(text: str, where: str) -> dict[str, Any]:
             f"{where}: field schema_version is {shown(version)}; this autoshard reads {SCHEMA_VERSION}\n"
             "  try: measure the profile again, or install the autoshard that wrote it"
         )
-    return profile_data(data, where).fields()
+    return profile_data(data, where)
 
 
-def profile_data(data: Mapping[str, Any], where: str) -> ProfileData:
-    """`data` by the schema. ProfileError, starting with `where`, for the first field that does not fit it."""
+def profile_data(data: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The fields that `data` states, by the types of `ProfileRecord`'s. ProfileError, starting with `where`, for the
+    first that does not fit."""
     try:
-        return msgspec.convert(data, ProfileData)
+        found = msgspec.convert(data, _schema())
     except msgspec.ValidationError as error:
         raise ProfileError(f"{where}: field {_mistake(str(error), data)}\n  try: {_CORRECT}") from None
+    for name in _unknown(data, msgspec.to_builtins(found)):
+        raise ProfileError(f"{where}: field {name} is not a field of a profile\n  try: {_CORRECT}")
+    for name in ("convolution", "attention", "update"):  # other kinds are not in older files
+        if name not in data["device"]:
+            raise ProfileError(f"{where}: field device.{name} is missing\n  try: {_CORRECT}")
+    fields = msgspec.structs.asdict(found)
+    del fields["schema_version"]
+    return fields | {"software": tuple(fields["software"].items())}
+
+
+@cache
+def _schema() -> type[msgspec.Struct]:
+    """What a file holds: the fields of a `ProfileRecord`, software by name."""
+    types = get_type_hints(ProfileRecord, include_extras=True) | {"software": dict[str, str]}
+    named = [(f.name, types[f.name]) for f in fields(ProfileRecord) if f.default is MISSING]
+    others = [(f.name, types[f.name], f.default) for f in fields(ProfileRecord) if f.default is not MISSING]
+    return msgspec.defstruct("ProfileData", [("schema_version", int), *named, *others])
+
+
+def _unknown(given: Any, known: Any, place: str = "") -> Iterator[str]:
+    """What is given and no field, by its place."""
+    if isinstance(given, Mapping):
+        for name, value in given.items():
+            if name in known:
+                yield from _unknown(value, known[name], f"{place}{name}.")
+            else:
+                yield f"{place}{name}"
+    elif isinstance(given, (list, tuple)):
+        for i, (value, other) in enumerate(zip(given, known, strict=False)):
+            yield from _unknown(value, other, f"{place.removesuffix('.')}[{i}].")
 
 
 def profile_json(content: Mapping[str, Any]) -> str:
@@ -76,14 +111,9 @@ def _mistake(message: str, data: Mapping[str, Any]) -> str:
     at = _AT.search(message)
     place = at[1] if at else ""
     problem = message[: at.start()] if at else message
-    named = _NAMED.fullmatch(problem)
-    if named:
-        field = f"{place}.{named[2]}".lstrip(".")
-        return (
-            f"{field} is missing"
-            if named[1].startswith("missing")
-            else f"{field} is not a field of a profile"
-        )
+    missing = _MISSING.fullmatch(problem)
+    if missing:
+        return f"{place}.{missing[1]} is missing".lstrip(".")
     return f"{place.lstrip('.')} {_seen(place, data)}{_demand(problem)}"
 
 
@@ -98,14 +128,14 @@ def _seen(place: str, data: Any) -> str:
 
 def _demand(problem: str) -> str:
     of_type, in_range = _TYPE.fullmatch(problem), _RANGE.fullmatch(problem)
+    if "matching regex" in problem:
+        return f"; it must be one of {', '.join(KINDS)}"
     if of_type:
         return f", not {_words(of_type[1])}"
     if in_range:
         kind, length, bound, limit, _ = in_range.groups()
         joint = f" {length}" if length else ", "
         return f"; it must be {_words(kind)}{joint}{_BOUNDS[bound]}{limit}"
-    if problem.startswith("Invalid enum value"):
-        return f"; it must be one of {', '.join(KINDS)}"
     return f": {problem}"
 
 
@@ -147,9 +177,9 @@ class ProfileRecord:
     date: str
     command: str
     sources: tuple[str, ...]
-    collective_launch_seconds: float
-    overlap_efficiency: float
-    links: tuple[LinkLevel, ...]
+    collective_launch_seconds: Positive
+    overlap_efficiency: Annotated[float, Meta(ge=0.0, le=1.0)]
+    links: Annotated[tuple[LinkLevel, ...], Meta(min_length=1)]
     collectives: tuple[CollectiveSamples, ...]
     device: DeviceRates
     lateness: Lateness | None = None

@@ -21,7 +21,7 @@ from cost_model.errors import ProfileError
 from cost_model.measure.peers import collective_backend, device_name, host_name
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
-from cost_model.profile_check import SCHEMA_VERSION
+from cost_model.profile_record import SCHEMA_VERSION
 
 __all__ = ["cache_path", "machine_key", "nominal_profile", "startup_profile"]
 
