@@ -23,8 +23,8 @@ from autoshard.refine.timed_store import store_of
 from autoshard.runtime.agreement import from_first
 from cost_model.checked_arguments import reject
 from cost_model.deadline import Deadline
-from cost_model.measure.measure import mesh_device
 from cost_model.measure.peers import collective_backend
+from cost_model.measure.sampling import mesh_device
 from cost_model.mesh import MeshSpec
 from cost_model.timed import TimedPrices
 from passes.capture import Captured

@@ -22,9 +22,8 @@ from cost_model.measure.collective_work import (
     pause_series,
     whole_size,
 )
-from cost_model.measure.measure import mesh_device
 from cost_model.measure.peers import Peers, Team, host_name, teams_of, world_peers
-from cost_model.measure.sampling import Series, sample
+from cost_model.measure.sampling import Series, mesh_device, sample
 from cost_model.mesh import MeshSpec
 from cost_model.timed import TimedCollective, TimedKernel, TimedPrices
 from passes.compile.freed_memory import keep_freed_memory

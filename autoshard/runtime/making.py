@@ -28,7 +28,7 @@ from autoshard.runtime.settings import Settings
 from autoshard.runtime.stage_clock import StageClock
 from autoshard.runtime.step import Program
 from autoshard.watching.kinds import turns_of
-from cost_model.measure.measure import mesh_device
+from cost_model.measure.sampling import mesh_device
 from cost_model.mesh import MeshSpec
 from passes.capture import Captured
 from passes.compile.freed_memory import keep_freed_memory

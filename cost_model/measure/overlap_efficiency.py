@@ -7,14 +7,13 @@ cores would compute in it. By the clock, with and without products, three profil
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
 import torch
 
 from cost_model.curve import median
-from cost_model.groups import GroupShape
 from cost_model.measure.clock import Clock, Work
 from cost_model.measure.collective_work import (
     IN_A_ROW_SECONDS,
@@ -26,8 +25,8 @@ from cost_model.measure.collective_work import (
     whole_size,
 )
 from cost_model.measure.kernel_work import matmul_edge, matmul_flops, overlap_works
-from cost_model.measure.peers import Peers, Team
-from cost_model.measure.sampling import Progress, Series, sample
+from cost_model.measure.peers import Team
+from cost_model.measure.sampling import Bench, Series
 from cost_model.measurements import CollectiveSamples, DeviceRates, Lateness
 
 __all__ = ["hidden_share", "lateness", "measure_lateness", "overlap_efficiency", "waiting_share"]
@@ -54,31 +53,24 @@ def waiting_share(seconds: float, processor_seconds: float) -> float:
 
 
 def overlap_efficiency(
-    teams: Mapping[GroupShape, Team],
-    collectives: Sequence[CollectiveSamples],
-    rates: DeviceRates,
-    peers: Peers,
-    clock: Clock,
-    of_kernels: Clock,
-    seconds: float,
-    device: torch.device,
-    progress: Progress,
+    bench: Bench, collectives: Sequence[CollectiveSamples], rates: DeviceRates, seconds: float
 ) -> float:
     """Measured with an all-reduce over the largest group and about as long a run of float32 products; of the all-reduce
-    alone where ranks share cores. of_kernels: another clock than `clock` there.
+    alone where ranks share cores.
 
     0 for one rank, which has nothing to hide.
     """
-    if not teams:
+    team = bench.largest
+    if team is None:
         return 0.0
-    shape = max(teams, key=lambda shape: teams[shape].size)
-    shared = of_kernels is not clock
+    shared = bench.of_kernels is not bench.clock
     if shared:
-        series = _on_shared_cores(teams[shape], of_kernels, device)
+        series = _on_shared_cores(team, bench.of_kernels, bench.device)
     else:
+        shape = next(shape for shape, one in bench.teams.items() if one is team)
         samples = next(s for s in collectives if (s.kind, s.group) == ("all_reduce", shape))
-        series = _with_products(teams[shape], samples, rates, device)
-    found = [curve.seconds[0] for curve in sample(series, peers, clock, seconds, progress)]
+        series = _with_products(team, samples, rates, bench.device)
+    found = [curve.seconds[0] for curve in bench.curves(series, seconds)]
     return waiting_share(*found) if shared else hidden_share(*found)
 
 
@@ -118,29 +110,21 @@ _CALLS = 8
 """In a row, at least. Nobody is late behind a barrier: one call at a time, behind 22 ms, said 1.3 to 4.9 ms."""
 
 
-def measure_lateness(
-    teams: Mapping[GroupShape, Team],
-    peers: Peers,
-    clock: Clock,
-    of_kernels: Clock,
-    seconds: float,
-    device: torch.device,
-    progress: Progress,
-) -> Lateness | None:
+def measure_lateness(bench: Bench, seconds: float) -> Lateness | None:
     """Over the largest group, in about `seconds`; None for one rank, for which nobody is late."""
-    if not teams:
+    team = bench.largest
+    if team is None:
         return None
-    team = max(teams.values(), key=lambda team: team.size)
-    buffers, nbytes = Buffers(device), (whole_size(_NBYTES, team.size),)
-    pauses = [Pause(device, PRODUCTS * times) for times in _TIMES]
-    alone = [pause_series(pause, of_kernels) for pause in pauses]
+    buffers, nbytes = Buffers(bench.device), (whole_size(_NBYTES, team.size),)
+    pauses = [Pause(bench.device, PRODUCTS * times) for times in _TIMES]
+    alone = [pause_series(pause, bench.of_kernels) for pause in pauses]
     both = [
         collective_series(
             f"{_KIND} behind {pause.products} products", _KIND, team, nbytes, buffers, pause, calls=_CALLS
         )
         for pause in pauses
     ]
-    curves = [curve.seconds[0] for curve in sample([*alone, *both], peers, clock, seconds, progress)]
+    curves = [curve.seconds[0] for curve in bench.curves([*alone, *both], seconds)]
     return lateness(curves[: len(_TIMES)], curves[len(_TIMES) :], team.size)
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -13,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from cost_model.collectives import CollectivePrices
 from cost_model.compute import ComputePrices
 from cost_model.curve import median
-from cost_model.groups import GroupShape, shapes_of
-from cost_model.measure.clock import Clock, clocks
+from cost_model.groups import shapes_of
+from cost_model.measure.clock import Clock
 from cost_model.measure.collective_work import (
     Buffers,
     Pause,
@@ -25,11 +24,9 @@ from cost_model.measure.collective_work import (
 )
 from cost_model.measure.kernel_series import DTYPES, LEAST_SECONDS
 from cost_model.measure.kernel_work import matmul_edge, matmul_flops, matmul_work, memory_work
-from cost_model.measure.measure import check_world, mesh_device, world_size
-from cost_model.measure.peers import Team, teams_of, world_peers
-from cost_model.measure.sampling import Progress, Series, sample
+from cost_model.measure.peers import Team
+from cost_model.measure.sampling import Bench, Progress, Series, bench_of
 from cost_model.measurements import PLAN_KINDS, CollectiveSamples, MatmulRates
-from cost_model.mesh import MeshSpec
 from cost_model.profile_record import ProfileRecord
 
 __all__ = ["LEAST_TOLERANCE", "CheckedPoint", "recheck"]
@@ -82,21 +79,16 @@ def recheck(
     Call it on every rank of the mesh; the result is the same on all. A group that the profile has not
     measured is compared with its modelled price. Raises what `Profile.measure` does.
     """
-    spec = MeshSpec.of(mesh)
-    check_world(spec, world_size())
-    device = mesh_device(spec.device_type)
-    with ExitStack() as stack:
-        peers = stack.enter_context(world_peers(device.type))
-        clock, of_kernels = clocks(device.type, peers, clock)
-        teams = stack.enter_context(teams_of(mesh, spec)) if peers.size > 1 else {}
+    with bench_of(mesh, clock, progress) as bench:
         alone = [
-            replace(one, series=replace(one.series, clock=of_kernels)) for one in _compute(profile, device)
+            replace(one, series=replace(one.series, clock=bench.of_kernels))
+            for one in _compute(profile, bench.device)
         ]
-        expected = [*alone, *_communication(profile, spec, teams, device)]
+        expected = [*alone, *_communication(profile, bench)]
 
         def measure(some: Sequence[_Expected], seconds: float) -> list[tuple[CheckedPoint, ...]]:
-            series = [pause_series(Pause(device), of_kernels), *(one.series for one in some)]
-            paused, *curves = sample(series, peers, clock, seconds, progress)
+            series = [pause_series(Pause(bench.device), bench.of_kernels), *(one.series for one in some)]
+            paused, *curves = bench.curves(series, seconds)
             return [
                 _compared(one, (beyond_pause(curve, paused) if one.behind_pause else curve).medians)
                 for one, curve in zip(some, curves, strict=True)
@@ -154,14 +146,12 @@ def _half_median(seconds: list[float]) -> float:
     return median(seconds) / 2
 
 
-def _communication(
-    profile: ProfileRecord, spec: MeshSpec, teams: Mapping[GroupShape, Team], device: torch.device
-) -> Iterable[_Expected]:
-    prices = CollectivePrices(profile, spec)
-    buffers, pause = Buffers(device), Pause(device)
-    axes = shapes_of(spec)
+def _communication(profile: ProfileRecord, bench: Bench) -> Iterable[_Expected]:
+    prices = CollectivePrices(profile, bench.spec)
+    buffers, pause = Buffers(bench.device), Pause(bench.device)
+    axes = shapes_of(bench.spec)
     measured = {(samples.kind, samples.group): samples for samples in profile.collectives}
-    for shape, team in teams.items():
+    for shape, team in bench.teams.items():
         for kind in PLAN_KINDS:
             sizes = _sizes(measured.get((kind, shape)), team)
             yield _Expected(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import cast
 
 import pytest
@@ -20,7 +21,7 @@ from cost_model.measure.links import PEAK_MARGIN, Levels, fit_links, levels_of
 from cost_model.measure.measure import nbytes_ladder
 from cost_model.measure.overlap_efficiency import hidden_share, overlap_efficiency, waiting_share
 from cost_model.measure.peers import Peers, Team
-from cost_model.measure.sampling import Series, sample
+from cost_model.measure.sampling import Bench, Series, sample
 from cost_model.measurements import KINDS, CollectiveSamples, LinkLevel
 from cost_model.mesh import MeshSpec
 from cost_model.profile_check import check_profile
@@ -218,9 +219,10 @@ class Always:
 def test_what_hides_on_shared_cores_is_what_no_core_works_for() -> None:
     """Another clock for kernels says that ranks share cores: of 8 ms by the clock 2 are processor time."""
     teams = {((2, 1),): Team(cast(dist.ProcessGroup, None), (0, 1))}
-    given = [Peers(None), Always(8e-3), Always(2e-3), 1.0, torch.device("cpu"), lambda name, share: None]
-    assert overlap_efficiency(teams, (), None, *given) == 0.75  # type: ignore[arg-type]
-    assert overlap_efficiency({}, (), None, *given) == 0.0  # type: ignore[arg-type]
+    clocks, spec, device = (Always(8e-3), Always(2e-3)), MeshSpec({"x": 2}), torch.device("cpu")
+    bench = Bench(spec, device, Peers(None), teams, *clocks, lambda name, share: None)
+    assert overlap_efficiency(bench, (), None, 1.0) == 0.75  # type: ignore[arg-type]
+    assert overlap_efficiency(replace(bench, teams={}), (), None, 1.0) == 0.0  # type: ignore[arg-type]
 
 
 # ---- links
