@@ -68,12 +68,12 @@ def profile_data(data: Mapping[str, Any], where: str) -> dict[str, Any]:
         found = msgspec.convert(data, _schema())
     except msgspec.ValidationError as error:
         raise ProfileError(f"{where}: field {_mistake(str(error), data)}\n  try: {_CORRECT}") from None
-    for name in _unknown(data, msgspec.to_builtins(found)):
+    fields = msgspec.structs.asdict(found)
+    for name in _unknown(data, fields):
         raise ProfileError(f"{where}: field {name} is not a field of a profile\n  try: {_CORRECT}")
     for name in ("convolution", "attention", "update"):  # other kinds are not in older files
         if name not in data["device"]:
             raise ProfileError(f"{where}: field device.{name} is missing\n  try: {_CORRECT}")
-    fields = msgspec.structs.asdict(found)
     del fields["schema_version"]
     return fields | {"software": tuple(fields["software"].items())}
 
@@ -90,9 +90,10 @@ def _schema() -> type[msgspec.Struct]:
 def _unknown(given: Any, known: Any, place: str = "") -> Iterator[str]:
     """What is given and no field, by its place."""
     if isinstance(given, Mapping):
+        stated = known if isinstance(known, Mapping) else vars(known)
         for name, value in given.items():
-            if name in known:
-                yield from _unknown(value, known[name], f"{place}{name}.")
+            if name in stated:
+                yield from _unknown(value, stated[name], f"{place}{name}.")
             else:
                 yield f"{place}{name}"
     elif isinstance(given, (list, tuple)):
