@@ -136,7 +136,7 @@ def _samples(profile: ProfileRecord, kind: str) -> dict[GroupShape, CollectiveSa
 def _model(profile: ProfileRecord, kind: str, groups: frozenset[Occupancy]) -> Price:
     """The slowest of the groups decides, because all groups meet at the next collective."""
     launch = profile.collective_launch_seconds
-    return _slowest([_fastest(model_lines(kind, group, profile.links, launch)) for group in groups])
+    return _picked(max, [_picked(min, model_lines(kind, group, profile.links, launch)) for group in groups])
 
 
 def _measured(samples: CollectiveSamples, floor: float) -> Price:
@@ -165,22 +165,14 @@ def _between(
     fewer = [along[n] for n in along if n < ranks]
     more = min((n for n in along if n > ranks), default=None)
     if cap and more is not None:
-        price = _fastest([price, _slowest([*fewer, along[more]])])
-    return _slowest([*fewer, price])
+        price = _picked(min, [price, _picked(max, [*fewer, along[more]])])
+    return _picked(max, [*fewer, price])
 
 
-def _fastest(prices: Sequence[Price] | Sequence[Line]) -> Price:
-    if len(prices) == 1:
-        return prices[0]
+def _picked(pick: Callable[[list[float]], float], prices: Sequence[Price] | Sequence[Line]) -> Price:
+    """pick: `min` or `max` of what they say."""
     options = tuple(prices)
-    return lambda nbytes: min([option(nbytes) for option in options])
-
-
-def _slowest(prices: Sequence[Price]) -> Price:
-    if len(prices) == 1:
-        return prices[0]
-    parts = tuple(prices)
-    return lambda nbytes: max([part(nbytes) for part in parts])
+    return options[0] if len(options) == 1 else lambda nbytes: pick([option(nbytes) for option in options])
 
 
 START_SHARE = 0.1

@@ -135,7 +135,7 @@ def pointwise(*linear: str, localize: Localize | None = None) -> Builder:
         return assemble(
             call.shapes,
             [broadcast_dims(operand.ndim, ndim) for operand in call.operands],
-            [broadcast_dims(ndim, ndim)] * len(call.results),
+            [broadcast_dims(ndim)] * len(call.results),
             linear=linear_sets(call, *linear),
             localize=localize,
         )
@@ -143,9 +143,10 @@ def pointwise(*linear: str, localize: Localize | None = None) -> Builder:
     return build
 
 
-def broadcast_dims(ndim: int, result_ndim: int) -> tuple[Dim, ...]:
-    """Dims of a tensor of `ndim`, aligned at the right with a result whose dims are d0, d1, ..."""
-    return tuple((f"d{i}",) for i in range(result_ndim - ndim, result_ndim))
+def broadcast_dims(ndim: int, result_ndim: int | None = None) -> tuple[Dim, ...]:
+    """Dims of a tensor of `ndim`, aligned at the right with a result whose dims are d0, d1, ... (None: its own)."""
+    end = ndim if result_ndim is None else result_ndim
+    return tuple((f"d{i}",) for i in range(end - ndim, end))
 
 
 def linear_sets(call: OpCall, *groups: str) -> tuple[frozenset[int], ...]:

@@ -138,16 +138,8 @@ USER_RULES = RuleTable()
 """The rules registered with `register_rule`."""
 
 
-def register_rule(
-    op: Any,
-    rule: str | Builder,
-    *,
-    linear: Iterable[Iterable[int]] = (),
-    localize: Localize | None = None,
-    trial: bool = True,
-) -> None:
-    """Say how `op` may be split, for all plans made from now on: `RuleTable.register` on `USER_RULES`."""
-    USER_RULES.register(op, rule, linear=linear, localize=localize, trial=trial)
+register_rule = USER_RULES.register
+"""Say how an op may be split, for all plans made from now on."""
 
 
 def _from_notation(notation: Notation, localize: Localize | None) -> Builder:

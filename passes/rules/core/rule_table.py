@@ -14,7 +14,7 @@ from passes.rules.core.assemble import pointwise
 from passes.rules.core.emit_op import empty_safe
 from passes.rules.core.notation import spec
 from passes.rules.core.rule import Builder
-from passes.rules.plain import indexing, products, reductions, scattering, views
+from passes.rules.plain import indexing, products, scattering, views
 from passes.rules.windowed import convolution, patches, pooling, resizing, shifting
 
 __all__ = ["TABLE"]
@@ -53,18 +53,18 @@ TABLE: Mapping[str, Builder] = MappingProxyType(
         **_rows(pointwise(), "hardswish polar floor_divide isin.Tensor_Scalar"),
         **_rows(pointwise("real imag"), "complex"),
         # reductions
-        **_rows(reductions.reduce("sum", "self"), "sum sum.dim_IntList"),
-        **_rows(reductions.extremum("max"), "amax max"),
-        **_rows(reductions.extremum("min"), "amin min"),
-        **_rows(reductions.reduce("max"), "any any.dim any.dims"),
-        **_rows(reductions.reduce("min"), "all all.dim all.dims"),
-        **_rows(reductions.reduce_whole, "argmax argmin max.dim min.dim prod prod.dim_int"),
-        **_rows(reductions.reduce_whole, "kthvalue mode median median.dim nanmedian nanmedian.dim"),
-        **_rows(reductions.histogram, "histc"),
+        **_rows(views.reduce("sum", "self"), "sum sum.dim_IntList"),
+        **_rows(views.extremum("max"), "amax max"),
+        **_rows(views.extremum("min"), "amin min"),
+        **_rows(views.reduce("max"), "any any.dim any.dims"),
+        **_rows(views.reduce("min"), "all all.dim all.dims"),
+        **_rows(views.reduce_whole, "argmax argmin max.dim min.dim prod prod.dim_int"),
+        **_rows(views.reduce_whole, "kthvalue mode median median.dim nanmedian nanmedian.dim"),
+        **_rows(views.histogram, "histc"),
         # dims that one rank must see whole
-        **_rows(reductions.along("dim", "self"), "cumsum"),
-        **_rows(reductions.along("dim"), "cumprod logcumsumexp cummax cummin sort sort.stable topk"),
-        **_rows(reductions.along("dim", "self", "other"), "linalg_cross"),
+        **_rows(views.along("dim", "self"), "cumsum"),
+        **_rows(views.along("dim"), "cumprod logcumsumexp cummax cummin sort sort.stable topk"),
+        **_rows(views.along("dim", "self", "other"), "linalg_cross"),
         # views
         **_rows(views.view, "reshape"),
         **_rows(views.permute, "permute"),
@@ -135,7 +135,7 @@ TABLE: Mapping[str, Builder] = MappingProxyType(
         "autoshard::neighborhood_attention_backward.default": patches.neighborhood_attention_backward,
         **_rows(convolution.convolution, "convolution"),
         **_rows(convolution.convolution_backward, "convolution_backward"),
-        **_rows(reductions.transform, "_fft_r2c _fft_c2r _fft_c2c"),
+        **_rows(views.transform, "_fft_r2c _fft_c2r _fft_c2c"),
         **_rows(products.int_product, "_int_mm"),
         **_rows(empty_safe(spec("... m d, ... n d -> ... m n; d: whole")), "_cdist_forward"),
         **_rows(
