@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from passes.layout.layout import Span
-from passes.redistribution.message_table import Traffic
+from passes.redistribution.halo_steps import Traffic
 
 __all__ = ["Arrived", "add_up", "pack", "put_together", "row_numel", "split_sizes", "unpack"]
 
