@@ -9,11 +9,12 @@ from typing import Annotated, Literal, get_args
 
 from msgspec import Meta
 
+from cost_model.mesh import MOST_DEVICES
+
 __all__ = [
     "KERNEL_KINDS",
     "KINDS",
     "MEMORY_KINDS",
-    "MOST_RANKS",
     "PLAN_KINDS",
     "CollectiveKind",
     "CollectiveSamples",
@@ -45,16 +46,13 @@ KernelKind = Literal["matmul", "convolution", "attention", "pooling", "narrow_co
 KERNEL_KINDS: tuple[KernelKind, ...] = get_args(KernelKind)
 
 
-MOST_RANKS = 2**20
-"""Of a group: more than any machine has, and few enough to list."""
-
 Positive = Annotated[float, Meta(gt=1e-30, lt=1e30)]
 """No time, rate or size in a computer is outside these bounds. NaN is not inside. A profile's file is held against the
 types of its fields (`cost_model.profile_record`)."""
 _Size = Annotated[int, Meta(ge=1, le=2**62)]
 _Spread = Annotated[float, Meta(ge=0.0, lt=1e30)]
-_Ranks = Annotated[int, Meta(ge=2, le=MOST_RANKS)]
-_Stride = Annotated[int, Meta(ge=1, le=MOST_RANKS)]
+_Ranks = Annotated[int, Meta(ge=2, le=MOST_DEVICES)]
+_Stride = Annotated[int, Meta(ge=1, le=MOST_DEVICES)]
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ from cost_model.groups import GroupShape, group_ranks, occupancy
 from cost_model.link_model import floor_slope
 from cost_model.measurements import (
     KERNEL_KINDS,
-    MOST_RANKS,
     CollectiveSamples,
     DeviceRates,
     Lateness,
     LinkLevel,
     MatmulRates,
 )
+from cost_model.mesh import MOST_DEVICES
 
 __all__ = ["check_profile"]
 
@@ -113,8 +113,8 @@ class _Check:
 
     def _group(self, field: str, group: GroupShape) -> None:
         """The canonical form that `group_shape` gives: no size 1, large strides first, nothing to merge."""
-        if math.prod(ranks for ranks, _ in group) > MOST_RANKS:
-            self._refuse(field, f"spans more than {MOST_RANKS} ranks")
+        if math.prod(ranks for ranks, _ in group) > MOST_DEVICES:
+            self._refuse(field, f"spans more than {MOST_DEVICES} ranks")
         for (_, outer), (ranks, inner) in itertools.pairwise(group):
             if outer <= ranks * inner:
                 self._refuse(

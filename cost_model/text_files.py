@@ -12,16 +12,16 @@ from typing import Any
 
 from cost_model.errors import AutoshardError
 
-__all__ = ["MOST_BYTES", "parse_json", "read_json", "read_text", "write_text"]
+__all__ = ["MOST_BYTES", "MOST_DIGITS", "parse_integer", "parse_json", "read_json", "read_text", "write_text"]
 
-_MOST_DIGITS = 18
+MOST_DIGITS = 18
 
 
 def parse_json(text: str, where: str, error: type[AutoshardError]) -> Any:
     """What `text` says. `error`, starting with `where`, for what is no JSON, repeats a name in an object, or is nested
     deeper than Python can follow. An integer of more than 18 digits becomes a float: no count is so large."""
     try:
-        data = json.loads(text, object_pairs_hook=_unrepeated, parse_int=_integer)
+        data = json.loads(text, object_pairs_hook=_unrepeated, parse_int=parse_integer)
         if "\\ud" in text.lower():  # half of a character: no file can hold it
             json.dumps(data, ensure_ascii=False).encode()
         return data
@@ -48,8 +48,8 @@ def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _integer(digits: str) -> int | float:
-    return int(digits) if len(digits.lstrip("-")) <= _MOST_DIGITS else float(digits)
+def parse_integer(digits: str) -> int | float:
+    return int(digits) if len(digits.lstrip("-")) <= MOST_DIGITS else float(digits)
 
 
 MOST_BYTES = 2**27

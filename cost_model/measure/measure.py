@@ -41,11 +41,11 @@ from cost_model.measure.sampling import Bench, Progress, Series, bench_of
 from cost_model.measurements import PLAN_KINDS, CollectiveSamples, LinkLevel
 from cost_model.profile_record import ProfileRecord
 
-__all__ = ["check_device_type", "measure_profile"]
+__all__ = ["ALWAYS_NBYTES", "check_device_type", "measure_profile"]
 
 SMALLEST_NBYTES = 2**12
 LARGEST_NBYTES = {"cpu": 2**26, "cuda": 2**30}
-_ALWAYS_NBYTES = (2**12, 2**18, 2**24)
+ALWAYS_NBYTES = (2**12, 2**18, 2**24)
 """Sizes that are always measured, unless they are above the largest size."""
 _OVERLAP_SHARE, _LATE_SHARE = 0.1, 0.1
 """The shares of the budget for `overlap_efficiency`, and for ranks that come late."""
@@ -114,7 +114,7 @@ def nbytes_ladder(largest: int) -> tuple[int, ...]:
 def _communication(bench: Bench, sizes: Sequence[int]) -> list[Series]:
     """The pause, then one series per shape and kind, shapes first. All groups of a shape communicate at once."""
     buffers, pause = Buffers(bench.device), Pause(bench.device)
-    always = {min(nbytes, sizes[-1]) for nbytes in _ALWAYS_NBYTES}
+    always = {min(nbytes, sizes[-1]) for nbytes in ALWAYS_NBYTES}
     found = [pause_series(pause, bench.of_kernels)] if bench.teams else []
     for shape, team in bench.teams.items():
         whole = {whole_size(nbytes, team.size): nbytes in always for nbytes in sizes}

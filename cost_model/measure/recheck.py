@@ -24,6 +24,7 @@ from cost_model.measure.collective_work import (
 )
 from cost_model.measure.kernel_series import DTYPES, LEAST_SECONDS
 from cost_model.measure.kernel_work import matmul_edge, matmul_flops, matmul_work, memory_work
+from cost_model.measure.measure import ALWAYS_NBYTES
 from cost_model.measure.peers import Team
 from cost_model.measure.sampling import Bench, Progress, Series, bench_of
 from cost_model.measurements import PLAN_KINDS, CollectiveSamples, MatmulRates
@@ -32,7 +33,6 @@ from cost_model.profile_record import ProfileRecord
 __all__ = ["LEAST_TOLERANCE", "CheckedPoint", "recheck"]
 
 LEAST_TOLERANCE = 0.25
-_UNMEASURED_SIZES = (2**12, 2**18, 2**24)
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def _communication(profile: ProfileRecord, bench: Bench) -> Iterable[_Expected]:
 def _sizes(samples: CollectiveSamples | None, team: Team) -> dict[int, float]:
     """Size -> tolerance."""
     if samples is None:
-        return {whole_size(nbytes, team.size): LEAST_TOLERANCE for nbytes in _UNMEASURED_SIZES}
+        return {whole_size(nbytes, team.size): LEAST_TOLERANCE for nbytes in ALWAYS_NBYTES}
     chosen = _three([(nbytes, i) for i, nbytes in enumerate(samples.nbytes)])
     return {whole_size(nbytes, team.size): _tolerance(samples.spread, i) for nbytes, i in chosen}
 

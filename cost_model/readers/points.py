@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from cost_model.errors import ProfileError
 from cost_model.groups import GroupShape, group_ranks
+from cost_model.text_files import MOST_DIGITS
 
 __all__ = [
     "WHOLE",
@@ -208,7 +209,7 @@ def parse_time(text: str) -> datetime | None:
 
 def whole_number(line: Line, digits: str) -> int:
     """An integer of `line`. ProfileError for more than 18 digits, which no benchmark prints and Python may refuse."""
-    if len(digits) > 18:
+    if len(digits) > MOST_DIGITS:
         line.refuse(f"a number has {len(digits)} digits")
     return int(digits)
 

@@ -16,7 +16,7 @@ from passes.ir.op_schema import named_arguments
 from passes.ir.properties import Property, described, of_ops
 from passes.ir.rewrite import int_at, ints_at, replace, shape_of, tensor_at
 
-__all__ = ["NO_DUPLICATES", "ONE_SPELLING", "VIEWS", "MergeDuplicates", "NormalizeArguments"]
+__all__ = ["NO_DUPLICATES", "ONE_SPELLING", "REDUCTIONS", "VIEWS", "MergeDuplicates", "NormalizeArguments"]
 
 aten = torch.ops.aten
 
@@ -132,7 +132,7 @@ VIEWS = (
     aten.squeeze.dim,
     aten.squeeze.dims,
 )
-_REDUCTIONS = (aten.sum.dim_IntList, aten.amax.default, aten.amin.default, aten.any.dims, aten.all.dims)
+REDUCTIONS = (aten.sum.dim_IntList, aten.amax.default, aten.amin.default, aten.any.dims, aten.all.dims)
 _ONE_DIM = (
     aten.gather.default,
     aten.scatter.value,
@@ -149,7 +149,7 @@ _TABLE: dict[Any, Callable[[fx.Node], Call]] = {
     aten.expand.default: _expand,
     aten.slice.Tensor: _slice,
     aten.select.int: _select,
-    **dict.fromkeys(_REDUCTIONS, _reduction),
+    **dict.fromkeys(REDUCTIONS, _reduction),
     **dict.fromkeys(_ONE_DIM, _dims_at(1)),
     aten.flip.default: _dims_at(1, "dims"),
     aten.roll.default: _dims_at(2, "dims"),

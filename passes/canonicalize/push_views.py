@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from passes.canonicalize.normalize_arguments import NO_DUPLICATES, ONE_SPELLING
+from passes.canonicalize.normalize_arguments import NO_DUPLICATES, ONE_SPELLING, REDUCTIONS
 from passes.canonicalize.permutes import (
     ONE_RESHAPE,
     PERMUTES_ABSORBED,
@@ -233,8 +233,7 @@ def _reshaped_next(node: fx.Node) -> bool:
 
 
 _TABLE: dict[Any, PushRule] = {
-    **dict.fromkeys((aten.sum.dim_IntList, aten.amax.default, aten.amin.default), _reduction),
-    **dict.fromkeys((aten.any.dims, aten.all.dims), _reduction),
+    **dict.fromkeys(REDUCTIONS, _reduction),
     **dict.fromkeys((aten.sum.default, aten.any.default, aten.all.default), _full_reduction),
     aten.permute.default: _permute,
     aten.expand.default: _expand,

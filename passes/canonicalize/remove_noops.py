@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.canonicalize.normalize_arguments import NO_DUPLICATES, ONE_SPELLING
+from passes.canonicalize.normalize_arguments import NO_DUPLICATES, ONE_SPELLING, REDUCTIONS
 from passes.canonicalize.permutes import ONE_RESHAPE, PERMUTES_ABSORBED, PERMUTES_FUSED
 from passes.ir.graph_pass import GraphPass
 from passes.ir.graph_properties import NO_DEAD_CODE
@@ -199,9 +199,6 @@ _TABLE: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
 }
 
 
-_KEEPING = (aten.sum.dim_IntList, aten.amax.default, aten.amin.default, aten.any.dims, aten.all.dims)
-
-
 @dataclass(frozen=True)
 class DropKeptDims(GraphPass):
     """Let a reduction drop its dims where a reshape would drop them right after.
@@ -227,7 +224,7 @@ class DropKeptDims(GraphPass):
 
 def _drops_kept(node: fx.Node) -> bool:
     reduction = tensor_at(node)
-    if reduction.target not in _KEEPING or len(reduction.users) > 1:
+    if reduction.target not in REDUCTIONS or len(reduction.users) > 1:
         return False
     dims = ints_at(reduction, 1)
     left = [size for d, size in enumerate(shape_of(tensor_at(reduction))) if d not in dims]
