@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 from cost_model.errors import ProfileError
@@ -40,17 +41,19 @@ def check_profile(
 
     Each value must be in the range that the schema gives it.
     """
-    check = _Check(where)
-    check.run(links, collectives, device)
-    check.lateness(lateness)
+    _Check(where).run(links, collectives, device, lateness)
 
 
+@dataclass(frozen=True)
 class _Check:
-    def __init__(self, where: str) -> None:
-        self._where = where
+    where: str
 
     def run(
-        self, links: Sequence[LinkLevel], collectives: Sequence[CollectiveSamples], device: DeviceRates
+        self,
+        links: Sequence[LinkLevel],
+        collectives: Sequence[CollectiveSamples],
+        device: DeviceRates,
+        lateness: Lateness | None,
     ) -> None:
         self._links(links)
         seen: set[tuple[str, GroupShape]] = set()
@@ -61,8 +64,6 @@ class _Check:
             seen.add((samples.kind, samples.group))
         for kind in KERNEL_KINDS:
             self._kernels(f"device.{kind}", device.rates(kind))
-
-    def lateness(self, lateness: Lateness | None) -> None:
         mistake = None if lateness is None else lateness.mistake()
         if mistake is not None:
             self._refuse("lateness", mistake)
@@ -70,7 +71,7 @@ class _Check:
     def _refuse(
         self, field: str, problem: str, remedy: str = "correct it, or measure the profile again"
     ) -> NoReturn:
-        raise ProfileError(f"{self._where}: field {field} {problem}\n  try: {remedy}")
+        raise ProfileError(f"{self.where}: field {field} {problem}\n  try: {remedy}")
 
     def _links(self, links: Sequence[LinkLevel]) -> None:
         inner = 1

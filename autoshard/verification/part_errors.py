@@ -9,7 +9,7 @@ import torch
 from autoshard.runtime.sharding import shard_of
 from cost_model.mesh import MeshSpec
 from passes.layout.layout import Layout
-from passes.rules.windowed.periodic import spread
+from passes.rules.windowed.windowed import spread
 from passes.simulate.conditioning import widened
 
 __all__ = ["largest", "piece_error", "relative_error"]

@@ -272,7 +272,7 @@ class PushViews(GraphPass):
     of their own, the sequence can be split alone. One forward sweep: a reshape emits nothing where it
     only merges dims, but is remembered as a `Flat`; ops in push_rules.py compute on the finer dims and
     hand the flattening on; any other reader, and the output, gets the reshape. Where partners
-    disagree about the finer dims of a dim, `dim_groups.resolve` says which win.
+    disagree about the finer dims of a dim, `resolve` says which win.
     """
 
     requires = (ONE_SPELLING, NO_USES, PRODUCTS_ARE_CONTRACTS)

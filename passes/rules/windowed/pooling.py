@@ -186,8 +186,7 @@ def _inside(site: _Adaptive, at: fx.Node, end: fx.Node, dim: int) -> fx.Node:
     """Flat: each position, that of the window's last one where it is beyond, as one of this rank's input."""
     ctx = site.ctx
     at = ctx.call(aten.minimum.default, at, ctx.call(aten.sub.Tensor, end, 1))
-    at = ctx.call(aten.sub.Tensor, at, site.reads(dim)[0])
-    return ctx.call(aten.view.default, at, [-1])
+    return ctx.call(aten.view.default, site.at_home(dim, at), [-1])
 
 
 def _taps(site: _Adaptive, dim: int) -> Taps:
@@ -229,8 +228,7 @@ def _adaptive_max(site: _Adaptive) -> tuple[fx.Node, fx.Node]:
     def whole(dim: int, at: fx.Node) -> fx.Node:
         if dim in laid:
             at = ctx.call(aten.index.Tensor, laid[dim], [at])
-        first = site.reads(dim)[0]
-        return ctx.call(aten.add.Tensor, at, first) if first else at
+        return site.at_home(dim, at, 1)
 
     return values, relocated(ctx, index, lengths, site.lengths, whole)
 
@@ -239,12 +237,7 @@ def _adaptive_max_backward(site: _Adaptive) -> fx.Node:
     """Every result's gradient is added where its maximum is."""
     ctx, shape = site.ctx, site.ctx.result_shape()
     lead = shape[: site.lead]
-
-    def own(dim: int, at: fx.Node) -> fx.Node:
-        first = site.reads(dim)[0]
-        return ctx.call(aten.sub.Tensor, at, first) if first else at
-
-    index = relocated(ctx, argument(ctx, "indices"), site.lengths, site.input_lengths, own)
+    index = relocated(ctx, argument(ctx, "indices"), site.lengths, site.input_lengths, site.at_home)
     grad = argument(ctx, "grad_output")
     flat = [[*lead, math.prod(lengths)] for lengths in (site.input_lengths, site.result_lengths)]
     zeros = ctx.call(aten.new_zeros.default, grad, flat[0])

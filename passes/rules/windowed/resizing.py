@@ -37,8 +37,7 @@ def _edge_taps(site: Site[EdgePad], dim: int) -> Taps:
         at = ctx.call(aten.rsub.Scalar, ctx.call(aten.abs.default, at), pad.length - 1)
     else:
         at = ctx.call(aten.clamp.default, at, 0, pad.length - 1)
-    first = site.reads(dim)[0]
-    return Taps(hi - lo, 1, ctx.call(aten.sub.Tensor, at, first) if first else at)
+    return Taps(hi - lo, 1, site.at_home(dim, at))
 
 
 def _pad_edges(site: Site[EdgePad]) -> fx.Node:

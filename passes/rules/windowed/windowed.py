@@ -1,12 +1,17 @@
-"""The last dims of a tensor as space, whose factors y0, y1, ... are those of an op's results."""
+"""Ops whose tensors are all of the input's shape, seen through windows, or of the output's: their rules, and parts of
+tensors by spans whose positions count modulo the dims' lengths.
+
+The last dims of a tensor are space, whose factors y0, y1, ... are those of an op's results.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import fx
 
 from passes.layout.layout import Span
@@ -26,6 +31,8 @@ __all__ = [
     "scattered",
     "space_dims",
     "space_factor",
+    "spread",
+    "taken",
     "unpad_space",
     "windowed",
 ]
@@ -130,6 +137,11 @@ class Site(Generic[W]):
     def reads(self, dim: int) -> Span:
         """What this rank has of the input along a dim of space."""
         return self.windows[dim].reads(*self.results(dim)) if dim in self.split else (0, self.lengths[dim])
+
+    def at_home(self, dim: int, places: fx.Node, sign: int = -1) -> fx.Node:
+        """Positions in the whole input as positions in what this rank has of it; the other way with sign 1."""
+        first, move = self.reads(dim)[0], aten.add.Tensor if sign > 0 else aten.sub.Tensor
+        return self.ctx.call(move, places, first) if first else places
 
     @property
     def result_lengths(self) -> list[int]:
@@ -242,3 +254,26 @@ def mixed_back(site: Site[Any], grad: fx.Node, taps: Callable[[int], Taps]) -> f
 def _weighted(ctx: LocalContext, x: fx.Node, taps: Taps, after: int) -> fx.Node:
     shaped = ctx.call(aten.view.default, taps.weights, [taps.results, taps.count, *[1] * after])
     return ctx.call(aten.mul.Tensor, x, shaped)
+
+
+def _places(span: Span, length: int) -> torch.Tensor:
+    return torch.arange(*span) % length
+
+
+def taken(whole: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
+    """What lies at `spans`, one per dim."""
+    for dim, span in enumerate(spans):
+        if span != (0, whole.shape[dim]):
+            whole = whole.index_select(dim, _places(span, whole.shape[dim]))
+    return whole
+
+
+def spread(
+    part: torch.Tensor, dims: Collection[int], spans: Sequence[Span], shape: Sequence[int]
+) -> torch.Tensor:
+    """`part`, whose `dims` lie at their spans of a tensor of `shape`, in zeros of it: positions that meet add up."""
+    for dim in dims:
+        sizes = [*part.shape]
+        sizes[dim] = shape[dim]
+        part = part.new_zeros(sizes).index_add(dim, _places(spans[dim], shape[dim]), part)
+    return part
