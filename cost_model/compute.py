@@ -10,7 +10,7 @@ from cost_model.memory import ADAMW
 from cost_model.profile_record import ProfileRecord
 from cost_model.timed import KernelKey, KernelWork, Priced, TimedPrices
 
-__all__ = ["STORE_SHARE", "ComputePrices"]
+__all__ = ["ComputePrices"]
 
 STORE_SHARE = 0.5
 """The share of storing a product's result on a GPU that arithmetic does not hide. Four products of 4096 x 4096 take

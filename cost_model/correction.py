@@ -26,7 +26,6 @@ from cost_model.timed import TimedCollective, TimedPrices
 __all__ = [
     "CollectiveTime",
     "corrected_profile",
-    "paced_device",
     "paced_profile",
     "paced_rates",
     "paced_times",

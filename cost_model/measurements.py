@@ -16,7 +16,6 @@ __all__ = [
     "KINDS",
     "MEMORY_KINDS",
     "PLAN_KINDS",
-    "CollectiveKind",
     "CollectiveSamples",
     "DeviceRates",
     "KernelKind",

@@ -24,7 +24,6 @@ __all__ = [
     "NETWORK_BYTES",
     "OPTIMIZERS",
     "PAIR_BYTES",
-    "PEERS_IN_REACH",
     "PEER_BYTES",
     "Axes",
     "Optimizer",

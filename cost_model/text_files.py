@@ -12,7 +12,7 @@ from typing import Any
 
 from cost_model.errors import AutoshardError
 
-__all__ = ["MOST_BYTES", "MOST_DIGITS", "parse_integer", "parse_json", "read_json", "read_text", "write_text"]
+__all__ = ["MOST_BYTES", "MOST_DIGITS", "parse_integer", "parse_json", "read_json", "write_text"]
 
 MOST_DIGITS = 18
 

@@ -23,16 +23,12 @@ import torch
 from cost_model.measure.peers import Peers, machine_id, own_cores
 
 __all__ = [
-    "AheadDevice",
     "Clock",
-    "CpuClock",
     "CudaClock",
-    "CudaDevice",
     "ProcessorClock",
     "ahead_seconds",
     "clocks",
     "compute_clock",
-    "device_clock",
     "ranks_per_core",
 ]
 

@@ -24,13 +24,11 @@ from cost_model.measure.host_memory import REDUCTIONS, HostMemory, reduced_in_or
 
 __all__ = [
     "SHARED",
-    "Started",
     "all_gather",
     "all_reduce",
     "finished",
     "in_one_round",
     "reduce_scatter",
-    "start_all_gather",
     "start_all_to_all",
 ]
 

@@ -30,7 +30,7 @@ from cost_model.measure.clock import Clock, clocks
 from cost_model.measure.peers import Peers, Team, teams_of, world_peers
 from cost_model.mesh import MeshSpec
 
-__all__ = ["Bench", "Budget", "Progress", "Series", "bench_of", "check_world", "mesh_device", "sample"]
+__all__ = ["Bench", "Progress", "Series", "bench_of", "check_world", "mesh_device", "sample"]
 
 _SWEEP_SHARE = 0.6
 """The share of the budget for the sweep. The rest is for repetitions."""

@@ -19,7 +19,6 @@ __all__ = [
     "Side",
     "check_average",
     "kind_of",
-    "programs_in_name",
     "row_points",
     "scales",
 ]

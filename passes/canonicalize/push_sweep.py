@@ -13,7 +13,7 @@ from torch import fx
 
 from passes.ir.rewrite import emit_at, int_at, shape_of, tensor_at
 
-__all__ = ["Flat", "Group", "PushRule", "Sweep", "flatten", "is_mixed", "refine", "resolve", "trivial"]
+__all__ = ["Flat", "Group", "PushRule", "Sweep", "flatten", "refine", "resolve"]
 
 
 @dataclass(frozen=True)

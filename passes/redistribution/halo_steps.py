@@ -28,7 +28,6 @@ from passes.redistribution.emit_steps import Emitter, flatten_pieces, value
 
 __all__ = [
     "HaloSite",
-    "Piece",
     "Traffic",
     "anything_foreign",
     "exchange_traffic",

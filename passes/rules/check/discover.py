@@ -25,7 +25,7 @@ from passes.rules.core.emit_op import neutral_where_empty
 from passes.rules.core.notation import parse
 from passes.rules.core.rule import OpRule
 
-__all__ = ["MESHES", "WrongClaim", "discover_rule", "first_error", "wrong_claims"]
+__all__ = ["WrongClaim", "discover_rule", "first_error", "wrong_claims"]
 
 MESHES = ((2,), (3,), (2, 2))
 

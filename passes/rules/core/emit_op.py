@@ -28,7 +28,6 @@ __all__ = [
     "global_tensor",
     "is_empty",
     "local_index",
-    "neutral",
     "neutral_where_empty",
     "offset",
     "positions",

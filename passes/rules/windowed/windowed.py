@@ -28,7 +28,6 @@ __all__ = [
     "pad_space",
     "per_dim",
     "relocated",
-    "scattered",
     "space_dims",
     "space_factor",
     "spread",
