@@ -124,7 +124,7 @@ def _clean(tensor: Dims, shape: Sequence[int], sizes: Mapping[str, int]) -> tupl
     )
 
 
-def pointwise(*linear: str, localize: Localize | None = None) -> Builder:
+def pointwise(*linear: str) -> Builder:
     """..., ... -> ...
 
     linear: groups of argument names, "self other" for linear in both together; see `linear_sets`.
@@ -137,7 +137,6 @@ def pointwise(*linear: str, localize: Localize | None = None) -> Builder:
             [broadcast_dims(operand.ndim, ndim) for operand in call.operands],
             [broadcast_dims(ndim)] * len(call.results),
             linear=linear_sets(call, *linear),
-            localize=localize,
         )
 
     return build
