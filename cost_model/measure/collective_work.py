@@ -186,7 +186,12 @@ _LEAST_SHARE = 0.1
 
 
 class Pause:
-    """The products: `products` of them.
+    """What a collective is timed behind: `products` products, as it comes in a step behind some computing.
+
+    Ranks that compute between two collectives come to the next one at different times, above all where they share
+    cores, and processes that slept must wake. Messages between 2 ranks on 2 cores took 0.2 ms in a row without a pause,
+    0.5 ms behind half a millisecond of products, and 1.8 ms behind two. The price of a collective is the time of both
+    less that of the products alone.
 
     Results are kept until all are there, as a step keeps what it computes. Ranks that find memory in between are less
     regular: behind 22 ms they came 2.4 to 2.6 ms late without, and 2.6 to 3.9 with it.

@@ -111,7 +111,13 @@ _CALLS = 8
 
 
 def measure_lateness(bench: Bench, seconds: float) -> Lateness | None:
-    """Over the largest group, in about `seconds`; None for one rank, for which nobody is late."""
+    """How much longer a collective takes behind more computing than it is timed behind, over the largest group, in
+    about `seconds`; None for one rank, for which nobody is late.
+
+    Ranks that compute come to the next collective at different times, the longer they computed the more so, above all
+    where they share cores. Four ranks on two cores, an all-reduce of 4 KiB: 1.4 to 1.7 ms behind a millisecond of
+    products, 2 to 2.4 behind 4, 3.8 to 5.4 behind 16 and 8 to 10 behind 48; of 256 KiB as much longer.
+    """
     team = bench.largest
     if team is None:
         return None

@@ -1,13 +1,17 @@
-"""Collectives of one round: every rank sends its data to every other rank at once, and waits.
+"""Collectives of CPU tensors in the way that is the quickest: through memory that the ranks share, where all are on one
+host (`cost_model.measure.host_memory`); little data in one round of messages; and all else as torch has it, for
+which these return None.
 
-gloo's own collectives pass parts around a ring, one round after the other. This is right for much data and slow for
-little: a round on 4 ranks that share 2 cores takes about a millisecond, whatever it carries. 64 KiB take there with
-gloo's own and in one round: all-reduce 7.2 and 2.9 ms, all-gather 5.0 and 2.5 ms. Plans run these collectives
-and profiles time them (`cost_model.measure.own_collectives`).
+Plans run them (`passes.ops.quick_collectives`), and profiles time them (`cost_model.measure.collective_work`). Every
+rank of the group decides alike: by the group, and by what operands have in common on all ranks.
 
-Messages of one pair of ranks and tag arrive in order: ranks that start the same collectives in the same order
-agree on which is which. All tensors are on the CPU; NCCL has such algorithms of its own. Ranks of one host have a
-quicker way (`cost_model.measure.host_memory`).
+In one round every rank sends its data to every other rank at once, and waits. gloo's own collectives pass parts
+around a ring, one round after the other. This is right for much data and slow for little: a round on 4 ranks that
+share 2 cores takes about a millisecond, whatever it carries. 64 KiB take there with gloo's own and in one round: all-
+reduce 7.2 and 2.9 ms, all-gather 5.0 and 2.5 ms.
+
+Messages of one pair of ranks and tag arrive in order: ranks that start the same collectives in the same order agree
+on which is which. All tensors are on the CPU; NCCL has such algorithms of its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Emitting plain ATen nodes and functional collectives, every one with its meta and value."""
+"""Emitting plain ATen nodes and functional collectives, every one with its meta and value; cutting a local tensor into
+the pieces a collective wants in a row, and putting pieces together.
+
+A *span* is a half-open range of one local dim. Where pieces have equal sizes, a row of them is one view-permute-copy,
+however many there are.
+"""
 
 from __future__ import annotations
 

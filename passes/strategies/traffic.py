@@ -140,7 +140,13 @@ _TURNING = ("aten.permute.", "aten.transpose.", "aten.t.")
 
 @dataclass(frozen=True)
 class FusedGroup:
-    """ops: of one loop, each after what it reads, views between them included; the last is the one that is stored.
+    """An op that a compiler stores, with all that it computes in the same loop and stores nowhere.
+
+    The model prices each op of a group alone (`fused_traffic`): memory traffic, and next to no arithmetic. A group can
+    be compiled and timed as one kernel, which is what a program runs. What groups that were timed are told by is their
+    form, the same in the global graph and in a rank's.
+
+    ops: of one loop, each after what it reads, views between them included; the last is the one that is stored.
     operands: tensors that the loop reads, as its ops read them, each once."""
 
     ops: tuple[fx.Node, ...]
@@ -227,7 +233,13 @@ def _form(node: fx.Node, word: Callable[[fx.Node], str]) -> str:
 
 def last_runs(order: Mapping[fx.Node, int], traffic: TrafficModel) -> dict[fx.Node, int]:
     """Node -> the last step at which it runs: its own, or its readers' if nothing of it is stored. order: step by node,
-    in order. Views and `use` run with their readers; what an `either` reads is alive through it."""
+    in order. Views and `use` run with their readers; what an `either` reads is alive through it.
+
+    %a = exp(%x)            // fused into %b and %c: %x is read again for each, and is there until %c has run
+    %b = sum(%a)
+    ...
+    %c = contract(%a, %w)
+    """
     found: dict[fx.Node, int] = {}
     for node, step in list(order.items())[::-1]:
         found[node] = step

@@ -1,8 +1,9 @@
-"""The numerical oracle of op rules: everything a rule claims, run on simulated ranks, must equal the op.
+"""Find an op's rule by running it on shards of example inputs [EasyDist's ShardCombine]; and the numerical oracle of op
+rules: everything a rule claims, run on simulated ranks, must equal the op.
 
-It knows no rules. It takes an op call and a rule, and tries every combination of one choice per mesh
-axis (a factor, a linear set with random summands, or nothing) on meshes of 2, 3 and 2 x 2 ranks.
-With small dims that gives uneven shards, and ranks that hold nothing.
+The oracle knows no rules. It takes an op call and a rule, and tries every combination of one choice per mesh axis (a
+factor, a linear set with random summands, or nothing) on meshes of 2, 3 and 2 x 2 ranks. With small dims that gives
+uneven shards, and ranks that hold nothing.
 """
 
 from __future__ import annotations
