@@ -222,7 +222,7 @@ _SLACK = 1e-6
 
 @dataclass(frozen=True)
 class Printed:
-    """value +- half, both >= 0."""
+    """A number as a program printed it: value +- half a unit of its last digit, both >= 0."""
 
     value: float
     half: float

@@ -159,7 +159,9 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class OpCall:
-    """arguments: by schema name, defaults filled in, tensors replaced by their `TensorInfo`.
+    """One op of the graph as a rule builder reads it.
+
+    arguments: by schema name, defaults filled in, tensors replaced by their `TensorInfo`.
     operands:  the tensors in the order of `tensor_operands(node)`.
     results:   one entry per result; None for a result the op was told not to compute.
     """
