@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard.runtime.devices import ask_for_host_order
-from cost_model.measure.measure import check_device_type, check_world
+from cost_model.measure.measure import check_device_type
+from cost_model.measure.sampling import check_world
 from cost_model.mesh import MeshSpec
 
 __all__ = ["started_mesh"]

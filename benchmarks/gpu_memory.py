@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from autoshard import InfeasibleError, MeshSpec, autoshard
 from autoshard.demo.model import GPT, GPTConfig, batches
 from benchmarks.step_time import Trainer, in_turns
+from cost_model.memory import reserve_bytes
 from cost_model.profile import Profile
-from cost_model.reserve import reserve_bytes
 from cost_model.units import format_bytes
 
 __all__ = ["within_limits"]

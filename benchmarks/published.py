@@ -41,7 +41,7 @@ from passes.search.find import find_assignment
 from passes.search.graph_ends import boundary_of
 from passes.states.compute_again import compute_again
 from passes.states.cut_points import users_choice
-from passes.strategies.pricing import uncompiled_traffic
+from passes.strategies.traffic import uncompiled_traffic
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from cost_model.memory import ADAMW
 from cost_model.profile_record import ProfileRecord
 from cost_model.timed import KernelKey, KernelWork, Priced, TimedPrices
 
-__all__ = ["STORE_SHARE", "ComputePrices"]
+__all__ = ["ComputePrices"]
 
 STORE_SHARE = 0.5
 """The share of storing a product's result on a GPU that arithmetic does not hide. Four products of 4096 x 4096 take
@@ -158,7 +158,7 @@ def _time_curve(rates: MatmulRates) -> Curve:
 
 def _bare_curve(rates: MatmulRates, seconds_per_byte: float) -> Curve:
     """flops -> seconds of arithmetic alone. A product of 2 e^3 operations was measured as a square one and as one of
-    e / 4 rows against a transposed weight of 2 e x 2 e (`cost_model.measure.compute_work.matmul_work`). The two load
+    e / 4 rows against a transposed weight of 2 e x 2 e (`cost_model.measure.kernel_work.matmul_work`). The two load
     and store 4 e^2 elements on average. The curve never falls, so that no price falls as operations are added."""
     times: list[float] = []
     for flops, rate in zip(rates.flops, rates.flops_per_second, strict=True):

@@ -1,22 +1,151 @@
-"""A profile corrected by what steps really took."""
+"""A profile as that of another machine: everything slower, a link faster, or corrected by what steps really took."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cost_model.collectives import CollectivePrices
-from cost_model.groups import GroupShape, group_shape, mesh_occupancies, shapes_of
-from cost_model.link_model import floor_slope
-from cost_model.measure.statistics import monotone
-from cost_model.measurements import CollectiveSamples, LinkLevel
+from cost_model.curve import monotone
+from cost_model.groups import GroupShape, group_ranks, group_shape, mesh_occupancies, occupancy, shapes_of
+from cost_model.link_model import floor_slope, model_lines
+from cost_model.measurements import (
+    KERNEL_KINDS,
+    CollectiveSamples,
+    DeviceRates,
+    Lateness,
+    LinkLevel,
+    MatmulRates,
+    UpdateRates,
+)
 from cost_model.mesh import MeshSpec
-from cost_model.pace import paced_device
 from cost_model.profile import Profile
-from cost_model.timed import TimedCollective
+from cost_model.timed import TimedCollective, TimedPrices
 
-__all__ = ["CollectiveTime", "corrected_profile", "with_timed_collectives"]
+__all__ = [
+    "CollectiveTime",
+    "corrected_profile",
+    "paced_profile",
+    "paced_rates",
+    "paced_times",
+    "scaled_link",
+    "with_timed_collectives",
+]
+
+
+def paced_profile(profile: Profile, pace: float) -> Profile:
+    """`profile` with all seconds times `pace`, latencies, starts and peaks included: whatever is priced by it takes
+    exactly that many times as long, so no plan is another for it."""
+    assert pace > 0.0, pace
+    if pace == 1.0:
+        return profile
+    return replace(
+        profile,
+        collective_launch_seconds=pace * profile.collective_launch_seconds,
+        links=tuple(_paced_link(link, pace) for link in profile.links),
+        collectives=tuple(replace(s, seconds=_times(s.seconds, pace)) for s in profile.collectives),
+        device=paced_device(profile.device, pace),
+        lateness=_lateness(profile.lateness, pace),
+    )
+
+
+def paced_times(timed: TimedPrices, pace: float) -> TimedPrices:
+    """`timed`, kernels and collectives, with all seconds times `pace`."""
+    collectives = tuple(replace(one, seconds=pace * one.seconds) for one in timed.collectives)
+    return replace(timed.kernels_times(pace), collectives=collectives)
+
+
+def _paced_link(link: LinkLevel, pace: float) -> LinkLevel:
+    # Rounding makes no measured time one that the peak forbids.
+    peak = link.peak_bytes_per_second / pace * (1.0 + 1e-9)
+    latency = pace * link.latency_seconds
+    return with_rates(link, lambda r: r / pace, latency_seconds=latency, peak_bytes_per_second=peak)
+
+
+def with_rates(link: LinkLevel, change: Callable[[float], float], **others: float) -> LinkLevel:
+    """`link` with both of its rates changed so, and `others` of its fields."""
+    reduced = link.reduced_bytes_per_second
+    return replace(
+        link,
+        bytes_per_second=change(link.bytes_per_second),
+        reduced_bytes_per_second=None if reduced is None else change(reduced),
+        **others,  # type: ignore[arg-type]
+    )
+
+
+def paced_device(device: DeviceRates, pace: float) -> DeviceRates:
+    """`device` with all seconds times `pace`: kernels and the update."""
+    update = device.update
+    if update is not None:
+        update = UpdateRates(pace * update.launch_seconds, update.bytes_per_second / pace)
+    return replace(
+        device,
+        launch_seconds=pace * device.launch_seconds,
+        memory_bytes_per_second=device.memory_bytes_per_second / pace,
+        update=update,
+        **{kind: tuple(paced_rates(rates, pace) for rates in device.rates(kind)) for kind in KERNEL_KINDS},
+    )
+
+
+def paced_rates(rates: MatmulRates, pace: float) -> MatmulRates:
+    """`rates` of kernels that take `pace` times as long."""
+    return replace(rates, flops_per_second=tuple(rate / pace for rate in rates.flops_per_second))
+
+
+def _lateness(lateness: Lateness | None, pace: float) -> Lateness | None:
+    if lateness is None:
+        return None
+    behind, seconds = (_times(times, pace) for times in (lateness.computing_seconds, lateness.seconds))
+    return replace(lateness, computing_seconds=behind, seconds=seconds)
+
+
+def _times(values: Sequence[float], factor: float) -> tuple[float, ...]:
+    return tuple(factor * value for value in values)
+
+
+def scaled_link(profile: Profile, level: int, factor: float) -> Profile:
+    """`profile` with every bandwidth of link level `level` times `factor`; latencies and starts stay.
+
+    Of a measured collective, a + b(nbytes) seconds, the constant a stays (what its first two sizes come to at 0 bytes),
+    and b is multiplied by what the link model says of the group: its seconds per byte with the new links over those
+    with the old ones, so that a curve of other levels stays as it was. No time is below what the new peaks allow.
+    """
+    old = profile.links
+    links = tuple(_scaled(link, factor) if i == level else link for i, link in enumerate(old))
+    curves = tuple(_rescaled(samples, old, links) for samples in profile.collectives)
+    name = f"{profile.name}, {old[level].name} x {factor:.3g}"
+    return replace(profile, name=name, links=links, collectives=curves)
+
+
+def _scaled(link: LinkLevel, factor: float) -> LinkLevel:
+    peak = link.peak_bytes_per_second * factor
+    return with_rates(link, lambda rate: rate * factor, peak_bytes_per_second=peak)
+
+
+def _rescaled(
+    samples: CollectiveSamples, old: Sequence[LinkLevel], new: Sequence[LinkLevel]
+) -> CollectiveSamples:
+    group = occupancy(group_ranks(samples.group), [link.ranks for link in old])
+    before, after = (
+        min(line.beta for line in model_lines(samples.kind, group, ls, 0.0)) for ls in (old, new)
+    )
+    if before == after:
+        return samples
+    floor = floor_slope(samples.kind, group, new)
+    start = _start(samples)
+    seconds = tuple(
+        max(start + (time - start) * after / before, floor * nbytes)
+        for nbytes, time in zip(samples.nbytes, samples.seconds, strict=True)
+    )
+    return replace(samples, seconds=seconds)
+
+
+def _start(samples: CollectiveSamples) -> float:
+    """Seconds at 0 bytes, not negative: the line through the two smallest sizes."""
+    (n, m), (first, second) = samples.nbytes[:2], samples.seconds[:2]
+    return max(0.0, first - n * (second - first) / (m - n))
+
 
 _STEPS = (4, 16, 64)
 """Sizes for a group without samples, as multiples and fractions of the measured sizes. It gets its modelled times
@@ -118,15 +247,9 @@ def _levels(profile: Profile, mesh: MeshSpec, axes: tuple[str, ...]) -> set[int]
 
 
 def _slowed(link: LinkLevel, ratio: float) -> LinkLevel:
-    rate = min(link.bytes_per_second / ratio, link.peak_bytes_per_second)
-    reduced = link.reduced_bytes_per_second
-    return replace(
-        link,
-        latency_seconds=link.latency_seconds * ratio,
-        bytes_per_second=rate,
-        reduced_bytes_per_second=None
-        if reduced is None
-        else min(reduced / ratio, link.peak_bytes_per_second),
+    peak = link.peak_bytes_per_second
+    return with_rates(
+        link, lambda rate: min(rate / ratio, peak), latency_seconds=link.latency_seconds * ratio
     )
 
 

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_right
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
-from cost_model.groups import GroupShape
+from msgspec import Meta
+
+from cost_model.mesh import MOST_DEVICES
 
 __all__ = [
     "KERNEL_KINDS",
     "KINDS",
     "MEMORY_KINDS",
     "PLAN_KINDS",
-    "CollectiveKind",
     "CollectiveSamples",
     "DeviceRates",
     "KernelKind",
+    "Lateness",
     "LinkLevel",
     "MatmulRates",
+    "Positive",
     "UpdateRates",
 ]
 
@@ -40,6 +45,15 @@ KernelKind = Literal["matmul", "convolution", "attention", "pooling", "narrow_co
 KERNEL_KINDS: tuple[KernelKind, ...] = get_args(KernelKind)
 
 
+Positive = Annotated[float, Meta(gt=1e-30, lt=1e30)]
+"""No time, rate or size in a computer is outside these bounds. NaN is not inside. A profile's file is held against the
+types of its fields (`cost_model.profile_record`)."""
+_Size = Annotated[int, Meta(ge=1, le=2**62)]
+_Spread = Annotated[float, Meta(ge=0.0, lt=1e30)]
+_Ranks = Annotated[int, Meta(ge=2, le=MOST_DEVICES)]
+_Stride = Annotated[int, Meta(ge=1, le=MOST_DEVICES)]
+
+
 @dataclass(frozen=True)
 class LinkLevel:
     """One level of the network, inner levels first: NVLink in a node, then InfiniBand between nodes.
@@ -60,10 +74,10 @@ class LinkLevel:
 
     name: str
     ranks: int | None
-    latency_seconds: float
-    bytes_per_second: float
-    peak_bytes_per_second: float
-    reduced_bytes_per_second: float | None = None
+    latency_seconds: Positive
+    bytes_per_second: Positive
+    peak_bytes_per_second: Positive
+    reduced_bytes_per_second: Positive | None = None
     shares_memory: bool = False
 
 
@@ -77,11 +91,11 @@ class CollectiveSamples:
              price depends on it: it says how far a repeated measurement may be off.
     """
 
-    kind: str
-    group: GroupShape
-    nbytes: tuple[int, ...]
-    seconds: tuple[float, ...]
-    spread: tuple[float, ...] = ()
+    kind: Annotated[str, Meta(pattern=f"^({'|'.join(KINDS)})$")]
+    group: Annotated[tuple[tuple[_Ranks, _Stride], ...], Meta(min_length=1)]
+    nbytes: Annotated[tuple[_Size, ...], Meta(min_length=2)]
+    seconds: tuple[Positive, ...]
+    spread: tuple[_Spread, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -92,9 +106,9 @@ class MatmulRates:
     """
 
     dtype: str
-    flops: tuple[float, ...]
-    flops_per_second: tuple[float, ...]
-    spread: tuple[float, ...] = ()
+    flops: Annotated[tuple[Positive, ...], Meta(min_length=1)]
+    flops_per_second: tuple[Positive, ...]
+    spread: tuple[_Spread, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -102,8 +116,8 @@ class UpdateRates:
     """The optimizer's update of one parameter, measured with a fused AdamW: constant part, and bytes of parameter
     (not of gradient or state) per second. On GPUs, of one among others."""
 
-    launch_seconds: float
-    bytes_per_second: float
+    launch_seconds: Positive
+    bytes_per_second: Positive
 
 
 @dataclass(frozen=True)
@@ -115,9 +129,9 @@ class DeviceRates:
     rates, those of convolutions. update: of the optimizer; None: computed from memory bandwidth.
     """
 
-    launch_seconds: float
-    memory_bytes_per_second: float
-    matmul: tuple[MatmulRates, ...]
+    launch_seconds: Positive
+    memory_bytes_per_second: Positive
+    matmul: Annotated[tuple[MatmulRates, ...], Meta(min_length=1)]
     convolution: tuple[MatmulRates, ...] = ()
     attention: tuple[MatmulRates, ...] = ()
     pooling: tuple[MatmulRates, ...] = ()
@@ -128,3 +142,56 @@ class DeviceRates:
         """The rates of one kind of kernel."""
         rates: tuple[MatmulRates, ...] = getattr(self, kind)
         return rates
+
+
+@dataclass(frozen=True)
+class Lateness:
+    """How late the last rank of a group comes to a collective, by how long the ranks have computed since they last met;
+    measured (`cost_model.measure.overlap_efficiency`).
+
+    computing_seconds: of computing since ranks last met, increasing. seconds: by how much longer a collective takes
+    behind each than behind the first, which is what collectives are priced with; not falling, from 0 on.
+    ranks: of the group that it was measured over; None: any group's.
+
+    Linear between the points; 0 below the first, and beyond the last as at the last: nobody looked there.
+    """
+
+    computing_seconds: Annotated[tuple[Positive, ...], Meta(min_length=2)]
+    seconds: tuple[_Spread, ...]
+    ranks: int | None = None
+
+    def after(self, computed: float, ranks: int) -> float:
+        """Seconds by which a collective of `ranks` is longer that comes behind `computed` seconds of computing.
+
+        Fewer ranks are less far apart, as the expected range of n values of one uniform distribution is (n - 1) /
+        (n + 1) of its width   [order statistics]
+        """
+        share = 1.0 if self.ranks is None else _range(ranks) / _range(self.ranks)
+        return share * self._measured(computed)
+
+    def _measured(self, computed: float) -> float:
+        """Of the group that it was measured over."""
+        xs, ys = self.computing_seconds, self.seconds
+        i = bisect_right(xs, computed)
+        if i == 0:
+            return 0.0
+        if i == len(xs):
+            return ys[-1]
+        share = (computed - xs[i - 1]) / (xs[i] - xs[i - 1])
+        return ys[i - 1] + share * (ys[i] - ys[i - 1])
+
+    def mistake(self) -> str | None:
+        """What is wrong with it, if anything is."""
+        if len(self.computing_seconds) != len(self.seconds):
+            return "needs a time for each time of computing"
+        if any(now <= before for before, now in itertools.pairwise(self.computing_seconds)):
+            return "needs increasing times of computing"
+        if any(now < before for before, now in itertools.pairwise(self.seconds)):
+            return "says that ranks come earlier behind more computing"
+        if self.ranks is not None and self.ranks < 2:
+            return "needs two ranks at least"
+        return None
+
+
+def _range(ranks: int) -> float:
+    return (ranks - 1) / (ranks + 1)

@@ -14,9 +14,9 @@ from cost_model.errors import ShardingError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["MeshSpec"]
+__all__ = ["MOST_DEVICES", "MeshSpec"]
 
-_MOST_DEVICES = 2**20
+MOST_DEVICES = 2**20
 """More devices are a slip: work that is done for every rank would not end."""
 
 
@@ -45,9 +45,9 @@ class MeshSpec:
             if not isinstance(name, str) or not name.isidentifier():
                 raise reject("the name of a mesh axis", name, "an identifier, such as 'dp'")
             checked_count(size, f"the size of mesh axis {name!r}", least=1)
-        if math.prod(axes.values()) > _MOST_DEVICES:
+        if math.prod(axes.values()) > MOST_DEVICES:
             raise ShardingError(
-                f"mesh has {math.prod(axes.values()):.3g} devices\n  try: at most {_MOST_DEVICES}"
+                f"mesh has {math.prod(axes.values()):.3g} devices\n  try: at most {MOST_DEVICES}"
             )
         if not isinstance(device_type, str):
             raise reject("device_type", device_type, "'cpu' or 'cuda'")

@@ -1,6 +1,6 @@
-"""Do the values of a profile fit one another? Times never fall with size, and nothing is over the links' peak.
+"""Do the values of a profile fit one another? The range of each is in `cost_model.measurements`.
 
-The range of each value is in `cost_model.profile_schema`.
+Times never fall with size, and nothing is over the links' peak.
 """
 
 from __future__ import annotations
@@ -8,14 +8,21 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 from cost_model.errors import ProfileError
 from cost_model.groups import GroupShape, group_ranks, occupancy
-from cost_model.lateness import Lateness
 from cost_model.link_model import floor_slope
-from cost_model.measurements import KERNEL_KINDS, CollectiveSamples, DeviceRates, LinkLevel, MatmulRates
-from cost_model.profile_schema import MOST_RANKS
+from cost_model.measurements import (
+    KERNEL_KINDS,
+    CollectiveSamples,
+    DeviceRates,
+    Lateness,
+    LinkLevel,
+    MatmulRates,
+)
+from cost_model.mesh import MOST_DEVICES
 
 __all__ = ["check_profile"]
 
@@ -34,17 +41,19 @@ def check_profile(
 
     Each value must be in the range that the schema gives it.
     """
-    check = _Check(where)
-    check.run(links, collectives, device)
-    check.lateness(lateness)
+    _Check(where).run(links, collectives, device, lateness)
 
 
+@dataclass(frozen=True)
 class _Check:
-    def __init__(self, where: str) -> None:
-        self._where = where
+    where: str
 
     def run(
-        self, links: Sequence[LinkLevel], collectives: Sequence[CollectiveSamples], device: DeviceRates
+        self,
+        links: Sequence[LinkLevel],
+        collectives: Sequence[CollectiveSamples],
+        device: DeviceRates,
+        lateness: Lateness | None,
     ) -> None:
         self._links(links)
         seen: set[tuple[str, GroupShape]] = set()
@@ -55,8 +64,6 @@ class _Check:
             seen.add((samples.kind, samples.group))
         for kind in KERNEL_KINDS:
             self._kernels(f"device.{kind}", device.rates(kind))
-
-    def lateness(self, lateness: Lateness | None) -> None:
         mistake = None if lateness is None else lateness.mistake()
         if mistake is not None:
             self._refuse("lateness", mistake)
@@ -64,7 +71,7 @@ class _Check:
     def _refuse(
         self, field: str, problem: str, remedy: str = "correct it, or measure the profile again"
     ) -> NoReturn:
-        raise ProfileError(f"{self._where}: field {field} {problem}\n  try: {remedy}")
+        raise ProfileError(f"{self.where}: field {field} {problem}\n  try: {remedy}")
 
     def _links(self, links: Sequence[LinkLevel]) -> None:
         inner = 1
@@ -107,8 +114,8 @@ class _Check:
 
     def _group(self, field: str, group: GroupShape) -> None:
         """The canonical form that `group_shape` gives: no size 1, large strides first, nothing to merge."""
-        if math.prod(ranks for ranks, _ in group) > MOST_RANKS:
-            self._refuse(field, f"spans more than {MOST_RANKS} ranks")
+        if math.prod(ranks for ranks, _ in group) > MOST_DEVICES:
+            self._refuse(field, f"spans more than {MOST_DEVICES} ranks")
         for (_, outer), (ranks, inner) in itertools.pairwise(group):
             if outer <= ranks * inner:
                 self._refuse(

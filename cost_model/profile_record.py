@@ -1,24 +1,149 @@
-"""`ProfileRecord`: everything that prices are computed from, and its file. Measured, or nominal and so marked."""
+"""`ProfileRecord`: everything that prices are computed from, and its file. Measured, or nominal and so marked.
+
+Every mistake in a file is a ProfileError that names file, field and remedy.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
+from functools import cache
 from importlib.resources import files
-from typing import Any, Self
+from typing import Annotated, Any, Self, get_type_hints
+
+import msgspec
+from msgspec import Meta
 
 from cost_model.checked_arguments import checked_path, shown
 from cost_model.errors import ProfileError
-from cost_model.lateness import Lateness
-from cost_model.measurements import CollectiveSamples, DeviceRates, LinkLevel
+from cost_model.measurements import KINDS, CollectiveSamples, DeviceRates, Lateness, LinkLevel, Positive
 from cost_model.profile_check import check_profile
-from cost_model.profile_json import profile_data, profile_fields, profile_json
-from cost_model.profile_schema import SCHEMA_VERSION
-from cost_model.text_files import write_text
+from cost_model.text_files import parse_json, write_text
 
-__all__ = ["ProfileRecord"]
+__all__ = ["SCHEMA_VERSION", "ProfileRecord"]
+
+SCHEMA_VERSION = 2
+
+_CORRECT = "correct it, or measure the profile again"
+
+_NUMBERS = re.compile(r"\[[0-9eE+.,\s-]+\]")
+"""A JSON list of numbers, to be written on one line."""
+
+_AT = re.compile(r" - at `.*?\$(.*)`$")
+"""The end of msgspec's messages: the place, `$.links[0].ranks`."""
+_MISSING = re.compile(r"Object missing required field `(.*)`")
+_TYPE = re.compile(r"Expected `([^`]*)`, got `.*`")
+_RANGE = re.compile(r"Expected `([^`]*)` (of length )?(<=|>=|<|>)? ?([^,]*)(, got .*)?")
+
+_TYPES = {"int": "an integer", "float": "a number", "str": "a text", "bool": "true or false"} | {
+    "array": "a list",
+    "object": "an object",
+    "null": "null",
+}
+_BOUNDS = {"<=": "at most ", ">=": "at least ", "<": "below ", ">": "above ", None: ""}
+
+
+def profile_fields(text: str, where: str) -> dict[str, Any]:
+    """The fields of the profile that the JSON `text` states; `where` (a file name) starts every ProfileError."""
+    if not isinstance(text, str):
+        raise ProfileError(f"{where}: is {shown(text)}\n  try: the text that to_json() gives")
+    data = parse_json(text, where, ProfileError)
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if version != SCHEMA_VERSION or isinstance(version, bool):
+        raise ProfileError(
+            f"{where}: field schema_version is {shown(version)}; this autoshard reads {SCHEMA_VERSION}\n"
+            "  try: measure the profile again, or install the autoshard that wrote it"
+        )
+    return profile_data(data, where)
+
+
+def profile_data(data: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The fields that `data` states, by the types of `ProfileRecord`'s. ProfileError, starting with `where`, for the
+    first that does not fit."""
+    try:
+        found = msgspec.convert(data, _schema())
+    except msgspec.ValidationError as error:
+        raise ProfileError(f"{where}: field {_mistake(str(error), data)}\n  try: {_CORRECT}") from None
+    fields = msgspec.structs.asdict(found)
+    for name in _unknown(data, fields):
+        raise ProfileError(f"{where}: field {name} is not a field of a profile\n  try: {_CORRECT}")
+    for name in ("convolution", "attention", "update"):  # other kinds are not in older files
+        if name not in data["device"]:
+            raise ProfileError(f"{where}: field device.{name} is missing\n  try: {_CORRECT}")
+    del fields["schema_version"]
+    return fields | {"software": tuple(fields["software"].items())}
+
+
+@cache
+def _schema() -> type[msgspec.Struct]:
+    """What a file holds: the fields of a `ProfileRecord`, software by name."""
+    types = get_type_hints(ProfileRecord, include_extras=True) | {"software": dict[str, str]}
+    named = [(f.name, types[f.name]) for f in fields(ProfileRecord) if f.default is MISSING]
+    others = [(f.name, types[f.name], f.default) for f in fields(ProfileRecord) if f.default is not MISSING]
+    return msgspec.defstruct("ProfileData", [("schema_version", int), *named, *others])
+
+
+def _unknown(given: Any, known: Any, place: str = "") -> Iterator[str]:
+    """What is given and no field, by its place."""
+    if isinstance(given, Mapping):
+        stated = known if isinstance(known, Mapping) else vars(known)
+        for name, value in given.items():
+            if name in stated:
+                yield from _unknown(value, stated[name], f"{place}{name}.")
+            else:
+                yield f"{place}{name}"
+    elif isinstance(given, (list, tuple)):
+        for i, (value, other) in enumerate(zip(given, known, strict=False)):
+            yield from _unknown(value, other, f"{place.removesuffix('.')}[{i}].")
+
+
+def profile_json(content: Mapping[str, Any]) -> str:
+    """The JSON text: an indented line for each field, but lists of numbers on one."""
+    text = json.dumps(content, indent=2)
+    return _NUMBERS.sub(lambda match: "[" + " ".join(match[0][1:-1].split()) + "]", text) + "\n"
+
+
+def _mistake(message: str, data: Mapping[str, Any]) -> str:
+    """msgspec's message in our words: the field, what it is, and what it must be."""
+    at = _AT.search(message)
+    place = at[1] if at else ""
+    problem = message[: at.start()] if at else message
+    missing = _MISSING.fullmatch(problem)
+    if missing:
+        return f"{place}.{missing[1]} is missing".lstrip(".")
+    return f"{place.lstrip('.')} {_seen(place, data)}{_demand(problem)}"
+
+
+def _seen(place: str, data: Any) -> str:
+    """The value at `place`. msgspec writes `[...]` for whatever name an object of texts has."""
+    if "[...]" in place:
+        return "is of another type"
+    for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", place):
+        data = data[name] if name else data[int(index)]
+    return f"is {shown(data)}"
+
+
+def _demand(problem: str) -> str:
+    of_type, in_range = _TYPE.fullmatch(problem), _RANGE.fullmatch(problem)
+    if "matching regex" in problem:
+        return f"; it must be one of {', '.join(KINDS)}"
+    if of_type:
+        return f", not {_words(of_type[1])}"
+    if in_range:
+        kind, length, bound, limit, _ = in_range.groups()
+        joint = f" {length}" if length else ", "
+        return f"; it must be {_words(kind)}{joint}{_BOUNDS[bound]}{limit}"
+    return f": {problem}"
+
+
+def _words(kind: str) -> str:
+    """`int | null` -> "an integer or null"."""
+    return " or ".join(_TYPES.get(word, word) for word in kind.split(" | "))
+
 
 _UNPRICED = ("name", "hardware", "software", "date", "command", "sources")
 """Fields that say where the numbers come from: no price depends on them."""
@@ -53,9 +178,9 @@ class ProfileRecord:
     date: str
     command: str
     sources: tuple[str, ...]
-    collective_launch_seconds: float
-    overlap_efficiency: float
-    links: tuple[LinkLevel, ...]
+    collective_launch_seconds: Positive
+    overlap_efficiency: Annotated[float, Meta(ge=0.0, le=1.0)]
+    links: Annotated[tuple[LinkLevel, ...], Meta(min_length=1)]
     collectives: tuple[CollectiveSamples, ...]
     device: DeviceRates
     lateness: Lateness | None = None

@@ -1,22 +1,29 @@
-"""Texts from files and into files; where that is not possible, an error of ours names the file."""
+"""Texts and JSON from files and into files; where that is not possible, an error of ours names the file.
+
+Python's reader of JSON accepts things that our writers never make; they are refused.
+"""
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
 from msgspec import Meta
 
 from cost_model.errors import AutoshardError
-from cost_model.json_text import parse_json
 
 __all__ = [
     "MOST_BYTES",
+    "MOST_DIGITS",
     "PRINTABLE",
     "Count",
     "Seconds",
     "Text",
     "Word",
+    "parse_integer",
+    "parse_json",
     "read_json",
     "read_text",
     "write_text",
@@ -28,6 +35,44 @@ PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]*$"
 Text = Annotated[str, Meta(pattern=PRINTABLE, max_length=20_000)]
 """What may be printed, and written to any format that a plan is drawn in."""
 Word = Annotated[str, Meta(pattern=r"^\w+$", max_length=200)]
+
+MOST_DIGITS = 18
+
+
+def parse_json(text: str, where: str, error: type[AutoshardError]) -> Any:
+    """What `text` says. `error`, starting with `where`, for what is no JSON, repeats a name in an object, or is nested
+    deeper than Python can follow. An integer of more than 18 digits becomes a float: no count is so large."""
+    try:
+        data = json.loads(text, object_pairs_hook=_unrepeated, parse_int=parse_integer)
+        if "\\ud" in text.lower():  # half of a character: no file can hold it
+            json.dumps(data, ensure_ascii=False).encode()
+        return data
+    except json.JSONDecodeError as cause:
+        problem = f"not JSON: {cause.msg}, line {cause.lineno} column {cause.colno}"
+    except UnicodeEncodeError:
+        problem = "damaged: a text in it is no UTF-8"
+    except RecursionError:
+        problem = "not JSON of ours: nested too deep"
+    except _RepeatedError as cause:
+        problem = f"damaged: the name {str(cause)[:60]!r} stands twice in one object"
+    raise error(f"{where}: {problem}\n  try: the file as it was written, or make it again")
+
+
+class _RepeatedError(Exception):
+    pass
+
+
+def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        raise _RepeatedError(next(name for name, count in counts.items() if count > 1))
+    return found
+
+
+def parse_integer(digits: str) -> int | float:
+    return int(digits) if len(digits.lstrip("-")) <= MOST_DIGITS else float(digits)
+
 
 MOST_BYTES = 2**27
 """Of a file that is read: no plan or profile is so large; what is wrong with one was said after minutes."""

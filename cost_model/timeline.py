@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Event", "Stream", "Timeline"]
+__all__ = ["Event", "Timeline"]
 
 Stream = Literal["compute", "comm"]
 

@@ -14,8 +14,8 @@ from passes.layout.joined_axes import JoinedAxes, joining_problems, keeps_togeth
 from passes.layout.layout import Layout
 from passes.plan.records import NodeRecord, OperandRecord, ResultRecord
 from passes.plan.transfers import Turn
-from passes.redistribution.check_steps import step_problems
 from passes.redistribution.steps import Step
+from passes.redistribution.universe import step_problems
 from passes.stages.pipeline_orders import pipeline_order
 
 __all__ = ["Ways", "pipeline_problems", "plan_problems", "stage_problems", "turn_problems"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from cost_model.memory import Axes, reserve_bytes
 from cost_model.mesh import MeshSpec
-from cost_model.reserve import Axes, reserve_bytes
 from cost_model.timed import Priced
 from passes.plan.records import NodeRecord
 from passes.redistribution.steps import Step

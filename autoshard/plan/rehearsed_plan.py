@@ -18,9 +18,9 @@ __all__ = ["measured_schedule", "rehearsed_plan"]
 def rehearsed_plan(plan: AnyPlan, measured: float, busy: float | None = None) -> AnyPlan:
     """`plan` with its step as measured, and all its other seconds as many times as long as modelled.
 
-    One step says that the model is off, and not of what: every price counts alike (`cost_model.pace`), so the plan
-    stays the best, its bound a bound, and what its own questions find is as much slower. measured: seconds of a step.
-    busy: of stages, as of `Rehearsed`: it tells what they compute from what they wait for (`measured_schedule`).
+    One step says that the model is off, and not of what: every price counts alike (`cost_model.correction`), so the
+    plan stays the best, its bound a bound, and what its own questions find is as much slower. measured: seconds of a
+    step. busy: of stages, as of `Rehearsed`: it tells what they compute from what they wait for (`measured_schedule`).
     """
     modelled = plan.step_time if plan.rehearsed is None else plan.rehearsed.modelled
     step = Rehearsed(modelled, measured, busy)

@@ -26,7 +26,7 @@ from passes.stages.cut_costs import (
     narrow_places,
     places_between_products,
 )
-from passes.strategies.pricing import local_work
+from passes.strategies.prices import local_work
 
 __all__ = ["StageCutter", "transfer_price"]
 

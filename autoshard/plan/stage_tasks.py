@@ -16,7 +16,7 @@ from passes.predict.memory_record import MemoryWalk
 from passes.predict.predict_stage import StageFigures, kept_by_a_piece, predict_stage
 from passes.stages.stage_graph import StageGraph
 from passes.states.compute_again import compute_again
-from passes.strategies.pricing import local_nbytes
+from passes.strategies.prices import local_nbytes
 
 __all__ = ["PlannedStage", "sending", "sending_as_received", "sent_nbytes", "stage_task"]
 

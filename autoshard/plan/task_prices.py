@@ -6,20 +6,16 @@ from dataclasses import replace
 
 from autoshard.plan.plan_collectives import MESSAGES, collectives_of
 from autoshard.plan.plan_content import PlanContent
-from cost_model.bucketed import BucketedPrices
-from cost_model.collectives import CollectivePrices
+from cost_model.collectives import BucketedPrices, CollectivePrices
 from cost_model.compute import ComputePrices
-from cost_model.correction import with_timed_collectives
+from cost_model.correction import paced_profile, paced_times, scaled_link, with_timed_collectives
 from cost_model.memory import ADAMW, Optimizer
 from cost_model.mesh import MeshSpec
-from cost_model.pace import paced_profile, paced_times
 from cost_model.profile import Profile
-from cost_model.scaled_link import scaled_link
 from cost_model.timed import TimedPrices
 from passes.redistribution.redistribute import Redistributor
-from passes.strategies.fused_groups import timed_traffic_model
 from passes.strategies.prices import Prices
-from passes.strategies.pricing import traffic_model
+from passes.strategies.traffic import timed_traffic_model, traffic_model
 
 __all__ = ["over_link", "prices_as_in", "prices_of"]
 

@@ -18,10 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.cache_files import cache_folder, write_whole
 from autoshard.watching.agreement import everyones, from_first
 from cost_model.errors import ProfileError
-from cost_model.measure.facts import collective_backend, device_name, host_name
+from cost_model.measure.peers import collective_backend, device_name, host_name
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
-from cost_model.profile_schema import SCHEMA_VERSION
+from cost_model.profile_record import SCHEMA_VERSION
 from passes.ops.attention_op import attention
 
 __all__ = ["attend", "cache_path", "machine_key", "nominal_profile", "startup_profile"]

@@ -24,8 +24,8 @@ from autoshard.watching.agreement import from_first
 from cost_model.checked_arguments import reject
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
-from cost_model.measure.facts import collective_backend
-from cost_model.measure.measure import mesh_device
+from cost_model.measure.peers import collective_backend
+from cost_model.measure.sampling import mesh_device
 from cost_model.mesh import MeshSpec
 from cost_model.timed import TimedPrices
 from passes.capture import Captured

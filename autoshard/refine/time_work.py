@@ -10,18 +10,20 @@ from dataclasses import dataclass, field
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from cost_model.curve import SampledCurve, median
 from cost_model.errors import ProfileError
 from cost_model.groups import GroupShape, group_shape
-from cost_model.measure.behind import Pause, beyond_pause, collective_series, pause_series
-from cost_model.measure.clock import Clock
-from cost_model.measure.collective_work import Buffers, Team, whole_size
-from cost_model.measure.facts import host_name
-from cost_model.measure.measure import mesh_device
-from cost_model.measure.peers import Peers, world_peers
-from cost_model.measure.processor_clock import clocks
-from cost_model.measure.sampling import Series, sample
-from cost_model.measure.statistics import SampledCurve, median
-from cost_model.measure.teams import teams_of
+from cost_model.measure.clock import Clock, clocks
+from cost_model.measure.collective_work import (
+    Buffers,
+    Pause,
+    beyond_pause,
+    collective_series,
+    pause_series,
+    whole_size,
+)
+from cost_model.measure.peers import Peers, Team, host_name, teams_of, world_peers
+from cost_model.measure.sampling import Series, mesh_device, sample
 from cost_model.mesh import MeshSpec
 from cost_model.timed import TimedCollective, TimedKernel, TimedPrices
 from passes.compile.single_kernel import (

@@ -18,7 +18,7 @@ from autoshard.profiling.startup import cache_path, machine_key
 from autoshard.version import __version__
 from autoshard.watching.agreement import everyones
 from cost_model.errors import ProfileError
-from cost_model.measure.facts import collective_backend, device_name, host_name, software_versions
+from cost_model.measure.peers import collective_backend, device_name, host_name, software_versions
 from cost_model.mesh import MeshSpec
 from cost_model.text_files import read_json
 from cost_model.timed import TimedPrices

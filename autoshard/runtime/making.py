@@ -28,7 +28,7 @@ from autoshard.runtime.step import Program
 from autoshard.runtime.trial_run import RaceEntry
 from autoshard.watching.agreement import collectively
 from autoshard.watching.check_calls import kind_of, turns_of
-from cost_model.measure.measure import mesh_device
+from cost_model.measure.sampling import mesh_device
 from cost_model.mesh import MeshSpec
 from passes.capture import Captured
 from passes.compile.single_kernel import keep_freed_memory

@@ -10,7 +10,7 @@ from autoshard.runtime.sharding import shard_of
 from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph
 from passes.layout.layout import Layout
-from passes.rules.windowed.periodic import spread
+from passes.rules.windowed.windowed import spread
 from passes.simulate.conditioning import widened
 
 __all__ = ["CANCELLED", "Held", "held_value", "largest", "piece_error", "relative_error", "result_errors"]

@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 from autoshard.watching.telling import Board
 from autoshard.watching.watch_state import State
-from cost_model.measure.facts import machine_id
 from cost_model.measure.host_groups import cut_host_memory
+from cost_model.measure.peers import machine_id
 
 __all__ = ["Crew", "Member", "Processes", "Stoppable", "Stopped", "connections", "cut", "cut_waits"]
 

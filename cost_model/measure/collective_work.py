@@ -15,17 +15,30 @@ Along dim 0 there are no copies: the price is that of the more expensive case. D
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cost_model.curve import SampledCurve
 from cost_model.measure import own_collectives as own
-from cost_model.measure import timed_messages as messages
+from cost_model.measure.clock import Clock
+from cost_model.measure.peers import Team
+from cost_model.measure.sampling import Series
 from cost_model.measurements import PLAN_KINDS
 
-__all__ = ["IN_A_ROW_SECONDS", "Buffers", "Team", "collective_work", "whole_size"]
+__all__ = [
+    "IN_A_ROW_SECONDS",
+    "PRODUCTS",
+    "Buffers",
+    "Pause",
+    "beyond_pause",
+    "collective_series",
+    "collective_work",
+    "pause_series",
+    "whole_size",
+]
 
 c10d = torch.ops._c10d_functional
 _ITEMSIZE = 4  # float32
@@ -33,22 +46,6 @@ _ITEMSIZE = 4  # float32
 IN_A_ROW_SECONDS = 2e-2
 """The least seconds of a row of calls of a small collective. The first few after a barrier are cheap, as nobody is late
 yet: two messages over 4 ranks on 2 cores took 0.65 ms in two calls, and 1.2 ms in fifty."""
-
-
-@dataclass(frozen=True)
-class Team:
-    """This rank's group of one shape. ranks: of the world, in the group's order."""
-
-    group: dist.ProcessGroup
-    ranks: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-    @property
-    def name(self) -> str:
-        return self.group.group_name
 
 
 Work = Callable[[], object]
@@ -114,7 +111,7 @@ def _all_gather(team: Team, whole: Tensor, _: Buffers) -> Work:
 
     def gathered() -> Tensor:
         started = own.all_gather(part, team.group)
-        return _wait(gather(part, n, name)) if started is None else messages.finished(started)
+        return _wait(gather(part, n, name)) if started is None else own.finished(started)
 
     return lambda: _unstack(gathered(), n)
 
@@ -137,9 +134,7 @@ def _all_to_all(team: Team, whole: Tensor, _: Buffers) -> Work:
     rows = whole.view(n, -1)
     splits = [n] * n  # rows of the stacked [n * n, columns]
     if whole.device.type == "cpu":
-        return lambda: messages.finished(
-            messages.start_all_to_all(_stack(rows, n), splits, splits, team.group)
-        )
+        return lambda: own.finished(own.start_all_to_all(_stack(rows, n), splits, splits, team.group))
     exchange = c10d.all_to_all_single.default
     return lambda: _wait(exchange(_stack(rows, n), splits, splits, name))
 
@@ -182,3 +177,76 @@ _WORK: Mapping[str, Callable[[Team, Tensor, Buffers], Work]] = {
     "reduce_scatter": _reduce_scatter,
 }
 assert set(_WORK) == set(PLAN_KINDS)
+
+
+PRODUCTS, _EDGE = 10, 128
+"""Float32 products and their edge: 42 million operations, about a millisecond of a core."""
+_LEAST_SHARE = 0.1
+"""The least share of the time of both that is the collective's: noise may leave less of a short one."""
+
+
+class Pause:
+    """What a collective is timed behind: `products` products, as it comes in a step behind some computing.
+
+    Ranks that compute between two collectives come to the next one at different times, above all where they share
+    cores, and processes that slept must wake. Messages between 2 ranks on 2 cores took 0.2 ms in a row without a pause,
+    0.5 ms behind half a millisecond of products, and 1.8 ms behind two. The price of a collective is the time of both
+    less that of the products alone.
+
+    Results are kept until all are there, as a step keeps what it computes. Ranks that find memory in between are less
+    regular: behind 22 ms they came 2.4 to 2.6 ms late without, and 2.6 to 3.9 with it.
+    """
+
+    def __init__(self, device: torch.device, products: int = PRODUCTS) -> None:
+        self.products = products
+        self._x = torch.ones(_EDGE, _EDGE, device=device)
+
+    def __call__(self) -> None:
+        results = [torch.mm(self._x, self._x) for _ in range(self.products)]
+        del results
+
+
+def pause_series(pause: Pause, clock: Clock) -> Series:
+    """The series of the products alone, by the clock of kernels. size: their number."""
+    return Series(
+        "pause", (max(1, pause.products),), lambda _: pause, least=IN_A_ROW_SECONDS, ahead=True, clock=clock
+    )
+
+
+def collective_series(
+    name: str,
+    kind: str,
+    team: Team,
+    sizes: tuple[int, ...],
+    buffers: Buffers,
+    pause: Pause,
+    always: tuple[int, ...] = (),
+    calls: int = 1,
+) -> Series:
+    """The series of the products and then `kind` over the team's group, at least `calls` times in a row.
+
+    Sizes are bytes by `cost_model.collectives`."""
+
+    def prepare(nbytes: int) -> Work:
+        communicate = collective_work(kind, team, buffers, nbytes)
+
+        def both() -> None:
+            pause()
+            communicate()
+
+        return both
+
+    return Series(name, sizes, prepare, least=IN_A_ROW_SECONDS, always=always, calls=calls, ahead=True)
+
+
+def beyond_pause(curve: SampledCurve, pause: SampledCurve) -> SampledCurve:
+    """What the collective of a series takes beyond the pause before it."""
+    (alone,) = pause.seconds
+    left = lambda seconds: max(seconds - alone, _LEAST_SHARE * seconds)
+    spread = zip(curve.spread, curve.medians, strict=True)
+    return replace(
+        curve,
+        medians=tuple(map(left, curve.medians)),
+        seconds=tuple(map(left, curve.seconds)),
+        spread=tuple(round(share * both / left(both), 4) for share, both in spread),
+    )

@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from cost_model.measure.facts import host_name, machine_id
 from cost_model.measure.host_memory import HostMemory, memory_nbytes
+from cost_model.measure.peers import host_name, machine_id
 
 __all__ = ["cut_host_memory", "host_memory_of"]
 

@@ -1,97 +1,188 @@
-"""The series of `kernel_work`, and what a profile keeps of their curves."""
+"""The series that measure one device, and the rates of a profile from their curves.
+
+All ranks compute at once, because they share cores and memory in a step. A rate is the median rank's.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from cost_model.measure.device_series import least_seconds
+from cost_model.curve import SampledCurve, median, monotone
 from cost_model.measure.kernel_work import (
     ATTENTION_PASSES,
     CONVOLUTION_PASSES,
+    LAUNCHES,
     Attend,
     attention_flops,
     attention_work,
     convolution_flops,
     convolution_work,
+    launch_work,
+    matmul_edge,
+    matmul_flops,
+    matmul_work,
+    memory_work,
     pooling_flops,
     pooling_work,
     update_work,
     updated_together,
 )
 from cost_model.measure.sampling import Series
-from cost_model.measure.statistics import SampledCurve, median, monotone
 from cost_model.measurements import DeviceRates, MatmulRates, UpdateRates
 
-__all__ = ["kernel_series", "with_kernel_rates"]
+__all__ = ["DTYPES", "device_rates", "device_series", "kernel_series", "least_seconds", "with_kernel_rates"]
 
-_CONVOLUTIONS = {
-    "cpu": ((2, 16, 16), (4, 32, 16), (8, 64, 16), (8, 64, 32)),
-    "cuda": ((8, 64, 16), (16, 64, 32), (32, 128, 32), (64, 256, 32)),
+DTYPES: Mapping[str, torch.dtype] = {
+    name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")
 }
-_NARROW_CONVOLUTIONS = {
-    "cpu": ((1, 8, 16), (1, 8, 64), (1, 8, 128)),
-    "cuda": ((8, 8, 64), (8, 8, 256), (16, 8, 512)),
-}
-_ATTENTIONS = {
-    "cpu": ((1, 4, 64, 64), (2, 4, 128, 64), (2, 8, 256, 64), (2, 8, 512, 64)),
-    "cuda": ((2, 8, 256, 64), (4, 16, 512, 64), (4, 16, 2048, 64), (4, 16, 4096, 128)),
-}
-_POOLINGS = {
-    "cpu": ((2, 16, 16), (8, 16, 32), (8, 64, 32)),
-    "cuda": ((16, 64, 32), (32, 128, 32), (64, 256, 64)),
-}
+
+_LEAST_SECONDS = {"cpu": 60e-3, "cuda": 5e-3}
+"""In 60 ms all ranks that share a core have had their turns. Four ranks on two cores reach 90 GFLOP/s each alone; they
+measured 57 with 10 ms and 45, their share, with 60 ms. A GPU is not shared, and products of 8192 have to fit in the
+seconds of a start: with 60 ms those of an H100 ended at 1024, and their rate, half of the best, stood for all above."""
+
+_EDGES = {"cpu": (16, 32, 64, 128, 256, 512, 1024, 2048), "cuda": (64, 128, 256, 512, 1024, 2048, 4096, 8192)}
+_MEMORY_NBYTES = {"cpu": (2**22, 2**23, 2**24, 2**25), "cuda": (2**24, 2**26, 2**28, 2**29)}
 _UPDATES = {"cpu": (2**6, 2**20, 2**22, 2**24), "cuda": (2**6, 2**22, 2**26, 2**28)}
 
-_Shape = TypeVar("_Shape")
+_T = TypeVar("_T")
+Work = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """A kind of `DeviceRates` that is measured in the dtype the device is used with most.
+
+    shapes: by type of device. work: of a shape; passes: its operations over `flops`, which are the forward's.
+    """
+
+    name: str
+    shapes: Mapping[str, Sequence[Any]]
+    flops: Callable[[Any], int]
+    work: Callable[..., Work]
+    passes: float = 1.0
+
+
+_KERNELS = {
+    "convolution": _Kernel(
+        "convolutions",
+        {
+            "cpu": ((2, 16, 16), (4, 32, 16), (8, 64, 16), (8, 64, 32)),
+            "cuda": ((8, 64, 16), (16, 64, 32), (32, 128, 32), (64, 256, 32)),
+        },
+        convolution_flops,
+        convolution_work,
+        CONVOLUTION_PASSES,
+    ),
+    "attention": _Kernel(
+        "attention",
+        {
+            "cpu": ((1, 4, 64, 64), (2, 4, 128, 64), (2, 8, 256, 64), (2, 8, 512, 64)),
+            "cuda": ((2, 8, 256, 64), (4, 16, 512, 64), (4, 16, 2048, 64), (4, 16, 4096, 128)),
+        },
+        attention_flops,
+        attention_work,
+        ATTENTION_PASSES,
+    ),
+    "pooling": _Kernel(
+        "max-pooling",
+        {
+            "cpu": ((2, 16, 16), (8, 16, 32), (8, 64, 32)),
+            "cuda": ((16, 64, 32), (32, 128, 32), (64, 256, 64)),
+        },
+        pooling_flops,
+        pooling_work,
+    ),
+    "narrow_convolution": _Kernel(
+        "narrow convolutions",
+        {
+            "cpu": ((1, 8, 16), (1, 8, 64), (1, 8, 128)),
+            "cuda": ((8, 8, 64), (8, 8, 256), (16, 8, 512)),
+        },
+        convolution_flops,
+        convolution_work,
+        CONVOLUTION_PASSES,
+    ),
+}
+
+
+def device_series(device: torch.device) -> list[Series]:
+    """Launch, memory, then products by dtype, as `device_rates` reads them."""
+    sizes, least = tuple(matmul_flops(edge) for edge in _of(_EDGES, device)), least_seconds(device)
+    return [
+        _series("launch", (LAUNCHES,), lambda _: launch_work(device), least),
+        _series("memory", _of(_MEMORY_NBYTES, device), partial(memory_work, device=device), least),
+        # Every second size of products is always measured, up to the fifth.
+        *(
+            _series(
+                f"{name} products", sizes, lambda n, t=dtype: matmul_work(matmul_edge(n), t, device), least, 2
+            )
+            for name, dtype in DTYPES.items()
+        ),
+    ]
 
 
 def kernel_series(
     device: torch.device, mesh: DeviceMesh | None, attend: Attend | None = None
 ) -> list[Series]:
-    """Convolutions, attention, max-pooling in the dtype the device is used with most, then the AdamW update.
+    """Convolutions, attention, max-pooling, then the AdamW update, as `with_kernel_rates` reads them.
 
     mesh: the mesh that holds the parameters; None without processes. attend: computes an attention.
     """
-    dtype = getattr(torch, _dtype(device))
-    convolutions = _by_size(_of(_CONVOLUTIONS, device), convolution_flops)
-    attentions = _by_size(_of(_ATTENTIONS, device), attention_flops)
-    narrow = _by_size(_of(_NARROW_CONVOLUTIONS, device), convolution_flops)
-    poolings = _by_size(_of(_POOLINGS, device), pooling_flops)
-    works: list[tuple[str, tuple[int, ...], Callable[[int], Callable[[], object]]]] = [
-        ("convolutions", tuple(convolutions), lambda n: convolution_work(convolutions[n], dtype, device)),
-        ("attention", tuple(attentions), lambda n: attention_work(attentions[n], dtype, device, attend)),
-        ("max-pooling", tuple(poolings), lambda n: pooling_work(poolings[n], dtype, device)),
-        ("narrow convolutions", tuple(narrow), lambda n: convolution_work(narrow[n], dtype, device)),
-        ("AdamW update", _of(_UPDATES, device), lambda nbytes: update_work(nbytes, device, mesh)),
-    ]
-    return [
-        Series(name, sizes, prepare, median, least_seconds(device), ahead=True)
-        for name, sizes, prepare in works
-    ]
+    found: list[Series] = []
+    dtype, least = DTYPES[_dtype(device)], least_seconds(device)
+    for kernel in _KERNELS.values():
+        shapes = {kernel.flops(shape): shape for shape in _of(kernel.shapes, device)}
+        work = partial(attention_work, attend=attend) if kernel.work is attention_work else kernel.work
+        prepare = lambda n, shapes=shapes, work=work: work(shapes[n], dtype, device)
+        found.append(_series(kernel.name, tuple(shapes), prepare, least))
+    update = lambda nbytes: update_work(nbytes, device, mesh)
+    return [*found, _series("AdamW update", _of(_UPDATES, device), update, least)]
+
+
+def least_seconds(device: torch.device) -> float:
+    """The least seconds of a repetition."""
+    return _of(_LEAST_SECONDS, device)
+
+
+def _series(
+    name: str, sizes: tuple[int, ...], prepare: Callable[[int], Work], least: float, apart: int = 1
+) -> Series:
+    """apart: of the sizes that are always measured."""
+    return Series(name, sizes, prepare, median, least, sizes[: 2 * apart + 1 : apart], ahead=True)
+
+
+def device_rates(curves: Sequence[SampledCurve]) -> DeviceRates:
+    """The rates from the curves of `device_series`. Memory bandwidth is that of the largest array."""
+    launch, memory, *products = curves
+    return DeviceRates(
+        launch_seconds=launch.seconds[0] / LAUNCHES,
+        memory_bytes_per_second=memory.sizes[-1] / memory.seconds[-1],
+        # Two products at a time.
+        matmul=tuple(_rates(name, curve, 2.0) for name, curve in zip(DTYPES, products, strict=True)),
+    )
 
 
 def with_kernel_rates(
     rates: DeviceRates, curves: Sequence[SampledCurve], device: torch.device
 ) -> DeviceRates:
     """`rates` with those of the curves of `kernel_series`."""
-    convolution, attention, pooling, narrow, update = curves
+    *kernels, update = curves
     slope = (update.seconds[-1] - update.seconds[0]) / (update.sizes[-1] - update.sizes[0])
+    found = {
+        kind: (_rates(_dtype(device), curve, kernel.passes),)
+        for (kind, kernel), curve in zip(_KERNELS.items(), kernels, strict=True)
+    }
+    # Curves are monotone, but a noisy machine may leave no difference to divide by.
+    bandwidth = 1.0 / slope if slope > 0 else rates.memory_bytes_per_second
     return replace(
-        rates,
-        convolution=(_rates(_dtype(device), convolution, CONVOLUTION_PASSES),),
-        attention=(_rates(_dtype(device), attention, ATTENTION_PASSES),),
-        pooling=(_rates(_dtype(device), pooling, 1.0),),
-        narrow_convolution=(_rates(_dtype(device), narrow, CONVOLUTION_PASSES),),
-        # Curves are monotone, but a noisy machine may leave no difference to divide by.
-        update=UpdateRates(
-            update.seconds[0] / updated_together(device),
-            1.0 / slope if slope > 0 else rates.memory_bytes_per_second,
-        ),
+        rates, **found, update=UpdateRates(update.seconds[0] / updated_together(device), bandwidth)
     )
 
 
@@ -99,12 +190,8 @@ def _dtype(device: torch.device) -> str:
     return "bfloat16" if device.type == "cuda" else "float32"
 
 
-def _of(by_type: Mapping[str, _Shape], device: torch.device) -> _Shape:
+def _of(by_type: Mapping[str, _T], device: torch.device) -> _T:
     return by_type["cuda" if device.type == "cuda" else "cpu"]
-
-
-def _by_size(shapes: Sequence[_Shape], flops: Callable[[_Shape], int]) -> dict[int, _Shape]:
-    return {flops(shape): shape for shape in shapes}
 
 
 def _rates(dtype: str, curve: SampledCurve, passes: float) -> MatmulRates:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cost_model.curve import median
 from cost_model.groups import Occupancy, group_ranks, occupancy
 from cost_model.link_model import floor_slope, model_lines
-from cost_model.measure.statistics import median
 from cost_model.measurements import CollectiveSamples, LinkLevel
 
 __all__ = ["PEAK_MARGIN", "Levels", "fit_links", "levels_of"]

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from itertools import islice
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from cost_model.checked_arguments import shown
+from cost_model.curve import SampledCurve
 from cost_model.errors import ProfileError, ShardingError
 from cost_model.groups import GroupShape, group_ranks, occupancy, shape_text
-from cost_model.measure.behind import Pause, beyond_pause, collective_series, pause_series
 from cost_model.measure.clock import Clock
-from cost_model.measure.collective_work import Buffers, Team, whole_size
-from cost_model.measure.device_series import device_rates, device_series
-from cost_model.measure.facts import (
+from cost_model.measure.collective_work import (
+    Buffers,
+    Pause,
+    beyond_pause,
+    collective_series,
+    pause_series,
+    whole_size,
+)
+from cost_model.measure.host_groups import host_memory_of
+from cost_model.measure.kernel_series import device_rates, device_series, kernel_series, with_kernel_rates
+from cost_model.measure.kernel_work import Attend
+from cost_model.measure.links import fit_links, levels_of
+from cost_model.measure.overlap_efficiency import measure_lateness, overlap_efficiency
+from cost_model.measure.peers import (
+    Peers,
+    Team,
     collective_backend,
     device_name,
     hardware_text,
@@ -26,26 +37,15 @@ from cost_model.measure.facts import (
     software_versions,
     today,
 )
-from cost_model.measure.host_groups import host_memory_of
-from cost_model.measure.kernel_series import kernel_series, with_kernel_rates
-from cost_model.measure.kernel_work import Attend
-from cost_model.measure.late_ranks import measure_lateness
-from cost_model.measure.links import fit_links, levels_of
-from cost_model.measure.overlap_efficiency import overlap_efficiency
-from cost_model.measure.peers import Peers, world_peers
-from cost_model.measure.processor_clock import clocks
-from cost_model.measure.sampling import Progress, Series, sample
-from cost_model.measure.statistics import SampledCurve
-from cost_model.measure.teams import teams_of
+from cost_model.measure.sampling import Bench, Progress, Series, bench_of
 from cost_model.measurements import PLAN_KINDS, CollectiveSamples, LinkLevel
-from cost_model.mesh import MeshSpec
 from cost_model.profile_record import ProfileRecord
 
-__all__ = ["check_device_type", "check_world", "measure_profile", "mesh_device", "world_size"]
+__all__ = ["ALWAYS_NBYTES", "check_device_type", "measure_profile"]
 
 SMALLEST_NBYTES = 2**12
 LARGEST_NBYTES = {"cpu": 2**26, "cuda": 2**30}
-_ALWAYS_NBYTES = (2**12, 2**18, 2**24)
+ALWAYS_NBYTES = (2**12, 2**18, 2**24)
 """Sizes that are always measured, unless they are above the largest size."""
 _OVERLAP_SHARE, _LATE_SHARE = 0.1, 0.1
 """The shares of the budget for `overlap_efficiency`, and for ranks that come late."""
@@ -63,48 +63,34 @@ def measure_profile(
     attend: Attend | None,
 ) -> ProfileRecord:
     """See `Profile.measure`."""
-    spec = MeshSpec.of(mesh)
-    check_world(spec, world_size())
     _check_arguments(time_budget, largest_nbytes)
-    device = mesh_device(spec.device_type)
-    with ExitStack() as stack:
-        peers = stack.enter_context(world_peers(device.type))
-        clock, of_kernels = clocks(device.type, peers, clock)
-        teams = stack.enter_context(teams_of(mesh, spec)) if peers.size > 1 else {}
+    with bench_of(mesh, clock, progress) as bench:
+        device, peers = bench.device, bench.peers
         hosts, names = zip(*peers.everyones((host_name(), device_name(device.type))), strict=True)
         kernels = kernel_series(device, mesh if peers.size > 1 else None, attend)
         compute = device_series(device)
-        sizes = nbytes_ladder(largest_nbytes or LARGEST_NBYTES[_kind_of(device)])
-        communication = _communication(teams, sizes, device, of_kernels)
+        communication = _communication(
+            bench, nbytes_ladder(largest_nbytes or LARGEST_NBYTES[_kind_of(device)])
+        )
+        alone = [replace(series, clock=bench.of_kernels) for series in (*compute, *kernels)]
         seconds = time_budget * (1.0 - _OVERLAP_SHARE - _LATE_SHARE)
-        alone = [replace(series, clock=of_kernels) for series in (*compute, *kernels)]
-        curves = iter(sample([*alone, *communication], peers, clock, seconds, progress))
+        curves = iter(bench.curves([*alone, *communication], seconds))
         rates = device_rates(list(islice(curves, len(compute))))
         rates = with_kernel_rates(rates, list(islice(curves, len(kernels))), device)
-        collectives = _collective_samples(teams, list(curves))
-        overlap = overlap_efficiency(
-            teams,
-            collectives,
-            rates,
-            peers,
-            clock,
-            of_kernels,
-            _OVERLAP_SHARE * time_budget,
-            device,
-            progress,
-        )
-        late = measure_lateness(teams, peers, clock, of_kernels, _LATE_SHARE * time_budget, device, progress)
+        collectives = _collective_samples(bench.teams, list(curves))
+        overlap = overlap_efficiency(bench, collectives, rates, _OVERLAP_SHARE * time_budget)
+        late = measure_lateness(bench, _LATE_SHARE * time_budget)
         launch, links = _links(hosts, collectives, device)
-        if teams and device.type == "cpu":
-            links = _sharing(links, teams, peers)
+        if bench.teams and device.type == "cpu":
+            links = _sharing(links, bench)
         profile = ProfileRecord(
             name=name,
             nominal=False,
-            device_type=spec.device_type,
+            device_type=device.type,
             hardware=hardware_text(hosts, names),
             software=software_versions(device.type, collective_backend(mesh)),
             date=today(),
-            command=f"{command} ({spec.device_count} ranks, {spec})".strip(),
+            command=f"{command} ({bench.spec.device_count} ranks, {bench.spec})".strip(),
             sources=(*_sources(peers), _attention_source(attend)),
             collective_launch_seconds=launch,
             overlap_efficiency=overlap,
@@ -125,15 +111,12 @@ def nbytes_ladder(largest: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*sizes, largest)))
 
 
-def _communication(
-    teams: Mapping[GroupShape, Team], sizes: Sequence[int], device: torch.device, of_kernels: Clock
-) -> list[Series]:
+def _communication(bench: Bench, sizes: Sequence[int]) -> list[Series]:
     """The pause, then one series per shape and kind, shapes first. All groups of a shape communicate at once."""
-    buffers = Buffers(device)
-    always = {min(nbytes, sizes[-1]) for nbytes in _ALWAYS_NBYTES}
-    pause = Pause(device)
-    found = [pause_series(pause, of_kernels)] if teams else []
-    for shape, team in teams.items():
+    buffers, pause = Buffers(bench.device), Pause(bench.device)
+    always = {min(nbytes, sizes[-1]) for nbytes in ALWAYS_NBYTES}
+    found = [pause_series(pause, bench.of_kernels)] if bench.teams else []
+    for shape, team in bench.teams.items():
         whole = {whole_size(nbytes, team.size): nbytes in always for nbytes in sizes}
         anchors = tuple(nbytes for nbytes, anchor in whole.items() if anchor)
         for kind in PLAN_KINDS:
@@ -150,30 +133,8 @@ def check_device_type(device_type: str) -> None:
         raise ShardingError("cannot measure GPUs: torch finds none\n  try: device type 'cpu'")
 
 
-def mesh_device(device_type: str) -> torch.device:
-    """This rank's device of the type."""
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if device_type == "cuda"
-        else torch.device(device_type)
-    )
-
-
 def _kind_of(device: torch.device) -> str:
     return "cuda" if device.type == "cuda" else "cpu"
-
-
-def world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def check_world(spec: MeshSpec, world: int) -> None:
-    """Raise ShardingError for a mesh that does not hold every process: they share links and cores."""
-    if spec.device_count != world:
-        raise ShardingError(
-            f"{spec} has {spec.device_count} devices, and {world} process(es) run\n"
-            f"  try: a mesh of all processes, or torchrun --nproc-per-node {spec.device_count}"
-        )
 
 
 def _check_arguments(time_budget: float, largest_nbytes: int | None) -> None:
@@ -212,15 +173,13 @@ def _links(
     return nominal.collective_launch_seconds, nominal.links
 
 
-def _sharing(
-    links: tuple[LinkLevel, ...], teams: Mapping[GroupShape, Team], peers: Peers
-) -> tuple[LinkLevel, ...]:
+def _sharing(links: tuple[LinkLevel, ...], bench: Bench) -> tuple[LinkLevel, ...]:
     """`links`, of which the innermost is memory where all groups inside it share some."""
     domains = [link.ranks for link in links]
     within = lambda shape: occupancy(group_ranks(shape), domains).uses[-1].level == 0
-    inner = [team.group for shape, team in teams.items() if within(shape)]
+    inner = [team.group for shape, team in bench.teams.items() if within(shape)]
     mine = bool(inner) and all(host_memory_of(group) is not None for group in inner)
-    return (replace(links[0], shares_memory=all(peers.everyones(mine))), *links[1:])
+    return (replace(links[0], shares_memory=all(bench.peers.everyones(mine))), *links[1:])
 
 
 def _attention_source(attend: Attend | None) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -12,26 +11,28 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cost_model.collectives import CollectivePrices
 from cost_model.compute import ComputePrices
-from cost_model.groups import GroupShape, shapes_of
-from cost_model.measure.behind import Pause, beyond_pause, collective_series, pause_series
+from cost_model.curve import median
+from cost_model.groups import shapes_of
 from cost_model.measure.clock import Clock
-from cost_model.measure.collective_work import Buffers, Team, whole_size
-from cost_model.measure.compute_work import matmul_edge, matmul_flops, matmul_work, memory_work
-from cost_model.measure.device_series import DTYPES, least_seconds
-from cost_model.measure.measure import check_world, mesh_device, world_size
-from cost_model.measure.peers import world_peers
-from cost_model.measure.processor_clock import clocks
-from cost_model.measure.sampling import Progress, Series, sample
-from cost_model.measure.statistics import median
-from cost_model.measure.teams import teams_of
+from cost_model.measure.collective_work import (
+    Buffers,
+    Pause,
+    beyond_pause,
+    collective_series,
+    pause_series,
+    whole_size,
+)
+from cost_model.measure.kernel_series import DTYPES, least_seconds
+from cost_model.measure.kernel_work import matmul_edge, matmul_flops, matmul_work, memory_work
+from cost_model.measure.measure import ALWAYS_NBYTES
+from cost_model.measure.peers import Team
+from cost_model.measure.sampling import Bench, Progress, Series, bench_of
 from cost_model.measurements import PLAN_KINDS, CollectiveSamples, MatmulRates
-from cost_model.mesh import MeshSpec
 from cost_model.profile_record import ProfileRecord
 
-__all__ = ["LEAST_TOLERANCE", "CheckedPoint", "recheck"]
+__all__ = ["CheckedPoint", "recheck"]
 
 LEAST_TOLERANCE = 0.25
-_UNMEASURED_SIZES = (2**12, 2**18, 2**24)
 
 
 @dataclass(frozen=True)
@@ -78,21 +79,16 @@ def recheck(
     Call it on every rank of the mesh; the result is the same on all. A group that the profile has not
     measured is compared with its modelled price. Raises what `Profile.measure` does.
     """
-    spec = MeshSpec.of(mesh)
-    check_world(spec, world_size())
-    device = mesh_device(spec.device_type)
-    with ExitStack() as stack:
-        peers = stack.enter_context(world_peers(device.type))
-        clock, of_kernels = clocks(device.type, peers, clock)
-        teams = stack.enter_context(teams_of(mesh, spec)) if peers.size > 1 else {}
+    with bench_of(mesh, clock, progress) as bench:
         alone = [
-            replace(one, series=replace(one.series, clock=of_kernels)) for one in _compute(profile, device)
+            replace(one, series=replace(one.series, clock=bench.of_kernels))
+            for one in _compute(profile, bench.device)
         ]
-        expected = [*alone, *_communication(profile, spec, teams, device)]
+        expected = [*alone, *_communication(profile, bench)]
 
         def measure(some: Sequence[_Expected], seconds: float) -> list[tuple[CheckedPoint, ...]]:
-            series = [pause_series(Pause(device), of_kernels), *(one.series for one in some)]
-            paused, *curves = sample(series, peers, clock, seconds, progress)
+            series = [pause_series(Pause(bench.device), bench.of_kernels), *(one.series for one in some)]
+            paused, *curves = bench.curves(series, seconds)
             return [
                 _compared(one, (beyond_pause(curve, paused) if one.behind_pause else curve).medians)
                 for one, curve in zip(some, curves, strict=True)
@@ -156,14 +152,12 @@ def _half_median(seconds: list[float]) -> float:
     return median(seconds) / 2
 
 
-def _communication(
-    profile: ProfileRecord, spec: MeshSpec, teams: Mapping[GroupShape, Team], device: torch.device
-) -> Iterable[_Expected]:
-    prices = CollectivePrices(profile, spec)
-    buffers, pause = Buffers(device), Pause(device)
-    axes = shapes_of(spec)
+def _communication(profile: ProfileRecord, bench: Bench) -> Iterable[_Expected]:
+    prices = CollectivePrices(profile, bench.spec)
+    buffers, pause = Buffers(bench.device), Pause(bench.device)
+    axes = shapes_of(bench.spec)
     measured = {(samples.kind, samples.group): samples for samples in profile.collectives}
-    for shape, team in teams.items():
+    for shape, team in bench.teams.items():
         for kind in PLAN_KINDS:
             sizes = _sizes(measured.get((kind, shape)), team)
             yield _Expected(
@@ -179,7 +173,7 @@ def _communication(
 def _sizes(samples: CollectiveSamples | None, team: Team) -> dict[int, float]:
     """Size -> tolerance."""
     if samples is None:
-        return {whole_size(nbytes, team.size): LEAST_TOLERANCE for nbytes in _UNMEASURED_SIZES}
+        return {whole_size(nbytes, team.size): LEAST_TOLERANCE for nbytes in ALWAYS_NBYTES}
     chosen = _three([(nbytes, i) for i, nbytes in enumerate(samples.nbytes)])
     return {whole_size(nbytes, team.size): _tolerance(samples.spread, i) for nbytes, i in chosen}
 

@@ -14,15 +14,23 @@ ranks do the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from cost_model.measure.clock import Clock
-from cost_model.measure.peers import Peers
-from cost_model.measure.statistics import SampledCurve, curve, median
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Budget", "Progress", "Series", "sample"]
+from cost_model.curve import SampledCurve, curve, median
+from cost_model.errors import ShardingError
+from cost_model.groups import GroupShape
+from cost_model.measure.clock import Clock, clocks
+from cost_model.measure.peers import Peers, Team, teams_of, world_peers
+from cost_model.mesh import MeshSpec
+
+__all__ = ["Bench", "Progress", "Series", "bench_of", "check_world", "mesh_device", "sample"]
 
 _SWEEP_SHARE = 0.6
 """The share of the budget for the sweep. The rest is for repetitions."""
@@ -166,3 +174,57 @@ def sample(
     swept = [sampler.sweep(one, share) for one in series]
     sampler.repeat([point for points in swept for point in points])
     return peers.first([curve({point.size: point.samples for point in points}) for points in swept])
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where a profile is measured: this rank's device, all ranks, their groups by shape, and what times work.
+
+    of_kernels: `clock`, but where ranks share cores (`cost_model.measure.clock`).
+    """
+
+    spec: MeshSpec
+    device: torch.device
+    peers: Peers
+    teams: Mapping[GroupShape, Team]
+    clock: Clock
+    of_kernels: Clock
+    progress: Progress
+
+    @property
+    def largest(self) -> Team | None:
+        """The largest group; None of one rank."""
+        return max(self.teams.values(), key=lambda team: team.size, default=None)
+
+    def curves(self, series: Sequence[Series], seconds: float) -> list[SampledCurve]:
+        return sample(series, self.peers, self.clock, seconds, self.progress)
+
+
+@contextmanager
+def bench_of(mesh: DeviceMesh, clock: Clock | None, progress: Progress) -> Generator[Bench]:
+    """That of all ranks of the world, which enter together. clock: of all; None: the device's own.
+
+    Raises ShardingError for a mesh that does not hold every process.
+    """
+    spec = MeshSpec.of(mesh)
+    check_world(spec, dist.get_world_size() if dist.is_initialized() else 1)
+    device = mesh_device(spec.device_type)
+    with ExitStack() as stack:
+        peers = stack.enter_context(world_peers(device.type))
+        teams = stack.enter_context(teams_of(mesh, spec)) if peers.size > 1 else {}
+        yield Bench(spec, device, peers, teams, *clocks(device.type, peers, clock), progress)
+
+
+def check_world(spec: MeshSpec, world: int) -> None:
+    """Raise ShardingError for a mesh that does not hold every process: they share links and cores."""
+    if spec.device_count != world:
+        raise ShardingError(
+            f"{spec} has {spec.device_count} devices, and {world} process(es) run\n"
+            f"  try: a mesh of all processes, or torchrun --nproc-per-node {spec.device_count}"
+        )
+
+
+def mesh_device(device_type: str) -> torch.device:
+    """This rank's device of the type."""
+    index = torch.cuda.current_device() if device_type == "cuda" else None
+    return torch.device(device_type) if index is None else torch.device(device_type, index)

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import PurePath
 from typing import Any, NoReturn, cast
 
-from cost_model.profile_schema import MOST_RANKS
-from cost_model.readers.lines import parse_time
-from cost_model.readers.nccl_kind import ITEM_BYTES, PROGRAMS, kind_of
-from cost_model.readers.points import Group, Place, Run, group_of, refuse
-from cost_model.readers.printed import Printed
-from cost_model.readers.result_rows import Row, Side, check_average, row_points
+from cost_model.checked_arguments import is_whole
+from cost_model.mesh import MOST_DEVICES
+from cost_model.readers.points import Group, Line, Place, Printed, Run, group_of, parse_time, refuse
+from cost_model.readers.result_rows import ITEM_BYTES, PROGRAMS, Row, Side, check_average, kind_of, row_points
+from cost_model.text_files import parse_integer
 
 __all__ = ["read_nccl_json"]
 
@@ -45,35 +44,34 @@ class _Entry:
         refuse(self.place, f"{self.path}{field} {problem}", value, remedy)
 
     def entry(self, field: str) -> _Entry:
-        value = self.data.get(field)
-        if not isinstance(value, dict):
-            self.refuse(field, "is not an object")
-        return _Entry(self.place, f"{self.path}{field}.", cast("dict[str, Any]", value))
+        return _Entry(self.place, f"{self.path}{field}.", self._checked(field, _is_object, "an object"))
 
     def entries(self, field: str) -> list[_Entry]:
-        value = self.data.get(field)
-        if not isinstance(value, list) or not value or not all(isinstance(item, dict) for item in value):
-            self.refuse(field, "is not a list of objects")
-        items = cast("list[dict[str, Any]]", value)
+        of_objects = lambda value: isinstance(value, list) and bool(value) and all(map(_is_object, value))
+        items = self._checked(field, of_objects, "a list of objects")
         return [_Entry(self.place, f"{self.path}{field}[{i}].", item) for i, item in enumerate(items)]
 
     def integer(self, field: str) -> int:
-        value = self.data.get(field)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            self.refuse(field, "is not a count")
-        return value
+        return self._checked(field, lambda value: is_whole(value) and int(value) >= 0, "a count")
 
     def text(self, field: str) -> str:
-        value = self.data.get(field)
-        if not isinstance(value, str):
-            self.refuse(field, "is not a text")
-        return value
+        return self._checked(field, lambda value: isinstance(value, str), "a text")
 
     def number(self, field: str) -> Printed:
+        finite = lambda value: (
+            (is_whole(value) or isinstance(value, float)) and 0 <= float(value) < float("inf")
+        )
+        return Printed(float(self._checked(field, finite, "a finite number above zero")), _HALF)
+
+    def _checked(self, field: str, fits: Callable[[Any], bool], what: str) -> Any:
         value = self.data.get(field)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-            self.refuse(field, "is not a finite number above zero")
-        return Printed(float(value), _HALF)
+        if not fits(value):
+            self.refuse(field, f"is not {what}")
+        return value
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
 
 
 def read_nccl_json(file: str, text: str, when: datetime) -> tuple[Run, ...]:
@@ -83,7 +81,7 @@ def read_nccl_json(file: str, text: str, when: datetime) -> tuple[Run, ...]:
     version.
     """
     try:
-        data = json.loads(text, parse_int=_integer)
+        data = json.loads(text, parse_int=parse_integer)
     except json.JSONDecodeError as error:
         place = Place(file, error.lineno)
         refuse(place, f"not JSON: {error.msg}, column {error.colno}", _around(text, error.pos), _UNCHANGED)
@@ -98,21 +96,16 @@ def read_nccl_json(file: str, text: str, when: datetime) -> tuple[Run, ...]:
     _check_bounds(root.entry("out_of_bounds"))
     average = root.entry("average_bus_bandwidth")
     bandwidth = average.number("bandwidth").times(1e9)
-    check_average(root.place, str(average.data.get("bandwidth")), rows, bandwidth)
+    check_average(Line(root.place, str(average.data.get("bandwidth")), None), rows, bandwidth)
     config = root.entry("config")
     group, device = _group(config)
     program = _program(root)
     kind = kind_of(root.place, rows, group.size, program, file)
     started = parse_time(root.text("start_time")) or when
-    points, unproved = row_points(kind, group.size, rows, started) if kind else ((), 0)
+    points, unproved = row_points(kind, group.size, rows, started)
     software = (("nccl", str(root.data["nccl_version"])),) if "nccl_version" in root.data else ()
     title = f"{kind or program or 'a collective'}, nccl-tests JSON version {root.data['version']}"
     return (Run(kind, title, group, points, root.place, unproved, device, software),)
-
-
-def _integer(digits: str) -> int | float:
-    """An integer of more than 18 digits counts nothing, and Python refuses to read thousands of digits."""
-    return int(digits) if len(digits) <= 18 else float(digits)
 
 
 def _around(text: str, position: int) -> str:
@@ -131,7 +124,7 @@ def _program(root: _Entry) -> str | None:
 def _group(config: _Entry) -> tuple[Group, str]:
     """The device of each rank, or of the first of the nthreads * ngpus ranks of each process."""
     own = config.integer("nthreads") * config.integer("ngpus")
-    if own > MOST_RANKS:
+    if own > MOST_DEVICES:
         config.refuse("nthreads", f"times ngpus is {own}, more ranks than any process has")
     devices = config.entries("devices")
     members: dict[int, list[int]] = {}

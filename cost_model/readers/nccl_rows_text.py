@@ -6,11 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from cost_model.readers.lines import Line, parse_time, whole_number
-from cost_model.readers.nccl_kind import ITEM_BYTES
-from cost_model.readers.points import refuse
-from cost_model.readers.printed import Printed
-from cost_model.readers.result_rows import Row, Side
+from cost_model.readers.points import Line, Printed, parse_time, whole_number
+from cost_model.readers.result_rows import ITEM_BYTES, Row, Side
 
 __all__ = ["Columns", "check_units", "read_columns", "read_row", "sizes_asked"]
 
@@ -56,7 +53,7 @@ def read_columns(line: Line) -> Columns:
         and all(name in _EXTRA for name in side[4:])
     )
     if not known:
-        refuse(line.place, "the columns are not those of nccl-tests", line.text, _VERSION)
+        line.refuse("the columns are not those of nccl-tests", _VERSION)
     return Columns(side, stamped)
 
 
@@ -67,17 +64,15 @@ def check_units(line: Line) -> None:
     units = [word for word in words[2:] if word.startswith("(") and word not in ("(us)", "(%)")]
     fine = words[:2] == ["(B)", "(elements)"] and words[2:5] == wanted and set(units) == {"(GB/s)"}
     if not fine:
-        refuse(line.place, "the units are not (B), (elements), (us) and (GB/s)", line.text, _VERSION)
+        line.refuse("the units are not (B), (elements), (us) and (GB/s)", _VERSION)
 
 
 def read_row(line: Line, columns: Columns) -> Row:
     """A row of the table. ProfileError if it has other than the columns' words or one is not a number."""
     words = line.text.split()
     if len(words) != columns.count:
-        refuse(
-            line.place,
+        line.refuse(
             f"the row has {len(words)} words; its columns need {columns.count}",
-            line.text,
             "the output as it was printed; a line is garbled when others print into it",
         )
     width = len(columns.side)
@@ -114,7 +109,7 @@ def _side(line: Line, columns: Columns, words: list[str]) -> Side:
 def _number(line: Line, name: str, word: str) -> Printed:
     number = Printed.parse(word)
     if number is None:
-        refuse(line.place, f"{name} is {word!r}, not a number", line.text, "the output as it was printed")
+        line.refuse(f"{name} is {word!r}, not a number")
     return number
 
 
@@ -122,26 +117,26 @@ def _decimal(line: Line, name: str, word: str) -> Printed:
     """A time or bandwidth. The program drops decimals only of large numbers: a short one has lost them."""
     number = _number(line, name, word)
     if "." not in word and number.value < 1000.0:
-        refuse(line.place, f"{name} is {word!r}, without decimals", line.text, "the output as it was printed")
+        line.refuse(f"{name} is {word!r}, without decimals")
     return number
 
 
 def _integer(line: Line, name: str, word: str) -> int:
     if not (word.isascii() and word.isdigit()):
-        refuse(line.place, f"{name} is {word!r}, not an integer", line.text, "the output as it was printed")
+        line.refuse(f"{name} is {word!r}, not an integer")
     return whole_number(line, word)
 
 
 def _item_bytes(line: Line, word: str) -> int:
     if word not in ITEM_BYTES:
-        refuse(line.place, f"type is {word!r}", line.text, f"one of {', '.join(ITEM_BYTES)}")
+        line.refuse(f"type is {word!r}", f"one of {', '.join(ITEM_BYTES)}")
     return ITEM_BYTES[word]
 
 
 def _when(line: Line, words: list[str]) -> datetime:
     when = parse_time(" ".join(words[-2:]))
     if when is None:
-        refuse(line.place, "the timestamp is not one", line.text, "the output as it was printed")
+        line.refuse("the timestamp is not one")
     return when
 
 

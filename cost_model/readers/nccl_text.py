@@ -12,12 +12,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from cost_model.readers.lines import Line, lines_of, whole_number
-from cost_model.readers.nccl_kind import PROGRAMS, kind_of
 from cost_model.readers.nccl_rows_text import Columns, check_units, read_columns, read_row, sizes_asked
-from cost_model.readers.points import Group, Place, Run, group_of, refuse
-from cost_model.readers.printed import Printed
-from cost_model.readers.result_rows import Row, check_average, row_points
+from cost_model.readers.points import (
+    WHOLE,
+    Group,
+    Line,
+    Place,
+    Printed,
+    Run,
+    group_of,
+    lines_of,
+    refuse,
+    whole_number,
+)
+from cost_model.readers.result_rows import PROGRAMS, Row, check_average, kind_of, row_points
 
 __all__ = ["read_nccl_text"]
 
@@ -35,8 +43,6 @@ _ERRORS = re.compile(r"# Out of bounds values\s*: (\d+) ")
 _AVERAGE = re.compile(r"# Avg bus bandwidth\s*: (\S+)")
 _LOG = re.compile(r"\S+:\d+:\d+ \[-?\d*\] |NCCL version |.*\bNCCL (?:INFO|WARN)\b")
 """Lines of NCCL itself (NCCL_DEBUG), which may stand between rows."""
-
-_WHOLE = "the whole output of one run"
 
 
 @dataclass
@@ -87,26 +93,24 @@ class _Reader:
         elif self.run is not None and self.run.columns is not None and text and not _LOG.match(text):
             self._row(line, self.run, self.run.columns)
         elif self.run is not None and "Rank " in text and " device " in text:
-            refuse(line.place, "the line is garbled", text, _WHOLE)
+            line.refuse("the line is garbled")
         else:
             self._other(text)
 
     def _open(self, line: Line) -> _Open:
         if self.run is None:
-            refuse(line.place, "no line '# nThread ... minBytes ...' starts this run", line.text, _WHOLE)
+            line.refuse("no line '# nThread ... minBytes ...' starts this run")
         return self.run
 
     def _start(self, line: Line, match: re.Match[str]) -> None:
         if self.run is not None:
-            refuse(
-                line.place,
+            line.refuse(
                 f"a run starts before the one of line {self.run.place.line} has ended",
-                line.text,
-                f"{_WHOLE} to a file; several processes are one run only if nccl-tests is built with MPI=1",
+                f"{WHOLE} to a file; several processes are one run only if nccl-tests is built with MPI=1",
             )
         threads, gpus, least, most, step = (whole_number(line, match[i]) for i in range(1, 6))
         if threads * gpus < 1 or least < 1 or step < (2 if match[6] == "factor" else 1):
-            refuse(line.place, "the sizes or ranks of the run cannot be", line.text, _WHOLE)
+            line.refuse("the sizes or ranks of the run cannot be")
         sizes = (least, most, step, match[6] == "factor")
         self.run = _Open(line.place, line.text, threads * gpus, sizes, self._program, self._version)
         self._program = None
@@ -121,7 +125,7 @@ class _Reader:
 
     def _row(self, line: Line, run: _Open, columns: Columns) -> None:
         if not run.units:
-            refuse(line.place, "no line with the units (B), (us), (GB/s) precedes the row", line.text, _WHOLE)
+            line.refuse("no line with the units (B), (us), (GB/s) precedes the row")
         run.rows.append(read_row(line, columns))
 
     def _remark(self, line: Line) -> None:
@@ -131,14 +135,12 @@ class _Reader:
             least, _, step, factor = self.run.sizes
             self.run.sizes = (least, whole_number(line, match[1]), step, factor)
         elif (match := _ERRORS.match(line.text)) and match[1].strip("0"):
-            refuse(
-                line.place,
+            line.refuse(
                 f"{match[1]} results were wrong",
-                line.text,
                 "repair the network or NCCL's settings first: what computes wrongly has no price",
             )
         elif line.text.startswith("# nThread") or self._may_be_rank(line.text):
-            refuse(line.place, "the line is garbled", line.text, _WHOLE)
+            line.refuse("the line is garbled")
         else:
             self._other(line.text)
 
@@ -149,13 +151,13 @@ class _Reader:
 
     def _name(self, line: Line, program: str) -> None:
         if program not in PROGRAMS:
-            refuse(line.place, f"{program!r} is no program of nccl-tests that this reads", line.text, _WHOLE)
+            line.refuse(f"{program!r} is no program of nccl-tests that this reads")
         if "starting" in line.text:
             self._program = program
             self.promised = line
             self._ended = None
         elif self._ended is not None and program != self._ended:
-            refuse(line.place, f"the run above is one of {self._ended}_perf", line.text, _WHOLE)
+            line.refuse(f"the run above is one of {self._ended}_perf")
 
     def _other(self, text: str) -> None:
         """A command line or NCCL's version, if it is one."""
@@ -168,12 +170,12 @@ class _Reader:
         run = self._open(line)
         value = Printed.parse(average)
         if value is None:
-            refuse(line.place, f"the average is {average!r}, not a number", line.text, "run it again")
+            line.refuse(f"the average is {average!r}, not a number", "run it again")
         _check_sizes(line, run)
-        check_average(line.place, line.text, run.rows, value.times(1e9))
+        check_average(line, run.rows, value.times(1e9))
         group = _group(run)
         kind = kind_of(run.place, run.rows, group.size, run.program, self._file)
-        points, unproved = row_points(kind, group.size, run.rows, self._when) if kind else ((), 0)
+        points, unproved = row_points(kind, group.size, run.rows, self._when)
         version = run.version or self._version
         title = f"{kind or run.program or 'a collective'}, nccl-tests text"
         software = (("nccl", version),) if version else ()
@@ -192,16 +194,13 @@ def read_nccl_text(file: str, text: str, when: datetime) -> tuple[Run, ...]:
     for line in lines_of(file, text):
         reader.read(line)
     if reader.run is not None:
-        refuse(
-            line.place,
-            f"the run of line {reader.run.place.line} has no footer '# Avg bus bandwidth': the file is cut",
-            line.text,
-            _WHOLE,
+        line.refuse(
+            f"the run of line {reader.run.place.line} has no footer '# Avg bus bandwidth': the file is cut"
         )
     if reader.promised is not None:
-        refuse(reader.promised.place, "the run that starts here is cut off", reader.promised.text, _WHOLE)
+        reader.promised.refuse("the run that starts here is cut off")
     if not reader.runs:
-        refuse(line.place, "there is no run of nccl-tests in the file", line.text, _WHOLE)
+        line.refuse("there is no run of nccl-tests in the file")
     return tuple(reader.runs)
 
 
@@ -212,7 +211,7 @@ def _group(run: _Open) -> Group:
             run.place,
             f"{listed} lines '# Rank' follow; each process has {run.processes_ranks} ranks (nThread * nGpus)",
             run.header,
-            _WHOLE,
+            WHOLE,
         )
     return group_of(run.place, run.members, run.hosts)
 
@@ -223,17 +222,14 @@ def _check_sizes(line: Line, run: _Open) -> None:
     ranks = sum(map(len, run.members.values()))
     if not wanted or len(run.rows) % len(wanted):
         least, most = run.sizes[:2]
-        refuse(
-            line.place,
-            f"the table has {len(run.rows)} rows; {len(wanted)} sizes from {least} to {most} bytes were asked for",
-            line.text,
-            _WHOLE,
+        line.refuse(
+            f"the table has {len(run.rows)} rows; {len(wanted)} sizes from {least} to {most} bytes were asked for"
         )
     for row, size in zip(run.rows, _cycle(wanted, len(run.rows)), strict=True):
         # Sizes are rounded down to a whole element; if each rank has a share, to 16 bytes or one element on each.
         whole = row.nbytes > 0 and row.count * row.item_bytes == row.nbytes
         if not size - (row.item_bytes if whole else 32 * ranks) < row.nbytes <= size:
-            refuse(row.place, f"the row should be of {size} bytes, by the header", row.text, _WHOLE)
+            row.refuse(f"the row should be of {size} bytes, by the header")
 
 
 def _cycle(sizes: Sequence[int], count: int) -> Iterator[int]:

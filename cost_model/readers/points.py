@@ -1,16 +1,39 @@
-"""Points measured on a group of ranks, each with the file and line it came from. Every reader gives them."""
+"""What every reader makes of a file: its lines, numbers as they were printed, and points measured on a group of ranks,
+each with the file and line it came from."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from decimal import Decimal, InvalidOperation
 from typing import NoReturn
 
 from cost_model.errors import ProfileError
 from cost_model.groups import GroupShape, group_ranks
+from cost_model.text_files import MOST_DIGITS
 
-__all__ = ["Group", "Place", "Point", "Run", "busbw_factor", "group_of", "refuse"]
+__all__ = [
+    "WHOLE",
+    "Group",
+    "Line",
+    "Place",
+    "Point",
+    "Printed",
+    "Run",
+    "agree",
+    "busbw_factor",
+    "group_of",
+    "lines_of",
+    "parse_time",
+    "refuse",
+    "whole_number",
+]
+
+
+WHOLE = "the whole output of one run, as it was printed"
+"""The remedy for what is cut or garbled."""
 
 
 @dataclass(frozen=True)
@@ -42,18 +65,26 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Point:
-    """One measured time: `nbytes` in the convention of `cost_model.collectives`, `busbw` in bytes per second.
+class Line:
+    """What stands at a place. text: of a log without prefix and line end; when: its time, if it says one."""
 
-    place: where it was read; text: what stands there.
-    """
+    place: Place
+    text: str
+    when: datetime | None
 
+    def refuse(self, problem: str, remedy: str = WHOLE) -> NoReturn:
+        """ProfileError: file and line, what is wrong, the offending text, and a remedy."""
+        refuse(self.place, problem, self.text, remedy)
+
+
+@dataclass(frozen=True)
+class Point(Line):
+    """One measured time: `nbytes` in the convention of `cost_model.collectives`, `busbw` in bytes per second."""
+
+    when: datetime
     nbytes: int
     seconds: float
     busbw: float
-    when: datetime
-    place: Place
-    text: str
 
 
 @dataclass(frozen=True)
@@ -132,3 +163,103 @@ def _shape(ranks: tuple[int, ...]) -> GroupShape | None:
         rest = rest[::run]
     shape = tuple(pairs)
     return shape if group_ranks(shape, ranks[0]) == ranks else None
+
+
+_STAMP = r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?"
+_STAMPED = re.compile(rf"\s*[\[(]?({_STAMP})[\])]?:?(?:\s|$)")
+_PREFIXES = (
+    re.compile(r"\[\d+,\d+\]<std(?:out|err)>:\s?"),  # mpirun --tag-output
+    re.compile(r"\s*\d+: (?=\s*[#|\d])"),  # srun --label
+    re.compile(r"\[[\w.-]+\]:"),  # torchrun --tee: [default0]:
+    re.compile(r"\[[\w.-]+:\d+\]:"),  # torchrun --role --tee: [host:0]:
+    re.compile(r"[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d (?=\s*[#|\d])"),  # ts
+)
+
+
+def lines_of(file: str, text: str) -> Iterator[Line]:
+    """The lines of `text`, numbered from 1. A line that was redrawn with carriage returns has its last state."""
+    for number, raw in enumerate(text.split("\n"), start=1):
+        shown, when = _strip(raw.rstrip().rsplit("\r", 1)[-1])
+        yield Line(Place(file, number), shown, when)
+
+
+def _strip(text: str) -> tuple[str, datetime | None]:
+    when: datetime | None = None
+    stripped = True
+    while stripped:
+        stripped = False
+        match = _STAMPED.match(text)
+        if match:
+            text, when, stripped = text[match.end() :], parse_time(match[1]), True
+        for prefix in _PREFIXES:
+            match = prefix.match(text)
+            if match:
+                text, stripped = text[match.end() :], True
+    return text, when
+
+
+def parse_time(text: str) -> datetime | None:
+    """A time such as 2026-11-21 08:00:00, in local time without zone; None if it is not one."""
+    try:
+        when = datetime.fromisoformat(text.replace(",", "."))
+    except ValueError:
+        return None
+    return when.astimezone().replace(tzinfo=None) if when.tzinfo else when
+
+
+def whole_number(line: Line, digits: str) -> int:
+    """An integer of `line`. ProfileError for more than 18 digits, which no benchmark prints and Python may refuse."""
+    if len(digits) > MOST_DIGITS:
+        line.refuse(f"a number has {len(digits)} digits")
+    return int(digits)
+
+
+_NUMBER = re.compile(r"\d+(\.\d+)?(e[+-]?\d+)?", re.IGNORECASE)
+
+_SLACK = 1e-6
+"""Relative; covers arithmetic in other orders, and sizes in a float."""
+
+
+@dataclass(frozen=True)
+class Printed:
+    """A number as a program printed it: value +- half a unit of its last digit, both >= 0."""
+
+    value: float
+    half: float
+
+    @staticmethod
+    def parse(text: str) -> Printed | None:
+        """None unless `text` is a plain finite number >= 0."""
+        if not _NUMBER.fullmatch(text):
+            return None
+        try:
+            number = Decimal(text)
+        except InvalidOperation:  # an exponent of more digits than there are
+            return None
+        exponent = number.as_tuple().exponent
+        assert isinstance(exponent, int)
+        if not number.is_finite() or not -300 < exponent < 300 or number.adjusted() > 300:
+            return None
+        return Printed(float(number), 0.5 * 10.0**exponent)
+
+    def times(self, factor: float) -> Printed:
+        """The same number in another unit."""
+        return Printed(self.value * factor, self.half * factor)
+
+    @property
+    def uncertainty(self) -> float:
+        """Relative; infinite for a printed zero."""
+        return self.half / self.value if self.value > 0 else float("inf")
+
+    @property
+    def low(self) -> float:
+        return max(0.0, self.value - self.half) * (1.0 - _SLACK)
+
+    @property
+    def high(self) -> float:
+        return (self.value + self.half) * (1.0 + _SLACK)
+
+
+def agree(a: Printed, b: Printed) -> bool:
+    """Whether one true value can have been printed as both."""
+    return a.low <= b.high and b.low <= a.high

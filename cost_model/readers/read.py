@@ -12,9 +12,9 @@ from pathlib import Path
 from cost_model.checked_arguments import checked_path, shown
 from cost_model.errors import ProfileError
 from cost_model.groups import shape_text
+from cost_model.mesh import MOST_DEVICES
 from cost_model.profile_record import ProfileRecord
-from cost_model.readers.limits import check_hosts, check_speed
-from cost_model.readers.merge import merged
+from cost_model.readers.merge import check_hosts, check_speed, merged
 from cost_model.readers.nccl_json import read_nccl_json
 from cost_model.readers.nccl_text import read_nccl_text
 from cost_model.readers.points import Group, Place, Run, refuse
@@ -80,7 +80,11 @@ def read_profile(
 
 
 def _check_options(rank_stride: object, busbw_limit: object) -> None:
-    integer = isinstance(rank_stride, int) and not isinstance(rank_stride, bool) and 1 <= rank_stride <= 2**20
+    integer = (
+        isinstance(rank_stride, int)
+        and not isinstance(rank_stride, bool)
+        and 1 <= rank_stride <= MOST_DEVICES
+    )
     if rank_stride is not None and not integer:
         raise ProfileError(f"rank_stride is {shown(rank_stride)}\n  try: 1 or more")
     number = isinstance(busbw_limit, (int, float)) and not isinstance(busbw_limit, bool) and busbw_limit > 0

@@ -1,15 +1,27 @@
-"""Rows of nccl-tests, text or JSON: each must agree with itself before its time counts."""
+"""Rows of nccl-tests, text or JSON: of which collective they are, and whether each agrees with itself."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import PurePath
 
-from cost_model.readers.points import Place, Point, busbw_factor, refuse
-from cost_model.readers.printed import Printed, agree
+from cost_model.measurements import KINDS
+from cost_model.readers.points import Line, Place, Point, Printed, agree, busbw_factor, refuse
 
-__all__ = ["PROOF", "Row", "Side", "check_average", "row_points"]
+__all__ = [
+    "ITEM_BYTES",
+    "PROGRAMS",
+    "PROOF",
+    "Measured",
+    "Row",
+    "Side",
+    "check_average",
+    "kind_of",
+    "row_points",
+    "scales",
+]
 
 PROOF = 0.10
 """A time counts if the printed bandwidth confirms it to this relative precision."""
@@ -32,33 +44,40 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Row:
-    """nbytes: the size column. item_bytes: of one element. root: -1 for none."""
+class Measured(Line):
+    """A row of a table. nbytes: its size. sides: () where no bandwidth was printed."""
 
-    place: Place
-    text: str
     nbytes: int
+    sides: tuple[Side, ...]
+
+
+@dataclass(frozen=True)
+class Row(Measured):
+    """One of nccl-tests. item_bytes: of one element. root: -1 for none."""
+
     count: int
     item_bytes: int
     redop: str
     root: int
-    sides: tuple[Side, ...]
-    when: datetime | None
 
 
-def row_points(kind: str, n: int, rows: Sequence[Row], when: datetime) -> tuple[tuple[Point, ...], int]:
-    """Points of `rows` (out-of-place where there is one), and how many rows were left out as unproved.
+def row_points(
+    kind: str | None, n: int, rows: Sequence[Measured], when: datetime
+) -> tuple[tuple[Point, ...], int]:
+    """Points of `rows` (out-of-place where there is one), and how many rows were left out as unproved; none of a kind
+    that has no price.
 
     Raises ProfileError for wrong results and for times, sizes and bandwidths that do not fit together.
     """
     points: list[Point] = []
     unproved = 0
-    for row in rows:
+    for row in rows if kind else ():
+        assert kind is not None
         for side in row.sides:
             _check_side(kind, n, row, side)
         if row.nbytes == 0:  # fewer bytes than ranks: nothing was sent
             continue
-        point = _point(row, row.sides[0], when)
+        point = _point(row, row.sides[0], when) if row.sides else None
         if point is None:
             unproved += 1
         else:
@@ -66,42 +85,35 @@ def row_points(kind: str, n: int, rows: Sequence[Row], when: datetime) -> tuple[
     return tuple(points), unproved
 
 
-def _point(row: Row, side: Side, when: datetime) -> Point | None:
+def _point(row: Measured, side: Side, when: datetime) -> Point | None:
     if side.algbw.uncertainty > PROOF:
         return None
     seconds = row.nbytes / side.algbw.value if side.seconds is None else side.seconds.value
-    return Point(row.nbytes, seconds, side.busbw.value, row.when or when, row.place, row.text)
+    return Point(row.place, row.text, row.when or when, row.nbytes, seconds, side.busbw.value)
 
 
-def _check_side(kind: str, n: int, row: Row, side: Side) -> None:
+def _check_side(kind: str, n: int, row: Measured, side: Side) -> None:
     if side.wrong:
-        refuse(
-            row.place,
+        row.refuse(
             f"{side.wrong:g} elements of the result were wrong (#wrong)",
-            row.text,
             "repair the network or NCCL's settings first: what computes wrongly has no price",
         )
     if side.seconds is not None:
         if side.seconds.value <= 0:
-            refuse(row.place, "the time is zero", row.text, "run the benchmark again")
+            row.refuse("the time is zero", "run the benchmark again")
         size = Printed(float(row.nbytes), 0.0)
         moved = _product(side.seconds, side.algbw)
         if not agree(size, moved):
-            refuse(
-                row.place,
+            row.refuse(
                 f"size / time is {row.nbytes / side.seconds.value / 1e9:.4g} GB/s, "
                 f"but algbw says {side.algbw.value / 1e9:.4g}",
-                row.text,
                 _UNITS,
             )
     factor = busbw_factor(kind, n)
     if not agree(side.algbw.times(factor), side.busbw):
-        refuse(
-            row.place,
+        row.refuse(
             f"busbw is {side.busbw.value / 1e9:.4g} GB/s, but algbw times {factor:.4g} "
-            f"({kind} over {n} ranks) is {side.algbw.value * factor / 1e9:.4g}",
-            row.text,
-            "the whole output of one run, with the lines of all its ranks",
+            f"({kind} over {n} ranks) is {side.algbw.value * factor / 1e9:.4g}"
         )
 
 
@@ -110,19 +122,100 @@ def _product(a: Printed, b: Printed) -> Printed:
     return Printed((low + high) / 2, (high - low) / 2)
 
 
-def check_average(place: Place, text: str, rows: Sequence[Row], average: Printed) -> None:
+def check_average(footer: Line, rows: Sequence[Row], average: Printed) -> None:
     """The footer's average bus bandwidth (bytes per second) is that of all sides of all rows."""
     sides = [side.busbw for row in rows for side in row.sides]
     if not sides:
-        refuse(place, "the table has no rows", text, "run the benchmark again")
-    mean = Printed(
-        sum(side.value for side in sides) / len(sides), sum(side.half for side in sides) / len(sides)
+        footer.refuse("the table has no rows", "run the benchmark again")
+    value, half = (
+        sum(numbers) / len(sides) for numbers in zip(*((s.value, s.half) for s in sides), strict=True)
     )
-    if not agree(mean, average):
-        refuse(
-            place,
+    if not agree(Printed(value, half), average):
+        footer.refuse(
             f"the average bus bandwidth is given as {average.value / 1e9:.5g} GB/s, but that of the "
-            f"{len(rows)} rows above is {mean.value / 1e9:.5g}: rows are missing or changed",
-            text,
-            "the whole output of the run",
+            f"{len(rows)} rows above is {value / 1e9:.5g}: rows are missing or changed"
         )
+
+
+PROGRAMS: dict[str, str | None] = {
+    "all_reduce": "all_reduce",
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "broadcast": "broadcast",
+    "sendrecv": "point_to_point",
+    # No redistribution uses these; they have no price.
+    "alltoallv": None,
+    "gather": None,
+    "hypercube": None,
+    "reduce": None,
+    "scatter": None,
+}
+"""Program without `_perf` -> kind of collective."""
+
+ITEM_BYTES = {
+    **dict.fromkeys(("int8", "uint8", "char", "f8e4m3", "f8e5m2", "fp8_e4m3", "fp8_e5m2"), 1),
+    **dict.fromkeys(("half", "bfloat16"), 2),
+    **dict.fromkeys(("int32", "uint32", "int", "float"), 4),
+    **dict.fromkeys(("int64", "uint64", "double"), 8),
+}
+
+
+def programs_in_name(file: str) -> tuple[str, ...]:
+    """Programs that a file name speaks of: `h100-all_gather.txt` -> ("all_gather",). The longest only."""
+    name = PurePath(file).name.replace("-", "_")
+    found = [program for program in PROGRAMS if program in name]
+    return tuple(p for p in found if not any(p != q and p in q for q in found))
+
+
+def kind_of(place: Place, rows: Sequence[Row], n: int, program: str | None, file: str) -> str | None:
+    """The kind of `rows` over n ranks; None for a program that has no price.
+
+    program: named in the text, without `_perf`; if None, the name of the file counts. The rows must look
+    like it (all-gather and all-to-all look alike, others do not).
+    Raises ProfileError if the rows do not fit the name, or fit several kinds and there is no name.
+    """
+    named = (program,) if program is not None else programs_in_name(file)
+    if len(named) == 1:
+        kind = PROGRAMS[named[0]]
+        if kind is not None:
+            _check_looks(kind, named[0], n, rows)
+        return kind
+    fitting = [kind for kind in KINDS if all(_looks(kind, row, n) and scales(kind, row, n) for row in rows)]
+    kinds = [kind for kind in fitting if not named or kind in [PROGRAMS[name] for name in named]]
+    if len(kinds) == 1:
+        return kinds[0]
+    refuse(
+        place,
+        f"nothing names the collective, and the rows look like {' or '.join(kinds) or 'none that has a price'} "
+        f"over {n} ranks",
+        rows[0].text,
+        "keep the line '# Collective test starting: ...', or name the file after the program "
+        "(all_gather_perf.txt)",
+    )
+
+
+def _check_looks(kind: str, program: str, n: int, rows: Sequence[Row]) -> None:
+    for row in rows:
+        if not _looks(kind, row, n):
+            row.refuse(
+                f"the row is not one of {program}_perf over {n} ranks: size, count, type, redop and root "
+                "do not fit together"
+            )
+
+
+def _looks(kind: str, row: Row, n: int) -> bool:
+    """Size against count, operation and root of a row."""
+    shared = kind in ("all_gather", "all_to_all", "reduce_scatter")
+    reduces = kind in ("all_reduce", "reduce_scatter")
+    if row.nbytes != row.count * row.item_bytes * (n if shared else 1):
+        return False
+    if kind != "point_to_point" and reduces != (row.redop != "none"):
+        return False
+    return (row.root >= 0) == (kind == "broadcast")
+
+
+def scales(kind: str, row: Measured, n: int) -> bool:
+    """Bus bandwidth against algorithm bandwidth."""
+    factor = busbw_factor(kind, n)
+    return all(agree(side.algbw.times(factor), side.busbw) for side in row.sides)

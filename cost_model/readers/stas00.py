@@ -1,10 +1,4 @@
-"""Tables of all_reduce_bench.py and torch-dist-bench.py of the Machine Learning Engineering Open Book.
-
-Three forms, all with payloads in powers of 1024 whatever the unit is called, and bandwidths in powers of
-1000: the first script's two lines (`algbw: 176.590 GBps (1412.7 Gbps)`), its later table
-(`| 32KiB | 0.92GBps | 0.48GBps |`), and the newer script's table with latencies, one for each collective.
-[github.com/stas00/ml-engineering network/benchmarks]
-"""
+"""Payloads and bandwidths with their units, as the torch.distributed benchmarks print them."""
 
 from __future__ import annotations
 
@@ -12,13 +6,52 @@ import re
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from cost_model.readers.lines import Line, lines_of, parse_time, whole_number
-from cost_model.readers.points import Group, Place, Point, Run, busbw_factor, refuse
-from cost_model.readers.printed import agree
-from cost_model.readers.result_rows import PROOF
-from cost_model.readers.stas00_cells import Bandwidth, bandwidth, payload
+from cost_model.readers.points import (
+    WHOLE,
+    Group,
+    Line,
+    Place,
+    Printed,
+    Run,
+    agree,
+    lines_of,
+    parse_time,
+    refuse,
+    whole_number,
+)
+from cost_model.readers.result_rows import Measured, Side, row_points, scales
 
 __all__ = ["read_stas00"]
+
+Bandwidth = Printed
+"""Bytes per second."""
+
+_PAYLOAD = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B")
+_BANDWIDTH = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])(Bps|B/s|bps|b/s|bit/s)")
+_POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+def payload(line: Line, text: str, base: int) -> int:
+    """Bytes of "32KB" or "32KiB"; K without i means `base`. The tables mean 1024 by both, the first script
+    1000. ProfileError for anything else."""
+    match = _PAYLOAD.fullmatch(text)
+    nbytes = round(float(match[1]) * (1024 if match[3] else base) ** _POWER[match[2]]) if match else 0
+    if nbytes < 1:
+        line.refuse(f"the payload is {text!r}", "a size with its unit, such as 32KiB")
+    return nbytes
+
+
+def bandwidth(line: Line, text: str) -> Bandwidth:
+    """Bytes per second of "0.92GBps", or of "7.36Gbps" (bits). ProfileError for anything else."""
+    match = _BANDWIDTH.fullmatch(text)
+    value = Printed.parse(match[1]) if match else None
+    if match is None or value is None:
+        line.refuse(
+            f"the bandwidth is {text!r}", "a number with its unit: GBps for bytes, Gbps for bits per second"
+        )
+    bits = match[3].startswith("b")
+    return value.times(1000.0 ** _POWER[match[2]] / (8 if bits else 1))
+
 
 _KINDS: dict[str, str | None] = {
     "all_reduce": "all_reduce",
@@ -44,17 +77,6 @@ _MEASURED = re.compile(r"- measured: (\d{4}-\d\d-\d\d)")
 _RAW = re.compile(r"Environment:|Device info:")
 _END = re.compile(r"Elapsed time:")
 _RULE = re.compile(r"\|[\s:|-]+\|?$")
-_WHOLE = "the whole output of the benchmark, unchanged"
-
-
-@dataclass(frozen=True)
-class _Cells:
-    """A row of a table: payload in bytes, bandwidths in bytes per second, None if blank."""
-
-    line: Line
-    nbytes: int
-    busbw: Bandwidth | None
-    algbw: Bandwidth | None
 
 
 @dataclass
@@ -65,7 +87,7 @@ class _Open:
     name: str | None
     ranks: int | None
     columns: tuple[str, ...] = ()
-    rows: list[_Cells] = field(default_factory=list[_Cells])
+    rows: list[Measured] = field(default_factory=list[Measured])
 
 
 class _Reader:
@@ -98,26 +120,24 @@ class _Reader:
 
     def _known(self, line: Line, name: str) -> str:
         if name not in _KINDS:
-            refuse(line.place, f"{name!r} is no known collective", line.text, f"one of {', '.join(_KINDS)}")
+            line.refuse(f"{name!r} is no known collective", f"one of {', '.join(_KINDS)}")
         return name
 
     def _bandwidth_line(self, line: Line, match: re.Match[str]) -> None:
         value = bandwidth(line, match[2])
         if match[3] and not agree(value, bandwidth(line, match[3])):
-            refuse(line.place, f"{match[2]} and {match[3]} are not the same", line.text, _WHOLE)
+            line.refuse(f"{match[2]} and {match[3]} are not the same")
         self._lines[match[1]] = value
 
     def _table_line(self, line: Line, text: str) -> None:
         if not text.endswith("|") or len(text) < 2:
-            refuse(line.place, "the row of the table is cut", line.text, _WHOLE)
+            line.refuse("the row of the table is cut")
         cells = tuple(cell.strip() for cell in text[1:-1].split("|"))
         if cells[0] == "payload":
             self._columns(line, cells)
         elif self._open is None or not self._open.columns:
             if payload_like(cells[0]):
-                refuse(
-                    line.place, "no line with the names of the columns precedes the row", line.text, _WHOLE
-                )
+                line.refuse("no line with the names of the columns precedes the row")
         elif not _RULE.match(text):
             self._open.rows.append(_cells(line, self._open.columns, cells))
 
@@ -126,17 +146,15 @@ class _Reader:
             self.finish()
             self._open = _Open(line.place, None, None)
         if "busbw" not in cells or "algbw" not in cells or len(set(cells)) != len(cells):
-            refuse(line.place, "the table has no columns busbw and algbw", line.text, _WHOLE)
+            line.refuse("the table has no columns busbw and algbw")
         self._open.columns = cells
 
     def _other(self, line: Line, text: str) -> None:
         if "|" in text and "Bps" in text:
-            refuse(line.place, "a row of a table does not start with '|'", line.text, _WHOLE)
+            line.refuse("a row of a table does not start with '|'")
         if _COMBINED.search(text):
-            refuse(
-                line.place,
+            line.refuse(
                 "in a table of several collectives no number confirms another",
-                line.text,
                 "run torch-dist-bench.py with --separate-tables",
             )
         if match := _SOFTWARE.search(text):
@@ -158,24 +176,24 @@ class _Reader:
         if table is not None and table.columns:
             self._add(table.place, table.name, table.ranks, tuple(table.rows))
         elif table is not None:
-            refuse(table.place, "no table follows", table.name or "", _WHOLE)
+            refuse(table.place, "no table follows", table.name or "", WHOLE)
         if single is not None:
             line, name, nbytes, ranks = single
             if set(self._lines) != {"algbw", "busbw"}:
-                refuse(line.place, "the lines algbw: and busbw: do not follow", line.text, _WHOLE)
-            cells = _Cells(line, nbytes, self._lines["busbw"], self._lines["algbw"])
+                line.refuse("the lines algbw: and busbw: do not follow")
+            cells = _measured(line, nbytes, self._lines["busbw"], self._lines["algbw"])
             self._lines = {}
             self._add(line.place, name, ranks, (cells,))
 
-    def _add(self, place: Place, name: str | None, ranks: int | None, rows: tuple[_Cells, ...]) -> None:
+    def _add(self, place: Place, name: str | None, ranks: int | None, rows: tuple[Measured, ...]) -> None:
         if not rows:
-            refuse(place, "the table has no rows", name or "", _WHOLE)
+            refuse(place, "the table has no rows", name or "", WHOLE)
         kind = _KINDS[name] if name is not None else "all_reduce"
         n = ranks if ranks is not None else _ranks(place, rows)
         if n < 2:
-            refuse(place, f"over {n} ranks nothing is communicated", rows[0].line.text, "two or more GPUs")
+            refuse(place, f"over {n} ranks nothing is communicated", rows[0].text, "two or more GPUs")
         _check_steps(rows, n)
-        points, unproved = ((), 0) if kind is None else _points(kind, n, rows, self._when)
+        points, unproved = row_points(kind, n, rows, self._when)
         title = f"{kind or name}, torch.distributed benchmark table"
         group = Group(((n, 1),))
         self.runs.append(Run(kind, title, group, points, place, unproved, self._device, self._software))
@@ -192,11 +210,9 @@ def read_stas00(file: str, text: str, when: datetime) -> tuple[Run, ...]:
         reader.read(line)
     reader.finish()
     if reader.raw is not None and not reader.ended:
-        refuse(
-            line.place, "the output ends without its line 'Elapsed time:': the file is cut", line.text, _WHOLE
-        )
+        line.refuse("the output ends without its line 'Elapsed time:': the file is cut")
     if not reader.runs:
-        refuse(line.place, "there is no table of payload, busbw and algbw in the file", line.text, _WHOLE)
+        line.refuse("there is no table of payload, busbw and algbw in the file")
     return tuple(reader.runs)
 
 
@@ -204,66 +220,45 @@ def payload_like(cell: str) -> bool:
     return bool(re.match(r"\d+(\.\d+)?\s*([KMGT]i?)?B$", cell))
 
 
-def _cells(line: Line, columns: tuple[str, ...], cells: tuple[str, ...]) -> _Cells:
+def _cells(line: Line, columns: tuple[str, ...], cells: tuple[str, ...]) -> Measured:
     if len(cells) != len(columns):
-        refuse(line.place, f"the row has {len(cells)} cells of {len(columns)}", line.text, _WHOLE)
+        line.refuse(f"the row has {len(cells)} cells of {len(columns)}")
     named = dict(zip(columns, cells, strict=True))
     both = [named["busbw"], named["algbw"]]
+    nbytes = payload(line, named["payload"], 1024)
     if both == ["", ""]:  # below --min-busbw-payload, only latencies
-        return _Cells(line, payload(line, named["payload"], 1024), None, None)
-    busbw, algbw = (bandwidth(line, cell) for cell in both)
-    return _Cells(line, payload(line, named["payload"], 1024), busbw, algbw)
+        return _measured(line, nbytes)
+    return _measured(line, nbytes, *(bandwidth(line, cell) for cell in both))
 
 
-def _points(kind: str, n: int, rows: tuple[_Cells, ...], when: datetime) -> tuple[tuple[Point, ...], int]:
-    factor = busbw_factor(kind, n)
-    points: list[Point] = []
-    for row in rows:
-        if row.algbw is None or row.busbw is None:
-            continue
-        if not agree(row.algbw.times(factor), row.busbw):
-            refuse(
-                row.line.place,
-                f"busbw is {row.busbw.value / 1e9:.4g} GB/s, but algbw times {factor:.4g} "
-                f"({kind} over {n} ranks) is {row.algbw.value * factor / 1e9:.4g}",
-                row.line.text,
-                _WHOLE,
-            )
-        if row.algbw.uncertainty <= PROOF:
-            seconds = row.nbytes / row.algbw.value
-            points.append(Point(row.nbytes, seconds, row.busbw.value, when, row.line.place, row.line.text))
-    return tuple(points), len(rows) - len(points)
+def _measured(
+    line: Line, nbytes: int, busbw: Bandwidth | None = None, algbw: Bandwidth | None = None
+) -> Measured:
+    sides = () if busbw is None or algbw is None else (Side(None, algbw, busbw, None),)
+    return Measured(line.place, line.text, None, nbytes, sides)
 
 
-def _ranks(place: Place, rows: tuple[_Cells, ...]) -> int:
+def _ranks(place: Place, rows: tuple[Measured, ...]) -> int:
     """Ranks of an all-reduce table without a title: the one n for which busbw = algbw * 2 (n-1) / n."""
-    known = [row for row in rows if row.algbw is not None and row.busbw is not None]
-    fitting = [n for n in range(3, 4097) if known and all(_scales(row, n) for row in known)]
+    known = [row for row in rows if row.sides]
+    fitting = [n for n in range(3, 4097) if known and all(scales("all_reduce", row, n) for row in known)]
     if len(fitting) != 1:
         refuse(
             place,
             "no line says which collective over how many ranks this is, and the table does not show it",
-            rows[0].line.text,
+            rows[0].text,
             "keep the line 'The average bandwidth of all_reduce over 8 ranks' above the table",
         )
     return fitting[0]
 
 
-def _scales(row: _Cells, n: int) -> bool:
-    assert row.algbw is not None and row.busbw is not None
-    return agree(row.algbw.times(busbw_factor("all_reduce", n)), row.busbw)
-
-
-def _check_steps(rows: tuple[_Cells, ...], n: int) -> None:
+def _check_steps(rows: tuple[Measured, ...], n: int) -> None:
     """The benchmarks go through the powers of two; newer ones round down to 16 bytes on each rank."""
     powers = [1 << (row.nbytes - 1).bit_length() for row in rows]
     for i in range(len(rows) if len(rows) > 1 else 0):
         row = rows[i]
         if powers[i] - row.nbytes > 16 * n + 1e-5 * powers[i] or (i and powers[i] != 2 * powers[i - 1]):
             before = f" after {rows[i - 1].nbytes}" if i else ""
-            refuse(
-                row.line.place,
-                f"the payload is {row.nbytes} bytes{before}; payloads are powers of two, each twice the one before",
-                row.line.text,
-                _WHOLE,
+            row.refuse(
+                f"the payload is {row.nbytes} bytes{before}; payloads are powers of two, each twice the one before"
             )

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from passes.canonicalize.absorb_permutes import AbsorbPermutes
-from passes.canonicalize.drop_kept_dims import DropKeptDims
-from passes.canonicalize.drop_unit_dims import DropUnitDims
-from passes.canonicalize.fuse_permutes import FusePermutes
-from passes.canonicalize.insert_uses import InsertUses
-from passes.canonicalize.mark_causal_masks import MarkCausalMasks
-from passes.canonicalize.matmul_to_contract import MatmulToContract
-from passes.canonicalize.merge_duplicates import MergeDuplicates
-from passes.canonicalize.normalize_arguments import NormalizeArguments
-from passes.canonicalize.normalize_creations import NormalizeCreations
-from passes.canonicalize.pads_to_cat import PadsToCat
+from passes.canonicalize.gradients import PadsToCat, ScatterToWhere, SinkExpands, SplitConvolutionBackward
+from passes.canonicalize.insert_uses import InsertUses, MarkCausalMasks
+from passes.canonicalize.normalize_arguments import MergeDuplicates, NormalizeArguments
+from passes.canonicalize.permutes import AbsorbPermutes, DropUnitDims, FusePermutes, MatmulToContract
 from passes.canonicalize.push_views import PushViews
-from passes.canonicalize.random_to_uniform import RandomToUniform
-from passes.canonicalize.remove_dead_code import RemoveDeadCode
-from passes.canonicalize.remove_noops import RemoveNoops
-from passes.canonicalize.scatter_to_where import ScatterToWhere
-from passes.canonicalize.sink_expands import SinkExpands
-from passes.canonicalize.split_convolution_backward import SplitConvolutionBackward
-from passes.canonicalize.write_conjugates import WriteConjugates
+from passes.canonicalize.random_to_uniform import NormalizeCreations, RandomToUniform
+from passes.canonicalize.remove_noops import DropKeptDims, RemoveDeadCode, RemoveNoops, WriteConjugates
 from passes.ir.autocast_off import autocast_off
 from passes.ir.collector import collector_paused
 from passes.ir.graph_pass import GraphPass, run_passes

@@ -1,6 +1,8 @@
+"""One spelling of each op, and nothing computed twice."""
+
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -8,12 +10,13 @@ import torch
 from torch import fx
 
 from passes.ir.graph_pass import GraphPass
+from passes.ir.graph_properties import NO_USES
 from passes.ir.joint import JointGraph
 from passes.ir.op_schema import named_arguments
-from passes.ir.properties import of_ops
-from passes.ir.rewrite import int_at, ints_at, shape_of, tensor_at
+from passes.ir.properties import Property, described, of_ops
+from passes.ir.rewrite import int_at, ints_at, replace, shape_of, tensor_at
 
-__all__ = ["ONE_SPELLING", "VIEWS", "NormalizeArguments"]
+__all__ = ["NO_DUPLICATES", "ONE_SPELLING", "REDUCTIONS", "VIEWS", "MergeDuplicates", "NormalizeArguments"]
 
 aten = torch.ops.aten
 
@@ -129,7 +132,7 @@ VIEWS = (
     aten.squeeze.dim,
     aten.squeeze.dims,
 )
-_REDUCTIONS = (aten.sum.dim_IntList, aten.amax.default, aten.amin.default, aten.any.dims, aten.all.dims)
+REDUCTIONS = (aten.sum.dim_IntList, aten.amax.default, aten.amin.default, aten.any.dims, aten.all.dims)
 _ONE_DIM = (
     aten.gather.default,
     aten.scatter.value,
@@ -146,9 +149,78 @@ _TABLE: dict[Any, Callable[[fx.Node], Call]] = {
     aten.expand.default: _expand,
     aten.slice.Tensor: _slice,
     aten.select.int: _select,
-    **dict.fromkeys(_REDUCTIONS, _reduction),
+    **dict.fromkeys(REDUCTIONS, _reduction),
     **dict.fromkeys(_ONE_DIM, _dims_at(1)),
     aten.flip.default: _dims_at(1, "dims"),
     aten.roll.default: _dims_at(2, "dims"),
     aten.split_with_sizes.default: _dims_at(2),
 }
+
+
+def _identity(node: fx.Node) -> Hashable:
+    return node.target, _key(node.args), _key(node.kwargs)
+
+
+def _duplicate(joint: JointGraph) -> str | None:
+    first: dict[Hashable, fx.Node] = {}
+    for node in joint.graph.nodes:
+        if node.op == "call_function" and _mergeable(node):
+            twin = first.setdefault(_identity(node), node)
+            if twin is not node:
+                return f"{described(node)}: computes what %{twin.name} does"
+    return None
+
+
+NO_DUPLICATES = Property("nothing is computed twice", _duplicate)
+
+
+@dataclass(frozen=True)
+class MergeDuplicates(GraphPass):
+    """Compute a common subexpression (same op, same arguments) once, where it first appears.
+
+        %a: f32[8] = aten.exp(%x)
+        %b: f32[8] = aten.exp(%x)
+        %y: f32[8] = aten.add(%a, %b)
+        ->
+        %a: f32[8] = aten.exp(%x)
+        %y: f32[8] = aten.add(%a, %a)
+
+    An op of the backward and its twin in the forward become one of the forward: whether to save the value or to
+    compute it again is
+    decided when the phases are split. Not merged: random ops; `clone`, kept only where identity
+    matters; constants with dims, which are free and should each take the layout of their reader.
+    """
+
+    requires = (ONE_SPELLING, NO_USES)
+    ensures = (NO_DUPLICATES,)
+
+    def __call__(self, joint: JointGraph) -> JointGraph:
+        first: dict[Hashable, fx.Node] = {}
+        for node in list(joint.graph.nodes):
+            if node.op != "call_function" or not _mergeable(node):
+                continue
+            twin = first.setdefault(_identity(node), node)
+            if twin is not node:
+                # The twin may stand first and yet be the backward's: tracing orders by use, not by phase.
+                if node.meta["phase"] == "forward":
+                    twin.meta["phase"] = "forward"
+                replace(node, twin)
+        return joint
+
+
+def _mergeable(node: fx.Node) -> bool:
+    if node.target is aten.full.default:
+        return not node.args[0]
+    tags = getattr(node.target, "tags", ())
+    return node.target is not aten.clone.default and torch.Tag.nondeterministic_seeded not in tags
+
+
+def _key(argument: Any) -> Hashable:
+    """Equal keys mean the same argument: 1, 1.0 and True differ, and so do 0.0 and -0.0."""
+    if isinstance(argument, (list, tuple)):
+        return tuple(map(_key, argument))
+    if isinstance(argument, dict):
+        return tuple((name, _key(value)) for name, value in sorted(argument.items()))
+    if isinstance(argument, float):
+        return float, repr(argument)
+    return type(argument), argument

@@ -1,3 +1,5 @@
+"""Constants, ranges and random numbers: what reads no tensor, so that it can be made in any layout."""
+
 from __future__ import annotations
 
 import itertools
@@ -22,9 +24,91 @@ from passes.ir.rewrite import emit, erase_dead, int_at, tensor_at
 from passes.ir.rewrite import replace as replace_node
 from passes.ir.torch_compat import fake_mode_of
 
-__all__ = ["NO_GENERATORS", "RandomToUniform"]
+__all__ = ["FILLS", "NO_GENERATORS", "PLAIN_CREATIONS", "RANGES", "NormalizeCreations", "RandomToUniform"]
 
 aten = torch.ops.aten
+
+
+def _creates_otherwise(node: fx.Node) -> str | None:
+    plain = node.target in (aten.full.default, aten.arange.start_step)
+    if not plain:
+        return "a constant or a range in other words" if node.target in {*FILLS, *RANGES} else None
+    return None if {"dtype", "device"} <= set(node.kwargs) else "leaves dtype or device to a default"
+
+
+PLAIN_CREATIONS = of_ops("constants are `full`, ranges `arange.start_step`", _creates_otherwise)
+
+
+@dataclass(frozen=True)
+class NormalizeCreations(GraphPass):
+    """Make every constant tensor a `full` and every range an `arange.start_step`.
+
+        %z: f32[8, 16] = aten.zeros_like(%x)
+        %r: i64[16]    = aten.arange(16)
+        ->
+        %z: f32[8, 16] = aten.full([8, 16], 0, dtype=float32, device=cpu)
+        %r: i64[16]    = aten.arange(0, 16, 1, dtype=int64, device=cpu)
+
+    A creation reads no tensor, so it can be made in any layout for nothing; `zeros_like(%x)` would
+    tie it to the layout of %x and keep %x alive. Uninitialised memory becomes zeros.
+    """
+
+    ensures = (PLAIN_CREATIONS,)
+    breaks = (NO_DEAD_CODE,)
+
+    def __call__(self, joint: JointGraph) -> JointGraph:
+        for node in joint.graph.nodes:
+            if node.op != "call_function":
+                continue
+            if node.target in FILLS:
+                _to_full(node, FILLS[node.target](node))
+            elif node.target in RANGES:
+                _to_arange(node)
+        return joint
+
+
+def _to_full(node: fx.Node, value: Any) -> None:
+    like = node.meta["val"]
+    node.target = aten.full.default
+    node.args = (list(like.shape), value)
+    node.kwargs = {"dtype": like.dtype, "device": like.device}
+
+
+def _to_arange(node: fx.Node) -> None:
+    like, given = node.meta["val"], named_arguments(node.target, node.args, node.kwargs)
+    node.target = aten.arange.start_step
+    node.args = (given.get("start", 0), given["end"], given.get("step", 1))
+    node.kwargs = {"dtype": like.dtype, "device": like.device}
+
+
+def _argument(name: str) -> Callable[[fx.Node], Any]:
+    return lambda node: named_arguments(node.target, node.args, node.kwargs)[name]
+
+
+_ZEROS = (
+    aten.zeros.default,
+    aten.zeros_like.default,
+    aten.new_zeros.default,
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.empty_strided.default,
+    aten.empty_permuted.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+    aten.zero.default,
+)
+FILLS: dict[Any, Callable[[fx.Node], Any]] = {
+    **dict.fromkeys(_ZEROS, lambda node: 0),
+    **dict.fromkeys((aten.ones.default, aten.ones_like.default, aten.new_ones.default), lambda node: 1),
+    aten.full.default: _argument("fill_value"),
+    aten.full_like.default: _argument("fill_value"),
+    aten.new_full.default: _argument("fill_value"),
+    aten.fill.Scalar: _argument("value"),
+    aten.scalar_tensor.default: _argument("s"),
+}
+
+
+RANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 
 
 def _draws(node: fx.Node) -> str | None:
@@ -61,12 +145,17 @@ class RandomToUniform(GraphPass):
     ensures = (NO_GENERATORS,)
 
     def __call__(self, joint: JointGraph) -> JointGraph:
-        draws = [n for n in joint.graph.nodes if n.op == "call_function" and n.target in _TABLE]
+        draws = [
+            n for n in joint.graph.nodes if n.target is aten.native_dropout.default or n.target in _TABLE
+        ]
         if draws:
             joint, seed = _with_seed(joint, like=draws[0])
             source = _Source(seed, itertools.count())
             for node in draws:
-                _TABLE[node.target](source, node)
+                if node.target is aten.native_dropout.default:
+                    _native_dropout(source, node)
+                else:
+                    replace_node(node, _cast(node, _TABLE[node.target](source, node)))
         for node in [n for n in joint.graph.nodes if n.target is aten.native_dropout_backward.default]:
             grad, mask, scale = node.args
             replace_node(node, _scaled(node, emit(node, aten.mul.Tensor, grad, mask), scale))
@@ -93,8 +182,7 @@ class _Source:
     def normal_like(self, node: fx.Node) -> fx.Node:
         """Box-Muller: sqrt(-2 log(1 - u)) cos(2 pi v)."""
         u, v = self.uniform_like(node), self.uniform_like(node)
-        log = emit(node, aten.log1p.default, emit(node, aten.neg.default, u))
-        radius = emit(node, aten.sqrt.default, _scaled(node, log, -2.0))
+        radius = emit(node, aten.sqrt.default, _scaled(node, _log(node, u), -2.0))
         angle = emit(node, aten.cos.default, _scaled(node, v, 2.0 * math.pi))
         return emit(node, aten.mul.Tensor, radius, angle)
 
@@ -115,6 +203,11 @@ def _with_seed(joint: JointGraph, like: fx.Node) -> tuple[JointGraph, fx.Node]:
     with mode:
         seed.meta["val"] = torch.empty((), dtype=torch.int64, device=device)
     return replace(joint, inputs=(*joint.inputs, GraphInput("seed", "seed"))), seed
+
+
+def _log(node: fx.Node, u: fx.Node) -> fx.Node:
+    """log(1 - u)."""
+    return emit(node, aten.log1p.default, emit(node, aten.neg.default, u))
 
 
 def _scaled(node: fx.Node, x: fx.Node, factor: Any) -> fx.Node:
@@ -147,52 +240,40 @@ def _native_dropout(source: _Source, node: fx.Node) -> None:
         replace_node(item, (result, mask)[int_at(item, 1)])
 
 
-def _bernoulli(source: _Source, node: fx.Node) -> None:
+def _bernoulli(source: _Source, node: fx.Node) -> fx.Node:
     """1 with probability p, a number or the operand's own values."""
     (p,) = _named(node, "self" if node.target is aten.bernoulli.default else "p")
     less = aten.lt.Tensor if isinstance(p, fx.Node) else aten.lt.Scalar
-    replace_node(node, _cast(node, emit(node, less, source.uniform_like(node), p)))
+    return emit(node, less, source.uniform_like(node), p)
 
 
-def _rand(source: _Source, node: fx.Node) -> None:
-    replace_node(node, _cast(node, source.uniform_like(node)))
-
-
-def _randn(source: _Source, node: fx.Node) -> None:
-    replace_node(node, _cast(node, source.normal_like(node)))
-
-
-def _uniform(source: _Source, node: fx.Node) -> None:
+def _between(source: _Source, node: fx.Node) -> fx.Node:
     low, high = _named(node, "from", "to")
-    draw = _scaled(node, source.uniform_like(node), high - low)
-    replace_node(node, _cast(node, emit(node, aten.add.Tensor, draw, low)))
+    return emit(node, aten.add.Tensor, _scaled(node, source.uniform_like(node), high - low), low)
 
 
-def _normal(source: _Source, node: fx.Node) -> None:
+def _normal(source: _Source, node: fx.Node) -> fx.Node:
     mean, std = _named(node, "mean", "std")
-    draw = _scaled(node, source.normal_like(node), std)
-    replace_node(node, _cast(node, emit(node, aten.add.Tensor, draw, mean)))
+    return emit(node, aten.add.Tensor, _scaled(node, source.normal_like(node), std), mean)
 
 
-def _exponential(source: _Source, node: fx.Node) -> None:
+def _exponential(source: _Source, node: fx.Node) -> fx.Node:
     """-log(1 - u) / rate."""
     (rate,) = _named(node, "lambd")
-    log = emit(node, aten.log1p.default, emit(node, aten.neg.default, source.uniform_like(node)))
-    replace_node(node, _cast(node, _scaled(node, log, -1.0 / rate)))
+    return _scaled(node, _log(node, source.uniform_like(node)), -1.0 / rate)
 
 
-def _randint(source: _Source, node: fx.Node) -> None:
+def _randint(source: _Source, node: fx.Node) -> fx.Node:
     """floor(u * (high - low)) + low; u has 24 bits, so ranges up to 2^24 are evenly covered."""
     arguments = named_arguments(node.target, node.args, node.kwargs)
     low, high = arguments.get("low", 0), arguments["high"]
     floor = emit(node, aten.floor.default, _scaled(node, source.uniform_like(node), float(high - low)))
-    replace_node(node, _cast(node, emit(node, aten.add.Tensor, floor, float(low))))
+    return emit(node, aten.add.Tensor, floor, float(low))
 
 
-def _randperm(source: _Source, node: fx.Node) -> None:
+def _randperm(source: _Source, node: fx.Node) -> fx.Node:
     numbers = source.uniform(node, [int_at(node, 0)])
-    pair = emit(node, aten.sort.stable, numbers, stable=True)
-    replace_node(node, _cast(node, emit(node, operator.getitem, pair, 1)))
+    return emit(node, operator.getitem, emit(node, aten.sort.stable, numbers, stable=True), 1)
 
 
 def _refuse_generators(node: fx.Node) -> None:
@@ -205,20 +286,15 @@ def _refuse_generators(node: fx.Node) -> None:
     )
 
 
-_TABLE: dict[Any, Callable[[_Source, fx.Node], None]] = {
-    aten.native_dropout.default: _native_dropout,
-    aten.bernoulli.p: _bernoulli,
-    aten.bernoulli.default: _bernoulli,
-    aten.rand.default: _rand,
-    aten.rand_like.default: _rand,
-    aten.randn.default: _randn,
-    aten.randn_like.default: _randn,
-    aten.uniform.default: _uniform,
+_TABLE: dict[Any, Callable[[_Source, fx.Node], fx.Node]] = {
+    **dict.fromkeys((aten.bernoulli.p, aten.bernoulli.default), _bernoulli),
+    **dict.fromkeys((aten.rand.default, aten.rand_like.default), _Source.uniform_like),
+    **dict.fromkeys((aten.randn.default, aten.randn_like.default), _Source.normal_like),
+    aten.uniform.default: _between,
     aten.normal_functional.default: _normal,
     aten.exponential.default: _exponential,
     aten.randperm.default: _randperm,
-    aten.randint.default: _randint,
-    aten.randint.low: _randint,
-    aten.randint_like.default: _randint,
-    aten.randint_like.low_dtype: _randint,
+    **dict.fromkeys((aten.randint.default, aten.randint.low), _randint),
+    **dict.fromkeys((aten.randint_like.default, aten.randint_like.low_dtype), _randint),
 }
+"""What takes a draw's place, in any dtype."""

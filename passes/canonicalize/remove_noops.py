@@ -1,3 +1,5 @@
+"""Ops that need not run: copies, identities, dims that are kept and dropped again, dead code."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -7,18 +9,81 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.canonicalize.merge_duplicates import NO_DUPLICATES
-from passes.canonicalize.normalize_arguments import ONE_SPELLING
-from passes.canonicalize.view_properties import ONE_RESHAPE, PERMUTES_ABSORBED, PERMUTES_FUSED
-from passes.canonicalize.write_conjugates import CONJUGATES_WRITTEN
+from passes.canonicalize.normalize_arguments import NO_DUPLICATES, ONE_SPELLING, REDUCTIONS
+from passes.canonicalize.permutes import ONE_RESHAPE, PERMUTES_ABSORBED, PERMUTES_FUSED
 from passes.ir.graph_pass import GraphPass
 from passes.ir.graph_properties import NO_DEAD_CODE
-from passes.ir.joint import JointGraph, tensor_operands
-from passes.ir.rewrite import ints_at, replace
+from passes.ir.joint import JointGraph, node_values, tensor_operands
+from passes.ir.properties import of_ops
+from passes.ir.rewrite import call_like, erase_dead, ints_at, replace, shape_of, tensor_at
 
-__all__ = ["ALIASES", "RemoveNoops"]
+__all__ = [
+    "ALIASES",
+    "CONJUGATES_WRITTEN",
+    "WRITTEN",
+    "DropKeptDims",
+    "RemoveDeadCode",
+    "RemoveNoops",
+    "WriteConjugates",
+]
 
 aten = torch.ops.aten
+
+WRITTEN: dict[Any, Any] = {
+    aten._conj.default: aten.conj_physical.default,
+    aten._neg_view.default: aten.neg.default,
+}
+
+
+def _noted(node: fx.Node) -> str | None:
+    values = [v for v in node_values(node) if isinstance(v, torch.Tensor)]
+    is_noted = node.target in WRITTEN or any(v.is_conj() or v.is_neg() for v in values)
+    return "a conjugate that is only noted" if is_noted else None
+
+
+CONJUGATES_WRITTEN = of_ops("conjugates are written out", _noted)
+
+
+@dataclass(frozen=True)
+class WriteConjugates(GraphPass):
+    """Compute conjugates and their negated imaginary parts, which torch only notes in a bit of the tensor.
+
+        %c: c64[8, 5] = aten._conj(%x)
+        ->
+        %c: c64[8, 5] = aten.conj_physical(%x)
+
+    A clone that takes the bit away is then a copy like any other, and a collective moves what it should: it
+    sends memory and knows nothing of the bit. The conjugate of a Python number, in the gradient of `w * 2j`, is one.
+    """
+
+    ensures = (CONJUGATES_WRITTEN,)
+
+    def __call__(self, joint: JointGraph) -> JointGraph:
+        for node in joint.graph.nodes:
+            if node.op == "call_function":
+                node.target = WRITTEN.get(node.target, node.target)
+                if node.target is aten.conj_physical.default and isinstance(node.args[0], complex):
+                    _replace(node, node.args[0].conjugate())
+                else:
+                    _clear(node)
+        return joint
+
+
+def _replace(node: fx.Node, number: complex) -> None:
+    for user in list(node.users):
+        swapped = fx.map_arg((user.args, user.kwargs), lambda operand: number if operand is node else operand)
+        user.args, user.kwargs = swapped  # type: ignore[misc]
+    node.graph.erase_node(node)
+
+
+def _clear(node: fx.Node) -> None:
+    """Views of a conjugate have its bit too."""
+    value = node.meta["val"]
+    if isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg()):
+        node.meta["val"] = value.resolve_conj().resolve_neg()
+    elif isinstance(value, (tuple, list)):
+        parts = [v.resolve_conj().resolve_neg() if isinstance(v, torch.Tensor) else v for v in value]
+        node.meta["val"] = type(value)(parts)
 
 
 @dataclass(frozen=True)
@@ -132,3 +197,51 @@ _TABLE: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
     aten.cat.default: _cat,
     aten.where.self: _same_branches,
 }
+
+
+@dataclass(frozen=True)
+class DropKeptDims(GraphPass):
+    """Let a reduction drop its dims where a reshape would drop them right after.
+
+    %s: f32[1, 1, 16] = aten.sum(%x, [0, 1], True)        // %x: f32[4, 8, 16]
+    %g: f32[16]       = aten.reshape(%s, [16])
+    ->
+    %g: f32[16]       = aten.sum(%x, [0, 1], False)
+    """
+
+    requires = (ONE_SPELLING,)
+    breaks = (NO_DUPLICATES,)
+
+    def __call__(self, joint: JointGraph) -> JointGraph:
+        for node in list(joint.graph.nodes):
+            if node.target is aten.reshape.default and _drops_kept(node):
+                reduction = tensor_at(node)
+                x, dims = reduction.args[:2]
+                replace(node, call_like(reduction, x, dims, False, **reduction.kwargs))
+        erase_dead(joint.graph)
+        return joint
+
+
+def _drops_kept(node: fx.Node) -> bool:
+    reduction = tensor_at(node)
+    if reduction.target not in REDUCTIONS or len(reduction.users) > 1:
+        return False
+    dims = ints_at(reduction, 1)
+    left = [size for d, size in enumerate(shape_of(tensor_at(reduction))) if d not in dims]
+    return bool(reduction.args[2]) and left == list(shape_of(node))
+
+
+@dataclass(frozen=True)
+class RemoveDeadCode(GraphPass):
+    """Erase ops whose results nothing reads. Placeholders stay: they are the calling convention.
+
+    %unused: f32[8] = aten.relu(%x)
+    ->
+    (nothing)
+    """
+
+    ensures = (NO_DEAD_CODE,)
+
+    def __call__(self, joint: JointGraph) -> JointGraph:
+        erase_dead(joint.graph)
+        return joint

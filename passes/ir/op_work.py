@@ -15,7 +15,7 @@ from torch import fx
 from cost_model.measurements import KernelKind
 from passes.ir.joint import node_value, tensor_operands
 from passes.ir.op_traits import fuses, reads_shape_only
-from passes.rules.windowed.windows_in_space import per_dim
+from passes.rules.windowed.windowed import per_dim
 
 __all__ = ["arithmetic_kind", "global_flops", "reads_values"]
 

@@ -32,7 +32,7 @@ from torch import Tensor
 from cost_model.errors import ShardingError
 from passes.layout.layout import Span, spans_of
 from passes.ops.named_collective import NAMED_BY_NAME
-from passes.redistribution.message_table import Traffic, exchange_traffic, reduce_traffic
+from passes.redistribution.halo_steps import Traffic, exchange_traffic, reduce_traffic
 
 __all__ = ["add_up", "pack", "put_together", "row_numel", "split_sizes", "unpack"]
 

@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from cost_model.measure import own_collectives as own
-from cost_model.measure import timed_messages as messages
 from passes.ir.torch_compat import is_profiling, process_group_named, waited_for_with
 from passes.ops.registration import operator
 
@@ -32,9 +31,7 @@ def all_to_all(operand: Tensor, received: Sequence[int], sent: Sequence[int], gr
     """What `all_to_all_single` does, whatever the size: empty messages are left out."""
     if operand.device.type != "cpu":
         return c10d.all_to_all_single(operand, list(received), list(sent), group_name)
-    return waited_for_with(
-        *messages.start_all_to_all(operand, received, sent, process_group_named(group_name))
-    )
+    return waited_for_with(*own.start_all_to_all(operand, received, sent, process_group_named(group_name)))
 
 
 def all_gather(operand: Tensor, group_size: int, group_name: str) -> Tensor:

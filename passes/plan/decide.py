@@ -15,8 +15,7 @@ from passes.schedule.bucket_plan import bucketed_order
 from passes.schedule.hiding import hidden_reads
 from passes.schedule.issue_order import IssueOrder, issue_order
 from passes.states.backward_copies import copies_in
-from passes.strategies.prices import Prices
-from passes.strategies.pricing import local_nbytes
+from passes.strategies.prices import Prices, local_nbytes
 
 __all__ = ["Moved", "chosen_steps", "decide_lowering", "find_interiors", "lowered_by", "unmerged"]
 

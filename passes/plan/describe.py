@@ -32,9 +32,8 @@ from passes.plan.transfers import Transfer as Read
 from passes.redistribution.redistribute import Redistribution
 from passes.rules.core.rule_registry import is_fallback
 from passes.schedule.hiding import hidden_reads
-from passes.strategies.fused_groups import fused_group
-from passes.strategies.prices import Prices
-from passes.strategies.pricing import local_nbytes
+from passes.strategies.prices import Prices, local_nbytes
+from passes.strategies.traffic import fused_group
 
 __all__ = ["describe", "fallback_ops", "graph_hash", "op_counts", "shapes_of", "short_dtype"]
 

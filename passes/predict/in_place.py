@@ -10,7 +10,7 @@ from torch import fx
 from passes.compile.bind_device import written_into
 from passes.compile.fuse_eager import reduced_in_place
 from passes.ir.joint import node_value
-from passes.strategies.pricing import TrafficModel, eager_traffic
+from passes.strategies.traffic import TrafficModel, eager_traffic
 
 __all__ = ["InPlace", "copied_share", "in_place"]
 

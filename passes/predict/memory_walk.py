@@ -22,8 +22,7 @@ from passes.predict.in_place import in_place
 from passes.predict.memory_kinds import Kind, kind_of_op, made_by
 from passes.predict.memory_record import START, LiveValue, MemoryWalk
 from passes.predict.workspaces import NONE, Workspaces
-from passes.strategies.fused_reads import last_runs
-from passes.strategies.pricing import TrafficModel
+from passes.strategies.traffic import TrafficModel, last_runs
 
 __all__ = ["held_values", "live_value", "memory_walk", "program_values"]
 

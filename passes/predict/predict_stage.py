@@ -22,7 +22,7 @@ from passes.predict.prediction import Prediction
 from passes.simulate.lockstep import simulated_group_axes, simulated_groups
 from passes.stages.split_backward import split_backward
 from passes.strategies.prices import Prices
-from passes.strategies.pricing import eager_traffic
+from passes.strategies.traffic import eager_traffic
 
 __all__ = ["StageFigures", "kept_by_a_piece", "predict_stage"]
 

@@ -22,7 +22,7 @@ from passes.predict.workspaces import workspaces_of
 from passes.schedule.schedule import scheduled
 from passes.simulate.lockstep import simulated_group_axes, simulated_groups
 from passes.strategies.prices import Prices
-from passes.strategies.pricing import eager_traffic
+from passes.strategies.traffic import eager_traffic
 
 __all__ = [
     "PredictedCollective",

@@ -12,8 +12,7 @@ from torch import fx
 from cost_model.timeline import Event
 from passes.ir.op_traits import is_view, storage_root
 from passes.predict.in_place import copied_share
-from passes.strategies.prices import Prices
-from passes.strategies.pricing import local_seconds
+from passes.strategies.prices import Prices, local_seconds
 
 __all__ = [
     "COLLECTIVE_KINDS",

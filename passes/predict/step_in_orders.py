@@ -13,7 +13,7 @@ from passes.predict.predict_step import predict_phases, predicted_step, slowest_
 from passes.predict.prediction import Prediction
 from passes.simulate.lockstep import simulated_group_axes, simulated_groups
 from passes.strategies.prices import Prices
-from passes.strategies.pricing import eager_traffic
+from passes.strategies.traffic import eager_traffic
 
 __all__ = ["StepInOrders"]
 

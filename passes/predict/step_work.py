@@ -25,10 +25,9 @@ from passes.predict.step_events import (
     run_in_phase,
 )
 from passes.predict.workspaces import workspaces_of
-from passes.strategies.fused_groups import FusedGroup, fused_group
 from passes.strategies.kernel_keys import local_key, may_be_timed
-from passes.strategies.prices import Prices
-from passes.strategies.pricing import eager_traffic, local_seconds, local_work
+from passes.strategies.prices import Prices, local_seconds, local_work
+from passes.strategies.traffic import FusedGroup, eager_traffic, fused_group
 
 __all__ = ["CollectiveCase", "GroupCall", "KernelCase", "Operand", "StepWork", "TensorLook", "step_work"]
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from cost_model.measure import timed_messages as messages
+from cost_model.measure import own_collectives as own
 from passes.ir.joint import node_value, results_nbytes
 from passes.ops.uniform import UNIFORM_WORDS
 from passes.predict.convolution_copies import convolution_copies
 from passes.predict.step_events import COLLECTIVE_KINDS, AxesOf
 from passes.strategies.prices import Prices
-from passes.strategies.pricing import TrafficModel, eager_traffic
+from passes.strategies.traffic import TrafficModel, eager_traffic
 
 __all__ = ["NONE", "Workspaces", "random_words", "workspaces_of", "workspaces_on"]
 
@@ -76,5 +76,5 @@ def _gloo_copies(node: fx.Node) -> int:
     (operand,) = node.all_input_nodes[:1]
     if kind == "all_gather":
         part, ranks = node_value(operand), int(node.args[1])  # type: ignore[arg-type]
-        return 0 if messages.in_one_round("all_gather", part, ranks) else results_nbytes(node)
+        return 0 if own.in_one_round("all_gather", part, ranks) else results_nbytes(node)
     return results_nbytes(operand) if kind == "reduce_scatter" else 0

@@ -1,75 +1,210 @@
-"""Emitting halos: what windows read of other ranks' shards, and what they add to them.
+"""Halos: who sends what to whom when spans held of a dim become spans wanted of it, and what one rank emits for it.
 
-The table of messages follows from the layouts: from any distance, of any sizes, to empty shards too, around the end
-of a periodic dim. Only what is remote travels; several split dims go one after the other, the second with what the
-first has brought, so that corners arrive without messages of their own.
+    held   [0, 4) [4, 8)          wanted   [-1, 5) [3, 9)  of a periodic length 8
+    rank 1 sends to rank 0:       [7, 8) to place 0 of its buffer, [4, 5) to place 5
+
+The table of messages follows from the layouts, which all ranks know: every rank works out its own row and column of it,
+and both ends of a message agree without a word. Held spans do not overlap. Wanted spans may be anything, near or far;
+beyond [0, length) they wrap around, so who does not want that clips them first. Only what is remote travels; several
+split dims go one after the other, the second with what the first has brought, so that corners arrive without messages
+of their own.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from passes.layout.layout import Span
-from passes.redistribution.emit_steps import value
-from passes.redistribution.halo_site import HaloSite, without
-from passes.redistribution.span_pieces import flatten_pieces
+from cost_model.mesh import MeshSpec
+from passes.layout.layout import Layout, Span, laps
+from passes.redistribution.emit_steps import Emitter, flatten_pieces, value
 
-__all__ = ["halo_exchange", "halo_reduce"]
+__all__ = [
+    "HaloSite",
+    "Traffic",
+    "anything_foreign",
+    "exchange_traffic",
+    "halo_exchange",
+    "halo_reduce",
+    "pieces",
+    "reduce_traffic",
+    "without",
+]
+
+
+class Piece(NamedTuple):
+    """[lo, hi) of the dim, in global coordinates within [0, length), and its first place in the receiver's buffer."""
+
+    lo: int
+    hi: int
+    place: int
+
+    @property
+    def size(self) -> int:
+        return self.hi - self.lo
+
+
+def pieces(held: Span, wanted: Span, length: int) -> tuple[Piece, ...]:
+    """What the holder of `held` has of `wanted`, in the order of places: several pieces where `wanted` wraps around."""
+    if not length:
+        return ()
+    met = laps(wanted, held, length)
+    return tuple(Piece(lo - shift, hi - shift, lo - wanted[0]) for (lo, hi), shift in met)
+
+
+def anything_foreign(held: Sequence[Span], wanted: Sequence[Span], length: int) -> bool:
+    """Whether any rank wants what it does not hold: all ranks know, so all enter the collective or none."""
+    return any(
+        sum(piece.size for piece in pieces(mine, want, length)) < want[1] - want[0]
+        for mine, want in zip(held, wanted, strict=True)
+    )
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One rank's side of an exchange or a reduction.
+
+    sent:     per rank, spans of the operand's dim, local; the own entry stays here.
+    received: per rank, spans of the result's dim, local, in the order in which they arrive.
+    length:   of the result's dim.
+    foreign:  whether any rank sends anything to another.
+    """
+
+    sent: tuple[tuple[Span, ...], ...]
+    received: tuple[tuple[Span, ...], ...]
+    length: int
+    foreign: bool
+
+
+@lru_cache(maxsize=1024)
+def exchange_traffic(held: tuple[Span, ...], wanted: tuple[Span, ...], length: int, rank: int) -> Traffic:
+    """From parts to the spans wanted: what is received tiles the result."""
+    mine, want = held[rank], wanted[rank]
+    return Traffic(
+        sent=tuple(tuple((p.lo - mine[0], p.hi - mine[0]) for p in pieces(mine, w, length)) for w in wanted),
+        received=tuple(tuple((p.place, p.place + p.size) for p in pieces(h, want, length)) for h in held),
+        length=want[1] - want[0],
+        foreign=anything_foreign(held, wanted, length),
+    )
+
+
+@lru_cache(maxsize=1024)
+def reduce_traffic(held: tuple[Span, ...], wanted: tuple[Span, ...], length: int, rank: int) -> Traffic:
+    """The transpose: summands of the spans wanted go back to the parts, where what is received overlaps."""
+    there = exchange_traffic(held, wanted, length, rank)
+    return Traffic(there.received, there.sent, held[rank][1] - held[rank][0], there.foreign)
+
+
+@dataclass(frozen=True)
+class HaloSite:
+    """A step as one rank sees it."""
+
+    emit: Emitter
+    step: Any  # the Step subclass that `_EMIT` dispatched on
+    shape: tuple[int, ...]
+    mesh: MeshSpec
+    rank: int
+    groups: Mapping[tuple[str, ...], str]
+
+    @cached_property
+    def group_axes(self) -> tuple[str, ...]:
+        return tuple(sorted(self.step.axes, key=self.mesh.index))
+
+    @property
+    def group_name(self) -> str:
+        return self.groups[self.group_axes]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of this rank's group, in the group's order."""
+        return self.mesh.group(self.rank, self.group_axes)
+
+    def nesting(self, axes: Sequence[str]) -> tuple[list[int], list[int]]:
+        """Of the step's axes, as a layout nests them: (ranks along each, positions among them of the group's axes)."""
+        return [self.mesh.size(axis) for axis in axes], [axes.index(axis) for axis in self.group_axes]
+
+    def span(self, layout: Layout, dim: int, rank: int | None = None) -> Span:
+        return layout.interval(self.shape, self.mesh, dim, self.rank if rank is None else rank)
+
+    def part_sizes(self, layout: Layout, dim: int) -> list[int]:
+        """Sizes of the group's parts of `dim`, as the layout nests them: in ascending order."""
+        spans = (self.span(layout, dim, rank) for rank in self.mesh.group(self.rank, self.step.axes))
+        return [hi - lo for lo, hi in spans]
+
+    def overlaps(self, dim: int, sender: int, receiver: int) -> list[tuple[Span, Span]]:
+        """What rank `sender` holds of what `receiver` wants of `dim`, positions modulo its length: (places in the
+        sender's tensor, places in the receiver's result), in the receiver's order."""
+        held, wanted = self.span(self.step.before, dim, sender), self.span(self.step.after, dim, receiver)
+        return [
+            ((piece.lo - held[0], piece.hi - held[0]), (piece.place, piece.place + piece.size))
+            for piece in pieces(held, wanted, self.shape[dim])
+        ]
+
+    @property
+    def result_shape(self) -> tuple[int, ...]:
+        return self.step.after.local_shape(self.shape, self.mesh, self.rank)
+
+
+def without(shape: Sequence[int], dim: int) -> tuple[int, ...]:
+    return (*shape[:dim], *shape[dim + 1 :])
+
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
-Piece = tuple[Span, fx.Node]
+Arrived = tuple[Span, fx.Node]
 """(places in the result, what belongs there)."""
 
 
 def halo_exchange(site: HaloSite, x: fx.Node) -> fx.Node:
     """What others hold of my span, put around what I hold of it: also from one cut of a dim to another."""
-    pieces = _pieces(site, x)
+    arrived = _pieces(site, x)
     if not math.prod(site.result_shape):
         return site.emit.empty(x, site.result_shape)
-    whole = site.emit.cat([piece for _, piece in pieces], site.step.dim)
-    if len(pieces) > 1:
+    whole = site.emit.cat([piece for _, piece in arrived], site.step.dim)
+    if len(arrived) > 1:
         whole.meta["halo"] = True
     return whole
 
 
 def halo_reduce(site: HaloSite, x: fx.Node) -> fx.Node:
     """My part of the sum: my own summand, and those of others that reach into it."""
-    pieces, shape, dim = _pieces(site, x), list(site.result_shape), site.step.dim
-    ends = sorted({0, shape[dim], *itertools.chain.from_iterable(span for span, _ in pieces)})
-    runs = [_sum_of(site, pieces, (lo, hi), x) for lo, hi in itertools.pairwise(ends)]
+    arrived, shape, dim = _pieces(site, x), list(site.result_shape), site.step.dim
+    ends = sorted({0, shape[dim], *itertools.chain.from_iterable(span for span, _ in arrived)})
+    runs = [_sum_of(site, arrived, (lo, hi), x) for lo, hi in itertools.pairwise(ends)]
     return site.emit.cat(runs, dim) if runs else site.emit.empty(x, shape)
 
 
-def _sum_of(site: HaloSite, pieces: Sequence[Piece], run: Span, like: fx.Node) -> fx.Node:
+def _sum_of(site: HaloSite, arrived: Sequence[Arrived], run: Span, like: fx.Node) -> fx.Node:
     """What the pieces that cover `run`, all of it, add up to there."""
     dim = site.step.dim
     shape = list(site.result_shape)
     shape[dim] = run[1] - run[0]
     total: fx.Node | None = None
-    for (lo, hi), piece in pieces:
+    for (lo, hi), piece in arrived:
         if lo <= run[0] and run[1] <= hi:
             part = site.emit.slice(piece, dim, run[0] - lo, run[1] - lo)
             total = part if total is None else site.emit.call(aten.add.Tensor, total, part)
     return site.emit.call(aten.new_zeros.default, like, shape) if total is None else total
 
 
-def _pieces(site: HaloSite, x: fx.Node) -> list[Piece]:
+def _pieces(site: HaloSite, x: fx.Node) -> list[Arrived]:
     """All that others send, and what is here already, by place."""
     dim = site.step.dim
-    pieces = _foreign(site, x)
+    arrived = _foreign(site, x)
     for (lo, hi), places in site.overlaps(dim, site.rank, site.rank):
-        pieces.append((places, site.emit.slice(x, dim, lo, hi)))
-    return sorted(pieces, key=lambda piece: piece[0])
+        arrived.append((places, site.emit.slice(x, dim, lo, hi)))
+    return sorted(arrived, key=lambda piece: piece[0])
 
 
-def _foreign(site: HaloSite, x: fx.Node) -> list[Piece]:
+def _foreign(site: HaloSite, x: fx.Node) -> list[Arrived]:
     """Send each other rank of the group what it wants of `x`; what arrives."""
     if not _anything_foreign(site):
         return []
@@ -82,16 +217,16 @@ def _foreign(site: HaloSite, x: fx.Node) -> list[Piece]:
     flat = flatten_pieces(site.emit, x, dim, [span for message in sent for span, _ in message])
     target = c10d.all_to_all_single.default
     arrived = site.emit.collective(target, flat, [sum(in_numel)], in_numel, out_numel, site.group_name)
-    pieces: list[Piece] = []
+    placed: list[Arrived] = []
     first = 0
     for _, (lo, hi) in itertools.chain.from_iterable(received):
         shape = list(value(x).shape)
         shape[dim] = hi - lo
         count = (hi - lo) * width
         part = site.emit.slice(arrived, 0, first, first + count)
-        pieces.append(((lo, hi), site.emit.view(part, shape)))
+        placed.append(((lo, hi), site.emit.view(part, shape)))
         first += count
-    return pieces
+    return placed
 
 
 def _anything_foreign(site: HaloSite) -> bool:

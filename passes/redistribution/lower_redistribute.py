@@ -29,17 +29,18 @@ from torch import fx
 from cost_model.mesh import MeshSpec
 from passes.ir.fake_calls import FakeCalls
 from passes.layout.layout import Span
-from passes.redistribution.emit_steps import COLLECTIVES, Emitter, value
-from passes.redistribution.halo_site import HaloSite, without
-from passes.redistribution.halo_steps import halo_exchange, halo_reduce
-from passes.redistribution.span_pieces import (
+from passes.redistribution.emit_steps import (
+    COLLECTIVES,
+    Emitter,
     flatten_pieces,
     pad_parts,
     stack_parts,
     trim_parts,
     unflatten_pieces,
     unstack_parts,
+    value,
 )
+from passes.redistribution.halo_steps import HaloSite, halo_exchange, halo_reduce, without
 from passes.redistribution.steps import (
     AllGather,
     AllReduce,

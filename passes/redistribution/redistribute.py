@@ -23,12 +23,11 @@ from cost_model.errors import ProfileError, ShardingError
 from cost_model.mesh import MeshSpec
 from passes.layout.joined_axes import JoinedAxes
 from passes.layout.layout import Layout
-from passes.redistribution.dim_splits import DimSpec, Split, sort_key
 from passes.redistribution.moves import as_state, as_step
 from passes.redistribution.steps import Step
-from passes.redistribution.universe import Universe, UniverseKey, build_universe
+from passes.redistribution.universe import Universe, UniverseKey, build_universe, universe_key
 
-__all__ = ["CollectiveSeconds", "Redistribution", "Redistributor", "universe_key"]
+__all__ = ["CollectiveSeconds", "Redistribution", "Redistributor"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -234,21 +233,3 @@ class Redistributor:
                 raise ProfileError(f"{kind} of {nbytes} bytes over {axes} is priced at {seconds} seconds")
             self._seconds[key] = seconds
         return self._seconds[key]
-
-
-def universe_key(layouts: Sequence[Layout], shape: Sequence[int]) -> tuple[tuple[int, ...], UniverseKey]:
-    """(dims in play, what decides the moves) between `layouts` of a tensor of global `shape`. Dims of length 1 are in
-    play only if a layout splits them."""
-    used = {dim for layout in layouts for dim, axes in enumerate(layout.dims) if axes}
-    dims = tuple(d for d, length in enumerate(shape) if length > 1 or d in used)
-    return dims, UniverseKey(tuple(_dim_spec(layouts, shape[d], d) for d in dims), _reduced(layouts))
-
-
-def _dim_spec(layouts: Sequence[Layout], length: int, dim: int) -> DimSpec:
-    splits = {Split(x.dims[dim], x.sizes[dim], x.halos[dim]) for x in layouts}
-    explicit = sorted((s for s in splits if s.sizes is not None or s.halo is not None), key=sort_key)
-    return DimSpec(length, tuple(explicit)) if explicit else DimSpec(0, ())
-
-
-def _reduced(layouts: Sequence[Layout]) -> tuple[tuple[str, str], ...]:
-    return tuple(sorted({p for layout in layouts for p in layout.partial if p[1] != "sum"}))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,12 +13,12 @@ import numpy.typing as npt
 from cost_model.deadline import NEVER, Deadline
 from cost_model.mesh import MeshSpec
 from passes.layout.joined_axes import JoinedAxes
-from passes.layout.layout import nested_sizes
-from passes.redistribution.dim_splits import UNSPLIT, DimSpec, DimSplits, Split
-from passes.redistribution.moves import Moves, NextStep, Partial, State
-from passes.redistribution.steps import PAYLOAD_BYTES
+from passes.layout.layout import Layout, nested_sizes
+from passes.redistribution.dim_splits import UNSPLIT, DimSpec, DimSplits, Split, sort_key
+from passes.redistribution.moves import Moves, NextStep, Partial, State, as_state, as_step
+from passes.redistribution.steps import PAYLOAD_BYTES, Step
 
-__all__ = ["Universe", "UniverseKey", "build_universe"]
+__all__ = ["Universe", "UniverseKey", "build_universe", "step_problems", "universe_key"]
 
 _LOOKS = 256
 """States from one look at the clock to the next."""
@@ -32,6 +32,21 @@ class UniverseKey(NamedTuple):
 
     dims: tuple[DimSpec, ...]
     reduced: Partial
+
+
+def universe_key(layouts: Sequence[Layout], shape: Sequence[int]) -> tuple[tuple[int, ...], UniverseKey]:
+    """(dims in play, what decides the moves) between `layouts` of a tensor of global `shape`. Dims of length 1 are in
+    play only if a layout splits them."""
+    used = {dim for layout in layouts for dim, axes in enumerate(layout.dims) if axes}
+    dims = tuple(d for d, length in enumerate(shape) if length > 1 or d in used)
+    reduced = tuple(sorted({p for layout in layouts for p in layout.partial if p[1] != "sum"}))
+    return dims, UniverseKey(tuple(_dim_spec(layouts, shape[d], d) for d in dims), reduced)
+
+
+def _dim_spec(layouts: Sequence[Layout], length: int, dim: int) -> DimSpec:
+    splits = {Split(x.dims[dim], x.sizes[dim], x.halos[dim]) for x in layouts}
+    explicit = sorted((s for s in splits if s.sizes is not None or s.halo is not None), key=sort_key)
+    return DimSpec(length, tuple(explicit)) if explicit else DimSpec(0, ())
 
 
 @dataclass(frozen=True)
@@ -191,3 +206,39 @@ def _universe(
         shared=np.array([i for i, _ in shared], dtype=np.int64),
         share=np.array([share for _, share in shared], dtype=np.float64),
     )
+
+
+def step_problems(
+    held: Layout,
+    wanted: Layout,
+    steps: Sequence[Step],
+    shape: Sequence[int],
+    mesh: MeshSpec,
+    joined: JoinedAxes = (),
+) -> Iterator[str]:
+    """What is wrong with `steps` as a way from `held` to `wanted`, in sentences; nothing if each is a move that the
+    search has and they end in `wanted`.
+
+    shape: the tensor's global one. The layouts, those between the steps too, fit it and the mesh.
+    joined: axes that the search moved together.
+    """
+    if not steps and held == wanted:
+        return
+    dims, key = universe_key((held, wanted), shape)
+    # Axes that neither the tensor nor a step has only add moves that are none of these.
+    used = {*held.axes, *wanted.axes, *(axis for step in steps for axis in step.axes)}
+    part = MeshSpec(
+        {name: mesh.size(name) for name in mesh.names if name in used or not used}, mesh.device_type
+    )
+    runs = tuple(run for run in joined if used.issuperset(run))
+    moves = Moves(part, tuple(DimSplits(part, spec, runs) for spec in key.dims), runs)
+    now = held
+    for step in steps:
+        state = as_state(now, dims)
+        made = (as_step(state, move, dims, len(shape)) for move in moves(state) if move.make is type(step))
+        if all(step != other for other in made):
+            yield f"no step {step.text()} leads from {now} to {step.after}"
+            return
+        now = step.after
+    if now != wanted:
+        yield f"its steps lead to {now}, and it reads {wanted}"

@@ -21,7 +21,7 @@ Halos are merged as gradients are, among those that may travel together: each is
 transfers on the critical path are never merged: the first would wait for the last.
 
 A group holds no more bytes than at which starting is a tenth of the time
-(`cost_model.bucketed`): more would gain little, and memory holds a whole group; nor more than
+(`cost_model.collectives`): more would gain little, and memory holds a whole group; nor more than
 `Prices.moved_nbytes`. The least time on the wire wins a tie. The lists are solved one by one, as if each had the wire
 to itself.
 """
@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from cost_model.bucketed import BucketedPrices, copies_seconds
+from cost_model.collectives import BucketedPrices, copies_seconds
 from passes.ir.joint import JointGraph, node_value, result_index
 from passes.layout.assignment import Assignment
 from passes.plan.transfers import Move, Transfer

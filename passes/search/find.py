@@ -78,7 +78,7 @@ def find_assignment(
 
     Only of those that use the axes `prices.joined` together.
 
-    reserve: bytes of the limit that no tensor can have (`cost_model.reserve`); not part of the peak.
+    reserve: bytes of the limit that no tensor can have (`cost_model.memory`); not part of the peak.
     narrowing: as `build_space` takes it; nothing is proven of what it leaves out.
     judge: what an assignment takes on the timeline (`passes.search.agree`); None: the objective alone decides.
 

@@ -30,8 +30,8 @@ from passes.search.search_space import Edge, SearchSpace
 from passes.search.strategy_space import Option
 from passes.search.workspace_rows import with_workspaces
 from passes.states.offers import Offers
-from passes.strategies.prices import Prices
-from passes.strategies.pricing import OpTraffic, strategy_seconds
+from passes.strategies.prices import Prices, strategy_seconds
+from passes.strategies.traffic import OpTraffic
 
 __all__ = ["ABSENT", "build_offered"]
 

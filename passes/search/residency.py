@@ -13,9 +13,8 @@ from passes.ir.joint import JointGraph, node_value, node_values, result_index, t
 from passes.ir.op_traits import alias_chain, is_collect, is_either, is_use, is_view, storage_root
 from passes.layout.assignment import NodeLayouts
 from passes.lower.missing_tangents import missing_tangents
-from passes.strategies.fused_reads import last_runs
-from passes.strategies.prices import Prices
-from passes.strategies.pricing import TrafficModel, local_nbytes
+from passes.strategies.prices import Prices, local_nbytes
+from passes.strategies.traffic import TrafficModel, last_runs
 
 __all__ = ["InPlace", "OneOf", "Residency", "may_be_another"]
 

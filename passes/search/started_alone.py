@@ -1,8 +1,8 @@
 """A search problem in which every reduction that only the end of a phase needs pays for a start of its own.
 
-Such reductions share buckets, and each is charged as its part of a full one (`cost_model.bucketed`). Where all of them
-fill none, the step takes the start of a bucket that nobody was charged for, and a plan without any reduction may be
-faster. One that is found here has few.
+Such reductions share buckets, and each is charged as its part of a full one (`cost_model.collectives`). Where all
+of them fill none, the step takes the start of a bucket that nobody was charged for, and a plan without any reduction
+may be faster. One that is found here has few.
 """
 
 from __future__ import annotations

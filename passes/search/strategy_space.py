@@ -27,11 +27,10 @@ from passes.search.search_space import Edge, SearchSpace, distinct
 from passes.search.space_dims import out_of_space
 from passes.search.step_kinds import StepKinds, step_kinds
 from passes.solver.problem import Problem
-from passes.strategies.chains import find_chains
 from passes.strategies.cuts import Cuts, Wider, find_cuts, ops_of
-from passes.strategies.prices import Prices
-from passes.strategies.pricing import OpTraffic, local_nbytes, strategy_seconds
-from passes.strategies.strategies import enumerate_strategies
+from passes.strategies.prices import Prices, local_nbytes, strategy_seconds
+from passes.strategies.strategies import enumerate_strategies, find_chains
+from passes.strategies.traffic import OpTraffic
 
 __all__ = ["Option", "SpaceBuilder", "build_space"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from passes.canonicalize.insert_uses import InsertUses
-from passes.canonicalize.merge_duplicates import MergeDuplicates
+from passes.canonicalize.normalize_arguments import MergeDuplicates
 from passes.ir.graph_pass import run_passes
 from passes.ir.joint import GraphInput, GraphOutput, JointGraph, ancestors
 from passes.ir.op_traits import when_run

@@ -28,7 +28,7 @@ from passes.ir.op_traits import is_either, is_use, is_view
 from passes.ir.rewrite import duplicate_joint
 from passes.states.backward_copies import AGAIN, Copies
 from passes.states.cut_points import Place, candidates
-from passes.strategies.pricing import TrafficModel
+from passes.strategies.traffic import TrafficModel
 
 __all__ = ["EITHER", "Offers", "offered", "without_either"]
 

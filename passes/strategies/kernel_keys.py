@@ -28,7 +28,7 @@ def may_be_timed(node: fx.Node, fused: bool) -> bool:
     """Whether `node`, of either graph, is a kernel that can be run by itself on invented values.
 
     fused: by a compiler, which runs only products and opaque ops as kernels of their own; all others are in fused
-    groups (`passes.strategies.fused_groups`). An op that looks elements up by integers is none: which ones are looked
+    groups (`passes.strategies.traffic`). An op that looks elements up by integers is none: which ones are looked
     up decides its time, and whether it may run.
     """
     kind = op_kind(node)

@@ -1,29 +1,129 @@
-"""Everything that turns layouts into seconds on one mesh."""
+"""Seconds of ops under layouts: of one op under each of its strategies, and everything that a mesh is priced by."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 from torch import fx
 
 from cost_model.compute import ComputePrices
 from cost_model.groups import group_shape
-from cost_model.lateness import Lateness
-from cost_model.measurements import MEMORY_KINDS
+from cost_model.measurements import MEMORY_KINDS, Lateness
 from cost_model.memory import ADAMW, Optimizer
 from cost_model.mesh import MeshSpec
-from cost_model.timed import Priced
+from cost_model.timed import KernelWork, Priced
+from passes.ir.joint import first_value, node_value, node_values, tensor_operands
 from passes.ir.op_signature import op_signature
-from passes.layout.assignment import NodeLayouts
+from passes.ir.op_traits import fuses, is_view
+from passes.ir.op_work import arithmetic_kind, global_flops
+from passes.layout.assignment import FactorSplit, NodeLayouts
 from passes.layout.joined_axes import JoinedAxes
+from passes.layout.layout import Layout
 from passes.redistribution.redistribute import Redistributor
+from passes.rules.core.rule import OpRule
 from passes.rules.core.rule_registry import rule_for
-from passes.strategies.kernel_keys import operand_orders
-from passes.strategies.pricing import TrafficModel, fused_traffic, strategy_priced, strategy_seconds
+from passes.strategies.kernel_keys import kernel_form, kernel_key, local_key, operand_orders
+from passes.strategies.traffic import OpTraffic, TrafficModel, fused_traffic
 
-__all__ = ["Prices"]
+__all__ = ["Prices", "local_nbytes", "local_seconds", "local_work", "strategy_seconds"]
+
+
+def local_nbytes(layout: Layout, node: fx.Node, index: int, mesh: MeshSpec) -> int:
+    """Bytes of the largest shard of result `index` of `node` under `layout`."""
+    value = node_value(node, index)
+    return math.prod(layout.max_local_shape(value.shape, mesh)) * value.element_size()
+
+
+def strategy_seconds(
+    node: fx.Node,
+    rule: OpRule,
+    strategies: Sequence[NodeLayouts],
+    flow: OpTraffic,
+    mesh: MeshSpec,
+    prices: ComputePrices,
+) -> np.ndarray:
+    """Seconds of `node` per strategy on the rank with the largest shards: float64[len(strategies)].
+
+    Launch + max(operations / rate, bytes / memory bandwidth). A fused op that stores nothing has no
+    launch of its own, and one operation an element: little, but less where it is split.
+    """
+    if is_view(node):
+        return np.zeros(len(strategies))
+    flops = float(first_value(node).numel()) if fuses(node) else global_flops(node)
+    dtype = _dtype_name(node)
+    operands = tensor_operands(node)
+    results = [i for i, value in enumerate(node_values(node)) if value is not None]
+    form = None if prices.timed is None else _timed_form(node, flow)
+
+    def seconds(strategy: NodeLayouts) -> float:
+        share = math.prod(_share(split, rule, mesh) for split in strategy.splits)
+        nbytes = sum(
+            local_nbytes(layout, operand, 0, mesh)
+            for layout, operand, read in zip(strategy.operands, operands, flow.reads, strict=True)
+            if read
+        )
+        stored = sum(local_nbytes(strategy.results[i], node, i, mesh) for i in results) if flow.writes else 0
+        local_shape = lambda i: strategy.operands[i].max_local_shape(node_value(operands[i]).shape, mesh)
+        kind = arithmetic_kind(node, local_shape)
+        work = KernelWork(flops * share, nbytes + stored, dtype, kind, stored, flow.writes)
+        return prices.work_seconds(work, None if form is None else kernel_key(node, form, local_shape))
+
+    return np.array([seconds(strategy) for strategy in strategies])
+
+
+def strategy_priced(
+    node: fx.Node, strategy: NodeLayouts, flow: OpTraffic, mesh: MeshSpec, prices: ComputePrices
+) -> Priced:
+    """Where the seconds of `node` under the strategy come from."""
+    form = None if prices.timed is None or is_view(node) else _timed_form(node, flow)
+    if form is None:
+        return "modelled"
+    operands = tensor_operands(node)
+    local_shape = lambda i: strategy.operands[i].max_local_shape(node_value(operands[i]).shape, mesh)
+    return prices.priced(kernel_key(node, form, local_shape))
+
+
+def local_seconds(node: fx.Node, flow: OpTraffic, prices: ComputePrices) -> float:
+    """Seconds of `node` of one rank's graph, where values are local: as `strategy_seconds` prices it."""
+    if is_view(node):
+        return 0.0
+    form = None if prices.timed is None else _timed_form(node, flow)
+    return prices.work_seconds(local_work(node, flow), None if form is None else local_key(node, form))
+
+
+def _timed_form(node: fx.Node, flow: OpTraffic) -> str | None:
+    """By which it was timed; None: it is no kernel, but part of one, and that takes the rest of what was timed."""
+    if flow.group:
+        return flow.group
+    return kernel_form(node) if flow.writes else None
+
+
+def local_work(node: fx.Node, flow: OpTraffic) -> KernelWork:
+    """What the model prices an op of one rank's graph by."""
+    kept = [value for value in node_values(node) if value is not None]
+    flops = float(kept[0].numel()) if fuses(node) else global_flops(node)
+    read = [node_value(n) for n, reads in zip(tensor_operands(node), flow.reads, strict=True) if reads]
+    loaded, stored = (
+        sum(value.numel() * value.element_size() for value in values)
+        for values in (read, kept if flow.writes else ())
+    )
+    kind = arithmetic_kind(node, lambda i: node_value(tensor_operands(node)[i]).shape)
+    return KernelWork(flops, loaded + stored, _dtype_name(node), kind, stored, flow.writes)
+
+
+def _dtype_name(node: fx.Node) -> str:
+    return str(first_value(node).dtype).removeprefix("torch.")
+
+
+def _share(split: FactorSplit, rule: OpRule, mesh: MeshSpec) -> float:
+    """Of the op's operations, those of the largest shard of the factor."""
+    way = rule.splitting([split.factor])
+    length = way.sizes[split.factor]
+    largest = max(hi - lo for lo, hi in split.parts(length, mesh))
+    return largest / length * way.repeated.get(split.factor, 1.0)
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from passes.canonicalize.matmul_to_contract import EQUATIONS
 from passes.canonicalize.normalize_arguments import VIEWS
-from passes.canonicalize.normalize_creations import FILLS, RANGES
-from passes.canonicalize.remove_noops import ALIASES
-from passes.canonicalize.write_conjugates import WRITTEN
+from passes.canonicalize.permutes import EQUATIONS
+from passes.canonicalize.random_to_uniform import FILLS, RANGES
+from passes.canonicalize.remove_noops import ALIASES, WRITTEN
 from passes.capture.decompositions import decomposition_table
 
 __all__ = ["is_gone"]

@@ -13,9 +13,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from passes.canonicalize.normalize_arguments import NormalizeArguments
-from passes.canonicalize.normalize_creations import NormalizeCreations
-from passes.canonicalize.remove_dead_code import RemoveDeadCode
-from passes.canonicalize.remove_noops import RemoveNoops
+from passes.canonicalize.random_to_uniform import NormalizeCreations
+from passes.canonicalize.remove_noops import RemoveDeadCode, RemoveNoops
 from passes.capture.decompositions import decomposition_table
 from passes.ir.graph_pass import GraphPass, run_passes
 from passes.ir.graph_properties import INVARIANTS

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from passes.canonicalize.absorb_permutes import AbsorbPermutes
-from passes.canonicalize.matmul_to_contract import MatmulToContract
+from passes.canonicalize.permutes import AbsorbPermutes, MatmulToContract
 from passes.ir.graph_pass import GraphPass
 from passes.ir.joint import JointGraph
 from tests.canonicalize.graphs import applied, ops, ramp, text

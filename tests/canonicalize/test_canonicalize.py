@@ -167,10 +167,8 @@ def test_models_with_dropout(name: str) -> None:
 
 
 @pytest.mark.parametrize("graph_pass", {type(p): p for p in PIPELINE}.values(), ids=lambda p: p.name)
-def test_a_pass_its_file_and_its_test_have_one_name(graph_pass: GraphPass) -> None:
-    name = graph_pass.name.replace("-", "_")
-    assert type(graph_pass).__module__ == f"passes.canonicalize.{name}"
-    assert (Path(__file__).parent / f"test_{name}.py").exists()
+def test_a_pass_and_its_test_have_one_name(graph_pass: GraphPass) -> None:
+    assert (Path(__file__).parent / f"test_{graph_pass.name.replace('-', '_')}.py").exists()
 
 
 def test_the_same_model_gets_the_same_names() -> None:

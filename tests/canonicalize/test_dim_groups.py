@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from passes.canonicalize.dim_groups import Group, flatten, refine, resolve
+from passes.canonicalize.push_sweep import Group, flatten, refine, resolve
 
 Shape = tuple[int, ...]
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from passes.canonicalize.drop_kept_dims import DropKeptDims
+from passes.canonicalize.remove_noops import DropKeptDims
 from tests.canonicalize.graphs import applied, ramp, text
 
 

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from passes.canonicalize.drop_unit_dims import DropUnitDims
-from passes.canonicalize.matmul_to_contract import MatmulToContract
+from passes.canonicalize.permutes import DropUnitDims, MatmulToContract
 from passes.ir.graph_pass import GraphPass, run_passes
 from passes.ir.joint import JointGraph
 from tests.canonicalize.graphs import applied, ramp, text

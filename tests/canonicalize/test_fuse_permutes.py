@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from passes.canonicalize.fuse_permutes import FusePermutes
+from passes.canonicalize.permutes import FusePermutes
 from tests.canonicalize.graphs import applied, ramp, text
 
 

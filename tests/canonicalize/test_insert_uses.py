@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 
 from passes.canonicalize.insert_uses import InsertUses
-from passes.canonicalize.merge_duplicates import MergeDuplicates
+from passes.canonicalize.normalize_arguments import MergeDuplicates
 from passes.ir.graph_pass import run_passes
 from passes.ir.rewrite import copy_joint
 from tests.canonicalize.graphs import applied, assert_same, prepared, ramp, text

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from passes.canonicalize import mark_causal_masks
-from passes.canonicalize.mark_causal_masks import MarkCausalMasks
+from passes.canonicalize import insert_uses
+from passes.canonicalize.insert_uses import MarkCausalMasks
 from passes.compile.expand_ops import expand_ops
 from passes.ops import attention
 from tests.canonicalize.graphs import applied, ramp
@@ -69,7 +69,7 @@ OTHER: dict[str, Mask] = {
 @pytest.mark.parametrize("large", [2**22, 12], ids=["at once", "in blocks"])
 @pytest.mark.parametrize("name", [*CAUSAL, *OTHER])
 def test_only_the_causal_mask_is_marked(name: str, large: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mark_causal_masks, "_LARGEST", large)
+    monkeypatch.setattr(insert_uses, "_LARGEST", large)
     assert marks({**CAUSAL, **OTHER}[name]) == [name in CAUSAL] * 2
 
 

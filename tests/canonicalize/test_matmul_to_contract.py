@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from passes.canonicalize.matmul_to_contract import MatmulToContract
+from passes.canonicalize.permutes import MatmulToContract
 from tests.canonicalize.graphs import Function, applied, ramp, text
 
 

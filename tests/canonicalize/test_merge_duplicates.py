@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from passes.canonicalize.merge_duplicates import MergeDuplicates
+from passes.canonicalize.normalize_arguments import MergeDuplicates
 from tests.canonicalize.graphs import applied, ops, prepared, ramp, text
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from passes.canonicalize.normalize_creations import NormalizeCreations
+from passes.canonicalize.random_to_uniform import NormalizeCreations
 from tests.canonicalize.graphs import Function, applied, ramp, text
 
 

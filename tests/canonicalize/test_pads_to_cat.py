@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from passes.canonicalize.pads_to_cat import PadsToCat
+from passes.canonicalize.gradients import PadsToCat
 from tests.canonicalize.graphs import Function, applied, ops, ramp
 
 

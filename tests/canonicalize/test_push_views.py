@@ -6,9 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from passes.canonicalize.absorb_permutes import AbsorbPermutes
-from passes.canonicalize.fuse_permutes import FusePermutes
-from passes.canonicalize.matmul_to_contract import MatmulToContract
+from passes.canonicalize.permutes import AbsorbPermutes, FusePermutes, MatmulToContract
 from passes.canonicalize.push_views import PushViews
 from passes.ir.graph_pass import GraphPass, run_passes
 from passes.ir.joint import JointGraph

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from passes.canonicalize.remove_dead_code import RemoveDeadCode
+from passes.canonicalize.remove_noops import RemoveDeadCode
 from tests.canonicalize.graphs import joint_of, ramp, text
 
 

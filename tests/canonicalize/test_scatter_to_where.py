@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from passes.canonicalize.scatter_to_where import ScatterToWhere
+from passes.canonicalize.gradients import ScatterToWhere
 from tests.canonicalize.graphs import Function, applied, ops, ramp
 
 INDEX = torch.tensor([[2], [0]])

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from passes.canonicalize.sink_expands import SinkExpands
+from passes.canonicalize.gradients import SinkExpands
 from tests.canonicalize.graphs import applied, ops, ramp, text
 
 

@@ -4,8 +4,8 @@ import operator
 
 import torch
 
+from passes.canonicalize.gradients import SplitConvolutionBackward
 from passes.canonicalize.normalize_arguments import NormalizeArguments
-from passes.canonicalize.split_convolution_backward import SplitConvolutionBackward
 from passes.ir.graph_pass import run_passes
 from passes.ir.rewrite import copy_joint
 from tests.canonicalize.graphs import assert_same, prepared, ramp

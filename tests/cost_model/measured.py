@@ -11,12 +11,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cost_model.errors import ProfileError, ShardingError
-from cost_model.measure.behind import Pause
-from cost_model.measure.collective_work import Buffers, collective_work, whole_size
-from cost_model.measure.peers import world_peers
+from cost_model.measure.collective_work import Buffers, Pause, collective_work, whole_size
+from cost_model.measure.peers import new_group_over, teams_of, world_peers
 from cost_model.measure.recheck import CheckedPoint, recheck
 from cost_model.measure.sampling import Series, sample
-from cost_model.measure.teams import new_group_over, teams_of
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cost_model.bucketed import BucketedPrices, Seconds
+from cost_model.collectives import BucketedPrices, Seconds
 from cost_model.compute import ComputePrices
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile

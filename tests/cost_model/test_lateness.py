@@ -8,10 +8,9 @@ from dataclasses import replace
 import pytest
 
 from cost_model.errors import ProfileError
-from cost_model.lateness import Lateness
-from cost_model.measure.late_ranks import lateness
-from cost_model.profile import Profile
-from cost_model.profile_text import profile_text
+from cost_model.measure.overlap_efficiency import lateness
+from cost_model.measurements import Lateness
+from cost_model.profile import Profile, profile_text
 
 LATE = Lateness((1.0, 4.0, 16.0), (0.0, 1.5, 2.5))
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cost_model.measure.ahead import ahead_seconds
-from cost_model.measure.clock import CudaClock
+from cost_model.measure.clock import CudaClock, ahead_seconds
 from cost_model.measure.peers import Peers
 from cost_model.measure.sampling import Series, sample
 

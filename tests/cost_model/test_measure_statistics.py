@@ -10,18 +10,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from cost_model.curve import SampledCurve, curve, median, pooled, spread
 from cost_model.errors import ProfileError
 from cost_model.groups import group_ranks, occupancy, shapes_of
 from cost_model.link_model import model_lines
-from cost_model.measure.collective_work import Team, whole_size
-from cost_model.measure.compute_work import matmul_flops
-from cost_model.measure.device_series import DTYPES, device_rates, device_series
+from cost_model.measure.collective_work import whole_size
+from cost_model.measure.kernel_series import DTYPES, device_rates, device_series
+from cost_model.measure.kernel_work import matmul_flops
 from cost_model.measure.links import PEAK_MARGIN, Levels, fit_links, levels_of
 from cost_model.measure.measure import nbytes_ladder
 from cost_model.measure.overlap_efficiency import hidden_share, overlap_efficiency, waiting_share
-from cost_model.measure.peers import Peers
-from cost_model.measure.sampling import Series, sample
-from cost_model.measure.statistics import SampledCurve, curve, median, pooled_medians, spread
+from cost_model.measure.peers import Peers, Team
+from cost_model.measure.sampling import Bench, Series, sample
 from cost_model.measurements import KINDS, CollectiveSamples, LinkLevel
 from cost_model.mesh import MeshSpec
 from cost_model.profile_check import check_profile
@@ -68,7 +68,7 @@ def quiet(what: str, spent: float) -> None:
     ],
 )
 def test_falling_times_are_pooled(repeated: list[list[float]], expected: list[float]) -> None:
-    assert pooled_medians(repeated) == expected
+    assert pooled(repeated) == expected
 
 
 def test_spread_is_interquartile_range_over_median() -> None:
@@ -242,9 +242,10 @@ class Always:
 def test_what_hides_on_shared_cores_is_what_no_core_works_for() -> None:
     """Another clock for kernels says that ranks share cores: of 8 ms by the clock 2 are processor time."""
     teams = {((2, 1),): Team(cast(dist.ProcessGroup, None), (0, 1))}
-    given = [Peers(None), Always(8e-3), Always(2e-3), 1.0, torch.device("cpu"), lambda name, share: None]
-    assert overlap_efficiency(teams, (), None, *given) == 0.75  # type: ignore[arg-type]
-    assert overlap_efficiency({}, (), None, *given) == 0.0  # type: ignore[arg-type]
+    clocks, spec, device = (Always(8e-3), Always(2e-3)), MeshSpec({"x": 2}), torch.device("cpu")
+    bench = Bench(spec, device, Peers(None), teams, *clocks, lambda name, share: None)
+    assert overlap_efficiency(bench, (), None, 1.0) == 0.75  # type: ignore[arg-type]
+    assert overlap_efficiency(replace(bench, teams={}), (), None, 1.0) == 0.0  # type: ignore[arg-type]
 
 
 # ---- links

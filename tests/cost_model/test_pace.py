@@ -6,10 +6,9 @@ import pytest
 
 from cost_model.collectives import CollectivePrices
 from cost_model.compute import ComputePrices
-from cost_model.lateness import Lateness
-from cost_model.measurements import KINDS, UpdateRates
+from cost_model.correction import paced_profile, paced_times
+from cost_model.measurements import KINDS, Lateness, UpdateRates
 from cost_model.mesh import MeshSpec
-from cost_model.pace import paced_profile, paced_times
 from cost_model.profile import Profile
 from cost_model.timed import KernelKey, KernelWork, TimedCollective, TimedKernel, TimedPrices
 

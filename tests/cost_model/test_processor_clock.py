@@ -8,10 +8,9 @@ import time
 import pytest
 import torch
 
-from cost_model.measure import processor_clock
-from cost_model.measure.facts import machine_id
-from cost_model.measure.peers import Peers
-from cost_model.measure.processor_clock import ProcessorClock, compute_clock, ranks_per_core
+from cost_model.measure import clock as processor_clock
+from cost_model.measure.clock import ProcessorClock, compute_clock, ranks_per_core
+from cost_model.measure.peers import Peers, machine_id
 from cost_model.measure.sampling import Series, sample
 
 HERE = machine_id()

@@ -7,17 +7,19 @@ import os
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cost_model.curve import pooled
 from cost_model.errors import ProfileError
 from cost_model.measurements import CollectiveSamples, LinkLevel
 from cost_model.profile import Profile
 from cost_model.readers import read_profile
+from cost_model.readers.merge import NOISE, worst_fall
 from cost_model.readers.points import Place, group_of
-from cost_model.readers.pool import NOISE, pooled, worst_fall
 from tests.cost_model.reader_files import altered, line_of, points, sample
 
 H100 = Profile.named("h100")
@@ -260,7 +262,7 @@ def test_pooled_is_the_nearest_rising_sequence(times: list[float]) -> None:
 
     n = len(times)
     wanted = [max(min(mean(j, k) for k in range(i, n)) for j in range(i + 1)) for i in range(n)]
-    assert pooled(times) == pytest.approx(wanted, rel=1e-9)
+    assert pooled([[time] for time in times], fmean) == pytest.approx(wanted, rel=1e-9)
 
 
 @given(st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=12))

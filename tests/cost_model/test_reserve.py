@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cost_model.mesh import MeshSpec
-from cost_model.reserve import (
+from cost_model.memory import (
     COMMUNICATOR_BYTES,
     CONTEXT_BYTES,
     NETWORK_BYTES,
@@ -14,6 +13,7 @@ from cost_model.reserve import (
     communicators,
     reserve_bytes,
 )
+from cost_model.mesh import MeshSpec
 
 CUBE = MeshSpec({"a": 2, "b": 4, "c": 8}, device_type="cuda")
 

@@ -24,7 +24,7 @@ from passes.ir.op_traits import (
 )
 from passes.ir.op_work import global_flops, reads_values
 from passes.rules.core.rule_table import TABLE
-from passes.strategies.pricing import fused_traffic
+from passes.strategies.traffic import fused_traffic
 
 aten = torch.ops.aten
 autoshard = torch.ops.autoshard

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from autoshard import MeshSpec, Plan, find_plan
-from cost_model.reserve import reserve_bytes
+from cost_model.memory import reserve_bytes
 from tests.golden import Golden
 from tests.models import SwiGLU, TwoLinear
 from tests.plans.patterns import Block, LanguageModel, OneHead, Regression

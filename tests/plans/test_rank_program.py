@@ -142,7 +142,7 @@ def test_verify_checks_what_runs(ran: dict[str, list[tuple[Tensor, dict[str, str
 def test_nothing_that_lowers_knows_a_price() -> None:
     code = (
         "import sys, passes.lower.rank_program\n"
-        "print([m for m in sys.modules if m.startswith(('passes.search', 'passes.strategies.pricing', "
+        "print([m for m in sys.modules if m.startswith(('passes.search', 'passes.strategies.prices', "
         "'cost_model.profile', 'cost_model.collectives', 'cost_model.compute'))])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -18,8 +18,8 @@ from autoshard.plan.plan_origin import Rehearsed, pace_of
 from autoshard.plan.rehearsed_plan import rehearsed_plan
 from autoshard.plan.task import search_plan
 from autoshard.plan.why_not import Variant
+from cost_model.correction import paced_profile
 from cost_model.mesh import MeshSpec
-from cost_model.pace import paced_profile
 from tests.profiles import slow_compute
 from tests.refine.tasks import task
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from autoshard import InfeasibleError, MeshSpec, Plan, find_plan
 from autoshard.plan.plan_collectives import Collective, plan_reserve
-from cost_model.reserve import COMMUNICATOR_BYTES, CONTEXT_BYTES, PAIR_BYTES, PEER_BYTES
+from cost_model.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES, PAIR_BYTES, PEER_BYTES
 from tests.models import TwoLinear
 from tests.profiles import slow_compute
 

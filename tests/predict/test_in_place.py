@@ -15,7 +15,7 @@ from passes.predict.in_place import copied_share, in_place
 from passes.predict.memory_record import MemoryWalk
 from passes.predict.memory_walk import memory_walk
 from passes.simulate.lockstep import simulated_groups
-from passes.strategies.pricing import eager_traffic, fused_traffic
+from passes.strategies.traffic import eager_traffic, fused_traffic
 
 MESH = MeshSpec({"dp": 2})
 FIRST, SECOND = 512 * 256 * 4, 128 * 512 * 4

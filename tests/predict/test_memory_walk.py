@@ -19,7 +19,7 @@ from passes.predict.memory_record import LiveValue, MemoryStep, MemoryWalk
 from passes.predict.memory_walk import memory_walk
 from passes.predict.workspaces import workspaces_on
 from passes.simulate.lockstep import simulated_groups
-from passes.strategies.pricing import eager_traffic, fused_traffic
+from passes.strategies.traffic import eager_traffic, fused_traffic
 
 ONE = MeshSpec({"dp": 1})
 

@@ -13,8 +13,7 @@ from torch import Tensor, fx, nn
 from autoshard import MeshSpec, Plan, Profile, find_plan
 from autoshard.plan.find_plan import prices_of
 from cost_model.compute import ComputePrices
-from cost_model.lateness import Lateness
-from cost_model.measurements import DeviceRates, MatmulRates
+from cost_model.measurements import DeviceRates, Lateness, MatmulRates
 from passes.ir.joint import GraphInput, GraphOutput
 from passes.layout.assignment import NodeLayouts
 from passes.layout.layout import Layout
@@ -26,7 +25,7 @@ from passes.redistribution.redistribute import Redistributor
 from passes.schedule.overlap import Overlap
 from passes.simulate.lockstep import simulated_group_axes, simulated_groups
 from passes.strategies.prices import Prices
-from passes.strategies.pricing import eager_traffic
+from passes.strategies.traffic import eager_traffic
 from tests.profiles import slow_compute
 from tests.runtime.graphs import Local
 from tests.schedule.planned import joint_of, random_assignment

@@ -14,7 +14,7 @@ from passes.redistribution.lower_redistribute import emit
 from passes.redistribution.redistribute import Redistributor
 from passes.simulate.lockstep import simulated_group_axes, simulated_groups
 from passes.strategies.prices import Prices
-from passes.strategies.pricing import fused_traffic
+from passes.strategies.traffic import fused_traffic
 from tests.predict.test_predict import PerByte, round_prices
 from tests.runtime.graphs import Local
 

@@ -21,7 +21,7 @@ from passes.predict.predict_step import predicted_step
 from passes.predict.step_in_orders import StepInOrders
 from passes.simulate.lockstep import simulated_groups
 from passes.strategies.prices import Prices
-from passes.strategies.pricing import eager_traffic, fused_traffic
+from passes.strategies.traffic import eager_traffic, fused_traffic
 from tests.predict.test_predict import round_prices
 from tests.schedule.planned import joint_of, random_assignment
 

@@ -15,7 +15,7 @@ from passes.ir.torch_compat import allocations
 from passes.ops import named_collective
 from passes.ops.uniform import uniform_reference
 from passes.predict.workspaces import random_words, workspaces_on
-from passes.strategies.pricing import eager_traffic, fused_traffic
+from passes.strategies.traffic import eager_traffic, fused_traffic
 from tests.ranks import RankPool
 
 c10d = torch.ops._c10d_functional

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from cost_model.curve import SampledCurve
 from cost_model.measure.kernel_series import with_kernel_rates
 from cost_model.measure.kernel_work import update_work, updated_together
-from cost_model.measure.statistics import SampledCurve
 from cost_model.measurements import DeviceRates, MatmulRates
 
 

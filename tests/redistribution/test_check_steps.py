@@ -11,9 +11,9 @@ import torch
 
 from cost_model.mesh import MeshSpec
 from passes.layout.layout import Layout
-from passes.redistribution.check_steps import step_problems
 from passes.redistribution.redistribute import Redistribution, Redistributor
 from passes.redistribution.steps import STEPS, Step
+from passes.redistribution.universe import step_problems
 from tests.redistribution.layouts import creatable, link_prices, parts_of, random_layout, run_plan, totals
 from tests.spatial.test_halo_steps import with_halos
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from passes import ops  # noqa: F401  # pyright: ignore[reportUnusedImport]
-from passes.rules.check.claims import first_error
+from passes.rules.check.discover import first_error
 from passes.rules.check.trial import call_node
 from passes.rules.core.rule import OpRule
 from passes.rules.core.rule_registry import has_rule, rule_for

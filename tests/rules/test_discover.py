@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from cost_model.errors import ShardingError
-from passes.rules.check.claims import first_error
-from passes.rules.check.discover import discover_rule
+from passes.rules.check.discover import discover_rule, first_error
 from passes.rules.check.trial import call_node
 from passes.rules.core.rule_registry import RuleTable, rule_for
 from tests.rules.registered import Draw, aten

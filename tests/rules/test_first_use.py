@@ -12,8 +12,7 @@ from torch import Tensor, fx
 from cost_model.errors import ShardingError
 from passes.rules.check.first_use import tried_rule
 from passes.rules.core.assemble import assemble, dims
-from passes.rules.core.opcall import OpCall
-from passes.rules.core.rule import LocalContext, OpRule
+from passes.rules.core.rule import LocalContext, OpCall, OpRule
 from passes.rules.core.rule_registry import USER_RULES, register_rule
 
 RAN: list[torch.Size] = []

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from passes.rules.check.claims import first_error
+from passes.rules.check.discover import first_error
 from passes.rules.check.trial import call_node
 from passes.rules.core.assemble import whole_rule
 from passes.rules.core.notation import parse

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cost_model.errors import ShardingError
-from passes.rules.check.claims import first_error
+from passes.rules.check.discover import first_error
 from passes.rules.check.trial import call_node
 from passes.rules.core.rule import LocalContext
 from passes.rules.core.rule_registry import (
@@ -92,7 +92,7 @@ def test_localize(user_rules: None) -> None:
         return ctx.call(ctx.node.target, ctx.args[0], ctx.result_shape()[0])  # type: ignore[arg-type]
 
     from passes.rules.core.assemble import assemble, dims
-    from passes.rules.core.opcall import OpCall
+    from passes.rules.core.rule import OpCall
 
     node = call_node(torch.ops.rules_test.tile.default, (Draw(0).floats(3), 4))
     register_rule(tile, lambda call: tiled(call))

@@ -12,8 +12,7 @@ from torch import fx
 from passes.ir.op_signature import op_signature
 from passes.rules.check.trial import call_node
 from passes.rules.core.assemble import whole_rule
-from passes.rules.core.opcall import OpCall
-from passes.rules.core.rule import OpRule
+from passes.rules.core.rule import OpCall, OpRule
 from passes.rules.core.rule_registry import RuleTable, rule_for
 
 aten = torch.ops.aten

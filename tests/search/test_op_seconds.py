@@ -10,7 +10,7 @@ from cost_model.profile import Profile
 from passes.ir.joint import node_value, tensor_operands
 from passes.rules.check.trial import call_node
 from passes.rules.core.rule_registry import rule_for
-from passes.strategies.pricing import strategy_seconds
+from passes.strategies.prices import strategy_seconds
 from passes.strategies.strategies import enumerate_strategies
 
 MESH = MeshSpec({"a": 4}, device_type="cuda")

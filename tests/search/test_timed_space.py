@@ -18,7 +18,7 @@ from passes.rules.core.rule_registry import rule_for
 from passes.search.class_key import class_key
 from passes.search.strategy_space import build_space
 from passes.strategies.kernel_keys import kernel_form, kernel_key, operand_orders
-from passes.strategies.pricing import strategy_seconds
+from passes.strategies.prices import strategy_seconds
 from tests.refine.tasks import task
 
 SHORT, LONG = 1e-6, 1.0

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from passes.layout.layout import Span
 from passes.ops.halo_op import add_up, pack, put_together, row_numel, split_sizes, unpack
-from passes.redistribution.message_table import (
+from passes.redistribution.halo_steps import (
     Traffic,
     anything_foreign,
     exchange_traffic,

@@ -11,7 +11,7 @@ from passes.states.backward_copies import AGAIN
 from passes.states.compute_again import compute_again
 from passes.states.cut_points import candidates
 from passes.states.offers import offered
-from passes.strategies.pricing import eager_traffic
+from passes.strategies.traffic import eager_traffic
 from tests.plans.pipelines import stage_task
 
 

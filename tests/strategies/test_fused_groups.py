@@ -10,9 +10,8 @@ from autoshard.plan.find_plan import canonical_capture, find_plan
 from cost_model.mesh import MeshSpec
 from passes.lower.rank_program import rank_program
 from passes.simulate.lockstep import simulated_groups
-from passes.strategies import fused_groups
-from passes.strategies.fused_groups import fused_group, grouped_traffic
-from passes.strategies.pricing import fused_traffic
+from passes.strategies import traffic as fused_groups
+from passes.strategies.traffic import fused_group, fused_traffic, grouped_traffic
 from tests.profiles import slow_compute
 
 aten = torch.ops.aten

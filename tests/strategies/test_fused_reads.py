@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 from autoshard.plan.find_plan import canonical_capture
-from passes.strategies.fused_reads import last_runs
-from passes.strategies.pricing import eager_traffic, fused_traffic
+from passes.strategies.traffic import eager_traffic, fused_traffic, last_runs
 
 
 class Chain(nn.Module):

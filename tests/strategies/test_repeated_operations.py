@@ -10,8 +10,9 @@ import torch
 from cost_model.mesh import MeshSpec
 from passes.rules.check.trial import call_node
 from passes.rules.core.rule_registry import rule_for
-from passes.strategies.pricing import eager_traffic, strategy_seconds
+from passes.strategies.prices import strategy_seconds
 from passes.strategies.strategies import enumerate_strategies
+from passes.strategies.traffic import eager_traffic
 
 MESH = MeshSpec({"a": 4})
 SHAPE = (8, 16, 64, 128)

@@ -8,7 +8,7 @@ from torch import Tensor, fx, nn
 
 from autoshard.plan.find_plan import canonical_capture
 from passes.ir.joint import node_value, node_values, tensor_operands
-from passes.strategies.pricing import eager_traffic, uncompiled_traffic
+from passes.strategies.traffic import eager_traffic, uncompiled_traffic
 
 ROWS, WIDTH = 8, 16
 

@@ -26,8 +26,7 @@ from passes.plan.graph_text import format_seconds
 from passes.predict.predict_step import predict_phases
 from passes.rules.core.rule_registry import rule_for
 from passes.simulate.lockstep import simulated_group_axes, simulated_groups
-from passes.strategies.prices import Prices
-from passes.strategies.pricing import strategy_seconds
+from passes.strategies.prices import Prices, strategy_seconds
 from passes.strategies.strategies import enumerate_strategies
 from tests.profiles import slow_compute
 
@@ -235,7 +234,7 @@ loop of the op. A factor that the result does not have is summed.
 STRATEGIES = """
 `passes/strategies/strategies.py` gives every mesh axis a factor to split, or none. `[@tp, -]` is a layout: the first
 dim is
-split over tp, the second is whole. `+tp:sum`: each rank holds a part of a sum. `passes/strategies/pricing.py` prices
+split over tp, the second is whole. `+tp:sum`: each rank holds a part of a sum. `passes/strategies/prices.py` prices
 the rank
 with the largest parts.
 """

@@ -11,16 +11,17 @@ import pytest
 import torch
 
 from passes.canonicalize.canonicalize import PIPELINE
+from passes.canonicalize.gradients import GRADIENTS_APART, SCATTERS_WRITTEN
 from passes.canonicalize.insert_uses import READERS_SHARE
-from passes.canonicalize.matmul_to_contract import PRODUCTS_ARE_CONTRACTS
-from passes.canonicalize.merge_duplicates import NO_DUPLICATES
-from passes.canonicalize.normalize_arguments import ONE_SPELLING
-from passes.canonicalize.normalize_creations import PLAIN_CREATIONS
-from passes.canonicalize.random_to_uniform import NO_GENERATORS
-from passes.canonicalize.scatter_to_where import SCATTERS_WRITTEN
-from passes.canonicalize.split_convolution_backward import GRADIENTS_APART
-from passes.canonicalize.view_properties import ONE_RESHAPE, PERMUTES_ABSORBED, PERMUTES_FUSED
-from passes.canonicalize.write_conjugates import CONJUGATES_WRITTEN
+from passes.canonicalize.normalize_arguments import NO_DUPLICATES, ONE_SPELLING
+from passes.canonicalize.permutes import (
+    ONE_RESHAPE,
+    PERMUTES_ABSORBED,
+    PERMUTES_FUSED,
+    PRODUCTS_ARE_CONTRACTS,
+)
+from passes.canonicalize.random_to_uniform import NO_GENERATORS, PLAIN_CREATIONS
+from passes.canonicalize.remove_noops import CONJUGATES_WRITTEN
 from passes.ir.graph_pass import GraphPass
 from passes.ir.graph_properties import CAPTURED, INVARIANTS, NO_DEAD_CODE, NO_USES
 from passes.ir.joint import GraphInput, GraphOutput, JointGraph

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from passes.ir.joint import map_operands, tensor_operands
 from passes.layout.layout import Span, nested_sizes
 from passes.rules.core.rule import Dim, OpRule
-from passes.rules.windowed.periodic import spread, taken
+from passes.rules.windowed.windowed import spread, taken
 
 __all__ = ["REDUCTIONS", "Choice", "Trial", "call_node", "choices"]
 

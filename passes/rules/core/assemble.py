@@ -1,15 +1,17 @@
-"""From factor names per dim and concrete shapes to an `OpRule`."""
+"""From factor names per dim and concrete shapes to an `OpRule`; rules of pointwise ops, whose operands broadcast."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch
+
 from cost_model.errors import ShardingError
 from passes.layout.windows import Window
-from passes.rules.core.rule import Dim, Localize, OpRule
+from passes.rules.core.rule import Builder, Dim, Localize, OpCall, OpRule, TensorInfo
 
-__all__ = ["Dims", "assemble", "dims", "whole_rule"]
+__all__ = ["Dims", "assemble", "broadcast_dims", "dims", "linear_sets", "pointwise", "whole_rule"]
 
 Dims = Sequence[Dim]
 
@@ -120,3 +122,63 @@ def _clean(tensor: Dims, shape: Sequence[int], sizes: Mapping[str, int]) -> tupl
         () if length == 1 else tuple(f for f in dim if sizes[f] != 1)
         for dim, length in zip(tensor, shape, strict=True)
     )
+
+
+def pointwise(*linear: str) -> Builder:
+    """..., ... -> ...
+
+    linear: groups of argument names, "self other" for linear in both together; see `linear_sets`.
+    """
+
+    def build(call: OpCall) -> OpRule:
+        ndim = call.result.ndim
+        return assemble(
+            call.shapes,
+            [broadcast_dims(operand.ndim, ndim) for operand in call.operands],
+            [broadcast_dims(ndim)] * len(call.results),
+            linear=linear_sets(call, *linear),
+        )
+
+    return build
+
+
+def broadcast_dims(ndim: int, result_ndim: int | None = None) -> tuple[Dim, ...]:
+    """Dims of a tensor of `ndim`, aligned at the right with a result whose dims are d0, d1, ... (None: its own)."""
+    end = ndim if result_ndim is None else result_ndim
+    return tuple((f"d{i}",) for i in range(end - ndim, end))
+
+
+def linear_sets(call: OpCall, *groups: str) -> tuple[frozenset[int], ...]:
+    """Operand positions of each group of argument names in which this call is linear.
+
+    A group must be all tensors: x + 1 is not linear, for every rank would add the 1; a number that
+    is 0, or an argument left out, does no harm. An argument that is a list counts with all of its
+    tensors. No sums of bools, and no linearity where the result cannot hold what is summed (a float
+    cast to an integer is rounded in every part).
+    """
+    found: list[frozenset[int]] = []
+    for group in groups:
+        members: list[TensorInfo] = []
+        legal = True
+        for name in group.split():
+            value = call[name]
+            for item in value if isinstance(value, (list, tuple)) else [value]:
+                if isinstance(item, TensorInfo):
+                    members.append(item)
+                else:
+                    legal = legal and (item is None or item == 0)
+        if legal and members and _additive(members, call.results):
+            found.append(frozenset(m.position for m in members))
+    return tuple(found)
+
+
+def _additive(members: Sequence[TensorInfo], results: Sequence[TensorInfo | None]) -> bool:
+    lowest = min(_kind(r.dtype) for r in results if r is not None)
+    return all(0 < _kind(m.dtype) <= lowest for m in members)
+
+
+def _kind(dtype: torch.dtype) -> int:
+    """bool 0, integer 1, float 2, complex 3."""
+    if dtype == torch.bool:
+        return 0
+    return 3 if dtype.is_complex else 2 if dtype.is_floating_point else 1

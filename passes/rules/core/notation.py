@@ -23,9 +23,9 @@ from functools import cache
 
 from cost_model.errors import ShardingError
 from passes.rules.core.assemble import assemble
-from passes.rules.core.rule import Dim, Localize, OpRule
+from passes.rules.core.rule import Builder, Dim, Localize, OpCall, OpRule
 
-__all__ = ["Notation", "parse"]
+__all__ = ["Notation", "parse", "spec"]
 
 _ELLIPSIS = "..."
 _REDUCTIONS = ("sum", "max", "min")
@@ -251,3 +251,17 @@ def _names(name: str, counts: Mapping[str, int]) -> list[str]:
 
 def _show(term: Term) -> str:
     return " ".join("1" if not d else d[0] if len(d) == 1 else f"({' '.join(d)})" for d in term)
+
+
+def spec(text: str, localize: Localize | None = None) -> Builder:
+    """`text` in the notation of notation.py, for ops that always have the same operands. Results that the op was told
+    not to compute have no dims."""
+    notation = parse(text)
+
+    def build(call: OpCall) -> OpRule:
+        n = len(call.operands)
+        made = zip(notation.results, call.results, strict=True)
+        there = replace(notation, results=tuple(() if result is None else term for term, result in made))
+        return there.bind(call.shapes[:n], call.shapes[n:], localize)
+
+    return build

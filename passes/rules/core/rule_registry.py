@@ -20,13 +20,11 @@ from cost_model.errors import ShardingError
 from passes.ir.op_schema import written_arguments
 from passes.ir.op_signature import op_signature
 from passes.ir.torch_compat import op_key
-from passes.rules.core.assemble import whole_rule
+from passes.rules.core.assemble import pointwise, whole_rule
+from passes.rules.core.emit_op import neutral_where_empty
 from passes.rules.core.notation import Notation, parse
-from passes.rules.core.opcall import Builder, OpCall, describe
-from passes.rules.core.rule import Localize, OpRule
+from passes.rules.core.rule import Builder, Localize, OpCall, OpRule, describe
 from passes.rules.core.rule_table import TABLE
-from passes.rules.plain.empty_results import neutral_where_empty
-from passes.rules.plain.pointwise import pointwise
 
 __all__ = ["USER_RULES", "RuleTable", "has_rule", "is_fallback", "register_rule", "rule_for", "users_rules"]
 
@@ -140,16 +138,8 @@ USER_RULES = RuleTable()
 """The rules registered with `register_rule`."""
 
 
-def register_rule(
-    op: Any,
-    rule: str | Builder,
-    *,
-    linear: Iterable[Iterable[int]] = (),
-    localize: Localize | None = None,
-    trial: bool = True,
-) -> None:
-    """Say how `op` may be split, for all plans made from now on: `RuleTable.register` on `USER_RULES`."""
-    USER_RULES.register(op, rule, linear=linear, localize=localize, trial=trial)
+register_rule = USER_RULES.register
+"""Say how an op may be split, for all plans made from now on."""
 
 
 def _from_notation(notation: Notation, localize: Localize | None) -> Builder:

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from passes.ir.joint import node_value
-from passes.rules.core.assemble import Dims, assemble, whole_rule
+from passes.rules.core.assemble import Dims, assemble, linear_sets, whole_rule
 from passes.rules.core.emit_op import (
     again,
     argument,
@@ -23,9 +23,7 @@ from passes.rules.core.emit_op import (
     with_ones,
     zero_where,
 )
-from passes.rules.core.opcall import Builder, OpCall, TensorInfo
-from passes.rules.core.rule import Dim, LocalContext, Localize, OpRule
-from passes.rules.plain.pointwise import linear_sets
+from passes.rules.core.rule import Builder, Dim, LocalContext, Localize, OpCall, OpRule, TensorInfo
 
 __all__ = [
     "IndexDims",

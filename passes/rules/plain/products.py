@@ -1,12 +1,36 @@
-"""Matrix products: autoshard::contract."""
+"""Products of matrices: contractions, grouped products, attention, and ops on batches of matrices."""
 
 from __future__ import annotations
 
-from passes.rules.core.notation import parse
-from passes.rules.core.opcall import OpCall
-from passes.rules.core.rule import OpRule
+from collections.abc import Sequence
 
-__all__ = ["contract"]
+from torch import fx
+
+from passes.ops.grouped_product import kind_of
+from passes.rules.core.assemble import Dims, assemble, broadcast_dims, dims, linear_sets
+from passes.rules.core.emit_op import (
+    again,
+    argument,
+    aten,
+    constant,
+    empty_safe,
+    global_tensor,
+    is_empty,
+    positions,
+)
+from passes.rules.core.notation import parse, spec
+from passes.rules.core.rule import Builder, Dim, LocalContext, Localize, OpCall, OpRule, TensorInfo
+
+__all__ = [
+    "attention",
+    "attention_backward",
+    "batched",
+    "columns",
+    "contract",
+    "diagonal",
+    "grouped_mm",
+    "int_product",
+]
 
 
 def contract(call: OpCall) -> OpRule:
@@ -20,3 +44,173 @@ def _with_sums(equation: str) -> str:
     left, right = equation.split("->")
     gone = dict.fromkeys(word for word in left.replace(",", " ").split() if word not in right.split())
     return equation + "".join(f"; {word}: sum" for word in gone)
+
+
+_TERMS = {
+    "rows": ("l k", "g k n", "l n", {"k": "sum", "g": "sum"}),
+    "columns": ("g m k", "k l", "m l", {"k": "sum", "g": "sum"}),
+    "summed": ("m l", "l n", "g m n", {"l": "sum"}),
+}
+
+
+def grouped_mm(call: OpCall) -> OpRule:
+    """rows: l k, g k n -> l n; columns: g m k, k l -> m l; summed: m l, l n -> g m n. For rows and columns, a
+    rank with some of the groups gives zeros for the others, so the result is a pending sum.
+
+    `offs` is whole on every rank: a rank needs the ends of other ranks' groups to know where its own begin.
+    """
+    a, b, result, reductions = _TERMS[kind_of(call.tensor("a").ndim, call.tensor("b").ndim)]
+    return assemble(
+        call.shapes,
+        [dims(a), dims(b), dims("ends")],
+        [dims(result)],
+        sizes={"g": call["count"]},
+        reductions=reductions,
+        whole=["ends"],
+        linear=linear_sets(call, "a", "b"),
+        localize=_grouped,
+    )
+
+
+def _grouped(ctx: LocalContext) -> fx.Node:
+    """Ends are counted from where the rank's part of the jagged dim begins; the op itself cuts them off at both ends
+    of it."""
+    if is_empty(ctx, "g"):
+        return constant(ctx, 0)
+    offs, first, count = (argument(ctx, name) for name in ("offs", "first", "count"))
+    if ctx.is_split("l"):
+        offs = ctx.call(aten.sub.Tensor, offs, ctx.interval("l")[0])
+    if ctx.is_split("g"):
+        low, high = ctx.interval("g")
+        first, count = first + low, high - low
+    return again(ctx, offs=offs, first=first, count=count)
+
+
+_DIMS = {
+    "grad_out": "b h s e",
+    "q": "b h s d",
+    "k": "b h t d",
+    "v": "b h t e",
+    "mask": "b h s t",
+    "out": "b h s e",
+    "lse": "b h s",
+}
+
+
+def attention(call: OpCall) -> OpRule:
+    """b h s d, b h t d, b h t e, b h s t -> b h s e, b h s"""
+    return _attention(call, [dims("b h s e"), dims("b h s")], {}, ())
+
+
+def attention_backward(call: OpCall) -> OpRule:
+    """grad_out, q, k, v, mask, out, lse -> b h s d, b h t d, b h t e; s: sum"""
+    results = [dims("b h s d"), dims("b h t d"), dims("b h t e")]
+    # out and lse are fixed, so the softmax's gradient is linear in grad_out
+    return _attention(call, results, {"s": "sum"}, linear_sets(call, "grad_out"))
+
+
+def _attention(
+    call: OpCall,
+    results: Sequence[Sequence[Dim]],
+    reductions: dict[str, str],
+    linear: tuple[frozenset[int], ...],
+) -> OpRule:
+    present = [name for name in call.arguments if name in _DIMS and call[name] is not None]
+    operands = [_right_aligned(_DIMS[name], call.tensor(name).ndim) for name in present]
+    # Beside another mask, causality has no place in one.
+    both = call["is_causal"] and call["mask"] is not None
+    whole = ["t", "d", "e", *(["s"] if both else [])]
+    by_position = call["is_causal"] or call["mask_is_causal"]
+    return assemble(
+        call.shapes,
+        operands,
+        results,
+        reductions=reductions,
+        whole=whole,
+        linear=linear,
+        repeated={"s": 2.0} if by_position else {},
+        localize=_masked if by_position else None,
+    )
+
+
+def _masked(ctx: LocalContext) -> fx.Node:
+    """A part of the queries reads a mask: kernels know causality of queries from 0 on. They compute what it hides."""
+    if not ctx.is_split("s"):
+        return again(ctx)
+    if argument(ctx, "mask_is_causal"):
+        return again(ctx, mask_is_causal=False)
+    low, high = ctx.interval("s")
+    queries = ctx.call(aten.reshape.default, positions(ctx, low, high), [1, 1, high - low, 1])
+    keys = positions(ctx, 0, global_tensor(ctx, "k").shape[2])
+    return again(ctx, mask=ctx.call(aten.le.Tensor, keys, queries), is_causal=False)
+
+
+def _right_aligned(names: str, ndim: int) -> tuple[Dim, ...]:
+    """A mask may have fewer dims than the scores."""
+    return dims(names.split()[len(names.split()) - ndim :])
+
+
+def batched(text: str, *linear: str, localize: Localize | None = None) -> Builder:
+    """text: how many dims one of a batch has, of each operand and result: "2 2 -> 2 1 0". Those are whole; the dims in
+    front broadcast. Operands that are left out are the last. linear: argument names, see `linear_sets`."""
+    given, made = ([int(word) for word in side.split()] for side in text.split("->"))
+
+    @empty_safe
+    def build(call: OpCall) -> OpRule:
+        counts = [*given[: len(call.operands)], *made]
+        pairs = list(zip((*call.operands, *call.results), counts, strict=True))
+        batch = max(t.ndim - count for t, count in pairs if t is not None)
+        dims = [_dims(t, count, batch) for t, count in pairs]
+        n = len(call.operands)
+        return assemble(call.shapes, dims[:n], dims[n:], linear=linear_sets(call, *linear), localize=localize)
+
+    return build
+
+
+def _dims(tensor: TensorInfo | None, count: int, batch: int) -> Dims:
+    """None, or empty and of fewer dims: what the op was told not to compute."""
+    ndim = 0 if tensor is None else tensor.ndim
+    return (*broadcast_dims(max(0, ndim - count), batch), *[()] * min(count, ndim))
+
+
+def diagonal(call: OpCall) -> OpRule:
+    """a m n -> a k; m, n: whole"""
+    operand = call.tensor("self")
+    gone = [call[name] % operand.ndim for name in ("dim1", "dim2")]
+    dims = [() if d in gone else (f"d{d}",) for d in range(operand.ndim)]
+    kept = [dims[d] for d in range(operand.ndim) if d not in gone]
+    return assemble(call.shapes, [dims], [[*kept, ()]], linear=linear_sets(call, "self"))
+
+
+def columns(call: OpCall) -> OpRule:
+    """x d, y -> z d, or x d, y d, z -> z; d: sum. Matrices share their last dim; all else is whole."""
+    dims: list[Dims] = [
+        ((), ("d",)) if t is not None and t.ndim == 2 else ((),) * (0 if t is None else t.ndim)
+        for t in (*call.operands, *call.results)
+    ]
+    n = len(call.operands)
+    summed = {} if call.result.ndim == 2 else {"d": "sum"}
+    return assemble(call.shapes, dims[:n], dims[n:], reductions=summed)
+
+
+def _int_product(ctx: LocalContext) -> fx.Node:
+    """CUDA wants more than 16 rows, and multiples of 8 of the other dims: what a part lacks is zeros, cut off again."""
+    if not any(ctx.is_split(factor) for factor in "mkn"):
+        return again(ctx)
+    m, n = ctx.result_shape()
+    k = global_tensor(ctx, "mat2").shape[0]
+    if ctx.is_split("k"):
+        low, high = ctx.interval("k")
+        k = high - low
+    more = max(0, 17 - m), -k % 8, -n % 8
+    a, b = (
+        ctx.call(aten.constant_pad_nd.default, argument(ctx, name), [0, columns, 0, rows], 0)
+        for name, rows, columns in (("self", more[0], more[1]), ("mat2", more[1], more[2]))
+    )
+    found = again(ctx, self=a, mat2=b)
+    for dim, length in enumerate((m, n)):
+        found = ctx.call(aten.slice.Tensor, found, dim, 0, length)
+    return found
+
+
+int_product = empty_safe(spec("m k, k n -> m n", _int_product))

@@ -3,12 +3,12 @@ others; with the index split, the additive ops leave a pending sum (and one rank
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
 
-from passes.rules.core.assemble import assemble, whole_rule
+from passes.rules.core.assemble import assemble, linear_sets, whole_rule
 from passes.rules.core.emit_op import (
     again,
     argument,
@@ -21,10 +21,8 @@ from passes.rules.core.emit_op import (
     local_index,
     zero_where,
 )
-from passes.rules.core.opcall import OpCall
-from passes.rules.core.rule import Dim, LocalContext, Localize, OpRule
+from passes.rules.core.rule import Dim, LocalContext, Localize, OpCall, OpRule
 from passes.rules.plain.indexing import IndexDims, gather_dims, own_rows, rows_along
-from passes.rules.plain.pointwise import linear_sets
 
 __all__ = ["embedding_backward", "index_add", "index_put", "scatter", "scatter_add", "scatter_reduce"]
 
@@ -86,41 +84,44 @@ def _adding(name: str, values: str, summed: Sequence[str], after: int = 0) -> Lo
     return localize
 
 
-def scatter_add(call: OpCall) -> OpRule:
-    """v a, k a, k a -> v a; k: sum"""
-    source, position = call.tensor("self"), call.tensor("index")
-    if source.ndim == 0 or position.shape != call.tensor("src").shape or source.dtype == torch.bool:
-        return whole_rule(call.shapes, len(call.operands))
-    operand, indices, whole = gather_dims(source.shape, position.shape, call["dim"])
-    return assemble(
-        call.shapes,
-        [operand, indices, indices],
-        [operand],
-        reductions={"k": "sum"},
-        whole=whole,
-        linear=linear_sets(call, "self src"),
-        localize=_adding("index", "src", ["k"]),
-    )
-
-
-def scatter(call: OpCall) -> OpRule:
-    """v a, k a, k a -> v a, or with one value for all. Where two write one element the last one wins,
-    so k is whole, and only with k = 1 is the choice sure to be the same for all summands."""
-    source, position = call.tensor("self"), call.tensor("index")
-    values = call.arguments.get("src")
+def _along_index(
+    call: OpCall,
+    *linear: str,
+    whole: Sequence[str] = ("k",),
+    reductions: Mapping[str, str] | None = None,
+    localize: Localize | None = None,
+) -> OpRule:
+    """v a, k a, k a -> v a, or with one value for all."""
+    source, position, values = call.tensor("self"), call.tensor("index"), call.arguments.get("src")
     if source.ndim == 0 or (values is not None and values.shape != position.shape):
         return whole_rule(call.shapes, len(call.operands))
-    operand, indices, whole = gather_dims(source.shape, position.shape, call["dim"])
-    single = position.shape[call["dim"] % source.ndim] == 1
-    groups = ["self value"] if values is None else ["self src"] if single else []
+    operand, indices, partial = gather_dims(source.shape, position.shape, call["dim"])
     return assemble(
         call.shapes,
         [operand, indices, indices][: len(call.operands)],
         [operand],
-        whole=["k", *whole],
-        linear=linear_sets(call, *groups),
-        localize=_scatter,
+        reductions=reductions,
+        whole=[*whole, *partial],
+        linear=linear_sets(call, *linear),
+        localize=localize,
     )
+
+
+def scatter_add(call: OpCall) -> OpRule:
+    """k: sum"""
+    if call.tensor("self").dtype == torch.bool:
+        return whole_rule(call.shapes, len(call.operands))
+    adding = _adding("index", "src", ["k"])
+    return _along_index(call, "self src", whole=(), reductions={"k": "sum"}, localize=adding)
+
+
+def scatter(call: OpCall) -> OpRule:
+    """Where two write one element the last one wins, so k is whole, and only with k = 1 is the choice sure to be the
+    same for all summands."""
+    position = call.tensor("index")
+    single = position.ndim > 0 and position.shape[call["dim"] % position.ndim] == 1
+    groups = ["self value"] if call.arguments.get("src") is None else ["self src"] if single else []
+    return _along_index(call, *groups, localize=_scatter)
 
 
 def _scatter(ctx: LocalContext) -> fx.Node:
@@ -137,12 +138,8 @@ def _scatter(ctx: LocalContext) -> fx.Node:
 
 
 def scatter_reduce(call: OpCall) -> OpRule:
-    """v a, k a, k a -> v a; v: whole, k: whole"""
-    source, position = call.tensor("self"), call.tensor("index")
-    if source.ndim == 0 or position.shape != call.tensor("src").shape:
-        return whole_rule(call.shapes, len(call.operands))
-    operand, indices, whole = gather_dims(source.shape, position.shape, call["dim"])
-    return assemble(call.shapes, [operand, indices, indices], [operand], whole=["v", "k", *whole])
+    """v: whole, k: whole"""
+    return _along_index(call, whole=("v", "k"))
 
 
 def index_add(call: OpCall) -> OpRule:

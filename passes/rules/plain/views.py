@@ -1,20 +1,42 @@
-"""Ops that only regroup or reorder dims: reshape, permute, expand."""
+"""Ops that regroup, make and reduce dims, and those that need dims whole (sort, cumsum, Fourier transforms).
+
+Of what is made every dim may be split: each rank makes its part.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
 
-from passes.rules.core.assemble import assemble
-from passes.rules.core.emit_op import again, argument, aten
-from passes.rules.core.opcall import OpCall
-from passes.rules.core.rule import Dim, LocalContext, OpRule
-from passes.rules.plain.pointwise import broadcast_dims, linear_sets
+from passes.ir.joint import node_value
+from passes.rules.core.assemble import assemble, broadcast_dims, linear_sets
+from passes.rules.core.emit_op import again, argument, aten, empty_safe, offset
+from passes.rules.core.rule import Builder, Dim, LocalContext, Localize, OpCall, OpRule
 
-__all__ = ["common_factors", "expand", "in_rows", "permute", "view"]
+__all__ = [
+    "along",
+    "arange",
+    "collect",
+    "common_factors",
+    "expand",
+    "extremum",
+    "full",
+    "histogram",
+    "in_rows",
+    "iota",
+    "permute",
+    "piece",
+    "reduce",
+    "reduce_whole",
+    "transform",
+    "uniform",
+    "view",
+]
 
 Grouping = list[Dim]
 
@@ -101,7 +123,7 @@ def _groups(source: Sequence[int], target: Sequence[int]) -> list[tuple[list[int
 
 def permute(call: OpCall) -> OpRule:
     """a b c -> c a b"""
-    operand = broadcast_dims(call.result.ndim, call.result.ndim)
+    operand = broadcast_dims(call.result.ndim)
     reordered = [operand[d] for d in call["dims"]]
     return assemble(call.shapes, [operand], [reordered], linear=linear_sets(call, "self"))
 
@@ -119,7 +141,158 @@ def expand(call: OpCall) -> OpRule:
     return assemble(
         call.shapes,
         [broadcast_dims(call.operands[0].ndim, ndim)],
-        [broadcast_dims(ndim, ndim)],
+        [broadcast_dims(ndim)],
         linear=linear_sets(call, "self"),
         localize=lambda ctx: again(ctx, size=ctx.result_shape()),
     )
+
+
+def full(call: OpCall) -> OpRule:
+    """-> a b"""
+    return _made(call, lambda ctx: again(ctx, size=ctx.result_shape()))
+
+
+def _made(call: OpCall, localize: Localize) -> OpRule:
+    operands = [((),) * operand.ndim for operand in call.operands]
+    return assemble(call.shapes, operands, [broadcast_dims(call.result.ndim)], localize=localize)
+
+
+def arange(call: OpCall) -> OpRule:
+    """Splits if start and step are whole numbers: only then is a part's start exact."""
+    exact = all(v == int(v) for v in (call["start"], call["step"]))
+    return assemble(call.shapes, [], [[("d0",)]], whole=() if exact else ["d0"], localize=_arange)
+
+
+def _arange(ctx: LocalContext) -> fx.Node:
+    """[start + lo * step, start + hi * step): int(...) keeps an integer range an integer range."""
+    if not ctx.is_split("d0"):
+        return again(ctx)
+    start, step = (int(argument(ctx, name)) for name in ("start", "step"))
+    low, high = ctx.interval("d0")
+    dtype = node_value(ctx.node).dtype
+    return again(ctx, start=start + low * step, end=start + high * step, step=step, dtype=dtype)
+
+
+def iota(call: OpCall) -> OpRule:
+    """prims.iota(length, start=, step=, ...)"""
+    return _made(call, _iota)
+
+
+def _iota(ctx: LocalContext) -> fx.Node:
+    low = offset(ctx, "d0")
+    start = argument(ctx, "start") + low * argument(ctx, "step")
+    return again(ctx, length=ctx.result_shape()[0], start=start)
+
+
+def uniform(call: OpCall) -> OpRule:
+    """Elements are numbered in global coordinates, so a part is the same numbers wherever it is made."""
+    return _made(call, _uniform)
+
+
+def _uniform(ctx: LocalContext) -> fx.Node:
+    start = [begin + offset(ctx, f"d{i}") for i, begin in enumerate(argument(ctx, "offset"))]
+    return again(ctx, shape=ctx.result_shape(), offset=start)
+
+
+def piece(call: OpCall) -> OpRule:
+    """a b -> a' b: of the dim that is cut, every rank has all before and after."""
+    return _passing(call, call["dim"])
+
+
+def collect(call: OpCall) -> OpRule:
+    """a b -> a b, summed over the pieces in the layout of its operand; a' b -> a b where they are put side by side."""
+    return _passing(call, call["dim"] if call["how"] == "cat" else None)
+
+
+def _passing(call: OpCall, cut: int | None) -> OpRule:
+    dims: list[Dim] = [() if d == cut else (f"d{d}",) for d in range(call.result.ndim)]
+    linear = linear_sets(call, "x") if call.arguments.get("how", "sum") in ("sum", "cat") else ()
+    shapes = [tuple(1 if d == cut else n for d, n in enumerate(shape)) for shape in call.shapes]
+    return assemble(shapes, [dims], [dims], linear=linear)
+
+
+def reduce(op: str, *linear: str) -> Builder:
+    """a k -> a; k: sum, max or min. Reduced dims: argument "dim", all if there is none or it is empty."""
+
+    def build(call: OpCall) -> OpRule:
+        operand, result, gone = _reduced(call)
+        return assemble(
+            call.shapes,
+            [operand],
+            [result],
+            reductions=dict.fromkeys(gone, op),
+            linear=linear_sets(call, *linear),
+        )
+
+    return build
+
+
+def reduce_whole(call: OpCall) -> OpRule:
+    """a k -> a; k: whole. For reductions that parts do not add up to: argmax, prod."""
+    operand, result, gone = _reduced(call)
+    return assemble(call.shapes, [operand], [result] * len(call.results), whole=gone)
+
+
+def extremum(op: str) -> Builder:
+    """amax, amin: "max", "min". They refuse to reduce nothing."""
+    return empty_safe(reduce(op))
+
+
+def histogram(call: OpCall) -> OpRule:
+    """*x -> n; *x: sum. With min = max torch takes the range from the values, so all are needed."""
+    operand = broadcast_dims(call.operands[0].ndim)
+    factors = [f for dim in operand for f in dim]
+    given = call["min"] != call["max"]
+    return assemble(
+        call.shapes,
+        [operand],
+        [[("n",)]],
+        reductions=dict.fromkeys(factors, "sum") if given else {},
+        whole=["n"] if given else ["n", *factors],
+    )
+
+
+def along(argument: str = "dim", *linear: str) -> Builder:
+    """... -> ..., with the dims named by `argument` whole: cumsum, sort, topk.
+
+    A result may have another length in those dims (topk).
+    """
+
+    def build(call: OpCall) -> OpRule:
+        ndim = call.operands[0].ndim
+        whole = {d % ndim for d in _as_list(call[argument])} if ndim else set()
+        operand = tuple((f"w{i}" if i in whole else f"d{i}",) for i in range(ndim))
+        result = tuple((f"r{i}" if i in whole else f"d{i}",) for i in range(ndim))
+        return assemble(
+            call.shapes,
+            [operand] * len(call.operands),
+            [result] * len(call.results),
+            whole=[f"{letter}{i}" for i in whole for letter in "wr"],
+            linear=linear_sets(call, *linear),
+        )
+
+    return build
+
+
+def _reduced(call: OpCall) -> tuple[tuple[Dim, ...], tuple[Dim, ...], list[str]]:
+    """(dims of the operand, dims of a result, the factors that are reduced)."""
+    ndim = call.operands[0].ndim
+    given = call.arguments.get("dim")
+    gone = range(ndim) if given in (None, [], ()) or ndim == 0 else [d % ndim for d in _as_list(given)]
+    keepdim = call.result.ndim == ndim
+    operand = broadcast_dims(ndim)
+    result = tuple(() if i in gone else (f"d{i}",) for i in range(ndim) if keepdim or i not in gone)
+    return operand, result, [f"d{i}" for i in gone]
+
+
+def _as_list(value: Any) -> list[int]:
+    return [int(v) for v in value] if isinstance(value, (list, tuple)) else [int(value)]
+
+
+@empty_safe
+def transform(call: OpCall) -> OpRule:
+    """... -> ...; those in `dim` whole, with another length in the result where half a spectrum stands for all.
+
+    Linear: also from complex to real numbers, where other ops would lose a part of every summand.
+    """
+    return replace(along("dim")(call), linear=(frozenset({0}),))

@@ -3,28 +3,74 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import fx
 
-from passes.rules.core.assemble import assemble
-from passes.rules.core.emit_op import again, argument, aten, constant, first_part, is_empty
-from passes.rules.core.opcall import OpCall
-from passes.rules.core.rule import Dim, LocalContext, OpRule
-from passes.rules.plain.empty_results import empty_safe
-from passes.rules.plain.input_gradient import input_gradient_by_positions
-from passes.rules.plain.pointwise import linear_sets
-from passes.rules.windowed.convolving import (
-    ConvolutionWindow,
-    local_arguments,
-    reads_nothing,
-    sides,
-    windows_of,
+from passes.layout.windows import SlidingWindow, TransposedWindow
+from passes.rules.core.assemble import assemble, linear_sets
+from passes.rules.core.emit_op import (
+    again,
+    argument,
+    aten,
+    constant,
+    empty_safe,
+    first_part,
+    is_empty,
+    neutral_where_empty,
 )
-from passes.rules.windowed.windowed import Site
-from passes.rules.windowed.windows_in_space import pad_space, space_factor, unpad_space
+from passes.rules.core.rule import Dim, LocalContext, OpCall, OpRule
+from passes.rules.windowed.windowed import Site, pad_space, per_dim, space_factor, unpad_space
 
 __all__ = ["convolution", "convolution_backward"]
+
+ConvolutionWindow = SlidingWindow | TransposedWindow
+
+
+def windows_of(
+    lengths: Sequence[int], kernel: Sequence[int], transposed: bool, *lists: Sequence[int]
+) -> tuple[ConvolutionWindow, ...]:
+    """One per dim of space. lengths: of what is seen through them. lists: stride, dilation and padding."""
+    make = TransposedWindow if transposed else SlidingWindow
+    each = zip(lengths, kernel, *(per_dim(values, len(kernel)) for values in lists), strict=True)
+    return tuple(make(*(int(n) for n in numbers)) for numbers in each)
+
+
+def sides(site: Site[ConvolutionWindow]) -> list[tuple[int, int]]:
+    """Per dim of space, what to pad at both ends (or cut, where negative) since the op is not to: of a sliding
+    window's operand, or of what comes out of the op on what a transposed window reads."""
+    found = [(0, 0)] * len(site.windows)
+    for d in site.split:
+        window, (lo, hi) = site.windows[d], site.results(d)
+        if isinstance(window, SlidingWindow):
+            found[d] = window.padding(lo, hi)
+        else:
+            start, end = window.writes(*site.reads(d))
+            found[d] = start - lo, hi - end
+    return found
+
+
+def reads_nothing(site: Site[ConvolutionWindow]) -> bool:
+    return 0 in site.input_lengths
+
+
+def local_arguments(site: Site[ConvolutionWindow]) -> dict[str, Any]:
+    """The op's arguments on this rank that are no tensors; dims that are split are not padded by the op."""
+    ctx, split = site.ctx, site.split
+    changes: dict[str, Any] = {"groups": argument(ctx, "groups")}
+    if ctx.is_split("g"):
+        low, high = ctx.interval("g")
+        changes["groups"] = high - low
+    for name in ("padding", "output_padding"):
+        values = per_dim(argument(ctx, name), len(site.windows))
+        changes[name] = [0 if d in split else n for d, n in enumerate(values)]
+    return changes
+
+
+def _position(dim: int) -> str:
+    return f"x{dim}"
 
 
 @dataclass(frozen=True)
@@ -139,8 +185,57 @@ def convolution_backward(call: OpCall) -> OpRule:
     )
     if [info is not None for info in call.results] != [True, False, False]:
         return rule
-    channels = {"input": named.input[:2], "weight": named.weight[:2], "output": named.output[:2]}
-    return replace(rule, others=(input_gradient_by_positions(call, channels, named.sizes, named.whole),))
+    return replace(rule, others=(_input_gradient_by_positions(call, named),))
+
+
+def _input_gradient_by_positions(call: OpCall, named: _Dims) -> OpRule:
+    """n (g o) *window(x), n (g i) *x, (g o) i *k -> n (g i) *x; o: sum
+
+    Where `convolution_backward` splits space by its outputs, each rank leaves a summand of what its outputs read, and
+    the ranks exchange those. Here a rank computes its positions of the gradient whole, from the part of the output's
+    gradient that a transposed window reads: the exchange comes before, so it may be one with other windows', or travel
+    behind the interior.
+    """
+    plain = tuple((_position(d),) for d in range(len(named.windows)))
+    output, input_ = ((*dims[:2], *plain) for dims in (named.output, named.input))
+    # What positions of the input's gradient read of the output's: of a convolution the transposed windows.
+    windows = windows_of(
+        named.counts,
+        call.tensor("weight").shape[2:],
+        not call["transposed"],
+        *(call[name] for name in ("stride", "dilation", "padding")),
+    )
+    nothing: tuple[Dim, ...] = ()
+    return neutral_where_empty(
+        assemble(
+            call.shapes,
+            [output, input_, named.weight],
+            [input_, nothing, nothing],
+            sizes=named.sizes,
+            reductions={} if named.whole else {"o": "sum"},
+            whole=named.whole,
+            linear=linear_sets(call, "grad_output"),
+            windows={(0, 2 + d): window for d, window in enumerate(windows)},
+            localize=lambda ctx: _by_positions(Site(ctx, 2, windows, named.counts, named.lengths, _position)),
+        )
+    )
+
+
+def _by_positions(site: Site[ConvolutionWindow]) -> fx.Node | tuple[fx.Node | None, ...]:
+    ctx, changes = site.ctx, local_arguments(site)
+    if not site.split:
+        return again(ctx, **changes)
+    if reads_nothing(site):
+        return (constant(ctx, 0), None, None)
+    before, after = sides(site), [(0, 0)] * len(site.windows)
+    if not isinstance(site.windows[0], SlidingWindow):
+        before, after = after, before
+    grad = pad_space(ctx, argument(ctx, "grad_output"), before)
+    lead, lengths = ctx.result_shape()[:2], zip(site.result_lengths, after, strict=True)
+    # Read for its shape alone: nothing need be put together.
+    like = ctx.call(aten.new_empty.default, grad, [*lead, *(n - sum(side) for n, side in lengths)])
+    found = ctx.call(operator.getitem, again(ctx, grad_output=grad, input=like, **changes), 0)
+    return (pad_space(ctx, found, after), None, None)
 
 
 def _convolution_backward(

@@ -1,4 +1,4 @@
-"""Patches of a plane and back (unfold, fold): batch and channels split; space is split by the patches.
+"""Patches and neighbourhoods: batch, channels and heads split; space is split by the patches, or by the queries.
 
 Where patches are flattened into one dim, rows before columns, rows of patches are split.
 """
@@ -6,20 +6,24 @@ Where patches are flattened into one dim, rows before columns, rows of patches a
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from torch import fx
 
-from passes.layout.windows import SlidingWindow
-from passes.rules.core.assemble import assemble, whole_rule
-from passes.rules.core.emit_op import again, argument
-from passes.rules.core.opcall import OpCall
-from passes.rules.core.rule import Dim, OpRule
-from passes.rules.plain.empty_results import empty_safe
-from passes.rules.plain.pointwise import linear_sets
-from passes.rules.windowed.windowed import Site
-from passes.rules.windowed.windows_in_space import pad_space, per_dim, space_dims, space_factor, unpad_space
+from passes.layout.windows import NeighborhoodWindow, SlidingWindow
+from passes.rules.core.assemble import assemble, linear_sets, whole_rule
+from passes.rules.core.emit_op import again, argument, empty_safe
+from passes.rules.core.rule import Dim, LocalContext, Localize, OpCall, OpRule
+from passes.rules.windowed.windowed import Site, pad_space, per_dim, space_dims, space_factor, unpad_space
 
-__all__ = ["patches", "patches_back", "windows_along", "windows_along_back"]
+__all__ = [
+    "neighborhood_attention",
+    "neighborhood_attention_backward",
+    "patches",
+    "patches_back",
+    "windows_along",
+    "windows_along_back",
+]
 
 _SPACE = 2
 
@@ -115,3 +119,65 @@ def _along(call: OpCall, shape: tuple[int, ...], dim: int, plane: int) -> OpRule
         windows={(plane, dim): SlidingWindow(shape[dim], int(call["size"]), int(call["step"]))},
         localize=None if plane == 0 else lambda ctx: again(ctx, input_sizes=ctx.result_shape()),
     )
+
+
+@empty_safe
+def neighborhood_attention(call: OpCall) -> OpRule:
+    """b *y h d, b *window(y) h d, b *window(y) h e -> b *y h e; d: whole; e: whole"""
+    queries, values = _neighborhood_dims(call, "d"), _neighborhood_dims(call, "e")
+    return assemble(
+        call.shapes,
+        [queries, queries, values],
+        [values],
+        whole=("d", "e"),
+        windows=_seen(call, (1, 2)),
+        localize=_placed(call),
+    )
+
+
+@empty_safe
+def neighborhood_attention_backward(call: OpCall) -> OpRule:
+    """b *y h e, b *y h d, b *window(y) h d, b *window(y) h e -> b *y h d, b *window(y) h d, b *window(y) h e
+
+    d: whole; e: whole
+    """
+    queries, values = _neighborhood_dims(call, "d"), _neighborhood_dims(call, "e")
+    return assemble(
+        call.shapes,
+        [values, queries, queries, values],
+        [queries, queries, values],
+        whole=("d", "e"),
+        linear=linear_sets(call, "grad_out"),
+        windows=_seen(call, (2, 3, 5, 6)),
+        localize=_placed(call),
+    )
+
+
+def _neighborhood_dims(call: OpCall, last: str) -> tuple[Dim, ...]:
+    space = len(call["lengths"])
+    return (("b",), *((space_factor(d),) for d in range(space)), ("h",), (last,))
+
+
+def _neighborhoods(call: OpCall) -> list[NeighborhoodWindow]:
+    """One per dim of space."""
+    lists = (call[name] for name in ("lengths", "kernel_size", "dilation", "is_causal"))
+    return [NeighborhoodWindow(*each) for each in zip(*lists, strict=True)]
+
+
+def _seen(call: OpCall, tensors: Sequence[int]) -> dict[tuple[int, int], NeighborhoodWindow]:
+    """The dims of space of `tensors`, counted through operands and results."""
+    return {(t, 1 + d): window for t in tensors for d, window in enumerate(_neighborhoods(call))}
+
+
+def _placed(call: OpCall) -> Localize:
+    """Say where this rank's queries and keys lie in the whole."""
+    windows, lengths = _neighborhoods(call), call["lengths"]
+
+    def localize(ctx: LocalContext) -> fx.Node:
+        site = Site(ctx, 1, windows, lengths, lengths)
+        if not site.split:
+            return again(ctx)
+        queries, keys = ([part(d)[0] for d in range(len(windows))] for part in (site.results, site.reads))
+        return again(ctx, first_query=queries, first_key=keys)
+
+    return localize

@@ -16,11 +16,9 @@ from torch import fx
 
 from passes.ir.joint import node_value, tensor_operands
 from passes.layout.windows import MirroredWindow, PeriodicWindow, SlidingWindow, TransposedWindow, Window
-from passes.rules.core.assemble import assemble, whole_rule
+from passes.rules.core.assemble import assemble, broadcast_dims, linear_sets, whole_rule
 from passes.rules.core.emit_op import again, argument, constant
-from passes.rules.core.opcall import OpCall
-from passes.rules.core.rule import LocalContext, Localize, OpRule
-from passes.rules.plain.pointwise import linear_sets
+from passes.rules.core.rule import LocalContext, Localize, OpCall, OpRule
 
 __all__ = [
     "cat",
@@ -48,7 +46,7 @@ def _shared(
     localize: Localize | None,
 ) -> OpRule:
     """All tensors have the same dims, some seen through windows."""
-    dims = tuple((_factor(d),) for d in range(call.operands[0].ndim))
+    dims = broadcast_dims(call.operands[0].ndim)
     rule = assemble(
         call.shapes,
         [dims] * len(call.operands),

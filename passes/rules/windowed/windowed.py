@@ -1,24 +1,110 @@
-"""Rules of ops whose tensors are all of the input's shape, seen through windows, or of the output's."""
+"""Ops whose tensors are all of the input's shape, seen through windows, or of the output's: their rules, and parts of
+tensors by spans whose positions count modulo the dims' lengths.
+
+The last dims of a tensor are space, whose factors y0, y1, ... are those of an op's results.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+import torch
 from torch import fx
 
 from passes.layout.layout import Span
 from passes.layout.windows import Window
-from passes.rules.core.assemble import assemble
-from passes.rules.core.emit_op import again, aten
-from passes.rules.core.opcall import Builder, OpCall
-from passes.rules.core.rule import LocalContext, OpRule
-from passes.rules.plain.empty_results import empty_safe
-from passes.rules.plain.pointwise import linear_sets
-from passes.rules.windowed.windows_in_space import space_dims, space_factor
+from passes.rules.core.assemble import assemble, linear_sets
+from passes.rules.core.emit_op import again, aten, empty_safe
+from passes.rules.core.rule import Builder, Dim, LocalContext, OpCall, OpRule
 
-__all__ = ["Site", "windowed"]
+__all__ = [
+    "Site",
+    "Taps",
+    "mixed",
+    "mixed_back",
+    "pad_space",
+    "per_dim",
+    "relocated",
+    "space_dims",
+    "space_factor",
+    "spread",
+    "taken",
+    "unpad_space",
+    "windowed",
+]
+
+Placed = tuple[fx.Node, fx.Node]
+"""(positions along a dim, what belongs there)."""
+
+
+def space_factor(dim: int) -> str:
+    """The factor of a dim of space, counted from 0."""
+    return f"y{dim}"
+
+
+def space_dims(ndim: int, space: int) -> tuple[Dim, ...]:
+    """Dims of a tensor whose last `space` dims are space, and whose others just pass."""
+    lead = ndim - space
+    return (*((f"b{d}",) for d in range(lead)), *((space_factor(d),) for d in range(space)))
+
+
+def per_dim(values: int | Sequence[int], space: int) -> list[int]:
+    """One number, or a list of one, means that number for every dim."""
+    found = [values] if isinstance(values, int) else [int(n) for n in values]
+    return found * space if len(found) == 1 else found
+
+
+def pad_space(ctx: LocalContext, x: fx.Node, sides: Sequence[tuple[int, int]], fill: float = 0) -> fx.Node:
+    """`fill` before and after every dim of space, of which there are as many as `sides`; negative numbers cut."""
+    flat = [n for pair in reversed(sides) for n in pair]
+    if not any(n > 0 for n in flat):  # a view will do
+        return _cut(ctx, x, sides)
+    return ctx.call(aten.constant_pad_nd.default, x, flat, fill)
+
+
+def _cut(ctx: LocalContext, x: fx.Node, sides: Sequence[tuple[int, int]]) -> fx.Node:
+    for d, (before, after) in enumerate(sides):
+        if before or after:
+            # From the end of the tensor, whose length is not known here: slices count negative ends so.
+            x = ctx.call(aten.slice.Tensor, x, d - len(sides), -before, after or 2**63 - 1)
+    return x
+
+
+def unpad_space(ctx: LocalContext, x: fx.Node, sides: Sequence[tuple[int, int]]) -> fx.Node:
+    """What `pad_space` has padded with `sides`."""
+    return pad_space(ctx, x, [(-before, -after) for before, after in sides])
+
+
+def scattered(ctx: LocalContext, like: fx.Node, sizes: Sequence[int], dim: int, *parts: Placed) -> fx.Node:
+    """Zeros of `sizes`, with every part added at its places of `dim`: the transpose of picking these places."""
+    total = ctx.call(aten.new_zeros.default, like, list(sizes))
+    for places, part in parts:
+        total = ctx.call(aten.index_add.default, total, dim, places, part)
+    return total
+
+
+def relocated(
+    ctx: LocalContext,
+    index: fx.Node,
+    lengths: Sequence[int],
+    onto: Sequence[int],
+    move: Callable[[int, fx.Node], fx.Node],
+) -> fx.Node:
+    """Places in a flat array of `lengths` as places in one of `onto`; `move` takes a dim and the positions along it."""
+    total: fx.Node | None = None
+    for d in range(len(lengths)):
+        inner, width = math.prod(lengths[d + 1 :]), math.prod(onto[d + 1 :])
+        at = ctx.call(aten.div.Tensor_mode, index, inner, rounding_mode="floor")
+        index = ctx.call(aten.remainder.Scalar, index, inner)
+        at = move(d, at)
+        at = at if width == 1 else ctx.call(aten.mul.Tensor, at, width)
+        total = at if total is None else ctx.call(aten.add.Tensor, total, at)
+    assert total is not None
+    return total
+
 
 W = TypeVar("W", bound=Window)
 
@@ -50,6 +136,11 @@ class Site(Generic[W]):
     def reads(self, dim: int) -> Span:
         """What this rank has of the input along a dim of space."""
         return self.windows[dim].reads(*self.results(dim)) if dim in self.split else (0, self.lengths[dim])
+
+    def at_home(self, dim: int, places: fx.Node, sign: int = -1) -> fx.Node:
+        """Positions in the whole input as positions in what this rank has of it; the other way with sign 1."""
+        first, move = self.reads(dim)[0], aten.add.Tensor if sign > 0 else aten.sub.Tensor
+        return self.ctx.call(move, places, first) if first else places
 
     @property
     def result_lengths(self) -> list[int]:
@@ -114,3 +205,74 @@ def windowed(
         return build
 
     return of_space
+
+
+@dataclass(frozen=True)
+class Taps:
+    """What each of `results` results of one dim is made of.
+
+    places:  int64[results * count], positions in this rank's operand.
+    weights: [results, count], of the operand's dtype; None: there is one position, of weight 1.
+    """
+
+    results: int
+    count: int
+    places: fx.Node
+    weights: fx.Node | None = None
+
+
+def mixed(site: Site[Any], x: fx.Node, taps: Callable[[int], Taps]) -> fx.Node:
+    """`x`, a rank's input, with the results in place of each dim of space."""
+    ctx, shape = site.ctx, [*site.ctx.result_shape()[: site.lead], *site.input_lengths]
+    for d in range(len(site.windows)):
+        dim, found = site.lead + d, taps(d)
+        x = ctx.call(aten.index_select.default, x, dim, found.places)
+        if found.weights is not None:
+            x = ctx.call(
+                aten.reshape.default, x, [*shape[:dim], found.results, found.count, *shape[dim + 1 :]]
+            )
+            x = ctx.call(aten.sum.dim_IntList, _weighted(ctx, x, found, len(shape) - 1 - dim), [dim + 1])
+        shape[dim] = found.results
+    return x
+
+
+def mixed_back(site: Site[Any], grad: fx.Node, taps: Callable[[int], Taps]) -> fx.Node:
+    """Of the gradient of `mixed`, that of its input."""
+    ctx, shape = site.ctx, site.ctx.result_shape()
+    for d in reversed(range(len(site.windows))):
+        dim, found = site.lead + d, taps(d)
+        before, after = [*shape[: site.lead], *site.result_lengths[:d]], shape[dim + 1 :]
+        if found.weights is not None:
+            each = ctx.call(aten.unsqueeze.default, grad, dim + 1)
+            each = _weighted(ctx, each, found, len(after))
+            grad = ctx.call(aten.reshape.default, each, [*before, found.results * found.count, *after])
+        grad = scattered(ctx, grad, [*before, shape[dim], *after], dim, (found.places, grad))
+    return grad
+
+
+def _weighted(ctx: LocalContext, x: fx.Node, taps: Taps, after: int) -> fx.Node:
+    shaped = ctx.call(aten.view.default, taps.weights, [taps.results, taps.count, *[1] * after])
+    return ctx.call(aten.mul.Tensor, x, shaped)
+
+
+def _places(span: Span, length: int) -> torch.Tensor:
+    return torch.arange(*span) % length
+
+
+def taken(whole: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
+    """What lies at `spans`, one per dim."""
+    for dim, span in enumerate(spans):
+        if span != (0, whole.shape[dim]):
+            whole = whole.index_select(dim, _places(span, whole.shape[dim]))
+    return whole
+
+
+def spread(
+    part: torch.Tensor, dims: Collection[int], spans: Sequence[Span], shape: Sequence[int]
+) -> torch.Tensor:
+    """`part`, whose `dims` lie at their spans of a tensor of `shape`, in zeros of it: positions that meet add up."""
+    for dim in dims:
+        sizes = [*part.shape]
+        sizes[dim] = shape[dim]
+        part = part.new_zeros(sizes).index_add(dim, _places(spans[dim], shape[dim]), part)
+    return part

@@ -1,0 +1,253 @@
+"""Which of an op's tensors go through memory, and which ops run as one kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from passes.ir.joint import tensor_operands
+from passes.ir.op_traits import (
+    alias_chain,
+    draws,
+    fuses,
+    is_collective,
+    is_either,
+    is_reduction,
+    is_use,
+    is_view,
+    op_kind,
+    storage_root,
+)
+from passes.ir.op_work import reads_values
+from passes.strategies.kernel_keys import dtype_of, kernel_form, may_be_timed
+
+__all__ = [
+    "FusedGroup",
+    "OpTraffic",
+    "TrafficModel",
+    "eager_traffic",
+    "fused_group",
+    "fused_traffic",
+    "grouped_traffic",
+    "last_runs",
+    "timed_traffic_model",
+    "traffic_model",
+    "uncompiled_traffic",
+]
+
+
+@dataclass(frozen=True)
+class OpTraffic:
+    """Which of an op's tensors go through memory; the rest stay in the registers of a fused loop.
+
+    reads: per operand; writes: whether the results are stored. group: what is computed in the same loop, by which it
+    was timed (`passes.strategies.traffic`); "": nothing, or it is not known.
+    """
+
+    reads: tuple[bool, ...]
+    writes: bool
+    group: str = ""
+
+
+TrafficModel = Callable[[fx.Node], OpTraffic]
+"""How the compiled graph moves an op's tensors."""
+
+
+def traffic_model(backend: str) -> TrafficModel:
+    """How a `torch.compile` backend fuses: "eager" runs op by op; every other one is taken to fuse as Inductor does."""
+    return eager_traffic if backend == "eager" else fused_traffic
+
+
+def eager_traffic(node: fx.Node) -> OpTraffic:
+    """Every op that is no view reads its operands and stores its results."""
+    moves = not is_view(node)
+    return OpTraffic(tuple(moves and read for read in reads_values(node)), writes=moves)
+
+
+def fused_traffic(node: fx.Node) -> OpTraffic:
+    """Fusion as Inductor does it: a pointwise op reads what a non-fusing op stored, and is itself
+    stored only where something that cannot fuse with it, or the other phase, reads it."""
+    if is_view(node):
+        return OpTraffic((False,) * len(tensor_operands(node)), writes=False)
+    reads = tuple(
+        read and not fuses(storage_root(operand))
+        for operand, read in zip(tensor_operands(node), reads_values(node), strict=True)
+    )
+    # A draw fuses, but hashing an index takes about as long as storing the result.
+    draws = node.target is torch.ops.autoshard.uniform.default
+    return OpTraffic(reads, writes=not fuses(node) or draws or _is_stored(node))
+
+
+def uncompiled_traffic(node: fx.Node) -> OpTraffic:
+    """The model as torch runs it, neither compiled nor taken apart: what capture makes of one line of one module, in
+    one phase, is one of torch's own kernels (a norm, a softmax, a loss). It reads what comes from elsewhere once
+    and stores what is read elsewhere; products and all else that does not fuse read and store everything.
+
+    For predictions of runs of others: a model written so that each line is one call.
+    """
+    if is_view(node):
+        return OpTraffic((False,) * len(tensor_operands(node)), writes=False)
+    line = _line(node)
+    reads = tuple(
+        read and (line is None or (_line(storage_root(operand)) != line and _reads_first(node, operand)))
+        for operand, read in zip(tensor_operands(node), reads_values(node), strict=True)
+    )
+    return OpTraffic(reads, writes=line is None or any(_line(user) != line for user in _readers(node)))
+
+
+def _line(node: fx.Node) -> tuple[object, ...] | None:
+    """What nodes of one kernel of torch have in common; None: the node is a kernel of its own."""
+    if not (fuses(node) or is_reduction(node)):
+        return None
+    line = tuple(node.meta.get(key) for key in ("phase", "module", "source"))
+    return line if line[-1] else None
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Who reads the value, directly or through views."""
+    for user in node.users:
+        yield from _readers(user) if is_view(user) else (user,)
+
+
+def _reads_first(node: fx.Node, operand: fx.Node) -> bool:
+    """Whether `node`, among the nodes of one line that read a value, is the one for which it is counted."""
+    line = _line(node)
+    return next(reader for reader in _readers(storage_root(operand)) if _line(reader) == line) is node
+
+
+def _is_stored(node: fx.Node) -> bool:
+    for user in node.users:
+        if is_either(user) and user.args[0] is node:  # stored or not: the search has yet to say
+            continue
+        if user.op == "output" or user.meta.get("phase") != node.meta.get("phase"):
+            return True
+        if is_view(user):
+            if _is_stored(user):
+                return True
+        elif not fuses(user) and not is_reduction(user):
+            return True
+    return False
+
+
+MOST_OPS = 32
+"""In one loop. Inductor stores what would take more. [torch._inductor.config.realize_opcount_threshold: 30]"""
+_TURNING = ("aten.permute.", "aten.transpose.", "aten.t.")
+"""Views by which a loop reads in another order, and whose arguments hold on every rank."""
+
+
+@dataclass(frozen=True)
+class FusedGroup:
+    """An op that a compiler stores, with all that it computes in the same loop and stores nowhere.
+
+    The model prices each op of a group alone (`fused_traffic`): memory traffic, and next to no arithmetic. A group can
+    be compiled and timed as one kernel, which is what a program runs. What groups that were timed are told by is their
+    form, the same in the global graph and in a rank's.
+
+    ops: of one loop, each after what it reads, views between them included; the last is the one that is stored.
+    operands: tensors that the loop reads, as its ops read them, each once."""
+
+    ops: tuple[fx.Node, ...]
+    operands: tuple[fx.Node, ...]
+
+    @property
+    def inner(self) -> Iterator[fx.Node]:
+        """The ops that are computed and stored nowhere."""
+        return (node for node in self.ops[:-1] if not is_view(node))
+
+    @property
+    def form(self) -> str:
+        """As `kernel_form` of an op alone: equal for groups that differ by sizes only."""
+        words: dict[fx.Node, str] = {}
+        written: list[str] = []
+        for node in self.ops:
+            root = storage_root(node)
+            if is_view(node) and not str(node.target).startswith(_TURNING):
+                words[node] = words[root]
+                continue
+            words[node] = f"%{len(written)}"
+            written.append(_form(node, lambda n: words.get(n) or dtype_of(n)))
+        return "; ".join(written)
+
+
+def fused_group(node: fx.Node) -> FusedGroup | None:
+    """The group whose last op `node` is, in a graph of either kind; None where it is none, or cannot be run by itself
+    on invented values."""
+    if not (fuses(node) or is_reduction(node)) or draws(node):
+        return None
+    ops: dict[fx.Node, None] = {}
+    operands: dict[fx.Node, None] = {}
+    few = _collect(node, ops, operands)
+    if not (few and operands and all(_in_loop(n) or may_be_timed(n, fused=False) for n in ops)):
+        return None
+    return FusedGroup(tuple(ops), tuple(operands))
+
+
+def grouped_traffic(node: fx.Node) -> OpTraffic:
+    """As `fused_traffic`, with the form of the group of an op that is stored."""
+    flow = fused_traffic(node)
+    group = fused_group(node) if flow.writes else None
+    return flow if group is None else replace(flow, group=group.form)
+
+
+def timed_traffic_model(backend: str) -> TrafficModel:
+    """`traffic_model`, for prices that know what was timed."""
+    model = traffic_model(backend)
+    return grouped_traffic if model is fused_traffic else model
+
+
+def _collect(
+    node: fx.Node, ops: dict[fx.Node, None], operands: dict[fx.Node, None], most: int = MOST_OPS
+) -> bool:
+    """Whether the loop of `node`, which `ops` and `operands` then hold, is of few enough ops."""
+    for operand in tensor_operands(node):
+        *views, root = alias_chain(operand)
+        if not _is_inner(root):
+            operands[operand] = None
+        elif root not in ops and (most <= 1 or not _collect(root, ops, operands, most - 1)):
+            return False
+        else:
+            ops.update(dict.fromkeys(reversed(views)))
+    ops[node] = None
+    return len(ops) <= MOST_OPS
+
+
+def _is_inner(node: fx.Node) -> bool:
+    """What puts the parts of a collective in order (meta "turn") is in the price of the collective."""
+    return fuses(node) and "turn" not in node.meta and not fused_traffic(node).writes
+
+
+def _in_loop(node: fx.Node) -> bool:
+    """What is no kernel alone, and runs in any loop."""
+    return op_kind(node) in ("view", "creation")
+
+
+def _form(node: fx.Node, word: Callable[[fx.Node], str]) -> str:
+    """Creations have sizes among their arguments."""
+    if op_kind(node) == "creation":
+        return f"{node.target}: {dtype_of(node)}"
+    return kernel_form(node, word)
+
+
+def last_runs(order: Mapping[fx.Node, int], traffic: TrafficModel) -> dict[fx.Node, int]:
+    """Node -> the last step at which it runs: its own, or its readers' if nothing of it is stored. order: step by node,
+    in order. Views and `use` run with their readers; what an `either` reads is alive through it.
+
+    %a = exp(%x)            // fused into %b and %c: %x is read again for each, and is there until %c has run
+    %b = sum(%a)
+    ...
+    %c = contract(%a, %w)
+    """
+    found: dict[fx.Node, int] = {}
+    for node, step in list(order.items())[::-1]:
+        found[node] = step
+        if node.op == "call_function" and not _is_there(node, traffic):
+            readers = [found[user] for user in node.users if user in found and not is_either(user)]
+            found[node] = max([step, *readers])
+    return found
+
+
+def _is_there(node: fx.Node, traffic: TrafficModel) -> bool:
+    return is_either(node) or is_collective(node) or (not is_use(node) and traffic(node).writes)
