@@ -22,11 +22,10 @@ import numpy as np
 from passes.search.cost_kinds import CostKinds
 from passes.search.planes import Plane, Point, charged, highest_point
 from passes.search.recombine import recombined
+from passes.solver.explain_infeasible import no_room
 from passes.solver.graph import Graph
-from passes.solver.mix import mixed
 from passes.solver.problem import Problem, Solution
-from passes.solver.room import no_room
-from passes.solver.solve import ROUNDING, solve
+from passes.solver.solve import ROUNDING, mixed, solve
 from passes.solver.tables import Tables
 
 __all__ = ["CuttingPlanes", "solve_overlapped"]

@@ -21,13 +21,12 @@ from passes.search.cost_kinds import CostKinds
 from passes.search.overlapped import CuttingPlanes
 from passes.search.planes import Point, charged
 from passes.search.tied_planes import TiedPlanes
+from passes.solver.alike import Ties
+from passes.solver.explain_infeasible import least_usage, live_nodes
 from passes.solver.graph import Graph
-from passes.solver.mix import restricted
 from passes.solver.problem import Infeasible, Problem, Solution
-from passes.solver.room import least_usage, live_nodes
-from passes.solver.solve import ROUNDING, solve
+from passes.solver.solve import ROUNDING, restricted, solve
 from passes.solver.tables import Tables
-from passes.solver.tied import Ties
 
 __all__ = ["Columns"]
 

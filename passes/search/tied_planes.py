@@ -1,17 +1,18 @@
 """The best choice within a memory limit of those in which equal layers choose alike, and mixes of such choices.
 
 As `CuttingPlanes`, with prices of memory instead of rows; every problem is solved with one node for all that are alike
-(`passes.solver.tied`), so a deep model takes as long as one of a few layers. Where some layers have to be unlike others
-for the best use of a limit, the best mix of all choices is taken in the end. What is bounded are such choices alone.
+(`passes.solver.alike`), so a deep model takes as long as one of a few layers. Where some layers have to be unlike
+others for the best use of a limit, the best mix of all choices is taken in the end. What is bounded are such choices
+alone.
 """
 
 from __future__ import annotations
 
 from passes.search.cost_kinds import CostKinds
 from passes.search.overlapped import CuttingPlanes
+from passes.solver.alike import Ties
 from passes.solver.problem import Infeasible, Problem, Solution
 from passes.solver.solve import solve
-from passes.solver.tied import Ties
 
 __all__ = ["TiedPlanes"]
 

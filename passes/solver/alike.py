@@ -7,19 +7,26 @@ Alike are nodes with the same costs, the same cost matrices around them, and nei
 on for `REACH` steps. A *side* is an edge as it is seen from one of its nodes; alike are sides with the same matrix,
 whose node is alike, and whose other node is so from one step less far. So all nodes that are alike have the same number
 of sides of each kind, which is all that a sum over them needs.
+
+`Ties` makes of what is alike one node, of the sum of their costs: a problem as small as a model of a few layers, any
+choice of which is one of the whole. Nothing is proven by it of choices that differ from layer to layer.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
-from .graph import Graph
+import numpy as np
 
-__all__ = ["Alike", "Side"]
+from .graph import Graph
+from .problem import Array, Problem
+from .tables import Tables
+
+__all__ = ["Alike", "Side", "Ties"]
 
 K = TypeVar("K", int, tuple[int, int])
 
@@ -94,3 +101,47 @@ def _firsts(kind: Mapping[K, Hashable]) -> dict[K, K]:
     """Each key's first that has the same value."""
     first: dict[Hashable, K] = {}
     return {key: first.setdefault(value, key) for key, value in kind.items()}
+
+
+@dataclass(frozen=True)
+class Ties:
+    """of: node -> the place of its kind, the first kind that occurs first. kinds: how many there are."""
+
+    of: tuple[int, ...]
+    kinds: int
+
+    @staticmethod
+    def among(problem: Problem) -> Ties:
+        """Nodes are tied that are alike, for two steps around, and use the same."""
+        tables = Tables()
+        like = Alike.of(Graph.of(problem, tables)).like
+        used: Sequence[Hashable] = [None] * len(like)
+        if problem.usages:
+            used = [id(tables.intern(np.asarray(usage, dtype=np.float64))) for usage in problem.usages]
+        place: dict[Hashable, int] = {}
+        of = tuple(place.setdefault((like[node], used[node]), len(place)) for node in range(len(like)))
+        return Ties(of, len(place))
+
+    def problem(self, problem: Problem) -> Problem:
+        """`problem`, whose limit is left out, with a node for each kind."""
+        costs: list[Array | None] = [None] * self.kinds
+        for kind, vector in zip(self.of, problem.node_costs, strict=True):
+            known = costs[kind]
+            costs[kind] = vector if known is None else known + vector
+        edges: dict[tuple[int, int], Array] = {}
+        for (i, j), matrix in zip(problem.edges, problem.edge_costs, strict=True):
+            one, two = self.of[i], self.of[j]
+            if one == two:
+                before = costs[one]
+                assert before is not None
+                costs[one] = before + np.diagonal(matrix)
+            elif (one, two) in edges:
+                edges[one, two] = edges[one, two] + matrix
+            else:
+                edges[one, two] = matrix
+        found = [vector for vector in costs if vector is not None]
+        return Problem(tuple(found), tuple(edges), tuple(edges.values()))
+
+    def expanded(self, choice: Sequence[int]) -> tuple[int, ...]:
+        """The choice of every node, from that of every kind."""
+        return tuple(int(choice[kind]) for kind in self.of)

@@ -1,7 +1,12 @@
-"""Least cost within memory rows, by the program in marginal form: for graphs that are small enough for HiGHS.
+"""Bounds and choices within memory rows: by prices of memory, and by the program in marginal form.
 
-The relaxation first, with only those rows that its answer overfills; its dual values are prices of memory and
-messages, which forbid what is proven to cost too much. Integers last, again with the rows that are missing.
+For prices p[t] >= 0 per byte at row t, least (cost + sum_t p[t] * (usage[t] - slack[t])) bounds every choice that fits;
+messages bound that from below. Both are improved in turn: some passes of messages at fixed prices, then a step of
+the prices towards rows that the messages' favourites overfill. Every pair of them gives a valid bound.
+
+What is small enough for HiGHS goes there: the relaxation first, with only those rows that its answer overfills; its
+dual values are prices of memory and messages, which forbid what is proven to cost too much. Integers last, again with
+the rows that are missing.
 """
 
 from __future__ import annotations
@@ -12,17 +17,99 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from .branches import prune
 from .core import Budget, solve_presolved
-from .dual import lower_bound, prune
 from .graph import DeadEnd, Graph
-from .lagrange import Bound, forbid_same, priced
-from .marginal import Relaxation, Relaxed, solve_integers
-from .marginal_program import build_program
+from .marginal import Relaxation, Relaxed
+from .passing import MessagePassing, Messages, bound_of
 from .presolve import presolve
-from .problem import Infeasible
-from .usage_rows import Row, Rows
+from .problem import Array, Infeasible
+from .usage import Row, Rows
 
-__all__ = ["Answer", "solve_rows"]
+__all__ = ["Answer", "Bound", "forbid_same", "improve_prices", "priced", "solve_rows"]
+
+PASSES = 2
+STEP, SHRINK, PATIENCE = 1.0, 0.7, 6
+"""First step of the prices as a share of Polyak's; it shrinks when that many steps in a row raise no bound."""
+SMALLEST = 0.01
+
+
+@dataclass(frozen=True, eq=False)
+class Bound:
+    """`graph`: a copy without rows, priced at `prices` [rows]; with the messages it gives `bound`."""
+
+    graph: Graph
+    messages: Messages
+    prices: Array
+    bound: float
+
+
+def priced(graph: Graph, rows: Rows, prices: Array) -> Graph:
+    """`graph` with its memory rows moved into its costs: less or equal for every choice that fits. No trail."""
+    moved = graph.twin()
+    moved.constant -= float(prices @ rows.slack)
+    extra = rows.priced(prices)
+    for p, node in enumerate(rows.nodes):
+        if node in rows.usages:
+            moved.cost[node] = graph.cost[node] + extra[rows.start[p] : rows.start[p + 1]]
+    moved.use.clear()
+    moved.slack = np.zeros(0)
+    return moved
+
+
+def forbid_same(graph: Graph, pruned: Graph) -> None:
+    """Forbid in `graph` what is forbidden in its priced copy."""
+    for node, vector in pruned.cost.items():
+        graph.forbid(node, ~np.isfinite(vector))
+        for other, matrix in pruned.adjacent[node].items():
+            if node < other:
+                graph.set_edge(node, other, matrix)
+
+
+def improve_prices(
+    graph: Graph,
+    rows: Rows,
+    start: Bound | None,
+    until: float,
+    offer: Callable[[dict[int, int], Array], float],
+    tolerance: float,
+) -> Bound:
+    """The best bound found until `until`, or until steps become useless.
+
+    start: an earlier answer for the same graph.
+    offer: takes the messages' favourite choice and the prices, and returns the least known cost of a choice that fits.
+    """
+    prices = np.zeros(len(rows.slack)) if start is None else start.prices
+    passing = MessagePassing(graph)
+    messages = passing.zeros() if start is None else passing.packed(start.messages)
+    share, stalled, count = STEP, 0, 0
+    best: Bound | None = None
+    smooth = np.zeros(len(prices))
+    while True:
+        copy = priced(graph, rows, prices)
+        passing.recost(copy)
+        settled = passing.ascend(messages, PASSES if count else 3 * PASSES, until)
+        bound = passing.lower_bound(settled)
+        if best is None or bound > best.bound:
+            gain = np.inf if best is None else bound - best.bound
+            best = Bound(copy, passing.unpacked(settled), prices, bound)
+            stalled = 0 if gain > 1e-4 * abs(bound) else stalled + 1
+        else:
+            stalled += 1
+        choice = passing.decode(messages)
+        cost = offer(choice, prices)
+        count += 1
+        if time.monotonic() > until or cost - best.bound <= tolerance or share < SMALLEST:
+            return best
+        if stalled >= PATIENCE:
+            share, stalled = share * SHRINK, 0
+        target = cost if np.isfinite(cost) else bound + 0.05 * abs(bound)
+        smooth = 0.5 * smooth + 0.5 * (rows.profile(choice) - rows.slack)
+        active = np.where((prices > 0) | (smooth > 0), smooth, 0.0)
+        norm = float(active @ active)
+        if norm:
+            prices = np.maximum(0.0, prices + share * max(target - bound, 1e-4 * abs(target)) / norm * active)
+
 
 ROUNDS = 60
 ROWS_AT_ONCE = 24
@@ -59,14 +146,14 @@ def _solve_rows(
     try:
         presolve(graph, budget.deadline)
         while True:
-            rows = Rows.of(graph)
+            rows = graph.rows()
             if not len(rows.slack):
                 return _without_rows(graph, rows, pruned, budget, offer)
             memory: dict[int, Row] = {}
             relaxed = _relax(graph, rows, memory, budget)
             if relaxed is None:
                 return Answer(bound, False)
-            found = bound_of(graph, rows, relaxed)
+            found = _priced_bound(graph, rows, relaxed)
             prices.update({} if prices else rows.of_graph(found.prices))
             bound = max(bound, min(found.bound, pruned))
             cutoff = min(cutoff, offer(graph, rows, relaxed.choice))
@@ -80,7 +167,7 @@ def _solve_rows(
             # No edge may be left at all: then there is nothing to gain here.
             if graph.entries() >= (1 - WORTHWHILE) * before or budget.spent:
                 break
-        rows = Rows.of(graph)
+        rows = graph.rows()
         if not len(rows.slack):  # pruning has left none that binds
             return _without_rows(graph, rows, pruned, budget, offer)
         return _integers(graph, rows, bound, min(pruned, cutoff), budget, offer)
@@ -88,12 +175,12 @@ def _solve_rows(
         return Answer(pruned, True)
 
 
-def bound_of(graph: Graph, rows: Rows, relaxed: Relaxed) -> Bound:
+def _priced_bound(graph: Graph, rows: Rows, relaxed: Relaxed) -> Bound:
     prices = np.zeros(len(rows.slack))
     for row, price in relaxed.prices.items():
         prices[row] = price
     copy = priced(graph, rows, prices)
-    return Bound(copy, relaxed.messages, prices, lower_bound(copy, relaxed.messages))
+    return Bound(copy, relaxed.messages, prices, bound_of(copy, relaxed.messages))
 
 
 def _without_rows(graph: Graph, rows: Rows, pruned: float, budget: Budget, offer: Offer) -> Answer:
@@ -133,8 +220,10 @@ def _integers(graph: Graph, rows: Rows, bound: float, cutoff: float, budget: Bud
     memory: dict[int, Row] = {}
     _relax(graph, rows, memory, budget)
     while time.monotonic() < budget.deadline:
-        program = build_program(graph, memory)
-        choice, least = solve_integers(graph, program, None, budget.tolerance / 2, budget.deadline)
+        program = Relaxation(graph, integers=True)
+        for row, of_row in memory.items():
+            program.add(row, of_row)
+        choice, least = program.solve_integers(budget.tolerance / 2, budget.deadline)
         bound = max(bound, min(least, cutoff))
         if choice is None:
             return Answer(bound, least == float("inf"))

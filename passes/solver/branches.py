@@ -1,4 +1,4 @@
-"""Branch and bound with the relaxation, for what it leaves fractional: no memory rows.
+"""What bounds exclude: strategies and pairs that cost too much; and branch and bound with the relaxation.
 
 A node whose strategies share its weight is given each of them in turn, and then all others. The dual values of the
 relaxation bound a branch before it is solved and forbid most of what is left of it. The best choice is known within a
@@ -13,15 +13,74 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
-from .dual import Messages, ascend, lower_bound, prune
+from .alike import Alike, Side
 from .graph import DeadEnd, Graph, Restrict
 from .local_search import descend
 from .marginal import Relaxation, Relaxed
+from .passing import MessagePassing, Messages, bound_of
 from .presolve import presolve, propagate
 from .problem import Array
 from .tables import Index
 
-__all__ = ["Branches"]
+__all__ = ["Branches", "prune"]
+
+
+def prune(graph: Graph, messages: Messages, bound: float, cutoff: float, alike: Alike | None = None) -> float:
+    """Forbid, in place, what the messages prove to cost `cutoff` or more.
+
+    `bound` is theirs. Returns what is proven of all that went: no choice that uses any of it
+    costs less. At least `cutoff`; inf if nothing went. Whole strategies get the cost inf; arc consistency removes them.
+
+    alike: of the graph; what is like something that has to stay, stays, so that it is alike ever after.
+    """
+    room, alike = cutoff - bound, alike or Alike.none(graph)
+    above: dict[int, Array] = {}
+    for node in graph.cost:
+        total = graph.cost[node].copy()
+        for other in graph.adjacent[node]:
+            total += messages[other, node]
+        above[node] = total - total.min()
+    joint = {node: vector.copy() for node, vector in above.items()}
+    edges = [(i, j) for i in sorted(graph.adjacent) for j in sorted(graph.adjacent[i]) if i < j]
+    pairs: dict[tuple[Side, Side], Array] = {}
+    for i, j in edges:
+        total = _pairs_above(graph, messages, (i, j), above, joint)
+        kind = alike.kind(i, j)
+        pairs[kind] = np.minimum(pairs[kind], total) if kind in pairs else total
+    strategies: dict[int, Array] = {}
+    for node, vector in joint.items():
+        first = alike.like[node]
+        strategies[first] = np.minimum(strategies[first], vector) if first in strategies else vector
+    least = float("inf")
+    for i, j in edges:
+        matrix, total = graph.adjacent[i][j], pairs[alike.kind(i, j)]
+        dead = (total >= room) & np.isfinite(matrix)
+        if dead.any():
+            graph.set_edge(i, j, graph.tables.intern(np.where(dead, np.inf, matrix)))
+            least = min(least, float(total[dead].min()))
+    for node, cost in list(graph.cost.items()):
+        vector = strategies[alike.like[node]]
+        dead = (vector >= room) & np.isfinite(cost)
+        least = min(least, float(vector[dead].min(initial=np.inf)))
+        graph.forbid(node, dead)
+    return bound + least
+
+
+def _pairs_above(
+    graph: Graph,
+    messages: Messages,
+    edge: tuple[int, int],
+    above: Mapping[int, Array],
+    joint: dict[int, Array],
+) -> Array:
+    """[S_i, S_j] What every pair takes above the bound; to that of each strategy in `joint`, what the edge adds."""
+    i, j = edge
+    extra = graph.adjacent[i][j] - messages[j, i][:, None] - messages[i, j]
+    extra -= extra.min()
+    joint[i] += extra.min(axis=1)
+    joint[j] += extra.min(axis=0)
+    return extra + above[i][:, None] + above[j]
+
 
 PASSES = 5
 """Of messages in a branch, from the dual values of the whole."""
@@ -71,7 +130,7 @@ class Branches:
         if relaxed is None:
             return self.cutoff if relaxation.impossible else known
         self._offer(graph, descend(graph, relaxed.choice), expand)
-        bound = max(known, lower_bound(graph, relaxed.messages))
+        bound = max(known, bound_of(graph, relaxed.messages))
         if bound >= self.cutoff or relaxed.integral:
             return bound
         onward: Expand = lambda choice: expand(graph.expand(choice))
@@ -101,7 +160,9 @@ class Branches:
                     branch, own = _restricted(graph, node, keep, messages)
                 except DeadEnd:
                     continue
-                least = min(least, lower_bound(branch, ascend(branch, own, 1, self._deadline)))
+                passing = MessagePassing(branch)
+                settled = passing.ascend(passing.packed(own), 1, self._deadline)
+                least = min(least, passing.lower_bound(settled))
         return least
 
     def _branch(
@@ -112,12 +173,13 @@ class Branches:
             branch, own = _restricted(graph, node, keep, messages)
         except DeadEnd:
             return cutoff
-        settled = ascend(branch, own, PASSES, self._deadline)
-        own_bound = lower_bound(branch, settled)
+        passing = MessagePassing(branch)
+        settled = passing.ascend(passing.packed(own), PASSES, self._deadline)
+        own_bound = passing.lower_bound(settled)
         bound = max(known, own_bound)
         if bound >= cutoff:
             return bound
-        if not self._reduced(branch, settled, own_bound):
+        if not self._reduced(branch, passing.unpacked(settled), own_bound):
             return cutoff
         return min(cutoff, self._explored(branch, expand, bound))
 

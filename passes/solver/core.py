@@ -13,12 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from .alike import Alike
-from .branches import Branches
-from .dual import Messages, ascend, decode, lower_bound, prune, zero_messages
+from .branches import Branches, prune
 from .graph import DeadEnd, Graph
 from .local_search import descend
-from .marginal import Relaxation, Relaxed, solve_integers
-from .marginal_program import build_program
+from .marginal import Relaxation, Relaxed
+from .passing import MessagePassing, Messages, bound_of
 from .presolve import presolve
 from .problem import Infeasible
 
@@ -30,6 +29,8 @@ DEEP_LIMIT = 1_500_000
 """The same where equal layers were relaxed as one: what it adds is little, and it takes minutes."""
 LARGE = 200_000
 """Edge entries above which the scale of costs is only estimated."""
+PASSES = 5
+"""Of messages before they are looked at."""
 STALLED, PATIENCE = 0.02, 3
 """Messages have converged when this many times in a row the bound rose by less than this share of the gap."""
 QUICK, FEW = 100_000, 4
@@ -76,10 +77,12 @@ def solve_graph(graph: Graph, budget: Budget) -> Solved:
     return solve_presolved(graph, budget)
 
 
-def solve_presolved(graph: Graph, budget: Budget, warm: dict[int, int] | None = None) -> Solved:
+def solve_presolved(
+    graph: Graph, budget: Budget, warm: dict[int, int] | None = None, start: Messages | None = None
+) -> Solved:
     """The same for a graph that is presolved already; its trail is undone in the answer.
 
-    warm: a choice of what is left, from which better ones are looked for.
+    warm: a choice of what is left, from which better ones are looked for. start: messages to improve.
     """
     assert not len(graph.slack) or not graph.use
     parts = graph.components()
@@ -87,33 +90,38 @@ def solve_presolved(graph: Graph, budget: Budget, warm: dict[int, int] | None = 
     cost = bound = graph.constant
     each = Budget(budget.deadline, budget.tolerance / max(1, len(parts)))
     for part in parts:
-        found = _Connected(graph.copy(part), each, warm).solve()
+        found = _Connected(graph.copy(part), each, warm, start).solve()
         choice |= found.choice
         cost += found.cost
         bound += found.bound
     return Solved(graph.expand(choice), cost, bound)
 
 
-def cost_scale(graph: Graph, deadline: float = float("inf")) -> float:
-    """Roughly the least cost of a presolved graph, rather below it: turns a relative gap into an absolute one.
+def cost_scale(graph: Graph, deadline: float = float("inf")) -> tuple[float, Messages]:
+    """Roughly the least cost of a presolved graph, rather below it: turns a relative gap into an absolute one. And the
+    messages that say so.
 
     Memory rows aside, which can only raise it.
     """
-    messages = zero_messages(graph)
-    cost, bound = float("inf"), lower_bound(graph, messages)
+    passing = MessagePassing(graph)
+    messages = passing.zeros()
+    cost, bound = float("inf"), passing.lower_bound(messages)
     for _ in range(8):
-        bound = lower_bound(graph, ascend(graph, messages, 3, deadline))
-        cost = min(cost, graph.value(descend(graph, decode(graph, messages))))
+        bound = passing.lower_bound(passing.ascend(messages, 3, deadline))
+        cost = min(cost, graph.value(descend(graph, passing.decode(messages))))
         if abs(cost - bound) <= 0.5 * abs(cost) or graph.entries() > LARGE or time.monotonic() > deadline:
             break
-    return max(bound if cost > 0 else -cost, 1e-3 * abs(cost)) if np.isfinite(cost) else 0.0
+    scale = max(bound if cost > 0 else -cost, 1e-3 * abs(cost)) if np.isfinite(cost) else 0.0
+    return scale, passing.unpacked(messages)
 
 
 class _Connected:
     """One connected, presolved graph, with the best choice so far and the bound of what was pruned."""
 
-    def __init__(self, graph: Graph, budget: Budget, warm: dict[int, int] | None = None) -> None:
-        self.graph, self.budget = graph, budget
+    def __init__(
+        self, graph: Graph, budget: Budget, warm: dict[int, int] | None, start: Messages | None
+    ) -> None:
+        self.graph, self.budget, self._messages = graph, budget, start
         self.best: dict[int, int] | None = None
         self.cost = float("inf")
         self.bound = -float("inf")
@@ -180,20 +188,23 @@ class _Connected:
         return after <= before * (1 - (WORTHWHILE_IF_LARGE if after > PROGRAM_LIMIT else WORTHWHILE))
 
     def _by_messages(self) -> bool:
-        messages = settled = zero_messages(self.graph)
+        passing = MessagePassing(self.graph)
+        start, self._messages = self._messages, None
+        messages = settled = passing.zeros() if start is None else passing.packed(start)
         bound = new = -float("inf")
         stalled, left = 0, FEW if self.graph.entries() <= QUICK else float("inf")
         while stalled < PATIENCE and left > 0 and not (self.best is not None and self.budget.spent):
-            settled = ascend(self.graph, messages, 5, self.budget.deadline)
-            new = lower_bound(self.graph, settled)
-            self._offer(descend(self.graph, decode(self.graph, messages)))
+            settled = passing.ascend(messages, PASSES, self.budget.deadline)
+            new = passing.lower_bound(settled)
+            for backward in (False, True):
+                self._offer(descend(self.graph, passing.decode(messages, backward)))
             left -= 1
             gain = new - bound
             bound = max(bound, new)
             stalled = stalled + 1 if gain <= STALLED * (self.cost - bound) else 0
             if self.cost - bound <= self.budget.tolerance:
                 break
-        return self._prune(settled, new, self._alike())
+        return self._prune(passing.unpacked(settled), new, self._alike())
 
     def _by_layers(self) -> bool:
         """The relaxation of what is alike, once for all of it."""
@@ -202,14 +213,15 @@ class _Connected:
         if relaxed is None:
             return False
         self._most = DEEP_LIMIT
-        messages = relaxed.messages
-        settled = ascend(self.graph, dict(messages), 5, self.budget.deadline)
-        bound, settled = max(
-            ((lower_bound(self.graph, each), each) for each in (messages, settled)), key=lambda pair: pair[0]
+        passing = MessagePassing(self.graph)
+        messages = passing.packed(relaxed.messages)
+        settled = passing.ascend(messages.copy(), PASSES, self.budget.deadline)
+        bound, best = max(
+            ((passing.lower_bound(each), each) for each in (messages, settled)), key=lambda pair: pair[0]
         )
         self._offer(descend(self.graph, relaxed.choice))
-        self._offer(descend(self.graph, decode(self.graph, settled)))
-        return self._prune(settled, bound, alike)
+        self._offer(descend(self.graph, passing.decode(best)))
+        return self._prune(passing.unpacked(best), bound, alike)
 
     def _alike(self) -> Alike | None:
         """What is alike, if the graph is large and most of it is; None otherwise."""
@@ -226,7 +238,7 @@ class _Connected:
         self._offer(descend(self.graph, relaxed.choice))
         if not self._weighted:
             self._offer_weighted(relaxed)
-        return self._prune(relaxed.messages, lower_bound(self.graph, relaxed.messages))
+        return self._prune(relaxed.messages, bound_of(self.graph, relaxed.messages))
 
     def _offer_weighted(self, relaxed: Relaxed) -> None:
         """The best of the strategies that the relaxation gives weight [Berthold 2007, RENS]."""
@@ -255,10 +267,8 @@ class _Connected:
         self.bound = max(self.bound, min(self._cutoff, branches.bound))
         if self._done():
             return False
-        program = build_program(self.graph)
-        choice, bound = solve_integers(
-            self.graph, program, None, self.budget.tolerance / 2, self.budget.deadline
-        )
+        program = Relaxation(self.graph, integers=True)
+        choice, bound = program.solve_integers(self.budget.tolerance / 2, self.budget.deadline)
         if choice is not None:
             self._offer(choice)
         elif self.best is None and bound == float("inf"):

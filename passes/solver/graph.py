@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from .problem import Array, Problem
 from .tables import Index, Tables
-from .usage import Usage, combine
+from .usage import Rows, Usage, combine
 
 __all__ = ["DeadEnd", "Graph", "cost_beside"]
 
@@ -162,6 +162,11 @@ class Graph:
             self._set_use(node, [combine(parts)])
             parts = self.use.get(node)
         return parts[0] if parts else None
+
+    def rows(self) -> Rows:
+        """The memory rows that bind."""
+        used = {node: usage for node in sorted(self.cost) if (usage := self.usage(node)) is not None}
+        return Rows.of({node: len(self.cost[node]) for node in sorted(self.cost)}, used, self.slack)
 
     def keep_use(self, node: int, rows: NDArray[np.bool_]) -> Usage | None:
         """Forget what `node` uses elsewhere than at `rows`."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from .graph import Graph, cost_beside
 from .problem import Array
-from .usage_rows import Rows
+from .usage import Rows
 
 __all__ = ["Search", "descend"]
 

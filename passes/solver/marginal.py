@@ -1,4 +1,13 @@
-"""The program in marginal form (`marginal_program.py`), relaxed and with integers, by HiGHS."""
+"""What the reductions leave, as a linear or mixed-integer program in marginal form, by HiGHS.
+
+Variables: x[i, a] per strategy and y[e, a, b] per finite entry of an edge.
+    sum_a x[i, a] = 1        sum_b y[e, a, b] = x[i, a]        sum_a y[e, a, b] = x[j, b]
+    sum of use * x <= slack  for every memory row
+With x integral y is too. Far tighter than y >= x_a + x_b - 1: the relaxation is mostly integral.
+
+Nodes and edges that are alike (`alike.py`) may be one, which stands for their sum: 1 becomes how many they are. Every
+answer of the whole has such a sum, so the optimum is a bound, and its dual values are messages for all of them.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +17,94 @@ from dataclasses import dataclass
 
 import highspy
 import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import csc_array
 
-from .alike import Alike
-from .dual import Messages
+from .alike import Alike, Side
 from .graph import Graph
-from .interruptible import run_solver
-from .marginal_program import MarginalProgram, build_program, memory_rows, row_scale
+from .passing import Messages
 from .problem import Array
-from .usage_rows import Row
+from .usage import Row
 
-__all__ = ["Relaxation", "Relaxed", "solve_integers"]
+__all__ = ["Relaxation", "Relaxed", "build_program"]
 
 INTEGRAL = 1e-6
+SCALE = 1e5
+"""What the typical difference of costs becomes, so that HiGHS's absolute tolerances are small beside it."""
+ROW_SCALE = 1e4
+"""What the slack of a memory row becomes; the tolerance of 1e-6 is then 1e-10 of it."""
+LEFT_SECONDS = 5.0
+"""For HiGHS to end when it is interrupted."""
+
+
+@dataclass(frozen=True)
+class _Program:
+    """The program without memory rows, in HiGHS's units (costs times `factor`).
+
+    start: of each node, its first column; and the first that is of an edge. count: what the columns of each node sum
+           to. `cost`, `most`: of each column; a column is as many at most as it stands for.
+    sides: first row of the marginals of each side of an edge.
+    fixed: [rows] what each row is.
+    least: what was subtracted from costs, each node's and edge's least, in the graph's units.
+    """
+
+    start: NDArray[np.int64]
+    count: NDArray[np.int64]
+    sides: Mapping[Side, int]
+    cost: Array
+    most: Array
+    matrix: csc_array
+    fixed: Array
+    least: float
+    factor: float
+
+
+def build_program(graph: Graph, alike: Alike) -> _Program:
+    """The program of `graph`, all of whose node costs are finite, summed over what is `alike`."""
+    nodes = sorted(alike.count)
+    at = {node: p for p, node in enumerate(nodes)}
+    sizes = np.array([len(graph.cost[node]) for node in nodes], dtype=np.int64)
+    count = np.array([alike.count[node] for node in nodes], dtype=np.int64)
+    start = np.concatenate([[0], np.cumsum(sizes)])
+    minima = [float(graph.cost[node].min()) for node in nodes]
+    costs = [graph.cost[node] - least for node, least in zip(nodes, minima, strict=True)]
+    row, column = [np.repeat(np.arange(len(nodes)), sizes)], [np.arange(start[-1])]
+    value, most = [np.ones(start[-1])], [np.repeat(count, sizes)]
+    sides: dict[Side, int] = {}
+    columns, rows = int(start[-1]), len(nodes)
+    for i, j in alike.edges:
+        matrix = graph.adjacent[i][j]
+        a, b = np.nonzero(np.isfinite(matrix))
+        minima.append(float(matrix.min()))
+        costs.append(matrix[a, b] - minima[-1])
+        most.append(np.full(len(a), min(alike.count[alike.like[i]], alike.count[alike.like[j]])))
+        for side, used in (((i, j), a), ((j, i), b)):
+            first = alike.side_like[side]
+            if first not in sides:
+                sides[first], size = rows, len(graph.cost[side[0]])
+                place = at[alike.like[side[0]]]
+                row.append(np.arange(rows, rows + size))
+                column.append(np.arange(start[place], start[place + 1]))
+                value.append(np.full(size, -float(alike.times[first])))
+                rows += size
+            row.append(sides[first] + used)
+            column.append(np.arange(columns, columns + len(a)))
+            value.append(np.ones(len(used)))
+        columns += len(a)
+    fixed = np.zeros(rows)
+    fixed[: len(nodes)] = count
+    cost = np.concatenate(costs)
+    factor = _factor(cost)
+    places = np.concatenate(row), np.concatenate(column)
+    matrix = csc_array((np.concatenate(value), places), shape=(rows, columns))
+    bounds = np.concatenate(most).astype(np.float64)
+    return _Program(start, count, sides, cost * factor, bounds, matrix, fixed, sum(minima), factor)
+
+
+def _factor(cost: Array) -> float:
+    """A power of two (so that scaling is exact) that brings the mean positive cost to `SCALE`."""
+    positive = cost[cost > 0]
+    return float(2.0 ** np.round(np.log2(SCALE / np.mean(positive)))) if len(positive) else 1.0
 
 
 @dataclass(frozen=True)
@@ -53,22 +138,111 @@ class _Silent(highspy.Highs):
         super().enableCallbacks()
 
 
-def _highs(program: MarginalProgram, integers: bool, deadline: float) -> highspy.Highs:
-    solver = _Silent()
-    solver.setOptionValue("threads", 1)
-    solver.setOptionValue("random_seed", 0)
-    solver.setOptionValue("time_limit", min(1e9, max(0.01, deadline - time.monotonic())))
-    solver.passModel(_model(program, integers))
-    return solver
+class Relaxation:
+    """A graph's program, to which memory rows may be added between solutions."""
+
+    def __init__(self, graph: Graph, alike: Alike | None = None, integers: bool = False) -> None:
+        """alike: what of the graph is held as one; no memory rows may be added then."""
+        self._graph, self._alike = graph, alike or Alike.none(graph)
+        self._program = build_program(graph, self._alike)
+        self._nodes = sorted(self._alike.count)
+        self._at = {node: p for p, node in enumerate(self._nodes)}
+        self.memory: dict[int, tuple[float, Row]] = {}
+        """With what each row is multiplied."""
+        solver = self._solver = _Silent()
+        solver.setOptionValue("threads", 1)
+        solver.setOptionValue("random_seed", 0)
+        solver.passModel(_model(self._program, integers))
+        if not integers:  # Little is left to reduce, and looking for it takes half of the time.
+            solver.setOptionValue("presolve", "off")
+
+    def add(self, key: int, row: Row) -> None:
+        used = {node: np.flatnonzero(row.used[node]) for node in sorted(row.used)}
+        largest = max((float(vector.max()) for vector in row.used.values()), default=0.0)
+        scale = ROW_SCALE / (max(abs(row.slack), largest) or ROW_SCALE)
+        start = self._program.start
+        empty = np.zeros(0, dtype=np.int64)
+        index = np.concatenate([empty, *(start[self._at[node]] + a for node, a in used.items())])
+        value = np.concatenate([np.zeros(0), *(row.used[node][a] * scale for node, a in used.items())])
+        self._solver.addRow(-np.inf, row.slack * scale, len(index), index.astype(np.int32), value)
+        self.memory[key] = scale, row
+
+    @property
+    def impossible(self) -> bool:
+        """Whether the last solution found that no choice is possible."""
+        status, none = self._solver.getModelStatus(), highspy.HighsModelStatus
+        return status in (none.kInfeasible, none.kUnboundedOrInfeasible)
+
+    def solve(self, deadline: float) -> Relaxed | None:
+        """None if time ran out or it is infeasible."""
+        program = self._program
+        self._run(deadline)
+        if self._solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+            return None
+        solution = self._solver.getSolution()
+        x = np.array(solution.col_value)[: program.start[-1]]
+        like, dual = self._alike.like, np.array(solution.row_dual) / program.factor
+        messages: dict[tuple[int, int], Array] = {}
+        for (i, j), side in self._alike.side_like.items():
+            first = program.sides[side]
+            messages[j, i] = dual[first : first + len(self._graph.cost[i])]
+        first = len(program.fixed)  # of HiGHS's rows, to which those of memory were added
+        prices = {
+            key: max(0.0, -float(dual[first + p])) * scale
+            for p, (key, (scale, _)) in enumerate(self.memory.items())
+        }
+        whole = np.repeat(program.count, np.diff(program.start))
+        integral = bool((np.minimum(np.abs(x), np.abs(whole - x)) < INTEGRAL).all())
+        of_kinds = np.split(x, program.start[1:-1])
+        shares = [of_kinds[self._at[like[node]]] / self._alike.count[like[node]] for node in sorted(like)]
+        return Relaxed(self._choice(x), np.concatenate(shares), integral, messages, prices)
+
+    def _choice(self, x: Array) -> dict[int, int]:
+        of_kinds = [int(np.argmax(part)) for part in np.split(x, self._program.start[1:-1])]
+        return {node: of_kinds[self._at[first]] for node, first in self._alike.like.items()}
+
+    def solve_integers(self, gap: float, deadline: float) -> tuple[dict[int, int] | None, float]:
+        """The mixed-integer program: the best choice found, and a lower bound on `graph.value`.
+
+        (None, inf) if there is no choice; (None, -inf or better) if time ran out before one was found.
+        """
+        solver, factor = self._solver, self._program.factor
+        solver.setOptionValue("mip_rel_gap", 0.0)
+        solver.setOptionValue("mip_feasibility_tolerance", 1e-9)  # the bound is of x within this of integers
+        solver.setOptionValue("mip_abs_gap", gap * factor)
+        self._run(deadline)
+        if self.impossible:
+            return None, np.inf
+        info = solver.getInfo()
+        bound = self._graph.constant + self._program.least + info.mip_dual_bound / factor
+        if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+            return None, bound
+        return self._choice(np.array(solver.getSolution().col_value)[: self._program.start[-1]]), bound
+
+    def _run(self, deadline: float) -> None:
+        """In a thread of its own: inside HiGHS no signal's handler would run. What is raised here meanwhile, by Ctrl-C
+        or by the failure of another rank, stops it."""
+        solver = self._solver
+        seconds = min(1e9, solver.getRunTime() + max(0.01, deadline - time.monotonic()))
+        solver.setOptionValue("time_limit", seconds)
+        solver.HandleUserInterrupt = True
+        thread = solver.startSolve()
+        try:
+            while thread.is_alive():
+                thread.join(0.1)
+        except BaseException:
+            solver.cancelSolve()
+            thread.join(LEFT_SECONDS)
+            raise
 
 
-def _model(program: MarginalProgram, integers: bool) -> highspy.HighsLp:
+def _model(program: _Program, integers: bool) -> highspy.HighsLp:
     count = len(program.cost)
     model = highspy.HighsLp()
-    model.num_col_, model.num_row_ = count, len(program.row_lower)
+    model.num_col_, model.num_row_ = count, len(program.fixed)
     model.col_cost_ = program.cost
     model.col_lower_, model.col_upper_ = np.zeros(count), program.most
-    model.row_lower_, model.row_upper_ = program.row_lower, program.row_upper
+    model.row_lower_ = model.row_upper_ = program.fixed
     model.a_matrix_.format_ = highspy.MatrixFormat.kColwise
     model.a_matrix_.start_ = program.matrix.indptr.astype(np.int32)
     model.a_matrix_.index_ = program.matrix.indices.astype(np.int32)
@@ -78,106 +252,3 @@ def _model(program: MarginalProgram, integers: bool) -> highspy.HighsLp:
         nodes = int(program.start[-1])
         model.integrality_ = [whole] * nodes + [free] * (count - nodes)
     return model
-
-
-def _chosen(program: MarginalProgram, values: Array) -> tuple[dict[int, int], bool]:
-    x = values[: program.start[-1]]
-    whole = np.repeat(program.count, np.diff(program.start))
-    integral = bool((np.minimum(np.abs(x), np.abs(whole - x)) < INTEGRAL).all())
-    bounds = program.start
-    return {n: int(np.argmax(x[bounds[p] : bounds[p + 1]])) for p, n in enumerate(program.nodes)}, integral
-
-
-class Relaxation:
-    """The relaxation of a graph's program, to which memory rows are added while it is being solved."""
-
-    def __init__(self, graph: Graph, alike: Alike | None = None) -> None:
-        """alike: what of the graph is held as one; no memory rows may be added then."""
-        self._graph, self._alike = graph, alike or Alike.none(graph)
-        self._program = build_program(graph, alike=self._alike)
-        self._at = {node: p for p, node in enumerate(self._program.nodes)}
-        self._solver = _highs(self._program, False, float("inf"))
-        # Little is left to reduce, and looking for it takes half of the time.
-        self._solver.setOptionValue("presolve", "off")
-        self.memory: dict[int, Row] = {}
-
-    def add(self, key: int, row: Row) -> None:
-        _, columns, values, upper = memory_rows({key: row}, self._at, self._program.start, 0)
-        index = np.concatenate([*columns, np.zeros(0, dtype=np.int64)]).astype(np.int32)
-        value = np.concatenate([*values, np.zeros(0)])
-        self._solver.addRow(-np.inf, float(upper[0]), len(index), index, value)
-        self.memory[key] = row
-
-    @property
-    def impossible(self) -> bool:
-        """Whether the last `solve` found that no choice is possible."""
-        return self._solver.getModelStatus() == highspy.HighsModelStatus.kInfeasible
-
-    def solve(self, deadline: float) -> Relaxed | None:
-        """None if time ran out or it is infeasible."""
-        solver, program = self._solver, self._program
-        solver.setOptionValue("time_limit", solver.getRunTime() + max(0.01, deadline - time.monotonic()))
-        run_solver(solver)
-        if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
-            return None
-        solution = solver.getSolution()
-        values = np.array(solution.col_value)
-        choice, integral = _chosen(program, values)
-        like, dual = self._alike.like, np.array(solution.row_dual) / program.factor
-        messages: Messages = {}
-        for (i, j), side in self._alike.side_like.items():
-            first = program.sides[side]
-            messages[j, i] = dual[first : first + len(self._graph.cost[i])]
-        first = len(program.row_lower)  # of HiGHS's rows, to which those of memory were added
-        prices = {
-            key: max(0.0, -float(dual[first + p])) * row_scale(row)
-            for p, (key, row) in enumerate(self.memory.items())
-        }
-        of_kinds = np.split(values[: program.start[-1]], program.start[1:-1])
-        shares = [of_kinds[self._at[like[node]]] / self._alike.count[like[node]] for node in sorted(like)]
-        choice = {node: choice[like[node]] for node in like}
-        return Relaxed(choice, np.concatenate(shares), integral, messages, prices)
-
-
-def solve_integers(
-    graph: Graph, program: MarginalProgram, start: Mapping[int, int] | None, gap: float, deadline: float
-) -> tuple[dict[int, int] | None, float]:
-    """The mixed-integer program from a warm start: the best choice found, and a lower bound on `graph.value`.
-
-    (None, inf) if there is no choice; (None, -inf or better) if time ran out before one was found.
-    """
-    solver = _highs(program, True, deadline)
-    base = graph.constant + _minima(graph)
-    solver.setOptionValue("mip_rel_gap", 0.0)
-    solver.setOptionValue("mip_feasibility_tolerance", 1e-9)  # the bound is of x within this of integers
-    solver.setOptionValue("mip_abs_gap", gap * program.factor)
-    if start is not None:
-        solver.setSolution(_start_values(program, start))
-    run_solver(solver)
-    status = solver.getModelStatus()
-    if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
-        return None, np.inf
-    info = solver.getInfo()
-    bound = base + info.mip_dual_bound / program.factor
-    if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
-        return None, bound
-    choice, _ = _chosen(program, np.array(solver.getSolution().col_value))
-    return choice, bound
-
-
-def _minima(graph: Graph) -> float:
-    total = sum(float(vector.min()) for vector in graph.cost.values())
-    return total + sum(float(m.min()) for i, row in graph.adjacent.items() for j, m in row.items() if i < j)
-
-
-def _start_values(program: MarginalProgram, choice: Mapping[int, int]) -> highspy.HighsSolution:
-    values = np.zeros(len(program.cost))
-    for p, node in enumerate(program.nodes):
-        values[program.start[p] + choice[node]] = 1.0
-    for e, (i, j) in enumerate(program.edges):
-        a, b = program.pairs[e]
-        chosen = (a == choice[i]) & (b == choice[j])
-        values[program.edge_column[e] : program.edge_column[e + 1]] = chosen
-    solution = highspy.HighsSolution()
-    solution.col_value = list(values)
-    return solution

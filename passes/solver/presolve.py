@@ -4,20 +4,105 @@ Cheap ones first: strategies that some edge makes impossible (arc consistency), 
 are a sum of row and column costs, nodes with at most two neighbours (min-plus product). Then per node the expensive
 ones: merging neighbours that follow from it, and dominated strategies. A node whose usage in an active memory row
 depends on its strategy is never eliminated; merging and dropping strategies stay exact for it.
+
+Dominated is a strategy if another one of the same node is at least as good whatever the rest do: a makes b needless if
+cost[a] - cost[b] + sum over edges of max_k (matrix[a, k] - matrix[b, k]) <= 0, and a uses no more than b in any memory
+row. (Goldstein's dead-end elimination.) Of equals the lowest index stays.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
-from .dominate import needed_strategies
 from .graph import DeadEnd, Graph
 from .problem import Array
+from .tables import BLOCK, Index
 from .usage import RangeMinimum
 
-__all__ = ["presolve", "propagate"]
+__all__ = ["dominated_pairs", "needed_strategies", "presolve", "propagate"]
+
+WORK_LIMIT = 400_000_000
+"""Skip a matrix with more multiply-adds than this: the comparison would cost more than the search."""
+
+
+def needed_strategies(graph: Graph, node: int) -> Index | None:
+    """The strategies of `node` that are not dominated; None if all are needed."""
+    cost = graph.cost[node]
+    matrices = [graph.adjacent[node][other] for other in sorted(graph.adjacent[node])]
+    if any(matrix.size * len(cost) > WORK_LIMIT for matrix in matrices):
+        return None
+    pairs = lambda: dominated_pairs(cost, matrices)
+    usage = graph.usage(node)
+    if usage is None:
+        return graph.tables.once("needed", (cost, *matrices), lambda: _survivors(len(cost), pairs(), None))
+    return _survivors(len(cost), graph.tables.once("dominated", (cost, *matrices), pairs), usage.used)
+
+
+def dominated_pairs(cost: Array, matrices: Sequence[Array]) -> tuple[Index, Index]:
+    """Pairs of strategies of which the first makes the second needless, memory rows aside.
+
+    Most pairs are told apart by a few columns: all columns are compared only for those that are not.
+    """
+    with np.errstate(invalid="ignore"):  # inf - inf: not comparable, and nan <= 0 is false
+        least = cost[:, None] - cost
+        for matrix in matrices:
+            least += _some_excess(matrix)
+        np.fill_diagonal(least, np.inf)
+        first, second = np.nonzero(~(least > 0))
+        total = cost[first] - cost[second]
+        for matrix in matrices:
+            total += _excess(matrix, first, second)
+    found = total <= 0
+    return first[found], second[found]
+
+
+def _some_excess(matrix: Array) -> Array:
+    """[a, b] at most `_excess`: that of the column in which b costs least, and of the one in which a costs most."""
+    every = np.arange(len(matrix))
+    best, worst = matrix.argmin(axis=1), matrix.argmax(axis=1)
+    at_best = matrix[:, best] - matrix[every, best]
+    at_worst = matrix[every, worst][:, None] - matrix[:, worst].T
+    found = np.fmax(at_best, at_worst)
+    found[np.isnan(found)] = -np.inf
+    return found
+
+
+def _excess(matrix: Array, first: Index, second: Index) -> Array:
+    """[pairs] = max over k of matrix[first, k] - matrix[second, k], over the k that the second allows.
+
+    What the first can cost more on this edge at worst; inf where the second allows a k that the first does not.
+    """
+    found = np.empty(len(first))
+    step = max(1, BLOCK // matrix.shape[1])
+    for start in range(0, len(first), step):
+        pairs = slice(start, start + step)
+        np.fmax.reduce(matrix[first[pairs]] - matrix[second[pairs]], axis=1, out=found[pairs])
+    found[np.isnan(found)] = -np.inf  # nothing but inf - inf
+    return found
+
+
+def _survivors(count: int, pairs: tuple[Index, Index], used: Array | None) -> Index | None:
+    """Strategies that are left of `count` where the first of a pair makes the second needless, unless it uses more
+    anywhere; None: all. They go one at a time, each by one that is still there: rounding could make a cycle."""
+    first, second = pairs
+    if used is not None and len(first):
+        step = max(1, BLOCK // len(used))
+        parts = [slice(start, start + step) for start in range(0, len(first), step)]
+        less = np.concatenate([(used[:, first[p]] <= used[:, second[p]]).all(axis=0) for p in parts])
+        first, second = first[less], second[less]
+    if not len(first):
+        return None
+    dominates = np.zeros((count, count), dtype=bool)
+    dominates[first, second] = True
+    dominates &= ~(np.tril(dominates) & np.triu(dominates).T)  # equals: the lower index stays
+    alive = np.ones(count, dtype=bool)
+    for b in np.flatnonzero(dominates.any(axis=0)):
+        alive[b] = not (dominates[:, b] & alive).any()
+    return np.flatnonzero(alive)
+
 
 FILL_LIMIT = 1_000_000
 """Entries of the largest edge matrix that an elimination may make."""
@@ -130,14 +215,18 @@ def _reduce_expensively(graph: Graph, node: int) -> bool:
 
 
 def _drop_impossible(graph: Graph, node: int) -> bool:
-    alive = np.isfinite(graph.cost[node])
-    for matrix in graph.adjacent[node].values():
-        alive = alive & graph.tables.possible(matrix)
-    if not alive.any():
-        raise DeadEnd(node)
-    if alive.all():
+    tables, cost, matrices = graph.tables, graph.cost[node], tuple(graph.adjacent[node].values())
+
+    def possible() -> Index | None:
+        alive = np.isfinite(cost)
+        for matrix in matrices:
+            alive = alive & tables.possible(matrix)
+        return None if alive.all() else np.flatnonzero(alive)
+
+    keep = tables.once("alive", (cost, *matrices), possible)
+    if keep is None:
         return False
-    graph.restrict(node, np.flatnonzero(alive))
+    graph.restrict(node, keep)
     return True
 
 

@@ -15,9 +15,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Array", "Infeasible", "Problem", "Solution"]
+from .tables import Array, Tables
 
-Array = NDArray[np.float64]
+__all__ = ["Array", "Infeasible", "Problem", "Solution"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +30,8 @@ class Problem:
     intervals:   per node the half-open interval of time steps at which it is live; may be empty.
     usages:      per node [S_i], what it uses while it is live (bytes), not negative.
     limit:       of the sum of usages at every step; None is no limit.
+    tables:      what is known of its arrays; shared by problems made from it with `replace`, most of whose arrays are
+                 the same.
     """
 
     node_costs: tuple[Array, ...]
@@ -38,6 +40,7 @@ class Problem:
     intervals: tuple[tuple[int, int], ...] = ()
     usages: tuple[NDArray[np.float64] | NDArray[np.int64], ...] = ()
     limit: float | None = None
+    tables: Tables = field(default_factory=Tables)
 
     def __post_init__(self) -> None:
         assert len(self.edges) == len(self.edge_costs)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .core import Budget, cost_scale, solve_presolved
-from .explain_infeasible import contradiction
+from .explain_infeasible import contradiction, no_room, several_rows
 from .graph import DeadEnd, Graph
 from .memory_rows import MemorySearch
 from .presolve import presolve
-from .problem import Infeasible, Problem, Solution
-from .room import no_room, several_rows
+from .problem import Array, Infeasible, Problem, Solution
 from .tables import Tables
 
-__all__ = ["ROUNDING", "solve"]
+__all__ = ["ROUNDING", "mixed", "restricted", "solve"]
 
 ROUNDING = 1e-9
 """Relative gap that counts as none: what sums of float64 costs and HiGHS's tolerances leave open."""
@@ -24,6 +25,9 @@ PRESOLVE_SHARE, CHEAP_SHARE = 0.4, 0.7
 """Shares of the time limit after which the expensive reductions end, and the cheap ones."""
 RESERVE_SHARE, RESERVE = 0.05, 10.0
 """Share of the time limit, and seconds at most, kept for what cannot be interrupted."""
+
+SHARED = 8_000_000
+"""Entries of a problem's tables up to which they are used and filled further: 64 MB."""
 
 
 def solve(
@@ -42,7 +46,8 @@ def solve(
     deadline = time.monotonic() + time_limit - min(RESERVE, RESERVE_SHARE * time_limit)
     relative = max(relative_gap, ROUNDING)
     known = _known(problem, warm)
-    base = Graph.of(problem, Tables())
+    shared = problem.tables.entries <= SHARED
+    base = Graph.of(problem, problem.tables if shared else Tables())
     prices: dict[int, float] = {}
     try:
         choice, bound = _search(problem, base, relative, deadline, known, prices)
@@ -69,7 +74,8 @@ def _search(
     if problem.limit is not None:
         graph.add_rows(problem)
     presolve(graph, now + PRESOLVE_SHARE * (deadline - now), now + CHEAP_SHARE * (deadline - now))
-    budget = Budget(deadline, relative * cost_scale(graph, deadline))
+    scale, messages = cost_scale(graph, deadline)
+    budget = Budget(deadline, relative * scale)
     warm = None if known is None else graph.reduced(dict(enumerate(known)))
     if graph.use:
         search = MemorySearch(graph, budget, warm)
@@ -77,7 +83,7 @@ def _search(
         best, bound = search.best, search.bound
         prices.update(search.prices)
     else:
-        found = solve_presolved(graph, budget, warm)
+        found = solve_presolved(graph, budget, warm, messages)
         return [found.choice[node] for node in range(len(problem.node_costs))], found.bound
     if best is None:
         return None, bound
@@ -118,3 +124,43 @@ def _solution(
     gap = 0.0 if bound == cost else (cost - bound) / max(abs(cost), 1e-300)
     closed = gap <= relative * (1 + 1e-6)
     return Solution(tuple(choice), cost, bound, gap, "optimal" if closed else "feasible", prices)
+
+
+GAP = 1e-4
+"""Relative gap at which the mix is good enough: layers are discrete, so it seldom vanishes."""
+
+
+def mixed(problem: Problem, choices: Sequence[Sequence[int]], seconds: float) -> tuple[int, ...] | None:
+    """The choice of least `problem.cost` that takes, at every node, a strategy that some of `choices` takes.
+
+    Searches for about `seconds` at most; None if no mix was found that fits.
+    """
+    keep = [sorted(set(strategies)) for strategies in zip(*choices, strict=True)]
+    small = restricted(problem, keep)
+    positions = [[k.index(a) for k, a in zip(keep, choice, strict=True)] for choice in choices]
+    fitting = [p for p in positions if small.fits(p)]
+    warm = min(fitting, key=small.cost, default=None)
+    try:
+        found = solve(small, time_limit=seconds, relative_gap=GAP, warm=warm)
+    except Infeasible:
+        return None
+    return tuple(k[a] for k, a in zip(keep, found.choice, strict=True))
+
+
+def restricted(problem: Problem, keep: Sequence[Sequence[int]]) -> Problem:
+    """`problem` with the strategies `keep` of every node; one array per (array, strategies)."""
+    made: dict[tuple[int, ...], Array] = {}
+
+    def part(array: Array | NDArray[np.int64], *ends: Sequence[int]) -> Array:
+        key = (id(array), *(a for end in ends for a in (-1, *end)))
+        if key not in made:
+            made[key] = np.asarray(array[np.ix_(*ends)], dtype=np.float64)
+        return made[key]
+
+    pairs = zip(problem.edges, problem.edge_costs, strict=True)
+    return replace(
+        problem,
+        node_costs=tuple(part(c, k) for c, k in zip(problem.node_costs, keep, strict=True)),
+        edge_costs=tuple(part(matrix, keep[i], keep[j]) for (i, j), matrix in pairs),
+        usages=tuple(part(u, k) for u, k in zip(problem.usages, keep, strict=True)) if problem.usages else (),
+    )

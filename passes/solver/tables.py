@@ -13,12 +13,11 @@ from typing import TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from .problem import Array
-
-__all__ = ["Index", "Tables"]
+__all__ = ["Array", "Index", "Tables"]
 
 T = TypeVar("T")
 
+Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 BLOCK = 1 << 20
 """Entries of the largest temporary array of a blocked operation."""
@@ -33,6 +32,8 @@ class Tables:
         self._by_digest: dict[bytes, Array] = {}
         self._interned: dict[int, Array] = {}
         self._memo: dict[Hashable, object] = {}
+        self.entries = 0
+        """Of all arrays that are held."""
 
     @property
     def size(self) -> int:
@@ -53,6 +54,7 @@ class Tables:
             known.flags.writeable = False
             self._by_digest[digest] = known
             self._interned[id(known)] = known
+            self.entries += known.size
         return known
 
     def _holds(self, array: Array) -> bool:

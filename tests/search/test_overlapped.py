@@ -12,9 +12,8 @@ from passes.search.cost_kinds import CostKinds
 from passes.search.overlapped import solve_overlapped
 from passes.search.planes import charged
 from passes.search.recombine import recombined
-from passes.solver.mix import mixed
 from passes.solver.problem import Array, Infeasible, Problem
-from passes.solver.solve import solve
+from passes.solver.solve import mixed, solve
 from tests.solver.oracle import random_problem
 
 COMPUTING, HIDING, EXPOSED = (0, 2), (1, 3), 4

@@ -9,8 +9,8 @@ import pytest
 
 from passes.search.cost_kinds import CostKinds
 from passes.search.tied_planes import TiedPlanes
+from passes.solver.alike import Ties
 from passes.solver.problem import Infeasible, Problem
-from passes.solver.tied import Ties
 from tests.search.test_overlapped import random_kinds
 from tests.solver.layered import layered
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from passes.solver import core
-from passes.solver.alike import REACH, Alike
-from passes.solver.dual import ascend, lower_bound, prune, zero_messages
+from passes.solver.alike import REACH, Alike, Side
+from passes.solver.branches import prune
 from passes.solver.graph import Graph
-from passes.solver.marginal import Relaxation
-from passes.solver.marginal_program import build_program
+from passes.solver.marginal import Relaxation, build_program
+from passes.solver.passing import MessagePassing, bound_of
 from passes.solver.problem import Array, Problem
 from passes.solver.solve import solve
 from passes.solver.tables import Tables
@@ -93,18 +93,18 @@ def test_the_relaxation_of_what_is_alike_is_a_bound_near_that_of_the_whole(seed:
     graph = _graph(layers)
     whole, folded = Relaxation(graph).solve(INF), Relaxation(graph, Alike.of(graph)).solve(INF)
     assert whole is not None and folded is not None
-    truth, bound = _truth(layers), lower_bound(graph, folded.messages)
+    truth, bound = _truth(layers), bound_of(graph, folded.messages)
     assert bound <= truth * (1.0 + 1e-9)
-    plain = lower_bound(graph, whole.messages)
+    plain = bound_of(graph, whole.messages)
     assert plain - 0.01 * truth <= bound <= plain * (1.0 + 1e-9)
 
 
 def test_deep_problems_are_solved_as_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     relaxed: list[Alike | None] = []
 
-    def relaxation(graph: Graph, alike: Alike | None = None) -> Relaxation:
+    def relaxation(graph: Graph, alike: Alike | None = None, integers: bool = False) -> Relaxation:
         relaxed.append(alike)
-        return Relaxation(graph, alike)
+        return Relaxation(graph, alike, integers)
 
     monkeypatch.setattr(core, "Relaxation", relaxation)
     monkeypatch.setattr(core, "QUICK", 100)
@@ -123,8 +123,9 @@ def test_what_is_forbidden_leaves_alike_what_is_alike(seed: int) -> None:
     layers = _model(seed, depth=40)
     graph, truth = _graph(layers), _truth(layers)
     alike = Alike.of(graph)
-    messages = ascend(graph, zero_messages(graph), 5, INF)
-    bound = lower_bound(graph, messages)
+    passing = MessagePassing(graph)
+    settled = passing.ascend(passing.zeros(), 5, INF)
+    bound, messages = passing.lower_bound(settled), passing.unpacked(settled)
     cutoff = truth + 1e-6 + 0.02 * (truth - bound)
     alone, together = graph.copy(), graph.copy()
     alone_least = prune(alone, messages, bound, cutoff)
@@ -135,8 +136,10 @@ def test_what_is_forbidden_leaves_alike_what_is_alike(seed: int) -> None:
     assert forbidden(graph) < forbidden(together) <= forbidden(alone)
     for node, first in alike.like.items():
         assert together.cost[node] is together.cost[first]
-    for (node, other), (first, beside) in alike.side_like.items():
-        assert together.adjacent[node][other] is together.adjacent[first][beside]
+    kinds: dict[tuple[Side, Side], Array] = {}
+    for node, other in alike.side_like:
+        matrix = together.adjacent[node][other]
+        assert kinds.setdefault(alike.kind(node, other), matrix) is matrix
     assert core.solve_graph(together, core.Budget(INF, 0.0)).cost == pytest.approx(truth, rel=1e-9)
 
 
@@ -184,5 +187,5 @@ def test_a_node_may_have_several_sides_that_are_alike() -> None:
     relaxed = Relaxation(graph, alike).solve(INF)
     assert relaxed is not None
     # Every second one: 12 edges of 0.5, and 0.3 six times.
-    assert lower_bound(graph, relaxed.messages) == pytest.approx(12 * 0.5 + 6 * 0.3)
-    assert len(build_program(graph, alike=alike).cost) == 2 + 4
+    assert bound_of(graph, relaxed.messages) == pytest.approx(12 * 0.5 + 6 * 0.3)
+    assert len(build_program(graph, alike).cost) == 2 + 4

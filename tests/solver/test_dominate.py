@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from passes.solver.dominate import dominated_pairs
+from passes.solver.presolve import dominated_pairs
 from passes.solver.problem import Array
 from passes.solver.tables import Tables
 

@@ -11,16 +11,15 @@ import pytest
 
 from passes.solver import binding
 from passes.solver import memory_rows as memory
+from passes.solver.binding import improve_prices
 from passes.solver.core import Budget
 from passes.solver.graph import Graph
-from passes.solver.improve_part import improve_part, part_of
-from passes.solver.lagrange import improve_prices
 from passes.solver.local_search import Search
+from passes.solver.memory_rows import improve_part, part_of
 from passes.solver.problem import Problem
 from passes.solver.solve import solve
 from passes.solver.tables import Tables
-from passes.solver.usage import RangeMinimum, Usage, combine
-from passes.solver.usage_rows import Rows
+from passes.solver.usage import RangeMinimum, Rows, Usage, combine
 
 sys.path.insert(0, str(Path(__file__).parent))
 from oracle import brute_force, chain, random_problem
@@ -58,7 +57,7 @@ def with_rows(seed: int) -> tuple[Problem, Graph, Rows]:
     problem = replace(random_problem(seed), limit=11.0)
     graph = Graph.of(problem, Tables())
     graph.add_rows(problem)
-    return problem, graph, Rows.of(graph)
+    return problem, graph, graph.rows()
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -82,7 +81,7 @@ def limited_chain(limit_share: float) -> tuple[Problem, Graph, Rows]:
     problem = chain(40, 5, seed=1, skip=5, limit=limit)
     graph = Graph.of(problem, Tables())
     graph.add_rows(problem)
-    return problem, graph, Rows.of(graph)
+    return problem, graph, graph.rows()
 
 
 def test_prices_bound_what_fits_and_beat_the_bound_without_rows() -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from passes.solver.dual import ascend, lower_bound, prune, zero_messages
+from passes.solver.branches import prune
 from passes.solver.graph import DeadEnd, Graph
+from passes.solver.passing import MessagePassing
 from passes.solver.presolve import presolve, propagate
 from passes.solver.problem import Array, Problem
 from passes.solver.tables import Tables
-from passes.solver.usage_rows import Rows
 
 sys.path.insert(0, str(Path(__file__).parent))
 from oracle import brute_force, chain, random_problem
@@ -70,7 +70,7 @@ def test_presolve_with_memory_rows_keeps_the_optimum(seed: int, latest: float) -
     for node, vector in graph.cost.items():  # what messages and programs rely on
         assert np.isfinite(vector).all()
         assert all(np.isfinite(matrix).any(axis=1).all() for matrix in graph.adjacent[node].values())
-    best, rows = INF, Rows.of(graph)
+    best, rows = INF, graph.rows()
     for choice in np.ndindex(*(len(graph.cost[node]) for node in graph.cost)):
         left = dict(zip(graph.cost, choice, strict=True))
         full = graph.expand(left)
@@ -185,10 +185,10 @@ def test_messages_bound_and_prune_only_what_is_worse() -> None:
     problem = Problem(tuple(rng.integers(0, 9, 3).astype(np.float64) for _ in range(4)), edges, tables)
     best = brute_force(problem).cost
     graph = Graph.of(problem, Tables())
-    messages = zero_messages(graph)
-    weak = lower_bound(graph, messages)
-    messages = ascend(graph, messages, 20, INF)
-    bound = lower_bound(graph, messages)
+    passing = MessagePassing(graph)
+    weak = passing.lower_bound(passing.zeros())
+    settled = passing.ascend(passing.zeros(), 20, INF)
+    bound, messages = passing.lower_bound(settled), passing.unpacked(settled)
     assert weak < bound <= best + 1e-9
     least = prune(graph, messages, bound, best + 3)
     assert least >= best + 3 - 1e-9

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from passes.solver.explain_infeasible import no_room
 from passes.solver.graph import Graph
 from passes.solver.problem import Infeasible, Problem
-from passes.solver.room import no_room
 from passes.solver.solve import solve
 from passes.solver.tables import Tables
 

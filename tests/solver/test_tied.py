@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from passes.solver.alike import Ties
 from passes.solver.problem import Problem
-from passes.solver.tied import Ties
 from tests.solver.layered import layered
 
 
