@@ -28,11 +28,11 @@ def test_modules_are_short(folders: tuple[str, ...], longest: int) -> None:
     assert not too_long, f"over {longest} lines; one idea a module: {too_long}"
 
 
-def test_half_of_the_modules_are_under_120_lines() -> None:
+def test_half_of_the_modules_are_within_250_lines() -> None:
     lengths = [
         len(path.read_text().splitlines()) for path in modules(*PACKAGES) if path.name != "__init__.py"
     ]
-    assert statistics.median(lengths) < 120
+    assert statistics.median(lengths) <= 250
 
 
 def test_no_module_is_named_as_another() -> None:
