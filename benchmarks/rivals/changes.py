@@ -9,8 +9,8 @@ from __future__ import annotations
 import random
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,9 +20,10 @@ from passes.search.agree import AWAITED
 from passes.search.overlapped import solve_overlapped
 from passes.search.search_space import SearchSpace
 from passes.search.step_kinds import PhaseOverlap
-from passes.solver.problem import Infeasible, Problem
+from passes.search.stored import restricted
+from passes.solver.problem import Infeasible
 
-__all__ = ["Change", "changes", "choice_of", "layers_of", "restricted"]
+__all__ = ["Change", "changes", "choice_of", "layers_of"]
 
 EFFICIENCIES = (0.0, 0.25, 0.5, 0.7, 1.0)
 SECONDS = 10.0
@@ -133,32 +134,3 @@ def _followed(
     except Infeasible:
         return None
     return tuple(allowed[i][0] if i in allowed else chosen for i, chosen in enumerate(solution.choice))
-
-
-def restricted(problem: Problem, allowed: Mapping[int, Sequence[int]]) -> Problem:
-    """`problem` with some strategies only: per node the ones kept, nodes not named keep all."""
-    kept = {node: tuple(places) for node, places in allowed.items()}
-    known: dict[tuple[object, ...], np.ndarray] = {}
-
-    def of(node: int, values: np.ndarray) -> np.ndarray:
-        return part(values, kept.get(node), None)
-
-    def matrix(edge: tuple[int, int], costs: np.ndarray) -> np.ndarray:
-        return part(costs, kept.get(edge[0]), kept.get(edge[1]))
-
-    def part(values: np.ndarray, rows: tuple[int, ...] | None, columns: tuple[int, ...] | None) -> np.ndarray:
-        """One array of all that are the same part of the same: equal layers go on sharing theirs."""
-        if rows is None and columns is None:
-            return values
-        mark = (id(values), rows, columns)
-        if mark not in known:
-            some = values if rows is None else values[list(rows)]
-            known[mark] = some if columns is None else some[:, list(columns)]
-        return known[mark]
-
-    return replace(
-        problem,
-        node_costs=tuple(of(i, costs) for i, costs in enumerate(problem.node_costs)),
-        edge_costs=tuple(map(matrix, problem.edges, problem.edge_costs)),
-        usages=tuple(of(i, usages) for i, usages in enumerate(problem.usages)),
-    )

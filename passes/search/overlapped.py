@@ -119,7 +119,16 @@ class CuttingPlanes:
         bound = min(self.bound, self.cost)
         gap = (self.cost - bound) / max(abs(self.cost), 1e-300)
         status = "optimal" if gap <= ROUNDING else "feasible"
-        return Solution(self.choice, self.cost, bound, gap, status)
+        return Solution(self.choice, self.cost, bound, gap, status, others=self._others())
+
+    def _others(self) -> tuple[tuple[int, ...], ...]:
+        """Solutions of weighted problems that fit, by their seconds."""
+        seconds = {
+            choice: self.kinds.seconds(self.problem, choice)
+            for choice in self.found
+            if choice != self.choice and self.problem.fits(choice)
+        }
+        return tuple(sorted(seconds, key=lambda choice: seconds[choice]))
 
     def _gap(self) -> float:
         return (self.cost - self.bound) / max(abs(self.cost), 1e-300) if self.choice else np.inf

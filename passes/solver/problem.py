@@ -117,6 +117,7 @@ class Solution:
     gap:         (cost - lower_bound) / |cost|; 0.0 where both agree.
     status:      "optimal" if the gap is no more than was asked for (and rounding), else "feasible".
     prices:      what a unit of room is worth about, by row (position in `Problem.steps`), where a limit binds.
+    others:      choices that were found on the way, the cheapest first.
     """
 
     choice: tuple[int, ...]
@@ -125,6 +126,7 @@ class Solution:
     gap: float
     status: Literal["optimal", "feasible"]
     prices: Mapping[int, float] = field(default_factory=dict[int, float])
+    others: tuple[tuple[int, ...], ...] = ()
 
 
 class Infeasible(Exception):

@@ -18,7 +18,7 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.task import CallLayouts, Task, search_plan
 from benchmarks.objective import failures
 from benchmarks.rivals.cases import NETWORKS
-from benchmarks.rivals.changes import changes, choice_of, layers_of, restricted
+from benchmarks.rivals.changes import changes, choice_of, layers_of
 from benchmarks.rivals.drawn import KINDS, drawn
 from benchmarks.rivals.families import families
 from benchmarks.rivals.rivals import Contest, Rival, contest
@@ -26,6 +26,7 @@ from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.layout.layout import Layout
 from passes.search.search_space import SearchSpace
+from passes.search.stored import restricted
 from passes.search.strategy_space import build_space
 from passes.solver.problem import Problem
 from passes.solver.solve import solve

@@ -76,7 +76,7 @@ def test_the_first_search_starts_from_the_plan_that_is_known(monkeypatch: pytest
         begun.append((options["warm"], options["relative_gap"]))
         return solve_overlapped(*arguments, **options)
 
-    monkeypatch.setattr("passes.search.agree.solve_overlapped", spied)
+    monkeypatch.setattr("passes.search.rival_choices.solve_overlapped", spied)
     start = SearchStart(found.assignment, 0.1)
     find_assignment(joint, prices_of(slow_compute(), MESH), ends, start=start)
     assert begun == [(start.choice(space), 0.1)]

@@ -1,0 +1,76 @@
+"""Choices near a good one: in one place it is turned over to what another choice has there.
+
+Two choices differ in places, connected components of the nodes at which they do. Places that are alike, as those of
+equal layers are, share their cost arrays; they are turned over together, so that there are as many turns for eighty
+layers as for two.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from passes.search.cost_kinds import CostKinds, overlapped_seconds
+from passes.search.recombine import changes_by_kind, components
+from passes.solver.problem import Problem
+
+__all__ = ["Turn", "turns"]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """seconds: that the objective grows by. chosen: node -> its other strategy."""
+
+    seconds: float
+    chosen: Mapping[int, int]
+
+    def of(self, choice: Sequence[int]) -> tuple[int, ...]:
+        return tuple(self.chosen.get(node, strategy) for node, strategy in enumerate(choice))
+
+
+def turns(
+    problem: Problem, kinds: CostKinds, base: Sequence[int], others: Iterable[Sequence[int]]
+) -> list[Turn]:
+    """What turns a kind of place of `base` over to one of `others`, each once, what costs least first."""
+    found: dict[tuple[tuple[int, int], ...], Turn] = {}
+    for other in others:
+        for turn in _towards(problem, kinds, base, other):
+            found.setdefault(tuple(turn.chosen.items()), turn)
+    return sorted(found.values(), key=lambda turn: turn.seconds)
+
+
+def _towards(problem: Problem, kinds: CostKinds, base: Sequence[int], other: Sequence[int]) -> Iterable[Turn]:
+    differing = np.asarray(base) != np.asarray(other)
+    labels, count = components(problem, differing)
+    if not count:
+        return
+    changes = changes_by_kind(problem, kinds, labels, count, base, other)
+    totals = kinds.totals(problem, base)
+    now = overlapped_seconds(totals, kinds.paths)
+    for places in _alike(problem, labels, count, base, other):
+        seconds = overlapped_seconds(totals + changes[places].sum(axis=0), kinds.paths)
+        members = frozenset(places)
+        yield Turn(
+            seconds - now, {node: other[node] for node, label in enumerate(labels) if label in members}
+        )
+
+
+def _alike(
+    problem: Problem, labels: Sequence[int], count: int, base: Sequence[int], other: Sequence[int]
+) -> Iterable[list[int]]:
+    """The components in groups of the same arrays and the same strategies."""
+    marks: list[list[tuple[int, ...]]] = [[] for _ in range(count)]
+    for node, label in enumerate(labels):
+        if label >= 0:
+            marks[label].append((id(problem.node_costs[node]), base[node], other[node]))
+    for (i, j), costs in zip(problem.edges, problem.edge_costs, strict=True):
+        label = max(labels[i], labels[j])
+        if label >= 0:
+            marks[label].append((id(costs),))
+    groups: defaultdict[tuple[tuple[int, ...], ...], list[int]] = defaultdict(list)
+    for label, mark in enumerate(marks):
+        groups[tuple(sorted(mark))].append(label)
+    return groups.values()
