@@ -4,9 +4,10 @@ The objective does not place every collective: it says of parts of a phase what 
 the program that would run says what does. So the plan that the search finds is judged by its timeline, and what else
 its weighted problems found that is nearly as fast; in problems that are not large other plans as well
 (`rival_choices`), more of them where objective and timeline differ, and there those that differ from the best in one
-kind of place (`place_turns`, `past_transfers`). Of all plans judged the fastest on the timeline is taken; of those that
-take equally long, the one that holds the fewest bytes at its peak. A constant for each phase makes its objective its
-timeline; the bound of the search is one of plans that overlap so.
+kind of place (`place_turns`, `past_transfers`). The overlap of each phase is corrected until the objective of the best
+plan is its timeline, and the search runs again, until it finds no faster one. Its last bound is one under the overlap
+that the best plan has. Of all plans judged the fastest on the timeline is taken; of those that take equally long, the
+one that holds the fewest bytes at its peak.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from passes.search.rival_choices import RivalChoices
 from passes.search.search_space import SearchSpace
 from passes.search.search_start import COLD, SearchStart
 from passes.search.step_kinds import PhaseOverlap
+from passes.solver.problem import Solution
 from passes.solver.solve import ROUNDING
 
 __all__ = ["AWAITED", "Agreed", "agreed", "first_overlaps"]
@@ -43,6 +45,8 @@ a faster plan, by 1 % at most."""
 STORED_EDGES = 10_000
 """Edges of the largest problem in which plans whose weights are all stored alike are looked for where the timeline
 differs."""
+AGAIN_GAP = 2e-3
+"""Relative gap of searches under a corrected overlap, which are about what a correction is worth."""
 SEEN = 5e-3
 """Share of a step that a transfer takes for plans to be judged that have it elsewhere."""
 TURNS, TURNED_EDGES, PATIENCE, MOST_EXPENSIVE = 8, 4000, 3, 0.02
@@ -103,7 +107,7 @@ def _bound(known: float, seconds: float) -> float:
 
 
 class _Search:
-    """again: whether other plans are looked for in any case; alike:
+    """again: whether other plans are looked for in any case, and searches follow under corrected overlaps; alike:
     whether at least those that store all weights alike are, where the timeline differs. A search that ends at a gap
     does neither."""
 
@@ -130,7 +134,8 @@ class _Search:
             best = best_of(rivals.hiding_otherwise(overlaps, best), best)
             best = best_of(rivals.alone(overlaps, best), best)
             best = self._turned(overlaps, best)
-        if best.difference(overlaps) > AGREES:
+            overlaps, solution, best = self._corrected(overlaps, best)
+        elif best.difference(overlaps) > AGREES:
             overlaps = best.shifted(overlaps)
         seconds = best.counted(overlaps)
         bound = _bound(solution.lower_bound + sum(overlap.extra for overlap in overlaps), seconds)
@@ -171,3 +176,15 @@ class _Search:
                 patience = patience - 1 if best is known else PATIENCE
                 left -= 1
         return best
+
+    def _corrected(
+        self, overlaps: tuple[PhaseOverlap, ...], best: JudgedChoice
+    ) -> tuple[tuple[PhaseOverlap, ...], Solution, JudgedChoice]:
+        """Searches under the overlap of the best plan, until they find no better one."""
+        while True:
+            own = best.corrected(overlaps)
+            solution = self.rivals.solve(own, best.choice, AGAIN_GAP)
+            found = self.judging.better(solution.choice, best)
+            if found is best or self.judging.late():
+                return own, solution, best
+            best = found

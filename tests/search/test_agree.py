@@ -189,7 +189,8 @@ def test_seconds_that_no_overlap_explains_are_extra() -> None:
     found, _ = searched({GATHERED: 13.0, WHOLE: 14.0})
     assert found.choice == GATHERED
     assert found.seconds == pytest.approx(13.0)
-    assert found.overlaps[0].extra == pytest.approx(5.0)
+    assert found.overlaps[0].extra == pytest.approx(1.0)
+    assert found.overlaps[0].efficiency == pytest.approx(0.0, abs=1e-6)
 
 
 def test_a_large_problem_is_searched_once() -> None:
