@@ -19,6 +19,7 @@ from autoshard.cache_files import cache_folder, write_whole
 from autoshard.watching.agreement import everyones, from_first
 from cost_model.errors import ProfileError
 from cost_model.measure.peers import collective_backend, device_name, host_name
+from cost_model.measure.sampling import by_device
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from cost_model.profile_record import SCHEMA_VERSION
@@ -62,7 +63,7 @@ def startup_profile(mesh: DeviceMesh) -> Profile:
     profile = Profile.measure(
         mesh,
         time_budget=STARTUP_SECONDS,
-        largest_nbytes=LARGEST_NBYTES["cuda" if spec.device_type == "cuda" else "cpu"],
+        largest_nbytes=by_device(LARGEST_NBYTES, spec.device_type),
         name=path.stem,
         command="measured at start-up",
         attend=attend,

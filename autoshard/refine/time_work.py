@@ -23,7 +23,7 @@ from cost_model.measure.collective_work import (
     whole_size,
 )
 from cost_model.measure.peers import Peers, Team, host_name, teams_of, world_peers
-from cost_model.measure.sampling import Series, mesh_device, sample
+from cost_model.measure.sampling import Series, by_device, mesh_device, sample
 from cost_model.mesh import MeshSpec
 from cost_model.timed import TimedCollective, TimedKernel, TimedPrices
 from passes.compile.single_kernel import (
@@ -144,7 +144,7 @@ class _Timing:
             return run
 
         name = f"kernel {case.op}"
-        least = _LEAST_SECONDS[_kind_of(self.device)]
+        least = by_device(_LEAST_SECONDS, self.device.type)
         series = Series(name, (1,), prepare, median, least, ahead=True, clock=self.of_kernels)  # type: ignore[arg-type]
         (curve,) = self._sampled(series)
         return curve.seconds[0] / calls
@@ -159,7 +159,7 @@ class _Timing:
         return beyond_pause(behind, alone).seconds[0]
 
     def _sampled(self, *series: Series) -> list[SampledCurve]:
-        seconds = len(series) * _CASE_SECONDS[_kind_of(self.device)]
+        seconds = len(series) * by_device(_CASE_SECONDS, self.device.type)
         curves = sample(series, self.peers, self.clock, seconds, lambda name, share: None)
         for one, curve in zip(series, curves, strict=True):
             if max(curve.spread) > _NOISIEST:
@@ -171,7 +171,3 @@ def _calls(case: KernelCase) -> int:
     """A guess from the bytes and operations: no rank may decide by its own clock."""
     guess = max(case.work.flops / 1e11, case.work.nbytes / 1e10, 1e-9)
     return max(1, min(_MOST_CALLS, int(_RUN_SECONDS / guess)))
-
-
-def _kind_of(device: torch.device) -> str:
-    return "cuda" if device.type == "cuda" else "cpu"

@@ -20,8 +20,8 @@ from passes.search.agree import AWAITED
 from passes.search.overlapped import solve_overlapped
 from passes.search.search_space import SearchSpace
 from passes.search.step_kinds import PhaseOverlap
-from passes.search.stored import restricted
 from passes.solver.problem import Infeasible
+from passes.solver.solve import restricted
 
 __all__ = ["Change", "changes", "choice_of", "layers_of"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,7 +33,7 @@ from cost_model.measure.kernel_work import (
     update_work,
     updated_together,
 )
-from cost_model.measure.sampling import Series
+from cost_model.measure.sampling import Series, by_device
 from cost_model.measurements import DeviceRates, MatmulRates, UpdateRates
 
 __all__ = ["DTYPES", "device_rates", "device_series", "kernel_series", "least_seconds", "with_kernel_rates"]
@@ -51,7 +51,6 @@ _EDGES = {"cpu": (16, 32, 64, 128, 256, 512, 1024, 2048), "cuda": (64, 128, 256,
 _MEMORY_NBYTES = {"cpu": (2**22, 2**23, 2**24, 2**25), "cuda": (2**24, 2**26, 2**28, 2**29)}
 _UPDATES = {"cpu": (2**6, 2**20, 2**22, 2**24), "cuda": (2**6, 2**22, 2**26, 2**28)}
 
-_T = TypeVar("_T")
 Work = Callable[[], object]
 
 
@@ -114,10 +113,10 @@ _KERNELS = {
 
 def device_series(device: torch.device) -> list[Series]:
     """Launch, memory, then products by dtype, as `device_rates` reads them."""
-    sizes, least = tuple(matmul_flops(edge) for edge in _of(_EDGES, device)), least_seconds(device)
+    sizes, least = tuple(matmul_flops(edge) for edge in by_device(_EDGES, device.type)), least_seconds(device)
     return [
         _series("launch", (LAUNCHES,), lambda _: launch_work(device), least),
-        _series("memory", _of(_MEMORY_NBYTES, device), partial(memory_work, device=device), least),
+        _series("memory", by_device(_MEMORY_NBYTES, device.type), partial(memory_work, device=device), least),
         # Every second size of products is always measured, up to the fifth.
         *(
             _series(
@@ -138,17 +137,17 @@ def kernel_series(
     found: list[Series] = []
     dtype, least = DTYPES[_dtype(device)], least_seconds(device)
     for kernel in _KERNELS.values():
-        shapes = {kernel.flops(shape): shape for shape in _of(kernel.shapes, device)}
+        shapes = {kernel.flops(shape): shape for shape in by_device(kernel.shapes, device.type)}
         work = partial(attention_work, attend=attend) if kernel.work is attention_work else kernel.work
         prepare = lambda n, shapes=shapes, work=work: work(shapes[n], dtype, device)
         found.append(_series(kernel.name, tuple(shapes), prepare, least))
     update = lambda nbytes: update_work(nbytes, device, mesh)
-    return [*found, _series("AdamW update", _of(_UPDATES, device), update, least)]
+    return [*found, _series("AdamW update", by_device(_UPDATES, device.type), update, least)]
 
 
 def least_seconds(device: torch.device) -> float:
     """The least seconds of a repetition."""
-    return _of(_LEAST_SECONDS, device)
+    return by_device(_LEAST_SECONDS, device.type)
 
 
 def _series(
@@ -188,10 +187,6 @@ def with_kernel_rates(
 
 def _dtype(device: torch.device) -> str:
     return "bfloat16" if device.type == "cuda" else "float32"
-
-
-def _of(by_type: Mapping[str, _T], device: torch.device) -> _T:
-    return by_type["cuda" if device.type == "cuda" else "cpu"]
 
 
 def _rates(dtype: str, curve: SampledCurve, passes: float) -> MatmulRates:

@@ -37,7 +37,7 @@ from cost_model.measure.peers import (
     software_versions,
     today,
 )
-from cost_model.measure.sampling import Bench, Progress, Series, bench_of
+from cost_model.measure.sampling import Bench, Progress, Series, bench_of, by_device
 from cost_model.measurements import PLAN_KINDS, CollectiveSamples, LinkLevel
 from cost_model.profile_record import ProfileRecord
 
@@ -70,7 +70,7 @@ def measure_profile(
         kernels = kernel_series(device, mesh if peers.size > 1 else None, attend)
         compute = device_series(device)
         communication = _communication(
-            bench, nbytes_ladder(largest_nbytes or LARGEST_NBYTES[_kind_of(device)])
+            bench, nbytes_ladder(largest_nbytes or by_device(LARGEST_NBYTES, device.type))
         )
         alone = [replace(series, clock=bench.of_kernels) for series in (*compute, *kernels)]
         seconds = time_budget * (1.0 - _OVERLAP_SHARE - _LATE_SHARE)
@@ -131,10 +131,6 @@ def check_device_type(device_type: str) -> None:
         raise ShardingError(f"cannot measure devices of type {device_type!r}\n  try: 'cpu' or 'cuda'")
     if device_type == "cuda" and not torch.cuda.is_available():
         raise ShardingError("cannot measure GPUs: torch finds none\n  try: device type 'cpu'")
-
-
-def _kind_of(device: torch.device) -> str:
-    return "cuda" if device.type == "cuda" else "cpu"
 
 
 def _check_arguments(time_budget: float, largest_nbytes: int | None) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,9 @@ from cost_model.measure.clock import Clock, clocks
 from cost_model.measure.peers import Peers, Team, teams_of, world_peers
 from cost_model.mesh import MeshSpec
 
-__all__ = ["Bench", "Progress", "Series", "bench_of", "check_world", "mesh_device", "sample"]
+__all__ = ["Bench", "Progress", "Series", "bench_of", "by_device", "check_world", "mesh_device", "sample"]
+
+_T = TypeVar("_T")
 
 _SWEEP_SHARE = 0.6
 """The share of the budget for the sweep. The rest is for repetitions."""
@@ -222,6 +225,11 @@ def check_world(spec: MeshSpec, world: int) -> None:
             f"{spec} has {spec.device_count} devices, and {world} process(es) run\n"
             f"  try: a mesh of all processes, or torchrun --nproc-per-node {spec.device_count}"
         )
+
+
+def by_device(by_type: Mapping[str, _T], device_type: str) -> _T:
+    """The value for "cuda" or "cpu". Any other device is measured as the CPU is."""
+    return by_type["cuda" if device_type == "cuda" else "cpu"]
 
 
 def mesh_device(device_type: str) -> torch.device:

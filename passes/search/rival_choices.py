@@ -16,9 +16,9 @@ from passes.search.overlapped import solve_overlapped
 from passes.search.search_space import SearchSpace
 from passes.search.started_alone import started_alone, unpaid_starts
 from passes.search.step_kinds import PhaseOverlap
-from passes.search.stored import Allowed, places_in, places_of, restricted, stored_alike
+from passes.search.stored import Allowed, places_in, places_of, stored_alike
 from passes.solver.problem import Infeasible, Problem, Solution
-from passes.solver.solve import solve
+from passes.solver.solve import restricted, solve
 
 __all__ = ["RivalChoices"]
 

@@ -140,7 +140,7 @@ class Columns:
     def _small(self, room: float, deadline: float, gap: float) -> _Fitting:
         for _ in range(ROUNDS):
             keep = [sorted(kept) for kept in self.keep]
-            small = restricted(replace(self.problem, limit=room), keep)
+            small = restricted(replace(self.problem, limit=room), dict(enumerate(keep)))
             search = CuttingPlanes(small, self.kinds, deadline, True, gap / 4)
             search.bound_at = self._shares or search.bound_at
             if self._known is not None:

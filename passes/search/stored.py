@@ -6,21 +6,14 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-
-import numpy as np
 
 from passes.layout.layout import Layout
 from passes.search.search_space import SearchSpace
-from passes.solver.problem import Problem
 
-__all__ = ["Allowed", "places_in", "places_of", "restricted", "stored_alike"]
+__all__ = ["Allowed", "places_in", "places_of", "stored_alike"]
 
 _FEW = 3
 """Axes of which every set is listed; of more, none and all."""
-
-Places = tuple[int, ...] | None
-"""Of the strategies that are kept; None: all."""
 
 Allowed = Mapping[int, Sequence[int]]
 """Search node -> the strategies that it may have, by their places; nodes that are not named may have all."""
@@ -73,35 +66,6 @@ def _nearest(layouts: Sequence[Layout], axes: frozenset[str]) -> tuple[int, ...]
     marks = [(-len(set(layout.axes) - axes), len(axes.intersection(layout.axes))) for layout in layouts]
     nearest = max(marks)
     return tuple(place for place, mark in enumerate(marks) if mark == nearest)
-
-
-def restricted(problem: Problem, allowed: Allowed) -> Problem:
-    """`problem` with some strategies only: per node the ones kept, nodes not named keep all."""
-    kept = {node: tuple(places) for node, places in allowed.items()}
-    known: dict[tuple[object, ...], np.ndarray] = {}
-
-    def of(node: int, values: np.ndarray) -> np.ndarray:
-        return part(values, kept.get(node), None)
-
-    def matrix(edge: tuple[int, int], costs: np.ndarray) -> np.ndarray:
-        return part(costs, kept.get(edge[0]), kept.get(edge[1]))
-
-    def part(values: np.ndarray, rows: Places, columns: Places) -> np.ndarray:
-        """One array of all that are the same part of the same: equal layers go on sharing theirs."""
-        if rows is None and columns is None:
-            return values
-        mark = (id(values), rows, columns)
-        if mark not in known:
-            some = values if rows is None else values[list(rows)]
-            known[mark] = some if columns is None else some[:, list(columns)]
-        return known[mark]
-
-    return replace(
-        problem,
-        node_costs=tuple(of(i, costs) for i, costs in enumerate(problem.node_costs)),
-        edge_costs=tuple(map(matrix, problem.edges, problem.edge_costs)),
-        usages=tuple(of(i, usages) for i, usages in enumerate(problem.usages)),
-    )
 
 
 def places_in(allowed: Allowed, choice: Sequence[int]) -> tuple[int, ...]:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from .core import Budget, cost_scale, solve_presolved
 from .explain_infeasible import contradiction, no_room, several_rows
 from .graph import DeadEnd, Graph
 from .memory_rows import MemorySearch
 from .presolve import presolve
-from .problem import Array, Infeasible, Problem, Solution
+from .problem import Infeasible, Problem, Solution
 from .tables import Tables
 
 __all__ = ["ROUNDING", "mixed", "restricted", "solve"]
@@ -136,7 +135,7 @@ def mixed(problem: Problem, choices: Sequence[Sequence[int]], seconds: float) ->
     Searches for about `seconds` at most; None if no mix was found that fits.
     """
     keep = [sorted(set(strategies)) for strategies in zip(*choices, strict=True)]
-    small = restricted(problem, keep)
+    small = restricted(problem, dict(enumerate(keep)))
     positions = [[k.index(a) for k, a in zip(keep, choice, strict=True)] for choice in choices]
     fitting = [p for p in positions if small.fits(p)]
     warm = min(fitting, key=small.cost, default=None)
@@ -147,20 +146,27 @@ def mixed(problem: Problem, choices: Sequence[Sequence[int]], seconds: float) ->
     return tuple(k[a] for k, a in zip(keep, found.choice, strict=True))
 
 
-def restricted(problem: Problem, keep: Sequence[Sequence[int]]) -> Problem:
-    """`problem` with the strategies `keep` of every node; one array per (array, strategies)."""
-    made: dict[tuple[int, ...], Array] = {}
+def restricted(problem: Problem, allowed: Mapping[int, Sequence[int]]) -> Problem:
+    """`problem` with some strategies only: per node the ones kept, nodes not named keep all. Arrays that are the same
+    part of the same are one: equal layers go on sharing theirs."""
+    kept = {node: tuple(places) for node, places in allowed.items()}
+    known: dict[tuple[object, ...], np.ndarray] = {}
 
-    def part(array: Array | NDArray[np.int64], *ends: Sequence[int]) -> Array:
-        key = (id(array), *(a for end in ends for a in (-1, *end)))
-        if key not in made:
-            made[key] = np.asarray(array[np.ix_(*ends)], dtype=np.float64)
-        return made[key]
+    def part(values: np.ndarray, node: int, other: int | None = None) -> np.ndarray:
+        rows, columns = kept.get(node), None if other is None else kept.get(other)
+        if rows is None and columns is None:
+            return values
+        mark = (id(values), rows, columns)
+        if mark not in known:
+            some = values if rows is None else values[list(rows)]
+            known[mark] = some if columns is None else some[:, list(columns)]
+        return known[mark]
 
-    pairs = zip(problem.edges, problem.edge_costs, strict=True)
     return replace(
         problem,
-        node_costs=tuple(part(c, k) for c, k in zip(problem.node_costs, keep, strict=True)),
-        edge_costs=tuple(part(matrix, keep[i], keep[j]) for (i, j), matrix in pairs),
-        usages=tuple(part(u, k) for u, k in zip(problem.usages, keep, strict=True)) if problem.usages else (),
+        node_costs=tuple(part(costs, node) for node, costs in enumerate(problem.node_costs)),
+        edge_costs=tuple(
+            part(costs, *edge) for edge, costs in zip(problem.edges, problem.edge_costs, strict=True)
+        ),
+        usages=tuple(part(usages, node) for node, usages in enumerate(problem.usages)),
     )

@@ -26,10 +26,9 @@ from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.layout.layout import Layout
 from passes.search.search_space import SearchSpace
-from passes.search.stored import restricted
 from passes.search.strategy_space import build_space
 from passes.solver.problem import Problem
-from passes.solver.solve import solve
+from passes.solver.solve import restricted, solve
 from tests.models import SwiGLU, seeded
 from tests.plans.patterns import Regression
 

@@ -13,9 +13,9 @@ from autoshard import MeshSpec, Profile
 from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.task import CallLayouts, Task
 from passes.search.search_space import SearchSpace
-from passes.search.stored import places_in, places_of, restricted, stored_alike
+from passes.search.stored import places_in, places_of, stored_alike
 from passes.search.strategy_space import build_space
-from passes.solver.solve import solve
+from passes.solver.solve import restricted, solve
 from tests.solver.oracle import brute_force, chain, random_problem
 
 
