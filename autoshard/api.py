@@ -38,8 +38,6 @@ from cost_model.mesh import MeshSpec
 from passes.compile.compile_graph import check_backend
 from passes.ir.kept_random_state import random_state_kept
 
-__all__ = ["autoshard"]
-
 
 @random_state_kept()
 def autoshard(

@@ -17,18 +17,6 @@ from cost_model.memory import OPTIMIZERS
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 
-__all__ = [
-    "OptimizerLike",
-    "check_call_placements",
-    "check_device",
-    "check_profile_kind",
-    "check_recompute",
-    "checked_micro_batches",
-    "checked_model",
-    "checked_race",
-    "optimizer_name",
-]
-
 _DEVICES = ("cpu", "cuda")
 _RECOMPUTE = ("auto", "user")
 

@@ -9,8 +9,6 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-__all__ = ["cache_folder", "code_fingerprint", "write_whole"]
-
 
 def cache_folder() -> Path:
     """$XDG_CACHE_HOME/autoshard, or ~/.cache/autoshard."""

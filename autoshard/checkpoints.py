@@ -17,8 +17,6 @@ from autoshard.watching.agreement import agree, collectively, from_first
 from cost_model.checked_arguments import checked_count, checked_path
 from cost_model.errors import RankError, ShardingError
 
-__all__ = ["last_checkpoint", "new_checkpoint"]
-
 _NAME = re.compile(r"step-([0-9]+)")
 _PARTIAL = ".partial"
 _LOCK = ".saving"

@@ -13,8 +13,6 @@ from typing import Any
 from cost_model.errors import AutoshardError, ShardingError
 from cost_model.mesh import MeshSpec
 
-__all__ = ["main"]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; 0 on success, 1 when it reports a difference or an error, 2 for bad usage."""

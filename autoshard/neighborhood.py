@@ -14,8 +14,6 @@ from cost_model.checked_arguments import reject
 from cost_model.errors import ShardingError, UnsupportedOpError
 from passes.ops import neighborhood_attention
 
-__all__ = ["na1d", "na2d", "na3d"]
-
 T = TypeVar("T", int, bool)
 
 

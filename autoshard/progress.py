@@ -24,8 +24,6 @@ from autoshard.cache_files import cache_folder, write_whole
 from cost_model.errors import PlanError
 from cost_model.text_files import read_json
 
-__all__ = ["Stages", "stages_of", "tell"]
-
 _log = logging.getLogger("autoshard")
 
 _SILENT_SECONDS = 1.0

@@ -8,8 +8,6 @@ from autoshard.runtime.executable import SeedStream
 from autoshard.runtime.session import Session
 from cost_model.errors import ShardingError
 
-__all__ = ["random_state"]
-
 
 def random_state(model: nn.Module) -> SeedStream:
     """What dropout and other random ops of a parallel model draw next: `state_dict()`, `load_state_dict(state)`.

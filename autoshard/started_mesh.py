@@ -16,8 +16,6 @@ from cost_model.measure.measure import check_device_type
 from cost_model.measure.sampling import check_world
 from cost_model.mesh import MeshSpec
 
-__all__ = ["started_mesh"]
-
 
 @contextmanager
 def started_mesh(axes: Mapping[str, int] | None, device_type: str) -> Generator[DeviceMesh]:

@@ -11,9 +11,6 @@ from typing import TypeGuard
 
 from cost_model.errors import AutoshardError, ShardingError
 
-__all__ = ["checked_count", "checked_flag", "checked_path", "checked_seconds", "is_whole", "reject", "shown"]
-
-
 _SHORT = reprlib.Repr()
 
 

@@ -27,8 +27,6 @@ from cost_model.measurements import CollectiveSamples
 from cost_model.mesh import MeshSpec
 from cost_model.profile_record import ProfileRecord
 
-__all__ = ["BucketedPrices", "CollectivePrices", "Seconds", "copies_seconds"]
-
 Price = Callable[[float], float]
 """nbytes -> seconds."""
 

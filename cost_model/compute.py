@@ -10,8 +10,6 @@ from cost_model.memory import ADAMW
 from cost_model.profile_record import ProfileRecord
 from cost_model.timed import KernelKey, KernelWork, Priced, TimedPrices
 
-__all__ = ["ComputePrices"]
-
 STORE_SHARE = 0.5
 """The share of storing a product's result on a GPU that arithmetic does not hide. Four products of 4096 x 4096 take
 68.2 us on an H100 with 256 operations a result and 110.9 us with 512. So 25.5 us are not arithmetic; the launch is 3 of

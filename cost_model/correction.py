@@ -23,16 +23,6 @@ from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from cost_model.timed import TimedCollective, TimedPrices
 
-__all__ = [
-    "CollectiveTime",
-    "corrected_profile",
-    "paced_profile",
-    "paced_rates",
-    "paced_times",
-    "scaled_link",
-    "with_timed_collectives",
-]
-
 
 def paced_profile(profile: Profile, pace: float) -> Profile:
     """`profile` with all seconds times `pace`, latencies, starts and peaks included: whatever is priced by it takes

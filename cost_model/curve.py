@@ -8,8 +8,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Curve", "SampledCurve", "curve", "median", "monotone", "pooled", "spread"]
-
 
 @dataclass(frozen=True)
 class SampledCurve:

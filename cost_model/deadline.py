@@ -6,8 +6,6 @@ import math
 import time
 from dataclasses import dataclass
 
-__all__ = ["NEVER", "Deadline", "OutOfTime"]
-
 
 class OutOfTime(Exception):
     """A deadline passed. For whoever set it to translate; not for users."""

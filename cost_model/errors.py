@@ -1,16 +1,5 @@
 """Every error that autoshard raises on purpose. All derive from `AutoshardError`."""
 
-__all__ = [
-    "AutoshardError",
-    "CaptureError",
-    "InfeasibleError",
-    "PlanError",
-    "ProfileError",
-    "RankError",
-    "ShardingError",
-    "UnsupportedOpError",
-]
-
 
 class AutoshardError(Exception):
     """Base of all errors raised by autoshard, passes and cost_model."""

@@ -12,18 +12,6 @@ import numpy as np
 from cost_model.errors import ProfileError
 from cost_model.mesh import MeshSpec
 
-__all__ = [
-    "GroupShape",
-    "LevelUse",
-    "Occupancy",
-    "group_ranks",
-    "group_shape",
-    "mesh_occupancies",
-    "occupancy",
-    "shape_text",
-    "shapes_of",
-]
-
 GroupShape = tuple[tuple[int, int], ...]
 """(ranks, stride) pairs, largest stride first, as short as possible: 8 adjacent ranks are ((8, 1),), 4
 ranks one node of 8 apart are ((4, 8),). () is a group of one rank."""

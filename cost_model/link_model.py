@@ -23,8 +23,6 @@ from cost_model.errors import UnsupportedOpError
 from cost_model.groups import Occupancy
 from cost_model.measurements import KINDS, LinkLevel
 
-__all__ = ["Line", "check_kind", "floor_slope", "model_lines"]
-
 
 @dataclass(frozen=True)
 class Line:

@@ -11,21 +11,6 @@ from msgspec import Meta
 
 from cost_model.mesh import MOST_DEVICES
 
-__all__ = [
-    "KERNEL_KINDS",
-    "KINDS",
-    "MEMORY_KINDS",
-    "PLAN_KINDS",
-    "CollectiveSamples",
-    "DeviceRates",
-    "KernelKind",
-    "Lateness",
-    "LinkLevel",
-    "MatmulRates",
-    "Positive",
-    "UpdateRates",
-]
-
 CollectiveKind = Literal[
     "all_gather", "all_reduce", "all_to_all", "broadcast", "point_to_point", "reduce_scatter"
 ]

@@ -17,21 +17,6 @@ from cost_model.errors import ShardingError
 from cost_model.groups import group_ranks, group_shape
 from cost_model.mesh import MeshSpec
 
-__all__ = [
-    "ADAMW",
-    "COMMUNICATOR_BYTES",
-    "CONTEXT_BYTES",
-    "NETWORK_BYTES",
-    "OPTIMIZERS",
-    "PAIR_BYTES",
-    "PEER_BYTES",
-    "Axes",
-    "Optimizer",
-    "communicators",
-    "parse_bytes",
-    "reserve_bytes",
-]
-
 
 @dataclass(frozen=True)
 class Optimizer:

@@ -14,8 +14,6 @@ from cost_model.errors import ShardingError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["MOST_DEVICES", "MeshSpec"]
-
 MOST_DEVICES = 2**20
 """More devices are a slip: work that is done for every rank would not end."""
 

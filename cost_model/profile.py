@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from cost_model.measure.clock import Clock
     from cost_model.measure.kernel_work import Attend
     from cost_model.measure.sampling import Progress
-__all__ = ["Profile", "profile_text"]
 
 
 def profile_text(profile: ProfileRecord) -> str:

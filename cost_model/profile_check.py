@@ -24,8 +24,6 @@ from cost_model.measurements import (
 )
 from cost_model.mesh import MOST_DEVICES
 
-__all__ = ["check_profile"]
-
 _AGAIN = "measure again with more repetitions"
 _NEWEST = "keep the newest"
 

@@ -24,8 +24,6 @@ from cost_model.measurements import KINDS, CollectiveSamples, DeviceRates, Laten
 from cost_model.profile_check import check_profile
 from cost_model.text_files import parse_json, write_text
 
-__all__ = ["SCHEMA_VERSION", "ProfileRecord"]
-
 SCHEMA_VERSION = 2
 
 _CORRECT = "correct it, or measure the profile again"

@@ -14,21 +14,6 @@ from msgspec import Meta
 
 from cost_model.errors import AutoshardError
 
-__all__ = [
-    "MOST_BYTES",
-    "MOST_DIGITS",
-    "PRINTABLE",
-    "Count",
-    "Seconds",
-    "Text",
-    "Word",
-    "parse_integer",
-    "parse_json",
-    "read_json",
-    "read_text",
-    "write_text",
-]
-
 Count = Annotated[int, Meta(ge=0, le=2**62)]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e30)]
 PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]*$"

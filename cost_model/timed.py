@@ -21,8 +21,6 @@ import msgspec
 from cost_model.groups import GroupShape
 from cost_model.measurements import KernelKind
 
-__all__ = ["KernelKey", "KernelWork", "Priced", "TimedCollective", "TimedKernel", "TimedPrices"]
-
 _K = TypeVar("_K")
 Shapes = tuple[tuple[int, ...], ...]
 

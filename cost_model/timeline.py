@@ -30,8 +30,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Event", "Timeline"]
-
 Stream = Literal["compute", "comm"]
 
 

@@ -1,7 +1,5 @@
 """Bytes as people read them."""
 
-__all__ = ["enough_bytes", "floor_bytes", "format_bytes"]
-
 
 def format_bytes(nbytes: int) -> str:
     """1536 -> "1.54KB": decimal units, as `memory_limit` reads them."""

@@ -18,17 +18,6 @@ from passes.capture.trees import unflatten
 from passes.layout.layout import Layout
 from passes.layout.placements import placements_to_layout
 
-__all__ = [
-    "GlobalCall",
-    "as_call",
-    "as_placements",
-    "global_call",
-    "joined",
-    "leaf_names",
-    "matched_placements",
-    "placement_leaves",
-]
-
 Placements = tuple[Placement, ...]
 
 

@@ -20,8 +20,6 @@ from passes.capture.questions import Check
 from passes.layout.layout import Layout
 from passes.layout.placements import placements_to_layout
 
-__all__ = ["Checks", "Otherwise", "no_checks", "output_layouts"]
-
 LARGE_NBYTES = 1 << 20
 """Beside a loss, an output of more bytes than this stays as the plan has it: 1 MiB, far below the logits of any
 language model and above what a training loop logs."""

@@ -22,8 +22,6 @@ from cost_model.mesh import MeshSpec
 from passes.ir.kept_random_state import random_state_kept
 from passes.layout.layout import Span
 
-__all__ = ["ArrayDataset", "PartReader", "PartialDataset", "as_it_is", "batch_reader"]
-
 Slices = tuple[slice, ...]
 
 

@@ -17,8 +17,6 @@ from cost_model.checked_arguments import checked_count, checked_flag, is_whole, 
 from cost_model.errors import PlanError, ShardingError
 from cost_model.mesh import MeshSpec
 
-__all__ = ["Order", "PartLoader", "data_loader", "rank_loader"]
-
 
 def data_loader(
     dataset: Dataset[Any],

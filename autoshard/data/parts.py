@@ -19,19 +19,6 @@ from cost_model.mesh import MeshSpec
 from passes.layout.layout import Layout, Span
 from passes.layout.placements import placements_to_layout
 
-__all__ = [
-    "Placements",
-    "Sizes",
-    "checked_plain",
-    "checked_sizes",
-    "member",
-    "part_layout",
-    "refuse_partial",
-    "sized",
-    "spans_of",
-    "weighted_mean",
-]
-
 Placements = Placement | Sequence[Placement]
 """One per mesh axis; on a mesh of one axis also alone."""
 

@@ -19,8 +19,6 @@ from cost_model.mesh import MeshSpec
 from passes.layout.layout import Layout, Span, nested_sizes
 from passes.layout.placements import placements_to_layout
 
-__all__ = ["BatchPart", "BatchSplit", "PartSampler", "batch_axes", "inner_spans"]
-
 
 @dataclass(frozen=True)
 class BatchSplit:

@@ -32,8 +32,6 @@ from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
 from passes.layout.layout import Layout
 
-__all__ = ["gather", "scatter"]
-
 
 def _open_group(mesh: DeviceMesh) -> None:
     """Every rank of the mesh calls it before the first message: torch allows point-to-point messages among

@@ -8,8 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = ["GPT", "GPTConfig", "batches", "demo_text"]
-
 
 @dataclass(frozen=True)
 class GPTConfig:

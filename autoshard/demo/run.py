@@ -23,8 +23,6 @@ from cost_model.units import format_bytes
 if TYPE_CHECKING:
     from autoshard.plan.plan import Plan
 
-__all__ = ["run_demo"]
-
 _BATCH = 16
 _LEARNING_RATE = 1e-3
 

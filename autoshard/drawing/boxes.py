@@ -12,8 +12,6 @@ from autoshard.drawing.module_groups import OWN_BOX, Group, Grouping
 from autoshard.drawing.transfer_marks import Moved, collectives, colour, price
 from passes.plan.graph_text import format_seconds
 
-__all__ = ["CHAR_WIDTH", "LINE_HEIGHT", "PADDING", "Box", "Line", "make_box"]
-
 CHAR_WIDTH = 6.7  # of the 11 px monospace font that the lines are set in
 LINE_HEIGHT = 16.0
 PADDING = 9.0

@@ -6,8 +6,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Column", "place_column", "spread"]
-
 GAP = 18.0
 LANE_WIDTH = 6.0
 ORDER_SWEEPS = 6

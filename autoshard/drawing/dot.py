@@ -9,8 +9,6 @@ import networkx as nx
 from autoshard.drawing.transfer_marks import collectives, colour, price
 from passes.plan.graph_text import format_seconds
 
-__all__ = ["dot_text"]
-
 FILL = {"forward": "#f5f9ff", "backward": "#fffaf2"}
 
 

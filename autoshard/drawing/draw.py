@@ -28,8 +28,6 @@ from cost_model.errors import PlanError
 from cost_model.text_files import write_text
 from passes.stages.pipeline_timeline import PipelineTimeline
 
-__all__ = ["draw", "draw_pipeline", "html_text", "two_timelines_svg"]
-
 _HEAD = re.compile(r'<svg [^>]*viewBox="0 0 (\d+) (\d+)"[^>]*>')
 _NUMBERED = re.compile(r'data-(index|from|to)="')
 _BETWEEN_STAGES, _BETWEEN_TIMELINES = 40.0, 24.0

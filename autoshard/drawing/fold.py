@@ -7,8 +7,6 @@ from collections.abc import Hashable, Iterator, Sequence
 
 import networkx as nx
 
-__all__ = ["fold_repeats"]
-
 SHORTEST_RUN = 3
 
 

@@ -8,8 +8,6 @@ from xml.sax.saxutils import escape
 
 import networkx as nx
 
-__all__ = ["CURVE_HEIGHT", "MemoryCurve", "curve_of", "curve_svg"]
-
 CURVE_HEIGHT = 40.0
 """Pixels that a drawing's header is higher where there is a curve."""
 _WIDTH, _TALL = 260.0, 30.0

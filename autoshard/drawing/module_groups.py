@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 import networkx as nx
 
-__all__ = ["OWN_BOX", "Group", "Grouping", "group_by_module"]
-
 # Placeholders drawn as boxes of their own, all tangents as one; the others are lines in the box of their first reader.
 OWN_BOX = frozenset({"input", "tangent"})
 TANGENTS = "gradients of the outputs"  # key of their group: no module's path has spaces

@@ -11,8 +11,6 @@ from scipy.sparse import coo_array
 
 from autoshard.drawing.module_groups import Group
 
-__all__ = ["assign_rows"]
-
 PAIR_WEIGHT = 4.0  # a module's forward and backward in one row, against the length of one edge
 SAVED_WEIGHT = 0.2  # a forward value in the row of the backward op that reads it
 

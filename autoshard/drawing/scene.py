@@ -14,8 +14,6 @@ from autoshard.drawing.module_groups import Grouping, group_by_module
 from autoshard.drawing.node_rows import assign_rows
 from autoshard.drawing.transfer_marks import Total, collectives, totals
 
-__all__ = ["DrawnEdge", "PlacedBox", "Scene", "make_scene"]
-
 MARGIN = 28.0
 HEADER = 124.0
 ROW_GAP = 34.0

@@ -14,8 +14,6 @@ from autoshard.drawing.transfer_marks import colour
 from cost_model.units import format_bytes
 from passes.plan.graph_text import format_seconds
 
-__all__ = ["WHITE", "svg_page", "svg_text"]
-
 STYLE = """
 text { font: 11px ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace; fill: #1f2937; }
 .head { font-size: 17px; font-weight: 600; }

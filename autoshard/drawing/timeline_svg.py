@@ -10,17 +10,6 @@ from xml.sax.saxutils import escape
 from passes.plan.graph_text import format_seconds
 from passes.stages.pipeline_timeline import PipelineEvent, PipelineTimeline
 
-__all__ = [
-    "TIMELINE_STYLE",
-    "Span",
-    "SpanKind",
-    "rank_spans",
-    "timeline_height",
-    "timeline_parts",
-    "timeline_width",
-    "trace_json",
-]
-
 _COLOURS: Mapping[SpanKind, str] = {
     "once": "#b7bfcc",
     "forward": "#5b8def",

@@ -12,8 +12,6 @@ import networkx as nx
 from cost_model.units import format_bytes
 from passes.plan.graph_text import format_seconds
 
-__all__ = ["Moved", "Total", "collectives", "colour", "price", "totals"]
-
 # Dark enough for white text on them, and told apart in the common forms of colour blindness.
 COLOURS: Mapping[str, str] = MappingProxyType(
     {

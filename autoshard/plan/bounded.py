@@ -7,8 +7,6 @@ from dataclasses import replace
 from passes.search.find import Found
 from passes.solver.solve import ROUNDING
 
-__all__ = ["bounded"]
-
 
 def bounded(found: Found, bound: float) -> Found:
     """bound: seconds that none of those searched was counted below."""

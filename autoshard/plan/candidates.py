@@ -14,8 +14,6 @@ from autoshard.plan.why_not import Variant, is_of_family
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
 
-__all__ = ["BEST", "Candidate", "by_prediction", "candidates", "chosen_candidates", "with_first"]
-
 BEST, NEXT = "the search's", "the next best"
 """Names of the plan that the search found, and of what else it judged."""
 _APART = 1e-3

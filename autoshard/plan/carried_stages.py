@@ -31,8 +31,6 @@ from passes.stages.pipeline_orders import ORDERS
 from passes.states.compute_again import compute_again
 from passes.states.cut_points import known_ops
 
-__all__ = ["carried_plan", "carried_stages", "cut_by_parameters"]
-
 
 def carried_stages(task: Task, first: PipelinePlan) -> PipelinePlan:
     """A plan for another call of the model that `first` plans, of the whole mesh: evaluation, or another batch.

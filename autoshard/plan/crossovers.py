@@ -16,8 +16,6 @@ from autoshard.plan.why_not import Again, Variant
 from cost_model.groups import mesh_occupancies
 from cost_model.units import format_bytes
 
-__all__ = ["RANGE", "Crossover", "crossover_lines", "crossovers"]
-
 RANGE = 16.0
 """How many times slower and faster links are looked at."""
 _WINS = 5e-3

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import TypeVar
 
-__all__ = ["fold_numbers", "runs"]
-
 Content = TypeVar("Content", bound=Hashable)
 
 

@@ -21,8 +21,6 @@ from passes.layout.layout import Layout
 from passes.plan.describe import graph_hash
 from passes.states.compute_again import compute_again
 
-__all__ = ["AlikeStage", "names_alike"]
-
 _META = ("phase", "runs", "repeats")
 
 

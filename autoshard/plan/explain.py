@@ -25,8 +25,6 @@ from cost_model.units import format_bytes
 from passes.layout.joined_axes import joined_text
 from passes.plan.graph_text import format_graph, format_seconds, raced_mark
 
-__all__ = ["explain_plan", "plan_difference", "plan_text"]
-
 
 def plan_text(plan: AnyContent, *, seconds: bool) -> str:
     """The planned graph; of stages every one's under a line that says where it runs."""

@@ -17,8 +17,6 @@ from passes.plan.graph_text import format_seconds
 from passes.plan.records import NodeRecord
 from passes.plan.transfers import Turn
 
-__all__ = ["explain_named", "explain_part"]
-
 _Tied = Mapping[str, str]
 """Further name of a parameter -> the name that its record has."""
 _Buckets = Mapping[Turn | None, int]

@@ -15,16 +15,6 @@ from cost_model.units import format_bytes
 from passes.layout.layout import Layout
 from passes.plan.graph_text import format_seconds
 
-__all__ = [
-    "collective_lines",
-    "fallback_lines",
-    "memory_lines",
-    "parameter_lines",
-    "priced_words",
-    "race_lines",
-    "refined_line",
-]
-
 Price = tuple[float, Priced]
 """Seconds, and where they come from."""
 

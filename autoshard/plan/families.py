@@ -11,16 +11,6 @@ from torch.distributed.tensor import Replicate, Shard
 
 from cost_model.mesh import MeshSpec
 
-__all__ = [
-    "FAMILIES",
-    "Family",
-    "Role",
-    "asked_otherwise",
-    "family_constraints",
-    "family_named",
-    "near_families",
-]
-
 Role = Literal["whole", "stored", "used"]
 """Of weights over an axis. whole: stored and used whole. stored: stored split, gathered to use. used: stored split, and
 read split by the products, so that no weight moves."""

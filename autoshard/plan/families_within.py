@@ -17,8 +17,6 @@ from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph
 from passes.search.narrowing import Narrowing
 
-__all__ = ["FEW_NODES", "SMALL_NODES", "FamilyWithin", "families_within"]
-
 SMALL_NODES, FEW_NODES = 64, 500
 """Of the largest graphs of which all families are searched, and of which FSDP is. All of them took blocks of 300 nodes
 three times as long to plan; of 4 layers of Llama-3-8B FSDP took 6 s of 36, and states did better."""

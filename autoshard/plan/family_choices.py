@@ -17,8 +17,6 @@ from passes.layout.assignment import NodeLayouts
 from passes.layout.layout import Layout
 from passes.search.narrowing import Choose, Narrowing
 
-__all__ = ["family_narrowing"]
-
 _Wish = Callable[[NodeLayouts], bool]
 
 

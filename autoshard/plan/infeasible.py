@@ -21,8 +21,6 @@ from passes.micro_batches.uncut import Uncut
 from passes.predict.memory_record import LiveValue, MemoryWalk
 from passes.search.find import Found
 
-__all__ = ["Asked", "told", "too_much"]
-
 _DOUBLINGS = 6
 """An axis is not said to be enough that had to be more than 64 times as long."""
 _WORTH = 0.05

@@ -17,8 +17,6 @@ from passes.predict.step_in_orders import StepInOrders
 from passes.redistribution.steps import Step
 from passes.strategies.prices import Prices
 
-__all__ = ["Judged", "Spared", "judged", "judged_within", "lowered"]
-
 _HALVINGS = 8
 """How often what transfers hold at the peak is halved, at most, where all of it is too much, and none of it is not."""
 _WORTH = 0.01

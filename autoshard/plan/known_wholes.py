@@ -14,8 +14,6 @@ from passes.search.find import Found
 from passes.search.graph_ends import Boundary
 from passes.search.narrowing import Narrowing
 
-__all__ = ["KnownWholes", "WholeTask"]
-
 
 @dataclass(frozen=True)
 class WholeTask:

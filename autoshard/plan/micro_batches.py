@@ -19,8 +19,6 @@ from passes.micro_batches.head_times import may_have_head
 from passes.micro_batches.time_axis import batch_length, trains
 from passes.micro_batches.uncut import Uncut
 
-__all__ = ["cut_call", "cut_call_head", "fastest_in_pieces", "fastest_of", "fitting", "most_pieces"]
-
 
 class _Timed(Protocol):
     @property

@@ -16,8 +16,6 @@ from passes.capture import Captured
 from passes.layout.layout import Layout
 from passes.layout.placements import placements_to_layout
 
-__all__ = ["Constraints", "by_first_name", "parameter_shapes", "pinned_layout", "resolve_pins"]
-
 Constraints = Mapping[str, Sequence[Placement] | Mapping[str, Placement]]
 """Parameter name or shell pattern -> one placement per mesh axis, or {axis name: placement}."""
 

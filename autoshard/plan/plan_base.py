@@ -19,8 +19,6 @@ from cost_model.checked_arguments import checked_flag, reject
 from cost_model.errors import PlanError
 from passes.layout.placements import layout_to_placements
 
-__all__ = ["PlanBase"]
-
 
 class PlanBase:
     """Of `Plan` and `PipelinePlan`."""

@@ -28,17 +28,6 @@ from passes.plan.describe import graph_hash
 from passes.rules.core.rule_registry import users_rules
 from passes.states.cut_points import users_choice
 
-__all__ = [
-    "cached_candidates",
-    "cached_plan",
-    "cached_search",
-    "keep_plan",
-    "keep_rehearsal",
-    "kept_plan",
-    "kept_rehearsal",
-    "plan_path",
-]
-
 _log = logging.getLogger("autoshard")
 
 _EARLY = 0.2

@@ -18,8 +18,6 @@ from passes.redistribution.steps import Step
 from passes.redistribution.universe import step_problems
 from passes.stages.pipeline_orders import pipeline_order
 
-__all__ = ["Ways", "pipeline_problems", "plan_problems", "stage_problems", "turn_problems"]
-
 _FIELD = re.compile(r"\{(\d{1,6})\}")
 _MOST_ELEMENTS = 2**50
 _MOST_ACTIONS = 10_000_000

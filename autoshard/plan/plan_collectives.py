@@ -11,8 +11,6 @@ from cost_model.timed import Priced
 from passes.plan.records import NodeRecord
 from passes.redistribution.steps import Step
 
-__all__ = ["MESSAGES", "Collective", "collectives_of", "messages_nbytes", "plan_reserve"]
-
 
 @dataclass(frozen=True)
 class Collective:

@@ -21,13 +21,6 @@ from passes.predict.predict_stage import StageFigures
 from passes.stages.pipeline_orders import ORDERS, pipeline_order
 from passes.stages.pipeline_timeline import PipelineTimeline
 
-__all__ = [
-    "AnyContent",
-    "Part",
-    "PipelineContent",
-    "PlanContent",
-]
-
 Position = Annotated[int, Meta(ge=0, lt=1_000_000_000)]
 """Of an input or output of a call."""
 

@@ -25,8 +25,6 @@ from passes.states.backward_copies import copies_in
 from passes.states.compute_again import compute_again
 from passes.strategies.prices import Prices
 
-__all__ = ["CallLayouts", "output_layouts", "parameter_layouts", "program_fields", "result_layouts"]
-
 
 def parameter_layouts(joint: JointGraph, assignment: Assignment, captured: Captured) -> dict[str, Layout]:
     """By every name that a parameter has."""

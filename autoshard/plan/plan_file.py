@@ -21,8 +21,6 @@ from cost_model.mesh import MeshSpec
 from cost_model.text_files import MOST_BYTES, PRINTABLE, write_text
 from passes.plan.json_data import json_data
 
-__all__ = ["PIPELINE_FILE", "PLAN_FILE", "SCHEMA_VERSION", "PlanFile", "damaged", "is_pipeline", "write_plan"]
-
 SCHEMA_VERSION = 5
 
 _AGAIN = "\n  try: the file as it was saved, or find_plan(...) again"

@@ -19,20 +19,6 @@ from passes.layout.layout import Layout
 from passes.states.backward_copies import copied_ops
 from passes.states.cut_points import users_choice
 
-__all__ = [
-    "axes_in",
-    "check_again",
-    "check_limit",
-    "check_mesh",
-    "check_optimizer",
-    "check_outputs",
-    "check_pins",
-    "given_plan",
-    "plain_plan",
-    "planned_graph",
-    "runnable",
-]
-
 
 def axes_in(plan: Plan) -> list[tuple[str, ...]]:
     """The groups that the plan's collectives need, axes in mesh order; the same list on every rank."""

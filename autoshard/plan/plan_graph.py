@@ -12,8 +12,6 @@ from cost_model.units import format_bytes
 from passes.plan.records import NodeRecord, OperandRecord, Transfer
 from passes.plan.transfers import Turn
 
-__all__ = ["PLACEHOLDERS", "plan_graph"]
-
 PLACEHOLDERS = frozenset({"param", "buffer", "constant", "input", "tangent", "seed"})
 
 _Bucket = tuple[Turn | None, str, tuple[str, ...]]

@@ -17,8 +17,6 @@ from cost_model.units import format_bytes
 from passes.predict.memory_kinds import KINDS, Kind
 from passes.predict.memory_record import LiveValue, MemoryStep, MemoryWalk
 
-__all__ = ["OUTLINE", "AtPeak", "MemoryTimeline", "at_peak_of", "in_order", "kind_lines"]
-
 OUTLINE = 40
 """Points of a curve that a plan's file holds."""
 _SHOWN, _NAMED = 20, 3

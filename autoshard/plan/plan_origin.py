@@ -14,8 +14,6 @@ from cost_model.timed import TimedPrices
 from passes.ir.joint import JointGraph
 from passes.plan.describe import graph_hash
 
-__all__ = ["PlanOrigin", "Raced", "Rehearsed", "pace_of"]
-
 
 class PlanOrigin(Struct, frozen=True, forbid_unknown_fields=True):
     """What a plan was found for and with.

@@ -26,8 +26,6 @@ from passes.micro_batches.cut_batch import cut_for_stages
 from passes.micro_batches.time_axis import trains
 from passes.stages.pipeline_orders import ORDERS, PipelineOrder, pipeline_order
 
-__all__ = ["check_stages", "pipeline_plan", "plan_stages"]
-
 _STAGES_PER_RANK = (1, 2, 4)
 """Stages a rank that are tried: more make the bubble smaller, and send more often. Several only where as many cuts pass
 no more than their neighbours: between layers, and not inside of one."""

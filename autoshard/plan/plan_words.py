@@ -10,8 +10,6 @@ from autoshard.plan.plan_collectives import Collective, collectives_of
 from autoshard.plan.plan_content import AnyContent, PipelineContent, PlanContent
 from passes.plan.records import NodeRecord
 
-__all__ = ["plan_words", "stages_words", "words_apart"]
-
 _SAID = 0.1
 """Share of the weights, or of the seconds of a kind of transfer, from which on it is said."""
 

@@ -17,8 +17,6 @@ from cost_model.errors import InfeasibleError
 from passes.micro_batches.time_axis import trains
 from passes.stages.pipeline_orders import ORDERS
 
-__all__ = ["racers"]
-
 
 def racers(best: AnyPlan, task: Task, division: Division, count: int) -> list[Candidate]:
     """`best`, and at most `count` - 1 others of the whole call `task`, divided as `division` allows.

@@ -12,8 +12,6 @@ from autoshard.plan.plan_origin import Rehearsed, pace_of
 from autoshard.plan.stage_schedule import Scheduled, SchedulePrices
 from passes.plan.records import NodeRecord, OperandRecord
 
-__all__ = ["measured_schedule", "rehearsed_plan"]
-
 
 def rehearsed_plan(plan: AnyPlan, measured: float, busy: float | None = None) -> AnyPlan:
     """`plan` with its step as measured, and all its other seconds as many times as long as modelled.

@@ -19,8 +19,6 @@ from passes.search.find_states import ENOUGH, NoStates, OfferedStates, States
 from passes.search.narrowing import Narrowing
 from passes.states.compute_again import compute_again
 
-__all__ = ["LITTLE", "Chosen", "RoomSearch", "Way"]
-
 _STATES_SHARE = 0.5
 """Share of the time left in which states must be chosen, each time."""
 _TRIES = 10

@@ -17,8 +17,6 @@ from passes.search.coarse_to_fine import none_together
 from passes.search.find import Found
 from passes.search.find_states import States
 
-__all__ = ["StatesWithin"]
-
 _WORTH = 0.02
 """Share of the limit that exchanges between all ranks must take for plans without them to be looked for."""
 _SAVED = 1e-2

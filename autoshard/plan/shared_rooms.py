@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from passes.predict.predict_stage import StageFigures
 
-__all__ = ["StageNeeds", "shared_room"]
-
 
 @dataclass(frozen=True)
 class StageNeeds:

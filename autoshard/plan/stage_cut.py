@@ -28,9 +28,6 @@ from passes.stages.cut_costs import (
 )
 from passes.strategies.prices import local_work
 
-__all__ = ["StageCutter", "transfer_price"]
-
-
 _EVEN = 0.02
 """Share by which the longest stage may be longer than it must be, where stages are more even for that."""
 _SHORTER = 0.2

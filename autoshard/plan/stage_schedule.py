@@ -25,8 +25,6 @@ from passes.stages.pipeline_orders import (
 )
 from passes.stages.pipeline_timeline import PipelineTimeline, StageSeconds, pipeline_timeline
 
-__all__ = ["SchedulePrices", "Scheduled", "fullest_rank", "orders_of", "pipeline_memory"]
-
 
 @dataclass(frozen=True)
 class SchedulePrices:

@@ -26,8 +26,6 @@ from passes.stages.pipeline_orders import PipelineOrder, in_flight
 from passes.stages.stage_graph import StageGraph
 from passes.stages.stage_graphs import stage_graphs
 
-__all__ = ["WORTH", "StageSearch"]
-
 WORTH = 0.02
 """Share of a step that another schedule, or more stages a rank, must be able to save to be planned."""
 

@@ -18,8 +18,6 @@ from passes.stages.stage_graph import StageGraph
 from passes.states.compute_again import compute_again
 from passes.strategies.prices import local_nbytes
 
-__all__ = ["PlannedStage", "sending", "sending_as_received", "sent_nbytes", "stage_task"]
-
 
 @dataclass(frozen=True)
 class PlannedStage:

@@ -18,15 +18,6 @@ from passes.capture import Captured
 from passes.micro_batches.time_axis import trains
 from passes.stages.pipeline_orders import ORDERS
 
-__all__ = [
-    "WHOLE",
-    "Division",
-    "checked_schedule",
-    "checked_stages",
-    "fastest_of_stages",
-    "pipeline_in_pieces",
-]
-
 _log = logging.getLogger("autoshard")
 
 

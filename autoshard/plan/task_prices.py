@@ -17,8 +17,6 @@ from passes.redistribution.redistribute import Redistributor
 from passes.strategies.prices import Prices
 from passes.strategies.traffic import timed_traffic_model, traffic_model
 
-__all__ = ["over_link", "prices_as_in", "prices_of"]
-
 
 def prices_of(
     profile: Profile,

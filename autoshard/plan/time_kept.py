@@ -8,8 +8,6 @@ from cost_model.mesh import MeshSpec
 from cost_model.units import format_bytes
 from passes.ir.joint import JointGraph
 
-__all__ = ["out_of_time", "search_until"]
-
 _SECONDS_A_NODE, _DECIDING_SHARE = 2e-3, 0.25
 """Of a graph, what is kept of the time limit for what follows the search; and the share of the limit at most."""
 

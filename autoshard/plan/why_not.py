@@ -25,8 +25,6 @@ from passes.plan.graph_text import format_seconds
 from passes.search.narrowing import Choose, Narrowing
 from passes.states.backward_copies import AGAIN
 
-__all__ = ["Again", "Variant", "is_of_family", "variant_narrowing", "why_not_family", "why_not_pinned"]
-
 _EQUAL = 1e-3
 """Share of a step under which two plans are said to be equally fast."""
 

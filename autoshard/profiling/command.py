@@ -27,8 +27,6 @@ from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from cost_model.readers.points import busbw_factor
 
-__all__ = ["ProfileOptions", "check_profile", "measure_profile", "read_outputs"]
-
 
 def profile_table(profile: Profile, axes: Mapping[GroupShape, Sequence[str]]) -> str:
     """Per collective and group: size, time, algbw = size / time, busbw = algbw times the factor that makes

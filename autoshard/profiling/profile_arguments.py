@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["add_profile"]
-
 _EXAMPLES = """\
 examples:
   torchrun --nproc-per-node 4 -m autoshard profile --mesh dp=2,tp=2 --out cluster.json --plot cluster.svg

@@ -25,8 +25,6 @@ from cost_model.profile import Profile
 from cost_model.profile_record import SCHEMA_VERSION
 from passes.ops.attention_op import attention
 
-__all__ = ["attend", "cache_path", "machine_key", "nominal_profile", "startup_profile"]
-
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """softmax(q k^T / sqrt(d)) v by `autoshard::attention`; q [b,h,s,d], k, v [b,h,t,d]. Differentiable."""

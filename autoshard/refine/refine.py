@@ -32,8 +32,6 @@ from passes.capture import Captured
 from passes.compile.single_kernel import start_compiler
 from passes.plan.graph_text import format_seconds
 
-__all__ = ["DividedRounds", "Refined", "check_refine", "may_refine", "refined_plan", "shared_refined_plan"]
-
 _log = logging.getLogger("autoshard")
 
 _Next = tuple[tuple[Case, ...], float]

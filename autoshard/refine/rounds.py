@@ -24,8 +24,6 @@ from passes.plan.graph_text import format_seconds
 from passes.search.narrowing import Narrowing
 from passes.search.search_start import COLD, SearchStart
 
-__all__ = ["Rounds"]
-
 _log = logging.getLogger("autoshard")
 
 Budget = Callable[[float, float, int, str], float]

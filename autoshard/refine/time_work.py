@@ -36,8 +36,6 @@ from passes.compile.single_kernel import (
 )
 from passes.predict.step_work import CollectiveCase, KernelCase
 
-__all__ = ["time_work"]
-
 _log = logging.getLogger("autoshard")
 
 _LEAST_SECONDS = {"cpu": 20e-3, "cuda": 2e-3}

@@ -20,18 +20,6 @@ from passes.plan.transfers import LoweringPlan
 from passes.predict.step_work import CollectiveCase, KernelCase, step_work
 from passes.simulate.lockstep import simulated_group_axes, simulated_groups
 
-__all__ = [
-    "Case",
-    "Cases",
-    "TimedCandidate",
-    "cases_of",
-    "cases_of_parts",
-    "is_worth_it",
-    "other_ways",
-    "refining_seconds",
-    "with_times",
-]
-
 STEPS_WORTH, MOST_SHARE, LEAST_SECONDS = 200, 0.25, 5.0
 """What refining may take: so many predicted steps, and this share of the time limit; less than the seconds is not
 begun. What a faster plan saves must be worth the wait: training has many times as many steps, a test has not."""

@@ -23,8 +23,6 @@ from cost_model.mesh import MeshSpec
 from cost_model.text_files import read_json
 from cost_model.timed import TimedPrices
 
-__all__ = ["TimedStore", "store_of"]
-
 _SCHEMA_VERSION = 6
 """Another where kernels or collectives are timed in another way, too."""
 _log = logging.getLogger("autoshard")

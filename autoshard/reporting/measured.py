@@ -10,8 +10,6 @@ from autoshard.reporting.recorder import STEP_PHASES, StepTimes
 from autoshard.reporting.tracks import Tracks
 from passes.predict.predict_step import PredictedCollective, Prediction
 
-__all__ = ["MeasuredCollective", "PeakMemory", "RankFigures", "StepFigures", "put_together"]
-
 _Key = tuple[str, str, tuple[str, ...], str, int]
 
 

@@ -27,8 +27,6 @@ from passes.plan.graph_text import format_seconds
 from passes.stages.pipeline_orders import PipelineOrder
 from passes.stages.pipeline_timeline import PipelineEvent, PipelineTimeline
 
-__all__ = ["PipelineFigures", "PipelineReport", "Report", "measured_timeline"]
-
 F = TypeVar("F")
 
 

@@ -18,8 +18,6 @@ from passes.compile.expand_ops import expand_ops
 from passes.ops.named_collective import NAMED
 from passes.predict.step_events import COLLECTIVE_KINDS, copies_of_collectives
 
-__all__ = ["Probed", "TimedCompiler", "probe"]
-
 c10d = torch.ops._c10d_functional
 
 

@@ -26,8 +26,6 @@ from passes.predict.predict_step import Prediction, predict_phases
 from passes.predict.step_events import AxesOf
 from passes.strategies.prices import Prices
 
-__all__ = ["Mark", "Recorder", "SeenInPieces", "SeenWhole", "StepTimes", "steps_of"]
-
 
 class SeenWhole:
     """Of one program. inputs: of the forward, this rank's tensors."""

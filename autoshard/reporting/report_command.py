@@ -22,8 +22,6 @@ from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
 from passes.ir.torch_dtensor import local_of
 
-__all__ = ["ReportOptions", "loss_of", "run_report", "train_and_report"]
-
 
 @dataclass(frozen=True)
 class ReportOptions:

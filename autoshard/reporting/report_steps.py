@@ -39,8 +39,6 @@ from cost_model.profile import Profile
 from passes.lower.phases import Phases
 from passes.predict.prediction import Prediction
 
-__all__ = ["StepReport", "report"]
-
 
 def report(model: nn.Module, *, warmup: int = 2, repeats: int = 5) -> StepReport | PipelineReport:
     """Measure the training steps run in a `with` block, on all ranks, against their prediction.

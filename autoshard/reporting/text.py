@@ -10,8 +10,6 @@ from autoshard.reporting.measured import MeasuredCollective, StepFigures
 from cost_model.units import format_bytes
 from passes.plan.graph_text import format_seconds
 
-__all__ = ["report_text", "track_svg"]
-
 _SHOWN = 40
 _ROW = "{:46} {:>10} {:>10} {:>7}"
 

@@ -23,20 +23,6 @@ from cost_model.measure.own_collectives import SHARED
 from passes.ir.torch_compat import allocations
 from passes.ir.torch_dtensor import local_of
 
-__all__ = [
-    "PHASES",
-    "CudaCounter",
-    "PeakCounter",
-    "Range",
-    "Tracks",
-    "held_nbytes",
-    "peak_counter",
-    "peaks_of",
-    "read_step",
-    "run_peaks",
-    "run_tracks",
-]
-
 PHASES = ("forward", "backward")
 """Names of ranges under a profiler."""
 _STEP = "autoshard report: step"

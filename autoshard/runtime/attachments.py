@@ -24,8 +24,6 @@ from autoshard.runtime.process_groups import pipeline_mesh_of
 from cost_model.errors import ShardingError
 from passes.ir.torch_compat import version_of
 
-__all__ = ["accept_direct_calls", "attach", "check_original", "check_unwrapped"]
-
 
 def accept_direct_calls(model: nn.Module) -> list[RemovableHandle]:
     """Let every layer with parameters run on DTensor's own ops when it is called outside the model's forward.

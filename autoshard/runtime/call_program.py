@@ -15,8 +15,6 @@ from cost_model.errors import ShardingError
 from passes.ir.joint import GraphInput, GraphOutput
 from passes.lower.missing_tangents import all_but_the_loss
 
-__all__ = ["CallGradients", "CallProgram"]
-
 
 class CallGradients:
     """outputs, inputs: of a call's graph. tangents: per output that gets a gradient which is read, its index and a

@@ -21,8 +21,6 @@ from passes.lower.piecewise import Collected, RankPieces, split_pieces, without_
 from passes.lower.rank_program import RankProgram
 from passes.stages.split_backward import BackwardHalves, split_backward
 
-__all__ = ["Compiler", "PiecesRun", "StepInPieces", "parts_of", "program_in_pieces"]
-
 Known = dict[str, Tensor]
 """Values of a step by name: a rank's placeholders, and all that is made so far."""
 Like = Sequence[Tensor]

@@ -18,19 +18,6 @@ from torch.distributed.tensor import DTensor
 
 from cost_model.errors import ShardingError
 
-__all__ = [
-    "arrived",
-    "ask_for_host_order",
-    "bound_device",
-    "check_bound",
-    "check_devices",
-    "check_placed",
-    "in_host_order",
-    "local_device",
-    "move_buffers",
-    "seed_on",
-]
-
 _SHOWN = 4
 
 

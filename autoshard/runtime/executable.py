@@ -23,8 +23,6 @@ from cost_model.mesh import MeshSpec
 from passes.capture import Captured, flatten_call
 from passes.ir.joint import GraphInput, JointGraph
 
-__all__ = ["Executable", "Home", "Programs", "SeedStream"]
-
 
 class SeedStream:
     """Where the seeds of a model's calls come from; `torch.distributed.checkpoint` saves and loads it as it is.

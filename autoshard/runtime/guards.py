@@ -20,8 +20,6 @@ from passes.capture.places import Root, Via, contents
 from passes.capture.surroundings import held_by, is_open
 from passes.ir.torch_compat import global_module_hooks
 
-__all__ = ["Guards"]
-
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _ABSENT = object()

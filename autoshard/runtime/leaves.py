@@ -19,21 +19,6 @@ from passes.ir.torch_dtensor import dtensor_from, local_of, sharding_of
 from passes.layout.layout import Layout
 from passes.layout.placements import layout_to_placements
 
-__all__ = [
-    "CallEnds",
-    "InputSide",
-    "Leaves",
-    "OutputSide",
-    "conform",
-    "expected",
-    "input_sides",
-    "output_shapes",
-    "own_outputs",
-    "plain_input",
-    "returned_as",
-    "wrapped_output",
-]
-
 Returned = Literal["global", "local", "dtensor"]
 
 

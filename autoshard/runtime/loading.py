@@ -19,8 +19,6 @@ from autoshard.watching.agreement import collectively, everyones
 from cost_model.errors import ShardingError
 from passes.ir.torch_dtensor import DISTRIBUTE_STATE, GATHER_STATE, wrap_in_torch
 
-__all__ = ["accept_any_state", "save_whole_pretrained", "states_of_all_stages"]
-
 
 def accept_any_state(model: nn.Module) -> list[RemovableHandle]:
     """Let `load_state_dict` of the model and of its modules take whole tensors and DTensors alike.

@@ -41,8 +41,6 @@ from passes.schedule.schedule import one_communicator_at_a_time, scheduled
 from passes.stages.stage_graph import StageGraph
 from passes.stages.stage_graphs import stage_graphs
 
-__all__ = ["Call", "Made", "places_of"]
-
 _log = logging.getLogger("autoshard")
 
 Made = Callable[[str], CallProgram]

@@ -22,8 +22,6 @@ from cost_model.errors import ShardingError
 from passes.ir.autocast_off import autocast_devices
 from passes.ir.torch_compat import inside_function_transform
 
-__all__ = ["Built", "Copies", "dispatcher_of", "install", "mode_key", "original_forward", "same_parameters"]
-
 _log = logging.getLogger("autoshard")
 
 Call = Callable[[tuple[Any, ...], dict[str, Any]], Any]

@@ -15,21 +15,6 @@ from passes.lower.phases import Phases
 from passes.lower.rank_program import RankProgram
 from passes.stages.pipeline_orders import Action
 
-__all__ = [
-    "InPieces",
-    "Marks",
-    "Observer",
-    "PhaseRun",
-    "RankStep",
-    "StageClock",
-    "StageRecorder",
-    "StepPart",
-    "marks_of",
-    "observed",
-    "timed",
-    "unobserved",
-]
-
 
 class Marks:
     """Points in time of the host, where work is done when its call returns."""

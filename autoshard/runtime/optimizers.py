@@ -19,8 +19,6 @@ from autoshard.runtime.sharding import like_parameter
 from cost_model.errors import ShardingError
 from passes.ir.torch_dtensor import dtensor_from, local_of, sharding_of
 
-__all__ = ["adopt", "live_optimizers", "optimizers_of", "retire", "shard_when_loaded", "update_shards"]
-
 
 class RetiredParameter(nn.Parameter):
     """What a replaced parameter becomes: empty, and every use of it an error.

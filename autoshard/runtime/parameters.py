@@ -36,8 +36,6 @@ from passes.ir.torch_dtensor import (
 from passes.layout.layout import Layout
 from passes.layout.placements import placements_to_layout
 
-__all__ = ["Place", "StagePlaced", "complete_dtensor_ops", "place_parameters", "stage_places"]
-
 aten = torch.ops.aten
 
 _OF_WHOLE = (

@@ -34,8 +34,6 @@ from passes.ir.joint import JointGraph, node_value
 from passes.ir.torch_dtensor import local_of
 from passes.layout.layout import Layout
 
-__all__ = ["PipelineEnds", "pipeline_program"]
-
 
 @dataclass(frozen=True)
 class PipelineEnds:

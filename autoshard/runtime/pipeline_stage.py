@@ -25,8 +25,6 @@ from passes.stages.pipeline_orders import ORDERS, Action, ActionKind
 from passes.stages.stage_ends import Leaf, StageEnds
 from passes.stages.stage_graph import Crossing, StageGraph
 
-__all__ = ["PipelineStage", "StageOnRank", "StageRun", "run_pieces", "run_pieces_forward", "torch_schedule"]
-
 
 @dataclass(frozen=True)
 class StageOnRank:

@@ -30,8 +30,6 @@ from passes.capture import Captured
 from passes.layout.layout import Layout
 from passes.micro_batches.uncut import Uncut
 
-__all__ = ["Found", "Planner", "Settings"]
-
 
 @dataclass(frozen=True)
 class Settings:

@@ -22,21 +22,6 @@ from cost_model.errors import ShardingError
 from cost_model.mesh import MeshSpec
 from passes.ir.torch_dtensor import forget_op_layouts, mesh_elsewhere
 
-__all__ = [
-    "PartOf",
-    "axes_by_group",
-    "groups_for",
-    "holders_mesh",
-    "is_of_stages",
-    "kept_on",
-    "part_of",
-    "pipeline_mesh_of",
-    "pipeline_of",
-    "place_in",
-    "spec_of",
-    "whole_group",
-]
-
 
 class Kept(dict[Any, Any]):
     """What it holds belongs to a process: a saved mesh comes back without any, a copied one shares it.

@@ -31,8 +31,6 @@ from cost_model.errors import RankError
 from cost_model.units import format_bytes
 from passes.ir.kept_random_state import random_state_kept
 
-__all__ = ["by_speed", "is_to_rehearse", "race", "rehearsed", "step_seconds"]
-
 _LEAST_ROUNDS = 5
 _NAME, _LEAST_STEPS = "the plan", 3
 _MOST_SHARE = 0.1

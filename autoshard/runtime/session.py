@@ -51,8 +51,6 @@ from passes.plan.describe import graph_hash
 from passes.rules.core.rule_registry import users_rules
 from passes.strategies.prices import Prices
 
-__all__ = ["Session"]
-
 _log = logging.getLogger("autoshard")
 
 

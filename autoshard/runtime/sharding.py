@@ -19,8 +19,6 @@ from passes.ir.torch_dtensor import dtensor_from, sharding_of
 from passes.layout.layout import Layout
 from passes.layout.placements import placements_to_layout
 
-__all__ = ["checksum", "differing", "distributed", "like_parameter", "shard_of"]
-
 _PIECE_BYTES = 64 << 20
 
 

@@ -24,8 +24,6 @@ from cost_model.errors import ShardingError
 from passes.ir.torch_dtensor import answer_new_ops, dtensor_from, local_of
 from passes.layout.placements import placements_to_layout
 
-__all__ = ["mix_stages"]
-
 
 def result_elsewhere(
     op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh, propagate: Callable[[], Any]

@@ -38,8 +38,6 @@ from passes.ir.torch_dtensor import (
     wrap_in_torch,
 )
 
-__all__ = ["complete_stage_ops"]
-
 
 def _for_all_stages(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(plain)

@@ -22,8 +22,6 @@ from passes.ir.torch_dtensor import local_of
 from passes.lower.phases import Backward
 from passes.lower.rank_program import RankProgram
 
-__all__ = ["AtOnce", "Program"]
-
 
 def _no_turn(phase: str) -> AbstractContextManager[Any]:
     return nullcontext()

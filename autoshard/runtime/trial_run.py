@@ -31,8 +31,6 @@ from passes.ir.joint import GraphInput, JointGraph
 from passes.ir.torch_dtensor import local_of
 from passes.layout.placements import placements_to_layout
 
-__all__ = ["WARM_STEPS", "RaceEntry", "Track", "steps_within", "update_like"]
-
 _SPREAD = 0.02
 """Standard deviation of what stands for values that a rank does not have."""
 

@@ -15,8 +15,6 @@ from cost_model.checked_arguments import checked_count, reject, shown
 from cost_model.errors import ShardingError
 from passes.layout.layout import chunk_sizes
 
-__all__ = ["halo_exchange"]
-
 
 def halo_exchange(
     x: Tensor,

@@ -15,8 +15,6 @@ from passes.ir.joint import JointGraph, result_index, tensor_operands
 from passes.layout.layout import Layout
 from passes.lower.partition import RankGraph
 
-__all__ = ["Divergence", "Watcher"]
-
 
 @dataclass(frozen=True)
 class Divergence:

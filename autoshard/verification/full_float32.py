@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["full_float32"]
-
 
 @contextmanager
 def full_float32() -> Generator[None]:

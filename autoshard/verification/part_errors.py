@@ -13,8 +13,6 @@ from passes.layout.layout import Layout
 from passes.rules.windowed.windowed import spread
 from passes.simulate.conditioning import widened
 
-__all__ = ["CANCELLED", "Held", "held_value", "largest", "piece_error", "relative_error", "result_errors"]
-
 CANCELLED = 1e-3
 """A value below this share of what it is computed from or belongs with is rounding left by a
 cancellation (the gradient of an attention key's bias is 0 in exact arithmetic): its error is counted

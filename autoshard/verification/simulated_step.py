@@ -16,8 +16,6 @@ from passes.lower.rank_program import RankProgram, rank_program
 from passes.simulate.lockstep import simulate, simulated_groups
 from passes.simulate.lockstep_pieces import simulate_pieces
 
-__all__ = ["rank_programs", "simulated_results", "simulated_step", "usual_tangents"]
-
 Values = list[torch.Tensor | None]
 
 

@@ -19,8 +19,6 @@ from passes.stages.stage_ends import Leaf, StageEnds
 from passes.stages.stage_graph import StageGraph
 from passes.stages.stage_graphs import stage_graphs
 
-__all__ = ["stage_errors"]
-
 
 def stage_errors(
     joint: JointGraph,

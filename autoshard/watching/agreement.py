@@ -22,8 +22,6 @@ from autoshard.watching.crew import Stopped
 from autoshard.watching.watch import Watch, watch_of
 from cost_model.errors import AutoshardError, PlanError, RankError
 
-__all__ = ["agree", "collectively", "everyones", "from_first", "in_company"]
-
 T = TypeVar("T")
 _LONGEST_PAUSE_SECONDS = 0.02
 _NOTICE_SECONDS = 30.0

@@ -23,8 +23,6 @@ from passes.ir.torch_dtensor import local_of
 from passes.layout.layout import Layout
 from passes.plan.describe import graph_hash
 
-__all__ = ["CheckCalls", "Replicas", "checked_inputs", "kind_of", "local_call", "tensor_shapes", "turns_of"]
-
 
 def kind_of(model: nn.Module, joint: JointGraph) -> str:
     """The same on all ranks for the same program: global shapes for people, and the hash of all that it computes."""

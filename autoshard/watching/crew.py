@@ -28,8 +28,6 @@ from autoshard.watching.watch_state import State
 from cost_model.measure.host_groups import cut_host_memory
 from cost_model.measure.peers import machine_id
 
-__all__ = ["Crew", "Member", "Processes", "Stoppable", "Stopped", "connections", "cut", "cut_waits"]
-
 
 class Stopped(BaseException):
     """Raised in the middle of what `Stoppable.block` runs; no `except Exception` swallows it."""

@@ -19,8 +19,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from autoshard.watching.telling import Board
 from passes.ir.torch_dtensor import local_of
 
-__all__ = ["Figure", "Sums", "Updates", "as_sums", "difference", "sums_of", "tolerance_of", "weights_of"]
-
 Numbers = dict[str, float]
 """Of an optimizer: its learning rates and what else of its groups is a number."""
 

@@ -21,8 +21,6 @@ import torch.distributed
 
 from autoshard.watching.watch_state import State, Turns
 
-__all__ = ["PERIOD_SECONDS", "Board", "Idling", "Telling", "wanted_seconds", "whereabouts"]
-
 _TIMEOUT = timedelta(seconds=10)
 _LASTING = ("member", "state")
 """Names that are never erased."""

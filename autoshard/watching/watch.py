@@ -30,8 +30,6 @@ from autoshard.watching.watch_state import State, Turns, judge
 from cost_model.errors import RankError
 from passes.ir.torch_compat import abort_process_groups, default_store
 
-__all__ = ["Watch", "watch_of"]
-
 CUTTING_SECONDS = 10.0
 GRACE_SECONDS = 5.0
 STUCK_CODE = 70

@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import lt
 
-__all__ = ["State", "Turns", "first_difference", "judge"]
-
 KEPT = 32
 
 

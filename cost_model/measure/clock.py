@@ -22,16 +22,6 @@ import torch
 
 from cost_model.measure.peers import Peers, machine_id, own_cores
 
-__all__ = [
-    "Clock",
-    "CudaClock",
-    "ProcessorClock",
-    "ahead_seconds",
-    "clocks",
-    "compute_clock",
-    "ranks_per_core",
-]
-
 Work = Callable[[], object]
 
 _AT_ONCE = 16

@@ -28,18 +28,6 @@ from cost_model.measure.peers import Team
 from cost_model.measure.sampling import Series
 from cost_model.measurements import PLAN_KINDS
 
-__all__ = [
-    "IN_A_ROW_SECONDS",
-    "PRODUCTS",
-    "Buffers",
-    "Pause",
-    "beyond_pause",
-    "collective_series",
-    "collective_work",
-    "pause_series",
-    "whole_size",
-]
-
 c10d = torch.ops._c10d_functional
 _ITEMSIZE = 4  # float32
 

@@ -28,8 +28,6 @@ from torch.distributed.constants import default_pg_timeout
 from cost_model.measure.host_memory import HostMemory, memory_nbytes
 from cost_model.measure.peers import host_name, machine_id
 
-__all__ = ["cut_host_memory", "host_memory_of"]
-
 T = TypeVar("T")
 
 _log = logging.getLogger("autoshard")

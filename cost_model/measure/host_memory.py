@@ -28,8 +28,6 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-__all__ = ["REDUCTIONS", "HostMemory", "chunk_nbytes", "memory_nbytes", "reduced_in_order"]
-
 REDUCTIONS: Mapping[str, Callable[..., Tensor]] = {
     "sum": torch.add,
     "max": torch.maximum,

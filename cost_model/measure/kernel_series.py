@@ -36,8 +36,6 @@ from cost_model.measure.kernel_work import (
 from cost_model.measure.sampling import Series, by_device
 from cost_model.measurements import DeviceRates, MatmulRates, UpdateRates
 
-__all__ = ["DTYPES", "device_rates", "device_series", "kernel_series", "least_seconds", "with_kernel_rates"]
-
 DTYPES: Mapping[str, torch.dtype] = {
     name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")
 }

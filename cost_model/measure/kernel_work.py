@@ -13,27 +13,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cost_model.measure.peers import Team
 
-__all__ = [
-    "ATTENTION_PASSES",
-    "CONVOLUTION_PASSES",
-    "LAUNCHES",
-    "Attend",
-    "attention_flops",
-    "attention_work",
-    "convolution_flops",
-    "convolution_work",
-    "launch_work",
-    "matmul_edge",
-    "matmul_flops",
-    "matmul_work",
-    "memory_work",
-    "overlap_works",
-    "pooling_flops",
-    "pooling_work",
-    "update_work",
-    "updated_together",
-]
-
 LAUNCHES = 50
 """Ops in the graph of `launch_work`. A GPU queues about a thousand before its host waits, and 16 runs are issued at
 once."""

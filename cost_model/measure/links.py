@@ -13,8 +13,6 @@ from cost_model.groups import Occupancy, group_ranks, occupancy
 from cost_model.link_model import floor_slope, model_lines
 from cost_model.measurements import CollectiveSamples, LinkLevel
 
-__all__ = ["PEAK_MARGIN", "Levels", "fit_links", "levels_of"]
-
 PEAK_MARGIN = 2.0
 """A level's peak is this many times the best rate that was observed on it. A time that claims more was not measured on
 the same machine."""

@@ -41,8 +41,6 @@ from cost_model.measure.sampling import Bench, Progress, Series, bench_of, by_de
 from cost_model.measurements import PLAN_KINDS, CollectiveSamples, LinkLevel
 from cost_model.profile_record import ProfileRecord
 
-__all__ = ["ALWAYS_NBYTES", "check_device_type", "measure_profile"]
-
 SMALLEST_NBYTES = 2**12
 LARGEST_NBYTES = {"cpu": 2**26, "cuda": 2**30}
 ALWAYS_NBYTES = (2**12, 2**18, 2**24)

@@ -29,8 +29,6 @@ from cost_model.measure.peers import Team
 from cost_model.measure.sampling import Bench, Series
 from cost_model.measurements import CollectiveSamples, DeviceRates, Lateness
 
-__all__ = ["hidden_share", "lateness", "measure_lateness", "overlap_efficiency", "waiting_share"]
-
 _SHARED_NBYTES = 2**20
 """Of the collective where ranks share cores: between a bucket of gradients and a small activation."""
 

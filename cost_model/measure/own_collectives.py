@@ -26,16 +26,6 @@ from torch.profiler import record_function
 from cost_model.measure.host_groups import host_memory_of
 from cost_model.measure.host_memory import REDUCTIONS, HostMemory, reduced_in_order
 
-__all__ = [
-    "SHARED",
-    "all_gather",
-    "all_reduce",
-    "finished",
-    "in_one_round",
-    "reduce_scatter",
-    "start_all_to_all",
-]
-
 _TAG = 20_121
 """The tag of our  Users' own have torch's default, 0."""
 

@@ -22,22 +22,6 @@ from cost_model.errors import ProfileError
 from cost_model.groups import GroupShape, shapes_of
 from cost_model.mesh import MeshSpec
 
-__all__ = [
-    "Peers",
-    "Team",
-    "collective_backend",
-    "device_name",
-    "hardware_text",
-    "host_name",
-    "machine_id",
-    "new_group_over",
-    "own_cores",
-    "software_versions",
-    "teams_of",
-    "today",
-    "world_peers",
-]
-
 
 def host_name() -> str:
     """The host of this rank. torchrun's number of the node distinguishes hosts that are emulated on one."""

@@ -30,8 +30,6 @@ from cost_model.measure.sampling import Bench, Progress, Series, bench_of
 from cost_model.measurements import PLAN_KINDS, CollectiveSamples, MatmulRates
 from cost_model.profile_record import ProfileRecord
 
-__all__ = ["CheckedPoint", "recheck"]
-
 LEAST_TOLERANCE = 0.25
 
 

@@ -31,8 +31,6 @@ from cost_model.measure.clock import Clock, clocks
 from cost_model.measure.peers import Peers, Team, teams_of, world_peers
 from cost_model.mesh import MeshSpec
 
-__all__ = ["Bench", "Progress", "Series", "bench_of", "by_device", "check_world", "mesh_device", "sample"]
-
 _T = TypeVar("_T")
 
 _SWEEP_SHARE = 0.6

@@ -13,8 +13,6 @@ from cost_model.link_model import floor_slope
 from cost_model.measurements import CollectiveSamples, LinkLevel
 from cost_model.readers.points import Point, Run, refuse
 
-__all__ = ["NOISE", "check_hosts", "check_speed", "merged", "worst_fall"]
-
 Curves = dict[tuple[str, GroupShape], list[Point]]
 
 

@@ -20,8 +20,6 @@ from cost_model.readers.points import Group, Line, Place, Printed, Run, group_of
 from cost_model.readers.result_rows import ITEM_BYTES, PROGRAMS, Row, Side, check_average, kind_of, row_points
 from cost_model.text_files import parse_integer
 
-__all__ = ["read_nccl_json"]
-
 VERSIONS = (2, 3, 4)
 
 _HALF = 0.5e-6

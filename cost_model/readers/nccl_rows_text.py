@@ -9,8 +9,6 @@ from datetime import datetime
 from cost_model.readers.points import Line, Printed, parse_time, whole_number
 from cost_model.readers.result_rows import ITEM_BYTES, Row, Side
 
-__all__ = ["Columns", "check_units", "read_columns", "read_row", "sizes_asked"]
-
 _FIRST = ("size", "count", "type", "redop", "root")
 _EXTRA = ("#bitdiff", "i_min", "i_max", "i_p99", "i_cv%")
 """May follow the four columns of a side: bitwise repeatability and per-iteration statistics (-I 1)."""

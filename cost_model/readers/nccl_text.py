@@ -27,8 +27,6 @@ from cost_model.readers.points import (
 )
 from cost_model.readers.result_rows import PROGRAMS, Row, check_average, kind_of, row_points
 
-__all__ = ["read_nccl_text"]
-
 _HEADER = re.compile(
     r"# nThreads? (\d+) nGpus (\d+) minBytes (\d+) maxBytes (\d+) step: (\d+)\((factor|bytes)\) "
 )

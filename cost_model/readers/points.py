@@ -14,24 +14,6 @@ from cost_model.errors import ProfileError
 from cost_model.groups import GroupShape, group_ranks
 from cost_model.text_files import MOST_DIGITS
 
-__all__ = [
-    "WHOLE",
-    "Group",
-    "Line",
-    "Place",
-    "Point",
-    "Printed",
-    "Run",
-    "agree",
-    "busbw_factor",
-    "group_of",
-    "lines_of",
-    "parse_time",
-    "refuse",
-    "whole_number",
-]
-
-
 WHOLE = "the whole output of one run, as it was printed"
 """The remedy for what is cut or garbled."""
 

@@ -20,8 +20,6 @@ from cost_model.readers.nccl_text import read_nccl_text
 from cost_model.readers.points import Group, Place, Run, refuse
 from cost_model.readers.stas00 import read_stas00
 
-__all__ = ["read_profile"]
-
 _log = logging.getLogger(__name__)
 
 

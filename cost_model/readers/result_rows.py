@@ -10,19 +10,6 @@ from pathlib import PurePath
 from cost_model.measurements import KINDS
 from cost_model.readers.points import Line, Place, Point, Printed, agree, busbw_factor, refuse
 
-__all__ = [
-    "ITEM_BYTES",
-    "PROGRAMS",
-    "PROOF",
-    "Measured",
-    "Row",
-    "Side",
-    "check_average",
-    "kind_of",
-    "row_points",
-    "scales",
-]
-
 PROOF = 0.10
 """A time counts if the printed bandwidth confirms it to this relative precision."""
 

@@ -21,8 +21,6 @@ from cost_model.readers.points import (
 )
 from cost_model.readers.result_rows import Measured, Side, row_points, scales
 
-__all__ = ["read_stas00"]
-
 Bandwidth = Printed
 """Bytes per second."""
 

@@ -15,8 +15,6 @@ from passes.ir.graph_pass import GraphPass, run_passes
 from passes.ir.joint import JointGraph
 from passes.ir.rewrite import copy_joint
 
-__all__ = ["PIPELINE", "canonicalize"]
-
 PIPELINE: tuple[GraphPass, ...] = (
     # One spelling for everything, so that the passes below match few forms.
     WriteConjugates(),  # before clones are dropped: of a conjugate they are more than copies

@@ -20,15 +20,6 @@ from passes.ir.op_traits import is_pointwise
 from passes.ir.properties import of_ops
 from passes.ir.rewrite import call_like, emit, erase_dead, int_at, ints_at, replace, shape_of, tensor_at
 
-__all__ = [
-    "GRADIENTS_APART",
-    "SCATTERS_WRITTEN",
-    "PadsToCat",
-    "ScatterToWhere",
-    "SinkExpands",
-    "SplitConvolutionBackward",
-]
-
 aten = torch.ops.aten
 
 

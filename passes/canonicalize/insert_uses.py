@@ -21,8 +21,6 @@ from passes.ir.op_traits import draws, is_pointwise, is_use, numel, when_read
 from passes.ir.properties import Property, described
 from passes.rules.core.rule_registry import rule_for
 
-__all__ = ["READERS_SHARE", "InsertUses", "MarkCausalMasks"]
-
 _MASKS = {
     torch.ops.autoshard.attention.default: 3,
     torch.ops.autoshard.attention_backward.default: 4,

@@ -16,8 +16,6 @@ from passes.ir.op_schema import named_arguments
 from passes.ir.properties import Property, described, of_ops
 from passes.ir.rewrite import int_at, ints_at, replace, shape_of, tensor_at
 
-__all__ = ["NO_DUPLICATES", "ONE_SPELLING", "REDUCTIONS", "VIEWS", "MergeDuplicates", "NormalizeArguments"]
-
 aten = torch.ops.aten
 
 

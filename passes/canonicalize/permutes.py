@@ -18,18 +18,6 @@ from passes.ir.properties import of_ops
 from passes.ir.rewrite import call_like, emit, erase_dead, ints_at, replace, shape_of, tensor_at
 from passes.ops.contract import format_equation, parse_equation
 
-__all__ = [
-    "EQUATIONS",
-    "ONE_RESHAPE",
-    "PERMUTES_ABSORBED",
-    "PERMUTES_FUSED",
-    "PRODUCTS_ARE_CONTRACTS",
-    "AbsorbPermutes",
-    "DropUnitDims",
-    "FusePermutes",
-    "MatmulToContract",
-]
-
 aten = torch.ops.aten
 
 

@@ -13,8 +13,6 @@ from torch import fx
 
 from passes.ir.rewrite import emit_at, int_at, shape_of, tensor_at
 
-__all__ = ["Flat", "Group", "PushRule", "Sweep", "flatten", "refine", "resolve"]
-
 
 @dataclass(frozen=True)
 class Group:

@@ -30,8 +30,6 @@ from passes.ir.op_traits import is_pointwise
 from passes.ir.rewrite import call_like, emit, erase_dead, int_at, ints_at, shape_of, tensor_at
 from passes.ops.contract import format_equation, parse_equation
 
-__all__ = ["PushViews"]
-
 aten = torch.ops.aten
 
 

@@ -24,8 +24,6 @@ from passes.ir.rewrite import emit, erase_dead, int_at, tensor_at
 from passes.ir.rewrite import replace as replace_node
 from passes.ir.torch_compat import fake_mode_of
 
-__all__ = ["FILLS", "NO_GENERATORS", "PLAIN_CREATIONS", "RANGES", "NormalizeCreations", "RandomToUniform"]
-
 aten = torch.ops.aten
 
 

@@ -17,16 +17,6 @@ from passes.ir.joint import JointGraph, node_values, tensor_operands
 from passes.ir.properties import of_ops
 from passes.ir.rewrite import call_like, erase_dead, ints_at, replace, shape_of, tensor_at
 
-__all__ = [
-    "ALIASES",
-    "CONJUGATES_WRITTEN",
-    "WRITTEN",
-    "DropKeptDims",
-    "RemoveDeadCode",
-    "RemoveNoops",
-    "WriteConjugates",
-]
-
 aten = torch.ops.aten
 
 WRITTEN: dict[Any, Any] = {

@@ -20,8 +20,6 @@ from passes.capture.row_table import ROWS
 from passes.capture.rows import Rows, one_choice, rows_in, unknown
 from passes.ir.torch_tracing import replaced_attribute, tracing_suspended
 
-__all__ = ["torch_calls_answered"]
-
 
 def tensor(
     data: Any, *, dtype: torch.dtype | None = None, requires_grad: bool = False, **options: Any

@@ -23,8 +23,6 @@ from passes.capture.rows import RowsUnknown
 from passes.capture.stand_ins import Awaited
 from passes.ir.torch_tracing import is_value_missing, shape_dependent_errors
 
-__all__ = ["is_of_user", "traced_with_answers"]
-
 T = TypeVar("T")
 Tracer = Callable[[Questions], T | None]
 """What comes of a run of the forward with these answers; None: it looked for answers only."""

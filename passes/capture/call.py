@@ -26,8 +26,6 @@ from passes.capture.trees import (
     unflatten,
 )
 
-__all__ = ["CallSpec", "flatten_call", "number_indices", "tensor_names", "tensor_paths"]
-
 
 def number_indices(tree: Tree) -> list[int]:
     """Of the tensors that are numbers to the user."""

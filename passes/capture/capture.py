@@ -33,8 +33,6 @@ from passes.ir.kept_random_state import random_state_kept
 from passes.ir.torch_compat import fake_like, lazy_module
 from passes.ir.torch_tracing import AotEnd
 
-__all__ = ["Captured", "capture"]
-
 aten = torch.ops.aten
 _LIFTS = (aten.lift_fresh_copy.default, aten.lift_fresh.default)
 

@@ -19,15 +19,6 @@ from passes.capture.refusals import refused
 from passes.capture.rows import RowsUnknown
 from passes.ir.torch_tracing import is_value_missing, shape_dependent_errors
 
-__all__ = [
-    "capture_error",
-    "check_dtypes",
-    "held_object_error",
-    "is_collective",
-    "mutation_error",
-    "users_part",
-]
-
 _CHANGED_IN_PLACE = ("mutating a non-functional tensor", "expected to have an entirely functional graph")
 """What torch says where a tensor that it has not traced from the beginning is written to."""
 

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from cost_model.errors import UnsupportedOpError
 
-__all__ = ["PLACES"]
-
 aten = torch.ops.aten
 
 

@@ -26,8 +26,6 @@ from passes.capture.decomposed_places import PLACES
 from passes.capture.decomposed_sums import SUMS
 from passes.ir.torch_compat import torch_decompositions
 
-__all__ = ["decomposition_table"]
-
 aten = torch.ops.aten
 
 

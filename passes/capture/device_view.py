@@ -26,8 +26,6 @@ from passes.ir.joint import CPU
 from passes.ir.torch_dispatch import accelerator_kernels, autocast_of_cpu_ignored, is_autocast_op
 from passes.ir.torch_tracing import fake_devices_answered, replaced_attribute, tracing_suspended
 
-__all__ = ["CUDNN_LAYERS", "POLICIES", "autocast_on", "cast_to", "seen_on"]
-
 _LOWER_PRECISION = """
 _convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
 conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm bmm

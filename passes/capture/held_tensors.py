@@ -18,8 +18,6 @@ from passes.capture.places import contents
 from passes.capture.refusals import refused
 from passes.capture.surroundings import Container, containers_of
 
-__all__ = ["check_shared_memory", "held_tensors_kept", "overlap"]
-
 
 @contextmanager
 def held_tensors_kept(model: nn.Module) -> Generator[None]:

@@ -17,8 +17,6 @@ from passes.ir.joint import CPU, ancestors, map_operands, node_value, tensor_ope
 from passes.ir.op_traits import draws, is_product
 from passes.ir.torch_tracing import fake_of, tracing_suspended
 
-__all__ = ["History", "Known"]
-
 aten = torch.ops.aten
 _TESTS = (aten.isinf.default, aten.isnan.default)
 _SAME: dict[Any, bool] = {aten.eq.Tensor: True, aten.ne.Tensor: False}

@@ -14,9 +14,6 @@ from passes.capture.places import contents, refill
 from passes.capture.refusals import check_dense, refused
 from passes.capture.snapshot import Snapshot
 
-__all__ = ["Slot", "find_slots", "named_state", "rebound_buffers", "state_kept", "state_replaced"]
-
-
 Table = Literal["_parameters", "_buffers", "__dict__"]
 
 

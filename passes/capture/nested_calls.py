@@ -28,8 +28,6 @@ from passes.ir.torch_dispatch import (
     indexed_by_tensors,
 )
 
-__all__ = ["nested_calls_written_out"]
-
 _MOST_STEPS = 1024
 """A longer loop makes a graph that takes minutes to plan."""
 

@@ -21,17 +21,6 @@ from passes.ops.circular_pad import circular_pad
 from passes.ops.ctc_loss import ctc_loss as op
 from passes.ops.grouped_product import grouped_mm
 
-__all__ = [
-    "GroupedAsCaptured",
-    "attention_for",
-    "ctc_loss",
-    "expand_heads",
-    "grouped_functions",
-    "grouped_product",
-    "pad",
-    "scaled_dot_product",
-]
-
 
 def attention_for(device_type: str) -> Callable[..., Tensor]:
     """What is called in the place of `F.scaled_dot_product_attention`. Under autocast of `device_type` the operands are

@@ -25,8 +25,6 @@ from passes.capture.rows import Choice, Rows, RowsUnknown, name_of
 from passes.ir.torch_dtensor import bare_tensor
 from passes.ir.torch_tracing import packing_functions
 
-__all__ = ["PACKED"]
-
 
 class _Longest(int):
     """How many steps there is room for, in the place of those of the longest sequence, `lengths[0]`."""

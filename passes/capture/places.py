@@ -16,25 +16,6 @@ from torch import nn
 
 from passes.capture.trees import Step
 
-__all__ = [
-    "CACHE",
-    "CONTAINERS",
-    "Added",
-    "Appended",
-    "Argument",
-    "Assigned",
-    "Hooked",
-    "Incremented",
-    "Names",
-    "Place",
-    "Root",
-    "Via",
-    "cell_of",
-    "contents",
-    "refill",
-    "slots_of",
-]
-
 CACHE = type(lru_cache(len))
 """What `functools.lru_cache` makes of a function."""
 CONTAINERS = (OrderedDict, dict, list, set, deque)

@@ -27,19 +27,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from passes.capture.refusals import check_dense_call
 
-__all__ = [
-    "frames",
-    "is_user_file",
-    "node_checkpoint",
-    "node_is_saved",
-    "node_module",
-    "node_source",
-    "place_text",
-    "provenance",
-    "user_frame",
-    "user_place",
-]
-
 _MODULE, _SOURCE, _AGAIN = "autoshard.module", "autoshard.source", "autoshard.again"
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _NOT_THE_USERS = tuple(

@@ -32,8 +32,6 @@ from passes.ir.torch_tracing import (
     tracing_suspended,
 )
 
-__all__ = ["AWAITED", "NO", "Check", "Question", "Questions", "RunEnded", "Undecided"]
-
 
 class Undecided(Exception):
     """A question without an answer. place: "/path/model.py:12, in forward: if x.sum() > 0:"."""

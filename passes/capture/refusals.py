@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from cost_model.errors import CaptureError, UnsupportedOpError
 from passes.ir.torch_tracing import NESTED_MAKERS
 
-__all__ = ["check_dense", "check_dense_call", "is_dense", "refused"]
-
 _COMPRESSED = """to_sparse_csr to_sparse_csc to_sparse_bsr to_sparse_bsc sparse_compressed_tensor sparse_csr_tensor
 sparse_csc_tensor sparse_bsr_tensor sparse_bsc_tensor"""
 _MAKERS = {**dict.fromkeys(_COMPRESSED.split(), "sparse"), **dict.fromkeys(NESTED_MAKERS, "nested")}

@@ -14,8 +14,6 @@ from passes.capture.provenance import user_place
 from passes.capture.rows import Choice, Rows, RowsUnknown, filled, one_choice, rows_in
 from passes.ir.torch_tracing import tracing_suspended
 
-__all__ = ["chosen_places", "getitem", "index_add_", "key_noted", "masked_select", "places_listed", "setitem"]
-
 Answer = Callable[..., Any]
 _ALL = slice(None)
 

@@ -26,8 +26,6 @@ from passes.capture.rows import (
     unknown,
 )
 
-__all__ = ["ROWS"]
-
 _EACH = """
 add sub mul div true_divide floor_divide remainder pow rsub rdiv rpow rfloordiv floordiv mod neg abs sign exp expm1 log
 log1p log2 sqrt rsqrt square reciprocal sin cos tan tanh atan atan2 erf sigmoid relu relu6 gelu silu mish elu selu celu

@@ -28,8 +28,6 @@ from passes.capture.rows import Choice, Rows, RowsUnknown, rows_in
 from passes.ir.torch_compat import function_modes
 from passes.ir.torch_tracing import is_value_missing, tracing_suspended
 
-__all__ = ["count_leaving", "counted", "each_row", "loops_ended", "settled"]
-
 _LASTS = (
     "the body of a loop over chosen rows changes something beside index_add_ of rows that it chooses",
     "loop over all of them, range(count), and let torch.where choose what is changed",

@@ -23,20 +23,6 @@ from torch.utils import _pytree as pytree
 from passes.ir.torch_dtensor import bare_tensor
 from passes.ir.torch_tracing import tracing_suspended
 
-__all__ = [
-    "Choice",
-    "Rows",
-    "RowsUnknown",
-    "by_row",
-    "filled",
-    "name_of",
-    "one_choice",
-    "plainly",
-    "pointwise",
-    "rows_in",
-    "unknown",
-]
-
 _REMEDY = "compute on all rows, leave out the others by torch.where(mask, value, 0), and divide by mask.sum()"
 
 

@@ -26,8 +26,6 @@ from passes.capture.stand_ins import Counted, Spot, Stored
 from passes.capture.surroundings import Container, containers_of, is_own, module_attributes
 from passes.ir.torch_tracing import module_reads_seen
 
-__all__ = ["Snapshot", "attributes_read", "check_backward_writes", "write_only_candidates"]
-
 _ABSENT = object()
 _TABLES = (
     "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_hooks_with_kwargs",

@@ -24,8 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Awaited", "Counted", "Number", "Spot", "Stored", "Uses", "put_stand_ins", "widest"]
-
 _BOTH = "bool eq ne lt le gt ge mul rmul str format hash iter len getitem contains reversed"
 NUMBERS = (
     f"{_BOTH} add radd sub rsub int float complex index truediv rtruediv floordiv rfloordiv mod rmod pow rpow neg pos "

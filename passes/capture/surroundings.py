@@ -16,17 +16,6 @@ from torch import Tensor, nn
 from passes.capture.places import CACHE, CONTAINERS, Names, Root, Via, cell_of, contents, slots_of
 from passes.capture.provenance import is_user_file
 
-__all__ = [
-    "OWN",
-    "Container",
-    "containers_of",
-    "held_by",
-    "is_open",
-    "is_own",
-    "module_attributes",
-    "module_hooks",
-]
-
 OWN = frozenset(vars(nn.Module()))
 """Attributes that every module has: its tables of parameters, of modules and of hooks, its training flag."""
 

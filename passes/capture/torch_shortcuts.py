@@ -27,8 +27,6 @@ from torch.utils import _pytree as pytree
 
 from passes.ir.torch_tracing import onednn_off, replaced_attribute
 
-__all__ = ["reentrant_checkpoints_called", "shortcuts_off", "trace_cumulative_averages"]
-
 _RESIZING = """
 upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d
 _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d

@@ -40,8 +40,6 @@ from passes.ir.torch_tracing import (
     trace_joint,
 )
 
-__all__ = ["Traced", "TracedCall", "trace"]
-
 
 @dataclass(frozen=True)
 class TracedCall:

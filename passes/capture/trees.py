@@ -19,17 +19,6 @@ from torch.utils import _pytree as pytree
 
 from passes.capture.stand_ins import Awaited, Number
 
-__all__ = [
-    "Step",
-    "Tree",
-    "assembled",
-    "changed_places",
-    "flatten",
-    "items_of",
-    "retree",
-    "unflatten",
-]
-
 
 @dataclass(frozen=True)
 class TensorLeaf:

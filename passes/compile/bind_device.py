@@ -20,8 +20,6 @@ from passes.ir.joint import node_value
 from passes.ir.rank_properties import COLLECTIVES, is_start
 from passes.ir.torch_compat import fakes_on
 
-__all__ = ["WriteIntoBuckets", "bind_device", "written_into"]
-
 
 def bind_device(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
     """`module`, in place, on `device`: the values of all nodes, and the device arguments of ops that make tensors.

@@ -34,8 +34,6 @@ from passes.ir.torch_compat import (
 from passes.lower.add_early import add_early
 from passes.ops.named_collective import ALL_REDUCE_IN_PLACE, NAMED, NAMED_BY_NAME
 
-__all__ = ["Compiled", "check_backend", "compile_graph"]
-
 aten = torch.ops.aten
 
 _NAMED_ALIKE = (

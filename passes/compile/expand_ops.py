@@ -29,8 +29,6 @@ from passes.ops.attention_table import Chip
 from passes.ops.contract import contract_reference
 from passes.ops.grouped_product import grouped_mm_reference
 
-__all__ = ["CALLED", "expand_ops"]
-
 # Op -> the function that computes it in ATen ops.
 _REFERENCES: dict[str, Callable[..., Any]] = {
     "autoshard.contract.default": contract_reference,

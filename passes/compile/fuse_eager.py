@@ -17,8 +17,6 @@ from passes.ir.joint import node_value, result_index
 from passes.ir.rank_properties import COLLECTIVES
 from passes.ops.named_collective import ALL_REDUCE_IN_PLACE, NAMED_BY_NAME
 
-__all__ = ["VIEWS", "FuseEager", "reduced_in_place"]
-
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 

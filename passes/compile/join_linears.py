@@ -16,19 +16,6 @@ from passes.ir.op_traits import is_collective
 from passes.ir.rank_properties import COLLECTIVES
 from passes.ir.torch_compat import fake_mode_of
 
-__all__ = [
-    "JoinConvolutions",
-    "JoinLinears",
-    "OpWriter",
-    "called",
-    "drop_unread",
-    "others",
-    "shape_of",
-    "sole_user",
-    "stand_in",
-    "summed",
-]
-
 aten = torch.ops.aten
 
 

@@ -13,8 +13,6 @@ from passes.compile.join_linears import OpWriter, called, drop_unread, others, s
 from passes.ir.graph_pass import RankPass
 from passes.ir.rank_properties import COLLECTIVES
 
-__all__ = ["JoinLosses"]
-
 aten = torch.ops.aten
 
 

@@ -14,8 +14,6 @@ from passes.compile.join_linears import OpWriter, called, drop_unread, others, s
 from passes.ir.graph_pass import RankPass
 from passes.ir.rank_properties import COLLECTIVES
 
-__all__ = ["JoinNorms"]
-
 aten = torch.ops.aten
 _DTYPES = (torch.float32, torch.float64)
 

@@ -19,16 +19,6 @@ from passes.ir.fake_calls import FakeCalls
 from passes.ir.torch_compat import fake_mode_of, fakes_on, fresh_fakes
 from passes.predict.step_work import GroupCall, KernelCase, Operand, TensorLook
 
-__all__ = [
-    "COLD_NBYTES",
-    "compile_group",
-    "group_graph",
-    "keep_freed_memory",
-    "repeated_group",
-    "repeated_kernel",
-    "start_compiler",
-]
-
 _LARGEST_KEPT = 2**25 - 2**16
 """Bytes of the largest block that glibc may keep when it is freed."""
 

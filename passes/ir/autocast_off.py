@@ -7,8 +7,6 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["autocast_devices", "autocast_off"]
-
 _DEVICE_TYPES = ("cpu", "cuda", "xpu")
 
 

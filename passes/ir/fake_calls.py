@@ -12,8 +12,6 @@ from torch.fx.node import map_arg
 
 from passes.ir.autocast_off import autocast_off
 
-__all__ = ["FakeCalls", "looks"]
-
 
 class FakeCalls:
     """Runs ops on the values (meta "val") of their operands; equal calls share one result.

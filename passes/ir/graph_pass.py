@@ -15,8 +15,6 @@ from passes.ir import graph_properties, rank_properties
 from passes.ir.joint import JointGraph
 from passes.ir.properties import BrokenGraphError, HasGraph, Kept, Property
 
-__all__ = ["GraphPass", "Pass", "RankPass", "properties_after", "run_passes", "run_rank_passes"]
-
 G = TypeVar("G", bound=HasGraph)
 
 

@@ -13,8 +13,6 @@ from torch import fx
 from passes.ir.joint import GraphInput, GraphOutput, JointGraph, node_values
 from passes.ir.properties import HasGraph, Kept, Property, described, of_ops
 
-__all__ = ["CAPTURED", "ENDS", "FUNCTIONAL", "INVARIANTS", "IN_ORDER", "NO_DEAD_CODE", "NO_USES"]
-
 _META = ("val", "phase", "module", "source")
 
 

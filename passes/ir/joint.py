@@ -10,24 +10,6 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-__all__ = [
-    "CPU",
-    "GraphInput",
-    "GraphOutput",
-    "JointGraph",
-    "ancestors",
-    "dependents",
-    "first_value",
-    "map_operands",
-    "node_value",
-    "node_values",
-    "repeats",
-    "result_index",
-    "result_shapes",
-    "results_nbytes",
-    "tensor_operands",
-]
-
 CPU = torch.device("cpu")
 """Where every model is traced and every graph is made (docs/decisions/0020)."""
 

@@ -9,8 +9,6 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-__all__ = ["random_state_kept"]
-
 
 @contextmanager
 def random_state_kept() -> Generator[None]:

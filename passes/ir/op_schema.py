@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["SchemaArgument", "named_arguments", "schema_arguments", "written_arguments"]
-
 
 @dataclass(frozen=True)
 class SchemaArgument:

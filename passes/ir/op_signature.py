@@ -10,8 +10,6 @@ from torch import fx
 from passes.ir.fake_calls import looks
 from passes.ir.joint import node_values
 
-__all__ = ["op_signature"]
-
 
 def op_signature(node: fx.Node) -> Hashable:
     """Equal for two ops if all that a rule's builder and the prices read is: the op, every tensor operand and result in

@@ -26,34 +26,6 @@ from torch import fx
 
 from passes.ir.joint import repeats, result_index, tensor_operands
 
-__all__ = [
-    "OpKind",
-    "alias_chain",
-    "draws",
-    "fuses",
-    "is_cast",
-    "is_cheap",
-    "is_collect",
-    "is_collective",
-    "is_either",
-    "is_of_piece",
-    "is_piece",
-    "is_pointwise",
-    "is_product",
-    "is_reduction",
-    "is_use",
-    "is_view",
-    "is_whole_view",
-    "numel",
-    "op_kind",
-    "read_repeats",
-    "reads_shape_only",
-    "rounds",
-    "storage_root",
-    "when_read",
-    "when_run",
-]
-
 OpKind = Literal["view", "pointwise", "creation", "indexing", "reduction", "product", "collective", "opaque"]
 
 

@@ -17,8 +17,6 @@ from passes.ir.joint import node_value, tensor_operands
 from passes.ir.op_traits import fuses, reads_shape_only
 from passes.rules.windowed.windowed import per_dim
 
-__all__ = ["arithmetic_kind", "global_flops", "reads_values"]
-
 _aten = torch.ops.aten
 
 _MATRIX_PRODUCTS = (

@@ -10,8 +10,6 @@ from torch import fx
 
 from passes.ir.joint import JointGraph, ancestors, dependents
 
-__all__ = ["Segments", "after_tangents", "on_demand", "ops_by_phase", "segments"]
-
 
 @dataclass(frozen=True)
 class Segments:

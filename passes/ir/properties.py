@@ -9,8 +9,6 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from torch import fx
 
-__all__ = ["BrokenGraphError", "HasGraph", "Kept", "Property", "described", "of_ops"]
-
 
 class BrokenGraphError(AssertionError):
     """A pass was given, or has made, a graph that is not as it should be: an error of the pass, not of the model."""

@@ -12,8 +12,6 @@ from passes.ir.graph_properties import IN_ORDER
 from passes.ir.op_traits import is_collective
 from passes.ir.properties import HasGraph, Kept, Property, described, of_ops
 
-__all__ = ["COLLECTIVES", "COMPUTING", "INVARIANTS", "OPS", "group_of", "is_start"]
-
 aten = torch.ops.aten
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _MOVING = (

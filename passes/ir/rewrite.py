@@ -14,23 +14,6 @@ from torch.fx.node import map_arg
 from passes.ir.joint import JointGraph
 from passes.ir.torch_compat import fake_mode_of, lazy_module
 
-__all__ = [
-    "call_like",
-    "copy_joint",
-    "duplicate_joint",
-    "duplicate_module",
-    "emit",
-    "emit_at",
-    "erase_dead",
-    "fake_value",
-    "inherit",
-    "int_at",
-    "ints_at",
-    "replace",
-    "shape_of",
-    "tensor_at",
-]
-
 INHERITED = ("phase", "module", "source", "checkpoint", "saved", "runs", "repeats")
 
 

@@ -11,8 +11,6 @@ from cost_model.mesh import MeshSpec
 from cost_model.text_files import Text, Word
 from passes.layout.layout import Layout, Span, nested_spans
 
-__all__ = ["Assignment", "FactorSplit", "NodeLayouts"]
-
 
 class FactorSplit(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """`factor` is split over `axes` (major to minor).

@@ -16,17 +16,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from cost_model.mesh import MeshSpec
 from passes.layout.layout import Layout
 
-__all__ = [
-    "JoinedAxes",
-    "Unit",
-    "chained",
-    "in_units",
-    "joined_text",
-    "joining_problems",
-    "keeps_together",
-    "orders",
-]
-
 Unit = tuple[str, ...]
 JoinedAxes = tuple[Unit, ...]
 

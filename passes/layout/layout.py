@@ -17,20 +17,6 @@ from msgspec.structs import force_setattr
 from cost_model.mesh import MeshSpec
 from cost_model.text_files import Count, Word
 
-__all__ = [
-    "REDUCE_OPS",
-    "Dim",
-    "Halo",
-    "Layout",
-    "ReduceOp",
-    "Span",
-    "chunk_sizes",
-    "common",
-    "laps",
-    "nested_sizes",
-    "spans_of",
-]
-
 REDUCE_OPS = ("sum", "max", "min")
 ReduceOp = Annotated[str, Meta(pattern=rf"^({'|'.join(REDUCE_OPS)})$")]
 _MAX_DIMS = 64

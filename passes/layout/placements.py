@@ -12,8 +12,6 @@ from cost_model.mesh import MeshSpec
 from passes.ir.torch_dtensor import is_strided_shard, strided_shard, strided_shard_factor
 from passes.layout.layout import REDUCE_OPS, Layout
 
-__all__ = ["layout_to_placements", "placements_to_layout"]
-
 
 def layout_to_placements(layout: Layout, mesh: MeshSpec) -> tuple[Placement, ...]:
     """One placement per mesh axis, as `DTensor` states them.

@@ -15,21 +15,6 @@ import numpy as np
 
 from passes.layout.layout import Span
 
-__all__ = [
-    "AdaptiveWindow",
-    "AntialiasResize",
-    "CubicResize",
-    "EdgePad",
-    "LinearResize",
-    "MirroredWindow",
-    "NearestResize",
-    "NeighborhoodWindow",
-    "PeriodicWindow",
-    "SlidingWindow",
-    "TransposedWindow",
-    "Window",
-]
-
 
 class Window(Protocol):
     """What results [lo, hi) read of an operand."""

@@ -7,8 +7,6 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
-__all__ = ["add_early"]
-
 ADD = torch.ops.aten.add_.Tensor
 
 

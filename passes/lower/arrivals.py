@@ -11,8 +11,6 @@ from torch import fx
 from passes.ir.torch_compat import last_node
 from passes.layout.layout import Span
 
-__all__ = ["Arrival"]
-
 
 @dataclass(frozen=True)
 class Arrival:

@@ -33,8 +33,6 @@ from passes.redistribution.steps import HaloExchange, Step
 from passes.rules.core.rule import LocalContext, OpRule
 from passes.strategies.cuts import ops_of
 
-__all__ = ["Own", "PossibleInterior", "exchange_before", "in_parts", "interior_of", "possible_interiors"]
-
 aten = torch.ops.aten
 
 Own = Mapping[int, tuple[fx.Node, Span]]

@@ -15,14 +15,6 @@ from passes.ir.rewrite import erase_dead
 from passes.ir.torch_compat import lazy_module
 from passes.lower.phases import Backward, exchanges, extract, unaliased
 
-__all__ = [
-    "all_but_the_loss",
-    "missing_tangents",
-    "usually_missing",
-    "without_tangents",
-    "without_usually_missing",
-]
-
 _aten = torch.ops.aten
 _SUMS = (_aten.add.Tensor, _aten.sub.Tensor)
 

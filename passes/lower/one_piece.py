@@ -8,8 +8,6 @@ from passes.ir.torch_compat import lazy_module
 from passes.lower.piecewise import Collected, PieceInput, RankPieces, split_pieces
 from passes.lower.rank_program import RankProgram
 
-__all__ = ["one_piece", "pieces_of"]
-
 
 def pieces_of(program: RankProgram, pieces: int) -> RankPieces:
     """pieces: of the joint graph that `program` is of."""

@@ -13,8 +13,6 @@ from passes.ir.joint import node_value
 from passes.layout.assignment import FactorSplit, NodeLayouts
 from passes.rules.core.rule import OpRule
 
-__all__ = ["Emit", "OpOnRank"]
-
 Emit = Callable[[fx.Node, Callable[..., Any], Sequence[Any], dict[str, Any]], fx.Node]
 """Emits an op on behalf of a node of the global graph."""
 

@@ -19,8 +19,6 @@ from passes.plan.transfers import LoweringPlan, Transfer
 from passes.schedule.later_steps import later_places
 from passes.states.compute_again import compute_again
 
-__all__ = ["Orders"]
-
 
 class Orders:
     """Programs of one rank that differ in turns, and in how many transfers are in flight, and in nothing else.

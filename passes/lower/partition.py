@@ -27,8 +27,6 @@ from passes.rules.core.rule import OpRule
 from passes.rules.core.rule_registry import rule_for
 from passes.schedule.later_steps import later_places
 
-__all__ = ["RankGraph", "order_of", "partition"]
-
 
 @dataclass(frozen=True)
 class RankGraph:

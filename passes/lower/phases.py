@@ -17,8 +17,6 @@ from passes.ir.torch_compat import lazy_module
 from passes.lower.recompute import choose_saved
 from passes.states.compute_again import runs_again
 
-__all__ = ["Backward", "Phases", "exchanges", "extract", "split_phases", "unaliased"]
-
 _aten = torch.ops.aten
 
 

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from passes.lower.piecewise import Collected, PieceInput, RankPieces
 
-__all__ = ["IN_PLACE", "given_values", "leave", "step_results"]
-
 IN_PLACE = {"sum": torch.Tensor.add_, "max": torch.maximum, "min": torch.minimum}
 """How a piece's value is added to what those before it have left, in that one's place where possible."""
 

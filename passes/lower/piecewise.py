@@ -14,8 +14,6 @@ from passes.lower.partition import RankGraph
 from passes.lower.phases import extract, unaliased
 from passes.lower.rank_program import RankProgram
 
-__all__ = ["Collected", "PieceInput", "RankPieces", "split_pieces", "without_gradients"]
-
 _BACKWARD = 2
 """Turn of the first collectives of which only gradients are made (`passes.plan.transfers.Turn`)."""
 

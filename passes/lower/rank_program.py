@@ -24,8 +24,6 @@ from passes.plan.transfers import LoweringPlan
 from passes.schedule.schedule import scheduled
 from passes.states.compute_again import compute_again
 
-__all__ = ["RankProgram", "Schedule", "rank_program"]
-
 Schedule = Callable[[fx.GraphModule], fx.GraphModule]
 """Puts a phase's graph, in place, into the order in which it runs."""
 

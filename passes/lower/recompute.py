@@ -11,8 +11,6 @@ from torch import fx
 
 from passes.ir.op_traits import is_cheap, is_collective, is_whole_view, numel
 
-__all__ = ["choose_saved"]
-
 
 def choose_saved(
     candidates: Sequence[fx.Node],

@@ -9,8 +9,6 @@ from torch import fx
 
 from passes.ir.joint import JointGraph, tensor_operands
 
-__all__ = ["Served"]
-
 
 @dataclass(frozen=True)
 class Served:

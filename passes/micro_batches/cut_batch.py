@@ -12,8 +12,6 @@ from passes.micro_batches.run_times import RunTimes, find_run_times
 from passes.micro_batches.time_axis import TIME, time_mesh, trains
 from passes.micro_batches.uncut import check_cut, check_long_enough
 
-__all__ = ["cut_batch", "cut_for_stages"]
-
 
 def cut_batch(joint: JointGraph, count: int, *, sizes_only: bool = False) -> JointGraph:
     """The step of a canonical `joint`, its batch in `count` pieces: the graph of the first, with those of the others.

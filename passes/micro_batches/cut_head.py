@@ -25,8 +25,6 @@ from passes.micro_batches.run_times import RunTime, RunTimes
 from passes.micro_batches.time_axis import TIME, time_mesh
 from passes.micro_batches.uncut import Uncut
 
-__all__ = ["cut_head"]
-
 _ADD = {
     "sum": torch.ops.aten.add.Tensor,
     "max": torch.ops.aten.maximum.default,

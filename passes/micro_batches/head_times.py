@@ -14,8 +14,6 @@ from passes.ir.joint import JointGraph, dependents, node_values, result_index, r
 from passes.ir.op_traits import is_product, is_view
 from passes.micro_batches.run_times import RunTimes, Weights, find_run_times
 
-__all__ = ["head_times", "may_have_head"]
-
 _LARGE = 0.5
 """Share of the largest value's elements above which a value is large."""
 _SMALL = 1 / 32

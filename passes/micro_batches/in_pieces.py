@@ -23,8 +23,6 @@ from passes.micro_batches.op_in_piece import op_in_piece
 from passes.micro_batches.run_times import RunTime, RunTimes
 from passes.micro_batches.time_axis import TIME, time_mesh
 
-__all__ = ["in_pieces", "without_uses"]
-
 
 def without_uses(joint: JointGraph) -> JointGraph:
     """A new joint graph in which every reader reads the value itself."""

@@ -13,8 +13,6 @@ from passes.layout.assignment import NodeLayouts
 from passes.lower.op_on_rank import Emit, OpOnRank
 from passes.rules.core.rule_registry import rule_for
 
-__all__ = ["op_in_piece"]
-
 
 def op_in_piece(
     emit: Emit, node: fx.Node, operands: Sequence[fx.Node], layouts: NodeLayouts, mesh: MeshSpec, index: int

@@ -13,8 +13,6 @@ from passes.ir.op_traits import is_collect, is_piece
 from passes.layout.assignment import Assignment, NodeLayouts
 from passes.search.narrowing import Choose, Narrowing
 
-__all__ = ["first_of_each_size", "layouts_like", "piece_places"]
-
 
 def first_of_each_size(graphs: Sequence[JointGraph]) -> list[int]:
     """Per graph the first whose values all have the same shapes."""

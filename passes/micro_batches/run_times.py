@@ -41,8 +41,6 @@ from passes.solver.solve import solve
 from passes.strategies.cuts import Cuts, find_cuts, ops_of
 from passes.strategies.strategies import enumerate_strategies
 
-__all__ = ["OF_A_BATCH", "RunTime", "RunTimes", "Weights", "find_run_times", "piece_strategies"]
-
 RunTime = Literal["before", "piece", "after"]
 
 _FLOPS_A_BYTE = 50.0

@@ -8,8 +8,6 @@ from cost_model.mesh import MeshSpec
 from passes.ir.joint import JointGraph, node_value
 from passes.layout.layout import Layout
 
-__all__ = ["TIME", "batch_length", "even_sizes", "given_layouts", "time_mesh", "trains"]
-
 TIME = "time"
 
 

@@ -12,8 +12,6 @@ from passes.layout.layout import Layout
 from passes.micro_batches.run_times import RunTimes, piece_strategies
 from passes.micro_batches.time_axis import TIME, batch_length, even_sizes, time_mesh
 
-__all__ = ["Uncut", "check_cut", "check_long_enough"]
-
 
 class Uncut(InfeasibleError):
     """A batch cannot be run in so many pieces, whatever the layouts."""

@@ -14,20 +14,6 @@ from torch import Tensor
 from cost_model.errors import UnsupportedOpError
 from passes.ops.attention_table import TABLE, Chip, Contract, Kernel, MaskKind
 
-__all__ = [
-    "AttentionCall",
-    "Case",
-    "additive_mask",
-    "check_problem",
-    "chip_of",
-    "choose",
-    "empty",
-    "lse_dtype",
-    "math_backward",
-    "math_forward",
-    "refusal",
-]
-
 
 @dataclass(frozen=True)
 class AttentionCall:

@@ -44,8 +44,6 @@ from passes.ops.attention_table import (
 )
 from passes.ops.registration import differentiable_operator
 
-__all__ = ["attention", "attention_backward", "attention_backward_reference", "attention_reference"]
-
 aten = torch.ops.aten
 
 Gradients = tuple[Tensor, Tensor, Tensor]

@@ -19,22 +19,6 @@ from torch.nn import functional as F
 
 from cost_model.errors import UnsupportedOpError
 
-__all__ = [
-    "TABLE",
-    "Chip",
-    "Contract",
-    "Kernel",
-    "MaskKind",
-    "check_layout",
-    "contiguous",
-    "contract_of",
-    "head_padded",
-    "heads_inside",
-    "padded_bias",
-    "padded_lse",
-    "prepared",
-]
-
 Kernel = Literal["empty", "cudnn", "flash", "efficient", "cpu_flash", "math"]
 
 MaskKind = Literal["none", "bool", "float"]

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from passes.ops.registration import differentiable_operator, differentiated_by
 
-__all__ = ["circular_pad", "circular_pad_backward"]
-
 aten = torch.ops.aten
 
 

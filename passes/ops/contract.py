@@ -15,8 +15,6 @@ import torch
 
 from passes.ops.registration import operator
 
-__all__ = ["Terms", "contract_reference", "contract_shape", "format_equation", "parse_equation"]
-
 Word = str
 Terms = tuple[tuple[Word, ...], tuple[Word, ...], tuple[Word, ...]]
 

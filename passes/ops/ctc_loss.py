@@ -14,8 +14,6 @@ from torch import Tensor
 
 from passes.ops.registration import differentiable_operator, differentiated_by
 
-__all__ = ["ctc_loss", "ctc_loss_backward"]
-
 aten = torch.ops.aten
 
 _PROBLEM = """Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank,

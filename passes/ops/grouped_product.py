@@ -23,8 +23,6 @@ from torch import Tensor
 
 from passes.ops.registration import differentiable_operator
 
-__all__ = ["grouped_mm", "grouped_mm_reference", "is_fused", "jagged_length", "kind_of"]
-
 Kind = Literal["rows", "columns", "summed"]
 
 _ALIGN = 16

@@ -34,8 +34,6 @@ from passes.layout.layout import Span, spans_of
 from passes.ops.named_collective import NAMED_BY_NAME
 from passes.redistribution.halo_steps import Traffic, exchange_traffic, reduce_traffic
 
-__all__ = ["add_up", "pack", "put_together", "row_numel", "split_sizes", "unpack"]
-
 
 class Arrived(NamedTuple):
     """A piece of the result and its local span there."""

@@ -22,8 +22,6 @@ from cost_model.measure import own_collectives as own
 from passes.ir.torch_compat import is_profiling, process_group_named, waited_for_with
 from passes.ops.registration import operator
 
-__all__ = ["ALL_REDUCE_IN_PLACE", "NAMED", "NAMED_BY_NAME"]
-
 c10d = torch.ops._c10d_functional
 
 

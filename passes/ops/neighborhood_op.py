@@ -24,8 +24,6 @@ from torch import Tensor
 
 from passes.ops.registration import differentiable_operator, differentiated_by
 
-__all__ = ["neighborhood_attention", "neighborhood_attention_backward"]
-
 _GEOMETRY = (
     "int[] kernel_size, int[] dilation, bool[] is_causal, float scale, "
     "int[] lengths, int[] first_query, int[] first_key"

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.library import CustomOpDef
 
-__all__ = ["differentiable_operator", "differentiated_by", "operator"]
-
 OURS = "autoshard"
 
 

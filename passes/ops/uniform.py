@@ -15,8 +15,6 @@ from torch import Tensor
 
 from passes.ops.registration import differentiable_operator
 
-__all__ = ["UNIFORM_WORDS", "uniform", "uniform_reference"]
-
 _WORD = 0xFFFFFFFF
 UNIFORM_WORDS = 3
 """int64 of an element that are alive at once while `uniform_reference` runs op by op: in `_mix` what is mixed, it

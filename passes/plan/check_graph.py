@@ -15,8 +15,6 @@ from passes.plan.records import NodeRecord, layouts_of, lowering_of
 from passes.plan.transfers import LoweringPlan, by_segment, transfers
 from passes.strategies.cuts import ops_of
 
-__all__ = ["differences", "graph_problems"]
-
 _PARTS = ("forward", "backward")
 _PARTS_OF_PIECES = (
     "part before the pieces",

@@ -17,8 +17,6 @@ from passes.schedule.issue_order import IssueOrder, issue_order
 from passes.states.backward_copies import copies_in
 from passes.strategies.prices import Prices, local_nbytes
 
-__all__ = ["Moved", "chosen_steps", "decide_lowering", "find_interiors", "lowered_by", "unmerged"]
-
 Moved = Mapping[Transfer, Redistribution]
 """Every transfer -> its steps, with the prices that they were chosen by."""
 

@@ -35,8 +35,6 @@ from passes.schedule.hiding import hidden_reads
 from passes.strategies.prices import Prices, local_nbytes
 from passes.strategies.traffic import fused_group
 
-__all__ = ["describe", "fallback_ops", "graph_hash", "op_counts", "shapes_of", "short_dtype"]
-
 
 @collector_paused()
 def describe(

@@ -19,8 +19,6 @@ from cost_model.mesh import MeshSpec
 from passes.layout.joined_axes import JoinedAxes, joined_text
 from passes.plan.records import NodeRecord, OperandRecord, ResultRecord
 
-__all__ = ["format_graph", "format_seconds", "raced_mark"]
-
 
 def format_seconds(seconds: float) -> str:
     """Three digits in a readable unit: "12.4 us"."""

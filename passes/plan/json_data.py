@@ -9,8 +9,6 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import FieldInfo, fields
 
-__all__ = ["json_data"]
-
 
 def json_data(value: Any) -> Any:
     """A struct, and all that it holds, as `msgspec.convert` reads it."""

@@ -18,16 +18,6 @@ from passes.plan.transfers import LoweringPlan
 from passes.redistribution.steps import STEPS, Step, step_text
 from passes.states.backward_copies import copied_ops
 
-__all__ = [
-    "NodeRecord",
-    "OperandRecord",
-    "ResultRecord",
-    "StepRecord",
-    "Transfer",
-    "layouts_of",
-    "lowering_of",
-]
-
 
 class StepRecord(Struct, frozen=True, forbid_unknown_fields=True, rename={"name": "kind"}):
     """A `Step` by its name, without its layouts: it begins where the one before it has led."""

@@ -14,8 +14,6 @@ from passes.layout.assignment import Assignment
 from passes.layout.layout import Layout
 from passes.redistribution.steps import Step
 
-__all__ = ["LoweringPlan", "Move", "Transfer", "Turn", "by_segment", "transfers"]
-
 Transfer = tuple[str, int]
 """(global name of the reader, which of its tensor operands)."""
 

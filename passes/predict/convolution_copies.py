@@ -16,8 +16,6 @@ from torch import fx
 
 from passes.ir.joint import node_value
 
-__all__ = ["convolution_copies"]
-
 _FORWARD, _BACKWARD = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
 
 _BLOCK = 16

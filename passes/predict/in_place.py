@@ -12,8 +12,6 @@ from passes.compile.fuse_eager import reduced_in_place
 from passes.ir.joint import node_value
 from passes.strategies.traffic import TrafficModel, eager_traffic
 
-__all__ = ["InPlace", "copied_share", "in_place"]
-
 
 @dataclass(frozen=True)
 class InPlace:

@@ -20,8 +20,6 @@ from passes.lower.missing_tangents import missing_tangents, without_usually_miss
 from passes.micro_batches.head_times import may_have_head
 from passes.strategies.prices import Prices
 
-__all__ = ["least_nbytes"]
-
 Options = Mapping[str, Sequence[NodeLayouts]]
 
 

@@ -11,8 +11,6 @@ from passes.ir.op_traits import is_collective, is_view
 from passes.predict.step_events import COLLECTIVE_KINDS
 from passes.states.compute_again import runs_again
 
-__all__ = ["KINDS", "Kind", "kind_of_op", "made_by"]
-
 Kind = Literal["parameters", "gradients", "optimizer", "inputs", "kept", "again", "moved", "working"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 """parameters; their gradients, as they are returned; the optimizer's states; inputs: of the call, buffers, constants

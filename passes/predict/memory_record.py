@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 from cost_model.text_files import Count, Text
 from passes.predict.memory_kinds import KINDS, Kind
 
-__all__ = ["START", "LiveValue", "MemoryStep", "MemoryWalk"]
-
 START = ("forward", "start")
 """The step before the first op."""
 

@@ -24,8 +24,6 @@ from passes.predict.memory_record import START, LiveValue, MemoryWalk
 from passes.predict.workspaces import NONE, Workspaces
 from passes.strategies.traffic import TrafficModel, last_runs
 
-__all__ = ["held_values", "live_value", "memory_walk", "program_values"]
-
 
 def memory_walk(
     phases: Phases, traffic: TrafficModel, optimizer: Optimizer = ADAMW, workspaces: Workspaces = NONE

@@ -18,8 +18,6 @@ from passes.predict.step_events import AxesOf
 from passes.predict.workspaces import workspaces_of
 from passes.strategies.prices import Prices
 
-__all__ = ["alone", "predict_pieces", "update_seconds"]
-
 
 def predict_pieces(
     program: RankProgram,

@@ -24,8 +24,6 @@ from passes.stages.split_backward import split_backward
 from passes.strategies.prices import Prices
 from passes.strategies.traffic import eager_traffic
 
-__all__ = ["StageFigures", "kept_by_a_piece", "predict_stage"]
-
 
 class StageFigures(Struct, frozen=True, forbid_unknown_fields=True):
     """Of one stage, on its slowest and on its fullest rank.

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from passes.predict.memory_record import MemoryStep, MemoryWalk
 from passes.predict.step_events import Axes
 
-__all__ = ["PredictedCollective", "PredictedPhase", "Prediction"]
-
 
 @dataclass(frozen=True)
 class PredictedCollective:

@@ -14,17 +14,6 @@ from passes.ir.op_traits import is_view, storage_root
 from passes.predict.in_place import copied_share
 from passes.strategies.prices import Prices, local_seconds
 
-__all__ = [
-    "COLLECTIVE_KINDS",
-    "Axes",
-    "AxesOf",
-    "Issued",
-    "StepEvents",
-    "collective_nbytes",
-    "copies_of_collectives",
-    "run_in_phase",
-]
-
 Axes = tuple[str, ...]
 AxesOf = Callable[[str], Axes]
 """Name of a process group -> the mesh axes it is over."""

@@ -15,8 +15,6 @@ from passes.simulate.lockstep import simulated_group_axes, simulated_groups
 from passes.strategies.prices import Prices
 from passes.strategies.traffic import eager_traffic
 
-__all__ = ["StepInOrders"]
-
 
 class StepInOrders:
     """`predicted_step` of programs that differ in the order of their transfers, each of which is made but once."""

@@ -29,8 +29,6 @@ from passes.strategies.kernel_keys import local_key, may_be_timed
 from passes.strategies.prices import Prices, local_seconds, local_work
 from passes.strategies.traffic import FusedGroup, eager_traffic, fused_group
 
-__all__ = ["CollectiveCase", "GroupCall", "KernelCase", "Operand", "StepWork", "TensorLook", "step_work"]
-
 LARGEST_NBYTES = 2**31
 """Of operands and results of a kernel that is timed: its program may need the rest of the memory."""
 

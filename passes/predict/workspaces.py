@@ -16,9 +16,6 @@ from passes.predict.step_events import COLLECTIVE_KINDS, AxesOf
 from passes.strategies.prices import Prices
 from passes.strategies.traffic import TrafficModel, eager_traffic
 
-__all__ = ["NONE", "Workspaces", "random_words", "workspaces_of", "workspaces_on"]
-
-
 Value = Callable[[fx.Node], torch.Tensor]
 
 

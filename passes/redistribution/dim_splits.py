@@ -15,9 +15,6 @@ from cost_model.mesh import MeshSpec
 from passes.layout.joined_axes import JoinedAxes, Unit, chained, in_units, orders
 from passes.layout.layout import Halo, Span, laps, nested_sizes, spans_of
 
-__all__ = ["UNSPLIT", "DimSpec", "DimSplits", "Split", "sort_key", "subsets"]
-
-
 Ints = npt.NDArray[np.int64]
 
 

@@ -18,18 +18,6 @@ from torch import fx
 from passes.ir.fake_calls import FakeCalls
 from passes.layout.layout import Span
 
-__all__ = [
-    "COLLECTIVES",
-    "Emitter",
-    "flatten_pieces",
-    "pad_parts",
-    "stack_parts",
-    "trim_parts",
-    "unflatten_pieces",
-    "unstack_parts",
-    "value",
-]
-
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 

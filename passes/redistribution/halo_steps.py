@@ -26,18 +26,6 @@ from cost_model.mesh import MeshSpec
 from passes.layout.layout import Layout, Span, laps
 from passes.redistribution.emit_steps import Emitter, flatten_pieces, value
 
-__all__ = [
-    "HaloSite",
-    "Traffic",
-    "anything_foreign",
-    "exchange_traffic",
-    "halo_exchange",
-    "halo_reduce",
-    "pieces",
-    "reduce_traffic",
-    "without",
-]
-
 
 class Piece(NamedTuple):
     """[lo, hi) of the dim, in global coordinates within [0, length), and its first place in the receiver's buffer."""

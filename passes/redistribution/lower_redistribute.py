@@ -54,8 +54,6 @@ from passes.redistribution.steps import (
     ToPartial,
 )
 
-__all__ = ["collective_nodes", "emit"]
-
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 

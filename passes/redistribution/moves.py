@@ -24,8 +24,6 @@ from passes.redistribution.steps import (
     ToPartial,
 )
 
-__all__ = ["Moves", "NextStep", "Partial", "State", "as_layout", "as_state", "as_step"]
-
 Partial = tuple[tuple[str, str], ...]
 
 

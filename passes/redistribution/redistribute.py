@@ -27,8 +27,6 @@ from passes.redistribution.moves import as_state, as_step
 from passes.redistribution.steps import Step
 from passes.redistribution.universe import Universe, UniverseKey, build_universe, universe_key
 
-__all__ = ["CollectiveSeconds", "Redistribution", "Redistributor"]
-
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 

@@ -11,22 +11,6 @@ import numpy as np
 
 from passes.layout.layout import Layout
 
-__all__ = [
-    "PAYLOAD_BYTES",
-    "STEPS",
-    "AllGather",
-    "AllReduce",
-    "AllToAll",
-    "HaloExchange",
-    "HaloReduce",
-    "ReduceScatter",
-    "Reshard",
-    "Slice",
-    "Step",
-    "ToPartial",
-    "step_text",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Step:

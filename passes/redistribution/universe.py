@@ -18,8 +18,6 @@ from passes.redistribution.dim_splits import UNSPLIT, DimSpec, DimSplits, Split,
 from passes.redistribution.moves import Moves, NextStep, Partial, State, as_state, as_step
 from passes.redistribution.steps import PAYLOAD_BYTES, Step
 
-__all__ = ["Universe", "UniverseKey", "build_universe", "step_problems", "universe_key"]
-
 _LOOKS = 256
 """States from one look at the clock to the next."""
 

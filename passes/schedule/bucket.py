@@ -20,8 +20,6 @@ from passes.ir.rank_properties import COMPUTING
 from passes.redistribution.emit_steps import Emitter, value
 from passes.redistribution.lower_redistribute import collective_nodes
 
-__all__ = ["MERGED", "Bucket"]
-
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 

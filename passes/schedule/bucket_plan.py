@@ -46,8 +46,6 @@ from passes.schedule.issue_order import IssueOrder, Place, Side, issue_order
 from passes.schedule.prefetch import Prefetch
 from passes.strategies.prices import Prices
 
-__all__ = ["BucketPlan", "Item", "Wire", "bucketed_order", "least_end"]
-
 _MERGED = (AllGather, AllReduce, ReduceScatter, HaloExchange, HaloReduce, Reshard)
 
 Kind = tuple[tuple[str, tuple[str, ...], str], ...]

@@ -22,8 +22,6 @@ from passes.ir.op_traits import is_piece
 from passes.ir.phase_ops import segments
 from passes.schedule.transfer_roles import PhaseRoles, TransferRole
 
-__all__ = ["HiddenReads", "hidden_reads"]
-
 
 @dataclass(frozen=True)
 class HiddenReads:

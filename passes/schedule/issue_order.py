@@ -41,20 +41,6 @@ from passes.layout.assignment import Assignment
 from passes.plan.transfers import Move, Transfer, Turn, by_segment, transfers
 from passes.schedule.transfer_roles import PhaseRoles, TransferRole, ops_that_end
 
-__all__ = [
-    "PREFETCH",
-    "REACH",
-    "Ahead",
-    "IssueOrder",
-    "MergeRule",
-    "Place",
-    "Side",
-    "closing",
-    "issue_order",
-    "place_behind",
-    "prefetched",
-]
-
 PREFETCH = 2
 """Collectives started ahead of their reader: one on the wire, one ready to follow."""
 

@@ -24,8 +24,6 @@ from passes.plan.transfers import Transfer, Turn, by_segment, transfers
 from passes.redistribution.steps import Step
 from passes.schedule.issue_order import closing
 
-__all__ = ["later_places"]
-
 
 def later_places(
     joint: JointGraph,

@@ -19,8 +19,6 @@ from passes.redistribution.lower_redistribute import collective_nodes
 from passes.schedule.issue_order import PREFETCH, REACH
 from passes.schedule.transfer_roles import PhaseRoles, ops_that_end
 
-__all__ = ["IN_TURN", "Overlap"]
-
 _NO_TURN: Turn = (-1, 0)
 
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from passes.schedule.issue_order import PREFETCH, Place, place_behind
 
-__all__ = ["Prefetch"]
-
 ROOM = 4
 """Times the bytes of the largest gather that those in flight may hold."""
 SLACK = 1.25

@@ -9,8 +9,6 @@ from passes.schedule.bucket import Bucket
 from passes.schedule.overlap import Overlap
 from passes.schedule.serialize_communicators import SerializeCommunicators
 
-__all__ = ["SCHEDULE", "one_communicator_at_a_time", "scheduled"]
-
 SCHEDULE: tuple[RankPass, ...] = (
     Bucket(),  # first: what is left to hide is then what the buckets take
     Overlap(),

@@ -10,8 +10,6 @@ from passes.ir.graph_pass import RankPass
 from passes.ir.properties import HasGraph, Property, described
 from passes.ir.rank_properties import COLLECTIVES, OPS, group_of, is_start
 
-__all__ = ["ONE_GROUP_IN_FLIGHT", "SerializeCommunicators"]
-
 
 def _two_groups(graph: HasGraph) -> str | None:
     flying: dict[fx.Node, str] = {}

@@ -23,8 +23,6 @@ from torch import fx
 
 from passes.ir.op_traits import fuses, is_collective, is_product, is_view
 
-__all__ = ["PhaseRoles", "Read", "TransferRole", "ops_that_end"]
-
 TransferRole = Literal["at hand", "awaited", "ending"]
 
 Read = tuple[fx.Node, fx.Node]

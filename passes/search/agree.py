@@ -31,9 +31,6 @@ from passes.search.step_kinds import PhaseOverlap
 from passes.solver.problem import Solution
 from passes.solver.solve import ROUNDING
 
-__all__ = ["AWAITED", "Agreed", "agreed", "first_overlaps"]
-
-
 AWAITED = 0.1
 """Share of what is awaited in the backward that is taken to hide behind fillers, before a timeline says how much."""
 AGREES = 1e-2

@@ -8,8 +8,6 @@ from torch import fx
 
 from passes.ir.joint import first_value, map_operands, node_value, result_shapes, tensor_operands
 
-__all__ = ["class_key"]
-
 
 def class_key(node: fx.Node) -> Hashable:
     """Nodes with equal keys have equal rules, strategies and seconds."""

@@ -32,8 +32,6 @@ from passes.search.search_start import COLD, SearchStart
 from passes.search.space_size import SpaceSize
 from passes.strategies.prices import Prices
 
-__all__ = ["find_fastest", "none_together"]
-
 WHOLE_AXES = 3
 """Meshes of so many axes are searched whole, however large the space."""
 WHOLE_ENTRIES, PARTED_ENTRIES = 10_000_000, 5_000_000

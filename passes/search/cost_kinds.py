@@ -9,8 +9,6 @@ import numpy as np
 
 from passes.solver.problem import Array, Problem
 
-__all__ = ["CostKinds", "overlapped_seconds"]
-
 
 def overlapped_seconds(totals: Array, paths: Sequence[Array]) -> float:
     """Of a step with these seconds by kind: all of them, less what hides in each phase.

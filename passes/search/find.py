@@ -26,8 +26,6 @@ from passes.search.strategy_space import build_space
 from passes.solver.problem import Infeasible
 from passes.strategies.prices import Prices
 
-__all__ = ["Found", "JudgeUnder", "explained", "find_assignment"]
-
 JudgeUnder = Callable[[Assignment, Prices], Judgement]
 """`passes.search.judged_choice.Judge` under prices."""
 

@@ -28,8 +28,6 @@ from passes.states.cut_points import Place, places
 from passes.states.offers import EITHER, Offers, offered, without_either
 from passes.strategies.prices import Prices
 
-__all__ = ["ENOUGH", "NoStates", "OfferedStates", "States"]
-
 ENOUGH = 5e-3
 """Relative gap at which states are good enough."""
 _LONGEST = 3600.0

@@ -12,8 +12,6 @@ from passes.ir.op_traits import is_cast, is_use
 from passes.layout.layout import Layout
 from passes.rules.core.rule import OpRule
 
-__all__ = ["free_axis_order", "is_storable", "tensor_rule"]
-
 
 def tensor_rule(shape: Sequence[int]) -> OpRule:
     """The rule of a tensor that simply is: every dim a factor of its own."""

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from passes.ir.joint import JointGraph, node_value
 from passes.layout.layout import Layout
 
-__all__ = ["Boundary", "boundary_of"]
-
 
 @dataclass(frozen=True)
 class Boundary:

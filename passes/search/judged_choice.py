@@ -11,8 +11,6 @@ from passes.search.step_kinds import PhaseOverlap, corrected, phase_seconds
 from passes.solver.problem import Array
 from passes.solver.solve import ROUNDING
 
-__all__ = ["Choice", "Judge", "JudgedChoice", "Judgement", "counted_seconds"]
-
 
 class Judgement(NamedTuple):
     """phases: seconds of the forward, the backward and of what follows, on the timeline of the program. peak_nbytes:

@@ -9,8 +9,6 @@ from passes.search.judged_choice import Choice, Judge, JudgedChoice
 from passes.search.lighter import lighter
 from passes.search.search_space import SearchSpace
 
-__all__ = ["Judging"]
-
 
 class Judging:
     """deadline: by `time.monotonic`. known: what was judged, by choice, in order."""

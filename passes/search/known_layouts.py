@@ -8,8 +8,6 @@ from passes.layout.assignment import Assignment, NodeLayouts
 from passes.search.search_space import SearchSpace
 from passes.states.offers import Offers
 
-__all__ = ["known_layouts", "same_layouts"]
-
 
 def known_layouts(offers: Offers, space: SearchSpace, known: Assignment) -> list[set[int]]:
     """Per search node the positions of the strategies with the layouts of `known`, in every state; all, if there are

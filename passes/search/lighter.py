@@ -8,8 +8,6 @@ import numpy as np
 
 from passes.solver.problem import Array, Problem
 
-__all__ = ["lighter"]
-
 _Edge = tuple[Array, int, bool]
 """Costs, the node at the other end, and whether that one chooses the column."""
 

@@ -22,8 +22,6 @@ from passes.search.search_space import Edge, SearchSpace
 from passes.search.strategy_space import Option, SpaceBuilder
 from passes.strategies.prices import Prices
 
-__all__ = ["LimitedBuilder", "build_limited", "same_layout"]
-
 
 def build_limited(
     joint: JointGraph,

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from passes.layout.assignment import NodeLayouts
 from passes.layout.layout import Layout
 
-__all__ = ["Choose", "Narrowing", "stays"]
-
 Choose = Callable[[Sequence[NodeLayouts]], Sequence[int]]
 """Of an op's strategies the positions of those that are allowed: one at least, or InfeasibleError."""
 

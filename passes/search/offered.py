@@ -33,8 +33,6 @@ from passes.states.offers import Offers
 from passes.strategies.prices import Prices, strategy_seconds
 from passes.strategies.traffic import OpTraffic
 
-__all__ = ["ABSENT", "build_offered"]
-
 ABSENT = NodeLayouts((), ())
 
 

@@ -28,8 +28,6 @@ from passes.solver.problem import Problem, Solution
 from passes.solver.solve import ROUNDING, mixed, solve
 from passes.solver.tables import Tables
 
-__all__ = ["CuttingPlanes", "solve_overlapped"]
-
 ENOUGH = 5e-4
 """Share of the cost by which the bound may still rise when more solving is not worth the wait. The gap that
 stays is stated in the plan."""

@@ -14,8 +14,6 @@ import numpy as np
 
 from passes.solver.problem import Array, Problem
 
-__all__ = ["past_transfers"]
-
 
 def past_transfers(problem: Problem, base: Sequence[int], least: float) -> Iterator[tuple[int, ...]]:
     """One for each kind of transfer of `least` seconds or more, of equal layers together: each reader with the strategy

@@ -17,8 +17,6 @@ from passes.search.cost_kinds import CostKinds, overlapped_seconds
 from passes.search.recombine import changes_by_kind, components
 from passes.solver.problem import Problem
 
-__all__ = ["Turn", "turns"]
-
 
 @dataclass(frozen=True)
 class Turn:

@@ -17,8 +17,6 @@ import numpy as np
 
 from passes.solver.problem import Array, Problem
 
-__all__ = ["Plane", "Point", "charged", "highest_point"]
-
 
 @dataclass(frozen=True)
 class Point:

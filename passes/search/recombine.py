@@ -12,8 +12,6 @@ from passes.search.cost_kinds import CostKinds, overlapped_seconds
 from passes.solver.problem import Array, Problem
 from passes.solver.solve import ROUNDING
 
-__all__ = ["changes_by_kind", "components", "recombined"]
-
 
 def recombined(
     problem: Problem, kinds: CostKinds, first: Sequence[int], second: Sequence[int]

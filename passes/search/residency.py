@@ -16,8 +16,6 @@ from passes.lower.missing_tangents import missing_tangents
 from passes.strategies.prices import Prices, local_nbytes
 from passes.strategies.traffic import TrafficModel, last_runs
 
-__all__ = ["InPlace", "OneOf", "Residency", "may_be_another"]
-
 
 @dataclass(frozen=True)
 class InPlace(NodeLayouts):

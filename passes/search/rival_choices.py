@@ -20,8 +20,6 @@ from passes.search.stored import Allowed, places_in, places_of, stored_alike
 from passes.solver.problem import Infeasible, Problem, Solution
 from passes.solver.solve import restricted, solve
 
-__all__ = ["RivalChoices"]
-
 MORE_AWAITED = 0.25
 """Share of what is awaited in the backward that is taken to hide behind fillers, for a rival."""
 FAR, FASTEST, ROUGH_GAP, EXACT_GAP = 0.15, 2, 0.1, 5e-3

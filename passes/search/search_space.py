@@ -11,8 +11,6 @@ from passes.search.cost_kinds import CostKinds
 from passes.search.step_kinds import EXPOSED, KINDS, PhaseOverlap, StepKinds, phase_paths
 from passes.solver.problem import Array, Problem
 
-__all__ = ["Edge", "SearchSpace", "distinct"]
-
 
 @dataclass(frozen=True)
 class Edge:

@@ -8,8 +8,6 @@ from passes.layout.assignment import Assignment, NodeLayouts
 from passes.search.known_layouts import same_layouts
 from passes.search.search_space import SearchSpace
 
-__all__ = ["COLD", "SearchStart"]
-
 
 @dataclass(frozen=True)
 class SearchStart:

@@ -16,8 +16,6 @@ from torch import fx
 from passes.ir.joint import result_index, tensor_operands
 from passes.rules.core.rule import OpRule
 
-__all__ = ["out_of_space"]
-
 
 def out_of_space(ops: Sequence[tuple[fx.Node, OpRule]]) -> Mapping[fx.Node, frozenset[str]]:
     """Node -> factors along which it moves data, and along which no window of the graph can be split with it.

@@ -12,8 +12,6 @@ from passes.rules.core.rule import OpRule
 from passes.strategies.cuts import ops_of
 from passes.strategies.strategies import contiguous_factors
 
-__all__ = ["SpaceSize"]
-
 Choices = tuple[int, ...]
 """Of one node: per way of its rule, what one mesh axis can do there."""
 

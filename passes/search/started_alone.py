@@ -16,8 +16,6 @@ from passes.search.cost_kinds import CostKinds
 from passes.search.step_kinds import ended_phase, ended_seconds
 from passes.solver.problem import Array, Problem
 
-__all__ = ["started_alone", "unpaid_starts"]
-
 
 def unpaid_starts(totals: Array, missing: Sequence[float]) -> list[float]:
     """missing: of every phase, the seconds of its timeline that its `totals` by kind do not count. Of those in which

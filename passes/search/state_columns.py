@@ -28,8 +28,6 @@ from passes.solver.problem import Infeasible, Problem, Solution
 from passes.solver.solve import ROUNDING, restricted, solve
 from passes.solver.tables import Tables
 
-__all__ = ["Columns"]
-
 ROUNDS = 6
 """How often strategies may join before a problem without any choice that fits is solved as a whole."""
 PROVING = 3

@@ -32,19 +32,6 @@ from passes.plan.records import NodeRecord
 from passes.schedule.hiding import HiddenReads
 from passes.solver.problem import Array
 
-__all__ = [
-    "EXPOSED",
-    "KINDS",
-    "PhaseOverlap",
-    "StepKinds",
-    "corrected",
-    "ended_phase",
-    "ended_seconds",
-    "phase_paths",
-    "phase_seconds",
-    "step_kinds",
-]
-
 EXPOSED = -1
 """The kind of what nothing hides: the last column."""
 MARKS = (0.0, 0.02, 0.1, 0.9, 0.98)

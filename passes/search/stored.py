@@ -10,8 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from passes.layout.layout import Layout
 from passes.search.search_space import SearchSpace
 
-__all__ = ["Allowed", "places_in", "places_of", "stored_alike"]
-
 _FEW = 3
 """Axes of which every set is listed; of more, none and all."""
 

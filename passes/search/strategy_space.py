@@ -32,8 +32,6 @@ from passes.strategies.prices import Prices, local_nbytes, strategy_seconds
 from passes.strategies.strategies import enumerate_strategies, find_chains
 from passes.strategies.traffic import OpTraffic
 
-__all__ = ["Option", "SpaceBuilder", "build_space"]
-
 
 def build_space(
     joint: JointGraph,

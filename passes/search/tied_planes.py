@@ -14,8 +14,6 @@ from passes.solver.alike import Ties
 from passes.solver.problem import Infeasible, Problem, Solution
 from passes.solver.solve import solve
 
-__all__ = ["TiedPlanes"]
-
 MIX_SHARE, MIX_SECONDS = 0.2, 10.0
 """Share of the time left, and seconds at most, for the mix."""
 

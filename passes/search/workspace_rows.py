@@ -21,8 +21,6 @@ from passes.predict.workspaces import Workspaces, workspaces_on
 from passes.search.search_space import Edge, SearchSpace
 from passes.strategies.prices import Prices
 
-__all__ = ["with_workspaces"]
-
 _NOTHING = NodeLayouts((), ())
 
 

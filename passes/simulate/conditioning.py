@@ -14,8 +14,6 @@ from passes.ir.autocast_off import autocast_off
 from passes.ir.joint import JointGraph
 from passes.ir.op_traits import draws, rounds
 
-__all__ = ["Rounding", "measured_rounding", "seeded_call", "widened"]
-
 
 @dataclass(frozen=True)
 class Rounding:

@@ -18,15 +18,6 @@ from cost_model.mesh import MeshSpec
 from passes.ir.autocast_off import autocast_off
 from passes.simulate.conditioning import seeded_call
 
-__all__ = [
-    "LockstepError",
-    "Observer",
-    "simulate",
-    "simulated_group_axes",
-    "simulated_group_name",
-    "simulated_groups",
-]
-
 Observer = Callable[[int, fx.Node, Any], None]
 
 _PREFIX = "axes:"

@@ -12,8 +12,6 @@ from passes.lower.piece_values import given_values, leave, step_results
 from passes.lower.piecewise import RankPieces
 from passes.simulate.lockstep import simulate
 
-__all__ = ["Known", "piece_backward", "piece_forward", "run_after", "run_before", "simulate_pieces"]
-
 Known = list[dict[str, Tensor]]
 """Per rank its values by name."""
 Ranks = Sequence[RankPieces]

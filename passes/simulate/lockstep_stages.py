@@ -15,8 +15,6 @@ from passes.simulate.lockstep_pieces import Known, piece_backward, piece_forward
 from passes.stages.stage_ends import Leaf, StageEnds
 from passes.stages.stage_graph import StageGraph
 
-__all__ = ["StageInLockstep", "simulate_stages"]
-
 Passing = list[list[Tensor]]
 """Per rank what passes between two stages."""
 

@@ -13,8 +13,6 @@ from passes.ir.autocast_off import autocast_off
 from passes.ir.joint import GraphInput, GraphOutput, JointGraph, node_value
 from passes.simulate.conditioning import seeded_call
 
-__all__ = ["eager_results", "graph_values", "reference_inputs"]
-
 
 def reference_inputs(
     joint: JointGraph, model: nn.Module, tensors: Sequence[torch.Tensor], *, seed: int

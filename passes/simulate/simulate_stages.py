@@ -13,8 +13,6 @@ from passes.ir.joint import JointGraph
 from passes.lower.phases import Backward, Phases, split_phases
 from passes.stages.stage_graph import StageGraph
 
-__all__ = ["staged_results"]
-
 Known = Mapping[tuple[str, str], Tensor]
 """Of the whole graph, by kind and name of its inputs."""
 

@@ -26,8 +26,6 @@ from .graph import Graph
 from .problem import Array, Problem
 from .tables import Tables
 
-__all__ = ["Alike", "Side", "Ties"]
-
 K = TypeVar("K", int, tuple[int, int])
 
 REACH = 2

@@ -26,8 +26,6 @@ from .presolve import presolve
 from .problem import Array, Infeasible
 from .usage import Row, Rows
 
-__all__ = ["Answer", "Bound", "forbid_same", "improve_prices", "priced", "solve_rows"]
-
 PASSES = 2
 STEP, SHRINK, PATIENCE = 1.0, 0.7, 6
 """First step of the prices as a share of Polyak's; it shrinks when that many steps in a row raise no bound."""

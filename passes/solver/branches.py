@@ -22,8 +22,6 @@ from .presolve import presolve, propagate
 from .problem import Array
 from .tables import Index
 
-__all__ = ["Branches", "prune"]
-
 
 def prune(graph: Graph, messages: Messages, bound: float, cutoff: float, alike: Alike | None = None) -> float:
     """Forbid, in place, what the messages prove to cost `cutoff` or more.

@@ -21,8 +21,6 @@ from .passing import MessagePassing, Messages, bound_of
 from .presolve import presolve
 from .problem import Infeasible
 
-__all__ = ["Budget", "Solved", "cost_scale", "solve_graph", "solve_presolved"]
-
 PROGRAM_LIMIT = 6_000_000
 """Edge entries of the largest program that is handed to HiGHS."""
 DEEP_LIMIT = 1_500_000

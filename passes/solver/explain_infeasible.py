@@ -12,8 +12,6 @@ from .graph import DeadEnd, Graph
 from .presolve import presolve, propagate
 from .problem import Array, Infeasible, Problem
 
-__all__ = ["contradiction", "least_usage", "no_room", "several_rows"]
-
 LARGEST = 400
 """Nodes of the largest set that is made minimal; a larger one is returned as it is."""
 SMALL = 60

@@ -16,8 +16,6 @@ from .problem import Array, Problem
 from .tables import Index, Tables
 from .usage import Rows, Usage, combine
 
-__all__ = ["DeadEnd", "Graph", "cost_beside"]
-
 
 class DeadEnd(Exception):
     """A node has no possible strategy left."""

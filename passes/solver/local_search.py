@@ -11,8 +11,6 @@ from .graph import Graph, cost_beside
 from .problem import Array
 from .usage import Rows
 
-__all__ = ["Search", "descend"]
-
 
 def descend(graph: Graph, choice: Mapping[int, int], passes: int = 50) -> dict[int, int]:
     """Best strategy of each node in turn, given its neighbours, until nothing improves. Ignores memory rows."""

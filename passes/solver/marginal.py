@@ -26,8 +26,6 @@ from .passing import Messages
 from .problem import Array
 from .usage import Row
 
-__all__ = ["Relaxation", "Relaxed", "build_program"]
-
 INTEGRAL = 1e-6
 SCALE = 1e5
 """What the typical difference of costs becomes, so that HiGHS's absolute tolerances are small beside it."""

@@ -22,8 +22,6 @@ from .problem import Array
 from .tables import Tables
 from .usage import Rows
 
-__all__ = ["MemorySearch", "grow", "improve_part", "part_of"]
-
 
 def grow(graph: Graph, seeds: list[int], entries: int, rng: np.random.Generator) -> list[int]:
     """Nodes around `seeds`, taken in random order from the edge of what is there, up to so many edge entries."""

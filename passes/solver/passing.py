@@ -21,8 +21,6 @@ from .graph import Graph
 from .problem import Array
 from .tables import Index
 
-__all__ = ["MessagePassing", "Messages", "bound_of"]
-
 Messages = Mapping[tuple[int, int], Array]
 """(from, to) -> [S_to]."""
 

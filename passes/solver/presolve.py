@@ -22,8 +22,6 @@ from .problem import Array
 from .tables import BLOCK, Index
 from .usage import RangeMinimum
 
-__all__ = ["dominated_pairs", "needed_strategies", "presolve", "propagate"]
-
 WORK_LIMIT = 400_000_000
 """Skip a matrix with more multiply-adds than this: the comparison would cost more than the search."""
 

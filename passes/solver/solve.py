@@ -16,8 +16,6 @@ from .presolve import presolve
 from .problem import Infeasible, Problem, Solution
 from .tables import Tables
 
-__all__ = ["ROUNDING", "mixed", "restricted", "solve"]
-
 ROUNDING = 1e-9
 """Relative gap that counts as none: what sums of float64 costs and HiGHS's tolerances leave open."""
 PRESOLVE_SHARE, CHEAP_SHARE = 0.4, 0.7

@@ -13,8 +13,6 @@ from typing import TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Array", "Index", "Tables"]
-
 T = TypeVar("T")
 
 Array = NDArray[np.float64]

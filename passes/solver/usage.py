@@ -20,8 +20,6 @@ from scipy.sparse import csr_array
 from .problem import Array
 from .tables import Index
 
-__all__ = ["RangeMinimum", "Row", "Rows", "Usage", "combine"]
-
 
 @dataclass(frozen=True, eq=False)
 class Usage:

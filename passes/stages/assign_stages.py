@@ -17,8 +17,6 @@ from passes.stages.gradient_sums import GradientSum, gradient_sums
 from passes.stages.graph_parts import GraphParts, operands, passes_with_piece
 from passes.stages.pair_gradients import pair_gradients
 
-__all__ = ["Assigned", "assign_stages", "assigned_like"]
-
 
 @dataclass(frozen=True)
 class Assigned:

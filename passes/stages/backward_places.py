@@ -15,8 +15,6 @@ from passes.stages.forward_places import ForwardPlaces, output_places
 from passes.stages.gradient_sums import GradientSum
 from passes.stages.graph_parts import GraphParts, is_glued, model_line, operands, passes_with_piece
 
-__all__ = ["BackwardPlaces", "Reach", "backward_places"]
-
 
 @dataclass(frozen=True)
 class Reach:

@@ -19,8 +19,6 @@ from passes.stages.backward_places import BackwardPlaces
 from passes.stages.forward_places import ForwardPlaces
 from passes.stages.graph_parts import GraphParts, Line, TensorKind, is_glued, model_line, operands
 
-__all__ = ["backward_stages", "sent_kinds"]
-
 _BYTE = 1 << 16
 """A byte weighs more than all ties together: one each."""
 _UNLIKE = 1 << 24

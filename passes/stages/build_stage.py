@@ -18,8 +18,6 @@ from passes.stages.assign_stages import Assigned
 from passes.stages.graph_parts import GraphParts, base, operands, tensor_kind
 from passes.stages.stage_graph import Crossing, StageGraph
 
-__all__ = ["build_stage"]
-
 
 def build_stage(parts: GraphParts, assigned: Assigned, stage: int) -> StageGraph:
     return _Builder(parts, assigned, stage).build()

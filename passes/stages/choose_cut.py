@@ -12,8 +12,6 @@ from passes.ir.joint import results_nbytes
 from passes.ir.properties import described
 from passes.stages.cut_costs import CutCosts, CutPlace, Segment
 
-__all__ = ["ChosenCut", "Fits", "choose_cut", "stage_seconds"]
-
 Fits = Callable[[Segment, int], bool]
 """Whether a stage's memory holds a segment, and which stage: the first ones keep more pieces in flight. Of what fits,
 every part fits."""

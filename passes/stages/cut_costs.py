@@ -30,16 +30,6 @@ from passes.stages.graph_parts import (
     passes_with_piece,
 )
 
-__all__ = [
-    "CutCosts",
-    "CutPlace",
-    "Segment",
-    "alike_places",
-    "cut_costs",
-    "narrow_places",
-    "places_between_products",
-]
-
 
 @dataclass(frozen=True)
 class CutPlace:

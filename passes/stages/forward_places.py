@@ -12,8 +12,6 @@ from torch import fx
 
 from passes.stages.graph_parts import GraphParts, is_glued, operands
 
-__all__ = ["ForwardPlaces", "forward_places", "output_places"]
-
 
 @dataclass(frozen=True)
 class ForwardPlaces:

@@ -21,8 +21,6 @@ from passes.ir.joint import node_value
 from passes.ir.op_traits import is_cast, is_collect, is_use, is_view
 from passes.stages.graph_parts import GraphParts, is_glued, operands
 
-__all__ = ["GradientSum", "gradient_sums"]
-
 _aten = torch.ops.aten
 _SCALED = (_aten.neg.default, _aten.mul.Tensor, _aten.mul.Scalar, _aten.div.Tensor, _aten.div.Scalar)
 

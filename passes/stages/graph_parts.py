@@ -17,19 +17,6 @@ from passes.ir.joint import GraphInput, JointGraph, dependents, results_nbytes
 from passes.ir.op_traits import draws, is_cast, is_collect, is_of_piece, is_product, is_use, is_view
 from passes.ir.phase_ops import after_tangents, ops_by_phase
 
-__all__ = [
-    "GraphParts",
-    "Line",
-    "TensorKind",
-    "base",
-    "graph_parts",
-    "is_glued",
-    "model_line",
-    "operands",
-    "passes_with_piece",
-    "tensor_kind",
-]
-
 TensorKind = tuple[tuple[int, ...], torch.dtype]
 
 

@@ -11,8 +11,6 @@ from torch import fx
 from passes.ir.op_traits import is_use
 from passes.stages.graph_parts import GraphParts, model_line
 
-__all__ = ["pair_gradients"]
-
 _SUM = torch.ops.aten.add.Tensor
 
 

@@ -13,17 +13,6 @@ from typing import Literal
 
 from cost_model.errors import InfeasibleError
 
-__all__ = [
-    "ORDERS",
-    "Action",
-    "ActionKind",
-    "PipelineOrder",
-    "in_flight",
-    "pieces_kept",
-    "pipeline_order",
-    "rank_peaks",
-]
-
 ActionKind = Literal["forward", "backward", "input", "weight"]
 """backward: both its halves, of which "input" makes the gradients of what the stage received, "weight" those of its
 parameters."""

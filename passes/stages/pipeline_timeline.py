@@ -8,8 +8,6 @@ from typing import Literal
 
 from passes.stages.pipeline_orders import Action, PipelineOrder
 
-__all__ = ["PipelineEvent", "PipelineTimeline", "PipelineTransfer", "StageSeconds", "pipeline_timeline"]
-
 
 @dataclass(frozen=True)
 class StageSeconds:

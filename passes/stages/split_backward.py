@@ -11,8 +11,6 @@ from torch import fx
 from passes.ir.joint import ancestors, result_index
 from passes.lower.phases import Backward, extract
 
-__all__ = ["BackwardHalves", "split_backward"]
-
 
 @dataclass(frozen=True)
 class BackwardHalves:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from passes.stages.stage_graph import StageGraph
 
-__all__ = ["Leaf", "StageEnds"]
-
 Leaf = tuple[str, str]
 """Kind and name of an input of a call's graph, or of a result."""
 

@@ -10,8 +10,6 @@ import torch
 
 from passes.ir.joint import JointGraph
 
-__all__ = ["Crossing", "StageGraph"]
-
 
 @dataclass(frozen=True)
 class Crossing:

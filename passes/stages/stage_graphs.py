@@ -13,8 +13,6 @@ from passes.stages.build_stage import build_stage
 from passes.stages.graph_parts import GraphParts, graph_parts
 from passes.stages.stage_graph import StageGraph
 
-__all__ = ["Cut", "stage_graphs"]
-
 Cut = Sequence[str]
 """For every stage but the first the op of the forward that it begins with, in the graph's order."""
 

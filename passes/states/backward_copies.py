@@ -12,8 +12,6 @@ from passes.ir.op_traits import is_use, is_view, when_read
 from passes.ir.phase_ops import after_tangents, ops_by_phase
 from passes.ir.rewrite import erase_dead
 
-__all__ = ["AGAIN", "Copies", "copied_ops", "copies_in"]
-
 AGAIN, _USE = "_again", "_use_again"
 """End the names of copies, and of what their readers share."""
 

@@ -10,8 +10,6 @@ from passes.ir.joint import JointGraph
 from passes.ir.rewrite import duplicate_joint
 from passes.states.backward_copies import Copies, copies_in
 
-__all__ = ["compute_again", "runs_again"]
-
 
 def compute_again(joint: JointGraph, names: Collection[str]) -> JointGraph:
     """A new joint graph in which the backward reads no value of the forward ops `names`, but copies of them.

@@ -15,8 +15,6 @@ from passes.ir.joint import JointGraph, dependents, result_index, results_nbytes
 from passes.ir.op_traits import draws, is_collect, is_product, is_use, is_view, storage_root
 from passes.ir.phase_ops import ops_by_phase
 
-__all__ = ["Place", "candidates", "known_ops", "places", "users_choice"]
-
 Place = frozenset[fx.Node]
 """The values alive at one place of the forward."""
 

@@ -30,8 +30,6 @@ from passes.states.backward_copies import AGAIN, Copies
 from passes.states.cut_points import Place, candidates
 from passes.strategies.traffic import TrafficModel
 
-__all__ = ["EITHER", "Offers", "offered", "without_either"]
-
 EITHER = "_either"
 """Ends the names of what reads one of two."""
 

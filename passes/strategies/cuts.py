@@ -15,8 +15,6 @@ from passes.layout.windows import Window
 from passes.rules.check.first_use import tried_rule
 from passes.rules.core.rule import OpRule
 
-__all__ = ["NO_CUTS", "Cuts", "Wider", "find_cuts", "ops_of"]
-
 Spans = tuple[Span, ...]
 Place = tuple[int, tuple[str, ...]]
 """Length of a dim, and the axes that split it, major to minor."""

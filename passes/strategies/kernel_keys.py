@@ -13,8 +13,6 @@ from passes.ir.joint import map_operands, node_value, tensor_operands
 from passes.ir.op_schema import schema_arguments
 from passes.ir.op_traits import op_kind
 
-__all__ = ["dtype_of", "kernel_form", "kernel_key", "local_key", "may_be_timed", "operand_orders"]
-
 _TIMED_KINDS = ("pointwise", "indexing", "reduction", "product", "opaque")
 _LIBRARIES = ("aten.", "prims.", "autoshard.")
 _PLACES = ("device", "layout", "pin_memory")

@@ -28,8 +28,6 @@ from passes.rules.core.rule_registry import rule_for
 from passes.strategies.kernel_keys import kernel_form, kernel_key, local_key, operand_orders
 from passes.strategies.traffic import OpTraffic, TrafficModel, fused_traffic
 
-__all__ = ["Prices", "local_nbytes", "local_seconds", "local_work", "strategy_seconds"]
-
 
 def local_nbytes(layout: Layout, node: fx.Node, index: int, mesh: MeshSpec) -> int:
     """Bytes of the largest shard of result `index` of `node` under `layout`."""

@@ -29,8 +29,6 @@ from passes.layout.layout import Halo, Layout, Span, nested_spans
 from passes.rules.core.rule import Dim, OpRule
 from passes.strategies.cuts import NO_CUTS, Cuts, Wider
 
-__all__ = ["contiguous_factors", "enumerate_strategies", "find_chains"]
-
 Shape = Sequence[int]
 
 

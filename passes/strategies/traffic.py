@@ -24,20 +24,6 @@ from passes.ir.op_traits import (
 from passes.ir.op_work import reads_values
 from passes.strategies.kernel_keys import dtype_of, kernel_form, may_be_timed
 
-__all__ = [
-    "FusedGroup",
-    "OpTraffic",
-    "TrafficModel",
-    "eager_traffic",
-    "fused_group",
-    "fused_traffic",
-    "grouped_traffic",
-    "last_runs",
-    "timed_traffic_model",
-    "traffic_model",
-    "uncompiled_traffic",
-]
-
 
 @dataclass(frozen=True)
 class OpTraffic:

@@ -26,8 +26,6 @@ from passes.rules.core.emit_op import neutral_where_empty
 from passes.rules.core.notation import parse
 from passes.rules.core.rule import OpRule
 
-__all__ = ["WrongClaim", "discover_rule", "first_error", "wrong_claims"]
-
 MESHES = ((2,), (3,), (2, 2))
 
 

@@ -29,8 +29,6 @@ from passes.rules.check.trial import Trial, call_node
 from passes.rules.core.rule import OpRule
 from passes.rules.core.rule_registry import USER_RULES, rule_for
 
-__all__ = ["tried_rule"]
-
 _MOST_ELEMENTS = 65_536
 _MOST_CHOICES = 64
 """Tried on a mesh."""

@@ -22,8 +22,6 @@ from passes.layout.layout import Span, nested_sizes
 from passes.rules.core.rule import Dim, OpRule
 from passes.rules.windowed.windowed import spread, taken
 
-__all__ = ["REDUCTIONS", "Choice", "Trial", "call_node", "choices"]
-
 Coordinate = tuple[int, ...]
 
 REDUCTIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -11,8 +11,6 @@ from cost_model.errors import ShardingError
 from passes.layout.windows import Window
 from passes.rules.core.rule import Builder, Dim, Localize, OpCall, OpRule, TensorInfo
 
-__all__ = ["Dims", "assemble", "broadcast_dims", "dims", "linear_sets", "pointwise", "whole_rule"]
-
 Dims = Sequence[Dim]
 
 

@@ -17,24 +17,6 @@ from passes.ir.joint import node_value
 from passes.ir.op_schema import named_arguments, schema_arguments
 from passes.rules.core.rule import Builder, Dim, LocalContext, OpCall, OpRule
 
-__all__ = [
-    "again",
-    "argument",
-    "aten",
-    "constant",
-    "empty_safe",
-    "filled",
-    "first_part",
-    "global_tensor",
-    "is_empty",
-    "local_index",
-    "neutral_where_empty",
-    "offset",
-    "positions",
-    "with_ones",
-    "zero_where",
-]
-
 aten = torch.ops.aten
 
 

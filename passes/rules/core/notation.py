@@ -25,8 +25,6 @@ from cost_model.errors import ShardingError
 from passes.rules.core.assemble import assemble
 from passes.rules.core.rule import Builder, Dim, Localize, OpCall, OpRule
 
-__all__ = ["Notation", "parse", "spec"]
-
 _ELLIPSIS = "..."
 _REDUCTIONS = ("sum", "max", "min")
 _TOKEN = re.compile(r"\(|\)|\.\.\.|\*?[A-Za-z_]\w*|1|\S")

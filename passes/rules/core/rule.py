@@ -19,8 +19,6 @@ from passes.ir.joint import map_operands, node_values, tensor_operands
 from passes.ir.op_schema import named_arguments
 from passes.layout.windows import Window
 
-__all__ = ["Builder", "Dim", "LocalContext", "Localize", "OpCall", "OpRule", "TensorInfo", "describe"]
-
 Dim = tuple[str, ...]
 
 

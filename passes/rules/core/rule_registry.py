@@ -26,8 +26,6 @@ from passes.rules.core.notation import Notation, parse
 from passes.rules.core.rule import Builder, Localize, OpCall, OpRule, describe
 from passes.rules.core.rule_table import TABLE
 
-__all__ = ["USER_RULES", "RuleTable", "has_rule", "is_fallback", "register_rule", "rule_for", "users_rules"]
-
 _POINTWISE = pointwise()
 
 _MOST_MADE = 10_000

@@ -17,8 +17,6 @@ from passes.rules.core.rule import Builder
 from passes.rules.plain import indexing, products, scattering, views
 from passes.rules.windowed import convolution, patches, pooling, resizing, shifting
 
-__all__ = ["TABLE"]
-
 
 def _rows(builder: Builder, names: str) -> dict[str, Builder]:
     """One builder for all of `names`: "sum" is aten::sum.default, "sum.dim_IntList" an overload."""

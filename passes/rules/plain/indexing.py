@@ -25,19 +25,6 @@ from passes.rules.core.emit_op import (
 )
 from passes.rules.core.rule import Builder, Dim, LocalContext, Localize, OpCall, OpRule, TensorInfo
 
-__all__ = [
-    "IndexDims",
-    "embedding",
-    "gather",
-    "gather_dims",
-    "index",
-    "index_select",
-    "looked_up",
-    "own_rows",
-    "rows_along",
-    "select",
-]
-
 
 def own_rows(ctx: LocalContext, name: str, after: int) -> tuple[dict[str, Any], fx.Node]:
     """(the argument `name`, an index or a list with one, as places in this rank's rows of v; a mask of what is not in

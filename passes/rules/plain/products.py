@@ -21,17 +21,6 @@ from passes.rules.core.emit_op import (
 from passes.rules.core.notation import parse, spec
 from passes.rules.core.rule import Builder, Dim, LocalContext, Localize, OpCall, OpRule, TensorInfo
 
-__all__ = [
-    "attention",
-    "attention_backward",
-    "batched",
-    "columns",
-    "contract",
-    "diagonal",
-    "grouped_mm",
-    "int_product",
-]
-
 
 def contract(call: OpCall) -> OpRule:
     """autoshard::contract: the op carries its rule as an argument."""

@@ -24,8 +24,6 @@ from passes.rules.core.emit_op import (
 from passes.rules.core.rule import Dim, LocalContext, Localize, OpCall, OpRule
 from passes.rules.plain.indexing import IndexDims, gather_dims, own_rows, rows_along
 
-__all__ = ["embedding_backward", "index_add", "index_put", "scatter", "scatter_add", "scatter_reduce"]
-
 
 def embedding_backward(call: OpCall) -> OpRule:
     """*t d, *t -> v d; *t: sum. Counting how often a row is used needs all of *t."""

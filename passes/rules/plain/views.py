@@ -18,26 +18,6 @@ from passes.rules.core.assemble import assemble, broadcast_dims, linear_sets
 from passes.rules.core.emit_op import again, argument, aten, empty_safe, offset
 from passes.rules.core.rule import Builder, Dim, LocalContext, Localize, OpCall, OpRule
 
-__all__ = [
-    "along",
-    "arange",
-    "collect",
-    "common_factors",
-    "expand",
-    "extremum",
-    "full",
-    "histogram",
-    "in_rows",
-    "iota",
-    "permute",
-    "piece",
-    "reduce",
-    "reduce_whole",
-    "transform",
-    "uniform",
-    "view",
-]
-
 Grouping = list[Dim]
 
 

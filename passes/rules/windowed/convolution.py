@@ -24,8 +24,6 @@ from passes.rules.core.emit_op import (
 from passes.rules.core.rule import Dim, LocalContext, OpCall, OpRule
 from passes.rules.windowed.windowed import Site, pad_space, per_dim, space_factor, unpad_space
 
-__all__ = ["convolution", "convolution_backward"]
-
 ConvolutionWindow = SlidingWindow | TransposedWindow
 
 

@@ -16,15 +16,6 @@ from passes.rules.core.emit_op import again, argument, empty_safe
 from passes.rules.core.rule import Dim, LocalContext, Localize, OpCall, OpRule
 from passes.rules.windowed.windowed import Site, pad_space, per_dim, space_dims, space_factor, unpad_space
 
-__all__ = [
-    "neighborhood_attention",
-    "neighborhood_attention_backward",
-    "patches",
-    "patches_back",
-    "windows_along",
-    "windows_along_back",
-]
-
 _SPACE = 2
 
 

@@ -31,17 +31,6 @@ from passes.rules.windowed.windowed import (
     windowed,
 )
 
-__all__ = [
-    "adaptive_average",
-    "adaptive_average_backward",
-    "adaptive_max",
-    "adaptive_max_backward",
-    "average_pool",
-    "average_pool_backward",
-    "max_pool",
-    "max_pool_backward",
-]
-
 _Pool = Site[SlidingWindow]
 
 

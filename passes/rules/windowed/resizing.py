@@ -18,8 +18,6 @@ from passes.rules.core.emit_op import again, argument, aten, positions
 from passes.rules.core.rule import LocalContext, OpCall
 from passes.rules.windowed.windowed import Site, Taps, mixed, mixed_back, windowed
 
-__all__ = ["edge_pad", "edge_pad_backward", "resize", "resize_backward"]
-
 
 def _pads(call: OpCall, lengths: Sequence[int], counts: Sequence[int]) -> list[EdgePad]:
     """The op's padding is (before, after) of the last dim first."""

@@ -20,18 +20,6 @@ from passes.rules.core.assemble import assemble, broadcast_dims, linear_sets, wh
 from passes.rules.core.emit_op import again, argument, constant
 from passes.rules.core.rule import LocalContext, Localize, OpCall, OpRule
 
-__all__ = [
-    "cat",
-    "circular_pad",
-    "circular_pad_backward",
-    "flip",
-    "pad",
-    "roll",
-    "slice_",
-    "slice_backward",
-    "split",
-]
-
 aten = torch.ops.aten
 
 

@@ -20,22 +20,6 @@ from passes.rules.core.assemble import assemble, linear_sets
 from passes.rules.core.emit_op import again, aten, empty_safe
 from passes.rules.core.rule import Builder, Dim, LocalContext, OpCall, OpRule
 
-__all__ = [
-    "Site",
-    "Taps",
-    "mixed",
-    "mixed_back",
-    "pad_space",
-    "per_dim",
-    "relocated",
-    "space_dims",
-    "space_factor",
-    "spread",
-    "taken",
-    "unpad_space",
-    "windowed",
-]
-
 Placed = tuple[fx.Node, fx.Node]
 """(positions along a dim, what belongs there)."""
 
