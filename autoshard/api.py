@@ -20,11 +20,11 @@ from autoshard.arguments import (
     optimizer_name,
 )
 from autoshard.calls.global_call import as_call
+from autoshard.plan.division import checked_schedule, checked_stages
 from autoshard.plan.find_plan import ProfileLike, load_profile, mesh_spec, named_parameters
-from autoshard.plan.pins import Constraints, resolve_pins
 from autoshard.plan.plan import AnyPlan, PipelinePlan
+from autoshard.plan.plan_ends import Constraints, resolve_pins
 from autoshard.plan.plan_fits import check_limit, check_optimizer, check_pins, given_plan
-from autoshard.plan.stages_option import checked_schedule, checked_stages
 from autoshard.refine.refine import check_refine
 from autoshard.runtime.attachments import attach
 from autoshard.runtime.module import install

@@ -30,11 +30,11 @@ import torch
 
 from autoshard import InfeasibleError, Plan
 from autoshard.plan import task as planning
+from autoshard.plan.division import Division
 from autoshard.plan.families import FAMILIES
 from autoshard.plan.family_choices import family_narrowing
 from autoshard.plan.judged import Judged
-from autoshard.plan.pins import parameter_shapes
-from autoshard.plan.stages_option import Division
+from autoshard.plan.plan_ends import parameter_shapes
 from autoshard.plan.task import Task, search_plan
 from benchmarks.rivals.changes import changes, choice_of
 from benchmarks.rivals.tiny import tiny_task

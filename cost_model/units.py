@@ -29,3 +29,11 @@ def _last_digit(nbytes: int) -> int:
     while nbytes >= 1000 * scale and scale < 1000**4:
         scale *= 1000
     return max(1, scale // 10 ** (4 - len(str(nbytes // scale))))
+
+
+def format_seconds(seconds: float) -> str:
+    """Three digits in a readable unit: "12.4 us"."""
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns"

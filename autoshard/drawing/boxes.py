@@ -8,9 +8,9 @@ from typing import Literal
 
 import networkx as nx
 
-from autoshard.drawing.module_groups import OWN_BOX, Group, Grouping
-from autoshard.drawing.transfer_marks import Moved, collectives, colour, price
-from passes.plan.graph_text import format_seconds
+from autoshard.drawing.groups import OWN_BOX, Group, Grouping
+from autoshard.plan.plan_graph import Moved, collectives, colour, price
+from cost_model.units import format_seconds
 
 CHAR_WIDTH = 6.7  # of the 11 px monospace font that the lines are set in
 LINE_HEIGHT = 16.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from io import BytesIO
@@ -14,7 +14,6 @@ from types import MappingProxyType
 
 import networkx as nx
 
-from autoshard.drawing.dot import dot_text
 from autoshard.drawing.svg import WHITE, svg_page, svg_text
 from autoshard.drawing.timeline_svg import (
     TIMELINE_STYLE,
@@ -23,9 +22,11 @@ from autoshard.drawing.timeline_svg import (
     timeline_width,
     trace_json,
 )
+from autoshard.plan.plan_graph import collectives, colour, price
 from cost_model.checked_arguments import checked_path
 from cost_model.errors import PlanError
 from cost_model.text_files import write_text
+from cost_model.units import format_seconds
 from passes.stages.pipeline_timeline import PipelineTimeline
 
 _HEAD = re.compile(r'<svg [^>]*viewBox="0 0 (\d+) (\d+)"[^>]*>')
@@ -99,11 +100,6 @@ def _graphml_text(graph: nx.DiGraph) -> str:
     return written.getvalue().decode()
 
 
-_TEXTS: Mapping[str, Callable[[nx.DiGraph], str]] = MappingProxyType(
-    {".svg": svg_text, ".html": html_text, ".dot": dot_text, ".json": _json_text, ".graphml": _graphml_text}
-)
-
-
 def _pipeline_svg(title: str, timeline: PipelineTimeline, stages: Sequence[nx.DiGraph]) -> str:
     width, top = timeline_width(), timeline_height(timeline) + _BETWEEN_STAGES
     parts = [WHITE, *timeline_parts(title, timeline)]
@@ -135,3 +131,69 @@ def two_timelines_svg(*titled: tuple[str, PipelineTimeline]) -> str:
         parts.append(f'<g transform="translate(0 {top:.0f})">{body}</g>')
         top += timeline_height(timeline) + _BETWEEN_TIMELINES
     return svg_page(timeline_width(), top, parts, style=_TIMELINES)
+
+
+FILL = {"forward": "#f5f9ff", "backward": "#fffaf2"}
+
+
+def dot_text(graph: nx.DiGraph) -> str:
+    """`dot -Tpdf` draws it. Phases and modules are clusters; an edge with a collective is coloured and
+    labelled by it."""
+    lines = [
+        "digraph plan {",
+        f"  label={_quoted(str(graph.graph.get('mesh', '')))} labelloc=t fontname=Helvetica newrank=true",
+        '  node [shape=box style="rounded,filled" fontname=Courier fontsize=10]',
+        "  edge [fontname=Courier fontsize=9 color=gray50]",
+        *(line for phase in ("forward", "backward") for line in _phase(graph, phase)),
+        *(_edge(*edge) for edge in graph.edges(data=True)),
+        "}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _phase(graph: nx.DiGraph, phase: str) -> Iterator[str]:
+    modules: dict[str, list[str]] = {}
+    for node, data in graph.nodes(data=True):
+        if data["phase"] == phase:
+            modules.setdefault(str(data["module"]), []).append(node)
+    if not modules:
+        return
+    yield f"  subgraph cluster_{phase} {{"
+    yield f"    label={phase} color=gray80"
+    for index, (module, nodes) in enumerate(modules.items()):
+        if module:
+            yield f"    subgraph cluster_{phase}_{index} {{"
+            yield f"      label={_quoted(module)} color=gray60"
+        for node in nodes:
+            yield f"      {_node(node, graph.nodes[node])}"
+        if module:
+            yield "    }"
+    yield "  }"
+
+
+def _node(name: str, data: dict[str, str | float]) -> str:
+    rows = [str(data["label"]), str(data["layout"])]
+    if float(data["seconds"]) > 0:
+        rows.append(format_seconds(float(data["seconds"])))
+    label = "\n".join(row for row in rows if row)
+    return f'{_quoted(name)} [label={_quoted(label)} fillcolor="{FILL[str(data["phase"])]}"]'
+
+
+def _edge(source: str, reader: str, data: dict[str, str | float]) -> str:
+    found = collectives(data)
+    if not found:
+        return f"  {_quoted(source)} -> {_quoted(reader)}"
+    label = _quoted("\n".join([*(moved.text for moved in found), price(found)]))
+    tint = colour(found[0].kind)
+    paint = f'color="{tint}" fontcolor="{tint}" penwidth=2'
+    return f"  {_quoted(source)} -> {_quoted(reader)} [label={label} {paint}]"
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'
+
+
+_TEXTS: Mapping[str, Callable[[nx.DiGraph], str]] = MappingProxyType(
+    {".svg": svg_text, ".html": html_text, ".dot": dot_text, ".json": _json_text, ".graphml": _graphml_text}
+)

@@ -8,11 +8,9 @@ from xml.sax.saxutils import escape, quoteattr
 import networkx as nx
 
 from autoshard.drawing.boxes import CHAR_WIDTH, LINE_HEIGHT, PADDING, Line
-from autoshard.drawing.memory_curve import curve_svg
-from autoshard.drawing.scene import MARGIN, DrawnEdge, PlacedBox, Scene, make_scene
-from autoshard.drawing.transfer_marks import colour
-from cost_model.units import format_bytes
-from passes.plan.graph_text import format_seconds
+from autoshard.drawing.scene import MARGIN, DrawnEdge, PlacedBox, Scene, curve_svg, make_scene
+from autoshard.plan.plan_graph import colour
+from cost_model.units import format_bytes, format_seconds
 
 STYLE = """
 text { font: 11px ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace; fill: #1f2937; }

@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from autoshard.plan.infeasible import out_of_time, search_until
 from autoshard.plan.judged import lowered
 from autoshard.plan.micro_batches import most_pieces
-from autoshard.plan.pins import parameter_shapes
 from autoshard.plan.plan import PipelinePlan, Plan
+from autoshard.plan.plan_ends import parameter_shapes
+from autoshard.plan.plan_prices import prices_as_in
 from autoshard.plan.plan_stages import pipeline_plan
 from autoshard.plan.stage_cut import StageCutter
 from autoshard.plan.stage_schedule import orders_of
 from autoshard.plan.stage_search import StageSearch
 from autoshard.plan.task import Task, plan_of, search_plan
-from autoshard.plan.task_prices import prices_as_in
-from autoshard.plan.time_kept import out_of_time, search_until
 from cost_model.deadline import Deadline, OutOfTime
 from cost_model.errors import InfeasibleError
 from passes.layout.layout import Layout

@@ -7,23 +7,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from autoshard.plan.explain_tables import (
+from autoshard.plan.plan_content import AnyContent, PipelineContent, PlanContent
+from autoshard.plan.plan_origin import Rehearsed, pace_of
+from autoshard.plan.plan_prices import collectives_of
+from autoshard.plan.plan_words import (
     collective_lines,
     fallback_lines,
     memory_lines,
     parameter_lines,
     race_lines,
     refined_line,
+    stages_words,
 )
-from autoshard.plan.plan_collectives import collectives_of
-from autoshard.plan.plan_content import AnyContent, PipelineContent, PlanContent
-from autoshard.plan.plan_origin import Rehearsed, pace_of
-from autoshard.plan.plan_words import stages_words
 from autoshard.plan.stage_schedule import fullest_rank
 from cost_model.memory import communicators
-from cost_model.units import format_bytes
+from cost_model.units import format_bytes, format_seconds
 from passes.layout.joined_axes import joined_text
-from passes.plan.graph_text import format_graph, format_seconds, raced_mark
+from passes.plan.records import format_graph, raced_mark
 
 
 def plan_text(plan: AnyContent, *, seconds: bool) -> str:

@@ -6,14 +6,13 @@ import difflib
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
-from autoshard.plan.equal_layers import fold_numbers
-from autoshard.plan.explain_tables import collective_lines, parameter_lines, priced_words
-from autoshard.plan.plan_collectives import collectives_of
 from autoshard.plan.plan_content import AnyContent, PlanContent
+from autoshard.plan.plan_memory import fold_numbers
+from autoshard.plan.plan_prices import collectives_of
+from autoshard.plan.plan_words import collective_lines, parameter_lines, priced_words
 from cost_model.errors import PlanError
 from cost_model.timed import Priced
-from cost_model.units import format_bytes
-from passes.plan.graph_text import format_seconds
+from cost_model.units import format_bytes, format_seconds
 from passes.plan.records import NodeRecord
 from passes.plan.transfers import Turn
 

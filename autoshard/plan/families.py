@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch.distributed.tensor import Replicate, Shard
 
+from autoshard.plan.plan_content import PlanContent
 from cost_model.mesh import MeshSpec
+from cost_model.profile import Profile
 
 Role = Literal["whole", "stored", "used"]
 """Of weights over an axis. whole: stored and used whole. stored: stored split, gathered to use. used: stored split, and
@@ -150,3 +152,41 @@ def _by_name() -> dict[str, Family]:
 
 def _plain(name: str) -> str:
     return "".join(sign for sign in name.lower() if sign.isalnum())
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What is otherwise when a plan is found again.
+
+    pins: parameter or pattern -> placements, besides the task's own pins. nodes: node name -> placements of the first
+    result that it has. family: instead of pins, the task's own included. link: (level, factor) of a bandwidth of the
+    profile.
+    """
+
+    pins: Mapping[str, Any] = field(default_factory=dict)
+    nodes: Mapping[str, Any] = field(default_factory=dict)
+    family: Family | None = None
+    link: tuple[int, float] | None = None
+
+
+@dataclass(frozen=True)
+class Again:
+    """What a plan's own questions need of the task that it was found for.
+
+    profile: its prices. search: the plan of a variant. step_seconds: predicted, of a plan's layouts under a variant's
+    prices, lowered as those have it. paced: the same, of a step that takes so many times as long as modelled.
+
+    It holds the model's graph, so it stays in its process: pickled it is None, as in a plan's file.
+    """
+
+    profile: Profile
+    search: Callable[[Variant], PlanContent]
+    step_seconds: Callable[[PlanContent, Variant], float]
+    paced: Callable[[float], Again]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Again:
+        """Itself: nothing of it changes."""
+        return self
+
+    def __reduce__(self) -> Any:
+        return type(None), ()

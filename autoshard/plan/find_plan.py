@@ -25,11 +25,11 @@ from autoshard.arguments import (
 )
 from autoshard.calls.global_call import as_call, global_call
 from autoshard.calls.outputs import output_layouts
-from autoshard.plan.pins import Constraints, resolve_pins
+from autoshard.plan.division import Division, checked_schedule, checked_stages
 from autoshard.plan.plan import AnyPlan
-from autoshard.plan.stages_option import Division, checked_schedule, checked_stages
+from autoshard.plan.plan_ends import Constraints, resolve_pins
+from autoshard.plan.plan_prices import prices_of
 from autoshard.plan.task import CallLayouts, Task, search_plan
-from autoshard.plan.task_prices import prices_of
 from autoshard.profiling.startup import nominal_profile, startup_profile
 from autoshard.refine.refine import check_refine, may_refine, shared_refined_plan
 from cost_model.checked_arguments import checked_seconds

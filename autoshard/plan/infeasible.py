@@ -1,4 +1,4 @@
-"""Where nothing fits a memory limit: what lives at the peak of the smallest plan there was, and what else could fit."""
+"""Where nothing fits the memory, or the time: what the smallest plan holds at its peak, and what else could fit."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from functools import cached_property
 
 from autoshard.plan.judged import Judged
 from autoshard.plan.plan_memory import MemoryTimeline, kind_lines
+from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
 from cost_model.mesh import MeshSpec
 from cost_model.units import enough_bytes, format_bytes
 from passes.ir.joint import JointGraph, node_values
 from passes.layout.assignment import Assignment
 from passes.layout.layout import Layout
-from passes.micro_batches.cut_batch import cut_batch
+from passes.micro_batches.cut_batch import Uncut, cut_batch
 from passes.micro_batches.time_axis import batch_length, trains
-from passes.micro_batches.uncut import Uncut
 from passes.predict.memory_record import LiveValue, MemoryWalk
 from passes.search.find import Found
 
@@ -209,4 +209,31 @@ def too_much(limit: int, needs: int, found: Found) -> InfeasibleError:
         f"no plan was found that fits memory_limit={format_bytes(limit)} per device: the smallest that was "
         f"found holds {format_bytes(found.peak_nbytes)} at {found.peak_node}\n"
         f"  try: memory_limit={enough_bytes(needs)}, more devices, or a smaller batch"
+    )
+
+
+_SECONDS_A_NODE, _DECIDING_SHARE = 2e-3, 0.25
+"""Of a graph, what is kept of the time limit for what follows the search; and the share of the limit at most."""
+
+
+def search_until(joint: JointGraph, deadline: Deadline) -> Deadline:
+    """What is decided and predicted after the search takes its time, too: it grows with the graph."""
+    after = _SECONDS_A_NODE * len(joint.graph.nodes)
+    return deadline.earlier(min(after, _DECIDING_SHARE * max(0.0, deadline.left)))
+
+
+def out_of_time(mesh: MeshSpec, time_limit: float, over: tuple[int, int] | None = None) -> InfeasibleError:
+    """over: the memory limit, and what of the plans that were found the smallest needs; None: no plan was found."""
+    axes = len(mesh.real_axes())
+    fewer = f", or a mesh of fewer axes than {axes}" if axes > 1 else ""
+    within = f"on {mesh} was found within time_limit={time_limit:g} seconds"
+    if over is None:
+        return InfeasibleError(
+            f"no plan {within}: they ended before its layouts and the ways between them were listed\n"
+            f"  try: a larger `time_limit`{fewer}"
+        )
+    limit, needed = map(format_bytes, over)
+    return InfeasibleError(
+        f"no plan that fits memory_limit={limit} per device {within}: of those that were found the smallest needs "
+        f"{needed}\n  try: a larger `time_limit`, a larger `memory_limit`, `micro_batches`{fewer}"
     )

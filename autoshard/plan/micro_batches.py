@@ -13,11 +13,9 @@ from autoshard.plan.plan import Plan
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
 from passes.capture import Captured
-from passes.micro_batches.cut_batch import cut_batch
-from passes.micro_batches.cut_head import cut_head
-from passes.micro_batches.head_times import may_have_head
+from passes.micro_batches.cut_batch import Uncut, cut_batch
+from passes.micro_batches.cut_head import cut_head, may_have_head
 from passes.micro_batches.time_axis import batch_length, trains
-from passes.micro_batches.uncut import Uncut
 
 
 class _Timed(Protocol):

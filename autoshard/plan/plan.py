@@ -11,9 +11,8 @@ from typing import Any
 import networkx as nx
 from msgspec import structs
 
-from autoshard.plan.crossovers import Crossover
-from autoshard.plan.crossovers import crossovers as found_crossovers
 from autoshard.plan.explain import plan_difference
+from autoshard.plan.families import Again
 from autoshard.plan.plan_base import PlanBase
 from autoshard.plan.plan_check import pipeline_problems, plan_problems, stage_problems
 from autoshard.plan.plan_content import PipelineContent, PlanContent
@@ -26,15 +25,15 @@ from autoshard.plan.plan_file import (
 )
 from autoshard.plan.plan_graph import plan_graph
 from autoshard.plan.plan_origin import PlanOrigin
-from autoshard.plan.why_not import Again, why_not_family, why_not_pinned
+from autoshard.plan.why_not import Crossover, why_not_family, why_not_pinned
+from autoshard.plan.why_not import crossovers as found_crossovers
 from cost_model.checked_arguments import checked_path, reject
 from cost_model.errors import InfeasibleError, PlanError
 from cost_model.memory import communicators
 from cost_model.text_files import read_json
 from passes.ir.joint import JointGraph
 from passes.layout.assignment import Assignment
-from passes.micro_batches.cut_batch import cut_for_stages
-from passes.micro_batches.other_sizes import piece_places
+from passes.micro_batches.cut_batch import cut_for_stages, piece_places
 from passes.plan.check_graph import differences, graph_problems
 from passes.plan.describe import graph_hash
 from passes.plan.records import layouts_of, lowering_of

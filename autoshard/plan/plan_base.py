@@ -9,12 +9,12 @@ from typing import Any
 
 from torch.distributed.tensor import Placement
 
-from autoshard.plan.crossovers import crossover_lines
 from autoshard.plan.explain import explain_plan, plan_text
 from autoshard.plan.explain_part import explain_named
-from autoshard.plan.plan_collectives import Collective, collectives_of
 from autoshard.plan.plan_content import PipelineContent
 from autoshard.plan.plan_file import write_plan
+from autoshard.plan.plan_prices import Collective, collectives_of
+from autoshard.plan.why_not import crossover_lines
 from cost_model.checked_arguments import checked_flag, reject
 from cost_model.errors import PlanError
 from passes.layout.placements import layout_to_placements

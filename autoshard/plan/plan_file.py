@@ -7,11 +7,11 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Literal, get_type_hints
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from autoshard.plan.plan_content import PipelineContent, PlanContent
 from autoshard.plan.plan_memory import MemoryTimeline
@@ -19,7 +19,6 @@ from cost_model.checked_arguments import checked_path
 from cost_model.errors import PlanError
 from cost_model.mesh import MeshSpec
 from cost_model.text_files import MOST_BYTES, PRINTABLE, write_text
-from passes.plan.json_data import json_data
 
 SCHEMA_VERSION = 5
 
@@ -130,3 +129,26 @@ def write_plan(data: dict[str, Any], path: str | os.PathLike[str]) -> None:
             "  try: the Plan itself as `plan`, or fewer micro_batches"
         )
     write_text(target, text, "plan", PlanError)
+
+
+def json_data(value: Any) -> Any:
+    """A struct, and all that it holds, as `msgspec.convert` reads it."""
+    if isinstance(value, Struct):
+        written = {
+            f.encode_name: getattr(value, f.name) for f in _fields(type(value)) if not _is_usual(value, f)
+        }
+        return json_data(list(written.values()) if value.__struct_config__.array_like else written)
+    if isinstance(value, (tuple, list)):
+        return [json_data(one) for one in value]
+    if isinstance(value, Mapping):
+        return {str(key): json_data(one) for key, one in value.items()}
+    return value.to_json() if hasattr(value, "to_json") else value
+
+
+_fields = cache(structs.fields)
+
+
+def _is_usual(value: Struct, field: structs.FieldInfo) -> bool:
+    """Whether a field has its default: () is also that of which nothing is said."""
+    held = getattr(value, field.name)
+    return held == field.default or (field.default == () and not any(held))

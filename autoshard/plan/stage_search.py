@@ -9,22 +9,60 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import ge
 
-from autoshard.plan.equal_stages import names_alike
-from autoshard.plan.known_wholes import KnownWholes
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_memory import kind_lines
-from autoshard.plan.shared_rooms import StageNeeds, shared_room
+from autoshard.plan.search_with_states import KnownWholes
 from autoshard.plan.stage_cut import transfer_price
 from autoshard.plan.stage_schedule import Scheduled, SchedulePrices, fullest_rank, pipeline_memory
-from autoshard.plan.stage_tasks import PlannedStage, sending, sending_as_received, sent_nbytes, stage_task
+from autoshard.plan.stage_tasks import (
+    PlannedStage,
+    names_alike,
+    sending,
+    sending_as_received,
+    sent_nbytes,
+    stage_task,
+)
 from autoshard.plan.task import Task, search_plan
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
 from cost_model.units import enough_bytes, format_bytes
 from passes.ir.joint import JointGraph
+from passes.predict.predict_stage import StageFigures
 from passes.stages.pipeline_orders import PipelineOrder, in_flight
 from passes.stages.stage_graph import StageGraph
 from passes.stages.stage_graphs import stage_graphs
+
+
+@dataclass(frozen=True)
+class StageNeeds:
+    """Bytes of one stage. stays: while others run, what it holds and its pieces in flight keep; runs: more, while it
+    runs itself."""
+
+    stays: int
+    runs: int
+
+    @staticmethod
+    def of(figures: StageFigures, flight: int) -> StageNeeds:
+        return StageNeeds(figures.held + flight * figures.kept, figures.running)
+
+
+def shared_room(limit: int, wanted: Sequence[StageNeeds], planned: Sequence[StageNeeds]) -> int:
+    """Bytes for the first of a rank's stages that is not planned yet, itself running.
+
+    wanted: of all its stages, as if memory were no matter; planned: of the first of them, as they are. What is left is
+    shared as the others would share it if all of them became smaller alike; one stage runs at a time, so the room in
+    which stages run is there once. The last one gets all that is left.
+    """
+    left, rest = limit - sum(one.stays for one in planned), wanted[len(planned) :]
+    runs = max(one.runs for one in rest)
+    share = lambda room, of: max(room, 0) * (rest[0].stays + rest[0].runs) // max(1, of)
+    room = share(left, sum(one.stays for one in rest) + runs)
+    if not planned:
+        return room
+    # Those that are planned run beside what the others hold.
+    beside = left - max(one.runs for one in planned)
+    return min(room, share(beside, sum(one.stays for one in rest)))
+
 
 WORTH = 0.02
 """Share of a step that another schedule, or more stages a rank, must be able to save to be planned."""

@@ -11,27 +11,34 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from autoshard.plan.families_within import families_within
-from autoshard.plan.infeasible import Asked, told
+from autoshard.plan.families import Again, Variant
+from autoshard.plan.family_choices import families_within
+from autoshard.plan.infeasible import Asked, out_of_time, search_until, told
 from autoshard.plan.judged import Judged, judged, judged_within
-from autoshard.plan.known_wholes import KnownWholes, WholeTask
-from autoshard.plan.pins import by_first_name, parameter_shapes, resolve_pins
 from autoshard.plan.plan import Plan
-from autoshard.plan.plan_collectives import (
+from autoshard.plan.plan_content import PlanContent
+from autoshard.plan.plan_ends import (
+    CallLayouts,
+    by_first_name,
+    output_layouts,
+    parameter_shapes,
+    program_fields,
+    resolve_pins,
+)
+from autoshard.plan.plan_origin import PlanOrigin
+from autoshard.plan.plan_prices import (
     MESSAGES,
     Collective,
     collectives_of,
     messages_nbytes,
+    over_link,
     plan_reserve,
+    prices_as_in,
+    prices_of,
 )
-from autoshard.plan.plan_content import PlanContent
-from autoshard.plan.plan_ends import CallLayouts, output_layouts, program_fields
-from autoshard.plan.plan_origin import PlanOrigin
 from autoshard.plan.rooms import Chosen, Way
-from autoshard.plan.search_with_states import StatesWithin
-from autoshard.plan.task_prices import over_link, prices_as_in, prices_of
-from autoshard.plan.time_kept import out_of_time, search_until
-from autoshard.plan.why_not import Again, Variant, variant_narrowing
+from autoshard.plan.search_with_states import KnownWholes, StatesWithin, WholeTask
+from autoshard.plan.why_not import variant_narrowing
 from cost_model.deadline import Deadline, OutOfTime
 from cost_model.errors import InfeasibleError
 from cost_model.memory import OPTIMIZERS

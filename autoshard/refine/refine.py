@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoshard.plan.division import WHOLE, Division
 from autoshard.plan.micro_batches import fitting
 from autoshard.plan.plan import AnyPlan, PipelinePlan, any_plan_from_json
 from autoshard.plan.plan_cache import cached_search, keep_rehearsal, kept_rehearsal, plan_path
 from autoshard.plan.rehearsed_plan import rehearsed_plan
-from autoshard.plan.stages_option import WHOLE, Division
 from autoshard.plan.task import Task
 from autoshard.refine.rounds import Rounds
 from autoshard.refine.time_work import time_work
@@ -28,9 +28,9 @@ from cost_model.measure.peers import collective_backend
 from cost_model.measure.sampling import mesh_device
 from cost_model.mesh import MeshSpec
 from cost_model.timed import TimedPrices
+from cost_model.units import format_seconds
 from passes.capture import Captured
 from passes.compile.single_kernel import start_compiler
-from passes.plan.graph_text import format_seconds
 
 _log = logging.getLogger("autoshard")
 

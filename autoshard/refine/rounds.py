@@ -19,8 +19,8 @@ from autoshard.refine.timed_store import TimedStore
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
 from cost_model.timed import TimedPrices
+from cost_model.units import format_seconds
 from passes.layout.assignment import Assignment
-from passes.plan.graph_text import format_seconds
 from passes.search.narrowing import Narrowing
 from passes.search.search_start import COLD, SearchStart
 

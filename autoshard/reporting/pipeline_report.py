@@ -23,7 +23,7 @@ from autoshard.watching.agreement import everyones
 from cost_model.checked_arguments import checked_path
 from cost_model.errors import PlanError
 from cost_model.text_files import write_text
-from passes.plan.graph_text import format_seconds
+from cost_model.units import format_seconds
 from passes.stages.pipeline_orders import PipelineOrder
 from passes.stages.pipeline_timeline import PipelineEvent, PipelineTimeline
 

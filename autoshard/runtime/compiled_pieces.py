@@ -19,7 +19,7 @@ from passes.lower.phases import Backward
 from passes.lower.piece_values import IN_PLACE, given_values, leave, step_results
 from passes.lower.piecewise import Collected, RankPieces, split_pieces, without_gradients
 from passes.lower.rank_program import RankProgram
-from passes.stages.split_backward import BackwardHalves, split_backward
+from passes.stages.stage_graph import BackwardHalves, split_backward
 
 Known = dict[str, Tensor]
 """Values of a step by name: a rank's placeholders, and all that is made so far."""

@@ -22,8 +22,7 @@ from passes.lower.one_piece import pieces_of
 from passes.lower.piecewise import without_gradients
 from passes.lower.rank_program import RankProgram
 from passes.stages.pipeline_orders import ORDERS, Action, ActionKind
-from passes.stages.stage_ends import Leaf, StageEnds
-from passes.stages.stage_graph import Crossing, StageGraph
+from passes.stages.stage_graph import Crossing, Leaf, StageEnds, StageGraph
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,13 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.plan.candidates import BEST, Candidate
 from autoshard.plan.carried_stages import carried_plan, carried_stages
+from autoshard.plan.division import WHOLE, Division, racers
 from autoshard.plan.micro_batches import cut_call_head, fastest_in_pieces, fitting, most_pieces
 from autoshard.plan.plan import AnyPlan, PipelinePlan, Plan
-from autoshard.plan.plan_cache import cached_candidates, cached_search
+from autoshard.plan.plan_cache import BEST, Candidate, cached_candidates, cached_search
 from autoshard.plan.plan_fits import check_again, check_mesh, check_outputs, planned_graph
 from autoshard.plan.plan_origin import pace_of
-from autoshard.plan.racers import racers
-from autoshard.plan.stages_option import WHOLE, Division
 from autoshard.plan.task import CallLayouts, Task, search_plan
 from autoshard.refine.refine import Refined, may_refine, refined_plan
 from cost_model.deadline import Deadline
@@ -28,7 +26,7 @@ from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.capture import Captured
 from passes.layout.layout import Layout
-from passes.micro_batches.uncut import Uncut
+from passes.micro_batches.cut_batch import Uncut
 
 
 @dataclass(frozen=True)

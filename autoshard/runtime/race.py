@@ -14,11 +14,10 @@ from dataclasses import dataclass, replace
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.plan.candidates import Candidate
-from autoshard.plan.explain_tables import race_lines
 from autoshard.plan.plan import AnyPlan
+from autoshard.plan.plan_cache import Candidate
 from autoshard.plan.plan_origin import Raced
-from autoshard.plan.plan_words import plan_words
+from autoshard.plan.plan_words import plan_words, race_lines
 from autoshard.plan.rehearsed_plan import rehearsed_plan
 from autoshard.progress import tell
 from autoshard.refine.timed_cases import is_worth_it

@@ -18,12 +18,12 @@ from torch.distributed.tensor import DTensor
 from autoshard.arguments import optimizer_name
 from autoshard.calls.global_call import GlobalCall, global_call
 from autoshard.calls.outputs import output_layouts
-from autoshard.plan.candidates import Candidate
-from autoshard.plan.explain_tables import fallback_lines
 from autoshard.plan.find_plan import canonical_capture, named_parameters
 from autoshard.plan.plan import AnyPlan, PipelinePlan
+from autoshard.plan.plan_cache import Candidate
+from autoshard.plan.plan_prices import prices_of
+from autoshard.plan.plan_words import fallback_lines
 from autoshard.plan.task import CallLayouts
-from autoshard.plan.task_prices import prices_of
 from autoshard.progress import stages_of
 from autoshard.refine.refine import Refined
 from autoshard.runtime.attachments import check_unwrapped

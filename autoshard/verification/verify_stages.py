@@ -15,8 +15,7 @@ from passes.ir.joint import JointGraph
 from passes.layout.layout import Layout
 from passes.lower.one_piece import pieces_of
 from passes.simulate.lockstep_stages import StageInLockstep, simulate_stages
-from passes.stages.stage_ends import Leaf, StageEnds
-from passes.stages.stage_graph import StageGraph
+from passes.stages.stage_graph import Leaf, StageEnds, StageGraph
 from passes.stages.stage_graphs import stage_graphs
 
 

@@ -11,7 +11,7 @@ from itertools import chain
 from autoshard import Plan
 from autoshard.plan.families import FAMILIES
 from autoshard.plan.family_choices import family_narrowing
-from autoshard.plan.pins import parameter_shapes
+from autoshard.plan.plan_ends import parameter_shapes
 from autoshard.plan.task import Task, search_plan
 from benchmarks.rivals.cases import Network
 from benchmarks.rivals.changes import changes

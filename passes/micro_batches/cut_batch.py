@@ -1,16 +1,23 @@
-"""A joint graph as the graphs of its pieces."""
+"""A joint graph as the graphs of its pieces, what of a model cannot be in pieces, and pieces of other sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
-from passes.ir.joint import JointGraph, node_value, result_shapes, tensor_operands
+from torch import fx
+
+from cost_model.errors import InfeasibleError
+from passes.ir.joint import JointGraph, dependents, node_value, result_index, result_shapes, tensor_operands
+from passes.ir.op_traits import is_collect, is_piece, is_product
+from passes.layout.assignment import Assignment, NodeLayouts
+from passes.layout.layout import Layout
 from passes.lower.missing_tangents import without_usually_missing
 from passes.micro_batches.in_pieces import in_pieces, without_uses
-from passes.micro_batches.run_times import RunTimes, find_run_times
-from passes.micro_batches.time_axis import TIME, time_mesh, trains
-from passes.micro_batches.uncut import check_cut, check_long_enough
+from passes.micro_batches.run_times import RunTimes, find_run_times, piece_strategies
+from passes.micro_batches.time_axis import TIME, batch_length, even_sizes, time_mesh, trains
+from passes.search.narrowing import Choose, Narrowing
 
 
 def cut_batch(joint: JointGraph, count: int, *, sizes_only: bool = False) -> JointGraph:
@@ -66,3 +73,153 @@ def cut_for_stages(joint: JointGraph, count: int, *, sizes_only: bool = False) -
     if count == 1:
         return without_usually_missing(joint)
     return cut_batch(joint, count, sizes_only=sizes_only)
+
+
+class Uncut(InfeasibleError):
+    """A batch cannot be run in so many pieces, whatever the layouts."""
+
+
+def check_long_enough(joint: JointGraph, count: int) -> None:
+    """Uncut if the call has fewer samples than pieces."""
+    length = batch_length(joint)
+    if length < count:
+        raise Uncut(
+            f"micro_batches={count}: the longest first dim of the call's tensors is {length}\n"
+            f"  try: micro_batches={max(1, length)}, or a larger batch"
+        )
+
+
+def check_cut(joint: JointGraph, times: RunTimes) -> None:
+    """Uncut if work on the call's tensors would have to be done on the whole batch at once."""
+    inputs = [
+        n
+        for n, spec in zip(joint.placeholders, joint.inputs, strict=True)
+        if spec.kind in ("input", "tangent")
+    ]
+    worked = dependents(joint.graph.nodes, inputs)
+    whole = next((n for n in worked if is_product(n) and times.of.get(n.name, "piece") != "piece"), None)
+    if whole is None:
+        return
+    node = _in_the_way(joint, times.count) or whole
+    place = ", ".join(str(node.meta[key]) for key in ("module", "source") if node.meta.get(key))
+    raise Uncut(
+        f"micro_batches={times.count}: {_op_name(node)}{f' ({place})' if place else ''} needs the whole batch at once\n"
+        "  try: micro_batches=1, or what is of each sample alone: GroupNorm or LayerNorm instead of the "
+        "batch's statistics, a sum or mean over samples as the loss"
+    )
+
+
+def _op_name(node: fx.Node) -> str:
+    return str(node.target).removesuffix(".default")
+
+
+def _in_the_way(joint: JointGraph, count: int) -> fx.Node | None:
+    """The first op that cannot take its operands as earlier ops, all run in pieces of the first dim, leave them; or
+    that needs a sum over all pieces, where pieces go on with what it makes of it, as gradients of a loss's root do."""
+    # What needs no product is run before the pieces.
+    worked = dependents(joint.graph.nodes, [n for n in joint.graph.nodes if is_product(n)])
+    late: dict[fx.Node, fx.Node] = {}
+    held: dict[fx.Node, Layout] = {}
+    mesh = time_mesh(count)
+    for node, spec in zip(joint.placeholders, joint.inputs, strict=True):
+        shape = tuple(node_value(node).shape)
+        if spec.kind == "input" and shape and shape[0] == batch_length(joint):
+            dims = [(TIME,), *[()] * (len(shape) - 1)]
+            sizes = [even_sizes(shape[0], count), *[None] * (len(shape) - 1)]
+            held[node] = Layout.of(shape, mesh, dims, sizes=sizes)
+    strategies = piece_strategies(joint, count)
+    for node in joint.graph.nodes:
+        if node.op != "call_function" or result_index(node)[0] is not node:
+            continue
+        operands = tensor_operands(node)
+        given = [held.get(operand) for operand in operands]
+        waited = next((late[n] for n in map(_producer, operands) if n in late), None)
+        if waited is not None:
+            if any(layout is not None and not layout.partial for layout in given):
+                return waited
+            late[node] = waited
+            continue
+        if not any(given):
+            continue
+        chosen = next((s for s in strategies(node) if _reads(s, given)), None)
+        if chosen is not None:
+            for value in (node, *node.users):
+                producer, index = result_index(value)
+                if producer is node:
+                    held[value] = chosen.results[index]
+        elif any(layout is not None and not layout.partial for layout in given):
+            return node
+        elif node in worked:
+            late[node] = node
+    return None
+
+
+def _producer(node: fx.Node) -> fx.Node:
+    return result_index(node)[0]
+
+
+def _reads(strategy: NodeLayouts, given: list[Layout | None]) -> bool:
+    pairs = list(zip(strategy.operands, given, strict=True))
+    return all(wanted == layout if layout is not None else not wanted.partial for wanted, layout in pairs)
+
+
+def first_of_each_size(graphs: Sequence[JointGraph]) -> list[int]:
+    """Per graph the first whose values all have the same shapes."""
+    if len(graphs) == 1:  # of a whole batch nothing is to be compared
+        return [0]
+    seen: dict[tuple[object, ...], int] = {}
+    return [seen.setdefault(_shapes(graph), place) for place, graph in enumerate(graphs)]
+
+
+def piece_places(joint: JointGraph) -> list[int]:
+    """Per piece the place of its size: 0 is the first piece's."""
+    firsts = first_of_each_size((joint, *joint.others))
+    order = {place: number for number, place in enumerate(sorted(set(firsts)))}
+    return [order[place] for place in firsts]
+
+
+def layouts_like(assignment: Assignment, graph: JointGraph) -> Narrowing:
+    """Of `graph`, a piece of another size than that of `assignment`: what runs before and after has the layouts
+    that it has there, so that both can share it; what a piece does has them where they fit.
+    """
+    allowed: dict[str, Choose] = {}
+    for node in graph.graph.nodes:
+        if node.op != "call_function" or result_index(node)[0] is not node or node.name not in assignment:
+            continue
+        held = assignment[node.name]
+        if node.meta["runs"] != "piece":
+            allowed[node.name] = partial(_same, node, held)
+        elif is_piece(node):
+            allowed[node.name] = partial(_same_operand, node, held)
+        elif is_collect(node):
+            allowed[node.name] = partial(_same_result, node, held)
+    for node in graph.placeholders:
+        allowed[node.name] = partial(_same, node, assignment[node.name])
+    return Narrowing(held=assignment, allowed=allowed)
+
+
+def _shapes(graph: JointGraph) -> tuple[object, ...]:
+    return tuple(tuple(map(tuple, result_shapes(n))) for n in graph.graph.nodes if n.op != "output")
+
+
+def _same(node: fx.Node, held: NodeLayouts, strategies: Sequence[NodeLayouts]) -> list[int]:
+    content = lambda s: (s.operands, s.results, s.splits)
+    return _some(node, [i for i, s in enumerate(strategies) if content(s) == content(held)])
+
+
+def _same_operand(node: fx.Node, held: NodeLayouts, strategies: Sequence[NodeLayouts]) -> list[int]:
+    return _some(node, [i for i, s in enumerate(strategies) if s.operands == held.operands])
+
+
+def _same_result(node: fx.Node, held: NodeLayouts, strategies: Sequence[NodeLayouts]) -> list[int]:
+    return _some(node, [i for i, s in enumerate(strategies) if s.results == held.results])
+
+
+def _some(node: fx.Node, found: list[int]) -> list[int]:
+    if found:
+        return found
+    shapes = ", ".join(str(list(shape)) for n in tensor_operands(node) for shape in result_shapes(n))
+    raise InfeasibleError(
+        f"micro-batches of several sizes: the smaller cannot have the layouts of the larger at {node.name} ({shapes})"
+        "\n  try: micro_batches that divides the batch"
+    )

@@ -18,10 +18,12 @@ from passes.ir.joint import JointGraph, map_operands, node_value, result_index, 
 from passes.ir.op_traits import is_use
 from passes.ir.rewrite import INHERITED, copy_joint, erase_dead
 from passes.ir.torch_compat import fake_mode_of, lazy_module
+from passes.layout.assignment import NodeLayouts
 from passes.layout.layout import Layout
-from passes.micro_batches.op_in_piece import op_in_piece
+from passes.lower.op_on_rank import Emit, OpOnRank
 from passes.micro_batches.run_times import RunTime, RunTimes
 from passes.micro_batches.time_axis import TIME, time_mesh
+from passes.rules.core.rule_registry import rule_for
 
 
 def without_uses(joint: JointGraph) -> JointGraph:
@@ -175,3 +177,16 @@ class _Writer:
         made.meta.update(runs=runs, repeats=self.times.count if runs == "piece" else 1)
         made.meta["val"] = self.calls(target, args, kwargs, fake_mode_of(node.meta["val"]))
         return made
+
+
+def op_in_piece(
+    emit: Emit, node: fx.Node, operands: Sequence[fx.Node], layouts: NodeLayouts, mesh: MeshSpec, index: int
+) -> Any:
+    """What piece `index` makes of its `operands`, written by the rule of `node`. layouts: of the op, over time, which
+    is the one axis of `mesh`."""
+    args, kwargs = map_operands(node, operands)
+    rule = rule_for(node).splitting(split.factor for split in layouts.splits)
+    context = OpOnRank(emit, mesh, index, node, args, kwargs, rule, layouts)
+    if rule.localize is not None:
+        return rule.localize(context)
+    return context.call(node.target, *args, **kwargs)  # type: ignore[arg-type]

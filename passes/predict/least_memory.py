@@ -17,7 +17,7 @@ from passes.ir.op_traits import is_product, is_use, storage_root
 from passes.layout.assignment import NodeLayouts
 from passes.layout.layout import Layout
 from passes.lower.missing_tangents import missing_tangents, without_usually_missing
-from passes.micro_batches.head_times import may_have_head
+from passes.micro_batches.cut_head import may_have_head
 from passes.strategies.prices import Prices
 
 Options = Mapping[str, Sequence[NodeLayouts]]

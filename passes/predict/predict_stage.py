@@ -20,7 +20,7 @@ from passes.predict.predict_pieces import alone, predict_pieces, update_seconds
 from passes.predict.predict_step import predict_phases, slowest_ranks
 from passes.predict.prediction import Prediction
 from passes.simulate.lockstep import simulated_group_axes, simulated_groups
-from passes.stages.split_backward import split_backward
+from passes.stages.stage_graph import split_backward
 from passes.strategies.prices import Prices
 from passes.strategies.traffic import eager_traffic
 

@@ -12,8 +12,7 @@ from passes.ir.autocast_off import autocast_off
 from passes.lower.piece_values import step_results
 from passes.lower.piecewise import RankPieces
 from passes.simulate.lockstep_pieces import Known, piece_backward, piece_forward, run_after, run_before
-from passes.stages.stage_ends import Leaf, StageEnds
-from passes.stages.stage_graph import StageGraph
+from passes.stages.stage_graph import Leaf, StageEnds, StageGraph
 
 Passing = list[list[Tensor]]
 """Per rank what passes between two stages."""

@@ -10,12 +10,16 @@ from torch import fx
 
 from cost_model.errors import ShardingError
 from passes.ir.properties import described
-from passes.stages.backward_places import backward_places
-from passes.stages.backward_stages import backward_stages
-from passes.stages.forward_places import ForwardPlaces, forward_places, output_places
-from passes.stages.gradient_sums import GradientSum, gradient_sums
+from passes.stages.backward_stages import backward_stages, pair_gradients
 from passes.stages.graph_parts import GraphParts, operands, passes_with_piece
-from passes.stages.pair_gradients import pair_gradients
+from passes.stages.places import (
+    ForwardPlaces,
+    GradientSum,
+    backward_places,
+    forward_places,
+    gradient_sums,
+    output_places,
+)
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,6 @@ from torch import fx
 from passes.ir.joint import JointGraph, results_nbytes
 from passes.ir.op_signature import op_signature
 from passes.ir.op_traits import is_product
-from passes.stages.backward_places import backward_places
-from passes.stages.forward_places import ForwardPlaces, forward_places, output_places
-from passes.stages.gradient_sums import GradientSum, gradient_sums
 from passes.stages.graph_parts import (
     GraphParts,
     Line,
@@ -28,6 +25,14 @@ from passes.stages.graph_parts import (
     model_line,
     operands,
     passes_with_piece,
+)
+from passes.stages.places import (
+    ForwardPlaces,
+    GradientSum,
+    backward_places,
+    forward_places,
+    gradient_sums,
+    output_places,
 )
 
 

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+import torch
+from torch import fx
+
 from cost_model.errors import ShardingError
+from passes.canonicalize.insert_uses import InsertUses
+from passes.canonicalize.normalize_arguments import MergeDuplicates
 from passes.ir.collector import collector_paused
-from passes.ir.joint import JointGraph
-from passes.stages.assign_stages import assign_stages, assigned_like
-from passes.stages.build_stage import build_stage
-from passes.stages.graph_parts import GraphParts, graph_parts
-from passes.stages.stage_graph import StageGraph
+from passes.ir.graph_pass import run_passes
+from passes.ir.joint import GraphInput, GraphOutput, JointGraph, ancestors
+from passes.ir.op_traits import when_run
+from passes.ir.rewrite import erase_dead
+from passes.ir.torch_compat import lazy_module
+from passes.stages.assign_stages import Assigned, assign_stages, assigned_like
+from passes.stages.graph_parts import GraphParts, base, graph_parts, operands, tensor_kind
+from passes.stages.stage_graph import Crossing, StageGraph
 
 Cut = Sequence[str]
 """For every stage but the first the op of the forward that it begins with, in the graph's order."""
@@ -61,3 +69,224 @@ def _starts(parts: GraphParts, cut: Cut) -> tuple[int, ...]:
             f"{parts.forward[0].name}, with which the first stage begins"
         )
     return starts
+
+
+def build_stage(parts: GraphParts, assigned: Assigned, stage: int) -> StageGraph:
+    return _Builder(parts, assigned, stage).build()
+
+
+class _Builder:
+    """new: node of the whole graph -> node of the stage's. positions: input of the whole graph, or what is received ->
+    its position among the inputs. sums: what a sum of gradients is in this stage."""
+
+    def __init__(self, parts: GraphParts, assigned: Assigned, stage: int) -> None:
+        self.parts, self.assigned, self.stage = parts, assigned, stage
+        self.received, self.given_back = assigned.passing(stage - 1)
+        self.sent, self.coming_back = assigned.passing(stage)
+        self.graph = fx.Graph()
+        self.new: dict[fx.Node, fx.Node] = {}
+        self.inputs: list[GraphInput] = []
+        self.positions: dict[fx.Node, int] = {}
+        self.sums: dict[fx.Node, fx.Node | None] = {}
+        self.gradients = self._gradients()
+        self.outputs = [
+            (spec, node)
+            for spec, node in zip(parts.joint.outputs, parts.results, strict=True)
+            if spec.kind == "output" and assigned.outputs[spec.index] == stage
+        ]
+
+    def build(self) -> StageGraph:
+        needed = self._needed()
+        self._add_placeholders(needed)
+        for node in self.parts.joint.graph.nodes:
+            if node in needed and node.op == "call_function" and node not in self.new:
+                self.new[node] = self.graph.node_copy(node, lambda x: self.new[self._here(x)])
+                self.new[node].meta = dict(node.meta)
+        outputs = self._add_outputs()
+        _set_phases(self.graph, outputs)
+        erase_dead(self.graph)
+        kept = {spec.name for spec in self.inputs if spec.kind == "constant"}
+        constants = {name: value for name, value in self.parts.joint.constants.items() if name in kept}
+        pieces = self.parts.joint.pieces
+        joint = JointGraph(
+            lazy_module(self.graph, "StageGraph"),
+            tuple(self.inputs),
+            tuple(outputs),
+            constants,
+            self.parts.joint.device,
+            pieces,
+        )
+        return StageGraph(
+            self.stage,
+            self.assigned.stages,
+            run_passes(joint, (MergeDuplicates(), InsertUses())),
+            tuple(self._call_inputs(needed).values()),
+            tuple(spec.index for spec, _ in self.outputs),
+            self._crossings(self.stage - 1),
+            self._crossings(self.stage),
+            self._summed(),
+        )
+
+    def _gradients(self) -> list[tuple[GraphOutput, fx.Node, fx.Node | None]]:
+        """(output of the whole graph, its input, this stage's part of it), of the inputs that the stage holds."""
+        found: list[tuple[GraphOutput, fx.Node, fx.Node | None]] = []
+        for position, spec in enumerate(self.parts.joint.outputs):
+            if spec.kind != "grad":
+                continue
+            of_whole = self.assigned.sums.get(position)
+            part = None
+            if of_whole is not None:
+                returned = self.assigned.returned[position]
+                here = frozenset(node for node in of_whole.parts if returned[node] == self.stage)
+                part, made = of_whole.part_of(here)
+                self.sums.update({node: made[node] for node in of_whole.ops})
+            found.append((spec, self.parts.joint.placeholders[spec.index], part))
+        return found
+
+    def _here(self, node: fx.Node) -> fx.Node:
+        """What stands for a value of the whole graph in this stage."""
+        node = base(node)
+        stands = self.sums.get(node, node)
+        assert stands is not None, f"{node} is zero in stage {self.stage}"
+        return stands if stands is node else self._here(stands)
+
+    def _needed(self) -> set[fx.Node]:
+        """All nodes of the whole graph that the stage has, makes or is given."""
+        roots = [n for n, stage in self.assigned.of.items() if stage == self.stage]
+        roots += [n for _, n in self.outputs if n is not None]
+        roots += [n for _, _, n in self.gradients if n is not None]
+        given = {*(n for n in self.received if n not in self.given_back.values()), *self.coming_back.values()}
+        roots += [
+            *given,
+            *self.given_back.values(),
+            *(n for n in self.sent if n not in self.coming_back.values()),
+        ]
+        found: set[fx.Node] = set()
+        stack = list(map(self._here, roots))
+        while stack:
+            node = stack.pop()
+            if node not in found:
+                found.add(node)
+                stack.extend(() if node in given else map(self._here, operands(node)))
+        buffers = {n for n, new in self.parts.changed.items() if self._is_changed_here(new)}
+        return found | buffers | self._held()
+
+    def _is_changed_here(self, new: fx.Node) -> bool:
+        return self.assigned.of.get(new, self.assigned.stages - 1) == self.stage
+
+    def _held(self) -> set[fx.Node]:
+        """Parameters and inputs whose gradient is here though nothing in this stage reads them. What nobody reads is in
+        no stage."""
+        return {node for _, node, part in self.gradients if part is not None}
+
+    def _call_inputs(self, needed: set[fx.Node]) -> dict[fx.Node, int]:
+        specs = self.parts.specs
+        return {n: specs[n].index for n in specs if specs[n].kind == "input" and n in needed}
+
+    def _add_placeholders(self, needed: set[fx.Node]) -> None:
+        specs = {node: spec for node, spec in self.parts.specs.items() if node in needed}
+        of_kind: Callable[[str], Iterable[fx.Node]] = lambda kind: [
+            n for n, s in specs.items() if s.kind == kind
+        ]
+        for kind in ("param", "buffer", "constant"):
+            for node in of_kind(kind):
+                self._placeholder(node, specs[node])
+        call = self._call_inputs(needed)
+        for index, node in enumerate(call):
+            self._placeholder(node, GraphInput("input", specs[node].name, index))
+        for index, node in enumerate(self.received, len(call)):
+            known = node not in self.given_back.values()
+            name = node.name if known else f"{node.name}_stand_in"
+            received = self._placeholder(node, GraphInput("input", node.name, index), name, known=known)
+            received.meta.update(when_run(node))
+        self._add_tangents(specs)
+        for node in of_kind("seed"):
+            self._placeholder(node, specs[node])
+
+    def _add_tangents(self, specs: Mapping[fx.Node, GraphInput]) -> None:
+        own = {spec.index: node for node, spec in specs.items() if spec.kind == "tangent"}
+        for index, (spec, _) in enumerate(self.outputs):
+            node = own.get(spec.index)
+            if node is not None and self.assigned.of[node] == self.stage:
+                self._placeholder(node, GraphInput("tangent", f"tangent {index}", index))
+        for index, value in enumerate(self.sent, len(self.outputs)):
+            if value in self.coming_back:
+                spec = GraphInput("tangent", f"tangent {index}", index)
+                returned = self._placeholder(self.coming_back[value], spec, f"tangent_{value.name}")
+                returned.meta.update(when_run(value))
+
+    def _placeholder(
+        self, node: fx.Node, spec: GraphInput, name: str | None = None, *, known: bool = True
+    ) -> fx.Node:
+        """known: whether the input is the value of `node`."""
+        new = self.graph.placeholder(name or node.name)
+        new.target = new.name  # names are made unique; the generated signature prints the target
+        kept = {key: node.meta[key] for key in ("module", "source") if key in node.meta}
+        new.meta = {**kept, "val": node.meta["val"], "phase": "forward"}
+        if known:
+            self.new[node] = new
+        if spec.kind != "tangent":
+            self.positions[node] = len(self.inputs)
+        self.inputs.append(spec)
+        return new
+
+    def _add_outputs(self) -> list[GraphOutput]:
+        ends: list[tuple[GraphOutput, fx.Node | None]] = [
+            (GraphOutput("output", f"output {i}", i), None if n is None else self.new[self._here(n)])
+            for i, n in enumerate(n for _, n in self.outputs)
+        ]
+        for i, node in enumerate(self.sent, len(ends)):
+            stands_in = node in self.coming_back.values()
+            value = self._zeros(node) if stands_in else self.new[self._here(node)]
+            ends.append((GraphOutput("output", f"output {i}", i), value))
+        for buffer, new in self.parts.changed.items():
+            if self._is_changed_here(new):
+                name = self.parts.specs[buffer].name
+                ends.append((GraphOutput("buffer", name, self.positions[buffer]), self.new[self._here(new)]))
+        for spec, node, part in self.gradients:
+            if node in self.positions:
+                value = None if part is None else self.new[self._here(part)]
+                ends.append((GraphOutput("grad", spec.name, self.positions[node]), value))
+        for node, gradient in self.given_back.items():
+            ends.append(
+                (GraphOutput("grad", node.name, self.positions[node]), self.new[self._here(gradient)])
+            )
+        self.graph.output(tuple(node for _, node in ends))
+        return [spec for spec, _ in ends]
+
+    def _zeros(self, like: fx.Node) -> fx.Node:
+        value = like.meta["val"]
+        options = {"dtype": value.dtype, "device": value.device}
+        zeros = self.graph.call_function(torch.ops.aten.full.default, (list(value.shape), 0), options)
+        zeros.meta = {**like.meta, "val": value}
+        return zeros
+
+    def _crossings(self, boundary: int) -> tuple[Crossing, ...]:
+        if not 0 <= boundary < self.assigned.stages - 1:
+            return ()
+        sent, back = self.assigned.passing(boundary)
+        return tuple(
+            Crossing(
+                n.name, boundary, self.assigned.of[n], *tensor_kind(n), n in back, n not in back.values()
+            )
+            for n in sent
+        )
+
+    def _summed(self) -> dict[str, tuple[int, ...]]:
+        found: dict[str, tuple[int, ...]] = {}
+        for position, spec in enumerate(self.parts.joint.outputs):
+            stages = self.assigned.gradient_stages(position) if spec.kind == "grad" else ()
+            if len(stages) > 1 and self.parts.joint.placeholders[spec.index] in self.new:
+                found[spec.name] = stages
+        return found
+
+
+def _set_phases(graph: fx.Graph, outputs: Iterable[GraphOutput]) -> None:
+    """The forward is what values other than gradients depend on."""
+    results = graph.output_node().args[0]
+    assert isinstance(results, tuple)
+    pairs = zip(outputs, results, strict=True)
+    forward = ancestors(n for spec, n in pairs if isinstance(n, fx.Node) and spec.kind != "grad")
+    for node in graph.nodes:
+        if node.op == "call_function":
+            node.meta["phase"] = "forward" if node in forward else "backward"

@@ -10,9 +10,9 @@ from msgspec import structs
 from torch import Tensor, nn
 
 from autoshard import MeshSpec, Plan, find_plan
-from autoshard.plan.equal_layers import fold_numbers
 from autoshard.plan.explain_part import explain_part
-from autoshard.plan.explain_tables import parameter_lines
+from autoshard.plan.plan_memory import fold_numbers
+from autoshard.plan.plan_words import parameter_lines
 from cost_model.errors import PlanError
 from passes.layout.layout import Layout
 from passes.plan.records import NodeRecord, OperandRecord, ResultRecord, Transfer

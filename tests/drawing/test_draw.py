@@ -12,7 +12,7 @@ import pytest
 
 from autoshard.drawing.draw import draw
 from autoshard.drawing.svg import svg_text
-from autoshard.drawing.transfer_marks import colour
+from autoshard.plan.plan_graph import colour
 from cost_model.errors import PlanError
 from passes.redistribution.steps import STEPS
 from tests.drawing.samples import UNMOVED, mlp, through, transformer

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import networkx as nx
 
-from autoshard.drawing.fold import fold_repeats
+from autoshard.drawing.groups import fold_repeats
 from autoshard.drawing.scene import make_scene
-from autoshard.drawing.transfer_marks import totals
+from autoshard.plan.plan_graph import totals
 from tests.drawing.samples import mlp, transformer
 
 

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.drawing.columns import spread
-from autoshard.drawing.module_groups import group_by_module
-from autoshard.drawing.node_rows import assign_rows
+from autoshard.drawing.groups import group_by_module
+from autoshard.drawing.placing import assign_rows, spread
 from autoshard.drawing.scene import make_scene
 from tests.drawing.samples import UNMOVED, mlp, through, transformer
 

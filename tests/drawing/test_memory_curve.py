@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from autoshard import MeshSpec, Plan, find_plan
-from autoshard.drawing.memory_curve import MemoryCurve, curve_of, curve_svg
+from autoshard.drawing.scene import MemoryCurve, curve_of, curve_svg
 from autoshard.drawing.svg import svg_text
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autoshard.plan.judged import judged
-from autoshard.plan.task_prices import prices_of
+from autoshard.plan.plan_prices import prices_of
 from autoshard.profiling.startup import nominal_profile
 from autoshard.runtime.sharding import shard_of
 from cost_model.mesh import MeshSpec
@@ -17,8 +17,7 @@ from passes.layout.assignment import Assignment, NodeLayouts
 from passes.lower.one_piece import pieces_of
 from passes.lower.piecewise import RankPieces
 from passes.lower.rank_program import rank_program
-from passes.micro_batches.cut_batch import cut_batch
-from passes.micro_batches.other_sizes import first_of_each_size, layouts_like
+from passes.micro_batches.cut_batch import cut_batch, first_of_each_size, layouts_like
 from passes.search.find import find_assignment
 from passes.search.graph_ends import boundary_of
 from passes.search.narrowing import Narrowing

@@ -10,10 +10,16 @@ import pytest
 import torch
 from torch import nn
 
-from autoshard.plan.candidates import BEST, Candidate, candidates, chosen_candidates
 from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.plan import Plan
-from autoshard.plan.plan_cache import cached_candidates, plan_path
+from autoshard.plan.plan_cache import (
+    BEST,
+    Candidate,
+    cached_candidates,
+    candidates,
+    chosen_candidates,
+    plan_path,
+)
 from autoshard.plan.plan_origin import Raced
 from autoshard.plan.task import CallLayouts, Task, search_plan, search_plans
 from cost_model.mesh import MeshSpec

@@ -9,8 +9,8 @@ from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 
 from autoshard import MeshSpec, find_plan
-from autoshard.plan import families_within as module
-from autoshard.plan.families_within import families_within
+from autoshard.plan import family_choices as module
+from autoshard.plan.family_choices import families_within
 from autoshard.plan.find_plan import canonical_capture
 from passes.search.narrowing import Narrowing
 

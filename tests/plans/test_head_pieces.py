@@ -14,7 +14,7 @@ from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.micro_batches import fitting
 from cost_model.deadline import Deadline
 from passes.capture import Captured
-from passes.micro_batches.uncut import Uncut
+from passes.micro_batches.cut_batch import Uncut
 from tests.micro_batches.test_cut_head import Speaker, mean
 from tests.profiles import slow_compute
 

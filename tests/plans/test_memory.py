@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 
 from autoshard import InfeasibleError, MeshSpec, Plan, find_plan
-from autoshard.plan.pins import Constraints
+from autoshard.plan.plan_ends import Constraints
 from tests.models import SwiGLU
 from tests.plans.patterns import Regression
 

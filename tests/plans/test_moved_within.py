@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from autoshard import MeshSpec, Plan, find_plan, verify
+from autoshard.plan.families import Variant
 from autoshard.plan.search_with_states import StatesWithin
-from autoshard.plan.why_not import Variant
 from passes.plan.records import lowering_of
 
 MESH = MeshSpec({"ranks": 4})

@@ -13,11 +13,11 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from autoshard import InfeasibleError, MeshSpec, PipelinePlan, Plan, ShardingError, find_plan
-from autoshard.plan.pins import parameter_shapes, resolve_pins
+from autoshard.plan.division import fastest_of_stages
 from autoshard.plan.plan import PipelinePlan as Pipeline
+from autoshard.plan.plan_ends import parameter_shapes, resolve_pins
 from autoshard.plan.plan_stages import _counts, plan_stages
 from autoshard.plan.stage_cut import StageCutter
-from autoshard.plan.stages_option import fastest_of_stages
 from cost_model.deadline import Deadline
 from cost_model.profile import Profile
 from passes.ir.joint import JointGraph

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from autoshard.plan.explain_tables import race_lines
 from autoshard.plan.plan_origin import Raced
+from autoshard.plan.plan_words import race_lines
 from autoshard.runtime.race import beside_each_other, by_speed, rounds_within, step_seconds
 
 TIMES = [

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from autoshard import Plan, verify
 from autoshard.plan.find_plan import canonical_capture
-from autoshard.plan.task_prices import prices_of
+from autoshard.plan.plan_prices import prices_of
 from autoshard.runtime.observe import PhaseRun
 from autoshard.runtime.process_groups import axes_by_group
 from autoshard.runtime.session import Session

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from autoshard import InfeasibleError, MeshSpec, Plan, find_plan
-from autoshard.plan.plan_collectives import Collective, plan_reserve
+from autoshard.plan.plan_prices import Collective, plan_reserve
 from cost_model.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES, PAIR_BYTES, PEER_BYTES
 from tests.models import TwoLinear
 from tests.profiles import slow_compute

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoshard.plan.shared_rooms import StageNeeds, shared_room
+from autoshard.plan.stage_search import StageNeeds, shared_room
 from passes.predict.predict_stage import StageFigures
 
 

@@ -11,8 +11,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from autoshard import InfeasibleError, MeshSpec, Plan, PlanError, ShardingError, find_plan
-from autoshard.plan.families import FAMILIES, family_named
-from autoshard.plan.why_not import Variant
+from autoshard.plan.families import FAMILIES, Variant, family_named
 from tests.plans.patterns import Block, LanguageModel, Regression
 from tests.plans.test_patterns import DP4, DP4_TP4, H100, TP4, counts, moved, regression, rows
 from tests.structure.source_tree import ROOT

@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard import autoshard, find_plan
-from autoshard.plan.candidates import Candidate, candidates
 from autoshard.plan.plan import Plan
+from autoshard.plan.plan_cache import Candidate, candidates
 from autoshard.plan.task import Task
 from autoshard.refine import rounds
 from autoshard.refine.refine import DividedRounds
@@ -92,7 +92,7 @@ def raced(rank: int, folder: str) -> list[bool]:
         return candidates(task, count)
 
     with steadily_timed(folder) as (patch, _):
-        patch.setattr("autoshard.plan.racers.cached_candidates", noted)
+        patch.setattr("autoshard.plan.division.cached_candidates", noted)
         autoshard(model(), mesh(), (given(),), profile=measured(), backend="eager", race=2)
     return known
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from autoshard.plan.division import Division
 from autoshard.plan.plan import AnyPlan, PipelinePlan, Plan
-from autoshard.plan.stages_option import Division
 from autoshard.plan.task import Task
 from autoshard.refine.refine import DividedRounds
 from autoshard.refine.timed_cases import Case

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import autoshard
 from autoshard.watching.agreement import agree, collectively, everyones, from_first
 from cost_model.errors import CaptureError, PlanError, ProfileError, ShardingError
-from passes.micro_batches.uncut import Uncut
+from passes.micro_batches.cut_batch import Uncut
 from tests.ranks import RankPool
 
 

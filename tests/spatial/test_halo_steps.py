@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from autoshard.plan.plan_file import json_data
 from cost_model.mesh import MeshSpec
 from passes.layout.layout import Halo, Layout, Span
-from passes.plan.json_data import json_data
 from passes.redistribution.lower_redistribute import collective_nodes
 from passes.redistribution.redistribute import Redistributor
 from passes.redistribution.steps import HaloExchange, HaloReduce

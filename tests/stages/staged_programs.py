@@ -10,8 +10,7 @@ from torch import Tensor
 
 from passes.ir.joint import GraphInput
 from passes.lower.phases import split_phases
-from passes.stages.split_backward import split_backward
-from passes.stages.stage_graph import StageGraph
+from passes.stages.stage_graph import StageGraph, split_backward
 
 
 class GraphPrograms:

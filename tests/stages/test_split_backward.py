@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from passes.lower.phases import split_phases
-from passes.stages.split_backward import split_backward
+from passes.stages.stage_graph import split_backward
 from passes.stages.stage_graphs import stage_graphs
 from tests.stages.stage_models import canonical, random_cut
 

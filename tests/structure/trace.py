@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from autoshard import MeshSpec, Plan, find_plan
-from autoshard.plan.task_prices import prices_of
+from autoshard.plan.plan_prices import prices_of
 from cost_model.profile import Profile
+from cost_model.units import format_seconds
 from passes.canonicalize.canonicalize import canonicalize
 from passes.capture import capture
 from passes.ir.joint import JointGraph, result_shapes, tensor_operands
@@ -22,7 +23,6 @@ from passes.lower.phases import Phases, split_phases
 from passes.lower.rank_program import rank_program
 from passes.plan.decide import decide_lowering
 from passes.plan.describe import short_dtype
-from passes.plan.graph_text import format_seconds
 from passes.predict.predict_step import predict_phases
 from passes.rules.core.rule_registry import rule_for
 from passes.simulate.lockstep import simulated_group_axes, simulated_groups
