@@ -22,7 +22,7 @@ from autoshard.arguments import (
 from autoshard.calls.global_call import as_call
 from autoshard.plan.division import checked_schedule, checked_stages
 from autoshard.plan.find_plan import ProfileLike, load_profile, mesh_spec, named_parameters
-from autoshard.plan.plan import AnyPlan, PipelinePlan
+from autoshard.plan.plan import Plan
 from autoshard.plan.plan_ends import Constraints, resolve_pins
 from autoshard.plan.plan_fits import check_limit, check_optimizer, check_pins, given_plan
 from autoshard.refine.refine import check_refine
@@ -50,7 +50,7 @@ def autoshard(
     in_placements: Any = None,
     out_placements: Any = None,
     constraints: Constraints | None = None,
-    plan: AnyPlan | str | os.PathLike[str] | None = None,
+    plan: Plan | str | os.PathLike[str] | None = None,
     backend: str = "inductor",
     recompute: str = "auto",
     micro_batches: int | str = 1,
@@ -171,10 +171,10 @@ def autoshard(
     return model
 
 
-def _stages(given: str | None, plan: AnyPlan | None, mesh: MeshSpec) -> str | None:
+def _stages(given: str | None, plan: Plan | None, mesh: MeshSpec) -> str | None:
     """A plan's own, if there is one. ShardingError if another is asked for."""
     wanted = checked_stages(given, mesh)
-    has = plan.axis if isinstance(plan, PipelinePlan) else None
+    has = plan.axis or None if plan is not None else None
     if plan is None or wanted in (has, None):
         return has if plan is not None else wanted
     raise ShardingError(
@@ -183,19 +183,19 @@ def _stages(given: str | None, plan: AnyPlan | None, mesh: MeshSpec) -> str | No
     )
 
 
-def _schedule(given: str | None, stages: str | None, plan: AnyPlan | None) -> str | None:
+def _schedule(given: str | None, stages: str | None, plan: Plan | None) -> str | None:
     """A plan's own, if there is one. ShardingError if another is asked for."""
-    has = plan if isinstance(plan, PipelinePlan) else None
-    wanted = checked_schedule(given, stages if has is None else has.axis)
-    if has is None or wanted in (has.schedule, None):
+    has = "" if plan is None else plan.schedule
+    wanted = checked_schedule(given, plan.axis if plan is not None and has else stages)
+    if not has or wanted in (has, None):
         return wanted
     raise ShardingError(
-        f"schedule is {wanted!r}, and plan runs {has.schedule!r}\n"
-        f"  try: schedule={has.schedule!r}, or find_plan(..., schedule={wanted!r})"
+        f"schedule is {wanted!r}, and plan runs {has!r}\n"
+        f"  try: schedule={has!r}, or find_plan(..., schedule={wanted!r})"
     )
 
 
-def _micro_batches(given: int | str, plan: AnyPlan | None) -> int | str:
+def _micro_batches(given: int | str, plan: Plan | None) -> int | str:
     """A plan's own, if there is one. ShardingError if another is asked for."""
     wanted = checked_micro_batches(given)
     if plan is None or wanted == plan.micro_batches:

@@ -154,7 +154,7 @@ class _Case:
             except InfeasibleError as error:
                 self.said(str(error), limit, task, pinned)
                 return None
-        assert isinstance(plan, Plan)
+        assert not plan.axis
         needs = plan.peak_memory + plan.reserve
         assert limit is None or needs <= limit, (self.examined.title, how, needs, limit)
         return plan

@@ -8,7 +8,7 @@ from typing import Literal
 
 import networkx as nx
 
-from autoshard.drawing.groups import OWN_BOX, Group, Grouping
+from autoshard.drawing.drawn_groups import OWN_BOX, Group, Grouping
 from autoshard.plan.plan_graph import Moved, collectives, colour, price
 from cost_model.units import format_seconds
 

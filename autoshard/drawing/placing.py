@@ -10,7 +10,7 @@ import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
-from autoshard.drawing.groups import Group
+from autoshard.drawing.drawn_groups import Group
 
 PAIR_WEIGHT = 4.0  # a module's forward and backward in one row, against the length of one edge
 SAVED_WEIGHT = 0.2  # a forward value in the row of the backward op that reads it

@@ -9,7 +9,7 @@ from xml.sax.saxutils import escape
 import networkx as nx
 
 from autoshard.drawing.boxes import Box, make_box
-from autoshard.drawing.groups import Grouping, fold_repeats, group_by_module
+from autoshard.drawing.drawn_groups import Grouping, fold_repeats, group_by_module
 from autoshard.drawing.placing import Column, assign_rows, place_column
 from autoshard.plan.plan_graph import Total, collectives, totals
 

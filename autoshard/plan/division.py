@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.plan.micro_batches import cut_call, fastest_in_pieces, fastest_of, most_pieces
-from autoshard.plan.plan import AnyPlan, PipelinePlan, Plan
+from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.plan.plan_cache import Candidate, by_prediction, cached_candidates, cached_search, with_first
 from autoshard.plan.plan_stages import check_stages, plan_stages
 from autoshard.plan.task import Task, search_plan
@@ -52,7 +52,7 @@ def fastest_of_stages(
     without: Callable[[Deadline], Plan],
     deadline: Deadline,
     schedule: str | None = None,
-) -> AnyPlan:
+) -> Plan:
     """The plan with stages along the axis `stages`; of "auto", the fastest that fits: without, or along any axis.
 
     without: the plan with no stages. schedule: the only one that may run stages; None: any. Raises InfeasibleError.
@@ -66,9 +66,9 @@ def fastest_of_stages(
             )
         return pipeline_in_pieces(task, stages, micro_batches, deadline, schedule)
     axes = task.mesh.real_axes()
-    best: AnyPlan | None = None
+    best: Plan | None = None
     reason: InfeasibleError | None = None
-    ways: list[Callable[[Deadline], AnyPlan]] = [without]
+    ways: list[Callable[[Deadline], Plan]] = [without]
     ways += [
         lambda until, axis=axis: pipeline_in_pieces(task, axis, micro_batches, until, schedule)
         for axis in axes
@@ -139,7 +139,7 @@ class Division:
             self.micro_batches == 1 or (self.micro_batches == "auto" and memory_limit is None)
         )
 
-    def fastest(self, task: Task, deadline: Deadline, search: Search = search_plan) -> AnyPlan:
+    def fastest(self, task: Task, deadline: Deadline, search: Search = search_plan) -> Plan:
         """The fastest plan of the whole call `task`, divided so. search: of a call without stages that is cut, or
         whole. Raises InfeasibleError."""
         pieces = self.micro_batches
@@ -159,7 +159,7 @@ WHOLE = Division()
 """Neither in pieces nor in stages."""
 
 
-def racers(best: AnyPlan, task: Task, division: Division, count: int) -> list[Candidate]:
+def racers(best: Plan, task: Task, division: Division, count: int) -> list[Candidate]:
     """`best`, and at most `count` - 1 others of the whole call `task`, divided as `division` allows.
 
     Of a plan without stages, in pieces or not, those that `candidates` finds of the call in as many pieces. Of one with
@@ -168,7 +168,7 @@ def racers(best: AnyPlan, task: Task, division: Division, count: int) -> list[Ca
     `task.time_limit` ends first.
     """
     until = Deadline.after(task.time_limit)
-    if isinstance(best, PipelinePlan):
+    if best.axis:
         alike = _in_stages(best, task, division, until)
     else:
         cut = cut_call(task.captured, best.micro_batches, best.head_pieces)
@@ -177,9 +177,9 @@ def racers(best: AnyPlan, task: Task, division: Division, count: int) -> list[Ca
     return with_first(best, [*others[:1], *alike, *others[1:]], count)
 
 
-def _in_stages(best: PipelinePlan, task: Task, division: Division, until: Deadline) -> list[Candidate]:
+def _in_stages(best: Plan, task: Task, division: Division, until: Deadline) -> list[Candidate]:
     names = ORDERS if division.schedule is None and trains(task.joint) else ()
-    ways: dict[str, Callable[[Deadline], AnyPlan]] = {
+    ways: dict[str, Callable[[Deadline], Plan]] = {
         name: lambda share, name=name: plan_stages(task, best.axis, best.micro_batches, share, name)
         for name in names
         if name != best.schedule
@@ -187,21 +187,21 @@ def _in_stages(best: PipelinePlan, task: Task, division: Division, until: Deadli
     return by_prediction(list(_planned(ways, until)))
 
 
-def _of_other_kind(best: AnyPlan, task: Task, division: Division, until: Deadline) -> list[Candidate]:
+def _of_other_kind(best: Plan, task: Task, division: Division, until: Deadline) -> list[Candidate]:
     if division.stages != "auto":
         return []
-    ways: dict[str, Callable[[Deadline], AnyPlan]] = {
+    ways: dict[str, Callable[[Deadline], Plan]] = {
         f"stages along {axis}": lambda share, axis=axis: replace(division, stages=axis).fastest(task, share)
         for axis in task.mesh.real_axes()
-        if not isinstance(best, PipelinePlan) or axis != best.axis
+        if axis != best.axis
     }
-    if isinstance(best, PipelinePlan):
+    if best.axis:
         whole = replace(division, stages=None, schedule=None)
         ways["without stages"] = lambda share: whole.fastest(task, share, cached_search)
     return list(_planned(ways, until))
 
 
-def _planned(ways: dict[str, Callable[[Deadline], AnyPlan]], until: Deadline) -> Iterator[Candidate]:
+def _planned(ways: dict[str, Callable[[Deadline], Plan]], until: Deadline) -> Iterator[Candidate]:
     """By name, those that there are. None once time is over; each has its share of what is left."""
     for place, (name, way) in enumerate(ways.items()):
         if until.left <= 0.0:

@@ -7,8 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from autoshard.plan.plan_content import AnyContent, PipelineContent, PlanContent
-from autoshard.plan.plan_origin import Rehearsed, pace_of
+from autoshard.plan.plan_content import PlanContent, Rehearsed, pace_of
 from autoshard.plan.plan_prices import collectives_of
 from autoshard.plan.plan_words import (
     collective_lines,
@@ -26,9 +25,9 @@ from passes.layout.joined_axes import joined_text
 from passes.plan.records import format_graph, raced_mark
 
 
-def plan_text(plan: AnyContent, *, seconds: bool) -> str:
+def plan_text(plan: PlanContent, *, seconds: bool) -> str:
     """The planned graph; of stages every one's under a line that says where it runs."""
-    if isinstance(plan, PlanContent):
+    if not plan.axis:
         return format_graph(
             plan.records, plan.mesh, seconds=seconds, joined=plan.joined_axes, raced=len(plan.race)
         )
@@ -40,13 +39,13 @@ def plan_text(plan: AnyContent, *, seconds: bool) -> str:
     return "".join(parts)
 
 
-def explain_plan(plan: AnyContent) -> str:
+def explain_plan(plan: PlanContent) -> str:
     """A page: the prediction and its proof, stages, memory, the parameters' placements, collectives."""
     origin = plan.origin
     nominal = " (nominal: not measured on any machine)" if origin.nominal else ""
     limit = "" if plan.memory_limit is None else f"; limit {format_bytes(plan.memory_limit)}"
     peak = f"predicted peak memory {format_bytes(plan.peak_memory)} per device"
-    if isinstance(plan, PipelineContent):
+    if plan.axis:
         division = f", {stages_words(plan)}"
         sections = _stages_proof(plan), [f"{peak}{_reserved(plan)}{limit}"], _stages_tables(plan)
         at = f" of {plan.axis}={fullest_rank(plan.scheduled)}{_peak_at(plan)}"
@@ -67,7 +66,7 @@ def explain_plan(plan: AnyContent) -> str:
         "",
         *parameter_lines(plan.parameter_layouts),
     ]
-    if isinstance(plan, PipelineContent):
+    if plan.axis:
         lines += _shared(plan)
     if plan.fallbacks:
         lines += ["", *fallback_lines(plan.stages)]
@@ -87,7 +86,7 @@ def _proof(plan: PlanContent) -> Iterator[str]:
     yield from race_lines(plan.race)
 
 
-def _stages_proof(plan: PipelineContent) -> Iterator[str]:
+def _stages_proof(plan: PlanContent) -> Iterator[str]:
     yield from race_lines(plan.race)
     waits = f", of which ranks wait {plan.bubble:.1%}"
     yield f"predicted step {format_seconds(plan.step_time)}{waits}{_rehearsed(plan.rehearsed)}"
@@ -98,12 +97,12 @@ def _stages_proof(plan: PipelineContent) -> Iterator[str]:
     yield _cut_line(plan)
 
 
-def plan_difference(mine: AnyContent, other: AnyContent) -> str:
+def plan_difference(mine: PlanContent, other: PlanContent) -> str:
     """What changes from `mine` to `other`, both with stages or both without: step time, what the search counts, memory,
     schedule and cut, parameters, collectives."""
     lines = [f"step   {_change(mine.step_time, other.step_time)}"]
     memory = f"memory {format_bytes(mine.peak_memory)} -> {format_bytes(other.peak_memory)}"
-    if isinstance(mine, PipelineContent) and isinstance(other, PipelineContent):
+    if mine.axis:
         lines.append(memory)
         if stages_words(mine) != stages_words(other):
             lines.append(f"  {stages_words(mine)} -> {stages_words(other)}")
@@ -112,14 +111,14 @@ def plan_difference(mine: AnyContent, other: AnyContent) -> str:
     else:
         lines += [f"cost   {_change(mine.cost, other.cost)}", memory]
     changes = [(name, _held(mine, name), _held(other, name)) for name in _names(mine, other)]
-    if isinstance(mine, PlanContent) and isinstance(other, PlanContent):
+    if not mine.axis:
         before, after = _kind_counts(mine), _kind_counts(other)
         changes += [(key, str(before[key]), str(after[key])) for key in sorted({*before, *after})]
     lines += [f"  {name}: {held} -> {then}" for name, held, then in changes if held != then]
     return "\n".join(lines) + "\n"
 
 
-def _names(mine: AnyContent, other: AnyContent) -> list[str]:
+def _names(mine: PlanContent, other: PlanContent) -> list[str]:
     return sorted({*mine.parameter_layouts, *other.parameter_layouts})
 
 
@@ -142,23 +141,23 @@ def _rehearsed(rehearsed: Rehearsed | None) -> str:
     return f"{said}, and ranks were seen to compute {rehearsed.busy:.1%} of it"
 
 
-def _held(plan: AnyContent, name: str) -> str:
+def _held(plan: PlanContent, name: str) -> str:
     layout = plan.parameter_layouts.get(name)
-    if layout is None or isinstance(plan, PlanContent):
+    if layout is None or not plan.axis:
         return str(layout or "absent")
     places = ", ".join(map(str, plan.holders.get(name, ())))
     return f"{layout} at {plan.axis}={places}"
 
 
-def _ends(plan: PipelineContent, number: int) -> str:
-    said: list[str] = []
-    for what, positions in (("reads input", plan.reads[number]), ("returns output", plan.returns[number])):
+def _ends(plan: PlanContent, number: int) -> str:
+    part, said = plan.parts[number], list[str]()
+    for what, positions in (("reads input", part.reads), ("returns output", part.returns)):
         if positions:
             said.append(f"{what} {', '.join(map(str, positions))}")
     return f": {'; '.join(said)}" if said else ""
 
 
-def _cut_line(plan: PipelineContent) -> str:
+def _cut_line(plan: PlanContent) -> str:
     where = f"cut before {', '.join(plan.cut)}"
     if plan.bound_of_cut is None:
         return f"{where}, where each stage reads the parameters that it holds already"
@@ -169,11 +168,11 @@ def _cut_line(plan: PipelineContent) -> str:
     )
 
 
-def _reserved(plan: AnyContent) -> str:
+def _reserved(plan: PlanContent) -> str:
     if not plan.reserve:
         return ""
     made = "communicators"
-    if isinstance(plan, PlanContent):
+    if not plan.axis:
         count = len(communicators(plan.mesh, [c.axes for c in collectives_of(plan.records)]))
         made = f"{count} communicator{'s' * (count != 1)}"
     return f", and {format_bytes(plan.reserve)} for CUDA's context and {made}"
@@ -196,19 +195,20 @@ def _time_table(plan: PlanContent) -> Iterator[str]:
     yield f"  {'optimizer':9} {format_seconds(update):>9}"
 
 
-def _stages_tables(plan: PipelineContent) -> Iterator[str]:
+def _stages_tables(plan: PlanContent) -> Iterator[str]:
     """Seconds of one piece, what passes between stages, and what ranks hold."""
     yield ""
     heads = ("forward", "backward", "once", "holds", "a piece")
     yield f"  {'stage':>5} {plan.axis:>5} {' '.join(f'{head:>9}' for head in heads)}  modules"
-    for number, (stage, figures) in enumerate(zip(plan.stages, plan.prices.stages, strict=True)):
+    prices = plan.scheduled.prices
+    for number, (stage, figures) in enumerate(zip(plan.stages, prices.stages, strict=True)):
         once = figures.before + figures.after + figures.update
         times = (figures.forward, figures.backward, once)
         columns = [*map(format_seconds, times), format_bytes(figures.held), format_bytes(figures.kept)]
         place = f"  {number:>5} {number % plan.ranks:>5}"
         yield f"{place} {' '.join(f'{column:>9}' for column in columns)}  {_modules(stage)}"
     yield ""
-    ways = zip(plan.prices.sent, plan.prices.returned, strict=True)
+    ways = zip(prices.sent, prices.returned, strict=True)
     for boundary, (sent, returned) in enumerate(ways):
         back = f", gradients in {format_seconds(returned)}" if returned else ""
         yield f"  from stage {boundary} to {boundary + 1}: a piece in {format_seconds(sent)}{back}"
@@ -225,10 +225,10 @@ def _modules(stage: PlanContent) -> str:
     return f"{names[0]} to {names[-1]}" if names else ""
 
 
-def _peak_at(plan: PipelineContent) -> str:
+def _peak_at(plan: PlanContent) -> str:
     return "" if plan.memory is None else f", at {plan.memory.peak.node}, {plan.memory.peak.phase}"
 
 
-def _shared(plan: PipelineContent) -> list[str]:
+def _shared(plan: PlanContent) -> list[str]:
     shared = {name: places for name, places in plan.holders.items() if len(places) > 1}
     return [f"  {name} is held at {plan.axis}={', '.join(map(str, p))}" for name, p in shared.items()]

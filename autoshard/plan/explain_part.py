@@ -6,7 +6,7 @@ import difflib
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
-from autoshard.plan.plan_content import AnyContent, PlanContent
+from autoshard.plan.plan_content import PlanContent
 from autoshard.plan.plan_memory import fold_numbers
 from autoshard.plan.plan_prices import collectives_of
 from autoshard.plan.plan_words import collective_lines, parameter_lines, priced_words
@@ -22,9 +22,9 @@ _Buckets = Mapping[Turn | None, int]
 """Turn -> how many reads have it: their transfers are merged."""
 
 
-def explain_named(plan: AnyContent, name: str) -> str:
+def explain_named(plan: PlanContent, name: str) -> str:
     """`explain_part`; of stages each that has something of that name. PlanError where none has."""
-    if isinstance(plan, PlanContent):
+    if not plan.axis:
         return explain_part(plan.records, name, plan.parameter_layouts)
     errors: list[PlanError] = []
     parts: list[str] = []

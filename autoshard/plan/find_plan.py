@@ -26,10 +26,9 @@ from autoshard.arguments import (
 from autoshard.calls.global_call import as_call, global_call
 from autoshard.calls.outputs import output_layouts
 from autoshard.plan.division import Division, checked_schedule, checked_stages
-from autoshard.plan.plan import AnyPlan
+from autoshard.plan.plan import Plan
 from autoshard.plan.plan_ends import Constraints, resolve_pins
-from autoshard.plan.plan_prices import prices_of
-from autoshard.plan.task import CallLayouts, Task, search_plan
+from autoshard.plan.task import CallLayouts, Task
 from autoshard.profiling.startup import nominal_profile, startup_profile
 from autoshard.refine.refine import check_refine, may_refine, shared_refined_plan
 from cost_model.checked_arguments import checked_seconds
@@ -43,8 +42,6 @@ from passes.capture import Captured, capture
 from passes.capture.device_view import autocast_on
 from passes.compile.compile_graph import check_backend
 from passes.ir.kept_random_state import random_state_kept
-
-__all__ = ["CallLayouts", "Task", "find_plan", "mesh_spec", "prices_of", "search_plan"]
 
 ProfileLike = Profile | str | os.PathLike[str] | None
 
@@ -91,7 +88,7 @@ def find_plan(
     refine: str = "off",
     stages: str | None = None,
     schedule: str | None = None,
-) -> AnyPlan:
+) -> Plan:
     """The fastest plan for training `model` on `mesh`, with proof; nothing is run or changed.
 
     model:          any nn.Module, `meta` included.

@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import networkx as nx
 from msgspec import structs
+from torch.distributed.tensor import Placement
 
-from autoshard.plan.explain import plan_difference
+from autoshard.plan.explain import explain_plan, plan_difference, plan_text
+from autoshard.plan.explain_part import explain_named
 from autoshard.plan.families import Again
-from autoshard.plan.plan_base import PlanBase
 from autoshard.plan.plan_check import pipeline_problems, plan_problems, stage_problems
-from autoshard.plan.plan_content import PipelineContent, PlanContent
-from autoshard.plan.plan_file import (
-    PIPELINE_FILE,
-    PLAN_FILE,
-    SCHEMA_VERSION,
-    damaged,
-    is_pipeline,
-)
+from autoshard.plan.plan_content import PlanContent, of_stages
+from autoshard.plan.plan_file import PIPELINE_FILE, PLAN_FILE, damaged, write_plan
 from autoshard.plan.plan_graph import plan_graph
-from autoshard.plan.plan_origin import PlanOrigin
-from autoshard.plan.why_not import Crossover, why_not_family, why_not_pinned
+from autoshard.plan.plan_prices import Collective, collectives_of
+from autoshard.plan.why_not import Crossover, crossover_lines, why_not_family, why_not_pinned
 from autoshard.plan.why_not import crossovers as found_crossovers
-from cost_model.checked_arguments import checked_path, reject
-from cost_model.errors import InfeasibleError, PlanError
+from cost_model.checked_arguments import checked_flag, checked_path, reject
+from cost_model.errors import PlanError
 from cost_model.memory import communicators
 from cost_model.text_files import read_json
 from passes.ir.joint import JointGraph
 from passes.layout.assignment import Assignment
+from passes.layout.placements import layout_to_placements
 from passes.micro_batches.cut_batch import cut_for_stages, piece_places
 from passes.plan.check_graph import differences, graph_problems
 from passes.plan.describe import graph_hash
@@ -42,11 +39,9 @@ from passes.stages.stage_graph import StageGraph
 from passes.stages.stage_graphs import stage_graphs
 from passes.states.compute_again import compute_again
 
-__all__ = ["SCHEMA_VERSION", "AnyPlan", "PipelinePlan", "Plan", "PlanOrigin", "any_plan_from_json"]
-
 
 @dataclass(frozen=True)
-class Plan(PlanBase, PlanContent):
+class Plan(PlanContent):
     """The fastest plan under its profile's prices.
 
     cost:        seconds of one training step, forward, backward and optimizer update, as the search
@@ -75,8 +70,56 @@ class Plan(PlanBase, PlanContent):
 
     @property
     def stages(self) -> tuple[Plan, ...]:
-        """It is its only one."""
-        return (self,)
+        """Its only one is it itself, without an axis of stages; else the plan of each stage's graph on the ranks of one
+        stage: `mesh` with `axis` of size 1."""
+        return tuple(part.plan for part in self.parts) or (self,)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the layouts, the cut, the schedule and of what they were found for."""
+        held = [(stage.mesh, stage.records, *stage.other_sizes) for stage in self.stages]
+        division = (self.axis, self.schedule, self.micro_batches, self.cut) if self.axis else ()
+        content = repr((self.mesh, held, *division, self.origin.graph_hash))
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+    @cached_property
+    def parameters(self) -> dict[str, tuple[Placement, ...]]:
+        """Parameter name -> one torch placement per mesh axis; along an axis of stages it is of its holders alone."""
+        held = self.parameter_layouts.items()
+        return {name: layout_to_placements(layout, self.mesh) for name, layout in held}
+
+    @cached_property
+    def collectives(self) -> tuple[Collective, ...]:
+        """Every collective of a step, in order, stage by stage; what passes between stages is none."""
+        return tuple(c for stage in self.stages for c in collectives_of(stage.records))
+
+    @cached_property
+    def collective_axes(self) -> list[tuple[str, ...]]:
+        """The mesh axes of every collective of a step, of all stages and of pieces of all sizes, in order."""
+        sizes = [records for stage in self.stages for records in (stage.records, *stage.other_sizes)]
+        return [c.axes for records in sizes for c in collectives_of(records)]
+
+    def to_text(self, *, seconds: bool = True) -> str:
+        """The planned graph, of every stage, in the text form of docs/plans.md."""
+        return plan_text(self, seconds=checked_flag(seconds, "seconds"))
+
+    def explain(self, node: str | None = None, *, crossovers: bool = False) -> str:
+        """Where the time and the bytes go, when stages run; with `node`, of one op, parameter or module with all that
+        it holds.
+
+        Equal layers are explained once, "x 32". crossovers: also at which bandwidths another plan would win, which
+        searches again (`crossovers()`). PlanError, with the nearest names, for a name that the plan lacks."""
+        if node is not None and not isinstance(node, str):
+            raise PlanError(str(reject("node", node, "a name from explain() or to_text(), or None")))
+        if not isinstance(crossovers, bool):
+            raise PlanError(str(reject("crossovers", crossovers, "True or False")))
+        further = ["", *crossover_lines(self.crossovers()), ""] if crossovers else []
+        text = explain_plan(self) if node is None else explain_named(self, node)
+        return text + "\n".join(further)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the JSON that `load` reads. PlanError where no file can be written."""
+        write_plan(self.to_json(), path)
 
     @cached_property
     def assignment(self) -> Assignment:
@@ -115,8 +158,8 @@ class Plan(PlanBase, PlanContent):
         """At which bandwidth of each link level another plan would win, and which: the nearest below and above.
 
         Searches again, over links of one level up to 16 times slower and faster: at most 4 searches a direction. Of a
-        loaded plan: PlanError."""
-        return found_crossovers(self, self._again("crossovers()"))
+        loaded plan, and of one with stages, which are not planned again for a question: PlanError."""
+        return found_crossovers(self, self._again("crossovers()", "crossovers()"))
 
     def why_not(self, parameter: str, placements: Any = None) -> str:
         """The plan found again otherwise, and what it costs more.
@@ -124,19 +167,24 @@ class Plan(PlanBase, PlanContent):
         parameter: a parameter, a pattern of them or any op's name in `to_text()`, pinned to `placements` (of an op its
         first result). Without placements a family of plans: "DDP", "FSDP", "TP", ... (docs/patterns.md).
 
-        PlanError for an unknown name, with near ones, and of a loaded plan, which cannot search; InfeasibleError if
+        PlanError for an unknown name, with near ones, and as `crossovers`; InfeasibleError if
         no plan has it so, ShardingError if the placements do not fit. A family without a plan is told why.
         """
         if not isinstance(parameter, str):
             raise PlanError(
                 str(reject("parameter", parameter, "a parameter's or node's name, or a family's"))
             )
-        again = self._again(f"why_not({parameter!r})")
+        again = self._again(f"why_not({parameter!r})", "why_not(...)")
         if placements is None:
             return why_not_family(self, again, parameter)
         return why_not_pinned(self, again, parameter, placements)
 
-    def _again(self, question: str) -> Again:
+    def _again(self, question: str, of_a_stage: str) -> Again:
+        if self.axis:
+            raise PlanError(
+                f"{of_a_stage} is not there for plans with stages\n"
+                f"  try: plan.stages[0].{of_a_stage}, of one stage as it is cut"
+            )
         if self.again is None:
             raise PlanError(
                 f"{question} must search again, and this plan was loaded from a file or unpickled\n"
@@ -144,68 +192,101 @@ class Plan(PlanBase, PlanContent):
             )
         return self.again
 
-    def diff(self, other: AnyPlan) -> str:
-        """Parameters and collectives in which two plans differ, with their prices."""
-        if not isinstance(other, Plan):
-            raise PlanError(str(reject("other", other, "a Plan without stages, or Plan.load(path)")))
+    def diff(self, other: Plan) -> str:
+        """Parameters and collectives in which two plans differ, with their prices; with stages schedule and cut as
+        well."""
+        if not isinstance(other, Plan) or bool(other.axis) != bool(self.axis):
+            wanted = (
+                "a plan with stages, as this is one"
+                if self.axis
+                else "a Plan without stages, or Plan.load(path)"
+            )
+            raise PlanError(str(reject("other", other, wanted)))
         return plan_difference(self, other)
 
     def check_graph(self, joint: JointGraph) -> None:
-        """PlanError, saying what changed, unless the plan was made for `joint`."""
+        """PlanError, saying what changed, unless the plan was made for `joint`; with stages the canonical graph of a
+        call."""
         if not isinstance(joint, JointGraph):
             raise PlanError(str(reject("joint", joint, "the joint graph of a captured model")))
+        again = f"  try: find_plan(...{', stages=...' if self.axis else ''}) again and save the new plan"
         if graph_hash(joint) != self.origin.graph_hash:
-            lines = differences(self.records, joint, f"{self.mesh.device_type}, torch {self.origin.torch}")
-            raise PlanError(
-                "the plan was made for another model, inputs or code\n"
-                + "\n".join([*lines[:8], "  try: find_plan(...) again and save the new plan"])
-            )
-        for problem in graph_problems(self.records, compute_again(joint, self.lowering.again)):
-            raise PlanError(
-                f"the plan is damaged: {problem}\n  try: find_plan(...) again and save the new plan"
-            )
+            made_on = f"{self.mesh.device_type}, torch {self.origin.torch}"
+            lines = [] if self.axis else differences(self.records, joint, made_on)
+            said = ["the plan was made for another model, inputs or code", *lines[:8], again]
+            raise PlanError("\n".join(said))
+        if not self.axis:
+            for problem in graph_problems(self.records, compute_again(joint, self.lowering.again)):
+                raise PlanError(f"the plan is damaged: {problem}\n{again}")
 
     @staticmethod
-    def load(path: str | os.PathLike[str]) -> AnyPlan:
+    def load(path: str | os.PathLike[str]) -> Plan:
         """Read a saved plan. PlanError if it is missing, not a plan, damaged, or of another schema version."""
         file = checked_path(path, "plan", PlanError)
-        return any_plan_from_json(read_json(file, "plan", PlanError), where=str(file))
+        return Plan.from_json(read_json(file, "plan", PlanError), where=str(file))
 
     def to_json(self) -> dict[str, Any]:
-        return PLAN_FILE.data(self)
+        return (PIPELINE_FILE if self.axis else PLAN_FILE).data(self)
 
     @staticmethod
     def from_json(data: Any, *, where: str = "plan") -> Plan:
         """Inverse of `to_json`. PlanError for anything else: what is accepted can be shown, drawn and compared."""
-        plan = Plan(**PLAN_FILE.fields(data, where))
-        for problem in plan_problems(plan):
-            raise damaged(where, problem)
-        for records in plan.other_sizes:
-            for problem in plan_problems(replace(plan, records=records)):
-                raise damaged(where, f"micro-batches of another size: {problem}")
-        return plan
+        staged = isinstance(data, dict) and "stages" in data
+        return _pipeline_of(data, where) if staged else _whole_of(data, where)
+
+
+def _whole_of(data: Any, where: str) -> Plan:
+    plan = Plan(**PLAN_FILE.fields(data, where))
+    for problem in plan_problems(plan):
+        raise damaged(where, problem)
+    return plan
+
+
+def _pipeline_of(data: Any, where: str) -> PipelinePlan:
+    read = PIPELINE_FILE.fields(data, where)
+    for problem in pipeline_problems(**read):
+        raise damaged(where, problem)
+    parts = [
+        structs.replace(part, plan=_whole_of(part.plan, f"{where}, stage {i}"))
+        for i, part in enumerate(read["parts"])
+    ]
+    for problem in stage_problems(parts, read["mesh"].resized(read["axis"], 1), read["micro_batches"]):
+        raise damaged(where, problem)
+    return PipelinePlan.of(**{**read, "parts": tuple(parts)})
 
 
 @dataclass(frozen=True)
-class PipelinePlan(PlanBase, PipelineContent):
-    """The plan of a model in stages along a mesh axis; its fields are those of `PipelineContent`."""
+class PipelinePlan(Plan):
+    """The plan of a model in stages along a mesh axis; what is not said here is as of `Plan`.
 
-    @cached_property
-    def stages(self) -> tuple[Plan, ...]:
-        """The plan of each stage's graph on the ranks of one stage: `mesh` with `axis` of size 1."""
-        return tuple(part.plan for part in self.parts)
+    mesh:          the whole mesh, of which `axis` holds the stages. Stage s is at coordinate s mod its size.
+    schedule:      one of `ORDERS` in `passes.stages.pipeline_orders`. micro_batches: pieces of a batch.
+    cut:           the op of the call's graph in pieces with which each stage but the first begins.
+    parts:         the stages, in order; everything below is derived from their seconds and bytes.
+    bound_of_cut:  the cut's longest stage, as it was estimated, is at most so much longer, as a share, than that of any
+                   cut into as many stages; None of a later kind of call, whose cut follows from the parameters.
+
+    step_time:     predicted seconds of a step, all stages on one timeline. bubble: the share of it in which ranks wait.
+    cost, lower_bound: `step_time`, and what the search counts for the stages of the busiest rank at least, if it never
+                   waits: for any plans of these stages that pass the same between them, without a limit.
+                   gap: (cost - lower_bound) / cost, so the bubble is in it. Of other cuts
+                   `bound_of_cut` alone is said, of other numbers of pieces nothing.
+    status:        "optimal" where the bound is met, which a bubble rules out; else "feasible".
+    peak_memory:   predicted bytes on the fullest rank: what its stages hold and keep in flight, and one piece makes.
+    memory:        those bytes at each action of that rank, by kind, and what lives at the peak (docs/pipeline.md); None
+                   where that of one of its stages is not known.
+    outputs:       of the call, by position; `returned_by` says by which stage.
+    holders:       parameter name -> coordinates along `axis` of the ranks that hold it, several where stages share it.
+    """
+
+    @staticmethod
+    def of(**given: Any) -> PipelinePlan:
+        """given: the fields that do not follow from its stages."""
+        return PipelinePlan(**given, **of_stages(**given))
 
     def stage_graphs(self, joint: JointGraph) -> tuple[StageGraph, ...]:
         """The graph of each stage, in pieces: of the canonical graph `joint` of the call."""
         return stage_graphs(cut_for_stages(joint, self.micro_batches), self.cut)
-
-    def check_graph(self, joint: JointGraph) -> None:
-        """PlanError unless the plan was made for `joint`, the canonical graph of a call."""
-        if graph_hash(joint) != self.origin.graph_hash:
-            raise PlanError(
-                "the plan was made for another model, inputs or code\n"
-                "  try: find_plan(..., stages=...) again and save the new plan"
-            )
 
     def draw(self, path: str | os.PathLike[str]) -> Path:
         """Draw all stages and pieces on one timeline, bubbles marked, and below it each stage's graph.
@@ -215,49 +296,3 @@ class PipelinePlan(PlanBase, PipelineContent):
 
         graphs = [stage.to_networkx() for stage in self.stages]
         return draw_pipeline(f"{self.mesh}, stages along {self.axis}", self.timeline, graphs, path)
-
-    def diff(self, other: object) -> str:
-        """In what two plans with stages differ: step, memory, schedule, cut and parameters."""
-        if not isinstance(other, PipelinePlan):
-            raise PlanError(str(reject("other", other, "a plan with stages, as this is one")))
-        return plan_difference(self, other)
-
-    def why_not(self, parameter: str, placements: Any = None) -> str:
-        """PlanError: stages are not planned again for a question. `plan.stages[0].why_not(...)` asks one of them."""
-        raise _not_there("why_not(...)", "plan.stages[0].why_not(...), of one stage as it is cut")
-
-    def crossovers(self) -> tuple[Crossover, ...]:
-        """PlanError, as `why_not`."""
-        raise _not_there("crossovers()", "plan.stages[0].crossovers(), of one stage as it is cut")
-
-    def to_json(self) -> dict[str, Any]:
-        return PIPELINE_FILE.data(self)
-
-    @staticmethod
-    def from_json(data: Any, *, where: str = "plan") -> PipelinePlan:
-        """Inverse of `to_json`. PlanError for anything else."""
-        plan = PipelinePlan(**PIPELINE_FILE.fields(data, where))
-        try:
-            for problem in pipeline_problems(plan):
-                raise damaged(where, problem)
-        except InfeasibleError as error:  # no schedule runs so many pieces
-            raise damaged(where, str(error).partition("\n")[0]) from None
-        read = lambda i, part: structs.replace(
-            part, plan=Plan.from_json(part.plan, where=f"{where}, stage {i}")
-        )
-        plan = replace(plan, parts=tuple(read(i, part) for i, part in enumerate(plan.parts)))
-        for problem in stage_problems(plan):
-            raise damaged(where, problem)
-        return plan
-
-
-AnyPlan = Plan | PipelinePlan
-
-
-def any_plan_from_json(data: Any, *, where: str = "plan") -> AnyPlan:
-    """Inverse of `to_json` of either kind. Raises as `Plan.from_json`."""
-    return (PipelinePlan if is_pipeline(data) else Plan).from_json(data, where=where)
-
-
-def _not_there(question: str, instead: str) -> PlanError:
-    return PlanError(f"{question} is not there for plans with stages\n  try: {instead}")

@@ -18,8 +18,8 @@ from msgspec import Meta
 
 from autoshard.cache_files import cache_folder, code_fingerprint, write_whole
 from autoshard.plan.families import FAMILIES, Variant
-from autoshard.plan.plan import AnyPlan, PipelinePlan, Plan, any_plan_from_json
-from autoshard.plan.plan_origin import pace_of
+from autoshard.plan.plan import Plan
+from autoshard.plan.plan_content import pace_of
 from autoshard.plan.plan_prices import collectives_of
 from autoshard.plan.task import Task, search_plan, search_plans
 from autoshard.plan.why_not import is_of_family
@@ -42,7 +42,7 @@ class Candidate:
     """name: how it was found."""
 
     name: str
-    plan: AnyPlan
+    plan: Plan
 
     def to_json(self) -> list[Any]:
         return [self.name, self.plan.to_json()]
@@ -51,7 +51,7 @@ class Candidate:
     def from_json(data: Any) -> Candidate:
         """PlanError for a damaged plan, ValueError or TypeError for what is no pair."""
         name, plan = data
-        return Candidate(str(name), any_plan_from_json(plan))
+        return Candidate(str(name), Plan.from_json(plan))
 
 
 def candidates(task: Task, count: int) -> list[Candidate]:
@@ -78,7 +78,7 @@ def chosen_candidates(
     return _each_once([*chosen, *by_prediction((*families, *judged))])[:count]
 
 
-def with_first(plan: AnyPlan, others: Sequence[Candidate], most: int) -> list[Candidate]:
+def with_first(plan: Plan, others: Sequence[Candidate], most: int) -> list[Candidate]:
     """`plan`, and those of `others` that differ from it and from each other, in this order: at most `most` in all."""
     return _each_once([Candidate(BEST, plan), *others])[:most]
 
@@ -114,8 +114,8 @@ def _is_new(one: Candidate, chosen: Sequence[Candidate]) -> bool:
     return not any(_same(one.plan, other.plan) for other in chosen)
 
 
-def _same(mine: AnyPlan, other: AnyPlan) -> bool:
-    if isinstance(mine, PipelinePlan) or isinstance(other, PipelinePlan):
+def _same(mine: Plan, other: Plan) -> bool:
+    if mine.axis or other.axis:
         return mine.fingerprint == other.fingerprint
     if mine.parameter_layouts != other.parameter_layouts or _moves(mine) != _moves(other):
         return False
@@ -150,7 +150,7 @@ def cached_plan(task: Task, search: Callable[[], Plan]) -> Plan:
     return plan
 
 
-def _is_settled(plan: AnyPlan, begun: float, task: Task) -> bool:
+def _is_settled(plan: Plan, begun: float, task: Task) -> bool:
     early = time.monotonic() - begun < _EARLY * task.time_limit
     return plan.status == "optimal" or (task.memory_limit is not None and early)
 

@@ -6,9 +6,11 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from autoshard.plan.plan_content import PipelineContent, PlanContent
+from autoshard.plan.plan_content import Part, PlanContent
+from cost_model.errors import InfeasibleError
 from cost_model.mesh import MeshSpec
 from passes.layout.joined_axes import JoinedAxes, joining_problems, keeps_together
 from passes.layout.layout import Layout
@@ -33,6 +35,9 @@ def plan_problems(plan: PlanContent) -> Iterator[str]:
     yield from turn_problems(plan.records)
     yield from _ends(plan)
     yield from _memory(plan)
+    for records in plan.other_sizes:
+        for problem in plan_problems(replace(plan, records=records, other_sizes=())):
+            yield f"micro-batches of another size: {problem}"
 
 
 def _prices(plan: PlanContent) -> Iterator[str]:
@@ -174,38 +179,49 @@ def _memory(plan: PlanContent) -> Iterator[str]:
             yield f"what is alive at its peak has {named} bytes of kind {kind}, and the peak {nbytes}"
 
 
-def pipeline_problems(plan: PipelineContent) -> Iterator[str]:
-    """What is wrong with a plan with stages, its stages' own plans aside. InfeasibleError where its schedule cannot run
-    so many pieces."""
-    if plan.axis not in plan.mesh.names:
-        yield f"its stages are along {plan.axis!r}, and {plan.mesh} has no such axis"
+def pipeline_problems(
+    *,
+    mesh: MeshSpec,
+    axis: str,
+    schedule: str,
+    micro_batches: int,
+    cut: Sequence[str],
+    parts: Sequence[Part],
+    **_others: Any,
+) -> Iterator[str]:
+    """What is wrong with a plan with stages, its stages' own plans aside."""
+    if axis not in mesh.names:
+        yield f"its stages are along {axis!r}, and {mesh} has no such axis"
         return
-    count = len(plan.parts)
-    if not count or count % plan.ranks:
-        yield f"it has {count} stages for {plan.ranks} ranks"
+    count, ranks = len(parts), mesh.size(axis)
+    if not count or count % ranks:
+        yield f"it has {count} stages for {ranks} ranks"
         return
-    if len(plan.cut) != count - 1:
-        yield f"it is cut at {len(plan.cut)} places into {count} stages"
-    if count * plan.micro_batches > _MOST_ACTIONS:
-        yield f"{plan.micro_batches} micro-batches on {count} stages, which nothing runs"
+    if len(cut) != count - 1:
+        yield f"it is cut at {len(cut)} places into {count} stages"
+    if count * micro_batches > _MOST_ACTIONS:
+        yield f"{micro_batches} micro-batches on {count} stages, which nothing runs"
         return
-    pipeline_order(plan.schedule, plan.ranks, plan.micro_batches, stages_per_rank=count // plan.ranks)
-    returned = [position for part in plan.parts for position in part.returns]
+    try:
+        pipeline_order(schedule, ranks, micro_batches, stages_per_rank=count // ranks)
+    except InfeasibleError as error:
+        yield str(error).partition("\n")[0]
+    returned = [position for part in parts for position in part.returns]
     if len(set(returned)) != len(returned):
         yield "two of its stages return one output of the call"
 
 
-def stage_problems(plan: PipelineContent) -> Iterator[str]:
-    """Where its stages do not belong together."""
-    own = plan.mesh.resized(plan.axis, 1)
+def stage_problems(parts: Sequence[Part], mesh: MeshSpec, micro_batches: int) -> Iterator[str]:
+    """Where stages on the ranks of `mesh` each do not belong together."""
     layouts: dict[str, Layout] = {}
-    for number, (stage, part) in enumerate(zip(plan.stages, plan.parts, strict=True)):
-        if stage.mesh != own:
-            yield f"stage {number} is planned for {stage.mesh}, and not for {own}"
+    for number, part in enumerate(parts):
+        stage: PlanContent = part.plan
+        if stage.mesh != mesh:
+            yield f"stage {number} is planned for {stage.mesh}, and not for {mesh}"
         if any(place not in stage.outputs for place in range(len(part.returns))):
             yield f"stage {number} does not have the outputs that it returns"
-        if stage.micro_batches != plan.micro_batches:
-            yield f"stage {number} runs {stage.micro_batches} micro-batches, and not {plan.micro_batches}"
+        if stage.micro_batches != micro_batches:
+            yield f"stage {number} runs {stage.micro_batches} micro-batches, and not {micro_batches}"
         for name, layout in stage.parameter_layouts.items():
             if layouts.setdefault(name, layout) != layout:
                 yield f"parameter {name} has two layouts, {layouts[name]} and {layout}"

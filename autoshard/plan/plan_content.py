@@ -2,33 +2,111 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any
 
+import torch
 from msgspec import Meta, Struct
 
 from autoshard.plan.plan_memory import MemoryTimeline
-from autoshard.plan.plan_origin import PlanOrigin, Raced, Rehearsed
 from autoshard.plan.stage_schedule import Scheduled, SchedulePrices, pipeline_memory
+from autoshard.version import __version__
 from cost_model.mesh import MeshSpec
+from cost_model.profile import Profile
 from cost_model.text_files import Count, Seconds, Text
+from cost_model.timed import TimedPrices
+from passes.ir.joint import JointGraph
 from passes.layout.joined_axes import JoinedAxes
 from passes.layout.layout import Layout
+from passes.plan.describe import graph_hash
 from passes.plan.records import NodeRecord
 from passes.predict.predict_stage import StageFigures
 from passes.stages.pipeline_orders import ORDERS, pipeline_order
 from passes.stages.pipeline_timeline import PipelineTimeline
 
+
+class PlanOrigin(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a plan was found for and with.
+
+    profile, profile_hash, nominal: the prices; nominal ones were never measured.
+    graph_hash: of the canonical joint graph. autoshard, torch: versions. timed: hash of the kernels and collectives
+    whose times took the place of modelled prices; "": none, the plan is unrefined. optimizer: by its name in
+    `cost_model.memory.OPTIMIZERS`, whose states and update are counted; "": none, or an older file does not say.
+    """
+
+    profile: Text
+    profile_hash: Text
+    nominal: bool
+    graph_hash: Text
+    autoshard: Text
+    torch: Text
+    timed: Text = ""
+    optimizer: Text = ""
+
+    @staticmethod
+    def of(
+        profile: Profile, joint: JointGraph, optimizer: str, timed: TimedPrices | None = None
+    ) -> PlanOrigin:
+        """optimizer: that is counted where something is trained. timed: what took the place of modelled prices, if
+        anything did."""
+        return PlanOrigin(
+            profile=profile.name,
+            profile_hash=profile.hash(),
+            nominal=profile.nominal,
+            graph_hash=graph_hash(joint),
+            autoshard=__version__,
+            torch=torch.__version__,
+            timed="" if timed is None else timed.hash,
+            optimizer=optimizer if joint.trained else "",
+        )
+
+
+class Raced(Struct, frozen=True, forbid_unknown_fields=True):
+    """A plan that ran for a few real steps. name: how it was found. words: the plan in a line. predicted, measured:
+    seconds of a step; measured: of the slowest rank, its median."""
+
+    name: Text
+    words: Text
+    predicted: Seconds
+    measured: Seconds
+
+
+class Rehearsed(Struct, frozen=True, forbid_unknown_fields=True):
+    """Real steps of a plan. modelled: seconds of a step under modelled and timed prices. measured: of the slowest rank,
+    its median. busy: of stages, the share of all ranks' time in which they computed; None where it was not measured."""
+
+    modelled: Annotated[float, Meta(gt=0.0, le=1e30)]
+    measured: Annotated[float, Meta(gt=0.0, le=1e30)]
+    busy: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+
+
+def pace_of(rehearsed: Rehearsed | None) -> float:
+    """How many times as long as modelled a step took: all seconds of the plan are times that."""
+    return 1.0 if rehearsed is None else rehearsed.measured / rehearsed.modelled
+
+
 Position = Annotated[int, Meta(ge=0, lt=1_000_000_000)]
 """Of an input or output of a call."""
+
+
+class Part(Struct, frozen=True, forbid_unknown_fields=True):
+    """One stage. reads, returns: the call's tensor inputs and outputs that it reads and returns, by position. sent,
+    returned: seconds of what passes to the next stage for a piece, and back; 0 of the last. plan: of its graph."""
+
+    reads: tuple[Position, ...]
+    returns: tuple[Position, ...]
+    figures: StageFigures
+    sent: Seconds
+    returned: Seconds
+    plan: Any
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanContent:
     """A plan as data, in the order of its file. `autoshard.Plan` says what each field is, and what can be done with
-    it."""
+    it; `autoshard.PipelinePlan` does so of one with stages, all of whose figures follow from them (`of_stages`)."""
 
     mesh: MeshSpec
     origin: PlanOrigin
@@ -52,89 +130,24 @@ class PlanContent:
     memory: MemoryTimeline | None = field(default=None, compare=False)
     micro_batches: Annotated[int, Meta(ge=1, le=1_000_000)] = 1
     head_pieces: Annotated[int, Meta(ge=1, le=1_000)] = 1
-    records: tuple[NodeRecord, ...]
+    records: tuple[NodeRecord, ...] = ()
     other_sizes: tuple[tuple[NodeRecord, ...], ...] = ()
+    axis: Text = ""
+    schedule: Annotated[str, Meta(pattern=f"^({'|'.join(ORDERS)})$")] = ""
+    cut: tuple[Text, ...] = ()
+    bound_of_cut: Seconds | None = None
+    parts: Annotated[tuple[Part, ...], Meta(max_length=10_000)] = ()
 
     @property
     def stages(self) -> tuple[PlanContent, ...]:
-        """It is its only one."""
-        return (self,)
+        """Without an axis of stages it is its only one."""
+        return tuple(part.plan for part in self.parts) or (self,)
 
     @property
     def gap(self) -> float:
         """How far the cost may be above the least there is, as a share of it; with `joined_axes`, above the least of
         plans that use those together."""
-        return 0.0 if self.cost <= 0 else max(0.0, (self.cost - self.lower_bound) / self.cost)
-
-
-class Part(Struct, frozen=True, forbid_unknown_fields=True):
-    """One stage. reads, returns: the call's tensor inputs and outputs that it reads and returns, by position. sent,
-    returned: seconds of what passes to the next stage for a piece, and back; 0 of the last. plan: of its graph."""
-
-    reads: tuple[Position, ...]
-    returns: tuple[Position, ...]
-    figures: StageFigures
-    sent: Seconds
-    returned: Seconds
-    plan: Any
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipelineContent:
-    """Stages of one model on the ranks along a mesh axis. `autoshard.PipelinePlan` says what can be done with it.
-
-    mesh:          the whole mesh, of which `axis` holds the stages. Stage s is at coordinate s mod its size.
-    schedule:      one of `ORDERS` in `passes.stages.pipeline_orders`. micro_batches: pieces of a batch.
-    cut:           the op of the call's graph in pieces with which each stage but the first begins.
-    parts:         the stages, in order; everything below is derived from their seconds and bytes.
-    reserve:       bytes of a GPU that no tensor can have.
-    race, rehearsed: as of `Plan`.
-    bound_of_cut:  the cut's longest stage, as it was estimated, is at most so much longer, as a share, than that of any
-                   cut into as many stages; None of a later kind of call, whose cut follows from the parameters.
-
-    step_time:     predicted seconds of a step, all stages on one timeline. bubble: the share of it in which ranks wait.
-    cost, lower_bound: `step_time`, and what the search counts for the stages of the busiest rank at least, if it never
-                   waits: for any plans of these stages that pass the same between them, without a limit.
-                   gap: (cost - lower_bound) / cost, so the bubble is in it. Of other cuts
-                   `bound_of_cut` alone is said, of other numbers of pieces nothing.
-    peak_memory:   predicted bytes on the fullest rank: what its stages hold and keep in flight, and one piece makes.
-    memory:        those bytes at each action of that rank, by kind, and what lives at the peak (docs/pipeline.md); None
-                   where that of one of its stages is not known.
-    holders:       parameter name -> coordinates along `axis` of the ranks that hold it, several where stages share it.
-    """
-
-    mesh: MeshSpec
-    origin: PlanOrigin
-    axis: Text
-    schedule: Annotated[str, Meta(pattern=f"^({'|'.join(ORDERS)})$")]
-    micro_batches: Annotated[int, Meta(ge=1, le=100_000)]
-    cut: tuple[Text, ...]
-    inputs: Mapping[Position, Layout]
-    memory_limit: Count | None
-    reserve: Count
-    bound_of_cut: Seconds | None
-    race: tuple[Raced, ...] = ()
-    rehearsed: Rehearsed | None = None
-    parts: Annotated[tuple[Part, ...], Meta(max_length=10_000)]
-
-    @cached_property
-    def stages(self) -> tuple[PlanContent, ...]:
-        """The plan of each stage's graph on the ranks of one stage: `mesh` with `axis` of size 1."""
-        return tuple(part.plan for part in self.parts)
-
-    @property
-    def reads(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(part.reads for part in self.parts)
-
-    @property
-    def returns(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(part.returns for part in self.parts)
-
-    @cached_property
-    def prices(self) -> SchedulePrices:
-        """Seconds and bytes of each stage and each boundary."""
-        figures, own = tuple(part.figures for part in self.parts), self.parts[:-1]
-        return SchedulePrices(figures, tuple(p.sent for p in own), tuple(p.returned for p in own))
+        return gap_of(self.cost, self.lower_bound)
 
     @property
     def ranks(self) -> int:
@@ -143,14 +156,12 @@ class PipelineContent:
 
     @property
     def stages_per_rank(self) -> int:
-        return len(self.stages) // self.ranks
+        return len(self.parts) // self.ranks
 
     @cached_property
     def scheduled(self) -> Scheduled:
-        order = pipeline_order(
-            self.schedule, self.ranks, self.micro_batches, stages_per_rank=self.stages_per_rank
-        )
-        return Scheduled(order, self.prices)
+        """Its stages under its schedule."""
+        return scheduled_parts(self.mesh, self.axis, self.schedule, self.micro_batches, self.parts)
 
     @property
     def timeline(self) -> PipelineTimeline:
@@ -158,43 +169,8 @@ class PipelineContent:
         return self.scheduled.timeline
 
     @property
-    def step_time(self) -> float:
-        return self.timeline.seconds
-
-    @property
     def bubble(self) -> float:
         return self.timeline.bubble
-
-    @property
-    def cost(self) -> float:
-        return self.step_time
-
-    @property
-    def lower_bound(self) -> float:
-        own = [self.stages[rank :: self.ranks] for rank in range(self.ranks)]
-        return min(self.cost, max(sum(stage.lower_bound for stage in stages) for stages in own))
-
-    @property
-    def gap(self) -> float:
-        return 0.0 if self.cost <= 0 else (self.cost - self.lower_bound) / self.cost
-
-    @property
-    def status(self) -> str:
-        """ "optimal" where the bound is met, which a bubble rules out; else "feasible"."""
-        return "optimal" if self.gap <= 1e-9 else "feasible"
-
-    @property
-    def peak_memory(self) -> int:
-        return max(self.scheduled.peaks)
-
-    @cached_property
-    def memory(self) -> MemoryTimeline | None:
-        return pipeline_memory(self.scheduled, [stage.memory for stage in self.stages])
-
-    @cached_property
-    def parameter_layouts(self) -> dict[str, Layout]:
-        """By every name that a parameter has."""
-        return {name: layout for stage in self.stages for name, layout in stage.parameter_layouts.items()}
 
     @cached_property
     def holders(self) -> dict[str, tuple[int, ...]]:
@@ -205,23 +181,54 @@ class PipelineContent:
         return {name: tuple(sorted(places)) for name, places in found.items()}
 
     @cached_property
-    def outputs(self) -> dict[int, Layout | None]:
-        """Of the call, by position; `returned_by` says by which stage."""
-        return {
-            position: stage.outputs[index]
-            for stage, part in zip(self.stages, self.parts, strict=True)
-            for index, position in enumerate(part.returns)
-        }
-
-    @cached_property
     def returned_by(self) -> dict[int, int]:
         """Tensor output of the call -> the stage that returns it."""
         return {position: stage for stage, part in enumerate(self.parts) for position in part.returns}
 
-    @property
-    def fallbacks(self) -> tuple[str, ...]:
-        """Ops without a rule, which run replicated in their stage."""
-        return tuple(sorted({op for stage in self.stages for op in stage.fallbacks}))
+
+def gap_of(cost: float, bound: float) -> float:
+    return 0.0 if cost <= 0 else max(0.0, (cost - bound) / cost)
 
 
-AnyContent = PlanContent | PipelineContent
+def scheduled_parts(
+    mesh: MeshSpec, axis: str, schedule: str, micro_batches: int, parts: Sequence[Part]
+) -> Scheduled:
+    """InfeasibleError where the schedule cannot run so many pieces."""
+    ranks, own = mesh.size(axis), parts[:-1]
+    order = pipeline_order(schedule, ranks, micro_batches, stages_per_rank=len(parts) // ranks)
+    passed = tuple(part.sent for part in own), tuple(part.returned for part in own)
+    return Scheduled(order, SchedulePrices(tuple(part.figures for part in parts), *passed))
+
+
+def of_stages(
+    *,
+    mesh: MeshSpec,
+    axis: str,
+    schedule: str,
+    micro_batches: int,
+    parts: Sequence[Part],
+    **_others: Any,
+) -> dict[str, Any]:
+    """By name, what of a plan with stages follows from them. Raises as `scheduled_parts`."""
+    scheduled = scheduled_parts(mesh, axis, schedule, micro_batches, parts)
+    stages: list[PlanContent] = [part.plan for part in parts]
+    ranks, cost = mesh.size(axis), scheduled.seconds
+    busiest = max(sum(stage.lower_bound for stage in stages[rank::ranks]) for rank in range(ranks))
+    memory = pipeline_memory(scheduled, [stage.memory for stage in stages])
+    return {
+        "cost": cost,
+        "lower_bound": min(cost, busiest),
+        # The bound is met without a bubble alone.
+        "status": "optimal" if gap_of(cost, busiest) <= 1e-9 else "feasible",
+        "step_time": cost,
+        "peak_memory": max(scheduled.peaks),
+        "peak_node": "" if memory is None else memory.peak.node,
+        "memory": memory,
+        "parameter_layouts": {name: at for stage in stages for name, at in stage.parameter_layouts.items()},
+        "outputs": {
+            position: stage.outputs[index]
+            for stage, part in zip(stages, parts, strict=True)
+            for index, position in enumerate(part.returns)
+        },
+        "fallbacks": tuple(sorted({op for stage in stages for op in stage.fallbacks})),
+    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import cache, cached_property
 from typing import Any, Literal, get_type_hints
@@ -13,7 +13,7 @@ from typing import Any, Literal, get_type_hints
 import msgspec
 from msgspec import Struct, structs
 
-from autoshard.plan.plan_content import PipelineContent, PlanContent
+from autoshard.plan.plan_content import PlanContent
 from autoshard.plan.plan_memory import MemoryTimeline
 from cost_model.checked_arguments import checked_path
 from cost_model.errors import PlanError
@@ -34,31 +34,30 @@ class MeshData(Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class PlanFile:
-    """How plans of the fields of `content` are written. names: of fields that a file calls otherwise."""
+    """How plans are written. held: fields of `PlanContent`, in order. names: of those that a file calls otherwise.
+    optional: those with a default that a file leaves out."""
 
-    content: type
+    held: Sequence[str]
     names: Mapping[str, str]
+    optional: Collection[str]
 
     @cached_property
     def schema(self) -> type[Struct]:
-        hints = get_type_hints(self.content, include_extras=True) | {"mesh": MeshData}
-        held = [("schema_version", int)] + [
-            (one.name, hints[one.name], *(() if one.default is MISSING else (one.default,)))
-            for one in fields(self.content)
-        ]
-        return msgspec.defstruct(
-            self.content.__name__, held, rename=self.names, kw_only=True, forbid_unknown_fields=True
-        )
+        hints = get_type_hints(PlanContent, include_extras=True) | {"mesh": MeshData}
+        defaults = {one.name: one.default for one in fields(PlanContent) if one.name in self.optional}
+        typed = lambda name: (name, hints[name], defaults[name]) if name in defaults else (name, hints[name])
+        held: list[Any] = [("schema_version", int), *map(typed, self.held)]
+        return msgspec.defstruct("Plan", held, rename=self.names, kw_only=True, forbid_unknown_fields=True)
 
-    def data(self, plan: Any) -> dict[str, Any]:
-        held = {one.name: getattr(plan, one.name) for one in fields(self.content)}
+    def data(self, plan: PlanContent) -> dict[str, Any]:
+        held = {name: getattr(plan, name) for name in self.held}
         if isinstance(memory := held.get("memory"), MemoryTimeline):
             held["memory"] = memory.outline()
-        mesh = MeshData(dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True)), plan.mesh.device_type)
+        mesh = MeshData(dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True)), plan.mesh.device_type)  # type: ignore[arg-type]
         return json_data(self.schema(**held | {"schema_version": SCHEMA_VERSION, "mesh": mesh}))
 
     def fields(self, data: Any, where: str) -> dict[str, Any]:
-        """Of the content, by name. PlanError, naming the first place of `data` that does not fit the schema."""
+        """By name. PlanError, naming the first place of `data` that does not fit the schema."""
         if not isinstance(data, dict) or "schema_version" not in data:
             raise PlanError(f"{where} is no autoshard plan: it has no schema_version{_AGAIN}")
         if data["schema_version"] != SCHEMA_VERSION:
@@ -67,10 +66,11 @@ class PlanFile:
                 "  try: find_plan(...) again and save the new plan"
             )
         try:
-            held = msgspec.convert(data, self.schema, str_keys=True)
-            mesh: MeshData = held.mesh  # type: ignore[attr-defined]
-            own = {one.name: getattr(held, one.name) for one in fields(self.content)}
-            return own | {"mesh": MeshSpec(mesh.axes, mesh.device)}
+            read = msgspec.convert(data, self.schema, str_keys=True)
+            mesh: MeshData = read.mesh  # type: ignore[attr-defined]
+            return {name: getattr(read, name) for name in self.held} | {
+                "mesh": MeshSpec(mesh.axes, mesh.device)
+            }
         except ValueError as error:  # msgspec's own is one, and a ShardingError of the mesh
             said = (
                 "a text in it is no UTF-8"
@@ -82,8 +82,15 @@ class PlanFile:
             raise damaged(where, "nested too deep") from None
 
 
+_IN_STAGES = (
+    *("mesh", "origin", "axis", "schedule", "micro_batches", "cut", "inputs", "memory_limit", "reserve"),
+    *("bound_of_cut", "race", "rehearsed", "parts"),
+)
+_OF_STAGES = ("axis", "schedule", "cut", "bound_of_cut", "parts")
+_WHOLE = [one for one in fields(PlanContent) if one.name not in _OF_STAGES]
+
 PLAN_FILE = PlanFile(
-    PlanContent,
+    [one.name for one in _WHOLE],
     {
         "cost": "cost_seconds",
         "lower_bound": "lower_bound_seconds",
@@ -95,16 +102,14 @@ PLAN_FILE = PlanFile(
         "moved_nbytes": "moved_bytes",
         "records": "nodes",
     },
+    {one.name for one in _WHOLE if one.default is not MISSING} - {"records"},
 )
 PIPELINE_FILE = PlanFile(
-    PipelineContent,
+    _IN_STAGES,
     {"memory_limit": "memory_limit_bytes", "reserve": "reserve_bytes", "parts": "stages"},
+    {"race", "rehearsed"},
 )
-
-
-def is_pipeline(data: Any) -> bool:
-    """Whether JSON data is of a plan with stages, damaged or not."""
-    return isinstance(data, dict) and "stages" in data
+"""Of a plan with stages, each of which has a plan of its own: `of_stages` says the rest."""
 
 
 def damaged(where: str, problem: str) -> PlanError:

@@ -7,7 +7,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 
 from autoshard.plan.micro_batches import cut_call
-from autoshard.plan.plan import AnyPlan, PipelinePlan, Plan
+from autoshard.plan.plan import Plan
 from cost_model.errors import AutoshardError, InfeasibleError, PlanError, ShardingError
 from cost_model.memory import OPTIMIZERS
 from cost_model.mesh import MeshSpec
@@ -25,7 +25,7 @@ def axes_in(plan: Plan) -> list[tuple[str, ...]]:
     return sorted({tuple(sorted(axes, key=plan.mesh.index)) for axes in plan.collective_axes})
 
 
-def check_outputs(plan: AnyPlan, asked: Mapping[int, Layout | None]) -> None:
+def check_outputs(plan: Plan, asked: Mapping[int, Layout | None]) -> None:
     """PlanError unless the plan returns what this call promises: whole tensors, or the layouts asked for."""
     for index, layout in plan.outputs.items():
         wanted = asked.get(index, Layout.replicated(len(layout.dims))) if layout is not None else None
@@ -36,7 +36,7 @@ def check_outputs(plan: AnyPlan, asked: Mapping[int, Layout | None]) -> None:
             )
 
 
-def check_mesh(plan: AnyPlan, spec: MeshSpec) -> None:
+def check_mesh(plan: Plan, spec: MeshSpec) -> None:
     """PlanError unless the plan is for a mesh of these axes."""
     if (plan.mesh.names, plan.mesh.sizes) != (spec.names, spec.sizes):
         raise PlanError(
@@ -44,7 +44,7 @@ def check_mesh(plan: AnyPlan, spec: MeshSpec) -> None:
         )
 
 
-def check_limit(plan: AnyPlan, memory_limit: int | None) -> None:
+def check_limit(plan: Plan, memory_limit: int | None) -> None:
     """InfeasibleError unless the plan holds so many bytes per device at most."""
     needed = plan.peak_memory + plan.reserve
     if memory_limit is not None and needed > memory_limit:
@@ -54,7 +54,7 @@ def check_limit(plan: AnyPlan, memory_limit: int | None) -> None:
         )
 
 
-def check_optimizer(plan: AnyPlan, optimizer: str | None) -> None:
+def check_optimizer(plan: Plan, optimizer: str | None) -> None:
     """ShardingError where the plan is known to count an optimizer that keeps more or less than the one that was
     named."""
     counted = plan.origin.optimizer
@@ -70,7 +70,7 @@ def _kept(optimizer: str) -> tuple[int, int]:
     return found.states, found.element_nbytes
 
 
-def check_pins(plan: AnyPlan, pins: Mapping[str, Layout]) -> None:
+def check_pins(plan: Plan, pins: Mapping[str, Layout]) -> None:
     """ShardingError unless the plan has every pinned parameter as `constraints` say."""
     for stage in plan.stages:
         for name, pin in pins.items():
@@ -82,7 +82,7 @@ def check_pins(plan: AnyPlan, pins: Mapping[str, Layout]) -> None:
                 )
 
 
-def check_again(plan: AnyPlan, recompute: str, joint: JointGraph) -> None:
+def check_again(plan: Plan, recompute: str, joint: JointGraph) -> None:
     """PlanError where `recompute` is "user" and the plan computes other ops again than the model's checkpoints say.
 
     joint: the graph that the plan names.
@@ -103,7 +103,7 @@ def check_again(plan: AnyPlan, recompute: str, joint: JointGraph) -> None:
 
 
 @contextmanager
-def runnable(plan: AnyPlan) -> Generator[None]:
+def runnable(plan: Plan) -> Generator[None]:
     """A plan that the search found runs. One that somebody edited may ask for what no op can do."""
     try:
         yield
@@ -118,15 +118,15 @@ def runnable(plan: AnyPlan) -> Generator[None]:
         ) from error
 
 
-def given_plan(plan: AnyPlan | str | os.PathLike[str]) -> AnyPlan:
+def given_plan(plan: Plan | str | os.PathLike[str]) -> Plan:
     """`plan`, or read. Raises as `Plan.load`."""
-    return plan if isinstance(plan, (Plan, PipelinePlan)) else Plan.load(plan)
+    return plan if isinstance(plan, Plan) else Plan.load(plan)
 
 
-def plain_plan(plan: AnyPlan | str | os.PathLike[str], what: str) -> Plan:
+def plain_plan(plan: Plan | str | os.PathLike[str], what: str) -> Plan:
     """`plan`, or read. PlanError for a plan with stages, which `what` does not take."""
     found = given_plan(plan)
-    if isinstance(found, PipelinePlan):
+    if found.axis:
         raise PlanError(
             f"{what} takes no plan with stages, and this one has {len(found.stages)}\n"
             "  try: find_plan(..., stages=None), or that plan's `stages` one by one"
@@ -134,8 +134,8 @@ def plain_plan(plan: AnyPlan | str | os.PathLike[str], what: str) -> Plan:
     return found
 
 
-def planned_graph(captured: Captured, plan: AnyPlan) -> JointGraph:
+def planned_graph(captured: Captured, plan: Plan) -> JointGraph:
     """The graph that a plan of the call names: with stages the whole call's, else that of the first piece."""
-    if isinstance(plan, PipelinePlan):
+    if plan.axis:
         return captured.joint
     return cut_call(captured, plan.micro_batches, plan.head_pieces).joint

@@ -11,8 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from autoshard.plan.plan import PipelinePlan
-from autoshard.plan.plan_content import Part
-from autoshard.plan.plan_origin import PlanOrigin
+from autoshard.plan.plan_content import Part, PlanOrigin
 from autoshard.plan.plan_prices import plan_reserve
 from autoshard.plan.stage_cut import StageCutter
 from autoshard.plan.stage_schedule import Scheduled, orders_of
@@ -145,7 +144,7 @@ def pipeline_plan(
         Part(stage.graph.inputs, stage.graph.outputs, figures, *seconds, stage.plan)
         for stage, figures, seconds in zip(stages, prices.stages, passed, strict=True)
     )
-    return PipelinePlan(
+    return PipelinePlan.of(
         mesh=task.mesh,
         axis=axis,
         schedule=order.name,

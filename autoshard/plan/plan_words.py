@@ -6,9 +6,8 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from autoshard.plan.plan_content import AnyContent, PipelineContent, PlanContent
+from autoshard.plan.plan_content import PlanContent, Raced
 from autoshard.plan.plan_memory import MemoryTimeline, fold_numbers, kind_lines
-from autoshard.plan.plan_origin import Raced
 from autoshard.plan.plan_prices import Collective, collectives_of
 from cost_model.timed import Priced
 from cost_model.units import format_bytes, format_seconds
@@ -19,11 +18,11 @@ _SAID = 0.1
 """Share of the weights, or of the seconds of a kind of transfer, from which on it is said."""
 
 
-def plan_words(plan: AnyContent) -> str:
+def plan_words(plan: PlanContent) -> str:
     """ "weights split over dp; weights by all_gather[dp]; gradients by reduce_scatter[dp]".
 
     Of stages `stages_words`."""
-    if isinstance(plan, PipelineContent):
+    if plan.axis:
         return stages_words(plan)
     parts = [f"weights {_held(plan)}"]
     moved = _moved(plan)
@@ -33,7 +32,7 @@ def plan_words(plan: AnyContent) -> str:
     return "; ".join(parts)
 
 
-def stages_words(plan: PipelineContent) -> str:
+def stages_words(plan: PlanContent) -> str:
     """ "4 stages along pp, 1f1b of 8 pieces"."""
     several = f", {plan.stages_per_rank} a rank" if plan.stages_per_rank > 1 else ""
     pieces = f"{plan.micro_batches} piece{'s' * (plan.micro_batches != 1)}"

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from autoshard.plan.plan import AnyPlan, Plan
-from autoshard.plan.plan_origin import Rehearsed, pace_of
+from autoshard.plan.plan import Plan
+from autoshard.plan.plan_content import Rehearsed, of_stages, pace_of
 from autoshard.plan.stage_schedule import Scheduled, SchedulePrices
 from passes.plan.records import NodeRecord, OperandRecord
 
 
-def rehearsed_plan(plan: AnyPlan, measured: float, busy: float | None = None) -> AnyPlan:
+def rehearsed_plan(plan: Plan, measured: float, busy: float | None = None) -> Plan:
     """`plan` with its step as measured, and all its other seconds as many times as long as modelled.
 
     One step says that the model is off, and not of what: every price counts alike (`cost_model.correction`), so the
@@ -23,10 +23,12 @@ def rehearsed_plan(plan: AnyPlan, measured: float, busy: float | None = None) ->
     modelled = plan.step_time if plan.rehearsed is None else plan.rehearsed.modelled
     step = Rehearsed(modelled, measured, busy)
     factor = measured / plan.step_time
-    if isinstance(plan, Plan):
+    if not plan.axis:
         return replace(_longer(plan, factor, pace_of(step)), step_time=measured, rehearsed=step)
     prices = measured_schedule(plan.scheduled, measured, busy)
-    computed = sum(one.forward for one in prices.stages) / sum(one.forward for one in plan.prices.stages)
+    computed = sum(one.forward for one in prices.stages) / sum(
+        one.forward for one in plan.scheduled.prices.stages
+    )
     pace = computed * pace_of(plan.rehearsed)
     passed = zip(prices.stages, (*prices.sent, 0.0), (*prices.returned, 0.0), strict=True)
     parts = tuple(
@@ -35,7 +37,8 @@ def rehearsed_plan(plan: AnyPlan, measured: float, busy: float | None = None) ->
         )
         for part, (figures, sent, returned) in zip(plan.parts, passed, strict=True)
     )
-    return replace(plan, parts=parts, rehearsed=step)
+    longer = replace(plan, parts=parts, rehearsed=step)
+    return replace(longer, **of_stages(**vars(longer)))
 
 
 def _longer(plan: Plan, factor: float, pace: float) -> Plan:

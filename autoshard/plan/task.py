@@ -16,7 +16,7 @@ from autoshard.plan.family_choices import families_within
 from autoshard.plan.infeasible import Asked, out_of_time, search_until, told
 from autoshard.plan.judged import Judged, judged, judged_within
 from autoshard.plan.plan import Plan
-from autoshard.plan.plan_content import PlanContent
+from autoshard.plan.plan_content import PlanContent, PlanOrigin
 from autoshard.plan.plan_ends import (
     CallLayouts,
     by_first_name,
@@ -25,7 +25,6 @@ from autoshard.plan.plan_ends import (
     program_fields,
     resolve_pins,
 )
-from autoshard.plan.plan_origin import PlanOrigin
 from autoshard.plan.plan_prices import (
     MESSAGES,
     Collective,
@@ -67,8 +66,6 @@ from passes.states.compute_again import compute_again
 from passes.states.cut_points import users_choice
 from passes.strategies.prices import Prices
 
-__all__ = ["CallLayouts", "Task", "plan_of", "search_plan", "search_plans"]
-
 _log = logging.getLogger("autoshard")
 
 
@@ -77,8 +74,7 @@ class Task:
     """What is to be planned, and under which prices. timed: where its program will run; None: no price is.
 
     links: the whole mesh, where `mesh` is that of one stage of a pipeline. beside: bytes that such a stage holds
-    besides what its own step holds, given what that is; None: nothing. pace: how many times as long as
-    modelled a step took that was rehearsed."""
+    besides what its own step holds, given what that is; None: nothing. pace: of a rehearsed step, times modelled."""
 
     captured: Captured
     profile: Profile
@@ -113,13 +109,11 @@ class Task:
 
     @property
     def boundary(self) -> Boundary:
-        pins, call = by_first_name(self.pins, self.captured), self.call
-        return boundary_of(self.joint, pins, call.inputs, call.outputs, call.free)
+        return self._boundary(self.joint, self.call)
 
-    def of_other_size(self, graph: JointGraph, like: Assignment) -> Task:
-        """Of a smaller piece, `graph`: what a stage sends is laid out as of the first, however few rows there are."""
-        call = self.call.settled(output_layouts(self.joint, like))
-        return replace(self, captured=replace(self.captured, joint=graph), call=call)
+    def _boundary(self, joint: JointGraph, call: CallLayouts) -> Boundary:
+        pins = by_first_name(self.pins, self.captured)
+        return boundary_of(joint, pins, call.inputs, call.outputs, call.free)
 
     def again(self) -> Again:
         """What plans the same but for one thing, for a plan's own questions. Copying it copies no graph."""
@@ -145,8 +139,10 @@ class Task:
         return judged(joint, layouts_of(plan.records), prices_as_in(plan, self.prices)).seconds
 
     def program_fields(self, joint: JointGraph, judged: Judged) -> dict[str, Any]:
-        """Of a plan of the task. joint: with what runs again."""
-        boundary = lambda graph: self.of_other_size(graph, judged.assignment).boundary
+        """Of a plan of the task. joint: with what runs again. What a stage sends of a smaller piece is laid out as of
+        the first."""
+        settled = self.call.settled(output_layouts(self.joint, judged.assignment))
+        boundary = lambda graph: self._boundary(graph, settled)
         return program_fields(joint, judged, self.captured, self.call.inputs, boundary, self.time_limit)
 
     def judged(self, assignment: Assignment) -> Judged:

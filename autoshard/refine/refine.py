@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.plan.division import WHOLE, Division
 from autoshard.plan.micro_batches import fitting
-from autoshard.plan.plan import AnyPlan, PipelinePlan, any_plan_from_json
+from autoshard.plan.plan import Plan
 from autoshard.plan.plan_cache import cached_search, keep_rehearsal, kept_rehearsal, plan_path
 from autoshard.plan.rehearsed_plan import rehearsed_plan
 from autoshard.plan.task import Task
@@ -103,21 +103,20 @@ class DividedRounds:
         steps = f"{format_seconds(before.step_time)} -> {format_seconds(self.plan.step_time)}"
         _log.info("refine: predicted step %s, %s plan", steps, "the same" if self._done else "another")
 
-    def keep(self, plan: AnyPlan) -> None:
+    def keep(self, plan: Plan) -> None:
         """How long a step took: the next start plans again, under what was timed, and finds the plan of this one."""
         assert plan.rehearsed is not None
         keep_rehearsal(self._rehearsal, plan.rehearsed.measured, plan.rehearsed.busy)
 
-    def _planned(self, deadline: Deadline) -> AnyPlan:
+    def _planned(self, deadline: Deadline) -> Plan:
         task = replace(self._task, timed=self.timed.if_any())
         return self._division.fastest(task, deadline, cached_search)
 
 
-def _decided(plan: AnyPlan) -> object:
+def _decided(plan: Plan) -> object:
     """What makes it another plan, prices aside."""
-    if isinstance(plan, PipelinePlan):
-        return plan.axis, plan.schedule, plan.micro_batches, plan.cut, [one.assignment for one in plan.stages]
-    return plan.micro_batches, plan.head_pieces, plan.assignment
+    division = plan.axis, plan.schedule, plan.micro_batches, plan.head_pieces, plan.cut
+    return division, [one.assignment for one in plan.stages]
 
 
 def check_refine(refine: object) -> None:
@@ -142,9 +141,9 @@ class Refined:
     """A plan, and all that was timed for it; None: nothing was. keep: writes the plan, rehearsed, for the
     next start."""
 
-    plan: AnyPlan
+    plan: Plan
     timed: TimedPrices | None
-    keep: Callable[[AnyPlan], None]
+    keep: Callable[[Plan], None]
 
 
 def refined_plan(mesh: DeviceMesh, task: Task, division: Division = WHOLE) -> Refined | None:
@@ -190,11 +189,11 @@ def refined_plan(mesh: DeviceMesh, task: Task, division: Division = WHOLE) -> Re
     return Refined(state[0].plan, state[0].timed.if_any(), state[0].keep) if state else None
 
 
-def shared_refined_plan(mesh: DeviceMesh, task: Task, division: Division = WHOLE) -> AnyPlan:
+def shared_refined_plan(mesh: DeviceMesh, task: Task, division: Division = WHOLE) -> Plan:
     """`refined_plan`, on every rank; rank 0's can be asked what searches again."""
     mine = refined_plan(mesh, task, division)
     data = from_first(mesh, lambda: None if mine is None else mine.plan.to_json(), what="the plan")
-    return any_plan_from_json(data) if mine is None else mine.plan
+    return Plan.from_json(data) if mine is None else mine.plan
 
 
 def _next(rounds: Rounds | DividedRounds) -> _Next:

@@ -11,7 +11,7 @@ from itertools import chain
 from autoshard.plan.families import FAMILIES, Family
 from autoshard.plan.family_choices import family_narrowing
 from autoshard.plan.judged import Judged
-from autoshard.plan.plan import AnyPlan, Plan
+from autoshard.plan.plan import Plan
 from autoshard.plan.plan_cache import cached_plan, keep_plan, kept_plan, plan_path
 from autoshard.plan.task import Task, search_plan
 from autoshard.refine.timed_cases import Case, Cases, TimedCandidate, cases_of, refining_seconds, with_times
@@ -128,9 +128,9 @@ class Rounds:
             # The first search knows no next best: those of the second are still to be timed.
             self._stayed = self.plan.assignment == before.assignment and self._rounds > 1
 
-    def keep(self, plan: AnyPlan) -> None:
+    def keep(self, plan: Plan) -> None:
         """For the next start, which takes it as it is; not where that is to go on timing."""
-        if self._confirmed and isinstance(plan, Plan):
+        if self._confirmed and not plan.axis:
             keep_plan(self._path, plan)
 
     def _under(self, timed: TimedPrices) -> Task:

@@ -9,7 +9,7 @@ from itertools import chain, combinations
 
 from autoshard.plan.families import Family
 from autoshard.plan.micro_batches import cut_call
-from autoshard.plan.plan import AnyPlan, PipelinePlan, Plan
+from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.plan.task import Task
 from cost_model.mesh import MeshSpec
 from cost_model.timed import KernelKey, TimedPrices
@@ -147,7 +147,7 @@ def distinct(case: Case) -> object:
     return case.key if isinstance(case, KernelCase) else (case.kind, case.axes, case.nbytes)
 
 
-def cases_of_parts(plan: AnyPlan, task: Task) -> Cases:
+def cases_of_parts(plan: Plan, task: Task) -> Cases:
     """What `task.timed` does not know, each once, what takes most of a piece first; again: of the first part. task: of
     the whole call."""
     parts = [cases_of(_piece(plan, part), own) for part, own in _parts(plan, task)]
@@ -158,18 +158,17 @@ def cases_of_parts(plan: AnyPlan, task: Task) -> Cases:
     return Cases((*sorted(found.values(), key=lambda case: -case.seconds), *instead), parts[0].again)
 
 
-def _piece(plan: AnyPlan, part: Plan) -> TimedCandidate:
+def _piece(plan: Plan, part: Plan) -> TimedCandidate:
     """Most of what a part runs, it runs once for each piece."""
     return TimedCandidate(plan.step_time / plan.micro_batches, part.assignment, part.lowering)
 
 
-def _parts(plan: AnyPlan, task: Task) -> Iterator[tuple[Plan, Task]]:
+def _parts(plan: Plan, task: Task) -> Iterator[tuple[Plan, Task]]:
     """Each stage, or the whole, with its task."""
     captured = task.captured
-    if isinstance(plan, Plan):
+    if not isinstance(plan, PipelinePlan):
         yield plan, replace(task, captured=cut_call(captured, plan.micro_batches, plan.head_pieces))
         return
-    assert isinstance(plan, PipelinePlan)
     for stage, graph in zip(plan.stages, plan.stage_graphs(captured.joint), strict=True):
         own = replace(captured, joint=graph.joint)
         yield stage, replace(task, captured=own, mesh=stage.mesh, links=task.mesh)

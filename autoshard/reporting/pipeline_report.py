@@ -142,8 +142,8 @@ class PipelineReport(Report[PipelineFigures]):
             measured_timeline([own[i] for own in ranks], places, order) for i in range(first, len(steps))
         ]
         found.sort(key=lambda timeline: timeline.seconds)
-        stages = tuple(structs.replace(stage, update=0.0) for stage in plan.prices.stages)
-        predicted = Scheduled(order, replace(plan.prices, stages=stages)).timeline
+        stages = tuple(structs.replace(stage, update=0.0) for stage in plan.scheduled.prices.stages)
+        predicted = Scheduled(order, replace(plan.scheduled.prices, stages=stages)).timeline
         return PipelineFigures(predicted, found[len(found) // 2], len(found))
 
 

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import nn
 
 from autoshard.arguments import checked_model
-from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.reporting.measured import PeakMemory, RankFigures, StepFigures, put_together
 from autoshard.reporting.pipeline_report import PipelineReport, Report
 from autoshard.reporting.probe import probe
@@ -65,7 +64,7 @@ def report(model: nn.Module, *, warmup: int = 2, repeats: int = 5) -> StepReport
             "report: the model is not parallel\n  try: model = autoshard(model, mesh, ...) before"
         )
     plan = session.plan
-    if isinstance(plan, PipelinePlan) or (plan is None and session.settings.stages not in (None, "auto")):
+    if (plan is not None and plan.axis) or (plan is None and session.settings.stages not in (None, "auto")):
         return PipelineReport(session, warmup)
     if plan is None and session.settings.stages == "auto":
         raise PlanError(
@@ -85,7 +84,7 @@ class StepReport(Report[StepFigures]):
     def text(self) -> str:
         """Whole step, phases and collectives: predicted, measured, predicted / measured."""
         plan = self._session.plan
-        refined = plan.step_time if isinstance(plan, Plan) and plan.origin.timed else None
+        refined = plan.step_time if plan is not None and plan.origin.timed else None
         return report_text(self.figures, str(self._session.profile), refined)
 
     def _drawn(self, target: Path) -> str:

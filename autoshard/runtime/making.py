@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.calls.outputs import Checks
 from autoshard.plan.micro_batches import cut_call
-from autoshard.plan.plan import AnyPlan, PipelinePlan, Plan
+from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.plan.plan_fits import axes_in, runnable
 from autoshard.plan.task import CallLayouts
 from autoshard.runtime.call_program import CallProgram
@@ -47,7 +47,7 @@ Made = Callable[[str], CallProgram]
 """Compiles this rank's program by a backend, on all ranks together."""
 
 
-def places_of(mesh: DeviceMesh, plan: AnyPlan) -> dict[str, Place]:
+def places_of(mesh: DeviceMesh, plan: Plan) -> dict[str, Place]:
     """Where a plan has each parameter. On all ranks together: with stages, meshes are made of the ranks of some."""
     if not isinstance(plan, PipelinePlan):
         return {name: Place(mesh, placed) for name, placed in plan.parameters.items()}
@@ -66,7 +66,7 @@ class Call:
         self.kind = kind_of(home.model, captured.joint)
         self._cuts: dict[object, Captured] = {}
 
-    def cut(self, plan: AnyPlan) -> Captured:
+    def cut(self, plan: Plan) -> Captured:
         """The call as the plan runs it: whole, or in pieces. Plans that cut it alike are given one graph."""
         way = plan.micro_batches, "stages" if isinstance(plan, PipelinePlan) else plan.head_pieces
 
@@ -79,7 +79,7 @@ class Call:
             self._cuts[way] = collectively(self.home.mesh, made, what="cutting a batch")
         return self._cuts[way]
 
-    def made(self, plan: AnyPlan) -> Made:
+    def made(self, plan: Plan) -> Made:
         """Lowered; what compiles it, on all ranks or on none."""
         home = self.home
         compiled = _staged(self, plan) if isinstance(plan, PipelinePlan) else _whole(self, plan)
@@ -91,7 +91,7 @@ class Call:
 
         return made
 
-    def ends(self, plan: AnyPlan) -> CallEnds:
+    def ends(self, plan: Plan) -> CallEnds:
         """With stages, an output that is not asked for whole stays on the ranks of its stage."""
         joint, mesh = self.cut(plan).joint, self.home.mesh
         outputs: list[OutputSide] = []
@@ -103,7 +103,7 @@ class Call:
             outputs.append(OutputSide(shape, layout, kind, on))
         return CallEnds(_sides(joint, plan), tuple(outputs))
 
-    def entry(self, plan: AnyPlan, program: CallProgram) -> RaceEntry:
+    def entry(self, plan: Plan, program: CallProgram) -> RaceEntry:
         """The plan on copies of what a training step reads and writes."""
         home, joint = self.home, self.cut(plan).joint
         sides, places = _sides(joint, plan), places_of(home.mesh, plan)
@@ -210,7 +210,7 @@ def _programs(
         ]
 
 
-def _sides(joint: JointGraph, plan: AnyPlan) -> tuple[InputSide, ...]:
+def _sides(joint: JointGraph, plan: Plan) -> tuple[InputSide, ...]:
     """Where a call's inputs meet the program: with stages, parameters as these hold them."""
     known: dict[str, Layout] = {}
     for node, spec in zip(joint.placeholders, joint.inputs, strict=True):

@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.plan.carried_stages import carried_plan, carried_stages
 from autoshard.plan.division import WHOLE, Division, racers
 from autoshard.plan.micro_batches import cut_call_head, fastest_in_pieces, fitting, most_pieces
-from autoshard.plan.plan import AnyPlan, PipelinePlan, Plan
+from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.plan.plan_cache import BEST, Candidate, cached_candidates, cached_search
+from autoshard.plan.plan_content import pace_of
 from autoshard.plan.plan_fits import check_again, check_mesh, check_outputs, planned_graph
-from autoshard.plan.plan_origin import pace_of
 from autoshard.plan.task import CallLayouts, Task, search_plan
 from autoshard.refine.refine import Refined, may_refine, refined_plan
 from cost_model.deadline import Deadline
@@ -38,7 +38,7 @@ class Settings:
     in_placements: Any
     out_placements: Any
     pins: Mapping[str, Layout]
-    plan: AnyPlan | None
+    plan: Plan | None
     backend: str
     recompute: str
     time_limit: float
@@ -63,7 +63,7 @@ Found = list[Candidate]
 """The search's own plan, and those that are to race it: none where there is no race."""
 
 
-def _alone(plan: AnyPlan) -> Found:
+def _alone(plan: Plan) -> Found:
     return [Candidate(BEST, plan)]
 
 
@@ -110,7 +110,7 @@ class Planner:
         return profile is not None and may_refine(self.mesh, profile.nominal)
 
     def carried(
-        self, captured: Captured, layouts: CallLayouts, first: AnyPlan, held: Mapping[str, Layout]
+        self, captured: Captured, layouts: CallLayouts, first: Plan, held: Mapping[str, Layout]
     ) -> Found:
         """Of another kind of call: the layouts there are; if they do not fit, a search with the parameters' `held`."""
         task = self._task(captured, layouts, held)
@@ -133,7 +133,7 @@ class Planner:
         deadline = Deadline.after(s.time_limit)
         return _alone(fastest_in_pieces(captured, wanted, s.memory_limit, planned, deadline))
 
-    def _plan(self, captured: Captured, layouts: CallLayouts) -> AnyPlan:
+    def _plan(self, captured: Captured, layouts: CallLayouts) -> Plan:
         s = self.settings
         if s.plan is not None:
             check_mesh(s.plan, self.spec)

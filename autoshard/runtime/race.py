@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.plan.plan import AnyPlan
+from autoshard.plan.plan import Plan
 from autoshard.plan.plan_cache import Candidate
-from autoshard.plan.plan_origin import Raced
+from autoshard.plan.plan_content import Raced
 from autoshard.plan.plan_words import plan_words, race_lines
 from autoshard.plan.rehearsed_plan import rehearsed_plan
 from autoshard.progress import tell
@@ -55,7 +55,7 @@ class Starter:
         return self.candidate.name
 
 
-def race(call: Call, candidates: Sequence[Candidate]) -> tuple[AnyPlan, Made]:
+def race(call: Call, candidates: Sequence[Candidate]) -> tuple[Plan, Made]:
     """The plan of the fastest, which says of the others how fast they were; and what gives its program for a backend.
 
     The first candidate is the search's own, and what it raises is raised; another that cannot be compiled or has no
@@ -69,9 +69,7 @@ def race(call: Call, candidates: Sequence[Candidate]) -> tuple[AnyPlan, Made]:
     return plan, lambda backend: program
 
 
-def _won(
-    mesh: DeviceMesh, starters: Sequence[Starter], memory_limit: int | None
-) -> tuple[AnyPlan, CallProgram]:
+def _won(mesh: DeviceMesh, starters: Sequence[Starter], memory_limit: int | None) -> tuple[Plan, CallProgram]:
     if len(starters) < 2:
         return starters[0].candidate.plan, starters[0].entry.program
     track = Track(mesh, "a race")
@@ -174,7 +172,7 @@ def _one_by_one(track: Track, starters: Sequence[Starter]) -> tuple[list[Starter
     return ready, times
 
 
-def is_to_rehearse(plan: AnyPlan, time_limit: float) -> bool:
+def is_to_rehearse(plan: Plan, time_limit: float) -> bool:
     """Not rehearsed before, of steps that are short beside what planning may take, and worth it: under prices that were
     timed, or would have been if there had been time for it."""
     seconds = (WARM_STEPS + _LEAST_STEPS) * plan.step_time
@@ -182,7 +180,7 @@ def is_to_rehearse(plan: AnyPlan, time_limit: float) -> bool:
     return worth and plan.rehearsed is None and seconds <= _MOST_SHARE * time_limit
 
 
-def rehearsed(call: Call, plan: AnyPlan, made: Made) -> tuple[AnyPlan, Made]:
+def rehearsed(call: Call, plan: Plan, made: Made) -> tuple[Plan, Made]:
     """`plan` with its step as measured on copies, and what gives its program; as they were where there is no room.
 
     A refined plan's program runs for a few real steps before the first: what its prices leave out is in them.
@@ -209,7 +207,7 @@ _Steps = tuple[Sequence[float], Sequence[float]]
 or they cannot be told."""
 
 
-def _as_measured(plan: AnyPlan, ranks: Sequence[_Steps]) -> AnyPlan:
+def _as_measured(plan: Plan, ranks: Sequence[_Steps]) -> Plan:
     seconds = step_seconds([[steps] for steps, _ in ranks])[0]
     if not all(busy for _, busy in ranks):
         return rehearsed_plan(plan, seconds)

@@ -19,7 +19,7 @@ from autoshard.arguments import optimizer_name
 from autoshard.calls.global_call import GlobalCall, global_call
 from autoshard.calls.outputs import output_layouts
 from autoshard.plan.find_plan import canonical_capture, named_parameters
-from autoshard.plan.plan import AnyPlan, PipelinePlan
+from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.plan.plan_cache import Candidate
 from autoshard.plan.plan_prices import prices_of
 from autoshard.plan.plan_words import fallback_lines
@@ -67,7 +67,7 @@ class Session:
         self.mesh = mesh
         self.spec = spec
         self.settings = settings
-        self.plan: AnyPlan | None = None
+        self.plan: Plan | None = None
         self.observers: list[Observer] = []
         self.stage_clocks: list[StageClock] = []
         self.seeds = SeedStream()
@@ -225,7 +225,7 @@ class Session:
         assert self.settings.profile is not None
         return self.settings.profile
 
-    def _settle(self, plan: AnyPlan) -> None:
+    def _settle(self, plan: Plan) -> None:
         """The first plan's layouts become the parameters'; later plans hold them, and place what is new."""
         if self.plan is None:
             copies = [c for c in self._copies.everywhere(self.mesh) if c.plan is None]
@@ -234,7 +234,7 @@ class Session:
                     session._take(plan)
         self._take(plan)
 
-    def _take(self, plan: AnyPlan) -> None:
+    def _take(self, plan: Plan) -> None:
         move_buffers(self.model, local_device(self.mesh))
         if any(not isinstance(parameter, DTensor) for parameter in self.model.parameters()):
             place_parameters(self.model, self.mesh, places_of(self.mesh, plan))

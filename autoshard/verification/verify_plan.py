@@ -13,7 +13,7 @@ from torch import nn
 from autoshard.arguments import checked_model
 from autoshard.calls.global_call import as_call
 from autoshard.plan.find_plan import autocast_as, canonical_capture
-from autoshard.plan.plan import AnyPlan, PipelinePlan, Plan
+from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.plan.plan_ends import result_layouts
 from autoshard.plan.plan_fits import given_plan, planned_graph, runnable
 from autoshard.runtime.module import original_forward
@@ -82,7 +82,7 @@ class VerifyReport:
 @full_float32()
 def verify(
     model: nn.Module,
-    plan: AnyPlan | str | os.PathLike[str],
+    plan: Plan | str | os.PathLike[str],
     example_inputs: Any,
     *,
     seed: int = 0,

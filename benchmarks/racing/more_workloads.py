@@ -10,14 +10,7 @@ from benchmarks.models import UNet
 from benchmarks.racing.expert_parallel import ExpertParallel
 from benchmarks.racing.in_space import split_in_space
 from benchmarks.racing.transformers import Llama, MixtureModel, ViT
-from benchmarks.racing.workloads import (
-    Styles,
-    Workload,
-    decoder_styles,
-    gathered,
-    random_words,
-    word_ends,
-)
+from benchmarks.racing.workloads import Styles, Workload, decoder_styles, gathered, random_words, word_ends
 
 __all__ = ["llama", "mixture", "unet", "vit"]
 

@@ -23,16 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from autoshard import Profile
 from autoshard.profiling.startup import attend
 from benchmarks.racing.by_hand import HAND_WRITTEN, ByHand
-from benchmarks.racing.contestants import (
-    PINNED,
-    Build,
-    Meshes,
-    Race,
-    Runner,
-    alone,
-    planned,
-    process_group,
-)
+from benchmarks.racing.contestants import PINNED, Build, Meshes, Race, Runner, alone, planned, process_group
 from benchmarks.racing.measure import timed_rounds, warm_up
 from benchmarks.racing.plan_text import plan_steps, plan_text
 from benchmarks.racing.results import Entry, Result

@@ -15,16 +15,7 @@ from passes.capture.places import Place
 from passes.capture.questions import Check
 from passes.capture.refusals import check_dense, is_dense
 from passes.capture.stand_ins import Number, widest
-from passes.capture.trees import (
-    Instance,
-    Nest,
-    TensorLeaf,
-    Tree,
-    assembled,
-    flatten,
-    items_of,
-    unflatten,
-)
+from passes.capture.trees import Instance, Nest, TensorLeaf, Tree, assembled, flatten, items_of, unflatten
 
 
 def number_indices(tree: Tree) -> list[int]:

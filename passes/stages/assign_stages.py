@@ -12,7 +12,7 @@ from cost_model.errors import ShardingError
 from passes.ir.properties import described
 from passes.stages.backward_stages import backward_stages, pair_gradients
 from passes.stages.graph_parts import GraphParts, operands, passes_with_piece
-from passes.stages.places import (
+from passes.stages.stage_places import (
     ForwardPlaces,
     GradientSum,
     backward_places,

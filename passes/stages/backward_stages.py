@@ -17,7 +17,7 @@ from torch import fx
 from passes.ir.joint import results_nbytes
 from passes.ir.op_traits import is_use
 from passes.stages.graph_parts import GraphParts, Line, TensorKind, is_glued, model_line, operands
-from passes.stages.places import BackwardPlaces, ForwardPlaces
+from passes.stages.stage_places import BackwardPlaces, ForwardPlaces
 
 _BYTE = 1 << 16
 """A byte weighs more than all ties together: one each."""

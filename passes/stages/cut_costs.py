@@ -26,7 +26,7 @@ from passes.stages.graph_parts import (
     operands,
     passes_with_piece,
 )
-from passes.stages.places import (
+from passes.stages.stage_places import (
     ForwardPlaces,
     GradientSum,
     backward_places,

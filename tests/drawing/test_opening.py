@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import networkx as nx
 
 from autoshard.drawing.draw import html_text
-from autoshard.drawing.groups import group_by_module
+from autoshard.drawing.drawn_groups import group_by_module
 from autoshard.drawing.scene import MARGIN, make_scene
 from autoshard.drawing.svg import svg_text
 from tests.drawing.samples import UNMOVED, mlp

@@ -10,14 +10,7 @@ from passes.ir.joint import GraphInput, GraphOutput
 from passes.lower.missing_tangents import without_tangents
 from passes.lower.phases import split_phases
 from tests.runtime.graphs import Local
-from tests.runtime.splitting import (
-    Block,
-    primitive_joint,
-    random_values,
-    run_backward,
-    split,
-    targets,
-)
+from tests.runtime.splitting import Block, primitive_joint, random_values, run_backward, split, targets
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

@@ -20,7 +20,7 @@ from autoshard.plan.plan_cache import (
     chosen_candidates,
     plan_path,
 )
-from autoshard.plan.plan_origin import Raced
+from autoshard.plan.plan_content import Raced
 from autoshard.plan.task import CallLayouts, Task, search_plan, search_plans
 from cost_model.mesh import MeshSpec
 from passes.layout.layout import Layout

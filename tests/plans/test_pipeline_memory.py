@@ -12,8 +12,7 @@ import pytest
 from expecttest import assert_expected_inline
 from msgspec import structs
 
-from autoshard import InfeasibleError
-from autoshard.plan.plan import any_plan_from_json
+from autoshard import InfeasibleError, Plan
 from autoshard.plan.plan_memory import AtPeak, MemoryTimeline
 from autoshard.plan.stage_schedule import Scheduled, SchedulePrices, pipeline_memory
 from autoshard.plan.stage_search import StageSearch
@@ -227,10 +226,10 @@ def test_of_a_plan_and_of_its_file(name: str, mesh: object, pieces: int, schedul
     adds_up(plan.memory, plan.peak_memory)
     data = json.loads(json.dumps(plan.to_json()))
     assert "memory" not in data
-    assert any_plan_from_json(data).memory == plan.memory
+    assert Plan.from_json(data).memory == plan.memory
     for one in data["stages"]:
         del one["plan"]["memory"]
-    older = any_plan_from_json(data)
+    older = Plan.from_json(data)
     assert older.memory is None and "memory at the peak" not in older.explain()
 
 

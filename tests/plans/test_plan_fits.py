@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autoshard import MeshSpec, PlanError, ShardingError, find_plan
 from autoshard.plan.find_plan import canonical_capture
-from autoshard.plan.plan import AnyPlan, any_plan_from_json
+from autoshard.plan.plan import Plan
 from autoshard.plan.plan_fits import check_again, check_optimizer
 from passes.ir.joint import JointGraph
 from tests.profiles import slow_compute
@@ -37,7 +37,7 @@ class Blocks(nn.Module):
         return x.relu()
 
 
-def planned(checkpointed: bool, recompute: str = "auto", share: float | None = None) -> AnyPlan:
+def planned(checkpointed: bool, recompute: str = "auto", share: float | None = None) -> Plan:
     model, x = Blocks(checkpointed), (torch.randn(64, 16),)
     plan = find_plan(model, ONE, x, profile=slow_compute(), recompute=recompute)
     if share is None:
@@ -76,14 +76,14 @@ def test_a_plan_says_whose_optimizer_it_counts(stages: str | None) -> None:
     options: dict[str, Any] = {"profile": slow_compute(), "optimizer": "sgd", "stages": stages}
     plan = find_plan(Blocks(False), MeshSpec({"x": 2}), (torch.randn(64, 16),), **options)
     data = json.loads(json.dumps(plan.to_json()))
-    read = any_plan_from_json(data)
+    read = Plan.from_json(data)
     assert plan.origin.optimizer == read.origin.optimizer == "sgd"
     check_optimizer(read, "sgd")
     check_optimizer(read, None)
     with pytest.raises(ShardingError, match="optimizer is 'adam', and plan counts the states of 'sgd'"):
         check_optimizer(read, "adam")
     del data["origin"]["optimizer"]
-    check_optimizer(any_plan_from_json(data), "adam")
+    check_optimizer(Plan.from_json(data), "adam")
     with torch.no_grad():
         forward = find_plan(Blocks(False), MeshSpec({"x": 2}), (torch.randn(64, 16),), **options)
     assert "optimizer" not in forward.to_json()["origin"]

@@ -145,21 +145,21 @@ def test_the_prediction_is_of_the_busiest_rank_at_least() -> None:
 def test_forward_alone_runs_whole() -> None:
     plan = plan_stages(stage_task("gpt2", SQUARE, training=False), "pp", 4)
     assert plan.micro_batches == 1 and plan.schedule == "gpipe"
-    assert all(stage.backward == stage.update == 0.0 for stage in plan.prices.stages)
+    assert all(stage.backward == stage.update == 0.0 for stage in plan.scheduled.prices.stages)
 
 
 def test_what_is_sent_without_a_gradient_is_in_any_layout() -> None:
     """Of a forward alone: gathering the residual stream to send it would cost more than sending a part."""
     batch = MeshSpec({"pp": 2, "dp": 2})
     plan = plan_stages(stage_task("llama", batch, training=False), "pp", 1)
-    own = len(plan.returns[0])
+    own = len(plan.parts[0].returns)
     assert any(plan.stages[0].outputs[place].axes for place in plan.stages[0].outputs if place >= own)  # type: ignore[union-attr]
 
 
 def test_a_limit_leaves_room_for_what_is_in_flight() -> None:
     free = planned("mlp", PP, 4, "gpipe")
     assert in_flight(free.timeline.order) == (4, 4)
-    first, second = free.prices.stages
+    first, second = free.scheduled.prices.stages
     assert free.scheduled.peaks == (first.peak + 3 * first.kept, second.peak + 3 * second.kept)
     limit = free.peak_memory - 1
     found = plan_stages(stage_task("mlp", memory_limit=limit), "pp", 4)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoshard.plan.plan_origin import Raced
+from autoshard.plan.plan_content import Raced
 from autoshard.plan.plan_words import race_lines
 from autoshard.runtime.race import beside_each_other, by_speed, rounds_within, step_seconds
 

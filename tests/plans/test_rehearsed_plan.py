@@ -11,9 +11,9 @@ from torch import nn
 
 from autoshard import PipelinePlan, find_plan
 from autoshard.plan.families import FAMILIES, Variant
-from autoshard.plan.plan import Plan, any_plan_from_json
+from autoshard.plan.plan import Plan
 from autoshard.plan.plan_cache import keep_plan, keep_rehearsal, kept_plan, kept_rehearsal
-from autoshard.plan.plan_origin import Rehearsed, pace_of
+from autoshard.plan.plan_content import Rehearsed, pace_of
 from autoshard.plan.plan_prices import collectives_of
 from autoshard.plan.rehearsed_plan import rehearsed_plan
 from autoshard.plan.task import search_plan
@@ -100,11 +100,11 @@ def test_stages_and_what_passes_between_them_take_as_much_longer() -> None:
     one, other = rehearsed.stages[1], found.stages[1]
     assert one.assignment == other.assignment
     assert [r.seconds for r in one.records] == pytest.approx([r.seconds for r in other.records])
-    assert rehearsed.prices.sent == pytest.approx(found.prices.sent)
+    assert rehearsed.scheduled.prices.sent == pytest.approx(found.scheduled.prices.sent)
     assert rehearsed.peak_memory == plan.peak_memory
     assert "as it took when it was rehearsed" in rehearsed.explain()
     assert "rehearsed" not in plan.explain() and "rehearsed" not in plan.to_json()
-    assert any_plan_from_json(rehearsed.to_json()).rehearsed == rehearsed.rehearsed
+    assert Plan.from_json(rehearsed.to_json()).rehearsed == rehearsed.rehearsed
 
 
 @pytest.mark.parametrize("factor", [0.8, 1.5])
@@ -120,7 +120,7 @@ def test_stages_compute_and_wait_as_was_measured(factor: float, busy: float) -> 
     assert rehearsed.bubble == pytest.approx(plan.bubble if waits_at_least else 1.0 - busy, abs=1e-6), (
         computed
     )
-    assert any_plan_from_json(rehearsed.to_json()) == rehearsed
+    assert Plan.from_json(rehearsed.to_json()) == rehearsed
     assert f"and ranks were seen to compute {busy:.1%} of it" in rehearsed.explain()
     if not waits_at_least:
         assert rehearsed.stages[0].step_time == pytest.approx(computed * plan.stages[0].step_time)

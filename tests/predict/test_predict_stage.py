@@ -17,7 +17,7 @@ from tests.plans.pipelines import PP, SQUARE, planned, stage_task
 @pytest.mark.parametrize(("name", "mesh", "pieces"), [("mlp", PP, 1), ("mlp", SQUARE, 4), ("gpt2", PP, 2)])
 def test_pieces_and_what_runs_once_are_the_step(name: str, mesh: MeshSpec, pieces: int) -> None:
     plan = planned(name, mesh, pieces, "gpipe")
-    for stage, figures in zip(plan.stages, plan.prices.stages, strict=True):
+    for stage, figures in zip(plan.stages, plan.scheduled.prices.stages, strict=True):
         once = figures.before + figures.after + figures.update
         assert pieces * (figures.forward + figures.backward) + once == pytest.approx(stage.step_time)
         assert figures.peak == stage.peak_memory
@@ -27,7 +27,7 @@ def test_pieces_and_what_runs_once_are_the_step(name: str, mesh: MeshSpec, piece
 
 def test_halves_are_the_backward() -> None:
     """Run op by op without a launch, both halves together take what the whole takes; the first stage sends nothing."""
-    first, *others = planned("mlp", PP, 4, "gpipe").prices.stages
+    first, *others = planned("mlp", PP, 4, "gpipe").scheduled.prices.stages
     assert first.input == 0.0 and first.weight == pytest.approx(first.backward)
     for stage in others:
         assert stage.input > 0.0 and stage.input + stage.weight == pytest.approx(stage.backward, rel=1e-4)
@@ -38,7 +38,7 @@ def test_what_a_piece_keeps_is_what_its_backward_reads() -> None:
     task = stage_task("mlp")
     plan = planned("mlp", PP, 4, "gpipe")
     for number, graph in enumerate(plan.stage_graphs(task.joint)):
-        stage, figures = plan.stages[number], plan.prices.stages[number]
+        stage, figures = plan.stages[number], plan.scheduled.prices.stages[number]
         mesh = stage.mesh
         program = rank_program(graph.joint, stage.assignment, stage.lowering, mesh, 0, simulated_groups(mesh))
         phases = pieces_of(program, 4).joined().piece.complete()

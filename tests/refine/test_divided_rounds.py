@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from autoshard.plan.division import Division
-from autoshard.plan.plan import AnyPlan, PipelinePlan, Plan
+from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.plan.task import Task
 from autoshard.refine.refine import DividedRounds
 from autoshard.refine.timed_cases import Case
@@ -34,7 +34,7 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
-def refined(one: Task, division: Division, times: Times = timed) -> tuple[AnyPlan, list[tuple[Case, ...]]]:
+def refined(one: Task, division: Division, times: Times = timed) -> tuple[Plan, list[tuple[Case, ...]]]:
     """The plan, and what was timed in each round."""
     rounds, asked = DividedRounds(one, division, STORE, lambda *_: 1000.0), list[tuple[Case, ...]]()
     while cases := rounds.wanted():
@@ -43,11 +43,11 @@ def refined(one: Task, division: Division, times: Times = timed) -> tuple[AnyPla
     return rounds.plan, asked
 
 
-def unrefined(one: Task, division: Division) -> AnyPlan:
+def unrefined(one: Task, division: Division) -> Plan:
     return DividedRounds(one, division, TimedStore({"machines": "none"}), lambda *_: 0.0).plan
 
 
-def products(plan: AnyPlan) -> list[NodeRecord]:
+def products(plan: Plan) -> list[NodeRecord]:
     stages = plan.stages if isinstance(plan, PipelinePlan) else (plan,)
     return [record for stage in stages for record in stage.records if record.op == "contract"]
 

@@ -14,7 +14,7 @@ from msgspec import structs
 from torch import Tensor
 
 from autoshard import autoshard
-from autoshard.plan.plan_origin import Rehearsed
+from autoshard.plan.plan_content import Rehearsed
 from autoshard.plan.rehearsed_plan import rehearsed_plan
 from autoshard.plan.task import search_plan
 from autoshard.refine.refine import DividedRounds

@@ -13,8 +13,8 @@ from passes.ir.joint import results_nbytes
 from passes.stages.choose_cut import choose_cut, stage_seconds
 from passes.stages.cut_costs import CutCosts, Segment, cut_costs, narrow_places
 from passes.stages.graph_parts import graph_parts
-from passes.stages.places import gradient_sums
 from passes.stages.stage_graphs import stage_graphs
+from passes.stages.stage_places import gradient_sums
 from tests.stages.stage_models import MODELS, canonical
 
 

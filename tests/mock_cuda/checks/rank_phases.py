@@ -6,8 +6,9 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.calls.outputs import output_layouts
-from autoshard.plan.find_plan import CallLayouts, Task, search_plan
+from autoshard.plan.find_plan import CallLayouts, Task
 from autoshard.plan.plan_fits import axes_in
+from autoshard.plan.task import search_plan
 from autoshard.runtime.process_groups import groups_for
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
