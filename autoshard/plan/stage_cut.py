@@ -156,9 +156,10 @@ class StageCutter:
 
         kinds = zip(self.joint.placeholders, self.joint.inputs, strict=True)
         of_parameter = {node: held(node) for node, spec in kinds if spec.kind == "param"}
-        known: dict[tuple[int, int], bool] = {}  # all stages are asked about the same segments
 
-        def fits(segment: Segment, stage: int) -> bool:
+        known: dict[tuple[int, int], bool] = {}  # several cuts ask about the same segments
+
+        def fits(segment: Segment) -> bool:
             ends = segment.start, segment.stop
             if ends not in known:
                 known[ends] = sum(of_parameter.get(node, 0) for node in segment.held) / self.ranks <= room

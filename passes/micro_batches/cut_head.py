@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from operator import getitem
 from typing import Any, Literal
 
 import torch
 from torch import fx
 
-from cost_model.mesh import MeshSpec
-from passes.canonicalize.insert_uses import InsertUses
 from passes.ir.collector import collector_paused
-from passes.ir.fake_calls import FakeCalls
 from passes.ir.joint import (
     JointGraph,
     dependents,
-    map_operands,
     node_value,
     node_values,
     result_index,
@@ -25,13 +21,11 @@ from passes.ir.joint import (
     tensor_operands,
 )
 from passes.ir.op_traits import is_product, is_view
-from passes.ir.rewrite import INHERITED, copy_joint, erase_dead
-from passes.ir.torch_compat import fake_mode_of, lazy_module
 from passes.layout.layout import Layout
 from passes.micro_batches.cut_batch import Uncut
-from passes.micro_batches.in_pieces import op_in_piece, without_uses
-from passes.micro_batches.run_times import RunTime, RunTimes, Weights, find_run_times
-from passes.micro_batches.time_axis import TIME, time_mesh
+from passes.micro_batches.in_pieces import PieceWriter, without_uses
+from passes.micro_batches.run_times import RunTimes, Weights, find_run_times
+from passes.micro_batches.time_axis import TIME
 
 _ADD = {
     "sum": torch.ops.aten.add.Tensor,
@@ -72,105 +66,76 @@ def cut_head(joint: JointGraph, count: int) -> JointGraph:
             f"head in {count} pieces: what is largest in the model is needed whole\n"
             "  try: micro_batches, or a model that returns its loss and no logits"
         )
-    writer = _Writer(plain, times, time_mesh(count))
-    writer.write()
-    module = lazy_module(writer.graph, "JointGraph")
-    return copy_joint(InsertUses()(replace(plain, module=module, head_pieces=count)))
+    return _Writer(plain, times).write()
 
 
 @dataclass
-class _Writer:
-    """made: of what is whole, by node; pieces: of what is not, by node, one for every piece. sums: of parts that were
-    made so far."""
+class _Writer(PieceWriter):
+    """pieces: of what is not whole, by node, one for every piece. sums: of parts that were made so far."""
 
-    joint: JointGraph
-    times: RunTimes
-    mesh: MeshSpec
-    graph: fx.Graph = field(default_factory=fx.Graph)
-    calls: FakeCalls = field(default_factory=FakeCalls)
     phase: _Phase = "forward"
-    made: dict[fx.Node, Any] = field(default_factory=dict)
     pieces: dict[fx.Node, list[Any]] = field(default_factory=dict)
     parts: dict[tuple[fx.Node, Layout, int], fx.Node] = field(default_factory=dict)
     sums: dict[fx.Node, fx.Node] = field(default_factory=dict)
     wholes: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
-    def write(self) -> None:
+    def write(self) -> JointGraph:
         for node in self.joint.placeholders:
-            self.made[node] = self.graph.placeholder(node.name)
-            self.made[node].meta = dict(node.meta)
+            self.place(node)
         for phase in ("forward", "backward"):
             self._phase(phase)
         self.graph.output(tuple(None if n is None else self._whole(n) for n in self.joint.results))
-        erase_dead(self.graph)
+        return self.written(head_pieces=self.times.count)
 
     def _phase(self, phase: _Phase) -> None:
         """What runs before the pieces, all of the first piece, of the second ..., what runs after."""
         self.phase = phase
         nodes = [n for n in self.joint.graph.nodes if n.op == "call_function" and n.meta["phase"] == phase]
-        runs = lambda time: [node for node in nodes if self._time(node) == time]
+        runs = lambda time: [node for node in nodes if self.time(node) == time]
         for node in runs("before"):
-            self._once(node)
+            self.once(node, [self._whole(operand) for operand in tensor_operands(node)])
         for index in range(self.times.count):
             for node in runs("piece"):
                 self._of_piece(node, index)
         for node in runs("after"):
-            self._once(node)
+            self.once(node, [self._whole(operand) for operand in tensor_operands(node)])
         for result in self.joint.results:
             if result is not None and result in nodes:
                 self._whole(result)
 
-    def _once(self, node: fx.Node) -> None:
-        operands = [self._whole(operand) for operand in tensor_operands(node)]
-        args, kwargs = map_operands(node, operands)
-        self.made[node] = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
-        self.made[node].meta = dict(node.meta)
-
     def _of_piece(self, node: fx.Node, index: int) -> None:
         producer, result = result_index(node)
         if producer is not node:
-            value = self._getitem(node, self.pieces[producer][index], result)
+            made = self.pieces[producer][index]
+            value = made[result] if isinstance(made, tuple) else self.emit(node, getitem, (made, result), {})
         else:
-            layouts = self.times.layouts[node.name]
-            pairs = zip(tensor_operands(node), layouts.operands, strict=True)
-            operands = [self._part(operand, wanted, index) for operand, wanted in pairs]
-            value = op_in_piece(self._emit, node, operands, layouts, self.mesh, index)
+            pairs = zip(tensor_operands(node), self.times.layouts[node.name].operands, strict=True)
+            value = self.in_piece(node, [self._part(*pair, index) for pair in pairs], index)
         self.pieces.setdefault(node, []).append(value)
-        if isinstance(value, fx.Node) and self._layout(node).partial and self._is_read_whole(node):
+        if isinstance(value, fx.Node) and self.layout(node).partial and self._is_read_whole(node):
             self._add(node, value)
-
-    def _getitem(self, node: fx.Node, of: Any, index: int) -> fx.Node:
-        return of[index] if isinstance(of, tuple) else self._emit(node, operator.getitem, (of, index), {})
 
     def _add(self, node: fx.Node, value: fx.Node) -> None:
         """As soon as it is there, so that parts do not pile up."""
-        ((_, how),) = self._layout(node).partial
+        ((_, how),) = self.layout(node).partial
         earlier = self.sums.get(node)
-        self.sums[node] = value if earlier is None else self._emit(node, _ADD[how], (earlier, value), {})
+        self.sums[node] = value if earlier is None else self.emit(node, _ADD[how], (earlier, value), {})
 
     def _is_read_whole(self, node: fx.Node) -> bool:
-        return any(user.op == "output" or self._time(user) == "after" for user in node.users)
-
-    def _time(self, node: fx.Node) -> RunTime:
-        producer = result_index(node)[0]
-        return "before" if producer.op == "placeholder" else self.times.of[producer.name]
-
-    def _layout(self, node: fx.Node) -> Layout:
-        producer, index = result_index(node)
-        return self.times.layouts[producer.name].results[index]
+        return any(user.op == "output" or self.time(user) == "after" for user in node.users)
 
     def _whole(self, node: fx.Node) -> fx.Node:
-        if self._time(node) != "piece":
+        if self.time(node) != "piece":
             return self.made[node]
         if node in self.sums:
             return self.sums[node]
         if node not in self.wholes:
-            dim = self._layout(node).dim_of(TIME)
-            self.wholes[node] = self._emit(node, torch.ops.aten.cat.default, (self.pieces[node], dim), {})
+            dim = self.layout(node).dim_of(TIME)
+            self.wholes[node] = self.emit(node, torch.ops.aten.cat.default, (self.pieces[node], dim), {})
         return self.wholes[node]
 
     def _part(self, node: fx.Node, wanted: Layout, index: int) -> fx.Node:
-        if self._time(node) == "piece":
+        if self.time(node) == "piece":
             return self.pieces[node][index]
         dim = wanted.dim_of(TIME)
         if dim is None:
@@ -179,21 +144,13 @@ class _Writer:
         if key not in self.parts:
             low, high = wanted.interval(node_value(node).shape, self.mesh, dim, index)
             arguments = (self.made[node], dim, low, high, 1)
-            self.parts[key] = self._emit(node, torch.ops.aten.slice.Tensor, arguments, {})
+            self.parts[key] = self.emit(node, torch.ops.aten.slice.Tensor, arguments, {})
         return self.parts[key]
 
-    def _emit(
+    def emit(
         self, node: fx.Node, target: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> fx.Node:
-        made = self.graph.call_function(target, tuple(args), kwargs)
-        made.meta = {
-            "module": "",
-            "source": "",
-            **{key: node.meta[key] for key in INHERITED if key in node.meta},
-        }
-        made.meta["phase"] = self.phase
-        made.meta["val"] = self.calls(target, args, kwargs, fake_mode_of(node.meta["val"]))
-        return made
+        return self.call(node, target, args, kwargs, phase=self.phase)
 
 
 _LARGE = 0.5

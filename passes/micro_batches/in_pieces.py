@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,9 +20,8 @@ from passes.ir.joint import JointGraph, map_operands, node_value, result_index, 
 from passes.ir.op_traits import is_use
 from passes.ir.rewrite import INHERITED, copy_joint, erase_dead
 from passes.ir.torch_compat import fake_mode_of, lazy_module
-from passes.layout.assignment import NodeLayouts
 from passes.layout.layout import Layout
-from passes.lower.op_on_rank import Emit, OpOnRank
+from passes.lower.op_on_rank import OpOnRank
 from passes.micro_batches.run_times import RunTime, RunTimes
 from passes.micro_batches.time_axis import TIME, time_mesh
 from passes.rules.core.rule_registry import rule_for
@@ -52,78 +53,119 @@ def in_pieces(joint: JointGraph, times: RunTimes, index: int) -> JointGraph:
     Inputs and outputs stay those of `joint`. Graphs of pieces of one size differ in numbers at most: where a part
     starts.
     """
-    writer = _Writer(joint, times, time_mesh(times.count), index)
+    writer = _Writer(joint, times, index=index)
     for node in joint.graph.nodes:
         writer.write(node)
-    erase_dead(writer.graph)
-    module = lazy_module(writer.graph, "JointGraph")
-    return copy_joint(InsertUses()(replace(joint, module=module, pieces=times.count)))
+    return writer.written(pieces=times.count)
 
 
 @dataclass
-class _Writer:
+class PieceWriter:
+    """Writes a graph in which ops of `joint`, which has no `use`, run in pieces. made: of what is whole, by node."""
+
     joint: JointGraph
     times: RunTimes
-    mesh: MeshSpec
-    index: int
     graph: fx.Graph = field(default_factory=fx.Graph)
     calls: FakeCalls = field(default_factory=FakeCalls)
     made: dict[fx.Node, Any] = field(default_factory=dict)
+
+    @cached_property
+    def mesh(self) -> MeshSpec:
+        return time_mesh(self.times.count)
+
+    def written(self, **changed: Any) -> JointGraph:
+        erase_dead(self.graph)
+        module = lazy_module(self.graph, "JointGraph")
+        return copy_joint(InsertUses()(replace(self.joint, module=module, **changed)))
+
+    def place(self, node: fx.Node) -> None:
+        """An input of the call, as it is."""
+        self.made[node] = self.graph.placeholder(node.name)
+        self.made[node].meta = dict(node.meta)
+
+    def once(self, node: fx.Node, operands: Sequence[fx.Node], **meta: Any) -> None:
+        """An op that runs whole."""
+        args, kwargs = map_operands(node, operands)
+        self.made[node] = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        self.made[node].meta = {**node.meta, **meta}
+
+    def in_piece(self, node: fx.Node, operands: Sequence[fx.Node], index: int) -> Any:
+        """What piece `index` makes of its operands, written by the rule of `node`."""
+        layouts = self.times.layouts[node.name]
+        args, kwargs = map_operands(node, operands)
+        rule = rule_for(node).splitting(split.factor for split in layouts.splits)
+        context = OpOnRank(self.emit, self.mesh, index, node, args, kwargs, rule, layouts)
+        if rule.localize is not None:
+            return rule.localize(context)
+        return context.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+
+    def time(self, node: fx.Node) -> RunTime:
+        producer = result_index(node)[0]
+        return "before" if producer.op == "placeholder" else self.times.of[producer.name]
+
+    def layout(self, node: fx.Node) -> Layout:
+        producer, index = result_index(node)
+        return self.times.layouts[producer.name].results[index]
+
+    def emit(
+        self, node: fx.Node, target: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> fx.Node:
+        """An op of a piece, on behalf of `node`."""
+        raise NotImplementedError
+
+    def call(
+        self,
+        node: fx.Node,
+        target: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        **meta: Any,
+    ) -> fx.Node:
+        made = self.graph.call_function(target, tuple(args), kwargs)
+        inherited = {key: node.meta[key] for key in INHERITED if key in node.meta}
+        value = self.calls(target, args, kwargs, fake_mode_of(node.meta["val"]))
+        made.meta = {"module": "", "source": "", **inherited, **meta, "val": value}
+        return made
+
+
+@dataclass
+class _Writer(PieceWriter):
+    """index: of the piece."""
+
+    index: int = 0
     held: dict[fx.Node, fx.Node] = field(default_factory=dict)
     parts: dict[tuple[fx.Node, Layout], fx.Node] = field(default_factory=dict)
     collected: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def write(self, node: fx.Node) -> None:
+        producer, index = result_index(node)
         if node.op == "placeholder":
-            self.made[node] = self.graph.placeholder(node.name)
-            self.made[node].meta = dict(node.meta)
+            self.place(node)
         elif node.op == "output":
             self.graph.output(tuple(None if n is None else self._read_whole(n) for n in self.joint.results))
-        elif result_index(node)[0] is not node:
-            self.made[node] = self._getitem(node)
+        elif producer is not node:
+            self.made[node] = self._result(node, self.made[producer], index)
         elif self.times.of[node.name] == "piece":
-            self.made[node] = self._of_piece(node)
+            pairs = zip(tensor_operands(node), self.times.layouts[node.name].operands, strict=True)
+            self.made[node] = self.in_piece(node, [self._read_part(*pair) for pair in pairs], self.index)
         else:
-            self.made[node] = self._whole(node)
+            operands = [self._read_whole(n) for n in tensor_operands(node)]
+            self.once(node, operands, runs=self.times.of[node.name], repeats=1)
 
-    def _whole(self, node: fx.Node) -> fx.Node:
-        args, kwargs = map_operands(node, [self._read_whole(n) for n in tensor_operands(node)])
-        copy = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
-        copy.meta = {**node.meta, "runs": self.times.of[node.name], "repeats": 1}
-        return copy
-
-    def _of_piece(self, node: fx.Node) -> Any:
-        layouts = self.times.layouts[node.name]
-        operands = [
-            self._read_part(operand, wanted)
-            for operand, wanted in zip(tensor_operands(node), layouts.operands, strict=True)
-        ]
-        return op_in_piece(self._emit, node, operands, layouts, self.mesh, self.index)
-
-    def _getitem(self, node: fx.Node) -> fx.Node:
-        producer, index = result_index(node)
-        made = self.made[producer]
+    def _result(self, node: fx.Node, made: Any, index: int) -> fx.Node:
         if isinstance(made, tuple):
             return made[index]
-        return self._call(node, node.target, (made, index), {}, self._time(node))  # type: ignore[arg-type]
-
-    def _time(self, node: fx.Node) -> RunTime:
-        producer = result_index(node)[0]
-        return "before" if producer.op == "placeholder" else self.times.of[producer.name]
-
-    def _layout(self, node: fx.Node) -> Layout:
-        producer, index = result_index(node)
-        return self.times.layouts[producer.name].results[index]
+        return self._call(node, operator.getitem, (made, index), self.time(node))
 
     def _read_whole(self, node: fx.Node) -> fx.Node:
-        if self._time(node) != "piece":
+        if self.time(node) != "piece":
             return self.made[node]
         if node not in self.collected:
             self.collected[node] = self._collect(node)
         return self.collected[node]
 
     def _collect(self, node: fx.Node) -> fx.Node:
-        layout, shape = self._layout(node), node_value(node).shape
+        layout, shape = self.layout(node), node_value(node).shape
         dim = layout.dim_of(TIME) if not layout.partial else None
         if dim is None:
             ((_, how),) = layout.partial
@@ -131,10 +173,10 @@ class _Writer:
         else:
             start, _ = layout.interval(shape, self.mesh, dim, self.index)
             arguments = (self.made[node], "cat", dim, start, shape[dim])
-        return self._emit(node, torch.ops.autoshard.collect.default, arguments, {})
+        return self.emit(node, torch.ops.autoshard.collect.default, arguments, {})
 
     def _read_part(self, node: fx.Node, wanted: Layout) -> fx.Node:
-        if self._time(node) == "piece":
+        if self.time(node) == "piece":
             return self.made[node]
         dim = wanted.dim_of(TIME)
         if dim is None:
@@ -142,8 +184,7 @@ class _Writer:
         if (node, wanted) not in self.parts:
             low, high = wanted.interval(node_value(node).shape, self.mesh, dim, self.index)
             arguments = (self.made[node], dim, low, high - low)
-            part = self._emit(node, torch.ops.autoshard.piece.default, arguments, {})
-            self.parts[node, wanted] = part
+            self.parts[node, wanted] = self.emit(node, torch.ops.autoshard.piece.default, arguments, {})
         return self.parts[node, wanted]
 
     def _hold(self, node: fx.Node) -> fx.Node:
@@ -152,41 +193,23 @@ class _Writer:
             return self.made[node]
         if node not in self.held:
             operation = torch.ops.autoshard.use.default
-            self.held[node] = self._call(node, operation, (self.made[node],), {}, "before")
+            self.held[node] = self._call(node, operation, (self.made[node],), "before")
         return self.held[node]
 
-    def _emit(
+    def emit(
         self, node: fx.Node, target: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> fx.Node:
-        """An op of the piece, on behalf of `node`."""
-        return self._call(node, target, args, kwargs, "piece")
+        return self._call(node, target, args, "piece", kwargs)
 
     def _call(
         self,
         node: fx.Node,
         target: Callable[..., Any],
         args: Sequence[Any],
-        kwargs: dict[str, Any],
         runs: RunTime,
+        kwargs: dict[str, Any] | None = None,
     ) -> fx.Node:
-        made = self.graph.call_function(target, tuple(args), kwargs)
-        phases = {user.meta.get("phase") for user in node.users}
-        first = "forward" if "forward" in phases else "backward"
-        made.meta = {"phase": first, "module": "", "source": ""}
-        made.meta.update({key: node.meta[key] for key in INHERITED if key in node.meta})
-        made.meta.update(runs=runs, repeats=self.times.count if runs == "piece" else 1)
-        made.meta["val"] = self.calls(target, args, kwargs, fake_mode_of(node.meta["val"]))
-        return made
-
-
-def op_in_piece(
-    emit: Emit, node: fx.Node, operands: Sequence[fx.Node], layouts: NodeLayouts, mesh: MeshSpec, index: int
-) -> Any:
-    """What piece `index` makes of its `operands`, written by the rule of `node`. layouts: of the op, over time, which
-    is the one axis of `mesh`."""
-    args, kwargs = map_operands(node, operands)
-    rule = rule_for(node).splitting(split.factor for split in layouts.splits)
-    context = OpOnRank(emit, mesh, index, node, args, kwargs, rule, layouts)
-    if rule.localize is not None:
-        return rule.localize(context)
-    return context.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+        read = {user.meta.get("phase") for user in node.users}
+        phase = node.meta.get("phase", "forward" if "forward" in read else "backward")
+        repeats = self.times.count if runs == "piece" else 1
+        return self.call(node, target, args, kwargs or {}, phase=phase, runs=runs, repeats=repeats)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -12,9 +13,8 @@ from passes.ir.joint import results_nbytes
 from passes.ir.properties import described
 from passes.stages.cut_costs import CutCosts, CutPlace, Segment
 
-Fits = Callable[[Segment, int], bool]
-"""Whether a stage's memory holds a segment, and which stage: the first ones keep more pieces in flight. Of what fits,
-every part fits."""
+Fits = Callable[[Segment], bool]
+"""Whether a stage's memory holds a segment. Of what fits, every part fits."""
 TransferSeconds = Callable[[int], float]
 
 _ROUNDING = 1e-12
@@ -53,21 +53,6 @@ def choose_cut(
     transfer_seconds: bytes -> seconds between two stages. Raises InfeasibleError that says whether there are too few
     places, one piece is too large for any stage, or all are too large together.
     """
-    line, longest = _shortest(costs, stages, transfer_seconds, places, fits)
-    free = _Line(costs, costs.places, transfer_seconds, None)
-    bound = longest if places is None and fits is None else min(longest, free.longest(stages))
-    cut = line.evenest(stages, longest * (1.0 + within))
-    return ChosenCut(cut, stage_seconds(costs, cut, transfer_seconds), bound)
-
-
-def _shortest(
-    costs: CutCosts,
-    stages: int,
-    transfer_seconds: TransferSeconds,
-    places: Sequence[CutPlace] | None,
-    fits: Fits | None,
-) -> tuple[_Line, float]:
-    """The places in line, and the least that the longest stage can take."""
     if stages < 1:
         raise InfeasibleError(f"cannot cut the graph into {stages} stages\n  try: one or more")
     wanted = costs.places if places is None else tuple(places)
@@ -77,7 +62,9 @@ def _shortest(
     longest = line.longest(stages)
     if not np.isfinite(longest):
         raise _too_large(costs, line, stages, wanted)
-    return line, longest
+    bound = min(longest, _Line(costs, costs.places, transfer_seconds, None).longest(stages))
+    cut = line.evenest(stages, longest * (1.0 + within))
+    return ChosenCut(cut, stage_seconds(costs, cut, transfer_seconds), bound)
 
 
 def stage_seconds(
@@ -113,10 +100,10 @@ class _Line:
     def longest(self, stages: int) -> float:
         """The least that the longest stage can take; infinity if nothing fits."""
         best = self._start()
-        for stage in range(stages):
-            first = self._first_that_fit(stage)
+        for _ in range(stages):
+            longer = [np.maximum(best[:end], self.costs_to(end)) for end in range(len(self.positions))]
             best = np.array(
-                [self._least(np.maximum(best[:end], self.costs_to(end)), first[end]) for end in self._ends()]
+                [row[first:].min(initial=np.inf) for row, first in zip(longer, self._first, strict=True)]
             )
         return float(best[-1])
 
@@ -124,13 +111,12 @@ class _Line:
         """Of the cuts with no stage longer than `longest` the one with the least sum of squares."""
         limit = longest * (1.0 + _ROUNDING)
         best, steps = self._start(), list[list[int]]()
-        for stage in range(stages):
-            first = self._first_that_fit(stage)
+        for _ in range(stages):
             found, step = [np.inf], [0]
             for end in range(1, len(self.positions)):
                 seconds = self.costs_to(end)
                 sums = np.where(seconds <= limit, best[:end] + seconds**2, np.inf)
-                sums[: first[end]] = np.inf
+                sums[: self._first[end]] = np.inf
                 step.append(int(np.argmin(sums)))
                 found.append(float(sums[step[-1]]))
             best = np.array(found)
@@ -141,27 +127,20 @@ class _Line:
             cut.append(self.ops[end - 1])
         return tuple(reversed(cut))
 
-    def fits(self, start: int, end: int, stage: int) -> bool:
+    def fits(self, start: int, end: int) -> bool:
         return self._fits is None or self._fits(
-            Segment(self.costs, self.positions[start], self.positions[end]), stage
+            Segment(self.costs, self.positions[start], self.positions[end])
         )
 
     def _start(self) -> np.ndarray:
-        best = np.full(len(self.positions), np.inf)
-        best[0] = 0.0
-        return best
+        return np.array([0.0] + [np.inf] * (len(self.positions) - 1))
 
-    def _ends(self) -> range:
-        return range(len(self.positions))
-
-    def _least(self, costs: np.ndarray, first: int) -> float:
-        return float(costs[first:].min(initial=np.inf))
-
-    def _first_that_fit(self, stage: int) -> list[int]:
-        """For each end the first start of a segment that fits the stage; the end itself if none does."""
+    @cached_property
+    def _first(self) -> list[int]:
+        """For each end the first start of a segment that fits a stage; the end itself if none does."""
         found, start = [0], 0
         for end in range(1, len(self.positions)):
-            while start < end and not self.fits(start, end, stage):
+            while start < end and not self.fits(start, end):
                 start += 1
             found.append(start)
         return found
@@ -179,7 +158,7 @@ def _too_few(costs: CutCosts, stages: int, places: Sequence[CutPlace]) -> Infeas
 
 def _too_large(costs: CutCosts, line: _Line, stages: int, places: Sequence[CutPlace]) -> InfeasibleError:
     pieces = range(len(line.positions) - 1)
-    alone = [i for i in pieces if not any(line.fits(i, i + 1, stage) for stage in range(stages))]
+    alone = [i for i in pieces if not line.fits(i, i + 1)]
     if not alone:
         return InfeasibleError(
             f"no cut into {stages} stages fits their memory, though each of {len(places) + 1} parts alone fits\n"

@@ -10,7 +10,6 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from torch import fx
 
@@ -63,10 +62,6 @@ class CutCosts:
     seconds: tuple[float, ...]
     homes: Mapping[fx.Node, int]
 
-    @cached_property
-    def at(self) -> dict[int, CutPlace]:
-        return {place.position: place for place in self.places}
-
 
 @dataclass(frozen=True)
 class Segment:
@@ -81,22 +76,10 @@ class Segment:
         return self.costs.parts.forward[self.start : self.stop]
 
     @property
-    def backward(self) -> tuple[fx.Node, ...]:
-        return tuple(n for n, home in self.costs.homes.items() if self.start <= home < self.stop)
-
-    @property
     def held(self) -> tuple[fx.Node, ...]:
         """Parameters, buffers, constants and inputs that the forward reads here."""
         at = self.costs.forward.holders.items()
         return tuple(n for n, places in at if any(self.start <= place < self.stop for place in places))
-
-    @property
-    def received(self) -> CutPlace | None:
-        return self.costs.at.get(self.start)
-
-    @property
-    def sent(self) -> CutPlace | None:
-        return self.costs.at.get(self.stop)
 
 
 def cut_costs(joint: JointGraph, op_seconds: Callable[[fx.Node], float]) -> CutCosts:

@@ -29,11 +29,8 @@ def slow(nbytes: int) -> float:
     return 0.1 + nbytes / 500
 
 
-def held_nbytes(segment: Segment, stage: int) -> int:
-    """Earlier stages keep more pieces."""
-    return sum(results_nbytes(n) for n in segment.held) + (4 - stage) * sum(
-        results_nbytes(n) for n in segment.forward
-    )
+def held_nbytes(segment: Segment) -> int:
+    return sum(results_nbytes(n) for n in segment.held) + 3 * sum(results_nbytes(n) for n in segment.forward)
 
 
 @pytest.mark.parametrize("limit", [None, 9000, 6500])
@@ -41,12 +38,12 @@ def held_nbytes(segment: Segment, stage: int) -> int:
 @pytest.mark.parametrize("seed", range(3))
 def test_no_cut_is_better(seed: int, stages: int, limit: int | None) -> None:
     costs = priced("mlp", seed)
-    fits = None if limit is None else lambda segment, stage: held_nbytes(segment, stage) <= limit
+    fits = None if limit is None else lambda segment: held_nbytes(segment) <= limit
     best = float("inf")
     for places in itertools.combinations(costs.places, stages - 1):
         ends = [0, *(place.position for place in places), len(costs.parts.forward)]
         segments = [Segment(costs, a, b) for a, b in itertools.pairwise(ends)]
-        if fits is None or all(fits(segment, i) for i, segment in enumerate(segments)):
+        if fits is None or all(map(fits, segments)):
             best = min(best, max(stage_seconds(costs, [place.op for place in places], slow)))
     if best == float("inf"):
         with pytest.raises(InfeasibleError):
@@ -129,14 +126,14 @@ def test_too_few_layers() -> None:
 def test_one_op_too_large_for_any_stage() -> None:
     costs = priced("gpt2")
     giant = max(map(results_nbytes, Segment(costs, 0, len(costs.parts.forward)).held))
-    fits = lambda segment, stage: all(results_nbytes(n) < giant for n in segment.held)
+    fits = lambda segment: all(results_nbytes(n) < giant for n in segment.held)
     with pytest.raises(InfeasibleError, match=r"one op is too large[^\n]*\n  %\w+ = .*contract.*mlp.c_fc"):
         choose_cut(costs, 2, slow, fits=fits)
 
 
 def test_too_large_together() -> None:
     costs = priced("mlp")
-    fits = lambda segment, stage: segment.stop - segment.start < 4
+    fits = lambda segment: segment.stop - segment.start < 4
     with pytest.raises(InfeasibleError, match=r"though each of \d+ parts alone fits"):
         choose_cut(costs, 3, slow, fits=fits)
 
