@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autoshard.plan.micro_batches import cut_call, fastest_in_pieces, fastest_of, most_pieces
-from autoshard.plan.plan import PipelinePlan, Plan
+from autoshard.plan.micro_batches import cut_call, doubled, fastest_in_pieces, fastest_of, most_pieces
+from autoshard.plan.plan import Plan
 from autoshard.plan.plan_cache import Candidate, by_prediction, cached_candidates, cached_search, with_first
 from autoshard.plan.plan_stages import check_stages, plan_stages
 from autoshard.plan.task import Task, search_plan
@@ -15,7 +15,6 @@ from cost_model.checked_arguments import reject
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError, ShardingError
 from cost_model.mesh import MeshSpec
-from passes.capture import Captured
 from passes.micro_batches.time_axis import trains
 from passes.stages.pipeline_orders import ORDERS
 
@@ -45,81 +44,8 @@ def checked_schedule(schedule: object, stages: str | None) -> str | None:
     return schedule
 
 
-def fastest_of_stages(
-    task: Task,
-    stages: str,
-    micro_batches: int | str,
-    without: Callable[[Deadline], Plan],
-    deadline: Deadline,
-    schedule: str | None = None,
-) -> Plan:
-    """The plan with stages along the axis `stages`; of "auto", the fastest that fits: without, or along any axis.
-
-    without: the plan with no stages. schedule: the only one that may run stages; None: any. Raises InfeasibleError.
-    """
-    if stages != "auto":
-        if micro_batches == 1 and trains(task.joint):
-            _log.warning(
-                "stages=%r with micro_batches=1: one stage computes at a time\n"
-                "  try: micro_batches='auto', or twice the number of stages",
-                stages,
-            )
-        return pipeline_in_pieces(task, stages, micro_batches, deadline, schedule)
-    axes = task.mesh.real_axes()
-    best: Plan | None = None
-    reason: InfeasibleError | None = None
-    ways: list[Callable[[Deadline], Plan]] = [without]
-    ways += [
-        lambda until, axis=axis: pipeline_in_pieces(task, axis, micro_batches, until, schedule)
-        for axis in axes
-    ]
-    for place, way in enumerate(ways):
-        if best is not None and deadline.left <= 0.0:
-            break
-        try:
-            found = way(deadline.share(1.0 / (len(ways) - place)))
-        except InfeasibleError as error:
-            reason = reason or error
-            continue
-        if best is None or found.step_time < best.step_time:
-            best = found
-    if best is None:
-        assert reason is not None
-        raise reason
-    return best
-
-
-def pipeline_in_pieces(
-    task: Task, axis: str, micro_batches: int | str, deadline: Deadline, schedule: str | None = None
-) -> PipelinePlan:
-    """In so many pieces; of "auto", the fastest of 1, 2, 4 ... times the number of stages that fits: it looks no
-    further once a plan in more pieces is slower. Raises InfeasibleError."""
-    if micro_batches != "auto":
-        return plan_stages(task, axis, int(micro_batches), deadline, schedule)
-    counts = _counts(task, axis)
-
-    def planned(count: int) -> PipelinePlan:
-        until = deadline.share(1.0 / (len(counts) - counts.index(count)))
-        return plan_stages(task, axis, count, until, schedule)
-
-    return fastest_of(counts, planned, deadline)
-
-
-def _counts(task: Task, axis: str) -> Sequence[int]:
-    """More pieces than samples there are not; fewer than stages only where there is no more."""
-    most, ranks = most_pieces(task.captured), task.mesh.size(axis)
-    if not trains(task.joint):
-        return (1,)
-    return tuple(_doubled(ranks, most)) or (most,)
-
-
-def _doubled(count: int, most: int) -> Iterator[int]:
-    while count <= most:
-        yield count
-        count *= 2
-
-
 Search = Callable[[Task, Deadline], Plan]
+Way = Callable[[Deadline], Plan]
 
 
 @dataclass(frozen=True)
@@ -142,17 +68,48 @@ class Division:
     def fastest(self, task: Task, deadline: Deadline, search: Search = search_plan) -> Plan:
         """The fastest plan of the whole call `task`, divided so. search: of a call without stages that is cut, or
         whole. Raises InfeasibleError."""
-        pieces = self.micro_batches
+        if self.stages != "auto":
+            if self.stages is not None and self.micro_batches == 1 and trains(task.joint):
+                _log.warning(
+                    "stages=%r with micro_batches=1: one stage computes at a time\n"
+                    "  try: micro_batches='auto', or twice the number of stages",
+                    self.stages,
+                )
+            return self._along(self.stages or "", task, deadline, search)
+        reasons: list[InfeasibleError] = []
+        found = [plan for _, plan in _planned(self.ways(task, search), deadline, reasons)]
+        if not found:
+            raise reasons[0]
+        return min(found, key=lambda plan: plan.step_time)
 
-        def planned(cut: Captured, until: Deadline) -> Plan:
-            return search(replace(task, captured=cut), until)
+    def ways(self, task: Task, search: Search) -> dict[str, Way]:
+        """What stages="auto" is the fastest of: without stages, "", or along an axis."""
+        along = lambda axis: lambda until: self._along(axis, task, until, search)
+        return {axis: along(axis) for axis in ("", *task.mesh.real_axes())}
 
-        def without_stages(until: Deadline) -> Plan:
-            return fastest_in_pieces(task.captured, pieces, task.memory_limit, planned, until)
+    def _along(self, axis: str, task: Task, deadline: Deadline, search: Search) -> Plan:
+        """In so many pieces; of "auto" in stages, the fastest of 1, 2, 4 ... times their number that fits: it looks no
+        further once a plan in more pieces is slower."""
+        if not axis:
+            planned = lambda cut, until: search(replace(task, captured=cut), until)
+            return fastest_in_pieces(task.captured, self.micro_batches, task.memory_limit, planned, deadline)
+        if self.micro_batches != "auto":
+            return plan_stages(task, axis, int(self.micro_batches), deadline, self.schedule)
+        counts = _counts(task, axis)
 
-        if self.stages is None:
-            return without_stages(deadline)
-        return fastest_of_stages(task, self.stages, pieces, without_stages, deadline, self.schedule)
+        def in_stages(count: int) -> Plan:
+            until = deadline.share(1.0 / (len(counts) - counts.index(count)))
+            return plan_stages(task, axis, count, until, self.schedule)
+
+        return fastest_of(counts, in_stages, deadline)
+
+
+def _counts(task: Task, axis: str) -> Sequence[int]:
+    """More pieces than samples there are not; fewer than stages only where there is no more."""
+    if not trains(task.joint):
+        return (1,)
+    most = most_pieces(task.captured)
+    return tuple(doubled(task.mesh.size(axis), most)) or (most,)
 
 
 WHOLE = Division()
@@ -168,45 +125,44 @@ def racers(best: Plan, task: Task, division: Division, count: int) -> list[Candi
     `task.time_limit` ends first.
     """
     until = Deadline.after(task.time_limit)
+    planned = lambda ways: by_prediction([Candidate(*one) for one in _planned(ways, until)])
     if best.axis:
-        alike = _in_stages(best, task, division, until)
+        alike = planned(_other_schedules(best, task, division))
     else:
         cut = cut_call(task.captured, best.micro_batches, best.head_pieces)
         alike = cached_candidates(replace(task, captured=cut), count)
-    others = by_prediction(_of_other_kind(best, task, division, until))
+    others = planned(_other_kinds(best, task, division))
     return with_first(best, [*others[:1], *alike, *others[1:]], count)
 
 
-def _in_stages(best: Plan, task: Task, division: Division, until: Deadline) -> list[Candidate]:
+def _other_schedules(best: Plan, task: Task, division: Division) -> dict[str, Way]:
     names = ORDERS if division.schedule is None and trains(task.joint) else ()
-    ways: dict[str, Callable[[Deadline], Plan]] = {
+    return {
         name: lambda share, name=name: plan_stages(task, best.axis, best.micro_batches, share, name)
         for name in names
         if name != best.schedule
     }
-    return by_prediction(list(_planned(ways, until)))
 
 
-def _of_other_kind(best: Plan, task: Task, division: Division, until: Deadline) -> list[Candidate]:
-    if division.stages != "auto":
-        return []
-    ways: dict[str, Callable[[Deadline], Plan]] = {
-        f"stages along {axis}": lambda share, axis=axis: replace(division, stages=axis).fastest(task, share)
-        for axis in task.mesh.real_axes()
+def _other_kinds(best: Plan, task: Task, division: Division) -> dict[str, Way]:
+    ways = division.ways(task, cached_search) if division.stages == "auto" else {}
+    return {
+        f"stages along {axis}" if axis else "without stages": way
+        for axis, way in ways.items()
         if axis != best.axis
     }
-    if best.axis:
-        whole = replace(division, stages=None, schedule=None)
-        ways["without stages"] = lambda share: whole.fastest(task, share, cached_search)
-    return list(_planned(ways, until))
 
 
-def _planned(ways: dict[str, Callable[[Deadline], Plan]], until: Deadline) -> Iterator[Candidate]:
-    """By name, those that there are. None once time is over; each has its share of what is left."""
+def _planned(
+    ways: Mapping[str, Way], until: Deadline, reasons: list[InfeasibleError] | None = None
+) -> Iterator[tuple[str, Plan]]:
+    """By name, those that there are. None once time is over; each has its share of what is left. reasons: told why
+    there are no others; then the first is tried however little time is left."""
     for place, (name, way) in enumerate(ways.items()):
-        if until.left <= 0.0:
+        if until.left <= 0.0 and (place or reasons is None):
             return
         try:
-            yield Candidate(name, way(until.share(1.0 / (len(ways) - place))))
-        except InfeasibleError:
-            continue
+            yield name, way(until.share(1.0 / (len(ways) - place)))
+        except InfeasibleError as error:
+            if reasons is not None:
+                reasons.append(error)

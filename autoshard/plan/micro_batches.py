@@ -93,9 +93,13 @@ def fastest_of(counts: Iterable[int], planned: Callable[[int], P], deadline: Dea
 
 
 def _counts(captured: Captured, memory_limit: int | None) -> Iterator[int]:
-    yield 1
-    count = 2
-    while memory_limit is not None and trains(captured.joint) and count <= batch_length(captured.joint):
+    smaller = memory_limit is not None and trains(captured.joint)
+    return doubled(1, most_pieces(captured) if smaller else 1)
+
+
+def doubled(count: int, most: int) -> Iterator[int]:
+    """It, and twice as much, up to `most`."""
+    while count <= most:
         yield count
         count *= 2
 

@@ -150,6 +150,14 @@ class PlanContent:
         return gap_of(self.cost, self.lower_bound)
 
     @property
+    def reads(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(part.reads for part in self.parts)
+
+    @property
+    def returns(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(part.returns for part in self.parts)
+
+    @property
     def ranks(self) -> int:
         """Along `axis`."""
         return self.mesh.size(self.axis)

@@ -110,7 +110,7 @@ def prices_of(
     was timed.
 
     links: where the ranks of `mesh` sit, if that is one stage of a larger mesh: groups are as far apart as there.
-    pace: how many times as long all of it takes in the midst of a step (`autoshard.plan.rehearsed_plan`)."""
+    pace: how many times as long all of it takes in the midst of a step (`autoshard.plan.derived_plans`)."""
     placed = links or mesh
     profile = paced_profile(profile, pace)
     if timed is not None:

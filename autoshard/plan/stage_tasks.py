@@ -74,50 +74,19 @@ def _looks(node: fx.Node) -> list[object]:
     return [None if value is None else (value.shape, value.dtype) for value in node_values(node)]
 
 
-@dataclass(frozen=True)
-class AlikeStage:
-    """A stage with the layouts of another one that computes the same. task: of it; first: the other's plan. joint: with
-    what runs again; assignment: of it."""
-
-    task: Task
-    first: Plan
-    joint: JointGraph
-    assignment: Assignment
-
-    @staticmethod
-    def of(task: Task, first: Plan, of: JointGraph, runs: JointGraph) -> AlikeStage | None:
-        """of: the graph of `first`; runs: with what it computes again. None if the graphs are not alike."""
-        names, joint = names_alike(of, task.joint), task.joint
-        if names is not None and first.lowering.again:
-            joint = compute_again(joint, [names[name] for name in first.lowering.again])
-            names = names_alike(runs, joint)
-        if names is None:
-            return None
-        assignment = {names[name]: layouts for name, layouts in first.assignment.items()}
-        return AlikeStage(task, first, joint, assignment)
-
-    @property
-    def parameter_layouts(self) -> dict[str, Layout]:
-        return parameter_layouts(self.joint, self.assignment, self.task.captured)
-
-    @property
-    def outputs(self) -> dict[int, Layout | None]:
-        return output_layouts(self.joint, self.assignment)
-
-    def plan(self) -> Plan:
-        """What is proven of the first holds of it, where the ends of both graphs are the same."""
-        task, prices = self.task, prices_as_in(self.first, self.task.prices)
-        found = judged(self.joint, self.assignment, prices)
-        return replace(
-            self.first,
-            memory_limit=task.memory_limit,
-            step_time=found.seconds,
-            peak_memory=found.peak.nbytes,
-            peak_node=found.peak.node,
-            origin=structs.replace(self.first.origin, graph_hash=graph_hash(task.joint)),
-            again=task.again(),
-            **task.program_fields(self.joint, found),
-        )
+def _plan_alike(first: Plan, task: Task, joint: JointGraph, assignment: Assignment) -> Plan:
+    """What is proven of the first holds of it, where the ends of both graphs are the same."""
+    found = judged(joint, assignment, prices_as_in(first, task.prices))
+    return replace(
+        first,
+        memory_limit=task.memory_limit,
+        step_time=found.seconds,
+        peak_memory=found.peak.nbytes,
+        peak_node=found.peak.node,
+        origin=structs.replace(first.origin, graph_hash=graph_hash(task.joint)),
+        again=task.again(),
+        **task.program_fields(joint, found),
+    )
 
 
 @dataclass(frozen=True)
@@ -145,11 +114,16 @@ class PlannedStage:
 
     def alike(self, graph: StageGraph, task: Task) -> PlannedStage | None:
         """Another stage with the plan of this one, which was searched; None if it computes something else."""
-        found = AlikeStage.of(task, self.plan, self.graph.joint, self.runs)
-        if found is None:
+        first, names, joint = self.plan, names_alike(self.graph.joint, task.joint), task.joint
+        if names is not None and first.lowering.again:
+            joint = compute_again(joint, [names[name] for name in first.lowering.again])
+            names = names_alike(self.runs, joint)
+        if names is None:
             return None
-        ends = found.outputs, found.parameter_layouts
-        return PlannedStage(graph, task, self.figures, *ends, self.runs, found.plan, like=self)
+        assignment = {names[name]: layouts for name, layouts in first.assignment.items()}
+        ends = output_layouts(joint, assignment), parameter_layouts(joint, assignment, task.captured)
+        make = lambda: _plan_alike(first, task, joint, assignment)
+        return PlannedStage(graph, task, self.figures, *ends, self.runs, make, like=self)
 
     @cached_property
     def plan(self) -> Plan:

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoshard.plan.derived_plans import rehearsed_plan
 from autoshard.plan.division import WHOLE, Division
 from autoshard.plan.micro_batches import fitting
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_cache import cached_search, keep_rehearsal, kept_rehearsal, plan_path
-from autoshard.plan.rehearsed_plan import rehearsed_plan
 from autoshard.plan.task import Task
 from autoshard.refine.rounds import Rounds
 from autoshard.refine.time_work import time_work

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.plan.carried_stages import carried_plan, carried_stages
+from autoshard.plan.derived_plans import carried_plan, carried_stages
 from autoshard.plan.division import WHOLE, Division, racers
 from autoshard.plan.micro_batches import cut_call_head, fastest_in_pieces, fitting, most_pieces
 from autoshard.plan.plan import PipelinePlan, Plan

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoshard.plan.derived_plans import rehearsed_plan
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_cache import Candidate
 from autoshard.plan.plan_content import Raced
 from autoshard.plan.plan_words import plan_words, race_lines
-from autoshard.plan.rehearsed_plan import rehearsed_plan
 from autoshard.progress import tell
 from autoshard.refine.timed_cases import is_worth_it
 from autoshard.runtime.call_program import CallProgram

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autoshard import InfeasibleError
-from autoshard.plan.carried_stages import carried_stages, cut_by_parameters
+from autoshard.plan.derived_plans import carried_stages, cut_by_parameters
 from autoshard.plan.find_plan import canonical_capture
 from autoshard.plan.plan import PipelinePlan
 from autoshard.plan.task import Task

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from autoshard import InfeasibleError, MeshSpec, PipelinePlan, Plan, ShardingError, find_plan
-from autoshard.plan.division import fastest_of_stages
+from autoshard.plan.division import Division
 from autoshard.plan.plan import PipelinePlan as Pipeline
 from autoshard.plan.plan_ends import parameter_shapes, resolve_pins
 from autoshard.plan.plan_stages import _counts, plan_stages
@@ -152,7 +152,7 @@ def test_what_is_sent_without_a_gradient_is_in_any_layout() -> None:
     """Of a forward alone: gathering the residual stream to send it would cost more than sending a part."""
     batch = MeshSpec({"pp": 2, "dp": 2})
     plan = plan_stages(stage_task("llama", batch, training=False), "pp", 1)
-    own = len(plan.parts[0].returns)
+    own = len(plan.returns[0])
     assert any(plan.stages[0].outputs[place].axes for place in plan.stages[0].outputs if place >= own)  # type: ignore[union-attr]
 
 
@@ -291,9 +291,9 @@ def test_pieces_of_auto_are_as_fast_as_any() -> None:
 
 def test_stages_that_take_turns_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     """One piece; and not where nothing is trained, or several are asked for."""
-    task, without = stage_task("mlp", PP), lambda until: pytest.fail("not asked for")
+    task, without = stage_task("mlp", PP), lambda task, until: pytest.fail("not asked for")
     for pieces in (1, 2):
-        fastest_of_stages(task, "pp", pieces, without, Deadline.after(60.0))
+        Division(pieces, "pp").fastest(task, Deadline.after(60.0), without)
     (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "one stage computes at a time" in said and "micro_batches='auto'" in said
 

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from autoshard import PipelinePlan, find_plan
+from autoshard.plan.derived_plans import rehearsed_plan
 from autoshard.plan.families import FAMILIES, Variant
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_cache import keep_plan, keep_rehearsal, kept_plan, kept_rehearsal
 from autoshard.plan.plan_content import Rehearsed, pace_of
 from autoshard.plan.plan_prices import collectives_of
-from autoshard.plan.rehearsed_plan import rehearsed_plan
 from autoshard.plan.task import search_plan
 from cost_model.correction import paced_profile
 from cost_model.mesh import MeshSpec

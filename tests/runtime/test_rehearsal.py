@@ -14,8 +14,8 @@ from msgspec import structs
 from torch import Tensor
 
 from autoshard import autoshard
+from autoshard.plan.derived_plans import rehearsed_plan
 from autoshard.plan.plan_content import Rehearsed
-from autoshard.plan.rehearsed_plan import rehearsed_plan
 from autoshard.plan.task import search_plan
 from autoshard.refine.refine import DividedRounds
 from autoshard.runtime import race
