@@ -4,13 +4,15 @@ allocated."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional as F
 
-__all__ = ["MODELS", "UNet", "llama_3_8b", "llama_3_70b", "unet", "vit_large"]
+__all__ = ["MODELS", "UNet", "family_constraints", "llama_3_8b", "llama_3_70b", "unet", "vit_large"]
 
 
 def llama_3_8b(layers: int = 32, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
@@ -108,3 +110,16 @@ MODELS: Mapping[str, tuple[Callable[[int, torch.dtype], nn.Module], int]] = {
     "gpt2-xl": (gpt2_xl, 48),
 }
 """Name -> (how to build it, its number of layers)."""
+
+
+def family_constraints(
+    name: str, axes: int, *, columns: Sequence[str] = (), rows: Sequence[str] = ()
+) -> dict[str, Any]:
+    """What a user who knows the model would write as `constraints` on a mesh of `axes` axes: storage alone.
+
+    name: "DDP", "FSDP" or "TP". columns, rows: patterns of the weights that TP splits at dim 0 and at dim 1.
+    """
+    whole, first, second = ([placement] * axes for placement in (Replicate(), Shard(0), Shard(1)))
+    if name == "TP":
+        return {"*": whole} | dict.fromkeys(columns, first) | dict.fromkeys(rows, second)
+    return {"*": {"DDP": whole, "FSDP": first}[name]}

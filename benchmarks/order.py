@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from autoshard import Profile, autoshard, report
-from autoshard.plan.families import family_constraints
 from autoshard.profiling.startup import attend
+from benchmarks.models import family_constraints
 from benchmarks.racing.workloads import Workload, gpt, mlp
 
 WORKLOADS: dict[str, Workload] = {

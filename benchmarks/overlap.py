@@ -25,11 +25,11 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from autoshard.plan.families import family_constraints
 from autoshard.plan.find_plan import canonical_capture, find_plan
 from autoshard.plan.plan_prices import prices_of
 from autoshard.profiling.startup import attend
 from autoshard.runtime.process_groups import groups_for
+from benchmarks.models import family_constraints
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
 from passes.compile.compile_graph import compile_graph

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator
 
 from autoshard.plan.plan_content import PlanContent, Rehearsed, pace_of
-from autoshard.plan.plan_prices import collectives_of
 from autoshard.plan.plan_words import (
     collective_lines,
     fallback_lines,
@@ -62,7 +61,7 @@ def explain_plan(plan: PlanContent) -> str:
         *times,
         "",
         *memory_lines(plan.memory, f"memory at the peak{at}"),
-        *collective_lines([c for stage in plan.stages for c in collectives_of(stage.records)]),
+        *collective_lines(plan.collectives),
         "",
         *parameter_lines(plan.parameter_layouts),
     ]
@@ -128,7 +127,7 @@ def _change(before: float, after: float) -> str:
 
 
 def _kind_counts(plan: PlanContent) -> Counter[str]:
-    return Counter(f"{c.phase} {c.name}[{','.join(c.axes)}]" for c in collectives_of(plan.records))
+    return Counter(f"{c.phase} {c.name}[{','.join(c.axes)}]" for c in plan.collectives)
 
 
 def _rehearsed(rehearsed: Rehearsed | None) -> str:
@@ -173,7 +172,7 @@ def _reserved(plan: PlanContent) -> str:
         return ""
     made = "communicators"
     if not plan.axis:
-        count = len(communicators(plan.mesh, [c.axes for c in collectives_of(plan.records)]))
+        count = len(communicators(plan.mesh, [c.axes for c in plan.collectives]))
         made = f"{count} communicator{'s' * (count != 1)}"
     return f", and {format_bytes(plan.reserve)} for CUDA's context and {made}"
 
@@ -189,7 +188,7 @@ def _time_table(plan: PlanContent) -> Iterator[str]:
     yield from ("", "time")
     for phase in ("forward", "backward"):
         ops = sum(r.seconds for r in plan.records if r.phase == phase and r.op != "param")
-        moved = sum(c.seconds for c in collectives_of(plan.records) if c.phase == phase)
+        moved = sum(c.seconds for c in plan.collectives if c.phase == phase)
         yield f"  {phase:9} {format_seconds(ops):>9} compute, {format_seconds(moved):>9} communication"
     update = sum(r.seconds for r in plan.records if r.op == "param")
     yield f"  {'optimizer':9} {format_seconds(update):>9}"

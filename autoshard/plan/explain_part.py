@@ -8,12 +8,11 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from autoshard.plan.plan_content import PlanContent
 from autoshard.plan.plan_memory import fold_numbers
-from autoshard.plan.plan_prices import collectives_of
 from autoshard.plan.plan_words import collective_lines, parameter_lines, priced_words
 from cost_model.errors import PlanError
 from cost_model.timed import Priced
 from cost_model.units import format_bytes, format_seconds
-from passes.plan.records import NodeRecord
+from passes.plan.records import NodeRecord, collectives_of
 from passes.plan.transfers import Turn
 
 _Tied = Mapping[str, str]
@@ -47,7 +46,7 @@ def explain_part(records: Sequence[NodeRecord], name: str, parameters: Iterable[
     tied = _tied(records, parameters)
     if not name:  # what all ops outside of modules have
         raise PlanError(_unknown(records, name, tied))
-    exact = [r for r in records if name in (r.name, _parameter(r)) or _parameter(r) == tied.get(name, name)]
+    exact = [r for r in records if name in (r.name, r.parameter) or r.parameter == tied.get(name, name)]
     if exact:
         head = [f"{name} is tied to {tied[name]}"] if name in tied else []
         return "\n".join([*head, *_node_lines(exact, _buckets(records))]) + "\n"
@@ -59,7 +58,7 @@ def explain_part(records: Sequence[NodeRecord], name: str, parameters: Iterable[
 
 
 def _tied(records: Sequence[NodeRecord], parameters: Iterable[str]) -> _Tied:
-    own = {_parameter(record) for record in records}
+    own = {record.parameter for record in records}
     tied: dict[str, str] = {}
     first = ""
     for name in parameters:
@@ -70,20 +69,16 @@ def _tied(records: Sequence[NodeRecord], parameters: Iterable[str]) -> _Tied:
     return tied
 
 
-def _parameter(record: NodeRecord) -> str:
-    return record.text.removeprefix("param ") if record.op == "param" else ""
-
-
 def _is_in(record: NodeRecord, module: str) -> bool:
     return any(
-        place == module or place.startswith(module + ".") for place in (record.module, _parameter(record))
+        place == module or place.startswith(module + ".") for place in (record.module, record.parameter)
     )
 
 
 def _unknown(records: Sequence[NodeRecord], name: str, tied: _Tied) -> str:
     known: dict[str, None] = dict.fromkeys(tied)
     for record in records:
-        known |= dict.fromkeys((record.name, _parameter(record)))
+        known |= dict.fromkeys((record.name, record.parameter))
         path = record.module.split(".")
         known |= dict.fromkeys(".".join(path[:depth]) for depth in range(1, len(path) + 1))
     near = difflib.get_close_matches(name, [n for n in known if n], n=3)
@@ -98,8 +93,8 @@ def _module_lines(
     records: Sequence[NodeRecord], members: Sequence[NodeRecord], name: str, tied: _Tied
 ) -> list[str]:
     inside = {record.name for record in members}
-    layouts = {_parameter(r): r.results[0].layout for r in records if r.op == "param"}
-    parameters = {_parameter(r): layouts[_parameter(r)] for r in members if r.op == "param"}
+    layouts = {r.parameter: r.results[0].layout for r in records if r.op == "param"}
+    parameters = {r.parameter: layouts[r.parameter] for r in members if r.op == "param"}
     parameters |= {other: layouts[first] for other, first in tied.items()}
     nodes = [r for r in members if r.op != "param"]
     forward, backward = (

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
-
-from torch.distributed.tensor import Replicate, Shard
 
 from autoshard.plan.plan_content import PlanContent
 from cost_model.mesh import MeshSpec
@@ -131,19 +129,6 @@ def near_families(name: str, count: int = 3) -> list[str]:
     known = _by_name()
     found = difflib.get_close_matches(_plain(name), list(known), n=count)
     return list(dict.fromkeys(known[near].name for near in found))
-
-
-def family_constraints(
-    name: str, axes: int, *, columns: Sequence[str] = (), rows: Sequence[str] = ()
-) -> dict[str, Any]:
-    """What a user who knows the model would write as `constraints` on a mesh of `axes` axes: storage alone.
-
-    name: "DDP", "FSDP" or "TP". columns, rows: patterns of the weights that TP splits at dim 0 and at dim 1.
-    """
-    whole, first, second = ([placement] * axes for placement in (Replicate(), Shard(0), Shard(1)))
-    if name == "TP":
-        return {"*": whole} | dict.fromkeys(columns, first) | dict.fromkeys(rows, second)
-    return {"*": {"DDP": whole, "FSDP": first}[name]}
 
 
 def _by_name() -> dict[str, Family]:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from autoshard.plan.plan import Plan
 from cost_model.deadline import Deadline
@@ -16,14 +16,6 @@ from passes.capture import Captured
 from passes.micro_batches.cut_batch import Uncut, cut_batch
 from passes.micro_batches.cut_head import cut_head, may_have_head
 from passes.micro_batches.time_axis import batch_length, trains
-
-
-class _Timed(Protocol):
-    @property
-    def step_time(self) -> float: ...
-
-
-P = TypeVar("P", bound=_Timed)
 
 
 def cut_call(captured: Captured, count: int, head: int = 1) -> Captured:
@@ -64,11 +56,11 @@ def fastest_in_pieces(
     return fastest_of(_counts(captured, memory_limit), of, deadline)
 
 
-def fastest_of(counts: Iterable[int], planned: Callable[[int], P], deadline: Deadline) -> P:
+def fastest_of(counts: Iterable[int], planned: Callable[[int], Plan], deadline: Deadline) -> Plan:
     """The plan of the first of `counts`, ascending, after which the next is slower, or time is over.
 
     planned: the plan of so many pieces; it raises InfeasibleError, and so does this if there is none."""
-    best: P | None = None
+    best: Plan | None = None
     reason: InfeasibleError | None = None
     for count in counts:
         if best is not None and deadline.left <= 0.0:

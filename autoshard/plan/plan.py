@@ -20,7 +20,6 @@ from autoshard.plan.plan_check import pipeline_problems, plan_problems, stage_pr
 from autoshard.plan.plan_content import PlanContent, of_stages
 from autoshard.plan.plan_file import PIPELINE_FILE, PLAN_FILE, damaged, write_plan
 from autoshard.plan.plan_graph import plan_graph
-from autoshard.plan.plan_prices import Collective, collectives_of
 from autoshard.plan.why_not import Crossover, crossover_lines, why_not_family, why_not_pinned
 from autoshard.plan.why_not import crossovers as found_crossovers
 from cost_model.checked_arguments import checked_flag, checked_path, reject
@@ -33,7 +32,7 @@ from passes.layout.placements import layout_to_placements
 from passes.micro_batches.cut_batch import cut_for_stages, piece_places
 from passes.plan.check_graph import differences, graph_problems
 from passes.plan.describe import graph_hash
-from passes.plan.records import layouts_of, lowering_of
+from passes.plan.records import collectives_of, layouts_of, lowering_of
 from passes.plan.transfers import LoweringPlan
 from passes.stages.stage_graph import StageGraph
 from passes.stages.stage_graphs import stage_graphs
@@ -87,11 +86,6 @@ class Plan(PlanContent):
         """Parameter name -> one torch placement per mesh axis; along an axis of stages it is of its holders alone."""
         held = self.parameter_layouts.items()
         return {name: layout_to_placements(layout, self.mesh) for name, layout in held}
-
-    @cached_property
-    def collectives(self) -> tuple[Collective, ...]:
-        """Every collective of a step, in order, stage by stage; what passes between stages is none."""
-        return tuple(c for stage in self.stages for c in collectives_of(stage.records))
 
     @cached_property
     def collective_axes(self) -> list[tuple[str, ...]]:

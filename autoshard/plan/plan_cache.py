@@ -20,7 +20,6 @@ from autoshard.cache_files import cache_folder, code_fingerprint, write_whole
 from autoshard.plan.families import FAMILIES, Variant
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_content import pace_of
-from autoshard.plan.plan_prices import collectives_of
 from autoshard.plan.task import Task, search_plan, search_plans
 from autoshard.plan.why_not import is_of_family
 from cost_model.deadline import Deadline
@@ -123,7 +122,7 @@ def _same(mine: Plan, other: Plan) -> bool:
 
 
 def _moves(plan: Plan) -> list[tuple[object, ...]]:
-    return [(c.phase, c.name, c.axes, c.nbytes, c.value) for c in collectives_of(plan.records)]
+    return [(c.phase, c.name, c.axes, c.nbytes, c.value) for c in plan.collectives]
 
 
 _log = logging.getLogger("autoshard")

@@ -144,9 +144,7 @@ def _sizes(axes: Sequence[str], mesh: MeshSpec) -> list[int]:
 
 def _ends(plan: PlanContent) -> Iterator[str]:
     """Layouts of parameters, inputs and outputs are those of the nodes that they stand for."""
-    held = {
-        r.text.removeprefix("param "): r.results[0] for r in plan.records if r.op == "param" and r.results
-    }
+    held = {r.parameter: r.results[0] for r in plan.records if r.op == "param" and r.results}
     for name, layout in plan.parameter_layouts.items():
         result = held.get(name)
         unknown = list(_axes(layout.axes, plan.mesh))

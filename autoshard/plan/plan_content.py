@@ -21,7 +21,7 @@ from passes.ir.joint import JointGraph
 from passes.layout.joined_axes import JoinedAxes
 from passes.layout.layout import Layout
 from passes.plan.describe import graph_hash
-from passes.plan.records import NodeRecord
+from passes.plan.records import Collective, NodeRecord, collectives_of
 from passes.predict.predict_stage import StageFigures
 from passes.stages.pipeline_orders import ORDERS, pipeline_order
 from passes.stages.pipeline_timeline import PipelineTimeline
@@ -148,6 +148,11 @@ class PlanContent:
         """How far the cost may be above the least there is, as a share of it; with `joined_axes`, above the least of
         plans that use those together."""
         return gap_of(self.cost, self.lower_bound)
+
+    @cached_property
+    def collectives(self) -> tuple[Collective, ...]:
+        """Every collective of a step, in order, stage by stage; what passes between stages is none."""
+        return tuple(c for stage in self.stages for c in collectives_of(stage.records))
 
     @property
     def reads(self) -> tuple[tuple[int, ...], ...]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from autoshard.plan.plan_content import PlanContent
 from cost_model.collectives import BucketedPrices, CollectivePrices
@@ -12,58 +12,12 @@ from cost_model.correction import paced_profile, paced_times, scaled_link, with_
 from cost_model.memory import ADAMW, Axes, Optimizer, reserve_bytes
 from cost_model.mesh import MeshSpec
 from cost_model.profile import Profile
-from cost_model.timed import Priced, TimedPrices
-from passes.plan.records import NodeRecord
+from cost_model.timed import TimedPrices
+from passes.plan.records import Collective
 from passes.redistribution.redistribute import Redistributor
 from passes.redistribution.steps import Step
 from passes.strategies.prices import Prices
 from passes.strategies.traffic import timed_traffic_model, traffic_model
-
-
-@dataclass(frozen=True)
-class Collective:
-    """kind over axes, of nbytes priced at seconds. value: the tensor moved; node: who reads it.
-
-    kind: as what it is priced, a key of `PAYLOAD_BYTES`. name: the step it performs, as a plan prints it: the kind, or
-    of "point_to_point" "halo_exchange", "halo_reduce" or "reshard".
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    nbytes: int
-    seconds: float
-    value: str
-    node: str
-    phase: str
-    name: str
-    priced: Priced = "modelled"
-
-
-def collectives_of(records: Sequence[NodeRecord]) -> tuple[Collective, ...]:
-    """Every collective that the records' transfers hold, in graph order; local steps are none.
-
-    What brings a result to the graph's end (a gradient to its parameter's layout) belongs to the
-    phase that computed it.
-    """
-    phases = {record.name: record.phase for record in records}
-    return tuple(
-        Collective(
-            kind=transfer.step.kind,
-            axes=transfer.step.axes,
-            nbytes=transfer.nbytes,
-            seconds=transfer.seconds,
-            value=operand.source,
-            node=record.name,
-            phase=phases[operand.source] if record.op == "output" else record.phase,
-            name=transfer.step.name,
-            priced=transfer.priced,
-        )
-        for record in records
-        for operand in record.operands
-        for transfer in operand.transfers
-        if transfer.step.kind is not None
-    )
-
 
 MESSAGES = frozenset({"all_to_all"})
 """Kinds of collectives in which every rank sends to every other, and that gathers can do without."""
@@ -140,7 +94,7 @@ def prices_as_in(plan: PlanContent, prices: Prices) -> Prices:
     if plan.moved_nbytes is not None:
         joined = joined.holding(plan.moved_nbytes)
     spared = plan.memory_limit is not None and plan.reserve > 0
-    if not spared or any(one.name in MESSAGES for one in collectives_of(plan.records)):
+    if not spared or any(one.name in MESSAGES for one in plan.collectives):
         return joined
     return joined.avoiding(MESSAGES)
 

@@ -8,11 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from autoshard.plan.plan_content import PlanContent, Raced
 from autoshard.plan.plan_memory import MemoryTimeline, fold_numbers, kind_lines
-from autoshard.plan.plan_prices import Collective, collectives_of
 from cost_model.timed import Priced
 from cost_model.units import format_bytes, format_seconds
 from passes.layout.layout import Layout
-from passes.plan.records import NodeRecord
+from passes.plan.records import Collective, NodeRecord
 
 _SAID = 0.1
 """Share of the weights, or of the seconds of a kind of transfer, from which on it is said."""
@@ -54,9 +53,7 @@ def _layouts(plan: PlanContent) -> dict[str, str]:
     """Of the parameters by their names, then of the ops by theirs."""
     ordered = sorted(plan.records, key=lambda record: record.op != "param")
     return {
-        record.text.removeprefix("param ") if record.op == "param" else record.name: str(
-            record.results[0].layout
-        )
+        record.parameter or record.name: str(record.results[0].layout)
         for record in ordered
         if record.results and record.op != "output"
     }
@@ -79,7 +76,7 @@ def _moved(plan: PlanContent) -> Mapping[str, list[str]]:
     """What moves -> "all_gather[dp]", those that take longest first."""
     parameters = _made_of_parameters(plan.records)
     seconds: dict[str, Counter[str]] = defaultdict(Counter)
-    for collective in collectives_of(plan.records):
+    for collective in plan.collectives:
         way = f"{collective.name}[{','.join(collective.axes)}]"
         seconds[_what(collective, parameters)][way] += collective.seconds  # type: ignore[assignment]
     whole = sum(sum(ways.values()) for ways in seconds.values())
@@ -123,7 +120,7 @@ def refined_line(*plans: PlanContent) -> str:
         return "unrefined: every price is modelled"
     records = [record for plan in plans for record in plan.records]
     prices: list[Price] = [(record.seconds, record.priced) for record in records]
-    prices.extend((one.seconds, one.priced) for plan in plans for one in collectives_of(plan.records))
+    prices.extend((one.seconds, one.priced) for plan in plans for one in plan.collectives)
     return f"refined on these devices: {_shares(prices)}"
 
 

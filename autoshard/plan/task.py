@@ -27,8 +27,6 @@ from autoshard.plan.plan_ends import (
 )
 from autoshard.plan.plan_prices import (
     MESSAGES,
-    Collective,
-    collectives_of,
     messages_nbytes,
     over_link,
     plan_reserve,
@@ -51,7 +49,7 @@ from passes.layout.assignment import Assignment
 from passes.layout.joined_axes import joined_text
 from passes.layout.layout import Layout
 from passes.plan.describe import fallback_ops
-from passes.plan.records import layouts_of, lowering_of
+from passes.plan.records import Collective, collectives_of, layouts_of, lowering_of
 from passes.predict.memory_record import MemoryWalk
 from passes.redistribution.steps import Step
 from passes.search.coarse_to_fine import find_fastest

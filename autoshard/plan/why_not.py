@@ -200,7 +200,7 @@ def _node_variant(plan: PlanContent, name: str, placements: Any) -> Variant:
     if record is None:
         raise PlanError(_unknown(plan, name, placements))
     if record.op == "param":
-        return Variant(pins={record.text.removeprefix("param "): placements})
+        return Variant(pins={record.parameter: placements})
     if record.op in _ENDS:
         raise PlanError(
             f"why_not({name!r}, ...): its layout is not the search's to choose\n  try: {_ENDS[record.op]}"

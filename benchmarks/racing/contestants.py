@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoshard import Plan, Profile, autoshard
-from autoshard.plan.families import family_constraints
 from autoshard.reporting.tracks import held_nbytes
+from benchmarks.models import family_constraints
 from benchmarks.racing.workloads import Batch, Workload
 
 __all__ = ["PINNED", "Build", "Meshes", "Race", "Runner", "alone", "planned", "process_group"]

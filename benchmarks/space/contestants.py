@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from autoshard import Plan, Profile, autoshard
-from autoshard.plan.families import family_constraints
 from autoshard.plan.plan_ends import Constraints
+from benchmarks.models import family_constraints
 from benchmarks.space.by_hand import SpaceStack, functional_halo, neighbour_messages
 from benchmarks.space.networks import SPLIT_DIM, Work
 

@@ -184,39 +184,31 @@ def layouts_like(assignment: Assignment, graph: JointGraph) -> Narrowing:
     """
     allowed: dict[str, Choose] = {}
     for node in graph.graph.nodes:
-        if node.op != "call_function" or result_index(node)[0] is not node or node.name not in assignment:
+        if node.op == "placeholder":
+            kept = _ALL
+        elif node.op != "call_function" or result_index(node)[0] is not node or node.name not in assignment:
             continue
-        held = assignment[node.name]
-        if node.meta["runs"] != "piece":
-            allowed[node.name] = partial(_same, node, held)
-        elif is_piece(node):
-            allowed[node.name] = partial(_same_operand, node, held)
-        elif is_collect(node):
-            allowed[node.name] = partial(_same_result, node, held)
-    for node in graph.placeholders:
-        allowed[node.name] = partial(_same, node, assignment[node.name])
+        elif node.meta["runs"] != "piece":
+            kept = _ALL
+        else:
+            kept = ("operands",) if is_piece(node) else ("results",) if is_collect(node) else ()
+        if kept:
+            allowed[node.name] = partial(_alike, node, assignment[node.name], kept)
     return Narrowing(held=assignment, allowed=allowed)
+
+
+_ALL = ("operands", "results", "splits")
 
 
 def _shapes(graph: JointGraph) -> tuple[object, ...]:
     return tuple(tuple(map(tuple, result_shapes(n))) for n in graph.graph.nodes if n.op != "output")
 
 
-def _same(node: fx.Node, held: NodeLayouts, strategies: Sequence[NodeLayouts]) -> list[int]:
-    content = lambda s: (s.operands, s.results, s.splits)
-    return _some(node, [i for i, s in enumerate(strategies) if content(s) == content(held)])
-
-
-def _same_operand(node: fx.Node, held: NodeLayouts, strategies: Sequence[NodeLayouts]) -> list[int]:
-    return _some(node, [i for i, s in enumerate(strategies) if s.operands == held.operands])
-
-
-def _same_result(node: fx.Node, held: NodeLayouts, strategies: Sequence[NodeLayouts]) -> list[int]:
-    return _some(node, [i for i, s in enumerate(strategies) if s.results == held.results])
-
-
-def _some(node: fx.Node, found: list[int]) -> list[int]:
-    if found:
+def _alike(
+    node: fx.Node, held: NodeLayouts, kept: Sequence[str], strategies: Sequence[NodeLayouts]
+) -> list[int]:
+    content = lambda strategy: [getattr(strategy, name) for name in kept]
+    if found := [i for i, strategy in enumerate(strategies) if content(strategy) == content(held)]:
         return found
     shapes = ", ".join(str(list(shape)) for n in tensor_operands(node) for shape in result_shapes(n))
     raise InfeasibleError(

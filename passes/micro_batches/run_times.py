@@ -146,7 +146,10 @@ class _Labeller:
             self._add(node.name, *self._classed((spec.kind, ndim), lambda n=ndim: _whole(n)))
         for node, rule in ops:
             key = class_key(node)
-            self._add(node.name, *self._classed(key, lambda n=node, r=rule: self._labels(n, r, mesh, cuts)))
+            self._add(
+                node.name,
+                *self._classed(key, lambda n=node, r=rule: _op_labels(n, r, mesh, cuts, self.weights)),
+            )
             self.ops.add(node.name)
             for position, operand in enumerate(tensor_operands(node)):
                 self._connect(operand, node.name, position)
@@ -157,9 +160,6 @@ class _Labeller:
                 name, ndim = f"output {place}", node_value(result).ndim
                 self._add(name, *self._classed(("output", ndim), lambda n=ndim: _returned(n)))
                 self._connect(result, name, 0)
-
-    def _labels(self, node: fx.Node, rule: OpRule, mesh: MeshSpec, cuts: Cuts) -> tuple[_Labels, Array]:
-        return _op_labels(node, rule, mesh, cuts, self.weights)
 
     def _classed(self, key: Hashable, make: Callable[[], tuple[_Labels, Array]]) -> tuple[_Labels, Array]:
         if key not in self.classes:

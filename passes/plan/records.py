@@ -6,6 +6,7 @@ Each record is its own schema, which msgspec checks; `autoshard.plan.plan_file` 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
@@ -129,6 +130,11 @@ class NodeRecord(Struct, frozen=True, forbid_unknown_fields=True):
     interior: Text | None = None
     priced: Priced = "modelled"
 
+    @property
+    def parameter(self) -> str:
+        """The name of the parameter that it is; "" of any other node."""
+        return self.text.removeprefix("param ") if self.op == "param" else ""
+
 
 def layouts_of(records: Sequence[NodeRecord]) -> dict[str, NodeLayouts]:
     """The assignment that the records describe."""
@@ -152,6 +158,51 @@ def lowering_of(records: Sequence[NodeRecord]) -> LoweringPlan:
         interiors={record.name: record.interior for record in records if record.interior is not None},
         ahead={read: operand.ahead for read, operand in reads if operand.ahead is not None},
         again=copied_ops(record.name for record in records),
+    )
+
+
+@dataclass(frozen=True)
+class Collective:
+    """kind over axes, of nbytes priced at seconds. value: the tensor moved; node: who reads it.
+
+    kind: as what it is priced, a key of `PAYLOAD_BYTES`. name: the step it performs, as a plan prints it: the kind, or
+    of "point_to_point" "halo_exchange", "halo_reduce" or "reshard".
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    nbytes: int
+    seconds: float
+    value: str
+    node: str
+    phase: str
+    name: str
+    priced: Priced = "modelled"
+
+
+def collectives_of(records: Sequence[NodeRecord]) -> tuple[Collective, ...]:
+    """Every collective that the records' transfers hold, in graph order; local steps are none.
+
+    What brings a result to the graph's end (a gradient to its parameter's layout) belongs to the
+    phase that computed it.
+    """
+    phases = {record.name: record.phase for record in records}
+    return tuple(
+        Collective(
+            kind=transfer.step.kind,
+            axes=transfer.step.axes,
+            nbytes=transfer.nbytes,
+            seconds=transfer.seconds,
+            value=operand.source,
+            node=record.name,
+            phase=phases[operand.source] if record.op == "output" else record.phase,
+            name=transfer.step.name,
+            priced=transfer.priced,
+        )
+        for record in records
+        for operand in record.operands
+        for transfer in operand.transfers
+        if transfer.step.kind is not None
     )
 
 

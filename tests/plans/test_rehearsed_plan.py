@@ -15,10 +15,10 @@ from autoshard.plan.families import FAMILIES, Variant
 from autoshard.plan.plan import Plan
 from autoshard.plan.plan_cache import keep_plan, keep_rehearsal, kept_plan, kept_rehearsal
 from autoshard.plan.plan_content import Rehearsed, pace_of
-from autoshard.plan.plan_prices import collectives_of
 from autoshard.plan.task import search_plan
 from cost_model.correction import paced_profile
 from cost_model.mesh import MeshSpec
+from passes.plan.records import collectives_of
 from tests.profiles import slow_compute
 from tests.refine.tasks import task
 
