@@ -47,7 +47,8 @@ def explain_plan(plan: PlanContent) -> str:
     if plan.axis:
         division = f", {stages_words(plan)}"
         sections = _stages_proof(plan), [f"{peak}{_reserved(plan)}{limit}"], _stages_tables(plan)
-        at = f" of {plan.axis}={fullest_rank(plan.scheduled)}{_peak_at(plan)}"
+        top = "" if plan.memory is None else f", at {plan.memory.peak.node}, {plan.memory.peak.phase}"
+        at = f" of {plan.axis}={fullest_rank(plan.scheduled)}{top}"
     else:
         division = ""
         sections = _proof(plan), [f"{peak}, at {plan.peak_node}{_reserved(plan)}{limit}"], _time_table(plan)
@@ -55,7 +56,7 @@ def explain_plan(plan: PlanContent) -> str:
     proof, memory, times = sections
     lines = [
         f"{plan.mesh}{division}, prices of profile {origin.profile}{nominal}",
-        refined_line(*plan.stages),
+        refined_line(plan),
         *proof,
         *memory,
         *times,
@@ -109,16 +110,13 @@ def plan_difference(mine: PlanContent, other: PlanContent) -> str:
             lines.append(f"  cut at {', '.join(mine.cut)} -> {', '.join(other.cut)}")
     else:
         lines += [f"cost   {_change(mine.cost, other.cost)}", memory]
-    changes = [(name, _held(mine, name), _held(other, name)) for name in _names(mine, other)]
+    names = sorted({*mine.parameter_layouts, *other.parameter_layouts})
+    changes = [(name, _held(mine, name), _held(other, name)) for name in names]
     if not mine.axis:
         before, after = _kind_counts(mine), _kind_counts(other)
         changes += [(key, str(before[key]), str(after[key])) for key in sorted({*before, *after})]
     lines += [f"  {name}: {held} -> {then}" for name, held, then in changes if held != then]
     return "\n".join(lines) + "\n"
-
-
-def _names(mine: PlanContent, other: PlanContent) -> list[str]:
-    return sorted({*mine.parameter_layouts, *other.parameter_layouts})
 
 
 def _change(before: float, after: float) -> str:
@@ -222,10 +220,6 @@ def _modules(stage: PlanContent) -> str:
     ops = [r for r in stage.records if r.module and r.phase == "forward" and r.op != "param"]
     names = [r.module for r in ops if r.op == "contract"] or [r.module for r in ops]
     return f"{names[0]} to {names[-1]}" if names else ""
-
-
-def _peak_at(plan: PlanContent) -> str:
-    return "" if plan.memory is None else f", at {plan.memory.peak.node}, {plan.memory.peak.phase}"
 
 
 def _shared(plan: PlanContent) -> list[str]:

@@ -114,13 +114,12 @@ Price = tuple[float, Priced]
 _WORDS: dict[Priced, str] = {"timed": "timed", "near": "near a timed one", "modelled": "modelled"}
 
 
-def refined_line(*plans: PlanContent) -> str:
+def refined_line(plan: PlanContent) -> str:
     """Of all seconds that the search adds up, in the plan, or in those of all stages of one."""
-    if not any(plan.origin.timed for plan in plans):
+    if not any(stage.origin.timed for stage in plan.stages):
         return "unrefined: every price is modelled"
-    records = [record for plan in plans for record in plan.records]
-    prices: list[Price] = [(record.seconds, record.priced) for record in records]
-    prices.extend((one.seconds, one.priced) for plan in plans for one in plan.collectives)
+    priced = [*(record for stage in plan.stages for record in stage.records), *plan.collectives]
+    prices: list[Price] = [(one.seconds, one.priced) for one in priced]
     return f"refined on these devices: {_shares(prices)}"
 
 

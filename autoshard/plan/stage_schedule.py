@@ -116,15 +116,16 @@ def pipeline_memory(scheduled: Scheduled, memories: Sequence[MemoryTimeline | No
         if memory is None or memory.peak.nbytes > figures.peak:
             return None
         own[number] = _Stage(number, figures, memory.outline())
-    actions = [
-        one for one in _actions(scheduled.order.ranks[rank], own) if one.action.kind in one.stage.fullest
+    moments = [
+        _Moment(action, own, pieces)
+        for action, pieces in pieces_kept(scheduled.order.ranks[rank])
+        if action.kind in own[action.stage].fullest
     ]
-    steps = [one.step(place) for place, one in enumerate(actions)]
-    known = [place for place, one in enumerate(actions) if one.rows_are_known]
+    steps = [one.step(place) for place, one in enumerate(moments)]
+    known = [place for place, one in enumerate(moments) if one.fullest is one.stage.peak]
     top = max(known, key=lambda place: steps[place].nbytes)
-    return MemoryTimeline(
-        len(steps), tuple(steps), in_order(row for row in actions[top].rows() if row.nbytes)
-    )
+    rows = in_order(row for row in moments[top].rows() if row.nbytes)
+    return MemoryTimeline(len(steps), tuple(steps), rows)
 
 
 @dataclass(frozen=True)
@@ -140,17 +141,17 @@ class _Stage:
         """Kind of an action -> the stage's fullest step of it; no backward where the stage has none. Of equally full
         steps the one at its peak, of which it is known what lives there."""
         found: dict[str, MemoryStep] = {}
-        for step in (self._peak, *self.memory.steps):
+        for step in (self.peak, *self.memory.steps):
             if step.phase not in found or step.nbytes > found[step.phase].nbytes:
                 found[step.phase] = step
         for phase, step in found.items():
-            if step.nbytes == self._peak.nbytes:
-                found[phase] = self._peak
+            if step.nbytes == self.peak.nbytes:
+                found[phase] = self.peak
         halves = dict.fromkeys(("input", "weight"), found.get("backward"))
         return {**found, **{kind: step for kind, step in halves.items() if step is not None}}
 
     @cached_property
-    def _peak(self) -> MemoryStep:
+    def peak(self) -> MemoryStep:
         peak = self.memory.peak
         return replace(peak, by_kind=_plus(peak.by_kind, "working", self._unasked))
 
@@ -176,29 +177,37 @@ class _Stage:
         yield from self.memory.at_peak
         yield AtPeak("working", f"stage {self.number}", "gradients of other outputs", "", 1, self._unasked)
 
-    def is_at_peak(self, kind: str) -> bool:
-        return self.fullest[kind] is self._peak
-
 
 @dataclass(frozen=True)
 class _Moment:
-    """An action of a rank. others: its other stages. flying: pieces that each of its stages keeps besides."""
+    """An action of a rank. own: its stages. pieces: that each of them keeps, the action's included."""
 
     action: Action
-    stage: _Stage
-    others: Sequence[_Stage]
-    flying: Sequence[tuple[_Stage, int]]
+    own: Mapping[int, _Stage]
+    pieces: Mapping[int, int]
 
     @property
-    def rows_are_known(self) -> bool:
-        return self.stage.is_at_peak(self.action.kind)
+    def stage(self) -> _Stage:
+        return self.own[self.action.stage]
+
+    @property
+    def fullest(self) -> MemoryStep:
+        return self.stage.fullest[self.action.kind]
+
+    @property
+    def others(self) -> list[_Stage]:
+        return [stage for stage in self.own.values() if stage is not self.stage]
+
+    @property
+    def flying(self) -> list[tuple[_Stage, int]]:
+        """Pieces that each stage keeps besides."""
+        return [(one, self.pieces[number] - (one is self.stage)) for number, one in self.own.items()]
 
     def step(self, place: int) -> MemoryStep:
-        fullest = self.stage.fullest[self.action.kind]
         held = [stage.held for stage in self.others]
-        by_kind = tuple(map(sum, zip(fullest.by_kind, *held, strict=True)))
+        by_kind = tuple(map(sum, zip(self.fullest.by_kind, *held, strict=True)))
         kept = sum(pieces * stage.figures.kept for stage, pieces in self.flying)
-        node = f"{fullest.node} (stage {self.action.stage}, piece {self.action.piece})"
+        node = f"{self.fullest.node} (stage {self.action.stage}, piece {self.action.piece})"
         return MemoryStep(place, self.action.kind, node, _plus(by_kind, "kept", kept))
 
     def rows(self) -> Iterator[AtPeak]:
@@ -210,13 +219,6 @@ class _Moment:
             kept = stage.figures.kept
             name = f"stage {stage.number}, other pieces"
             yield AtPeak("kept", name, "", f"{format_bytes(kept)} each", pieces, pieces * kept)
-
-
-def _actions(row: Sequence[Action], own: Mapping[int, _Stage]) -> Iterator[_Moment]:
-    for action, pieces in pieces_kept(row):
-        flying = [(stage, pieces[number] - (number == action.stage)) for number, stage in own.items()]
-        others = [stage for number, stage in own.items() if number != action.stage]
-        yield _Moment(action, own[action.stage], others, flying)
 
 
 def _plus(by_kind: ByKind, kind: Kind, nbytes: int) -> ByKind:

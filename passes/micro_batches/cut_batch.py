@@ -133,7 +133,9 @@ def _in_the_way(joint: JointGraph, count: int) -> fx.Node | None:
             continue
         operands = tensor_operands(node)
         given = [held.get(operand) for operand in operands]
-        waited = next((late[n] for n in map(_producer, operands) if n in late), None)
+        waited = next(
+            (late[n] for n in (result_index(operand)[0] for operand in operands) if n in late), None
+        )
         if waited is not None:
             if any(layout is not None and not layout.partial for layout in given):
                 return waited
@@ -152,10 +154,6 @@ def _in_the_way(joint: JointGraph, count: int) -> fx.Node | None:
         elif node in worked:
             late[node] = node
     return None
-
-
-def _producer(node: fx.Node) -> fx.Node:
-    return result_index(node)[0]
 
 
 def _reads(strategy: NodeLayouts, given: list[Layout | None]) -> bool:

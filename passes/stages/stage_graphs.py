@@ -44,14 +44,12 @@ def stage_graphs(joint: JointGraph, cut: Cut) -> tuple[StageGraph, ...]:
     count = len(cut) + 1
     assigned = assign_stages(parts, _starts(parts, cut), count)
     others = [(other, assigned_like(assigned, other)) for other in map(graph_parts, joint.others)]
-    return tuple(
-        _with_others(build_stage(parts, assigned, stage), [build_stage(*other, stage) for other in others])
-        for stage in range(count)
-    )
-
-
-def _with_others(first: StageGraph, others: Sequence[StageGraph]) -> StageGraph:
-    return replace(first, joint=replace(first.joint, others=tuple(other.joint for other in others)))
+    found: list[StageGraph] = []
+    for stage in range(count):
+        first = _Builder(parts, assigned, stage).build()
+        pieces = tuple(_Builder(*other, stage).build().joint for other in others)
+        found.append(replace(first, joint=replace(first.joint, others=pieces)))
+    return tuple(found)
 
 
 def _starts(parts: GraphParts, cut: Cut) -> tuple[int, ...]:
@@ -69,10 +67,6 @@ def _starts(parts: GraphParts, cut: Cut) -> tuple[int, ...]:
             f"{parts.forward[0].name}, with which the first stage begins"
         )
     return starts
-
-
-def build_stage(parts: GraphParts, assigned: Assigned, stage: int) -> StageGraph:
-    return _Builder(parts, assigned, stage).build()
 
 
 class _Builder:
@@ -169,15 +163,12 @@ class _Builder:
                 found.add(node)
                 stack.extend(() if node in given else map(self._here, operands(node)))
         buffers = {n for n, new in self.parts.changed.items() if self._is_changed_here(new)}
-        return found | buffers | self._held()
+        # Parameters and inputs whose gradient is here though nothing reads them; what nobody reads is in no stage.
+        held = {node for _, node, part in self.gradients if part is not None}
+        return found | buffers | held
 
     def _is_changed_here(self, new: fx.Node) -> bool:
         return self.assigned.of.get(new, self.assigned.stages - 1) == self.stage
-
-    def _held(self) -> set[fx.Node]:
-        """Parameters and inputs whose gradient is here though nothing in this stage reads them. What nobody reads is in
-        no stage."""
-        return {node for _, node, part in self.gradients if part is not None}
 
     def _call_inputs(self, needed: set[fx.Node]) -> dict[fx.Node, int]:
         specs = self.parts.specs
