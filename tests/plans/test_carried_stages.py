@@ -19,9 +19,7 @@ from tests.plans.pipelines import PP, SQUARE, planned, stage_task
 from tests.stages.stage_models import MODELS, canonical
 
 
-def carried(
-    name: str, mesh: Any, *, training: bool, rows: int = 1
-) -> tuple[PipelinePlan, PipelinePlan]:
+def carried(name: str, mesh: Any, *, training: bool, rows: int = 1) -> tuple[PipelinePlan, PipelinePlan]:
     """(the first plan, of two pieces; that of another call, of a batch so many times as large and one row more)."""
     first = planned(name, mesh, 2)
     torch.manual_seed(0)
