@@ -13,7 +13,7 @@ from autoshard.plan.find_plan import find_plan
 from autoshard.plan.plan import PipelinePlan, Plan
 from autoshard.random_state import random_state
 from autoshard.reporting.report_steps import StepReport, report
-from autoshard.spatial.halos import halo_exchange
+from autoshard.spatial import halo_exchange
 from autoshard.verification.verify_plan import VerifyReport, verify
 from autoshard.version import __version__
 from cost_model.errors import (

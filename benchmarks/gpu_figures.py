@@ -30,7 +30,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard import autoshard
-from autoshard.demo.model import GPT, GPTConfig, batches
+from autoshard.demo import GPT, GPTConfig, batches
 from autoshard.profiling.startup import nominal_profile, startup_profile
 from autoshard.reporting.report_steps import report
 from autoshard.started_mesh import started_mesh

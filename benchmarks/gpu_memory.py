@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from autoshard import InfeasibleError, MeshSpec, autoshard
-from autoshard.demo.model import GPT, GPTConfig, batches
+from autoshard.demo import GPT, GPTConfig, batches
 from benchmarks.step_time import Trainer, in_turns
 from cost_model.memory import reserve_bytes
 from cost_model.profile import Profile

@@ -22,7 +22,7 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoshard
-from autoshard.demo.model import GPT, GPTConfig, batches
+from autoshard.demo import GPT, GPTConfig, batches
 from autoshard.runtime.module import dispatcher_of
 from autoshard.watching.check_calls import Replicas
 from autoshard.watching.sums import OFTEN, PAUSE_SECONDS, sums_of

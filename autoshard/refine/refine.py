@@ -17,9 +17,8 @@ from autoshard.plan.rehearsed_plan import rehearsed_plan
 from autoshard.plan.stages_option import WHOLE, Division
 from autoshard.plan.task import Task
 from autoshard.refine.rounds import Rounds
-from autoshard.refine.time_work import time_work
+from autoshard.refine.time_work import TimedStore, store_of, time_work
 from autoshard.refine.timed_cases import Case, cases_of_parts, refining_seconds, with_times
-from autoshard.refine.timed_store import TimedStore, store_of
 from autoshard.watching.agreement import from_first
 from cost_model.checked_arguments import reject
 from cost_model.deadline import Deadline
@@ -150,7 +149,7 @@ class Refined:
 def refined_plan(mesh: DeviceMesh, task: Task, division: Division = WHOLE) -> Refined | None:
     """The plan of `task` under prices that were timed here; of rank 0, None on the others. Every rank calls it.
 
-    What was timed before is read from disk (`autoshard.refine.timed_store`), and so is the plan. Raises, on all ranks,
+    What was timed before is read from disk (`autoshard.refine.time_work`), and so is the plan. Raises, on all ranks,
     as `search_plan`.
     """
     store = store_of(mesh, task.backend)

@@ -14,8 +14,8 @@ from autoshard.plan.judged import Judged
 from autoshard.plan.plan import AnyPlan, Plan
 from autoshard.plan.plan_cache import cached_plan, keep_plan, kept_plan, plan_path
 from autoshard.plan.task import Task, search_plan
+from autoshard.refine.time_work import TimedStore
 from autoshard.refine.timed_cases import Case, Cases, TimedCandidate, cases_of, refining_seconds, with_times
-from autoshard.refine.timed_store import TimedStore
 from cost_model.deadline import Deadline
 from cost_model.errors import InfeasibleError
 from cost_model.timed import TimedPrices

@@ -17,11 +17,14 @@ from autoshard.plan.plan import AnyPlan, PipelinePlan, Plan
 from autoshard.plan.plan_ends import result_layouts
 from autoshard.plan.plan_fits import given_plan, planned_graph, runnable
 from autoshard.runtime.module import original_forward
-from autoshard.verification.divergence import Divergence, Watcher
-from autoshard.verification.full_float32 import full_float32
-from autoshard.verification.part_errors import held_value, result_errors
-from autoshard.verification.simulated_step import rank_programs, simulated_results, usual_tangents
-from autoshard.verification.verify_stages import stage_errors
+from autoshard.verification.part_errors import Divergence, Watcher, held_value, result_errors
+from autoshard.verification.simulated_step import (
+    full_float32,
+    rank_programs,
+    simulated_results,
+    stage_errors,
+    usual_tangents,
+)
 from cost_model.checked_arguments import checked_count
 from cost_model.errors import PlanError
 from passes.capture import Captured, flatten_call
@@ -34,9 +37,8 @@ from passes.ir.op_traits import draws, is_cast
 from passes.ir.rewrite import duplicate_joint
 from passes.micro_batches.cut_batch import cut_for_stages
 from passes.plan.describe import graph_hash
-from passes.simulate.conditioning import measured_rounding
 from passes.simulate.lockstep import simulate
-from passes.simulate.reference import eager_results, graph_values, reference_inputs
+from passes.simulate.reference import eager_results, graph_values, measured_rounding, reference_inputs
 from passes.states.compute_again import compute_again
 
 __all__ = ["Divergence", "VerifyReport", "verify"]

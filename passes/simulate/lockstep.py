@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from cost_model.mesh import MeshSpec
 from passes.ir.autocast_off import autocast_off
-from passes.simulate.conditioning import seeded_call
+from passes.simulate.reference import seeded_call
 
 Observer = Callable[[int, fx.Node, Any], None]
 
